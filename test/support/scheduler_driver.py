@@ -140,10 +140,9 @@ def make_model_driver(
     """A scheduler over the real ModelRunner with the demo model in fp32; ``flags`` are ServerArgs fields. ``rank``: of
     several that compute it together, its device and its part of the model."""
     sizes: dict[str, object] = {"max_total_tokens": 4096, "page_size": 16, "chunked_prefill_size": 2048}
-    flags = sizes | {"random_seed": 1} | flags
+    flags = sizes | {"random_seed": 1, "model_path": fenceline.demo_model_path()} | flags
     config = resolve(
         ServerArgs(
-            model_path=fenceline.demo_model_path(),
             device=device,
             dtype="float32",
             max_running_requests=num_rows,

@@ -27,6 +27,7 @@ NORMAL_PATHS = {
     "/v1/responses", "/v1/responses/{id}",
     "/v1/models", "/v1/models/{name}", "/tokenize",
     "/v1/tokenize", "/detokenize", "/v1/detokenize", "/health_generate", "/model_info", "/get_model_info",
+    "/weight_version", "/get_weight_version",
     "/server_info", "/get_server_info", "/live_state",
 }  # fmt: skip
 WITHOUT_BODY = {

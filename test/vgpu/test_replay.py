@@ -28,7 +28,11 @@ torch.set_num_threads(1)
 
 TIERED = [workload.name for workload in (*HICACHE_WORKLOADS, EVERYTHING)]
 SPECULATIVE = [workload.name for workload in SPECULATIVE_WORKLOADS]
-NAMES = [name for name in WORKLOADS if name not in (COLLECTIVES, ENGINE, "growth", *TIERED, *SPECULATIVE)]
+NAMES = [  # recordings hold no weights
+    name
+    for name in WORKLOADS
+    if name not in (COLLECTIVES, ENGINE, "growth", "new_weights", *TIERED, *SPECULATIVE)
+]
 
 
 def run(name: str, seed: int = 3, **flags: int | bool) -> Loop:

@@ -463,6 +463,50 @@ def _read_model(
     return model
 
 
+# Of a checkpoint: what decides nothing of the computation, or is the server's own choice.
+_MAY_DIFFER = {
+    "model_path",
+    "model_type",
+    "eos_token_ids",
+    "bos_token_id",
+    "dtype",
+    "sampling_defaults",
+    "hf_config",
+}
+
+
+def check_same_model(config: EngineConfig, directory: str) -> None:
+    """Raises ``ConfigError`` where the config.json in ``directory`` describes another model than the one that is
+    served, whatever its weights are."""
+    args, ours = config.server_args, config.model
+    theirs = ModelConfig.from_dir(
+        directory,
+        _model_overrides(args),
+        args.context_length,
+        args.dtype,
+        config.tokenizer_path,
+        args.quantization,
+    )
+    for field in dataclasses.fields(ModelConfig):
+        a, b = getattr(theirs, field.name), getattr(ours, field.name)
+        if field.name not in _MAY_DIFFER and a != b:
+            raise ConfigError(
+                f"{directory}: another model than the one that is served: its {field.name} is {a}, not {b}"
+            )
+
+
+def with_weights(config: EngineConfig, directory: str | None, label: str | None) -> EngineConfig:
+    """``config`` once the weights have been replaced by those in ``directory`` (None: by tensors). ``label``: the new
+    --weight-version, None: the old one."""
+    model, args = config.model, config.server_args
+    if directory is not None:
+        model = dataclasses.replace(model, model_path=directory)
+        args = dataclasses.replace(args, load_format="auto")
+    if label is not None:
+        args = dataclasses.replace(args, weight_version=label)
+    return dataclasses.replace(config, model=model, server_args=args)
+
+
 def _tokenizer_path(args: ServerArgs, model_path: str) -> str:
     if args.tokenizer_path is None:
         return model_path

@@ -174,8 +174,9 @@ class ServerArgs:
     admin_api_key: str | None = flag(
         None,
         "The key that endpoints for the whole server must carry: /flush_cache, /clear_hicache_storage_backend, "
-        "/hicache/storage-backend/clear, /abort_request, /pause_generation, /continue_generation, /start_profile, "
-        "/stop_profile and /flight_recorder. --api-key does not open them then; all other endpoints are as without "
+        "/hicache/storage-backend/clear, /abort_request, /pause_generation, /continue_generation, "
+        "/update_weights_from_disk, /update_weights_from_tensor, /start_profile, /stop_profile and /flight_recorder. "
+        "--api-key does not open them then; all other endpoints are as without "
         "this flag. FENCELINE_ADMIN_API_KEY of the environment holds unless this is given.",
         group=_HTTP,
         secret=True,

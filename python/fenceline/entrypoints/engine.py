@@ -8,7 +8,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import orjson
 import uvloop
@@ -27,9 +27,18 @@ from fenceline.entrypoints.generate_body import GenerateBody, expand, parse_gene
 from fenceline.entrypoints.launch import EngineBackend, FrontEnd
 from fenceline.entrypoints.native_api import describe_server
 from fenceline.entrypoints.replicas import launch as launch_replicas
+from fenceline.entrypoints.update_weights import (
+    UpdateFromDiskBody,
+    answer_of,
+    update_from_disk,
+    update_from_tensors,
+)
 from fenceline.frontend.request_stream import StreamGroup
 from fenceline.frontend.request_types import RequestError
 from fenceline.frontend.tokenizer_manager import TokenizerManager
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 Answer = dict[str, Any]  # the JSON object that /generate answers with
@@ -118,7 +127,7 @@ class Engine:
         thinking_end = thinking_end_id(body, self.config, tokenizer)
         expanded = await expand(body, self.config, None, thinking_end)
         group = await self._manager.submit_many(expanded.inputs)
-        writers = make_writers(expanded, group, body, self.config, tokenizer, thinking_end)
+        writers = make_writers(expanded, group, body, self.config, self._manager, thinking_end)
         return group, writers, expanded.single
 
     async def _answer(self, body: GenerateBody) -> Answer | list[Answer]:
@@ -162,6 +171,41 @@ class Engine:
         """Empty the prefix cache, with ``storage`` the storage tier too; False, and nothing done, while requests are
         in flight. Raises ValueError if there is no storage tier."""
         return self._run(self._manager.flush_cache(storage)).success
+
+    def update_weights_from_disk(
+        self,
+        model_path: str,
+        load_format: str | None = None,
+        *,
+        abort_all_requests: bool = False,
+        weight_version: str | None = None,
+    ) -> tuple[bool, str, int]:
+        """Replace the model's weights by another checkpoint of the same model, a directory or a hub id. Requests that
+        run are aborted, or computed again with the new weights from their tokens so far.
+
+        Returns whether that succeeded, a text, which is the reason where it did not (nothing has changed then), and how
+        many requests ran. Raises ValueError where there is no checkpoint.
+        """
+        body = UpdateFromDiskBody(model_path, load_format, abort_all_requests, weight_version)
+        reply = self._run(update_from_disk(self._manager, body))
+        return reply.success, reply.message, int(str(answer_of(reply)["num_paused_requests"]))
+
+    def update_weights_from_tensor(
+        self,
+        named_tensors: Sequence[tuple[str, torch.Tensor]],
+        load_format: str | None = None,
+        flush_cache: bool = True,
+        *,
+        abort_all_requests: bool = False,
+        weight_version: str | None = None,
+    ) -> tuple[bool, str]:
+        """Replace some weights: (name, tensor) pairs with the checkpoint's names and whole shapes, on any device;
+        otherwise as :meth:`update_weights_from_disk`. ``flush_cache`` is SGLang's; caches are always emptied."""
+        if load_format is not None:
+            raise ValueError(f"load_format {load_format!r} is not supported: leave it out")
+        update = update_from_tensors(self._manager, named_tensors, weight_version, abort_all_requests)
+        reply = self._run(update)
+        return reply.success, reply.message
 
     def get_server_info(self) -> dict[str, Any]:
         """What /server_info says."""

@@ -32,6 +32,7 @@ from fenceline.frontend.request_types import (
     GenerateInput,
     RequestError,
     RequestTimes,
+    ServedWeights,
     error_of,
     have_grammars,
 )
@@ -58,7 +59,7 @@ async def generate(
         if body.stream and error.status == 400:
             return Response(error_event(error), media_type="text/event-stream")
         raise
-    writers = make_writers(expanded, group, body, config, manager.tokenizer, thinking_end)
+    writers = make_writers(expanded, group, body, config, manager, thinking_end)
     if body.stream:
         return EventStream(
             _events(group, writers, config.server_args.incremental_streaming_output), group.close
@@ -75,16 +76,17 @@ def make_writers(
     group: StreamGroup,
     body: GenerateBody,
     config: EngineConfig,
-    tokenizer: Tokenizer | None,
+    manager: TokenizerManager,
     thinking_end: int | None,
 ) -> list[AnswerWriter]:
     """A writer for each request of a body, which is answered by ``group``; ``thinking_end`` is its
     :func:`thinking_end_id`."""
-    shown = tokenizer if body.return_text_in_logprobs else None
+    shown = manager.tokenizer if body.return_text_in_logprobs else None
     return [
         AnswerWriter(
             inp,
             config,
+            manager.weights,
             shown,
             None if expanded.single else index,
             stream.prompt_ids if body.return_prompt_token_ids else None,
@@ -157,6 +159,7 @@ class AnswerWriter:
         self,
         inp: GenerateInput,
         config: EngineConfig,
+        weights: ServedWeights,
         tokenizer: Tokenizer | None,
         index: int | None,
         prompt_ids: Sequence[int] | None,
@@ -165,8 +168,8 @@ class AnswerWriter:
         """``tokenizer`` writes the texts of logprobs, ``prompt_ids`` come with the first answer, and tokens up to
         ``thinking_end`` are counted as reasoning, each unless None."""
         self._head = b'"meta_info":{"id":' + orjson.dumps(inp.rid)
-        self._tail = b',"weight_version":' + orjson.dumps(config.server_args.weight_version) + b"}"
-        self._tail += b"}" if index is None else b',"index":%d}' % index
+        self._weights = weights
+        self._tail = b"}}" if index is None else b'},"index":%d}' % index
         self._has_text = not config.server_args.skip_tokenizer_init
         self._return_logprob = inp.return_logprob
         self._with_top = inp.top_logprobs_num > 0
@@ -248,7 +251,7 @@ class AnswerWriter:
             parts += self._output.fields(b"output", self._with_top, self._with_named)
             # Of the whole answer so far, also where events carry only what is new.
             parts.append(b',"output_token_logprobs_length":%d' % chunk.completion_tokens)
-        parts.append(self._tail)
+        parts += (b',"weight_version":', orjson.dumps(self._weights.version), self._tail)
         return parts
 
     def _count_reasoning(self, ids: list[int], thinking_end: int) -> None:

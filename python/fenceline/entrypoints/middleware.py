@@ -35,6 +35,7 @@ ADMIN_PATHS = frozenset(
     (
         "/flush_cache", "/clear_hicache_storage_backend", "/hicache/storage-backend/clear", "/abort_request",
         "/pause_generation", "/continue_generation", "/start_profile", "/stop_profile", "/flight_recorder",
+        "/update_weights_from_disk", "/update_weights_from_tensor",
     )
 )  # fmt: skip
 

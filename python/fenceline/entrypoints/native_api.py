@@ -34,6 +34,14 @@ from fenceline.entrypoints.openai.parsing import refuse_chat
 from fenceline.entrypoints.openai.protocol import ChatBody
 from fenceline.entrypoints.openai.serving_chat import tokenize_conversation
 from fenceline.entrypoints.sse import unless_gone, while_connected
+from fenceline.entrypoints.update_weights import (
+    WITHOUT_EFFECT,
+    UpdateFromDiskBody,
+    UpdateFromTensorBody,
+    answer_of,
+    update_from_body,
+    update_from_disk,
+)
 from fenceline.frontend.request_types import GenerateInput, RequestError, new_rid
 from fenceline.frontend.tokenizer_manager import TokenizerManager
 from fenceline.ipc.io_struct import ControlReply, SchedulerReady
@@ -83,6 +91,8 @@ _NO_FIELDS: frozenset[str] = frozenset()
 _RULES: dict[type[msgspec.Struct], FieldRules] = {
     AbortBody: FieldRules(AbortBody.__struct_fields__, {}, _NO_FIELDS),
     PauseBody: FieldRules(PauseBody.__struct_fields__, {}, _NO_FIELDS),
+    UpdateFromDiskBody: FieldRules(UpdateFromDiskBody.__struct_fields__, {}, WITHOUT_EFFECT),
+    UpdateFromTensorBody: FieldRules(UpdateFromTensorBody.__struct_fields__, {}, WITHOUT_EFFECT),
     ProfileBody: FieldRules(ProfileBody.__struct_fields__, PROFILE, PROFILE_WITHOUT_EFFECT),
     TokenizeBody: FieldRules(TokenizeBody.__struct_fields__, OPENAI),
     DetokenizeBody: FieldRules(DetokenizeBody.__struct_fields__, OPENAI),
@@ -142,6 +152,10 @@ class NativeApi:
         router.add_api_route("/abort_request", self.abort_request, methods=["POST"])
         router.add_api_route("/pause_generation", self.pause_generation, methods=["POST"])
         router.add_api_route("/continue_generation", self.continue_generation, methods=["POST"])
+        router.add_api_route("/update_weights_from_disk", self.update_from_disk, methods=["POST"])
+        router.add_api_route("/update_weights_from_tensor", self.update_from_tensor, methods=["POST"])
+        for prefix in ("/get_weight_version", "/weight_version"):
+            router.add_api_route(prefix, self.weight_version, methods=["GET"])
         router.add_api_route("/start_profile", self.start_profile, methods=both)
         router.add_api_route("/stop_profile", self.stop_profile, methods=both)
         router.add_api_route("/flight_recorder", self.flight_recorder_json, methods=["GET"])
@@ -199,12 +213,12 @@ class NativeApi:
         config = self._config
         return json_response(
             {
-                "model_path": config.model.model_path,
+                "model_path": self._manager.weights.model_path,
                 "tokenizer_path": config.tokenizer_path,
                 "served_model_name": config.served_model_name,
                 "is_generation": True,
                 "preferred_sampling_params": None,
-                "weight_version": config.server_args.weight_version,
+                "weight_version": self._manager.weights.version,
                 "architecture": config.model.architecture,
                 "architectures": [config.model.architecture],
                 "model_type": config.model.model_type,
@@ -268,6 +282,21 @@ class NativeApi:
     async def continue_generation(self) -> Response:
         """Resume scheduling."""
         return _control_response(await self._manager.continue_generation())
+
+    async def update_from_disk(self, request: Request) -> Response:
+        """Replace the model's weights by another checkpoint of the same model; 400 where it does not fit, and then
+        nothing has changed."""
+        body = await self._read(request, UpdateFromDiskBody)
+        return _updated(await update_from_disk(self._manager, body))
+
+    async def update_from_tensor(self, request: Request) -> Response:
+        """Replace some of the model's weights by tensors in the body; otherwise as /update_weights_from_disk."""
+        body = await self._read(request, UpdateFromTensorBody)
+        return _updated(await update_from_body(self._manager, body))
+
+    async def weight_version(self) -> Response:
+        """The label of the weights."""
+        return json_response({"weight_version": self._manager.weights.version})
 
     async def start_profile(self, request: Request) -> Response:
         """Start the profiler, optionally for a number of steps."""
@@ -348,6 +377,8 @@ async def describe_server(manager: TokenizerManager, config: EngineConfig) -> di
         state |= _sglang_state(state, manager.limits, dp_size)
     return {
         **config.public_dict(),
+        "model_path": manager.weights.model_path,
+        "weight_version": manager.weights.version,
         **({} if manager.limits is None else _without_tag(manager.limits)),
         "internal_states": states,
         "num_active_requests": manager.num_active,
@@ -392,6 +423,13 @@ def _num_steps(given: int | str | None) -> int | None:
             param="num_steps",
         )
     return number
+
+
+def _updated(reply: ControlReply) -> Response:
+    response = json_response(answer_of(reply))
+    if not reply.success:
+        response.status_code = 400
+    return response
 
 
 def _control_response(reply: ControlReply) -> Response:

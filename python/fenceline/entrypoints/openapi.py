@@ -24,6 +24,7 @@ from fenceline.entrypoints.generate_body import GenerateBody
 from fenceline.entrypoints.native_api import AbortBody, DetokenizeBody, PauseBody, ProfileBody, TokenizeBody
 from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody
 from fenceline.entrypoints.openai.responses_protocol import ResponsesBody
+from fenceline.entrypoints.update_weights import UpdateFromDiskBody, UpdateFromTensorBody
 
 _REFS = "#/components/schemas/"
 # The type of the body by path, and whether the body may be missing.
@@ -31,6 +32,8 @@ BODIES: dict[str, tuple[type, bool]] = {
     "/generate": (GenerateBody, False),
     "/abort_request": (AbortBody, False),
     "/pause_generation": (PauseBody, True),
+    "/update_weights_from_disk": (UpdateFromDiskBody, False),
+    "/update_weights_from_tensor": (UpdateFromTensorBody, False),
     "/start_profile": (ProfileBody, True),
     "/tokenize": (TokenizeBody, False),
     "/v1/tokenize": (TokenizeBody, False),

@@ -19,16 +19,19 @@ from fenceline.ipc.io_struct import (
     Message,
     PauseGenerationReq,
     ProfileReq,
+    UpdateWeightsReq,
 )
 
 CONTROL_TIMEOUT_S = 30.0
 STORAGE_TIMEOUT_S = 300.0  # emptying a storage removes many files
 MAX_FLUSH_WAIT_S = 3600.0  # for the last request to leave
+UPDATE_TIMEOUT_S = 3600.0  # reading a checkpoint of hundreds of gigabytes
 PROFILE_TIMEOUT_S = 300.0  # stopping writes a trace of many megabytes
 
 
 _Control = (
     FlushCacheReq
+    | UpdateWeightsReq
     | PauseGenerationReq
     | ContinueGenerationReq
     | ProfileReq
@@ -64,6 +67,10 @@ class ControlClient:
             raise
         finally:
             deadline.cancel()
+
+    async def update_weights(self, message: UpdateWeightsReq) -> ControlReply:
+        """See :class:`UpdateWeightsReq`."""
+        return await self._ask(message, UPDATE_TIMEOUT_S)
 
     async def pause(self, mode: str) -> ControlReply:
         """See :class:`PauseGenerationReq`. Raises RequestError for an unknown mode."""

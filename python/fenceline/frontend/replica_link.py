@@ -22,6 +22,7 @@ from fenceline.ipc.io_struct import (
     StatsReport,
     TokenizedGenerateReq,
     TokenOut,
+    UpdateWeightsReq,
 )
 from fenceline.ipc.sockets import SchedulerLink
 
@@ -49,7 +50,7 @@ class ReplicaLink:
                 if message.rid in self._placed:
                     self._links[self._placed[message.rid][0]].send(message)
             case _:
-                if isinstance(message, FlushCacheReq):
+                if isinstance(message, FlushCacheReq | UpdateWeightsReq):
                     self._balancer.flushed()
                 for link in self._links:
                     link.send(message)

@@ -16,6 +16,14 @@ from fenceline.sampling.sampling_params import SamplingParams, check_counts
 TURN_REQUESTS = 128  # of one body that are worked on in one turn of the event loop: some milliseconds
 
 
+@dataclass(slots=True)
+class ServedWeights:
+    """The model's weights as clients know them: where they are from, and --weight-version or what an update said."""
+
+    model_path: str
+    version: str
+
+
 class RequestError(Exception):
     """A request that cannot be served: the HTTP status and the fields of OpenAI's error object."""
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
+from uuid import uuid4
 
 import msgspec
 
@@ -43,6 +44,7 @@ from fenceline.frontend.request_types import (
     TURN_REQUESTS,
     GenerateInput,
     RequestError,
+    ServedWeights,
     check_num_requests,
     new_rid,
     shutting_down,
@@ -63,6 +65,7 @@ from fenceline.ipc.io_struct import (
     TickReq,
     TokenizedGenerateReq,
     TokenOut,
+    UpdateWeightsReq,
 )
 from fenceline.ipc.sockets import SchedulerLink
 
@@ -82,6 +85,7 @@ class TokenizerManager:
         self.config = config
         self.tokenizer = tokenizer
         self.vocab_size = config.model.vocab_size
+        self.weights = ServedWeights(config.model.model_path, config.server_args.weight_version)
         self.limits: SchedulerReady | None = None
         self.fatal: str | None = None
         self.metrics = Metrics(
@@ -412,6 +416,32 @@ class TokenizerManager:
                 param="storage",
             )
         return await self.control.flush_cache(storage, wait_s)
+
+    async def update_weights(
+        self,
+        *,
+        model_path: str | None = None,
+        file: str | None = None,
+        weight_version: str | None = None,
+        abort_all_requests: bool = False,
+        keep_pause: bool = False,
+    ) -> ControlReply:
+        """Replace the model's weights; see :class:`UpdateWeightsReq`. ``success`` False, with the reason, if they do
+        not fit. Raises RequestError 503 if the engine does not serve."""
+        self._require_serving()
+        message = UpdateWeightsReq(
+            id=uuid4().hex,
+            model_path=model_path,
+            file=file,
+            weight_version=weight_version,
+            abort_all_requests=abort_all_requests,
+            keep_pause=keep_pause,
+        )
+        reply = await self.control.update_weights(message)
+        if reply.success:
+            self.weights.model_path = model_path or self.weights.model_path
+            self.weights.version = self.weights.version if weight_version is None else weight_version
+        return reply
 
     async def pause_generation(self, mode: str = "abort") -> ControlReply:
         """Stop scheduling; ``mode`` is abort, retract or in_place."""

@@ -103,6 +103,21 @@ class CancelFlushReq(Message):
     id: str
 
 
+class UpdateWeightsReq(Message):
+    """Replace the model's weights between two steps: by the checkpoint in the directory ``model_path``, or where there
+    is none by the tensors in ``file``, a safetensors file. What runs is aborted (``abort_all_requests``), or returns to
+    the queue and is computed again with the new weights. ``weight_version``: their label, None keeps the old one.
+    ``keep_pause``: nothing is scheduled afterwards. Answered by :class:`ControlReply`, with the number of requests that
+    ran as its payload; one that fails has changed nothing."""
+
+    id: str
+    model_path: str | None = None
+    file: str | None = None
+    weight_version: str | None = None
+    abort_all_requests: bool = False
+    keep_pause: bool = False
+
+
 class PauseGenerationReq(Message):
     """Stop scheduling. ``mode``: ``abort`` ends all requests, ``retract`` returns them to the queue and
     frees their memory, ``in_place`` keeps them where they are. Answered by :class:`ControlReply`."""
@@ -426,6 +441,7 @@ SchedulerInput = (
     | TickReq
     | FlushCacheReq
     | CancelFlushReq
+    | UpdateWeightsReq
     | PauseGenerationReq
     | ContinueGenerationReq
     | ProfileReq

@@ -53,7 +53,14 @@ class WeightSlot:
 
         Raises ``ValueError`` for a wrong shape or a type that does not fit (a quantised checkpoint).
         """
+        self.check_type(name, tensor)
         self.check(name, tensor)
+        if self.convert is not None:
+            tensor = self.convert(tensor.to(self.dest.device))
+        self.dest.copy_(tensor.narrow(self.dim, self.start, self.dest.shape[self.dim]))
+
+    def check_type(self, name: str, tensor: torch.Tensor) -> None:
+        """Raises ``ValueError`` for a type that does not fit."""
         if not self.dest.dtype.is_floating_point:
             if tensor.dtype.is_floating_point:
                 raise ValueError(f"weight {name} is {tensor.dtype}, it must hold whole numbers")
@@ -65,9 +72,6 @@ class WeightSlot:
                 )
         elif not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             raise ValueError(f"weight {name} is {tensor.dtype}; use the model's unquantised weights")
-        if self.convert is not None:
-            tensor = self.convert(tensor.to(self.dest.device))
-        self.dest.copy_(tensor.narrow(self.dim, self.start, self.dest.shape[self.dim]))
 
     def check(self, name: str, tensor: torch.Tensor) -> None:
         """Raises ``ValueError`` for a wrong shape. A tensor of one number may have any."""
@@ -88,11 +92,14 @@ def fill_slots(
     slots: WeightSlots,
     weights: Iterable[tuple[str, torch.Tensor]],
     ignored: Callable[[str], bool] = lambda name: False,
+    partly: bool = False,
+    only_check: bool = False,
 ) -> None:
     """Load each (name, tensor) pair into the slot of its name, one after the other.
 
     Raises ``ValueError`` for a tensor that has no slot (unless its name is ``ignored``), one that comes twice, one of
-    the wrong shape, and slots that no tensor has filled.
+    the wrong shape, and slots that no tensor has filled, unless they are to be filled ``partly``. With ``only_check``
+    nothing is written, and tensors of the device ``meta`` will do.
     """
     missing = set(slots)
     unexpected = []
@@ -103,20 +110,24 @@ def fill_slots(
             continue
         if name not in missing:
             raise ValueError(f"weight {name} comes twice; remove the extra safetensors file")
-        slots[name].load(name, tensor)
+        if only_check:
+            slots[name].check_type(name, tensor)
+            slots[name].check(name, tensor)
+        else:
+            slots[name].load(name, tensor)
         missing.discard(name)
     if unexpected:
         raise ValueError(
             f"the checkpoint holds weights that the model does not have: {_shorten(unexpected)}; "
             f"check config.json (architectures, num_hidden_layers, attention_bias, tie_word_embeddings)"
         )
-    if missing:
+    if missing and not partly:
         raise ValueError(
             f"the checkpoint lacks weights: {_shorten(sorted(missing))}; "
             f"check config.json (num_hidden_layers, tie_word_embeddings) or download the model again"
         )
-    for slot in slots.values():
-        if slot.loaded is not None:
+    for name, slot in slots.items():
+        if slot.loaded is not None and name not in missing and not only_check:
             slot.loaded()
 
 

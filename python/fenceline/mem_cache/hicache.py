@@ -298,6 +298,7 @@ class _Wanted:
     token_ids: IntArray  # the prefix, up to the last page that the keys name, and its lookahead
     first_page: int  # index in the prefix of the first page that the keys name
     extra_key: str  # its namespace
+    num_forgotten: int  # how often all pages had been forgotten before
     num_settled: int = 0  # leading host pages that the tree has taken or that are free again
 
 
@@ -320,6 +321,7 @@ class StorageTier:
         self._page_size = page_size
         self._threshold = prefetch_threshold
         self._num_prefetches = 0
+        self._num_forgotten = 0
         self._wanted: dict[int, _Wanted] = {}  # by the prefetch's handle
 
     # --- host to storage ----------------------------------------------------------------------------------------
@@ -344,13 +346,17 @@ class StorageTier:
         keys = page_keys(self._root_key(extra_key), tokens, self._page_size, lookahead)[first:]
         self._num_prefetches += 1
         op = Prefetch(self._num_prefetches, keys)
-        self._wanted[op.handle] = _Wanted(op, tokens, first, extra_key)
+        self._wanted[op.handle] = _Wanted(op, tokens, first, extra_key, self._num_forgotten)
         self._controller.query(op)
         return op
 
     def may_schedule(self, op: Prefetch) -> bool:
         """Whether the policy lets the request run with the pages that have come so far."""
         return self._controller.may_schedule(op)
+
+    def forget(self) -> None:
+        """No page that is being fetched is right any more: the weights have been replaced."""
+        self._num_forgotten += 1
 
     def cancel(self, op: Prefetch) -> None:
         """The request runs without waiting, or has left: pages that have not come so far are not needed."""
@@ -416,7 +422,9 @@ class StorageTier:
         num_tokens = (wanted.first_page + end) * self._page_size
         tokens = wanted.token_ids[: num_tokens + self._tree.lookahead]
         # The worker has waited for these Points; the streams that touch the pages next have not.
-        spare = self._tree.insert_host(tokens, pages, op.after, wanted.extra_key)
+        spare = pages
+        if wanted.num_forgotten == self._num_forgotten:
+            spare = self._tree.insert_host(tokens, pages, op.after, wanted.extra_key)
         self._host_pages.retire(spare, op.after)
 
     def _end(self, op: Prefetch) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +65,21 @@ class PageFingerprint:
         # As JSON, so that different fields never make the same text.
         text = json.dumps([self.describe(), extra_key])
         return hashlib.sha256(_SCHEME + text.encode()).digest()
+
+
+class PageRoots:
+    """The parents of first pages (``PageFingerprint.root_key``): others once the weights have been replaced, so that no
+    page is found again that other weights have computed."""
+
+    def __init__(self, fingerprint: PageFingerprint) -> None:
+        self._fingerprint = fingerprint
+
+    def __call__(self, extra_key: str) -> PageKey:
+        return self._fingerprint.root_key(extra_key)
+
+    def weights_replaced(self, model_id: str) -> None:
+        """``model_id``: of the new weights."""
+        self._fingerprint = replace(self._fingerprint, model_id=model_id)
 
 
 def page_keys(

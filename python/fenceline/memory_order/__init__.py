@@ -31,6 +31,7 @@ from fenceline.memory_order.relocation import (
 )
 from fenceline.memory_order.staging import InputRing, MaskTable, ResultLease, ResultRing
 from fenceline.memory_order.stream import Point, Points, Stream, wait_for_pages
+from fenceline.memory_order.weights import forgetting_old_kv, writing_weights
 
 __all__ = [
     "Arena",
@@ -62,6 +63,7 @@ __all__ = [
     "Stamp",
     "Stream",
     "comparison",
+    "forgetting_old_kv",
     "keep_hidden",
     "layers_of_page",
     "moves_of_nodes",
@@ -73,6 +75,7 @@ __all__ = [
     "table_of_step",
     "tokens_in_flight",
     "wait_for_pages",
+    "writing_weights",
 ]
 
 DeviceFactory = Callable[[frozenset[str]], Device]

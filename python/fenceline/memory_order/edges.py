@@ -419,6 +419,14 @@ PEER_STARTED = Guard(
     name="peer_started",
     protects="the half of a rank's buffer that is written again: the rank has said that it has read it",
 )
+NEW_WEIGHTS = Guard(
+    name="new_weights",
+    protects="the weights that a step in flight reads: they are replaced on FORWARD, after it",
+)
+OLD_KV = Guard(
+    name="old_kv",
+    protects="requests from keys and values of weights that have been replaced: every tier forgets them",
+)
 
 GUARDS: dict[str, Guard] = {
     guard.name: guard
@@ -448,6 +456,8 @@ GUARDS: dict[str, Guard] = {
         FLAG_GENERATION,
         PEER_HALVES,
         PEER_STARTED,
+        NEW_WEIGHTS,
+        OLD_KV,
     )
 }
 # Those that are severed once more where the engine speculates, since its runner has an arena, graphs and results of its

@@ -19,15 +19,24 @@ import numpy.typing as npt
 import torch
 
 from fenceline.config.draft_config import StepShape
-from fenceline.config.engine_config import EngineConfig
+from fenceline.config.engine_config import EngineConfig, check_same_model, with_weights
 from fenceline.layers.attention.backends import AttentionBackends, AttentionSetting, make_attention_backends
 from fenceline.layers.context import Shard, fp8_kv_dtype, make_layer_context
 from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
 from fenceline.mem_cache.host.cache_controller import HiCacheController, make_hicache_controller
 from fenceline.mem_cache.host.host_pool import available_host_bytes
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool, ReqPool, check_row_bytes, num_kv_pages
+from fenceline.mem_cache.page_hash import model_id
 from fenceline.mem_cache.storage.controller import Storage, make_storage
-from fenceline.memory_order import Device, InputRing, MaskTable, ResultRing, page_leases, wait_for_pages
+from fenceline.memory_order import (
+    Device,
+    InputRing,
+    MaskTable,
+    ResultRing,
+    page_leases,
+    wait_for_pages,
+    writing_weights,
+)
 from fenceline.memory_order.access import Accesses, Memory, PagedMemory
 from fenceline.memory_order.edges import STARTUP_STOP, StreamName
 from fenceline.model_executor.decode_runner import DecodeRunner, Logits
@@ -48,7 +57,13 @@ from fenceline.model_executor.step import (
 )
 from fenceline.model_executor.warm_up import measure_steps, warm_up
 from fenceline.models.draft import DraftModel
-from fenceline.models.loader import load_draft_model, load_model
+from fenceline.models.loader import (
+    NewWeights,
+    check_weights,
+    load_draft_model,
+    load_model,
+    replace_weights,
+)
 from fenceline.sampling.rank_sampler import RankSampler
 from fenceline.sampling.sampler import OutputLogprobs, Sampler, prompt_logprobs
 from fenceline.sampling.sampling_batch import SamplingBatch, padded_ids, sampling_arrays
@@ -71,6 +86,7 @@ class ModelRunner:
     ) -> None:
         """``shard``: the part of the model that this rank computes; its communicator belongs to FORWARD."""
         self.device = device
+        self._config = config
         if config.server_args.memory_check == "order":
             device.check_order()
         self.page_size = config.server_args.page_size
@@ -263,6 +279,41 @@ class ModelRunner:
     def completions(self, awaited: ForwardResult | None) -> Completions:
         """What has ended since the last call; see ``Worker``. Asks the device, once a step."""
         return drain_completions(self.hicache, self.storage, awaited)
+
+    def check_weights(self, weights: NewWeights) -> None:
+        """See ``Worker``."""
+        reason = ""
+        try:
+            self._check_weights(weights)
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+        shard = self.model.context.shard
+        if shard.size > 1:
+            with self.device.forward.active():
+                reasons = shard.exchange(reason.encode())
+            reason = next((told.decode() for told in reasons if told), "")
+        if reason:
+            raise ValueError(reason)
+
+    def _check_weights(self, weights: NewWeights) -> None:
+        if self._config.model.quantization is not None:
+            raise ValueError(
+                "weights of a quantised model are not replaced while it is served; start the server with the new ones"
+            )
+        if weights.directory is not None:
+            check_same_model(self._config, weights.directory)
+        check_weights(self.model, weights)
+
+    def replace_weights(self, weights: NewWeights, one_more: Callable[[], None]) -> None:
+        """See ``Worker``. Parameters stay where they are, so that graphs and drafts that share some read the new ones.
+        A draft's own weights stay as they are."""
+        with writing_weights(self.device):
+            replace_weights(self.model, weights, one_more)
+        self._config = with_weights(self._config, weights.directory, weights.label)
+        if self.storage is not None:
+            # Of tensors no file tells. The number of the latest update stands for all of them.
+            update = f" {weights.number}" if weights.partly else ""
+            self.storage.root_key.weights_replaced(model_id(self._config) + update)
 
     @torch.inference_mode()
     def launch(self, batch: ScheduleBatch) -> ForwardResult | HeldStep:

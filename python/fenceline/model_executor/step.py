@@ -21,6 +21,7 @@ from fenceline.mem_cache.storage.controller import Ack, Storage
 from fenceline.mem_cache.transfer import Ticket
 from fenceline.memory_order import Device, LeasePool, Point, Points, ResultLease
 from fenceline.model_executor.graph_runner import GraphStats
+from fenceline.models.loader import NewWeights
 from fenceline.sampling.sampling_batch import ReqSampling
 
 F32 = npt.NDArray[np.float32]
@@ -326,6 +327,16 @@ class Worker(Protocol):
 
     def completions(self, awaited: ForwardResult | None) -> Completions:
         """What has ended since the last call; ``awaited``: the results to ask for, None to ask for none."""
+        ...
+
+    def check_weights(self, weights: NewWeights) -> None:
+        """Raises ``ValueError`` with the reason where ``weights`` cannot take the place of the model's: on all ranks
+        if on one."""
+        ...
+
+    def replace_weights(self, weights: NewWeights, one_more: Callable[[], None]) -> None:
+        """Replace the model's weights, after the steps in flight, by ``weights``, which have been checked. ``one_more``
+        is called for each tensor."""
         ...
 
     def launch(self, batch: ScheduleBatch) -> ForwardResult | HeldStep:

@@ -135,8 +135,11 @@ class CausalLM(ABC):
 
     # --- weights
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Fill every parameter from (name, tensor) pairs with Hugging Face's names, in any order.
+    def load_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], partly: bool = False, only_check: bool = False
+    ) -> None:
+        """Fill every parameter from (name, tensor) pairs with Hugging Face's names, in any order; ``partly``: those
+        that come. With ``only_check`` nothing is written.
 
         Raises ``ValueError`` for missing, unexpected, repeated and mis-shaped weights.
         """
@@ -156,7 +159,7 @@ class CausalLM(ABC):
             )
 
         slots = self.weight_slots()
-        fill_slots(slots, _split_fused(slots, weights), ignored)
+        fill_slots(slots, _split_fused(slots, weights), ignored, partly, only_check)
 
     def weight_slots(self) -> WeightSlots:
         """Where each tensor of the checkpoint goes. Together the slots cover every parameter."""

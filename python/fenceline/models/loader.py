@@ -7,6 +7,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -117,6 +118,51 @@ class DraftNames:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class NewWeights:
+    """Weights that take the place of a model's: a whole checkpoint in ``directory``, or ``file``, a safetensors file
+    with some of its tensors. ``label`` is --weight-version's, None: the one before. ``number`` names this update, and
+    so the weights that no checkpoint describes."""
+
+    number: str
+    directory: str | None = None
+    file: str | None = None
+    label: str | None = None
+
+    @property
+    def partly(self) -> bool:
+        """Whether other weights stay as they are."""
+        return self.directory is None
+
+    def files(self) -> list[Path]:
+        """Those to be read. Raises ``ValueError`` where there are none."""
+        if self.directory is not None:
+            return weight_files(Path(self.directory))
+        assert self.file is not None, "a checkpoint or a file"
+        return [Path(self.file)]
+
+
+def check_weights(model: CausalLM, weights: NewWeights) -> None:
+    """Raises ``ValueError`` where ``weights`` do not fit ``model``. Reads the files' headers alone."""
+    model.load_weights(_read_headers(weights.files()), weights.partly, only_check=True)
+
+
+def replace_weights(model: CausalLM, weights: NewWeights, one_more: Callable[[], None]) -> None:
+    """Copy ``weights``, which fit, into ``model``'s parameters, which stay where they are, on the current stream.
+    ``one_more`` is called for each tensor. If it raises, some weights are new and others are not."""
+    files = weights.files()
+    begin = time.perf_counter()
+
+    def read() -> Iterator[tuple[str, torch.Tensor]]:
+        for named in read_weights(files, progress=False):
+            one_more()
+            yield named
+
+    with torch.no_grad():
+        model.load_weights(read(), weights.partly)
+    _log_loaded("new weights", model.nbytes, files, begin)
+
+
 def _stored_format(config: ModelConfig, load_format: str) -> QuantConfig | None:
     """Random weights are drawn as plain numbers, whatever the checkpoint's format, and then rounded to it."""
     quantization = config.quantization
@@ -151,6 +197,24 @@ def weight_names(files: Sequence[Path]) -> list[str]:
 def _names_in(path: Path) -> list[str]:
     with _naming(path), safe_open(path, framework="pt", device="cpu") as file:
         return list(file.keys())
+
+
+# The types that safetensors names in headers. One that is not here does not fit any parameter.
+_HEADER_TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+def _read_headers(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor without values) for every tensor of ``files``."""
+    for path in files:
+        with _naming(path), safe_open(path, framework="pt", device="cpu") as file:
+            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                described = file.get_slice(name)
+                dtype = _HEADER_TYPES.get(described.get_dtype(), torch.uint8)
+                yield name, torch.empty(described.get_shape(), dtype=dtype, device="meta")
 
 
 @contextmanager

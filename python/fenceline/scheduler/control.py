@@ -54,18 +54,19 @@ class SchedulerControl:
         self._dumps: deque[FlightRecorderReq] = deque()  # asked for, and not begun
         self._dumping = threading.Lock()
 
-    def answer(self, id: str, carry_out: Callable[[], tuple[bool, str]]) -> None:
-        """Carry out something that changes requests or memory, and tell whether it succeeded, with a text.
+    def answer(self, id: str, carry_out: Callable[[], tuple[bool, str] | tuple[bool, str, bytes]]) -> None:
+        """Carry out something that changes requests or memory, and tell whether it succeeded, with a text, and with
+        what else was asked for.
 
         It may fail for want of files and for wrong values. Any other exception (an assertion, a lease given up twice,
         an OrderError) means that the books can no longer be trusted, and ends the scheduler.
         """
         try:
-            success, text = carry_out()
+            success, text, *payload = carry_out()
         except (OSError, ValueError) as error:
             self._failed(id, error)
         else:
-            self._send(ControlReply(id=id, success=success, message=text))
+            self._send(ControlReply(id=id, success=success, message=text, payload=b"".join(payload)))
 
     def observe(
         self,

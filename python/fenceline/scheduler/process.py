@@ -194,6 +194,7 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
         recorder = scheduler.recorder
         dump_on_signal(recorder)
         scheduler.control.run_beside = _run_in_thread
+        scheduler.still_working = watchdog.busy
         scheduler.grammars.run_beside = ThreadPoolExecutor(1, thread_name_prefix="grammars").submit
         if config.device == "cuda" and config.refuses_grammars is None:
             scheduler.grammars.prepare()  # a server on a CPU starts at once, and its first grammar waits

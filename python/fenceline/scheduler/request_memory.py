@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -304,6 +304,21 @@ class RequestMemory:
         if storage and below is not None:
             below.clear()
         return num_pages
+
+    def forget(self, waiting: Iterable[Req]) -> int:
+        """Empty all tiers of what the weights have computed until now: the tree, and what the ``waiting`` requests had
+        on the host or on its way from storage. No request holds pages. Returns how many device pages are free again.
+
+        Storage keeps its pages, under keys that nobody asks for any more."""
+        for req in waiting:
+            self._end_prefetch(req)
+            req.queued_match = None
+            if req.tail is not None and self.tiers is not None:
+                self.tiers.drop_tail(req.tail)
+                req.tail = None
+        if self._storage is not None:
+            self._storage.forget()
+        return self.flush()
 
     def offload(self, req: Req) -> OffloadedTail | None:
         """Bring what ``req``, about to be retracted, has computed to the host: whole pages through the tree, the last

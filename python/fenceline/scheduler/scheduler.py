@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -45,8 +45,9 @@ from fenceline.ipc.io_struct import (
     StatsReport,
     TickReq,
     TokenizedGenerateReq,
+    UpdateWeightsReq,
 )
-from fenceline.memory_order import Points, slots_of_tree, tokens_in_flight
+from fenceline.memory_order import Points, forgetting_old_kv, slots_of_tree, tokens_in_flight
 from fenceline.model_executor.step import (
     DecodeBatch,
     ExtendBatch,
@@ -58,6 +59,7 @@ from fenceline.model_executor.step import (
     TokenMasks,
     Worker,
 )
+from fenceline.models.loader import NewWeights
 from fenceline.scheduler.control import SchedulerControl
 from fenceline.scheduler.draft_depth import AdaptiveDepth, DraftDepth, FixedDepth
 from fenceline.scheduler.flight_recorder import FlightRecorder
@@ -177,6 +179,7 @@ class Scheduler:
         self.num_constrained = 0  # of them, by a grammar
         self.recorder = FlightRecorder(config, self.memory, self.reqs)
         self.control = SchedulerControl(self.recorder, config.torch_profiler_dir, outbox.to_tokenizer)
+        self.still_working: Callable[[], None] = lambda: None  # tells a watchdog that a long turn goes on
         self.flushes: list[FlushCacheReq] = []  # that wait for the last request to leave
         args = config.server_args
         self.waiting = WaitingQueue(None if args.disable_radix_cache else args.page_size)
@@ -736,6 +739,8 @@ class Scheduler:
                 for flush in [flush for flush in self.flushes if flush.id == message.id]:
                     self.flushes.remove(flush)
                     answer(flush.id, partial(self.flush, flush.storage))
+            case UpdateWeightsReq():
+                answer(message.id, partial(self.update_weights, message))
             case PauseGenerationReq():
                 answer(message.id, partial(self.pause, message.mode))
             case ContinueGenerationReq():
@@ -761,6 +766,36 @@ class Scheduler:
             return False, f"cache not flushed: {error}"
         return True, f"cache flushed: {num_pages} pages are free again"
 
+    def update_weights(self, message: UpdateWeightsReq) -> tuple[bool, str, bytes]:
+        """Replace the model's weights. Requests that run give up their memory first, and all tiers forget what the old
+        weights have computed; they go on with new ones, from their published tokens. Nothing is changed where the new
+        weights do not fit."""
+        weights = NewWeights(message.id, message.model_path, message.file, message.weight_version)
+        try:
+            self.worker.check_weights(weights)
+        except ValueError as error:
+            return False, f"weights not updated: {error}", b"0"
+        if message.abort_all_requests:
+            self.abort(AbortReq(abort_all=True))
+        running = self.give_back_all()
+        self.retire_departed()
+        # The step in flight belongs to requests that have left, so its tokens fall away.
+        forgetting_old_kv(self.worker.device, partial(self.memory.forget, self.waiting))()
+        try:
+            self.worker.replace_weights(weights, self.still_working)
+        except (OSError, ValueError) as error:
+            raise RuntimeError(f"some weights are new and others are not: {error}") from error
+        self.paused = self.paused or message.keep_pause
+        return True, "weights updated", str(running).encode()
+
+    def give_back_all(self) -> int:
+        """Retract whatever holds memory. Returns how many requests that are."""
+        # Newest first: each goes to the head of the queue, so they resume in their old order.
+        holders = [req for req in reversed(list(self.reqs.values())) if req.row]
+        for req in holders:
+            self.retract(req)
+        return len(holders)
+
     def flush_when_idle(self) -> None:
         """No request is left: flush where somebody has waited for that."""
         flushes, self.flushes = self.flushes, []
@@ -777,9 +812,7 @@ class Scheduler:
         if mode == "abort":
             self.abort(AbortReq(abort_all=True))
         elif mode == "retract":
-            # Newest first: each goes to the head of the queue, so they resume in their old order.
-            for req in [req for req in reversed(list(self.reqs.values())) if req.row]:
-                self.retract(req)
+            self.give_back_all()
         for req in self.reqs.values():
             req.clocked_running = None
         return True, f"paused ({mode}); /continue_generation resumes"

@@ -32,6 +32,7 @@ from fenceline.mem_cache.transfer import TransferKind
 from fenceline.mem_cache.tree.radix_cache import RadixCache, TreeNode
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import DecodeBatch, ExtendBatch, ScheduleBatch
+from fenceline.models.loader import NewWeights
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.scheduler import Scheduler
 from fenceline.vgpu.errors import CheckError, TagError
@@ -61,9 +62,9 @@ class Prefixes:
         self._ends: list[tuple[int, str]] = [(0, "")]
         self._marked: dict[int, tuple[int, str]] = {}
 
-    def root(self, namespace: str) -> int:
-        """The prefix without a token."""
-        return self._number((0, namespace), 0, f"namespace {namespace!r}")
+    def root(self, namespace: str, weights: str = "") -> int:
+        """The prefix without a token, as ``weights`` compute it, "" the first ones."""
+        return self._number((0, f"{weights}\0{namespace}"), 0, f"namespace {namespace!r}")
 
     def then(self, prefix: int, token: int, owner: str) -> int:
         """``prefix`` and one more token, of a request called ``owner`` in reports."""
@@ -100,13 +101,16 @@ class Prefixes:
 class Account:
     """The tokens of one request: the prefixes that end at its tokens 0, 1, ..., as far as they are known."""
 
-    def __init__(self, source: TokenizedGenerateReq, prompt_ids: Iterable[int], prefixes: Prefixes) -> None:
+    def __init__(
+        self, source: TokenizedGenerateReq, token_ids: Iterable[int], prefixes: Prefixes, weights: str = ""
+    ) -> None:
         self.source = source  # kept, so that no other object has the same id()
         self.name = source.rid + (f" (namespace {source.extra_key!r})" if source.extra_key else "")
+        self.name += f" with {weights}" if weights else ""
         self._prefixes = prefixes
-        self._root = prefixes.root(source.extra_key)
+        self._root = prefixes.root(source.extra_key, weights)
         self.ends: list[int] = []
-        for token in prompt_ids:
+        for token in token_ids:
             self.ends.append(prefixes.then(self.ends[-1] if self.ends else self._root, token, self.name))
 
     def sampled(self, position: int, token: int) -> None:
@@ -545,6 +549,9 @@ class Tags:
         self._gpu = gpu
         self.page_size = pool.page_size
         self._accounts: dict[int, Account] = {}
+        self._old_accounts: list[Account] = []  # kept for the sake of id()
+        self._weights = ""  # their name, "" for the first ones
+        self._first_weights = runner.model.config.model_path
         self._kept: dict[bytes, list[_Kept]] = {}  # what was written to storage, by key
         self._scheduler: Scheduler | None = None
         self._submitted: Step | None = None
@@ -664,7 +671,7 @@ class Tags:
             assert node.parent is not None, "the root is left out"
             end = ends.get(node.parent)
             if end is None:
-                end = self.prefixes.root(self._tree.namespace(node))
+                end = self.prefixes.root(self._tree.namespace(node), self._weights)
             numbers = []
             for token in node.tokens.tolist():
                 end = self.prefixes.then(end, token, "a prefix in the tree")
@@ -698,9 +705,15 @@ class Tags:
         account = self._accounts.get(id(req.source))
         if account is None:
             account = self._accounts[id(req.source)] = Account(
-                req.source, req.prompt_ids.tolist(), self.prefixes
+                req.source, req.token_ids().tolist(), self.prefixes, self._weights
             )
         return account
+
+    def weights_replaced(self, weights: NewWeights) -> None:
+        """From now on every slot holds what these weights have computed. The same checkpoint computes the same."""
+        self._weights = "" if weights.directory == self._first_weights else f"weights {weights.label}"
+        self._old_accounts += self._accounts.values()
+        self._accounts.clear()
 
     # --- copies and storage
 

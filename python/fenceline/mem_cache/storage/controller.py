@@ -17,7 +17,7 @@ from fenceline.config.engine_config import EngineConfig
 from fenceline.config.hicache import HiCacheStorageConfig, storage_key
 from fenceline.config.server_args import PrefetchPolicy
 from fenceline.mem_cache.host.host_pool import HostPool
-from fenceline.mem_cache.page_hash import PageFingerprint, PageKey, page_fingerprint
+from fenceline.mem_cache.page_hash import PageFingerprint, PageKey, PageRoots, page_fingerprint
 from fenceline.mem_cache.storage.backend import StorageBackend, StorageStats
 from fenceline.mem_cache.storage.file_backend import FileBackend
 from fenceline.mem_cache.storage.page_file import header_nbytes
@@ -522,7 +522,7 @@ class Storage:
     """A running storage: its controller, and what the keys of a namespace's pages start from."""
 
     controller: StorageController
-    root_key: Callable[[str], PageKey]
+    root_key: PageRoots
 
 
 def make_storage(
@@ -551,7 +551,7 @@ def make_storage(
         storage.prefetch_timeout_s,
         clock=clock,
     )
-    return Storage(controller, fingerprint.root_key)
+    return Storage(controller, PageRoots(fingerprint))
 
 
 def _backend(storage: HiCacheStorageConfig, key: str | None, fingerprint: PageFingerprint) -> FileBackend:

@@ -33,6 +33,7 @@ from fenceline.ipc.io_struct import (
     TokenizedGenerateReq,
     TokenLogprobs,
     TokenOut,
+    UpdateWeightsReq,
 )
 from fenceline.vgpu.proving.oracle import Answer, Oracle, Query, text_of
 from fenceline.vgpu.proving.tiny_model import PIECES
@@ -40,11 +41,19 @@ from fenceline.vgpu.proving.tiny_model import PIECES
 F64 = npt.NDArray[np.float64]
 
 LOGPROB_TOLERANCE = 1e-4
+_MISFIT = "unfit"  # what scripts call weights that are to be refused
 _LOWEST = float(np.finfo(np.float32).min)  # the logprob of probability 0
 # At most this share of the compared tokens may differ because of rounding, in addition to one in each run.
 MAX_CLOSE_SHARE = 1e-3
 
-_Asking = FlushCacheReq | PauseGenerationReq | ContinueGenerationReq | GetInternalStateReq | LoadGrammarReq
+_Asking = (
+    FlushCacheReq
+    | PauseGenerationReq
+    | ContinueGenerationReq
+    | GetInternalStateReq
+    | LoadGrammarReq
+    | UpdateWeightsReq
+)
 
 
 @dataclass(slots=True)
@@ -61,6 +70,8 @@ class Exchange:
     ticks: list[float] = field(default_factory=list)
     waited_before: float = 0.0
     ended: bool = False
+    # (number of its outputs by then, folder) of each update of the weights that it has seen, and of the one before it.
+    weights: list[tuple[int, str]] = field(default_factory=list)
 
     @property
     def waited(self) -> float:
@@ -127,6 +138,7 @@ class Transcript:
         self._setting = setting
         self._open: dict[str, _Control] = {}  # control messages without an answer, by id
         self._paused = self._quiet = False
+        self._weights = ""  # the folder of the latest, "" for the first ones
 
     def turn(self) -> None:
         """The scheduler begins a turn of its loop. What was in flight at a pause has been sent in the turn before."""
@@ -141,6 +153,7 @@ class Transcript:
                 | PauseGenerationReq()
                 | ContinueGenerationReq()
                 | LoadGrammarReq()
+                | UpdateWeightsReq()
             ):
                 self._asked(message)
             case CancelFlushReq() if message.id in self._open:
@@ -150,6 +163,7 @@ class Transcript:
             case TokenizedGenerateReq():
                 seed = message.sampling_params.seed
                 exchange = Exchange(message, self._seeds.getrandbits(63) if seed is None else seed)
+                exchange.weights.append((0, self._weights))
                 self.exchanges[message.rid] = exchange
             case AbortReq():
                 for exchange in self._targets(message):
@@ -168,6 +182,15 @@ class Transcript:
                     self.received(AbortReq(abort_all=True))
             case ContinueGenerationReq():
                 self._paused = self._quiet = False
+            case UpdateWeightsReq(abort_all_requests=True, weight_version=label) if label != _MISFIT:
+                self.received(AbortReq(abort_all=True))
+
+    def updated(self, folder: str, num_outputs: Mapping[str, int]) -> None:
+        """The weights are those of ``folder`` from now on. ``num_outputs``: of the requests that are there, by rid."""
+        self._weights = folder
+        for rid, exchange in self.exchanges.items():
+            if not exchange.ended:  # one that is not there yet has arrived just behind the update
+                exchange.weights.append((num_outputs.get(rid, 0), folder))
 
     def _asked(self, message: _Asking) -> None:
         num_pending = self._num_pending()
@@ -212,6 +235,10 @@ class Transcript:
                 return True, f"paused ({control.message.mode})"
             case ContinueGenerationReq():
                 return True, "generation continues"
+            case UpdateWeightsReq(weight_version=label) if label == _MISFIT:
+                return False, "weights not updated: "
+            case UpdateWeightsReq():
+                return True, "weights updated"
             case GetInternalStateReq() | LoadGrammarReq():
                 return True, ""
 
@@ -311,6 +338,7 @@ class _Comparison:
             grammar=exchange.request.grammar,
             eos_ids=setting.eos_ids if exchange.request.grammar else frozenset(),
             pieces=PIECES if exchange.request.grammar else (),
+            weights=tuple(dict(exchange.weights).items()),
         )
 
     def run(self) -> str:

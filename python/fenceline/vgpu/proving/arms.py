@@ -163,6 +163,8 @@ _GUARD_ARMS = (
     Arm("whole_page", "guard", "speculation_tiers", _by_tags(r"^tags: kv_pool\.layer2\.")),
     Arm("tree_slots", "guard", "speculation_trees", _by_tags("speculative step (stores|writes) ")),
     Arm("moved_nodes", "guard", "speculation_trees", _by_tags("speculative step reads it as token ")),
+    Arm("new_weights", "guard", "new_weights", _by_report(r"it on default ")),
+    Arm("old_kv", "guard", "new_weights", _by_tags(r"holds token (.|\n)* with weights \d|with weights \d")),
     Arm("kept_hidden", "guard", "speculation", _by_guard(FreshnessError.checker, "kept_hidden")),
     Arm("mask_rows", "guard", "grammars", _by_guard(FreshnessError.checker, "mask_rows")),
     Arm("registered_graph", "guard", "collectives", _by_guard(PeerError.checker, "registered_graph")),

@@ -28,6 +28,7 @@ from fenceline.model_executor.step import (
     StepOutput,
     TokenMasks,
 )
+from fenceline.models.loader import NewWeights
 
 I32 = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
@@ -78,7 +79,14 @@ class Owned:
     host: tuple[Bytes, ...]
 
 
-Event = Decision | Transfer | Kept | Fetched | Owned
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The model's weights were replaced."""
+
+    weights: NewWeights
+
+
+Event = Decision | Transfer | Kept | Fetched | Owned | Update
 
 
 def num_steps(events: Sequence[Event]) -> int:
@@ -141,6 +149,9 @@ class _Execution:
                 return self._fetch(event)
             case Owned():
                 return self._compare(event)
+            case Update():
+                self._runner.replace_weights(event.weights, lambda: None)
+                return ""
 
     @property
     def _host_pool(self) -> HostPool:

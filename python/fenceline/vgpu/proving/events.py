@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from fenceline.config.draft_config import SpeculativeAlgorithm
-from fenceline.ipc.io_struct import AbortReq, TokenOut
+from fenceline.ipc.io_struct import AbortReq, TokenOut, UpdateWeightsReq
 from fenceline.mem_cache.hicache import HiCache
 from fenceline.mem_cache.storage.controller import Ack, Done, Fetched
 from fenceline.mem_cache.storage.worker import Outcome
@@ -140,6 +140,8 @@ EVENTS: dict[str, str] = {
     "logprobs after a hit": "a prompt's logprobs are asked for, and some of it is cached",
     "logprobs over chunks": "they come from several steps",
     **{f"pause by {mode}": "with requests running" for mode in ("abort", "retract", "in_place")},
+    "new weights with requests running": "which are computed again with these",
+    "new weights refused": "because they are another model's, or not whole",
     "flush": "of a tree that holds pages",
     "flush refused": "because requests are pending",
     "flush that waited": "until the last request left",
@@ -166,6 +168,7 @@ class Watch:
         self._graphs: list[Graph] = []
         self._num_replays: Counter[str] = Counter()
         self._has_replayed = False  # the latest decode step
+        self._runs = 0  # requests, when the weights are replaced
         self._num_chunks: Counter[str] = Counter()
         self._namespaces: dict[bytes, set[str]] = {}
         if isinstance(device, VgpuDevice):
@@ -189,6 +192,7 @@ class Watch:
         around(scheduler, "with_remaps", before=self._remaps)
         around(scheduler, "flush", after=self._flushed)
         around(scheduler, "pause", before=self._pauses)
+        around(scheduler, "update_weights", before=self._updates, after=self._updated)
         around(scheduler.stats, "preempted", before=self._preempts)
         around(scheduler, "flush_when_idle", before=self._falls_idle)
         self._speculates = scheduler.config.speculative is not None
@@ -358,6 +362,13 @@ class Watch:
 
     def _pauses(self, mode: str) -> None:
         self.note(f"pause by {mode}", len(self._scheduler.running))
+
+    def _updates(self, message: UpdateWeightsReq) -> None:
+        self._runs = len(self._scheduler.running)
+
+    def _updated(self, result: tuple[bool, str, bytes], message: UpdateWeightsReq) -> None:
+        self.note("new weights with requests running", result[0] and self._runs)
+        self.note("new weights refused", not result[0])
 
     def _flushed(self, result: tuple[bool, str], storage: bool) -> None:
         self.note("flush refused", not result[0] and self._scheduler.reqs)

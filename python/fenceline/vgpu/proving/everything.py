@@ -311,7 +311,10 @@ def _everything(random: Random) -> Scenario:
         return script.scenario(**{**flags, **piece})
     _requests(script, page_size)
     _control(script)
-    return script.scenario(**_flags(random, page_size, most=random.randint(2, 4)))
+    flags = _flags(random, page_size, most=random.randint(2, 4))
+    if random.random() < 0.4:
+        script.new_weights(random.randrange(3, 24), misfits=0.3)
+    return script.scenario(**flags)
 
 
 EVERYTHING = Workload("everything", "a random product of all features", _everything, share=10)

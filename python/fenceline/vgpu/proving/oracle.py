@@ -15,8 +15,9 @@ import codecs
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,8 @@ class Query:
     grammar: int = 0  # of AUTOMATA, 0 for none
     eos_ids: frozenset[int] = frozenset()  # that end an answer with a grammar
     pieces: tuple[bytes, ...] = ()  # of each id, for its grammar
+    # (index, folder): from that output on, another checkpoint's weights; folder "" is the oracle's own.
+    weights: tuple[tuple[int, str], ...] = ()
 
     @property
     def greedy(self) -> bool:
@@ -158,24 +161,36 @@ class Model:
 class Answer:
     """One request's answer, computed as far as it is needed. Tokens in ``forced`` are given and not computed."""
 
-    def __init__(self, model: Model, query: Query, forced: tuple[tuple[int, int], ...] = ()) -> None:
+    def __init__(
+        self, models: Callable[[str], Model], query: Query, forced: tuple[tuple[int, int], ...] = ()
+    ) -> None:
         self.query = query
-        self._model = model
+        self._models = models
         self._forced = dict(forced)
+        self._tokens: list[int] = []  # outputs
+        self._steps: list[Step] = []
+        self._hidden: list[F64] = []  # of the prompt, with the weights of the first output
+        self._scores = models(dict(query.weights).get(0, "")).logits
+        self._begin(dict(query.weights).get(0, ""))
+
+    def _begin(self, folder: str) -> None:
+        """Compute all tokens so far with the weights in ``folder``."""
+        model = self._model = self._models(folder)
         self._keys: list[list[F64]] = [[] for _ in range(model.num_layers)]
         self._values: list[list[F64]] = [[] for _ in range(model.num_layers)]
         self._num_computed = 0
-        self._tokens: list[int] = []  # outputs
-        self._steps: list[Step] = []
-        self._hidden: list[F64] = []  # of the prompt
-        for start in range(0, len(query.prompt), _CHUNK):
-            self._hidden.append(self._forward(query.prompt[start : start + _CHUNK]))
-        self._last = model.logits(self._hidden[-1][-1:])[0]
+        tokens = (*self.query.prompt, *self._tokens)
+        hidden = [self._forward(tokens[start : start + _CHUNK]) for start in range(0, len(tokens), _CHUNK)]
+        self._hidden = self._hidden or hidden
+        self._last = model.logits(hidden[-1][-1:])[0]
 
     def step(self, index: int) -> Step:
         """The ``index``-th output. The caller knows that the answer has not ended before."""
         while len(self._steps) <= index:
-            if self._tokens:
+            folder = dict(self.query.weights).get(len(self._tokens))
+            if self._tokens and folder is not None:
+                self._begin(folder)
+            elif self._tokens:
                 self._last = self._model.logits(self._forward(self._tokens[-1:]))[0]
             step = _choose(self._last, self.query, self._tokens)
             self._steps.append(step)
@@ -185,7 +200,7 @@ class Answer:
     def prompt_logprobs(self, first: int) -> F64:
         """[n, V]: of what may follow the prompt's tokens ``first`` .. the last but one, unadjusted."""
         hidden = np.concatenate(self._hidden)[first:-1]
-        return _log_softmax(self._model.logits(hidden))
+        return _log_softmax(self._scores(hidden))
 
     def _forward(self, tokens: tuple[int, ...] | list[int]) -> F64:
         """Hidden states [T, hidden] of the next ``tokens`` of the sequence."""
@@ -252,7 +267,7 @@ class Oracle:
 
     def __init__(self, folder: str | Path, max_answers: int = 512, rounds_kv: bool = False) -> None:
         """``rounds_kv``: keys and values are kept in FP8."""
-        self._model = Model(folder, rounds_kv)
+        self._models = lru_cache(lambda other: Model(other or folder, rounds_kv))
         self._max_answers = max_answers
         self._answers: OrderedDict[tuple[Query, tuple[tuple[int, int], ...]], Answer] = OrderedDict()
 
@@ -261,7 +276,7 @@ class Oracle:
         key = (query, forced)
         found = self._answers.get(key)
         if found is None:
-            found = self._answers[key] = Answer(self._model, query, forced)
+            found = self._answers[key] = Answer(self._models, query, forced)
             if len(self._answers) > self._max_answers:
                 self._answers.popitem(last=False)
         self._answers.move_to_end(key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -29,7 +29,8 @@ from fenceline.model_executor.step import (
     TokenMasks,
     drain_completions,
 )
-from fenceline.vgpu.proving.decisions import Decision, Event, Fetched, Kept, Transfer, host_bytes
+from fenceline.models.loader import NewWeights
+from fenceline.vgpu.proving.decisions import Decision, Event, Fetched, Kept, Transfer, Update, host_bytes
 from fenceline.vgpu.tags import Tags
 
 I32 = npt.NDArray[np.int32]
@@ -53,6 +54,7 @@ class RecordedWorker:
                 self.storage = Storage(cast(StorageController, recorded), runner.storage.root_key)
         self._runner = runner
         self._events = events
+        self._tags = tags
 
     @property
     def step_costs(self) -> StepCosts | None:
@@ -81,6 +83,17 @@ class RecordedWorker:
         if isinstance(result, HeldStep):
             return HeldStep(result.done, partial(self._sample, result, decision))
         return cast(ForwardResult, _RecordedResult(result, decision))
+
+    def check_weights(self, weights: NewWeights) -> None:
+        """See ModelRunner."""
+        self._runner.check_weights(weights)
+
+    def replace_weights(self, weights: NewWeights, one_more: Callable[[], None]) -> None:
+        """See ModelRunner."""
+        self._events.append(Update(weights))
+        if self._tags is not None:
+            self._tags.weights_replaced(weights)
+        self._runner.replace_weights(weights, one_more)
 
     def _sample(self, held: HeldStep, decision: Decision, masks: TokenMasks) -> ForwardResult:
         decision.masks = masks

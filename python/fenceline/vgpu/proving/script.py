@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from fenceline.ipc.io_struct import Message, TokenizedGenerateReq
+from fenceline.ipc.io_struct import Message, TokenizedGenerateReq, UpdateWeightsReq
 from fenceline.sampling.sampling_params import SamplingParams
-from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
+from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE, tiny_misfit, tiny_model_path, tiny_weights
 
 Flag = int | float | str | bool | tuple[int, ...]
 Flags = Mapping[str, Flag]
@@ -80,6 +80,7 @@ class Script:
     reactions: list[Reaction] = field(default_factory=list)
     decode_lag: int | None = None
     num_reqs: int = 0
+    num_updates: int = 0
 
     def prompt(self, shortest: int, longest: int) -> list[int]:
         """Random tokens, from ``shortest`` to ``longest`` of them."""
@@ -117,6 +118,19 @@ class Script:
     def when_idle(self, step: int, message: Message) -> None:
         """``message`` arrives when no request is left, from ``step`` on."""
         self.reactions.append(Reaction(step, "", message))
+
+    def new_weights(self, step: int, misfits: float = 0.0, abort_all: bool = False) -> None:
+        """The weights are replaced at ``step``, by others or by the first ones; a share of ``misfits`` is refused."""
+        self.num_updates += 1
+        number = self.random.randrange(3)
+        folder, label = tiny_weights(number) if number else tiny_model_path(), str(number)
+        if self.random.random() < misfits:
+            folder, label = tiny_misfit(self.random.choice(("lacks", "shape", "model"))), "unfit"
+        id = f"weights {self.num_updates}"
+        message = UpdateWeightsReq(
+            id=id, model_path=folder, weight_version=label, abort_all_requests=abort_all
+        )
+        self.send(step, message)
 
     def scenario(self, **flags: Flag) -> Scenario:
         """The scenario that has been built."""

@@ -18,6 +18,7 @@ from fenceline.ipc.io_struct import (
     ControlReply,
     Message,
     TokenizedGenerateReq,
+    UpdateWeightsReq,
 )
 from fenceline.mem_cache.hicache import HiCache
 from fenceline.memory_order import Device
@@ -93,6 +94,7 @@ class Loop:
     ) -> None:
         self.decisions: list[Event] = []
         self.step_no = self._num_readings = 0
+        self._num_outputs: dict[str, int] = {}
         scenario = Scenario({}, ()) if scenario is None else scenario
         self._arrivals = list(scenario.arrivals)
         self._follow_ups = scenario.follow_ups
@@ -119,6 +121,7 @@ class Loop:
         if "depth_seed" in scenario.flags:
             depths = tuple(self.scheduler.shapes)
             self.scheduler.draft_depth = RandomDepths(depths, int(str(scenario.flags["depth_seed"])))
+        around(self.scheduler, "update_weights", before=self._counts_outputs, after=self._updated)
         self.watch.watch(self.scheduler)
         args = config.server_args
         # A step's rows need slots, whether its drafts are accepted or not; a tree's are more than its tokens.
@@ -139,6 +142,13 @@ class Loop:
                 has_storage=self.runner.storage is not None,
             )
         )
+
+    def _counts_outputs(self, message: UpdateWeightsReq) -> None:
+        self._num_outputs = {rid: len(req.output_ids) for rid, req in self.scheduler.reqs.items()}
+
+    def _updated(self, result: tuple[bool, str, bytes], message: UpdateWeightsReq) -> None:
+        if result[0]:
+            self.transcript.updated(message.model_path or "", self._num_outputs)
 
     def _clock(self) -> float:
         """Seconds, computed from the number of steps so that runs are repeatable. Each call returns a later time."""

@@ -107,6 +107,33 @@ def tiny_model_path(name: str = PLAIN) -> str:
 
 
 @lru_cache
+def tiny_weights(number: int) -> str:
+    """The folder of another checkpoint of the model; its weights are others for each ``number`` from 1 on."""
+    folder = _folder(f"weights-{number}", _CONFIG)
+    tensors = load_file(Path(tiny_model_path()) / "model.safetensors")
+    generator = torch.Generator().manual_seed(20 + number)
+    for tensor in tensors.values():
+        tensor += 0.2 * torch.randn(tensor.shape, generator=generator)
+    save_file(tensors, folder / "model.safetensors")
+    return str(folder)
+
+
+@lru_cache
+def tiny_misfit(kind: str) -> str:
+    """The folder of a checkpoint that cannot take the model's place: it ``lacks`` a tensor, has one of another shape
+    (``shape``), or is another model (``model``)."""
+    folder = _folder(f"misfit-{kind}", _CONFIG | ({"num_hidden_layers": 3} if kind == "model" else {}))
+    tensors = load_file(Path(tiny_model_path()) / "model.safetensors")
+    name = sorted(tensors)[-1]
+    if kind == "lacks":
+        del tensors[name]
+    if kind == "shape":
+        tensors[name] = tensors[name][..., :-1].contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    return str(folder)
+
+
+@lru_cache
 def tiny_draft(name: str) -> tuple[str, str]:
     """One of :data:`DRAFTS`: the algorithm that it is for, and its folder, as :func:`tiny_model_path`."""
     if name == "ITSELF":

@@ -32,6 +32,7 @@ class WatchedScheduler(Scheduler):
         self._arrivals: dict[str, int] = {}
         self._since: dict[tuple[float, object], int] = {}  # of who waits: since when it has had no turn
         self._num_moments = 0
+        self._all_give_back = False
         self._half_way: Sequence[Req] = ()  # whose prompts the latest prefill step left so
         self._tags = tags
         if tags is not None:
@@ -91,14 +92,21 @@ class WatchedScheduler(Scheduler):
         if req is not None and self._party(req) not in waiting:
             self._since[self._party(req)] = self._next_moment()
 
+    def give_back_all(self) -> int:
+        """See Scheduler. Whose turn it would be does not matter then."""
+        self._all_give_back = True
+        num_given_back = super().give_back_all()
+        self._all_give_back = False
+        return num_given_back
+
     def retract(self, req: Req) -> None:
         """See Scheduler. Of those that run the lowest priority goes first, of one priority who came with most of those
         that run; a pause takes all."""
-        running = self.running.reqs
-        if not self.paused and any(self._rank(other) > self._rank(req) for other in running):
+        running = [] if self._all_give_back else self.running.reqs
+        if any(self._rank(other) > self._rank(req) for other in running):
             self.wrong.append(f"{req.rid} is retracted, and a request of a worse priority runs on")
         equals = [other for other in running if self._rank(other) == self._rank(req)]
-        if not self.paused and any(self._num_rows(other) > self._num_rows(req) for other in equals):
+        if any(self._num_rows(other) > self._num_rows(req) for other in equals):
             self.wrong.append(f"{req.rid} is retracted, and a larger body runs on")
         alone = self._party(req) not in {self._party(other) for other in self.waiting}
         super().retract(req)

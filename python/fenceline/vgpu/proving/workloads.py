@@ -19,9 +19,9 @@ from fenceline.ipc.io_struct import (
 from fenceline.vgpu.proving.everything import EVERYTHING
 from fenceline.vgpu.proving.flashinfer_library import FLASHINFER
 from fenceline.vgpu.proving.grammars import GRAMMARS
-from fenceline.vgpu.proving.hicache_workloads import HICACHE_WORKLOADS
+from fenceline.vgpu.proving.hicache_workloads import HICACHE_WORKLOADS, tier_flags
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
-from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Scenario, Script, Workload
+from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Flags, Scenario, Script, Workload
 from fenceline.vgpu.proving.speculative_workloads import SPECULATIVE_WORKLOADS
 from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
 
@@ -272,6 +272,37 @@ def _windows(random: Random) -> Scenario:
     return replace(scenario, flags={**scenario.flags, **ours, "model": "windows"})
 
 
+def _new_weights(random: Random) -> Scenario:
+    """Requests that share prefixes, before, while and after the weights are replaced; some prefixes are on the host or
+    in storage, or on their way from there."""
+    script = Script(random)
+    families = [script.prompt(8, 16) for _ in range(2)]
+    for turn in range(7):
+        prompt = families[turn % 2] + script.prompt(1, 4)
+        script.add(3 * turn + random.randrange(3), prompt, random.randint(2, 9), **script.options())
+    step = random.randint(3, 8)
+    for _ in range(random.randint(1, 3)):
+        script.new_weights(step, misfits=0.2, abort_all=random.random() < 0.1)
+        step += random.randint(1, 9)
+    if random.random() < 0.3:
+        script.send(step, PauseGenerationReq(id="pause", mode=random.choice(("retract", "in_place"))))
+        script.new_weights(step + 1)
+        script.send(step + 2, ContinueGenerationReq(id="continue"))
+    storage: Flags = {}
+    if random.random() < 0.5:
+        policy = random.choice(("best_effort", "wait_complete"))
+        storage = {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": policy}
+    tiers = tier_flags(random, hicache_ratio=random.choice((1.0, 2.0))) if random.random() < 0.7 else {}
+    return script.scenario(
+        max_total_tokens=random.choice((48, 96)),
+        max_running_requests=3,
+        chunked_prefill_size=8,
+        **{"page_size": 4, **tiers, **(storage if tiers else {})},
+        **script.graphs(1, 3),
+        **script.in_turn(),
+    )
+
+
 def _no_script(random: Random) -> Scenario:
     raise AssertionError("this workload goes through the front end, not through a script")
 
@@ -311,6 +342,7 @@ WORKLOADS: dict[str, Workload] = {
             _attention(FLASHINFER),
             share=3,
         ),
+        Workload("new_weights", "the weights are replaced while requests run", _new_weights, share=3),
         Workload("experts", "a mixture of experts, in padded graphs and without", _experts, share=2),
         Workload("windows", "layers with sliding windows and soft caps", _windows, share=2),
         EVERYTHING,

@@ -1,0 +1,195 @@
+"""Weights that are replaced while the engine runs: whose answers follow, what is forgotten, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from demo_requests import prompts
+from new_checkpoints import changed_tensors, demo_tensors, misfits, write_checkpoint
+from ranks import Ranks
+from safetensors.torch import save_file
+from scheduler_driver import Driver, answers, make_model_driver, request
+
+from fenceline.ipc.io_struct import ControlReply, Message, PauseGenerationReq, UpdateWeightsReq
+
+TIERS = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0, "hicache_write_policy": "write_through"}
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_checkpoint(tmp_path_factory.mktemp("changed") / "model", changed_tensors())
+
+
+def update(driver: Driver, id: str = "update", **fields: object) -> ControlReply:
+    driver.send(UpdateWeightsReq(id=id, **fields))  # type: ignore[arg-type]
+    while not (found := [reply for reply in driver.replies if _answers(reply, id)]):
+        driver.step()
+    assert isinstance(found[0], ControlReply)
+    return found[0]
+
+
+def _answers(reply: Message, id: str) -> bool:
+    return isinstance(reply, ControlReply) and reply.id == id
+
+
+def alone(path: str, prompt: list[int], num_tokens: int) -> list[int]:
+    """What a new engine with the checkpoint ``path`` answers."""
+    driver = make_model_driver(model_path=path)
+    return answers(driver, [request("alone", prompt, max_new_tokens=num_tokens, **GREEDY)])[0]
+
+
+@pytest.mark.parametrize("flags", [{}, TIERS])
+def test_answers_are_those_of_the_new_weights_and_nothing_old_is_cached(
+    changed: str, flags: dict[str, object]
+) -> None:
+    driver = make_model_driver(**flags)
+    prompt = prompts()[2]
+    before = answers(driver, [request("before", prompt, max_new_tokens=12, **GREEDY)])[0]
+    assert update(driver, model_path=changed).success
+    after = answers(driver, [request("after", prompt, max_new_tokens=12, **GREEDY)])[0]
+    assert after == alone(changed, prompt, 12) != before
+    last = driver.answers["after"].last
+    assert last is not None and last.cached_tokens == 0
+    again = answers(driver, [request("again", prompt, max_new_tokens=12, **GREEDY)])[0]
+    last = driver.answers["again"].last
+    assert again == after and last is not None and last.cached_tokens > 0
+
+
+@pytest.mark.parametrize("pause", ["", "in_place", "retract"])
+def test_requests_that_run_go_on_with_the_new_weights_from_their_tokens(changed: str, pause: str) -> None:
+    driver = make_model_driver(chunked_prefill_size=32, retract_policy="offload", **TIERS)
+    rids = [f"r{i}" for i in range(len(prompts()))]
+    for rid, prompt in zip(rids, prompts(), strict=True):
+        driver.send(request(rid, prompt, max_new_tokens=24, **GREEDY))
+    while len(driver.answers) < len(rids) or len(driver.answers["r0"].output_ids) < 8:
+        driver.step()
+    if pause:
+        driver.send(PauseGenerationReq(id="pause", mode=pause))
+        driver.step()
+    kept = {rid: list(driver.answers[rid].output_ids) for rid in rids}
+    reply = update(driver, model_path=changed)
+    assert reply.success and reply.payload == (b"0" if pause == "retract" else b"%d" % len(rids))
+    assert all(driver.answers[rid].output_ids == kept[rid] for rid in rids), "no token of a mixture"
+    driver.scheduler.paused = False
+    driver.run()
+    for rid, prompt in zip(rids, prompts(), strict=True):
+        output, num_kept = driver.answers[rid].output_ids, len(kept[rid])
+        assert output[num_kept:] == alone(changed, prompt + kept[rid], 24 - num_kept)
+
+
+def test_what_runs_can_be_aborted_and_generation_stay_paused(changed: str) -> None:
+    driver = make_model_driver()
+    driver.send(request("r", prompts()[0], max_new_tokens=500, **GREEDY))
+    while "r" not in driver.answers:
+        driver.step()
+    reply = update(driver, model_path=changed, abort_all_requests=True, keep_pause=True)
+    finish = driver.answers["r"].finish
+    assert reply.success and reply.payload == b"0" and finish is not None and finish.type == "abort"
+    assert driver.scheduler.paused
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
+    driver = make_model_driver()
+    prompt = prompts()[2]
+    before = answers(driver, [request("before", prompt, max_new_tokens=8, **GREEDY)])[0]
+    driver.send(request("runs", prompt, max_new_tokens=30, **GREEDY))
+    while "runs" not in driver.answers:
+        driver.step()
+    for name, (path, said) in misfits(tmp_path).items():
+        reply = update(driver, id=name, model_path=path, abort_all_requests=True)
+        assert (
+            not reply.success and reply.message.startswith("weights not updated: ") and said in reply.message
+        )
+    driver.run()
+    runs = driver.answers["runs"]
+    assert runs.finish is not None and runs.finish.type == "length" and runs.output_ids[:8] == before
+    last = answers(driver, [request("last", prompt, max_new_tokens=8, **GREEDY)])[0]
+    out = driver.answers["last"].last
+    assert last == before and out is not None and out.cached_tokens > 0
+
+
+def test_quantised_weights_are_refused_with_the_reason(changed: str) -> None:
+    driver = make_model_driver(quantization="fp8")
+    reply = update(driver, model_path=changed)
+    assert not reply.success and "quantised model" in reply.message
+
+
+def test_a_file_of_some_tensors_leaves_the_others_as_they_are(tmp_path: Path) -> None:
+    theirs = changed_tensors()
+    name = "model.layers.2.mlp.down_proj.weight"
+    expected = write_checkpoint(tmp_path / "mixed", demo_tensors() | {name: theirs[name]})
+    save_file({name: theirs[name]}, tmp_path / "some.safetensors")
+    save_file({"model.nothing": theirs[name]}, tmp_path / "nothing.safetensors")
+    driver = make_model_driver()
+    assert update(driver, id="some", file=str(tmp_path / "some.safetensors")).success
+    prompt = prompts()[4]
+    answer = answers(driver, [request("r", prompt, max_new_tokens=16, **GREEDY)])[0]
+    assert answer == alone(expected, prompt, 16)
+    refused = update(driver, id="nothing", file=str(tmp_path / "nothing.safetensors"))
+    assert not refused.success and "the model does not have: model.nothing" in refused.message
+
+
+def test_parameters_stay_where_they_are(changed: str) -> None:
+    """Graphs have captured their addresses."""
+    driver = make_model_driver()
+    model = driver.worker.model  # type: ignore[attr-defined]
+    before = {name: slot.dest.data_ptr() for name, slot in model.weight_slots().items()}
+    assert update(driver, model_path=changed).success
+    assert {name: slot.dest.data_ptr() for name, slot in model.weight_slots().items()} == before
+
+
+def test_a_draft_follows_and_no_token_changes(changed: str) -> None:
+    driver = make_model_driver(speculative_algorithm="EAGLE3")
+    prompt = prompts()[3]
+    answers(driver, [request("before", prompt, max_new_tokens=6, **GREEDY)])
+    assert update(driver, model_path=changed).success
+    after = answers(driver, [request("after", prompt, max_new_tokens=16, **GREEDY)])[0]
+    assert after == alone(changed, prompt, 16)
+
+
+def test_storage_finds_pages_of_the_same_weights_only(changed: str, tmp_path: Path) -> None:
+    storage = {"hicache_storage_backend": "file", "hicache_storage_dir": str(tmp_path / "pages")}
+    wait = {"hicache_storage_prefetch_policy": "wait_complete"}
+    driver = make_model_driver(**TIERS, **storage, **wait)
+    prompt = (prompts()[2] * 20)[:1024]
+    found = []
+    demo = driver.config.model.model_path
+    for number, path in enumerate((changed, demo, changed)):
+        answers(driver, [request(f"r{number}", prompt, max_new_tokens=4, **GREEDY)])
+        last = driver.answers[f"r{number}"].last
+        assert last is not None and last.cached_tokens_details is not None
+        found.append(last.cached_tokens_details.storage)
+        while driver.scheduler.memory.num_outstanding:
+            driver.step()
+        assert update(driver, id=f"u{number}", model_path=path).success
+    assert found[:2] == [0, 0] and found[2] > 0
+    assert driver.scheduler.memory.tiers is not None
+    driver.scheduler.close()
+
+
+def _update_ranks(paths: list[str]) -> list[tuple[bool, str, bool]]:
+    """Of each rank's update by its path: whether it is done, what is said, and whether a weight is another."""
+    ranks = Ranks(len(paths))
+
+    def on_rank(rank: int) -> tuple[bool, str, bool]:
+        driver = make_model_driver(rank=(ranks.devices[rank], ranks.shards[rank]))
+        weight = driver.worker.model.layers[0].self_attn.o_proj.weight.data  # type: ignore[attr-defined]
+        before = weight.clone()
+        reply = update(driver, model_path=paths[rank])
+        return reply.success, reply.message, not torch.equal(before, weight)
+
+    return ranks.run(on_rank)
+
+
+def test_of_several_ranks_all_change_or_none(changed: str, tmp_path: Path) -> None:
+    assert _update_ranks([changed, changed]) == [(True, "weights updated", True)] * 2
+    missing = str(tmp_path / "missing")
+    refused = (
+        False,
+        f"weights not updated: {missing}: no such model directory; give --model-path a directory or a hub id",
+        False,
+    )
+    assert _update_ranks([changed, missing]) == [refused] * 2
