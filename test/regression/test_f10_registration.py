@@ -54,7 +54,7 @@ def test_a_replay_before_registration_raises() -> None:
             assert graph.state is GraphState.CAPTURED
             with pytest.raises(GraphError, match="is CAPTURED, not yet REPLAYABLE"):
                 graph.replay()
-            graph.register(communicator)
+            graph.register(*device.communicators)
             with pytest.raises(GraphError, match="is REGISTERED, not yet REPLAYABLE"):
                 graph.replay()
 

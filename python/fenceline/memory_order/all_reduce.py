@@ -136,7 +136,7 @@ def one_shot_steps(launch: Launch, block: int, thread: int) -> Iterator[Step]:
         for peer in launch.peers:
             yield Step(Act.PUSH_WORDS, peer, vector)
     for vector in mine:
-        for peer in launch.peers:
+        for peer in sorted(launch.peers):
             yield Step(Act.AWAIT_WORDS, peer, vector)
         yield Step(Act.SUM, vector=vector)
 
@@ -155,7 +155,7 @@ def two_shot_steps(launch: Launch, block: int, thread: int) -> Iterator[Step]:
         if offset < len(launch.slice_of(launch.rank)):
             vector = launch.slice_of(launch.rank)[offset]
             yield Step(Act.READ, vector=vector)
-            for peer in launch.peers:
+            for peer in sorted(launch.peers):
                 yield Step(Act.LOAD, peer, vector)
             yield Step(Act.SUM, vector=vector)
             for peer in launch.peers:

@@ -77,6 +77,7 @@ class Communicator:
         self._device = device
         self._stream = stream
         self._backend = backend
+        device.communicators = (*device.communicators, self)
         # What the ranks have in common: the order of operations. Each operation writes it.
         self._order = Memory(f"communicator {name}")
 

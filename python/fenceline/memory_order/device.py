@@ -20,7 +20,7 @@ import torch
 from fenceline.memory_order.access import Accesses, Memory
 from fenceline.memory_order.checker import OrderChecker
 from fenceline.memory_order.edges import EDGE_PARTS, EDGES, GUARDS, Guard, StreamName
-from fenceline.memory_order.graph import Graph, GraphPool
+from fenceline.memory_order.graph import Graph, GraphPool, Registers
 from fenceline.memory_order.kernel import KernelAccesses, declare_kernel
 from fenceline.memory_order.stream import NoChecker, Stream
 
@@ -108,6 +108,7 @@ class Device(ABC):
         self.copy = self._make_stream(StreamName.COPY)
         self.load = self._make_stream(StreamName.LOAD)
         self.store = self._make_stream(StreamName.STORE)
+        self.communicators: tuple[Registers, ...] = ()  # of its streams, in the order in which they were made
         self.checker = NoChecker()  # with --memory-check order: see check_order
         self._readers: tuple[Callable[..., None], ...] = ()  # of declarations
 

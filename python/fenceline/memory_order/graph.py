@@ -52,10 +52,10 @@ class Graph(ABC):
         self.pool = pool
         self.state = GraphState.CAPTURED
 
-    def register(self, communicator: Registers | None = None) -> None:
-        """The other ranks know its addresses. ``communicator``: the one whose operations it has captured; all ranks
-        come here for the same graph."""
-        if communicator is not None:
+    def register(self, *communicators: Registers) -> None:
+        """The other ranks know its addresses. ``communicators``: those of its device, whose operations it may have
+        captured; all ranks come here for the same graph."""
+        for communicator in communicators:
             communicator.register()
         self._step_to(GraphState.REGISTERED)
 

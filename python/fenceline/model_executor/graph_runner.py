@@ -123,7 +123,7 @@ class GraphRunner(ABC):
             if not captured:
                 self._sizes.remove(size)
             for graph in captured:
-                graph.register()  # one rank: no other rank needs an address
+                graph.register(*self._device.communicators)
             graphs += captured
             free, _ = self._device.memory_info()
             bar.set_postfix_str(f"{size} {self._unit}, {max(free_before - free, 0) / 2**30:.2f} GiB")

@@ -269,6 +269,10 @@ def _meet_ranks(config: EngineConfig, ports: PortArgs, rank: int, device: Device
         from fenceline.distributed.nccl import NcclBackend  # with one rank nobody needs it
 
         backend = NcclBackend(rank, num_ranks, meeting, device.torch_device)
+        if args.nnodes == 1:
+            from fenceline.distributed.peer import PeerBackend
+
+            backend = PeerBackend(backend, device.torch_device)
     else:
         from fenceline.distributed.gloo import GlooBackend
 

@@ -97,7 +97,7 @@ class Ranks:
                 graphs = [self._capture(rank, device, communicator, sizes) for sizes in self.program.graphs]
                 self._meet(rank)
                 for captured in graphs:
-                    captured.graph.register(communicator)
+                    captured.graph.register(*device.communicators)
                 self._meet(rank)
                 for captured in graphs:
                     captured.graph.allow_replay()

@@ -1,0 +1,270 @@
+"""Sums of ranks, one process for each GPU: our own all-reduce beside NCCL's and torch's symmetric memory.
+
+    python benchmark/h200/all_reduce.py [--gpus 2] [--json FILE] [--sweep] [--quick]
+
+Every way is captured in a CUDA graph of 64 calls, which all ranks replay; the figure is microseconds for a call, the
+median over replays of the slowest rank. First all results of ours are compared with the sum in the order of ranks,
+bit by bit. ``--sweep`` also tries numbers of blocks and threads. About two minutes on two GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from fenceline_kernel.all_reduce import PeerAllReduce
+
+_CALLS = 64  # in a graph
+_REPLAYS = 30
+_MAX_BYTES = 64 << 20
+SIZES = (
+    4 << 10,
+    8 << 10,
+    16 << 10,
+    32 << 10,
+    64 << 10,
+    128 << 10,
+    256 << 10,
+    512 << 10,
+    1 << 20,
+    4 << 20,
+    16 << 20,
+    64 << 20,
+)
+QUICK = (8 << 10, 64 << 10, 1 << 20, 64 << 20)
+ROW = 4096  # elements, of fused rows
+Way = Callable[[], object]
+
+
+class Rank:
+    """One process's part."""
+
+    def __init__(self, rank: int, size: int, meeting: str) -> None:
+        torch.cuda.set_device(rank)
+        self.rank, self.size = rank, size
+        self.device = torch.device("cuda", rank)
+        dist.init_process_group(
+            "nccl", init_method=meeting, rank=rank, world_size=size, device_id=self.device
+        )
+        self.stream = torch.cuda.Stream()
+        self.own = PeerAllReduce(rank, size, self.device, self.exchange, 1 << 20, _MAX_BYTES)
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        parts: list[object] = [None] * self.size
+        dist.all_gather_object(parts, data)
+        return [bytes(part) for part in parts]  # type: ignore[call-overload]
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def capture(self, way: Way, calls: int = 1) -> torch.cuda.CUDAGraph:
+        with torch.cuda.stream(self.stream):
+            way()
+        self.stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+            for _ in range(calls):
+                way()
+        return graph
+
+    def time_us(self, way: Way, register: bool = False, nbytes: int = 0) -> float:
+        """Microseconds of a call in a graph, of the slowest rank."""
+        calls = _CALLS if nbytes <= 4 << 20 else 8
+        graph = self.capture(way, calls)
+        if register:
+            self.own.register()
+        times = []
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(self.stream):
+            for _ in range(3):
+                graph.replay()
+            for _ in range(_REPLAYS):
+                dist.barrier(device_ids=[self.rank])
+                self.stream.synchronize()
+                begin.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                times.append(begin.elapsed_time(end) * 1e3 / calls)
+        slowest = torch.tensor(times, device=self.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return statistics.median(slowest.tolist())
+
+    # --- correctness --------------------------------------------------------------------------------------
+
+    def in_order(self, x: torch.Tensor) -> torch.Tensor:
+        parts = x.new_empty((self.size, *x.shape))
+        dist.all_gather_into_tensor(parts, x)
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part.float()
+        return total.to(x.dtype)
+
+    def check(self) -> None:
+        generator = torch.Generator(self.device).manual_seed(self.rank)
+        num_checked = 0
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for numel in (8, 24, 1000, 4096, 5 * 4096, 33 * 4096 + 8, 200_000):
+                for two_shots in (False, True):
+                    x = torch.randn(numel, generator=generator, device=self.device).to(dtype)
+                    wanted = self.in_order(x)
+                    self.own.all_reduce(x, two_shots)
+                    assert torch.equal(x, wanted), (
+                        f"{dtype} {numel} {two_shots}: {(x != wanted).sum()} differ"
+                    )
+                    num_checked += 1
+        for rows in (1, 3, 64):
+            x = torch.randn(rows, ROW, generator=generator, device=self.device).bfloat16()
+            residual = torch.randn(rows, ROW, device=self.device).bfloat16()
+            dist.broadcast(residual, 0)
+            weight = torch.rand(ROW, device=self.device).bfloat16()
+            dist.broadcast(weight, 0)
+            wanted = self.in_order(x) + residual
+            hidden, normed = torch.empty_like(x), torch.empty_like(x)
+            self.own.all_reduce_add_norm(x, residual, weight, 1e-6, hidden, normed)
+            assert torch.equal(hidden, wanted), "fused: residual"
+            squares = wanted.float().square().mean(-1, keepdim=True)
+            exact = wanted.float() * (squares + 1e-6).rsqrt() * weight.float()
+            assert torch.allclose(normed.float(), exact, rtol=1e-2, atol=1e-3), "fused: norm"
+            num_checked += 1
+        # In graphs, replayed with other values while one rank is late.
+        x = torch.zeros(300_000, device=self.device).bfloat16()
+        small = torch.zeros(4096, device=self.device).bfloat16()
+        source, small_source = torch.zeros_like(x), torch.zeros_like(small)
+
+        def step() -> None:
+            x.copy_(source)
+            small.copy_(small_source)
+            self.own.all_reduce(small)
+            self.own.all_reduce(x, True, registered=torch.cuda.is_current_stream_capturing())
+            self.own.all_reduce(small)
+
+        graph = self.capture(step)
+        self.own.register()
+        for turn in range(100):
+            source.normal_(generator=generator)
+            small_source.normal_(generator=generator)
+            wanted, twice = self.in_order(source), self.in_order(self.in_order(small_source))
+            torch.cuda.synchronize()
+            with torch.cuda.stream(self.stream):
+                if turn % self.size == self.rank:
+                    torch.cuda._sleep(200_000)
+                graph.replay()
+            self.stream.synchronize()
+            assert torch.equal(x, wanted) and torch.equal(small, twice), f"replay {turn}"
+            num_checked += 2
+        self.say(f"{num_checked} sums of {self.size} ranks equal the sum in the order of ranks")
+
+    # --- time ---------------------------------------------------------------------------------------------
+
+    def ways(self, nbytes: int) -> dict[str, tuple[Way, bool]]:
+        """Name → one call, and whether its addresses have to be exchanged."""
+        x = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=self.device)
+        found: dict[str, tuple[Way, bool]] = {}
+        if nbytes <= self.own.one_shot_bytes:
+            found["one shot"] = (lambda: self.own.all_reduce(x, False), False)
+        if nbytes >= 32 << 10:
+            found["two shots"] = (lambda: self.own.all_reduce(x, True), False)
+            capturing = torch.cuda.is_current_stream_capturing
+            found["registered"] = (lambda: self.own.all_reduce(x, True, registered=capturing()), True)
+        if nbytes <= self.own.one_shot_bytes and nbytes % (2 * ROW) == 0:
+            rows = x.view(-1, ROW)
+            others = [torch.zeros_like(rows) for _ in range(3)]
+            weight = torch.ones(ROW, dtype=torch.bfloat16, device=self.device)
+            found["fused"] = (
+                lambda: self.own.all_reduce_add_norm(rows, others[0], weight, 1e-6, others[1], others[2]),
+                False,
+            )
+        found["NCCL"] = (lambda: dist.all_reduce(x), False)
+        found |= self.symmetric(nbytes)
+        return found
+
+    def symmetric(self, nbytes: int) -> dict[str, tuple[Way, bool]]:
+        try:
+            import torch.distributed._symmetric_memory as symm_mem
+
+            x = symm_mem.empty(nbytes // 2, dtype=torch.bfloat16, device=self.device)
+            x.zero_()
+            group = dist.group.WORLD.group_name
+            symm_mem.rendezvous(x, group)
+        except Exception as error:
+            self.say(f"symmetric memory cannot be used: {error}")
+            return {}
+        one = torch.ops.symm_mem.one_shot_all_reduce
+        two = torch.ops.symm_mem.two_shot_all_reduce_
+        found: dict[str, tuple[Way, bool]] = {"torch two shots": (lambda: two(x, "sum", group), False)}
+        if nbytes <= 1 << 20:
+            found["torch one shot"] = (lambda: one(x, "sum", group), False)
+        return found
+
+    def sweep(self) -> list[dict[str, object]]:
+        rows: list[dict[str, object]] = []
+        for nbytes in (8 << 10, 64 << 10, 256 << 10, 1 << 20, 16 << 20):
+            x = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=self.device)
+            for two_shots in (False, True):
+                if (nbytes > self.own.one_shot_bytes and not two_shots) or (two_shots and nbytes < 64 << 10):
+                    continue
+                for blocks in (1, 2, 4, 8, 16, 32, 64, 128):
+                    for threads in (128, 256, 512):
+                        share = nbytes // 16 // (self.size if two_shots else 1)
+                        if not threads <= share <= blocks * threads * 16 or blocks * threads > 2 * share:
+                            continue
+                        cut = {"num_blocks": blocks, "num_threads": threads}
+                        us = self.time_us(lambda: self.own.all_reduce(x, two_shots, **cut), nbytes=nbytes)  # noqa: B023
+                        rows.append({"bytes": nbytes, "two_shots": two_shots, **cut, "us": round(us, 2)})
+                        self.say(
+                            f"  {nbytes:>9} {'two' if two_shots else 'one'} {blocks:>4} x {threads:<4} {us:8.2f} us"
+                        )
+        return rows
+
+
+def run(rank: int, args: argparse.Namespace, meeting: str) -> None:
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    me = Rank(rank, args.gpus, meeting)
+    me.check()
+    results: list[dict[str, object]] = []
+    for nbytes in QUICK if args.quick else SIZES:
+        line = {}
+        for name, (way, register) in me.ways(nbytes).items():
+            line[name] = round(me.time_us(way, register, nbytes), 2)
+        results.append({"bytes": nbytes, **line})
+        me.say(f"{nbytes:>9} bytes: " + ", ".join(f"{name} {us}" for name, us in line.items()) + " us")
+    swept = me.sweep() if args.sweep else []
+    me.own.close()
+    if rank == 0 and args.json is not None:
+        gpu = torch.cuda.get_device_name(0)
+        text = json.dumps(
+            {"gpus": args.gpus, "gpu": gpu, "torch": torch.__version__, "us": results, "sweep": swept},
+            indent=1,
+        )
+        args.json.write_text(text + "\n")
+    dist.barrier(device_ids=[rank])
+    sys.stdout.flush()
+    os._exit(0)  # NCCL's threads may hang in a destructor
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--sweep", action="store_true", help="also numbers of blocks and threads")
+    parser.add_argument("--quick", action="store_true", help="four sizes")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(run, (args, f"file://{folder}/meeting"), args.gpus)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+// The steps of the all-reduce for one thread, as memory_order/all_reduce.py has them, in the same order. `Machine` makes
+// them: the GPU (all_reduce_device.cuh), or the trace of tests/all_reduce_trace.cpp, which is compared with Python's.
+#pragma once
+
+#include "fenceline/all_reduce.h"
+
+namespace fenceline {
+
+// Other ranks, beginning with the next one.
+FENCELINE_HD int peer_number(const AllReduceRequest& r, int i) { return (r.rank + i) % r.size; }
+
+// The threads for flags of a block: several of them divide the peers.
+template <typename Machine>
+FENCELINE_HD void flag_steps(Machine& m, const AllReduceRequest& r) {
+  m.begin();
+  const bool first = m.block() == 0;
+  const int lane = m.flag_thread(), step = m.num_flag_threads();
+  if (first) {
+    for (int i = 1 + lane; i < r.size; i += step) m.release_start(peer_number(r, i));
+  }
+  m.ticket();
+  if (first) {
+    for (int i = 1 + lane; i < r.size; i += step) m.refresh(peer_number(r, i));
+    for (int i = 1 + lane; i < r.size; i += step) m.acquire_start(peer_number(r, i));
+  }
+}
+
+template <typename Machine>
+FENCELINE_HD void push_vector(Machine& m, const AllReduceRequest& r, const typename Machine::Vector& own, uint32_t v) {
+  for (int i = 1; i < r.size; ++i) m.push_words(peer_number(r, i), v, own);
+}
+
+template <typename Machine>
+FENCELINE_HD void one_shot_steps(Machine& m, const AllReduceRequest& r) {
+  m.begin();
+  m.arrive();
+  const uint32_t first = m.block() * m.num_threads() + m.thread(), step = m.num_blocks() * m.num_threads();
+  for (uint32_t v = first; v < r.num_vectors; v += step) push_vector(m, r, m.read(v), v);
+  for (uint32_t v = first; v < r.num_vectors; v += step) m.store(v, m.sum_of_words(m.own(v), v));
+}
+
+// All that the block has pushed is released to each peer's block, and the same of each peer acquired.
+template <typename Machine>
+FENCELINE_HD void shot(Machine& m, const AllReduceRequest& r, int number) {
+  m.barrier();
+  const int first = 1 + static_cast<int>(m.thread()), step = static_cast<int>(m.num_threads());
+  for (int i = first; i < r.size; i += step) m.release(peer_number(r, i), number);
+  for (int i = first; i < r.size; i += step) m.acquire(peer_number(r, i), number);
+  m.barrier();
+}
+
+template <typename Machine>
+FENCELINE_HD void two_shot_steps(Machine& m, const AllReduceRequest& r) {
+  m.begin();
+  m.arrive();
+  const uint32_t first = m.block() * m.num_threads() + m.thread(), step = m.num_blocks() * m.num_threads();
+  const uint32_t size = slice_size(r), length = slice_length(r, r.rank);
+  for (uint32_t offset = first; offset < size; offset += step) {
+    for (int i = 1; i < r.size; ++i) {
+      const int peer = peer_number(r, i);
+      if (offset < slice_length(r, peer)) m.push(peer, peer * size + offset, offset);
+    }
+  }
+  shot(m, r, 0);
+  for (uint32_t offset = first; offset < length; offset += step) {
+    const uint32_t v = r.rank * size + offset;
+    const typename Machine::Vector own = m.read(v);
+    const typename Machine::Sum sum = m.sum_of_staged(own, v, offset);
+    m.store(v, sum);
+    for (int i = 1; i < r.size; ++i) m.push_sum(peer_number(r, i), v, sum);
+  }
+  shot(m, r, 1);
+  if (r.outputs != nullptr) return;
+  for (uint32_t offset = first; offset < size; offset += step) {
+    for (int i = 1; i < r.size; ++i) {
+      const int peer = peer_number(r, i);
+      if (offset < slice_length(r, peer)) m.take(peer, peer * size + offset);
+    }
+  }
+}
+
+}  // namespace fenceline

@@ -1,0 +1,101 @@
+// All-reduce of 2 to 8 GPUs of one host over memory that they have opened for each other: the memory of a rank, what a
+// launch needs, and which vectors a thread has. python/fenceline/memory_order/all_reduce.py says how it works and why
+// flags and buffers can be used again.
+//
+// x [n] becomes the sum of all ranks' x, added in float32 in the order of ranks and rounded once.
+#pragma once
+
+#include "fenceline/common.h"
+
+namespace fenceline {
+
+constexpr int kMaxRanks = 8;
+constexpr uint32_t kMaxBlocks = 128;      // of a launch; they must all fit the GPU at once
+constexpr uint32_t kMaxThreads = 512;     // for data, of a block
+constexpr uint32_t kVectorBytes = 16;     // of the message that a thread handles at a time
+constexpr uint32_t kWordsBytes = 32;      // the same as words of 4 bytes of data and 4 of the generation
+
+// At the beginning of a rank's memory, zero at first. Peers write `start` and `flags`, the rank itself the rest.
+struct PeerFlags {
+  uint64_t start[kMaxRanks];                        // by peer: the generation that it has begun
+  uint64_t launched;                                // generations that this rank has counted
+  uint32_t ticket;                                  // blocks of the present launch that have read it
+  uint32_t reserved[13];
+  uint64_t shots[2][kMaxBlocks][kMaxRanks];         // by shot, block and peer: the generation that has been pushed
+};
+static_assert(sizeof(PeerFlags) == 128 + 2 * kMaxBlocks * kMaxRanks * 8, "flags of a peer are a line apart");
+
+// Part of the C ABI: python/fenceline_kernel/all_reduce.py mirrors it.
+struct AllReduceRequest {
+  char* buffers[kMaxRanks];  // all ranks' memory as this process sees it
+  char* x;                   // [n], contiguous, a multiple of 16 bytes, at a multiple of 16
+  char* const* outputs;      // all ranks' x of this launch, if peers may write there in the second shot; else null
+  const char* residual;      // fused only: [rows, row] of the type of x
+  const char* weight;        // [row]
+  char* hidden;              // [rows, row]: sum + residual; may be `residual`
+  char* normed;              // [rows, row]: RMSNorm of hidden
+  uint32_t num_vectors;
+  uint32_t row_vectors;      // fused only: vectors of a row
+  uint32_t words_capacity;   // vectors that the words of one rank and half hold
+  uint32_t sums_capacity;    // vectors of the largest message in two shots
+  uint32_t num_blocks;
+  uint32_t num_threads;      // for data, a multiple of 32; 32 more are for flags
+  int32_t rank, size;
+  int32_t dtype;             // 0 bfloat16, 1 float16, 2 float32
+  int32_t kind;              // 0 one shot, 1 two shots, 2 one shot fused with residual and RMSNorm
+  float eps;
+  uint32_t reserved;
+};
+static_assert(sizeof(AllReduceRequest) == 160, "mirrored in Python");
+
+FENCELINE_HD uint32_t slice_size(const AllReduceRequest& r) {
+  return (r.num_vectors + static_cast<uint32_t>(r.size) - 1) / static_cast<uint32_t>(r.size);
+}
+
+// Vectors of the slice that `rank` adds up in two shots begin at rank * slice_size.
+FENCELINE_HD uint32_t slice_length(const AllReduceRequest& r, int rank) {
+  const uint32_t size = slice_size(r), start = static_cast<uint32_t>(rank) * size;
+  if (start >= r.num_vectors) return 0;
+  return r.num_vectors - start < size ? r.num_vectors - start : size;
+}
+
+// Where things lie in a rank's memory; `half` is the generation's last bit.
+FENCELINE_HD uint64_t words_at(const AllReduceRequest& r, uint32_t half, int from, uint32_t vector) {
+  return sizeof(PeerFlags) + ((uint64_t{half} * r.size + from) * r.words_capacity + vector) * kWordsBytes;
+}
+
+FENCELINE_HD uint64_t words_end(const AllReduceRequest& r) { return words_at(r, 2, 0, 0); }
+
+FENCELINE_HD uint32_t slice_capacity(const AllReduceRequest& r) {
+  return (r.sums_capacity + static_cast<uint32_t>(r.size) - 1) / static_cast<uint32_t>(r.size);
+}
+
+// What `from` has pushed of this rank's slice: vector number `offset` of it.
+FENCELINE_HD uint64_t staged_at(const AllReduceRequest& r, uint32_t half, int from, uint32_t offset) {
+  return words_end(r) + ((uint64_t{half} * r.size + from) * slice_capacity(r) + offset) * kVectorBytes;
+}
+
+FENCELINE_HD uint64_t sums_at(const AllReduceRequest& r, uint32_t half, uint32_t vector) {
+  return staged_at(r, 2, 0, 0) + (uint64_t{half} * r.sums_capacity + vector) * kVectorBytes;
+}
+
+// Bytes of a rank's memory.
+FENCELINE_HD uint64_t peer_bytes(const AllReduceRequest& r) { return sums_at(r, 2, 0); }
+
+inline const char* check_all_reduce(const AllReduceRequest& r) {
+  if (r.size < 2 || r.size > kMaxRanks || r.rank < 0 || r.rank >= r.size) return "2 to 8 ranks can take part";
+  if (r.num_vectors == 0) return "there is nothing to add up";
+  if (r.num_blocks == 0 || r.num_blocks > kMaxBlocks) return "1 to 128 blocks";
+  if (r.num_threads == 0 || r.num_threads % 32 || r.num_threads > kMaxThreads) return "32 to 512 threads, a multiple of 32";
+  if (r.kind < 0 || r.kind > 2 || r.dtype < 0 || r.dtype > 2) return "no such kind or type";
+  if (r.kind != 1 && r.num_vectors > r.words_capacity) return "the message is too long for one shot";
+  if (r.kind == 1 && r.num_vectors > r.sums_capacity) return "the message is too long for two shots";
+  if (r.kind == 2) {
+    if (r.row_vectors == 0 || r.num_vectors % r.row_vectors) return "the message must be whole rows";
+    if (r.row_vectors > 4 * r.num_threads) return "a row is too long for its threads";
+    if (!r.residual || !r.weight || !r.hidden || !r.normed) return "fused needs a residual, a weight and outputs";
+  }
+  return nullptr;
+}
+
+}  // namespace fenceline

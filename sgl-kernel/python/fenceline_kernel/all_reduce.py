@@ -1,0 +1,271 @@
+"""All-reduce of 2 to 8 GPUs of one host over memory that they open for each other (include/fenceline/all_reduce.h)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fenceline_kernel.errors import KernelUnavailable
+from fenceline_kernel.library import KernelLibrary, load
+
+MAX_RANKS = 8
+MAX_SLOTS = 4096  # captured launches whose outputs peers write
+_MAX_BLOCKS, _MAX_THREADS, _VECTOR = 128, 512, 16
+_HANDLE = 64  # bytes of a cudaIpcMemHandle_t
+_UNIT = "all_reduce"
+_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_ONE_SHOT, _TWO_SHOTS, _FUSED = 0, 1, 2
+
+
+class AllReduceRequest(ctypes.Structure):
+    """fenceline::AllReduceRequest."""
+
+    _fields_ = (
+        ("buffers", ctypes.c_void_p * MAX_RANKS),
+        *((name, ctypes.c_void_p) for name in ("x", "outputs", "residual", "weight", "hidden", "normed")),
+        *(
+            (name, ctypes.c_uint32)
+            for name in ("num_vectors", "row_vectors", "words_capacity", "sums_capacity")
+        ),
+        *((name, ctypes.c_uint32) for name in ("num_blocks", "num_threads")),
+        *((name, ctypes.c_int32) for name in ("rank", "size", "dtype", "kind")),
+        ("eps", ctypes.c_float),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+class PeerAllReduce:
+    """The all-reduce of one rank. Every rank makes the same calls in the same order, on one stream each.
+
+    ``exchange(data)`` returns all ranks' bytes, in the order of ranks; it is called here, by :meth:`register` and
+    nowhere else. ``one_shot_bytes`` and ``max_bytes``: the largest messages in one shot and in two. Raises
+    ``KernelUnavailable`` on all ranks alike where a GPU cannot reach another one's memory.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        exchange: Callable[[bytes], Sequence[bytes]],
+        one_shot_bytes: int = 512 << 10,
+        max_bytes: int = 8 << 20,
+        library: KernelLibrary | None = None,
+    ) -> None:
+        if not 2 <= size <= MAX_RANKS:
+            raise KernelUnavailable(
+                f"{size} ranks: our own all-reduce is for 2 to {MAX_RANKS} GPUs of one host"
+            )
+        self.rank, self.size, self.device = rank, size, device
+        self.one_shot_bytes, self.max_bytes = one_shot_bytes, max_bytes
+        self._exchange = exchange
+        self._opened: dict[bytes, int] = {}  # by handle: where it lies in this process
+        self._noted: list[tuple[int, torch.Tensor]] = []
+        self._num_slots = 0
+        self._own = 0
+        problem = self._set_up(library)
+        problems = [text.decode() for text in exchange(problem.encode())]
+        if any(problems):
+            self.close()
+            number = next(i for i, text in enumerate(problems) if text)
+            raise KernelUnavailable(f"our own all-reduce cannot be used on rank {number}: {problems[number]}")
+        own = self._handle_of(self._own)[0]
+        self._buffers = (ctypes.c_void_p * MAX_RANKS)()
+        problem = ""
+        for number, handle in enumerate(exchange(own)):
+            try:
+                self._buffers[number] = self._own if number == rank else self._open(handle)
+            except RuntimeError as error:
+                problem = str(error)
+        problems = [text.decode() for text in exchange(problem.encode())]
+        if any(problems):
+            self.close()
+            number = next(i for i, text in enumerate(problems) if text)
+            raise KernelUnavailable(f"rank {number} cannot reach the other GPUs' memory: {problems[number]}")
+        self._outputs = torch.zeros((MAX_SLOTS, MAX_RANKS), dtype=torch.int64, device=device)
+        self._base = self._request()
+
+    def _set_up(self, library: KernelLibrary | None) -> str:
+        """Compile the kernels and make this rank's memory; what is wrong, "" if nothing is."""
+        try:
+            self._library = load(self.device) if library is None else library
+            self._launch = self._function("all_reduce", ctypes.c_void_p, ctypes.c_void_p)
+            self._locate = self._function("peer_locate", ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+            self._open_handle = self._function("peer_open", ctypes.c_char_p, ctypes.c_void_p)
+            self._close_handle = self._function("peer_close", ctypes.c_void_p)
+            self._free = self._function("peer_free", ctypes.c_void_p)
+            allocate = self._function("peer_allocate", ctypes.c_uint64, ctypes.c_void_p, ctypes.c_char_p)
+            num_bytes = self._function("peer_bytes", ctypes.c_void_p)
+            num_bytes.restype = ctypes.c_uint64
+            request = self._request()
+            memory, handle = ctypes.c_void_p(), ctypes.create_string_buffer(_HANDLE)
+            self._call(
+                "peer_allocate", allocate, num_bytes(ctypes.byref(request)), ctypes.byref(memory), handle
+            )
+            self._own = memory.value or 0
+        except (KernelUnavailable, RuntimeError) as error:
+            return str(error)
+        return ""
+
+    def _function(self, name: str, *types: type) -> ctypes._NamedFuncPointer:
+        function = self._library.function(_UNIT, f"fenceline_{name}")
+        function.argtypes = types
+        return function
+
+    def _call(self, name: str, function: Callable[..., bytes | None], *args: object) -> None:
+        with torch.cuda.device(self.device):
+            error = function(*args)
+        if error is not None:
+            raise RuntimeError(f"{name}: {error.decode()}")
+
+    def _request(self) -> AllReduceRequest:
+        return AllReduceRequest(
+            rank=self.rank,
+            size=self.size,
+            words_capacity=self.one_shot_bytes // _VECTOR,
+            sums_capacity=self.max_bytes // _VECTOR,
+        )
+
+    def _handle_of(self, address: int) -> tuple[bytes, int]:
+        """The handle of the allocation that ``address`` lies in, and where in it."""
+        handle, offset = ctypes.create_string_buffer(_HANDLE), ctypes.c_uint64()
+        self._call("peer_locate", self._locate, address, handle, ctypes.byref(offset))
+        return handle.raw, offset.value
+
+    def _open(self, handle: bytes) -> int:
+        """Another process's memory; each allocation is opened once, and closed by :meth:`close`."""
+        if handle not in self._opened:
+            memory = ctypes.c_void_p()
+            self._call("peer_open", self._open_handle, handle, ctypes.byref(memory))
+            self._opened[handle] = memory.value or 0
+        return self._opened[handle]
+
+    # --- launches ---------------------------------------------------------------------------------------
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether ``x`` can be added up here: contiguous, of a type of its own kernels, whole vectors of 16 bytes,
+        and not too large."""
+        return (
+            x.dtype in _TYPES
+            and 0 < x.nbytes <= self.max_bytes
+            and x.nbytes % _VECTOR == 0
+            and x.data_ptr() % _VECTOR == 0
+            and x.is_contiguous()
+        )
+
+    def all_reduce(
+        self,
+        x: torch.Tensor,
+        two_shots: bool | None = None,
+        registered: bool = False,
+        num_blocks: int = 0,
+        num_threads: int = 0,
+    ) -> None:
+        """``x``, of which :meth:`takes` is true, becomes the sum over ranks, on the current stream.
+
+        ``two_shots``: None takes one shot up to ``one_shot_bytes``. ``registered``, in a capture: the second shot goes
+        straight to the peers' ``x``, which they learn of by :meth:`register`; ``x`` must lie there at every replay.
+        ``num_blocks`` and ``num_threads``: 0 lets them follow from the size; the same on all ranks.
+        """
+        two_shots = x.nbytes > self.one_shot_bytes if two_shots is None else two_shots
+        request = self._filled(x, _TWO_SHOTS if two_shots else _ONE_SHOT)
+        share = -(-request.num_vectors // self.size) if two_shots else request.num_vectors
+        request.num_threads = num_threads or min(_MAX_THREADS, max(32, -(-share // 32) * 32))
+        request.num_blocks = num_blocks or min(_MAX_BLOCKS, -(-share // request.num_threads))
+        if two_shots and registered:
+            request.outputs = self._slot(x)
+        self._run(request)
+
+    def all_reduce_add_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        hidden: torch.Tensor,
+        normed: torch.Tensor,
+    ) -> None:
+        """``hidden`` = sum of ``x`` over ranks, rounded, + ``residual``, rounded; ``normed`` = RMSNorm of it: all
+        [rows, row] of one type and contiguous, ``weight`` [row], ``x`` at most ``one_shot_bytes``, a row at most 32
+        KB. ``hidden`` may be ``residual``. In one launch on the current stream; the norm is computed in float32."""
+        assert x.dim() == 2 and x.shape == residual.shape == hidden.shape == normed.shape, "rows of one shape"
+        request = self._filled(x, _FUSED)
+        assert x.nbytes <= self.one_shot_bytes and x[0].nbytes % _VECTOR == 0, "whole vectors, in one shot"
+        for name, tensor in (
+            ("residual", residual),
+            ("weight", weight),
+            ("hidden", hidden),
+            ("normed", normed),
+        ):
+            assert tensor.is_contiguous() and tensor.dtype is x.dtype, f"{name} is laid out like x"
+            setattr(request, name, tensor.data_ptr())
+        request.row_vectors = x[0].nbytes // _VECTOR
+        request.eps = eps
+        request.num_threads = min(_MAX_THREADS, -(-request.row_vectors // 32) * 32)
+        request.num_blocks = min(_MAX_BLOCKS, len(x))
+        self._run(request)
+
+    def _filled(self, x: torch.Tensor, kind: int) -> AllReduceRequest:
+        assert self.takes(x), f"{x.dtype} {tuple(x.shape)} is not for this all-reduce"
+        request = AllReduceRequest.from_buffer_copy(self._base)
+        request.buffers = self._buffers
+        request.x, request.kind, request.dtype = x.data_ptr(), kind, _TYPES[x.dtype]
+        request.num_vectors = x.nbytes // _VECTOR
+        return request
+
+    def _run(self, request: AllReduceRequest) -> None:
+        call = functools.partial(self._launch, ctypes.byref(request))
+        self._library.call("all_reduce", call, self.device, None)
+
+    # --- graphs -----------------------------------------------------------------------------------------
+
+    def _slot(self, x: torch.Tensor) -> int:
+        """Where the launch that is being captured will find all ranks' ``x``: the address of a line of the table."""
+        if self._num_slots == MAX_SLOTS:
+            raise RuntimeError(f"more than {MAX_SLOTS} captured launches: capture fewer graphs")
+        slot, self._num_slots = self._num_slots, self._num_slots + 1
+        self._noted.append((slot, x))
+        return self._outputs[slot].data_ptr()
+
+    def register(self) -> None:
+        """The ranks tell each other where the ``x`` of captured launches lie, and open that memory. Graphs are replayed
+        only after it. Waits for the device. Raises ``RuntimeError`` with the remedy where memory cannot be shared."""
+        noted, self._noted = self._noted, []
+        entries = []
+        for slot, x in noted:
+            handle, offset = self._handle_of(x.data_ptr())
+            entries.append(slot.to_bytes(4, "little") + offset.to_bytes(8, "little") + handle)
+        for number, data in enumerate(self._exchange(b"".join(entries))):
+            size = 12 + _HANDLE
+            if len(data) != len(entries) * size:
+                raise RuntimeError(
+                    f"rank {number} has captured {len(data) // size} launches, rank {self.rank} {len(entries)}:"
+                    " all ranks must capture the same graphs"
+                )
+            for (slot, x), start in zip(noted, range(0, len(data), size), strict=True):
+                theirs = int.from_bytes(data[start : start + 4], "little")
+                assert theirs == slot, "ranks capture in one order"
+                offset = int.from_bytes(data[start + 4 : start + 12], "little")
+                address = (
+                    x.data_ptr()
+                    if number == self.rank
+                    else self._open(data[start + 12 : start + size]) + offset
+                )
+                self._outputs[slot, number] = address
+        torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """Close the peers' memory and free this rank's, once no rank uses it any more: the caller has made sure that
+        all have ended their launches."""
+        if self._own == 0:
+            return
+        torch.cuda.synchronize(self.device)
+        for address in self._opened.values():
+            self._call("peer_close", self._close_handle, address)
+        self._opened.clear()
+        self._exchange(b"")  # nobody's memory is freed while another rank has it open
+        self._call("peer_free", self._free, self._own)
+        self._own = 0
