@@ -1,0 +1,84 @@
+"""Ranks on several GPUs of one host, one process each: sums in every way, eager and in graphs, and what F10, F11 and
+F19 are about. With the guard taken out each fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+CASES = ROOT / "test" / "support" / "multi_gpu_cases.py"
+SIZES = [size for size in (2, 4, 8) if size <= torch.cuda.device_count()]
+
+pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(240)]
+
+
+class Ended:
+    """How the ranks of a case have ended: their statuses, None for those that had to be killed, and what they said."""
+
+    def __init__(self, case: str, size: int, folder: Path, limit_s: float = 120.0) -> None:
+        paths = [str(ROOT / "python"), str(ROOT / "sgl-kernel" / "python"), os.environ.get("PYTHONPATH", "")]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "CUDA_MODULE_LOADING": "EAGER"}
+        logs = [folder / f"{rank}.log" for rank in range(size)]
+        ranks = []
+        for rank, log in enumerate(logs):
+            with log.open("w") as out:
+                command = [sys.executable, str(CASES), case, str(rank), str(size), str(folder)]
+                ranks.append(subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT))
+        deadline = time.monotonic() + limit_s
+        self.statuses: list[int | None] = []
+        try:
+            for process in ranks:
+                try:
+                    self.statuses.append(process.wait(max(deadline - time.monotonic(), 0.1)))
+                except subprocess.TimeoutExpired:
+                    self.statuses.append(None)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        self.text = "\n".join(log.read_text()[-4000:] for log in logs)
+        found = [folder / f"{rank}.json" for rank in range(size)]
+        self.found = [json.loads(path.read_text()) if path.exists() else None for path in found]
+
+    @property
+    def well(self) -> bool:
+        return all(status == 0 for status in self.statuses)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", ["sums", "ways", "graphs", "two_streams"])
+def test_it_works(case: str, size: int, tmp_path: Path) -> None:
+    """``sums``: F11, sizes around every boundary; ``graphs``: F10; ``two_streams``: F19."""
+    ended = Ended(case, size, tmp_path)
+    assert ended.well, (ended.statuses, ended.text)
+    assert all(found == ended.found[0] for found in ended.found)
+
+
+def test_f10_without_the_exchange_a_replay_writes_where_nobody_is(tmp_path: Path) -> None:
+    ended = Ended("unregistered", 2, tmp_path, limit_s=40)
+    assert not ended.well and ended.found == [None, None], ended.statuses
+    assert "illegal memory access" in ended.text or None in ended.statuses, ended.text
+
+
+def test_f19_two_streams_give_wrong_sums_or_none(tmp_path: Path) -> None:
+    ended = Ended("unordered_streams", 2, tmp_path, limit_s=40)
+    assert not ended.well or any(found["wrong"] for found in ended.found), ended.text
+
+
+def test_ranks_that_wait_for_a_lost_one_can_be_ended_and_leave_no_memory(tmp_path: Path) -> None:
+    free_before = [torch.cuda.mem_get_info(i)[0] for i in range(2)]
+    ended = Ended("lost", 2, tmp_path, limit_s=30)
+    assert ended.statuses[1] == 7 and ended.statuses[0] != 0
+    assert (tmp_path / "waits0").exists(), ended.text
+    deadline = time.monotonic() + 20
+    while any(torch.cuda.mem_get_info(i)[0] < free - (64 << 20) for i, free in enumerate(free_before)):
+        assert time.monotonic() < deadline, "memory of ranks that have ended is still in use"
+        time.sleep(0.2)

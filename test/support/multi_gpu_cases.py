@@ -1,0 +1,243 @@
+"""One rank of a case on several GPUs, as a process: ``python multi_gpu_cases.py CASE RANK SIZE FOLDER``. It writes
+what it has found to FOLDER/RANK.json. What it fails with goes to stderr, and its status is not 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fenceline.distributed.nccl import NcclBackend
+from fenceline.distributed.peer import MAX_BYTES, PeerBackend, one_shot_bytes
+from fenceline.memory_order import Communicator, CommunicatorError, GraphError, open_device
+from fenceline.memory_order.cuda import CudaDevice
+from fenceline.memory_order.edges import ONE_STREAM, REGISTERED_GRAPH
+
+Found = dict[str, object]
+
+
+class Rank:
+    """``severed``: guards that are left out."""
+
+    def __init__(self, rank: int, size: int, folder: Path, severed: frozenset[str] = frozenset()) -> None:
+        self.rank, self.size, self.folder = rank, size, folder
+        device = open_device("cuda", severed, rank)
+        assert isinstance(device, CudaDevice)
+        self.device = device
+        self.nccl = NcclBackend(rank, size, (folder / "meeting").as_uri(), device.torch_device)
+        with device.forward.active():
+            self.backend = PeerBackend(self.nccl, device.torch_device)
+        assert self.backend._own is not None, "our own all-reduce cannot be used here"
+        self.own = self.backend._own
+        self.communicator = Communicator("ranks", device, device.forward, self.backend)
+        self.generator = torch.Generator(device.torch_device).manual_seed(17 + rank)
+
+    def numbers(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Different ones on each rank."""
+        return torch.randn(numel, generator=self.generator, device=self.device.torch_device).to(dtype)
+
+    def in_order(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum in float32 in the order of ranks, rounded once, by NCCL and torch."""
+        parts = x.new_empty((self.size, *x.shape))
+        self.nccl.all_gather(x.contiguous(), parts)
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part.float()
+        return total.to(x.dtype)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return self.communicator.all_reduce(x)
+
+
+def sizes_of(rank: Rank) -> list[int]:
+    """Bytes around every boundary at which another way is taken, as those of batches around a bucket (F11)."""
+    found = [16, 48, 1024, 1025 * 16]
+    for limit in (rank.own.one_shot_bytes, MAX_BYTES, 512 * 16, 64 * 512 * 16, 128 * 512 * 16):
+        found += [limit - 16, limit, limit + 16]
+    return sorted({*found, 6, MAX_BYTES + 2})
+
+
+def sums(rank: Rank) -> Found:
+    """Every size and type, eagerly, twice in a row."""
+    num = 0
+    with rank.device.forward.active():
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for nbytes in sizes_of(rank):
+                for _ in range(2):
+                    x = rank.numbers(max(nbytes // dtype.itemsize, 1), dtype)
+                    wanted = rank.in_order(x)
+                    assert torch.equal(rank.sum(x), wanted), f"{dtype}, {nbytes} bytes"
+                    num += 1
+    return {"sums": num}
+
+
+def ways(rank: Rank) -> Found:
+    """One shot, two shots, fused: the same bits."""
+    with rank.device.forward.active():
+        for rows in (1, 2, 7, 32):
+            x = rank.numbers(rows * 4096, torch.bfloat16).view(rows, 4096)
+            one, two = x.clone(), x.clone()
+            rank.own.all_reduce(one, False)
+            rank.own.all_reduce(two, True)
+            residual, hidden, normed = torch.zeros_like(x), torch.empty_like(x), torch.empty_like(x)
+            weight = torch.ones(4096, dtype=x.dtype, device=x.device)
+            rank.own.all_reduce_add_norm(x, residual, weight, 1e-6, hidden, normed)
+            assert torch.equal(one, two) and torch.equal(one, hidden) and torch.equal(one, rank.in_order(x))
+            exact = hidden.float() * (hidden.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+            assert torch.allclose(normed.float(), exact, rtol=1e-2, atol=1e-3)
+    return {"ways": 3}
+
+
+def graphs(rank: Rank) -> Found:
+    """F10: sums of all sizes captured, registered and replayed with one rank late, each compared; eager ones in
+    between."""
+    device = rank.device
+    pool = device.make_graph_pool("case")
+    captured = []
+    with device.forward.active():
+        for nbytes in (8 << 10, one_shot_bytes(rank.size) + 16, 1 << 20, 1025 * 2048, MAX_BYTES):
+            source = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=device.torch_device)
+            given, twice = torch.zeros_like(source), torch.zeros_like(source)
+
+            def body(
+                source: torch.Tensor = source, given: torch.Tensor = given, twice: torch.Tensor = twice
+            ) -> None:
+                given.copy_(source)
+                rank.sum(given)
+                twice.copy_(rank.sum(source * 2))
+
+            body()
+            device.synchronize()
+            graph = device.capture(f"{nbytes} bytes", pool, body)
+            try:
+                graph.replay()
+            except GraphError:
+                pass
+            else:
+                raise AssertionError("replayed before it was registered")
+            graph.register(*device.communicators)
+            captured.append((graph, source, given, twice))
+        for graph, *_ in captured:
+            graph.allow_replay()
+        num = 0
+        for turn in range(60):
+            graph, source, given, twice = captured[turn % len(captured)]
+            source.normal_(generator=rank.generator)
+            wanted, doubled = rank.in_order(source), rank.in_order(source * 2)
+            device.synchronize()
+            if turn // len(captured) % rank.size == rank.rank:
+                torch.cuda._sleep(2_000_000)
+            graph.replay()
+            assert torch.equal(given, wanted) and torch.equal(twice, doubled), f"replay {turn}"
+            num += 2
+            if turn % 7 == 0:
+                x = rank.numbers(4096, torch.bfloat16)
+                wanted = rank.in_order(x)
+                assert torch.equal(rank.sum(x), wanted)
+    return {"replayed": num}
+
+
+def unregistered(rank: Rank) -> Found:
+    """F10, without its guard: a graph with a sum in two shots is replayed, and nothing has been exchanged."""
+    device = rank.device
+    with device.forward.active():
+        x = torch.zeros(1 << 20, dtype=torch.bfloat16, device=device.torch_device)
+        rank.sum(x)
+        device.synchronize()
+        graph = device.capture("sum", device.make_graph_pool("case"), lambda: rank.sum(x))
+        graph.register(*device.communicators)
+        graph.allow_replay()
+        graph.replay()
+        device.synchronize()
+    return {"unharmed": True}
+
+
+def two_streams(rank: Rank) -> Found:
+    """F19: on another stream the communicator raises."""
+    device = rank.device
+    with device.forward.active():
+        rank.sum(torch.ones(8, device=device.torch_device))
+    with device.store.active():
+        try:
+            rank.sum(torch.ones(8, device=device.torch_device))
+        except CommunicatorError as error:
+            assert "belongs to forward" in str(error)
+        else:
+            raise AssertionError("it was not refused")
+    with device.forward.active():
+        assert rank.sum(torch.ones(8, device=device.torch_device)).tolist() == [float(rank.size)] * 8
+    return {"refused": True}
+
+
+def unordered_streams(rank: Rank) -> Found:
+    """F19, without its guard: two streams' sums begin together, in another order on each rank."""
+    device = rank.device
+    streams = [device.forward, device.store]
+    xs = [torch.full((2048,), float(i + 1), device=device.torch_device) for i in range(2)]
+    device.synchronize()
+    wrong = 0
+    for turn in range(200):
+        for i in (0, 1) if (turn + rank.rank) % 2 else (1, 0):
+            with streams[i].active():
+                xs[i].fill_(float(i + 1))
+                rank.sum(xs[i])
+        device.synchronize()
+        wrong += sum(not torch.equal(x, torch.full_like(x, (i + 1.0) * rank.size)) for i, x in enumerate(xs))
+    return {"wrong": wrong}
+
+
+def lost(rank: Rank) -> Found:
+    """The last rank ends while the others wait for it in a kernel; they are ended by whoever watches them."""
+    with rank.device.forward.active():
+        x = torch.ones(8, device=rank.device.torch_device)
+        rank.sum(x)
+        rank.device.synchronize()
+        if rank.rank == rank.size - 1:
+            (rank.folder / "gone").write_text("")
+            os._exit(7)
+        rank.sum(x)
+        (rank.folder / f"waits{rank.rank}").write_text("")
+        rank.device.synchronize()
+    return {}
+
+
+CASES: dict[str, tuple[Callable[[Rank], Found], frozenset[str]]] = {
+    "sums": (sums, frozenset()),
+    "ways": (ways, frozenset()),
+    "graphs": (graphs, frozenset()),
+    "unregistered": (unregistered, frozenset({REGISTERED_GRAPH.name})),
+    "two_streams": (two_streams, frozenset()),
+    "unordered_streams": (unordered_streams, frozenset({ONE_STREAM.name})),
+    "lost": (lost, frozenset()),
+}
+
+
+def main() -> None:
+    name, rank, size, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    parent = os.getppid()
+
+    def watch() -> None:  # a rank must not outlive its test
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    case, severed = CASES[name]
+    with torch.inference_mode():
+        me = Rank(rank, size, folder, severed)
+        found = case(me)
+        me.device.synchronize()
+        with me.device.forward.active():
+            me.own.close()
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    os._exit(0)  # NCCL's threads may hang in a destructor
+
+
+if __name__ == "__main__":
+    main()
