@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 
 import numpy as np
@@ -15,7 +15,7 @@ from fenceline.memory_order import Points
 from fenceline.model_executor.step import ExtendBatch, ExtendSeq, PageWrites
 from fenceline.scheduler.req import Prefix, Req
 from fenceline.scheduler.request_memory import Remap, RequestMemory
-from fenceline.scheduler.schedule_policy import StepSharing, loses_least
+from fenceline.scheduler.schedule_policy import ShortShare, StepSharing, loses_least
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
@@ -26,14 +26,18 @@ CLIP_NEW_TOKENS = 4096
 _MAX_SCORED_TOKENS = 1024
 # Of so many that wait behind a half-way prompt the short ones are found: each may have to be looked up in the tree.
 _MAX_LOOKED_AT = 128
+# Of so many that wait the short ones (see ShortShare) are found that pass one for which there is no memory.
+_MAX_PASSED = 1024
 
 
 @dataclass(slots=True)
 class _Budget:
-    """What is left of a step's tokens, of memory (in tokens), and of the tokens whose prompt logprobs it computes."""
+    """What is left of a step's tokens, of memory (in tokens), of what is kept for short requests, and of the tokens
+    whose prompt logprobs the step computes."""
 
     step_tokens: int
     memory_tokens: int
+    share: ShortShare
     scored_tokens: int = _MAX_SCORED_TOKENS
 
 
@@ -86,7 +90,10 @@ def _largest_bodies_first(
 class _Outlook:
     """What memory would be like if some running requests were retracted and some waiting ones admitted."""
 
-    def __init__(self, memory: RequestMemory, num_running: int, reserved_tokens: float) -> None:
+    def __init__(
+        self, memory: RequestMemory, num_running: int, reserved_tokens: float, share: ShortShare
+    ) -> None:
+        self._share = replace(share)
         self._page_size = memory.page_size
         self._num_pages = memory.num_available_pages
         self._num_rows = memory.rows.num_free
@@ -114,31 +121,51 @@ class _Outlook:
         self._num_rows += 1
         self._num_running -= 1
         self._reserved_tokens -= expected_tokens
+        if req.is_short:
+            self._share.take(-len(req.pages) * self._page_size, -req.final_len)
 
-    def might_have_room(self, num_pages: int, expected_tokens: int, victims: Sequence[_Victim]) -> bool:
-        """False if a request that gets ``num_pages`` would not be admitted even with all ``victims`` retracted.
+    def might_have_room(
+        self, req: Req, num_pages: int, expected_tokens: int, victims: Sequence[_Victim]
+    ) -> bool:
+        """False if ``req``, which gets ``num_pages``, would not be admitted even with all ``victims`` retracted.
 
         This is an upper bound that does not walk the tree, so it may say True where the exact answer is no."""
         most_pages = self._num_pages + sum(len(req.pages) for req, _ in victims)
         reserved_tokens = self._reserved_tokens - sum(expected for _, expected in victims)
         needed = num_pages * self._page_size + expected_tokens
         # One token of slack, as sums of floats depend on their order.
-        has_tokens = needed <= most_pages * self._page_size - reserved_tokens + 1
+        has_tokens = needed <= most_pages * self._page_size - reserved_tokens + 1 or req.is_short
         return num_pages <= most_pages and (has_tokens or self._num_running == len(victims))
 
-    def has_room(self, num_pages: int, expected_tokens: int) -> bool:
-        """Whether a request that gets ``num_pages`` would be admitted."""
-        if self._num_rows == 0 or num_pages > self._num_pages:
+    def has_room(self, req: Req, num_pages: int, expected_tokens: int) -> bool:
+        """Whether ``req``, which gets ``num_pages``, would be admitted."""
+        if not _has_row(req, self._num_rows, self._share) or num_pages > self._num_pages:
             return False
         needed = num_pages * self._page_size + expected_tokens
-        return needed <= self._num_pages * self._page_size - self._reserved_tokens or self._num_running == 0
+        available = self._num_pages * self._page_size
+        left = _left_for(req, available, available - self._reserved_tokens, self._share)
+        return needed <= left or self._num_running == 0
 
-    def admit(self, num_pages: int, expected_tokens: int) -> None:
-        """A request that fits gets its memory."""
+    def admit(self, req: Req, num_pages: int, expected_tokens: int) -> None:
+        """``req``, which fits, gets its memory."""
+        if req.is_short:
+            self._share.take(num_pages * self._page_size, req.final_len)
         self._num_pages -= num_pages
         self._num_rows -= 1
         self._num_running += 1
         self._reserved_tokens += expected_tokens
+
+
+def _has_row(req: Req, num_free: int, share: ShortShare) -> bool:
+    return num_free > (0 if req.is_short else share.kept_rows)
+
+
+def _left_for(req: Req, available: int, left: float, share: ShortShare) -> float:
+    """Of ``left``, which is ``available`` memory less what running requests are expected to need (all in tokens), what
+    ``req`` may take. A short one may take all that there is: others can be retracted, and it is nothing to them."""
+    if share.has_room(req):
+        return available
+    return left if req.is_short else left - share.kept_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +217,12 @@ class PrefillPlanner:
         num_running: int,
         reserved_tokens: int,
         num_waiting: Callable[[], int],
+        share: ShortShare,
+        num_short: int = 0,
     ) -> PrefillPlan | None:
         """The next extend step, or None if nothing fits. Those of ``waiting``, which begins anew at each call, that are
-        admitted get a row; no more of it is looked at than up to the first that does not fit.
+        admitted get a row; no more of it is looked at than up to the first that does not fit, but for the ``num_short``
+        short ones of it, which pass that one as long as they leave a ``share`` of memory and rows to others.
 
         ``chunked`` is the request whose prompt an earlier step left half-way. It goes first, but where it would take
         more than half of the step, waiting prompts that fit into the other half are computed beside it: they pass the
@@ -202,15 +232,15 @@ class PrefillPlanner:
         """
         plan = _Plan()
         available = self._memory.num_available_pages * self._page_size
-        budget = _Budget(self.step_tokens, available - reserved_tokens)
+        budget = _Budget(self.step_tokens, available - reserved_tokens, share)
         if chunked is not None:
             if chunked.num_tokens - chunked.allocated_len > self.step_tokens - self.step_tokens // 2:
-                self._admit_short(plan, waiting(), chunked, budget)
+                self._admit_beside(plan, waiting(), chunked, budget, num_short)
             is_shared = bool(plan.reqs)
             self._add_chunk(plan, chunked, budget)
         # A half-way prompt has used up its step, or what others left of it; there is at most one such prompt.
         if chunked is None or (chunked.allocated_len == chunked.num_tokens and not is_shared):
-            self._admit_waiting(plan, waiting(), num_running, budget, num_waiting)
+            self._admit_waiting(plan, waiting(), num_running, budget, num_waiting, num_short)
         if not plan.reqs:
             return None
         last = plan.reqs[-1]
@@ -229,6 +259,7 @@ class PrefillPlanner:
         expected: F64,
         num_running: Callable[[Req], int],
         threshold: int,
+        share: ShortShare,
     ) -> list[Req]:
         """Those of ``running``, which are ``expected`` to ask for so many tokens yet, that have to be retracted for the
         next step to admit those of ``waiting`` whose rank is better by more than ``threshold``: as few as suffice, the
@@ -247,7 +278,7 @@ class PrefillPlanner:
             chain([req], waiting),
             candidates,
             lambda: _largest_bodies_first(candidates, num_running, 0),
-            _Outlook(self._memory, len(running), int(expected.sum())),
+            _Outlook(self._memory, len(running), int(expected.sum()), share),
             lambda victim, req: victim.rank - req.rank > threshold,
         )
 
@@ -257,6 +288,7 @@ class PrefillPlanner:
         running: Sequence[Req],
         expected: F64,
         num_running: Callable[[Req], int],
+        share: ShortShare,
     ) -> list[Req]:
         """The same for ``newcomers`` of bodies that run nothing, by requests of bodies that run several, which keep one
         each."""
@@ -265,7 +297,7 @@ class PrefillPlanner:
             newcomers,
             candidates,
             lambda: _largest_bodies_first(candidates, num_running, 1),
-            _Outlook(self._memory, len(running), int(expected.sum())),
+            _Outlook(self._memory, len(running), int(expected.sum()), share),
             lambda victim, req: True,
         )
 
@@ -294,16 +326,16 @@ class PrefillPlanner:
             num_pages, num_expected = self._new_memory(req, prefix)
             if victims is None:
                 # A request that waits for memory is asked about in every step: most such questions end here.
-                if not outlook.might_have_room(num_pages, num_expected, candidates):
+                if not outlook.might_have_room(req, num_pages, num_expected, candidates):
                     return []
                 victims = iter(ordered())
-            while not outlook.has_room(num_pages, num_expected):
+            while not outlook.has_room(req, num_pages, num_expected):
                 victim, victim_expected = next(victims, (None, 0.0))
                 if victim is None or not gives_way(victim, req):
                     return taken[:num_taken]
                 outlook.release(victim, victim_expected)
                 taken.append(victim)
-            outlook.admit(num_pages, num_expected)
+            outlook.admit(req, num_pages, num_expected)
             num_taken = len(taken)
             step_tokens -= req.num_tokens - prefix.num_tokens
         return taken[:num_taken]
@@ -320,9 +352,18 @@ class PrefillPlanner:
         num_running: int,
         budget: _Budget,
         num_waiting: Callable[[], int],
+        num_short: int,
     ) -> None:
         num_waiting_tokens: int | None = None
-        for req in waiting:
+        blocked: Req | None = None  # the first that does not fit
+        for req in islice(waiting, None if num_short == 0 else _MAX_PASSED):
+            if blocked is not None:
+                if req.rank > blocked.rank:
+                    return
+                if not req.is_short:
+                    continue
+                if not budget.share.has_room(req):
+                    return
             if budget.step_tokens <= 0 or not self._memory.rows.num_free or len(plan.reqs) == self._max_reqs:
                 return
             if plan.reqs:
@@ -334,27 +375,43 @@ class PrefillPlanner:
             if req.scores_prompt and budget.scored_tokens <= 0:
                 return
             if not self._admit(plan, req, budget, alone):
-                return
+                if num_short == 0 or req.is_short:
+                    return  # no short one passes another one
+                blocked = blocked or req
+                continue
             self._add_chunk(plan, req, budget)
             if req.allocated_len < req.num_tokens:
                 return
 
-    def _admit_short(self, plan: _Plan, waiting: Iterable[Req], chunked: Req, budget: _Budget) -> None:
+    def _admit_beside(
+        self, plan: _Plan, waiting: Iterable[Req], chunked: Req, budget: _Budget, num_short: int
+    ) -> None:
         """Those of ``waiting`` that fit whole into half of the step, which ``chunked`` leaves. Nobody passes one
         of a better rank."""
+        blocked = False
         room, rank = self.step_tokens // 2, chunked.rank
         # Of the tokens that are scored in a step it has its half too, if it needs them.
         scored = budget.scored_tokens // 2 if chunked.scores_prompt else budget.scored_tokens
-        for req in islice(waiting, _MAX_LOOKED_AT):
+        num_looked_at = 0
+        for req in islice(waiting, _MAX_LOOKED_AT if num_short == 0 else _MAX_PASSED):
             rank = min(rank, req.rank)
             is_full = self._max_reqs is not None and len(plan.reqs) + 1 >= self._max_reqs
             if is_full or room == 0 or req.rank > rank or not self._memory.rows.num_free:
                 return
+            if blocked or num_looked_at >= _MAX_LOOKED_AT:
+                if not req.is_short:
+                    continue
+                if not budget.share.has_room(req) or num_looked_at == 2 * _MAX_LOOKED_AT:
+                    return
+            num_looked_at += 1
             num_new = req.num_tokens - self._memory.match(req).num_tokens
             if num_new > room or (req.scores_prompt and num_new > scored):
                 continue
             if not self._admit(plan, req, budget, alone=False):
-                return
+                if num_short == 0 or req.is_short:
+                    return
+                blocked = True
+                continue
             self._add_chunk(plan, req, budget)
             room -= num_new
             scored -= num_new if req.scores_prompt else 0
@@ -377,15 +434,20 @@ class PrefillPlanner:
             return False
         if self._chunk_tokens(req, prefix.num_tokens, budget) == 0:
             return False
+        if not _has_row(req, memory.rows.num_free, budget.share):
+            return False
         free_before = memory.num_available_pages
+        left = _left_for(req, free_before * self._page_size, budget.memory_tokens, budget.share)
         memory.tree.lock(node)
         pinned = (free_before - memory.num_available_pages) * self._page_size
         num_pages, expected = self._new_memory(req, prefix)
         needed = num_pages * self._page_size + expected + pinned
-        if num_pages > memory.num_available_pages or (needed > budget.memory_tokens and not alone):
+        if num_pages > memory.num_available_pages or (needed > left and not alone):
             memory.tree.unlock(node, Points.none())
             return False
         budget.memory_tokens -= needed
+        if req.is_short:
+            budget.share.take(self._memory.num_pages_for(req.num_tokens) * self._page_size, req.final_len)
         plan.num_prompt_tokens += req.num_tokens
         plan.num_uncached_tokens += num_new
         is_new = not req.was_admitted

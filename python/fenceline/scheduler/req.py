@@ -108,6 +108,7 @@ class Req:
     max_new_tokens: int
     emit_interval: int  # tokens between two messages to the detokenizer
     rank: int = 0  # of its priority: the smallest goes first
+    is_short: bool = False  # see ShortShare
     output_ids: list[int] = field(default_factory=list)
     grammar: RequestGrammar | None = None  # has accepted the tokens of output_ids
     num_retractions: int = 0
@@ -220,6 +221,7 @@ class Req:
             max_new_tokens=self.max_new_tokens,
             emit_interval=self.emit_interval,
             rank=self.rank,
+            is_short=self.is_short,
             output_ids=self.output_ids,
             grammar=self.grammar,
             num_retractions=self.num_retractions + 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,7 @@ from fenceline.memory_order import Points
 from fenceline.model_executor.step import DecodeBatch, DepthChoice, PageWrites, constrained_rows
 from fenceline.sampling.sampling_batch import ReqSampling
 from fenceline.scheduler.req import Req
+from fenceline.scheduler.schedule_policy import ShortShare
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
@@ -26,10 +28,10 @@ class RunningBatch:
     """Requests whose prompts are computed (or in flight), in order of arrival here.
 
     Columns [B]: ``allocated_lens`` (the length once all steps in flight are done, at most), ``capacity`` (tokens that
-    its pages hold), ``final_lens`` (the length after its last step). ``composition`` changes with membership and with
-    nothing else. A step yields as many tokens for each request as its ``StepShape`` says, at most, and writes its spare
-    slots as well. Where the ``largest`` shape yields one token, lengths are exact. ``num_rewritten``: of how many
-    committed tokens, the last ones, a step computes KV again.
+    its pages hold), ``final_lens`` (the length after its last step), ``is_short`` (see ShortShare). ``composition``
+    changes with membership and with nothing else. A step yields as many tokens for each request as its ``StepShape``
+    says, at most, and writes its spare slots as well. Where the ``largest`` shape yields one token, lengths are exact.
+    ``num_rewritten``: of how many committed tokens, the last ones, a step computes KV again.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class RunningBatch:
         self._allocated_lens = _column()
         self._capacity = _column()
         self._final_lens = _column()
+        self._is_short: Bools = np.zeros(0, dtype=np.bool_)
         self._sampling: tuple[ReqSampling, ...] = ()
         self._constrained = _column()
         self._may_accept: Bools | None = None
@@ -78,6 +81,18 @@ class RunningBatch:
         """:meth:`expected_tokens` of all."""
         return int(self.expected_tokens(ratio, clip).sum())
 
+    def short_share(self, share: ShortShare) -> ShortShare:
+        """``share`` with what the short ones of these requests have of it."""
+        if not share.tokens:
+            return share
+        short = self._is_short
+        return replace(
+            share,
+            held_tokens=int(self._capacity[short].sum()),
+            final_tokens=int(self._final_lens[short].sum()),
+            held_rows=int(short.sum()),
+        )
+
     def add(self, reqs: Sequence[Req]) -> None:
         """Requests whose whole prompt has been submitted and that may sample more than one token."""
         if not reqs:
@@ -87,6 +102,7 @@ class RunningBatch:
         self._allocated_lens = _extended(self._allocated_lens, [req.allocated_len for req in reqs])
         self._capacity = _extended(self._capacity, [len(req.pages) * self.page_size for req in reqs])
         self._final_lens = _extended(self._final_lens, [req.final_len for req in reqs])
+        self._is_short = np.append(self._is_short, [req.is_short for req in reqs])
         self._changed()
 
     def drop_departed(self) -> None:
@@ -211,6 +227,7 @@ class RunningBatch:
         self._allocated_lens = self._allocated_lens[keep]
         self._capacity = self._capacity[keep]
         self._final_lens = self._final_lens[keep]
+        self._is_short = self._is_short[keep]
         self._changed()
 
     def _changed(self) -> None:

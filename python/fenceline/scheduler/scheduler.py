@@ -70,6 +70,7 @@ from fenceline.scheduler.req import LogprobLog, Req, emit_interval
 from fenceline.scheduler.request_memory import Remap, make_request_memory
 from fenceline.scheduler.running_batch import NewTokenRatio, RunningBatch
 from fenceline.scheduler.schedule_policy import (
+    ShortShare,
     StepSharing,
     loses_least,
     max_prefills_in_row,
@@ -173,6 +174,8 @@ class Scheduler:
         self.stats = SchedulerStats(self.memory, worker, config.server_args.decode_log_interval)
         self.tell_frontend = outbox.to_tokenizer
         self.ratio = NewTokenRatio(config.server_args.schedule_conservativeness)
+        num_tokens = self.memory.num_pages * config.server_args.page_size
+        self.share = ShortShare.of(num_tokens, self.memory.rows.size)
         self.seeds = Random(config.random_seed)
         self.shuffler = Random(config.random_seed)  # its own: how often the queue is shuffled moves no seed
         self.reqs: dict[str, Req] = {}  # all that have not left, by rid
@@ -305,6 +308,7 @@ class Scheduler:
             emit_interval=emit_interval(message, self.config.server_args.stream_interval),
             rank=0 if self.config.priority is None else self.config.priority.rank(message.priority),
         )
+        req.is_short = self.share.is_short(req.final_len)
         if message.grammar:
             req.grammar = self.grammars.begin(message.grammar, message.think)
         if message.rid in self.reqs:
@@ -393,7 +397,15 @@ class Scheduler:
             self.make_way(threshold)
         reserved = self.running.reserved_tokens(self.ratio.value, CLIP_NEW_TOKENS)
         queue = partial(num_waiting_tokens, self.waiting, len(self.waiting))
-        plan = self.planner.plan(self.candidates, self.chunked, len(self.running), reserved, queue)
+        plan = self.planner.plan(
+            self.candidates,
+            self.chunked,
+            len(self.running),
+            reserved,
+            queue,
+            self.short_share(),
+            self.waiting.num_short,
+        )
         if plan is not None:
             for req in plan.reqs:
                 if req is not self.chunked:
@@ -431,6 +443,14 @@ class Scheduler:
         takes_turns = self.config.server_args.schedule_policy == "fcfs" and self.config.priority is None
         return takes_turns and self.waiting.is_shared
 
+    def short_share(self) -> ShortShare:
+        """What is left to short requests, and what those have of it that run or are half-way through their prompt."""
+        share = self.running.short_share(self.share)
+        if self.chunked is not None and self.chunked.is_short:
+            share = replace(share)
+            share.take(len(self.chunked.pages) * self.memory.page_size, self.chunked.final_len)
+        return share
+
     def make_way(self, threshold: int | None) -> None:
         """Retract running requests for waiting ones whose priority is better by more than ``threshold``, and those of
         bodies that run several for bodies that run none."""
@@ -444,7 +464,9 @@ class Scheduler:
         expected = self.running.expected_tokens(self.ratio.value, CLIP_NEW_TOKENS)
         newcomers = self.waiting.newcomers(self.may_schedule)
         num_running = self.waiting.num_running
-        victims = self.planner.displaced(newcomers, self.running.reqs, expected, num_running)
+        victims = self.planner.displaced(
+            newcomers, self.running.reqs, expected, num_running, self.short_share()
+        )
         for victim in victims:
             self.retract(victim)
         if victims:
@@ -455,7 +477,12 @@ class Scheduler:
         expected = self.running.expected_tokens(self.ratio.value, CLIP_NEW_TOKENS)
         waiting = self.waiting.in_turn(self.may_schedule)
         victims = self.planner.preempted(
-            waiting, self.running.reqs, expected, self.waiting.num_running, threshold
+            waiting,
+            self.running.reqs,
+            expected,
+            self.waiting.num_running,
+            threshold,
+            self.short_share(),
         )
         if victims:
             for victim in victims:
@@ -481,7 +508,7 @@ class Scheduler:
         if lens is None:
             return None
         self.prefill_in_row = 0
-        available = self.memory.num_available_pages
+        available = self.memory.num_available_pages - self.share.tokens // self.memory.page_size
         batch = self.running.schedule_step(lens, shape, choice, available, self.memory.grow)
         writes = self.with_remaps(batch.page_writes)
         if writes is not batch.page_writes:
@@ -543,13 +570,25 @@ class Scheduler:
 
     def make_room(self, shape: StepShape) -> npt.NDArray[np.int64] | None:
         """Retract requests, running ones or the one that is half-way through its prompt, until a step of ``shape`` for
-        the others fits. The lengths [B] that the step brings them to; None if memory is about to be free without that,
-        with the step in flight, or if only the half-way prompt is left."""
+        the others fits; and long ones, while there are several, until they leave what they should to short ones. The
+        lengths [B] that the step brings them to; None if memory is about to be free without that, with the step in
+        flight, or if only the half-way prompt is left."""
         retracted = 0
         lens = self.running.next_lens(shape)
-        while self.running.num_pages_needed(lens, shape) > self.memory.num_available_pages:
+        while True:
+            num_needed = self.running.num_pages_needed(lens, shape)
+            num_available, page_size = self.memory.num_available_pages, self.memory.page_size
+            if num_needed <= num_available - self.share.tokens // page_size:
+                break
+            if num_needed <= num_available - self.short_share().kept_tokens // page_size:
+                break
             holders = self.running.reqs if self.chunked is None else [*self.running.reqs, self.chunked]
-            if len(self.reqs) > len(self.waiting) + len(holders):
+            is_ending = len(self.reqs) > len(self.waiting) + len(holders)
+            if num_needed <= num_available:
+                holders = [req for req in holders if not req.is_short]
+                if is_ending or len(holders) < 2:
+                    break
+            elif is_ending:
                 return None
             assert len(holders) > 1, "one request alone always fits: its length was limited on arrival"
             self.retract(min(holders, key=self.loses_least))

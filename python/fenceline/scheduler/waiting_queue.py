@@ -51,6 +51,7 @@ class WaitingQueue:
         self._num_running: Counter[int] = Counter()  # admitted requests of each body that is larger than one
         self._num_turns = 0
         self._num_reqs = 0
+        self.num_short = 0  # see ShortShare
 
     def __len__(self) -> int:
         return self._num_reqs
@@ -65,18 +66,21 @@ class WaitingQueue:
         """One that has arrived: behind those of its body, or a body that goes behind the others."""
         self._line(req, self._num_turns + 1).reqs.append(req)
         self._num_reqs += 1
+        self.num_short += req.is_short
 
     def put_back(self, req: Req) -> None:
         """One that has run already: before those of its body, which goes before the others if nobody else of it waits.
         Newcomers must not pass it for ever."""
         self._line(req, -self._num_turns - 1).reqs.appendleft(req)
         self._num_reqs += 1
+        self.num_short += req.is_short
 
     def remove(self, req: Req) -> None:
         """One that does not wait any more."""
         line = self._line_of[_key(req)]
         line.reqs.remove(req)
         self._num_reqs -= 1
+        self.num_short -= req.is_short
         if not line.reqs:
             del self._line_of[_key(req)]
             del self._lines[bisect_left(self._lines, line.place, key=lambda other: other.place)]
