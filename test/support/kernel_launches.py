@@ -232,25 +232,26 @@ def _routings() -> Iterator[Launch]:
 
 
 def _grouped_products() -> Iterator[Launch]:
-    # Tokens, experts for each, those that are hit, all, padded tokens, features, inputs, gated, by tiles.
+    # Tokens, experts for each, those that are hit, all, padded tokens, features, inputs, gated, by tiles, biases.
     shapes = (
-        (7, 2, [0, 2, 5], 6, 1, 24, 40, True, True),
-        (35, 1, [1], 3, 2, 17, 16, False, True),
-        (3, 2, [0, 2, 5], 6, 1, 23, 40, True, False),
+        (7, 2, [0, 2, 5], 6, 1, 24, 40, True, True, False),
+        (35, 1, [1], 3, 2, 17, 16, False, True, True),
+        (3, 2, [0, 2, 5], 6, 1, 23, 40, True, False, True),
     )
-    for tokens, top_k, hit, num_experts, padded, size, k, gated, by_tiles in shapes:
+    for tokens, top_k, hit, num_experts, padded, size, k, gated, by_tiles, has_bias in shapes:
         sent = routed(tokens, top_k, hit, num_experts, padded)
         x, weight = _random(tokens, k), _random(num_experts, size * (2 if gated else 1), k)
         out = _random(tokens * top_k, size)
 
         def run(
-            pdl: bool, x: Any, weight: Any, order: Any, ends: Any, out: Any,
+            pdl: bool, x: Any, weight: Any, order: Any, ends: Any, out: Any, bias: Any,
             gated: bool = gated, by_tiles: bool = by_tiles,
         ) -> None:  # fmt: skip
             cut = grouped_gemm.GroupedConfig(16, 16, 16, 4, 1) if by_tiles else None
-            grouped_gemm.grouped_product(x, weight, Routing(order, order, order, ends), gated, cut)
+            grouped_gemm.grouped_product(x, weight, Routing(order, order, order, ends), gated, cut, bias)
 
-        operands = (x, weight, sent.order, sent.ends, out)
+        bias = _random(*weight.shape[:2]) if has_bias else None
+        operands = (x, weight, sent.order, sent.ends, out, bias)
         yield Launch(f"grouped_product {tokens}x{top_k}", accesses.grouped_product, operands, run, [out])
 
 

@@ -69,6 +69,22 @@ _HALF_ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_
 _CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}
 _EXPERTS: dict[str, object] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
+_GPT_OSS: dict[str, object] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "intermediate_size": 40,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "sliding_window": 33,
+    "swiglu_limit": 2.0,
+    "rope_parameters": {
+        **_ROPES["yarn"],
+        "truncate": False,
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+
 # Family, then what differs from _SIZES. Names are test ids.
 CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("Llama", {}),
@@ -173,6 +189,11 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
     "minimax-m2": (
         "MiniMaxM2",
         {"head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 6},
+    ),
+    "gpt-oss": ("GptOss", _GPT_OSS),
+    "gpt-oss-few-experts": (
+        "GptOss",
+        {**_GPT_OSS, "num_local_experts": 4, "num_experts_per_tok": 4, "attention_bias": False},
     ),
     "qwen2-moe": ("Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 32}),
     "qwen2-moe-no-bias": (

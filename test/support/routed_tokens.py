@@ -18,9 +18,11 @@ def routed(num_tokens: int, top_k: int, hit: list[int], num_experts: int, num_pa
     return Routing.group(ids, torch.rand(num_tokens, top_k), num_experts)
 
 
-def compare(routing: Routing, size: int, k: int, dtype: torch.dtype = torch.float32) -> None:
+def compare(
+    routing: Routing, size: int, k: int, dtype: torch.dtype = torch.float32, limit: float = 0.0
+) -> None:
     """Both products of a mixture, from tokens to the sum, on the default device. Experts that no token hits are full of
-    NaN."""
+    NaN. With a ``limit`` they have biases and a clamped SwiGLU."""
     from fenceline.layers.kernels import grouped_gemm
 
     torch_kernels, num_experts = TorchLayerKernels(), len(routing.ends)
@@ -31,15 +33,20 @@ def compare(routing: Routing, size: int, k: int, dtype: torch.dtype = torch.floa
         (torch.randn(num_experts, k, size) / size**0.5).to(dtype),
     )
     gate_up[missed], down[missed] = float("nan"), float("nan")
+    gate_up_bias = down_bias = None
+    if limit:
+        gate_up_bias, down_bias = (torch.randn(w.shape[:2]).to(dtype) for w in (gate_up, down))
+        gate_up_bias[missed], down_bias[missed] = float("nan"), float("nan")
+    first = {"bias": gate_up_bias, "limit": limit}
     x = torch.randn(len(routing.ids), k).to(dtype)
     live = routing.order[: routing.ends[-1]]
     tolerance = 1e-4 if dtype is torch.float32 else 0.05
     for cut in (grouped_gemm.GroupedConfig(16, 16, 32, 4, 1), None):
-        expected = torch_kernels.grouped_product(x, gate_up, routing, gated=True)
-        gated = grouped_gemm.grouped_product(x, gate_up, routing, True, cut)
+        expected = torch_kernels.grouped_product(x, gate_up, routing, gated=True, **first)
+        gated = grouped_gemm.grouped_product(x, gate_up, routing, True, cut, **first)
         torch.testing.assert_close(gated[live], expected[live], atol=tolerance, rtol=tolerance)
-        products = torch_kernels.grouped_product(expected, down, routing)
-        ours = grouped_gemm.grouped_product(expected, down, routing, False, cut)
+        products = torch_kernels.grouped_product(expected, down, routing, bias=down_bias)
+        ours = grouped_gemm.grouped_product(expected, down, routing, False, cut, bias=down_bias)
         torch.testing.assert_close(ours[live], products[live], atol=tolerance, rtol=tolerance)
         both = [
             torch_kernels.combine_experts(products, routing),

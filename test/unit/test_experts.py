@@ -15,10 +15,19 @@ from triton_interpreter import outcomes_of, print_outcomes, set_up_interpreter
 
 from fenceline.config import ConfigError
 from fenceline.config.families import ExpertsConfig
-from fenceline.layers.experts import Router
+from fenceline.layers.experts import ExpertNames, Router
 from fenceline.layers.kernels.base import Routing, TorchLayerKernels
 
-CHECKS = ("products", "few_experts_hit", "all_to_one", "all_padded", "combine", "logits", "routes")
+CHECKS = (
+    "products",
+    "biases_and_limits",
+    "few_experts_hit",
+    "all_to_one",
+    "all_padded",
+    "combine",
+    "logits",
+    "routes",
+)
 
 results = outcomes_of(__file__)
 
@@ -30,7 +39,8 @@ def test_interpreted(name: str, results: dict[str, str]) -> None:
 
 def make_router(correction: bool = False, **changes: object) -> Router:
     fields = {"num_experts": 8, "top_k": 3, "intermediate_size": 4, "renormalise": False, **changes}
-    router = Router(ExpertsConfig(**fields), 5, "bias" if correction else None, TorchLayerKernels())  # type: ignore[arg-type]
+    names = ExpertNames(correction="bias" if correction else None)
+    router = Router(ExpertsConfig(**fields), 5, names, TorchLayerKernels())  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(4)
     router.weight.normal_(generator=generator)
     if router.correction is not None:
@@ -114,14 +124,21 @@ def test_compiles(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     from fenceline.layers.kernels import grouped_gemm
 
     kernel = grouped_gemm._grouped_kernel
-    types = {"x": "*bf16", "weight": "*bf16", "order": "*i64", "ends": "*i32", "out": "*bf16"}
-    for num_pairs in (8, 4096, 65536):
+    types = {
+        "x": "*bf16",
+        "weight": "*bf16",
+        "order": "*i64",
+        "ends": "*i32",
+        "out": "*bf16",
+        "bias": "*bf16",
+    }
+    for num_pairs, clamps in ((8, False), (4096, False), (65536, False), (4096, True)):
         config = grouped_gemm.grouped_config(num_pairs, 128, 2)
-        variant = grouped_gemm._grouped_variant(128, 768, 2048, 8, True, config)
+        variant = grouped_gemm._grouped_variant(128, 768, 2048, 8, True, clamps, clamps, config)
         names = kernel.arg_names
         source = ASTSource(
             kernel,
-            {name: types.get(name, "constexpr") for name in names},
+            {name: "fp32" if name == "limit" else types.get(name, "constexpr") for name in names},
             {(names.index(name),): value for name, value in variant.constants.items()},
             {(i,): [["tt.divisibility", 16]] for i in range(len(types))},
         )
@@ -138,6 +155,11 @@ def check_products() -> None:
     compare(routed(21, 3, [0, 1, 2, 3, 4, 5, 6], 7, num_padded=2), 24, 40)
     compare(routed(5, 2, [0, 1, 2, 3], 4), 17, 33)
     compare(routed(9, 2, [0, 1, 2, 3], 4, num_padded=1), 32, 64, torch.float16)
+
+
+def check_biases_and_limits() -> None:
+    compare(routed(21, 3, [0, 1, 2, 3, 4, 6], 7, num_padded=2), 24, 40, limit=0.9)
+    compare(routed(5, 2, [0, 1, 2, 3], 4), 17, 33, limit=0.9)
 
 
 def check_few_experts_hit() -> None:

@@ -23,7 +23,8 @@ class ExpertsConfig:
     compete in ``num_groups`` groups of equal size, of which the best ``top_groups`` are open to a token.
     ``renormalise``: the scores of a token's experts are divided by their sum; afterwards they are multiplied by
     ``scaling``. ``shared_size`` is the intermediate size of the expert that all tokens go through (0: there is none).
-    ``dense_layers`` have an ordinary MLP.
+    ``dense_layers`` have an ordinary MLP. ``limit``: that of a clamped SwiGLU, 0 for a plain one. ``mxfp4``: their
+    matrices are published so.
     """
 
     num_experts: int
@@ -35,6 +36,8 @@ class ExpertsConfig:
     top_groups: int = 1
     scaling: float = 1.0
     shared_size: int = 0
+    limit: float = 0.0
+    mxfp4: bool = False
     dense_layers: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
@@ -164,12 +167,16 @@ def _smollm3_windows(reader: ConfigReader, num_layers: int) -> Windows:
     return _by_layer(reader, num_layers, reader.size("sliding_window"), lambda i: i in unrotated)
 
 
-def _gemma_windows(reader: ConfigReader, num_layers: int, period: int | None = None) -> Windows:
-    """In all layers but every ``period``-th, which config.json may state."""
+def _periodic_windows(
+    reader: ConfigReader, num_layers: int, period: int | None = None, window: int = 4096
+) -> Windows:
+    """In all layers but every ``period``-th, which config.json may state. ``window`` is the default."""
     if "sliding_window" in reader.values and reader.values["sliding_window"] is None:
         return ()
     every = period or reader.size("sliding_window_pattern", 6)
-    return _by_layer(reader, num_layers, reader.size("sliding_window", 4096), lambda i: (i + 1) % every != 0)
+    return _by_layer(
+        reader, num_layers, reader.size("sliding_window", window), lambda i: (i + 1) % every != 0
+    )
 
 
 def _gemma_multipliers(reader: ConfigReader) -> Multipliers:
@@ -221,23 +228,36 @@ def _mixtral_experts(reader: ConfigReader, num_layers: int, sigmoid: bool = Fals
     )
 
 
+def _gpt_oss_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
+    return ExpertsConfig(
+        num_experts=reader.size("num_local_experts"),
+        top_k=reader.size("num_experts_per_tok"),
+        intermediate_size=reader.size("intermediate_size"),
+        renormalise=True,
+        limit=reader.number("swiglu_limit", 7.0),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """How a family's config.json is read where families differ, by the rules of its transformers config.
 
     ``head_dim`` is the default (None: the heads share hidden_size). ``windows`` gives the sliding window of each layer,
     ``experts`` its mixture of experts, ``unrotated`` the layers without positions; all get the number of layers.
-    ``rope_theta``, ``tied`` (embedding and head) and ``partial_rotary`` are defaults too; where ``partial_rotary`` is
-    None, heads always rotate whole. ``rope_interleaved``: pairs of features are neighbours. ``appended_mtp``: layers
-    that predict further tokens are stored behind the last layer. ``quantized``: quantised checkpoints are served.
-    ``activation`` is the default. ``norm_offset`` is added to the weights of norms. ``soft_caps``: the defaults of
-    those of attention's scores and of logits, 0 for none; None: the family knows no such entry. ``local_theta``: layers
-    with a window rotate by an own rope_theta, of which this is the default.
+    ``rope_theta``, ``tied`` (embedding and head), ``attention_bias`` and ``partial_rotary`` are defaults too; where
+    ``partial_rotary`` is None, heads always rotate whole. ``rope_interleaved``: pairs of features are neighbours.
+    ``appended_mtp``: layers that predict further tokens are stored behind the last layer. ``quantized``: quantised
+    checkpoints are served; ``mxfp4``: those whose experts alone are, in that format. ``activation`` is the default.
+    ``norm_offset`` is added to the weights of norms. ``soft_caps``: the defaults of those of attention's scores and of
+    logits, 0 for none; None: the family knows no such entry. ``local_theta``: layers with a window rotate by an own
+    rope_theta, of which this is the default.
     """
 
     head_dim: int | None = None
     rope_theta: float = 10000.0
     tied: bool = False
+    attention_bias: bool = False
+    mxfp4: bool = False
     partial_rotary: float | None = None
     rope_interleaved: bool = False
     appended_mtp: bool = False
@@ -261,7 +281,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             norm_offset=1.0,
             soft_caps=(50.0, 30.0),
             multipliers=_gemma_multipliers,
-            windows=partial(_gemma_windows, period=2),
+            windows=partial(_periodic_windows, period=2),
         ),
         "Gemma3ForCausalLM": Family(
             head_dim=256,
@@ -272,11 +292,20 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             soft_caps=(None, 0.0),
             local_theta=1e4,
             multipliers=_gemma_multipliers,
-            windows=_gemma_windows,
+            windows=_periodic_windows,
         ),
         "Glm4ForCausalLM": Family(head_dim=128, partial_rotary=0.5, rope_interleaved=True, quantized=False),
         "Glm4MoeForCausalLM": Family(
             partial_rotary=0.5, appended_mtp=True, quantized=False, experts=_glm_experts
+        ),
+        "GptOssForCausalLM": Family(
+            head_dim=64,
+            rope_theta=150000.0,
+            attention_bias=True,
+            quantized=False,
+            mxfp4=True,
+            windows=partial(_periodic_windows, period=2, window=128),
+            experts=_gpt_oss_experts,
         ),
         "GraniteForCausalLM": Family(multipliers=_granite_multipliers),
         "LlamaForCausalLM": Family(),

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from fenceline.config import ConfigError
 from fenceline.config.config_reader import ConfigReader
-from fenceline.config.families import FAMILIES, ExpertsConfig, Multipliers, Windows
+from fenceline.config.families import FAMILIES, ExpertsConfig, Family, Multipliers, Windows
 from fenceline.config.model_files import (
     read_model_json,
     read_optional,
     token_ids,
     tokenizer_eos_id,
 )
-from fenceline.config.quantization import QuantConfig, read_quantization
+from fenceline.config.quantization import QuantConfig, is_mxfp4, read_quantization
 
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
 
@@ -151,9 +151,10 @@ class ModelConfig:
         directory = Path(path)
         hf = _apply_overrides(read_model_json(directory), overrides or {})
         generation = read_optional(directory / "generation_config.json")
-        quantization_config = read_quantization(hf, directory, quantization)
         architecture = _architecture(hf)
         reader, family = ConfigReader(hf), FAMILIES[architecture]
+        has_mxfp4 = family.mxfp4 and is_mxfp4(hf, quantization)
+        quantization_config = None if has_mxfp4 else read_quantization(hf, directory, quantization)
         if quantization_config is not None and not family.quantized:
             raise ConfigError(
                 f"{architecture}: quantised weights of this family are not supported; use the model's unquantised"
@@ -193,7 +194,7 @@ class ModelConfig:
             max_position_embeddings=max_position,
             context_length=length,
             tie_word_embeddings=reader.switch("tie_word_embeddings", family.tied),
-            attention_bias=reader.switch("attention_bias"),
+            attention_bias=reader.switch("attention_bias", family.attention_bias),
             mlp_bias=reader.switch("mlp_bias"),
             windows=family.windows(reader, num_layers),
             eos_token_ids=_eos_ids(hf, generation, Path(tokenizer_path or path), vocab_size),
@@ -213,7 +214,7 @@ class ModelConfig:
             norm_offset=family.norm_offset,
             local_rope=parse_local_rope(hf, max_position, family.local_theta),
             quantization=quantization_config,
-            experts=None if family.experts is None else family.experts(reader, num_layers),
+            experts=_experts(family, reader, num_layers, has_mxfp4),
             sampling_defaults=_sampling_defaults(generation),
             hf_config=hf,
         )
@@ -272,6 +273,12 @@ def _soft_cap(reader: ConfigReader, key: str, default: float | None) -> float:
     if cap < 0.0:
         raise ConfigError(f"config.json: {key} must not be negative, got {cap:g}")
     return cap
+
+
+def _experts(family: Family, reader: ConfigReader, num_layers: int, has_mxfp4: bool) -> ExpertsConfig | None:
+    if family.experts is None:
+        return None
+    return dataclasses.replace(family.experts(reader, num_layers), mxfp4=has_mxfp4)
 
 
 def _head_dim(reader: ConfigReader, default: int | None, num_heads: int) -> int:

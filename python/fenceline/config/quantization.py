@@ -94,6 +94,19 @@ def read_quantization(
     return dataclasses.replace(config, has_kv_scales=_has_kv_scales(name, fields))
 
 
+def is_mxfp4(hf: Mapping[str, object], asked: str | None) -> bool:
+    """Whether config.json says that the experts are MXFP4, and nothing else. Raises ``ConfigError`` where ``asked``,
+    --quantization, says otherwise."""
+    entry = hf.get("quantization_config")
+    if not isinstance(entry, Mapping) or entry.get("quant_method") != "mxfp4":
+        return False
+    if asked not in (None, "mxfp4"):
+        raise ConfigError(
+            f"--quantization {asked}: the checkpoint is quantised already (mxfp4); leave it out"
+        )
+    return True
+
+
 def _on_line(kind: str) -> QuantConfig:
     return QuantConfig(method="on-line", kind=kind)
 

@@ -44,16 +44,15 @@ class SelfAttention(Branch):
         norms: BranchNorms = _BEFORE_ATTENTION,
         input_size: int | None = None,
         window: int | None = None,
+        sinks: bool = False,
     ) -> None:
         """``layer_id`` is its index in the KV pool. Without a norm before it, ``project`` takes its input as it is;
         that has ``input_size`` features, hidden_size by default. ``qk_norm``: each query and key head is normalised,
-        ``wide_qk_norm``: all query heads together, and all key heads. ``window``: see ``LayerRules``; one that no
-        sequence is longer than is none. Parameters are uninitialised."""
+        ``wide_qk_norm``: all query heads together, and all key heads. ``window`` and ``sinks``: see ``LayerRules``;
+        a window that no sequence is longer than is none. Parameters are uninitialised."""
         super().__init__(config, context, norms)
         head_dim, hidden_size, eps = config.head_dim, config.hidden_size, config.rms_norm_eps
         self.layer_id = layer_id
-        binds = window is not None and window < config.context_length
-        self.rules = LayerRules(window if binds else None, config.attention_soft_cap)
         self.score_scale = config.multipliers.attention or head_dim**-0.5
         self.qkv_proj = QKVParallelLinear(
             input_size or hidden_size, config.num_heads, config.num_kv_heads, head_dim, qkv_bias, context
@@ -62,6 +61,10 @@ class SelfAttention(Branch):
         self.q_norm = context.norm(head_dim, eps) if qk_norm else None
         self.k_norm = context.norm(head_dim, eps) if qk_norm else None
         self.heads = HeadLayout(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim)
+        binds = window is not None and window < config.context_length
+        self._first_head, self._all_heads = context.shard.rank * self.heads.num_heads, config.num_heads
+        own_sinks = torch.empty(self.heads.num_heads, dtype=torch.float32) if sinks else None
+        self.rules = LayerRules(window if binds else None, config.attention_soft_cap, own_sinks)
         self._norms = None
         if self.q_norm is not None and self.k_norm is not None:
             self._norms = QKNorm(self.q_norm.weight, self.k_norm.weight, eps)
@@ -171,6 +174,8 @@ class SelfAttention(Branch):
             slots |= self.k_norm.weight_slots(f"{prefix}k_norm")
         for norm in self._wide_norms:
             slots |= norm.weight_slots(prefix)
+        if self.rules.sinks is not None:
+            slots[f"{prefix}sinks"] = WeightSlot(self.rules.sinks, (self._all_heads,), 0, self._first_head)
         if self._has_kv_scales and self._kv_dtype != self._dtype:
             for index, name in enumerate(("k_scale", "v_scale")):
                 param = self._kv_scale_params[index : index + 1]

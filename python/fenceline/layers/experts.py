@@ -18,6 +18,7 @@ from fenceline.layers.context import LayerContext
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.kernels.base import LayerKernels, Routing
 from fenceline.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from fenceline.layers.mxfp4 import mxfp4_slots
 from fenceline.layers.weight import WeightSlot, WeightSlots, whole
 
 _BEFORE = BranchNorms("post_attention_layernorm")
@@ -33,32 +34,41 @@ class ExpertNames:
     correction: str | None = None  # of the scores when experts are chosen
     shared: str | None = None  # the shared expert
     shared_gate: str | None = None  # how much of it a token takes
+    router: str = "gate"
+    together: bool = (
+        False  # all experts' matrices in one tensor each, gate and up row by row in turn, and biases
+    )
 
 
 class Router:
     """Which experts each token goes through, and how much each of them counts. Computed in float32."""
 
     def __init__(
-        self, experts: ExpertsConfig, hidden_size: int, correction: str | None, kernels: LayerKernels
+        self, experts: ExpertsConfig, hidden_size: int, names: ExpertNames, kernels: LayerKernels
     ) -> None:
-        self.experts = experts
+        def scores() -> torch.Tensor:
+            return torch.empty(experts.num_experts, dtype=torch.float32)
+
+        self.experts, self.names = experts, names
         self._kernels = kernels
         self.weight = torch.empty(experts.num_experts, hidden_size, dtype=torch.float32)
-        self.correction_name = correction
-        self.correction = (
-            None if correction is None else torch.empty(experts.num_experts, dtype=torch.float32)
-        )
+        self.bias = scores() if names.together else None
+        self.correction = None if names.correction is None else scores()
 
     def forward(self, x: torch.Tensor, padded: torch.Tensor) -> Routing:
         """x [T, hidden_size], ``padded`` [T] bool: tokens that go to no expert."""
         logits = self._kernels.router_logits(x, self.weight)
+        if self.bias is not None:
+            logits.add_(self.bias)
         return self._kernels.route(logits, self.correction, padded, self.experts)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         """Slots by their names in the checkpoint."""
-        slots = {f"{prefix}gate.weight": whole(self.weight)}
+        slots = {f"{prefix}{self.names.router}.weight": whole(self.weight)}
+        if self.bias is not None:
+            slots[f"{prefix}{self.names.router}.bias"] = whole(self.bias)
         if self.correction is not None:
-            slots[f"{prefix}{self.correction_name}"] = whole(self.correction)
+            slots[f"{prefix}{self.names.correction}"] = whole(self.correction)
         return slots
 
 
@@ -106,16 +116,24 @@ class ExpertsMLP(Branch):
         self.names, self.shard, self._kernels = names, context.shard, context.kernels
         self.full_size = experts.intermediate_size
         self.size = self.shard.divide(self.full_size, "expert features")
-        self.router = Router(experts, hidden_size, names.correction, context.kernels)
+        self.router = Router(experts, hidden_size, names, context.kernels)
         self.gate_up = torch.empty(experts.num_experts, 2 * self.size, hidden_size, dtype=context.dtype)
         self.down = torch.empty(experts.num_experts, hidden_size, self.size, dtype=context.dtype)
         self.shared = SharedExpert(config, experts.shared_size, names, context) if names.shared else None
+        self.limit, self.mxfp4 = experts.limit, experts.mxfp4
+        self.gate_up_bias = self.down_bias = None
+        if names.together:
+            self.gate_up_bias = torch.empty(experts.num_experts, 2 * self.size, dtype=context.dtype)
+            self.down_bias = torch.empty(experts.num_experts, hidden_size, dtype=context.dtype)
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         h = x if self.input_norm is None else self.input_norm.forward(x)
         routing = self.router.forward(h, batch.padded)
-        gated = self._kernels.grouped_product(h, self.gate_up, routing, gated=True)
-        product = self._kernels.grouped_product(gated, self.down, routing)
+        gated = self._kernels.grouped_product(
+            h, self.gate_up, routing, gated=True, bias=self.gate_up_bias, limit=self.limit
+        )
+        down_bias = self.down_bias if self.shard.rank == 0 else None  # the ranks' results are summed
+        product = self._kernels.grouped_product(gated, self.down, routing, bias=down_bias)
         if self.shared is None and self.adds_plainly and self.shard.size == 1:
             return self._kernels.combine_experts(product, routing, x)
         y = self._kernels.combine_experts(product, routing)
@@ -125,6 +143,8 @@ class ExpertsMLP(Branch):
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         slots = self.router.weight_slots(prefix)
+        if self.names.together:
+            return slots | self._slots_together(f"{prefix}experts.")
         start, hidden_size, names = self.shard.rank * self.size, self.down.shape[1], self.names
         for expert in range(self.gate_up.shape[0]):
             inside = f"{prefix}experts.{expert}."
@@ -133,3 +153,34 @@ class ExpertsMLP(Branch):
             down = WeightSlot(self.down[expert], (hidden_size, self.full_size), 1, start)
             slots[f"{inside}{names.down}.weight"] = down
         return slots if self.shared is None else slots | self.shared.weight_slots(prefix)
+
+    def _slots_together(self, prefix: str) -> WeightSlots:
+        """The slots of all experts' matrices in one tensor each: plain ones, which are transposed, or MXFP4's."""
+        assert self.gate_up_bias is not None and self.down_bias is not None
+        num, hidden_size, start = len(self.gate_up), self.down.shape[1], self.shard.rank * self.size
+        both = 2 * self.full_size
+        gate_up, bias = self.gate_up.unflatten(1, (2, -1)), self.gate_up_bias.unflatten(1, (2, -1))
+        slots = {
+            f"{prefix}gate_up_proj_bias": WeightSlot(bias, (num, both), 2, start, _apart),
+            f"{prefix}down_proj_bias": whole(self.down_bias),
+        }
+        if self.mxfp4:
+            rows = (num, both, hidden_size)
+            slots |= mxfp4_slots(
+                f"{prefix}gate_up_proj", gate_up, rows, 1, start, lambda x: _apart(x[None])[0]
+            )
+            return slots | mxfp4_slots(
+                f"{prefix}down_proj", self.down, (num, hidden_size, self.full_size), 1, start
+            )
+        slots[f"{prefix}gate_up_proj"] = WeightSlot(
+            gate_up, (num, hidden_size, both), 2, start, lambda x: _apart(x.transpose(1, 2))
+        )
+        slots[f"{prefix}down_proj"] = WeightSlot(
+            self.down, (num, self.full_size, hidden_size), 2, start, lambda x: x.transpose(1, 2)
+        )
+        return slots
+
+
+def _apart(x: torch.Tensor) -> torch.Tensor:
+    """Rows of gate and up in turn, [experts, 2 features, ...] → [experts, 2, features, ...]."""
+    return x.unflatten(1, (-1, 2)).transpose(1, 2)

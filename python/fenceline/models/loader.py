@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 import zlib
@@ -50,7 +51,9 @@ def load_model(
     begin = time.perf_counter()
     # Parameters are allocated on the device at once: a large model may not fit host memory.
     with torch.no_grad(), torch.device(device):
-        model = make_model(config, context.with_format(_stored_format(config, load_format)))
+        model = make_model(
+            _as_stored(config, load_format), context.with_format(_stored_format(config, load_format))
+        )
         if load_format == "dummy":
             _randomise(model.weight_slots(), seed)
         else:
@@ -167,6 +170,13 @@ def _stored_format(config: ModelConfig, load_format: str) -> QuantConfig | None:
     """Random weights are drawn as plain numbers, whatever the checkpoint's format, and then rounded to it."""
     quantization = config.quantization
     return quantization.on_line() if quantization is not None and load_format == "dummy" else quantization
+
+
+def _as_stored(config: ModelConfig, load_format: str) -> ModelConfig:
+    """The same for experts in MXFP4, which become plain numbers anyway."""
+    if config.experts is None or load_format != "dummy":
+        return config
+    return dataclasses.replace(config, experts=dataclasses.replace(config.experts, mxfp4=False))
 
 
 def _dummy_names(config: DraftConfig, target: CausalLM) -> frozenset[str]:

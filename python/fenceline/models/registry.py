@@ -12,6 +12,7 @@ from fenceline.models.gemma2 import Gemma2ForCausalLM
 from fenceline.models.gemma3 import Gemma3ForCausalLM
 from fenceline.models.glm4 import Glm4ForCausalLM
 from fenceline.models.glm4_moe import Glm4MoeForCausalLM
+from fenceline.models.gpt_oss import GptOssForCausalLM
 from fenceline.models.llama import LlamaForCausalLM
 from fenceline.models.minimax_m2 import MiniMaxM2ForCausalLM
 from fenceline.models.mistral import MistralForCausalLM
@@ -31,6 +32,7 @@ MODELS: Mapping[str, type[CausalLM]] = MappingProxyType(
         "Gemma3ForCausalLM": Gemma3ForCausalLM,
         "Glm4ForCausalLM": Glm4ForCausalLM,
         "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
+        "GptOssForCausalLM": GptOssForCausalLM,
         "GraniteForCausalLM": LlamaForCausalLM,
         "LlamaForCausalLM": LlamaForCausalLM,
         "MiMoForCausalLM": Qwen2ForCausalLM,

@@ -155,12 +155,15 @@ def grouped_product(
     order: torch.Tensor,
     ends: torch.Tensor,
     out: torch.Tensor,
+    bias: torch.Tensor | None = None,
 ) -> None:
     """See ``grouped_gemm.grouped_product``. Of the experts it reads those alone that some token goes through."""
     op.read(ends)
     op.read(order)
     op.read(x)
     op.read_rows(weight, _experts_hit, ends)
+    if bias is not None:
+        op.read_rows(bias, _experts_hit, ends)
     op.write(out)
 
 

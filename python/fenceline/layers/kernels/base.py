@@ -33,6 +33,7 @@ class HeadLayout:
         return heads.split_with_sizes(sizes, 1)  # type: ignore[return-value]
 
 
+CLAMPED_ALPHA = 1.702  # of the clamped SwiGLU in gpt-oss's experts
 SILU, GELU_TANH = "silu", "gelu_tanh"
 
 FP8_MAX = 448.0  # the largest number of E4M3
@@ -139,13 +140,20 @@ class LayerKernels(ABC):
 
     @abstractmethod
     def grouped_product(
-        self, x: torch.Tensor, weight: torch.Tensor, routing: Routing, gated: bool = False
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        routing: Routing,
+        gated: bool = False,
+        bias: torch.Tensor | None = None,
+        limit: float = 0.0,
     ) -> torch.Tensor:
-        """Each pair's row times its expert's matrix, ``weight`` [num_experts, N, K] → [T * top_k, N] in x's dtype. Rows
-        of padded tokens are undefined.
+        """Each pair's row times its expert's matrix, ``weight`` [num_experts, N, K], plus its ``bias`` [num_experts, N]
+        → [T * top_k, N] in x's dtype. Rows of padded tokens are undefined.
 
         x [T, K] has a row for each token, or [T * top_k, K] one for each pair. ``gated``: the first half of a matrix's
-        rows makes gate, the second up, and the result is silu(gate) * up [T * top_k, N / 2].
+        rows makes gate, the second up, and the result is silu(gate) * up [T * top_k, N / 2]. With a ``limit`` c above 0
+        gate is at most c, up lies in [-c, c], and the result is gate * sigmoid(CLAMPED_ALPHA * gate) * (up + 1).
         """
 
     @abstractmethod
@@ -228,7 +236,13 @@ class TorchLayerKernels(LayerKernels):
         )
 
     def grouped_product(
-        self, x: torch.Tensor, weight: torch.Tensor, routing: Routing, gated: bool = False
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        routing: Routing,
+        gated: bool = False,
+        bias: torch.Tensor | None = None,
+        limit: float = 0.0,
     ) -> torch.Tensor:
         # On the CPU, where the host may look at the routing; only the experts that are hit are read.
         tokens = routing.order if len(x) == len(routing.order) else routing.order // routing.ids.shape[1]
@@ -236,9 +250,15 @@ class TorchLayerKernels(LayerKernels):
         start = 0
         for expert, end in enumerate(routing.ends.tolist()):
             if end > start:
-                products[start:end] = F.linear(x.index_select(0, tokens[start:end]), weight[expert])
+                own_bias = None if bias is None else bias[expert]
+                rows = x.index_select(0, tokens[start:end])
+                products[start:end] = F.linear(rows, weight[expert], own_bias)
             start = end
-        if gated:
+        if limit:
+            gate, up = products.chunk(2, dim=-1)
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            products = gate * torch.sigmoid(gate * CLAMPED_ALPHA) * (up + 1)
+        elif gated:
             products = self.silu_and_mul(products)
         return torch.empty_like(products).index_copy_(0, routing.order, products)
 

@@ -77,9 +77,15 @@ class CudaLayerKernels(LayerKernels):
         return route(logits, correction, padded, experts)
 
     def grouped_product(
-        self, x: torch.Tensor, weight: torch.Tensor, routing: Routing, gated: bool = False
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        routing: Routing,
+        gated: bool = False,
+        bias: torch.Tensor | None = None,
+        limit: float = 0.0,
     ) -> torch.Tensor:
-        return grouped_product(x, weight, routing, gated)
+        return grouped_product(x, weight, routing, gated, bias=bias, limit=limit)
 
     def combine_experts(
         self, y: torch.Tensor, routing: Routing, residual: torch.Tensor | None = None

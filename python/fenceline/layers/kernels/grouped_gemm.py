@@ -18,11 +18,12 @@ import torch
 import triton
 import triton.language as tl
 
-from fenceline.layers.kernels.base import Routing
+from fenceline.layers.kernels.base import CLAMPED_ALPHA, Routing
 from fenceline.layers.kernels.launcher import KernelVariant
 
 _COMBINE_BLOCK = 1024
 _FEW_PAIRS = 32  # up to so many are multiplied one by one
+_CLAMPED_ALPHA = tl.constexpr(CLAMPED_ALPHA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +55,33 @@ def grouped_product(
     routing: Routing,
     gated: bool = False,
     config: GroupedConfig | None = None,
+    bias: torch.Tensor | None = None,
+    limit: float = 0.0,
 ) -> torch.Tensor:
-    """See ``LayerKernels.grouped_product``. x and weight contiguous, of one floating dtype; sums are float32. Current
-    stream, no host synchronisation."""
+    """See ``LayerKernels.grouped_product``. x, weight and bias contiguous, of one floating dtype; sums are float32.
+    Current stream, no host synchronisation."""
     num_experts, width, k = weight.shape
     num_pairs, size = routing.order.shape[0], width // 2 if gated else width
     assert x.is_contiguous() and weight.is_contiguous() and x.dtype == weight.dtype and x.shape[1] == k
+    assert bias is None or (bias.is_contiguous() and bias.shape == weight.shape[:2])
+    assert gated or not limit
     out = x.new_empty(num_pairs, size)
     if num_pairs == 0:
         return out
     pairs_a_row = num_pairs // x.shape[0]
+    kind = (num_experts, size, k, pairs_a_row, gated, bias is not None, limit > 0)
+    operands = (x, weight, routing.order, routing.ends, out, bias)
     if config is None and num_pairs <= _FEW_PAIRS:
-        variant = _pair_variant(num_experts, size, k, pairs_a_row, gated)
+        variant = _pair_variant(*kind)
         grid = (num_pairs * -(-size // variant.constants["BLOCK_N"]),)
-        variant.launch(grid, (x, weight, routing.order, routing.ends, out))
+        variant.launch(grid, operands, (float(limit),))
         return out
     if config is None:
         config = grouped_config(num_pairs, num_experts, x.element_size())
-    variant = _grouped_variant(num_experts, size, k, pairs_a_row, gated, config)
+    variant = _grouped_variant(*kind, config)
     num_tiles = min(num_pairs, min(num_pairs, num_experts) + num_pairs // config.block_m)
     grid = (num_tiles * -(-size // config.block_n),)
-    variant.launch(grid, (x, weight, routing.order, routing.ends, out))
+    variant.launch(grid, operands, (float(limit),))
     return out
 
 
@@ -93,7 +100,9 @@ def combine_experts(y: torch.Tensor, routing: Routing, residual: torch.Tensor | 
 
 
 @cache
-def _pair_variant(num_experts: int, size: int, k: int, pairs_a_row: int, gated: bool) -> KernelVariant:
+def _pair_variant(
+    num_experts: int, size: int, k: int, pairs_a_row: int, gated: bool, has_bias: bool, clamps: bool
+) -> KernelVariant:
     block_k = min(512, triton.next_power_of_2(k))
     constants: dict[str, int | bool] = {
         "NUM_EXPERTS": num_experts,
@@ -102,6 +111,8 @@ def _pair_variant(num_experts: int, size: int, k: int, pairs_a_row: int, gated: 
         "K": k,
         "PAIRS_A_ROW": pairs_a_row,
         "GATED": gated,
+        "HAS_BIAS": has_bias,
+        "CLAMPS": clamps,
         "BLOCK_N": 4 if gated else 8,
         "BLOCK_K": block_k,
     }
@@ -110,7 +121,14 @@ def _pair_variant(num_experts: int, size: int, k: int, pairs_a_row: int, gated: 
 
 @cache
 def _grouped_variant(
-    num_experts: int, size: int, k: int, pairs_a_row: int, gated: bool, config: GroupedConfig
+    num_experts: int,
+    size: int,
+    k: int,
+    pairs_a_row: int,
+    gated: bool,
+    has_bias: bool,
+    clamps: bool,
+    config: GroupedConfig,
 ) -> KernelVariant:
     constants: dict[str, int | bool] = {
         "NUM_EXPERTS": num_experts,
@@ -119,6 +137,8 @@ def _grouped_variant(
         "K": k,
         "PAIRS_A_ROW": pairs_a_row,
         "GATED": gated,
+        "HAS_BIAS": has_bias,
+        "CLAMPS": clamps,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
@@ -134,10 +154,23 @@ def _combine_variant(num_experts: int, top_k: int, size: int, adds: bool) -> Ker
 
 
 @triton.jit
+def _gated(gate, up, limit, CLAMPS: tl.constexpr):
+    """SwiGLU of gate and up, or the clamped one: see ``LayerKernels.grouped_product``."""
+    if CLAMPS:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        y = gate * tl.sigmoid(_CLAMPED_ALPHA * gate) * (up + 1.0)
+    else:
+        y = gate * tl.sigmoid(gate) * up
+    return y
+
+
+@triton.jit
 def _pair_kernel(
-    x, weight, order, ends, out,
+    x, weight, order, ends, out, bias, limit,
     NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr,
-    PAIRS_A_ROW: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PAIRS_A_ROW: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     num_blocks: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
     place = tl.program_id(0) // num_blocks
@@ -163,16 +196,22 @@ def _pair_kernel(
             up = tl.load(w_rows + SIZE * K + (at + inputs)[None, :], mask=wanted, other=0.0)
             up_sums += up.to(tl.float32) * row
     y = tl.sum(sums, 1)
+    if HAS_BIAS:
+        biases = bias + expert.to(tl.int64) * width + columns
+        y += tl.load(biases, mask=columns < SIZE, other=0.0).to(tl.float32)
     if GATED:
-        y = y * tl.sigmoid(y) * tl.sum(up_sums, 1)
+        up_y = tl.sum(up_sums, 1)
+        if HAS_BIAS:
+            up_y += tl.load(biases + SIZE, mask=columns < SIZE, other=0.0).to(tl.float32)
+        y = _gated(y, up_y, limit, CLAMPS)
     tl.store(out + pair * SIZE + columns, y.to(out.dtype.element_ty), mask=columns < SIZE)
 
 
 @triton.jit
 def _grouped_kernel(
-    x, weight, order, ends, out,
+    x, weight, order, ends, out, bias, limit,
     NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr,
-    PAIRS_A_ROW: tl.constexpr, GATED: tl.constexpr,
+    PAIRS_A_ROW: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     num_blocks: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
@@ -209,8 +248,13 @@ def _grouped_kernel(
         if GATED:
             up = tl.load(w_rows + SIZE * K + (at + inputs)[:, None], mask=wanted, other=0.0)
             up_sums = tl.dot(row, up, up_sums, input_precision="ieee")
+    if HAS_BIAS:
+        biases = bias + expert * width + columns
+        sums += tl.load(biases, mask=columns < SIZE, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up_sums += tl.load(biases + SIZE, mask=columns < SIZE, other=0.0).to(tl.float32)[None, :]
     if GATED:
-        sums = sums * tl.sigmoid(sums) * up_sums
+        sums = _gated(sums, up_sums, limit, CLAMPS)
     stored = live[:, None] & (columns < SIZE)[None, :]
     tl.store(out + pairs[:, None] * SIZE + columns[None, :], sums.to(out.dtype.element_ty), mask=stored)
 

@@ -141,20 +141,27 @@ class LaunchedLayerKernels(LayerKernels):
         return Routing(ids, weights, order, ends)
 
     def grouped_product(
-        self, x: torch.Tensor, weight: torch.Tensor, routing: Routing, gated: bool = False
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        routing: Routing,
+        gated: bool = False,
+        bias: torch.Tensor | None = None,
+        limit: float = 0.0,
     ) -> torch.Tensor:
         def compute(
-            x: torch.Tensor, weight: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, out: torch.Tensor
-        ) -> None:
+            x: torch.Tensor, weight: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, out: torch.Tensor,
+            bias: torch.Tensor | None,
+        ) -> None:  # fmt: skip
             top_k = len(order) // len(x)  # 1 where x has a row for each pair
             shape = len(x), top_k
             sorted_pairs = Routing(order.new_empty(shape), x.new_empty(shape), order, ends)
             live = order[: ends[-1]]
-            out[live] = _TORCH.grouped_product(x, weight, sorted_pairs, gated)[live]
+            out[live] = _TORCH.grouped_product(x, weight, sorted_pairs, gated, bias, limit)[live]
 
         num_pairs = len(routing.order)
         out = x.new_empty(num_pairs, weight.shape[1] // (2 if gated else 1))
-        accesses.grouped_product.launch(compute, x, weight, routing.order, routing.ends, out)
+        accesses.grouped_product.launch(compute, x, weight, routing.order, routing.ends, out, bias)
         return out
 
     def combine_experts(

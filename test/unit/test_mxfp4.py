@@ -1,0 +1,112 @@
+"""Experts in MXFP4, as gpt-oss is published, against transformers' reading of the same bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from model_parity import PagedModel, check_parity, save_checkpoint
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from fenceline.config.engine_config import resolve
+from fenceline.config.model_config import ModelConfig
+from fenceline.config.server_args import ServerArgs
+from fenceline.layers.context import Shard, torch_context
+from fenceline.models.loader import load_model
+from fenceline.models.registry import make_model
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+
+
+def packed(num: int, rows: int, k: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """All numbers there are, with exponents that differ from group to group."""
+    blocks = torch.randint(0, 256, (num, rows, k // 32, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(120, 126, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
+    return blocks, scales
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, torch.nn.Module]]:
+    """A checkpoint of gpt-oss with packed experts, and transformers' model of the numbers that it stands for."""
+    directory = tmp_path_factory.mktemp("gpt-oss-mxfp4")
+    model = save_checkpoint("gpt-oss", directory, SIZES)
+    generator = torch.Generator().manual_seed(3)
+    tensors = {}
+    for file in directory.glob("*.safetensors"):
+        tensors |= load_file(file)
+        file.unlink()
+    (directory / "model.safetensors.index.json").unlink()
+    for index, layer in enumerate(model.model.layers):
+        for name, param in (
+            ("gate_up_proj", layer.mlp.experts.gate_up_proj),
+            ("down_proj", layer.mlp.experts.down_proj),
+        ):
+            inside = f"model.layers.{index}.mlp.experts.{name}"
+            num, k, rows = param.shape
+            blocks, scales = packed(num, rows, k, generator)
+            with torch.no_grad():
+                param.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+            del tensors[inside]
+            tensors |= {f"{inside}_blocks": blocks, f"{inside}_scales": scales}
+    # In whatever order the two come.
+    names = sorted(tensors, key=lambda name: (name.endswith("_blocks"), name))
+    half = len(names) // 2
+    for number, part in enumerate((names[:half], names[half:])):
+        save_file({name: tensors[name] for name in part}, directory / f"part{number}.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    yield directory, model
+
+
+def test_logits_equal_transformers(published: tuple[Path, torch.nn.Module]) -> None:
+    directory, reference = published
+    check_parity(directory, reference, 16, "cpu")  # type: ignore[arg-type]
+
+
+def test_every_rank_takes_its_part(published: tuple[Path, torch.nn.Module]) -> None:
+    directory, _ = published
+    whole = PagedModel(directory, 16, "cpu").model.layers[1].mlp
+    for rank in range(2):
+        context = torch_context(Shard(rank, 2), torch.float32)
+        config = ModelConfig.from_dir(str(directory))
+        part = load_model(config, "auto", torch.device("cpu"), context, 0, progress=False).layers[1].mlp
+        own = slice(rank * 48, (rank + 1) * 48)
+        gate_up = whole.gate_up.unflatten(1, (2, 96))[:, :, own].flatten(1, 2)
+        assert torch.equal(part.gate_up, gate_up) and torch.equal(part.down, whole.down[:, :, own])
+        bias = whole.gate_up_bias.unflatten(1, (2, 96))[:, :, own].flatten(1, 2)
+        assert torch.equal(part.gate_up_bias, bias)
+
+
+def test_dummy_weights_need_no_packed_ones(published: tuple[Path, torch.nn.Module]) -> None:
+    directory, _ = published
+    config = ModelConfig.from_dir(str(directory))
+    context = torch_context(Shard(), torch.float32)
+    model = load_model(config, "dummy", torch.device("cpu"), context, 0, progress=False)
+    assert model.layers[0].mlp.gate_up.isfinite().all()
+
+
+def test_what_cannot_be_is_refused(published: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
+    directory, _ = published
+    with pytest.raises(ValueError, match="quantised already .mxfp4.; leave it out"):
+        resolve(ServerArgs(model_path=str(directory), device="cpu", quantization="fp8"))
+    config = json.loads((directory / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 40}))
+    with pytest.raises(ValueError, match="40 input features are no groups of 32"):
+        make_model(ModelConfig.from_dir(str(tmp_path)), torch_context(Shard(), torch.float32)).weight_slots()
+    slots = make_model(
+        ModelConfig.from_dir(str(directory)), torch_context(Shard(), torch.float32)
+    ).weight_slots()
+    name = "model.layers.0.mlp.experts.down_proj_blocks"
+    with pytest.raises(ValueError, match="it must be uint8"):
+        slots[name].load(name, torch.zeros(slots[name].full_shape))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(ValueError, match="quantised .mxfp4., which is not supported"):
+        ModelConfig.from_dir(str(tmp_path))
