@@ -197,38 +197,46 @@ def _routings() -> Iterator[Launch]:
     x, weight, out = _random(3, 40), _random(6, 40), _random(3, 6)
 
     def multiply(pdl: bool, x: Any, weight: Any, out: Any) -> None:
-        routing.router_logits(x, weight)
+        routing.router_logits(x, weight, pdl)
 
-    yield Launch("router_logits", accesses.router_logits, (x, weight, out), multiply, [out])
+    yield Launch("router_logits", accesses.router_logits, (x, weight, out), multiply, [out], routing)
     choice = ExpertsConfig(num_experts=6, top_k=2, intermediate_size=1, renormalise=True)
     for tokens in (7, 40):
-        logits, correction, padded = _random(tokens, 6), _random(6), torch.arange(tokens) % 5 == 4
-        want = TorchLayerKernels().route(logits, correction, padded, choice)
+        logits, correction, slots = _random(tokens, 6), _random(6) / 16, torch.arange(tokens) % 5
+        want = TorchLayerKernels().route(logits, correction, slots, 1, choice)
         inputs, chosen, sorted_pairs = (
-            (logits, correction, padded),
+            (logits, correction, slots),
             (want.ids, want.weights),
             (want.order, want.ends),
         )
         if tokens <= routing.TOKENS_A_PROGRAM:
 
-            def route(pdl: bool, logits: Any, correction: Any, padded: Any, *_: Any) -> None:
-                routing.route(logits, correction, padded, choice)
+            def route(pdl: bool, logits: Any, correction: Any, slots: Any, *_: Any) -> None:
+                routing.route(logits, correction, slots, 1, choice, pdl)
 
             operands = (*inputs, *chosen, *sorted_pairs)
-            yield Launch("route", accesses.route, operands, route, [*chosen, *sorted_pairs])
+            yield Launch("route", accesses.route, operands, route, [*chosen, *sorted_pairs], routing)
             continue
 
-        def choose(pdl: bool, logits: Any, correction: Any, padded: Any, *written: Any) -> None:
-            routing.choose_experts(logits, correction, padded, choice, *written)
+        def choose(pdl: bool, logits: Any, correction: Any, slots: Any, *written: Any) -> None:
+            routing.choose_experts(logits, correction, slots, 1, choice, *written, pdl)
 
         def place(pdl: bool, *operands: Any) -> None:
-            routing.place_pairs(*operands)
+            routing.place_pairs(*operands, pdl)
 
         live = want.ids.flatten() < 6
         cells = torch.arange(2 * tokens) // (2 * routing.TOKENS_A_PROGRAM) * 6 + want.ids.flatten()
         counts = cells[live].bincount(minlength=12).view(2, 6).int()
-        yield Launch("choose_experts", accesses.choose_experts, (*inputs, *chosen, counts.clone()), choose)
-        yield Launch("place_pairs", accesses.place_pairs, (want.ids, counts, *sorted_pairs), place)
+        yield Launch(
+            "choose_experts",
+            accesses.choose_experts,
+            (*inputs, *chosen, counts.clone()),
+            choose,
+            waits_in=routing,
+        )
+        yield Launch(
+            "place_pairs", accesses.place_pairs, (want.ids, counts, *sorted_pairs), place, waits_in=routing
+        )
 
 
 def _grouped_products() -> Iterator[Launch]:
@@ -248,11 +256,15 @@ def _grouped_products() -> Iterator[Launch]:
             gated: bool = gated, by_tiles: bool = by_tiles,
         ) -> None:  # fmt: skip
             cut = grouped_gemm.GroupedConfig(16, 16, 16, 4, 1) if by_tiles else None
-            grouped_gemm.grouped_product(x, weight, Routing(order, order, order, ends), gated, cut, bias)
+            grouped_gemm.grouped_product(
+                x, weight, Routing(order, order, order, ends), gated, cut, bias, pdl=pdl
+            )
 
         bias = _random(*weight.shape[:2]) if has_bias else None
         operands = (x, weight, sent.order, sent.ends, out, bias)
-        yield Launch(f"grouped_product {tokens}x{top_k}", accesses.grouped_product, operands, run, [out])
+        yield Launch(
+            f"grouped_product {tokens}x{top_k}", accesses.grouped_product, operands, run, [out], grouped_gemm
+        )
 
 
 def _combinations() -> Iterator[Launch]:
@@ -262,11 +274,18 @@ def _combinations() -> Iterator[Launch]:
 
         def run(pdl: bool, y: Any, ids: Any, weights: Any, out: Any, num_experts: int, adds: bool) -> None:
             sent = Routing(ids, weights, ids, torch.zeros(num_experts))
-            grouped_gemm.combine_experts(y, sent, out if adds else None)
+            grouped_gemm.combine_experts(y, sent, out if adds else None, pdl)
 
         operands = (y, sent.ids, sent.weights, out, 4, adds)
         outputs = () if adds else (out,)
-        yield Launch(f"combine_experts {tokens}x{top_k}", accesses.combine_experts, operands, run, outputs)
+        yield Launch(
+            f"combine_experts {tokens}x{top_k}",
+            accesses.combine_experts,
+            operands,
+            run,
+            outputs,
+            grouped_gemm,
+        )
 
 
 def _paged(lens: list[int], page_size: int, heads: tuple[int, int]) -> tuple[Any, ...]:

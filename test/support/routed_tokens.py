@@ -66,7 +66,7 @@ def compare_routes(
     are sigmoids, renormalised and corrected."""
     from fenceline.layers.kernels import routing
 
-    logits, padded = torch.randn(num_tokens, num_experts), torch.rand(num_tokens) < 0.3
+    logits, slots = torch.randn(num_tokens, num_experts), torch.randint(9, (num_tokens,))
     for sigmoid, renormalise, corrected in scores:
         experts = ExpertsConfig(
             num_experts=num_experts,
@@ -77,12 +77,12 @@ def compare_routes(
             scaling=2.5,
         )
         correction = torch.randn(num_experts) if corrected else None
-        expected = TorchLayerKernels().route(logits, correction, padded, experts)
-        ours = routing.route(logits, correction, padded, experts)
+        expected = TorchLayerKernels().route(logits, correction, slots, 3, experts)
+        ours = routing.route(logits, correction, slots, 3, experts)
         assert torch.equal(ours.ids, expected.ids) and torch.equal(ours.ends, expected.ends)
         torch.testing.assert_close(ours.weights, expected.weights, atol=1e-6, rtol=1e-5)
         live = int(expected.ends[-1])
         assert torch.equal(ours.order[:live], expected.order[:live])
         assert torch.equal(ours.order[live:].sort().values, expected.order[live:].sort().values)
     lost = torch.full_like(logits, float("nan"))  # of a token whose hidden state is no number
-    assert (routing.route(lost, None, padded, experts).ids <= num_experts).all()
+    assert (routing.route(lost, None, slots, 3, experts).ids <= num_experts).all()

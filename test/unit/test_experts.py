@@ -51,8 +51,8 @@ def make_router(correction: bool = False, **changes: object) -> Router:
 def route(router: Router, num_tokens: int = 40, num_padded: int = 0) -> tuple[torch.Tensor, Routing]:
     """The logits of random tokens, and where they go."""
     x = torch.randn(num_tokens, 5, generator=torch.Generator().manual_seed(5))
-    padded = torch.arange(num_tokens) >= num_tokens - num_padded
-    return x @ router.weight.T, router.forward(x, padded)
+    slots = torch.arange(num_tokens).flip(0) + 16 - num_padded  # 16 and more are nobody's sink
+    return x @ router.weight.T, router.forward(x, slots, 16)
 
 
 @pytest.mark.parametrize("renormalise", [False, True])
@@ -134,7 +134,9 @@ def test_compiles(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     }
     for num_pairs, clamps in ((8, False), (4096, False), (65536, False), (4096, True)):
         config = grouped_gemm.grouped_config(num_pairs, 128, 2)
-        variant = grouped_gemm._grouped_variant(128, 768, 2048, 8, True, clamps, clamps, config)
+        variant = grouped_gemm._grouped_variant(
+            128, 768, 2048, 8, True, clamps, clamps, capability >= 90, config
+        )
         names = kernel.arg_names
         source = ASTSource(
             kernel,

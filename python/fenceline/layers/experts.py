@@ -55,12 +55,12 @@ class Router:
         self.bias = scores() if names.together else None
         self.correction = None if names.correction is None else scores()
 
-    def forward(self, x: torch.Tensor, padded: torch.Tensor) -> Routing:
-        """x [T, hidden_size], ``padded`` [T] bool: tokens that go to no expert."""
+    def forward(self, x: torch.Tensor, out_slots: torch.Tensor, num_sink_slots: int) -> Routing:
+        """x [T, hidden_size]. Tokens whose ``out_slots`` [T] are among the first ``num_sink_slots`` go to no expert."""
         logits = self._kernels.router_logits(x, self.weight)
         if self.bias is not None:
             logits.add_(self.bias)
-        return self._kernels.route(logits, self.correction, padded, self.experts)
+        return self._kernels.route(logits, self.correction, out_slots, num_sink_slots, self.experts)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         """Slots by their names in the checkpoint."""
@@ -128,7 +128,7 @@ class ExpertsMLP(Branch):
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         h = x if self.input_norm is None else self.input_norm.forward(x)
-        routing = self.router.forward(h, batch.padded)
+        routing = self.router.forward(h, batch.out_slots, batch.kv_pool.page_size)
         gated = self._kernels.grouped_product(
             h, self.gate_up, routing, gated=True, bias=self.gate_up_bias, limit=self.limit
         )

@@ -182,11 +182,6 @@ class ForwardBatch:
         return x if self.logits_index is None else x.index_select(0, self.logits_index)
 
     @property
-    def padded(self) -> torch.Tensor:
-        """[T] bool: tokens that no request has, which fill a captured size; their keys go to the sink, page 0."""
-        return self.out_slots < self.kv_pool.page_size
-
-    @property
     def num_tokens(self) -> int:
         """T."""
         return self.input_ids.shape[0]

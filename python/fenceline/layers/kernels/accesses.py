@@ -87,8 +87,10 @@ def _pairs_of_experts(ids: torch.Tensor, num_experts: int) -> npt.NDArray[np.int
 @declare_kernel
 def router_logits(op: KernelAccesses, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """See ``routing.router_logits``, for few tokens."""
-    op.read(x)
     op.read(weight)
+    op.wait()
+    op.start_dependents()
+    op.read(x)
     op.write(out)
 
 
@@ -97,14 +99,14 @@ def route(
     op: KernelAccesses,
     logits: torch.Tensor,
     correction: torch.Tensor | None,
-    padded: torch.Tensor,
+    out_slots: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
     order: torch.Tensor,
     ends: torch.Tensor,
 ) -> None:
     """See ``routing.route``, for as many tokens as one program has."""
-    _read_scores(op, logits, correction, padded)
+    _read_scores(op, logits, correction, out_slots)
     op.write(ids)
     op.write(weights)
     op.write(order)
@@ -116,24 +118,26 @@ def choose_experts(
     op: KernelAccesses,
     logits: torch.Tensor,
     correction: torch.Tensor | None,
-    padded: torch.Tensor,
+    out_slots: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
     counts: torch.Tensor,
 ) -> None:
     """See ``routing.route``: the first of two kernels, for more tokens."""
-    _read_scores(op, logits, correction, padded)
+    _read_scores(op, logits, correction, out_slots)
     op.write(ids)
     op.write(weights)
     op.write(counts)
 
 
 def _read_scores(
-    op: KernelAccesses, logits: torch.Tensor, correction: torch.Tensor | None, padded: torch.Tensor
+    op: KernelAccesses, logits: torch.Tensor, correction: torch.Tensor | None, out_slots: torch.Tensor
 ) -> None:
+    op.wait()
+    op.start_dependents()
     op.read(logits)
     op.read(correction)
-    op.read(padded)
+    op.read(out_slots)
 
 
 @declare_kernel
@@ -141,6 +145,8 @@ def place_pairs(
     op: KernelAccesses, ids: torch.Tensor, counts: torch.Tensor, order: torch.Tensor, ends: torch.Tensor
 ) -> None:
     """See ``routing.route``: the second of two kernels."""
+    op.wait()
+    op.start_dependents()
     op.read(ids)
     op.read(counts)
     op.write(order)
@@ -158,6 +164,8 @@ def grouped_product(
     bias: torch.Tensor | None = None,
 ) -> None:
     """See ``grouped_gemm.grouped_product``. Of the experts it reads those alone that some token goes through."""
+    op.wait()
+    op.start_dependents()
     op.read(ends)
     op.read(order)
     op.read(x)
@@ -179,6 +187,8 @@ def combine_experts(
 ) -> None:
     """See ``grouped_gemm.combine_experts``. ``out`` is the residual if it ``adds``. Rows of y that belong to no expert
     are not read: nobody has written them."""
+    op.wait()
+    op.start_dependents()
     op.read(ids)
     op.read(weights)
     op.read_rows(y, _pairs_of_experts, ids, num_experts)

@@ -129,13 +129,15 @@ class LayerKernels(ABC):
         self,
         logits: torch.Tensor,
         correction: torch.Tensor | None,
-        padded: torch.Tensor,
+        out_slots: torch.Tensor,
+        num_sink_slots: int,
         experts: ExpertsConfig,
     ) -> Routing:
         """The experts of each token and their weights, as ``experts`` says.
 
         logits [T, num_experts] float32; ``correction`` [num_experts] float32 is added to the scores when experts are
-        chosen, not when they are weighed; ``padded`` [T] bool: tokens that go to no expert.
+        chosen, not when they are weighed. Tokens whose keys go to the sink, of which ``out_slots`` [T] int64 are less
+        than ``num_sink_slots``, fill a captured size and go to no expert.
         """
 
     @abstractmethod
@@ -218,9 +220,11 @@ class TorchLayerKernels(LayerKernels):
         self,
         logits: torch.Tensor,
         correction: torch.Tensor | None,
-        padded: torch.Tensor,
+        out_slots: torch.Tensor,
+        num_sink_slots: int,
         experts: ExpertsConfig,
     ) -> Routing:
+        padded = out_slots < num_sink_slots
         scores = logits.sigmoid() if experts.sigmoid else logits.softmax(-1)
         chosen_by = scores if correction is None else scores + correction
         if experts.num_groups > 1:

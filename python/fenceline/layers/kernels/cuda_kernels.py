@@ -65,16 +65,17 @@ class CudaLayerKernels(LayerKernels):
         )
 
     def router_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return router_logits(x, weight)
+        return router_logits(x, weight, self._pdl)
 
     def route(
         self,
         logits: torch.Tensor,
         correction: torch.Tensor | None,
-        padded: torch.Tensor,
+        out_slots: torch.Tensor,
+        num_sink_slots: int,
         experts: ExpertsConfig,
     ) -> Routing:
-        return route(logits, correction, padded, experts)
+        return route(logits, correction, out_slots, num_sink_slots, experts, self._pdl)
 
     def grouped_product(
         self,
@@ -85,12 +86,12 @@ class CudaLayerKernels(LayerKernels):
         bias: torch.Tensor | None = None,
         limit: float = 0.0,
     ) -> torch.Tensor:
-        return grouped_product(x, weight, routing, gated, bias=bias, limit=limit)
+        return grouped_product(x, weight, routing, gated, bias=bias, limit=limit, pdl=self._pdl)
 
     def combine_experts(
         self, y: torch.Tensor, routing: Routing, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return combine_experts(y, routing, residual)
+        return combine_experts(y, routing, residual, self._pdl)
 
 
 class SkinnyProducts:

@@ -17,6 +17,7 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
 
 from fenceline.layers.kernels.base import CLAMPED_ALPHA, Routing
 from fenceline.layers.kernels.launcher import KernelVariant
@@ -57,9 +58,10 @@ def grouped_product(
     config: GroupedConfig | None = None,
     bias: torch.Tensor | None = None,
     limit: float = 0.0,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """See ``LayerKernels.grouped_product``. x, weight and bias contiguous, of one floating dtype; sums are float32.
-    Current stream, no host synchronisation."""
+    Current stream, no host synchronisation. ``pdl``: see ``rms_norm``; reads nothing before its wait."""
     num_experts, width, k = weight.shape
     num_pairs, size = routing.order.shape[0], width // 2 if gated else width
     assert x.is_contiguous() and weight.is_contiguous() and x.dtype == weight.dtype and x.shape[1] == k
@@ -69,7 +71,7 @@ def grouped_product(
     if num_pairs == 0:
         return out
     pairs_a_row = num_pairs // x.shape[0]
-    kind = (num_experts, size, k, pairs_a_row, gated, bias is not None, limit > 0)
+    kind = (num_experts, size, k, pairs_a_row, gated, bias is not None, limit > 0, pdl)
     operands = (x, weight, routing.order, routing.ends, out, bias)
     if config is None and num_pairs <= _FEW_PAIRS:
         variant = _pair_variant(*kind)
@@ -85,15 +87,18 @@ def grouped_product(
     return out
 
 
-def combine_experts(y: torch.Tensor, routing: Routing, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """See ``LayerKernels.combine_experts``. y and ``residual`` contiguous. Current stream, no host synchronisation."""
+def combine_experts(
+    y: torch.Tensor, routing: Routing, residual: torch.Tensor | None = None, pdl: bool = False
+) -> torch.Tensor:
+    """See ``LayerKernels.combine_experts``. y and ``residual`` contiguous. Current stream, no host synchronisation.
+    ``pdl``: see ``rms_norm``; reads nothing before its wait."""
     num_tokens, top_k = routing.ids.shape
     size = y.shape[1]
     out = y.new_empty(num_tokens, size) if residual is None else residual
     assert y.is_contiguous() and out.is_contiguous() and out.shape == (num_tokens, size)
     if num_tokens == 0:
         return out
-    variant = _combine_variant(len(routing.ends), top_k, size, residual is not None)
+    variant = _combine_variant(len(routing.ends), top_k, size, residual is not None, pdl)
     grid = (num_tokens * -(-size // variant.constants["BLOCK"]),)
     variant.launch(grid, (y, routing.ids, routing.weights, out))
     return out
@@ -101,7 +106,14 @@ def combine_experts(y: torch.Tensor, routing: Routing, residual: torch.Tensor | 
 
 @cache
 def _pair_variant(
-    num_experts: int, size: int, k: int, pairs_a_row: int, gated: bool, has_bias: bool, clamps: bool
+    num_experts: int,
+    size: int,
+    k: int,
+    pairs_a_row: int,
+    gated: bool,
+    has_bias: bool,
+    clamps: bool,
+    pdl: bool,
 ) -> KernelVariant:
     block_k = min(512, triton.next_power_of_2(k))
     constants: dict[str, int | bool] = {
@@ -115,8 +127,9 @@ def _pair_variant(
         "CLAMPS": clamps,
         "BLOCK_N": 4 if gated else 8,
         "BLOCK_K": block_k,
+        "PDL": pdl,
     }
-    return KernelVariant(_pair_kernel, constants, 4)
+    return KernelVariant(_pair_kernel, constants, 4, pdl)
 
 
 @cache
@@ -128,6 +141,7 @@ def _grouped_variant(
     gated: bool,
     has_bias: bool,
     clamps: bool,
+    pdl: bool,
     config: GroupedConfig,
 ) -> KernelVariant:
     constants: dict[str, int | bool] = {
@@ -142,15 +156,23 @@ def _grouped_variant(
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
+        "PDL": pdl,
     }
-    return KernelVariant(_grouped_kernel, constants, config.num_warps, num_stages=config.num_stages)
+    return KernelVariant(_grouped_kernel, constants, config.num_warps, pdl, config.num_stages)
 
 
 @cache
-def _combine_variant(num_experts: int, top_k: int, size: int, adds: bool) -> KernelVariant:
+def _combine_variant(num_experts: int, top_k: int, size: int, adds: bool, pdl: bool) -> KernelVariant:
     block = min(_COMBINE_BLOCK, triton.next_power_of_2(size))
-    constants = {"NUM_EXPERTS": num_experts, "TOP_K": top_k, "SIZE": size, "ADDS": adds, "BLOCK": block}
-    return KernelVariant(_combine_kernel, constants, 4)
+    constants: dict[str, int | bool] = {
+        "NUM_EXPERTS": num_experts,
+        "TOP_K": top_k,
+        "SIZE": size,
+        "ADDS": adds,
+        "BLOCK": block,
+        "PDL": pdl,
+    }
+    return KernelVariant(_combine_kernel, constants, 4, pdl)
 
 
 @triton.jit
@@ -170,10 +192,13 @@ def _pair_kernel(
     x, weight, order, ends, out, bias, limit,
     NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr,
     PAIRS_A_ROW: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     num_blocks: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
     place = tl.program_id(0) // num_blocks
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
     experts = tl.arange(0, BLOCK_EXPERTS)
     last = tl.load(ends + experts, mask=experts < NUM_EXPERTS, other=0x7FFFFFFF)
     expert = tl.sum((last <= place).to(tl.int32), 0)
@@ -212,12 +237,15 @@ def _grouped_kernel(
     x, weight, order, ends, out, bias, limit,
     NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr,
     PAIRS_A_ROW: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     num_blocks: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0) // num_blocks
     experts = tl.arange(0, BLOCK_EXPERTS)
     exists = experts < NUM_EXPERTS
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
     last = tl.load(ends + experts, mask=exists, other=0)
     first = tl.load(ends + experts - 1, mask=exists & (experts > 0), other=0)
     tiles = tl.where(exists, (last - first + BLOCK_M - 1) // BLOCK_M, 0)
@@ -263,11 +291,15 @@ def _grouped_kernel(
 def _combine_kernel(
     y, ids, weights, out,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIZE: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     num_blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // num_blocks).to(tl.int64)
     columns = (tl.program_id(0) % num_blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for j in range(TOP_K):
         pair = token * TOP_K + j

@@ -93,31 +93,32 @@ class LaunchedLayerKernels(LayerKernels):
         self,
         logits: torch.Tensor,
         correction: torch.Tensor | None,
-        padded: torch.Tensor,
+        out_slots: torch.Tensor,
+        num_sink_slots: int,
         experts: ExpertsConfig,
     ) -> Routing:
         if experts.num_groups > 1:
-            return _TORCH.route(logits, correction, padded, experts)
+            return _TORCH.route(logits, correction, out_slots, num_sink_slots, experts)
         num_tokens, num_experts = logits.shape
         num_programs = -(-num_tokens // _TOKENS_A_PROGRAM)
 
         def route(
             logits: torch.Tensor,
             correction: torch.Tensor | None,
-            padded: torch.Tensor,
+            out_slots: torch.Tensor,
             *written: torch.Tensor,
         ) -> None:
-            routing = _TORCH.route(logits, correction, padded, experts)
+            routing = _TORCH.route(logits, correction, out_slots, num_sink_slots, experts)
             for out, value in zip(
                 written, (routing.ids, routing.weights, routing.order, routing.ends), strict=True
             ):
                 out.copy_(value)
 
         def choose(
-            logits: torch.Tensor, correction: torch.Tensor | None, padded: torch.Tensor,
+            logits: torch.Tensor, correction: torch.Tensor | None, out_slots: torch.Tensor,
             ids: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor,
         ) -> None:  # fmt: skip
-            routing = _TORCH.route(logits, correction, padded, experts)
+            routing = _TORCH.route(logits, correction, out_slots, num_sink_slots, experts)
             ids.copy_(routing.ids)
             weights.copy_(routing.weights)
             for tokens, row in zip(ids.split(_TOKENS_A_PROGRAM), counts, strict=True):
@@ -131,7 +132,7 @@ class LaunchedLayerKernels(LayerKernels):
         ids = logits.new_empty(num_tokens, experts.top_k, dtype=torch.int64)
         weights, order = torch.empty_like(ids, dtype=torch.float32), ids.new_empty(ids.numel())
         ends = ids.new_empty(num_experts, dtype=torch.int32)
-        inputs = logits, correction, padded, ids, weights
+        inputs = logits, correction, out_slots, ids, weights
         if num_programs == 1:
             accesses.route.launch(route, *inputs, order, ends)
         else:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
 
 from fenceline.config.families import ExpertsConfig
 from fenceline.layers.kernels.base import Routing, TorchLayerKernels
@@ -27,89 +28,107 @@ _LEAST: tl.constexpr = tl.constexpr(-3.0e38)  # of all scores; what does not exi
 _TORCH = TorchLayerKernels()
 
 
-def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """See ``LayerKernels.router_logits``. x and weight contiguous. Current stream, no host synchronisation."""
+def router_logits(x: torch.Tensor, weight: torch.Tensor, pdl: bool = False) -> torch.Tensor:
+    """See ``LayerKernels.router_logits``. x and weight contiguous. Current stream, no host synchronisation. ``pdl``:
+    see ``rms_norm``; reads ``weight`` before its wait."""
     num_tokens, k = x.shape
     if not 0 < num_tokens <= _FEW_TOKENS:
         return F.linear(x.float(), weight)
     assert x.is_contiguous() and weight.is_contiguous() and weight.dtype == torch.float32
     out = x.new_empty(num_tokens, len(weight), dtype=torch.float32)
-    variant = _logits_variant(len(weight), k)
+    variant = _logits_variant(len(weight), k, pdl)
     variant.launch((triton.cdiv(len(weight), _EXPERTS_A_PROGRAM), num_tokens), (x, weight, out))
     return out
 
 
 def route(
-    logits: torch.Tensor, correction: torch.Tensor | None, padded: torch.Tensor, experts: ExpertsConfig
+    logits: torch.Tensor,
+    correction: torch.Tensor | None,
+    out_slots: torch.Tensor,
+    num_sink_slots: int,
+    experts: ExpertsConfig,
+    pdl: bool = False,
 ) -> Routing:
-    """See ``LayerKernels.route``. All contiguous. Current stream, no host synchronisation."""
+    """See ``LayerKernels.route``. All contiguous. Current stream, no host synchronisation. ``pdl``: see ``rms_norm``;
+    reads nothing before its wait."""
     num_tokens, num_experts = logits.shape
     if num_tokens == 0 or experts.num_groups > 1:
-        return _TORCH.route(logits, correction, padded, experts)
+        return _TORCH.route(logits, correction, out_slots, num_sink_slots, experts)
     num_programs = triton.cdiv(num_tokens, TOKENS_A_PROGRAM)
     ids = torch.empty(num_tokens, experts.top_k, dtype=torch.int64, device=logits.device)
     weights = torch.empty_like(ids, dtype=torch.float32)
     order, ends = ids.new_empty(ids.numel()), ids.new_empty(num_experts, dtype=torch.int32)
     if num_programs == 1:
-        _launch(logits, correction, padded, experts, ids, weights, order, ends, None)
+        _launch(logits, correction, out_slots, num_sink_slots, experts, ids, weights, order, ends, None, pdl)
     else:
         counts = ends.new_empty(num_programs, num_experts)
-        choose_experts(logits, correction, padded, experts, ids, weights, counts)
-        place_pairs(ids, counts, order, ends)
+        choose_experts(logits, correction, out_slots, num_sink_slots, experts, ids, weights, counts, pdl)
+        place_pairs(ids, counts, order, ends, pdl)
     return Routing(ids, weights, order, ends)
 
 
 def choose_experts(
     logits: torch.Tensor,
     correction: torch.Tensor | None,
-    padded: torch.Tensor,
+    out_slots: torch.Tensor,
+    num_sink_slots: int,
     experts: ExpertsConfig,
     ids: torch.Tensor,
     weights: torch.Tensor,
     counts: torch.Tensor,
+    pdl: bool = False,
 ) -> None:
     """Write ids and weights of ``Routing``, and how many pairs of each ``TOKENS_A_PROGRAM`` tokens an expert has:
     ``counts`` [ceil(T / TOKENS_A_PROGRAM), num_experts] int32."""
-    _launch(logits, correction, padded, experts, ids, weights, None, None, counts)
+    _launch(logits, correction, out_slots, num_sink_slots, experts, ids, weights, None, None, counts, pdl)
 
 
-def place_pairs(ids: torch.Tensor, counts: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> None:
+def place_pairs(
+    ids: torch.Tensor, counts: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, pdl: bool = False
+) -> None:
     """Write order and ends of ``Routing``, after ``choose_experts``."""
-    variant = _place_variant(len(ends), ids.shape[1])
+    variant = _place_variant(len(ends), ids.shape[1], pdl)
     variant.launch((len(counts),), (ids, counts, order, ends), (len(ids),))
 
 
 def _launch(
     logits: torch.Tensor,
     correction: torch.Tensor | None,
-    padded: torch.Tensor,
+    out_slots: torch.Tensor,
+    num_sink_slots: int,
     experts: ExpertsConfig,
     ids: torch.Tensor,
     weights: torch.Tensor,
     order: torch.Tensor | None,
     ends: torch.Tensor | None,
     counts: torch.Tensor | None,
+    pdl: bool,
 ) -> None:
-    assert logits.is_contiguous() and padded.is_contiguous() and logits.dtype == torch.float32
+    assert logits.is_contiguous() and out_slots.is_contiguous() and logits.dtype == torch.float32
     num_tokens, num_experts = logits.shape
     rows = min(TOKENS_A_PROGRAM, triton.next_power_of_2(num_tokens))
     variant = _route_variant(
-        num_experts, experts.top_k, rows, experts.sigmoid, experts.renormalise, correction is None
+        num_experts, experts.top_k, rows, experts.sigmoid, experts.renormalise, correction is None, pdl
     )
-    operands = (logits, correction, padded, ids, weights, order, ends, counts)
-    variant.launch((triton.cdiv(num_tokens, rows),), operands, (num_tokens, experts.scaling))
+    operands = (logits, correction, out_slots, ids, weights, order, ends, counts)
+    variant.launch((triton.cdiv(num_tokens, rows),), operands, (num_tokens, num_sink_slots, experts.scaling))
 
 
 @cache
-def _logits_variant(num_experts: int, k: int) -> KernelVariant:
-    block_k = min(1024, triton.next_power_of_2(k))
-    constants = {"NUM_EXPERTS": num_experts, "K": k, "BLOCK_E": _EXPERTS_A_PROGRAM, "BLOCK_K": block_k}
-    return KernelVariant(_logits_kernel, constants, 4)
+def _logits_variant(num_experts: int, k: int, pdl: bool) -> KernelVariant:
+    constants: dict[str, int | bool] = {
+        "NUM_EXPERTS": num_experts,
+        "K": k,
+        "BLOCK_E": _EXPERTS_A_PROGRAM,
+        "BLOCK_K": min(2048, triton.next_power_of_2(k)),
+        "PDL": pdl,
+    }
+    return KernelVariant(_logits_kernel, constants, 4, pdl)
 
 
 @cache
 def _route_variant(
-    num_experts: int, top_k: int, rows: int, sigmoid: bool, renormalise: bool, uncorrected: bool
+    num_experts: int, top_k: int, rows: int, sigmoid: bool, renormalise: bool, uncorrected: bool, pdl: bool
 ) -> KernelVariant:
     constants: dict[str, int | bool] = {
         "NUM_EXPERTS": num_experts,
@@ -120,41 +139,43 @@ def _route_variant(
         "SIGMOID": sigmoid,
         "RENORMALISE": renormalise,
         "CORRECTED": not uncorrected,
+        "PDL": pdl,
     }
-    return KernelVariant(_route_kernel, constants, 4 if rows <= 8 else 8)
+    return KernelVariant(_route_kernel, constants, 4 if rows <= 8 else 8, pdl)
 
 
 @cache
-def _place_variant(num_experts: int, top_k: int) -> KernelVariant:
-    constants = {
+def _place_variant(num_experts: int, top_k: int, pdl: bool) -> KernelVariant:
+    constants: dict[str, int | bool] = {
         "NUM_EXPERTS": num_experts,
         "BLOCK_E": triton.next_power_of_2(num_experts),
         "TOP_K": top_k,
         "BLOCK_K": triton.next_power_of_2(top_k),
         "ROWS": TOKENS_A_PROGRAM,
+        "PDL": pdl,
     }
-    return KernelVariant(_place_kernel, constants, 8)
+    return KernelVariant(_place_kernel, constants, 8, pdl)
 
 
 @triton.jit
 def _logits_kernel(
     x, weight, out,
-    NUM_EXPERTS: tl.constexpr, K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     exists = experts < NUM_EXPERTS
     token = tl.program_id(1)
     columns = tl.arange(0, BLOCK_K)
-    sums = tl.zeros((BLOCK_E, BLOCK_K), dtype=tl.float32)
-    for at in range(0, K, BLOCK_K):
+    rows = weight + experts[:, None] * K + columns[None, :]
+    first = tl.load(rows, mask=exists[:, None] & (columns < K)[None, :], other=0.0)
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    sums = first * tl.load(x + token * K + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
+    for at in range(BLOCK_K, K, BLOCK_K):
         inside = at + columns < K
         row = tl.load(x + token * K + at + columns, mask=inside, other=0.0).to(tl.float32)
-        matrix = tl.load(
-            weight + experts[:, None] * K + (at + columns)[None, :],
-            mask=exists[:, None] & inside[None, :],
-            other=0.0,
-        )
-        sums += matrix * row[None, :]
+        sums += tl.load(rows + at, mask=exists[:, None] & inside[None, :], other=0.0) * row[None, :]
     tl.store(out + token * NUM_EXPERTS + experts, tl.sum(sums, 1), mask=exists)
 
 
@@ -177,11 +198,12 @@ def _store_order(
     tl.store(order + last, pairs, mask=left_out[:, None] & (j < TOP_K)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_sink_slots"])
 def _route_kernel(
-    logits, correction, padded_ptr, ids, weights, order, ends, counts, num_tokens, scaling,
+    logits, correction, out_slots, ids, weights, order, ends, counts, num_tokens, num_sink_slots, scaling,
     NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, CORRECTED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Without ``counts`` one program does all; else each writes how many pairs of its tokens an expert has."""
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -189,6 +211,9 @@ def _route_kernel(
     experts = tl.arange(0, BLOCK_E)
     exists = experts < NUM_EXPERTS
     wanted = live[:, None] & exists[None, :]
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
     x = tl.load(logits + tokens[:, None] * NUM_EXPERTS + experts[None, :], mask=wanted, other=0.0)
     if SIGMOID:
         scores = tl.sigmoid(x)
@@ -202,7 +227,7 @@ def _route_kernel(
     # A score that is no number never leads outside of the experts.
     chosen_by = tl.where(chosen_by >= _LEAST, chosen_by, _LEAST)
     chosen_by = tl.where(exists[None, :], chosen_by, float("-inf"))
-    padded = tl.load(padded_ptr + tokens, mask=live, other=1).to(tl.int32)
+    padded = (tl.load(out_slots + tokens, mask=live, other=0) < num_sink_slots).to(tl.int32)
     slot = tl.full((ROWS, BLOCK_E), -1, dtype=tl.int32)
     for j in range(TOP_K):
         best = tl.argmax(chosen_by, 1)
@@ -229,9 +254,12 @@ def _route_kernel(
 def _place_kernel(
     ids, counts, order, ends, num_tokens,
     NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
     experts = tl.arange(0, BLOCK_E)
     exists = experts < NUM_EXPERTS
     others = tl.arange(0, 32)
