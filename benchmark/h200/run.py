@@ -83,9 +83,17 @@ class Row:
 
 
 def bench(
-    server: BenchServer, load: Load, vocab: int, out: Path, name: str, seed: int, timeout_s: float
+    server: BenchServer,
+    load: Load,
+    vocab: int,
+    out: Path,
+    name: str,
+    seed: int,
+    timeout_s: float,
+    extra: Sequence[str] = (),
 ) -> dict[str, object]:
-    """bench_serving's JSON line. Raises ServerDied, or RuntimeError with the end of bench_serving's output."""
+    """bench_serving's JSON line; ``extra``: more of its flags. Raises ServerDied, or RuntimeError with the end of
+    bench_serving's output."""
     file = out / f"{name}.bench.json"
     file.unlink(missing_ok=True)
     command = [
@@ -109,6 +117,7 @@ def bench(
             str(seed),
         ),
         *("--warmup-requests", "1", "--flush-cache", "--disable-tqdm", "--output-file", str(file)),
+        *extra,
     ]
     with (out / f"{name}.bench.txt").open("w") as log:
         log.write(shlex.join(command) + "\n")

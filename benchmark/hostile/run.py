@@ -9,6 +9,7 @@
     python benchmark/hostile/run.py table --outside new.jsonl           # of those that are outside the mark
     python benchmark/hostile/run.py fuzz --num 10000 --seed 1
     python benchmark/hostile/run.py fuzz --replay 1 4711
+    python benchmark/hostile/run.py grammars --num 10000 --seed 1       # hostile schemas, grammars and tools
 
 Each attack meets a server of its own, so that one attack's memory is not the next one's. Servers are started some at a
 time, since starting takes longer than most attacks; then one after the other is attacked, while the others have nothing
@@ -33,6 +34,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import fuzz
+import grammars
 from attacked import AttackedServer
 from attacks import ATTACKS, WATCHED, Attack, Target
 from beside import PATIENCE_S, Observed, Observer, usual, worst
@@ -372,6 +374,11 @@ def main() -> int:
     table.set_defaults(run=print_table)
     fuzz.add_arguments(
         commands.add_parser("fuzz", help="random requests with eight misbehaving clients beside them")
+    )
+    grammars.add_arguments(
+        commands.add_parser(
+            "grammars", help="hostile schemas, regular expressions, grammars and lists of tools"
+        )
     )
     args = parser.parse_args()
     status: int = args.run(args)

@@ -60,6 +60,51 @@ def test_what_is_a_failure(status: int, body: bytes, fails: bool) -> None:
     assert complaint(request, LEFT) is None
 
 
+def test_hostile_grammars_come_back_from_their_seed_and_many_are_none() -> None:
+    from grammars import asked
+
+    requests = [asked(3, index) for index in range(400)]
+    assert requests == [asked(3, index) for index in range(400)]
+    assert {request.kind for request in requests} == {
+        "json_schema",
+        "regex",
+        "ebnf",
+        "structural_tag",
+        "tools",
+    }
+    assert len({request.data for request in requests}) > 390
+    assert requests[0] != asked(4, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "body", "wrong"),
+    [
+        ("json_schema", 200, {"choices": [{"text": "[1]", "finish_reason": "stop"}]}, None),
+        ("json_schema", 200, {"choices": [{"text": "[1", "finish_reason": "stop"}]}, "is no JSON"),
+        ("json_schema", 200, {"choices": [{"text": "[1", "finish_reason": "length"}]}, None),
+        ("json_schema", 200, {"text": "{", "meta_info": {"finish_reason": {"type": "stop"}}}, "is no JSON"),
+        ("tools", 200, {"choices": [{"message": {"content": None}, "finish_reason": "stop"}]}, None),
+        ("ebnf", 400, {"error": {"message": "ebnf: root is missing"}}, None),
+        ("ebnf", 400, {"error": {"message": "ebnf: "}}, "without a reason"),
+        ("ebnf", 400, {"error": {"message": "ebnf: the compiler gives no reason"}}, "without a reason"),
+        ("regex", 500, {"error": {"message": "oops"}}, "status 500"),
+        ("regex", 503, {"error": {"message": "regex: it was not compiled within 30 s"}}, None),
+    ],
+)  # fmt: skip
+def test_what_is_a_failure_of_a_hostile_grammar(
+    kind: str, status: int, body: dict[str, object], wrong: str | None
+) -> None:
+    from grammars import Asked, complaint
+    from wire import SILENT, Answer
+
+    answer = Answer()
+    answer.status = status
+    answer.body += json.dumps(body).encode()
+    found = complaint(Asked(kind, "/generate", {}), answer)
+    assert found is None if wrong is None else wrong in str(found)
+    assert complaint(Asked(kind, "/generate", {}), SILENT) == SILENT
+
+
 def test_late_is_what_ends_late() -> None:
     from beside import Sample, usual, worst
 

@@ -66,8 +66,8 @@ def test_as_many_as_there_are_children_end_before_the_next_begin(server: Connect
 @pytest.mark.parametrize(
     ("text", "reason", "is_refused"),
     [
-        ("eat", "needs more than", False),
-        ("crash", "the compiler failed", False),
+        ("eat", "needs more than", True),
+        ("crash", "the compiler failed", True),
         ("kill", "try again later", False),
         ("refuse", "this is why", True),
     ],

@@ -15,7 +15,7 @@ from fenceline.constrained.compile_server import Compiled, VocabularySource
 from fenceline.constrained.spec import GrammarSpec
 from fenceline.entrypoints.generate_body import grammar_of
 from fenceline.frontend import grammar_client
-from fenceline.frontend.compile_turns import CompileTurns, Party
+from fenceline.frontend.compile_turns import CompileTurns, Party, Place
 from fenceline.frontend.control import ControlClient
 from fenceline.frontend.grammar_client import CompileProcess, GrammarClient
 from fenceline.frontend.request_types import RequestError
@@ -123,7 +123,7 @@ async def test_whoever_leaves_the_line_as_another_ends_takes_no_turn() -> None:
     began: list[str] = []
 
     async def take(name: str) -> None:
-        async with turns.turn(Party(), is_long=False):
+        async with turns.turn(Place(Party()), is_long=False):
             began.append(name)
             await (first if name == "a" else others).wait()
 
@@ -173,6 +173,23 @@ async def test_clients_take_turns_and_what_is_slow_waits_behind_what_is_not(benc
     quick = [text for text in turns[3:] if text not in ("a0", "a1")]
     quick.pop([i for i, text in enumerate(quick) if text == "a2"][1])
     assert quick == ["a2", "b0", "c0", "a3", "b1", "c1", "a4", "a5"]
+
+
+async def test_what_two_clients_want_comes_at_the_first_one_s_turn(bench: Bench) -> None:
+    """A client that asks for what another one has in its long line waits no longer than for something of its own; who
+    leaves takes the grammar out of its own line only."""
+    asked = [asyncio.create_task(bench.number(f"a{i}", Party(0, "a"))) for i in range(8)]
+    await _until_compiling(bench, 2)
+    shared = [asyncio.create_task(bench.number("a7", Party(0, "b")))]
+    shared += [asyncio.create_task(bench.number("a6", Party(rank, "c"))) for rank in (0, -1)]
+    own = asyncio.create_task(bench.number("b0", Party(0, "b")))
+    leaving = asyncio.create_task(bench.number("a5", Party(0, "d")))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    bench.process.go.set()
+    await asyncio.gather(*asked, *shared, own)
+    assert bench.process.compiled == ["a0", "a1", "a6", "a2", "a7", "a3", "b0", "a4", "a5"]
 
 
 async def test_when_too_many_wait_the_largest_client_waits_less(

@@ -170,9 +170,10 @@ def _result(child: _Child, status: int) -> Compiled:
         )
     if status == -signal.SIGKILL:  # by us, or by the system for want of memory
         reason = f"it was not compiled within {MAX_WALL_S:g} s, or memory is short: try again later"
-    else:
-        reason = f"the compiler failed, or needs more than {MAX_MEMORY_BYTES >> 20} MiB: {smaller}"
-    return Compiled(child.id, error=reason)
+        return Compiled(child.id, error=reason)
+    # The memory is a child's own, so it is the grammar that takes it, and the next attempt would end in the same way.
+    reason = f"the compiler failed, or needs more than {MAX_MEMORY_BYTES >> 20} MiB: {smaller}"
+    return Compiled(child.id, error=reason, is_refused=True)
 
 
 def _compile_and_write(work: Callable[[CompileJob], bytes], job: CompileJob, file: int, memory: int) -> None:

@@ -17,6 +17,18 @@ class Party(NamedTuple):
     extra_key: str = ""
 
 
+class Place:
+    """The place of one grammar in the lines of all parties that ask for it, ``parties``. It comes when the first of
+    them is at its turn, and leaves the other lines then."""
+
+    __slots__ = ("future", "is_long", "parties")
+
+    def __init__(self, party: Party) -> None:
+        self.parties = {party}
+        self.is_long = False
+        self.future: asyncio.Future[None] | None = None  # while it waits, and after
+
+
 class CompileTurns:
     """So many grammars are compiled at a time. Lives on one event loop.
 
@@ -29,27 +41,39 @@ class CompileTurns:
         assert num_turns >= 2, num_turns
         self._num_turns = num_turns
         self._num_taken = {False: 0, True: 0}  # by whether they are long ones
-        self._lines: dict[bool, dict[int, OrderedDict[str, deque[asyncio.Future[None]]]]] = {
-            False: {},
-            True: {},
-        }
+        self._lines: dict[bool, dict[int, OrderedDict[str, deque[Place]]]] = {False: {}, True: {}}
 
     @asynccontextmanager
-    async def turn(self, party: Party, is_long: bool) -> AsyncIterator[None]:
-        """Inside, it is the turn of one grammar of ``party``."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        line = self._lines[is_long].setdefault(party.rank, OrderedDict()).setdefault(party.extra_key, deque())
-        line.append(future)
+    async def turn(self, place: Place, is_long: bool) -> AsyncIterator[None]:
+        """Inside, it is the turn of the grammar of ``place``, which has no turn and waits for none outside."""
+        future = place.future = asyncio.get_running_loop().create_future()
+        place.is_long = is_long
+        for party in place.parties:
+            self._line_up(place, party)
         self._begin()
         try:
             await future
             yield
         finally:
+            place.future = None
             if future.cancelled():
-                self._leave(party, is_long, future)
+                for party in place.parties:
+                    self._leave_line(place, party)
             else:
                 self._num_taken[is_long] -= 1
             self._begin()
+
+    def join(self, place: Place, party: Party) -> None:
+        """``party`` asks for it too."""
+        if party not in place.parties:
+            place.parties.add(party)
+            if place.future is not None and not place.future.done():
+                self._line_up(place, party)
+
+    def leave(self, place: Place, party: Party) -> None:
+        """``party`` does not ask for it any more; if it waits, another one does."""
+        place.parties.discard(party)
+        self._leave_line(place, party)
 
     def _begin(self) -> None:
         """Begin all turns that there are."""
@@ -63,25 +87,28 @@ class CompileTurns:
                 future.set_result(None)
 
     def _next(self, is_long: bool) -> asyncio.Future[None]:
-        """Whose turn it is, taken out of its line."""
+        """Whose turn it is, taken out of its lines."""
         lines = self._lines[is_long]
         rank = min(lines)
         extra_key, line = next(iter(lines[rank].items()))
-        future = line.popleft()
         lines[rank].move_to_end(extra_key)
-        self._drop_empty(rank, extra_key, is_long)
-        return future
+        place = line[0]
+        for party in place.parties:
+            self._leave_line(place, party)
+        assert place.future is not None
+        return place.future
 
-    def _leave(self, party: Party, is_long: bool, future: asyncio.Future[None]) -> None:
-        """One that has waited in vain; if it is still in line."""
-        line = self._lines[is_long].get(party.rank, OrderedDict()).get(party.extra_key, ())
-        if future in line:
-            self._lines[is_long][party.rank][party.extra_key].remove(future)
-            self._drop_empty(party.rank, party.extra_key, is_long)
+    def _line_up(self, place: Place, party: Party) -> None:
+        lines = self._lines[place.is_long].setdefault(party.rank, OrderedDict())
+        lines.setdefault(party.extra_key, deque()).append(place)
 
-    def _drop_empty(self, rank: int, extra_key: str, is_long: bool) -> None:
-        lines = self._lines[is_long]
-        if not lines[rank][extra_key]:
-            del lines[rank][extra_key]
-            if not lines[rank]:
-                del lines[rank]
+    def _leave_line(self, place: Place, party: Party) -> None:
+        """Out of the line of ``party``, if it is there."""
+        lines = self._lines[place.is_long]
+        line = lines.get(party.rank, OrderedDict()).get(party.extra_key, ())
+        if place in line:
+            lines[party.rank][party.extra_key].remove(place)
+            if not lines[party.rank][party.extra_key]:
+                del lines[party.rank][party.extra_key]
+            if not lines[party.rank]:
+                del lines[party.rank]

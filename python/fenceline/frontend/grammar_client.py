@@ -24,7 +24,7 @@ from fenceline.config import num_usable_cores
 from fenceline.config.engine_config import EngineConfig
 from fenceline.constrained.compile_server import Compiled, CompileJob, VocabularySource, serve
 from fenceline.constrained.spec import MAX_GRAMMAR_CHARS, GrammarSpec, max_whitespace
-from fenceline.frontend.compile_turns import CompileTurns, Party
+from fenceline.frontend.compile_turns import CompileTurns, Party, Place
 from fenceline.frontend.control import ControlClient
 from fenceline.frontend.request_types import RequestError, shutting_down
 from fenceline.frontend.tokenizer import Tokenizer
@@ -42,19 +42,24 @@ _Key = tuple[str, bytes]  # the kind, and the SHA-256 of the text, which may be 
 
 
 class _Grammar:
-    """One that is compiled, or being compiled. ``party``: who asked for it first. ``users``: requests that are being
-    prepared and will name it. ``is_queued``: it waits for its turn to be compiled."""
+    """One that is compiled, or being compiled. ``users``: how many requests of each party are being prepared and will
+    name it. ``place``: where it waits to be compiled; ``is_queued``: it does."""
 
-    __slots__ = ("is_queued", "key", "num_bytes", "number", "party", "ready", "users")
+    __slots__ = ("is_queued", "key", "num_bytes", "number", "place", "ready", "users")
 
     def __init__(self, key: _Key, number: int, party: Party) -> None:
         self.key = key
         self.number = number
-        self.party = party
+        self.place = Place(party)
         self.is_queued = True
         self.ready: asyncio.Task[None] | None = None
         self.num_bytes = 0
-        self.users = 0
+        self.users: Counter[Party] = Counter()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it can be named, or there will be none."""
+        return self.ready is not None and self.ready.done()
 
 
 class GrammarClient:
@@ -79,17 +84,23 @@ class GrammarClient:
         self._closed = False
 
     @contextmanager
-    def using(self) -> Iterator[list[_Grammar]]:
+    def using(self) -> Iterator[list[tuple[_Grammar, Party]]]:
         """While requests are prepared, the grammars that :meth:`number_of` adds to the list are not forgotten. Those
         that wait to be compiled and have no user any more are dropped."""
-        used: list[_Grammar] = []
+        used: list[tuple[_Grammar, Party]] = []
         try:
             yield used
         finally:
-            for grammar in used:
-                grammar.users -= 1
-                if grammar.users == 0 and grammar.is_queued and self._grammars.get(grammar.key) is grammar:
+            for grammar, party in used:
+                grammar.users[party] -= 1
+                if grammar.users[party] == 0:
+                    del grammar.users[party]
+                if grammar.is_done or party in grammar.users:
+                    continue
+                if grammar.is_queued and not grammar.users and self._grammars.get(grammar.key) is grammar:
                     self._drop(grammar)
+                else:
+                    self._turns.leave(grammar.place, party)
 
     def check_all(self, specs: Collection[GrammarSpec]) -> None:
         """:meth:`check` those of one body, and how many they are."""
@@ -112,7 +123,7 @@ class GrammarClient:
                 400, f"{spec.kind} has half a surrogate pair: it is not Unicode text", param=spec.kind
             ) from None
 
-    async def number_of(self, spec: GrammarSpec, party: Party, used: list[_Grammar]) -> int:
+    async def number_of(self, spec: GrammarSpec, party: Party, used: list[tuple[_Grammar, Party]]) -> int:
         """The number under which the scheduler knows the compiled ``spec``, at least until ``used``, of :meth:`using`,
         ends. ``party``: who asks for it. Raises RequestError: 400 with the reason where it cannot be compiled, 503
         where it could be later."""
@@ -122,8 +133,10 @@ class GrammarClient:
             raise RequestError(400, f"{spec.kind}: {reason}", param=spec.kind)
         grammar = self._grammars.get(key) or self._begin(key, spec, party)
         self._grammars.move_to_end(key)
-        grammar.users += 1
-        used.append(grammar)
+        grammar.users[party] += 1
+        used.append((grammar, party))
+        if not grammar.is_done:
+            self._turns.join(grammar.place, party)
         assert grammar.ready is not None
         # Others may wait for the same one: whoever leaves does not end it.
         try:
@@ -156,12 +169,13 @@ class GrammarClient:
         waiting = [grammar for grammar in self._grammars.values() if grammar.is_queued]
         if len(waiting) < MAX_WAITING:
             return
-        counts = Counter(grammar.party for grammar in waiting)
+        counts = Counter(one for grammar in waiting for one in grammar.place.parties)
         largest, most = counts.most_common(1)[0]
         if counts[party] + 1 >= most:
             raise _queue_full()
-        last = max((one for one in waiting if one.party == largest), key=lambda one: one.number)
-        self._drop(last)
+        theirs = [one for one in waiting if largest in one.place.parties]
+        # One that nobody else waits for, if there is one.
+        self._drop(max(theirs, key=lambda one: (len(one.place.parties) == 1, one.number)))
 
     def _drop(self, grammar: _Grammar) -> None:
         """It waits for its turn, and not any more."""
@@ -196,10 +210,10 @@ class GrammarClient:
     async def _compiled(self, process: CompileProcess, spec: GrammarSpec, grammar: _Grammar) -> Compiled:
         """What comes of ``spec`` when it is its turn."""
         for is_long in (False, True):
-            if is_long and grammar.users == 0:
+            if is_long and not grammar.users:
                 raise RequestError(503, f"{spec.kind}: whoever asked for it has left")
             grammar.is_queued = True
-            async with self._turns.turn(grammar.party, is_long):
+            async with self._turns.turn(grammar.place, is_long):
                 grammar.is_queued = False
                 made = await process.compile(spec, self._max_whitespace, is_short=not is_long)
             if not made.is_given_up:
@@ -224,7 +238,7 @@ class GrammarClient:
         for key, grammar in list(self._grammars.items()):
             if len(self._grammars) <= MAX_GRAMMARS and self._num_bytes <= MAX_GRAMMAR_BYTES:
                 return
-            if grammar.users == 0 and grammar.ready is not None and grammar.ready.done():
+            if not grammar.users and grammar.is_done:
                 del self._grammars[key]
                 self._num_bytes -= grammar.num_bytes
                 self._forgotten.append(grammar.number)
