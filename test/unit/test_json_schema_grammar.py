@@ -12,6 +12,7 @@ import pytest
 import xgrammar
 from json_schemas import generated_schema, problem
 
+import fenceline.constrained.compile
 from fenceline.constrained.compile import compile_grammar
 from fenceline.constrained.json_schema import SchemaError, enforced_schema
 from fenceline.constrained.patterns import check_pattern
@@ -162,6 +163,11 @@ def test_every_text_of_a_generated_schema_is_valid(seed: int) -> None:
         ("regex", "a(", "parenthesis"),
         ("regex", r"\bq", "not possible"),
         ("ebnf", 'root ::= "a" nope', "nope"),
+        (
+            "ebnf",
+            'root ::= "a" | [é-ü]\non"e ::= "é"*',
+            "EBNF",
+        ),  # the library cuts its message within a character
         ("structural_tag", '{"type": "structural_tag"}', "format"),
         (
             "structural_tag",
@@ -176,6 +182,19 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(
     with pytest.raises(ValueError, match=reason) as caught:
         _compiled(kind, text)
     assert ".cc" not in str(caught.value)
+
+
+@pytest.mark.parametrize("words", ["/src/a.cc:12: EBNF: wrong", "wrong", "[12:00:00] x.cc:3: EBNF: wrong "])
+def test_every_error_of_the_library_has_a_reason(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(fenceline.constrained.compile, "_compiled", fail)
+    with pytest.raises(ValueError, match="^(EBNF: )?wrong$"):
+        compile_grammar(_vocabulary(), GrammarSpec("regex", "a"), 2)
+    words = "std::bad_alloc"  # alternatives that are nested: each level doubles what they take
+    with pytest.raises(MemoryError):
+        compile_grammar(_vocabulary(), GrammarSpec("regex", "a"), 2)
 
 
 @pytest.mark.parametrize(

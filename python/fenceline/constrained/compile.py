@@ -49,7 +49,8 @@ def compile_grammar(
 ) -> bytes:
     """The compiled grammar, serialised. ``max_whitespace``: see :func:`spec.max_whitespace`.
 
-    Raises ValueError with the reason where it is wrong or would not be enforced.
+    Raises ValueError with the reason where it is wrong or would not be enforced, and MemoryError where it needs more
+    than there is.
     """
     import xgrammar
 
@@ -58,9 +59,10 @@ def compile_grammar(
         compiled = _compiled(compiler, spec, max_whitespace)
         data: str = compiled.serialize_json()
     except (
-        RuntimeError
-    ) as error:  # the library's only kind; what is before the last colon is of its source code
-        raise ValueError(str(error).strip().rpartition(".cc:")[2].partition(": ")[2].strip()[:500]) from error
+        RuntimeError,
+        UnicodeDecodeError,
+    ) as error:  # the library's only kind, and one that ends within a character
+        raise ValueError(_reason(error)) from error
     if len(data) > MAX_COMPILED_BYTES:
         raise ValueError(
             f"the compiled grammar has {len(data)} bytes, at most {MAX_COMPILED_BYTES} are taken: make lengths and "
@@ -70,6 +72,15 @@ def compile_grammar(
     if xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(mask) and not mask.any():
         raise ValueError("there is no text that satisfies it")
     return data.encode()
+
+
+def _reason(error: RuntimeError | UnicodeDecodeError) -> str:
+    """What the library says, without the place in its source code that it begins with. Raises MemoryError."""
+    text = error.object.decode(errors="replace") if isinstance(error, UnicodeDecodeError) else str(error)
+    if "bad_alloc" in text:
+        raise MemoryError from error
+    _, of_source, rest = text.strip().rpartition(".cc:")
+    return (rest.partition(": ")[2] if of_source else text).strip()[:500]
 
 
 def _compiled(
