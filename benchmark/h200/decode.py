@@ -7,7 +7,9 @@
 Requests decode in steady state in the scheduler's real loop, without HTTP. "step" is the wall time of a step without a
 profiler, "CPU" the loop's own part of it. The other figures come from a profile of --profiled steps: "busy" is the
 share of the time in which a kernel or a copy ran, from the first one's begin to the last one's end, and "kernels" how
-many there were in a step. Then the kernels follow that took most, with their calls and microseconds per step.
+many there were in a step. Then the kernels follow that took most, with their calls and microseconds per step. A kernel
+that begins before the one in front has ended is waiting for most of its time; "added" is what it needs after all others
+in front have ended, and these times sum to the busy part of the step.
 """
 
 from __future__ import annotations
@@ -56,20 +58,23 @@ def measure(engine: InProcessEngine, batch: int, args: argparse.Namespace) -> No
 
 def print_profile(result: profile, args: argparse.Namespace) -> None:
     """The rest of the line, and the table of kernels."""
-    times, calls = Counter[str](), Counter[str]()
+    times, added, calls = Counter[str](), Counter[str](), Counter[str]()
     busy_us = end = 0.0
     kernels = [event for event in result.events() if event.device_type == DeviceType.CUDA]
     for event in sorted(kernels, key=lambda event: event.time_range.start):
         first, last = event.time_range.start, event.time_range.end
-        busy_us += max(0.0, last - max(first, end))
+        own = max(0.0, last - max(first, end))
+        busy_us += own
+        added[event.name] += own
         end = max(end, last)
         times[event.name] += last - first
         calls[event.name] += 1
     span = end - min(event.time_range.start for event in kernels)
     print(f", busy {busy_us / span:.3f}, kernels {len(kernels) / args.profiled:.0f}")
-    print("| us a step | calls a step | kernel |\n|---|---|---|")
-    for name, total in times.most_common(args.most):
-        print(f"| {total / args.profiled:.1f} | {calls[name] / args.profiled:.1f} | {name[:_MOST_NAME]} |")
+    print("| added us a step | us | calls | kernel |\n|---|---|---|---|")
+    for name, own in added.most_common(args.most):
+        figures = (f"{value / args.profiled:.1f}" for value in (own, times[name], calls[name]))
+        print(f"| {' | '.join(figures)} | {name[:_MOST_NAME]} |")
 
 
 def main() -> None:
