@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from guarded_runs import (
     NUM_STEPS,
@@ -16,10 +18,15 @@ from guarded_runs import (
     trace_shape,
     unguarded,
 )
+from speculative_driver import EAGLE, STANDALONE, models
+from speculative_guards import run
 from step_traces import random_trace
 from trace_runner import first_difference, make_runner, play
 
+from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.memory_order import open_device
+
+__all__ = ["models"]  # a fixture
 
 
 @kinds
@@ -60,3 +67,13 @@ def test_padding_holds_however_late_a_stream_is(name: str) -> None:
     stream = {"schedule": device.schedule, "forward": device.forward, "copy": device.copy}[name]
     spin_after_points(stream, SHORT_SPIN_CYCLES)
     assert first_difference(play(runners("cuda", 16)[0], batches), play(runner, batches)) == ""
+
+
+@kinds
+@pytest.mark.parametrize(("algorithm", "draft"), [(EAGLE, "eagle"), (STANDALONE, "near")])
+def test_without_pads_the_last_batch_shows_in_speculative_steps(
+    kind: str, algorithm: SpeculativeAlgorithm, draft: str, models: dict[str, Path]
+) -> None:
+    expected, drafts = run(models, kind, algorithm=algorithm, draft=draft)
+    assert run(models, kind, algorithm=algorithm, draft=draft) == (expected, drafts)
+    assert run(models, kind, "arena_pad", algorithm=algorithm, draft=draft)[0] != expected

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from guarded_runs import (
@@ -14,11 +16,15 @@ from guarded_runs import (
     spin_before_copies,
     trace_shape,
 )
+from speculative_driver import models
+from speculative_guards import run
 from step_traces import random_trace, steady_trace
 from trace_runner import first_difference, make_runner, play
 
 from fenceline.memory_order import LeaseError, open_device
 from fenceline.model_executor.step import DecodeBatch
+
+__all__ = ["models"]  # a fixture
 
 
 @kinds
@@ -61,3 +67,12 @@ def test_a_result_that_is_no_copy_is_overwritten_by_the_next_replay(severed: str
     runner = make_runner(open_device("cuda"), trace_shape(16))
     got = play_spinning(runner, batches, 2, lambda device: spin_before_copies(device.copy), severed)
     assert bool(first_difference(expected, got)) == bool(severed)
+
+
+@kinds
+def test_a_draft_goes_on_from_the_hidden_states_of_its_own_step(kind: str, models: dict[str, Path]) -> None:
+    """Those of an earlier step change no token, but what is proposed."""
+    expected, drafts = run(models, kind)
+    assert run(models, kind) == (expected, drafts)
+    tokens, others = run(models, kind, "kept_hidden")
+    assert tokens == expected and others != drafts

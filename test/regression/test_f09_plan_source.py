@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from guarded_runs import check_random_steps, corruption, kinds, page_sizes, runners, trace_shape, unguarded
+from speculative_driver import EAGLE, STANDALONE, models
+from speculative_guards import run
 from step_traces import PLAIN, random_trace
 from trace_runner import play
 
+from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.memory_order import Role
 from fenceline.model_executor.decode_runner import plan_arrays
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import DecodeBatch, ScheduleBatch
 from fenceline.sampling.sampling_batch import sampling_arrays
 
+__all__ = ["models"]  # a fixture
 NUM_STEPS = {"cpu": 200, "cuda": 4000}
 
 
@@ -74,3 +79,12 @@ def test_lengths_derived_in_place_are_seen(kind: str) -> None:
     assert corruption(expected, runner, batches), "no token shows it"
     with pytest.raises(SourceChanged, match="plan_seq_lens"):
         play_watched(runner, batches)
+
+
+@kinds
+@pytest.mark.parametrize(("algorithm", "draft"), [(EAGLE, "eagle"), (STANDALONE, "near")])
+def test_the_lengths_of_a_drafts_forwards_are_not_those_of_the_step(
+    kind: str, algorithm: SpeculativeAlgorithm, draft: str, models: dict[str, Path]
+) -> None:
+    expected, _ = run(models, kind, algorithm=algorithm, draft=draft)
+    assert run(models, kind, "plan_source", algorithm=algorithm, draft=draft)[0] != expected

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from guarded_runs import SPIN_CYCLES, check_random_steps, page_sizes, raw, runners, trace_shape
+from scheduler_driver import answers
+from speculative_driver import models, requests
+from speculative_guards import make_guarded, run
 from step_traces import TraceShape, random_trace
 from trace_runner import first_difference, make_runner, play
 
@@ -15,6 +19,7 @@ from fenceline.memory_order import Device, Graph, GraphPool, open_device
 from fenceline.memory_order.cuda import CudaGraph
 from fenceline.model_executor.step import ForwardResult, StepOutput
 
+__all__ = ["models"]  # a fixture
 pytestmark = pytest.mark.gpu
 
 NUM = 1 << 20
@@ -175,3 +180,22 @@ def test_nothing_is_collected_in_the_middle_of_a_capture() -> None:
     graph.replay()
     device.synchronize()
     assert x.tolist() == [20_000.0] * 8
+
+
+def test_a_drafts_graphs_keep_their_memory(models: dict[str, Path]) -> None:
+    """While others use all memory that is free, and give it back to the driver, after each step."""
+    expected = run(models, "cuda")
+    driver, drafts = make_guarded(models, "cuda")
+    step, num_steps = driver.step, 0
+
+    def step_and_litter() -> None:
+        nonlocal num_steps
+        step()
+        num_steps += 1
+        for size in range(6):
+            torch.full((NUM >> 3 * size,), torch.nan, device="cuda")
+        if num_steps % 10 == 0:
+            torch.cuda.empty_cache()
+
+    driver.step = step_and_litter  # type: ignore[method-assign,assignment]
+    assert (answers(driver, requests(3, num=12)), drafts) == expected and num_steps > 10
