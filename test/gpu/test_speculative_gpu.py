@@ -8,6 +8,7 @@ import pytest
 import torch
 from speculative_step_cases import check_accept, check_begin, check_draws, check_hidden, check_keep
 
+from fenceline.layers.kernels.embed_join import JoinNorms, embed_and_join
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool, keys_and_values
 from fenceline.speculative.accept import accept
 from fenceline.speculative.kv_rows import KVMover, node_slots
@@ -164,3 +165,23 @@ def test_hidden_states_of_the_last_tokens(
 )
 def test_draws_of_drafts(size: int, num_known: int, vocab_size: int, dtype: torch.dtype) -> None:
     check_draws("cuda", size, num_known, vocab_size, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("embedding", "width"), [(4096, 4096), (2560, 2560), (40, 72)])
+def test_embeddings_beside_hidden_states(embedding: int, width: int, dtype: torch.dtype) -> None:
+    table, weights = (
+        torch.randn(300, embedding).to(dtype),
+        [torch.rand(n).to(dtype) for n in (embedding, width)],
+    )
+    for num_tokens in (1, 4, 33):
+        ids, hidden = torch.randint(0, 300, (num_tokens,)), torch.randn(num_tokens, width).to(dtype)
+        for norms in (None, JoinNorms(weights[0], weights[1], 1e-6)):
+            there = None if norms is None else JoinNorms(weights[0].cuda(), weights[1].cuda(), 1e-6)
+            joined = embed_and_join(ids.cuda(), table.cuda(), hidden.cuda(), there).cpu()
+            expected = embed_and_join(ids, table, hidden, norms)
+            if norms is None:
+                assert torch.equal(joined, expected)
+            else:
+                tolerance = 2 * torch.finfo(dtype).eps
+                torch.testing.assert_close(joined, expected, rtol=tolerance, atol=max(tolerance, 2e-5))

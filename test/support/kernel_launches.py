@@ -18,6 +18,8 @@ from fenceline.layers.kernels import (
     accesses,
     activation,
     decode_attention,
+    embed_join,
+    embed_join_triton,
     extend_attention,
     grouped_gemm,
     quantized_gemm,
@@ -57,6 +59,7 @@ def launches() -> Iterator[Launch]:
     yield from _draws()
     yield from _moves()
     yield from _begins()
+    yield from _joins()
     yield from _drafts()
     yield from _ends()
 
@@ -533,6 +536,20 @@ def _begins() -> Iterator[Launch]:
 
         operands = (rows, lens, table, _ids(size + 4), page_size, 2, *begun)
         yield Launch(f"begin_speculative_step of {size}x{num_rows}", step.BEGIN, operands, run)
+
+
+def _joins() -> Iterator[Launch]:
+    for tokens, size, width, has_norms in ((3, 40, 48, True), (2, 64, 64, False), (1, 100, 20, True)):
+        ids, table, hidden = torch.randperm(9)[:tokens], _random(9, size), _random(tokens, width)
+        weights = (_random(size), _random(width)) if has_norms else (None, None)
+
+        def run(pdl: bool, ids: Any, table: Any, hidden: Any, first: Any, second: Any, out: Any) -> None:
+            norms = None if first is None else embed_join.JoinNorms(first, second, 1e-6)
+            embed_join_triton.launch(ids, table, hidden, norms, out, pdl)
+
+        operands = (ids, table, hidden, *weights, torch.empty(tokens, size + width))
+        name = f"embed_and_join {tokens}x{size}"
+        yield Launch(name, embed_join.KERNEL, operands, run, waits_in=embed_join_triton)
 
 
 def _drafts() -> Iterator[Launch]:

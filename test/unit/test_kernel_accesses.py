@@ -14,7 +14,7 @@ import torch
 from kernel_surroundings import Launch, check, check_forgetting
 from triton_interpreter import interpreted_logarithms, outcomes_of, print_outcomes, set_up_interpreter
 
-from fenceline.layers.kernels import accesses
+from fenceline.layers.kernels import accesses, embed_join
 from fenceline.memory_order.kernel import Kernel
 from fenceline.model_executor.kernels import decode_prologue
 from fenceline.sampling.kernels import sample
@@ -23,7 +23,7 @@ from fenceline.speculative.kernels import step
 
 LAYERS = [value for value in vars(accesses).values() if isinstance(value, Kernel)]
 STEP = (step.BEGIN, step.KEEP, step.ACCEPT, step.HIDDEN)
-OTHERS = (decode_prologue.KERNEL, sample.PIECES, sample.COMBINE, kv_rows.KERNEL, *STEP)
+OTHERS = (embed_join.KERNEL, decode_prologue.KERNEL, sample.PIECES, sample.COMBINE, kv_rows.KERNEL, *STEP)
 KERNELS = [kernel.name for kernel in (*LAYERS, *OTHERS)]
 PROGRAMMATIC = [
     "rms_norm",
@@ -32,6 +32,7 @@ PROGRAMMATIC = [
     "skinny_linear",
     "quantized_linear",
     "decode_attention",
+    "embed_and_join",
 ]
 KINDS = {
     "among_garbage": KERNELS,

@@ -31,6 +31,7 @@ PROGRAMMATIC = (
     "_rms_norm_kernel",
     "_silu_and_mul_kernel",
     "_rotate_and_store_kernel",
+    "_embed_and_join_kernel",
     "_one_row_kernel",
     "_rows_kernel",
 )
@@ -64,7 +65,7 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from fenceline.layers.kernels import activation, quantized_gemm, rms_norm, rotate_store
+    from fenceline.layers.kernels import activation, embed_join_triton, quantized_gemm, rms_norm, rotate_store
     from fenceline.model_executor.kernels import decode_prologue_triton
     from fenceline.sampling.kernels import sample_triton
 
@@ -77,6 +78,8 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
         "HAS_NORMS": True,
         "ROUNDS": False,
     }
+    joined = {"EMBEDDING": 4096, "HIDDEN": 4096, "BLOCK": 4096, "HAS_NORMS": True}
+    of_draft = dict.fromkeys(("table", "hidden", "embeddings_norm", "hidden_norm", "out"), "*bf16")
     unused = {"thresholds": None, "maxima": None, "ROWS_EACH": 1}
     product = {"K": 4096, "HAS_NORM": True, "HAS_BIAS": True, "ADD": False, "GATED": True, "BLOCK_N": 16}
     one = {**product, "INT4": True, "GROUP": 128, "BLOCK_K": 512, "ROWS": 1}
@@ -103,6 +106,7 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
     )
     for kernel, warps, constants, types in (
         (rms_norm._rms_norm_kernel, 16, {"SIZE": 4096, "BLOCK": 4096, "ROWS": 1}, {}),
+        (embed_join_triton._embed_and_join_kernel, 16, joined, of_draft),
         (activation._silu_and_mul_kernel, 4, {"SIZE": 12_288, "BLOCK": 1024, "GELU": False}, {}),
         (activation._silu_and_mul_kernel, 4, {"SIZE": 12_288, "BLOCK": 1024, "GELU": True}, {}),
         (rotate_store._rotate_and_store_kernel, 1, heads, {}),
@@ -136,9 +140,9 @@ ARGUMENTS = {
     **dict.fromkeys(("num_rows", "num_out"), "i32"),
     **dict.fromkeys(("x", "weight", "out", "gate_up", "qkv", "logits"), "*bf16"),
     **dict.fromkeys(("q_weight", "k_weight", "k_cache", "v_cache"), "*bf16"),
-    **dict.fromkeys(("table", "temperatures", "noise_scales", "best_scores"), "*fp32"),
+    **dict.fromkeys(("table", "temperatures", "noise_scales", "best_scores", "largest"), "*fp32"),
     **dict.fromkeys(("page_table", "best_ids"), "*i32"),
-    **dict.fromkeys(("num_rows", "size", "max_pages"), "i32"),
+    **dict.fromkeys(("num_rows", "size", "max_pages", "ahead"), "i32"),
     "eps": "fp32",
 }
 

@@ -505,7 +505,7 @@ class SpeculativeRunner(GraphRunner):
             if plans.two is not None:
                 self._compute_two(plans, plans.two, lens[:0])
             return
-        hidden = state.hidden[rows, 0]
+        hidden = state.hidden[:, 0].index_select(0, rows)
         logits = self._first_logits(plans, hidden)
         first = int(plans.two is not None)  # the row in which the draft's next forward lies
         names = ("draft_ids", "draft_positions", "draft_slots")

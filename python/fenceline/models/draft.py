@@ -13,6 +13,7 @@ from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.context import LayerContext
 from fenceline.layers.decoder_layer import DecoderLayer
 from fenceline.layers.forward_batch import ForwardBatch
+from fenceline.layers.kernels.embed_join import JoinNorms, embed_and_join
 from fenceline.layers.linear import VocabParallelEmbedding
 from fenceline.layers.rotary import RotaryEmbedding, make_rotary
 from fenceline.layers.weight import RMSNorm, WeightSlots, fill_slots
@@ -141,6 +142,7 @@ class SharingDraft(DraftModel):
         self.hidden_size = model.hidden_size
         self.num_heads = model.num_heads
         self.target = target
+        self.kernels = context.kernels
         self.rotary = _rotary(model, target)
         head_size = config.draft_vocab_size or model.vocab_size
         self.embed_tokens = self._table("embed_tokens", model.vocab_size, target.embed_tokens, context, names)
@@ -148,6 +150,19 @@ class SharingDraft(DraftModel):
 
     def logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return self.lm_head.logits(hidden_states, self.head_norm, out)
+
+    def joined(
+        self, ids: torch.Tensor, hidden_states: torch.Tensor, norms: JoinNorms | None = None
+    ) -> torch.Tensor:
+        """The embeddings of ``ids`` [T] and ``hidden_states`` [T, hidden_size] side by side, through ``norms``."""
+        table = self.embed_tokens
+        if table.shard.size == 1 and table.embedding_scale == 1.0:
+            return embed_and_join(ids, table.weight.data, hidden_states, norms)
+        embedded = table.forward(ids)
+        if norms is not None:
+            embedded = self.kernels.rms_norm(embedded, norms.embeddings, norms.eps)
+            hidden_states = self.kernels.rms_norm(hidden_states, norms.hidden, norms.eps)
+        return torch.cat((embedded, hidden_states), dim=-1)
 
     def _table(
         self,

@@ -39,7 +39,7 @@ class EagleDraft(SharingDraft):
     def forward(
         self, batch: ForwardBatch, hidden_states: torch.Tensor, step: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self.fc.forward(torch.cat((self.embed_tokens.forward(batch.input_ids), hidden_states), dim=-1))
+        x = self.fc.forward(self.joined(batch.input_ids, hidden_states))
         for layer in self.layers:
             x = layer.forward(x, batch)
         return self.logits(batch.logits_rows(x), batch.logits_out), x

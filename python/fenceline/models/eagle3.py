@@ -11,6 +11,7 @@ from fenceline.layers.branch import BranchNorms
 from fenceline.layers.context import LayerContext
 from fenceline.layers.decoder_layer import DecoderLayer, GatedMLP, SelfAttention
 from fenceline.layers.forward_batch import ForwardBatch
+from fenceline.layers.kernels.embed_join import JoinNorms
 from fenceline.layers.linear import ReplicatedLinear
 from fenceline.layers.weight import WeightSlots, whole
 from fenceline.models.decoder import CausalLM
@@ -55,8 +56,8 @@ class Eagle3Draft(SharingDraft):
     def forward(
         self, batch: ForwardBatch, hidden_states: torch.Tensor, step: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        embedded = self.input_norm.forward(self.embed_tokens.forward(batch.input_ids))
-        both = torch.cat((embedded, self.hidden_norm.forward(hidden_states)), dim=-1)
+        norms = JoinNorms(self.input_norm.weight, self.hidden_norm.weight, self.input_norm.eps)
+        both = self.joined(batch.input_ids, hidden_states, norms)
         attention = self.midlayer.self_attn
         attended = attention.attend(attention.project(both, batch), batch)
         x = self.midlayer.mlp.forward(attention.add_output(hidden_states.clone(), batch, attended), batch)

@@ -1,0 +1,83 @@
+"""What a draft's first product reads: embeddings and hidden states side by side, in one launch.
+
+It has a reference of torch operators (cpu, vgpu) and a Triton kernel (cuda) that is imported when first used.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from fenceline.layers.kernels.base import TorchLayerKernels
+from fenceline.memory_order.kernel import Kernel, KernelAccesses, is_watched
+
+_TORCH = TorchLayerKernels()
+
+
+class JoinNorms(NamedTuple):
+    """The weights of RMSNorms of embeddings and of hidden states, [E] and [H]."""
+
+    embeddings: torch.Tensor
+    hidden: torch.Tensor
+    eps: float
+
+
+def _accesses(
+    op: KernelAccesses,
+    ids: torch.Tensor,
+    table: torch.Tensor,
+    hidden: torch.Tensor,
+    embeddings_norm: torch.Tensor | None,
+    hidden_norm: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    op.read(embeddings_norm)
+    op.read(hidden_norm)
+    op.wait()
+    op.start_dependents()
+    op.read(table, ids)
+    op.read(hidden)
+    op.write(out)
+
+
+KERNEL = Kernel("embed_and_join", _accesses)
+
+
+def embed_and_join(
+    ids: torch.Tensor, table: torch.Tensor, hidden: torch.Tensor, norms: JoinNorms | None = None
+) -> torch.Tensor:
+    """Row t is ``table[ids[t]]``, then ``hidden[t]``, each through its norm if there are ``norms``: [T, E + H], new.
+
+    ``ids`` [T] int64 within the table, not checked; ``table`` [V, E] and ``hidden`` [T, H] contiguous, of one dtype.
+    Current stream, one launch on CUDA, no host synchronisation, fit for capture.
+    """
+    out = hidden.new_empty(len(ids), table.shape[1] + hidden.shape[1])
+    if ids.is_cuda:
+        from fenceline.layers.kernels.embed_join_triton import launch
+
+        launch(ids, table, hidden, norms, out, torch.cuda.get_device_capability(ids.device) >= (9, 0))
+        return out
+
+    def compute(
+        ids: torch.Tensor,
+        table: torch.Tensor,
+        hidden: torch.Tensor,
+        embeddings_norm: torch.Tensor | None,
+        hidden_norm: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        embedded = F.embedding(ids, table)
+        if norms is not None and embeddings_norm is not None and hidden_norm is not None:
+            embedded = _TORCH.rms_norm(embedded, embeddings_norm, norms.eps)
+            hidden = _TORCH.rms_norm(hidden, hidden_norm, norms.eps)
+        torch.cat((embedded, hidden), dim=-1, out=out)
+
+    weights = (None, None) if norms is None else (norms.embeddings, norms.hidden)
+    operands = (ids, table, hidden, *weights, out)
+    if is_watched(ids.device):
+        KERNEL.launch(compute, *operands)
+    else:
+        compute(*operands)
+    return out
