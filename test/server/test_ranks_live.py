@@ -16,6 +16,7 @@ import psutil
 import pytest
 from demo_requests import prompts
 from live_server import WAIT_S, WATCHDOG_S, LiveServer, scheduler_state, wait_for
+from model_parity import save_checkpoint
 from scheduler_driver import answers, make_model_driver, request
 
 RANKS = ("--device", "cpu", "--tp-size", "2", "--page-size", "16")
@@ -44,6 +45,23 @@ def generate_body(ids: list[int], params: dict[str, object]) -> dict[str, object
     sampling = {**params, "max_new_tokens": 20, "ignore_eos": True}
     sampling["sampling_seed"] = sampling.pop("seed", 0)
     return {"input_ids": ids, "sampling_params": sampling}
+
+
+def test_ranks_with_experts_of_their_own_answer_as_one(tmp_path: Path) -> None:
+    save_checkpoint("qwen3-moe", tmp_path)
+    flags: dict[str, object] = {"model_path": str(tmp_path), "max_total_tokens": 1024}
+    prompts = [[(7 * i + j) % 50 for j in range(30)] for i in range(6)]
+    params = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
+    reqs = [request(f"r{i}", ids, **params) for i, ids in enumerate(prompts)]
+    expected = answers(make_model_driver(**flags), reqs)
+    argv = ["--model-path", str(tmp_path), "--skip-tokenizer-init", "--max-total-tokens", "1024"]
+    with LiveServer.real(*argv, "--dtype", "float32", *RANKS, "--ep-size", "2") as server:
+        server.wait_ready()
+        asked = [
+            server.post_in_thread({"input_ids": ids, "sampling_params": params | {"sampling_seed": 0}})
+            for ids in prompts
+        ]
+        assert [answer.result(WAIT_S).json()["output_ids"] for answer in asked] == expected
 
 
 def test_answers_are_those_of_one_rank(ranks: LiveServer) -> None:

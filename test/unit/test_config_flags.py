@@ -40,7 +40,7 @@ THREAD_COMMANDS = {
         " --hicache-ratio 2.0 --hicache-size 64 --hicache-write-policy write_through --hicache-io-backend kernel"
         " --attention-backend fa3 --decode-attention-backend flashinfer --chunked-prefill-size 8192 --page-size 64"
         " --enable-cache-report --trust-remote-code --port 8000",
-        ["--ep 8"],
+        [],
     ),
     "sparse": (
         "--model-path any-model --dense-as-sparse --attention-backend minicpm_flashinfer",
@@ -204,7 +204,10 @@ def refusal_or_empty(argv: list[str]) -> str:
         ("--load-format gguf", "--load-format gguf: not available, convert the weights to safetensors and"),
         ("--port", "--port: expected one argument"),
         ("--config /nowhere.yaml", "--config /nowhere.yaml: cannot be read"),
-        ("--ep 2 --pp 2", "--ep 2, --pp 2: not available, this server runs one model on one host: leave it"),
+        (
+            "--pp 2 --pp-size 2",
+            "--pp 2, --pp-size 2: not available, this server runs one model on one host: leave it",
+        ),
     ],
 )
 def test_wrong_command_lines_are_answered_with_one_line(argv: str, message: str) -> None:
@@ -251,7 +254,7 @@ def test_yaml_file_gives_values_and_the_command_line_wins(tmp_path: Path) -> Non
         ("port: [1, 2]", "--port [1, 2]: expected a whole number"),
         ("host: [a]", "--host ['a']: expected a text"),
         ("host: null", "--host None: expected a text"),
-        ("ep: 4", "--ep 4: not available, this server runs one model on one host"),
+        ("pp: 4", "--pp 4: not available, this server runs one model on one host"),
         ("enable-lora: true", "--enable-lora: not available, merge the adapter"),
         ("max_model_len: 4096", "max_model_len is another server's setting: use --context-length"),
         ("tensor_paralel_size: 2", "unknown setting tensor_paralel_size"),
@@ -275,7 +278,7 @@ def test_keyword_arguments_are_judged_like_flags() -> None:
     args = ServerArgs.from_kwargs({"model_path": "demo", "tp_size": 1, "enable_lora": False, "page_size": 16})
     assert args == ServerArgs(model_path="demo", page_size=16)
     for values, message in [
-        ({"ep_size": 4}, "--ep-size 4: not available"),
+        ({"pp_size": 4}, "--pp-size 4: not available"),
         ({"enable_lora": True}, "--enable-lora: not available"),
         (
             {"gpu_memory_utilization": 0.9},
@@ -298,7 +301,7 @@ def test_reference_page_is_fresh() -> None:
 @pytest.mark.parametrize("command", [["fenceline.launch_server"], ["fenceline", "serve"]])
 def test_wrong_flag_ends_the_process_with_status_2_and_one_line(command: list[str]) -> None:
     result = subprocess.run(
-        [sys.executable, "-m", *command, "--model", "m", "--ep", "4"],
+        [sys.executable, "-m", *command, "--model", "m", "--pp", "4"],
         capture_output=True,
         text=True,
         timeout=60,
@@ -306,7 +309,7 @@ def test_wrong_flag_ends_the_process_with_status_2_and_one_line(command: list[st
     assert result.returncode == 2
     assert result.stdout == ""
     assert len(result.stderr.splitlines()) == 1
-    assert "error: --ep 4: not available, this server runs one model on one host" in result.stderr
+    assert "error: --pp 4: not available, this server runs one model on one host" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -465,6 +465,37 @@ def test_ranks_divide_the_mlps_that_are_there(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ("--tp-size 2 --ep-size 2", ""),
+        ("--tp 4 --expert-parallel-size 2", ""),
+        ("--tp-size 4 --ep-size 4", ""),
+        ("--tp-size 4", "features, which it does not divide; use 1, 2$"),
+        ("--tp-size 2 --ep-size 4", "--ep-size 4: experts are split over the ranks of --tp-size, which is 2"),
+        ("--ep-size 2", "of --tp-size, which is 1"),
+        ("--tp-size 3 --ep-size 3", "--ep-size 3: this model has 4 experts, which it does not divide"),
+        ("--ep-size 0", "--ep-size 0: must be at least 1"),
+    ],
+)
+def test_experts_are_split_over_ranks_that_they_fit(model_dir: Path, flags: str, message: str) -> None:
+    """Experts of 18 features have two parts at most, whole ones any number."""
+    moe = {
+        "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 18, "mlp_only_layers": [],
+    }  # fmt: skip
+    path = model_dir / "config.json"
+    dense = path.read_text()
+    path.write_text(json.dumps(json.loads(dense) | moe))
+    args = ["--model-path", str(model_dir), "--device", "cpu", *flags.split()]
+    if not message:
+        assert resolve(parse_args(args), cuda_probe=lambda: False).server_args.ep_size > 1
+        path.write_text(dense)
+        message = "--ep-size .: this model has no experts; leave it out"
+    with pytest.raises(ConfigError, match=message):
+        resolve(parse_args(args), cuda_probe=lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
         ("--tp-size 0", "--tp-size 0: must be at least 1"),
         ("--tp-size 3", "--tp-size 3: this model has 4 attention heads, 2 key/value heads and MLPs of 96"
          " features, which it does not divide; use 1, 2, 4"),

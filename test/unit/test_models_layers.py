@@ -12,6 +12,7 @@ import torch
 import transformers
 from model_parity import CHECKPOINTS, PagedModel, save_checkpoint
 from ranks import Ranks
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -182,6 +183,33 @@ def test_ranks_together_compute_what_one_does(name: str, size: int, tmp_path: Pa
     for logits in ranks.run(lambda rank: run_steps(models[rank])):
         for ours, reference in zip(logits, expected, strict=True):
             torch.testing.assert_close(ours, reference, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("qwen3-moe-mixed", "num_experts"), ("qwen2-moe", "num_experts"), ("glm4-moe", "n_routed_experts")],
+)
+@pytest.mark.parametrize(("size", "ep_size"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("spread", ["as they fall", "all to the same"])
+def test_experts_split_over_ranks_compute_what_one_rank_does(
+    name: str, number: str, size: int, ep_size: int, spread: str, tmp_path: Path
+) -> None:
+    """A router without weights sends all tokens to the same experts: one rank has all the work, others have none."""
+    save_checkpoint(name, tmp_path, FOURFOLD | {number: 8} if size == 4 else {number: 8})
+    for path in tmp_path.glob("*.safetensors") if spread == "all to the same" else ():
+        tensors = load_file(path)
+        for key in (key for key in tensors if key.endswith(".gate.weight")):
+            tensors[key].zero_()
+        save_file(tensors, path, metadata={"format": "pt"})
+    expected = run_steps(PagedModel(tmp_path, 16, "cpu"))
+    ranks = Ranks(size)
+    shards = [replace(shard, ep_size=ep_size) for shard in ranks.shards]
+    models = [PagedModel(tmp_path, 16, "cpu", context=context_of(shard)) for shard in shards]
+    for logits in ranks.run(lambda rank: run_steps(models[rank])):
+        for ours, reference in zip(logits, expected, strict=True):
+            torch.testing.assert_close(ours, reference, atol=1e-4, rtol=1e-4)
+    whole = PagedModel(tmp_path, 16, "cpu").model.nbytes
+    assert max(paged.model.nbytes for paged in models) < whole
 
 
 def test_ranks_hold_parts_of_the_same_dummy_weights(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ _AT_LEAST_ONE = (
     "stream_interval",
     "decode_log_interval",
     "tp_size",
+    "ep_size",
     "nnodes",
     "dp_size",
 )
@@ -219,6 +220,11 @@ def _check_kv_cache(args: ServerArgs) -> None:
 def _check_ranks(args: ServerArgs) -> None:
     """What does not work with several ranks yet."""
     _check_nodes(args)
+    _require(
+        args.tp_size % args.ep_size == 0,
+        f"--ep-size {args.ep_size}: experts are split over the ranks of --tp-size, which is {args.tp_size} and no"
+        " multiple of it",
+    )
     if args.tp_size == 1:
         return
     many = f"--tp-size {args.tp_size} does not go with"

@@ -338,6 +338,10 @@ def _tree_size(args: ServerArgs, draft: DraftConfig, num_steps: int, topk: int) 
 def _check_ranks(args: ServerArgs, device: str, model: ModelConfig) -> None:
     """Refuse a number of ranks that the model cannot be split over."""
     size, heads, kv_heads = args.tp_size, model.num_heads, model.num_kv_heads
+    experts, groups = model.experts, args.ep_size
+    if groups > 1 and (experts is None or experts.num_experts % groups):
+        what = "no experts" if experts is None else f"{experts.num_experts} experts, which it does not divide"
+        raise ConfigError(f"--ep-size {groups}: this model has {what}; leave it out or choose another")
     if args.dp_size > 1 and device != "cpu":
         raise ConfigError(
             f"--dp-size {args.dp_size} runs on a CPU only so far: use --device cpu, or start more servers"
@@ -346,11 +350,17 @@ def _check_ranks(args: ServerArgs, device: str, model: ModelConfig) -> None:
         return
     if device != "cpu":
         raise ConfigError(f"--tp-size {size} runs on a CPU only so far: use --device cpu, or --tp-size 1")
+    if groups > 1 and model.architecture == "GptOssForCausalLM":
+        raise ConfigError(
+            f"--ep-size {groups}: experts that are stored together are split by features alone: leave it out"
+        )
     possible = [
         n
         for n in range(1, heads + 1)
         if heads % n == 0
-        and all(size % n == 0 for size in model.mlp_sizes)
+        and all(size % n == 0 for size in model.plain_mlp_sizes)
+        and n % groups == 0
+        and (experts is None or experts.intermediate_size % (n // groups) == 0)
         and (kv_heads % n == 0 or (n > kv_heads and n % kv_heads == 0))
     ]
     if size not in possible:

@@ -115,13 +115,18 @@ class ModelConfig:
 
     @property
     def mlp_sizes(self) -> tuple[int, ...]:
-        """The intermediate sizes of all its MLPs, dense, experts' and shared ones."""
+        """The intermediate sizes of all its MLPs, dense, shared and experts' ones."""
+        experts = self.experts
+        return self.plain_mlp_sizes if experts is None else (*self.plain_mlp_sizes, experts.intermediate_size)
+
+    @property
+    def plain_mlp_sizes(self) -> tuple[int, ...]:
+        """Those of MLPs that all tokens go through."""
         experts = self.experts
         if experts is None:
             return (self.intermediate_size,)
         dense = (self.intermediate_size,) if experts.dense_layers & set(range(self.num_layers)) else ()
-        shared = (experts.shared_size,) if experts.shared_size else ()
-        return (*dense, experts.intermediate_size, *shared)
+        return (*dense, experts.shared_size) if experts.shared_size else dense
 
     @property
     def active_mlp_size(self) -> int:

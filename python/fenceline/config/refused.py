@@ -43,8 +43,7 @@ _TLS = "put a TLS proxy in front of the server and leave it out"
 
 REFUSED: Mapping[str, Refusal] = {
     **_same(
-        "--ep --ep-size --expert-parallel-size --pp --pp-size"
-        " --pipeline-parallel-size --moe-dense-tp-size --attn-cp-size",
+        "--pp --pp-size --pipeline-parallel-size --moe-dense-tp-size --attn-cp-size",
         Refusal(_PARALLEL, ("1",)),
     ),
     **_same("--base-gpu-id", Refusal(_PARALLEL, ("0",))),

@@ -486,6 +486,14 @@ class ServerArgs:
         group=_RUNTIME,
         aliases=("--tensor-parallel-size", "--tp"),
     )
+    ep_size: int = flag(
+        1,
+        "Parts that the experts of a mixture are split into (expert parallelism): --tp-size / --ep-size ranks have one "
+        "part, and where that is more than one rank each has a share of its experts' features. It must divide "
+        "--tp-size and the number of experts. 1 splits the features of every expert over all ranks.",
+        group=_RUNTIME,
+        aliases=("--expert-parallel-size", "--ep"),
+    )
     dp_size: int = flag(
         1,
         "Replicas of the model, each with --tp-size ranks and a KV cache of its own, behind one server (data "

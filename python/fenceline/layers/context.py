@@ -26,9 +26,11 @@ class Shard:
     rank: int = 0
     size: int = 1
     communicator: Communicator | None = None
+    ep_size: int = 1  # parts of a mixture's experts; ``size / ep_size`` ranks share the features of one
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size, f"rank {self.rank} of {self.size}"
+        assert self.size % self.ep_size == 0, f"{self.ep_size} parts for {self.size} ranks"
 
     def divide(self, total: int, what: str) -> int:
         """``total / size``. Raises ``ValueError`` naming ``what`` if ``size`` does not divide it."""

@@ -101,7 +101,8 @@ class SharedExpert:
 
 class ExpertsMLP(Branch):
     """x += sum of weight * expert(norm(x)) over each token's experts, + shared(norm(x)). Each rank holds a part of the
-    features of every expert, so one sum over the ranks completes the result."""
+    features of every expert, or with --ep-size of some of them, and sees all tokens. It adds up what its part gives, so
+    one sum over the ranks completes the result, however the tokens are spread over the experts."""
 
     def __init__(
         self,
@@ -115,10 +116,22 @@ class ExpertsMLP(Branch):
         experts, hidden_size = config.experts, config.hidden_size
         self.names, self.shard, self._kernels = names, context.shard, context.kernels
         self.full_size = experts.intermediate_size
-        self.size = self.shard.divide(self.full_size, "expert features")
+        # This rank's experts, and its part of their features.
+        group, part = divmod(self.shard.rank, num_parts := self.shard.size // self.shard.ep_size)
+        num_own = experts.num_experts // self.shard.ep_size
+        self.own = range(group * num_own, (group + 1) * num_own)
+        assert num_own * self.shard.ep_size == experts.num_experts, "the flags have been checked"
+        assert not (names.together and self.shard.ep_size > 1), "the flags have been checked"
+        if self.full_size % num_parts:
+            raise ValueError(
+                f"expert features {self.full_size} cannot be split over {num_parts} ranks; choose a tensor-parallel"
+                " size that divides them"
+            )
+        self.size = self.full_size // num_parts
+        self.start = part * self.size
         self.router = Router(experts, hidden_size, names, context.kernels)
-        self.gate_up = torch.empty(experts.num_experts, 2 * self.size, hidden_size, dtype=context.dtype)
-        self.down = torch.empty(experts.num_experts, hidden_size, self.size, dtype=context.dtype)
+        self.gate_up = torch.empty(num_own, 2 * self.size, hidden_size, dtype=context.dtype)
+        self.down = torch.empty(num_own, hidden_size, self.size, dtype=context.dtype)
         self.shared = SharedExpert(config, experts.shared_size, names, context) if names.shared else None
         self.limit, self.mxfp4 = experts.limit, experts.mxfp4
         self.gate_up_bias = self.down_bias = None
@@ -129,6 +142,8 @@ class ExpertsMLP(Branch):
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         h = x if self.input_norm is None else self.input_norm.forward(x)
         routing = self.router.forward(h, batch.out_slots, batch.kv_pool.page_size)
+        if self.shard.ep_size > 1:
+            routing = routing.of_experts(self.own)
         gated = self._kernels.grouped_product(
             h, self.gate_up, routing, gated=True, bias=self.gate_up_bias, limit=self.limit
         )
@@ -145,12 +160,21 @@ class ExpertsMLP(Branch):
         slots = self.router.weight_slots(prefix)
         if self.names.together:
             return slots | self._slots_together(f"{prefix}experts.")
-        start, hidden_size, names = self.shard.rank * self.size, self.down.shape[1], self.names
-        for expert in range(self.gate_up.shape[0]):
+        start, hidden_size, names = self.start, self.down.shape[1], self.names
+        # Of other ranks' experts no part is taken.
+        nothing = torch.empty(0, dtype=self.down.dtype)
+        for expert in range(self.router.experts.num_experts):
             inside = f"{prefix}experts.{expert}."
-            for name, rows in zip((names.gate, names.up), self.gate_up[expert].split(self.size), strict=True):
+            if expert not in self.own:
+                wide, tall = (self.full_size, hidden_size), (hidden_size, self.full_size)
+                for name in (names.gate, names.up):
+                    slots[f"{inside}{name}.weight"] = WeightSlot(nothing.view(0, hidden_size), wide)
+                slots[f"{inside}{names.down}.weight"] = WeightSlot(nothing.view(0, self.full_size), tall)
+                continue
+            index = self.own.index(expert)
+            for name, rows in zip((names.gate, names.up), self.gate_up[index].split(self.size), strict=True):
                 slots[f"{inside}{name}.weight"] = WeightSlot(rows, (self.full_size, hidden_size), 0, start)
-            down = WeightSlot(self.down[expert], (hidden_size, self.full_size), 1, start)
+            down = WeightSlot(self.down[index], (hidden_size, self.full_size), 1, start)
             slots[f"{inside}{names.down}.weight"] = down
         return slots if self.shared is None else slots | self.shared.weight_slots(prefix)
 

@@ -277,7 +277,7 @@ def _meet_ranks(config: EngineConfig, ports: PortArgs, rank: int, device: Device
         from fenceline.distributed.gloo import GlooBackend
 
         backend = GlooBackend(rank, num_ranks, meeting, interface)
-    return Shard(rank, num_ranks, Communicator("tp", device, device.forward, backend))
+    return Shard(rank, num_ranks, Communicator("tp", device, device.forward, backend), args.ep_size)
 
 
 class _Nodes:

@@ -77,6 +77,11 @@ class Routing:
         ends = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
         return cls(ids, weights, order, ends)
 
+    def of_experts(self, own: range) -> Routing:
+        """The pairs of the experts ``own`` alone, which are numbered from 0; the others have no expert."""
+        ids = self.ids - own.start
+        return Routing.group(ids.masked_fill((ids < 0) | (ids >= len(own)), len(own)), self.weights, len(own))
+
 
 class LayerKernels(ABC):
     """All run on the current stream and never make the host wait. Activations are contiguous [T, features] in the
