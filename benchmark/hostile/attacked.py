@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import random
 import resource
 import socket
 import subprocess
@@ -15,14 +17,14 @@ from pathlib import Path
 from typing import Self
 
 import psutil
-from wire import HOST, KEY
+from wire import HOST, KEY, exchange, post
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
-# A pool that is small enough to be in use early, so that later growth of memory is due to the attack.
-FLAGS = ("--model-path", "demo", "--device", "cpu", "--max-total-tokens", "20000", "--random-seed", "0")
+POOL_TOKENS, PROMPT_TOKENS = 20000, 3900
+FLAGS = ("--model-path", "demo", "--device", "cpu", "--max-total-tokens", str(POOL_TOKENS))
 # A line for each probe would hide how fast an attacker fills the log.
-FLAGS += ("--log-level-http", "warning")
+FLAGS += ("--log-level-http", "warning", "--random-seed", "0")
 
 
 class AttackedServer:
@@ -36,6 +38,7 @@ class AttackedServer:
     ) -> None:
         self.port = _free_port()
         self._nofile = nofile
+        self._python_path = python_path
         self._folder = tempfile.TemporaryDirectory(prefix="fenceline-hostile-", ignore_cleanup_errors=True)
         self.folder = Path(self._folder.name)
         self.log = self.folder / "server.log"
@@ -81,6 +84,19 @@ class AttackedServer:
                 self._stop()
                 raise SystemExit(f"the server did not start:\n{self.log_text()[-4000:]}")
             time.sleep(0.1)
+
+    def fill_cache(self) -> None:
+        """Have the whole KV cache written once, 82 MB, so that later growth of memory is due to the attack. Nothing for
+        a program of one's own."""
+        if self._python_path.is_file():
+            return
+        rng = random.Random(0)
+        num_prompts = -(-POOL_TOKENS // PROMPT_TOKENS)
+        prompts = [[rng.randrange(300, 1000) for _ in range(PROMPT_TOKENS)] for _ in range(num_prompts)]
+        data = post("/generate", {"input_ids": prompts, "sampling_params": {"max_new_tokens": 1}})
+        answer = asyncio.run(exchange(self.port, data, START_TIMEOUT_S))
+        if isinstance(answer, str) or answer.status != 200:
+            raise SystemExit(f"the server did not answer: {answer}")
 
     def _limit(self) -> None:
         if self._nofile is not None:
