@@ -41,9 +41,10 @@ from fenceline.layers.kernels.skinny_table import (
     SkinnyTable,
     choice_to_json,
     load_table,
+    shared_bytes,
     table_key,
 )
-from fenceline.layers.weight import RMSNorm
+from fenceline.layers.weight import RMSNorm, Weight
 
 EPS = 1e-6
 COLD_BYTES = 400 << 20
@@ -183,6 +184,11 @@ class FixedTable(SkinnyTable):
     def choose(self, rows: int, weight_rows: int, k: int, gated: bool) -> SkinnyChoice:
         return self._choice
 
+    def choose_quantized(
+        self, rows: int, weight_rows: int, k: int, gated: bool, numbers: str, guess: SkinnyChoice
+    ) -> SkinnyChoice:
+        return self._choice
+
 
 class Activations:
     """What the products of one model read and write besides the weights."""
@@ -198,7 +204,7 @@ class Activations:
             norm.weight.uniform_()
         self.residuals = {p.num_out: torch.zeros(rows, p.num_out, **on_gpu) for p in products}  # type: ignore[call-overload]
 
-    def run(self, product: Product, weight: CudaDenseWeight) -> None:
+    def run(self, product: Product, weight: Weight) -> None:
         x = self.inputs[product.k]
         if product.function == "add_product":
             weight.add_product(self.residuals[product.num_out], x, None)
@@ -254,6 +260,8 @@ class Sweep:
     """The search for one product's configuration: first over the shape of a CTA, then the other parameters around the
     best few."""
 
+    bits = 16  # of a number of the weight
+
     def __init__(self, bench: Bench, product: Product, rows: int, seconds: float) -> None:
         self.bench, self.product, self.rows = bench, product, rows
         self.deadline = time.monotonic() + seconds
@@ -282,26 +290,26 @@ class Sweep:
             if choice in self.found or time.monotonic() > self.deadline or not self.fits(choice):
                 continue
             try:
-                self.found[choice] = time_product(
-                    self.bench, self.product, self.rows, self.bench.fixed(choice)
-                )
+                self.found[choice] = self.time(choice)
             except Exception as error:
                 self.found[choice] = float("inf")
                 print(f"  {self.product.name} x{self.rows} {choice}: {str(error)[:200]}", file=sys.stderr)
                 torch.cuda.synchronize()
+
+    def time(self, choice: SkinnyChoice) -> float:
+        """Microseconds."""
+        return time_product(self.bench, self.product, self.rows, self.bench.fixed(choice))
 
     def fits(self, choice: SkinnyChoice) -> bool:
         if isinstance(choice, TritonConfig):
             return choice.block_k <= self.product.k
         if choice is None:
             return True
-        warps = choice.warps_n * choice.warps_k
-        stage = choice.tiles * 1024 + (self.rows + 1) * 128
         block = choice.warps_n * choice.tiles * 8
-        shared = warps * choice.depth * stage + choice.warps_k * self.rows * (block + 9) * 4
         compiled = choice.tiles != 3 or self.rows <= 8
         even = not self.product.gated or choice.warps_n * choice.tiles % 2 == 0
-        wide = choice.warps_k * choice.cluster * 64 <= self.product.k
+        wide = choice.warps_k * choice.cluster * 1024 <= self.product.k * self.bits
+        shared = shared_bytes(choice, self.rows, self.bits)
         return compiled and even and wide and shared <= SHARED_LIMIT and block <= self.product.weight_rows
 
     def neighbours(self, config: CudaConfig) -> list[CudaConfig]:

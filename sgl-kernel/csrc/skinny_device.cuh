@@ -26,6 +26,11 @@ __device__ __forceinline__ void copy_weight_async(uint32_t to, const char* from,
                : "memory");
 }
 
+// 4 bytes, zeros if not `live`, through L1: its neighbours are asked for by other warps.
+__device__ __forceinline__ void copy_word_async(uint32_t to, const void* from, bool live) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(live ? 4 : 0) : "memory");
+}
+
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most `depth` - 1 groups of this thread's copies are still running.
@@ -47,6 +52,24 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
 __device__ __forceinline__ uint4 load_shared(uint32_t from) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint32_t load_shared_word(uint32_t from) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint32_t load_shared_half(uint32_t from) {
+  uint16_t v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(from) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ float2 load_shared_floats(uint32_t from) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(from) : "memory");
   return v;
 }
 
@@ -101,6 +124,10 @@ __device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
   const __nv_bfloat162 product = __hmul2(reinterpret_cast<const __nv_bfloat162&>(a), reinterpret_cast<const __nv_bfloat162&>(b));
   return reinterpret_cast<const uint32_t&>(product);
 }
+
+// The low, or high, halves of two words: a's first.
+__device__ __forceinline__ uint32_t low_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }
+__device__ __forceinline__ uint32_t high_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
 
 __device__ __forceinline__ float fast_exp(float v) { return __expf(v); }
 

@@ -25,13 +25,50 @@ __device__ __forceinline__ uint4 times(const uint4& a, const uint4& b) {
   return make_uint4(multiply_pairs(a.x, b.x), multiply_pairs(a.y, b.y), multiply_pairs(a.z, b.z), multiply_pairs(a.w, b.w));
 }
 
+constexpr uint32_t kOnes = 0x3f803f80u;   // two bfloat16
+constexpr uint32_t kLarge = 0x5d805d80u;  // 2^60, twice
+constexpr uint32_t kLargeFloat = 0x5d800000u;
+
+// The numbers of bytes 0 and 2, and of bytes 1 and 3, of a word of E4M3, as bfloat16 times 2^-120: sign, exponent and
+// mantissa are where bfloat16 has them, the exponent without the difference of the biases. Subnormal numbers are such
+// in both. (What E4M3 calls NaN becomes 480.)
+__device__ __forceinline__ uint32_t even_fp8(uint32_t word) {
+  return ((word << 8) & 0x80008000u) | ((word << 4) & 0x07f007f0u);
+}
+__device__ __forceinline__ uint32_t odd_fp8(uint32_t word) { return (word & 0x80008000u) | ((word >> 4) & 0x07f007f0u); }
+
+// x as fp8's pairs need it: of every four elements first 0 and 2, then 1 and 3, times 2^60, so that with the weight's
+// 2^-120 no product leaves float32's normal numbers.
+__device__ __forceinline__ uint4 pair_for_fp8(const uint4& v) {
+  return make_uint4(multiply_pairs(low_halves(v.x, v.y), kLarge), multiply_pairs(high_halves(v.x, v.y), kLarge),
+                    multiply_pairs(low_halves(v.z, v.w), kLarge), multiply_pairs(high_halves(v.z, v.w), kLarge));
+}
+
+// Two of a word's eight whole numbers, those in bits 0 and 16 on: 128 + number as bfloat16, whose last bit is worth 1
+// from 128 to 255.
+__device__ __forceinline__ uint32_t int4_pair(uint32_t word) { return (word & 0x000f000fu) | 0x43004300u; }
+// As a float, whose last bit is worth 1 from 2^23 on: 128 + zero point, which is what int4_pair's numbers are too large by.
+__device__ __forceinline__ float int4_zero(uint32_t byte) { return as_float(0x4b000000u | byte) - (8388608.0f - 128.0f); }
+
 // kRowTiles: groups of 8 rows of x (1 or 2); kTiles: groups of 8 rows of the weight for each warp.
 //
-// Lane (g, t) = (lane / 4, lane % 4) holds row g of a tile and elements 8 t to 8 t + 7 of 32. The tensor core expects
-// elements 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of 16 there. Since x and the weight are permuted in the same way, the sum is the
-// same, and every access has 16 bytes.
-template <int kRowTiles, int kTiles, bool kNorm>
+// Lane (g, t) = (lane / 4, lane % 4) holds row g of a tile and, of bfloat16, elements 8 t to 8 t + 7 of 32. The tensor core
+// expects elements 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of 16 there. Since x and the weight are permuted in the same way, the sum
+// is the same, and every access has 16 bytes. Of E4M3 a lane holds elements 16 t to 16 t + 15 of 64. Of whole numbers it
+// copies 32 t to 32 t + 31 of 128 and holds 8 t to 8 t + 7 of each 32, which are one word, so that what is multiplied at a
+// time is of one group.
+template <Numbers kNumbers, int kRowTiles, int kTiles, bool kNorm>
 class SkinnyGemm {
+  static constexpr bool kIsFp8 = is_fp8(kNumbers), kIsInt4 = is_int4(kNumbers);
+  static constexpr uint32_t kBits = bits_of(kNumbers);
+  static constexpr uint32_t kStepK = step_of(kNumbers);
+  static constexpr uint32_t kPieces = kStepK / 32;  // of 8 elements of x, for each lane and step
+  static constexpr uint32_t kScales = scales_of(kNumbers);
+  static constexpr uint32_t kScaleK = kScales > 0 ? kStepK / kScales : kStepK;  // elements with one scale
+  static constexpr uint32_t kScaleRows = kTiles * 8;  // for each warp
+  // Lanes read what others of the warp have copied.
+  static constexpr bool kShared = kNorm || kScales > 0;
+
  public:
   __device__ __forceinline__ SkinnyGemm(const SkinnyGemmParams& params, char* shared) : p(params) {
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
@@ -46,7 +83,7 @@ class SkinnyGemm {
     ring = shared_address(shared) + warp * ring_bytes;
     sums = reinterpret_cast<float*>(shared + num_warps * ring_bytes);
     squares = sums + p.warps_k * p.rows * p.sum_stride;
-    first_k = rank * p.steps * p.warps_k * kSkinnyStepK + warp_k * kSkinnyStepK + t * 8;
+    first_k = rank * p.steps * p.warps_k * kStepK + warp_k * kStepK;
     policy = evict_first_policy();
   }
 
@@ -77,7 +114,13 @@ class SkinnyGemm {
   }
 
  private:
-  __device__ __forceinline__ uint32_t step_k() const { return p.warps_k * kSkinnyStepK; }
+  __device__ __forceinline__ uint32_t step_k() const { return p.warps_k * kStepK; }
+
+  // Where in a step this lane's elements of x begin, and of half of the weight.
+  __device__ __forceinline__ uint32_t x_element(uint32_t piece) const {
+    return kIsFp8 ? piece / 2 * 64 + t * 16 + piece % 2 * 8 : piece * 32 + t * 8;
+  }
+  __device__ __forceinline__ uint32_t weight_element(uint32_t half) const { return (half * 64 + t * 16) * 8 / kBits; }
 
   __device__ __forceinline__ uint32_t weight_row(uint32_t block, uint32_t row) const {
     const uint32_t half = p.block_rows >> p.gated;
@@ -88,26 +131,57 @@ class SkinnyGemm {
 
   __device__ __forceinline__ void locate_rows(uint32_t block) {
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) row_units[i] = weight_row(block, (warp_n * kTiles + i) * 8 + g) * (p.k / 8);
+    for (int i = 0; i < kTiles; ++i) row_units[i] = weight_row(block, (warp_n * kTiles + i) * 8 + g) * p.row_units;
+    if (kScales > 0) {
+      const uint32_t first = warp_n * kScaleRows, lane = g * 4 + t;
+#pragma unroll
+      for (uint32_t i = 0; i < kScaleRows; i += 32) scale_rows[i / 32] = weight_row(block, first + min(lane + i, kScaleRows - 1));
+      if (kIsInt4) zero_row = weight_row(block, first + min(lane * 4, kScaleRows - 1)) & ~3u;
+    }
   }
 
   __device__ __forceinline__ void copy_weights(uint32_t stage, uint32_t k) const {
-    const uint32_t to = stage + (g * 4 + t) * 16;
+    // Whole numbers: piece t of row g is beside those of the other rows, where a warp reads 128 bytes at a time.
+    const uint32_t to = stage + (kIsInt4 ? t * 8 + g : g * 4 + t) * 16;
+    const uint32_t bytes = k / 8 * kBits + t * 16;
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       const char* from = p.weight + (static_cast<uint64_t>(row_units[i]) << 4);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const bool live = k + half * 32 < p.k;
-        copy_weight_async(to + i * 1024 + half * 512, live ? from + 2 * (k + half * 32) : p.weight, live, policy);
+        const bool live = k + weight_element(half) < p.k;
+        copy_weight_async(to + i * 1024 + half * 512, live ? from + bytes + half * 64 : p.weight, live, policy);
       }
     }
     if (kNorm && g == 0) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const bool live = k + half * 32 < p.k;
-        copy_async(stage + kTiles * 1024 + p.rows * 128 + half * 64 + t * 16,
-                   live ? p.norm_weight + 2 * (k + half * 32) : p.norm_weight, live);
+      for (uint32_t piece = 0; piece < kPieces; ++piece) {
+        const bool live = k + x_element(piece) < p.k;
+        copy_async(stage + kTiles * 1024 + (p.rows * kPieces + piece) * 64 + t * 16,
+                   live ? p.norm_weight + 2 * (k + x_element(piece)) : p.norm_weight, live);
+      }
+    }
+    if (kScales > 0) copy_scales(stage, k);
+  }
+
+  __device__ __forceinline__ uint32_t scale_offset() const { return kTiles * 1024 + (p.rows + (kNorm ? 1 : 0)) * kPieces * 64; }
+
+  __device__ __forceinline__ void copy_scales(uint32_t stage, uint32_t k) const {
+    const uint32_t lane = g * 4 + t, to = stage + scale_offset();
+#pragma unroll
+    for (uint32_t slot = 0; slot < kScales; ++slot) {
+      const uint32_t at = k + slot * kScaleK;
+      const bool live = at < p.k;
+      const uint64_t group = static_cast<uint64_t>(at >> p.group_shift) * p.weight_rows;
+#pragma unroll
+      for (uint32_t i = 0; i < kScaleRows; i += 32) {
+        if (lane + i < kScaleRows) {
+          copy_word_async(to + (slot * kScaleRows + lane + i) * 4, live ? p.scales + group + scale_rows[i / 32] : p.scales, live);
+        }
+      }
+      if (kIsInt4 && lane < kScaleRows / 4) {
+        copy_word_async(to + kScales * kScaleRows * 4 + slot * kScaleRows + lane * 4,
+                        live ? p.zeros + group + zero_row : p.zeros, live);
       }
     }
   }
@@ -119,9 +193,10 @@ class SkinnyGemm {
       if (row < p.rows) {
         const uint32_t to = stage + kTiles * 1024 + row * 64 + t * 16;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const bool live = k + half * 32 < p.k;
-          copy_async(to + half * p.rows * 64, live ? p.x + 2 * (static_cast<uint64_t>(row) * p.k + k + half * 32) : p.x, live);
+        for (uint32_t piece = 0; piece < kPieces; ++piece) {
+          const uint32_t at = k + x_element(piece);
+          const bool live = at < p.k;
+          copy_async(to + piece * p.rows * 64, live ? p.x + 2 * (static_cast<uint64_t>(row) * p.k + at) : p.x, live);
         }
       }
     }
@@ -147,22 +222,23 @@ class SkinnyGemm {
     const uint32_t range = p.steps * step_k();
     const uint32_t from = rank * range + min(p.depth, p.steps) * step_k(), end = min(p.k, (rank + 1) * range);
     if (p.prefetch_bytes == 0 || from >= end) return;
-    const uint32_t bytes = min(2 * (end - from), p.prefetch_bytes);
+    const uint32_t bytes = min((end - from) / 8 * kBits, p.prefetch_bytes);
     for (uint32_t row = threadIdx.x; row < p.block_rows; row += blockDim.x) {
-      prefetch_l2(p.weight + 2 * (static_cast<uint64_t>(weight_row(first_block, row)) * p.k + from), bytes);
+      const uint64_t units = static_cast<uint64_t>(weight_row(first_block, row)) * p.row_units;
+      prefetch_l2(p.weight + (units << 4) + from / 8 * kBits, bytes);
     }
   }
 
   __device__ __forceinline__ void run_block(uint32_t block) {
     const bool first = block == first_block;
-    const float residual = early_residual(block);
+    const Early early = load_early(block);
     float acc[kTiles][4] = {};
     float square[kRowTiles] = {};
     for (uint32_t step = 0; step < p.steps; ++step) {
       wait_for_oldest(p.depth);
-      if (kNorm) __syncwarp();  // norm_weight was copied by other lanes
+      if (kShared) __syncwarp();
       multiply_stage(ring + slot * p.stage_bytes, acc, square, kNorm && first && warp_n == 0);
-      if (kNorm) __syncwarp();  // the other lanes have read it
+      if (kShared) __syncwarp();  // the other lanes have read what this one will overwrite
       copy_stage(ring + slot * p.stage_bytes);
       commit_copies();
       slot = slot + 1 == p.depth ? 0 : slot + 1;
@@ -170,35 +246,135 @@ class SkinnyGemm {
     store_partial_sums(acc, square, kNorm && first && warp_n == 0);
     __syncthreads();
     if (p.cluster > 1) join_cluster();
-    write_block(block, residual);
+    write_block(block, early);
     if (p.cluster > 1) cluster_barrier();  // until the other CTAs have read this CTA's sums
     __syncthreads();
   }
 
   __device__ __forceinline__ void multiply_stage(uint32_t stage, float (&acc)[kTiles][4],
                                                  float (&square)[kRowTiles], bool with_squares) const {
+    if constexpr (kIsInt4) {
+      multiply_int4(stage, acc, square, with_squares);
+    } else if constexpr (kNumbers == Numbers::kFp8Groups) {
+      float part[kTiles][4] = {};
+      multiply_fp8(stage, part, square, with_squares);
+      const float no_zeros[4] = {};
+      add_group<false>(stage + scale_offset(), 0, acc, part, no_zeros);
+    } else if constexpr (kNumbers == Numbers::kFp8) {
+      multiply_fp8(stage, acc, square, with_squares);
+    } else {
+      multiply_bf16(stage, acc, square, with_squares);
+    }
+  }
+
+  // This lane's elements of `piece`, normed except for the division by the size of the row.
+  __device__ __forceinline__ void load_x(uint32_t stage, uint32_t piece, uint4 (&x)[kRowTiles], float (&square)[kRowTiles],
+                                         bool with_squares) const {
+    uint4 norm = make_uint4(0, 0, 0, 0);
+    if (kNorm) norm = load_shared(stage + kTiles * 1024 + (p.rows * kPieces + piece) * 64 + t * 16);
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      x[i] = make_uint4(0, 0, 0, 0);
+      const uint32_t row = i * 8 + g;
+      if (row < p.rows) x[i] = load_shared(stage + kTiles * 1024 + (piece * p.rows + row) * 64 + t * 16);
+      if (kNorm) {
+        if (with_squares) square[i] += sum_of_squares(x[i]);
+        x[i] = times(x[i], norm);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply_bf16(uint32_t stage, float (&acc)[kTiles][4], float (&square)[kRowTiles],
+                                                bool with_squares) const {
     const uint32_t mine = stage + (g * 4 + t) * 16;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint4 x[kRowTiles];
-      uint4 norm = make_uint4(0, 0, 0, 0);
-      if (kNorm) norm = load_shared(stage + kTiles * 1024 + p.rows * 128 + half * 64 + t * 16);
-#pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
-        x[i] = make_uint4(0, 0, 0, 0);
-        const uint32_t row = i * 8 + g;
-        if (row < p.rows) x[i] = load_shared(stage + kTiles * 1024 + (half * p.rows + row) * 64 + t * 16);
-        if (kNorm) {
-          if (with_squares) square[i] += sum_of_squares(x[i]);
-          x[i] = times(x[i], norm);
-        }
-      }
+      load_x(stage, half, x, square, with_squares);
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
         const uint4 w = load_shared(mine + i * 1024 + half * 512);
         const uint4 bottom = kRowTiles == 2 ? x[kRowTiles - 1] : make_uint4(0, 0, 0, 0);
         multiply(acc[i], x[0].x, bottom.x, x[0].y, bottom.y, w.x, w.y);
         multiply(acc[i], x[0].z, bottom.z, x[0].w, bottom.w, w.z, w.w);
+      }
+    }
+  }
+
+  // The sums are 2^-60 times what they are the sums of.
+  __device__ __forceinline__ void multiply_fp8(uint32_t stage, float (&acc)[kTiles][4], float (&square)[kRowTiles],
+                                               bool with_squares) const {
+    const uint32_t mine = stage + (g * 4 + t) * 16;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint4 x[2][kRowTiles];
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        load_x(stage, half * 2 + part, x[part], square, with_squares);
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) x[part][i] = pair_for_fp8(x[part][i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        const uint4 w = load_shared(mine + i * 1024 + half * 512);
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+          const uint4 top = x[part][0], bottom = kRowTiles == 2 ? x[part][kRowTiles - 1] : make_uint4(0, 0, 0, 0);
+          const uint32_t first = part == 0 ? w.x : w.z, second = part == 0 ? w.y : w.w;
+          multiply(acc[i], top.x, bottom.x, top.y, bottom.y, even_fp8(first), odd_fp8(first));
+          multiply(acc[i], top.z, bottom.z, top.w, bottom.w, even_fp8(second), odd_fp8(second));
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply_int4(uint32_t stage, float (&acc)[kTiles][4], float (&square)[kRowTiles],
+                                                bool with_squares) const {
+    const uint32_t mine = stage + (g * 4 + t) * 4, scales = stage + scale_offset();
+    float part[kTiles][4] = {};
+    float x_sums[4] = {};
+#pragma unroll
+    for (int unit = 0; unit < 8; ++unit) {  // of 32 elements
+      uint4 x[kRowTiles];
+      load_x(stage, unit, x, square, with_squares);
+      const uint4 bottom = kRowTiles == 2 ? x[kRowTiles - 1] : make_uint4(0, 0, 0, 0);
+      multiply(x_sums, x[0].x, bottom.x, x[0].y, bottom.y, kOnes, kOnes);
+      multiply(x_sums, x[0].z, bottom.z, x[0].w, bottom.w, kOnes, kOnes);
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        const uint32_t w = load_shared_word(mine + i * 1024 + unit * 128);
+        multiply(part[i], x[0].x, bottom.x, x[0].y, bottom.y, int4_pair(w), int4_pair(w >> 4));
+        multiply(part[i], x[0].z, bottom.z, x[0].w, bottom.w, int4_pair(w >> 8), int4_pair(w >> 12));
+      }
+      constexpr int kUnits = kScaleK / 32;
+      if (unit % kUnits == kUnits - 1) {
+        add_group<true>(scales, unit / kUnits, acc, part, x_sums);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x_sums[i] = 0;
+#pragma unroll
+        for (int i = 0; i < kTiles * 4; ++i) part[i / 4][i % 4] = 0;
+      }
+    }
+  }
+
+  // acc += scale * (part - zero * x_sums) for the group in `slot`. Lane (g, t) has columns 2 t and 2 t + 1.
+  template <bool kZeros>
+  __device__ __forceinline__ void add_group(uint32_t scales, uint32_t slot, float (&acc)[kTiles][4],
+                                            const float (&part)[kTiles][4], const float (&x_sums)[4]) const {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      const uint32_t column = slot * kScaleRows + i * 8 + t * 2;
+      const float2 scale = load_shared_floats(scales + column * 4);
+      float zeros[2] = {0, 0};
+      if (kZeros) {
+        const uint32_t both = load_shared_half(scales + kScales * kScaleRows * 4 + column);
+        zeros[0] = int4_zero(both & 0xff);
+        zeros[1] = int4_zero(both >> 8);
+      }
+#pragma unroll
+      for (int j = 0; j < 2 * kRowTiles; ++j) {
+        const float sum = kZeros ? fmaf(-zeros[j % 2], x_sums[j], part[i][j]) : part[i][j];
+        acc[i][j] = fmaf(j % 2 == 0 ? scale.x : scale.y, sum, acc[i][j]);
       }
     }
   }
@@ -255,22 +431,48 @@ class SkinnyGemm {
     return sum;
   }
 
+  // What is added to and multiplied with a thread's first output of a block, loaded before the sums are there.
+  struct Early {
+    float residual = 0, scale = 0, up_scale = 0;
+  };
+
   // Output `index` of a block, over [rows][outputs of the block], is thread index % (cluster * threads)'s.
-  __device__ __forceinline__ float early_residual(uint32_t block) const {
+  __device__ __forceinline__ Early load_early(uint32_t block) const {
     const uint32_t outs = p.block_rows >> p.gated, index = rank * blockDim.x + threadIdx.x;
     const uint32_t row = index / outs, n = block * outs + index % outs;
-    const bool live = p.residual != nullptr && row < p.rows && n < p.num_out;
-    return live ? widen(p.residual[static_cast<uint64_t>(row) * p.num_out + n]) : 0.0f;
+    Early early;
+    if (row < p.rows && n < p.num_out) {
+      if (p.residual != nullptr) early.residual = widen(p.residual[static_cast<uint64_t>(row) * p.num_out + n]);
+      load_row_scales(n, early);
+    }
+    return early;
   }
 
-  __device__ __forceinline__ void write_block(uint32_t block, float residual) const {
+  __device__ __forceinline__ void load_row_scales(uint32_t n, Early& early) const {
+    if (kNumbers == Numbers::kFp8) {
+      early.scale = p.scales[n];
+      if (p.gated) early.up_scale = p.scales[p.num_out + n];
+    }
+  }
+
+  __device__ __forceinline__ void write_block(uint32_t block, Early early) const {
     const uint32_t outs = p.block_rows >> p.gated;
     for (uint32_t index = rank * blockDim.x + threadIdx.x; index < p.rows * outs; index += p.cluster * blockDim.x) {
       const uint32_t row = index / outs, column = index % outs, n = block * outs + column;
       if (n >= p.num_out) continue;
+      const bool first = index < p.cluster * blockDim.x;
       const float* from = sums + row * p.sum_stride + column;
       float y = total(from, p.rows * p.sum_stride);
       float up = p.gated ? total(from + outs, p.rows * p.sum_stride) : 0.0f;
+      if (kIsFp8) {
+        y *= as_float(kLargeFloat);
+        up *= as_float(kLargeFloat);
+      }
+      if (kNumbers == Numbers::kFp8) {
+        if (!first) load_row_scales(n, early);
+        y *= early.scale;
+        up *= early.up_scale;
+      }
       if (kNorm) {
         const float scale = rsqrtf(total(squares + row, p.rows) / static_cast<float>(p.k) + p.eps);
         y *= scale;
@@ -282,7 +484,7 @@ class SkinnyGemm {
       }
       if (p.gated) y = y / (1.0f + fast_exp(-y)) * up;
       const uint64_t at = static_cast<uint64_t>(row) * p.num_out + n;
-      if (p.residual != nullptr) y += index < p.cluster * blockDim.x ? residual : widen(p.residual[at]);
+      if (p.residual != nullptr) y += first ? early.residual : widen(p.residual[at]);
       p.out[at] = narrow(y);
     }
   }
@@ -292,10 +494,12 @@ class SkinnyGemm {
   uint32_t ring, slot = 0;  // shared address of this warp's stages, and the one to consume next
   float* sums;
   float* squares;
-  uint32_t first_k;  // of this lane in step 0
+  uint32_t first_k;  // of this warp in step 0
   uint64_t policy;
   uint32_t fill_block, fill_step;  // the stage to load next
   uint32_t row_units[kTiles];      // weight rows of fill_block, in units of 16 bytes from the weight's start
+  uint32_t scale_rows[(kScaleRows + 31) / 32];  // whose scales and zero points this lane copies
+  uint32_t zero_row;
   bool squares_joined = false;
 };
 

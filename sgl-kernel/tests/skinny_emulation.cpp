@@ -3,7 +3,8 @@
 //   eager 0: an asynchronous copy ends when it is waited for, and until then its destination holds NaN
 //   eager 1: it ends at once, over whatever was still to be read there
 // x and the residual hold NaN until every thread of a cluster waits for the preceding kernel.
-//   g++ -std=c++17 -O1 -shared -fPIC -I include -I csrc tests/skinny_emulation.cpp
+// FENCELINE_NUMBERS is one of fenceline::Numbers.
+//   g++ -std=c++17 -O1 -DFENCELINE_NUMBERS=kBf16 -shared -fPIC -I include -I csrc tests/skinny_emulation.cpp
 #include <ucontext.h>
 
 #include <algorithm>
@@ -34,6 +35,7 @@ struct Barrier {
 
 struct Copy {
   char* to;
+  size_t size;
   char bytes[16];
 };
 
@@ -178,17 +180,40 @@ uint4 load_shared(uint32_t from) {
   return v;
 }
 
-void copy_async(uint32_t to, const char* from, bool live) {
-  Copy copy{cta().shared.data() + to, {}};
-  if (live) std::memcpy(copy.bytes, from, 16);
+uint32_t load_shared_word(uint32_t from) {
+  uint32_t v;
+  std::memcpy(&v, cta().shared.data() + from, 4);
+  return v;
+}
+
+uint32_t load_shared_half(uint32_t from) {
+  uint16_t v;
+  std::memcpy(&v, cta().shared.data() + from, 2);
+  return v;
+}
+
+float2 load_shared_floats(uint32_t from) {
+  float2 v;
+  std::memcpy(&v, cta().shared.data() + from, 8);
+  return v;
+}
+
+uint32_t low_halves(uint32_t a, uint32_t b) { return (a & 0xffff) | b << 16; }
+uint32_t high_halves(uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000u); }
+
+void start_copy(uint32_t to, const void* from, bool live, size_t size) {
+  Copy copy{cta().shared.data() + to, size, {}};
+  if (live) std::memcpy(copy.bytes, from, size);
   if (eager_copies) {
-    std::memcpy(copy.to, copy.bytes, 16);
+    std::memcpy(copy.to, copy.bytes, size);
     return;
   }
-  for (int i = 0; i < 4; ++i) std::memcpy(copy.to + 4 * i, &kNan, 4);
+  for (size_t i = 0; i < size; i += 4) std::memcpy(copy.to + i, &kNan, 4);
   self().open.push_back(copy);
 }
 
+void copy_async(uint32_t to, const char* from, bool live) { start_copy(to, from, live, 16); }
+void copy_word_async(uint32_t to, const void* from, bool live) { start_copy(to, from, live, 4); }
 void copy_weight_async(uint32_t to, const char* from, bool live, uint64_t) { copy_async(to, from, live); }
 uint64_t evict_first_policy() { return 0; }
 
@@ -200,7 +225,7 @@ void commit_copies() {
 void wait_for_oldest(uint32_t depth) {
   std::vector<std::vector<Copy>>& groups = self().groups;
   while (groups.size() > depth - 1) {
-    for (const Copy& copy : groups.front()) std::memcpy(copy.to, copy.bytes, 16);
+    for (const Copy& copy : groups.front()) std::memcpy(copy.to, copy.bytes, copy.size);
     groups.erase(groups.begin());
   }
 }
@@ -235,6 +260,7 @@ namespace {
 
 using namespace fenceline;
 
+constexpr Numbers kNumbers = Numbers::FENCELINE_NUMBERS;
 SkinnyGemmParams params;
 const char* weight_end = nullptr;
 bool stray_prefetch = false;
@@ -247,9 +273,9 @@ template <int kRowTiles, int kTiles>
 void run_thread(bool norm) {
   char* shared = cta().shared.data();
   if (norm) {
-    SkinnyGemm<kRowTiles, kTiles, true>(params, shared).run();
+    SkinnyGemm<kNumbers, kRowTiles, kTiles, true>(params, shared).run();
   } else {
-    SkinnyGemm<kRowTiles, kTiles, false>(params, shared).run();
+    SkinnyGemm<kNumbers, kRowTiles, kTiles, false>(params, shared).run();
   }
 }
 
@@ -265,7 +291,8 @@ void fiber_main() {
   switch (request->tiles) {
     case 2: few ? run_thread<1, 2>(norm) : run_thread<2, 2>(norm); break;
     case 3: run_thread<1, 3>(norm); break;
-    default: few ? run_thread<1, 4>(norm) : run_thread<2, 4>(norm); break;
+    case 4: few ? run_thread<1, 4>(norm) : run_thread<2, 4>(norm); break;
+    default: run_thread<1, 6>(norm); break;
   }
 #endif
   self().done = true;
@@ -303,7 +330,7 @@ void run_cluster(uint32_t first_block, uint32_t num_warps, const Front& front) {
   bool ended = false;
   while (!ended) {
     ended = true;
-    for (uint32_t i = 0; i < mine.fibers.size(); ++i) {
+    for (uint32_t i = static_cast<uint32_t>(mine.fibers.size()); i-- > 0;) {  // whoever copies for others goes last
       if (mine.fibers[i].done) continue;
       ended = false;
       enter(i);
@@ -319,6 +346,7 @@ void run_cluster(uint32_t first_block, uint32_t num_warps, const Front& front) {
 // Like fenceline_skinny_gemm, on the CPU; num_ctas 0 means one block for each CTA, as there.
 extern "C" const char* fenceline_emulate_skinny_gemm(const SkinnyGemmRequest* asked, int32_t eager) {
   if (const char* wrong = check_skinny_gemm(*asked)) return wrong;
+  if (numbers_of(*asked) != kNumbers) return "compiled for other numbers";
   SkinnyGemmRequest own = *asked;
   const size_t num_x = static_cast<size_t>(own.rows) * own.k;
   std::vector<uint4> x((num_x + 7) / 8);  // aligned to 16 bytes
@@ -334,7 +362,7 @@ extern "C" const char* fenceline_emulate_skinny_gemm(const SkinnyGemmRequest* as
   }
   request = &own;
   params = plan_skinny_gemm(own);
-  weight_end = params.weight + 2 * static_cast<size_t>(own.num_out) * (own.gated ? 2 : 1) * own.k;
+  weight_end = params.weight + static_cast<size_t>(params.weight_rows) * own.k * bits_of(kNumbers) / 8;
   stray_prefetch = false;
   eager_copies = eager != 0;
   const uint32_t num_warps = static_cast<uint32_t>(own.warps_n * own.warps_k);

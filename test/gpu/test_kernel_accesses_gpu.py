@@ -11,9 +11,10 @@ from kernel_package_cases import copy_launches, fill_launches
 from kernel_surroundings import Launch, check
 
 from fenceline.layers.kernels import accesses
-from fenceline.layers.kernels.cuda_kernels import CudaProduct
+from fenceline.layers.kernels.cuda_kernels import CudaProduct, find_skinny_gemm
 from fenceline.layers.kernels.skinny_gemm import Fusion
 from fenceline.layers.kernels.skinny_table import CudaConfig
+from fenceline.layers.quantized import FP8, round_to_fp8, round_to_int4
 from fenceline.memory_order import open_device
 from fenceline.memory_order.device import copy_words
 
@@ -51,6 +52,47 @@ def test_cuda_products_touch_what_they_declare(product: CudaProduct, kind: str, 
 
         operands = (x, weight, norm, bias, out if adds else None, out)
         check(Launch(f"skinny {kind} {rows}", accesses.skinny_linear, operands, run), "cuda", pdl)
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("kind", ["norm", "gated", "residual"])
+@pytest.mark.parametrize("name", ["fp8", "fp8-blocks", "int4"])
+def test_quantized_products_touch_what_they_declare(name: str, kind: str, rows: int, pdl: bool) -> None:
+    bits, group = {"fp8": (8, 0), "fp8-blocks": (8, 128), "int4": (4, 128)}[name]
+    gemm = find_skinny_gemm(torch.device("cuda"), bits)
+    if gemm is None:
+        pytest.skip("fenceline_kernel cannot be used here")
+    from fenceline_kernel.skinny import SkinnyConfig, StoredNumbers
+
+    torch.manual_seed(0)
+    k, num_out = 384, 104
+    gated, adds = kind == "gated", kind == "residual"
+    width = num_out * (2 if gated else 1)
+    matrix = torch.randn(width, k)
+    stored = round_to_int4(matrix, group) if bits == 4 else round_to_fp8(matrix, group or k)
+    # As the formats store them, each group's beside each other.
+    data, scales, zeros = (
+        stored[0].view(torch.uint8),
+        *(part.t().contiguous() for part in stored[1:]),
+        None,
+    )[:3]
+    x, bias = torch.randn(rows, k).bfloat16(), torch.randn(width).bfloat16()
+    norm = None if adds else torch.randn(k).bfloat16()
+    out = torch.randn(rows, num_out).bfloat16()
+
+    def run(
+        pdl: bool, x: Any, data: Any, scales: Any, zeros: Any, norm: Any, bias: Any, residual: Any, out: Any
+    ) -> None:
+        config = SkinnyConfig(tiles=2, warps_k=4, depth=2, pdl=pdl, prefetch_bytes=128)
+        numbers = StoredNumbers(scales.t(), None if zeros is None else zeros.t(), group)
+        data = data if bits == 4 else data.view(FP8)
+        gemm(
+            x, data, out, config, norm_weight=norm, eps=1e-6, bias=bias, residual=residual, gated=gated,
+            numbers=numbers,
+        )  # fmt: skip
+
+    operands = (x, data.contiguous(), scales, zeros, norm, bias, out if adds else None, out)
+    check(Launch(f"{name} {kind} {rows}", accesses.quantized_linear, operands, run), "cuda", pdl)
 
 
 @pytest.mark.usefixtures("product")

@@ -3,6 +3,10 @@ same bits again in a graph."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,11 +14,15 @@ import torch.nn.functional as F
 from fenceline.config.quantization import QuantConfig
 from fenceline.layers.kernels.base import TorchLayerKernels
 from fenceline.layers.kernels.cuda_quantized import (
+    CudaQuantizedProduct,
     CudaQuantizedWeight,
     QuantizedProducts,
+    find_cuda_quantized,
     find_quantized_products,
 )
-from fenceline.layers.quantized import make_format
+from fenceline.layers.kernels.skinny_gemm import Fusion
+from fenceline.layers.kernels.skinny_table import CudaConfig, shared_bytes
+from fenceline.layers.quantized import FP8, QuantizedFormat, make_format
 from fenceline.layers.weight import RMSNorm, fill_slots
 
 pytestmark = pytest.mark.gpu
@@ -23,26 +31,42 @@ FORMATS = {
     "fp8-rows": QuantConfig(method="on-line", kind="fp8"),
     "fp8-blocks": QuantConfig(method="on-line", kind="fp8", scales="block"),
     "int4-128": QuantConfig(method="on-line", kind="int4", group_size=128),
+    "int4-64": QuantConfig(method="on-line", kind="int4", group_size=64),
     "int4-32": QuantConfig(method="on-line", kind="int4", group_size=32),
 }
 SHAPES = ((4096, 1024), (272, 640))  # weight rows and K
 ROWS = (1, 2, 16, 17, 64, 65, 256, 300)
 WEIGHTS_ONLY, INPUTS_TOO = 0.01, 0.05  # norms of the error, relative to the result's
+FUSIONS = ("plain", "bias", "norm", "gated", "residual")
+CUTS = (
+    CudaConfig(depth=2),
+    CudaConfig(tiles=2, warps_n=2, warps_k=2, depth=6, prefetch_bytes=512),
+    CudaConfig(tiles=2, warps_k=4, depth=2, num_ctas=4),
+    CudaConfig(tiles=6, warps_k=2, depth=4, pdl=False, num_ctas=100),
+    CudaConfig(tiles=2, warps_k=1, cluster=4, prefetch_bytes=4096),
+    CudaConfig(tiles=4, warps_n=2, warps_k=2, cluster=2, num_ctas=6, depth=2),
+    CudaConfig(tiles=3, warps_n=2, warps_k=1, depth=3),
+)
 
 
-@pytest.fixture(scope="module")
-def products() -> QuantizedProducts:
-    return find_quantized_products(torch.device("cuda"))
+@functools.cache
+def found_products(kind: str) -> QuantizedProducts:
+    return find_quantized_products(torch.device("cuda"), kind)
 
 
-def make_weight(name: str, n: int, k: int, products: QuantizedProducts) -> CudaQuantizedWeight:
+@functools.cache
+def found_cuda_product(kind: str) -> CudaQuantizedProduct | None:
+    return find_cuda_quantized(torch.device("cuda"), kind)
+
+
+def make_weight(name: str, n: int, k: int) -> CudaQuantizedWeight:
     with torch.device("cuda"):
         stored = make_format(FORMATS[name], n, k, torch.bfloat16)
     matrix = torch.randn(n, k, device="cuda") / k**0.5 * torch.rand(n, 1, device="cuda")
     fill_slots(stored.slots("x", slice(None), (n, k), 0, 0), [("x.weight", matrix.bfloat16())])
     if name == "fp8-blocks":
         share_block_scales(stored.data, stored.scales)
-    return CudaQuantizedWeight(stored, products)
+    return CudaQuantizedWeight(stored, found_products(stored.kind))
 
 
 def share_block_scales(data: torch.Tensor, scales: torch.Tensor) -> None:
@@ -57,10 +81,10 @@ def share_block_scales(data: torch.Tensor, scales: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", FORMATS)
-def test_products(name: str, shape: tuple[int, int], products: QuantizedProducts) -> None:
+def test_products(name: str, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     n, k = shape
-    weight = make_weight(name, n, k, products)
+    weight = make_weight(name, n, k)
     plain = weight.stored.dequantized(torch.float64)
     with torch.device("cuda"):
         norm = RMSNorm(k, 1e-6, torch.bfloat16, TorchLayerKernels())
@@ -90,9 +114,9 @@ def test_products(name: str, shape: tuple[int, int], products: QuantizedProducts
 
 @pytest.mark.parametrize("rows", [1, 8, 80])
 @pytest.mark.parametrize("name", FORMATS)
-def test_replays_in_a_graph(name: str, rows: int, products: QuantizedProducts) -> None:
+def test_replays_in_a_graph(name: str, rows: int) -> None:
     torch.manual_seed(1)
-    weight = make_weight(name, 4096, 1024, products)
+    weight = make_weight(name, 4096, 1024)
     x = torch.randn(rows, 1024, device="cuda").bfloat16()
     expected = weight.product(x)
     graph = torch.cuda.CUDAGraph()
@@ -103,3 +127,114 @@ def test_replays_in_a_graph(name: str, rows: int, products: QuantizedProducts) -
         held.copy_(x)
         graph.replay()
         assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_cuda_products_agree_with_float64(name: str, cut: CudaConfig) -> None:
+    """Every cut, with the same bits again, and rows that do not depend on the others."""
+    product = found_cuda_product(FORMATS[name].kind)
+    if product is None:
+        pytest.skip("fenceline_kernel cannot be used here")
+    torch.manual_seed(2)
+    for (n, k), rows, fused in itertools.product(
+        ((1024, 2048), (272, 640), (6144, 4096)), (1, 3, 8, 9, 16), FUSIONS
+    ):
+        if (cut.tiles == 3 and rows > 8) or shared_bytes(cut, rows, 4) > 200 << 10:
+            continue
+        stored = make_weight(name, n, k).stored
+        plain = stored.dequantized(torch.float64)
+        x, norm = (
+            torch.randn(rows, k, device="cuda").bfloat16(),
+            torch.rand(k, device="cuda").bfloat16() + 0.5,
+        )
+        gated, normed = fused == "gated", fused in ("norm", "gated")
+        bias = torch.randn(n, device="cuda").bfloat16() if fused == "bias" else None
+        out = torch.randn(rows, n // (2 if gated else 1), device="cuda").bfloat16()
+        wide = F.rms_norm(x.double(), (k,), norm.double(), 1e-6) if normed else x.double()
+        want = F.linear(wide, plain, None if bias is None else bias.double())
+        if gated:
+            gate, up = want.chunk(2, -1)
+            want = F.silu(gate) * up
+        if fused == "residual":
+            want = want + out.double()
+
+        def run(
+            x: torch.Tensor,
+            out: torch.Tensor,
+            fused: str = fused,
+            stored: QuantizedFormat = stored,
+            norm: torch.Tensor = norm,
+            bias: torch.Tensor | None = bias,
+        ) -> torch.Tensor:
+            out = out.clone()
+            fusion = Fusion(
+                norm if fused in ("norm", "gated") else None, 1e-6, bias, fused == "gated",
+                out if fused == "residual" else None,
+            )  # fmt: skip
+            product(x, stored, cut, fusion, out)
+            return out
+
+        got = run(x, out)
+        error = ((got.double() - want).norm() / want.norm()).item()
+        assert error < 8e-3, (n, k, rows, fused, error)
+        assert torch.equal(got, run(x, out)), (n, k, rows, fused)
+        others = torch.cat([torch.randn(rows - 1, k, device="cuda").bfloat16(), x[-1:]])
+        assert torch.equal(run(others, out)[-1], got[-1]), (n, k, rows, fused)
+
+
+def test_every_fp8_number_is_itself() -> None:
+    product = found_cuda_product("fp8")
+    if product is None:
+        pytest.skip("fenceline_kernel cannot be used here")
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[~codes.view(FP8).float().isnan()]
+    with torch.device("cuda"):
+        stored = make_format(FORMATS["fp8-rows"], len(codes), 64, torch.bfloat16)
+        out = torch.empty(1, len(codes), dtype=torch.bfloat16)
+        x = torch.ones(1, 64, dtype=torch.bfloat16)
+    data = torch.zeros(len(codes), 64, dtype=torch.uint8)
+    data[torch.arange(len(codes)), torch.arange(len(codes)) % 64] = codes
+    stored.data.copy_(data.view(FP8))
+    scales = 2.0 ** (torch.arange(len(codes)) % 40 - 30.0)
+    stored.scales.copy_(scales[:, None])
+    product(x, stored, CudaConfig(tiles=2, warps_k=1), Fusion(), out)
+    assert torch.equal(out[0].cpu().float(), codes.view(FP8).float() * scales)
+
+
+@pytest.mark.parametrize("name", ["fp8-rows", "int4-128"])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_chain_of_early_starts_reads_what_was_written(name: str, rows: int) -> None:
+    """Each kernel starts while the preceding one still runs: with a wait missing it would read old data."""
+    product = found_cuda_product(FORMATS[name].kind)
+    if product is None:
+        pytest.skip("fenceline_kernel cannot be used here")
+    torch.manual_seed(0)
+    hidden, size, layers = 1024, 3072, 12
+    with torch.device("cuda"):
+        norm = 1 + 0.1 * torch.randn(hidden).bfloat16()
+        x = torch.randn(rows, hidden).bfloat16()
+        gated = torch.empty(rows, size, dtype=torch.bfloat16)
+    ups = [make_weight(name, 2 * size, hidden).stored for _ in range(layers)]
+    downs = [make_weight(name, hidden, size).stored for _ in range(layers)]
+
+    def chain(residual: torch.Tensor, cut: CudaConfig) -> None:
+        for up, down in zip(ups, downs, strict=True):
+            product(residual, up, cut, Fusion(norm, 1e-6, gated=True), gated)
+            product(gated, down, cut, Fusion(residual=residual), residual)
+
+    for cut in (
+        CudaConfig(depth=2, warps_k=4),
+        CudaConfig(tiles=2, warps_k=2, cluster=2, prefetch_bytes=4096),
+    ):
+        want = x.clone()
+        chain(want, replace(cut, pdl=False))
+        residual = torch.empty_like(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            residual.copy_(x)
+            chain(residual, cut)
+        for _ in range(50):
+            gated.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(residual, want), cut

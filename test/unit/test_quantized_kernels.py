@@ -44,6 +44,7 @@ OTHERS = (
     "a product that the gpu does not have is plain",
     "what _scaled_mm is called with",
     "float16 holds a norm of large numbers",
+    "few rows in bfloat16 go to the cuda product",
 )
 
 results = outcomes_of(__file__)
@@ -236,12 +237,94 @@ def check_float16() -> None:
         assert weight.gated_product(x[:rows], norm, None).isfinite().all()
 
 
+def check_cuda_choice() -> None:
+    from fenceline.layers.kernels.cuda_quantized import CudaQuantizedWeight, QuantizedProducts
+    from fenceline.layers.kernels.skinny_gemm import Fusion
+    from fenceline.layers.kernels.skinny_table import (
+        SHARED_BYTES,
+        CudaConfig,
+        GpuTraits,
+        SkinnyChoice,
+        SkinnyTable,
+        shared_bytes,
+        table_key,
+    )
+
+    launches: list[tuple[int, CudaConfig]] = []
+
+    def cuda_product(
+        x: torch.Tensor, stored: QuantizedFormat, config: CudaConfig, fusion: Fusion, out: torch.Tensor
+    ) -> None:
+        launches.append((len(x), config))
+        bits = 4 if stored.kind == "int4" else 8
+        assert shared_bytes(config, len(x), bits, stored.group) <= SHARED_BYTES
+        wide = (
+            F.rms_norm(x, x.shape[1:], fusion.norm_weight, fusion.eps)
+            if fusion.norm_weight is not None
+            else x
+        )
+        y = F.linear(wide, stored.dequantized(torch.bfloat16), fusion.bias)
+        if fusion.gated:
+            y = F.silu(y[:, : len(out[0])]) * y[:, len(out[0]) :]
+        out.copy_(y if fusion.residual is None else fusion.residual + y)
+
+    gpu = GpuTraits("", 132, (8, 9), has_cuda_kernels=True)
+    measured: dict[str, SkinnyChoice] = {
+        table_key(4, 32, 256, False, "fp8"): CudaConfig(tiles=2, warps_k=1, depth=2),
+        table_key(64, 32, 256, False, "fp8"): CudaConfig(tiles=3, warps_k=1, depth=2),
+        table_key(2, 32, 256, False, "fp8/128"): None,
+        table_key(1, 32, 256, True, "int4/64"): CudaConfig(tiles=6, warps_k=1, depth=2),
+    }
+    row, block = (partial(_stand_in, []) for _ in range(2))
+    found = QuantizedProducts(132, (8, 9), row, block, cuda_product, SkinnyTable(gpu, measured))
+
+    def launched(name: str, rows: int, gated: bool = False, dtype: torch.dtype = torch.bfloat16) -> list[int]:
+        """The tiles of each launch, if there were some with at most 16 rows each."""
+        stored = stored_in(name, 32, 256)
+        weight, norm = CudaQuantizedWeight(stored, found), RMSNorm(256, 1e-6, dtype, TorchLayerKernels())
+        norm.weight.fill_(0.5)
+        x = torch.randn(rows, 256).to(dtype)
+        launches.clear()
+        if gated:
+            got = weight.gated_product(x, norm, None)
+            gate, up = F.linear(norm.forward(x).float(), stored.dequantized(torch.float32)).chunk(2, -1)
+            want = F.silu(gate) * up
+        else:
+            residual = torch.randn(rows, 32).to(dtype)
+            want = residual + F.linear(x.float(), stored.dequantized(torch.float32))
+            got = weight.add_product(residual, x, None)
+        if launches:
+            assert (got - want).norm() / want.norm() < 0.02
+            assert sum(count for count, _ in launches) == rows and max(launches)[0] <= 16
+        return [config.tiles for _, config in launches]
+
+    assert launched("fp8-rows", 3) == [2]  # of the bucket of 4
+    assert launched("fp8-rows", 1) == [2]  # a guess: the weight is small
+    assert launched("fp8-rows", 37) == [3, 3, 3]
+    assert launched("int4", 1, gated=True) == [6]
+    assert launched("int4", 16, gated=True) == [2]
+    assert launched("int4", 17) == [], "an unmeasured product of more rows than a launch takes"
+    assert launched("fp8-rows", 3, dtype=torch.float32) == []
+    calls: list[str] = []
+    found._block_scaled = partial(_stand_in, calls, "block")
+    assert launched("fp8-blocks", 2) == [] and calls == ["block"], "the library was faster"
+    assert launched("fp8-blocks", 3) == [2]
+
+
 def main() -> None:
     set_up_interpreter()
     checks = dict(
         zip(
             OTHERS,
-            (check_rounding, check_static_scale, check_choice, check_plain, check_scaled_mm, check_float16),
+            (
+                check_rounding,
+                check_static_scale,
+                check_choice,
+                check_plain,
+                check_scaled_mm,
+                check_float16,
+                check_cuda_choice,
+            ),
             strict=True,
         )
     )

@@ -135,7 +135,7 @@ def test_the_skinny_gemm_is_left_out_where_its_cuts_do_not_fit(
 
     properties = SimpleNamespace(shared_memory_per_block_optin=shared_kib << 10)
     package = SimpleNamespace(KernelUnavailable=KernelUnavailable, load=lambda device: None)
-    skinny = SimpleNamespace(SkinnyConfig=object, SkinnyGemm=lambda library: None)
+    skinny = SimpleNamespace(SkinnyConfig=object, SkinnyGemm=lambda library, bits: object())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setitem(sys.modules, "fenceline_kernel", package)
     monkeypatch.setitem(sys.modules, "fenceline_kernel.skinny", skinny)

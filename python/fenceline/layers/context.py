@@ -127,7 +127,7 @@ def make_layer_context(device: torch.device, shard: Shard, dtype: torch.dtype) -
     quantized_products = functools.cache(find_quantized_products)  # tried when the first such weight is made
 
     def quantized(stored: QuantizedFormat) -> Weight:
-        return CudaQuantizedWeight(stored, quantized_products(device))
+        return CudaQuantizedWeight(stored, quantized_products(device, stored.kind))
 
     return LayerContext(shard, CudaLayerKernels(device), dtype, dense, dense, quantized)
 

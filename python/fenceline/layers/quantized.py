@@ -28,7 +28,8 @@ class QuantizedFormat(ABC):
 
     ``data`` [out_features, ...] holds its numbers, ``scales`` [out_features, ceil(in_features / group)] float32 what
     each is multiplied by. ``group`` is ``in_features`` where a row has one scale. ``zeros`` [as scales] uint8 is what
-    is subtracted from each before; None: nothing.
+    is subtracted from each before; None: nothing. In memory the scales of a group of columns lie beside each other, as
+    a kernel reads them that multiplies with many rows at a time.
     """
 
     kind: str
@@ -85,7 +86,7 @@ class Fp8Format(QuantizedFormat):
         self._dtype = dtype
         self.group = FP8_BLOCK if config.scales == "block" else in_features
         self.data = torch.empty(out_features, in_features, dtype=FP8)
-        self.scales = torch.empty(out_features, -(-in_features // self.group), dtype=torch.float32)
+        self.scales = torch.empty(-(-in_features // self.group), out_features, dtype=torch.float32).t()
         self.has_whole_blocks = config.scales == "block"  # 128 rows, from any multiple of 128, have one scale
         self.input_scale = torch.empty((), dtype=torch.float32) if config.static_input else None
         # The parts of a fused layer share their input, so the largest of their scales is used.
@@ -147,8 +148,9 @@ class Fp8Format(QuantizedFormat):
 class Int4Format(QuantizedFormat):
     """Whole numbers of four bits, from 0 to 15, with a scale and a zero point for each group along a row.
 
-    ``data`` [out_features, in_features / 2] uint8: byte 16 i + j of a row holds number 32 i + j in its low bits and
-    number 32 i + 16 + j in its high ones, so that a kernel reads adjacent bytes for adjacent numbers.
+    ``data`` [out_features, in_features / 2] uint8: each eight numbers of a row are a little-endian word of 32 bits, in
+    whose bits from 4 j on is number 2 j, and from 16 + 4 j on number 2 j + 1, so that a shift and a mask yield two
+    adjacent numbers as the halves of a word.
     """
 
     kind = "int4"
@@ -168,8 +170,8 @@ class Int4Format(QuantizedFormat):
                 " --tp-size, or --quantization fp8"
             )
         self.data = torch.empty(out_features, in_features // 2, dtype=torch.uint8)
-        self.scales = torch.empty(out_features, in_features // self.group, dtype=torch.float32)
-        self.zeros = torch.full(self.scales.shape, 8, dtype=torch.uint8)
+        self.scales = torch.empty(in_features // self.group, out_features, dtype=torch.float32).t()
+        self.zeros = torch.full((in_features // self.group, out_features), 8, dtype=torch.uint8).t()
 
     def slots(self, name: str, rows: slice, full_shape: tuple[int, int], dim: int, start: int) -> WeightSlots:
         assert self.zeros is not None
@@ -254,15 +256,15 @@ def _check_order(name: str, group: int, indices: torch.Tensor) -> torch.Tensor:
 
 
 def pack_int4(numbers: torch.Tensor) -> torch.Tensor:
-    """Numbers from 0 to 15, uint8 [N, K], K a multiple of 32 → ``Int4Format``'s bytes [N, K / 2]."""
-    low, high = numbers.reshape(len(numbers), -1, 2, 16).unbind(2)
+    """Numbers from 0 to 15, uint8 [N, K], K a multiple of 8 → ``Int4Format``'s bytes [N, K / 2]."""
+    low, high = numbers.reshape(len(numbers), -1, 2, 2, 2).permute(0, 1, 4, 2, 3).unbind(4)
     return (low | high << 4).flatten(1)
 
 
 def unpack_int4(data: torch.Tensor) -> torch.Tensor:
     """``Int4Format``'s bytes [N, K / 2] → the numbers, uint8 [N, K]."""
-    halves = data.reshape(len(data), -1, 16)
-    return torch.stack((halves & 15, halves >> 4), 2).flatten(1)
+    words = data.reshape(len(data), -1, 2, 2)
+    return torch.stack((words & 15, words >> 4), 4).permute(0, 1, 3, 4, 2).flatten(1)
 
 
 def round_to_int4(matrix: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,5 +1,6 @@
 // Skinny GEMM: few rows times a large weight, bfloat16 in and out, float32 sums. Its time is that of reading the weight
-// once at memory bandwidth; everything else overlaps with that.
+// once at memory bandwidth; everything else overlaps with that. The weight's numbers are bfloat16, E4M3 or whole numbers of
+// four bits, as layers/quantized.py stores them; in registers they become bfloat16 for the tensor core, without rounding.
 //
 //   y[m, n] = sum_k norm(x)[m, k] * weight[n, k] + bias[n]        m < rows <= 16
 //   out[m, n] = y[m, n]                                           plain:    weight [num_out, k]
@@ -8,10 +9,13 @@
 // norm is absent or RMSNorm over k: x / sqrt(mean(x^2) + eps) * norm_weight.
 //
 // A CTA of warps_n * warps_k warps processes warps_n * tiles * 8 rows of the weight (a block) at a time and takes blocks
-// blockIdx, blockIdx + num_ctas, ... The warps_k warps of a row divide K among them, 64 elements in turn; `cluster` CTAs
-// may divide it further. Each lane copies the 16-byte pieces that it will multiply itself into its own ring of `depth`
-// stages in shared memory, so the loads need no barrier and continue across blocks. The partial sums are added in shared
-// memory in a fixed order: results do not depend on timing, nor one row on the others.
+// blockIdx, blockIdx + num_ctas, ... The warps_k warps of a row divide K among them, 128 bytes of it in turn; `cluster`
+// CTAs may divide it further. Each warp copies the 16-byte pieces that it will multiply itself into its own ring of
+// `depth` stages in shared memory, so the loads need no barrier but the warp's own and continue across blocks. The partial
+// sums are added in shared memory in a fixed order: results do not depend on timing, nor one row on the others.
+//
+// A scale of a whole row multiplies its sum at the end, a scale of a group the group's sum, from which the zero point times
+// the sum of x has been subtracted: a scale is never rounded.
 //
 // With `pdl` the launch may begin while the preceding kernel of the stream is still running. The weight, norm_weight
 // and bias are read at once, and must have been written before that kernel; x, residual and out are accessed
@@ -23,19 +27,39 @@
 namespace fenceline {
 
 constexpr int kMaxSkinnyRows = 16;
-constexpr int kSkinnyStepK = 64;  // elements of K that a warp takes at a time
+
+// How the weight is stored. A group is that of a scale along K.
+enum class Numbers {
+  kBf16,
+  kFp8,         // E4M3, a scale for each row
+  kFp8Groups,   // E4M3, groups of 128
+  kInt4,        // groups of 128, with zero points
+  kInt4Groups,  // groups of 64 or 32
+};
+
+constexpr bool is_fp8(Numbers n) { return n == Numbers::kFp8 || n == Numbers::kFp8Groups; }
+constexpr bool is_int4(Numbers n) { return n == Numbers::kInt4 || n == Numbers::kInt4Groups; }
+constexpr uint32_t bits_of(Numbers n) { return is_int4(n) ? 4 : is_fp8(n) ? 8 : 16; }
+// Elements of K that a warp takes at a time: 128 bytes of each row of the weight.
+constexpr uint32_t step_of(Numbers n) { return 1024 / bits_of(n); }
+// The groups with scales of their own that a warp takes at a time; of a group of 64 each half counts as one.
+constexpr uint32_t scales_of(Numbers n) {
+  return n == Numbers::kFp8Groups ? 1 : n == Numbers::kInt4 ? 2 : n == Numbers::kInt4Groups ? 8 : 0;
+}
 
 // Part of the C ABI: python/fenceline_kernel/skinny.py mirrors it.
 struct SkinnyGemmRequest {
   const void* x;            // [rows, k] contiguous, 16-byte aligned
-  const void* weight;       // [num_out, k] or [2 * num_out, k] contiguous, 16-byte aligned
+  const void* weight;       // [num_out, k] or [2 * num_out, k] numbers, contiguous, 16-byte aligned
   const void* norm_weight;  // [k] 16-byte aligned, or null
   const void* bias;         // [num_out] or [2 * num_out], or null
   const void* residual;     // [rows, num_out] contiguous, or null
   void* out;                // [rows, num_out] contiguous
+  const void* scales;       // float32, [groups along K][rows of the weight] contiguous; null for bfloat16
+  const void* zeros;        // uint8, as scales, 4-byte aligned, for int4; else null
   int32_t rows;
   int32_t num_out;
-  int32_t k;                // a multiple of 8
+  int32_t k;                // a multiple of 8; of 16 for fp8, of the group for int4
   float eps;
   int32_t gated;            // 1 or 0
   int32_t tiles;            // of 8 weight rows for each warp: 2, 4 or 6, or 3 for up to 8 rows
@@ -47,8 +71,10 @@ struct SkinnyGemmRequest {
   int32_t prefetch_bytes;   // of each row of the CTA's first block, beyond the ring, prefetched into L2 (sm_90 on)
   int32_t pdl;              // 1 or 0 (sm_90 on)
   int32_t reserved;
+  int32_t bits;             // of a number: 16 for bfloat16, 8 for E4M3, 4 for whole numbers
+  int32_t group;            // numbers along K for each scale: 0 (a whole row) or 128 for fp8, 32, 64 or 128 for int4
 };
-static_assert(sizeof(SkinnyGemmRequest) == 104, "mirrored in Python");
+static_assert(sizeof(SkinnyGemmRequest) == 128, "mirrored in Python");
 
 // The kernel's argument, passed by value.
 struct SkinnyGemmParams {
@@ -58,6 +84,8 @@ struct SkinnyGemmParams {
   const uint16_t* bias;
   const uint16_t* residual;
   uint16_t* out;
+  const float* scales;
+  const char* zeros;
   uint32_t rows, num_out, k;
   float eps;
   uint32_t gated, warps_k, depth, cluster;
@@ -65,16 +93,38 @@ struct SkinnyGemmParams {
   uint32_t sum_stride;   // floats from one row of partial sums to the next, so that rows use different banks
   uint32_t num_blocks;
   uint32_t steps;        // for each warp and block
-  uint32_t stage_bytes;  // for each warp: tiles * 1024 + rows * 128 (+ 128 with norm)
+  uint32_t stage_bytes;  // for each warp: the weight, x, norm_weight, scales and zeros of a step
   uint32_t prefetch_bytes;
+  uint32_t row_units;    // 16 bytes each, of a row of the weight
+  uint32_t weight_rows;
+  uint32_t group_shift;  // log2 of the group
 };
+
+inline Numbers numbers_of(const SkinnyGemmRequest& r) {
+  if (r.bits == 16) return Numbers::kBf16;
+  if (r.bits == 8) return r.group == 0 ? Numbers::kFp8 : Numbers::kFp8Groups;
+  return r.group == 128 ? Numbers::kInt4 : Numbers::kInt4Groups;
+}
 
 // Returns null, or what is wrong with the request.
 inline const char* check_skinny_gemm(const SkinnyGemmRequest& r) {
   if (r.rows < 1 || r.rows > kMaxSkinnyRows) return "skinny_gemm takes 1 to 16 rows";
+  const bool known_group = r.bits == 4 ? r.group == 32 || r.group == 64 || r.group == 128
+                                       : r.group == 0 || (r.bits == 8 && r.group == 128);
+  if ((r.bits != 16 && r.bits != 8 && r.bits != 4) || !known_group) return "skinny_gemm has no such numbers or groups";
   const bool known_tiles = r.tiles == 2 || (r.tiles == 3 && r.rows <= 8) || r.tiles == 4 || r.tiles == 6;
   if (!known_tiles) return "skinny_gemm takes 2, 4 or 6 tiles for each warp, 3 for up to 8 rows";
   if (r.k < 8 || r.k % 8 != 0 || r.num_out < 1) return "skinny_gemm needs k a multiple of 8 and an output";
+  if (r.bits == 8 && r.k % 16 != 0) return "skinny_gemm needs k a multiple of 16 for fp8";
+  if (r.bits == 4 && (r.k % r.group != 0 || r.num_out % 8 != 0)) {
+    return "skinny_gemm needs k a multiple of the group and outputs a multiple of 8 for int4";
+  }
+  if ((r.bits == 16) != (r.scales == nullptr) || (r.bits == 4) != (r.zeros != nullptr)) {
+    return "skinny_gemm needs scales for fp8, scales and zeros for int4";
+  }
+  if ((reinterpret_cast<uintptr_t>(r.scales) | reinterpret_cast<uintptr_t>(r.zeros)) & 3) {
+    return "skinny_gemm needs scales and zeros aligned to 4 bytes";
+  }
   if ((reinterpret_cast<uintptr_t>(r.x) | reinterpret_cast<uintptr_t>(r.weight) |
        reinterpret_cast<uintptr_t>(r.norm_weight)) & 15) return "skinny_gemm needs operands aligned to 16 bytes";
   if (r.warps_n < 1 || r.warps_k < 1 || r.warps_n * r.warps_k > 16) return "skinny_gemm takes 1 to 16 warps";
@@ -84,7 +134,7 @@ inline const char* check_skinny_gemm(const SkinnyGemmRequest& r) {
   if (r.cluster != 1 && r.cluster != 2 && r.cluster != 4 && r.cluster != 8) return "a cluster has 1, 2, 4 or 8 CTAs";
   if (r.num_ctas % r.cluster != 0 || r.num_ctas < 0) return "num_ctas is no multiple of the cluster";
   const int64_t weight_rows = int64_t{r.num_out} * (r.gated ? 2 : 1);
-  if (weight_rows * (r.k / 8) >= (int64_t{1} << 32)) return "the weight is too large for skinny_gemm";
+  if (weight_rows * (int64_t{r.k} * r.bits / 128) >= (int64_t{1} << 32)) return "the weight is too large for skinny_gemm";
   return nullptr;
 }
 
@@ -108,10 +158,17 @@ inline SkinnyGemmParams plan_skinny_gemm(const SkinnyGemmRequest& r) {
   p.sum_stride = p.block_rows + 8;
   const uint32_t block_outs = p.block_rows >> p.gated;
   p.num_blocks = (p.num_out + block_outs - 1) / block_outs;
-  const uint32_t step = kSkinnyStepK * p.warps_k * p.cluster;
+  const Numbers numbers = numbers_of(r);
+  const uint32_t tiles = static_cast<uint32_t>(r.tiles), step = step_of(numbers) * p.warps_k * p.cluster;
   p.steps = (p.k + step - 1) / step;
-  p.stage_bytes = static_cast<uint32_t>(r.tiles) * 1024 + p.rows * 128 + (r.norm_weight != nullptr ? 128 : 0);
+  p.stage_bytes = tiles * 1024 + (p.rows + (r.norm_weight != nullptr ? 1 : 0)) * step_of(numbers) * 2;
+  p.stage_bytes += scales_of(numbers) * tiles * 8 * (is_int4(numbers) ? 5 : 4);
   p.prefetch_bytes = static_cast<uint32_t>(r.prefetch_bytes) & ~15u;
+  p.scales = static_cast<const float*>(r.scales);
+  p.zeros = static_cast<const char*>(r.zeros);
+  p.row_units = p.k * bits_of(numbers) / 128;
+  p.weight_rows = p.num_out << p.gated;
+  p.group_shift = r.group == 32 ? 5 : r.group == 64 ? 6 : 7;
   return p;
 }
 

@@ -209,10 +209,13 @@ def quantized_linear(
     residual: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """See ``quantized_gemm.quantized_linear``. ``out`` is the residual if there is one."""
+    """``quantized_gemm.quantized_linear`` and fenceline_kernel's ``SkinnyGemm``, which reads early what is read here
+    before the wait. ``out`` is the residual if there is one."""
+    for operand in (data, scales, zeros, norm_weight):
+        op.read(operand)
     op.start_dependents()
     op.wait()
-    for operand in (x, data, scales, zeros, norm_weight, bias, residual):
+    for operand in (x, bias, residual):
         op.read(operand)
     op.write(out)
 

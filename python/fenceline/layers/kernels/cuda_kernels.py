@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +18,20 @@ from fenceline.layers.kernels.rms_norm import rms_norm
 from fenceline.layers.kernels.rotate_store import rotate_and_store
 from fenceline.layers.kernels.routing import route, router_logits
 from fenceline.layers.kernels.skinny_gemm import PLAIN, Fusion, may_fuse_norm, skinny_linear
-from fenceline.layers.kernels.skinny_table import ROW_BUCKETS, CudaConfig, GpuTraits, SkinnyTable, load_table
+from fenceline.layers.kernels.skinny_table import (
+    ROW_BUCKETS,
+    SHARED_BYTES,
+    CudaConfig,
+    GpuTraits,
+    SkinnyTable,
+    load_table,
+)
 from fenceline.layers.weight import DenseWeight, RMSNorm
 
-_FEW_ROWS = ROW_BUCKETS[-1]  # the skinny kernels never multiply more rows than this
+if TYPE_CHECKING:
+    from fenceline_kernel.skinny import SkinnyConfig, SkinnyGemm
 
-# Shared memory per block that the skinny GEMM's configurations need: sm_80, 90 and 100 have it, sm_86, 89 and 120 do
-# not.
-_SHARED_BYTES = 160 << 10
+_FEW_ROWS = ROW_BUCKETS[-1]  # the skinny kernels never multiply more rows than this
 
 # x, weight, cut, fusion, output (None: a new one) -> output
 CudaProduct = Callable[[torch.Tensor, torch.Tensor, CudaConfig, Fusion, torch.Tensor | None], torch.Tensor]
@@ -184,43 +192,59 @@ class CudaDenseWeight(DenseWeight):
 def find_skinny_products(device: torch.device) -> SkinnyProducts:
     """The products for ``device``. Compiles fenceline_kernel on first use where it is installed (seconds, once)."""
     product = _find_cuda_product(device)
-    gpu = GpuTraits(
+    return SkinnyProducts(product, load_table(gpu_traits(device, product is not None)))
+
+
+def gpu_traits(device: torch.device, has_cuda_kernels: bool) -> GpuTraits:
+    """Of ``device``."""
+    return GpuTraits(
         name=torch.cuda.get_device_name(device),
         num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
         capability=torch.cuda.get_device_capability(device),
-        has_cuda_kernels=product is not None,
+        has_cuda_kernels=has_cuda_kernels,
     )
-    return SkinnyProducts(product, load_table(gpu))
+
+
+def find_skinny_gemm(device: torch.device, bits: int) -> SkinnyGemm | None:
+    """fenceline_kernel's skinny GEMM for weights whose numbers have ``bits`` bits; None if the package is not installed
+    or cannot be used. Compiles it on first use."""
+    gpu = torch.cuda.get_device_properties(device)
+    if gpu.shared_memory_per_block_optin < SHARED_BYTES:  # type: ignore[attr-defined]  # missing in torch's stubs
+        return None
+    try:
+        from fenceline_kernel import KernelUnavailable, load
+        from fenceline_kernel.skinny import SkinnyGemm
+    except ImportError:
+        return None
+    try:
+        return SkinnyGemm(load(device), bits)
+    except KernelUnavailable:
+        return None
+
+
+@functools.cache
+def skinny_cut(config: CudaConfig) -> SkinnyConfig:
+    """The same in fenceline_kernel's type."""
+    from fenceline_kernel.skinny import SkinnyConfig
+
+    return SkinnyConfig(**asdict(config))
 
 
 def _find_cuda_product(device: torch.device) -> CudaProduct | None:
     """fenceline_kernel's skinny GEMM; None if the package is not installed or cannot be used."""
-    gpu = torch.cuda.get_device_properties(device)
-    if gpu.shared_memory_per_block_optin < _SHARED_BYTES:  # type: ignore[attr-defined]  # missing in torch's stubs
+    gemm = find_skinny_gemm(device, 16)
+    if gemm is None:
         return None
-    try:
-        from fenceline_kernel import KernelUnavailable, load
-        from fenceline_kernel.skinny import SkinnyConfig, SkinnyGemm
-    except ImportError:
-        return None
-    try:
-        gemm = SkinnyGemm(load(device))
-    except KernelUnavailable:
-        return None
-    cuts: dict[CudaConfig, SkinnyConfig] = {}
 
     def product(
         x: torch.Tensor, weight: torch.Tensor, config: CudaConfig, fusion: Fusion, out: torch.Tensor | None
     ) -> torch.Tensor:
-        cut = cuts.get(config)
-        if cut is None:
-            cut = cuts[config] = SkinnyConfig(**asdict(config))
         if out is None:
             out = fusion.residual
         if out is None:
             out = x.new_empty(x.shape[0], weight.shape[0] // (2 if fusion.gated else 1))
         gemm(
-            x, weight, out, cut,
+            x, weight, out, skinny_cut(config),
             norm_weight=fusion.norm_weight, eps=fusion.eps, bias=fusion.bias,
             residual=fusion.residual, gated=fusion.gated,
         )  # fmt: skip

@@ -1,10 +1,11 @@
-"""Quantised weights on an NVIDIA GPU: our Triton products for few rows, the GPU's own FP8 product for many where it has
-one, and cuBLAS with the plain matrix otherwise."""
+"""Quantised weights on an NVIDIA GPU: for few rows our products in CUDA C++ or in Triton, for many the GPU's own FP8
+product where it has one, and cuBLAS with the plain matrix otherwise."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,8 +13,17 @@ import torch.nn.functional as F
 
 from fenceline.config.quantization import FP8_BLOCK
 from fenceline.layers.kernels.base import SILU
+from fenceline.layers.kernels.cuda_kernels import find_skinny_gemm, gpu_traits, skinny_cut
 from fenceline.layers.kernels.quantized_gemm import quantize_rows, quantized_linear
 from fenceline.layers.kernels.skinny_gemm import PLAIN, Fusion, TritonConfig, may_fuse_norm
+from fenceline.layers.kernels.skinny_table import (
+    SHARED_BYTES,
+    CudaConfig,
+    SkinnyChoice,
+    SkinnyTable,
+    load_table,
+    shared_bytes,
+)
 from fenceline.layers.quantized import (
     FP8,
     Fp8Format,
@@ -25,9 +35,11 @@ from fenceline.layers.weight import RMSNorm
 
 logger = logging.getLogger(__name__)
 
-# Up to this many rows our own products are used: those that read few bytes win while reading takes the time. A guess,
-# until it is measured. There is no other product of int4 that reads few bytes.
+# Without a measurement our own products are used up to this many rows: those that read few bytes win while reading
+# takes the time. There is no other product of int4 that reads few bytes.
 _FEW_ROWS = {"fp8": 64, "int4": 256}
+_CUDA_ROWS = 16  # of one launch of the CUDA product
+_BITS = {"fp8": 8, "int4": 4}
 _MULTIPLE = 16  # of both sides of a matrix that _scaled_mm takes
 _ROW_MULTIPLE = 4  # of rows, where scales are for blocks
 _TOLERANCE = (
@@ -37,6 +49,8 @@ _TOLERANCE = (
 # numbers [T, K] and scales [T, groups] of the input, numbers [N, K] and scales [N, groups] of the weight, both FP8, the
 # result's type -> [T, N]
 ScaledProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
+# x (at most 16 rows), weight, cut, fusion, output
+CudaQuantizedProduct = Callable[[torch.Tensor, QuantizedFormat, CudaConfig, Fusion, torch.Tensor], None]
 
 
 class QuantizedProducts:
@@ -49,15 +63,19 @@ class QuantizedProducts:
         capability: tuple[int, int],
         row_scaled: ScaledProduct | None,
         block_scaled: ScaledProduct | None,
+        cuda_product: CudaQuantizedProduct | None = None,
+        table: SkinnyTable | None = None,
     ) -> None:
         """``row_scaled``, ``block_scaled``: the GPU's products for weights with a scale for each row, or block of 128 x
-        128; None: it has none."""
+        128; ``cuda_product``: fenceline_kernel's. None: it has none. ``table``: the measurements, if there are any."""
         self._num_sms = num_sms
         self._pdl = capability >= (9, 0)
         self._converts_fp8 = capability >= (8, 9)  # in one instruction, without which Triton does not compile
         # Others have 99 KiB for a block, and gate and up of 32 columns each take 120.
         self._has_large_blocks = capability == (8, 0) or capability[0] in (9, 10)
         self._row_scaled, self._block_scaled = row_scaled, block_scaled
+        self._cuda_product = cuda_product
+        self._table = table
 
     def few_rows(
         self,
@@ -67,21 +85,50 @@ class QuantizedProducts:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """The product, in ``out``, the residual or a new tensor; None if ``many_rows`` should compute it."""
-        if not 0 < len(x) <= _FEW_ROWS[stored.kind] or (stored.kind == "fp8" and not self._converts_fp8):
+        if not len(x) or (fusion.norm_weight is not None and not may_fuse_norm(x, fusion.norm_weight)):
             return None
-        if fusion.norm_weight is not None and not may_fuse_norm(x, fusion.norm_weight):
+        choice = self._choose(x, stored, fusion.gated)
+        if choice is None:
             return None
-        num_out = stored.shape[0] // (2 if fusion.gated else 1)
-        if len(x) == 1:
+        if isinstance(choice, TritonConfig):
+            return quantized_linear(
+                x, stored.data, stored.scales, stored.zeros, stored.group, choice, fusion, out
+            )
+        if out is None:
+            out = fusion.residual
+        if out is None:
+            out = x.new_empty(len(x), stored.shape[0] // (2 if fusion.gated else 1))
+        assert self._cuda_product is not None
+        for start in range(0, len(x), _CUDA_ROWS):
+            rows = slice(start, start + _CUDA_ROWS)
+            part = fusion
+            if fusion.residual is not None:
+                part = replace(fusion, residual=fusion.residual[rows])
+            self._cuda_product(x[rows], stored, choice, part, out[rows])
+        return out
+
+    def _choose(self, x: torch.Tensor, stored: QuantizedFormat, gated: bool) -> SkinnyChoice:
+        """A kernel of ours; None: ``many_rows``'s."""
+        (n, k), rows = stored.shape, len(x)
+        guess = self._guess_triton(rows, stored, gated)
+        if self._cuda_product is None or not cuda_takes(x, stored):
+            return guess
+        if rows <= _CUDA_ROWS:
+            guess = guess_cuda(rows, stored, self._num_sms, self._pdl)
+        if self._table is None:
+            return guess
+        return self._table.choose_quantized(rows, n, k, gated, numbers_name(stored), guess)
+
+    def _guess_triton(self, rows: int, stored: QuantizedFormat, gated: bool) -> TritonConfig | None:
+        if rows > _FEW_ROWS[stored.kind] or (stored.kind == "fp8" and not self._converts_fp8):
+            return None
+        num_out = stored.shape[0] // (2 if gated else 1)
+        if rows == 1:
             block_n = next((n for n in (8, 4, 2) if num_out >= 2 * n * self._num_sms), 1)
-            config = TritonConfig(block_n, block_k=512, num_warps=4, launch_pdl=self._pdl)
-        else:
-            fits = self._has_large_blocks or not fusion.gated
-            block_n = 32 if fits and num_out >= 64 * self._num_sms else 16
-            config = TritonConfig(block_n, block_k=128, num_warps=4, num_stages=3, launch_pdl=self._pdl)
-        return quantized_linear(
-            x, stored.data, stored.scales, stored.zeros, stored.group, config, fusion, out
-        )
+            return TritonConfig(block_n, block_k=512, num_warps=4, launch_pdl=self._pdl)
+        fits = self._has_large_blocks or not gated
+        block_n = 32 if fits and num_out >= 64 * self._num_sms else 16
+        return TritonConfig(block_n, block_k=128, num_warps=4, num_stages=3, launch_pdl=self._pdl)
 
     def many_rows(self, x: torch.Tensor, stored: QuantizedFormat) -> torch.Tensor:
         """The product, a new tensor [T, N]."""
@@ -162,16 +209,67 @@ def block_scaled_product(
     return y[: len(x) - padding].to(dtype)
 
 
-def find_quantized_products(device: torch.device) -> QuantizedProducts:
-    """The products for ``device``. What torch._scaled_mm can do depends on GPU, CUDA and torch, so it is tried."""
-    gpu = torch.cuda.get_device_properties(device)
+def numbers_name(stored: QuantizedFormat) -> str:
+    """How the weight's numbers are stored, in the table of measurements: ``int4/128``, ``fp8/128``, ``fp8``."""
+    has_groups = stored.group < stored.shape[1]
+    return f"{stored.kind}/{stored.group}" if stored.kind == "int4" or has_groups else stored.kind
+
+
+def cuda_takes(x: torch.Tensor, stored: QuantizedFormat) -> bool:
+    """Whether fenceline_kernel has a product of ``x`` with such a weight."""
+    n, k = stored.shape
+    fits = k % _MULTIPLE == 0 if stored.kind == "fp8" else n % _MULTIPLE == 0
+    return fits and x.dtype == torch.bfloat16 and x.is_contiguous()
+
+
+def guess_cuda(rows: int, stored: QuantizedFormat, num_sms: int, pdl: bool) -> CudaConfig:
+    """A cut for ``rows`` rows, at most 16, that every GPU with fenceline_kernel can launch."""
+    n, k = stored.shape
+    bits = _BITS[stored.kind]
+    tiles = 4 if n >= 32 * num_sms else 2
+    most = max(1, k * bits // 2048)
+    config = CudaConfig(tiles=tiles, warps_k=min(8, most), depth=4, pdl=pdl)
+    while shared_bytes(config, rows, bits, stored.group) > SHARED_BYTES:
+        config = (
+            replace(config, depth=3) if config.depth > 3 else replace(config, warps_k=config.warps_k // 2)
+        )
+    return config
+
+
+def find_quantized_products(device: torch.device, kind: str) -> QuantizedProducts:
+    """The products with weights of ``kind`` for ``device``. What torch._scaled_mm can do depends on GPU, CUDA and
+    torch, so it is tried. Compiles fenceline_kernel on first use where it is installed (a minute at most, once)."""
     find = partial(_working, device)
+    product = find_cuda_quantized(device, kind)
+    gpu = gpu_traits(device, product is not None)
     return QuantizedProducts(
-        gpu.multi_processor_count,
-        torch.cuda.get_device_capability(device),
-        find(row_scaled_product, group=256),
-        find(block_scaled_product, group=FP8_BLOCK),
+        gpu.num_sms,
+        gpu.capability,
+        find(row_scaled_product, group=256) if kind == "fp8" else None,
+        find(block_scaled_product, group=FP8_BLOCK) if kind == "fp8" else None,
+        product,
+        load_table(gpu),
     )
+
+
+def find_cuda_quantized(device: torch.device, kind: str) -> CudaQuantizedProduct | None:
+    """fenceline_kernel's skinny GEMM for weights of ``kind``; None if it cannot be used."""
+    gemm = find_skinny_gemm(device, _BITS[kind])
+    if gemm is None:
+        return None
+    from fenceline_kernel.skinny import StoredNumbers
+
+    def product(
+        x: torch.Tensor, stored: QuantizedFormat, config: CudaConfig, fusion: Fusion, out: torch.Tensor
+    ) -> None:
+        group = stored.group if stored.zeros is not None or stored.scales.shape[1] > 1 else 0
+        gemm(
+            x, stored.data, out, skinny_cut(config),
+            norm_weight=fusion.norm_weight, eps=fusion.eps, bias=fusion.bias, residual=fusion.residual,
+            gated=fusion.gated, numbers=StoredNumbers(stored.scales, stored.zeros, group),
+        )  # fmt: skip
+
+    return product
 
 
 def _working(device: torch.device, product: ScaledProduct, group: int) -> ScaledProduct | None:

@@ -31,13 +31,14 @@ def quantized_linear(
     """x [T, K] times the weight [N, K] that ``data``, ``scales`` and ``zeros`` store (``quantized.QuantizedFormat``:
     int4 if there are ``zeros``, else fp8), with ``fusion`` around it → [T, N] ([T, N / 2] if gated), in x's dtype.
 
-    The result is ``fusion.residual`` or ``out`` (contiguous; not both are given) or a new tensor. T ≥ 1; all contiguous
-    and on one device; the weight's numbers are multiplied in x's dtype (float32 for one row), sums are float32. Current
-    stream, no host synchronisation.
+    The result is ``fusion.residual`` or ``out`` (contiguous; not both are given) or a new tensor. T ≥ 1; all but scales
+    and zeros, which have equal strides, are contiguous; all on one device; the weight's numbers are multiplied in x's
+    dtype (float32 for one row), sums are float32. Current stream, no host synchronisation.
     """
     num_rows, k = x.shape
     num_out = data.shape[0] // 2 if fusion.gated else data.shape[0]
-    assert num_rows > 0 and x.is_contiguous() and data.is_contiguous() and scales.is_contiguous()
+    assert num_rows > 0 and x.is_contiguous() and data.is_contiguous()
+    assert zeros is None or zeros.stride() == scales.stride()
     assert data.shape[1] == (k if zeros is None else k // 2) and scales.shape == (
         data.shape[0],
         triton.cdiv(k, group),
@@ -49,7 +50,7 @@ def quantized_linear(
     kernel = _one_row_kernel if num_rows == 1 else _rows_kernel
     rows = 1 if num_rows == 1 else min(_MOST_ROWS, max(16, triton.next_power_of_2(num_rows)))
     kernel[(triton.cdiv(num_out, config.block_n), triton.cdiv(num_rows, rows))](
-        x, fusion.norm_weight, data, scales, zeros, fusion.bias, out, num_rows, num_out, fusion.eps,
+        x, fusion.norm_weight, data, scales, zeros, fusion.bias, out, *scales.stride(), num_rows, num_out, fusion.eps,
         K=k, GROUP=group, INT4=zeros is not None, HAS_NORM=fusion.norm_weight is not None,
         HAS_BIAS=fusion.bias is not None, GATED=fusion.gated, ADD=fusion.residual is not None,
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, ROWS=rows, PDL=config.launch_pdl,
@@ -60,19 +61,19 @@ def quantized_linear(
 
 @triton.jit
 def _tile(
-    data_ptr, scales_ptr, zeros_ptr, features, k, K: tl.constexpr, GROUP: tl.constexpr, INT4: tl.constexpr
-):
+    data_ptr, scales_ptr, zeros_ptr, row_stride, group_stride, features, k, K: tl.constexpr, GROUP: tl.constexpr,
+    INT4: tl.constexpr,
+):  # fmt: skip
     """The numbers of ``features`` at ``k``, two index tensors that broadcast to the tile; float32. Those of fp8 are
     without scales of whole rows, which are applied to sums."""
     inside = k < K
-    groups: tl.constexpr = (K + GROUP - 1) // GROUP
-    at = features * groups + k // GROUP
+    at = features * row_stride + k // GROUP * group_stride
     if INT4:
         # Two numbers share a byte, which is loaded for each: from the cache the second time.
-        place = features * (K // 2) + k // 32 * 16 + k % 16
+        place = features * (K // 2) + k // 8 * 4 + k % 2 * 2 + k % 8 // 4
         both = tl.load(data_ptr + place, mask=inside, other=0, eviction_policy="evict_first").to(tl.int32)
         zeros = tl.load(zeros_ptr + at, mask=inside, other=0).to(tl.int32)
-        number = (both >> (k // 16 % 2 * 4)) & 15
+        number = (both >> (k // 2 % 2 * 4)) & 15
         # The bits of 2^23 + number as a float32: quicker than a conversion.
         numbers = (number | 0x4B000000).to(tl.float32, bitcast=True) - (zeros + 8388608).to(tl.float32)
         numbers *= tl.load(scales_ptr + at, mask=inside, other=0.0)
@@ -86,9 +87,10 @@ def _tile(
 
 @triton.jit
 def _one_row_kernel(
-    x_ptr, norm_ptr, data_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, num_out, eps, K: tl.constexpr,
-    GROUP: tl.constexpr, INT4: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
-    ADD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, norm_ptr, data_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, row_stride, group_stride, num_rows,
+    num_out, eps, K: tl.constexpr, GROUP: tl.constexpr, INT4: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x [K] → out [num_out]."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -109,17 +111,19 @@ def _one_row_kernel(
         if HAS_NORM:
             squares += x * x
             x *= tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-        acc += _tile(data_ptr, scales_ptr, zeros_ptr, gate[:, None], k[None, :], K, GROUP, INT4) * x[None, :]
+        acc += x[None, :] * _tile(
+            data_ptr, scales_ptr, zeros_ptr, row_stride, group_stride, gate[:, None], k[None, :], K, GROUP, INT4
+        )  # fmt: skip
         if GATED:
-            acc_up += (
-                _tile(data_ptr, scales_ptr, zeros_ptr, up[:, None], k[None, :], K, GROUP, INT4) * x[None, :]
-            )
+            acc_up += x[None, :] * _tile(
+                data_ptr, scales_ptr, zeros_ptr, row_stride, group_stride, up[:, None], k[None, :], K, GROUP, INT4
+            )  # fmt: skip
     y = tl.sum(acc, axis=1)
     y_up = tl.sum(acc_up, axis=1)
     if not INT4 and GROUP >= K:
-        y *= tl.load(scales_ptr + gate)
+        y *= tl.load(scales_ptr + gate * row_stride)
         if GATED:
-            y_up *= tl.load(scales_ptr + up)
+            y_up *= tl.load(scales_ptr + up * row_stride)
     if HAS_NORM:
         factor = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
         y *= factor
@@ -137,9 +141,10 @@ def _one_row_kernel(
 
 @triton.jit
 def _rows_kernel(
-    x_ptr, norm_ptr, data_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, num_out, eps, K: tl.constexpr,
-    GROUP: tl.constexpr, INT4: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
-    ADD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, norm_ptr, data_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, row_stride, group_stride, num_rows,
+    num_out, eps, K: tl.constexpr, GROUP: tl.constexpr, INT4: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x [num_rows, K] → out [num_rows, num_out]; a program has ROWS rows."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -166,15 +171,19 @@ def _rows_kernel(
             squares += wide * wide
             norm = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
             x = (wide * norm[None, :]).to(x.dtype)
-        tile = _tile(data_ptr, scales_ptr, zeros_ptr, gate[None, :], k[:, None], K, GROUP, INT4).to(x.dtype)
+        tile = _tile(
+            data_ptr, scales_ptr, zeros_ptr, row_stride, group_stride, gate[None, :], k[:, None], K, GROUP, INT4
+        ).to(x.dtype)  # fmt: skip
         acc = tl.dot(x, tile, acc, input_precision="ieee")
         if GATED:
-            tile = _tile(data_ptr, scales_ptr, zeros_ptr, up[None, :], k[:, None], K, GROUP, INT4).to(x.dtype)
+            tile = _tile(
+                data_ptr, scales_ptr, zeros_ptr, row_stride, group_stride, up[None, :], k[:, None], K, GROUP, INT4
+            ).to(x.dtype)  # fmt: skip
             acc_up = tl.dot(x, tile, acc_up, input_precision="ieee")
     if not INT4 and GROUP >= K:
-        acc *= tl.load(scales_ptr + gate)[None, :]
+        acc *= tl.load(scales_ptr + gate * row_stride)[None, :]
         if GATED:
-            acc_up *= tl.load(scales_ptr + up)[None, :]
+            acc_up *= tl.load(scales_ptr + up * row_stride)[None, :]
     if HAS_NORM:
         factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
         acc *= factor

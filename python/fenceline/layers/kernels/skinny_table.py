@@ -1,8 +1,10 @@
 """Which kernel multiplies few rows with a weight, and in which configuration: measured for some GPUs, else a guess.
 
-The measurements are made by benchmark/kernels/bench_skinny_gemm.py, one JSON file for each GPU in ``skinny_configs``:
-``{"entries": {"1x6144x4096": {"kernel": "cuda", "tiles": 4, ...}, ...}}``. Keys are rows, the weight's rows and K, with
-``g`` at the end for a gated product. ``{"kernel": "cublas"}`` stands where cuBLAS is faster than our kernels.
+The measurements are made by benchmark/kernels/bench_skinny_gemm.py, for quantised weights by bench_quantized_gemm.py
+beside it, one JSON file for each GPU in ``skinny_configs``: ``{"entries": {"1x6144x4096": {"kernel": "cuda", "tiles":
+4, ...}, ...}}``. Keys are rows, the weight's rows and K, with ``g`` at the end for a gated product, and for quantised
+weights the kind of their numbers and how many have one scale: ``1x6144x4096 int4/128``. ``{"kernel": "cublas"}`` stands
+where the GPU's own library is faster than our kernels.
 """
 
 from __future__ import annotations
@@ -15,6 +17,11 @@ from pathlib import Path
 from fenceline.layers.kernels.skinny_gemm import TritonConfig
 
 ROW_BUCKETS = (1, 2, 4, 8, 16)  # with more rows cuBLAS is faster, measured on an H200
+QUANTIZED_ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+
+# Shared memory per block that the skinny GEMM's configurations may need: sm_80, 90 and 100 have it, sm_86, 89 and 120
+# do not.
+SHARED_BYTES = 160 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +36,15 @@ class CudaConfig:
     num_ctas: int = 0
     prefetch_bytes: int = 0
     pdl: bool = True
+
+
+def shared_bytes(config: CudaConfig, rows: int, bits: int = 16, group: int = 128) -> int:
+    """At most how much shared memory a block takes for ``rows`` rows and a weight whose numbers have ``bits`` bits,
+    ``group`` with one scale (``skinny_shared_bytes`` in sgl-kernel/include/fenceline/skinny_gemm.h)."""
+    scale_bytes = {16: 0, 8: 4, 4: 10 if group == 128 else 40}[bits]
+    stage = config.tiles * (1024 + 8 * scale_bytes) + (rows + 1) * 2048 // bits
+    sums = config.warps_k * rows * (config.warps_n * config.tiles * 8 + 9) * 4
+    return config.warps_n * config.warps_k * config.depth * stage + sums
 
 
 # None: cuBLAS.
@@ -76,6 +92,16 @@ class SkinnyTable:
                 return found
         return self._guess(bucket, weight_rows, k, gated)
 
+    def choose_quantized(
+        self, rows: int, weight_rows: int, k: int, gated: bool, numbers: str, guess: SkinnyChoice
+    ) -> SkinnyChoice:
+        """The same for a quantised weight; ``guess`` without a measurement. None leaves it to the GPU's library."""
+        bucket = next((size for size in QUANTIZED_ROW_BUCKETS if rows <= size), None)
+        if bucket is None:
+            return guess
+        found = self._entries.get(table_key(bucket, weight_rows, k, gated, numbers), guess)
+        return found if self._gpu.has_cuda_kernels or not isinstance(found, CudaConfig) else guess
+
     def _guess(self, rows: int, weight_rows: int, k: int, gated: bool) -> SkinnyChoice:
         on_hopper = self._gpu.capability >= (9, 0)
         if self._gpu.has_cuda_kernels and rows <= _GUESSED_ROWS:
@@ -88,9 +114,10 @@ class SkinnyTable:
         return None
 
 
-def table_key(rows: int, weight_rows: int, k: int, gated: bool) -> str:
-    """The name of a product in a file of measurements; ``rows`` is one of ROW_BUCKETS."""
-    return f"{rows}x{weight_rows}x{k}{'g' if gated else ''}"
+def table_key(rows: int, weight_rows: int, k: int, gated: bool, numbers: str = "") -> str:
+    """The name of a product in a file of measurements; ``rows`` is one of ROW_BUCKETS, or for a quantised weight, whose
+    ``numbers`` are named, one of QUANTIZED_ROW_BUCKETS."""
+    return f"{rows}x{weight_rows}x{k}{'g' if gated else ''}{' ' * bool(numbers)}{numbers}"
 
 
 def load_table(gpu: GpuTraits, folder: Path = _CONFIGS) -> SkinnyTable:

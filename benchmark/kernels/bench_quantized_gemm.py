@@ -1,0 +1,257 @@
+"""Products of few rows with quantised weights on a GPU: our CUDA and Triton kernels, the GPU's own FP8 product, and
+bfloat16 weights, on the shapes of a model's layers, in captured graphs.
+
+Usage: bench_quantized_gemm.py [--models 8B] [--formats fp8 int4 ...] [--rows 1 2 ...] [--seconds 0.6] [--table FILE]
+    [--skip-sweep] [--triton]
+
+The method is bench_skinny_gemm.py's: the sweep looks for the best configuration of each product, reading so many copies
+of the weight in turn that each comes from memory. Then all products of a step's layers (not the head, which is not
+quantised) are timed one after the other with the winners, with the guesses, and with --triton by Triton alone. --triton
+also tries Triton's kernel where the CUDA kernel takes one launch; it compiles for seconds. The winners are written to
+--table in the format of layers/kernels/skinny_table.py, in place of those of the same products that the file has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from bench_skinny_gemm import (
+    COLD_BYTES,
+    MODELS,
+    Activations,
+    Bench,
+    FixedTable,
+    Model,
+    Product,
+    Sweep,
+    time_product,
+)
+
+from fenceline.config.quantization import QuantConfig
+from fenceline.layers.kernels.cuda_quantized import (
+    CudaQuantizedWeight,
+    QuantizedProducts,
+    find_quantized_products,
+    numbers_name,
+)
+from fenceline.layers.kernels.skinny_gemm import TritonConfig
+from fenceline.layers.kernels.skinny_table import (
+    CudaConfig,
+    SkinnyChoice,
+    SkinnyTable,
+    choice_to_json,
+    load_table,
+    table_key,
+)
+from fenceline.layers.quantized import FP8, QuantizedFormat, make_format
+
+FORMATS = {
+    "fp8": QuantConfig(method="on-line", kind="fp8"),
+    "fp8-blocks": QuantConfig(method="on-line", kind="fp8", scales="block"),
+    "int4": QuantConfig(method="on-line", kind="int4", group_size=128),
+    "int4-64": QuantConfig(method="on-line", kind="int4", group_size=64),
+    "int4-32": QuantConfig(method="on-line", kind="int4", group_size=32),
+}
+BITS = {"fp8": 8, "int4": 4}
+
+
+def random_weight(config: QuantConfig, product: Product, bench: Bench) -> QuantizedFormat:
+    """A weight of random numbers about as large as a model's."""
+    with bench.device:
+        stored = make_format(config, product.weight_rows, product.k, torch.bfloat16)
+    words = stored.data.view(torch.int32)
+    words.random_(0, 0x3F3F3F3F)  # no code of E4M3 is NaN
+    if stored.data.dtype == FP8:
+        words &= 0x3F3F3F3F
+    stored.scales.uniform_(0.005, 0.01)
+    return stored
+
+
+def nbytes(stored: QuantizedFormat) -> int:
+    return stored.data.nbytes + stored.scales.nbytes + (0 if stored.zeros is None else stored.zeros.nbytes)
+
+
+def with_table(found: QuantizedProducts, table: SkinnyTable | None, cuda: bool = True) -> QuantizedProducts:
+    """``found`` with other measurements (None: none); not ``cuda``: without the CUDA kernel."""
+    products = copy.copy(found)
+    products._table = table
+    if not cuda:
+        products._cuda_product = None
+    return products
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """As many weights of one product as are not in L2 together."""
+
+    stored: list[QuantizedFormat]
+
+    def time_us(self, bench: Bench, product: Product, rows: int, products: QuantizedProducts) -> float:
+        """Of one product."""
+        weights = [CudaQuantizedWeight(stored, products) for stored in self.stored]
+        acts = Activations([product], rows)
+
+        def run() -> None:
+            for weight in weights:
+                acts.run(product, weight)
+
+        return bench.time_us(run) / len(weights)
+
+
+class QuantizedSweep(Sweep):
+    """The same search, for a quantised weight."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        product: Product,
+        rows: int,
+        seconds: float,
+        copies: Copies,
+        products: QuantizedProducts,
+        triton: bool,
+    ) -> None:
+        super().__init__(bench, product, rows, seconds)
+        self.copies, self.quantized = copies, products
+        self.kind = copies.stored[0].kind
+        self.bits = BITS[self.kind]
+        if not (triton or rows > 16):
+            return
+        guess = products._guess_triton(rows, copies.stored[0], product.gated)
+        if guess is not None:
+            self.try_all([guess])
+            self.deadline = time.monotonic() + seconds  # Triton has compiled
+
+    def time(self, choice: SkinnyChoice) -> float:
+        products = with_table(self.quantized, FixedTable(self.bench.gpu, choice))
+        return self.copies.time_us(self.bench, self.product, self.rows, products)
+
+    def fits(self, choice: SkinnyChoice) -> bool:
+        if choice is None:
+            return self.kind == "fp8"  # int4's plain matrix takes longer than a sweep
+        if isinstance(choice, CudaConfig) and self.rows > 16:
+            return self.of_one_launch().fits(choice)
+        return super().fits(choice)
+
+    def of_one_launch(self) -> Sweep:
+        """With the most rows of one."""
+        one = Sweep(self.bench, self.product, 16, 0)
+        one.bits = self.bits
+        return one
+
+
+def sweep_format(
+    bench: Bench, model: Model, name: str, products: QuantizedProducts, args: argparse.Namespace, rate: float
+) -> dict[str, SkinnyChoice]:
+    """The best configurations by table_key."""
+    winners: dict[str, SkinnyChoice] = {}
+    print(
+        f"{model.name} {name}, us; the winner, of how many\n"
+        f"{'product':8} rows    floor  library     CUDA   Triton     bf16"
+    )
+    for product in model.layer:
+        torch.cuda.empty_cache()
+        first = random_weight(FORMATS[name], product, bench)
+        number = max(2, min(100, -(-COLD_BYTES // nbytes(first))))
+        copies = Copies([first, *(random_weight(FORMATS[name], product, bench) for _ in range(number - 1))])
+        seeds: list[SkinnyChoice] = []
+        for rows in args.rows:
+            sweep = QuantizedSweep(bench, product, rows, args.seconds, copies, products, args.triton)
+            sweep.run(seeds, triton=False)
+            seeds = sweep.best(8, CudaConfig)
+            winner = sweep.best(1)[0]
+            key = table_key(rows, product.weight_rows, product.k, product.gated, numbers_name(first))
+            winners[key] = winner
+            dense = time_product(bench, product, rows, bench.products(load_table(bench.gpu)))
+            best = {kind: sweep.best(1, kind) for kind in (CudaConfig, TritonConfig)}
+            times = [nbytes(first) / rate, sweep.found.get(None)]
+            times += [sweep.found[found[0]] if found else None for found in best.values()]
+            cells = " ".join("       -" if us is None else f"{us:8.2f}" for us in (*times, dense))
+            print(f"{product.name:8} {rows:4} {cells}   {winner} of {len(sweep.found)}", flush=True)
+    return winners
+
+
+def report_chain(
+    bench: Bench,
+    model: Model,
+    name: str,
+    rows: Sequence[int],
+    tables: dict[str, QuantizedProducts],
+    rate: float,
+) -> list[str]:
+    """One line for each number of rows."""
+    torch.cuda.empty_cache()
+    work = [
+        (product, random_weight(FORMATS[name], product, bench))
+        for _ in range(model.num_layers)
+        for product in model.layer
+    ]
+    floor = sum(nbytes(stored) for _, stored in work) / rate
+    lines = [f"{model.name} {name}: all products of a step's layers, us; floor {floor:.0f}"]
+    for num_rows in rows:
+        acts = Activations(model.layer, num_rows)
+        cells = []
+        for label, products in tables.items():
+            weights = [(product, CudaQuantizedWeight(stored, products)) for product, stored in work]
+
+            def run(
+                weights: list[tuple[Product, CudaQuantizedWeight]] = weights, acts: Activations = acts
+            ) -> None:
+                for product, weight in weights:
+                    acts.run(product, weight)
+
+            us = bench.time_us(run)
+            cells.append(f"{label} {us:8.1f} ({floor / us:.0%})")
+        lines.append(f"  rows {num_rows:2}: {'  '.join(cells)}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["8B"])
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["fp8", "int4"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--seconds", type=float, default=0.6, help="for the sweep of one product and rows")
+    parser.add_argument("--triton", action="store_true", help="try Triton's kernels for all rows")
+    parser.add_argument("--table", type=Path, help="file for the winners")
+    parser.add_argument(
+        "--skip-sweep", action="store_true", help="time the chains with the table that is in the package"
+    )
+    args = parser.parse_args()
+    bench = Bench(COLD_BYTES + max(p.nbytes for name in args.models for p in MODELS[name].layer))
+    rate = bench.copy_rate()
+    print(f"{bench.gpu.name}, {rate / 1e6:.2f} TB/s copied")
+    lines: list[str] = []
+    entries: dict[str, SkinnyChoice] = {}
+    for model in (MODELS[name] for name in args.models):
+        for name in args.formats:
+            found = find_quantized_products(bench.device, FORMATS[name].kind)
+            tables = {}
+            if args.skip_sweep:
+                tables["table"] = found
+            else:
+                winners = sweep_format(bench, model, name, found, args, rate)
+                entries |= winners
+                tables["winners"] = with_table(found, SkinnyTable(bench.gpu, winners))
+            tables["guesses"] = with_table(found, None)
+            if args.triton:
+                tables["Triton"] = with_table(found, None, cuda=False)
+            lines += report_chain(bench, model, name, args.rows, tables, rate)
+    if args.table and entries:
+        stored = json.loads(args.table.read_text())["entries"] if args.table.exists() else {}
+        stored |= {key: choice_to_json(choice) for key, choice in entries.items()}
+        args.table.write_text(json.dumps({"gpu": bench.gpu.name, "entries": stored}, indent=1) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+// The launch of a skinny GEMM with weights of some numbers. Each unit (.cu) has those of as many bits.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "skinny_device.cuh"
+#include "skinny_kernel.cuh"
+
+namespace fenceline {
+namespace {
+
+constexpr uint32_t kMaxThreads = 512;
+
+template <Numbers kNumbers, int kRowTiles, int kTiles, bool kNorm>
+__global__ void __launch_bounds__(kMaxThreads, 1) skinny_gemm_kernel(const __grid_constant__ SkinnyGemmParams params) {
+  extern __shared__ __align__(128) char shared[];
+  SkinnyGemm<kNumbers, kRowTiles, kTiles, kNorm>(params, shared).run();
+}
+
+using Kernel = void (*)(SkinnyGemmParams);
+
+template <Numbers kNumbers, int kRowTiles, int kTiles>
+Kernel with_norm(bool norm) {
+  return norm ? skinny_gemm_kernel<kNumbers, kRowTiles, kTiles, true> : skinny_gemm_kernel<kNumbers, kRowTiles, kTiles, false>;
+}
+
+// Only configurations with which some GPU was fastest: every case is two kernels to compile for each architecture.
+template <Numbers kNumbers>
+Kernel find_kernel(const SkinnyGemmRequest& r) {
+  const bool norm = r.norm_weight != nullptr, few = r.rows <= 8;
+  switch (r.tiles) {
+    case 2: return few ? with_norm<kNumbers, 1, 2>(norm) : with_norm<kNumbers, 2, 2>(norm);
+    case 3: return few ? with_norm<kNumbers, 1, 3>(norm) : nullptr;
+    case 4: return few ? with_norm<kNumbers, 1, 4>(norm) : with_norm<kNumbers, 2, 4>(norm);
+    case 6: return few ? with_norm<kNumbers, 1, 6>(norm) : with_norm<kNumbers, 2, 6>(norm);
+    default: return nullptr;
+  }
+}
+
+cudaError_t launch_skinny(Kernel kernel, const SkinnyGemmRequest& r, SkinnyGemmParams& params, void* stream) {
+  const uint32_t num_warps = static_cast<uint32_t>(r.warps_n * r.warps_k);
+  const uint32_t most = params.num_blocks * params.cluster;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(r.num_ctas == 0 ? most : std::min(most, static_cast<uint32_t>(r.num_ctas)));
+  config.blockDim = dim3(num_warps * 32);
+  config.dynamicSmemBytes = skinny_shared_bytes(params, num_warps);
+  config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute attributes[2];
+  config.attrs = attributes;
+  if (r.pdl) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (r.cluster > 1) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[config.numAttrs++].val.clusterDim = {params.cluster, 1, 1};
+  }
+  const void* function = reinterpret_cast<const void*>(kernel);
+  cudaError_t error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           static_cast<int>(config.dynamicSmemBytes));
+  if (error != cudaSuccess) return error;
+  void* arguments[] = {&params};
+  return cudaLaunchKernelExC(&config, function, arguments);
+}
+
+// Returns null, or why there was no launch. `numbers`: those whose kernels the unit has.
+template <Numbers... numbers>
+const char* skinny_gemm(const SkinnyGemmRequest& request, void* stream) {
+  if (const char* wrong = check_skinny_gemm(request)) return wrong;
+  Kernel kernel = nullptr;
+  ((kernel = numbers == numbers_of(request) ? find_kernel<numbers>(request) : kernel), ...);
+  if (kernel == nullptr) return "skinny_gemm has no such kernel";
+  SkinnyGemmParams params = plan_skinny_gemm(request);
+  const cudaError_t error = launch_skinny(kernel, request, params, stream);
+  if (error == cudaSuccess) return nullptr;
+  cudaGetLastError();  // taken back: reported here, not at somebody's next call
+  return cudaGetErrorString(error);
+}
+
+}  // namespace
+}  // namespace fenceline
