@@ -13,7 +13,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// 16 bytes to shared memory, zeros if not `live`. L1 is bypassed.
+// 16 bytes to shared memory, zeros if not `live`: then nothing is read. L1 is bypassed.
 __device__ __forceinline__ void copy_async(uint32_t to, const char* from, bool live) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(live ? 16 : 0)
                : "memory");
@@ -61,19 +61,26 @@ __device__ __forceinline__ uint32_t load_shared_word(uint32_t from) {
   return v;
 }
 
-__device__ __forceinline__ uint32_t load_shared_half(uint32_t from) {
-  uint16_t v;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(from) : "memory");
+__device__ __forceinline__ uint2 load_shared_words(uint32_t from) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from) : "memory");
   return v;
 }
 
-__device__ __forceinline__ float2 load_shared_floats(uint32_t from) {
-  float2 v;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(from) : "memory");
+__device__ __forceinline__ uint32_t load_shared_byte(uint32_t from) {
+  uint32_t v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
   return v;
 }
 
-// d [16 rows of x, 8 rows of the weight] += a [16, 16] * b [16, 8].
+// (a & b) | c in one instruction: two constants are not put into one otherwise.
+__device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t v;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
+  return v;
+}
+
+// d [16 rows of the weight, 8 rows of x] += a [16, 16] * b [16, 8].
 __device__ __forceinline__ void multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                          uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

@@ -46,28 +46,34 @@ __device__ __forceinline__ uint4 pair_for_fp8(const uint4& v) {
 
 // Two of a word's eight whole numbers, those in bits 0 and 16 on: 128 + number as bfloat16, whose last bit is worth 1
 // from 128 to 255.
-__device__ __forceinline__ uint32_t int4_pair(uint32_t word) { return (word & 0x000f000fu) | 0x43004300u; }
+__device__ __forceinline__ uint32_t int4_pair(uint32_t word) { return and_or(word, 0x000f000fu, 0x43004300u); }
 // As a float, whose last bit is worth 1 from 2^23 on: 128 + zero point, which is what int4_pair's numbers are too large by.
 __device__ __forceinline__ float int4_zero(uint32_t byte) { return as_float(0x4b000000u | byte) - (8388608.0f - 128.0f); }
 
 // kRowTiles: groups of 8 rows of x (1 or 2); kTiles: groups of 8 rows of the weight for each warp.
 //
-// Lane (g, t) = (lane / 4, lane % 4) holds row g of a tile and, of bfloat16, elements 8 t to 8 t + 7 of 32. The tensor core
-// expects elements 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of 16 there. Since x and the weight are permuted in the same way, the sum
-// is the same, and every access has 16 bytes. Of E4M3 a lane holds elements 16 t to 16 t + 15 of 64. Of whole numbers it
-// copies 32 t to 32 t + 31 of 128 and holds 8 t to 8 t + 7 of each 32, which are one word, so that what is multiplied at a
+// Lane (g, t) = (lane / 4, lane % 4) holds row g of a tile, and of each half of a step quarter t: 8 elements of bfloat16,
+// 16 of E4M3, 32 whole numbers, 16 bytes of each. The tensor core expects elements 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of 16
+// there. Since x and the weight are permuted in the same way, the sum is the same, and every access has 16 bytes. Of whole
+// numbers in groups of 64 or 32 a lane holds elements 8 t to 8 t + 7 of each 32, a word, so that what is multiplied at a
 // time is of one group.
+//
+// Two tiles of the weight are the 16 rows of a product on the tensor core, and 8 rows of x its columns.
 template <Numbers kNumbers, int kRowTiles, int kTiles, bool kNorm>
 class SkinnyGemm {
   static constexpr bool kIsFp8 = is_fp8(kNumbers), kIsInt4 = is_int4(kNumbers);
   static constexpr uint32_t kBits = bits_of(kNumbers);
   static constexpr uint32_t kStepK = step_of(kNumbers);
   static constexpr uint32_t kPieces = kStepK / 32;  // of 8 elements of x, for each lane and step
+  static constexpr uint32_t kHalfPieces = kPieces / 2;
+  static constexpr bool kWords = kNumbers == Numbers::kInt4Groups;
+  static constexpr int kPairs = (kTiles + 1) / 2;  // of tiles
   static constexpr uint32_t kScales = scales_of(kNumbers);
   static constexpr uint32_t kScaleK = kScales > 0 ? kStepK / kScales : kStepK;  // elements with one scale
-  static constexpr uint32_t kScaleRows = kTiles * 8;  // for each warp
+  static constexpr uint32_t kScaleRows = kTiles * 8;                            // for each warp
   // Lanes read what others of the warp have copied.
-  static constexpr bool kShared = kNorm || kScales > 0;
+  static constexpr bool kShared = kNorm || kNumbers != Numbers::kBf16;
+  using Sums = float[kPairs][kRowTiles][4];
 
  public:
   __device__ __forceinline__ SkinnyGemm(const SkinnyGemmParams& params, char* shared) : p(params) {
@@ -116,11 +122,14 @@ class SkinnyGemm {
  private:
   __device__ __forceinline__ uint32_t step_k() const { return p.warps_k * kStepK; }
 
-  // Where in a step this lane's elements of x begin, and of half of the weight.
-  __device__ __forceinline__ uint32_t x_element(uint32_t piece) const {
-    return kIsFp8 ? piece / 2 * 64 + t * 16 + piece % 2 * 8 : piece * 32 + t * 8;
+  // Elements 32 i + 8 t of a step of x, or of norm_weight, are copied by lane t. Where to, from where all that is read
+  // there begins, if that has `rows` rows: what lane t' multiplies with one half of its weights is in kHalfPieces pieces,
+  // and the pieces of all four lanes are beside each other.
+  __device__ __forceinline__ uint32_t x_place(uint32_t i, uint32_t rows) const {
+    if (kWords || kHalfPieces == 1) return i * rows * 64 + t * 16;
+    const uint32_t within = i % kHalfPieces * 4 + t;
+    return (i / kHalfPieces * kHalfPieces + within % kHalfPieces) * rows * 64 + within / kHalfPieces * 16;
   }
-  __device__ __forceinline__ uint32_t weight_element(uint32_t half) const { return (half * 64 + t * 16) * 8 / kBits; }
 
   __device__ __forceinline__ uint32_t weight_row(uint32_t block, uint32_t row) const {
     const uint32_t half = p.block_rows >> p.gated;
@@ -141,24 +150,23 @@ class SkinnyGemm {
   }
 
   __device__ __forceinline__ void copy_weights(uint32_t stage, uint32_t k) const {
-    // Whole numbers: piece t of row g is beside those of the other rows, where a warp reads 128 bytes at a time.
-    const uint32_t to = stage + (kIsInt4 ? t * 8 + g : g * 4 + t) * 16;
-    const uint32_t bytes = k / 8 * kBits + t * 16;
+    // Words: piece t of row g is beside those of the other rows, where a warp reads 128 bytes at a time.
+    const uint32_t to = stage + (kWords ? t * 8 + g : g * 4 + t) * 16;
+    const char* first = p.weight + (k / 8 * kBits + t * 16);
+    constexpr uint32_t kQuarter = 128 / kBits;  // elements in 16 bytes
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
-      const char* from = p.weight + (static_cast<uint64_t>(row_units[i]) << 4);
+      const char* from = first + (static_cast<uint64_t>(row_units[i]) << 4);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const bool live = k + weight_element(half) < p.k;
-        copy_weight_async(to + i * 1024 + half * 512, live ? from + bytes + half * 64 : p.weight, live, policy);
+        copy_weight_async(to + i * 1024 + half * 512, from + half * 64, k + (half * 4 + t) * kQuarter < p.k, policy);
       }
     }
     if (kNorm && g == 0) {
+      const char* from = p.norm_weight + 2 * (k + t * 8);
 #pragma unroll
-      for (uint32_t piece = 0; piece < kPieces; ++piece) {
-        const bool live = k + x_element(piece) < p.k;
-        copy_async(stage + kTiles * 1024 + (p.rows * kPieces + piece) * 64 + t * 16,
-                   live ? p.norm_weight + 2 * (k + x_element(piece)) : p.norm_weight, live);
+      for (uint32_t i = 0; i < kPieces; ++i) {
+        copy_async(stage + kTiles * 1024 + p.rows * kPieces * 64 + x_place(i, 1), from + i * 64, k + i * 32 + t * 8 < p.k);
       }
     }
     if (kScales > 0) copy_scales(stage, k);
@@ -191,12 +199,11 @@ class SkinnyGemm {
     for (int i = 0; i < kRowTiles; ++i) {
       const uint32_t row = i * 8 + g;
       if (row < p.rows) {
-        const uint32_t to = stage + kTiles * 1024 + row * 64 + t * 16;
+        const uint32_t to = stage + kTiles * 1024 + row * 64;
+        const char* from = p.x + 2 * (static_cast<uint64_t>(row) * p.k + k + t * 8);
 #pragma unroll
         for (uint32_t piece = 0; piece < kPieces; ++piece) {
-          const uint32_t at = k + x_element(piece);
-          const bool live = at < p.k;
-          copy_async(to + piece * p.rows * 64, live ? p.x + 2 * (static_cast<uint64_t>(row) * p.k + at) : p.x, live);
+          copy_async(to + x_place(piece, p.rows), from + piece * 64, k + piece * 32 + t * 8 < p.k);
         }
       }
     }
@@ -232,7 +239,7 @@ class SkinnyGemm {
   __device__ __forceinline__ void run_block(uint32_t block) {
     const bool first = block == first_block;
     const Early early = load_early(block);
-    float acc[kTiles][4] = {};
+    Sums acc = {};
     float square[kRowTiles] = {};
     for (uint32_t step = 0; step < p.steps; ++step) {
       wait_for_oldest(p.depth);
@@ -251,19 +258,58 @@ class SkinnyGemm {
     __syncthreads();
   }
 
-  __device__ __forceinline__ void multiply_stage(uint32_t stage, float (&acc)[kTiles][4],
-                                                 float (&square)[kRowTiles], bool with_squares) const {
+  __device__ __forceinline__ void multiply_stage(uint32_t stage, Sums& acc, float (&square)[kRowTiles],
+                                                 bool with_squares) const {
+    Sums part = {};                     // of a group
+    float x_sums[kRowTiles][4] = {};    // of a group, for columns 2 t and 2 t + 1
+    Sums& sums_of_products = kScales > 0 ? part : acc;
+#pragma unroll
+    for (uint32_t piece = 0; piece < kPieces; ++piece) {
+      uint4 x[kRowTiles];
+      load_x(stage, piece, x, square, with_squares);
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+        if (kIsFp8) x[i] = pair_for_fp8(x[i]);
+        if (kIsInt4) {
+          multiply(x_sums[i], kOnes, kOnes, kOnes, kOnes, x[i].x, x[i].y);
+          multiply(x_sums[i], kOnes, kOnes, kOnes, kOnes, x[i].z, x[i].w);
+        }
+      }
+#pragma unroll
+      for (int pair = 0; pair < kPairs; ++pair) {
+        const uint4 top = load_numbers(stage, pair * 2, piece);
+        const uint4 bottom = pair * 2 + 1 < kTiles ? load_numbers(stage, pair * 2 + 1, piece) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+          multiply(sums_of_products[pair][i], top.x, bottom.x, top.y, bottom.y, x[i].x, x[i].y);
+          multiply(sums_of_products[pair][i], top.z, bottom.z, top.w, bottom.w, x[i].z, x[i].w);
+        }
+      }
+      constexpr uint32_t kGroupPieces = kScaleK / 32;
+      if (kScales > 0 && piece % kGroupPieces == kGroupPieces - 1) {
+        add_group(stage + scale_offset(), piece / kGroupPieces, acc, part, x_sums);
+#pragma unroll
+        for (int i = 0; i < kRowTiles * 4; ++i) {
+          x_sums[i / 4][i % 4] = 0;
+#pragma unroll
+          for (int pair = 0; pair < kPairs; ++pair) part[pair][i / 4][i % 4] = 0;
+        }
+      }
+    }
+  }
+
+  // This lane's numbers of a tile that are multiplied with its elements of `piece`, as eight bfloat16.
+  __device__ __forceinline__ uint4 load_numbers(uint32_t stage, uint32_t tile, uint32_t piece) const {
+    const uint32_t from = stage + tile * 1024, half = piece / kHalfPieces, part = piece % kHalfPieces;
+    const uint32_t mine = from + half * 512 + (g * 4 + t) * 16;
     if constexpr (kIsInt4) {
-      multiply_int4(stage, acc, square, with_squares);
-    } else if constexpr (kNumbers == Numbers::kFp8Groups) {
-      float part[kTiles][4] = {};
-      multiply_fp8(stage, part, square, with_squares);
-      const float no_zeros[4] = {};
-      add_group<false>(stage + scale_offset(), 0, acc, part, no_zeros);
-    } else if constexpr (kNumbers == Numbers::kFp8) {
-      multiply_fp8(stage, acc, square, with_squares);
+      const uint32_t word = load_shared_word(kWords ? from + piece * 128 + (g * 4 + t) * 4 : mine + part * 4);
+      return make_uint4(int4_pair(word), int4_pair(word >> 4), int4_pair(word >> 8), int4_pair(word >> 12));
+    } else if constexpr (kIsFp8) {
+      const uint2 words = load_shared_words(mine + part * 8);
+      return make_uint4(even_fp8(words.x), odd_fp8(words.x), even_fp8(words.y), odd_fp8(words.y));
     } else {
-      multiply_bf16(stage, acc, square, with_squares);
+      return load_shared(mine);
     }
   }
 
@@ -284,115 +330,40 @@ class SkinnyGemm {
     }
   }
 
-  __device__ __forceinline__ void multiply_bf16(uint32_t stage, float (&acc)[kTiles][4], float (&square)[kRowTiles],
-                                                bool with_squares) const {
-    const uint32_t mine = stage + (g * 4 + t) * 16;
+  // acc += scale * (part - zero * x_sums) for the group in `slot`, whose numbers are too large by their zero.
+  __device__ __forceinline__ void add_group(uint32_t scales, uint32_t slot, Sums& acc, const Sums& part,
+                                            const float (&x_sums)[kRowTiles][4]) const {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint4 x[kRowTiles];
-      load_x(stage, half, x, square, with_squares);
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const uint32_t row = slot * kScaleRows + tile * 8 + g;
+      const float scale = as_float(load_shared_word(scales + row * 4));
+      const float zero = kIsInt4 ? int4_zero(load_shared_byte(scales + kScales * kScaleRows * 4 + row)) : 0.0f;
 #pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-        const uint4 w = load_shared(mine + i * 1024 + half * 512);
-        const uint4 bottom = kRowTiles == 2 ? x[kRowTiles - 1] : make_uint4(0, 0, 0, 0);
-        multiply(acc[i], x[0].x, bottom.x, x[0].y, bottom.y, w.x, w.y);
-        multiply(acc[i], x[0].z, bottom.z, x[0].w, bottom.w, w.z, w.w);
+      for (int i = 0; i < kRowTiles * 2; ++i) {
+        const int at = tile % 2 * 2 + i % 2;
+        float sum = part[tile / 2][i / 2][at];
+        if (kIsInt4) sum = fmaf(-zero, x_sums[i / 2][i % 2], sum);
+        acc[tile / 2][i / 2][at] = fmaf(scale, sum, acc[tile / 2][i / 2][at]);
       }
     }
   }
 
-  // The sums are 2^-60 times what they are the sums of.
-  __device__ __forceinline__ void multiply_fp8(uint32_t stage, float (&acc)[kTiles][4], float (&square)[kRowTiles],
-                                               bool with_squares) const {
-    const uint32_t mine = stage + (g * 4 + t) * 16;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint4 x[2][kRowTiles];
-#pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        load_x(stage, half * 2 + part, x[part], square, with_squares);
-#pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) x[part][i] = pair_for_fp8(x[part][i]);
-      }
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-        const uint4 w = load_shared(mine + i * 1024 + half * 512);
-#pragma unroll
-        for (int part = 0; part < 2; ++part) {
-          const uint4 top = x[part][0], bottom = kRowTiles == 2 ? x[part][kRowTiles - 1] : make_uint4(0, 0, 0, 0);
-          const uint32_t first = part == 0 ? w.x : w.z, second = part == 0 ? w.y : w.w;
-          multiply(acc[i], top.x, bottom.x, top.y, bottom.y, even_fp8(first), odd_fp8(first));
-          multiply(acc[i], top.z, bottom.z, top.w, bottom.w, even_fp8(second), odd_fp8(second));
-        }
-      }
-    }
-  }
-
-  __device__ __forceinline__ void multiply_int4(uint32_t stage, float (&acc)[kTiles][4], float (&square)[kRowTiles],
-                                                bool with_squares) const {
-    const uint32_t mine = stage + (g * 4 + t) * 4, scales = stage + scale_offset();
-    float part[kTiles][4] = {};
-    float x_sums[4] = {};
-#pragma unroll
-    for (int unit = 0; unit < 8; ++unit) {  // of 32 elements
-      uint4 x[kRowTiles];
-      load_x(stage, unit, x, square, with_squares);
-      const uint4 bottom = kRowTiles == 2 ? x[kRowTiles - 1] : make_uint4(0, 0, 0, 0);
-      multiply(x_sums, x[0].x, bottom.x, x[0].y, bottom.y, kOnes, kOnes);
-      multiply(x_sums, x[0].z, bottom.z, x[0].w, bottom.w, kOnes, kOnes);
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-        const uint32_t w = load_shared_word(mine + i * 1024 + unit * 128);
-        multiply(part[i], x[0].x, bottom.x, x[0].y, bottom.y, int4_pair(w), int4_pair(w >> 4));
-        multiply(part[i], x[0].z, bottom.z, x[0].w, bottom.w, int4_pair(w >> 8), int4_pair(w >> 12));
-      }
-      constexpr int kUnits = kScaleK / 32;
-      if (unit % kUnits == kUnits - 1) {
-        add_group<true>(scales, unit / kUnits, acc, part, x_sums);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x_sums[i] = 0;
-#pragma unroll
-        for (int i = 0; i < kTiles * 4; ++i) part[i / 4][i % 4] = 0;
-      }
-    }
-  }
-
-  // acc += scale * (part - zero * x_sums) for the group in `slot`. Lane (g, t) has columns 2 t and 2 t + 1.
-  template <bool kZeros>
-  __device__ __forceinline__ void add_group(uint32_t scales, uint32_t slot, float (&acc)[kTiles][4],
-                                            const float (&part)[kTiles][4], const float (&x_sums)[4]) const {
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-      const uint32_t column = slot * kScaleRows + i * 8 + t * 2;
-      const float2 scale = load_shared_floats(scales + column * 4);
-      float zeros[2] = {0, 0};
-      if (kZeros) {
-        const uint32_t both = load_shared_half(scales + kScales * kScaleRows * 4 + column);
-        zeros[0] = int4_zero(both & 0xff);
-        zeros[1] = int4_zero(both >> 8);
-      }
-#pragma unroll
-      for (int j = 0; j < 2 * kRowTiles; ++j) {
-        const float sum = kZeros ? fmaf(-zeros[j % 2], x_sums[j], part[i][j]) : part[i][j];
-        acc[i][j] = fmaf(j % 2 == 0 ? scale.x : scale.y, sum, acc[i][j]);
-      }
-    }
-  }
-
-  __device__ __forceinline__ void store_partial_sums(const float (&acc)[kTiles][4],
-                                                     const float (&square)[kRowTiles], bool with_squares) {
-    float* to = sums + warp_k * p.rows * p.sum_stride + warp_n * kTiles * 8 + t * 2;
+  __device__ __forceinline__ void store_partial_sums(const Sums& acc, const float (&square)[kRowTiles], bool with_squares) {
+    float* to = sums + warp_k * p.rows * p.sum_stride + warp_n * kTiles * 8 + g;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
-      const uint32_t row = i * 8 + g;
-      if (row < p.rows) {
 #pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-          const float* from = acc[tile] + i * 2;
-          *reinterpret_cast<float2*>(to + row * p.sum_stride + tile * 8) = make_float2(from[0], from[1]);
+      for (int column = 0; column < 2; ++column) {
+        const uint32_t row = i * 8 + t * 2 + column;
+        if (row < p.rows) {
+#pragma unroll
+          for (int tile = 0; tile < kTiles; ++tile) {
+            to[row * p.sum_stride + tile * 8] = acc[tile / 2][i][tile % 2 * 2 + column];
+          }
         }
       }
       if (with_squares) {
+        const uint32_t row = i * 8 + g;
         float sum = square[i];
         sum += __shfl_xor_sync(0xffffffffu, sum, 1);
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);

@@ -20,8 +20,8 @@
 struct uint4 {
   uint32_t x, y, z, w;
 };
-struct float2 {
-  float x, y;
+struct uint2 {
+  uint32_t x, y;
 };
 struct Index {
   uint32_t x;
@@ -93,7 +93,6 @@ Cluster* cluster = nullptr;
 bool eager_copies = false;
 
 uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
-float2 make_float2(float x, float y) { return {x, y}; }
 uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
 Fiber& self() { return cluster->fibers[cluster->current]; }
@@ -186,17 +185,9 @@ uint32_t load_shared_word(uint32_t from) {
   return v;
 }
 
-uint32_t load_shared_half(uint32_t from) {
-  uint16_t v;
-  std::memcpy(&v, cta().shared.data() + from, 2);
-  return v;
-}
-
-float2 load_shared_floats(uint32_t from) {
-  float2 v;
-  std::memcpy(&v, cta().shared.data() + from, 8);
-  return v;
-}
+uint2 load_shared_words(uint32_t from) { return {load_shared_word(from), load_shared_word(from + 4)}; }
+uint32_t load_shared_byte(uint32_t from) { return static_cast<uint8_t>(cta().shared[from]); }
+uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) { return (a & b) | c; }
 
 uint32_t low_halves(uint32_t a, uint32_t b) { return (a & 0xffff) | b << 16; }
 uint32_t high_halves(uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000u); }

@@ -110,7 +110,7 @@ class QuantizedProducts:
     def _choose(self, x: torch.Tensor, stored: QuantizedFormat, gated: bool) -> SkinnyChoice:
         """A kernel of ours; None: ``many_rows``'s."""
         (n, k), rows = stored.shape, len(x)
-        guess = self._guess_triton(rows, stored, gated)
+        guess: SkinnyChoice = self._guess_triton(rows, stored, gated)
         if self._cuda_product is None or not cuda_takes(x, stored):
             return guess
         if rows <= _CUDA_ROWS:
