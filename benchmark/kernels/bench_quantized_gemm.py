@@ -136,8 +136,12 @@ class QuantizedSweep(Sweep):
     def fits(self, choice: SkinnyChoice) -> bool:
         if choice is None:
             return self.kind == "fp8"  # int4's plain matrix takes longer than a sweep
-        if isinstance(choice, CudaConfig) and self.rows > 16:
-            return self.of_one_launch().fits(choice)
+        if isinstance(choice, CudaConfig):
+            tiles = (2, 4, 6) if self.rows <= 8 and self.copies.stored[0].group >= 128 else (2, 4)
+            if choice.tiles not in tiles:
+                return False
+            if self.rows > 16:
+                return self.of_one_launch().fits(choice)
         return super().fits(choice)
 
     def of_one_launch(self) -> Sweep:

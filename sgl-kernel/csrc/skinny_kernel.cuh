@@ -244,7 +244,8 @@ class SkinnyGemm {
     for (uint32_t step = 0; step < p.steps; ++step) {
       wait_for_oldest(p.depth);
       if (kShared) __syncwarp();
-      multiply_stage(ring + slot * p.stage_bytes, acc, square, kNorm && first && warp_n == 0);
+      if (kNorm && first && warp_n == 0) add_squares(ring + slot * p.stage_bytes, square);
+      multiply_stage(ring + slot * p.stage_bytes, acc);
       if (kShared) __syncwarp();  // the other lanes have read what this one will overwrite
       copy_stage(ring + slot * p.stage_bytes);
       commit_copies();
@@ -258,17 +259,28 @@ class SkinnyGemm {
     __syncthreads();
   }
 
-  __device__ __forceinline__ void multiply_stage(uint32_t stage, Sums& acc, float (&square)[kRowTiles],
-                                                 bool with_squares) const {
+  __device__ __forceinline__ void add_squares(uint32_t stage, float (&square)[kRowTiles]) const {
+#pragma unroll 1
+    for (uint32_t piece = 0; piece < kPieces; ++piece) {
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) square[i] += sum_of_squares(load_x(stage, piece, i));
+    }
+  }
+
+  // No branches: a warp then waits for few of its loads from shared memory at a time.
+  __device__ __forceinline__ void multiply_stage(uint32_t stage, Sums& acc) const {
     Sums part = {};                     // of a group
     float x_sums[kRowTiles][4] = {};    // of a group, for columns 2 t and 2 t + 1
     Sums& sums_of_products = kScales > 0 ? part : acc;
 #pragma unroll
     for (uint32_t piece = 0; piece < kPieces; ++piece) {
       uint4 x[kRowTiles];
-      load_x(stage, piece, x, square, with_squares);
+      uint4 norm = make_uint4(0, 0, 0, 0);
+      if (kNorm) norm = load_shared(stage + kTiles * 1024 + (p.rows * kPieces + piece) * 64 + t * 16);
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
+        x[i] = load_x(stage, piece, i);
+        if (kNorm) x[i] = times(x[i], norm);  // the division by the size of the row comes last
         if (kIsFp8) x[i] = pair_for_fp8(x[i]);
         if (kIsInt4) {
           multiply(x_sums[i], kOnes, kOnes, kOnes, kOnes, x[i].x, x[i].y);
@@ -313,21 +325,9 @@ class SkinnyGemm {
     }
   }
 
-  // This lane's elements of `piece`, normed except for the division by the size of the row.
-  __device__ __forceinline__ void load_x(uint32_t stage, uint32_t piece, uint4 (&x)[kRowTiles], float (&square)[kRowTiles],
-                                         bool with_squares) const {
-    uint4 norm = make_uint4(0, 0, 0, 0);
-    if (kNorm) norm = load_shared(stage + kTiles * 1024 + (p.rows * kPieces + piece) * 64 + t * 16);
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-      x[i] = make_uint4(0, 0, 0, 0);
-      const uint32_t row = i * 8 + g;
-      if (row < p.rows) x[i] = load_shared(stage + kTiles * 1024 + (piece * p.rows + row) * 64 + t * 16);
-      if (kNorm) {
-        if (with_squares) square[i] += sum_of_squares(x[i]);
-        x[i] = times(x[i], norm);
-      }
-    }
+  // This lane's elements of `piece`. Past the last row it is repeated, and its sums are not stored.
+  __device__ __forceinline__ uint4 load_x(uint32_t stage, uint32_t piece, int row_tile) const {
+    return load_shared(stage + kTiles * 1024 + (piece * p.rows + min(row_tile * 8 + g, p.rows - 1)) * 64 + t * 16);
   }
 
   // acc += scale * (part - zero * x_sums) for the group in `slot`, whose numbers are too large by their zero.

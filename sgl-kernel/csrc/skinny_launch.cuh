@@ -30,13 +30,15 @@ Kernel with_norm(bool norm) {
 template <Numbers kNumbers>
 Kernel find_kernel(const SkinnyGemmRequest& r) {
   const bool norm = r.norm_weight != nullptr, few = r.rows <= 8;
-  switch (r.tiles) {
-    case 2: return few ? with_norm<kNumbers, 1, 2>(norm) : with_norm<kNumbers, 2, 2>(norm);
-    case 3: return few ? with_norm<kNumbers, 1, 3>(norm) : nullptr;
-    case 4: return few ? with_norm<kNumbers, 1, 4>(norm) : with_norm<kNumbers, 2, 4>(norm);
-    case 6: return few ? with_norm<kNumbers, 1, 6>(norm) : with_norm<kNumbers, 2, 6>(norm);
-    default: return nullptr;
+  if (r.tiles == 2) return few ? with_norm<kNumbers, 1, 2>(norm) : with_norm<kNumbers, 2, 2>(norm);
+  if (r.tiles == 4) return few ? with_norm<kNumbers, 1, 4>(norm) : with_norm<kNumbers, 2, 4>(norm);
+  if constexpr (kNumbers == Numbers::kBf16) {
+    if (r.tiles == 3) return few ? with_norm<kNumbers, 1, 3>(norm) : nullptr;
+    if (r.tiles == 6) return few ? with_norm<kNumbers, 1, 6>(norm) : with_norm<kNumbers, 2, 6>(norm);
+  } else if constexpr (kNumbers != Numbers::kInt4Groups) {
+    if (r.tiles == 6) return few ? with_norm<kNumbers, 1, 6>(norm) : nullptr;
   }
+  return nullptr;
 }
 
 cudaError_t launch_skinny(Kernel kernel, const SkinnyGemmRequest& r, SkinnyGemmParams& params, void* stream) {

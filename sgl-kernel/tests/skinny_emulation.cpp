@@ -283,7 +283,7 @@ void fiber_main() {
     case 2: few ? run_thread<1, 2>(norm) : run_thread<2, 2>(norm); break;
     case 3: run_thread<1, 3>(norm); break;
     case 4: few ? run_thread<1, 4>(norm) : run_thread<2, 4>(norm); break;
-    default: run_thread<1, 6>(norm); break;
+    default: run_thread<1, 6>(norm);
   }
 #endif
   self().done = true;

@@ -45,7 +45,7 @@ CUTS = (
     CudaConfig(tiles=6, warps_k=2, depth=4, pdl=False, num_ctas=100),
     CudaConfig(tiles=2, warps_k=1, cluster=4, prefetch_bytes=4096),
     CudaConfig(tiles=4, warps_n=2, warps_k=2, cluster=2, num_ctas=6, depth=2),
-    CudaConfig(tiles=3, warps_n=2, warps_k=1, depth=3),
+    CudaConfig(tiles=2, warps_n=4, warps_k=1, depth=3),
 )
 
 
@@ -140,7 +140,7 @@ def test_cuda_products_agree_with_float64(name: str, cut: CudaConfig) -> None:
     for (n, k), rows, fused in itertools.product(
         ((1024, 2048), (272, 640), (6144, 4096)), (1, 3, 8, 9, 16), FUSIONS
     ):
-        if (cut.tiles == 3 and rows > 8) or shared_bytes(cut, rows, 4) > 200 << 10:
+        if (cut.tiles == 6 and (rows > 8 or name in ("int4-64", "int4-32"))) or shared_bytes(cut, rows, 4) > 200 << 10:
             continue
         stored = make_weight(name, n, k).stored
         plain = stored.dequantized(torch.float64)

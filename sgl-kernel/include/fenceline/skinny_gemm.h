@@ -62,7 +62,7 @@ struct SkinnyGemmRequest {
   int32_t k;                // a multiple of 8; of 16 for fp8, of the group for int4
   float eps;
   int32_t gated;            // 1 or 0
-  int32_t tiles;            // of 8 weight rows for each warp: 2, 4 or 6, or 3 for up to 8 rows
+  int32_t tiles;            // of 8 weight rows for each warp: 2, 4, or for some numbers and rows 3 or 6 (see the check)
   int32_t warps_n;
   int32_t warps_k;          // warps_n * warps_k <= 16
   int32_t depth;            // 2, 3, 4 or 6 stages in flight
@@ -112,8 +112,13 @@ inline const char* check_skinny_gemm(const SkinnyGemmRequest& r) {
   const bool known_group = r.bits == 4 ? r.group == 32 || r.group == 64 || r.group == 128
                                        : r.group == 0 || (r.bits == 8 && r.group == 128);
   if ((r.bits != 16 && r.bits != 8 && r.bits != 4) || !known_group) return "skinny_gemm has no such numbers or groups";
-  const bool known_tiles = r.tiles == 2 || (r.tiles == 3 && r.rows <= 8) || r.tiles == 4 || r.tiles == 6;
-  if (!known_tiles) return "skinny_gemm takes 2, 4 or 6 tiles for each warp, 3 for up to 8 rows";
+  const bool few = r.rows <= 8, groups = r.bits == 4 && r.group < 128;
+  const bool known_tiles = r.tiles == 2 || r.tiles == 4 || (r.tiles == 3 && few && r.bits == 16) ||
+                           (r.tiles == 6 && (r.bits == 16 || (few && !groups)));
+  if (!known_tiles) {
+    return "skinny_gemm takes 2 or 4 tiles for each warp; 6 for bfloat16, and for up to 8 rows unless int4 has groups of "
+           "less than 128; 3 for up to 8 rows of bfloat16";
+  }
   if (r.k < 8 || r.k % 8 != 0 || r.num_out < 1) return "skinny_gemm needs k a multiple of 8 and an output";
   if (r.bits == 8 && r.k % 16 != 0) return "skinny_gemm needs k a multiple of 16 for fp8";
   if (r.bits == 4 && (r.k % r.group != 0 || r.num_out % 8 != 0)) {

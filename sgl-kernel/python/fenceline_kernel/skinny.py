@@ -49,7 +49,8 @@ class SkinnyConfig:
     """How the product is divided over the GPU; every choice gives the same sums except for their order.
 
     A CTA of ``warps_n * warps_k`` warps takes ``warps_n * tiles * 8`` rows of the weight at a time; its ``warps_k``
-    warps, and ``cluster`` CTAs, share K. ``tiles`` is 2, 4 or 6, or 3 for up to 8 rows of x. ``depth`` stages of 128
+    warps, and ``cluster`` CTAs, share K. ``tiles`` is 2 or 4, for bfloat16 or up to 8 rows of x also 6
+    (not for int4 in groups of less than 128), and for both 3. ``depth`` stages of 128
     bytes of each row are in flight for each warp. ``num_ctas``: upper bound of the grid (0: none). ``prefetch_bytes``
     of each row of a CTA's first block are prefetched into L2 before the preceding kernel has ended. ``pdl``: start
     before it has ended.
