@@ -7,7 +7,7 @@ Usage: bench_quantized_gemm.py [--models 8B] [--formats fp8 int4 ...] [--rows 1 
 The method is bench_skinny_gemm.py's: the sweep looks for the best configuration of each product, reading so many copies
 of the weight in turn that each comes from memory. Then all products of a step's layers (not the head, which is not
 quantised) are timed one after the other with the winners, with the guesses, and with --triton by Triton alone. --triton
-also tries Triton's kernel where the CUDA kernel takes one launch; it compiles for seconds. The winners are written to
+also tries Triton's kernel, which compiles for seconds. The winners are written to
 --table in the format of layers/kernels/skinny_table.py, in place of those of the same products that the file has.
 """
 
@@ -120,9 +120,8 @@ class QuantizedSweep(Sweep):
     ) -> None:
         super().__init__(bench, product, rows, seconds)
         self.copies, self.quantized = copies, products
-        self.kind = copies.stored[0].kind
-        self.bits = BITS[self.kind]
-        if not (triton or rows > 16):
+        self.bits = BITS[copies.stored[0].kind]
+        if not triton:
             return
         guess = products._guess_triton(rows, copies.stored[0], product.gated)
         if guess is not None:
@@ -134,8 +133,6 @@ class QuantizedSweep(Sweep):
         return self.copies.time_us(self.bench, self.product, self.rows, products)
 
     def fits(self, choice: SkinnyChoice) -> bool:
-        if choice is None:
-            return self.kind == "fp8"  # int4's plain matrix takes longer than a sweep
         if isinstance(choice, CudaConfig):
             tiles = (2, 4, 6) if self.rows <= 8 and self.copies.stored[0].group >= 128 else (2, 4)
             if choice.tiles not in tiles:
@@ -225,7 +222,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["fp8", "int4"])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--seconds", type=float, default=0.6, help="for the sweep of one product and rows")
-    parser.add_argument("--triton", action="store_true", help="try Triton's kernels for all rows")
+    parser.add_argument("--triton", action="store_true", help="try Triton's kernels")
     parser.add_argument("--table", type=Path, help="file for the winners")
     parser.add_argument(
         "--skip-sweep", action="store_true", help="time the chains with the table that is in the package"

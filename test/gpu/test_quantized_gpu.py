@@ -140,7 +140,9 @@ def test_cuda_products_agree_with_float64(name: str, cut: CudaConfig) -> None:
     for (n, k), rows, fused in itertools.product(
         ((1024, 2048), (272, 640), (6144, 4096)), (1, 3, 8, 9, 16), FUSIONS
     ):
-        if (cut.tiles == 6 and (rows > 8 or name in ("int4-64", "int4-32"))) or shared_bytes(cut, rows, 4) > 200 << 10:
+        if (cut.tiles == 6 and (rows > 8 or name in ("int4-64", "int4-32"))) or shared_bytes(
+            cut, rows, 4
+        ) > 200 << 10:
             continue
         stored = make_weight(name, n, k).stored
         plain = stored.dequantized(torch.float64)

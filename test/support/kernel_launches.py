@@ -48,6 +48,7 @@ def launches() -> Iterator[Launch]:
     yield from _rotations()
     yield from _products()
     yield from _quantized_products()
+    yield from _plain_matrices()
     yield from _roundings()
     yield from _routings()
     yield from _grouped_products()
@@ -183,6 +184,22 @@ def _quantized_products() -> Iterator[Launch]:
         )
         name = f"quantized_linear {kind} {rows}x{k}x{width}{' gated' * gated}"
         yield Launch(name, accesses.quantized_linear, operands, run, waits_in=quantized_gemm)
+
+
+def _plain_matrices() -> Iterator[Launch]:
+    for kind, k, group in (("int4", 96, 32), ("fp8", 200, 128), ("fp8", 40, 40)):
+        stored = (round_to_fp8 if kind == "fp8" else round_to_int4)(_random(5, k), group)
+        data, scales, zeros = (*stored, None)[:3]
+
+        def run(
+            pdl: bool, data: Any, scales: Any, zeros: Any, out: Any, k: int = k, group: int = group
+        ) -> None:
+            data = data if zeros is not None else data.view(FP8)
+            quantized_gemm.dequantize(data, scales, zeros, group, k, torch.float32)
+
+        out = torch.empty(5, k)
+        operands = (data.contiguous().view(torch.uint8), scales, zeros, out)
+        yield Launch(f"dequantize {kind} {group}", accesses.dequantize, operands, run, [out])
 
 
 def _roundings() -> Iterator[Launch]:

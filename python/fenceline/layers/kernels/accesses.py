@@ -221,6 +221,20 @@ def quantized_linear(
 
 
 @declare_kernel
+def dequantize(
+    op: KernelAccesses,
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """See ``quantized_gemm.dequantize``."""
+    for operand in (data, scales, zeros):
+        op.read(operand)
+    op.write(out)
+
+
+@declare_kernel
 def quantize_rows(
     op: KernelAccesses,
     x: torch.Tensor,

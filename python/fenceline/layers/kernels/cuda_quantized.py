@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from fenceline.config.quantization import FP8_BLOCK
 from fenceline.layers.kernels.base import SILU
 from fenceline.layers.kernels.cuda_kernels import find_skinny_gemm, gpu_traits, skinny_cut
-from fenceline.layers.kernels.quantized_gemm import quantize_rows, quantized_linear
+from fenceline.layers.kernels.quantized_gemm import dequantize, quantize_rows, quantized_linear
 from fenceline.layers.kernels.skinny_gemm import PLAIN, Fusion, TritonConfig, may_fuse_norm
 from fenceline.layers.kernels.skinny_table import (
     SHARED_BYTES,
@@ -35,10 +35,11 @@ from fenceline.layers.weight import RMSNorm
 
 logger = logging.getLogger(__name__)
 
-# Without a measurement our own products are used up to this many rows: those that read few bytes win while reading
-# takes the time. There is no other product of int4 that reads few bytes.
-_FEW_ROWS = {"fp8": 64, "int4": 256}
 _CUDA_ROWS = 16  # of one launch of the CUDA product
+# Without a measurement it is used up to this many rows, of int4 in two launches: the plain matrix has four times the
+# bytes.
+_GUESSED_CUDA_ROWS = {"fp8": 4, "int4": 32}
+_TRITON_ROWS = 64  # of fp8, where the GPU has no product of its own
 _BITS = {"fp8": 8, "int4": 4}
 _MULTIPLE = 16  # of both sides of a matrix that _scaled_mm takes
 _ROW_MULTIPLE = 4  # of rows, where scales are for blocks
@@ -110,17 +111,20 @@ class QuantizedProducts:
     def _choose(self, x: torch.Tensor, stored: QuantizedFormat, gated: bool) -> SkinnyChoice:
         """A kernel of ours; None: ``many_rows``'s."""
         (n, k), rows = stored.shape, len(x)
-        guess: SkinnyChoice = self._guess_triton(rows, stored, gated)
-        if self._cuda_product is None or not cuda_takes(x, stored):
-            return guess
-        if rows <= _CUDA_ROWS:
-            guess = guess_cuda(rows, stored, self._num_sms, self._pdl)
-        if self._table is None:
+        guess: SkinnyChoice = None
+        has_cuda = self._cuda_product is not None and cuda_takes(x, stored)
+        if has_cuda and rows <= _GUESSED_CUDA_ROWS[stored.kind]:
+            guess = guess_cuda(min(rows, _CUDA_ROWS), stored, self._num_sms, self._pdl)
+        elif rows == 1 or (
+            rows <= _TRITON_ROWS and stored.kind == "fp8" and self._library_product(stored) is None
+        ):
+            guess = self._guess_triton(rows, stored, gated)
+        if self._table is None or not has_cuda:
             return guess
         return self._table.choose_quantized(rows, n, k, gated, numbers_name(stored), guess)
 
     def _guess_triton(self, rows: int, stored: QuantizedFormat, gated: bool) -> TritonConfig | None:
-        if rows > _FEW_ROWS[stored.kind] or (stored.kind == "fp8" and not self._converts_fp8):
+        if stored.kind == "fp8" and not self._converts_fp8:
             return None
         num_out = stored.shape[0] // (2 if gated else 1)
         if rows == 1:
@@ -130,14 +134,25 @@ class QuantizedProducts:
         block_n = 32 if fits and num_out >= 64 * self._num_sms else 16
         return TritonConfig(block_n, block_k=128, num_warps=4, num_stages=3, launch_pdl=self._pdl)
 
+    def _library_product(self, stored: QuantizedFormat) -> ScaledProduct | None:
+        """The GPU's own for such a weight."""
+        if not isinstance(stored, Fp8Format) or any(size % _MULTIPLE for size in stored.shape):
+            return None
+        if stored.scales.shape[1] == 1:
+            return self._row_scaled
+        return self._block_scaled if stored.has_whole_blocks else None
+
     def many_rows(self, x: torch.Tensor, stored: QuantizedFormat) -> torch.Tensor:
         """The product, a new tensor [T, N]."""
-        if isinstance(stored, Fp8Format) and len(x) and not any(size % _MULTIPLE for size in stored.shape):
-            scaled = self._block_scaled if stored.scales.shape[1] > 1 else self._row_scaled
-            if scaled is not None and (stored.scales.shape[1] == 1 or stored.has_whole_blocks):
-                numbers, scales = quantize_rows(x, stored.group, stored.input_scale)
-                return scaled(numbers, scales, stored.data, stored.scales, x.dtype)
-        return F.linear(x, stored.dequantized(x.dtype))
+        scaled = self._library_product(stored) if len(x) else None
+        if scaled is not None:
+            assert isinstance(stored, Fp8Format)
+            numbers, scales = quantize_rows(x, stored.group, stored.input_scale)
+            return scaled(numbers, scales, stored.data, stored.scales, x.dtype)
+        if stored.kind == "fp8" and not self._converts_fp8:
+            return F.linear(x, stored.dequantized(x.dtype))
+        plain = dequantize(stored.data, stored.scales, stored.zeros, stored.group, stored.shape[1], x.dtype)
+        return F.linear(x, plain)
 
 
 class CudaQuantizedWeight(QuantizedWeight):
@@ -194,7 +209,7 @@ def block_scaled_product(
 ) -> torch.Tensor:
     """torch._scaled_mm with scales for 1 x 128 of the input and 128 x 128 of the weight, whose rows in a block have one
     scale. See ``ScaledProduct``."""
-    padding = -len(x) % _ROW_MULTIPLE
+    padding, groups = -len(x) % _ROW_MULTIPLE, scales.shape[1]
     x, x_scales = (
         F.pad(x.view(torch.uint8), (0, 0, 0, padding)).view(FP8),
         F.pad(x_scales, (0, 0, 0, padding)),
@@ -203,7 +218,8 @@ def block_scaled_product(
         x,
         weight.t(),
         scale_a=x_scales.t().contiguous().t(),
-        scale_b=scales[::FP8_BLOCK].contiguous().t(),
+        # A row of blocks begins at a multiple of four of them.
+        scale_b=F.pad(scales[::FP8_BLOCK], (0, -groups % 4))[:, :groups].t(),
         out_dtype=torch.bfloat16,
     )
     return y[: len(x) - padding].to(dtype)

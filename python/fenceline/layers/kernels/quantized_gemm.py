@@ -201,6 +201,39 @@ def _rows_kernel(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=live)
 
 
+def dequantize(
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group: int,
+    num_columns: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The plain matrix [N, K] of ``dtype`` that ``data``, ``scales`` and ``zeros`` store, see ``quantized_linear``."""
+    assert data.is_contiguous() and (zeros is None or zeros.stride() == scales.stride())
+    out = data.new_empty(len(data), num_columns, dtype=dtype)
+    _dequantize_kernel[(len(data), triton.cdiv(num_columns, 2048))](
+        data, scales, zeros, out, *scales.stride(), K=num_columns, GROUP=group, INT4=zeros is not None,
+        BLOCK=2048, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _dequantize_kernel(
+    data_ptr, scales_ptr, zeros_ptr, out_ptr, row_stride, group_stride, K: tl.constexpr, GROUP: tl.constexpr,
+    INT4: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    numbers = _tile(
+        data_ptr, scales_ptr, zeros_ptr, row_stride, group_stride, row, k, K, GROUP, INT4
+    )  # fmt: skip
+    if not INT4 and GROUP >= K:
+        numbers *= tl.load(scales_ptr + row * row_stride)
+    tl.store(out_ptr + row * K + k, numbers.to(out_ptr.dtype.element_ty), mask=k < K)
+
+
 def quantize_rows(
     x: torch.Tensor, group: int, scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
