@@ -52,11 +52,10 @@ __device__ __forceinline__ float int4_zero(uint32_t byte) { return as_float(0x4b
 
 // kRowTiles: groups of 8 rows of x (1 or 2); kTiles: groups of 8 rows of the weight for each warp.
 //
-// Lane (g, t) = (lane / 4, lane % 4) holds row g of a tile, and of each half of a step quarter t: 8 elements of bfloat16,
-// 16 of E4M3, 32 whole numbers, 16 bytes of each. The tensor core expects elements 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of 16
-// there. Since x and the weight are permuted in the same way, the sum is the same, and every access has 16 bytes. Of whole
-// numbers in groups of 64 or 32 a lane holds elements 8 t to 8 t + 7 of each 32, a word, so that what is multiplied at a
-// time is of one group.
+// Lane (g, t) = (lane / 4, lane % 4) holds row g of a tile and elements 8 t to 8 t + 7 of 32. The tensor core expects
+// elements 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of 16 there. Since x and the weight are permuted in the same way, the sum is the
+// same. All copies have 16 bytes. Of E4M3 and of whole numbers that is more than 8 elements: in shared memory the pieces
+// of 8 rows are then beside each other, so that a warp's loads of 8 or 4 bytes for each lane use every bank once.
 //
 // Two tiles of the weight are the 16 rows of a product on the tensor core, and 8 rows of x its columns.
 template <Numbers kNumbers, int kRowTiles, int kTiles, bool kNorm>
@@ -65,8 +64,6 @@ class SkinnyGemm {
   static constexpr uint32_t kBits = bits_of(kNumbers);
   static constexpr uint32_t kStepK = step_of(kNumbers);
   static constexpr uint32_t kPieces = kStepK / 32;  // of 8 elements of x, for each lane and step
-  static constexpr uint32_t kHalfPieces = kPieces / 2;
-  static constexpr bool kWords = kNumbers == Numbers::kInt4Groups;
   static constexpr int kPairs = (kTiles + 1) / 2;  // of tiles
   static constexpr uint32_t kScales = scales_of(kNumbers);
   static constexpr uint32_t kScaleK = kScales > 0 ? kStepK / kScales : kStepK;  // elements with one scale
@@ -122,15 +119,6 @@ class SkinnyGemm {
  private:
   __device__ __forceinline__ uint32_t step_k() const { return p.warps_k * kStepK; }
 
-  // Elements 32 i + 8 t of a step of x, or of norm_weight, are copied by lane t. Where to, from where all that is read
-  // there begins, if that has `rows` rows: what lane t' multiplies with one half of its weights is in kHalfPieces pieces,
-  // and the pieces of all four lanes are beside each other.
-  __device__ __forceinline__ uint32_t x_place(uint32_t i, uint32_t rows) const {
-    if (kWords || kHalfPieces == 1) return i * rows * 64 + t * 16;
-    const uint32_t within = i % kHalfPieces * 4 + t;
-    return (i / kHalfPieces * kHalfPieces + within % kHalfPieces) * rows * 64 + within / kHalfPieces * 16;
-  }
-
   __device__ __forceinline__ uint32_t weight_row(uint32_t block, uint32_t row) const {
     const uint32_t half = p.block_rows >> p.gated;
     const bool up = row >= half;  // never, unless gated
@@ -150,8 +138,7 @@ class SkinnyGemm {
   }
 
   __device__ __forceinline__ void copy_weights(uint32_t stage, uint32_t k) const {
-    // Words: piece t of row g is beside those of the other rows, where a warp reads 128 bytes at a time.
-    const uint32_t to = stage + (kWords ? t * 8 + g : g * 4 + t) * 16;
+    const uint32_t to = stage + (kNumbers == Numbers::kBf16 ? g * 4 + t : t * 8 + g) * 16;
     const char* first = p.weight + (k / 8 * kBits + t * 16);
     constexpr uint32_t kQuarter = 128 / kBits;  // elements in 16 bytes
 #pragma unroll
@@ -166,7 +153,7 @@ class SkinnyGemm {
       const char* from = p.norm_weight + 2 * (k + t * 8);
 #pragma unroll
       for (uint32_t i = 0; i < kPieces; ++i) {
-        copy_async(stage + kTiles * 1024 + p.rows * kPieces * 64 + x_place(i, 1), from + i * 64, k + i * 32 + t * 8 < p.k);
+        copy_async(stage + kTiles * 1024 + (p.rows * kPieces + i) * 64 + t * 16, from + i * 64, k + i * 32 + t * 8 < p.k);
       }
     }
     if (kScales > 0) copy_scales(stage, k);
@@ -199,11 +186,11 @@ class SkinnyGemm {
     for (int i = 0; i < kRowTiles; ++i) {
       const uint32_t row = i * 8 + g;
       if (row < p.rows) {
-        const uint32_t to = stage + kTiles * 1024 + row * 64;
+        const uint32_t to = stage + kTiles * 1024 + row * 64 + t * 16;
         const char* from = p.x + 2 * (static_cast<uint64_t>(row) * p.k + k + t * 8);
 #pragma unroll
         for (uint32_t piece = 0; piece < kPieces; ++piece) {
-          copy_async(to + x_place(piece, p.rows), from + piece * 64, k + piece * 32 + t * 8 < p.k);
+          copy_async(to + piece * p.rows * 64, from + piece * 64, k + piece * 32 + t * 8 < p.k);
         }
       }
     }
@@ -312,16 +299,15 @@ class SkinnyGemm {
 
   // This lane's numbers of a tile that are multiplied with its elements of `piece`, as eight bfloat16.
   __device__ __forceinline__ uint4 load_numbers(uint32_t stage, uint32_t tile, uint32_t piece) const {
-    const uint32_t from = stage + tile * 1024, half = piece / kHalfPieces, part = piece % kHalfPieces;
-    const uint32_t mine = from + half * 512 + (g * 4 + t) * 16;
+    const uint32_t from = stage + tile * 1024;
     if constexpr (kIsInt4) {
-      const uint32_t word = load_shared_word(kWords ? from + piece * 128 + (g * 4 + t) * 4 : mine + part * 4);
+      const uint32_t word = load_shared_word(from + piece * 128 + g * 16 + t * 4);
       return make_uint4(int4_pair(word), int4_pair(word >> 4), int4_pair(word >> 8), int4_pair(word >> 12));
     } else if constexpr (kIsFp8) {
-      const uint2 words = load_shared_words(mine + part * 8);
+      const uint2 words = load_shared_words(from + piece * 256 + t / 2 * 128 + g * 16 + t % 2 * 8);
       return make_uint4(even_fp8(words.x), odd_fp8(words.x), even_fp8(words.y), odd_fp8(words.y));
     } else {
-      return load_shared(mine);
+      return load_shared(from + piece * 512 + (g * 4 + t) * 16);
     }
   }
 
