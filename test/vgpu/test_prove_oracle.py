@@ -54,6 +54,7 @@ from fenceline.vgpu.proving.runs import ANSWERS, Outcome, Trial, run
 from fenceline.vgpu.proving.script import Scenario, Script
 from fenceline.vgpu.proving.table import Proof
 from fenceline.vgpu.proving.tiny_model import tiny_model_path
+from fenceline.vgpu.proving.workloads import WORKLOADS
 
 torch.set_num_threads(1)
 
@@ -575,6 +576,16 @@ def _equals_give_way(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "preempt", lambda self, threshold: right(self, -1))
 
 
+def _any_number_of_prompts(patch: pytest.MonkeyPatch) -> None:
+    right = PrefillPlanner.__init__
+    patch.setattr(PrefillPlanner, "__init__", lambda self, *args: right(self, *args[:4], None, *args[5:]))
+
+
+def _nobody_gives_way(patch: pytest.MonkeyPatch) -> None:
+    """What requests would give back is not counted, so that retracting them seems not to help."""
+    patch.setattr(prefill._Outlook, "release", lambda self, req, expected_tokens: None)
+
+
 def _a_flush_that_says_yes(patch: pytest.MonkeyPatch) -> None:
     right = Scheduler.flush
     patch.setattr(Scheduler, "flush", lambda self, storage: (True, right(self, storage)[1]))
@@ -670,26 +681,10 @@ def _reloaded(random: Random) -> Scenario:
     )
 
 
-def _bodies(random: Random) -> Scenario:
-    """Bodies of several prompts or samples, and requests that come alone, for a few rows and little memory."""
-    script = Script(random)
-    step = 0
-    for body in range(1, 5):
-        prompt, is_samples = script.prompt(4, 40), random.random() < 0.4
-        for _ in range(random.randint(2, 6)):
-            words = prompt if is_samples else script.prompt(1, 12)
-            script.add(step, words, random.randint(6, 20), body=body, ignore_eos=True)
-        step += random.randint(0, 9)
-        for _ in range(random.randint(1, 3)):
-            script.add(step, script.prompt(1, 12), random.randint(1, 20), ignore_eos=True)
-            step += random.randint(0, 4)
-    return script.scenario(
-        max_total_tokens=random.choice((64, 96, 400)),
-        max_running_requests=random.choice((3, 4, 8)),
-        chunked_prefill_size=random.choice((8, 16, -1)),
-        page_size=4,
-        schedule_conservativeness=random.choice((0.05, 1.0)),
-    )
+def _bodies_in_turn(random: Random) -> Scenario:
+    scenario = WORKLOADS["bodies"].make(random)
+    flags = {**scenario.flags, "schedule_policy": "fcfs", "prefill_max_requests": 64}
+    return dataclasses.replace(scenario, flags=flags)
 
 
 def _crowd(random: Random) -> Scenario:
@@ -704,7 +699,7 @@ def _crowd(random: Random) -> Scenario:
 
 
 MORE_WORKLOADS = {
-    "bodies": _bodies,
+    "bodies_in_turn": _bodies_in_turn,
     "crowd": _crowd,
     "twins": _twins,
     "retracted": _retracted,
@@ -734,14 +729,16 @@ WRONG = [
     (_chunks_that_add_up, "mixed", r"a prefill step computes \d+ tokens, 8 are allowed"),
     (_the_last_one_first, "bursts", r"r\d is admitted before r\d, whose turn it is"),
     (_the_last_one_first, "priorities", r"r\d is admitted before r\d, whose turn it is"),
-    (_all_of_a_step_for_short_prompts, "bodies", r"r\d+ gets \d tokens of a step, \d are its half"),
-    (_the_last_short_prompt_first, "bodies", r"r\d+ is admitted before r\d+, whose turn it is"),
-    (_no_turns, "bodies", r"r\d+ is admitted before r\d+, whose turn it is"),
-    (_runners_before_newcomers, "bodies", r"r\d+ is admitted before r\d+, whose turn it is"),
+    (_all_of_a_step_for_short_prompts, "bodies_in_turn", r"r\d+ gets \d tokens of a step, \d are its half"),
+    (_the_last_short_prompt_first, "bodies_in_turn", r"r\d+ is admitted before r\d+, whose turn it is"),
+    (_no_turns, "bodies_in_turn", r"r\d+ is admitted before r\d+, whose turn it is"),
+    (_runners_before_newcomers, "bodies_in_turn", r"r\d+ is admitted before r\d+, whose turn it is"),
     (_small_bodies_give_way, "crowd", r"r\d+ is retracted, and a larger body runs on"),
-    (_displaced_for_anybody, "bodies", r"r\d+ is displaced, and it is not for a body that runs nothing"),
+    (_displaced_for_anybody, "bodies_in_turn", r"r\d+ is displaced, and it is not for a body that runs nothing"),
     (_the_best_one_is_retracted, "priorities", r"r\d is retracted, and a request of a worse priority runs on"),
     (_equals_give_way, "priorities", r"r\d gives way, and nobody waits who is better by more than \d+"),
+    (_any_number_of_prompts, "bodies", r"a prefill step computes \d prompts, 2 are allowed"),
+    (_nobody_gives_way, "priorities", r"nobody gives way to r\d, and all that run are of a worse priority"),
     (_a_flush_that_says_yes, "bursts",
      r"'flush' is answered with \(True, 'cache not flushed: (\d) requests are pending'\), and "
      r"\(False, 'cache not flushed: \1 requests are pending'\) is right"),

@@ -17,13 +17,16 @@ from fenceline.ipc.io_struct import FlushCacheReq
 from fenceline.layers import decoder_layer
 from fenceline.layers.attention import torch_backend
 from fenceline.layers.decoder_layer import SelfAttention
+from fenceline.mem_cache.hicache import StorageTier
 from fenceline.mem_cache.host.page_copy import RunCopier
 from fenceline.mem_cache.kv_pool import ReqPool
 from fenceline.mem_cache.page_hash import PageFingerprint
 from fenceline.mem_cache.storage.file_backend import FileBackend
+from fenceline.mem_cache.storage.worker import Prefetch
 from fenceline.mem_cache.tree import hiradix_cache
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.mem_cache.tree.radix_cache import RadixCache
+from fenceline.memory_order import Points
 from fenceline.model_executor import model_runner
 from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
 from fenceline.scheduler.prefill import PrefillPlanner
@@ -48,6 +51,20 @@ def _pages_loaded_in_a_wrong_order(patch: pytest.MonkeyPatch) -> None:
         return dataclasses.replace(move, host_pages=move.host_pages[::-1].copy())
 
     patch.setattr(HiRadixCache, "begin_load", wrong)
+
+
+def _a_node_leaves_without_its_transfers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(hiradix_cache, "transfer_points", lambda node: Points.none())
+
+
+def _unused_pages_of_a_fetch_without_their_points(patch: pytest.MonkeyPatch) -> None:
+    right = StorageTier._end
+
+    def wrong(self: StorageTier, op: Prefetch) -> None:
+        op.after = Points.none()
+        right(self, op)
+
+    patch.setattr(StorageTier, "_end", wrong)
 
 
 def _pages_backed_up_in_a_wrong_order(patch: pytest.MonkeyPatch) -> None:
@@ -450,6 +467,12 @@ PLANTED = [
      r"forward .*\n  leased at .*_alloc.*\n  retired at .* in cache_prompt"),
     (_a_page_given_back_too_early, "tags_pieces", OWNERSHIP,
      rf"ownership: KV pages \d+: {R} uses it after it was retired\n  submitted at .*\n  leased at .*\n  retired at "),
+    (_a_node_leaves_without_its_transfers, "tags_reloaded", OWNERSHIP,
+     r"ownership: (host )?KV pages \d+: is retired with Points \[.*\], and a store on store may still use it\n"
+     r"  submitted at .* in _submit_store: .*\n  retired at .* in \w+: .*\n  missing edge: (\w+ or )?a Point on store"),
+    (_unused_pages_of_a_fetch_without_their_points, "cancelled", OWNERSHIP,
+     r"ownership: host KV pages \d+: is retired with Points \[\], and a store on store may still use it\n"
+     r"  submitted at .* in _submit_store: .*\n  retired at .* in _end: "),
     (_a_page_of_another_request, "tags_crowd", OWNERSHIP,
      rf"ownership: KV pages \d+: (?P<one>{R}) uses it, and it is (?!(?P=one)){R}'s\n  submitted at .*\n  leased at "),
     (_storage_forgets_the_salt, "tags_stored", TAGS,

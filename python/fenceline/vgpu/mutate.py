@@ -226,14 +226,14 @@ def _try_mutant(mutant: Mutant, workloads: Sequence[str], cpu_limit_s: float, ou
 def _by_name(mutant: Mutant, checker: str, named: tuple[str, ...]) -> bool:
     """Whether the report says what is missing: if the changed line names edges or guards, one of them; otherwise any
     edge or guard, or a check that says which memory was used how."""
-    from fenceline.memory_order.edges import EDGES, GUARDS
+    from fenceline.memory_order.edges import EDGES, GUARDS, edge_of
 
-    words = {
-        word.lower() for word in "".join(c if c.isalnum() or c == "_" else " " for c in mutant.old).split()
-    }
-    meant = words & {name.lower() for name in (*EDGES, *GUARDS)}
+    words = set("".join(c if c.isalnum() or c == "_" else " " for c in mutant.old).split())
+    meant = {
+        name for name in (*EDGES, *GUARDS) if name.upper() in words
+    }  # constants: a variable may have such a name
     if meant:
-        return bool(meant & {name.partition(":")[0] for name in named})
+        return bool(meant & {edge_of(name) for name in named})
     return bool(named) or checker not in _UNSPECIFIC
 
 

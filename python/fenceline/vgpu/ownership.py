@@ -5,21 +5,28 @@ belongs to a request from the first step in which the request writes there until
 prefix tree belong to all requests that share them. When work is submitted, its pages are compared with the leases; when
 it runs, the pages that it accesses are compared with those of the submission. So a wrong page is found whatever the
 order of the streams.
+
+When a page is retired, the Points that it is retired with must come after all work that has been submitted on it, also
+by those who had it before and whose work its owner has not waited for. So lost Points are found where they are lost,
+whether or not anybody gets the page before that work has run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from fenceline.memory_order import LeasePool
+from fenceline.memory_order import LeasePool, Points
+from fenceline.memory_order.edges import PAGE_EDGES
+from fenceline.memory_order.stream import Clock, joined
 from fenceline.vgpu.errors import OwnershipError
+from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.place import Place, here
-from fenceline.vgpu.streams import Operation
+from fenceline.vgpu.streams import Operation, VirtualStream
 from fenceline.vgpu.streams import who as describe
 
 I32 = npt.NDArray[np.int32]
@@ -31,39 +38,62 @@ class Owner(Protocol):
     name: str
 
 
+class User(NamedTuple):
+    """Work on a page: the latest operation of ``stream`` when it had been submitted, and what it was."""
+
+    stream: VirtualStream
+    position: int
+    who: str
+    place: Place
+
+
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One lease of one page. ``owner``: the request that was the first to say that it writes there."""
+    """One lease of one page. ``owner``: the request that was the first to say that it writes there. ``users``: the
+    latest work on the page of each stream, by its number; at the beginning what the last lease left."""
 
     leased: Place
     owner: Owner | None = None
     retired: Place | None = None
+    users: dict[int, User] = field(default_factory=dict)
 
 
 class Leases:
-    """The leases of one pool. ``found`` is called with each error."""
+    """The leases of one pool. ``found`` is called with each error. ``keeps_users``: the work on each page is noted, and
+    compared with the Points that it is retired with."""
 
-    def __init__(self, pool: LeasePool, found: Callable[[OwnershipError], None]) -> None:
+    def __init__(
+        self, gpu: VirtualGpu, pool: LeasePool, found: Callable[[OwnershipError], None], keeps_users: bool
+    ) -> None:
         self.name = pool.name
+        self._gpu = gpu
         self._of_page: list[Lease | None] = [None] * pool.size  # the latest of each page
         self._found = found
+        self._keeps_users = keeps_users
         alloc, retire = pool.alloc, pool.retire
 
         def noted_alloc(n: int) -> object:
             leased = alloc(n)
             if leased is not None:
-                place = here()
+                place, known = here(), gpu.thread.now()
                 for page in leased[0].tolist():
-                    self._of_page[page] = Lease(place)
+                    last = self._of_page[page]
+                    users = {} if last is None else _not_in(known, last.users)
+                    self._of_page[page] = Lease(place, users=users)
             return leased
 
-        def noted_retire(ids: I32, after: object) -> None:
-            retire(ids, after)  # type: ignore[arg-type]
-            place = here()
+        def noted_retire(ids: I32, after: Points) -> None:
+            retire(ids, after)
+            place, known = here(), gpu.thread.now()
+            for point in after:
+                assert isinstance(point.event, Operation), "a Point on the virtual GPU"
+                known = joined(known, point.event.passed)
             for page in ids.tolist():
                 lease = self._of_page[page]
                 if lease is not None:
                     lease.retired = place
+                    for user in _not_in(known, lease.users).values():
+                        self._found(self._too_early(page, user, after))
 
         pool.alloc, pool.retire = noted_alloc, noted_retire  # type: ignore[method-assign, assignment]
 
@@ -91,6 +121,36 @@ class Leases:
             lease = self._of_page[page]
             if lease is None or lease.retired is not None or page not in shared:
                 self.refuse(page, who)
+
+    def used(self, pages: Iterable[int], stream: VirtualStream, who: str) -> None:
+        """``who`` has submitted work on ``pages``, the last of it just now, to ``stream``."""
+        if not self._keeps_users:
+            return
+        user = User(stream, stream.count, who, here())
+        for page in pages:
+            lease = self._of_page[page]
+            if lease is not None:
+                lease.users[stream.number] = user
+
+    def _too_early(self, page: int, user: User, after: Points) -> OwnershipError:
+        """``page`` has been retired with Points that are not after ``user``."""
+        memory, place, source = f"{self.name} {page}", here(), user.stream.name
+        waiters = {point.stream.name.value for point in after}
+        edges = [
+            edge.name
+            for edge in PAGE_EDGES
+            for waiter, other in edge.pairs
+            if waiter.value in waiters and other.value == source
+        ]
+        lines = [
+            f"ownership: {memory}: is retired with Points {[*after]}, and {user.who} on {source} may still use it",
+            f"  submitted at {user.place}",
+            f"  retired at {place}",
+            f"  missing edge: {' or '.join((*edges, f'a Point on {source}'))}",
+        ]
+        return OwnershipError(
+            "\n".join(lines), edges[0] if edges else "", memory, (str(user.place), str(place)), 0
+        )
 
     def refuse(self, page: int, who: str, op: Operation | None = None) -> None:
         """Report that ``who`` may not use ``page``, which ``op`` accesses, or without ``op`` a claim names."""
@@ -120,3 +180,12 @@ class Leases:
         return OwnershipError(
             "\n".join(lines), "", memory, (*places, str(place)), 0 if op is None else op.seq
         )
+
+
+def _not_in(known: Clock, users: dict[int, User]) -> dict[int, User]:
+    """Those of ``users`` that are not in ``known``, a clock."""
+    return {
+        number: user
+        for number, user in users.items()
+        if number >= len(known) or known[number] < user.position
+    }

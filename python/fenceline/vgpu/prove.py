@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fenceline.vgpu.proving.campaign import Plan
     from fenceline.vgpu.proving.table import Proof
 
-_DEFAULT_SEEDS = 176
+_DEFAULT_SEEDS = 160
 _SEEDS_PER_ARM = 6
 _MAX_EXPLAINED = 3
 

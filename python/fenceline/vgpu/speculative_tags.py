@@ -72,7 +72,7 @@ class SpeculativeStep(Step):
     def _ends_of(self, index: int) -> I64:
         """The prefixes that end at the request's tokens as the step begins."""
         if self._known is None:
-            self._known = [np.array(seq.account.ends, np.int64) for seq in self._seqs]
+            self._known = [np.array(seq.account.ends, np.int64) for seq in self.seqs]
         return self._known[index]
 
     def _base(self, index: int) -> int:
@@ -96,7 +96,7 @@ class SpeculativeStep(Step):
 
     def _path(self, index: int, num_tokens: int) -> list[int]:
         """The prefixes that end at its last token and at the first ``num_tokens - 1`` proposed ones."""
-        seq, ends = self._seqs[index], self._ends_of(index)
+        seq, ends = self.seqs[index], self._ends_of(index)
         parents = self._row("parents", index, self._num_rows) if self._topk > 1 else range(-1, num_tokens)
         prefixes, path = self._tags.prefixes, list[int]()
         for node, token in enumerate(self._row("input_ids", index, self._num_rows)[:num_tokens]):
@@ -121,7 +121,7 @@ class SpeculativeStep(Step):
             return [prefixes.marked(self._path(index, first + 2)[-1], GUESS)]
         if proposes:
             return self._path(index, first + num_rows)[first:]
-        name = self._seqs[index].account.name
+        name = self.seqs[index].account.name
         known = self._ends_of(index).tolist()
         for token in self._tokens(index):
             known.append(prefixes.then(known[-1], token, name))
@@ -138,13 +138,13 @@ class SpeculativeStep(Step):
         if part in self._stored:
             self._check_read_by_all(op, part)
         self._num_stores[part] += 1
-        self._unread[part] = list(self._seqs)
+        self._unread[part] = list(self.seqs)
         first, num_rows = self._forward(part)
-        stored = self._stored.setdefault(part, [{} for _ in self._seqs])
-        num_live = len(self._seqs) * num_rows
+        stored = self._stored.setdefault(part, [{} for _ in self.seqs])
+        num_live = len(self.seqs) * num_rows
         self._check_padding(op, memory, slots, num_live)
         for row, slot in enumerate(slots[:num_live].tolist()):
-            index, seq = row // num_rows, self._seqs[row // num_rows]
+            index, seq = row // num_rows, self.seqs[row // num_rows]
             if row % num_rows == 0:
                 rows, meant = self._rows_of(index, part), seq.slots(size)
             position = self._base(index) + first + row % num_rows
@@ -201,7 +201,7 @@ class SpeculativeStep(Step):
                 self._tags.found(memory, int(slots[0]), f"{self._kind} reads it in addition", op)
                 return
             seq = unread.pop(0)
-            expected = self._expected(self._seqs.index(seq), part)
+            expected = self._expected(self.seqs.index(seq), part)
             right = slots[: len(expected)]
             if not np.array_equal(memory.held[right], expected):
                 self._misread_as(op, memory, slots, seq, expected)
@@ -233,7 +233,7 @@ class SpeculativeStep(Step):
             self._check_read_by_all(op, part)
 
     def _add_tokens(self, seq: Seq, last_token: int) -> None:
-        index, tags, tokens = self._seqs.index(seq), self._tags, self._tokens(self._seqs.index(seq))
+        index, tags, tokens = self.seqs.index(seq), self._tags, self._tokens(self.seqs.index(seq))
         base = self._base(index)
         for number, token in enumerate(tokens):
             seq.account.sampled(base + 1 + number, token)
@@ -280,8 +280,8 @@ class SpeculativeStep(Step):
         tags, size, part = self._tags, memory.page_size, int(memory.part[slots[0]])
         is_target = part < tags.num_target_parts
         num_rows = self._num_rows if is_target else 1 + (self._shape.depth - 1) * self._topk
-        self._check_padding(op, memory, slots, len(self._seqs) * num_rows)
-        for index, seq in enumerate(self._seqs):
+        self._check_padding(op, memory, slots, len(self.seqs) * num_rows)
+        for index, seq in enumerate(self.seqs):
             mine, base = slots[index * num_rows :][:num_rows], self._base(index)
             meant = seq.slots(size)[base:][:num_rows]
             wrong = np.flatnonzero(memory.page[mine] * size + memory.offset[mine] != meant)

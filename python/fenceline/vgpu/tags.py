@@ -231,7 +231,7 @@ class Step:
 
     def __init__(self, tags: Tags, seqs: Sequence[Seq], decodes: bool) -> None:
         self._tags = tags
-        self._seqs = seqs
+        self.seqs = seqs
         self._decodes = decodes
         self._kind = "decode step" if decodes else "prefill step"
         self._pages = frozenset(chain.from_iterable(seq.pages.tolist() for seq in seqs))
@@ -269,9 +269,9 @@ class Step:
         found = self._ends.get(shift)
         if found is None:
             found = self._ends[shift] = [
-                np.array(self._tags.ends_from(s.account, shift, s.length), np.int64) for s in self._seqs
+                np.array(self._tags.ends_from(s.account, shift, s.length), np.int64) for s in self.seqs
             ]
-        return found[self._seqs.index(seq)]
+        return found[self.seqs.index(seq)]
 
     def _check_declared(self, op: Operation, memory: SlotMemory, slots: I64, writes: bool) -> None:
         if self.declared is None:
@@ -297,7 +297,7 @@ class Step:
         part = int(memory.part[slots[0]])
         unread = self._unread.setdefault(part, [])
         if not unread:
-            unread += self._seqs
+            unread += self.seqs
         window = self._tags.windows[part]
         num_unread = sum(seq.length - seq.first_read(window) for seq in unread)
         in_order = not self._decodes or len(slots) >= num_unread
@@ -307,9 +307,7 @@ class Step:
                 None,
             )
             if seq is None:
-                self._misread(
-                    op, memory, slots, part, next(self._candidates(unread, in_order), self._seqs[0])
-                )
+                self._misread(op, memory, slots, part, next(self._candidates(unread, in_order), self.seqs[0]))
                 return
             index = unread.index(seq)
             del unread[0 if in_order else index : index + 1]
@@ -357,7 +355,7 @@ class Step:
         """Reads of the sink's slots are not compared, so a request all of whose reads went there has been left out."""
         sampled = set(rows)
         for part in range(self._tags.num_parts):
-            for seq in self._unread.get(part, self._seqs):
+            for seq in self._unread.get(part, self.seqs):
                 if seq.row not in sampled:
                     continue
                 self._not_read(op, seq, part)
@@ -372,7 +370,7 @@ class Step:
         self._tags.add(TagError("\n".join(lines), "", name, (str(op.place),), op.seq))
 
     def _readers(self) -> str:
-        return f"a {self._kind} of {', '.join(seq.account.name for seq in self._seqs)}"
+        return f"a {self._kind} of {', '.join(seq.account.name for seq in self.seqs)}"
 
     # --- writing
 
@@ -385,8 +383,8 @@ class Step:
             names = tags.part_names
             text = f"{self._kind} stores {names[part]} in {names[int(memory.part[slots[0]])]}"
             tags.found(memory, int(slots[0]), text, op)
-        ends = np.concatenate([self._prefixes(seq, part)[seq.first :] for seq in self._seqs])
-        meant = np.concatenate([seq.slots(size)[seq.first :] for seq in self._seqs])
+        ends = np.concatenate([self._prefixes(seq, part)[seq.first :] for seq in self.seqs])
+        meant = np.concatenate([seq.slots(size)[seq.first :] for seq in self.seqs])
         num_live = min(len(ends), len(slots), len(meant))
         numbers = memory.page[slots] * size + memory.offset[slots]
         self._check_padding(op, memory, slots, len(meant))
@@ -412,7 +410,7 @@ class Step:
 
     def _of_token(self, row: int) -> tuple[Seq, int]:
         """The request of the step's token ``row``, and the token's position."""
-        for seq in self._seqs:
+        for seq in self.seqs:
             if row < seq.length - seq.first:
                 return seq, seq.first + row
             row -= seq.length - seq.first
@@ -543,7 +541,10 @@ class Tags:
         layers = [part.layer for part in pool.layout.parts]
         self.windows = [runner.model.config.window(i) if i < num_layers else None for i in layers]
         self.memories: dict[Tag, SlotMemory] = {}
-        self.pages = Leases(runner.pages, self.add)
+        # With something severed a race must be reported by its edge: Points that miss an edge tell less.
+        whole = not runner.device.severed
+        self._streams = {stream.name: stream for stream in gpu.streams}
+        self.pages = Leases(gpu, runner.pages, self.add, whole)
         self.page_table, self.table_layout = memory_of(req_pool.page_table)
         self.last_tokens, self.last_layout = memory_of(req_pool.last_tokens)
         self._gpu = gpu
@@ -561,7 +562,7 @@ class Tags:
         self.on_device = list(self.memories.values())  # by part
         if runner.hicache is not None:
             host = runner.hicache.host_pool
-            self.host_pages = Leases(host.pages, self.add)
+            self.host_pages = Leases(gpu, host.pages, self.add, whole)
             layouts = {number: layout_of(part) for number, part in enumerate(host.parts)}
             self._host = SlotMemory("host_pool", pool.page_size, layouts)
             self._host_start = host.buffer.data_ptr()
@@ -620,6 +621,12 @@ class Tags:
         self._submitted = self._purpose(seqs, batch)
         with self._gpu.submitting_for(self._submitted):
             yield
+        self._used_by_step()
+
+    def _used_by_step(self) -> None:
+        assert self._submitted is not None, "a step has been launched"
+        for seq in self._submitted.seqs:
+            self.pages.used(seq.pages.tolist(), self._streams["forward"], f"a step of {seq.account.name}")
 
     @contextmanager
     def rest_of_step(self) -> Iterator[None]:
@@ -627,6 +634,7 @@ class Tags:
         assert self._submitted is not None, "a step has been launched"
         with self._gpu.submitting_for(self._submitted):
             yield
+        self._used_by_step()
 
     def declared(self, accessed: frozenset[int], written: frozenset[int]) -> None:
         """The step that is being submitted has declared these pages."""
@@ -648,6 +656,9 @@ class Tags:
             pairs, expected = set(zip(device, host, strict=True)), self._cached("host_pages")
         with self._gpu.submitting_for(Transfer(self, kind, pairs, expected)):
             yield
+        stream = self._streams["load" if kind is TransferKind.LOAD else "store"]
+        self.pages.used(device, stream, f"a {kind.value}")
+        self.host_pages.used(host, stream, f"a {kind.value}")
 
     def _wanted(self, pages: set[int]) -> dict[int, I64]:
         """The prefixes by token, except of new tokens, that requests need in ``pages``, which are to be loaded."""

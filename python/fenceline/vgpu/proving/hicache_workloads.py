@@ -317,6 +317,39 @@ def _refill(random: Random) -> Scenario:
     )
 
 
+def _cancelled(random: Random) -> Scenario:
+    """F15: storage is to fill the host page of a request that was retracted and has left, while its tail may still be
+    copied there. Who asked for it leaves before storage has begun, so the page goes back unused.
+
+    The device has three pages and the host one. During a pause nothing waits for the copy.
+    """
+    script = Script(random)
+    gone = script.prompt(5, 6)
+    step = 0
+    for prompt in (gone, script.prompt(5, 6), script.prompt(5, 6)):
+        script.add(step, prompt, 1)
+        step += 10
+    for turn in range(4):
+        rid = script.add(step, script.prompt(1, 1), 8, ignore_eos=True)
+        pause = step + random.randint(2, 3)
+        script.send(pause, PauseGenerationReq(id=f"pause-{turn}", mode="retract"))
+        left = pause + random.randint(0, 1)
+        script.send(left, AbortReq(rid=rid))
+        asked = script.add(left, gone, 1)
+        script.send(left + random.randint(1, 3), AbortReq(rid=asked))
+        script.send(left + 4, ContinueGenerationReq(id=f"continue-{turn}"))
+        step = left + 10
+    return script.scenario(
+        max_total_tokens=12,
+        max_running_requests=1,
+        chunked_prefill_size=32,
+        retract_policy="offload",
+        hicache_storage_backend="file",
+        hicache_storage_prefetch_policy="wait_complete",
+        **tier_flags(random, hicache_ratio=0.4, hicache_write_policy="write_back"),
+    )
+
+
 def _gone(random: Random) -> Scenario:
     """A node leaves the device while a transfer uses its host pages. They are handed on, or loaded again, when the node
     itself no longer knows the transfer."""
@@ -352,6 +385,30 @@ def _gone_while_loading(random: Random) -> Scenario:
     )
 
 
+def _held(random: Random) -> Scenario:
+    """F15: a prefix leaves the device for the host, and comes back before storage has written it. All requests are
+    aborted and the cache is flushed while it is being loaded, so that its host pages go when storage has written them.
+    """
+    script = Script(random)
+    step = 0
+    for turn in range(5):
+        prefix = script.prompt(8, 8)
+        script.add(step, prefix + script.prompt(1, 1), 1)
+        other = script.add(step + 4, script.prompt(11, 12), 4, ignore_eos=True)
+        script.send(step + 5, AbortReq(rid=other))
+        script.add(step + 5, prefix + script.prompt(1, 1), 4, ignore_eos=True)
+        script.send(step + 6, AbortReq(abort_all=True))
+        script.send(step + 6, FlushCacheReq(id=f"flush-{turn}"))
+        step += 12
+    return script.scenario(
+        max_total_tokens=16,
+        max_running_requests=2,
+        chunked_prefill_size=64,
+        hicache_storage_backend="file",
+        **tier_flags(random, hicache_ratio=2.0, hicache_write_policy="write_back", page_size=2),
+    )
+
+
 def _gone_while_stored(random: Random) -> Scenario:
     """F15: a prefix is backed up and leaves the device. A twin that was computing it too brings it back at once, and it
     leaves again. Then a request loads it, and the backup may still be writing the host pages."""
@@ -376,6 +433,33 @@ def _gone_while_stored(random: Random) -> Scenario:
             hicache_io_backend="direct",
             page_size=2,
         ),
+    )
+
+
+def _together(random: Random) -> Scenario:
+    """F15: two prompts are evicted from the device together, and backed up into the host pages of two prefixes. One of
+    these is being loaded. A request for each of these has just been aborted: the host has them, and nothing else."""
+    script = Script(random)
+    loaded, kept = script.prompt(8, 8), script.prompt(8, 8)
+    prompts = [
+        *(prefix + script.prompt(1, 1) for prefix in (loaded, kept)),
+        script.prompt(34, 34),  # both prefixes go to the host, which has no room for this prompt
+        kept + script.prompt(1, 1),  # comes back, and stays on the host too
+        *(script.prompt(9, 9) for _ in range(2)),
+    ]
+    for index, prompt in enumerate(prompts):
+        script.add(6 * index, prompt, 1)
+    step = 6 * len(prompts)
+    for prefix in (loaded, kept):
+        rid = script.add(step, prefix + script.prompt(1, 1), 3, ignore_eos=True)
+        script.send(step + 1, AbortReq(rid=rid))
+    script.add(step + 1, script.prompt(18, 20), 1)
+    return script.scenario(
+        max_total_tokens=40,
+        max_running_requests=4,
+        chunked_prefill_size=64,
+        schedule_conservativeness=0.01,
+        **tier_flags(random, hicache_ratio=0.42, hicache_write_policy="write_back", page_size=2),
     )
 
 
@@ -407,5 +491,23 @@ HICACHE_WORKLOADS: tuple[Workload, ...] = (
         "F15: storage fills host pages that are being loaded",
         _refill,
         policies=("random",),  # with the others storage's threads hardly ever run first
+    ),
+    Workload(
+        "cancelled",
+        "F15: host pages that storage was to fill go back unused, while copies may still use them",
+        _cancelled,
+        policies=("random",),
+    ),
+    Workload(
+        "together",
+        "F15: two backups at once into host pages of which some are being loaded",
+        _together,
+        policies=("laziest", "random", "fifo", "pct"),  # so that the load is not known to have ended
+    ),
+    Workload(
+        "held",
+        "F15: host pages that a load reads leave the tree while storage holds them",
+        _held,
+        policies=("pct", "laziest"),
     ),
 )

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from fenceline.config.engine_config import EngineConfig
 from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.model_executor.step import ExtendBatch, HeldStep, ScheduleBatch, Worker
+from fenceline.scheduler.prefill import PrefillPlan
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.scheduler import Inbox, InFlight, Outbox, Scheduler
 from fenceline.vgpu.proving.answers import Sharing
@@ -34,6 +35,7 @@ class WatchedScheduler(Scheduler):
         self._num_moments = 0
         self._all_give_back = False
         self._half_way: Sequence[Req] = ()  # whose prompts the latest prefill step left so
+        self._may_take_all: Sequence[Req] = ()  # who wait, and for whom all that run give way if need be
         self._tags = tags
         if tags is not None:
             tags.watch(self)
@@ -113,9 +115,22 @@ class WatchedScheduler(Scheduler):
         if alone:
             self._since[self._party(req)] = -self._next_moment()
 
+    def plan_prefill(self) -> PrefillPlan | None:
+        """See Scheduler. A request that all others may give way to does not wait: alone it has room."""
+        self._may_take_all = ()
+        plan = super().plan_prefill()
+        if self._may_take_all and not any(req.row for req in self._may_take_all):
+            names = ", ".join(req.rid for req in self._may_take_all)
+            self.wrong.append(f"nobody gives way to {names}, and all that run are of a worse priority")
+        return plan
+
     def preempt(self, threshold: int) -> None:
         """See Scheduler. Who gives way does so for a waiting request that is better by more than ``threshold``."""
         running, best = list(self.running.reqs), min(map(self._rank, self.waiting), default=math.inf)
+        holders = [req for req in self.reqs.values() if req.row]
+        if not self.departed and all(self._rank(req) - best > threshold for req in holders):
+            ready = [req for req in self.waiting if self._rank(req) == best and self.may_schedule(req)]
+            self._may_take_all = ready if ready and holders else ()
         super().preempt(threshold)
         for req in running:
             if req.left and not self._rank(req) - best > threshold:
@@ -155,6 +170,9 @@ class WatchedScheduler(Scheduler):
         most = most if chunk is None else min(chunk, most)
         if num_tokens > most and (chunk is not None or len(reqs) > 1):
             self.wrong.append(f"a prefill step computes {num_tokens} tokens, {most} are allowed")
+        most_reqs = self.config.prefill_max_requests
+        if most_reqs is not None and len(reqs) > most_reqs:
+            self.wrong.append(f"a prefill step computes {len(reqs)} prompts, {most_reqs} are allowed")
         admitted = [req for req in reqs if req not in self._half_way]
         room = self._room_beside(batch, reqs, most)
         self._half_way = [req for seq, req in zip(batch.seqs, reqs, strict=True) if seq.sampling is None]

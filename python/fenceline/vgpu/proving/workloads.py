@@ -116,6 +116,30 @@ def _priorities(random: Random) -> Scenario:
     )
 
 
+def _bodies(random: Random) -> Scenario:
+    """Bodies of several prompts or samples, and requests that come alone, for a few rows and little memory."""
+    script = Script(random)
+    step = 0
+    for body in range(1, 5):
+        prompt, is_samples = script.prompt(4, 40), random.random() < 0.4
+        for _ in range(random.randint(2, 6)):
+            words = prompt if is_samples else script.prompt(1, 12)
+            script.add(step, words, random.randint(6, 20), body=body, ignore_eos=True)
+        step += random.randint(0, 9)
+        for _ in range(random.randint(1, 3)):
+            script.add(step, script.prompt(1, 12), random.randint(1, 20), ignore_eos=True)
+            step += random.randint(0, 4)
+    return script.scenario(
+        max_total_tokens=random.choice((64, 96, 400)),
+        max_running_requests=random.choice((3, 4, 8)),
+        chunked_prefill_size=random.choice((8, 16, -1)),
+        page_size=4,
+        schedule_conservativeness=random.choice((0.05, 1.0)),
+        schedule_policy=random.choice(("fcfs", "fcfs", "dfs-weight")),
+        prefill_max_requests=random.choice((64, 64, 2)),
+    )
+
+
 def _bursts(random: Random) -> Scenario:
     script = Script(random)
     step = 0
@@ -312,6 +336,7 @@ COLLECTIVES = "collectives"  # of several devices, without an engine
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
+        EVERYTHING,  # first, since a proof that is cut short needs most of its runs
         Workload("mixed", "chunked prefill and decode side by side, all kinds of sampling", _mixed, share=3),
         Workload("prefixes", "prefix hits and evictions in a pool that is too small", _prefixes, share=3),
         Workload("aborts", "requests aborted at any moment", _aborts, share=3),
@@ -322,6 +347,7 @@ WORKLOADS: dict[str, Workload] = {
             _priorities,
             share=2,
         ),
+        Workload("bodies", "requests of one client take turns with others", _bodies),
         Workload("bursts", "four at once, then silence; pauses and flushes", _bursts, share=3),
         Workload(
             "row_reuse", "one row, refilled while its last owner's step is in flight", _row_reuse, share=2
@@ -345,7 +371,6 @@ WORKLOADS: dict[str, Workload] = {
         Workload("new_weights", "the weights are replaced while requests run", _new_weights, share=3),
         Workload("experts", "a mixture of experts, in padded graphs and without", _experts, share=2),
         Workload("windows", "layers with sliding windows and soft caps", _windows, share=2),
-        EVERYTHING,
         *SPECULATIVE_WORKLOADS,
         Workload(COLLECTIVES, "F10, F19: sums of several ranks, eager and in graphs", _no_script),
         Workload(ENGINE, "rounds of prompts through fenceline.Engine", _no_script),
