@@ -12,6 +12,7 @@ from fenceline.vgpu.factories import use
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.peers import Grain, Group, PeerRank
 from fenceline.vgpu.proving.collectives import in_order
+from fenceline.vgpu.threads import join_all
 
 Program = Callable[[PeerRank], None]
 
@@ -39,8 +40,7 @@ def run_ranks(
         return run
 
     try:
-        for worker in [gpu.spawn(f"rank{rank}", body(rank), rank) for rank in range(len(programs))]:
-            worker.join()
+        join_all([gpu.spawn(f"rank{rank}", body(rank), rank) for rank in range(len(programs))])
     finally:
         gpu.rotation.abandon()
 

@@ -20,7 +20,7 @@ from fenceline.vgpu.proving.hicache_workloads import HICACHE_WORKLOADS
 from fenceline.vgpu.proving.persistent_attention import PERSISTENT
 from fenceline.vgpu.proving.schedule import shrink
 from fenceline.vgpu.proving.steps import Loop, make_config
-from fenceline.vgpu.proving.workloads import COLLECTIVES, ENGINE, WORKLOADS
+from fenceline.vgpu.proving.workloads import COLLECTIVES, ENGINE, RANKS, WORKLOADS
 
 torch.set_num_threads(1)
 _FOLDER = tempfile.TemporaryDirectory()
@@ -36,7 +36,7 @@ def make_loop(name: str, seed: int, device: VgpuDevice | None = None) -> Loop:
     return Loop(config, device or open_device(kind), scenario=scenario)
 
 
-@pytest.mark.parametrize("name", [name for name in WORKLOADS if name not in (COLLECTIVES, ENGINE)])
+@pytest.mark.parametrize("name", [name for name in WORKLOADS if name not in (COLLECTIVES, RANKS, ENGINE)])
 def test_a_scenario_is_a_function_of_its_seed(name: str) -> None:
     make = WORKLOADS[name].make
     assert make(Random(1)) == make(Random(1)) != make(Random(2))
@@ -63,7 +63,7 @@ def test_workloads_reach_what_they_are_for() -> None:
 def test_workloads_visit_graphs_padding_and_what_lies_beyond() -> None:
     """Every scripted workload meets graphs, but for the one with prompts of thousands of tokens and those that decode
     nothing."""
-    without = {COLLECTIVES, ENGINE, "growth", "overwritten", "gone", "refill"}
+    without = {COLLECTIVES, RANKS, ENGINE, "growth", "overwritten", "gone", "refill"}
     replayed, fallbacks = set(), set()
     for name in sorted(WORKLOADS.keys() - without):
         for seed in range(8):

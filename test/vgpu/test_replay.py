@@ -21,7 +21,7 @@ from fenceline.vgpu.proving.hicache_workloads import HICACHE_WORKLOADS
 from fenceline.vgpu.proving.recording import read_recording
 from fenceline.vgpu.proving.speculative_workloads import SPECULATIVE_WORKLOADS
 from fenceline.vgpu.proving.steps import Loop, make_config
-from fenceline.vgpu.proving.workloads import COLLECTIVES, ENGINE, WORKLOADS
+from fenceline.vgpu.proving.workloads import COLLECTIVES, ENGINE, RANKS, WORKLOADS
 from fenceline.vgpu.replay import main, replay
 
 torch.set_num_threads(1)
@@ -31,7 +31,7 @@ SPECULATIVE = [workload.name for workload in SPECULATIVE_WORKLOADS]
 NAMES = [  # recordings hold no weights
     name
     for name in WORKLOADS
-    if name not in (COLLECTIVES, ENGINE, "growth", "new_weights", *TIERED, *SPECULATIVE)
+    if name not in (COLLECTIVES, RANKS, ENGINE, "growth", "new_weights", *TIERED, *SPECULATIVE)
 ]
 
 

@@ -10,6 +10,7 @@ from fenceline.memory_order.communicator import (
     Communicator,
     CommunicatorError,
     PeerLostError,
+    of_all_ranks,
     sum_gathered,
 )
 from fenceline.memory_order.device import Device, HostChannel, HostWorker
@@ -67,6 +68,7 @@ __all__ = [
     "keep_hidden",
     "layers_of_page",
     "moves_of_nodes",
+    "of_all_ranks",
     "open_device",
     "page_leases",
     "register_device",

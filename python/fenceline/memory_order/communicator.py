@@ -10,14 +10,17 @@ How bytes go from rank to rank is the back end's affair (``distributed/``).
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 import torch
 
 from fenceline.memory_order.access import Memory, writes
 from fenceline.memory_order.device import Device
-from fenceline.memory_order.edges import ONE_STREAM, REGISTERED_GRAPH
+from fenceline.memory_order.edges import ONE_STREAM, REGISTERED_GRAPH, Guard
 from fenceline.memory_order.stream import Stream
+
+T = TypeVar("T")
 
 
 class CommunicatorError(RuntimeError):
@@ -64,6 +67,12 @@ def sum_gathered(backend: CollectiveBackend, x: torch.Tensor) -> None:
     for part in parts[1:]:
         total += part
     x.copy_(total)
+
+
+def of_all_ranks(device: Device, guard: Guard, agreed: T, own: Callable[[], T]) -> T:
+    """What decisions are made by: ``agreed``, which all ranks have from rank 0. Severed: ``own()``, what this rank's
+    device says, which may say something else on each rank."""
+    return agreed if device.keeps(guard) else own()
 
 
 class Communicator:

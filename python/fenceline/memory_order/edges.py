@@ -427,6 +427,16 @@ OLD_KV = Guard(
     name="old_kv",
     protects="requests from keys and values of weights that have been replaced: every tier forgets them",
 )
+RANK_RESULTS = Guard(
+    name="rank_results",
+    protects="decisions by results: they have arrived when they have on all ranks, whatever each one's device says",
+    failure="F19",
+)
+ENDED_ON_ALL = Guard(
+    name="ended_on_all",
+    protects="decisions by transfers between device and host: one has ended when it has on all ranks",
+    failure="F19",
+)
 
 GUARDS: dict[str, Guard] = {
     guard.name: guard
@@ -456,6 +466,8 @@ GUARDS: dict[str, Guard] = {
         FLAG_GENERATION,
         PEER_HALVES,
         PEER_STARTED,
+        RANK_RESULTS,
+        ENDED_ON_ALL,
         NEW_WEIGHTS,
         OLD_KV,
     )

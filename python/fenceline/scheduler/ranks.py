@@ -27,6 +27,8 @@ from fenceline.ipc.io_struct import (
 )
 from fenceline.ipc.rank_board import News, RankBoard
 from fenceline.mem_cache.storage.agreement import StorageAgreement, StorageVoice
+from fenceline.memory_order import of_all_ranks
+from fenceline.memory_order.edges import ENDED_ON_ALL, RANK_RESULTS
 from fenceline.model_executor.step import Completions, ForwardResult, ScheduleBatch, Worker
 from fenceline.scheduler.decisions import FIELDS, Decisions
 from fenceline.scheduler.req import Req
@@ -107,13 +109,18 @@ class RankLink(ABC):
         if worker.storage is not None:
             self.board.post_news(self._voice.told(worker.storage.controller.drain()))
 
-    def _completions(self, turn: Turn) -> Completions:
+    def _completions(self, turn: Turn, awaited: Awaited | None) -> Completions:
         """What ``turn`` says of all ranks, of this rank's transfers and prefetches."""
-        transfers = self._worker.hicache
+        device, transfers = self._worker.device, self._worker.hicache
+        arrived = of_all_ranks(
+            device, RANK_RESULTS, turn.results_arrived, lambda: awaited is not None and awaited[1].arrived()
+        )
         return Completions(
-            transfers=() if transfers is None else transfers.drain_acks(turn.transfers),
+            transfers=()
+            if transfers is None
+            else transfers.drain_acks(of_all_ranks(device, ENDED_ON_ALL, turn.transfers, transfers.ended)),
             storage=self._voice.heard(turn.storage),
-            results_arrived=turn.results_arrived,
+            results_arrived=arrived,
         )
 
 
@@ -148,7 +155,7 @@ class LeadingRank(RankLink):
         data = _ENCODER.encode(turn)
         for send in self._send:
             send(data)
-        return messages, self._completions(turn)
+        return messages, self._completions(turn, awaited)
 
 
 class FollowingRank(RankLink):
@@ -167,4 +174,4 @@ class FollowingRank(RankLink):
         turn = self._receive()
         self._num_turns += 1
         assert turn.number == self._num_turns, f"turn {turn.number} came in place of {self._num_turns}"
-        return turn.messages, self._completions(turn)
+        return turn.messages, self._completions(turn, awaited)

@@ -38,6 +38,7 @@ from fenceline.memory_order.edges import (
 from fenceline.memory_order.stream import Clock
 from fenceline.vgpu.errors import DeadlockError, FreshnessError, PeerError
 from fenceline.vgpu.gpu import VirtualGpu
+from fenceline.vgpu.layout import layout_of
 from fenceline.vgpu.memory import Access, whole
 from fenceline.vgpu.place import Place, here
 from fenceline.vgpu.streams import Operation, VirtualStream, who
@@ -416,16 +417,14 @@ class _Spin:
         return self._part(known, step.vector)
 
     def _part(self, tensor: VTensor, vector: int, row: int | None = None) -> Access:
-        """A vector of a message, in ``row`` of a gathered one."""
-        view = _view(tensor, self.held.running.vector, vector, row)
-        return Access(tensor.allocation.tag, view.layout_)
+        """A vector of a message, in ``row`` of a gathered one. Plain views: an operator of the device would be a call
+        into it, at which another thread might run what comes after this step."""
+        return Access(tensor.allocation.tag, layout_of(self._values(tensor, vector, row)))
 
     @staticmethod
     def _place(buffer: VTensor, half: int, rank: int, vector: int) -> Access:
         """A vector's place in a buffer."""
-        part = buffer[half, rank, vector]
-        assert isinstance(part, VTensor), "a view of the device's memory"
-        return Access(buffer.allocation.tag, part.layout_)
+        return Access(buffer.allocation.tag, layout_of(buffer.plain[half, rank, vector]))
 
     # --- running --------------------------------------------------------------------------------------
 
@@ -524,13 +523,6 @@ def _share(tensor: VTensor, gpu: VirtualGpu) -> None:
         Hazard.WAR: (FLAG_GENERATION.name, *late),
         Hazard.WAW: (FLAG_GENERATION.name, *late),
     }
-
-
-def _view(tensor: VTensor, size: int, vector: int, row: int | None) -> VTensor:
-    part = tensor if row is None else tensor[row]
-    part = part.reshape(-1)[vector * size : (vector + 1) * size]
-    assert isinstance(part, VTensor), "a view of the device's memory"
-    return part
 
 
 def _old_words(spin: _Spin, op: Operation, written: int) -> FreshnessError:

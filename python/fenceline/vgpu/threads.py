@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Generic, TypeVar
 
@@ -169,6 +169,18 @@ class Worker:
         rotation.agent.order_after(self._agent.now())
         if self._error is not None:
             raise self._error
+
+
+def join_all(workers: Sequence[Worker]) -> None:
+    """Wait for the ends of all. Raises what the first has raised that has not failed because another one had ended."""
+    errors: list[Exception] = []
+    for worker in workers:
+        try:
+            worker.join()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise next((error for error in errors if not isinstance(error, DeadlockError)), errors[0])
 
 
 class Channel(Generic[T]):

@@ -60,8 +60,8 @@ class Arm:
     names: Callable[[Outcome], bool]
 
     def num_runs(self, most: int) -> int:
-        """How many of ``most`` runs it gets. One that speculates takes twice as long as another."""
-        return -(-most // 2) if self.workload.startswith("speculation") else most
+        """How many of ``most`` runs it gets. One that speculates, or of two ranks, takes twice as long as another."""
+        return -(-most // 2) if self.workload.startswith(("speculation", "ranks")) else most
 
     @property
     def severs(self) -> str:
@@ -133,6 +133,11 @@ def _by_name(name: str) -> Callable[[Outcome], bool]:
     return lambda outcome: name in outcome.edges
 
 
+def _by_ranks(outcome: Outcome) -> bool:
+    """Ranks have decided differently, and say so, or wait for different collectives."""
+    return bool(re.search("have decided differently|wait for different collectives", outcome.report))
+
+
 def _by_effect(outcome: Outcome) -> bool:
     """For a guard of program order, which happens-before does not check: wrong tokens, or shapes that do not fit."""
     return not outcome.clean and outcome.checker != HAPPENS_BEFORE
@@ -172,6 +177,8 @@ _GUARD_ARMS = (
     Arm("flag_generation", "guard", "collectives", _by_name("flag_generation")),
     Arm("peer_halves", "guard", "collectives", _by_guard(HAPPENS_BEFORE, "peer_halves")),
     Arm("peer_started", "guard", "collectives", _by_guard(HAPPENS_BEFORE, "peer_started")),
+    Arm("rank_results", "guard", "ranks", _by_ranks),
+    Arm("ended_on_all", "guard", "ranks", _by_ranks),
 )
 _SPECULATIVE_ARMS = (
     Arm("host_after_copy/speculation", "edge", "speculation", _by_edge("host_after_copy")),

@@ -14,6 +14,7 @@ from fenceline.memory_order import Communicator, CommunicatorError, Graph
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.peers import Grain, Group, PeerRank
+from fenceline.vgpu.threads import join_all
 
 _SMALL, _LARGE = 8, 24  # elements; a sum of the latter takes two shots
 GRAIN = Grain(two_shots_from=_LARGE)
@@ -64,8 +65,7 @@ class Ranks:
         workers = [
             self.gpu.spawn(f"rank{rank}", self._body(rank), rank) for rank in range(self.program.num_ranks)
         ]
-        for worker in workers:
-            worker.join()
+        join_all(workers)
         for rank, results in enumerate(self.results):
             for number, (result, wanted) in enumerate(zip(results, self.wanted, strict=True)):
                 if not torch.equal(result, wanted):

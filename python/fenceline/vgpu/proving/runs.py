@@ -14,6 +14,7 @@ import torch
 
 from fenceline.memory_order import LeaseError
 from fenceline.memory_order.edges import edge_of
+from fenceline.scheduler.ranks import RanksDifferError
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.errors import CheckError, DeadlockError, KernelError, RaceError
 from fenceline.vgpu.factories import use
@@ -24,11 +25,12 @@ from fenceline.vgpu.proving.collectives import Ranks, make_program
 from fenceline.vgpu.proving.decisions import execute, num_steps
 from fenceline.vgpu.proving.engine import run_engine
 from fenceline.vgpu.proving.processes import PROCESSES, missing_edges, run_processes
+from fenceline.vgpu.proving.ranks import NUM_RANKS, RankRun, make_scenario
 from fenceline.vgpu.proving.schedule import DescribedScript, shrink
 from fenceline.vgpu.proving.script import Flags, Workload
 from fenceline.vgpu.proving.small_workloads import SMALL_WORKLOADS
 from fenceline.vgpu.proving.steps import Loop, make_config
-from fenceline.vgpu.proving.workloads import COLLECTIVES, ENGINE, WORKLOADS
+from fenceline.vgpu.proving.workloads import COLLECTIVES, ENGINE, RANKS, WORKLOADS
 
 # Policies by seed. Random schedules find most faults; the extreme policies find those that random ones hardly reach.
 _POLICIES = ("random", "pct", "random", "laziest", "random", "pct", "eager", "fifo")
@@ -39,6 +41,7 @@ _CHECKERS: tuple[tuple[type[Exception], str], ...] = (
     (LeaseError, "leases"),
     (KernelError, "kernels"),
     (DeadlockError, "deadlock"),
+    (RanksDifferError, "decisions"),
 )
 INVARIANTS = "invariants"  # assertions, and the scheduler's accounts
 TOKENS = "tokens"  # differ from those of the same decisions executed one after the other
@@ -120,14 +123,21 @@ def run(trial: Trial) -> Outcome:
     return _run(trial, trial.make_policy())[0]
 
 
-def _run_collectives(trial: Trial, policy: Policy, only_races: bool) -> tuple[Outcome, VirtualGpu]:
-    """``only_races``: see ``_run``."""
-    program = make_program(Random(trial.seed))
-    gpu = VirtualGpu(trial.seed, policy, trial.detect, only_races, num_devices=program.num_ranks)
+def _run_devices(trial: Trial, policy: Policy, only_races: bool) -> tuple[Outcome, VirtualGpu]:
+    """A run of several ranks. ``only_races``: see ``_run``."""
+    random = Random(trial.seed)
+    program = make_program(random) if trial.workload == COLLECTIVES else None
+    num_ranks = NUM_RANKS if program is None else program.num_ranks
+    gpu = VirtualGpu(trial.seed, policy, trial.detect, only_races, num_devices=num_ranks)
     use(gpu)
     try:
-        report = Ranks(gpu, program, trial.severed).run(trial.seed)
-        outcome = Outcome(trial, ANSWERS if report else "", report=report)
+        if program is None:
+            engine = RankRun(gpu, make_scenario(random), trial.severed)
+            report = engine.run()
+            found = Outcome(trial, num_steps=engine.num_steps, num_tokens=engine.num_tokens)
+        else:
+            report, found = Ranks(gpu, program, trial.severed).run(trial.seed), Outcome(trial)
+        outcome = replace(found, checker=ANSWERS, report=report) if report else found
     except Exception as error:
         outcome = _failure(trial, error)
         gpu.rotation.abandon()  # otherwise the other ranks would wait for their turn forever
@@ -170,8 +180,8 @@ def _one_thread() -> Iterator[None]:
 
 
 def _run_in_one_thread(trial: Trial, policy: Policy, only_races: bool) -> tuple[Outcome, VirtualGpu]:
-    if trial.workload == COLLECTIVES:
-        return _run_collectives(trial, policy, only_races)
+    if trial.workload in (COLLECTIVES, RANKS):
+        return _run_devices(trial, policy, only_races)
     gpus: list[VirtualGpu] = []
 
     def open_device() -> VgpuDevice:

@@ -333,6 +333,7 @@ def _no_script(random: Random) -> Scenario:
 
 ENGINE = "engine"
 COLLECTIVES = "collectives"  # of several devices, without an engine
+RANKS = "ranks"
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
@@ -373,6 +374,7 @@ WORKLOADS: dict[str, Workload] = {
         Workload("windows", "layers with sliding windows and soft caps", _windows, share=2),
         *SPECULATIVE_WORKLOADS,
         Workload(COLLECTIVES, "F10, F19: sums of several ranks, eager and in graphs", _no_script),
+        Workload(RANKS, "F19: the engine on two ranks, with prefixes on the host", _no_script),
         Workload(ENGINE, "rounds of prompts through fenceline.Engine", _no_script),
     )
 }
