@@ -181,6 +181,25 @@ def test_a_request_and_its_abort_go_to_one_replica_and_the_rest_to_all() -> None
     assert None not in seeds and len(set(seeds)) == 4 and seeds[3] == 9, "replicas would draw the same"
 
 
+def test_what_is_still_awaited_of_replicas_ends_with_the_link() -> None:
+    """A front end that ends for another reason than a cancelled receive, such as one replica's failure."""
+
+    class BrokenLink(FakeLink):
+        async def receive(self) -> list[Message]:
+            raise RuntimeError("the socket is gone")
+
+    async def run() -> None:
+        link = ReplicaLink([FakeLink(), BrokenLink()], config(2))
+        with pytest.raises(RuntimeError, match="the socket is gone"):
+            await link.receive()
+        link.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.wait_for(asyncio.gather(*others, return_exceptions=True), 10)
+        assert all(task.cancelled() for task in others)
+
+    asyncio.run(run())
+
+
 def test_what_comes_from_replicas_is_told_apart_and_a_request_that_ended_is_no_load() -> None:
     async def run() -> None:
         links = [FakeLink(), FakeLink()]

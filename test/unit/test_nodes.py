@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 import zmq
 
 import fenceline
+from fenceline.config import ConfigError
 from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.nodes import agreed, described
 from fenceline.config.server_args import ServerArgs
+from fenceline.entrypoints.launch import EngineBackend, EngineProcesses
 from fenceline.ipc.io_struct import FatalError, PortArgs, decode
 from fenceline.ipc.node_link import (
     AddressError,
@@ -103,6 +109,34 @@ def test_what_one_node_posts_the_other_reads_and_each_hears_why_the_other_ends(t
     tell_nodes(nodes[1].ports, "node 1: its rank has ended")
     assert nodes[0].told() == "node 0: node 1: its rank has ended"
     assert nodes[0].board.read_news(1) == [(1, 2, 3)]
+
+
+def test_a_node_that_is_ended_by_force_tells_the_others(tmp_path: Path) -> None:
+    """Asked to stop, a scheduler that does not in time is killed; other hosts' ranks may be waiting for it."""
+    nodes = [Node(number, tmp_path / str(number), 1e6) for number in range(2)]
+    endpoints = [node.listener.endpoint for node in nodes]
+    for node in nodes:
+        node.listener.start(endpoints)
+    (tmp_path / "0" / "nodes").write_bytes(msgspec.msgpack.encode(endpoints[1:]))
+    scheduler = multiprocessing.get_context("fork").Process(target=signal.pause, name="scheduler")
+    scheduler.start()
+    link = SimpleNamespace()
+    EngineProcesses([scheduler], nodes[0].ports, link, 60.0).stop(0.1)  # type: ignore[arg-type]
+    assert not scheduler.is_alive()
+    assert "node 1: the scheduler of another host has been ended by force" in nodes[1].told()
+
+
+def test_an_engine_is_node_0() -> None:
+    """It would wait for ever for answers that go to another host."""
+    flags = {"tp_size": 2, "nnodes": 2, "node_rank": 1, "dist_init_addr": ADDRESS, "device": "cpu"}
+    with pytest.raises(
+        ConfigError, match="node_rank=1: an Engine answers on node 0; start this node by python -m"
+    ):
+        fenceline.Engine(model_path=fenceline.demo_model_path(), launch=never_launched, **flags)
+
+
+def never_launched(config: EngineConfig) -> EngineBackend:
+    raise AssertionError("processes were started")
 
 
 def test_a_node_of_which_nothing_is_heard_ends_the_server(tmp_path: Path) -> None:

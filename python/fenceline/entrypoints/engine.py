@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import orjson
 import uvloop
 
+from fenceline.config import ConfigError
 from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints.fields import UnknownFields
@@ -63,6 +64,12 @@ class Engine:
         self, launch: Callable[[EngineConfig], EngineBackend] = launch_replicas, **server_args: Any
     ) -> None:
         self.config = resolve(ServerArgs.from_kwargs({"log_level": "error", **server_args}))
+        node = self.config.server_args.node_rank
+        if node > 0:
+            raise ConfigError(
+                f"node_rank={node}: an Engine answers on node 0; start this node by python -m fenceline.launch_server"
+                f" --node-rank {node} with the same flags"
+            )
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine-loop", daemon=True)
         self._closed = False

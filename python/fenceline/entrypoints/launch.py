@@ -161,6 +161,8 @@ class EngineProcesses:
         deadline = time.monotonic() + timeout_s
         for process in self._schedulers:  # without them the detokenizer has nothing left to do
             process.join(max(deadline - time.monotonic(), 0.0))
+        if any(process.is_alive() for process in self._schedulers):  # the other hosts' would wait for them
+            self.tell_nodes("the scheduler of another host has been ended by force")
         for process in self.processes:
             if process.is_alive():
                 process.kill()

@@ -125,6 +125,10 @@ class ReplicaLink:
         )
 
     def close(self) -> None:
-        """See :class:`SchedulerLink`."""
+        """See :class:`SchedulerLink`. Nobody receives any more: a replica's message that is still awaited is given
+        up."""
+        for task in self._receiving.values():
+            task.cancel()
+        self._receiving.clear()
         for link in self._links:
             link.close()
