@@ -22,12 +22,14 @@ from fenceline.frontend.request_types import RequestError
 from fenceline.ipc.io_struct import (
     AbortReq,
     BatchTokenOut,
+    CancelFlushReq,
     ControlReply,
     FatalError,
     FinishReason,
     FlushCacheReq,
     InternalState,
     Message,
+    PauseGenerationReq,
     SchedulerReady,
     ShutdownReq,
     StatsReport,
@@ -165,7 +167,11 @@ def test_a_request_and_its_abort_go_to_one_replica_and_the_rest_to_all() -> None
     link.send(req("d", replica=1, seed=9))
     link.send(AbortReq(rid="b"))
     link.send(AbortReq(rid="unknown"))
-    everybody: list[Message] = [AbortReq(abort_all=True), FlushCacheReq(id="f"), ShutdownReq()]
+    everybody: list[Message] = [
+        AbortReq(abort_all=True),
+        PauseGenerationReq(id="p", mode="retract"),
+        ShutdownReq(),
+    ]
     for message in everybody:
         link.send(message)
     names = [
@@ -179,6 +185,41 @@ def test_a_request_and_its_abort_go_to_one_replica_and_the_rest_to_all() -> None
         m.sampling_params.seed for each in links for m in each.sent if isinstance(m, TokenizedGenerateReq)
     ]
     assert None not in seeds and len(set(seeds)) == 4 and seeds[3] == 9, "replicas would draw the same"
+
+
+def test_caches_are_flushed_on_all_replicas_or_on_none() -> None:
+    async def run() -> None:
+        links = [FakeLink(), FakeLink()]
+        link = ReplicaLink(links, config(2))
+
+        def flushes() -> list[list[str]]:
+            return [
+                [message.id for message in each.sent if isinstance(message, FlushCacheReq)] for each in links
+            ]
+
+        async def refusals(id: str) -> list[int]:
+            replies = await asyncio.wait_for(link.receive(), 10)
+            assert all(isinstance(r, ControlReply) and r.id == id and not r.success for r in replies)
+            assert "requests are pending" in replies[0].message  # type: ignore[union-attr]
+            return [reply.replica for reply in replies]  # type: ignore[union-attr]
+
+        link.send(FlushCacheReq(id="idle"))
+        assert flushes() == [["idle"]] * 2
+        link.send(req("a", replica=0))
+        link.send(FlushCacheReq(id="busy"))  # replica 1 has no request, and would do it
+        assert flushes() == [["idle"]] * 2 and await refusals("busy") == [0, 1]
+        link.send(FlushCacheReq(id="patient", wait=True))
+        link.send(FlushCacheReq(id="impatient", wait=True))
+        link.send(CancelFlushReq(id="impatient"))
+        assert flushes() == [["idle"]] * 2 and await refusals("impatient") == [0, 1]
+        links[0].news.put_nowait([last("a")])
+        await link.receive()
+        assert flushes() == [["idle", "patient"]] * 2
+        link.send(CancelFlushReq(id="patient"))  # too late: they answer
+        assert all(CancelFlushReq(id="patient") in each.sent for each in links)
+        link.close()
+
+    asyncio.run(run())
 
 
 def test_what_is_still_awaited_of_replicas_ends_with_the_link() -> None:

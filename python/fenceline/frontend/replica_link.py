@@ -14,6 +14,7 @@ from fenceline.ipc.io_struct import (
     AbortReq,
     BatchStrOut,
     BatchTokenOut,
+    CancelFlushReq,
     ControlReply,
     FatalError,
     FlushCacheReq,
@@ -26,9 +27,12 @@ from fenceline.ipc.io_struct import (
 )
 from fenceline.ipc.sockets import SchedulerLink
 
+_OWN = -1  # in place of a replica's number: what the link answers itself
+
 
 class ReplicaLink:
     """See :class:`SchedulerLink`. A request goes to one replica, and what ends it too; everything else goes to all.
+    Caches are flushed on all replicas or on none: all requests pass here, so it is known when no replica has one.
     What comes from a replica carries its number; they are ready when all are."""
 
     def __init__(self, links: Sequence[SchedulerLink], config: EngineConfig) -> None:
@@ -40,6 +44,8 @@ class ReplicaLink:
         ] = {}  # by rid: the replica and the prompt's tokens, until it ends
         self._ready: dict[int, SchedulerReady] = {}
         self._receiving: dict[int, asyncio.Task[list[Message]]] = {}
+        self._flushes: list[FlushCacheReq] = []  # that wait for the last request of all replicas to leave
+        self._refusals: asyncio.Queue[list[Message]] = asyncio.Queue()
 
     def send(self, message: Message) -> None:
         """See :class:`SchedulerLink`."""
@@ -49,11 +55,34 @@ class ReplicaLink:
             case AbortReq(abort_all=False):
                 if message.rid in self._placed:
                     self._links[self._placed[message.rid][0]].send(message)
+            case FlushCacheReq() if (
+                self._placed
+            ):  # all or none: one that is idle would flush, a busy one refuse
+                if message.wait:
+                    self._flushes.append(message)
+                else:
+                    self._refuse(message)
+            case CancelFlushReq() if any(each.id == message.id for each in self._flushes):
+                self._refuse(message)
+                self._flushes = [each for each in self._flushes if each.id != message.id]
             case _:
-                if isinstance(message, FlushCacheReq | UpdateWeightsReq):
-                    self._balancer.flushed()
-                for link in self._links:
-                    link.send(message)
+                self._send_to_all(message)
+
+    def _send_to_all(self, message: Message) -> None:
+        if isinstance(message, FlushCacheReq | UpdateWeightsReq):
+            self._balancer.flushed()
+        if isinstance(message, FlushCacheReq):
+            # A request whose stop string the detokenizer has found has ended here, and is about to in its replica.
+            message = msgspec.structs.replace(message, wait=True)
+        for link in self._links:
+            link.send(message)
+
+    def _refuse(self, flush: FlushCacheReq | CancelFlushReq) -> None:
+        text = f"cache not flushed: {len(self._placed)} requests are pending"
+        replies = [
+            ControlReply(flush.id, False, text, replica=replica) for replica in range(len(self._links))
+        ]
+        self._refusals.put_nowait(list(replies))
 
     def _place(self, message: TokenizedGenerateReq) -> None:
         replica = message.replica
@@ -77,10 +106,12 @@ class ReplicaLink:
                 for replica, link in enumerate(self._links):
                     if replica not in self._receiving:
                         self._receiving[replica] = asyncio.ensure_future(link.receive())
+                if _OWN not in self._receiving:
+                    self._receiving[_OWN] = asyncio.ensure_future(self._refusals.get())
                 await asyncio.wait(self._receiving.values(), return_when=asyncio.FIRST_COMPLETED)
                 for replica in [replica for replica, task in self._receiving.items() if task.done()]:
                     for message in self._receiving.pop(replica).result():
-                        messages += self._taken(replica, message)
+                        messages += [message] if replica == _OWN else self._taken(replica, message)
         except asyncio.CancelledError:
             for task in self._receiving.values():
                 task.cancel()
@@ -111,6 +142,10 @@ class ReplicaLink:
         for out in outs:
             if out.finish_reason is not None and out.rid in self._placed:
                 self._balancer.ended(*self._placed.pop(out.rid))
+        if not self._placed:
+            flushes, self._flushes = self._flushes, []
+            for flush in flushes:
+                self._send_to_all(flush)
 
     def _all_ready(self) -> SchedulerReady:
         """What holds whichever replica a request goes to; of running requests, all replicas' together."""
