@@ -30,6 +30,24 @@ def test_uneven_routing(hit: list[int]) -> None:
         compare(routed(150, len(hit), hit, 128), 96, 256, torch.bfloat16)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 3, 32, 700])
+def test_biases_and_a_clamped_swiglu(num_tokens: int) -> None:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        compare(routed(num_tokens, 4, ALL, 128), 90, 2880, torch.bfloat16, limit=0.9)
+
+
+@pytest.mark.parametrize("one_scale", [True, False])
+@pytest.mark.parametrize("num_tokens", [1, 3, 32, 700])
+def test_experts_in_fp8(num_tokens: int, one_scale: bool) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no instructions for FP8")
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        groups = (lambda k: 1) if one_scale else (lambda k: -(-k // 128))
+        compare(routed(num_tokens, 8, ALL, 128), 768, 2048, torch.bfloat16, groups=groups)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 2, 8, 32, 33, 256, 8192])
 def test_routes_equal_torchs(num_tokens: int) -> None:
     torch.manual_seed(0)

@@ -265,6 +265,8 @@ def _grouped_products() -> Iterator[Launch]:
         (7, 2, [0, 2, 5], 6, 1, 24, 40, True, True, False),
         (35, 1, [1], 3, 2, 17, 16, False, True, True),
         (3, 2, [0, 2, 5], 6, 1, 23, 40, True, False, True),
+        (7, 2, [0, 2, 5], 6, 1, 24, 140, True, True, False),
+        (3, 2, [0, 2, 5], 6, 1, 23, 140, False, False, False),
     )
     for tokens, top_k, hit, num_experts, padded, size, k, gated, by_tiles, has_bias in shapes:
         sent = routed(tokens, top_k, hit, num_experts, padded)
@@ -272,16 +274,23 @@ def _grouped_products() -> Iterator[Launch]:
         out = _random(tokens * top_k, size)
 
         def run(
-            pdl: bool, x: Any, weight: Any, order: Any, ends: Any, out: Any, bias: Any,
+            pdl: bool, x: Any, weight: Any, order: Any, ends: Any, out: Any, bias: Any, scales: Any,
             gated: bool = gated, by_tiles: bool = by_tiles,
         ) -> None:  # fmt: skip
             cut = grouped_gemm.GroupedConfig(16, 16, 16, 4, 1) if by_tiles else None
+            weight = weight if scales is None else weight.view(torch.float8_e4m3fn)
             grouped_gemm.grouped_product(
-                x, weight, Routing(order, order, order, ends), gated, cut, bias, pdl=pdl
+                x, weight, Routing(order, order, order, ends), gated, cut, bias, scales=scales, pdl=pdl
             )
 
         bias = _random(*weight.shape[:2]) if has_bias else None
-        operands = (x, weight, sent.order, sent.ends, out, bias)
+        scales = None
+        if k > 128:
+            scales, weight = (
+                torch.rand(*weight.shape[:2], 2) + 0.5,
+                weight.to(torch.float8_e4m3fn).view(torch.uint8),
+            )
+        operands = (x, weight, sent.order, sent.ends, out, bias, scales)
         yield Launch(
             f"grouped_product {tokens}x{top_k}", accesses.grouped_product, operands, run, [out], grouped_gemm
         )

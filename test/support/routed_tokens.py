@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,10 +19,16 @@ def routed(num_tokens: int, top_k: int, hit: list[int], num_experts: int, num_pa
 
 
 def compare(
-    routing: Routing, size: int, k: int, dtype: torch.dtype = torch.float32, limit: float = 0.0
+    routing: Routing,
+    size: int,
+    k: int,
+    dtype: torch.dtype = torch.float32,
+    limit: float = 0.0,
+    groups: Callable[[int], int] | None = None,
 ) -> None:
     """Both products of a mixture, from tokens to the sum, on the default device. Experts that no token hits are full of
-    NaN. With a ``limit`` they have biases and a clamped SwiGLU."""
+    NaN. With a ``limit`` they have biases and a clamped SwiGLU. ``groups``: they are in FP8, with so many scales in
+    a row of that many numbers."""
     from fenceline.layers.kernels import grouped_gemm
 
     torch_kernels, num_experts = TorchLayerKernels(), len(routing.ends)
@@ -37,7 +43,13 @@ def compare(
     if limit:
         gate_up_bias, down_bias = (torch.randn(w.shape[:2]).to(dtype) for w in (gate_up, down))
         gate_up_bias[missed], down_bias[missed] = float("nan"), float("nan")
-    first = {"bias": gate_up_bias, "limit": limit}
+    first, second = {"bias": gate_up_bias, "limit": limit}, {"bias": down_bias}
+    if groups is not None:
+        for given, matrix in ((first, gate_up), (second, down)):
+            scales = torch.rand(*matrix.shape[:2], groups(matrix.shape[2])) + 0.5
+            scales[missed] = float("nan")
+            given["scales"] = scales
+        gate_up, down = gate_up.to(torch.float8_e4m3fn), down.to(torch.float8_e4m3fn)
     x = torch.randn(len(routing.ids), k).to(dtype)
     live = routing.order[: routing.ends[-1]]
     tolerance = 1e-4 if dtype is torch.float32 else 0.05
@@ -45,8 +57,8 @@ def compare(
         expected = torch_kernels.grouped_product(x, gate_up, routing, gated=True, **first)
         gated = grouped_gemm.grouped_product(x, gate_up, routing, True, cut, **first)
         torch.testing.assert_close(gated[live], expected[live], atol=tolerance, rtol=tolerance)
-        products = torch_kernels.grouped_product(expected, down, routing, bias=down_bias)
-        ours = grouped_gemm.grouped_product(expected, down, routing, False, cut, bias=down_bias)
+        products = torch_kernels.grouped_product(expected, down, routing, **second)
+        ours = grouped_gemm.grouped_product(expected, down, routing, False, cut, **second)
         torch.testing.assert_close(ours[live], products[live], atol=tolerance, rtol=tolerance)
         both = [
             torch_kernels.combine_experts(products, routing),

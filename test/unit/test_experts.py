@@ -21,6 +21,7 @@ from fenceline.layers.kernels.base import Routing, TorchLayerKernels
 CHECKS = (
     "products",
     "biases_and_limits",
+    "fp8",
     "few_experts_hit",
     "all_to_one",
     "all_padded",
@@ -131,11 +132,16 @@ def test_compiles(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "ends": "*i32",
         "out": "*bf16",
         "bias": "*bf16",
+        "scales": "*fp32",
     }
-    for num_pairs, clamps in ((8, False), (4096, False), (65536, False), (4096, True)):
+    cases = [(8, False, 0), (4096, False, 0), (65536, False, 0), (4096, True, 0)]
+    if capability >= 89:  # earlier ones have no instructions for FP8
+        cases += [(8, False, 16), (65536, False, 16), (4096, False, 1)]
+    for num_pairs, clamps, groups in cases:
+        types["weight"] = "*fp8e4nv" if groups else "*bf16"
         config = grouped_gemm.grouped_config(num_pairs, 128, 2)
         variant = grouped_gemm._grouped_variant(
-            128, 768, 2048, 8, True, clamps, clamps, capability >= 90, config
+            128, 768, 2048, 8, True, clamps, clamps, groups, capability >= 90, config
         )
         names = kernel.arg_names
         source = ASTSource(
@@ -147,7 +153,8 @@ def test_compiles(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         assert binary.metadata.shared <= (163 << 10 if capability == 80 else 227 << 10)
-        assert "cp.async.cg.shared.global" in binary.asm["ptx"] and "mma" in binary.asm["ptx"]
+        assert "mma" in binary.asm["ptx"]
+        assert ("cp.async" if groups else "cp.async.cg.shared.global") in binary.asm["ptx"]
 
 
 # --- the checks, run in the script -------------------------------------------------------------------
@@ -162,6 +169,13 @@ def check_products() -> None:
 def check_biases_and_limits() -> None:
     compare(routed(21, 3, [0, 1, 2, 3, 4, 6], 7, num_padded=2), 24, 40, limit=0.9)
     compare(routed(5, 2, [0, 1, 2, 3], 4), 17, 33, limit=0.9)
+
+
+def check_fp8() -> None:
+    """A scale for each row, and for each 128 of it."""
+    for groups in (lambda k: 1, lambda k: -(-k // 128)):
+        compare(routed(9, 2, [0, 1, 2, 3], 4, num_padded=1), 24, 200, groups=groups)
+        compare(routed(5, 1, [0, 2], 3), 130, 32, torch.float16, groups=groups)
 
 
 def check_few_experts_hit() -> None:

@@ -367,14 +367,16 @@ def test_the_part_of_a_head_that_rotates_in_either_notation(tmp_path: Path) -> N
         assert (config.partial_rotary_factor, config.rope_interleaved) == (factor, True)
 
 
-@pytest.mark.parametrize("asked", [None, "fp8"])
-def test_quantised_experts_are_refused(tmp_path: Path, asked: str | None) -> None:
+@pytest.mark.parametrize("asked", [None, "int4"])
+def test_experts_in_int4_are_refused(tmp_path: Path, asked: str | None) -> None:
     moe: dict[str, object] = {
         **QWEN, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
     }  # fmt: skip
     if asked is None:
-        moe["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        moe["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 128}
     write(tmp_path, moe)
-    with pytest.raises(ValueError, match="quantised weights of this family"):
+    with pytest.raises(
+        ValueError, match="Qwen3MoeForCausalLM: weights of this family in int4 are not supported .fp8 are."
+    ):
         ModelConfig.from_dir(str(tmp_path), quantization=asked)

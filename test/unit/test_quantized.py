@@ -3,6 +3,7 @@ them is given."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.quantization import QuantConfig
 from fenceline.layers.context import Shard, torch_context
+from fenceline.layers.experts import ExpertsMLP
 from fenceline.layers.forward_batch import ForwardMode
 from fenceline.layers.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
 from fenceline.layers.quantized import QuantizedWeight, round_to_fp8
@@ -53,6 +55,100 @@ def test_a_published_checkpoint_means_what_its_format_says(name: str, plain: Pat
     assert ours.config.quantization is not None and meant.config.quantization is None
     torch.testing.assert_close(logits_of(ours), logits_of(meant), atol=1e-4, rtol=1e-4)
     assert ours.model.nbytes < 0.6 * meant.model.nbytes
+
+
+WITH_EXPERTS = {
+    "moe_intermediate_size": 256,
+    "intermediate_size": 256,
+    "shared_expert_intermediate_size": 384,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+OTHERS = [
+    *((family, name) for family in ("phi3", "glm4") for name in FORMATS),
+    *((family, name) for family in ("qwen3-moe", "mixtral") for name in FP8_FORMATS),
+    *((family, "fp8-blocks") for family in ("glm4-moe", "minimax-m2", "qwen2-moe")),
+    ("glm4-moe", "compressed-tensors-channel"),
+]
+
+
+@pytest.fixture(scope="module")
+def plain_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A plain checkpoint of a family, made once."""
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            dense = {"num_attention_heads": 8, "num_key_value_heads": 4}
+            save_checkpoint(
+                family, made[family], SIZES | (dense if family in ("phi3", "glm4") else WITH_EXPERTS)
+            )
+        return made[family]
+
+    return get
+
+
+@pytest.mark.parametrize(("family", "name"), OTHERS)
+def test_fused_reordered_and_experts_matrices_mean_what_their_format_says(
+    family: str, name: str, plain_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Matrices that are taken apart or reordered when they are loaded, and those of experts."""
+    write_published(plain_of(family), tmp_path, FORMATS[name])
+    ours = PagedModel(tmp_path, 16, "cpu")
+    meant = PagedModel(tmp_path / "dequantised", 16, "cpu")
+    assert ours.config.quantization is not None and meant.config.quantization is None
+    torch.testing.assert_close(logits_of(ours), logits_of(meant), atol=1e-4, rtol=1e-4)
+    assert ours.model.nbytes < 0.6 * meant.model.nbytes
+
+
+@pytest.mark.parametrize("family", ["phi3", "glm4", "qwen3-moe"])
+def test_on_line_fp8_of_such_matrices(family: str, plain_of: Callable[[str], Path]) -> None:
+    """Rows are rounded one by one, so that it makes no difference where they lie."""
+    exact = PagedModel(plain_of(family), 16, "cpu").model.layers[1]
+    config = ModelConfig.from_dir(str(plain_of(family)), quantization="fp8")
+    ours = load_model(config, "auto", CPU, torch_context(Shard(), torch.float32), 0, progress=False).layers[1]
+    pairs = [(ours.self_attn.qkv_proj.weight.stored, exact.self_attn.qkv_proj.weight.data)]
+    if isinstance(ours.mlp, ExpertsMLP) and isinstance(exact.mlp, ExpertsMLP):
+        pairs.append((ours.mlp.gate_up._stored, exact.mlp.gate_up.data.flatten(0, 1)))
+    else:
+        pairs.append((ours.mlp.gate_up_proj.weight.stored, exact.mlp.gate_up_proj.weight.data))
+    for stored, matrix in pairs:
+        numbers, scales = round_to_fp8(matrix, matrix.shape[1])
+        assert torch.equal(stored.data.float(), numbers.float()) and torch.equal(stored.scales, scales)
+
+
+def test_shards_of_experts_in_fp8_add_up(plain_of: Callable[[str], Path], tmp_path: Path) -> None:
+    write_published(plain_of("qwen3-moe"), tmp_path, FORMATS["fp8-blocks"])
+    config = ModelConfig.from_dir(str(tmp_path))
+
+    def experts_of(shard: Shard) -> ExpertsMLP:
+        model = load_model(config, "auto", CPU, torch_context(shard, torch.float32), 0, progress=False)
+        assert isinstance(model.layers[0].mlp, ExpertsMLP)
+        return model.layers[0].mlp
+
+    whole, halves = experts_of(Shard()), [experts_of(Shard(rank, 2)) for rank in range(2)]
+    for part in ("data", "scales"):
+        gate_up, down = getattr(whole.gate_up, part).view(6, 2, 256, -1), getattr(whole.down, part)
+        for rank, half in enumerate(halves):
+            own = slice(rank * 128, (rank + 1) * 128)
+            assert torch.equal(getattr(half.gate_up, part).float(), gate_up[:, :, own].flatten(1, 2).float())
+            columns = down.chunk(2, 2)[rank]
+            assert torch.equal(getattr(half.down, part).float(), columns.float())
+    for rank in range(2):  # and by experts
+        some, own = experts_of(Shard(rank, 2, ep_size=2)), slice(3 * rank, 3 * rank + 3)
+        for part in ("data", "scales"):
+            for name in ("gate_up", "down"):
+                found, expected = (getattr(getattr(mlp, name), part).float() for mlp in (some, whole))
+                assert torch.equal(found, expected[own])
+
+
+def test_experts_in_int4_are_refused(plain_of: Callable[[str], Path], tmp_path: Path) -> None:
+    write_published(plain_of("qwen3-moe"), tmp_path, next(iter(INT4_FORMATS.values())))
+    with pytest.raises(
+        ValueError, match=r"in int4 are not supported \(fp8 are\); use the model's unquantised"
+    ):
+        ModelConfig.from_dir(str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", WORST)

@@ -261,7 +261,7 @@ class Family:
     partial_rotary: float | None = None
     rope_interleaved: bool = False
     appended_mtp: bool = False
-    quantized: bool = True
+    quantized: tuple[str, ...] = ("fp8", "int4")
     activation: str = "silu"
     norm_offset: float = 0.0
     soft_caps: tuple[float | None, float | None] = (None, None)
@@ -271,6 +271,8 @@ class Family:
     windows: Callable[[ConfigReader, int], Windows] = _no_windows
     experts: Callable[[ConfigReader, int], ExpertsConfig] | None = None
 
+
+_EXPERTS_IN = ("fp8",)  # the formats of grouped products
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -294,15 +296,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             multipliers=_gemma_multipliers,
             windows=_periodic_windows,
         ),
-        "Glm4ForCausalLM": Family(head_dim=128, partial_rotary=0.5, rope_interleaved=True, quantized=False),
+        "Glm4ForCausalLM": Family(head_dim=128, partial_rotary=0.5, rope_interleaved=True),
         "Glm4MoeForCausalLM": Family(
-            partial_rotary=0.5, appended_mtp=True, quantized=False, experts=_glm_experts
+            partial_rotary=0.5, appended_mtp=True, quantized=_EXPERTS_IN, experts=_glm_experts
         ),
         "GptOssForCausalLM": Family(
             head_dim=64,
             rope_theta=150000.0,
             attention_bias=True,
-            quantized=False,
+            quantized=(),
             mxfp4=True,
             windows=partial(_periodic_windows, period=2, window=128),
             experts=_gpt_oss_experts,
@@ -314,19 +316,23 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             head_dim=128,
             rope_theta=5e6,
             partial_rotary=1.0,
-            quantized=False,
+            quantized=_EXPERTS_IN,
             experts=partial(_mixtral_experts, sigmoid=True),
         ),
         "MistralForCausalLM": Family(windows=_mistral_windows),
         "MixtralForCausalLM": Family(
-            rope_theta=1e6, quantized=False, windows=_plain_windows, experts=_mixtral_experts
+            rope_theta=1e6, quantized=_EXPERTS_IN, windows=_plain_windows, experts=_mixtral_experts
         ),
         "Olmo2ForCausalLM": Family(),
-        "Phi3ForCausalLM": Family(partial_rotary=1.0, quantized=False, windows=_plain_windows),
+        "Phi3ForCausalLM": Family(partial_rotary=1.0, windows=_plain_windows),
         "Qwen2ForCausalLM": Family(windows=_qwen_windows),
-        "Qwen2MoeForCausalLM": Family(quantized=False, windows=_qwen2_moe_windows, experts=_qwen_experts),
+        "Qwen2MoeForCausalLM": Family(
+            quantized=_EXPERTS_IN, windows=_qwen2_moe_windows, experts=_qwen_experts
+        ),
         "Qwen3ForCausalLM": Family(head_dim=128, windows=_qwen_windows),
-        "Qwen3MoeForCausalLM": Family(quantized=False, windows=_qwen3_moe_windows, experts=_qwen_experts),
+        "Qwen3MoeForCausalLM": Family(
+            quantized=_EXPERTS_IN, windows=_qwen3_moe_windows, experts=_qwen_experts
+        ),
         "SmolLM3ForCausalLM": Family(
             rope_theta=2e6, tied=True, windows=_smollm3_windows, unrotated=_smollm3_unrotated
         ),

@@ -160,10 +160,11 @@ class ModelConfig:
         reader, family = ConfigReader(hf), FAMILIES[architecture]
         has_mxfp4 = family.mxfp4 and is_mxfp4(hf, quantization)
         quantization_config = None if has_mxfp4 else read_quantization(hf, directory, quantization)
-        if quantization_config is not None and not family.quantized:
+        if quantization_config is not None and quantization_config.kind not in family.quantized:
             raise ConfigError(
-                f"{architecture}: quantised weights of this family are not supported; use the model's unquantised"
-                " weights, without --quantization"
+                f"{architecture}: weights of this family in {quantization_config.kind} are not supported"
+                f" ({' and '.join(family.quantized) or 'none'} are); use the model's unquantised weights, without"
+                " --quantization"
             )
         vocab_size = reader.size("vocab_size")
         num_heads = reader.size("num_attention_heads")

@@ -81,6 +81,7 @@ class LayerContext:
 
     kv_dtype: torch.dtype | None = None  # of keys and values in the pool; None: ``dtype``
     norm_offset: float = 0.0  # what is added to the weights of norms
+    format: QuantConfig | None = None  # of ``linear``; None: plain numbers
 
     def with_format(self, config: QuantConfig | None) -> LayerContext:
         """The context for a model whose linear layers have the format ``config``; None: this one."""
@@ -91,7 +92,7 @@ class LayerContext:
         def linear(out_features: int, in_features: int) -> Weight:
             return quantized(make_format(config, out_features, in_features, dtype))
 
-        return dataclasses.replace(self, linear=linear)
+        return dataclasses.replace(self, linear=linear, format=config)
 
     def norm(self, size: int, eps: float) -> RMSNorm:
         """An RMSNorm over ``size`` features."""
@@ -152,8 +153,13 @@ def torch_context(shard: Shard, dtype: torch.dtype) -> LayerContext:
 
 def fp8_kv_dtype(device: torch.device) -> torch.dtype:
     """The type of a KV cache in FP8. Raises ``ValueError`` with the remedy for a GPU that cannot convert it."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _CONVERTS_FP8:
+    if not converts_fp8(device):
         raise ValueError(
             "--kv-cache-dtype fp8_e4m3 needs a GPU of compute capability 8.9 or more: leave it out"
         )
     return torch.float8_e4m3fn
+
+
+def converts_fp8(device: torch.device) -> bool:
+    """Whether kernels on ``device`` can read numbers in FP8."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _CONVERTS_FP8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -183,14 +183,18 @@ class SelfAttention(Branch):
                     param, (), convert=torch.flatten, loaded=self._take_kv_scales
                 )
         if self._rotary.order is not None:
-            for name in slots:
-                if name.startswith((f"{prefix}q_", f"{prefix}k_")):
-                    slots[name] = replace(slots[name], convert=partial(_reordered, self._rotary.order))
+            self.qkv_proj.weight.moves_rows(len(self._rotary.order))
+            for name, slot in slots.items():
+                if name.startswith((f"{prefix}q_", f"{prefix}k_")) and slot.dest.numel() and slot.full_shape:
+                    slots[name] = replace(slot, convert=partial(_reordered, self._rotary.order, slot.convert))
         return slots
 
 
-def _reordered(order: Sequence[int], tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` [heads * head_dim, ...] with the features of each head in ``order``."""
+def _reordered(
+    order: Sequence[int], convert: Callable[[torch.Tensor], torch.Tensor] | None, tensor: torch.Tensor
+) -> torch.Tensor:
+    """``tensor``, after ``convert``, [heads * head_dim, ...] with the features of each head in ``order``."""
+    tensor = tensor if convert is None else convert(tensor)
     heads = tensor.unflatten(0, (-1, len(order)))
     return heads.index_select(1, torch.tensor(order, device=tensor.device)).flatten(0, 1)
 

@@ -7,18 +7,19 @@ keys go to the sink, go to no expert.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from fenceline.config.families import ExpertsConfig
 from fenceline.config.model_config import ModelConfig
 from fenceline.layers.branch import Branch, BranchNorms
-from fenceline.layers.context import LayerContext
+from fenceline.layers.context import LayerContext, converts_fp8
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.kernels.base import LayerKernels, Routing
 from fenceline.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from fenceline.layers.mxfp4 import mxfp4_slots
+from fenceline.layers.quantized import QuantizedFormat, make_format
 from fenceline.layers.weight import WeightSlot, WeightSlots, whole
 
 _BEFORE = BranchNorms("post_attention_layernorm")
@@ -83,7 +84,8 @@ class SharedExpert:
         self.down_proj = RowParallelLinear("down_proj", size, hidden_size, False, context)
         self.gate: ReplicatedLinear | None = None
         if names.shared_gate is not None:
-            self.gate = ReplicatedLinear(names.shared_gate, hidden_size, 1, False, context)
+            plain = replace(context, linear=context.dense)  # no format rounds it
+            self.gate = ReplicatedLinear(names.shared_gate, hidden_size, 1, False, plain)
 
     def add_to(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """y [T, hidden_size] += this rank's part of the expert of x, in place; returns y."""
@@ -97,6 +99,36 @@ class SharedExpert:
         inside = f"{prefix}{self.names.shared}."
         slots = {**self.gate_up_proj.weight_slots(inside), **self.down_proj.weight_slots(inside)}
         return slots if self.gate is None else slots | self.gate.weight_slots(prefix)
+
+
+class ExpertMatrices:
+    """A matrix [rows, k] of each expert, in the number format of the model's linear layers. One format holds them all,
+    one below the other: ``data`` [num, rows, k] and, in FP8, ``scales`` [num, rows, groups]."""
+
+    def __init__(self, num: int, rows: int, k: int, context: LayerContext) -> None:
+        """Uninitialised, on the default device."""
+        self.shape = num, rows, k
+        self.scales: torch.Tensor | None = None
+        self._stored: QuantizedFormat | None = None
+        if context.format is None:
+            self.data = torch.empty(num, rows, k, dtype=context.dtype)
+        else:
+            self._stored = make_format(context.format, num * rows, k, context.dtype)
+            if not converts_fp8(self._stored.data.device):
+                raise ValueError(
+                    "experts in fp8 need a GPU of compute capability 8.9 or more: use the model's unquantised weights"
+                )
+            self.data = self._stored.data.view(num, rows, -1)
+            self.scales = self._stored.scales.view(num, rows, -1)
+
+    def slots(
+        self, name: str, expert: int, rows: slice, full_shape: tuple[int, int], dim: int, start: int
+    ) -> WeightSlots:
+        """Where the tensors of the matrix ``name`` go: into ``rows`` of that of ``expert``. See ``Weight.slots``."""
+        if self._stored is None:
+            return {f"{name}.weight": WeightSlot(self.data[expert, rows], full_shape, dim, start)}
+        first = expert * self.shape[1]
+        return self._stored.slots(name, slice(first + rows.start, first + rows.stop), full_shape, dim, start)
 
 
 class ExpertsMLP(Branch):
@@ -130,8 +162,8 @@ class ExpertsMLP(Branch):
         self.size = self.full_size // num_parts
         self.start = part * self.size
         self.router = Router(experts, hidden_size, names, context.kernels)
-        self.gate_up = torch.empty(num_own, 2 * self.size, hidden_size, dtype=context.dtype)
-        self.down = torch.empty(num_own, hidden_size, self.size, dtype=context.dtype)
+        self.gate_up = ExpertMatrices(num_own, 2 * self.size, hidden_size, context)
+        self.down = ExpertMatrices(num_own, hidden_size, self.size, context)
         self.shared = SharedExpert(config, experts.shared_size, names, context) if names.shared else None
         self.limit, self.mxfp4 = experts.limit, experts.mxfp4
         self.gate_up_bias = self.down_bias = None
@@ -144,11 +176,18 @@ class ExpertsMLP(Branch):
         routing = self.router.forward(h, batch.out_slots, batch.kv_pool.page_size)
         if self.shard.ep_size > 1:
             routing = routing.of_experts(self.own)
+        gate_up, down = self.gate_up, self.down
         gated = self._kernels.grouped_product(
-            h, self.gate_up, routing, gated=True, bias=self.gate_up_bias, limit=self.limit
+            h,
+            gate_up.data,
+            routing,
+            gated=True,
+            bias=self.gate_up_bias,
+            limit=self.limit,
+            scales=gate_up.scales,
         )
         down_bias = self.down_bias if self.shard.rank == 0 else None  # the ranks' results are summed
-        product = self._kernels.grouped_product(gated, self.down, routing, bias=down_bias)
+        product = self._kernels.grouped_product(gated, down.data, routing, bias=down_bias, scales=down.scales)
         if self.shared is None and self.adds_plainly and self.shard.size == 1:
             return self._kernels.combine_experts(product, routing, x)
         y = self._kernels.combine_experts(product, routing)
@@ -160,30 +199,25 @@ class ExpertsMLP(Branch):
         slots = self.router.weight_slots(prefix)
         if self.names.together:
             return slots | self._slots_together(f"{prefix}experts.")
-        start, hidden_size, names = self.start, self.down.shape[1], self.names
-        # Of other ranks' experts no part is taken.
-        nothing = torch.empty(0, dtype=self.down.dtype)
+        _, hidden_size, size = self.down.shape
+        start, names, full = self.start, self.names, (self.full_size, hidden_size)
         for expert in range(self.router.experts.num_experts):
-            inside = f"{prefix}experts.{expert}."
-            if expert not in self.own:
-                wide, tall = (self.full_size, hidden_size), (hidden_size, self.full_size)
-                for name in (names.gate, names.up):
-                    slots[f"{inside}{name}.weight"] = WeightSlot(nothing.view(0, hidden_size), wide)
-                slots[f"{inside}{names.down}.weight"] = WeightSlot(nothing.view(0, self.full_size), tall)
-                continue
-            index = self.own.index(expert)
-            for name, rows in zip((names.gate, names.up), self.gate_up[index].split(self.size), strict=True):
-                slots[f"{inside}{name}.weight"] = WeightSlot(rows, (self.full_size, hidden_size), 0, start)
-            down = WeightSlot(self.down[index], (hidden_size, self.full_size), 1, start)
-            slots[f"{inside}{names.down}.weight"] = down
+            inside, is_own = f"{prefix}experts.{expert}.", expert in self.own
+            index = self.own.index(expert) if is_own else 0
+            found = {
+                **self.gate_up.slots(inside + names.gate, index, slice(0, size), full, 0, start),
+                **self.gate_up.slots(inside + names.up, index, slice(size, 2 * size), full, 0, start),
+                **self.down.slots(inside + names.down, index, slice(0, hidden_size), full[::-1], 1, start),
+            }
+            slots |= found if is_own else {name: _nothing_of(slot) for name, slot in found.items()}
         return slots if self.shared is None else slots | self.shared.weight_slots(prefix)
 
     def _slots_together(self, prefix: str) -> WeightSlots:
         """The slots of all experts' matrices in one tensor each: plain ones, which are transposed, or MXFP4's."""
         assert self.gate_up_bias is not None and self.down_bias is not None
-        num, hidden_size, start = len(self.gate_up), self.down.shape[1], self.shard.rank * self.size
-        both = 2 * self.full_size
-        gate_up, bias = self.gate_up.unflatten(1, (2, -1)), self.gate_up_bias.unflatten(1, (2, -1))
+        (num, hidden_size, _), start = self.down.shape, self.shard.rank * self.size
+        both, down = 2 * self.full_size, self.down.data
+        gate_up, bias = self.gate_up.data.unflatten(1, (2, -1)), self.gate_up_bias.unflatten(1, (2, -1))
         slots = {
             f"{prefix}gate_up_proj_bias": WeightSlot(bias, (num, both), 2, start, _apart),
             f"{prefix}down_proj_bias": whole(self.down_bias),
@@ -194,15 +228,21 @@ class ExpertsMLP(Branch):
                 f"{prefix}gate_up_proj", gate_up, rows, 1, start, lambda x: _apart(x[None])[0]
             )
             return slots | mxfp4_slots(
-                f"{prefix}down_proj", self.down, (num, hidden_size, self.full_size), 1, start
+                f"{prefix}down_proj", down, (num, hidden_size, self.full_size), 1, start
             )
         slots[f"{prefix}gate_up_proj"] = WeightSlot(
             gate_up, (num, hidden_size, both), 2, start, lambda x: _apart(x.transpose(1, 2))
         )
         slots[f"{prefix}down_proj"] = WeightSlot(
-            self.down, (num, self.full_size, hidden_size), 2, start, lambda x: x.transpose(1, 2)
+            down, (num, self.full_size, hidden_size), 2, start, lambda x: x.transpose(1, 2)
         )
         return slots
+
+
+def _nothing_of(slot: WeightSlot) -> WeightSlot:
+    """For a tensor like that of ``slot``, of which this rank takes no part."""
+    empty = torch.empty(0, dtype=slot.dtype)
+    return WeightSlot(empty, slot.full_shape, convert=lambda tensor: tensor.reshape(-1)[:0])
 
 
 def _apart(x: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,10 @@ class QuantizedFormat(ABC):
     def slots(self, name: str, rows: slice, full_shape: tuple[int, int], dim: int, start: int) -> WeightSlots:
         """See ``Weight.slots``."""
 
+    def moves_rows(self, size: int) -> None:
+        """See ``Weight.moves_rows``."""
+        return
+
     @abstractmethod
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """The matrix, [out_features, in_features]: what the stored numbers mean, rounded to ``dtype``."""
@@ -136,6 +140,9 @@ class Fp8Format(QuantizedFormat):
                 loaded=self._choose_input_scale,
             )
         return slots
+
+    def moves_rows(self, size: int) -> None:
+        self.has_whole_blocks &= FP8_BLOCK % size == 0
 
     def _choose_input_scale(self) -> None:
         assert self.input_scale is not None
@@ -320,7 +327,8 @@ class QuantizingSlot(WeightSlot):
         self.check(name, tensor)
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             raise ValueError(f"weight {name} is {tensor.dtype}; use the model's unquantised weights")
-        rounded = self.round(tensor.to(self.dest.device))
+        tensor = tensor.to(self.dest.device)
+        rounded = self.round(tensor if self.convert is None else self.convert(tensor))
         for (param, start), values in zip(self.parts, rounded, strict=True):
             param.copy_(values.narrow(self.dim, start, param.shape[self.dim]))
 
@@ -336,6 +344,9 @@ class QuantizedWeight(Weight):
 
     def slots(self, name: str, rows: slice, full_shape: tuple[int, int], dim: int, start: int) -> WeightSlots:
         return self.stored.slots(name, rows, full_shape, dim, start)
+
+    def moves_rows(self, size: int) -> None:
+        self.stored.moves_rows(size)
 
     def product(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None

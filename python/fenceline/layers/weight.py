@@ -179,6 +179,10 @@ class Weight(ABC):
         This rank keeps the part that begins at ``start`` along ``dim`` of the whole matrix of ``full_shape``.
         """
 
+    def moves_rows(self, size: int) -> None:
+        """Rows of the checkpoint's matrix change places within every ``size`` of them when they are loaded."""
+        return
+
     @abstractmethod
     def product(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None

@@ -191,12 +191,21 @@ def _split_fused(
         if not names or any(part not in slots for part in names):
             yield name, tensor
             continue
-        if any(not slots[part].full_shape for part in names):
-            raise ValueError(f"weight {name}: one scale of several matrices in one is not supported")
-        sizes = [slots[part].full_shape[0] for part in names]
-        if sum(sizes) != len(tensor):
-            raise ValueError(
-                f"weight {name} has {len(tensor)} rows, config.json asks for {sum(sizes)}; the weights and config.json"
-                " belong to different models"
-            )
-        yield from zip(names, tensor.split(sizes), strict=True)
+        yield from zip(names, _parts(name, tensor, [slots[part].full_shape for part in names]), strict=True)
+
+
+def _parts(name: str, tensor: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[torch.Tensor]:
+    """Parts of ``shapes``, along whichever axis of the tensor they are: rows of most, columns of some packed ones. What
+    a quantised checkpoint says of all parts at once, such as a scale of the whole, each of them gets."""
+    shape = tuple(tensor.shape)
+    if all(part in ((), shape) for part in shapes):
+        return [tensor] * len(shapes)
+    for dim in range(tensor.dim()):
+        sizes = [part[dim] for part in shapes if len(part) == len(shape)]
+        others = [part[:dim] + part[dim + 1 :] for part in shapes]
+        if sum(sizes) == shape[dim] and all(other == shape[:dim] + shape[dim + 1 :] for other in others):
+            return tensor.split(sizes, dim)
+    raise ValueError(
+        f"weight {name} has shape {list(shape)}, config.json asks for {' and '.join(str(list(p)) for p in shapes)} in"
+        " it; the weights and config.json belong to different models"
+    )

@@ -162,6 +162,7 @@ def grouped_product(
     ends: torch.Tensor,
     out: torch.Tensor,
     bias: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """See ``grouped_gemm.grouped_product``. Of the experts it reads those alone that some token goes through."""
     op.wait()
@@ -170,8 +171,9 @@ def grouped_product(
     op.read(order)
     op.read(x)
     op.read_rows(weight, _experts_hit, ends)
-    if bias is not None:
-        op.read_rows(bias, _experts_hit, ends)
+    for of_experts in (bias, scales):
+        if of_experts is not None:
+            op.read_rows(of_experts, _experts_hit, ends)
     op.write(out)
 
 

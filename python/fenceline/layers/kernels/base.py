@@ -37,6 +37,7 @@ CLAMPED_ALPHA = 1.702  # of the clamped SwiGLU in gpt-oss's experts
 SILU, GELU_TANH = "silu", "gelu_tanh"
 
 FP8_MAX = 448.0  # the largest number of E4M3
+FP8_GROUP = 128  # numbers of a row that have one scale, where a row has several
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +155,7 @@ class LayerKernels(ABC):
         gated: bool = False,
         bias: torch.Tensor | None = None,
         limit: float = 0.0,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Each pair's row times its expert's matrix, ``weight`` [num_experts, N, K], plus its ``bias`` [num_experts, N]
         → [T * top_k, N] in x's dtype. Rows of padded tokens are undefined.
@@ -161,6 +163,10 @@ class LayerKernels(ABC):
         x [T, K] has a row for each token, or [T * top_k, K] one for each pair. ``gated``: the first half of a matrix's
         rows makes gate, the second up, and the result is silu(gate) * up [T * top_k, N / 2]. With a ``limit`` c above 0
         gate is at most c, up lies in [-c, c], and the result is gate * sigmoid(CLAMPED_ALPHA * gate) * (up + 1).
+
+        ``weight`` may be FP8 with float32 ``scales`` [num_experts, N, groups]: of the whole of a row, groups being 1,
+        or of each FP8_GROUP numbers of it. They are multiplied by x as they are, in x's type; then their sums are
+        scaled.
         """
 
     @abstractmethod
@@ -252,6 +258,7 @@ class TorchLayerKernels(LayerKernels):
         gated: bool = False,
         bias: torch.Tensor | None = None,
         limit: float = 0.0,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         # On the CPU, where the host may look at the routing; only the experts that are hit are read.
         tokens = routing.order if len(x) == len(routing.order) else routing.order // routing.ids.shape[1]
@@ -261,7 +268,10 @@ class TorchLayerKernels(LayerKernels):
             if end > start:
                 own_bias = None if bias is None else bias[expert]
                 rows = x.index_select(0, tokens[start:end])
-                products[start:end] = F.linear(rows, weight[expert], own_bias)
+                matrix = weight[expert]
+                if scales is not None:
+                    matrix = _scaled(matrix, scales[expert]).to(x.dtype)
+                products[start:end] = F.linear(rows, matrix, own_bias)
             start = end
         if limit:
             gate, up = products.chunk(2, dim=-1)
@@ -287,3 +297,10 @@ def _of_best_groups(scores: torch.Tensor, experts: ExpertsConfig) -> torch.Tenso
     best = sums.topk(experts.top_groups, dim=-1).indices
     closed = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
     return groups.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+def _scaled(matrix: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """FP8 numbers [N, K] with scales [N, groups] → what they mean, float32."""
+    if scales.shape[1] > 1:
+        scales = scales.repeat_interleave(FP8_GROUP, 1)[:, : matrix.shape[1]]
+    return matrix.float() * scales

@@ -93,8 +93,11 @@ class CudaLayerKernels(LayerKernels):
         gated: bool = False,
         bias: torch.Tensor | None = None,
         limit: float = 0.0,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return grouped_product(x, weight, routing, gated, bias=bias, limit=limit, pdl=self._pdl)
+        return grouped_product(
+            x, weight, routing, gated, bias=bias, limit=limit, scales=scales, pdl=self._pdl
+        )
 
     def combine_experts(
         self, y: torch.Tensor, routing: Routing, residual: torch.Tensor | None = None

@@ -19,12 +19,13 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from fenceline.layers.kernels.base import CLAMPED_ALPHA, Routing
+from fenceline.layers.kernels.base import CLAMPED_ALPHA, FP8_GROUP, Routing
 from fenceline.layers.kernels.launcher import KernelVariant
 
 _COMBINE_BLOCK = 1024
 _FEW_PAIRS = 32  # up to so many are multiplied one by one
 _CLAMPED_ALPHA = tl.constexpr(CLAMPED_ALPHA)
+_GROUP = tl.constexpr(FP8_GROUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +59,29 @@ def grouped_product(
     config: GroupedConfig | None = None,
     bias: torch.Tensor | None = None,
     limit: float = 0.0,
+    scales: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """See ``LayerKernels.grouped_product``. x, weight and bias contiguous, of one floating dtype; sums are float32.
-    Current stream, no host synchronisation. ``pdl``: see ``rms_norm``; reads nothing before its wait."""
+    """See ``LayerKernels.grouped_product``. All contiguous; x, weight and bias of one floating dtype, or weight in FP8
+    with ``scales``; sums are float32. Current stream, no host synchronisation. ``pdl``: see ``rms_norm``; reads nothing
+    before its wait."""
     num_experts, width, k = weight.shape
     num_pairs, size = routing.order.shape[0], width // 2 if gated else width
-    assert x.is_contiguous() and weight.is_contiguous() and x.dtype == weight.dtype and x.shape[1] == k
+    assert x.is_contiguous() and weight.is_contiguous() and x.shape[1] == k
+    assert weight.dtype == (x.dtype if scales is None else torch.float8_e4m3fn)
+    groups = 0
+    if scales is not None:
+        groups = scales.shape[2]
+        assert scales.is_contiguous() and scales.shape[:2] == weight.shape[:2]
+        assert groups in (1, -(-k // FP8_GROUP)), (groups, k)
     assert bias is None or (bias.is_contiguous() and bias.shape == weight.shape[:2])
     assert gated or not limit
     out = x.new_empty(num_pairs, size)
     if num_pairs == 0:
         return out
     pairs_a_row = num_pairs // x.shape[0]
-    kind = (num_experts, size, k, pairs_a_row, gated, bias is not None, limit > 0, pdl)
-    operands = (x, weight, routing.order, routing.ends, out, bias)
+    kind = (num_experts, size, k, pairs_a_row, gated, bias is not None, limit > 0, groups, pdl)
+    operands = (x, weight, routing.order, routing.ends, out, bias, scales)
     if config is None and num_pairs <= _FEW_PAIRS:
         variant = _pair_variant(*kind)
         grid = (num_pairs * -(-size // variant.constants["BLOCK_N"]),)
@@ -113,6 +122,7 @@ def _pair_variant(
     gated: bool,
     has_bias: bool,
     clamps: bool,
+    groups: int,
     pdl: bool,
 ) -> KernelVariant:
     block_k = min(512, triton.next_power_of_2(k))
@@ -125,6 +135,7 @@ def _pair_variant(
         "GATED": gated,
         "HAS_BIAS": has_bias,
         "CLAMPS": clamps,
+        "GROUPS": groups,
         "BLOCK_N": 4 if gated else 8,
         "BLOCK_K": block_k,
         "PDL": pdl,
@@ -141,6 +152,7 @@ def _grouped_variant(
     gated: bool,
     has_bias: bool,
     clamps: bool,
+    groups: int,
     pdl: bool,
     config: GroupedConfig,
 ) -> KernelVariant:
@@ -153,6 +165,7 @@ def _grouped_variant(
         "GATED": gated,
         "HAS_BIAS": has_bias,
         "CLAMPS": clamps,
+        "GROUPS": groups,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
@@ -189,9 +202,9 @@ def _gated(gate, up, limit, CLAMPS: tl.constexpr):
 
 @triton.jit
 def _pair_kernel(
-    x, weight, order, ends, out, bias, limit,
+    x, weight, order, ends, out, bias, scales, limit,
     NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr,
-    PAIRS_A_ROW: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPS: tl.constexpr,
+    PAIRS_A_ROW: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPS: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     num_blocks: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
@@ -210,22 +223,35 @@ def _pair_kernel(
     width: tl.constexpr = 2 * SIZE if GATED else SIZE
     x_row = x + pair // PAIRS_A_ROW * K
     w_rows = weight + (expert.to(tl.int64) * width + columns)[:, None] * K
+    if GROUPS > 1:
+        scale_rows = scales + (expert.to(tl.int64) * width + columns)[:, None] * GROUPS
     sums = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     up_sums = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     for at in range(0, K, BLOCK_K):
         inside = at + inputs < K
         row = tl.load(x_row + at + inputs, mask=inside, other=0.0).to(tl.float32)[None, :]
         wanted = (columns < SIZE)[:, None] & inside[None, :]
-        sums += tl.load(w_rows + (at + inputs)[None, :], mask=wanted, other=0.0).to(tl.float32) * row
+        numbers = tl.load(w_rows + (at + inputs)[None, :], mask=wanted, other=0.0).to(tl.float32)
+        if GROUPS > 1:
+            of_group = scale_rows + ((at + inputs) // _GROUP)[None, :]
+            numbers *= tl.load(of_group, mask=wanted, other=0.0)
+        sums += numbers * row
         if GATED:
-            up = tl.load(w_rows + SIZE * K + (at + inputs)[None, :], mask=wanted, other=0.0)
-            up_sums += up.to(tl.float32) * row
+            up = tl.load(w_rows + SIZE * K + (at + inputs)[None, :], mask=wanted, other=0.0).to(tl.float32)
+            if GROUPS > 1:
+                up *= tl.load(of_group + SIZE * GROUPS, mask=wanted, other=0.0)
+            up_sums += up * row
     y = tl.sum(sums, 1)
+    if GROUPS == 1:
+        of_row = scales + expert.to(tl.int64) * width + columns
+        y *= tl.load(of_row, mask=columns < SIZE, other=0.0)
     if HAS_BIAS:
         biases = bias + expert.to(tl.int64) * width + columns
         y += tl.load(biases, mask=columns < SIZE, other=0.0).to(tl.float32)
     if GATED:
         up_y = tl.sum(up_sums, 1)
+        if GROUPS == 1:
+            up_y *= tl.load(of_row + SIZE, mask=columns < SIZE, other=0.0)
         if HAS_BIAS:
             up_y += tl.load(biases + SIZE, mask=columns < SIZE, other=0.0).to(tl.float32)
         y = _gated(y, up_y, limit, CLAMPS)
@@ -234,9 +260,9 @@ def _pair_kernel(
 
 @triton.jit
 def _grouped_kernel(
-    x, weight, order, ends, out, bias, limit,
+    x, weight, order, ends, out, bias, scales, limit,
     NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr,
-    PAIRS_A_ROW: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPS: tl.constexpr,
+    PAIRS_A_ROW: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPS: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     num_blocks: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
@@ -265,17 +291,32 @@ def _grouped_kernel(
     width: tl.constexpr = 2 * SIZE if GATED else SIZE
     x_rows = x + (pairs // PAIRS_A_ROW)[:, None] * K
     w_rows = weight + (expert * width + columns)[None, :] * K
+    if GROUPS > 0:
+        scale_rows = scales + (expert * width + columns) * GROUPS
     sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     up_sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for at in range(0, K, BLOCK_K):
         inside = at + inputs < K
         row = tl.load(x_rows + (at + inputs)[None, :], mask=live[:, None] & inside[None, :], other=0.0)
         wanted = inside[:, None] & (columns < SIZE)[None, :]
-        matrix = tl.load(w_rows + (at + inputs)[:, None], mask=wanted, other=0.0)
-        sums = tl.dot(row, matrix, sums, input_precision="ieee")
+        matrix = tl.load(w_rows + (at + inputs)[:, None], mask=wanted, other=0.0).to(row.dtype)
+        if GROUPS > 1:  # a block of inputs lies in one group
+            of_group = scale_rows + at // _GROUP
+            scale = tl.load(of_group, mask=columns < SIZE, other=0.0)[None, :]
+            sums += tl.dot(row, matrix, input_precision="ieee") * scale
+        else:
+            sums = tl.dot(row, matrix, sums, input_precision="ieee")
         if GATED:
-            up = tl.load(w_rows + SIZE * K + (at + inputs)[:, None], mask=wanted, other=0.0)
-            up_sums = tl.dot(row, up, up_sums, input_precision="ieee")
+            up = tl.load(w_rows + SIZE * K + (at + inputs)[:, None], mask=wanted, other=0.0).to(row.dtype)
+            if GROUPS > 1:
+                up_scale = tl.load(of_group + SIZE * GROUPS, mask=columns < SIZE, other=0.0)[None, :]
+                up_sums += tl.dot(row, up, input_precision="ieee") * up_scale
+            else:
+                up_sums = tl.dot(row, up, up_sums, input_precision="ieee")
+    if GROUPS == 1:
+        sums *= tl.load(scale_rows, mask=columns < SIZE, other=0.0)[None, :]
+        if GATED:
+            up_sums *= tl.load(scale_rows + SIZE, mask=columns < SIZE, other=0.0)[None, :]
     if HAS_BIAS:
         biases = bias + expert * width + columns
         sums += tl.load(biases, mask=columns < SIZE, other=0.0).to(tl.float32)[None, :]

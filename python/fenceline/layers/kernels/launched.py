@@ -149,20 +149,21 @@ class LaunchedLayerKernels(LayerKernels):
         gated: bool = False,
         bias: torch.Tensor | None = None,
         limit: float = 0.0,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         def compute(
             x: torch.Tensor, weight: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, out: torch.Tensor,
-            bias: torch.Tensor | None,
+            bias: torch.Tensor | None, scales: torch.Tensor | None,
         ) -> None:  # fmt: skip
             top_k = len(order) // len(x)  # 1 where x has a row for each pair
             shape = len(x), top_k
             sorted_pairs = Routing(order.new_empty(shape), x.new_empty(shape), order, ends)
             live = order[: ends[-1]]
-            out[live] = _TORCH.grouped_product(x, weight, sorted_pairs, gated, bias, limit)[live]
+            out[live] = _TORCH.grouped_product(x, weight, sorted_pairs, gated, bias, limit, scales)[live]
 
         num_pairs = len(routing.order)
         out = x.new_empty(num_pairs, weight.shape[1] // (2 if gated else 1))
-        accesses.grouped_product.launch(compute, x, weight, routing.order, routing.ends, out, bias)
+        accesses.grouped_product.launch(compute, x, weight, routing.order, routing.ends, out, bias, scales)
         return out
 
     def combine_experts(
