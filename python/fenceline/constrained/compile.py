@@ -80,7 +80,7 @@ def _reason(error: RuntimeError | UnicodeDecodeError) -> str:
     if "bad_alloc" in text:
         raise MemoryError from error
     _, of_source, rest = text.strip().rpartition(".cc:")
-    return (rest.partition(": ")[2] if of_source else text).strip()[:500]
+    return (rest.partition(": ")[2] if of_source else text).strip(" :\n")[:500]
 
 
 def _compiled(

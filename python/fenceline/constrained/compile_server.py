@@ -163,7 +163,7 @@ def _result(child: _Child, status: int) -> Compiled:
         return msgspec.structs.replace(made, id=child.id)
     if status == -signal.SIGPROF:
         return Compiled(child.id, is_given_up=True)
-    smaller = "make it smaller, or nest it less deep"
+    smaller = "make it or its lengths smaller, or nest it less deep"
     if status == -signal.SIGXCPU:
         return Compiled(
             child.id, error=f"it takes more than {MAX_CPU_S} s to compile: {smaller}", is_refused=True

@@ -10,6 +10,7 @@ keywords of JSON Schema.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -58,7 +59,11 @@ class SchemaError(ValueError):
 
 def enforced_schema(schema: object) -> object:
     """``schema``, as parsed from JSON, as the library enforces it word by word. Raises SchemaError."""
-    return _Walk(schema).whole()
+    walk = _Walk(schema)
+    made = walk.whole()
+    # A reference to a definition is found wherever schemas are moved to, one to any other place may not be.
+    movable = all(target.count("/") <= 2 and "/properties" not in target for target in walk.targets)
+    return _Sharing(made).whole() if isinstance(made, dict) and movable else made
 
 
 class _Walk:
@@ -66,6 +71,11 @@ class _Walk:
         self._root = root
         self._visited: set[str] = set()  # the places of all schemas, as they are referred to
         self._refs: list[tuple[str, str]] = []  # from where, to where
+
+    @property
+    def targets(self) -> set[str]:
+        """The places that are referred to."""
+        return {target for _, target in self._refs}
 
     def whole(self) -> object:
         made = self._schema(self._root, "#", 0)
@@ -320,6 +330,97 @@ class _Walk:
         if not isinstance(value, dict):
             raise _error(where, "this is an object of schemas")
         return {name: self._schema(one, f"{where}/{name}", depth + 1) for name, one in value.items()}
+
+
+_SHARED_SIZE = 16  # values; smaller ones may be written out as often as they come
+_MAPS_OF_SCHEMAS = ("$defs", "definitions", "properties", "patternProperties")
+_LISTS_OF_SCHEMAS = ("anyOf", "allOf", "prefixItems")
+
+
+class _Sharing:
+    """Writes a schema that comes several times once, as a definition: to the library each copy is another one, and
+    alternatives within alternatives double with each level."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._numbers: dict[object, int] = {}  # of different values
+        self._sizes: dict[int, int] = {}
+        self._number_of: dict[int, int] = {}  # by the id() of an object, which lives as long as the root
+        self._counts: Counter[int] = Counter()
+        self._names: dict[int, str] = {}
+        self._made: dict[str, Any] = {}
+
+    def whole(self) -> dict[str, Any]:
+        self._number(self._root)
+        self._count(self._root)
+        made = self._rebuilt(self._root, is_root=True)
+        return {**made, "$defs": {**made.get("$defs", {}), **self._made}} if self._made else made
+
+    def _number(self, value: object) -> int:
+        """Equal values have equal numbers; the order of names counts."""
+        size, key = 1, (type(value).__name__, value if not isinstance(value, dict | list) else None)
+        if isinstance(value, dict):
+            parts = [(name, self._number(one)) for name, one in value.items()]
+            size, key = size + sum(self._sizes[number] for _, number in parts), ("dict", tuple(parts))
+        elif isinstance(value, list):
+            numbers = [self._number(one) for one in value]
+            size, key = size + sum(map(self._sizes.__getitem__, numbers)), ("list", tuple(numbers))
+        number = self._numbers.setdefault(key, len(self._numbers))
+        self._sizes[number] = size
+        if isinstance(value, dict):
+            self._number_of[id(value)] = number
+        return number
+
+    def _count(self, schema: dict[str, Any]) -> None:
+        for one in _within(schema):
+            number = self._number_of[id(one)]
+            self._counts[number] += 1
+            if self._counts[number] == 1:  # what is within the others comes with this one
+                self._count(one)
+
+    def _rebuilt(self, schema: dict[str, Any], is_root: bool = False) -> dict[str, Any]:
+        made = dict(schema)
+        for name, value in schema.items():
+            if name in _MAPS_OF_SCHEMAS:
+                place = (
+                    self._rebuilt_definition if is_root and name in ("$defs", "definitions") else self._placed
+                )
+                made[name] = {key: place(one) for key, one in value.items()}
+            elif name in _LISTS_OF_SCHEMAS:
+                made[name] = [self._placed(one) for one in value]
+            elif name in ("items", "additionalProperties"):
+                made[name] = self._placed(value)
+        return made
+
+    def _rebuilt_definition(self, schema: object) -> object:
+        return self._rebuilt(schema) if isinstance(schema, dict) else schema
+
+    def _placed(self, schema: object) -> object:
+        """What stands where ``schema`` stood: itself, or a reference to the definition."""
+        if not isinstance(schema, dict):
+            return schema
+        number = self._number_of[id(schema)]
+        if self._counts[number] < 2 or self._sizes[number] < _SHARED_SIZE:
+            return self._rebuilt(schema)
+        if number not in self._names:
+            taken = self._root.get("$defs", {})
+            name = next(name for i in range(len(taken) + 1) if (name := f"same{number}_{i}") not in taken)
+            self._names[number] = name
+            self._made[name] = self._rebuilt(schema)
+        return {"$ref": f"#/$defs/{self._names[number]}"}
+
+
+def _within(schema: Schema) -> list[dict[str, Any]]:
+    """The schemas that stand in ``schema`` itself."""
+    found: list[object] = []
+    for name, value in schema.items():
+        if name in _MAPS_OF_SCHEMAS:
+            found += value.values()
+        elif name in _LISTS_OF_SCHEMAS:
+            found += value
+        elif name in ("items", "additionalProperties"):
+            found.append(value)
+    return [one for one in found if isinstance(one, dict)]
 
 
 def _disjoint(one: Schema, other: Schema, resolved: Callable[[object], Schema]) -> bool:
