@@ -1,11 +1,12 @@
 """Finds the fastest configurations of our Triton attention on this GPU: each is timed as one layer in captured graphs.
 
     python benchmark/kernels/sweep_triton_attention.py [--models 0.6B 8B] [--page-size 1] [--batches 1x1150 8x512]
-        [--jobs 8] [--top 4]
+        [--queries 1] [--jobs 8] [--top 4]
 
 Prints, for each batch, the fastest configurations, and the backend's own choice (marked ``*``) with its rank. Decode is
 in GB/s of keys and values, extend in TFLOP/s of what the causal mask leaves. Decode runs after ``rotate_and_store``, as
 in a model, and the time of that kernel alone is subtracted, so the figure includes the gain of overlapping with it.
+With ``--queries`` above 1 it is the verification of chains of so many tokens.
 Compiling takes most of the time, so ``--jobs`` processes do it first, in parallel.
 """
 
@@ -23,12 +24,14 @@ import numpy as np
 import torch
 
 from fenceline.layers.attention.triton_backend import TritonAttentionBackend
+from fenceline.layers.forward_batch import QueryTree
 from fenceline.layers.kernels.base import HeadLayout
 from fenceline.layers.kernels.decode_attention import (
     DecodeConfig,
     DecodeWorkspace,
     PagedRequests,
     decode_attention,
+    query_tiles,
 )
 from fenceline.layers.kernels.extend_attention import ExtendConfig, extend_attention, extend_grid
 from fenceline.layers.kernels.rotate_store import rotate_and_store
@@ -58,6 +61,12 @@ FEW = (
     (32, 2, 1, 2, None, 2), (32, 2, 1, 2, None, 0), (32, 2, 1, 4, None, 2), (32, 1, 1, 4, None, 2),
     (64, 4, 1, 2, None, 2), (64, 4, 3, 2, None, 2), (64, 4, 3, 2, None, 4), (64, 4, 5, 2, None, 2),
     (64, 4, 1, 1, None, 4), (64, 2, 1, 2, None, 2), (128, 8, 1, 1, None, 2), (128, 4, 1, 1, None, 2),
+)  # fmt: skip
+# More queries make more of each partial result, so fewer workers are tried as well.
+FEW_OF_CHAINS = (
+    *FEW, (16, 2, 1, 2, None, 2), (32, 2, 1, 1, None, 2), (32, 2, 2, 1, None, 2), (32, 4, 1, 1, None, 2),
+    (64, 4, 1, 1, None, 2), (64, 4, 2, 1, None, 2), (64, 4, 3, 1, None, 2), (64, 4, 3, 0.5, None, 2),
+    (128, 4, 2, 0.5, None, 2), (128, 8, 2, 0.5, None, 2),
 )  # fmt: skip
 MANY = (
     (64, 4, 3, 2, None, 2), (64, 4, 5, 2, None, 2), (64, 4, 5, 2, None, 0), (64, 4, 5, 2, None, 4),
@@ -130,7 +139,8 @@ def time_us(step: Step, pool: KVPool) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """``rotate_and_store`` of one token for each of ``requests``, the kernel before decode attention."""
+    """``rotate_and_store`` of the last tokens of each of ``requests``, as many as there are queries, the kernel before
+    decode attention."""
 
     heads: Heads
     requests: PagedRequests
@@ -138,23 +148,27 @@ class Front:
     table: torch.Tensor
     positions: torch.Tensor
     out_slots: torch.Tensor
+    tree: QueryTree
 
     @classmethod
-    def of(cls, heads: Heads, requests: PagedRequests) -> Front:
+    def of(cls, heads: Heads, requests: PagedRequests, num_queries: int) -> Front:
         """With random activations, which keep their size however often they are rotated."""
-        batch, page_size = len(requests.rows), requests.page_size
+        page_size = requests.page_size
         width = (heads.queries + 2 * heads.kv) * heads.head_dim
-        positions = requests.seq_lens - 1
-        pages = requests.page_table[requests.rows, positions // page_size].long()
+        behind = torch.arange(num_queries, 0, -1, device="cuda")
+        positions = (requests.seq_lens[:, None] - behind).flatten()
+        rows = requests.rows.repeat_interleave(num_queries)
+        pages = requests.page_table[rows, positions // page_size].long()
         return cls(
             heads,
             requests,
-            torch.randn(batch, width, device="cuda").bfloat16(),
+            torch.randn(len(rows), width, device="cuda").bfloat16(),
             torch.tensor([1.0, 1.0, 0.0], device="cuda")
             .repeat_interleave(heads.head_dim // 2)
             .repeat(int(positions.max()) + 1, 1),
             positions,
             pages * page_size + positions % page_size,
+            QueryTree(num_queries, num_queries),
         )
 
     def rotate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -170,15 +184,16 @@ class Front:
         """Rotate and store into one layer, then attend."""
         self.rotate(keys, values)
         q = self.qkv.view(len(self.qkv), -1, self.heads.head_dim)[:, : self.heads.queries]
-        return decode_attention(q, keys, values, self.requests, 0.1, workspace, config)
+        return decode_attention(q, keys, values, self.requests, 0.1, workspace, config, self.tree)
 
 
-def decode_configs(batch: int, num_sms: int, heads: Heads) -> list[DecodeConfig]:
+def decode_configs(batch: int, num_sms: int, heads: Heads, num_queries: int) -> list[DecodeConfig]:
     """The configurations to try for a batch, with overlapped launches as in the backend."""
-    cuts = FEW if batch in LATENCY_BOUND else MANY
+    few = FEW if num_queries == 1 else FEW_OF_CHAINS
+    cuts = few if batch in LATENCY_BOUND else MANY
     return [
         DecodeConfig(
-            block_n, max(num_sms * per_sm // heads.kv, 1), num_warps, num_stages, True, registers, ahead
+            block_n, max(int(num_sms * per_sm) // heads.kv, 1), num_warps, num_stages, True, registers, ahead
         )
         for block_n, num_warps, num_stages, per_sm, registers, ahead in cuts
     ]
@@ -214,23 +229,30 @@ class Sweep:
     top: int
     shard: slice | None
     batches: Collection[str]  # of decode; none: all
+    num_queries: int  # of decode
 
     def decode(self) -> None:
         """All decode batches."""
         num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-        workspace = DecodeWorkspace(self.heads.kv, self.heads.head_dim, num_sms, torch.device("cuda"))
+        tiles = query_tiles(self.num_queries * self.heads.queries // self.heads.kv)
+        workspace = DecodeWorkspace(self.heads.kv, self.heads.head_dim, num_sms, torch.device("cuda"), tiles)
         for batch, num_tokens in DECODE:
             if self.batches and f"{batch}x{num_tokens}" not in self.batches:
                 continue
             pool, requests, _ = self._make(batch, num_tokens, batch)
-            front = Front.of(self.heads, requests)
-            own = TritonAttentionBackend(pool).decode_config(batch)
+            front = Front.of(self.heads, requests, self.num_queries)
+            own = TritonAttentionBackend(pool).verify_config(batch, tiles)
             steps: dict[Config, Step] = {
                 config: partial(front.attend, workspace=workspace, config=config)
-                for config in dict.fromkeys([own, *decode_configs(batch, num_sms, self.heads)])
+                for config in dict.fromkeys(
+                    [own, *decode_configs(batch, num_sms, self.heads, self.num_queries)]
+                )
             }
             work = batch * num_tokens * self.heads.kv * self.heads.head_dim * 4 / 1e3
-            self._compare(f"decode {batch}x{num_tokens}", steps, pool, own, work, "GB/s", front.rotate)
+            title = f"decode {batch}x{num_tokens}" + (
+                f" of {self.num_queries}" if self.num_queries > 1 else ""
+            )
+            self._compare(title, steps, pool, own, work, "GB/s", front.rotate)
 
     def extend(self) -> None:
         """All extend batches."""
@@ -293,6 +315,7 @@ def main() -> None:
     parser.add_argument(
         "--batches", nargs="+", default=(), metavar="NUMxTOKENS", help="of decode; all if not given"
     )
+    parser.add_argument("--queries", type=int, default=1, help="of each request in decode")
     parser.add_argument("--only", choices=("decode", "extend"))
     parser.add_argument("--shard", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -302,7 +325,7 @@ def main() -> None:
             job.wait()
     for name in args.models:
         shard = None if args.shard is None else slice(args.shard, None, args.jobs)
-        sweep = Sweep(name, MODELS[name], args.page_size, args.top, shard, args.batches)
+        sweep = Sweep(name, MODELS[name], args.page_size, args.top, shard, args.batches, args.queries)
         if args.only != "extend":
             sweep.decode()
         if args.only != "decode":
