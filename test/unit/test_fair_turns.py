@@ -320,3 +320,41 @@ def test_no_more_prompts_in_a_step_than_are_allowed() -> None:
     driver.send(*(request(f"r{i}", [i + 1] * 5, max_new_tokens=3) for i, _ in enumerate(reqs)))
     driver.run()
     assert counts == [3, 3, 3, 1]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_newcomer_goes_before_the_decode_step_of_a_body_that_runs_many(overlap: bool) -> None:
+    """Whenever it comes, if one comes in two steps: the next step has it, and between two decode steps there are no
+    more than two others, of which the second is short."""
+    driver = fair_driver(num_rows=40, num_pages=600, chunk=32, disable_overlap_schedule=not overlap)
+    driver.send(*body_of(1, 100, prompt_len=9, max_new_tokens=30))
+    while len(driver.scheduler.running) < 2:
+        driver.step()
+    in_row: list[list[int]] = [[]]
+    launch = driver.worker.launch
+
+    def noted(batch: ScheduleBatch) -> ForwardResult:
+        if isinstance(batch, ExtendBatch):
+            rows = {seq.row for seq in batch.seqs}
+            in_row[-1].append(sum(len(seq.token_ids) for seq in batch.seqs))
+            latest.extend(req.rid for req in driver.scheduler.reqs.values() if req.row in rows)
+        else:
+            in_row.append([])
+        return launch(batch)
+
+    driver.worker.launch = noted  # type: ignore[method-assign]
+    newcomers = [request(f"new{i}", [60 + i, 3, 5, 7], max_new_tokens=2) for i in range(30)]
+    for number, newcomer in enumerate(newcomers):
+        latest: list[str] = []
+        driver.send(newcomer)
+        driver.step()
+        assert newcomer.rid in latest
+        for _ in range(1 + number % 5):
+            driver.step()
+    for number in range(20):  # more than one in two steps, and longer ones
+        prompt = [100 + number] * (4 if number < 10 or number % 2 else 20)
+        driver.send(request(f"more{number}", prompt, max_new_tokens=2))
+        driver.step()
+    assert any(len(run) == 2 for run in in_row)
+    assert all(len(run) <= 2 and sum(run[1:]) <= 8 for run in in_row)
+    driver.run()

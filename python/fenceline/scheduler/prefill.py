@@ -213,6 +213,7 @@ class PrefillPlanner:
     def plan(
         self,
         waiting: Callable[[], Iterable[Req]],
+        step_tokens: int,
         chunked: Req | None,
         num_running: int,
         reserved_tokens: int,
@@ -220,9 +221,10 @@ class PrefillPlanner:
         share: ShortShare,
         num_short: int = 0,
     ) -> PrefillPlan | None:
-        """The next extend step, or None if nothing fits. Those of ``waiting``, which begins anew at each call, that are
-        admitted get a row; no more of it is looked at than up to the first that does not fit, but for the ``num_short``
-        short ones of it, which pass that one as long as they leave a ``share`` of memory and rows to others.
+        """The next extend step, of ``step_tokens`` at most where prompts are split, or None if nothing fits. Those of
+        ``waiting``, which begins anew at each call, that are admitted get a row; no more of it is looked at than up to
+        the first that does not fit, but for the ``num_short`` short ones of it, which pass that one as long as they
+        leave a ``share`` of memory and rows to others.
 
         ``chunked`` is the request whose prompt an earlier step left half-way. It goes first, but where it would take
         more than half of the step, waiting prompts that fit into the other half are computed beside it: they pass the
@@ -232,7 +234,7 @@ class PrefillPlanner:
         """
         plan = _Plan()
         available = self._memory.num_available_pages * self._page_size
-        budget = _Budget(self.step_tokens, available - reserved_tokens, share)
+        budget = _Budget(step_tokens, available - reserved_tokens, share)
         if chunked is not None:
             if chunked.num_tokens - chunked.allocated_len > self.step_tokens - self.step_tokens // 2:
                 self._admit_beside(plan, waiting(), chunked, budget, num_short)

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from random import Random
 from typing import Protocol
 
@@ -82,6 +83,8 @@ from fenceline.scheduler.waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
+# So many bodies that run nothing are looked at for one with a short prompt.
+_MAX_NEWCOMERS = 16
 _TOO_SLOW = "its grammar takes too long for each token: make it less ambiguous"
 # How long a loop without anything to compute waits for messages while transfers of the cache or jobs of its storage
 # have not ended: briefly where a request waits for them.
@@ -198,6 +201,7 @@ class Scheduler:
         self.remaps: list[Remap] = []
         # Tokens of prefill since the last decode step; short steps count for more, see plan_prefill.
         self.prefill_in_row = 0
+        self.let_newcomer_in = False  # since the last decode step, see plan_prefill
         self.paused = False
         self.draining = False
         self.books_checked = True
@@ -388,18 +392,26 @@ class Scheduler:
         has_place = may_retract or self.memory.rows.num_free > 0
         if self.chunked is None and not (self.waiting and has_place):
             return None
-        step_tokens = self.planner.step_tokens
+        step_tokens, queued, chunked = self.planner.step_tokens, self.candidates, self.chunked
         if not len(self.running):
-            self.prefill_in_row = 0  # nobody waits for it
+            self.prefill_in_row, self.let_newcomer_in = 0, False  # nobody waits for it
         elif self.prefill_in_row + step_tokens > self.max_prefill_in_row:
-            return None
+            # A decode step of a body's many requests takes long: once, somebody who comes before it goes first.
+            if self.let_newcomer_in or not self.may_displace:
+                return None
+            step_tokens //= 4
+            newcomer = self.short_newcomer(step_tokens)
+            if newcomer is None:
+                return None
+            self.let_newcomer_in, queued, chunked = True, partial(self.noted, (newcomer,)), None
         if may_retract and self.chunked is None:
             self.make_way(threshold)
         reserved = self.running.reserved_tokens(self.ratio.value, CLIP_NEW_TOKENS)
         queue = partial(num_waiting_tokens, self.waiting, len(self.waiting))
         plan = self.planner.plan(
-            self.candidates,
-            self.chunked,
+            queued,
+            step_tokens,
+            chunked,
             len(self.running),
             reserved,
             queue,
@@ -408,9 +420,10 @@ class Scheduler:
         )
         if plan is not None:
             for req in plan.reqs:
-                if req is not self.chunked:
+                if req is not chunked:
                     self.waiting.admit(req)
-            self.chunked = plan.chunked
+            if chunked is self.chunked:
+                self.chunked = plan.chunked
             # A step takes time however short it is: a quarter of a full one. Where prompts come one by one, each could
             # still have a step of its own, so those that leave nothing to be computed count a quarter of the limit.
             is_last = self.chunked is None and not self.waiting
@@ -427,6 +440,18 @@ class Scheduler:
         else:
             ordered = order_waiting(list(self.waiting), policy, self.memory.match, self.shuffler)
             reqs = filter(self.may_schedule, ordered)
+        return self.noted(reqs)
+
+    def short_newcomer(self, num_tokens: int) -> Req | None:
+        """The first waiting request of a body that runs nothing of which at most ``num_tokens`` are to be computed, so
+        that it fits whole into a step of so many."""
+        for req in islice(self.waiting.newcomers(self.may_schedule), _MAX_NEWCOMERS):
+            if req.num_tokens - self.memory.match(req).num_tokens <= num_tokens:
+                return req
+        return None
+
+    def noted(self, reqs: Iterable[Req]) -> Iterator[Req]:
+        """``reqs``; of each it is noted before the next one whether it has been admitted."""
         for req in reqs:
             yield req
             if req.row != 0:
@@ -507,7 +532,7 @@ class Scheduler:
         lens = self.make_room(shape)
         if lens is None:
             return None
-        self.prefill_in_row = 0
+        self.prefill_in_row, self.let_newcomer_in = 0, False
         available = self.memory.num_available_pages - self.share.tokens // self.memory.page_size
         batch = self.running.schedule_step(lens, shape, choice, available, self.memory.grow)
         writes = self.with_remaps(batch.page_writes)
