@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Trains the built-in demo model on one GPU in minutes and writes the directory that ships.
+"""Trains a built-in demo model, on one GPU in minutes, and writes the directory that ships.
 
     python scripts/train_demo_model.py --output-dir demo_out --max-seconds 400
+    python scripts/train_demo_model.py --output-dir moe_out --model demo-moe --max-seconds 400
     python scripts/train_demo_model.py --output-dir demo_out --resume demo_out/checkpoint --max-steps 20000
 
 The data of every step is a function of the seed and the step number. With --max-steps and --decay-steps
@@ -27,10 +28,26 @@ from tokenizers import Tokenizer
 from demo_training.data import Feed, start, to_device
 from demo_training.evaluate import Row, accuracy, make_rows
 from demo_training.export import check_export, export
-from demo_training.model import DemoModel, Shape
+from demo_training.model import MOE_SHAPE, DemoModel, Shape
 from demo_training.optimizer import Optimizer
-from fenceline.demo.corpus import Curriculum, Ids, Mask
+from fenceline.demo.corpus import ROW_LENGTHS, Curriculum, Ids, Mask
+from fenceline.demo.evaluation import CATEGORIES
 from fenceline.demo.tokenizer import VOCAB_SIZE, build_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A model that ships, and the part of the corpus that it learns; no skills: all of it."""
+
+    shape: Shape
+    lengths: tuple[int, int, int, int] = ROW_LENGTHS
+    skills: tuple[str, ...] = ()
+
+
+MODELS = {
+    "demo": Kind(Shape(vocab_size=VOCAB_SIZE)),
+    "demo-moe": Kind(MOE_SHAPE, (128, 256, 512, 1024), ("add", "sub", "mul", "copy", "long_copy")),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +111,7 @@ class Trainer:
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         compiled = self.device.type == "cuda" and not args.no_compile
         torch.manual_seed(args.seed)
-        self.model = DemoModel(Shape(vocab_size=VOCAB_SIZE), dtype, compiled).to(self.device)
+        self.model = DemoModel(MODELS[args.model].shape, dtype, compiled).to(self.device)
         self.optimizer = Optimizer(
             self.model.matrices(), self.model.others(), args.muon_lr, args.adam_lr, dtype, compiled
         )
@@ -140,6 +157,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--model", choices=list(MODELS), default="demo", help="which of the two that ship")
     parser.add_argument("--output-dir", type=Path, required=True, help="export, checkpoint and log go here")
     parser.add_argument("--resume", type=Path, help="checkpoint directory to continue from")
     parser.add_argument("--new-schedule", action="store_true", help="with --resume: warm up again")
@@ -172,7 +190,9 @@ def main() -> None:
     tokenizer = build_tokenizer()
     tokenizer_file = args.output_dir / "training_tokenizer.json"
     tokenizer.save(str(tokenizer_file))
-    trainer = Trainer(args, tokenizer, make_rows(tokenizer, seed=1_000_000, num_items=args.num_eval_items))
+    kind = MODELS[args.model]
+    rows = make_rows(tokenizer, 1_000_000, args.num_eval_items, kind.lengths[-1], kind.skills or CATEGORIES)
+    trainer = Trainer(args, tokenizer, rows)
     progress = Progress()
     if args.resume is not None:
         progress = load_checkpoint(
@@ -180,7 +200,7 @@ def main() -> None:
         )
     feed = Feed(
         str(tokenizer_file),
-        Curriculum(args.seed, args.curriculum_steps),
+        Curriculum(args.seed, args.curriculum_steps, kind.lengths, kind.skills),
         args.tokens_per_step,
         progress.step,
         args.num_workers,

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "__version__", "demo_model_path"]
 
 
-def demo_model_path() -> str:
-    """The directory of the demo model inside the package, which ``--model-path demo`` stands for."""
+def demo_model_path(name: str = "demo") -> str:
+    """The directory inside the package that ``--model-path demo`` stands for, or ``demo-moe``, a mixture of experts."""
     from fenceline.config.model_files import demo_model_path as path
 
-    return path()
+    return path(name)
 
 
 def __getattr__(name: str) -> object:

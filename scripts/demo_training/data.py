@@ -41,9 +41,10 @@ def _work(feed: Feed, worker: int, queue: Queue[tuple[Ids, Mask]]) -> None:
     encoder = FastEncoder(Tokenizer.from_file(feed.tokenizer_file))
     step = feed.first_step + worker
     while True:
-        length = feed.curriculum.row_length(step)
+        curriculum = feed.curriculum
+        length = curriculum.row_length(step)
         rows = max(feed.tokens_per_step // length, 1)
-        queue.put(build_batch(feed.curriculum.seed, step, rows, length, encoder))
+        queue.put(build_batch(curriculum.seed, step, rows, length, encoder, curriculum.skills))
         step += feed.num_workers
 
 

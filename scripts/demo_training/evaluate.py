@@ -30,15 +30,21 @@ class Row:
     start: int
 
 
-def make_rows(tokenizer: Tokenizer, seed: int, num_items: int) -> list[Row]:
-    """Held-out items, every category in few-shot layout and (labelled 'chat') as a chat message."""
+def make_rows(
+    tokenizer: Tokenizer,
+    seed: int,
+    num_items: int,
+    max_length: int = ROW_LENGTHS[-1],
+    categories: tuple[str, ...] = CATEGORIES,
+) -> list[Row]:
+    """Held-out items of `max_length` tokens at most, in few-shot layout and (labelled 'chat') as a chat message."""
     encoder = FastEncoder(tokenizer)
     rows = []
-    for item in held_out_items(seed, num_items):
+    for item in held_out_items(seed, num_items, categories):
         rows.append(_row(encoder, item.item.category, item.prompt(), f" {item.item.answer}\n"))
-    for item in held_out_items(seed + 1, num_items // 4):
+    for item in held_out_items(seed + 1, num_items // 4, categories):
         rows.append(_chat_row(encoder, item))
-    return [row for row in rows if len(row.ids) <= ROW_LENGTHS[-1] + 1]
+    return [row for row in rows if len(row.ids) <= max_length + 1]
 
 
 def _row(encoder: FastEncoder, label: str, prompt: str, answer: str) -> Row:

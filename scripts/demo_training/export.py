@@ -19,12 +19,19 @@ from .model import DemoModel
 
 def _layer_weights(model: DemoModel) -> dict[str, Tensor]:
     """The stacked weights by their names within a layer."""
-    return {
+    named = {
         "self_attn.q_proj": model.wq, "self_attn.k_proj": model.wk, "self_attn.v_proj": model.wv,
         "self_attn.o_proj": model.wo, "self_attn.q_norm": model.q_norm, "self_attn.k_norm": model.k_norm,
-        "mlp.gate_proj": model.w_gate, "mlp.up_proj": model.w_up, "mlp.down_proj": model.w_down,
         "input_layernorm": model.attn_norm, "post_attention_layernorm": model.mlp_norm,
     }  # fmt: skip
+    mlp = {"gate_proj": model.w_gate, "up_proj": model.w_up, "down_proj": model.w_down}
+    experts = model.shape.num_experts
+    if not experts:
+        return named | {f"mlp.{name}": weight for name, weight in mlp.items()}
+    named["mlp.gate"] = model.router
+    return named | {
+        f"mlp.experts.{e}.{name}": weight[e::experts] for e in range(experts) for name, weight in mlp.items()
+    }
 
 
 def named_weights(model: DemoModel) -> dict[str, Tensor]:
@@ -54,10 +61,23 @@ def export(model: DemoModel, tokenizer: Tokenizer, directory: Path) -> None:
     end, pad = tokenizer.token_to_id(IM_END), tokenizer.token_to_id(END_OF_TEXT)
     shape = asdict(model.shape)
     theta = shape.pop("rope_theta")
+    num_experts, per_token = shape.pop("num_experts"), shape.pop("num_experts_per_tok")
+    family = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    experts = {}
+    if num_experts:
+        family = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+        experts = {
+            "num_experts": num_experts,
+            "num_experts_per_tok": per_token,
+            "moe_intermediate_size": shape["intermediate_size"],
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
     config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        **family,
         **shape,
+        **experts,
         "rope_theta": theta,
         "rope_scaling": None,
         "hidden_act": "silu",

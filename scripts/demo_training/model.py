@@ -1,4 +1,6 @@
-"""The demo model in plain torch, Qwen3-shaped: RMS norm, q/k norm, RoPE, grouped-query attention, SwiGLU.
+"""The demo models in plain torch, Qwen3-shaped: RMS norm, q/k norm, RoPE, grouped-query attention, SwiGLU.
+
+The feed-forward block is one SwiGLU, or a mixture of them as in Qwen3-MoE.
 
 Weights of one kind are stacked over the layers, so that the optimizer works on a few large tensors. All
 token-wise work runs on [tokens, hidden], whatever the row length is, and therefore compiles once.
@@ -29,6 +31,20 @@ class Shape:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 100_000.0
     max_position_embeddings: int = 4096
+    num_experts: int = 0  # of every layer, `intermediate_size` wide each; 0: one block for all tokens
+    num_experts_per_tok: int = 0
+
+
+MOE_SHAPE = Shape(
+    hidden_size=128,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    head_dim=32,
+    max_position_embeddings=1024,
+    num_experts=8,
+    num_experts_per_tok=2,
+)
+BALANCE_WEIGHT = 0.01  # of the loss that keeps the experts equally busy (arXiv:2101.03961)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -69,6 +85,33 @@ def finish_layer(
     return x + F.linear(h, w_down.to(dtype)).float()
 
 
+def mix_experts(
+    x: Tensor, attn: Tensor, wo: Tensor, norm: Tensor, router: Tensor, w_gate: Tensor, w_up: Tensor,
+    w_down: Tensor, top_k: int, eps: float, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Like `finish_layer` with a mixture of experts: w_gate and w_up [experts, inner, hidden], w_down likewise.
+
+    Each token goes to the `top_k` experts of the highest probability, whose weights are made to sum to 1. Second
+    result: experts * sum of (share of the choices * mean probability), which is 1 where all are equally busy.
+    """
+    x = x + F.linear(attn, wo.to(dtype)).float()
+    h = rms_norm(x, norm, eps)
+    probabilities = F.linear(h, router).softmax(-1)
+    chosen, experts = probabilities.topk(top_k)
+    chosen = (chosen / chosen.sum(-1, keepdim=True)).flatten()
+    order = experts.flatten().argsort(stable=True)
+    counts = experts.flatten().bincount(minlength=len(router))
+    tokens = order // top_k
+    rows = h.to(dtype).index_select(0, tokens).split(counts.tolist())
+    gate, up, down = w_gate.to(dtype), w_up.to(dtype), w_down.to(dtype)
+    parts = [
+        F.linear(F.silu(F.linear(part, gate[e])) * F.linear(part, up[e]), down[e])
+        for e, part in enumerate(rows)
+    ]
+    x = x.index_add(0, tokens, torch.cat(parts).float() * chosen[order, None])
+    return x, len(router) * (counts / counts.sum() * probabilities.mean(0)).sum()
+
+
 def output_loss(
     x: Tensor, norm: Tensor, embed: Tensor, targets: Tensor, weights: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -91,16 +134,18 @@ class DemoModel(nn.Module):
             s.num_key_value_heads * s.head_dim,
         )
 
-        def matrix(rows: int, columns: int) -> nn.Parameter:
-            return nn.Parameter(torch.randn(n, rows, columns) * columns**-0.5)
+        def matrix(rows: int, columns: int, experts: int = 1) -> nn.Parameter:
+            return nn.Parameter(torch.randn(n * experts, rows, columns) * columns**-0.5)
 
         def ones(*size: int) -> nn.Parameter:
             return nn.Parameter(torch.ones(*size))
 
         self.wq, self.wk = matrix(q_dim, s.hidden_size), matrix(kv_dim, s.hidden_size)
         self.wv, self.wo = matrix(kv_dim, s.hidden_size), matrix(s.hidden_size, q_dim)
-        self.w_gate, self.w_up = (matrix(s.intermediate_size, s.hidden_size) for _ in range(2))
-        self.w_down = matrix(s.hidden_size, s.intermediate_size)
+        experts = max(s.num_experts, 1)  # those of one layer lie one after the other
+        self.w_gate, self.w_up = (matrix(s.intermediate_size, s.hidden_size, experts) for _ in range(2))
+        self.w_down = matrix(s.hidden_size, s.intermediate_size, experts)
+        self.router = nn.Parameter(torch.randn(n, s.num_experts, s.hidden_size) * 0.02)
         with torch.no_grad():  # each layer starts as the identity
             self.wo.zero_()
             self.w_down.zero_()
@@ -116,12 +161,13 @@ class DemoModel(nn.Module):
         self._output_loss = wrap(output_loss)
 
     def matrices(self) -> list[nn.Parameter]:
-        """The stacked weight matrices, [layers, out, in] each."""
+        """The stacked weight matrices, [layers (times experts), out, in] each."""
         return [self.wq, self.wk, self.wv, self.wo, self.w_gate, self.w_up, self.w_down]
 
     def others(self) -> list[nn.Parameter]:
-        """Embedding and norms."""
-        return [self.embed, self.final_norm, self.attn_norm, self.mlp_norm, self.q_norm, self.k_norm]
+        """Embedding, norms and routers."""
+        norms = [self.final_norm, self.attn_norm, self.mlp_norm, self.q_norm, self.k_norm]
+        return [self.embed, *norms] + ([self.router] if self.shape.num_experts else [])
 
     def rotary(self, rows: int, length: int) -> tuple[Tensor, Tensor]:
         """cos and sin [rows * length, head_dim / 2] of positions 0 .. length - 1 in each row, fp32."""
@@ -138,10 +184,13 @@ class DemoModel(nn.Module):
 
     def residuals(self, ids: Tensor) -> list[Tensor]:
         """The residual stream in front of each layer and after the last, [rows * length, hidden] fp32 each."""
+        return self._layers(ids)[0]
+
+    def _layers(self, ids: Tensor) -> tuple[list[Tensor], Tensor]:
         s, (rows, length) = self.shape, ids.shape
         cos, sin = self.rotary(rows, length)
         x = F.embedding(ids.flatten(), self.embed)
-        found = [x]
+        found, balance = [x], torch.zeros((), device=x.device)
         for i in range(s.num_hidden_layers):
             qkv = self._project_qkv(
                 x, cos, sin, self.attn_norm[i], self.wq[i], self.wk[i], self.wv[i],
@@ -150,17 +199,26 @@ class DemoModel(nn.Module):
             q, k, v = (t.unflatten(0, (rows, length)).transpose(1, 2) for t in qkv)
             attn = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             attn = attn.transpose(1, 2).reshape(rows * length, -1)
-            x = self._finish_layer(
-                x, attn, self.wo[i], self.mlp_norm[i], self.w_gate[i], self.w_up[i], self.w_down[i],
-                s.rms_norm_eps, self.dtype,
-            )  # fmt: skip
+            if s.num_experts:
+                own = slice(i * s.num_experts, (i + 1) * s.num_experts)
+                x, busy = mix_experts(
+                    x, attn, self.wo[i], self.mlp_norm[i], self.router[i], self.w_gate[own], self.w_up[own],
+                    self.w_down[own], s.num_experts_per_tok, s.rms_norm_eps, self.dtype,
+                )  # fmt: skip
+                balance = balance + busy / s.num_hidden_layers
+            else:
+                x = self._finish_layer(
+                    x, attn, self.wo[i], self.mlp_norm[i], self.w_gate[i], self.w_up[i], self.w_down[i],
+                    s.rms_norm_eps, self.dtype,
+                )  # fmt: skip
             found.append(x)
-        return found
+        return found, balance
 
     def forward(self, ids: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Loss (a scalar) and hits [rows, length] bool; ids, targets int64 and weights fp32, [rows, length]."""
+        found, balance = self._layers(ids)
         loss, hits = self._output_loss(
-            self.hidden(ids), self.final_norm, self.embed, targets.flatten(), weights.flatten(),
+            found[-1], self.final_norm, self.embed, targets.flatten(), weights.flatten(),
             self.shape.rms_norm_eps, self.dtype,
         )  # fmt: skip
-        return loss, hits.view_as(ids)
+        return loss + BALANCE_WEIGHT * balance, hits.view_as(ids)

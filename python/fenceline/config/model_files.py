@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fenceline.config import ConfigError
 
-DEMO = "demo"
+DEMOS = {"demo": "demo_model", "demo-moe": "demo_moe_model"}  # names, and their folders in the package
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
 _WEIGHT_FILES = ("*.safetensors",)
@@ -23,9 +23,10 @@ _WEIGHT_FILES = ("*.safetensors",)
 _IGNORED = ("original/*", "consolidated*", "onnx/*", "*.onnx*", "openvino/*", "gguf/*")
 
 
-def demo_model_path() -> str:
-    """The directory of the demo model inside the installed package. Raises ConfigError if it is not there."""
-    path = Path(__file__).parent.parent / "demo_model"
+def demo_model_path(name: str = "demo") -> str:
+    """The directory of a demo model inside the installed package: "demo", or "demo-moe", a mixture of experts. Raises
+    ConfigError if it is not there."""
+    path = Path(__file__).parent.parent / DEMOS[name]
     if not (path / "config.json").is_file():
         raise ConfigError("the demo model is missing from this installation: reinstall the package")
     return str(path)
@@ -39,8 +40,8 @@ def model_directory(
     ``weights`` False fetches configuration and tokenizer only. Raises ConfigError, one line, if ``name`` is neither
     a directory nor a repository that can be had.
     """
-    if name == DEMO and not Path(name).is_dir():
-        return demo_model_path()
+    if name in DEMOS and not Path(name).is_dir():
+        return demo_model_path(name)
     path = Path(name).expanduser()
     if path.is_dir():
         if revision is not None:
@@ -55,7 +56,9 @@ def model_directory(
             )
         raise ConfigError(f"{flag} {name}: is a file; give the directory that holds it")
     if not _HUB_ID.fullmatch(name):
-        raise ConfigError(f"{flag} {name}: no such directory; give a model directory, a hub id or 'demo'")
+        raise ConfigError(
+            f"{flag} {name}: no such directory; give a model directory, a hub id, 'demo' or 'demo-moe'"
+        )
     return _download(name, flag, revision, download_dir, weights)
 
 

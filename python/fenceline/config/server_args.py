@@ -63,7 +63,7 @@ class ServerArgs:
     model_path: str = flag(
         "",
         "The model: a directory in Hugging Face format, a hub id such as Qwen/Qwen3-0.6B, or 'demo' for the model "
-        "that ships with the package. Required.",
+        "that ships with the package ('demo-moe': a small mixture of experts). Required.",
         group=_MODEL,
         aliases=("--model",),
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .documents import END_OF_TEXT, Document, ledger_document, short_document
+from .documents import END_OF_TEXT, Document, ledger_document, short_document, skill_document
 from .tokenizer import FastEncoder
 
 Ids = npt.NDArray[np.uint16]
@@ -19,13 +19,18 @@ ROW_LENGTHS = (512, 1024, 2048, 4096)
 
 @dataclass(frozen=True, slots=True)
 class Curriculum:
-    """Which row length a step trains on: short rows first, all lengths after `warm_steps` steps."""
+    """What a step trains on: short rows first, all lengths after `warm_steps` steps.
+
+    `skills`: the categories of questions of a model that learns a part of the corpus; empty: the whole corpus.
+    """
 
     seed: int
     warm_steps: int
+    lengths: tuple[int, int, int, int] = ROW_LENGTHS
+    skills: tuple[str, ...] = ()
 
     def row_length(self, step: int) -> int:
-        """The row length of `step`, one of ROW_LENGTHS."""
+        """The row length of `step`, one of `lengths`."""
         progress = step / max(self.warm_steps, 1)
         if progress < 0.4:
             weights = (1.0, 0.0, 0.0, 0.0)
@@ -35,7 +40,7 @@ class Curriculum:
             weights = (0.5, 0.2, 0.3, 0.0)
         else:
             weights = (0.45, 0.1, 0.15, 0.3)
-        return random.Random(f"length:{self.seed}:{step}").choices(ROW_LENGTHS, weights)[0]
+        return random.Random(f"length:{self.seed}:{step}").choices(self.lengths, weights)[0]
 
 
 def encode_document(document: Document, encoder: FastEncoder) -> tuple[list[int], list[int]]:
@@ -49,11 +54,16 @@ def encode_document(document: Document, encoder: FastEncoder) -> tuple[list[int]
     return ids, mask
 
 
-def build_row(rng: random.Random, length: int, encoder: FastEncoder) -> tuple[list[int], list[int]]:
-    """One row of `length` tokens: at most one ledger, the rest short documents, cut at the end."""
+def build_row(
+    rng: random.Random, length: int, encoder: FastEncoder, skills: tuple[str, ...] = ()
+) -> tuple[list[int], list[int]]:
+    """One row of `length` tokens: at most one ledger, the rest short documents, cut at the end.
+
+    With `skills` there is no ledger, and the documents ask for these alone.
+    """
     ids: list[int] = []
     mask: list[int] = []
-    ledger_at = rng.random() * 1.3  # of the row's length; beyond 1: none
+    ledger_at = 2.0 if skills else rng.random() * 1.3  # of the row's length; beyond 1: none
     if ledger_at < 0.8 and rng.random() < 0.6:
         ledger_at = 0.0
     separator = encoder.encode(END_OF_TEXT)
@@ -62,17 +72,19 @@ def build_row(rng: random.Random, length: int, encoder: FastEncoder) -> tuple[li
             document = ledger_document(rng, length - len(ids))
             ledger_at = 2.0
         else:
-            document = short_document(rng)
+            document = skill_document(rng, skills) if skills else short_document(rng)
         new_ids, new_mask = encode_document(document, encoder)
         ids += new_ids + separator
         mask += new_mask + [0]
     return ids[:length], mask[:length]
 
 
-def build_batch(seed: int, step: int, rows: int, length: int, encoder: FastEncoder) -> tuple[Ids, Mask]:
+def build_batch(
+    seed: int, step: int, rows: int, length: int, encoder: FastEncoder, skills: tuple[str, ...] = ()
+) -> tuple[Ids, Mask]:
     """The batch of `step`: ids [rows, length + 1] uint16 and the loss mask of the same shape, uint8."""
     rng = random.Random(f"batch:{seed}:{step}")
-    built = [build_row(rng, length + 1, encoder) for _ in range(rows)]
+    built = [build_row(rng, length + 1, encoder, skills) for _ in range(rows)]
     return (
         np.array([ids for ids, _ in built], dtype=np.uint16),
         np.array([mask for _, mask in built], dtype=np.uint8),

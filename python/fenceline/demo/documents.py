@@ -7,7 +7,7 @@ anyway (a space, a newline, a special token), so encoding segments one by one eq
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from . import generators
 from .generators import SYSTEM_PROMPTS, make_talk
@@ -172,3 +172,21 @@ _SHORT_CUMULATIVE = [0.42, 0.74, 0.88, 0.95, 1.0]
 def short_document(rng: random.Random) -> Document:
     """A document of some tens to some hundreds of tokens."""
     return rng.choices(_SHORT, cum_weights=_SHORT_CUMULATIVE)[0](rng, 0)
+
+
+def skill_document(rng: random.Random, categories: Sequence[str]) -> Document:
+    """Questions of `categories` alone, mixed or of one of them, in the layouts of `short_document`; some small talk.
+
+    For a model that has little time to learn in.
+    """
+    weights = [_WEIGHTS[name] for name in categories]
+    chosen = list(categories) if rng.random() < 0.35 else rng.choices(categories, weights)
+    weights = [_WEIGHTS[name] for name in chosen]
+    items = [train_item(rng, rng.choices(chosen, weights)[0]) for _ in range(rng.randrange(2, 13))]
+    kind = rng.random()
+    if kind < 0.5:
+        return few_shot(items, "Answer the questions.\n\n" if rng.random() < 0.2 else "")
+    if kind < 0.9:
+        turns = [make_talk(rng) if rng.random() < 0.1 else (item.question, item.answer) for item in items[:6]]
+        return chat(turns, rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.3 else "")
+    return _equations_document(rng, 0)

@@ -1,0 +1,91 @@
+"""The shipped mixture of experts: its answers by our engine, and wrong ones where tokens go to wrong experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from scheduler_driver import Driver, answers, make_model_driver, request
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from demo_training.model import MOE_SHAPE, DemoModel
+from fenceline import demo_model_path
+from fenceline.demo.evaluation import EvalItem, held_out_items
+from fenceline.layers.experts import ExpertsMLP
+
+SKILLS = ("add", "sub", "mul", "copy", "long_copy")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(demo_model_path("demo-moe"))
+
+
+def share_right(driver: Driver, tokenizer: PreTrainedTokenizerBase, items: Sequence[EvalItem]) -> float:
+    """Of the items, which are asked at once."""
+    stop = tokenizer.convert_tokens_to_ids(tokenizer.tokenize("\n"))
+    reqs = [
+        request(
+            item.item_id, tokenizer(item.prompt())["input_ids"],
+            temperature=0.0, max_new_tokens=len(item.item.answer) + 8, stop_token_ids=tuple(stop),
+        )
+        for item in items
+    ]  # fmt: skip
+    texts = [tokenizer.decode(ids).strip() for ids in answers(driver, reqs)]
+    return sum(text == item.item.answer for text, item in zip(texts, items, strict=True)) / len(items)
+
+
+def test_it_is_small_and_has_eight_experts_of_which_two_are_used() -> None:
+    folder = Path(demo_model_path("demo-moe"))
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 4_000_000
+    config = make_model_driver(model_path=str(folder)).config.model
+    assert config.experts is not None and config.architecture == "Qwen3MoeForCausalLM"
+    assert (config.experts.num_experts, config.experts.top_k) == (8, 2)
+
+
+def test_held_out_items_are_answered_and_wrong_experts_show(tokenizer: PreTrainedTokenizerBase) -> None:
+    items = held_out_items(seed=21, num_items=60, categories=SKILLS)
+    driver = make_model_driver(model_path="demo-moe")
+    assert share_right(driver, tokenizer, items) >= 0.9
+    driver = make_model_driver(model_path="demo-moe")
+    mixtures = [layer.mlp for layer in driver.worker.model.layers]  # type: ignore[attr-defined]
+    assert mixtures and all(isinstance(mlp, ExpertsMLP) for mlp in mixtures)
+    for weight in (weight for mlp in mixtures for weight in (mlp.gate_up, mlp.down)):
+        weight.copy_(weight.roll(1, 0))  # each expert in its neighbour's place
+    wrong = share_right(driver, tokenizer, items)
+    assert wrong < 0.3, wrong
+
+
+def test_every_expert_is_used(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Each gets at least a fortieth of the choices in each layer; equal shares would be an eighth."""
+    model = AutoModelForCausalLM.from_pretrained(demo_model_path("demo-moe"), dtype=torch.float32).eval()
+    ids = [tokenizer(item.prompt())["input_ids"] for item in held_out_items(3, 20, SKILLS)]
+    with torch.no_grad():
+        logits = [model(torch.tensor([prompt]), output_router_logits=True).router_logits for prompt in ids]
+    for layer in range(MOE_SHAPE.num_hidden_layers):
+        chosen = torch.cat([by_layer[layer].topk(2).indices.flatten() for by_layer in logits])
+        assert (chosen.bincount(minlength=8) / len(chosen)).min() > 1 / 40
+
+
+def test_the_trained_mixture_is_differentiable_in_router_and_experts() -> None:
+    """And its loss adds what keeps the experts equally busy."""
+    torch.manual_seed(0)
+    model = DemoModel(MOE_SHAPE, torch.float32, compiled=False)
+    with torch.no_grad():
+        model.w_down.normal_(std=0.1)  # it starts as nothing
+    ids = torch.randint(0, MOE_SHAPE.vocab_size, (2, 17))
+    loss, hits = model(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), torch.ones(2, 16))
+    loss.backward()
+    assert hits.shape == (2, 16)
+    for param in (model.router, model.w_gate, model.w_up, model.w_down):
+        assert param.grad is not None and float(param.grad.abs().sum()) > 0
