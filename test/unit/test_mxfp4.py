@@ -71,6 +71,23 @@ def test_logits_equal_transformers(published: tuple[Path, torch.nn.Module]) -> N
     check_parity(directory, reference, 16, "cpu")  # type: ignore[arg-type]
 
 
+def test_new_weights_take_the_place_of_old_ones(published: tuple[Path, torch.nn.Module]) -> None:
+    """They are checked by their headers first; a packed matrix counts once."""
+    directory, _ = published
+    model = PagedModel(directory, 16, "cpu").model
+    tensors = {}
+    for file in directory.glob("*.safetensors"):
+        tensors |= load_file(file)
+    kept = model.layers[0].mlp.down.data.clone()
+    model.layers[0].mlp.down.data.zero_()
+    model.load_weights(((name, tensor.to("meta")) for name, tensor in tensors.items()), only_check=True)
+    assert not model.layers[0].mlp.down.data.any()
+    model.load_weights(tensors.items())
+    assert torch.equal(model.layers[0].mlp.down.data, kept)
+    plain = sum(param.numel() * 4 for param in published[1].parameters())
+    assert model.nbytes == plain
+
+
 def test_every_rank_takes_its_part(published: tuple[Path, torch.nn.Module]) -> None:
     directory, _ = published
     whole = PagedModel(directory, 16, "cpu").model.layers[1].mlp

@@ -4,7 +4,7 @@ way. What they compute is in ``models/``."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
@@ -242,15 +242,16 @@ def _gpt_oss_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
 class Family:
     """How a family's config.json is read where families differ, by the rules of its transformers config.
 
-    ``head_dim`` is the default (None: the heads share hidden_size). ``windows`` gives the sliding window of each layer,
-    ``experts`` its mixture of experts, ``unrotated`` the layers without positions; all get the number of layers.
-    ``rope_theta``, ``tied`` (embedding and head), ``attention_bias`` and ``partial_rotary`` are defaults too; where
-    ``partial_rotary`` is None, heads always rotate whole. ``rope_interleaved``: pairs of features are neighbours.
-    ``appended_mtp``: layers that predict further tokens are stored behind the last layer. ``quantized``: quantised
-    checkpoints are served; ``mxfp4``: those whose experts alone are, in that format. ``activation`` is the default.
-    ``norm_offset`` is added to the weights of norms. ``soft_caps``: the defaults of those of attention's scores and of
-    logits, 0 for none; None: the family knows no such entry. ``local_theta``: layers with a window rotate by an own
-    rope_theta, of which this is the default.
+    ``head_dim`` is the default (None: the heads share hidden_size). ``windows`` gives the sliding window of each
+    layer, ``experts`` its mixture of experts, ``unrotated`` the layers without positions; all get the number of
+    layers. ``rope_theta``, ``tied`` (embedding and head), ``attention_bias`` and ``partial_rotary`` are defaults too;
+    where ``partial_rotary`` is None, heads always rotate whole. ``rope_interleaved``: pairs of features are
+    neighbours. ``appended_mtp``: layers that predict further tokens are stored behind the last layer. ``quantized``:
+    quantised checkpoints are served; ``mxfp4``: those whose experts alone are, in that format. ``text_defaults``:
+    config.json has the text model's entries in text_config, which need not state these; None: it has them itself.
+    ``activation`` is the default. ``norm_offset`` is added to the weights of norms. ``soft_caps``: the defaults of
+    those of attention's scores and of logits, 0 for none; None: the family knows no such entry. ``local_theta``:
+    layers with a window rotate by an own rope_theta, of which this is the default.
     """
 
     head_dim: int | None = None
@@ -258,6 +259,7 @@ class Family:
     tied: bool = False
     attention_bias: bool = False
     mxfp4: bool = False
+    text_defaults: Mapping[str, object] | None = None
     partial_rotary: float | None = None
     rope_interleaved: bool = False
     appended_mtp: bool = False
@@ -274,6 +276,26 @@ class Family:
 
 _EXPERTS_IN = ("fp8",)  # the formats of grouped products
 
+_GEMMA_3 = Family(
+    head_dim=256,
+    rope_theta=1e6,
+    tied=True,
+    activation="gelu_pytorch_tanh",
+    norm_offset=1.0,
+    soft_caps=(None, 0.0),
+    local_theta=1e4,
+    multipliers=_gemma_multipliers,
+    windows=_periodic_windows,
+)
+_GEMMA_3_DEFAULTS: Mapping[str, object] = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "Gemma2ForCausalLM": Family(
@@ -285,17 +307,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             multipliers=_gemma_multipliers,
             windows=partial(_periodic_windows, period=2),
         ),
-        "Gemma3ForCausalLM": Family(
-            head_dim=256,
-            rope_theta=1e6,
-            tied=True,
-            activation="gelu_pytorch_tanh",
-            norm_offset=1.0,
-            soft_caps=(None, 0.0),
-            local_theta=1e4,
-            multipliers=_gemma_multipliers,
-            windows=_periodic_windows,
-        ),
+        "Gemma3ForCausalLM": _GEMMA_3,
+        "Gemma3ForConditionalGeneration": replace(_GEMMA_3, text_defaults=_GEMMA_3_DEFAULTS),
         "Glm4ForCausalLM": Family(head_dim=128, partial_rotary=0.5, rope_interleaved=True),
         "Glm4MoeForCausalLM": Family(
             partial_rotary=0.5, appended_mtp=True, quantized=_EXPERTS_IN, experts=_glm_experts

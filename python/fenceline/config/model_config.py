@@ -157,7 +157,9 @@ class ModelConfig:
         hf = _apply_overrides(read_model_json(directory), overrides or {})
         generation = read_optional(directory / "generation_config.json")
         architecture = _architecture(hf)
-        reader, family = ConfigReader(hf), FAMILIES[architecture]
+        family = FAMILIES[architecture]
+        hf = _of_text(hf, family)
+        reader = ConfigReader(hf)
         has_mxfp4 = family.mxfp4 and is_mxfp4(hf, quantization)
         quantization_config = None if has_mxfp4 else read_quantization(hf, directory, quantization)
         if quantization_config is not None and quantization_config.kind not in family.quantized:
@@ -244,6 +246,15 @@ def _apply_overrides(hf: dict[str, object], overrides: Mapping[str, object]) -> 
             merged["rope_theta"] = inner["rope_theta"]
         merged.pop("rope_parameters")
     return merged
+
+
+def _of_text(hf: dict[str, object], family: Family) -> dict[str, object]:
+    """The entries of the text model of a ``family`` that sees images too."""
+    text = hf.get("text_config")
+    if family.text_defaults is None or not isinstance(text, Mapping):
+        return hf
+    stated = {key: value for key, value in hf.items() if key not in ("text_config", "vision_config")}
+    return {**family.text_defaults, **stated, **text}
 
 
 def _architecture(hf: Mapping[str, object]) -> str:

@@ -44,11 +44,19 @@ class Mxfp4Slot(WeightSlot):
     def dtype(self) -> torch.dtype:
         return torch.uint8
 
+    @property
+    def nbytes(self) -> int:
+        return self.dest.nbytes if self.half == "blocks" else 0  # both fill the same parameter
+
+    def check_type(self, name: str, tensor: torch.Tensor) -> None:
+        """See ``WeightSlot.check_type``."""
+        if tensor.dtype != torch.uint8:
+            raise ValueError(f"weight {name} is {tensor.dtype}, it must be uint8 (MXFP4)")
+
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """See ``WeightSlot.load``."""
         self.check(name, tensor)
-        if tensor.dtype != torch.uint8:
-            raise ValueError(f"weight {name} is {tensor.dtype}, it must be uint8 (MXFP4)")
+        self.check_type(name, tensor)
         setattr(self.halves, self.half, tensor.clone())  # it is valid until the next one is read
         blocks, scales = self.halves.blocks, self.halves.scales
         if blocks is None or scales is None:

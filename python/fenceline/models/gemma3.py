@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
+import torch
+
 from fenceline.config.model_config import ModelConfig
 from fenceline.layers.branch import BranchNorms
 from fenceline.layers.context import LayerContext
@@ -24,3 +28,21 @@ class Gemma3ForCausalLM(CausalLM):
         )  # fmt: skip
         norms = BranchNorms("pre_feedforward_layernorm", "post_feedforward_layernorm")
         return DecoderLayer(attention, GatedMLP(config, context, bias=False, norms=norms))
+
+
+class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
+    """The text model of one that sees images, without what it sees them with."""
+
+    def load_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], partly: bool = False, only_check: bool = False
+    ) -> None:
+        super().load_weights(_of_text(weights), partly, only_check)
+
+
+def _of_text(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The text model's tensors, by their names in a model of texts alone. transformers 5 writes other ones."""
+    for name, tensor in weights:
+        if name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector.")):
+            continue
+        name = name.replace("model.language_model.", "model.", 1)
+        yield name.removeprefix("language_model."), tensor

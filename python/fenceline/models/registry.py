@@ -9,7 +9,7 @@ from fenceline.config.model_config import ModelConfig
 from fenceline.layers.context import LayerContext
 from fenceline.models.decoder import CausalLM
 from fenceline.models.gemma2 import Gemma2ForCausalLM
-from fenceline.models.gemma3 import Gemma3ForCausalLM
+from fenceline.models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 from fenceline.models.glm4 import Glm4ForCausalLM
 from fenceline.models.glm4_moe import Glm4MoeForCausalLM
 from fenceline.models.gpt_oss import GptOssForCausalLM
@@ -30,6 +30,7 @@ MODELS: Mapping[str, type[CausalLM]] = MappingProxyType(
     {
         "Gemma2ForCausalLM": Gemma2ForCausalLM,
         "Gemma3ForCausalLM": Gemma3ForCausalLM,
+        "Gemma3ForConditionalGeneration": Gemma3ForConditionalGeneration,
         "Glm4ForCausalLM": Glm4ForCausalLM,
         "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
         "GptOssForCausalLM": GptOssForCausalLM,
