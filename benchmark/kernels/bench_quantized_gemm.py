@@ -121,12 +121,12 @@ class QuantizedSweep(Sweep):
         super().__init__(bench, product, rows, seconds)
         self.copies, self.quantized = copies, products
         self.bits = BITS[copies.stored[0].kind]
-        if not triton:
-            return
-        guess = products._guess_triton(rows, copies.stored[0], product.gated)
+        self.try_all([None])
+        guess = products._guess_triton(rows, copies.stored[0], product.gated) if triton else None
         if guess is not None:
+            self.deadline = time.monotonic() + seconds
             self.try_all([guess])
-            self.deadline = time.monotonic() + seconds  # Triton has compiled
+        self.deadline = time.monotonic() + seconds  # Triton has compiled its kernels for both
 
     def time(self, choice: SkinnyChoice) -> float:
         products = with_table(self.quantized, FixedTable(self.bench.gpu, choice))

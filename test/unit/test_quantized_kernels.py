@@ -45,6 +45,7 @@ OTHERS = (
     "what _scaled_mm is called with",
     "float16 holds a norm of large numbers",
     "few rows in bfloat16 go to the cuda product",
+    "a cuda product that is wrong is not used",
 )
 
 results = outcomes_of(__file__)
@@ -314,6 +315,42 @@ def check_cuda_choice() -> None:
     assert launched("fp8-blocks", 3) == [2]
 
 
+def check_cuda_trial() -> None:
+    from fenceline.layers.kernels import cuda_quantized
+    from fenceline.layers.kernels.skinny_gemm import Fusion
+    from fenceline.layers.kernels.skinny_table import CudaConfig
+
+    tried: set[str] = set()
+
+    def product(
+        x: torch.Tensor, stored: QuantizedFormat, config: CudaConfig, fusion: Fusion, out: torch.Tensor,
+        wrong: str = "", wrong_rows: int = 0,
+    ) -> None:  # fmt: skip
+        name = cuda_quantized.numbers_name(stored)
+        tried.add(name)
+        wide = x.float()
+        if fusion.norm_weight is not None:
+            wide = F.rms_norm(wide, x.shape[1:], fusion.norm_weight.float(), fusion.eps)
+        y = F.linear(wide, stored.dequantized(torch.float32))
+        if fusion.gated:
+            y = F.silu(y[:, : len(out[0])]) * y[:, len(out[0]) :]
+        out.copy_(y if fusion.residual is None else fusion.residual + y)
+        if wrong == name and len(x) == wrong_rows:
+            out[-1] *= float("nan") if fusion.gated else 1.1
+
+    def refuses(*operands: object) -> None:
+        raise RuntimeError("not on this GPU")
+
+    cpu = torch.device("cpu")
+    for kind, names in (("fp8", {"fp8", "fp8/128"}), ("int4", {"int4/32", "int4/64", "int4/128"})):
+        tried.clear()
+        assert cuda_quantized._agrees(cpu, product, kind), kind
+        assert tried == names, tried
+        for name, rows in itertools.product(names, (1, 2, 8, 16)):
+            assert not cuda_quantized._agrees(cpu, partial(product, wrong=name, wrong_rows=rows), kind)
+        assert not cuda_quantized._agrees(cpu, refuses, kind)
+
+
 def main() -> None:
     set_up_interpreter()
     checks = dict(
@@ -327,6 +364,7 @@ def main() -> None:
                 check_scaled_mm,
                 check_float16,
                 check_cuda_choice,
+                check_cuda_trial,
             ),
             strict=True,
         )
