@@ -23,7 +23,7 @@ from fenceline.vgpu.proving.grammars import choose, load_grammars
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
 from fenceline.vgpu.proving.persistent_attention import PERSISTENT
 from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Flag, Flags, Scenario, Script, Workload
-from fenceline.vgpu.proving.speculative_workloads import draft_flags
+from fenceline.vgpu.proving.speculative_workloads import draft_flags, several_layers
 from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
 
 _RARE_STATES = ("retracted", "retracted with a tail", "waiting for storage")
@@ -266,9 +266,14 @@ def _from_storage(script: Script, page_size: int) -> Flags:
 
 def _paused_twice(script: Script, page_size: int) -> Flags:
     """An arranged run: two pauses retract requests of different kinds, half of whose pages are not full; one is aborted
-    then or soon after."""
+    then or soon after. With a draft the temperature is high: the common noise makes drafts agree, also those of several
+    layers, which few other runs have."""
     random = script.random
-    kinds: list[dict[str, Any]] = [{}, {"repetition_penalty": 1.3, "frequency_penalty": 0.4}]
+    flags: Flags = {}
+    if random.random() < 0.5:
+        flags = several_layers(random) if random.random() < 0.4 else draft_flags(random)
+    hot = {"temperature": 1.3} if flags else {}
+    kinds: list[dict[str, Any]] = [hot, {**hot, "repetition_penalty": 1.3, "frequency_penalty": 0.4}]
     if random.random() < 0.5:
         load_grammars(script)
         kinds.append({"grammar": choose(random)})
@@ -281,7 +286,6 @@ def _paused_twice(script: Script, page_size: int) -> Flags:
         script.send(step + random.randint(1, 2), ContinueGenerationReq(id=f"continue {number}"))
         step += random.randint(5, 7)
     script.abort_when(random.choice(("retracted with a tail", "retracted", "running", "queued")), step - 7)
-    flags: Flags = draft_flags(random) if random.random() < 0.5 else {}
     return {
         **flags,
         "max_total_tokens": random.choice((64, 96)),

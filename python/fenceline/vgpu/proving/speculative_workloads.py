@@ -20,14 +20,21 @@ def draft_flags(random: Random) -> Flags:
     """A draft, and how many tokens it proposes: in half of the runs another number in each step, in some trees."""
     draft = random.choice(DRAFTS)
     if draft == "NEXTN2":
-        flags: dict[str, Flag] = {"draft": draft, "speculative_num_steps": 2}  # as many as it has layers
-    elif random.random() < 0.35:
+        return several_layers(random)
+    if random.random() < 0.35:
         flags = _tree_flags(random, draft)
     else:
         flags = {"draft": draft, "speculative_num_steps": random.choice((1, 2, 3))}
-    if random.random() < 0.5:
-        flags["depth_seed"] = random.randrange(1 << 16)
-    return flags
+    return flags | _depths(random)
+
+
+def several_layers(random: Random) -> Flags:
+    """A draft with a layer for each of its steps."""
+    return {"draft": "NEXTN2", "speculative_num_steps": 2, **_depths(random)}
+
+
+def _depths(random: Random) -> dict[str, Flag]:
+    return {"depth_seed": random.randrange(1 << 16)} if random.random() < 0.5 else {}
 
 
 def _tree_flags(random: Random, draft: str) -> dict[str, Flag]:
