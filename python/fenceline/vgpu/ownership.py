@@ -26,7 +26,7 @@ from fenceline.memory_order.stream import Clock, joined
 from fenceline.vgpu.errors import OwnershipError
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.place import Place, here
-from fenceline.vgpu.streams import Operation, VirtualStream
+from fenceline.vgpu.streams import RELEASE, Operation, VirtualStream
 from fenceline.vgpu.streams import who as describe
 
 I32 = npt.NDArray[np.int32]
@@ -123,10 +123,13 @@ class Leases:
                 self.refuse(page, who)
 
     def used(self, pages: Iterable[int], stream: VirtualStream, who: str) -> None:
-        """``who`` has submitted work on ``pages``, the last of it just now, to ``stream``."""
+        """``who`` has just submitted work on ``pages`` to ``stream``."""
         if not self._keeps_users:
             return
-        user = User(stream, stream.count, who, here())
+        position = stream.count
+        while position > 1 and stream.action(position).label == RELEASE:
+            position -= 1  # Python dropped a tensor, perhaps behind the Point of the step: no page is used
+        user = User(stream, position, who, here())
         for page in pages:
             lease = self._of_page[page]
             if lease is not None:
