@@ -358,3 +358,21 @@ def test_a_newcomer_goes_before_the_decode_step_of_a_body_that_runs_many(overlap
     assert any(len(run) == 2 for run in in_row)
     assert all(len(run) <= 2 and sum(run[1:]) <= 8 for run in in_row)
     driver.run()
+
+
+@pytest.mark.parametrize("delay", range(5))
+def test_a_newcomer_with_more_scored_tokens_than_a_step_waits_for_its_turn(delay: int) -> None:
+    """1,024 tokens of a step are scored at most, so such a one would be half-way beside another that is half-way."""
+    driver = fair_driver(num_rows=20, num_pages=12000, chunk=4400, context_length=30000)
+    driver.send(*body_of(1, 8, prompt_len=9, max_new_tokens=40))
+    while len(driver.scheduler.running) < 2:
+        driver.step()
+    driver.send(request("long", [9] * 24000, max_new_tokens=2))
+    for _ in range(1 + delay):
+        driver.step()
+    scored = request("scored", [8] * 1050, max_new_tokens=2, return_logprob=True, logprob_start_len=0)
+    driver.send(scored)
+    for _ in range(80):
+        driver.step()
+    assert driver.answers["scored"].finish is not None
+    assert driver.answers["long"].finish is not None

@@ -174,6 +174,24 @@ def test_short_requests_without_end_do_not_keep_long_ones_waiting() -> None:
     driver.run()
 
 
+@pytest.mark.parametrize("chunk", [32, -1], ids=["half-way", "whole"])
+def test_who_needs_of_the_share_too_is_not_passed_for_ever(chunk: int) -> None:
+    """It is admitted when nothing else runs, which short ones without end would put off without end."""
+    driver = driver_of(num_pages=80, num_rows=100, chunked_prefill_size=chunk)
+    driver.send(*(short(i) for i in range(3)))
+    steps(driver, 4)
+    driver.send(late := request("late", [7] * 250, max_new_tokens=3, ignore_eos=True))
+    for number in range(100):
+        driver.send(short(100 + number, max_new_tokens=12))
+        steps(driver, 4)
+        if late.rid in driver.answers and driver.answers[late.rid].output_ids:
+            break
+    else:
+        raise AssertionError("the long one has got nothing")
+    driver.scheduler.abort(AbortReq(abort_all=True))
+    driver.run()
+
+
 def test_one_long_request_alone_may_have_everything() -> None:
     driver = driver_of(num_pages=70)
     driver.scheduler.share = ShortShare(250, 0)  # more than it leaves

@@ -23,7 +23,7 @@ F64 = npt.NDArray[np.float64]
 # A request is not expected to use more new tokens than this when it is admitted, whatever it may.
 CLIP_NEW_TOKENS = 4096
 # Logits of prompt positions are a vocabulary wide: a step computes at most this many, of all prompts together.
-_MAX_SCORED_TOKENS = 1024
+MAX_SCORED_TOKENS = 1024
 # Of so many that wait behind a half-way prompt the short ones are found: each may have to be looked up in the tree.
 _MAX_LOOKED_AT = 128
 # Of so many that wait the short ones (see ShortShare) are found that pass one for which there is no memory.
@@ -38,7 +38,7 @@ class _Budget:
     step_tokens: int
     memory_tokens: int
     share: ShortShare
-    scored_tokens: int = _MAX_SCORED_TOKENS
+    scored_tokens: int = MAX_SCORED_TOKENS
 
 
 @dataclass(slots=True)
@@ -345,7 +345,11 @@ class PrefillPlanner:
     def _new_memory(self, req: Req, prefix: Prefix) -> tuple[int, int]:
         """Pages that ``req`` gets when it is admitted, and tokens that it is expected to ask for afterwards."""
         num_pages = self._memory.num_pages_for(req.num_tokens) - len(prefix.match.pages)
-        return num_pages, min(req.final_len - req.num_tokens + 1, CLIP_NEW_TOKENS) + self._num_spare
+        return num_pages, self._expected(req)
+
+    def _expected(self, req: Req) -> int:
+        """Tokens that ``req`` is taken to ask for after it has been admitted."""
+        return min(req.final_len - req.num_tokens + 1, CLIP_NEW_TOKENS) + self._num_spare
 
     def _admit_waiting(
         self,
@@ -377,7 +381,7 @@ class PrefillPlanner:
             if req.scores_prompt and budget.scored_tokens <= 0:
                 return
             if not self._admit(plan, req, budget, alone):
-                if num_short == 0 or req.is_short:
+                if num_short == 0 or req.is_short or self._must_be_alone(req, budget.share):
                     return  # no short one passes another one
                 blocked = blocked or req
                 continue
@@ -410,13 +414,19 @@ class PrefillPlanner:
             if num_new > room or (req.scores_prompt and num_new > scored):
                 continue
             if not self._admit(plan, req, budget, alone=False):
-                if num_short == 0 or req.is_short:
+                if num_short == 0 or req.is_short or self._must_be_alone(req, budget.share):
                     return
                 blocked = True
                 continue
             self._add_chunk(plan, req, budget)
             room -= num_new
             scored -= num_new if req.scores_prompt else 0
+
+    def _must_be_alone(self, req: Req, share: ShortShare) -> bool:
+        """Whether ``req`` needs of the share of short ones too: those that passed it would keep it waiting for ever."""
+        num_tokens = self._memory.num_pages * self._page_size - share.tokens
+        num_pages = self._memory.num_pages_for(req.num_tokens)
+        return num_pages * self._page_size + self._expected(req) > num_tokens
 
     def _shared_tokens(self, plan: _Plan, num_waiting: int) -> int:
         """With so many tokens no further prompt joins the step. Prefixes that are cached are not computed: those of the

@@ -65,7 +65,13 @@ from fenceline.scheduler.control import SchedulerControl
 from fenceline.scheduler.draft_depth import AdaptiveDepth, DraftDepth, FixedDepth
 from fenceline.scheduler.flight_recorder import FlightRecorder
 from fenceline.scheduler.output import OutputSender, log_output, log_prompt
-from fenceline.scheduler.prefill import CLIP_NEW_TOKENS, PrefillPlan, PrefillPlanner, remap_writes
+from fenceline.scheduler.prefill import (
+    CLIP_NEW_TOKENS,
+    MAX_SCORED_TOKENS,
+    PrefillPlan,
+    PrefillPlanner,
+    remap_writes,
+)
 from fenceline.scheduler.ranks import RankLink
 from fenceline.scheduler.req import LogprobLog, Req, emit_interval
 from fenceline.scheduler.request_memory import Remap, make_request_memory
@@ -424,6 +430,8 @@ class Scheduler:
                     self.waiting.admit(req)
             if chunked is self.chunked:
                 self.chunked = plan.chunked
+            else:
+                assert plan.chunked is None, "a newcomer beside a half-way prompt fits whole into its step"
             # A step takes time however short it is: a quarter of a full one. Where prompts come one by one, each could
             # still have a step of its own, so those that leave nothing to be computed count a quarter of the limit.
             is_last = self.chunked is None and not self.waiting
@@ -446,7 +454,8 @@ class Scheduler:
         """The first waiting request of a body that runs nothing of which at most ``num_tokens`` are to be computed, so
         that it fits whole into a step of so many."""
         for req in islice(self.waiting.newcomers(self.may_schedule), _MAX_NEWCOMERS):
-            if req.num_tokens - self.memory.match(req).num_tokens <= num_tokens:
+            num_new = req.num_tokens - self.memory.match(req).num_tokens
+            if num_new <= (min(num_tokens, MAX_SCORED_TOKENS) if req.scores_prompt else num_tokens):
                 return req
         return None
 
