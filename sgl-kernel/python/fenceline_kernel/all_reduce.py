@@ -12,7 +12,7 @@ from fenceline_kernel.errors import KernelUnavailable
 from fenceline_kernel.library import KernelLibrary, load
 
 MAX_RANKS = 8
-MAX_SLOTS = 4096  # captured launches whose outputs peers write
+MAX_SLOTS = 1 << 14  # captured launches whose outputs peers write; any more copy what peers have added up
 _MAX_BLOCKS, _MAX_THREADS, _VECTOR = 128, 512, 16
 _HANDLE = 64  # bytes of a cudaIpcMemHandle_t
 _UNIT = "all_reduce"
@@ -63,13 +63,13 @@ class PeerAllReduce:
         self.one_shot_bytes, self.max_bytes = one_shot_bytes, max_bytes
         self._exchange = exchange
         self._opened: dict[bytes, int] = {}  # by handle: where it lies in this process
-        self._noted: list[tuple[int, torch.Tensor]] = []
+        self._noted: list[tuple[int, int]] = []  # lines of the table, and the addresses of their x
         self._num_slots = 0
         self._own = 0
         problem = self._set_up(library)
         problems = [text.decode() for text in exchange(problem.encode())]
         if any(problems):
-            self.close()
+            self._give_back()  # nobody has opened it, and a rank without memory would not answer an exchange
             number = next(i for i, text in enumerate(problems) if text)
             raise KernelUnavailable(f"our own all-reduce cannot be used on rank {number}: {problems[number]}")
         own = self._handle_of(self._own)[0]
@@ -106,8 +106,8 @@ class PeerAllReduce:
                 "peer_allocate", allocate, num_bytes(ctypes.byref(request)), ctypes.byref(memory), handle
             )
             self._own = memory.value or 0
-        except (KernelUnavailable, RuntimeError) as error:
-            return str(error)
+        except Exception as error:  # whatever it is: the other ranks wait to hear of it
+            return str(error) or type(error).__name__
         return ""
 
     def _function(self, name: str, *types: type) -> ctypes._NamedFuncPointer:
@@ -175,7 +175,7 @@ class PeerAllReduce:
         share = -(-request.num_vectors // self.size) if two_shots else request.num_vectors
         request.num_threads = num_threads or min(_MAX_THREADS, max(32, -(-share // 32) * 32))
         request.num_blocks = num_blocks or min(_MAX_BLOCKS, -(-share // request.num_threads))
-        if two_shots and registered:
+        if two_shots and registered and self._num_slots < MAX_SLOTS:
             request.outputs = self._slot(x)
         self._run(request)
 
@@ -224,10 +224,8 @@ class PeerAllReduce:
 
     def _slot(self, x: torch.Tensor) -> int:
         """Where the launch that is being captured will find all ranks' ``x``: the address of a line of the table."""
-        if self._num_slots == MAX_SLOTS:
-            raise RuntimeError(f"more than {MAX_SLOTS} captured launches: capture fewer graphs")
         slot, self._num_slots = self._num_slots, self._num_slots + 1
-        self._noted.append((slot, x))
+        self._noted.append((slot, x.data_ptr()))  # not x: the graph's pool keeps its memory and may share it
         return self._outputs[slot].data_ptr()
 
     def register(self) -> None:
@@ -235,8 +233,8 @@ class PeerAllReduce:
         only after it. Waits for the device. Raises ``RuntimeError`` with the remedy where memory cannot be shared."""
         noted, self._noted = self._noted, []
         entries = []
-        for slot, x in noted:
-            handle, offset = self._handle_of(x.data_ptr())
+        for slot, own in noted:
+            handle, offset = self._handle_of(own)
             entries.append(slot.to_bytes(4, "little") + offset.to_bytes(8, "little") + handle)
         for number, data in enumerate(self._exchange(b"".join(entries))):
             size = 12 + _HANDLE
@@ -245,15 +243,11 @@ class PeerAllReduce:
                     f"rank {number} has captured {len(data) // size} launches, rank {self.rank} {len(entries)}:"
                     " all ranks must capture the same graphs"
                 )
-            for (slot, x), start in zip(noted, range(0, len(data), size), strict=True):
+            for (slot, own), start in zip(noted, range(0, len(data), size), strict=True):
                 theirs = int.from_bytes(data[start : start + 4], "little")
                 assert theirs == slot, "ranks capture in one order"
                 offset = int.from_bytes(data[start + 4 : start + 12], "little")
-                address = (
-                    x.data_ptr()
-                    if number == self.rank
-                    else self._open(data[start + 12 : start + size]) + offset
-                )
+                address = own if number == self.rank else self._open(data[start + 12 : start + size]) + offset
                 self._outputs[slot, number] = address
         torch.cuda.synchronize(self.device)
 
@@ -267,5 +261,9 @@ class PeerAllReduce:
             self._call("peer_close", self._close_handle, address)
         self._opened.clear()
         self._exchange(b"")  # nobody's memory is freed while another rank has it open
-        self._call("peer_free", self._free, self._own)
-        self._own = 0
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self._own:
+            self._call("peer_free", self._free, self._own)
+            self._own = 0
