@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+from fenceline.layers.kernels.cuda_kernels import is_right
+from fenceline.layers.kernels.skinny_gemm import Fusion
 from fenceline.layers.kernels.skinny_table import (
     CudaConfig,
     GpuTraits,
@@ -60,3 +65,32 @@ def test_choices_survive_the_file(tmp_path: Path) -> None:
     assert table.choose(1, 64, 64, False) == CudaConfig(tiles=2)
     assert table.choose(2, 64, 64, True) is None
     assert isinstance(SkinnyTable(UNKNOWN, {}).choose(1, 64, 64, False), CudaConfig)
+
+
+def stand_in(
+    wrong: float,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    config: CudaConfig,
+    fusion: Fusion,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """A product by torch's operators, of which some are off by ``wrong``."""
+    wide = x.float()
+    if fusion.norm_weight is not None:
+        wide = F.rms_norm(wide, fusion.norm_weight.shape, fusion.norm_weight.float(), fusion.eps)
+    y = F.linear(wide, weight.float())
+    if fusion.gated:
+        gate, up = y.chunk(2, -1)
+        y = F.silu(gate) * up
+    if len(x) == 8 and fusion.residual is not None:
+        y[-1] *= 1 + wrong
+    return (y if fusion.residual is None else y + fusion.residual.float()).bfloat16()
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.5, float("nan")])
+def test_a_skinny_gemm_that_is_wrong_at_start_is_not_used(
+    wrong: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert is_right(torch.device("cpu"), partial(stand_in, wrong)) is (wrong == 0)
+    assert ("is wrong here" in caplog.text) is (wrong != 0)

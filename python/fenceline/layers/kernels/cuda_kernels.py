@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +33,11 @@ from fenceline.layers.weight import DenseWeight, RMSNorm
 if TYPE_CHECKING:
     from fenceline_kernel.skinny import SkinnyConfig, SkinnyGemm
 
+logger = logging.getLogger(__name__)
+
+_TOLERANCE = 0.02  # of the trial at start, relative to the product's size: bfloat16 rounds by 0.004
+
+_TOLERANCE = 0.02  # of the trial at start, relative to the product's size: bfloat16 rounds by 0.004
 _FEW_ROWS = ROW_BUCKETS[-1]  # the skinny kernels never multiply more rows than this
 
 # x, weight, cut, fusion, output (None: a new one) -> output
@@ -253,4 +260,36 @@ def _find_cuda_product(device: torch.device) -> CudaProduct | None:
         )  # fmt: skip
         return out
 
-    return product
+    return product if is_right(device, product) else None
+
+
+def is_right(device: torch.device, product: CudaProduct) -> bool:
+    """Whether ``product`` runs on ``device`` and yields what torch's operators do, with few rows and more, and with
+    fusions. If not, the log says so."""
+    generator = torch.Generator(device).manual_seed(0)
+    draw = partial(torch.randn, device=device, generator=generator)
+    n, k = 96, 512
+    weight, norm = (draw(n, k) / k**0.5).bfloat16(), (1 + 0.1 * draw(k)).bfloat16()
+    has_pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    for rows, tiles in ((1, 2), (1, 6), (2, 4), (8, 2), (8, 6), (16, 4)):
+        cut = CudaConfig(tiles=tiles, warps_k=2, depth=2, pdl=has_pdl)
+        x, residual = draw(rows, k).bfloat16(), draw(rows, n).bfloat16()
+        gate, up = F.linear(F.rms_norm(x.float(), (k,), norm.float(), 1e-6), weight.float()).chunk(2, -1)
+        try:
+            gated = product(x, weight, cut, Fusion(norm, 1e-6, gated=True), None)
+            added = product(x, weight, cut, Fusion(residual=residual.clone()), None)
+        except RuntimeError as error:
+            logger.warning("the CUDA skinny GEMM cannot be used here: %s", error)
+            return False
+        for got, want in (
+            (gated, F.silu(gate) * up),
+            (added, residual.float() + F.linear(x.float(), weight.float())),
+        ):
+            error_size = ((got.float() - want).norm() / want.norm()).item()
+            if not error_size < _TOLERANCE:
+                logger.warning(
+                    "the CUDA skinny GEMM with %d rows is wrong here by %.3f of the result; it is not used",
+                    rows, error_size,
+                )  # fmt: skip
+                return False
+    return True
