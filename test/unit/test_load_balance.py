@@ -35,6 +35,7 @@ from fenceline.ipc.io_struct import (
     StatsReport,
     TokenizedGenerateReq,
     TokenOut,
+    UpdateWeightsReq,
 )
 from fenceline.sampling.sampling_params import SamplingParams
 
@@ -218,6 +219,84 @@ def test_caches_are_flushed_on_all_replicas_or_on_none() -> None:
         link.send(CancelFlushReq(id="patient"))  # too late: they answer
         assert all(CancelFlushReq(id="patient") in each.sent for each in links)
         link.close()
+
+    asyncio.run(run())
+
+
+def test_a_flush_that_does_not_wait_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas wait with it for requests that are about to end; one that does not end must not keep it for ever."""
+    monkeypatch.setattr("fenceline.frontend.control.FLUSH_GRACE_S", 0.0)
+
+    async def run() -> None:
+        sent: asyncio.Queue[Message] = asyncio.Queue()
+        control = ControlClient(sent.put_nowait)
+        asked = asyncio.ensure_future(control.flush_cache())
+        flush, cancel = [await asyncio.wait_for(sent.get(), 10) for _ in range(2)]
+        assert isinstance(flush, FlushCacheReq) and not flush.wait
+        assert cancel == CancelFlushReq(id=flush.id)
+        control.resolve(ControlReply(flush.id, False, "requests are pending"))
+        assert not (await asked).success
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("success", [True, False])
+@pytest.mark.parametrize("message", [FlushCacheReq(id="it"), UpdateWeightsReq(id="it", model_path="x")])
+def test_prefixes_are_forgotten_only_where_caches_were_emptied(message: Message, success: bool) -> None:
+    async def run() -> None:
+        links = [FakeLink(), FakeLink()]
+        link = ReplicaLink(links, config(2, "cache_aware"))
+
+        async def placed(rid: str) -> int:
+            tokens = prompt(1)
+            link.send(TokenizedGenerateReq(rid=rid, input_ids=tokens, sampling_params=SamplingParams()))
+            number = next(number for number, each in enumerate(links) if _has(each, rid))
+            links[number].news.put_nowait([last(rid)])
+            await link.receive()
+            return number
+
+        first = await placed("first")
+        assert first == 0 == await placed("again")
+        link.send(req("other", replica=0))  # the replica with the prefix has more to do
+        assert await placed("with load") == 0
+        links[0].news.put_nowait([last("other")])
+        await link.receive()
+        link.send(message)
+        for each in links:
+            each.news.put_nowait([ControlReply("it", success)])
+            (reply,) = await link.receive()
+            assert isinstance(reply, ControlReply)
+        link.send(req("other", replica=0))
+        assert await placed("later") == (1 if success else 0)
+        link.close()
+
+    asyncio.run(run())
+
+
+def _has(link: FakeLink, rid: str) -> bool:
+    return any(isinstance(message, TokenizedGenerateReq) and message.rid == rid for message in link.sent)
+
+
+def test_while_weights_are_replaced_other_questions_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ControlClient._ask_all, "__defaults__", (0.01,))
+    monkeypatch.setattr(ControlClient._ask, "__defaults__", (0.01,))
+
+    async def run() -> None:
+        sent: list[Message] = []
+        control = ControlClient(sent.append)
+        with pytest.raises(RequestError, match="did not answer within 0.01 s"):
+            await control.internal_states()
+        assert not control.updating
+        update = asyncio.ensure_future(control.update_weights(UpdateWeightsReq(id="u", model_path="x")))
+        await asyncio.sleep(0)
+        assert control.updating
+        states = asyncio.ensure_future(control.internal_states())
+        done, _ = await asyncio.wait((states,), timeout=0.1)
+        assert not done, "it waits beyond its own limit"
+        control.resolve(ControlReply("u", True))
+        assert (await update).success and not control.updating
+        with pytest.raises(RequestError, match="did not answer"):
+            await states
 
     asyncio.run(run())
 

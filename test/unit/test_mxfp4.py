@@ -16,10 +16,11 @@ from fenceline.config.engine_config import resolve
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.server_args import ServerArgs
 from fenceline.layers.context import Shard, torch_context
-from fenceline.models.loader import load_model
+from fenceline.models.loader import NewWeights, check_weights, load_model
 from fenceline.models.registry import make_model
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+HALVES = ("blocks", "scales")
 
 
 def packed(num: int, rows: int, k: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,6 +87,42 @@ def test_new_weights_take_the_place_of_old_ones(published: tuple[Path, torch.nn.
     assert torch.equal(model.layers[0].mlp.down.data, kept)
     plain = sum(param.numel() * 4 for param in published[1].parameters())
     assert model.nbytes == plain
+
+
+def test_one_half_of_a_packed_matrix_is_refused_without_the_other(
+    published: tuple[Path, torch.nn.Module],
+) -> None:
+    directory, _ = published
+    model = PagedModel(directory, 16, "cpu").model
+    name = "model.layers.1.mlp.experts.down_proj"
+    slots = model.weight_slots()
+    both = {
+        f"{name}_{half}": torch.ones(slots[f"{name}_{half}"].full_shape, dtype=torch.uint8) for half in HALVES
+    }
+    for half in HALVES:
+        other = f"{name}_{HALVES[1 - HALVES.index(half)]}"
+        one = [(f"{name}_{half}", both[f"{name}_{half}"].to("meta"))]
+        with pytest.raises(ValueError, match=f"belong together some are missing: {other};"):
+            model.load_weights(one, partly=True, only_check=True)
+    model.load_weights(both.items(), partly=True, only_check=True)
+    norm = "model.norm.weight"
+    model.load_weights([(norm, slots[norm].dest.clone())], partly=True)
+
+
+def test_exponents_of_a_type_of_their_own_are_refused_before_anything_is_touched(
+    published: tuple[Path, torch.nn.Module], tmp_path: Path
+) -> None:
+    directory, _ = published
+    model = PagedModel(directory, 16, "cpu").model
+    name = "model.layers.1.mlp.experts.down_proj"
+    slots = model.weight_slots()
+    both = {
+        f"{name}_{half}": torch.ones(slots[f"{name}_{half}"].full_shape, dtype=torch.uint8) for half in HALVES
+    }
+    both[f"{name}_scales"] = both[f"{name}_scales"].view(torch.float8_e8m0fnu)
+    save_file(both, tmp_path / "new.safetensors")
+    with pytest.raises(ValueError, match="scales is torch.float8_e8m0fnu, it must be uint8"):
+        check_weights(model, NewWeights("1", file=str(tmp_path / "new.safetensors")))
 
 
 def test_every_rank_takes_its_part(published: tuple[Path, torch.nn.Module]) -> None:

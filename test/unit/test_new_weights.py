@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from pathlib import Path
 
 import pytest
 import torch
 from demo_requests import prompts
-from new_checkpoints import changed_tensors, demo_tensors, misfits, write_checkpoint
+from new_checkpoints import NAME, changed_tensors, demo_tensors, misfits, write_checkpoint
 from ranks import Ranks
 from safetensors.torch import save_file
 from scheduler_driver import Driver, answers, make_model_driver, request
@@ -111,6 +113,48 @@ def test_what_does_not_fit_is_refused_before_anything_is_touched(tmp_path: Path)
     assert last == before and out is not None and out.cached_tokens > 0
 
 
+def _write_header(path: Path, **entry: object) -> str:
+    """A safetensors file with one tensor, ``NAME``."""
+    header = json.dumps({NAME: entry}).encode()
+    data_offsets = entry["data_offsets"]
+    assert isinstance(data_offsets, list)
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(data_offsets[1]))
+    return str(path)
+
+
+def test_files_at_which_libraries_raise_what_they_like_are_refused(tmp_path: Path) -> None:
+    """The server goes on: nothing has been touched."""
+    driver = make_model_driver()
+    for number, shape in enumerate(([0, 2**62, 8], [0, 2**63])):
+        path = _write_header(tmp_path / f"shape{number}", dtype="BF16", shape=shape, data_offsets=[0, 0])
+        reply = update(driver, id=f"shape{number}", file=path)
+        assert not reply.success and reply.message.startswith("weights not updated: "), reply.message
+        assert "\n" not in reply.message
+    path = _write_header(tmp_path / "complex", dtype="C64", shape=[1], data_offsets=[0, 8])
+    reply = update(driver, id="complex", file=path)
+    assert not reply.success and f"{NAME} is C64, which no parameter holds" in reply.message
+    folder = write_checkpoint(tmp_path / "config", {})
+    config = json.loads(Path(folder, "config.json").read_text())
+    nested = config | {"nested": None}
+    broken = {
+        "deep": (json.dumps(nested).replace("null", "[" * 100_000 + "]" * 100_000), "not valid JSON"),
+        "activation": (json.dumps(config | {"hidden_act": ["silu"]}), "hidden_act ['silu'] is not supported"),
+        "layers": (
+            json.dumps(config | {"num_hidden_layers": 10**30}),
+            "num_hidden_layers must be at most 10000",
+        ),
+        "many": (
+            json.dumps(config | {"num_hidden_layers": 10**9}),
+            "num_hidden_layers must be at most 10000",
+        ),
+    }
+    for name, (text, said) in broken.items():
+        Path(folder, "config.json").write_text(text)
+        reply = update(driver, id=name, model_path=folder)
+        assert not reply.success and said in reply.message, reply.message
+    assert len(answers(driver, [request("after", prompts()[0], max_new_tokens=4, **GREEDY)])[0]) == 4
+
+
 def test_quantised_weights_are_refused_with_the_reason(changed: str) -> None:
     driver = make_model_driver(quantization="fp8")
     reply = update(driver, model_path=changed)
@@ -193,3 +237,7 @@ def test_of_several_ranks_all_change_or_none(changed: str, tmp_path: Path) -> No
         False,
     )
     assert _update_ranks([changed, missing]) == [refused] * 2
+    odd = write_checkpoint(tmp_path / "odd", {})
+    _write_header(Path(odd, "model.safetensors"), dtype="BF16", shape=[0, 2**62, 8], data_offsets=[0, 0])
+    for done, said, another in _update_ranks([odd, changed]):
+        assert not done and not another and "weights not updated: RuntimeError" in said

@@ -14,8 +14,8 @@ class ConfigReader:
     def __init__(self, values: Mapping[str, object]) -> None:
         self.values = values
 
-    def size(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1."""
+    def size(self, key: str, default: int | None = None, most: int | None = None) -> int:
+        """A whole number of at least 1, and of ``most`` at most."""
         value = self.values.get(key)
         if value is None and default is not None:
             return default
@@ -23,11 +23,13 @@ class ConfigReader:
             raise ConfigError(f"config.json: {key} is missing")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"config.json: {key} must be a whole number of at least 1, got {value!r}")
+        if most is not None and value > most:
+            raise ConfigError(f"config.json: {key} must be at most {most}, got {value!r}")
         return value
 
-    def count(self, key: str) -> int:
-        """A whole number of at least 0, by default 0."""
-        return 0 if self.values.get(key) == 0 else self.size(key, 0)
+    def count(self, key: str, most: int | None = None) -> int:
+        """A whole number of at least 0, by default 0, and of ``most`` at most."""
+        return 0 if self.values.get(key) == 0 else self.size(key, 0, most)
 
     def number(self, key: str, default: float) -> float:
         """A finite number."""

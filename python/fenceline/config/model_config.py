@@ -22,6 +22,7 @@ from fenceline.config.quantization import QuantConfig, is_mxfp4, read_quantizati
 
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
 
+_MOST_LAYERS = 10_000  # far beyond any model; lists of as many are made while config.json is read
 # --dtype values (SGLang's) to the three types we run in; auto takes the checkpoint's.
 _DTYPES = {
     "half": "float16",
@@ -182,7 +183,8 @@ class ModelConfig:
         limit = max_position if by_layer_type else scaled_context_length(max_position, rope_scaling)
         length = _context_length(context_length, limit)
         attention_cap, logits_cap = family.soft_caps
-        num_layers = reader.size("num_hidden_layers")
+        num_nextn_layers = reader.count("num_nextn_predict_layers", most=_MOST_LAYERS)
+        num_layers = reader.size("num_hidden_layers", most=_MOST_LAYERS)
         head_dim = _head_dim(reader, family.head_dim, num_heads)
         bos = token_ids(hf.get("bos_token_id"))
         return cls(
@@ -208,8 +210,8 @@ class ModelConfig:
             eos_token_ids=_eos_ids(hf, generation, Path(tokenizer_path or path), vocab_size),
             bos_token_id=bos[0] if bos else None,
             dtype=_resolve_dtype(dtype, hf),
-            num_mtp_layers=0 if family.appended_mtp else reader.count("num_nextn_predict_layers"),
-            num_appended_layers=reader.count("num_nextn_predict_layers") if family.appended_mtp else 0,
+            num_mtp_layers=0 if family.appended_mtp else num_nextn_layers,
+            num_appended_layers=num_nextn_layers if family.appended_mtp else 0,
             partial_rotary_factor=_partial_rotary(
                 hf, family.partial_rotary, reader.count("rotary_dim") / head_dim
             ),
@@ -275,11 +277,11 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh
 
 def _activation(hf: Mapping[str, object], default: str) -> str:
     name = hf.get("hidden_activation") or hf.get("hidden_act") or default
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ConfigError(
             f"config.json: hidden_act {name!r} is not supported; supported are {', '.join(_ACTIVATIONS)}"
         )
-    return _ACTIVATIONS[str(name)]
+    return _ACTIVATIONS[name]
 
 
 def _soft_cap(reader: ConfigReader, key: str, default: float | None) -> float:

@@ -121,7 +121,7 @@ def read_json_object(path: Path) -> dict[str, object]:
         value: object = json.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         detail = str(error).splitlines()[0]
         raise ConfigError(f"{path}: not valid JSON ({detail}); download the file again") from None
     if not isinstance(value, dict):

@@ -179,7 +179,10 @@ class NativeApi:
         return Response(status_code=200 if self._manager.serving else 503)
 
     async def health_generate(self) -> Response:
-        """200 if each replica generates a token, for this request or any other, within 20 seconds, else 503."""
+        """200 if each replica generates a token, for this request or any other, within 20 seconds, else 503. Also 200
+        while weights are being replaced, when nothing is generated."""
+        if self._manager.serving and self._manager.control.updating:
+            return Response(status_code=200)
         probes = [
             GenerateInput(
                 rid=f"HEALTH_CHECK_{new_rid()}",
@@ -203,6 +206,8 @@ class NativeApi:
         return Response(status_code=200)
 
     def _require_news_since(self, moment: float) -> None:
+        if self._manager.control.updating:
+            return
         silent = [replica for replica, heard in enumerate(self._manager.last_news) if heard < moment]
         if silent:
             of = "the engine" if len(self._manager.last_news) == 1 else f"replica {silent[0]}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import json
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -33,6 +32,8 @@ WITHOUT_EFFECT = frozenset(
         "disable_draft_model", "crash_dump_folder",
     )
 )  # fmt: skip
+
+_PIECE = 2**20  # characters of base64 that are decoded at once; a multiple of 4
 
 
 class UpdateFromDiskBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -61,6 +62,8 @@ async def update_from_disk(manager: TokenizerManager, body: UpdateFromDiskBody) 
         raise RequestError(
             400, f"load_format {body.load_format!r} is not supported: use safetensors", param="load_format"
         )
+    if not body.model_path:
+        raise RequestError(400, "model_path is empty: give a directory or a hub id", param="model_path")
     download_dir = manager.config.server_args.download_dir
     try:
         directory = await asyncio.to_thread(
@@ -68,6 +71,12 @@ async def update_from_disk(manager: TokenizerManager, body: UpdateFromDiskBody) 
         )
     except ValueError as error:
         raise RequestError(400, str(error), param="model_path") from error
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # a path that the system refuses; "~user" of a user who does not exist
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise RequestError(400, f"model_path is no directory: {reason}", param="model_path") from error
     return await manager.update_weights(
         model_path=directory,
         weight_version=body.weight_version,
@@ -88,23 +97,34 @@ async def update_from_body(manager: TokenizerManager, body: UpdateFromTensorBody
         )
     tp_size = manager.config.server_args.tp_size
     entries = body.serialized_named_tensors
-    if len(entries) not in (1, tp_size) or len(set(entries)) != 1:
+    if len(entries) not in (1, tp_size) or any(entry != entries[0] for entry in entries[1:]):
         raise RequestError(
             400,
             f"serialized_named_tensors must have one entry with whole tensors, or {tp_size} equal ones",
             param="serialized_named_tensors",
         )
-    try:
-        data = await asyncio.to_thread(base64.b64decode, entries[0], validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise RequestError(
-            400, "serialized_named_tensors is not base64", param="serialized_named_tensors"
-        ) from error
     with _private_file(manager) as path:
-        await asyncio.to_thread(path.write_bytes, data)
+        try:
+            await asyncio.to_thread(_write_decoded, entries[0], path)
+        except ValueError as error:
+            raise RequestError(
+                400, "serialized_named_tensors is not base64", param="serialized_named_tensors"
+            ) from error
         return await manager.update_weights(
             file=str(path), weight_version=body.weight_version, abort_all_requests=body.abort_all_requests
         )
+
+
+def _write_decoded(text: str, path: Path) -> None:
+    """Write the bytes of which ``text`` is the base64. Other threads wait while a piece is decoded, so it is small.
+    Raises ``ValueError`` where it is none."""
+    with path.open("wb") as file:
+        for start in range(0, len(text), _PIECE):
+            piece = text[start : start + _PIECE]
+            data = base64.b64decode(piece, validate=True)
+            if start + _PIECE < len(text) and len(data) < _PIECE // 4 * 3:
+                raise ValueError("padding before the end")
+            file.write(data)
 
 
 async def update_from_tensors(

@@ -25,6 +25,7 @@ from fenceline.ipc.io_struct import (
 CONTROL_TIMEOUT_S = 30.0
 STORAGE_TIMEOUT_S = 300.0  # emptying a storage removes many files
 MAX_FLUSH_WAIT_S = 3600.0  # for the last request to leave
+FLUSH_GRACE_S = 1.0  # for requests that have ended for the client, and are about to in the scheduler
 UPDATE_TIMEOUT_S = 3600.0  # reading a checkpoint of hundreds of gigabytes
 PROFILE_TIMEOUT_S = 300.0  # stopping writes a trace of many megabytes
 
@@ -51,13 +52,19 @@ class ControlClient:
         self._waiting: dict[str, asyncio.Future[list[ControlReply]]] = {}
         self._replies: dict[str, list[ControlReply]] = {}  # of those, as far as they have come
         self._failure: RequestError | None = None
+        self._num_updates = 0  # of weights, that are not answered yet
+
+    @property
+    def updating(self) -> bool:
+        """Whether weights are being replaced: the scheduler computes and answers nothing else meanwhile."""
+        return self._num_updates > 0
 
     async def flush_cache(self, storage: bool = False, wait_s: float = 0.0) -> ControlReply:
         """See :class:`FlushCacheReq`; waits ``wait_s`` seconds at most for the last request to leave."""
         timeout_s = STORAGE_TIMEOUT_S if storage else CONTROL_TIMEOUT_S
         message = FlushCacheReq(id=uuid4().hex, storage=storage, wait=wait_s > 0)
-        if wait_s <= 0:
-            return await self._ask(message, timeout_s)
+        # Several replicas always wait: see ReplicaLink.
+        wait_s = wait_s if wait_s > 0 else FLUSH_GRACE_S
         cancel = CancelFlushReq(id=message.id)
         deadline = asyncio.get_running_loop().call_later(wait_s, self._send, cancel)
         try:
@@ -70,7 +77,11 @@ class ControlClient:
 
     async def update_weights(self, message: UpdateWeightsReq) -> ControlReply:
         """See :class:`UpdateWeightsReq`."""
-        return await self._ask(message, UPDATE_TIMEOUT_S)
+        self._num_updates += 1
+        try:
+            return await self._ask(message, UPDATE_TIMEOUT_S)
+        finally:
+            self._num_updates -= 1
 
     async def pause(self, mode: str) -> ControlReply:
         """See :class:`PauseGenerationReq`. Raises RequestError for an unknown mode."""
@@ -126,20 +137,24 @@ class ControlClient:
         return _as_one(await self._ask_all(message, timeout_s))
 
     async def _ask_all(self, message: _Control, timeout_s: float = CONTROL_TIMEOUT_S) -> list[ControlReply]:
-        """Each replica's reply, in their order."""
+        """Each replica's reply, in their order. While weights are being replaced, other messages wait as long as it
+        takes."""
         if self._failure is not None:
             raise self._failure
         future: asyncio.Future[list[ControlReply]] = asyncio.get_running_loop().create_future()
         self._waiting[message.id] = future
         self._send(message)
         try:
-            return await asyncio.wait_for(future, timeout_s)
-        except TimeoutError:
-            raise RequestError(
-                503,
-                f"the scheduler did not answer within {timeout_s:g} s; see its log",
-                code="scheduler_busy",
-            ) from None
+            while True:
+                await asyncio.wait((future,), timeout=timeout_s)
+                if future.done():
+                    return future.result()
+                if isinstance(message, UpdateWeightsReq) or not self.updating:
+                    raise RequestError(
+                        503,
+                        f"the scheduler did not answer within {timeout_s:g} s; see its log",
+                        code="scheduler_busy",
+                    )
         finally:
             self._waiting.pop(message.id, None)
             self._replies.pop(message.id, None)

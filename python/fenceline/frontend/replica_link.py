@@ -45,6 +45,8 @@ class ReplicaLink:
         self._ready: dict[int, SchedulerReady] = {}
         self._receiving: dict[int, asyncio.Task[list[Message]]] = {}
         self._flushes: list[FlushCacheReq] = []  # that wait for the last request of all replicas to leave
+        # Of flushes and of updates of weights, by id: how many replicas have not answered yet.
+        self._forgetting: dict[str, int] = {}
         self._refusals: asyncio.Queue[list[Message]] = asyncio.Queue()
 
     def send(self, message: Message) -> None:
@@ -70,7 +72,7 @@ class ReplicaLink:
 
     def _send_to_all(self, message: Message) -> None:
         if isinstance(message, FlushCacheReq | UpdateWeightsReq):
-            self._balancer.flushed()
+            self._forgetting[message.id] = len(self._links)
         if isinstance(message, FlushCacheReq):
             # A request whose stop string the detokenizer has found has ended here, and is about to in its replica.
             message = msgspec.structs.replace(message, wait=True)
@@ -129,6 +131,8 @@ class ReplicaLink:
                 self._note_ended(message.outs)
                 return [msgspec.structs.replace(message, replica=replica)]
             case ControlReply() | StatsReport():
+                if isinstance(message, ControlReply) and message.id in self._forgetting:
+                    self._note_forgotten(message)
                 return [msgspec.structs.replace(message, replica=replica)]
             case FatalError():
                 return [FatalError(source=f"replica {replica}: {message.source}", message=message.message)]
@@ -137,6 +141,14 @@ class ReplicaLink:
                 return [self._all_ready()] if len(self._ready) == len(self._links) else []
             case _:
                 return [message]
+
+    def _note_forgotten(self, reply: ControlReply) -> None:
+        """A replica has emptied its cache, or refused to."""
+        if reply.success:
+            self._balancer.flushed()
+        self._forgetting[reply.id] -= 1
+        if not self._forgetting[reply.id]:
+            del self._forgetting[reply.id]
 
     def _note_ended(self, outs: Sequence[TokenOut]) -> None:
         for out in outs:

@@ -48,6 +48,11 @@ class Mxfp4Slot(WeightSlot):
     def nbytes(self) -> int:
         return self.dest.nbytes if self.half == "blocks" else 0  # both fill the same parameter
 
+    @property
+    def together(self) -> object:
+        """See ``WeightSlot.together``."""
+        return self.halves
+
     def check_type(self, name: str, tensor: torch.Tensor) -> None:
         """See ``WeightSlot.check_type``."""
         if tensor.dtype != torch.uint8:

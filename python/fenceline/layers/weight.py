@@ -47,6 +47,11 @@ class WeightSlot:
         """Bytes of the parameters that it fills."""
         return self.dest.nbytes
 
+    @property
+    def together(self) -> object | None:
+        """The same object for all slots that are of use only if tensors come for all of them; None: it stands alone."""
+        return None
+
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Copy ``tensor`` (any float type and device) into place, converting to the parameter's type. A parameter of
         whole numbers takes any integer type, one of FP8 its own type alone.
@@ -98,7 +103,8 @@ def fill_slots(
     """Load each (name, tensor) pair into the slot of its name, one after the other.
 
     Raises ``ValueError`` for a tensor that has no slot (unless its name is ``ignored``), one that comes twice, one of
-    the wrong shape, and slots that no tensor has filled, unless they are to be filled ``partly``. With ``only_check``
+    the wrong shape, and slots that no tensor has filled, unless they are to be filled ``partly``: then one of several
+    that belong together (``WeightSlot.together``) must not come without the others. With ``only_check``
     nothing is written, and tensors of the device ``meta`` will do.
     """
     missing = set(slots)
@@ -125,6 +131,13 @@ def fill_slots(
         raise ValueError(
             f"the checkpoint lacks weights: {_shorten(sorted(missing))}; "
             f"check config.json (num_hidden_layers, tie_word_embeddings) or download the model again"
+        )
+    filled = {id(slot.together) for name, slot in slots.items() if name not in missing}
+    parts = [(name, slots[name].together) for name in sorted(missing)]
+    lacking = [name for name, group in parts if group is not None and id(group) in filled]
+    if lacking:
+        raise ValueError(
+            f"of weights that belong together some are missing: {_shorten(lacking)}; send all of them"
         )
     for name, slot in slots.items():
         if slot.loaded is not None and name not in missing and not only_check:

@@ -285,12 +285,18 @@ class ModelRunner:
         reason = ""
         try:
             self._check_weights(weights)
-        except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
+        except Exception as error:
+            # Of any type: what a stranger's files make libraries raise. Nothing has been touched, and the other ranks
+            # wait for this one's answer.
+            text = str(error)
+            if not isinstance(error, OSError | ValueError):
+                logger.warning("new weights could not be checked", exc_info=error)
+                text = f"{type(error).__name__}: {text}"
+            reason = next(iter(text.splitlines()), type(error).__name__)
         shard = self.model.context.shard
         if shard.size > 1:
             with self.device.forward.active():
-                reasons = shard.exchange(reason.encode())
+                reasons = shard.exchange(reason.encode(errors="backslashreplace"))
             reason = next((told.decode() for told in reasons if told), "")
         if reason:
             raise ValueError(reason)

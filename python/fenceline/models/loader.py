@@ -209,11 +209,12 @@ def _names_in(path: Path) -> list[str]:
         return list(file.keys())
 
 
-# The types that safetensors names in headers. One that is not here does not fit any parameter.
+# The types that safetensors names in headers.
 _HEADER_TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 
 
@@ -223,7 +224,9 @@ def _read_headers(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
         with _naming(path), safe_open(path, framework="pt", device="cpu") as file:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
                 described = file.get_slice(name)
-                dtype = _HEADER_TYPES.get(described.get_dtype(), torch.uint8)
+                dtype = _HEADER_TYPES.get(described.get_dtype())
+                if dtype is None:
+                    raise ValueError(f"{path}: {name} is {described.get_dtype()}, which no parameter holds")
                 yield name, torch.empty(described.get_shape(), dtype=dtype, device="meta")
 
 
