@@ -102,13 +102,15 @@ def test_answers_are_those_of_one_rank_while_pages_move_between_the_tiers(tmp_pa
     with LiveServer.real("--model-path", "demo", *RANKS, *TIERS, *storage) as server:
         server.wait_ready()
         with server.client() as client:
-            for _ in range(2):
+            for number in range(6):  # when memory runs short depends on when storage has answered
                 client.post("/pause_generation", json={"mode": "in_place"})  # so that all begin at once
                 at_once = [server.post_in_thread(body) for body in bodies]
                 wait_for(lambda: scheduler_state(client)["num_queue_reqs"] == len(bodies))
                 client.post("/continue_generation", json={})
                 assert [answer.result(WAIT_S).json()["output_ids"] for answer in at_once] == expected
-            state = scheduler_state(client)
+                state = scheduler_state(client)
+                if number and state["num_retractions"]:
+                    break
             tiers = state["hicache"]
             assert state["num_retractions"] > 0
             assert min(tiers["evicted_tokens"].values()) > 0 and tiers["load"]["num_tokens"] > 0

@@ -14,7 +14,7 @@ from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints.generate_api import AnswerWriter
 from fenceline.frontend.metrics import Metrics
-from fenceline.frontend.request_types import GenerateChunk, GenerateInput
+from fenceline.frontend.request_types import GenerateChunk, GenerateInput, ServedWeights
 
 ONE = {"max_new_tokens": 1}
 MESSAGES = [{"role": "user", "content": "What is 12 + 30?"}]
@@ -251,7 +251,15 @@ def test_reasoning_tokens_are_those_up_to_the_end_of_the_thinking(thinker: httpx
 def test_reasoning_tokens_are_counted_however_the_answer_is_cut(cut: int) -> None:
     config = resolve(ServerArgs.from_kwargs({"model_path": "demo", "device": "cpu"}))
     ids = [7, 8, 99, 10, 99]  # 99 ends the thinking, the first time
-    writer = AnswerWriter(GenerateInput(input_ids=[1]), config, None, None, None, thinking_end=99)
+    writer = AnswerWriter(
+        GenerateInput(input_ids=[1]),
+        config,
+        ServedWeights("demo", "default"),
+        None,
+        None,
+        None,
+        thinking_end=99,
+    )
     counts = []
     for start in range(0, len(ids), cut):
         chunk = GenerateChunk(

@@ -60,7 +60,7 @@ def test_held_out_items_are_answered_and_wrong_experts_show(tokenizer: PreTraine
     driver = make_model_driver(model_path="demo-moe")
     mixtures = [layer.mlp for layer in driver.worker.model.layers]  # type: ignore[attr-defined]
     assert mixtures and all(isinstance(mlp, ExpertsMLP) for mlp in mixtures)
-    for weight in (weight for mlp in mixtures for weight in (mlp.gate_up, mlp.down)):
+    for weight in (weight for mlp in mixtures for weight in (mlp.gate_up.data, mlp.down.data)):
         weight.copy_(weight.roll(1, 0))  # each expert in its neighbour's place
     wrong = share_right(driver, tokenizer, items)
     assert wrong < 0.3, wrong

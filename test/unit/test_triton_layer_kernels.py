@@ -137,7 +137,7 @@ ARGUMENTS = {
     **dict.fromkeys(("data_ptr", "zeros_ptr"), "*u8"),
     "scales_ptr": "*fp32",
     **dict.fromkeys(("k_scale", "v_scale"), "fp32"),
-    **dict.fromkeys(("num_rows", "num_out"), "i32"),
+    **dict.fromkeys(("num_rows", "num_out", "row_stride", "group_stride"), "i32"),
     **dict.fromkeys(("x", "weight", "out", "gate_up", "qkv", "logits"), "*bf16"),
     **dict.fromkeys(("q_weight", "k_weight", "k_cache", "v_cache"), "*bf16"),
     **dict.fromkeys(("table", "temperatures", "noise_scales", "best_scores", "largest"), "*fp32"),

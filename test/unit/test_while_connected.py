@@ -17,7 +17,7 @@ from fenceline.entrypoints.generate_api import AnswerWriter, stream_answers
 from fenceline.entrypoints.middleware import BODY_BYTES
 from fenceline.entrypoints.native_api import NativeApi
 from fenceline.entrypoints.sse import while_connected, written
-from fenceline.frontend.request_types import GenerateChunk, GenerateInput
+from fenceline.frontend.request_types import GenerateChunk, GenerateInput, ServedWeights
 from fenceline.ipc.io_struct import CancelFlushReq, FlushCacheReq, TokenLogprobs, TokenPairs
 
 
@@ -122,9 +122,8 @@ async def test_an_event_that_repeats_many_logprobs_is_made_beside_the_loop(
 ) -> None:
     """The prompt's come with the first event, and each later one repeats them: none is copied on the loop."""
     config = demo_config()
-    writer = AnswerWriter(
-        GenerateInput(input_ids=[1], return_logprob=True), config, None, None, None, thinking_end=None
-    )
+    inp = GenerateInput(input_ids=[1], return_logprob=True)
+    writer = AnswerWriter(inp, config, ServedWeights("demo", "default"), None, None, None, thinking_end=None)
 
     async def chunks() -> AsyncIterator[tuple[int, GenerateChunk]]:
         for index in range(4):
