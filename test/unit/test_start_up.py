@@ -137,7 +137,7 @@ def test_the_skinny_gemm_is_left_out_where_its_cuts_do_not_fit(
     package = SimpleNamespace(KernelUnavailable=KernelUnavailable, load=lambda device: None)
     skinny = SimpleNamespace(SkinnyConfig=object, SkinnyGemm=lambda library, bits: object())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(cuda_kernels, "is_right", lambda device, product: True)
+    monkeypatch.setattr(cuda_kernels, "_is_product_right", lambda device, product: True)
     monkeypatch.setitem(sys.modules, "fenceline_kernel", package)
     monkeypatch.setitem(sys.modules, "fenceline_kernel.skinny", skinny)
     assert (cuda_kernels._find_cuda_product(torch.device("cuda")) is not None) == used

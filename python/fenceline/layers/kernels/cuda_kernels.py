@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
@@ -39,6 +39,9 @@ _TOLERANCE = 0.02  # of the trial at start, relative to the product's size: bflo
 
 _TOLERANCE = 0.02  # of the trial at start, relative to the product's size: bfloat16 rounds by 0.004
 _FEW_ROWS = ROW_BUCKETS[-1]  # the skinny kernels never multiply more rows than this
+
+# x, cut, fusion, output: a product with one weight, see ``is_right``
+Trial = Callable[[torch.Tensor, CudaConfig, Fusion, torch.Tensor], object]
 
 # x, weight, cut, fusion, output (None: a new one) -> output
 CudaProduct = Callable[[torch.Tensor, torch.Tensor, CudaConfig, Fusion, torch.Tensor | None], torch.Tensor]
@@ -260,36 +263,46 @@ def _find_cuda_product(device: torch.device) -> CudaProduct | None:
         )  # fmt: skip
         return out
 
-    return product if is_right(device, product) else None
+    return product if _is_product_right(device, product) else None
 
 
-def is_right(device: torch.device, product: CudaProduct) -> bool:
-    """Whether ``product`` runs on ``device`` and yields what torch's operators do, with few rows and more, and with
-    fusions. If not, the log says so."""
-    generator = torch.Generator(device).manual_seed(0)
-    draw = partial(torch.randn, device=device, generator=generator)
-    n, k = 96, 512
-    weight, norm = (draw(n, k) / k**0.5).bfloat16(), (1 + 0.1 * draw(k)).bfloat16()
+def _is_product_right(device: torch.device, product: CudaProduct) -> bool:
+    weight = torch.randn(96, 512, device=device, generator=torch.Generator(device).manual_seed(0)).bfloat16()
+
+    def trial(x: torch.Tensor, cut: CudaConfig, fusion: Fusion, out: torch.Tensor) -> None:
+        product(x, weight, cut, fusion, out)
+
+    cuts = ((1, 2), (1, 6), (2, 4), (8, 2), (8, 6), (16, 4))
+    return is_right("skinny GEMM", trial, weight.float(), cuts)
+
+
+def is_right(name: str, product: Trial, weight: torch.Tensor, cuts: Iterable[tuple[int, int]]) -> bool:
+    """Whether ``product`` yields what torch's operators do with ``weight`` [N, K] float32, on its device: gated behind
+    a norm, and added to a residual. ``cuts``: rows, and tiles of the cut. If not, the log says so of ``name``."""
+    device, (n, k) = weight.device, weight.shape
+    draw = partial(torch.randn, device=device, generator=torch.Generator(device).manual_seed(1))
+    norm = (1 + 0.1 * draw(k)).bfloat16()
     has_pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    for rows, tiles in ((1, 2), (1, 6), (2, 4), (8, 2), (8, 6), (16, 4)):
+    for rows, tiles in cuts:
         cut = CudaConfig(tiles=tiles, warps_k=2, depth=2, pdl=has_pdl)
         x, residual = draw(rows, k).bfloat16(), draw(rows, n).bfloat16()
-        gate, up = F.linear(F.rms_norm(x.float(), (k,), norm.float(), 1e-6), weight.float()).chunk(2, -1)
+        gate, up = F.linear(F.rms_norm(x.float(), (k,), norm.float(), 1e-6), weight).chunk(2, -1)
+        gated, added = x.new_empty(rows, n // 2), residual.clone()
         try:
-            gated = product(x, weight, cut, Fusion(norm, 1e-6, gated=True), None)
-            added = product(x, weight, cut, Fusion(residual=residual.clone()), None)
+            product(x, cut, Fusion(norm, 1e-6, gated=True), gated)
+            product(x, cut, Fusion(residual=added), added)
         except RuntimeError as error:
-            logger.warning("the CUDA skinny GEMM cannot be used here: %s", error)
+            logger.warning("the CUDA %s cannot be used here: %s", name, error)
             return False
         for got, want in (
             (gated, F.silu(gate) * up),
-            (added, residual.float() + F.linear(x.float(), weight.float())),
+            (added, residual.float() + F.linear(x.float(), weight)),
         ):
             error_size = ((got.float() - want).norm() / want.norm()).item()
             if not error_size < _TOLERANCE:
                 logger.warning(
-                    "the CUDA skinny GEMM with %d rows is wrong here by %.3f of the result; it is not used",
-                    rows, error_size,
+                    "the CUDA %s with %d rows is wrong here by %.3f of the result; it is not used",
+                    name, rows, error_size,
                 )  # fmt: skip
                 return False
     return True
