@@ -56,7 +56,7 @@ def prepared_events(kind: Kind, output_len: int) -> list[bytes]:
 
 
 class Stream(asyncio.Protocol):
-    """One connection: reads one request, then is given one chunk per step."""
+    """One connection: it reads one request and then gets one chunk per step."""
 
     def __init__(self, streams: set[Stream]) -> None:
         self.position = 0
@@ -149,7 +149,9 @@ def main() -> None:
     parser.add_argument("--num-streams", type=int, default=256)
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=4, help="Streams one after another in each slot.")
-    parser.add_argument("--step-ms", type=float, default=0.0, help="One event per stream every so many ms.")
+    parser.add_argument(
+        "--step-ms", type=float, default=0.0, help="Milliseconds between the events of a stream."
+    )
     args = parser.parse_args()
     raise_file_limit()
     here, there = multiprocessing.Pipe()

@@ -1,11 +1,10 @@
-"""What --memory-check order and the flight recorder cost per decode step, in the whole loop with the real model runner.
+"""The cost of --memory-check order and of the flight recorder per decode step, in the loop with the real model runner.
 
     python benchmark/bench_memory_check.py [--running 1,16,64,256] [--prompt-len 64] [--steps 600]
 
-Only the model is replaced by one that computes nothing. The loop runs with ``order`` on, or with the recorder alone,
-and every call into them is timed where the loop makes it, with the caches as cold as they are there. The cost is the
-sum of the medians of a step's calls. The step that it is compared with runs without the checker: scheduler, rings, page
-tables, sampler.
+Only the model is replaced by one that computes nothing. The loop runs with ``order``, or only with the recorder, and
+each call into them is timed where the loop makes it, with the CPU's caches as they are there. The cost is the sum of
+the medians of a step's calls. It is compared with a step without the checker: scheduler, rings, page tables, sampler.
 """
 
 from __future__ import annotations
@@ -125,7 +124,8 @@ ENTRANCES = [
 
 
 def run(num_running: int, prompt_len: int, num_steps: int, page_size: int, check: str) -> tuple[float, float]:
-    """Microseconds of one decode step, the median, and of its calls into the checker, with ``off`` the recorder."""
+    """The median of a decode step in microseconds, and the microseconds of its calls into the checker, or with ``off``
+    into the recorder."""
     scheduler = make_scheduler(num_running, prompt_len, num_steps, page_size, check)
     flight: InFlight | None = None
     while len(scheduler.running) < num_running:

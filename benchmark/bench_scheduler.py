@@ -5,9 +5,9 @@
 
 Everything that the scheduler process does in a steady decode step is timed: draining the inbox, planning,
 publishing one token for every (streaming) request and encoding the message to the detokenizer. The line
-fitted through the medians gives the base and the cost of each added request. The device's own submission
-cost is not in it: it belongs to the model runner. With --compare-flight-recorder a scheduler with
-and one without the recorder run side by side; compared are the fastest tenth of their blocks of steps.
+fitted through the medians gives the base and the cost of each added request. The cost of submitting work to the
+device is not included, because it belongs to the model runner. With --compare-flight-recorder a scheduler with
+and one without the recorder run in turns, and the fastest tenth of their blocks of steps are compared.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.scheduler.scheduler import InFlight, Scheduler
 
 _TOKEN = 42
-_BLOCK = 16  # steps of one scheduler before the other runs; noise of the machine lasts longer
+_BLOCK = 16  # steps of one scheduler before the other runs; this is shorter than disturbances by other load
 _RING = 512
 
 
@@ -105,7 +105,9 @@ class Bench:
     """A scheduler in the midst of decoding ``num_running`` requests, for ``num_steps`` steps at most."""
 
     def __init__(self, num_running: int, num_steps: int, page_size: int, recorder_steps: int = 512) -> None:
-        context = 64 + num_steps + num_running  # they decode while others' prompts come in
+        context = (
+            64 + num_steps + num_running
+        )  # requests already decode while the prompts of others are computed
         args = ServerArgs(
             model_path=fenceline.demo_model_path(),
             device="cpu",
@@ -149,7 +151,8 @@ def step_time_us(num_running: int, num_steps: int, page_size: int) -> float:
 
 
 def compare_flight_recorder(sizes: Sequence[int], num_steps: int, repeats: int, page_size: int) -> None:
-    """Print what the recorder adds to a step: two schedulers in turn, ``_BLOCK`` steps each, the ring full."""
+    """Print how much time the recorder adds to a step: two schedulers run in turns, ``_BLOCK`` steps each, with full
+    rings."""
     print(f"{'running':>8} {'off us/step':>12} {'on':>9} {'added':>9} {'ratio':>7} {'median ratio':>13}")
     for size in sizes:
         steps = num_steps * repeats
@@ -163,7 +166,7 @@ def compare_flight_recorder(sizes: Sequence[int], num_steps: int, repeats: int, 
             else:
                 second = on.run(_BLOCK)
                 pairs.append((off.run(_BLOCK), second))
-        # Other load only ever adds time, so the fast blocks are those without it.
+        # Other load can only add time, so the fast blocks are those that it did not disturb.
         base, kept = (statistics.quantiles(times, n=10)[0] for times in zip(*pairs, strict=True))
         median = statistics.median(pair[1] / pair[0] for pair in pairs)
         print(f"{size:>8} {base:>12.1f} {kept:>9.1f} {kept - base:>9.2f} {kept / base:>7.4f} {median:>13.4f}")
@@ -181,7 +184,7 @@ def main() -> None:
     args = parser.parse_args()
     sizes = [int(n) for n in args.running.split(",")]
     medians = []
-    # The first run of a process also pays for its imports.
+    # The first run of a process also includes the time of its imports.
     step_time_us(max(sizes), args.steps, args.page_size)
     if args.compare_flight_recorder:
         compare_flight_recorder(sizes, args.steps, args.repeats, args.page_size)

@@ -1,9 +1,9 @@
-"""What the file storage backend costs: GB/s of set and get, microseconds a page and a call. No GPU, no model.
+"""The speed of the file storage backend: GB/s of set and get, microseconds per page and per call. No GPU, no model.
 
     python benchmark/bench_storage.py [--dir /data/tmp] [--page-kib 64,1024,8192] [--parts 1,64] [--total-mib 1024]
 
-A Llama-3.1-8B page of 64 tokens has 8192 KiB. What is written is read again at once, so it comes from the system's page
-cache: the figures are those of the code, not of the disk (``--fsync`` brings the disk into ``set``).
+A Llama-3.1-8B page of 64 tokens has 8192 KiB. Pages are read immediately after they were written, so they come from the
+system's page cache. The figures are those of the code, not of the disk (with ``--fsync``, ``set`` includes the disk).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BATCH = 32
 
 
 def best_of(rounds: list[float]) -> float:
-    """The round with the least time, which other load has disturbed least."""
+    """The shortest time, which other load has disturbed least."""
     return min(rounds)
 
 
@@ -60,7 +60,7 @@ def measure_pages(root: Path, page_nbytes: int, num_parts: int, total_bytes: int
 
 
 def measure_sums(nbytes: int = 8 << 20) -> str:
-    """GB/s of the checksums that the standard library has."""
+    """GB/s of the standard library's checksums."""
     data = np.random.default_rng(0).integers(0, 256, nbytes, dtype=np.uint8)
     found = []
     for name, function in (
@@ -80,7 +80,7 @@ def measure_sums(nbytes: int = 8 << 20) -> str:
 
 
 def measure_keys(num_pages: int = 4096) -> str:
-    """Microseconds a key, for pages of one and of 64 tokens."""
+    """Microseconds per key, for pages of one and of 64 tokens."""
     root = PageFingerprint("bench", "", 1).root_key()
     found = []
     for page_size in (1, 64):

@@ -1,4 +1,4 @@
-"""Time to first token of everything but the model: client, HTTP, tokenizer manager, scheduler, detokenizer, and back.
+"""Time to first token without the model: client, HTTP, tokenizer manager, scheduler, detokenizer, and back.
 
     python benchmark/bench_ttft.py [--loads 1x1024,32x128] [--rounds 60] [--client lean,bench]
 
@@ -194,7 +194,7 @@ async def measure(
 
 
 def _fast(times: Sequence[float]) -> float:
-    """The first decile: other load only ever adds time."""
+    """The first decile, because other load can only add time."""
     return round(quantiles(times, n=10)[0], 2)
 
 

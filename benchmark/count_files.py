@@ -1,4 +1,4 @@
-"""Counts the files and functions that a steady decode step enters: what one must read to follow it.
+"""Counts the files and functions that a steady decode step enters, which one must read to follow it.
 
     python benchmark/count_files.py [--running 4] [--list] [--source DIR]
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-_WARM_STEPS = 40  # the prompts are computed, and pages have been allocated ahead
+_WARM_STEPS = 40  # after these all prompts are computed, and pages have been allocated in advance
 
 
 def steady_step(num_running: int) -> Callable[[], None]:

@@ -5,8 +5,8 @@ format with the first, item by item.
     python benchmark/eval_formats.py
     python benchmark/eval_formats.py --formats none fp8 --num-items 1200 --max-loss 2
 
-``perplexity`` is that of all tokens of the prompts and their right answers: it moves before an answer turns wrong. (The
-answers alone are nearly certain to the demo model.)
+``perplexity`` is that of all tokens of the prompts and their right answers; it changes before an answer becomes wrong.
+(The demo model is nearly certain of the answers alone.)
 Exit code: 1 when a format loses more than --max-loss points, 2 for bad arguments.
 """
 

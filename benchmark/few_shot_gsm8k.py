@@ -48,7 +48,7 @@ class Scores:
 
 
 def read_problems(path: Path, count: int) -> list[Problem]:
-    """The first `count` problems of a JSONL file (fewer where it has fewer).
+    """The first `count` problems of a JSONL file, or all if it has fewer.
 
     Raises ValueError if the file is missing or a row is not a problem.
     """
@@ -68,7 +68,7 @@ def read_problems(path: Path, count: int) -> list[Problem]:
 
 
 def answer_value(text: str) -> float | None:
-    """The last number of `text` (thousands separators aside); None where there is none."""
+    """The last number in `text`, without thousands separators; None if there is none."""
     numbers = _NUMBER.findall(text.replace(",", ""))
     return float(numbers[-1]) if numbers else None
 

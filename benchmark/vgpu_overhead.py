@@ -1,4 +1,4 @@
-"""The CPU time of operations on the virtual GPU: ``python benchmark/vgpu_overhead.py``."""
+"""Measures the CPU time of operations on the virtual GPU: ``python benchmark/vgpu_overhead.py``."""
 
 from __future__ import annotations
 

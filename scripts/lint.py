@@ -1,4 +1,4 @@
-"""Every check that needs no tests: style, formatting, types, import direction, ordering primitives."""
+"""Runs all checks other than tests: style, formatting, types, import direction, ordering primitives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHECKS = (
 
 
 def main() -> int:
-    """Run all checks, and print each one's name and then its messages; 1 if one fails."""
+    """Run all checks and print each one's name and messages. Returns the exit status: 1 if one fails."""
     failed = []
     for check in CHECKS:
         print("== " + " ".join(check), flush=True)

@@ -1,4 +1,4 @@
-"""Makes what the documentation shows: drawings, charts and the table of files.
+"""Makes the generated parts of the documentation: drawings, charts and the table of files.
 
 Usage: pages.py [--check]. Writes docs/drawings/*.svg from the text beside them (*.txt), docs/results/*.svg from the
 result files beside them (*.json), and docs/files.md from the first sentence of each module's docstring. With --check
@@ -211,7 +211,7 @@ def _phrase(path: Path) -> str:
 
 
 def pages() -> Iterator[tuple[Path, Callable[[], str]]]:
-    """Each file that is made, and how."""
+    """Each file that is made, and the function that returns its contents."""
     for source in sorted((DOCS / "drawings").glob("*.txt")):
         yield source.with_suffix(".svg"), lambda source=source: drawing(source.read_text())  # type: ignore[misc]
     for source in sorted((DOCS / "results").glob("*.json")):
@@ -220,7 +220,7 @@ def pages() -> Iterator[tuple[Path, Callable[[], str]]]:
 
 
 def main(check: bool) -> int:
-    """Make all pages, or say which are out of date; the exit status."""
+    """Make all pages, or with ``check`` report which are out of date. Returns the exit status."""
     stale = []
     for path, make in pages():
         try:

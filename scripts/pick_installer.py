@@ -21,7 +21,7 @@ Run = Callable[[Sequence[str]], bool]
 
 _PROBE_TIMEOUT_S = 5.0
 
-# pip's settings for the origin of packages: uv's variable for the same, and the separator of its values.
+# pip's settings for the origin of packages, each with uv's variable for it and the separator of the values.
 _UV_VARIABLES = {
     "index-url": ("UV_DEFAULT_INDEX", " "),
     "extra-index-url": ("UV_INDEX", " "),
@@ -42,7 +42,7 @@ _HARMLESS = frozenset(
 
 
 def say(message: str) -> None:
-    """Progress goes to stderr: stdout carries the interpreter's path."""
+    """Print progress to stderr, because stdout has the interpreter's path."""
     print(f"[set-up] {message}", file=sys.stderr, flush=True)
 
 
@@ -99,7 +99,7 @@ def _uv_runner(python: Path, constraints: Path, pip: Run) -> Run | None:
     if uv is None:
         say("installing uv, which installs the rest faster than pip")
         if not pip(["install", "--constraint", str(constraints), "uv"]):
-            say("uv is not to be had: installing with pip")
+            say("uv is not available: installing with pip")
             return None
         uv = str(python.parent / "uv")
     environment = {**variables, **os.environ}

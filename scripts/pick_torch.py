@@ -82,7 +82,7 @@ def driver_branch(proc_version: str) -> int | None:
 
 
 def cuda_of_nvidia_smi(output: str) -> Version | None:
-    """The CUDA version whose builds run by the header that nvidia-smi prints, None if there is none in it."""
+    """The newest CUDA version whose builds can run, from the header that nvidia-smi prints; None if it names none."""
     match = re.search(r"CUDA\s+(?:UMD\s+|Driver\s+)?Version\s*:\s*(\d+)\.(\d+)", output)
     if match is None:
         return None
@@ -97,7 +97,8 @@ def lowest_capability(output: str) -> Version | None:
 
 
 def look(system: str) -> Machine:
-    """This machine. Reads /proc and asks nvidia-smi where there is a driver; waits seconds at most."""
+    """This machine's properties. If there is a driver, it reads /proc and runs nvidia-smi, which takes a few seconds at
+    most."""
     cuda = None
     if _PROC_VERSION.exists():
         driver = driver_branch(_PROC_VERSION.read_text(errors="replace"))
@@ -134,8 +135,8 @@ def choose(machine: Machine) -> Choice:
 
 
 def named(name: str, system: str) -> Choice:
-    """What FENCELINE_TORCH asks for, whatever this machine has: ``cpu``, or the tag of a build (an image is built where
-    there is no driver). Raises NoTorch for another name."""
+    """The choice for a value of FENCELINE_TORCH, whatever this machine has: ``cpu`` or the tag of a build. (Images are
+    built on machines without a driver.) Raises NoTorch for another name."""
     if name == "cpu":
         return _cpu(system)
     for build in BUILDS:
@@ -145,7 +146,7 @@ def named(name: str, system: str) -> Choice:
 
 
 def _cpu(system: str) -> Choice:
-    if system != "Linux":  # the wheels of the default index are CPU builds there
+    if system != "Linux":  # on other systems the wheels of the default index are CPU builds
         wanted = f"torch=={CPU_VERSION}"
         return Choice(f"torch {CPU_VERSION}", ((wanted, None),))
     # The local version label matches only the CPU build, so no index can return gigabytes of CUDA packages.

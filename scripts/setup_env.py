@@ -57,7 +57,7 @@ class Env:
         return self.path / "bin" / "python"
 
     def key(self, root: Path, torch: str) -> str:
-        """What an installation depends on besides its extras."""
+        """A text with everything that an installation depends on besides its extras."""
         digest = hashlib.sha256()
         for name in _INPUTS:
             digest.update((root / name).read_bytes())
@@ -100,7 +100,7 @@ def ensure(root: Path, env: Env, extras: Sequence[str]) -> None:
     choice = torch_choice()
     env.path.parent.mkdir(parents=True, exist_ok=True)
     with open(env.path.parent / f"{env.path.name}.lock", "w") as lock:
-        # Of two scripts started at once, the second waits here and then finds the environment made.
+        # If two scripts start at the same time, the second waits here and then finds the finished environment.
         fcntl.flock(lock, fcntl.LOCK_EX)
         key = env.key(root, repr(choice))
         installed = env.installed_extras(key)
@@ -124,7 +124,7 @@ def ensure(root: Path, env: Env, extras: Sequence[str]) -> None:
 
 
 def torch_choice() -> Choice:
-    """What to install here; FENCELINE_TORCH overrules what the machine has. Raises NoTorch."""
+    """Which torch to install here: by FENCELINE_TORCH if it is set, otherwise by the machine. Raises NoTorch."""
     if name := os.environ.get("FENCELINE_TORCH"):
         return pick_torch.named(name, platform.system())
     return pick_torch.choose(pick_torch.look(platform.system()))
@@ -157,7 +157,7 @@ def _answers(command: Sequence[str]) -> bool:
 
 
 def install(root: Path, env: Env, choice: Choice, extras: Sequence[str], run: Run) -> None:
-    """torch first, alone, then the package with its other dependencies. Raises SetupError."""
+    """Install torch first, on its own, and then the package with its other dependencies. Raises SetupError."""
     say(f"installing {choice.summary} (first time only)")
     install_torch(choice, run)
     names = [*extras, *(["cuda"] if choice.cuda is not None else [])]
@@ -183,7 +183,8 @@ def install(root: Path, env: Env, choice: Choice, extras: Sequence[str], run: Ru
 
 
 def install_kernels(root: Path, choice: Choice, run: Run) -> None:
-    """Our own CUDA kernels, on a machine with a GPU. They compile on first use; the server runs without them too."""
+    """Install our own CUDA kernels on a machine with a GPU. They compile on first use; the server also runs without
+    them."""
     if choice.cuda is None:
         return
     source = str(root / "sgl-kernel")
@@ -193,7 +194,7 @@ def install_kernels(root: Path, choice: Choice, run: Run) -> None:
 
 def install_torch(choice: Choice, run: Run) -> None:
     """Try the indexes in order. Raises SetupError if none has the wheel."""
-    # The CPU wheel comes without its dependencies: the pinned ones follow with the package.
+    # The CPU wheel is installed without its dependencies, because the package brings them with pinned versions.
     alone = ["--no-deps"] if choice.cuda is None else []
     for requirement, index in choice.requirements:
         where = ["--index-url", index] if index is not None else []
@@ -213,8 +214,8 @@ def install_torch(choice: Choice, run: Run) -> None:
 
 
 def constraints_for(choice: Choice, torch: str, text: str) -> str:
-    """The pins of constraints-cpu.txt with ``torch``, "torch==VERSION", in place of its line. With a CUDA torch, which
-    names its own versions of them, without the pins that are torch's own."""
+    """The pins in ``text`` (constraints-cpu.txt) with ``torch``, "torch==VERSION", in place of the line for torch. For
+    a CUDA torch, the pins of packages of which it needs other versions are left out."""
     pins, _, torchs_own = text.partition(TORCHS_OWN)
     lines = (pins if choice.cuda is not None else pins + torchs_own).splitlines()
     return "\n".join(

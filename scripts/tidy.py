@@ -14,8 +14,8 @@ from pathlib import Path
 
 PACKAGE = "fenceline"
 
-# Folders from the lowest up. A folder may import from itself and from those before it; folders of one tuple do not
-# import from each other.
+# Folders from the lowest to the highest. A folder may import from itself and from those before it; folders in one tuple
+# may not import from each other.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("memory_order", "constrained"),
     ("distributed",),
@@ -28,14 +28,14 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("scheduler", "frontend"),
     ("entrypoints",),
 )
-# May be imported from anywhere, and import from no other folder.
+# These may be imported from anywhere and may not import from other folders.
 EVERYWHERE = ("config", "ipc", "sampling.sampling_params", "constrained.spec", "version")
-# May import everything but vgpu: command lines and tools around the server.
+# Command lines and tools around the server, which may import everything except vgpu.
 TOOLS = ("", "__main__", "cli", "launch_server", "bench_serving", "benchmarking", "demo")
-# May import everything; nothing outside may import from it.
+# This folder may import everything, but nothing outside may import from it.
 TEST_ONLY = "vgpu"
-# Used in processes, or at times, where torch must not be loaded. Only config may import it, inside a function, to find
-# a GPU.
+# These are used in processes, or at times, in which torch must not be loaded. Only config may import it, inside a
+# function, to find a GPU.
 NO_TORCH = (
     "config",
     "constrained.spec",
@@ -48,10 +48,10 @@ NO_TORCH = (
     "mem_cache.transfer",
     "mem_cache.page_hash",
 )
-# What the proof compares the engine's answers with. It imports nothing of the package except for types.
+# The module with whose answers the proof compares the engine's. It imports nothing of the package except for types.
 INDEPENDENT = ("vgpu.proving.oracle",)
 ORDERING_FOLDERS = ("memory_order", TEST_ONLY)
-# Who may know what carries collective operations: everybody else has a Communicator.
+# Folders that may use the libraries for collective operations; all others use a Communicator.
 RANK_FOLDERS = ("memory_order", "distributed")
 
 _RAW_CLASSES = {"Stream", "Event", "ExternalStream", "CUDAGraph", "graph", "graph_pool_handle"}
@@ -81,7 +81,7 @@ class Import:
 
 
 def violations(source: Path) -> list[Violation]:
-    """Every violation in the package below ``source``, in order of files and lines; circles of imports come last."""
+    """All violations in the package below ``source``, in the order of files and lines; import cycles come last."""
     found: list[Violation] = []
     paths: dict[str, Path] = {}
     all_imports: dict[str, list[Import]] = {}
@@ -101,7 +101,7 @@ def violations(source: Path) -> list[Violation]:
 
 
 def _module_name(path: Path, source: Path) -> str:
-    """``scheduler.scheduler`` for its file, the empty text for the package itself."""
+    """The module's name within the package, such as ``scheduler.scheduler``; empty for the package itself."""
     parts = path.relative_to(source / PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -120,7 +120,8 @@ def _within(module: str, places: tuple[str, ...]) -> bool:
 
 
 def _imports(tree: ast.Module, package: str) -> Iterator[Import]:
-    """The imports of a file, relative ones resolved. ``from a import b`` counts as ``a.b``, which may be a module."""
+    """The imports of a file, with relative ones resolved. ``from a import b`` counts as ``a.b``, which may be a
+    module."""
 
     def visit(node: ast.AST, at_top: bool, for_types: bool) -> Iterator[Import]:
         if isinstance(node, ast.Import):
@@ -172,7 +173,8 @@ def _may_import(module: str, target: str) -> bool:
     levels = {name: level for level, names in enumerate(LEVELS) for name in names}
     if folder not in levels:
         return False
-    # Anything else is a name of the package itself (fenceline.__version__) or a command line, not for folders.
+    # Any other target is a name of the package itself (fenceline.__version__) or a command line; folders may not import
+    # these.
     return other in levels and levels[other] < levels[folder]
 
 
@@ -193,7 +195,7 @@ def _independent(module: str, imports: list[Import]) -> Iterator[tuple[int, str]
 
 
 def _circles(paths: Mapping[str, Path], imports: Mapping[str, list[Import]]) -> Iterator[Violation]:
-    """Modules that import each other, whatever their folder, in functions and for types too."""
+    """Modules that import each other, in any folders. Imports in functions and for types count too."""
     graph = {module: _imported_modules(module, imports) for module in imports}
     for circle in _strongly_connected(graph):
         first = circle[0]
@@ -209,7 +211,7 @@ def _imported_modules(module: str, imports: Mapping[str, list[Import]]) -> dict[
         if item.module.split(".")[0] != PACKAGE:
             continue
         target = item.module.partition(".")[2]
-        while target and target not in imports:  # a name in a module: the module
+        while target and target not in imports:  # it may be a name in a module; then the module is meant
             target = target.rpartition(".")[0]
         if target in imports and target != module:
             found.setdefault(target, item.line)
@@ -256,7 +258,7 @@ def _raw_collectives(tree: ast.Module, imports: list[Import]) -> Iterator[tuple[
 
 
 def _raw_name(node: ast.AST) -> str | None:
-    """The raw ordering primitive that ``node`` is, if it is one."""
+    """The name of the raw ordering primitive that ``node`` is; None if it is none."""
     if isinstance(node, ast.Attribute):
         owner = ast.unparse(node.value)
         if node.attr in _RAW_CLASSES and owner in ("torch.cuda", "torch", "cuda", "torch.cuda.graphs"):
@@ -273,7 +275,7 @@ def _raw_name(node: ast.AST) -> str | None:
 
 
 def test_violations(tests: Path) -> list[Violation]:
-    """Every import of a test module: what several tests use belongs into ``tests``/support, one flat folder."""
+    """Every import of a test module: code that several tests use belongs in ``tests``/support, one flat folder."""
     paths = sorted(tests.rglob("*.py"))
     shared = {path.stem for path in paths if path.parent == tests / "support"}
     modules = {path.stem for path in paths} - shared

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Trains the demo model's drafts, an EAGLE-3 head and a two-layer MTP, on a CPU in minutes.
+"""Trains the demo model's drafts, an EAGLE-3 head and a two-layer MTP, in minutes on a CPU or a GPU.
 
     OMP_NUM_THREADS=1 python scripts/train_demo_drafts.py --output-dir draft_out
-    python scripts/train_demo_drafts.py --output-dir draft_out --drafts eagle3
+    python scripts/train_demo_drafts.py --output-dir draft_out --drafts nextn --steps 2000 --device cuda
 
-The data of every step is a function of the seed and the step number: trained items alone, each category as often as the
-others, with answers that are the target's own in all but a few cases. Afterwards it prints the mean accept length on
-held-out items: tokens for each time the target verifies, greedily, with chains of three tokens (MTP: two).
+The data of every step is a function of the seed and the step number. It has only trained items, with all categories
+equally often, and in all but a few cases their answers are the target's own. Afterwards the script prints the mean
+accept length on held-out items: the number of tokens per verification by the target, with greedy decoding and chains of
+three tokens (MTP: two).
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ from fenceline.demo.documents import (
 from fenceline.demo.tokenizer import FastEncoder
 
 DRAFTS: dict[str, type[Eagle3] | type[MTP]] = {"eagle3": Eagle3, "nextn": MTP}
-STEP_WEIGHT = 0.8  # of a chain's step, relative to the one before it
+STEP_WEIGHT = 0.8  # the loss weight of a chain's step, relative to the preceding step
 
 
 def make_document(rng: random.Random, max_tokens: int) -> Document:
-    """A document of trained items, most often of one category, with many answers in few tokens."""
+    """A document of trained items, mostly of one category, with many answers for its length."""
     kind = rng.random()
     if kind < 0.25 and max_tokens > 300:
         return ledger_document(rng, max_tokens)
@@ -81,8 +82,9 @@ def make_batch(
 
 
 def answer_rows(mask: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Rows [B, M] from which a chain begins while an answer is given: the token that they read and the first one that
-    they predict belong to it. (An answer's first token comes from the prefill.) With [B, M] bool: the others pad."""
+    """Rows [B, M] at which chains begin, and [B, M] bool: which of them are not padding. The token that such a row
+    reads and the first token that it predicts belong to the same answer. (An answer's first token comes from the
+    prefill.)"""
     length = mask.shape[1]
     wanted = mask[:, 1 : length - steps] & mask[:, 2 : length - steps + 1]
     most = int(wanted.sum(1).max())
@@ -91,10 +93,10 @@ def answer_rows(mask: Tensor, steps: int) -> tuple[Tensor, Tensor]:
 
 
 def chain_loss(draft: Draft, target: DemoModel, states: States, mask: Tensor) -> tuple[Tensor, list[float]]:
-    """The loss over the answers in mask [B, length] bool, and how often each step is right."""
+    """The loss over the answers, which mask [B, length] bool marks, and how often each step is right."""
     ids = states.ids
     rows, live = answer_rows(mask, draft.steps)
-    loss, right = torch.zeros(()), []
+    loss, right = torch.zeros((), device=ids.device), []
     for step, logits in enumerate(draft.chains(states, rows, target)):
         labels = ids.gather(1, rows + 2 + step)
         weights = (live & mask.gather(1, rows + 2 + step)).float()
@@ -105,13 +107,13 @@ def chain_loss(draft: Draft, target: DemoModel, states: States, mask: Tensor) ->
 
 
 def row_length(seed: int, step: int) -> int:
-    """Mostly short rows; long ones teach recall over many tokens."""
+    """The length of a step's rows: mostly short; long rows teach recall over many tokens."""
     return random.Random(f"length:{seed}:{step}").choices((512, 1024, 2048), (0.8, 0.1, 0.1))[0]
 
 
 def train(drafts: Sequence[Draft], target: DemoModel, encoder: FastEncoder, args: argparse.Namespace) -> None:
-    """All steps, all drafts on the same rows; the learning rate warms up, stays, and decays to zero over the second
-    half."""
+    """Run all steps, with all drafts on the same rows. The learning rate warms up, stays constant, and decays to zero
+    over the second half."""
     optimizers = [
         Optimizer(draft.matrices(), draft.others(), args.muon_lr, args.adam_lr, torch.float32, compiled=False)
         for draft in drafts
@@ -121,6 +123,7 @@ def train(drafts: Sequence[Draft], target: DemoModel, encoder: FastEncoder, args
         length = row_length(args.seed, step)
         num_rows = max(args.tokens_per_step // length, 1)
         ids, mask = make_batch(args.seed, step, num_rows, length, encoder)
+        ids, mask = ids.to(args.device), mask.to(args.device)
         states = target_states(target, ids)
         for draft, optimizer in zip(drafts, optimizers, strict=True):
             loss, right = chain_loss(draft, target, states, mask)
@@ -137,25 +140,26 @@ def train(drafts: Sequence[Draft], target: DemoModel, encoder: FastEncoder, args
 
 @torch.no_grad()
 def accept_lengths(draft: Draft, target: DemoModel, rows: Sequence[Row]) -> dict[str, tuple[int, int]]:
-    """(tokens, verifications) by category over rows that the target answers right, for which its greedy tokens are the
-    answer's. The first token comes from the prompt's prefill; each verification then yields the accepted tokens and one
-    of the target's own."""
+    """(tokens, verifications) by category, over rows that the target answers right, because for these its greedy tokens
+    are the answer's tokens. The first token comes from the prompt's prefill. Each verification then yields the accepted
+    tokens and one of the target's own."""
     found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    device = target.embed.device
     for row in rows:
-        # Rows near the end predict beyond it; what they are compared with there does not count.
-        padded = F.pad(torch.tensor([row.ids]), (0, draft.steps))
+        # Rows near the end predict tokens past it; these comparisons are not counted.
+        padded = F.pad(torch.tensor([row.ids], device=device), (0, draft.steps))
         states = target_states(target, padded)
         greedy = F.linear(states.normed[0, row.start - 1 : len(row.ids) - 1], target.embed).argmax(-1)
         if not torch.equal(greedy, padded[0, row.start : len(row.ids)]):
             continue
-        asked = torch.arange(row.start - 1, len(row.ids) - 1)[None]
+        asked = torch.arange(row.start - 1, len(row.ids) - 1, device=device)[None]
         chains = draft.chains(states, asked, target)
         hits = torch.stack(
             [chain.argmax(-1)[0] == padded[0, asked[0] + 2 + step] for step, chain in enumerate(chains)]
         )
         accepted = hits.long().cumprod(0).sum(0).tolist()
         tokens, verifications = found[row.label]
-        at = row.start + 1  # tokens there are
+        at = row.start + 1  # the number of tokens so far
         while at < len(row.ids):
             at = min(at + accepted[at - 2 - (row.start - 1)] + 1, len(row.ids))
             verifications += 1
@@ -177,6 +181,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-eval-items", type=int, default=120)
     parser.add_argument("--log-every", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     return parser.parse_args(argv)
 
 
@@ -189,13 +194,15 @@ def main() -> None:
     load_weights(target, directory)
     rows = make_rows(tokenizer, seed=2_000_000, num_items=args.num_eval_items)
     torch.manual_seed(args.seed)
-    drafts = [DRAFTS[name](target) for name in args.drafts]
+    drafts = [DRAFTS[name](target) for name in args.drafts]  # the same weights at first on any device
+    for module in (target, *drafts):
+        module.to(args.device)
     train(drafts, target, FastEncoder(tokenizer), args)
     for draft in drafts:
         draft.save(args.output_dir / draft.published)
         with torch.no_grad():
             for param in draft.parameters():
-                param.copy_(param.bfloat16())  # as on disk
+                param.copy_(param.bfloat16())  # as they are saved
         report(draft, accept_lengths(draft, target, rows))
 
 

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Trains a built-in demo model, on one GPU in minutes, and writes the directory that ships.
+"""Trains a built-in demo model, on one GPU in minutes, and writes the directory that the package ships.
 
     python scripts/train_demo_model.py --output-dir demo_out --max-seconds 400
     python scripts/train_demo_model.py --output-dir moe_out --model demo-moe --max-seconds 400
+    python scripts/train_demo_model.py --output-dir tools_out --model demo-tools --max-seconds 400
     python scripts/train_demo_model.py --output-dir demo_out --resume demo_out/checkpoint --max-steps 20000
 
-The data of every step is a function of the seed and the step number. With --max-steps and --decay-steps
-the run is the same each time (up to the GPU's own rounding); with --max-seconds the learning rate starts to
-decay when the time demands it, and the step at which it did is printed and kept in the checkpoint.
+The data of every step is a function of the seed and the step number. With --max-steps and --decay-steps every run is
+the same (except for the GPU's rounding). With --max-seconds the learning rate starts to decay when the time requires
+it; this step is printed and kept in the checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -26,33 +27,43 @@ import torch
 from tokenizers import Tokenizer
 
 from demo_training.data import Feed, start, to_device
-from demo_training.evaluate import Row, accuracy, make_rows
+from demo_training.evaluate import Row, accuracy, make_rows, make_tool_rows
 from demo_training.export import check_export, export
-from demo_training.model import MOE_SHAPE, DemoModel, Shape
+from demo_training.model import MOE_SHAPE, TOOLS_SHAPE, DemoModel, Shape
 from demo_training.optimizer import Optimizer
-from fenceline.demo.corpus import ROW_LENGTHS, Curriculum, Ids, Mask
+from fenceline.demo import tools
+from fenceline.demo.corpus import ROW_LENGTHS, TOOLS, Curriculum, Ids, Mask
 from fenceline.demo.evaluation import CATEGORIES
-from fenceline.demo.tokenizer import VOCAB_SIZE, build_tokenizer
+from fenceline.demo.tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, build_tokenizer, build_tools_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A model that ships, and the part of the corpus that it learns; no skills: all of it."""
+    """A demo model, and the part of the corpus that it learns; without skills it is the whole corpus."""
 
     shape: Shape
     lengths: tuple[int, int, int, int] = ROW_LENGTHS
     skills: tuple[str, ...] = ()
+    tokenizer: Callable[[], Tokenizer] = build_tokenizer
+    chat_template: str = CHAT_TEMPLATE
+
+    def rows(self, tokenizer: Tokenizer, count: int) -> list[Row]:
+        """Held-out prompts with their answers."""
+        if self.skills == TOOLS:
+            return make_tool_rows(tokenizer, 1_000_000, count)
+        return make_rows(tokenizer, 1_000_000, count, self.lengths[-1], self.skills or CATEGORIES)
 
 
 MODELS = {
     "demo": Kind(Shape(vocab_size=VOCAB_SIZE)),
     "demo-moe": Kind(MOE_SHAPE, (128, 256, 512, 1024), ("add", "sub", "mul", "copy", "long_copy")),
+    "demo-tools": Kind(TOOLS_SHAPE, (192, 256, 512, 1024), TOOLS, build_tools_tokenizer, tools.CHAT_TEMPLATE),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a run stands; kept in the checkpoint. decay_start and end_step are None until known."""
+    """The progress of a run, which the checkpoint keeps. decay_start and end_step are None until they are known."""
 
     step: int = 0
     warm_from: int = 0
@@ -70,7 +81,8 @@ def lr_scale(progress: Progress, warmup: int) -> float:
 
 
 def plan_decay(progress: Progress, args: argparse.Namespace, started: float, first_step: int) -> Progress:
-    """Fixes the decay's first and last step, from --max-steps or, when due, from the time that is left."""
+    """Sets the first and last step of the decay, from --max-steps, or from the time that is left once it must
+    start."""
     if progress.decay_start is not None:
         return progress
     if args.max_steps is not None:
@@ -103,7 +115,7 @@ def load_checkpoint(
 
 
 class Trainer:
-    """The loop: one batch a step, a log line, an evaluation and a checkpoint every so often."""
+    """The training loop: a batch in each step, and regularly a log line, an evaluation and a checkpoint."""
 
     def __init__(self, args: argparse.Namespace, tokenizer: Tokenizer, rows: list[Row]) -> None:
         self.args, self.tokenizer, self.rows = args, tokenizer, rows
@@ -157,7 +169,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=list(MODELS), default="demo", help="which of the two that ship")
+    parser.add_argument("--model", choices=list(MODELS), default="demo", help="which of those that ship")
     parser.add_argument("--output-dir", type=Path, required=True, help="export, checkpoint and log go here")
     parser.add_argument("--resume", type=Path, help="checkpoint directory to continue from")
     parser.add_argument("--new-schedule", action="store_true", help="with --resume: warm up again")
@@ -187,12 +199,11 @@ def main() -> None:
     """Trains, evaluates, checkpoints, exports, and checks the export against transformers."""
     args = parse_args()
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    tokenizer = build_tokenizer()
+    kind = MODELS[args.model]
+    tokenizer = kind.tokenizer()
     tokenizer_file = args.output_dir / "training_tokenizer.json"
     tokenizer.save(str(tokenizer_file))
-    kind = MODELS[args.model]
-    rows = make_rows(tokenizer, 1_000_000, args.num_eval_items, kind.lengths[-1], kind.skills or CATEGORIES)
-    trainer = Trainer(args, tokenizer, rows)
+    trainer = Trainer(args, tokenizer, kind.rows(tokenizer, args.num_eval_items))
     progress = Progress()
     if args.resume is not None:
         progress = load_checkpoint(
@@ -209,7 +220,7 @@ def main() -> None:
         progress = trainer.run(progress, batches)
     trainer.evaluate(progress)
     save_checkpoint(args.output_dir / "checkpoint", trainer.model, trainer.optimizer, progress)
-    export(trainer.model, tokenizer, args.output_dir / "export")
+    export(trainer.model, tokenizer, args.output_dir / "export", kind.chat_template)
     difference = check_export(trainer.model, tokenizer, args.output_dir / "export")
     print(f"export differs from transformers by at most {difference:.2e} in its logits")
     if difference > 1e-2:

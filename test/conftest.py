@@ -37,10 +37,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--busy-loops", type=int, default=0, metavar="N", help="processes that take CPU time meanwhile"
     )
+    parser.addoption(
+        "--kills",
+        type=int,
+        default=12,
+        metavar="N",
+        help="moments at which test_ranks_killed.py kills a rank",
+    )
 
 
 _BUSY_LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
 _busy_loops: list[subprocess.Popen[bytes]] = []
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """A short name for a long value, as newer versions of pytest give: a test's name is in the environment of the
+    processes that it starts, where Linux takes 128 KiB."""
+    if isinstance(val, str | bytes) and len(val) > 500:
+        start = val[:40] if isinstance(val, str) else val[:40].decode(errors="replace")
+        return f"{start}... of {len(val)}"
+    return None
 
 
 def pytest_configure() -> None:
@@ -65,14 +81,14 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests marked ``long`` unless --all is given. Files with slow tests first: several processes share the
-    files out, and nobody is left with one at the end. Skip tests marked ``gpu`` or ``multi_gpu`` where there are not
-    enough GPUs."""
+    """Leave out tests marked ``long`` unless --all is given. Files with tests marked ``long`` or ``slow`` come first:
+    several processes share the files out, and nobody is left with one at the end. Skip tests marked ``gpu`` or
+    ``multi_gpu`` where there are not enough GPUs."""
     if not config.getoption("--all"):
         left_out = [item for item in items if item.get_closest_marker("long")]
         items[:] = [item for item in items if not item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    slow = {item.path for item in items for mark in ("long", "slow") if item.get_closest_marker(mark)}
     items.sort(key=lambda item: item.path not in slow)
     wanted = {"gpu": 1, "multi_gpu": 2}
     marked = [(item, wanted[mark]) for item in items for mark in wanted if item.get_closest_marker(mark)]

@@ -1,10 +1,14 @@
-"""Sums of ranks, one process for each GPU: our own all-reduce beside NCCL's and torch's symmetric memory.
+"""Compares all-reduces, with one process for each GPU: our own, NCCL's and that of torch's symmetric memory.
 
     python benchmark/h200/all_reduce.py [--gpus 2] [--json FILE] [--sweep] [--quick]
+    python benchmark/h200/all_reduce.py --one-gpu [--json FILE] [--quick]
 
-Every way is captured in a CUDA graph of 64 calls, which all ranks replay; the figure is microseconds for a call, the
-median over replays of the slowest rank. First all results of ours are compared with the sum in the order of ranks,
-bit by bit. ``--sweep`` also tries numbers of blocks and threads. About two minutes on two GPUs.
+Each is captured in a CUDA graph of 64 calls, which all ranks replay. The figure is microseconds per call: the median
+over replays of the slowest rank. Before that, all results of our own are compared with the sum in the order of ranks,
+bit by bit. ``--sweep`` also tries other numbers of blocks and threads. It takes about two minutes on two GPUs.
+
+``--one-gpu``: 2 and 4 ranks are streams of one GPU, so no data crosses a link. The time is a lower bound of the time of
+a call on several GPUs: launch, flags and passes over memory. The table also has torch's copy of as many bytes.
 """
 
 from __future__ import annotations
@@ -15,15 +19,16 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from fenceline_kernel.all_reduce import PeerAllReduce
+from fenceline_kernel.one_process import OneProcessRanks
 
-_CALLS = 64  # in a graph
+_CALLS = 64  # calls in a graph
 _REPLAYS = 30
 _MAX_BYTES = 64 << 20
 SIZES = (
@@ -41,12 +46,12 @@ SIZES = (
     64 << 20,
 )
 QUICK = (8 << 10, 64 << 10, 1 << 20, 64 << 20)
-ROW = 4096  # elements, of fused rows
+ROW = 4096  # elements of a row in fused operations
 Way = Callable[[], object]
 
 
 class Rank:
-    """One process's part."""
+    """The work of one process."""
 
     def __init__(self, rank: int, size: int, meeting: str) -> None:
         torch.cuda.set_device(rank)
@@ -78,7 +83,7 @@ class Rank:
         return graph
 
     def time_us(self, way: Way, register: bool = False, nbytes: int = 0) -> float:
-        """Microseconds of a call in a graph, of the slowest rank."""
+        """Microseconds of a call in a graph, for the slowest rank."""
         calls = _CALLS if nbytes <= 4 << 20 else 8
         graph = self.capture(way, calls)
         if register:
@@ -168,7 +173,8 @@ class Rank:
     # --- time ---------------------------------------------------------------------------------------------
 
     def ways(self, nbytes: int) -> dict[str, tuple[Way, bool]]:
-        """Name → one call, and whether its addresses have to be exchanged."""
+        """The all-reduces that are compared: name → (a function that makes one call, whether its addresses must be
+        exchanged)."""
         x = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=self.device)
         found: dict[str, tuple[Way, bool]] = {}
         if nbytes <= self.own.one_shot_bytes:
@@ -253,6 +259,72 @@ def run(rank: int, args: argparse.Namespace, meeting: str) -> None:
     os._exit(0)  # NCCL's threads may hang in a destructor
 
 
+def one_gpu(args: argparse.Namespace) -> list[dict[str, object]]:
+    """Microseconds of a call in a graph, with ranks that are streams of one GPU."""
+    device = torch.device("cuda", 0)
+    results: list[dict[str, object]] = []
+    for size in (2, 4):
+        ranks = OneProcessRanks(size, device, 1 << 20, _MAX_BYTES, limit_s=5.0)
+        for nbytes in QUICK if args.quick else SIZES:
+            xs = [torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=device) for _ in range(size)]
+            line = {
+                name: round(_time_one_gpu(ranks, way, nbytes), 2) for name, way in _one_gpu_ways(ranks, xs)
+            }
+            results.append({"ranks": size, "bytes": nbytes, **line})
+            text = ", ".join(f"{name} {us}" for name, us in line.items())
+            print(f"{size} ranks {nbytes:>9} bytes: {text} us", flush=True)
+        ranks.close()
+    return results
+
+
+def _one_gpu_ways(
+    ranks: OneProcessRanks, xs: list[torch.Tensor]
+) -> Iterator[tuple[str, Callable[[int], object]]]:
+    nbytes, own = xs[0].nbytes, ranks.ranks
+    if nbytes <= own[0].one_shot_bytes:
+        yield "one shot", lambda rank: own[rank].all_reduce(xs[rank], False)
+        outs = [x.new_empty((ranks.size, *x.shape)) for x in xs]
+        yield "gather", lambda rank: own[rank].all_gather(xs[rank], outs[rank])
+        if nbytes % (2 * ROW) == 0:
+            rows = [x.view(-1, ROW) for x in xs]
+            hidden, normed = [row.clone() for row in rows], [row.clone() for row in rows]
+            weight = xs[0].new_ones(ROW)
+            yield (
+                "fused",
+                lambda rank: own[rank].all_reduce_add_norm(
+                    rows[rank], hidden[rank], weight, 1e-6, hidden[rank], normed[rank]
+                ),
+            )
+    if nbytes >= 32 << 10:
+        yield "two shots", lambda rank: own[rank].all_reduce(xs[rank], True)
+        yield "registered", lambda rank: own[rank].all_reduce(xs[rank], True, registered=True)
+    copies = [x.clone() for x in xs]
+    yield "torch copy", lambda rank: copies[rank].copy_(xs[rank])
+
+
+def _time_one_gpu(ranks: OneProcessRanks, way: Callable[[int], object], nbytes: int) -> float:
+    calls = _CALLS if nbytes <= 4 << 20 else 8
+
+    def body(rank: int) -> None:
+        for _ in range(calls):
+            way(rank)
+
+    graphs = ranks.capture(body)
+    times = []
+    begin = torch.cuda.Event(enable_timing=True)
+    ends = [torch.cuda.Event(enable_timing=True) for _ in ranks.streams]
+    for _ in range(_REPLAYS // 2):
+        torch.cuda.synchronize()
+        begin.record(ranks.streams[0])
+        ranks.replay(graphs)
+        for end, stream in zip(ends, ranks.streams, strict=True):
+            end.record(stream)
+        torch.cuda.synchronize()
+        assert not ranks.lost, "a launch has given up its wait"
+        times.append(max(begin.elapsed_time(end) for end in ends) * 1e3 / calls)
+    return statistics.median(times)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -261,7 +333,19 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sweep", action="store_true", help="also numbers of blocks and threads")
     parser.add_argument("--quick", action="store_true", help="four sizes")
+    parser.add_argument("--one-gpu", action="store_true", help="ranks are streams of one GPU: a lower bound")
     args = parser.parse_args()
+    if args.one_gpu:
+        os.environ |= {
+            "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+            "CUDA_MODULE_LOADING": "EAGER",
+        }  # CUDA has not begun
+        results = one_gpu(args)
+        if args.json is not None:
+            gpu = torch.cuda.get_device_name(0)
+            text = json.dumps({"gpu": gpu, "torch": torch.__version__, "one_gpu_us": results}, indent=1)
+            args.json.write_text(text + "\n")
+        return
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(run, (args, f"file://{folder}/meeting"), args.gpus)
 

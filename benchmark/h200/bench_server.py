@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -28,8 +29,9 @@ class ServerDied(Exception):
 class BenchServer:
     """``python -m fenceline.launch_server`` on a free port. Use it in a ``with`` block.
 
-    ``launcher``: what Python runs: launch_server or a replacement that takes its flags. ``source``: the root of another
-    checkout, whose server it is. Raises ServerDied on entering if the server is not healthy after ``start_timeout_s``.
+    --load-format is dummy unless ``flags`` say otherwise. ``launcher``: the arguments for Python, launch_server or a
+    replacement that takes its flags. ``source``: the root of another checkout, whose server is started. Raises
+    ServerDied on entering the block if the server is not healthy after ``start_timeout_s``.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class BenchServer:
         return f"http://127.0.0.1:{self.port}"
 
     def raise_if_dead(self, patience_s: float = 0.0) -> None:
-        """Raise ServerDied if the server has ended, or does so within ``patience_s``."""
+        """Raise ServerDied if the server has ended, or ends within ``patience_s`` seconds."""
         if self._process is not None and patience_s:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(patience_s)
@@ -74,9 +76,12 @@ class BenchServer:
         return self._process is not None and self._process.poll() is None
 
     def __enter__(self) -> BenchServer:
-        signal.signal(signal.SIGTERM, _leave)
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # only the main thread may set signal handlers
+            signal.signal(signal.SIGTERM, _leave)
         begin = time.perf_counter()
-        with self._log.open("ab") as file:  # a session of its own: stopping reaches every child
+        with self._log.open("ab") as file:  # in a session of its own, so that stop() reaches every child
             self._process = subprocess.Popen(
                 self.command,
                 stdout=file,
@@ -135,8 +140,8 @@ class BenchServer:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """SIGTERM, which timeout(1) sends, ends the benchmark as Ctrl-C does, by its with blocks, whose servers would
-    keep the GPU's memory otherwise."""
+    """Handle SIGTERM, which timeout(1) sends, like Ctrl-C: the ``with`` blocks are left, so that their servers do not
+    keep the GPU's memory."""
     sys.exit(128 + number)
 
 

@@ -1,12 +1,12 @@
-"""Two servers on one GPU, measured in turns: another commit's against this one's, or the same with other flags.
+"""Measures two servers on one GPU in turns: that of another commit and this one's, or this one's with other flags.
 
     git archive df27d5d python sgl-kernel | tar x -C /tmp/before
     python benchmark/h200/compare.py --before /tmp/before                       # run.py's loads, three rounds
     python benchmark/h200/compare.py --shape llama-8b --load 32 --before-args="--disable-overlap-schedule"
 
-Both run for the whole time, with the same share of the GPU's memory, and one at a time has requests. The load is
-run.py's, and so is the client: this checkout's bench_serving. Every second round begins with the other server. The
-table shows medians over the rounds and after divided by before; result.json has each run.
+Both run for the whole time with the same share of the GPU's memory, and only one at a time has requests. The loads and
+the client are those of run.py: this checkout's bench_serving. Every second round begins with the other server. The
+table shows medians over the rounds and the ratio of after to before; result.json has each run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HEADER += "| TTFT ms before | after | ratio | TPOT ms before | after | ratio |"
 
 
 def compare(shape: str, keys: Sequence[str], args: argparse.Namespace) -> dict[str, dict[str, list[Row]]]:
-    """For each load the runs of each side, in order. Raises ServerDied."""
+    """For each load, the runs of each side in their order. Raises ServerDied."""
     model_dir = make_model_dir(shape, args.models)
     size = ["--max-total-tokens", str(_MAX_TOTAL_TOKENS[shape])]
     with contextlib.ExitStack() as stack:
@@ -64,7 +64,7 @@ def compare(shape: str, keys: Sequence[str], args: argparse.Namespace) -> dict[s
 
 
 def table_row(shape: str, key: str, runs: dict[str, list[Row]]) -> str:
-    """One line of the table: medians over the runs that did not fail."""
+    """One row of the table: medians over the runs that did not fail."""
     cells = []
     for name, digits in (("output_tok_s", 0), ("ttft_ms", 1), ("tpot_ms", 3)):
         values = [[getattr(row.figures, name) for row in runs[side] if row.figures] for side in SIDES]

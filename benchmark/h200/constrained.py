@@ -1,12 +1,13 @@
-"""What a JSON schema costs on one H200: throughput and time to first token, constrained against free, in turns.
+"""The cost of a JSON schema on one H200: throughput and time to first token of constrained and free answers, in turns.
 
     python benchmark/h200/constrained.py --shape 0.6b 8b          # 64 at a time, then one at a time; four rounds
-    python benchmark/h200/constrained.py --shape tiny --quick     # anywhere: whether it works at all
+    python benchmark/h200/constrained.py --shape tiny --quick     # on any machine: whether it works at all
 
-One server with dummy weights answers both sides, run.py's client asks. All answers have the same length: a free one
-goes on to its limit, and the schema, a list of records with more of them than fit, cannot end before. Every second
-round begins with the other side. The schema has been seen before: its compilation is not measured here. The aims: at
-least 0.95 of the free throughput at 64 at a time, and a first token at most 10 ms later, one at a time.
+One server with dummy weights answers both kinds of requests, which run.py's client sends. All answers have the same
+length: a free answer goes on to its limit, and the schema is a list with more records than fit, so that a constrained
+answer cannot end before. Every second round begins with the other side. The schema has been seen before, so its
+compilation is not measured. The aims are at least 0.95 of the free throughput with 64 requests at a time, and a first
+token that is at most 10 ms later with one request at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ LOADS = {"64": Load(128, 256, 64, 256), "1": Load(128, 32, 1, 24)}
 
 
 def schema(num_tokens: int) -> dict[str, object]:
-    """Answers of at least ``num_tokens`` tokens: each record takes eight at least."""
+    """A schema whose answers have at least ``num_tokens`` tokens: each record takes at least eight."""
     record = {
         "type": "object",
         "properties": {
@@ -74,7 +75,7 @@ class Run:
 def run_once(
     server: BenchServer, shape: str, key: str, side: str, round_: int, args: argparse.Namespace
 ) -> Run:
-    """Measure. Raises ServerDied, or RuntimeError where something failed."""
+    """Measure one run. Raises ServerDied, or RuntimeError if a request failed."""
     load = LOADS[key].eighth() if args.quick else LOADS[key]
     extra = []
     if side == "schema":
@@ -113,7 +114,7 @@ def run_shape(shape: str, args: argparse.Namespace) -> list[Run]:
         print(f"{shlex.join(server.command)}: ready after {server.start_s:.1f} s", flush=True)
         check(server)
         for key in args.load:
-            for round_ in range(-1, args.rounds):  # the first is to warm up
+            for round_ in range(-1, args.rounds):  # the first round is a warm-up
                 for side in SIDES if round_ % 2 == 0 else SIDES[::-1]:
                     run = run_once(server, shape, key, side, round_, args)
                     print(run, flush=True)
@@ -126,7 +127,7 @@ HEADER += " | TPOT ms free | schema | p99 ITL ms free | schema |"
 
 
 def table_row(runs: Sequence[Run]) -> str:
-    """One line of the table: medians over the rounds of one load; the ratio is of the two sides of a round."""
+    """One row of the table: medians over the rounds of one load. The ratio is that of the two sides of a round."""
     sides = [[run for run in runs if run.side == side] for side in SIDES]
     ratios = [two.output_tok_s / one.output_tok_s for one, two in zip(*sides, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes, with and without speculation: on the GPU by kernel, on the CPU, and idle.
+"""Shows what takes the time of a decode step, with and without speculation: GPU time by kernel, CPU time, idle time.
 
     python benchmark/h200/decode.py --shape 8b --batch 1,32
     python benchmark/h200/decode.py --shape llama-8b --server-args \\
@@ -6,10 +6,10 @@
 
 Requests decode in steady state in the scheduler's real loop, without HTTP. "step" is the wall time of a step without a
 profiler, "CPU" the loop's own part of it. The other figures come from a profile of --profiled steps: "busy" is the
-share of the time in which a kernel or a copy ran, from the first one's begin to the last one's end, and "kernels" how
-many there were in a step. Then the kernels follow that took most, with their calls and microseconds per step. A kernel
-that begins before the one in front has ended is waiting for most of its time; "added" is what it needs after all others
-in front have ended, and these times sum to the busy part of the step.
+share of the time in which a kernel or a copy ran, from the beginning of the first one to the end of the last one, and
+"kernels" their number in a step. The table has the kernels that took the most time, with their calls and microseconds
+per step. A kernel that begins before the preceding one has ended waits for most of its time; "added" is the time that
+it takes after all preceding ones have ended, and these times add up to the busy part of the step.
 """
 
 from __future__ import annotations

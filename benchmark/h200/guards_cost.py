@@ -1,10 +1,10 @@
-"""What the guards of --memory-check off cost: the throughput with them, and in a build for benchmarks without them.
+"""The cost of the guards that are active with --memory-check off: the throughput with them and without them.
 
     python benchmark/h200/guards_cost.py [--shape 0.6b] [--batch 64,256] [--turns 9]
 
 Three processes, one with guards and two without, exist at the same time and run in turns, so that drift, above all of
 the GPU's clock, affects all of them; the others wait meanwhile. In a turn, --rounds times, a batch of requests of
-unequal length passes through the scheduler's real loop (admission, decode, finish, prefix tree, retirement), and the
+different lengths passes through the scheduler's real loop (admission, decode, finish, prefix tree, retirement), and the
 tokens per second from the first full batch to the last one are measured. A ratio is the median over the turns of a
 process's throughput over that of the first one without guards. The ratio of the second one without guards is the noise:
 the difference between two processes that do the same. "CPU" is the loop's own time per step. Most of it overlaps with
@@ -65,7 +65,8 @@ def child(args: argparse.Namespace) -> None:
 
 
 def _pass_through(engine: InProcessEngine, batch: int, num_reqs: int, prompt_len: int) -> tuple[float, float]:
-    """Keep ``batch`` requests in the engine until ``num_reqs`` have been given to it; (tokens/s, us per step)."""
+    """Keep ``batch`` requests in the engine until ``num_reqs`` have been given to it. Returns (tokens/s, us per
+    step)."""
     scheduler = engine.scheduler
     left = num_reqs
     begin = tokens = blocked = 0.0
@@ -88,8 +89,8 @@ def _pass_through(engine: InProcessEngine, batch: int, num_reqs: int, prompt_len
 
 
 class Engine:
-    """A child process. Use it in a ``with`` block. Methods raise RuntimeError where it has ended, or is silent for
-    ``timeout_s``."""
+    """A child process. Use it in a ``with`` block. Methods raise RuntimeError if it has ended, or writes nothing for
+    ``timeout_s`` seconds."""
 
     def __init__(self, which: str, args: Sequence[str], timeout_s: float) -> None:
         self._which = which
@@ -113,12 +114,14 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # also the process that receives its messages
+            os.killpg(
+                self._process.pid, signal.SIGKILL
+            )  # this includes the process that receives its messages
         self._process.wait()
         self._answers.close()
 
     def answer(self) -> list[float]:
-        """Its next line."""
+        """The figures in the child's next line."""
         if not select.select([self._answers], [], [], self._timeout_s)[0]:
             raise RuntimeError(
                 f"the engine {self._which} has said nothing for {self._timeout_s:g} s (--timeout)"
@@ -145,7 +148,7 @@ class Engine:
 
 
 def table(runs: dict[str, list[Figures]], batches: Sequence[str]) -> list[str]:
-    """A row for each process but the first without guards, which the others are compared with."""
+    """A row for each process except the first one without guards, with which the others are compared."""
     columns = ["batch", "guards", "tok/s", "without", "ratio", "turns", "CPU us/step", "without"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for batch in batches:

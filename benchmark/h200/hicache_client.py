@@ -1,4 +1,5 @@
-"""Code that the HiCache benchmarks share: a client of /generate that sends ids and reads tiers and logprobs; flags."""
+"""Code that the HiCache benchmarks share: flags, and a client of /generate that sends ids and reads tiers and
+logprobs."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ import shlex
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 import aiohttp
 import orjson
 
-NUM_TOP = 8  # alternatives that are compared where logprobs are
+NUM_TOP = 8  # alternatives for each token whose logprobs are compared
 
 Alternatives = list[tuple[float, int]]
 
@@ -66,16 +67,18 @@ class Client:
         return answer
 
     async def score(self, ids: Sequence[int], first: int) -> Answer:
-        """The logprobs of ``ids[first:]``, each given all before it, in ``input_logprobs`` and ``input_top``."""
+        """An answer whose ``input_logprobs`` and ``input_top`` have the logprobs of ``ids[first:]``; ``first`` is at
+        least 1. The first position of a request for logprobs has none, so the preceding one is requested too."""
         body: dict[str, object] = {
             "input_ids": list(ids),
             "sampling_params": _greedy(0),
             "return_logprob": True,
         }
-        answer = await self._post(body | {"top_logprobs_num": NUM_TOP, "logprob_start_len": first})
-        if len(answer.input_logprobs) != len(ids) - first:
-            raise RequestFailed(f"{len(answer.input_logprobs)} logprobs for {len(ids) - first} tokens")
-        return answer
+        answer = await self._post(body | {"top_logprobs_num": NUM_TOP, "logprob_start_len": first - 1})
+        logprobs, top = answer.input_logprobs[1:], answer.input_top[1:]
+        if not len(logprobs) == len(top) == len(ids) - first:
+            raise RequestFailed(f"{len(logprobs)} logprobs for {len(ids) - first} tokens")
+        return replace(answer, input_logprobs=logprobs, input_top=top)
 
     async def _post(self, body: Mapping[str, object]) -> Answer:
         data = orjson.dumps(body)
@@ -140,7 +143,7 @@ def random_ids(rng: random.Random, num: int, vocab: int) -> list[int]:
 
 
 def get_json(url: str) -> dict[str, object]:
-    """A page of the server. Raises RequestFailed."""
+    """The JSON that the server returns for ``url``. Raises RequestFailed."""
     try:
         with urllib.request.urlopen(url, timeout=30) as response:
             return dict(json.load(response))

@@ -37,8 +37,8 @@ from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import LeasePool, Points
 
 _WARM_STEPS = 30
-_FINISH_STEPS = 20  # after a block, until its last transfers have ended
-_IN_FLIGHT = 2  # transfers per direction: the next one waits on the stream while one runs
+_FINISH_STEPS = 20  # most steps after a block until its last transfers have ended
+_IN_FLIGHT = 2  # transfers per direction: one runs, and the next one waits on the stream
 _WHATS: dict[str, tuple[TransferKind, ...]] = {
     "backups": (TransferKind.STORE,),
     "loads": (TransferKind.LOAD,),
@@ -76,24 +76,24 @@ class Traffic:
         controller.drain_acks = self._drain_others  # type: ignore[method-assign]
 
     def feed(self, kinds: Sequence[TransferKind]) -> None:
-        """Submit what keeps the streams of ``kinds`` busy."""
+        """Submit transfers, so that the streams of ``kinds`` stay busy."""
         self._collect()
         for kind in kinds:
             while self._num_in_flight[kind] < _IN_FLIGHT:
                 self._submit(kind)
 
     def finish(self, step: Callable[[], None]) -> None:
-        """Step until nothing of it is in flight."""
+        """Run steps until none of the transfers is in flight."""
         while any(self._num_in_flight.values()):
             step()
             self._collect()
 
     def num_bytes(self) -> int:
-        """Submitted so far, both directions."""
+        """Bytes submitted so far, in both directions."""
         return sum(counts.num_bytes for counts in self._controller.counts.values())
 
     def close(self) -> None:
-        """Give the pages back. Nothing is in flight."""
+        """Return the pages. No transfer may be in flight."""
         self._controller.drain_acks = self._drain  # type: ignore[method-assign]
         for kind, pages in self._pages.items():
             for pool, ids in zip(self._pools, pages, strict=True):
@@ -152,13 +152,13 @@ def run_block(
 
 
 def median_block(blocks: Sequence[Block]) -> Block:
-    """Field by field."""
+    """The median of each field."""
     columns = zip(*((b.step_s, b.cpu_s, b.rate) for b in blocks), strict=True)
     return Block(*(statistics.median(column) for column in columns))
 
 
 def measure_transfers(io: str, args: argparse.Namespace) -> dict[str, list[Block]]:
-    """Blocks by what is copied, with "nothing" between any two."""
+    """Blocks by what is copied, with a block of "nothing" between any two."""
     flags = [*args.tokens, "--enable-hierarchical-cache", "--hicache-io-backend", io, *args.host]
     model = make_model_dir(args.shape, args.models)
     blocks: dict[str, list[Block]] = {what: [] for what in ("nothing", *_WHATS)}

@@ -1,4 +1,4 @@
-"""The real server with planted faults.
+"""Runs the real server with planted faults.
 
     python benchmark/h200/hicache_fault.py --faults none,zero --fault-log FILE [launch_server flags]
 

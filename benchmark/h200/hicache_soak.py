@@ -2,13 +2,18 @@
 
     python benchmark/h200/hicache_soak.py run --minutes 10 --out DIR     # server and load; writes DIR/soak.json
     python benchmark/h200/hicache_soak.py verify --out DIR               # waits for it; quiet server, planted faults
-    python benchmark/h200/hicache_soak.py run --preset cpu --minutes 0.2 --out DIR    # anywhere: whether it works
+    python benchmark/h200/hicache_soak.py run --preset cpu --minutes 0.2 --out DIR    # any machine: whether it works
+    python benchmark/h200/hicache_soak.py both --preset demo --minutes 0.5 --out DIR  # both at once, speculating
 
 The load: conversations of several turns, 64 at a time, from a population that does not fit the device and hardly fits
 the host. A conversation that comes back finds its prefix on the device, on the host, or nowhere. Everything is backed
 up (write_through) and evicted all the time, with the kernel io backend, together with FlashInfer's persistent fa3
 prefill. The run has passed if no request failed, no decode step fell back from its graph, nothing had to be repaired,
 every window of the run had an eviction, and no node is locked at the end. verify: see hicache_verify.py.
+
+The presets demo and demo-cpu serve the demo model with its EAGLE-3 head and a third tier in files, from which prefixes
+must come back too; the server that verifies decodes without drafts. --server-args "--hicache-io-backend direct" is the
+same with the copy engine.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import argparse
 import asyncio
 import json
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,10 +31,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from bench_server import BenchServer, ServerDied
-from hicache_client import Answer, Client, RequestFailed, flush, random_ids, server_state, table, words
+from hicache_client import Answer, Client, RequestFailed, flush, server_state, table, words
 from hicache_presets import PRESETS, Lengths, Preset
 from hicache_verify import Sample, verify
-from shapes import make_model_dir, num_plain_tokens
+from shapes import make_model_dir
 
 _WINDOW_S = 5.0
 _MOST_ERRORS = 20  # after this many the run ends early
@@ -37,7 +43,7 @@ _LONGEST_ABORT_S = 0.1
 
 @dataclass(slots=True)
 class Conversation:
-    """``ids``: all tokens so far."""
+    """A conversation; ``ids`` are all its tokens so far."""
 
     ids: list[int]
     num_turns: int = 0
@@ -65,7 +71,6 @@ class Load:
         self._client = client
         self._lengths: Lengths = preset.lengths
         self._preset = preset
-        self._vocab = num_plain_tokens(preset.shape)
         self._rng = random.Random(args.seed)
         self._abort_share: float = args.abort_share
         self._resting: list[Conversation] = []
@@ -75,11 +80,11 @@ class Load:
 
     @property
     def over(self) -> bool:
-        """Whether no further turn begins."""
+        """Whether the time is over, so that no further turn begins."""
         return time.monotonic() >= self._end or len(self.tally.errors) >= _MOST_ERRORS
 
     async def run(self) -> None:
-        """All workers until the end."""
+        """Run all workers until the end."""
         await asyncio.gather(*(self._work() for _ in range(self._preset.concurrency)))
 
     async def _work(self) -> None:
@@ -93,16 +98,16 @@ class Load:
                 self._resting.append(conversation)
 
     def _next_conversation(self) -> Conversation:
-        """A conversation that is not running, half of the time the one that has waited longest; a new one while there
-        are few."""
+        """A conversation that is not running: half of the time the one that has waited longest. While there are few, a
+        new one."""
         if len(self._resting) + self._preset.concurrency < self._preset.population:
-            return Conversation(random_ids(self._rng, self._draw(self._lengths.first), self._vocab))
+            return Conversation(self._preset.ids(self._rng, self._draw(self._lengths.first)))
         index = 0 if self._rng.random() < 0.5 else self._rng.randrange(len(self._resting))
         return self._resting.pop(index)
 
     async def _turn(self, conversation: Conversation) -> bool:
         """One message and its answer. False if the conversation has ended."""
-        message = random_ids(self._rng, self._draw(self._lengths.message), self._vocab)
+        message = self._preset.ids(self._rng, self._draw(self._lengths.message))
         num_tokens = self._draw(self._lengths.answer)
         prompt = conversation.ids + message
         if len(prompt) + num_tokens > self._lengths.longest:
@@ -126,7 +131,7 @@ class Load:
         return True
 
     async def _ask(self, prompt: list[int], num_tokens: int, sampled: bool) -> Answer | None:
-        """The answer; None if the request was aborted half-way, as clients do."""
+        """The answer; None if the client has aborted the request, as real clients sometimes do."""
         if sampled or self._rng.random() >= self._abort_share:
             return await self._client.generate(prompt, num_tokens, logprobs=sampled)
         limit_s = self._rng.random() * _LONGEST_ABORT_S
@@ -246,9 +251,19 @@ def failures(result: Mapping[str, object], tiers: bool) -> list[str]:
         found.append(f"{locked:.0f} nodes are locked although nothing runs")
     if still or not _number(state, "hicache", "evicted_tokens", "device"):
         found.append(f"eviction stopped in {still} of {len(windows)} windows: make the pool smaller")
-    if not tally["hit_tokens"].get("host"):
-        found.append("no prefix came back from the host: make the population larger")
+    found += [
+        f"no prefix came back from the {tier}: make the population larger"
+        for tier in ("host", *(["storage"] if hicache_stores(state) else []))
+        if not tally["hit_tokens"].get(tier)
+    ]
+    if state.get("avg_spec_accept_length") == 1.0:
+        found.append("no draft was ever accepted")
     return found
+
+
+def hicache_stores(state: Mapping[str, object]) -> bool:
+    """Whether the server had a third tier: it wrote pages to it."""
+    return _number(state, "hicache", "storage_write", "num_transfers") > 0
 
 
 def report(result: Mapping[str, object]) -> str:
@@ -270,6 +285,10 @@ def report(result: Mapping[str, object]) -> str:
         ("evicted tokens", ", ".join(f"{k} {v:,}" for k, v in hicache.get("evicted_tokens", {}).items())),
         ("loads", _transfers(hicache.get("load"), seconds)),
         ("stores", _transfers(hicache.get("store"), seconds)),
+        ("storage: read", _transfers(hicache.get("storage_read"), seconds)),
+        ("storage: written", _transfers(hicache.get("storage_write"), seconds)),
+        ("prefetches", ", ".join(f"{k} {v:,}" for k, v in hicache.get("prefetches", {}).items()) or "none"),
+        ("mean accept length", f"{state.get('avg_spec_accept_length') or 1.0:.3f}"),
         (
             "graph replays of eligible steps",
             f"{graphs.get('replays', 0):,} of {graphs.get('eligible_steps', 0):,}",
@@ -294,11 +313,17 @@ def _transfers(state: Mapping[str, float] | None, seconds: float) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """``run``: the exit code."""
+    with tempfile.TemporaryDirectory(prefix="pages-", dir=args.out) as storage_dir:
+        return _run(args, storage_dir)
+
+
+def _run(args: argparse.Namespace, storage_dir: str) -> int:
     preset = PRESETS[args.preset]
     flags = [
         *preset.model,
+        *preset.speculation,
         *preset.tight,
-        *([] if args.without_hicache else preset.soak_tiers()),
+        *([] if args.without_hicache else preset.soak_tiers(storage_dir)),
         *words(args.server_args),
     ]
     model = make_model_dir(preset.shape, args.models)
@@ -323,12 +348,28 @@ def run(args: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
+def both(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """``both``: the exit code. The servers that verify start and are calibrated while the load runs."""
+    (args.out / "soak.json").unlink(missing_ok=True)  # of an earlier run
+    log = args.out / "verify.log"
+    with log.open("w") as file:
+        verifying = subprocess.Popen([sys.executable, __file__, "verify", *argv], stdout=file)
+        try:
+            failed = run(args)
+            failed = max(failed, verifying.wait(args.wait))
+        finally:
+            verifying.terminate()
+            verifying.wait()
+    print(log.read_text())
+    return failed
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("run", "verify"))
+    parser.add_argument("what", choices=("run", "verify", "both"))
     parser.add_argument("--out", type=Path, required=True, help="folder for logs, samples and figures")
     parser.add_argument("--preset", choices=list(PRESETS), default="h200")
     parser.add_argument("--minutes", type=float, default=10.0, help="how long the load lasts")
@@ -350,7 +391,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 if there was no failure."""
+    argv = list(sys.argv[1:] if argv is None else argv)
     args = parse(argv)
+    if args.what == "both":
+        argv.remove("both")
+        return both(args, argv)
     return run(args) if args.what == "run" else verify(args)
 
 

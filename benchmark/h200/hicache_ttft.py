@@ -1,4 +1,4 @@
-"""Time to first token of a long prefix that is computed, comes from the host, or is on the device.
+"""Measures the time to first token with a long prefix that is computed, comes from the host, or is on the device.
 
     python benchmark/h200/hicache_ttft.py                              # Llama-3.1-8B's shape, both io backends, HTTP
     python benchmark/h200/hicache_ttft.py --io-backend direct --via in-process
@@ -37,7 +37,7 @@ from in_process import InProcessEngine
 from shapes import SHAPES, kv_bytes_per_token, make_model_dir, num_plain_tokens
 
 _SUFFIX_LEN = 64
-_QUIET_S = 0.1  # between two requests: backups end, the engine falls idle
+_QUIET_S = 0.1  # the pause between two requests, in which backups end and the engine becomes idle
 _SGLANG = {8192: ("214", "26 to 30", "14"), 16384: ("490", "47 to 52", "15")}
 
 Asked = tuple[float, Mapping[str, int]]  # seconds to the first token, cached tokens by tier
@@ -55,7 +55,7 @@ class Figures:
     host_ms: float
     device_ms: float
     floor_ms: float
-    spread_ms: tuple[float, float]  # of the host's: least and most
+    spread_ms: tuple[float, float]  # the shortest and longest time from the host
 
 
 def ask_http(url: str, ids: list[int]) -> Asked:
@@ -81,7 +81,7 @@ def ask_http(url: str, ids: list[int]) -> Asked:
 
 
 def ask_in_process(engine: InProcessEngine, ids: list[int]) -> Asked:
-    """One request through the scheduler's loop: until its token has been sent."""
+    """One request through the scheduler's loop, until its token has been sent."""
     engine.device.synchronize()
     begin = time.perf_counter()
     rid = engine.submit_ids(ids, 1)
@@ -99,7 +99,7 @@ def ask_in_process(engine: InProcessEngine, ids: list[int]) -> Asked:
 
 
 def check_tiers(what: str, tiers: Mapping[str, int], prefix: int) -> None:
-    """Raise RequestFailed unless the prefix was where it should have been, all of it."""
+    """Raise RequestFailed unless the whole prefix was where it should have been."""
     found = {tier: num for tier, num in tiers.items() if num}
     wanted = {} if what == "computed" else {what: prefix}
     if found != wanted:
@@ -120,7 +120,7 @@ def repeat(
         if what == "host":
             if args.without_hicache:
                 return times | {"host": float("nan")}
-            ask(random_ids(rng, args.pool - 1, vocab))  # and its token: every page
+            ask(random_ids(rng, args.pool - 1, vocab))  # with its new token it takes every page
             time.sleep(_QUIET_S)
         seconds, tiers = ask(ids + random_ids(rng, _SUFFIX_LEN, vocab))
         check_tiers(what, tiers, prefix)

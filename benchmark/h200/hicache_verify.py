@@ -1,4 +1,4 @@
-"""Checks a soak's answers: each one is teacher-forced through a quiet server with the same weights.
+"""Checks a soak's answers: each one is teacher-forced through a server with the same weights and no other load.
 
 The answers were greedy, so each of their tokens had the largest logit of its step. The quiet server (without HiCache,
 with memory for everything) computes prompt and answer as one prompt. Its logprobs of every token of the answer give
@@ -29,16 +29,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench_server import BenchServer, ServerDied
-from hicache_client import Alternatives, Answer, Client, RequestFailed, flush, in_turns, random_ids, table
+from hicache_client import Alternatives, Answer, Client, RequestFailed, flush, in_turns, table
 from hicache_presets import PRESETS, Preset
-from shapes import make_model_dir, num_plain_tokens
+from shapes import make_model_dir
 
 _FAULTS = "none,zero,none,stale"
-_SCORED_AT_ONCE = 4  # batches of another size than those in which the answers were made
+_SCORED_AT_ONCE = 4  # a batch size that differs from those in which the answers were made
 _MARGIN = 2.0
-# One rounding step of a logit between 1 and 2 in bf16, once in 32 tokens: the least that is allowed if the calibration
-# finds no gap.
-_LEAST_BOUND = {"largest gap": 2.0**-7, "mean gap": 2.0**-12}
+# The bounds are at least one rounding step of a bf16 logit between 1 and 2, once in 32 tokens, even if the calibration
+# finds no gap: in fp32 a few answers do not show how large rounding errors can be.
+_LEAST_BOUND = {"largest gap": 2.0**-7, "mean gap": 2.0**-12, "mean KL": 1e-7}
 _LEAST_SEEN = 0.9  # the share of wrong pages that must be detected
 _POLL_S = 0.5
 
@@ -61,7 +61,7 @@ class Sample:
 
     @classmethod
     def of(cls, prompt: list[int], answer: Answer, label: str) -> Sample:
-        """With logprobs."""
+        """The sample of an answer with logprobs."""
         return cls(
             prompt, answer.output_ids, answer.output_logprobs, answer.output_top, dict(answer.tiers), label
         )
@@ -75,7 +75,7 @@ class Score:
     largest_gap: float
     mean_gap: float
     mean_kl: float
-    mean_difference: float  # of the tokens' own logprobs, absolute
+    mean_difference: float  # mean absolute difference of the tokens' own logprobs
     num_tokens: int
     num_host_tokens: int
 
@@ -121,7 +121,7 @@ def score_of(sample: Sample, answer: Answer) -> Score:
 
 
 async def score_all(url: str, samples: Sequence[Sample]) -> list[Score]:
-    """Every sample through the quiet server, from an empty cache."""
+    """Score every sample with the quiet server, beginning with an empty cache."""
     await asyncio.to_thread(flush, url)
     async with Client(url, timeout_s=600.0) as client:
         asked = [client.score(s.prompt + s.output_ids, len(s.prompt)) for s in samples]
@@ -133,18 +133,18 @@ def prompt_of(rng: random.Random, preset: Preset) -> list[int]:
     """A prompt of a length that occurs in the soak."""
     lengths = preset.lengths
     num = rng.randint(lengths.first[0], lengths.longest - lengths.message[1] - lengths.answer[1])
-    return random_ids(rng, num, num_plain_tokens(preset.shape))
+    return preset.ids(rng, num)
 
 
 async def second_turns(
     client: Client, preset: Preset, prompts: Sequence[list[int]], at_once: int
 ) -> list[Sample]:
-    """Conversations of two turns; the second's answers."""
+    """Run conversations of two turns; the answers of the second turns are returned."""
     rng = random.Random(17)
-    vocab, lengths = num_plain_tokens(preset.shape), preset.lengths
+    lengths = preset.lengths
     firsts = await in_turns([client.generate(p, lengths.answer[0]) for p in prompts], at_once)
     seconds = [
-        prompt + first.output_ids + random_ids(rng, lengths.message[0], vocab)
+        prompt + first.output_ids + preset.ids(rng, lengths.message[0])
         for prompt, first in zip(prompts, firsts, strict=True)
     ]
     num = max(lengths.answer[0], 32)
@@ -153,7 +153,8 @@ async def second_turns(
 
 
 async def calibrate(url: str, preset: Preset) -> list[Score]:
-    """The effect of rounding alone: the quiet server's own answers, made in large batches, scored in small ones."""
+    """The effect of rounding alone: the quiet server's own answers, generated in large batches and scored in small
+    ones."""
     rng = random.Random(11)
     prompts = [prompt_of(rng, preset) for _ in range(preset.num_calibrations)]
     async with Client(url, timeout_s=600.0) as client:
@@ -162,8 +163,8 @@ async def calibrate(url: str, preset: Preset) -> list[Score]:
 
 
 async def controls(url: str, preset: Preset, log: Path) -> list[Sample]:
-    """Prompts that have been evicted to the host, sent one by one to the server with planted faults. Their labels are
-    the faults of their loads."""
+    """Send prompts that have been evicted to the host, one by one, to the server with planted faults. The samples'
+    labels are the faults of their loads."""
     rng = random.Random(13)
     prompts = [prompt_of(rng, preset) for _ in range(preset.num_controls)]
     samples = []
@@ -172,7 +173,7 @@ async def controls(url: str, preset: Preset, log: Path) -> list[Sample]:
             await client.generate(prompt, 1)
         for prompt in prompts:
             before = len(_lines(log))
-            ids = prompt + random_ids(rng, preset.lengths.message[0], num_plain_tokens(preset.shape))
+            ids = prompt + preset.ids(rng, preset.lengths.message[0])
             answer = await client.generate(ids, max(preset.lengths.answer[0], 32), logprobs=True)
             loads = [json.loads(line) for line in _lines(log)[before:]]
             if len(loads) == 1 and answer.tiers.get("host"):
@@ -198,7 +199,7 @@ def passes(score: Score, bounds: Mapping[str, float]) -> bool:
 
 
 def report(groups: Mapping[str, Sequence[Score]], bounds: Mapping[str, float]) -> str:
-    """One table by measure and group, one of how far wrong pages are from right ones."""
+    """Two tables: the measures of each group, and how far answers from wrong pages are from right ones."""
     rows = []
     for name, measure in _REPORTED.items():
         for group, scores in groups.items():
@@ -244,6 +245,23 @@ def verdicts(
     return said, missed
 
 
+def outcome(
+    result: Mapping[str, Mapping[str, object]], scores: Sequence[Score], bounds: Mapping[str, float]
+) -> str:
+    """A table with the counts of a run that must be zero, and with its answers. ``result``: its soak.json."""
+    tally, state = result["tally"], result["settled"]
+    graphs, hicache = state.get("cuda_graphs") or {}, state.get("hicache") or {}
+    assert isinstance(graphs, dict) and isinstance(hicache, dict) and isinstance(tally["errors"], list)
+    rows = [
+        ("failed requests", len(tally["errors"])),
+        ("fallbacks", sum(graphs.get("fallbacks", {}).values())),
+        ("repairs", sum(graphs.get("repairs", {}).values())),
+        ("locked nodes", hicache.get("num_locked_nodes", 0)),
+        ("sampled answers verified", f"{sum(passes(s, bounds) for s in scores)} of {len(scores)}"),
+    ]
+    return table(["soak and verification", ""], rows)
+
+
 def _wait_for_run(out: Path, timeout_s: float) -> list[Sample]:
     """The soak's samples, once it has ended. Raises RequestFailed."""
     end = time.monotonic() + timeout_s
@@ -271,12 +289,13 @@ def measure_groups(args: argparse.Namespace, preset: Preset) -> dict[str, list[S
         "--fault-log",
         str(fault_log),
     )
+    plants_faults = preset.num_controls > 0 and not args.without_hicache
     fault_flags = [*preset.model, *preset.fault, *preset.fault_tiers()]
     servers = [
         BenchServer(model, [*preset.model, *preset.quiet], args.out / "quiet.server.log"),
         BenchServer(model, fault_flags, args.out / "fault.server.log", launcher=launcher),
     ]
-    if args.without_hicache:
+    if not plants_faults:
         servers.pop()
     with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
         entered = [pool.submit(server.__enter__) for server in servers]
@@ -287,21 +306,21 @@ def measure_groups(args: argparse.Namespace, preset: Preset) -> dict[str, list[S
         quiet = servers[0].url
         groups = {"calibration": asyncio.run(calibrate(quiet, preset))}
         planted: list[Sample] = []
-        if not args.without_hicache:
+        if plants_faults:
             planted = asyncio.run(controls(servers[1].url, preset, fault_log))
             servers[1].stop()
         print(f"calibrated; {len(planted)} controls; waiting for the run's end", flush=True)
         samples = _wait_for_run(args.out, args.wait)
         found = asyncio.run(score_all(quiet, [*samples, *planted]))
     groups["soak"] = found[: len(samples)]
-    if not args.without_hicache:
+    if plants_faults:
         groups["host hits, every page right"] = [s for s in found[len(samples) :] if s.label == "none"]
         groups["one page wrong"] = [s for s in found[len(samples) :] if s.label != "none"]
     return groups
 
 
 def verify(args: argparse.Namespace) -> int:
-    """``hicache_soak.py verify``: the exit code."""
+    """``hicache_soak.py verify``: the exit code. The last table is that of the run and of its answers."""
     preset = PRESETS[args.preset]
     try:
         groups = measure_groups(args, preset)
@@ -318,6 +337,7 @@ def verify(args: argparse.Namespace) -> int:
         json.dumps({"bounds": bounds, "said": said, "missed": missed} | scores)
     )
     print("", report(groups, bounds), "", *said, sep="\n")
+    print("", outcome(json.loads((args.out / "soak.json").read_text()), groups["soak"], bounds), "", sep="\n")
     for line in missed:
         print(f"FAILED: {line}")
     return 1 if missed else 0

@@ -1,7 +1,7 @@
-"""The scheduler's process without HTTP: the real loop and model runner, and a process that receives their messages.
+"""Runs the scheduler without HTTP: the real loop and model runner, and a process that receives their messages.
 
-Messages are encoded and sent over the same sockets as in a server, so a step takes this process as long as it takes a
-server's scheduler.
+Messages are encoded and sent over the same sockets as in a server, so a step takes as long as in a server's scheduler
+process.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Inbox:
 
 
 class InProcessEngine:
-    """One model, one scheduler. Use it in a ``with`` block."""
+    """One model and one scheduler. Use it in a ``with`` block."""
 
     def __init__(self, model_dir: Path, flags: Sequence[str]) -> None:
         begin = time.perf_counter()
@@ -102,8 +102,8 @@ class InProcessEngine:
         return self.decode if self.decode.has_graphs else None
 
     def submit(self, num_reqs: int, prompt_len: int, output_lens: Sequence[int], **sampling: float) -> None:
-        """Queue requests of random prompts; ``output_lens`` repeat. Greedy unless ``sampling``, fields of
-        SamplingParams, says otherwise."""
+        """Queue requests with random prompts; ``output_lens`` are used in turn. ``sampling`` sets fields of
+        SamplingParams; without it requests are greedy."""
         draw = torch.Generator().manual_seed(self._num_submitted)
         for i in range(num_reqs):
             vocab = min(_VOCAB, self.config.model.vocab_size)
@@ -127,7 +127,7 @@ class InProcessEngine:
         self.step()
 
     def step(self) -> None:
-        """One step of the loop: submits a step, and waits for the one before it."""
+        """One step of the loop: it submits a step and waits for the preceding one."""
         self._flight = self.scheduler.step(self._flight)
 
     def step_until(self, condition: Callable[[], bool]) -> None:
@@ -142,7 +142,7 @@ class InProcessEngine:
         self.step_until(lambda: self._flight is None and not self.scheduler.reqs)
 
     def _time_waiting(self) -> None:
-        """Measure how long the host waits for results: the rest of a step is its own work."""
+        """Measure how long the host waits for results; the rest of a step is its own work."""
         for stream in (self.device.copy, self.device.forward):
             stream.synchronize = self._timed(stream.synchronize)  # type: ignore[method-assign]
 

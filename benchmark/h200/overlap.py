@@ -61,7 +61,8 @@ class Overlap:
 
 
 def measure(engine: InProcessEngine, shape: str, batch: int, args: argparse.Namespace) -> Overlap:
-    """One batch size: the loop ``--repeats`` times, each followed by its replays; medians."""
+    """Measure one batch size: the loop runs ``--repeats`` times, each time followed by replays; medians are
+    returned."""
     longest = _WARM_STEPS + args.repeats * args.steps + 64
     engine.submit(batch, args.prompt_len, [longest])
     engine.step_until(lambda: len(engine.scheduler.running) == batch)
@@ -92,7 +93,7 @@ def measure(engine: InProcessEngine, shape: str, batch: int, args: argparse.Name
 
 
 class _ReplayState:
-    """The state that replays change, saved before the timed steps: the number of steps, and the last tokens."""
+    """Saves the state that replays change before the timed steps: the number of steps and the last tokens."""
 
     def __init__(self, engine: InProcessEngine, size: int) -> None:
         graphs = engine.graphs
@@ -101,7 +102,7 @@ class _ReplayState:
         self._graph = graphs._captured[size].graph
         self._tensors = [graphs.arena["num_steps"], engine.runner.req_pool.last_tokens]
         self._values = [tensor.clone() for tensor in self._tensors]
-        self._device.synchronize()  # on the default stream, which is ordered with no other
+        self._device.synchronize()  # the copies were on the default stream, which is not ordered with other streams
 
     def time_replays(self, num: int) -> float:
         """Seconds per replay. Afterwards everything is as the loop left it."""

@@ -1,4 +1,4 @@
-"""Where the time of a prefill step goes: submitting it on the CPU, and running it on the GPU.
+"""Shows what takes the time of a prefill step: submitting it on the CPU, and running it on the GPU.
 
     python benchmark/h200/prefill.py --shape 0.6b --tokens 128,1024,4096,8192
     python benchmark/h200/prefill.py --shape 8b --tokens 8192 --kernels --functions

@@ -1,8 +1,9 @@
-"""Prefill with and without graphs of its pieces: the CPU time of submitting the layers, and the first token.
+"""Compares prefill with and without graphs of its pieces: the CPU time of submitting the layers, and the first token.
 
     python benchmark/h200/prefill_pieces.py --shape 0.6b --tokens 64,256,1024,2048
 
-One prompt at a time goes through the scheduler's real loop without HTTP, in one process, with and without in turn.
+One prompt at a time goes through the scheduler's real loop without HTTP, in one process, with and without graphs in
+turns.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Serving speed on one H200, compared with SGLang's: our server, driven over HTTP by our bench_serving.
+"""Measures the serving speed on one H200 over HTTP with our bench_serving, and compares it with SGLang's.
 
     python benchmark/h200/run.py                                   # both shapes, the three loads: about 3 minutes
     python benchmark/h200/run.py --shape 8b --load 32 --server-args "--decode-attention-backend triton"
-    python benchmark/h200/run.py --shape tiny --quick              # anywhere: whether it works at all
+    python benchmark/h200/run.py --shape tiny --quick              # on any machine: whether it works at all
 
 Each shape's server runs with dummy weights and otherwise default flags (--server-args adds some). Each load is
 warmed up with short requests of its own prompt length, the prefix cache is flushed, and the measured run follows:
@@ -29,7 +29,7 @@ from shapes import SHAPES, make_model_dir, num_plain_tokens
 
 _WARMUP_OUTPUT_LEN = 16
 _MOST_WARMUP_PROMPTS = 64
-_DYING_S = 3.0  # a server whose scheduler has died ends by itself; requests fail a little earlier
+_DYING_S = 3.0  # a server whose scheduler has died ends within this time; its requests fail a little earlier
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ SGLANG = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured load; ``figures`` is None if it failed, and then ``error`` says how."""
+    """One measured load. If it failed, ``figures`` is None and ``error`` says why."""
 
     shape: str
     load: str
@@ -92,8 +92,8 @@ def bench(
     timeout_s: float,
     extra: Sequence[str] = (),
 ) -> dict[str, object]:
-    """bench_serving's JSON line; ``extra``: more of its flags. Raises ServerDied, or RuntimeError with the end of
-    bench_serving's output."""
+    """Run bench_serving and return its JSON line; ``extra``: more of its flags. Raises ServerDied, or RuntimeError with
+    the end of bench_serving's output."""
     file = out / f"{name}.bench.json"
     file.unlink(missing_ok=True)
     command = [
@@ -164,8 +164,8 @@ def measure(server: BenchServer, shape: str, key: str, args: argparse.Namespace)
 
 
 def graph_summary(info: object) -> str:
-    """Replays over eligible steps, fallbacks and repairs since the server's start, of decode and of prefill, if it
-    tells."""
+    """The ratio of replays to eligible steps, fallbacks and repairs since the server's start, for decode and for
+    prefill, if the server reports them."""
     states = info.get("internal_states") if isinstance(info, dict) else None
     state = states[0] if isinstance(states, list) and states else None
     counts = []
@@ -178,7 +178,7 @@ def graph_summary(info: object) -> str:
 
 
 def run_shape(shape: str, keys: Sequence[str], args: argparse.Namespace) -> Iterator[Row]:
-    """The loads of one shape on one server; on another one after it died."""
+    """Measure the loads of one shape on one server, or on a new one after the first has died."""
     model_dir = make_model_dir(shape, args.models)
     left = list(keys)
     while left:
@@ -201,7 +201,8 @@ HEADER = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 
 
 def table_row(row: Row) -> str:
-    """One line of the table: throughput as ours over SGLang's, TPOT as SGLang's over ours: above 1 is better."""
+    """One row of the table. The ratios are ours to SGLang's for throughput and SGLang's to ours for TPOT, so above 1 is
+    better."""
     if row.figures is None:
         return f"| {row.shape} | {row.what} | failed |"
     ours, theirs = row.figures, SGLANG.get((row.shape, row.load))
@@ -253,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     for shape in shapes:
         for row in run_shape(shape, keys, args):
-            rows.append(row)  # written at once, so that it is kept if a later load fails
+            rows.append(row)  # the file is written at once, so that the row is kept if a later load fails
             print(table_row(row), *([row.error] if row.error else []), sep="\n", flush=True)
             (args.out / "result.json").write_text(json.dumps([asdict(r) for r in rows], indent=1) + "\n")
     print("", HEADER, *[table_row(row) for row in rows], "", f"logs and figures: {args.out}", sep="\n")

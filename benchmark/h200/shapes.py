@@ -1,4 +1,4 @@
-"""Model directories to serve with dummy weights: a real config.json and a tokenizer of the real size, made here.
+"""Makes model directories to serve with dummy weights: a real config.json and a tokenizer of the real size.
 
 The tokenizer is byte-level BPE with as many tokens as Qwen3's, of about four letters each, and with Qwen3's special
 tokens and their ids, so that requests, streams and detokenization cost as much as with the real one.
@@ -14,11 +14,14 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from fenceline.config.model_files import DEMOS, demo_model_path
+
 SHAPES = {
     "0.6b": "qwen3-0.6b",
     "8b": "qwen3-8b",
     "llama-8b": "llama-3.1-8b",
     "30b-a3b": "qwen3-30b-a3b",
+    "gpt-oss-20b": "gpt-oss-20b",
     "tiny": "tiny",
 }
 NUM_PLAIN_TOKENS = 151643  # special tokens follow; the model's vocabulary is padded to 151,936
@@ -49,7 +52,8 @@ _MARKS = [
 
 
 def make_tokenizer() -> Tokenizer:
-    """About a second. Single bytes, letter pairs, pairs of pairs, and most of them again after a space."""
+    """A tokenizer with single bytes, letter pairs, pairs of pairs, and most of them again after a space. Takes about a
+    second."""
     letters = string.ascii_lowercase
     pairs = [a + b for a, b in itertools.product(letters, letters)]
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -75,23 +79,28 @@ def _config(shape: str) -> dict[str, int]:
 
 
 def _config_file(shape: str) -> Path:
+    if shape in DEMOS:
+        return Path(demo_model_path(shape)) / "config.json"
     return Path(__file__).parent / "models" / SHAPES[shape] / "config.json"
 
 
 def num_plain_tokens(shape: str) -> int:
-    """How many ids from 0 on are plain tokens that the model of ``shape`` knows."""
+    """How many ids, from 0 on, are plain tokens in the vocabulary of the model of ``shape``."""
     return min(NUM_PLAIN_TOKENS, _config(shape)["vocab_size"] - 256)  # special tokens come last
 
 
 def kv_bytes_per_token(shape: str) -> int:
-    """Bytes of keys and values of one token, all layers, in 16 bits."""
+    """Bytes of the keys and values of one token in all layers, with 16-bit types."""
     config = _config(shape)
     return 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2
 
 
 def make_model_dir(shape: str, parent: Path) -> Path:
-    """``parent``/NAME with config.json, tokenizer.json and tokenizer_config.json; made once. Some have drafts too, each
-    in a folder with the name of its algorithm, where the server looks for one."""
+    """The folder ``parent``/NAME with config.json, tokenizer.json and tokenizer_config.json, which is made once. Some
+    also have drafts, each in a folder with the name of its algorithm, where the server looks for it. For demo models it
+    is the package's folder."""
+    if shape in DEMOS:
+        return Path(demo_model_path(shape))
     folder = parent / SHAPES[shape]
     if (folder / "tokenizer_config.json").is_file():
         return folder
@@ -103,5 +112,6 @@ def make_model_dir(shape: str, parent: Path) -> Path:
         "pad_token": "<|endoftext|>",
         "clean_up_tokenization_spaces": False,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))  # last: it says that all is there
+    # This file is written last: it shows that the folder is complete.
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder

@@ -1,10 +1,10 @@
-"""What ``layers/kernels/launcher.py`` saves: CPU time of launches and of steps with it, and with Triton's own launch.
+"""Measures what ``layers/kernels/launcher.py`` saves: CPU time of launches and steps with it and with Triton's launch.
 
     python benchmark/h200/triton_launches.py [--shape 0.6b] [--batch 8] [--turns 7]
 
-Microseconds of CPU time, medians over the turns. Both ways run in turns in one process with one model (dummy weights):
-single launches, then whole steps of the scheduler's loop without its waits for results. The last two rows are steps
-without a graph, in which every layer launches its kernels. Takes less than a minute with the shape 0.6b.
+The figures are microseconds of CPU time, medians over the turns. Both launchers run in turns in one process with one
+model (dummy weights): single launches, then whole steps of the scheduler's loop without its waits for results. The last
+two rows are steps without a graph, in which every layer launches its kernels. Takes less than a minute with 0.6b.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _DECODE_STEPS = 60
 _PROMPTS = 5
 _GRAPH_TOKENS = 512  # the longest prefill step that is captured in pieces
 _LONG_PROMPT = 4096
-_SAMPLED = {"temperature": 0.8, "top_p": 0.9}  # needs the whole sampler after the graph
+_SAMPLED = {"temperature": 0.8, "top_p": 0.9}  # these need the whole sampler after the graph
 
 
 @contextmanager
 def launched_by_triton() -> Iterator[None]:
-    """Every launch goes through Triton, which finds the variant each time."""
+    """In the ``with`` block every launch goes through Triton, which looks up the variant each time."""
 
     def launch(self: KernelVariant, grid: Grid, tensors: Tensors, scalars: tuple[float, ...] = ()) -> None:
         self._kernel[grid](*tensors, *scalars, **self.constants, **self._options)
@@ -88,7 +88,7 @@ def prefill_us(engine: InProcessEngine, num_tokens: int) -> float:
 
 
 def measurements(engine: InProcessEngine, batch: int) -> dict[str, Callable[[], float]]:
-    """What is measured, by name."""
+    """The measurements by name, each in microseconds."""
     gpu = torch.device("cuda")
     x, weight = torch.randn(32, 1024, device=gpu).bfloat16(), torch.ones(1024, device=gpu).bfloat16()
     plan = torch.ones(3, 32, dtype=torch.int64, device=gpu).unbind()
@@ -130,7 +130,7 @@ def main() -> None:
     ]
     with torch.inference_mode(), InProcessEngine(make_model_dir(args.shape, args.models), flags) as engine:
         measured = measurements(engine, args.batch)
-        for measure in measured.values():  # both ways compile and bind what they need
+        for measure in measured.values():  # a warm-up: both launchers compile and bind their kernels
             measure()
             with launched_by_triton():
                 measure()

@@ -1,8 +1,8 @@
-"""A build for benchmarks alone, without the guards that cost something at --memory-check off.
+"""Removes the guards that take time with --memory-check off, for benchmarks only.
 
-Everything that orders the device stays: waits, Points, copies, pads, the arena's fill; without them tokens would be
-wrong. Removed are the checks that can only raise, and the records that are kept for them. Run with ``python -O``, which
-removes the assertions as well, and with --flight-recorder-steps 0.
+Everything that orders the device's work stays (waits, Points, copies, pads, the arena's fill), because without it
+tokens would be wrong. Only checks that can raise, and the records that they need, are removed. Run it with ``python
+-O``, which removes the assertions as well, and with --flight-recorder-steps 0.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _INIT_LEASE_POOL = LeasePool.__init__
 STUBS = (
     (LeasePool, "__init__", _make_lease_pool),
     (LeasePool, "_check", _nothing),  # retired twice, never leased, reserved
-    (RequestMemory, "check_books", _nothing),  # every page and row accounted for when idle
-    (Scheduler, "check_books", _nothing),
+    (RequestMemory, "check_memory", _nothing),  # every page and row accounted for when idle
+    (Scheduler, "check_memory", _nothing),
     (Stream, "wait", _wait),  # edges by name: declared between these streams, severed, checker
     (Stream, "synchronize", _synchronize),
     (Device, "keeps", _yes),
@@ -69,7 +69,7 @@ STUBS = (
 
 
 def strip() -> None:
-    """Remove the guards from this process. Called before anything is made."""
+    """Remove the guards from this process. Call it before any of these objects is made."""
     for owner, name, stub in STUBS:
         assert name in vars(owner), f"{owner.__name__}.{name} is gone: bring this list up to date"
         setattr(owner, name, stub)

@@ -1,4 +1,4 @@
-"""The server that is attacked: the demo model from any source tree, with its log in a file. It always ends."""
+"""The server under attack: the demo model, from any source tree, with its log in a file. It is always stopped."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
 POOL_TOKENS, PROMPT_TOKENS = 20000, 3900
 FLAGS = ("--model-path", "demo", "--device", "cpu", "--max-total-tokens", str(POOL_TOKENS))
-# A line for each probe would hide how fast an attacker fills the log.
+# With a log line for each probe one could not see how fast an attacker fills the log.
 FLAGS += ("--log-level-http", "warning", "--random-seed", "0")
 
 
 class AttackedServer:
-    """``python -m fenceline.launch_server`` of the tree with packages in ``python_path``, or, if that is a file, this
-    program with the port as its argument; in a folder of its own where all that it writes ends up. ``nofile``: soft and
-    hard limit of its descriptors. The ``with`` block begins when the process has been started, :meth:`wait_ready`
-    returns when it serves."""
+    """``python -m fenceline.launch_server`` of the tree with packages in ``python_path``. If that is a file, it is run
+    as a program with the port as its argument. The process runs in a new folder, in which it writes all its files.
+    ``nofile``: soft and hard limit of its descriptors. The ``with`` block begins when the process has been started;
+    :meth:`wait_ready` returns when it serves."""
 
     def __init__(
         self, python_path: Path, flags: Sequence[str] = (), nofile: tuple[int, int] | None = None
@@ -46,7 +46,15 @@ class AttackedServer:
         self._command += ["--api-key", KEY, *flags]
         if python_path.is_file():
             self._command = [sys.executable, str(python_path), str(self.port)]
-        self._env = {**os.environ, "PYTHONPATH": str(python_path), "TMPDIR": str(self.folder)}
+        paths = [
+            str(python_path),
+            os.environ.get("PYTHONPATH", ""),
+        ]  # the tree under test first, then the previous paths
+        self._env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "TMPDIR": str(self.folder),
+        }
 
     @property
     def pid(self) -> int:
@@ -59,7 +67,7 @@ class AttackedServer:
         return self._process.poll() is None
 
     def log_text(self) -> str:
-        """What it has written."""
+        """The server's log."""
         return self.log.read_text(errors="replace")
 
     def __enter__(self) -> Self:
@@ -77,7 +85,7 @@ class AttackedServer:
         return self
 
     def wait_ready(self) -> None:
-        """Until it answers. Raises SystemExit with its log if it does not start."""
+        """Wait until it answers. Raises SystemExit with the log if it does not start."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while " at http://" not in self.log_text():
             if not self.alive or time.monotonic() > deadline:
@@ -86,8 +94,8 @@ class AttackedServer:
             time.sleep(0.1)
 
     def fill_cache(self) -> None:
-        """Have the whole KV cache written once, 82 MB, so that later growth of memory is due to the attack. Nothing for
-        a program of one's own."""
+        """Make the server write its whole KV cache (82 MB) once, so that later growth of memory is due to the attack.
+        Does nothing if another program is attacked."""
         if self._python_path.is_file():
             return
         rng = random.Random(0)

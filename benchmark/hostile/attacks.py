@@ -1,7 +1,8 @@
-"""Clients that misbehave, each on its own, each bounded in count and time.
+"""Attacks by misbehaving clients, each limited in number and time.
 
-An attack is a function that builds what it sends and returns a coroutine function, so that building costs the server
-nothing. ``limit_s`` bounds the coroutine. Requests stay within the documented 64 MiB unless exceeding it is the attack.
+An attack is a function that builds its payload and returns a coroutine function that sends it, so that building does
+not take time from the server. ``limit_s`` limits the coroutine. Requests stay within the documented 64 MiB unless
+exceeding it is the attack.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ CONTEXT = 4096  # of the demo model
 
 
 class Target:
-    """The server under attack. ``outcomes`` counts what the attacker got."""
+    """The server under attack. ``outcomes`` counts the attacker's outcomes."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -36,7 +37,7 @@ class Target:
         leave_after_s: float | None = None,
         head_only: bool = False,
     ) -> Answer | str:
-        """One request on a connection of its own; its outcome is counted."""
+        """Send one request on a new connection and count its outcome."""
         answer = await exchange(self.port, data, wait_s, leave_after_s=leave_after_s, head_only=head_only)
         self.outcomes[outcome(answer)] += 1
         return answer
@@ -57,7 +58,8 @@ Run = Callable[[Target], Awaitable[object]]
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """``make`` builds the payload; what it returns runs. ``nofile``, ``flags``: how its server is started."""
+    """``make`` builds the payload and returns the coroutine function. ``nofile``, ``flags``: how its server is
+    started."""
 
     name: str
     make: Callable[[], Run]
@@ -76,7 +78,7 @@ def attack(
     nofile: tuple[int, int] | None = None,
     flags: Sequence[str] = (),
 ) -> Callable[[Callable[[], Run]], Callable[[], Run]]:
-    """Put a function into the list."""
+    """Add a function to the list of attacks."""
 
     def put(make: Callable[[], Run]) -> Callable[[], Run]:
         assert name not in ATTACKS, name
@@ -131,7 +133,7 @@ def _nothing() -> Run:
 
 @attack("nothing for a minute", limit_s=70.0)
 def _nothing_for_long() -> Run:
-    """No attack for as long as a long one lasts: the worst moment of such an attack is compared with this one's."""
+    """No attack, for as long as a long attack takes, so that their worst moments can be compared."""
     return lambda target: asyncio.sleep(60)
 
 
@@ -675,7 +677,8 @@ def _connects() -> Run:
 
 
 def _half_requests(num: int, data: bytes, hold_s: float) -> Run:
-    """``num`` connections that send ``data`` and then nothing, until the server closes them or ``hold_s`` are over."""
+    """``num`` connections that send ``data`` and then nothing, until the server closes them or ``hold_s`` seconds are
+    over."""
 
     async def hold(target: Target) -> None:
         try:
@@ -725,7 +728,7 @@ def _big_half_bodies() -> Run:
 
 
 def _drip(first: bytes, drop: bytes, num: int, every_s: float, hold_s: float) -> Run:
-    """``num`` connections that send ``first`` and then ``drop`` now and then."""
+    """``num`` connections that send ``first`` and then ``drop`` every ``every_s`` seconds."""
 
     async def slow(target: Target) -> None:
         try:
@@ -785,8 +788,8 @@ def _long_ids() -> list[int]:
 
 
 def _nearly_stops() -> list[str]:
-    """64 stop strings of 4,096 characters. The first holds back everything that is said; the others match the end of
-    what is held back at many places, far, and then no more."""
+    """64 stop strings of 4,096 characters. Because of the first one all output is held back. The others match the end
+    of the held-back text at many places for a long way, but not to their end."""
     stops = ["x" * (4095 - index) + "y" * (index + 1) for index in range(32)]
     return stops + ["x" * (2000 + index) + "y" + "x" * (2095 - index) for index in range(32)]
 
@@ -1112,7 +1115,7 @@ def _profiles() -> Run:
     return lambda target: target.send_all(bodies, 1, wait_s=30)
 
 
-# Those that have been outside the mark once, on the code of their day, and those that were measured late.
+# Attacks that missed the mark at least once, on the code of that time, and attacks that were added later.
 WATCHED = frozenset(
     (
         "nothing", "nothing for a minute",

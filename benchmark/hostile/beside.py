@@ -1,9 +1,9 @@
-"""What well-behaved clients see during an attack, measured in a separate process: /health, a stream's tokens, memory.
+"""Measures what well-behaved clients see during an attack, in a separate process: /health, a stream's tokens, memory.
 
-Three clients run side by side on one event loop: /health on a new connection every 10 ms, /health on a kept connection
-every 10 ms, and one stream after another whose text is known. A silence is the time from asking to the whole answer;
-a request that hangs at the end counts with its age. A token's lateness is the time since the token before it, less the
-same stream's usual time without an attack; a first token's is counted from the request.
+Three clients run on one event loop: /health on a new connection every 10 ms, /health on a kept connection every 10 ms,
+and streams with a known text, one after the other. A silence is the time from a request to its whole answer; a request
+that still hangs at the end counts with its age. A token's lateness is the time since the preceding token minus the
+stream's usual time without an attack; a first token's is the time since the request minus its usual time.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Sample(NamedTuple):
 
 
 class Samples:
-    """Samples in the order of their ends. As two arrays of numbers: a minute has forty thousand, and as objects they
-    take the observer half a second to send, in which it sees nothing."""
+    """Samples in the order of their ends, stored as two arrays of numbers. There are forty thousand in a minute; as
+    objects they would take the observer half a second to send, in which it measures nothing."""
 
     def __init__(self) -> None:
         self._starts, self._tooks = array("d"), array("d")
 
     def add(self, start: float, took: float) -> None:
-        """One more."""
+        """Add a sample."""
         self._starts.append(start)
         self._tooks.append(took)
 
@@ -67,38 +67,38 @@ class Samples:
 
 @dataclass
 class Observed:
-    """All samples until ``seen_at``. ``pending``: what had begun and not ended then."""
+    """All samples until ``seen_at``. ``pending``: what had begun by then and not ended."""
 
     health: Samples = field(default_factory=Samples)
     kept: Samples = field(default_factory=Samples)
     first_tokens: Samples = field(default_factory=Samples)
     next_tokens: Samples = field(default_factory=Samples)
     memory: Samples = field(default_factory=Samples)  # bytes as ``took``
-    lag: Samples = field(default_factory=Samples)  # of the observer itself
-    texts: Samples = field(default_factory=Samples)  # a hash of each stream's text as ``took``
+    lag: Samples = field(default_factory=Samples)  # how late the observer itself was
+    texts: Samples = field(default_factory=Samples)  # ``took`` is a hash of the stream's text
     failures: list[tuple[float, str]] = field(default_factory=list)
     pending: dict[str, float] = field(default_factory=dict)  # name of samples above to the start
     seen_at: float = 0.0
 
     def count_pending(self) -> None:
-        """What is pending counts as if it had ended at ``seen_at``."""
+        """Count what is pending as if it had ended at ``seen_at``."""
         for name, start in self.pending.items():
             getattr(self, name).add(start, self.seen_at - start)
 
 
 def worst(samples: Iterable[Sample], since: float, less: float = 0.0) -> float:
-    """The longest of those that ended after ``since``, in seconds."""
+    """The longest of the samples that ended after ``since``, in seconds, minus ``less``."""
     return max((s.took - less for s in samples if s.start + s.took >= since), default=0.0)
 
 
 def usual(samples: Iterable[Sample], until: float) -> float:
-    """The median of those that ended before ``until``."""
+    """The median of the samples that ended before ``until``."""
     took = [s.took for s in samples if s.start + s.took < until]
     return statistics.median(took) if took else 0.0
 
 
 class Observer:
-    """The observing process of the server ``pid`` at ``port``; samples are asked for with :meth:`look`."""
+    """The process that observes the server ``pid`` at ``port``; :meth:`look` returns its samples."""
 
     def __init__(self, port: int, pid: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -111,7 +111,7 @@ class Observer:
         return self
 
     def look(self) -> Observed:
-        """Everything so far; requests that hang are in the lists with their age."""
+        """All samples so far; requests that hang are included with their age."""
         self._here.send(None)
         observed: Observed = self._here.recv()
         observed.count_pending()
@@ -125,7 +125,7 @@ class Observer:
 def _run(pipe: Connection, port: int, pid: int) -> None:
     with contextlib.suppress(PermissionError):
         os.nice(-10)
-    gc.disable()  # a collection would look like a late answer, and little here refers to itself
+    gc.disable()  # a collection would look like a late answer, and there are few reference cycles here
     asyncio.run(_observe(pipe, port, pid))
 
 
@@ -146,7 +146,7 @@ async def _observe(pipe: Connection, port: int, pid: int) -> None:
         asked.clear()
         if pipe.poll():
             pipe.recv()
-            seen.seen_at = time.monotonic()  # not when they arrive: sending them takes time too
+            seen.seen_at = time.monotonic()  # taken here and not by the receiver, because sending takes time
             pipe.send(seen)
 
 

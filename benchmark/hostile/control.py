@@ -1,10 +1,10 @@
-"""A server that does next to nothing, to be attacked in the real one's place: how late an observer sees it is what the
-machine, the attackers and the observer cost.
+"""A server that does almost nothing, to be attacked in place of the real one. The lateness that an observer measures
+with it is due to the machine, the attackers and the observer.
 
     python benchmark/hostile/run.py attacks --python-path benchmark/hostile/control.py python --label control server
 
-It throws bodies away as they come and answers each request with 200. A stream gets tokens of a constant text, one every
-5 ms.
+It discards bodies as they arrive and answers each request with 200. A stream gets the tokens of a constant text, one
+every 5 ms.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _MAX_HEAD = 1 << 16
 
 
 class Control(asyncio.Protocol):
-    """One connection. Chunked bodies and more than one request at a time are not understood: it is closed."""
+    """One connection. It is closed if a body is chunked or if there is more than one request at a time."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client has connected."""
         self._transport = cast(asyncio.Transport, transport)
         self._head = b""
-        self._left: int | None = None  # bytes of the body that have not come; None before it
+        self._left: int | None = None  # bytes of the body that have not arrived; None before the body
         self._streams = False
         self._task: asyncio.Task[None] | None = None
 

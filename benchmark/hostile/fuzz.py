@@ -1,9 +1,9 @@
-"""Random requests over every endpoint, from a seed, with eight misbehaving clients beside them.
+"""Sends random requests to every endpoint, from a seed, while eight misbehaving clients run.
 
-What must hold: every whole request is answered within a bound; no 5xx but a 503 whose reason is documented; a 200 is
-JSON or a whole stream; known prompts get the answers that they got before; at the end the engine is idle and its pages
-are free.
-A request is a function of only the seed and its index, so that ``--replay SEED INDEX`` sends the same bytes again.
+It checks that every complete request is answered within a time limit; that there is no 5xx except a 503 with a
+documented reason; that a 200 is JSON or a complete stream; that known prompts get the same answers as before; and that
+at the end the engine is idle and its pages are free.
+A request depends only on the seed and its index, so that ``--replay SEED INDEX`` sends the same bytes again.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from typing import Any
 
 import httptools
 import orjson
+import psutil
 from attacked import AttackedServer
 from attacks import ATTACKS, Target
 from beside import Observer, usual, worst
 from wire import LEFT, RESET, SILENT, Answer, Wire, exchange, outcome, post, request
 
-ALONE_S = 3.0  # the server is watched for so long before the clients start
+ALONE_S = 3.0  # how long the server is observed before the clients start
 BOUND_S = 120.0
 SLOW_S = 30.0  # an answer that takes longer is reported
+SETTLED_S = 5.0  # after all requests have ended; memory that is still used then counts as kept
 WORKERS = 16
-# A short context bounds what a request for "as much as there is" costs.
+# A short context limits the cost of requests for as many tokens as possible.
 FLAGS = ("--context-length", "512", "--enable-metrics", "--max-queued-requests", "4000")
-# Reasons of a 503 that docs/api.md lists: the server is full, or does not serve at the moment.
+# The reasons of a 503 that docs/api.md lists: the server is full, or is not serving at the moment.
 REASONS_503 = {
     "queue_full",
     "starting",
@@ -84,6 +86,8 @@ _TEXTS = [
 
 def _border(rng: Rng) -> Any:
     value = rng.choice(_BORDERS)
+    if isinstance(value, dict):
+        value = dict(value)  # a copy, because callers may add values
     if rng.random() < 0.1:
         return [value] * rng.choice((1, 2, 5, 200))
     if rng.random() < 0.1:
@@ -293,8 +297,8 @@ _PLAIN: list[tuple[int, str, str]] = [
 
 @dataclass(frozen=True, slots=True)
 class Fuzzed:
-    """One request. ``leaves_after_s``: the client goes so long after sending. ``pieces``: the body comes in so many.
-    ``undo``: sent afterwards, whatever came."""
+    """One request. ``leaves_after_s``: how long after sending the client disconnects. ``pieces``: in how many pieces
+    the body is sent. ``undo``: a request that is sent afterwards, whatever the answer was."""
 
     path: str
     data: bytes
@@ -304,7 +308,7 @@ class Fuzzed:
     undo: bytes | None = None
 
 
-# Mostly a 400, so they come seldom: else few requests would be served.
+# These are rare, because they mostly lead to a 400, and otherwise few requests would be served.
 _SELDOM = {
     *(
         "regex",
@@ -339,7 +343,7 @@ def _pick(rng: Rng, fields: dict[str, Value], most: int) -> dict[str, Any]:
 
 
 def _mutated(rng: Rng, body: dict[str, Any], fields: dict[str, Value]) -> Any:
-    """``body`` with up to three things wrong, more often with none."""
+    """``body`` with up to three errors, but mostly with none."""
     for _ in range(rng.choice((0, 0, 0, 0, 0, 1, 1, 2, 3))):
         kind = rng.random()
         if kind < 0.6:
@@ -360,7 +364,7 @@ def _mutated(rng: Rng, body: dict[str, Any], fields: dict[str, Value]) -> Any:
 
 
 def _encoded(rng: Rng, body: Any) -> bytes:
-    """``body`` as JSON, sometimes broken; whole numbers of any size."""
+    """``body`` as JSON, sometimes broken; integers may have any size."""
     data = json.dumps(body, ensure_ascii=rng.random() < 0.3).encode("utf-8", "surrogatepass")
     kind = rng.random()
     if kind < 0.9 or not data:
@@ -403,7 +407,7 @@ def fuzzed(seed: int, index: int) -> Fuzzed:
 
 
 async def sent(port: int, fuzz: Fuzzed) -> Answer | str:
-    """Send one request as it wants to be sent."""
+    """Send one request in the way that it describes."""
     if fuzz.pieces == 1:
         answer = await exchange(
             port, fuzz.data, BOUND_S, leave_after_s=fuzz.leaves_after_s, head_only=fuzz.head_only
@@ -430,7 +434,7 @@ async def _in_pieces(port: int, fuzz: Fuzzed) -> Answer | str:
 
 
 def complaint(fuzz: Fuzzed, answer: Answer | str) -> str | None:
-    """What is wrong with this answer, if anything."""
+    """What is wrong with this answer; None if nothing is."""
     if isinstance(answer, str):
         return None if answer == LEFT else answer
     body = bytes(answer.body)
@@ -468,7 +472,7 @@ _CANARIES = [
 
 
 async def canary(port: int, index: int) -> list[int]:
-    """The ids that known prompt ``index`` gets; asked again while others abort everything."""
+    """The ids that known prompt ``index`` gets. It is sent again while other clients abort everything."""
     while True:
         answer = await exchange(
             port, post("/generate", {**_CANARIES[index], "rid": f"canary-{time.monotonic_ns()}"}), BOUND_S
@@ -486,7 +490,7 @@ async def canary(port: int, index: int) -> list[int]:
 
 
 def misbehave(name: str, port: int, stop: Event) -> None:
-    """The process of a misbehaving client: the same attack again and again."""
+    """The process of a misbehaving client, which repeats the same attack."""
     import os
 
     os.nice(10)
@@ -507,13 +511,13 @@ def misbehave(name: str, port: int, stop: Event) -> None:
 
 @dataclass
 class Findings:
-    """What went wrong, and how often what was answered."""
+    """The failures, and how often each outcome occurred."""
 
     statuses: Counter[str]
     failures: list[str]
 
     def fail(self, text: str) -> None:
-        """Note a failure and say it at once."""
+        """Add a failure and print it at once."""
         self.failures.append(text)
         if len(self.failures) <= 50:
             print(f"FAILURE {text}", flush=True)
@@ -565,7 +569,7 @@ async def _drive(port: int, seed: int, num: int, findings: Findings) -> None:
 
 
 async def _end_quietly(port: int, findings: Findings) -> None:
-    """The engine must fall idle, and its pages be free."""
+    """Check that the engine becomes idle and that its pages are free."""
     state: dict[str, Any] = {}
     for _ in range(120):
         answer = await exchange(port, request("GET", "/server_info"), BOUND_S)
@@ -587,8 +591,16 @@ async def _end_quietly(port: int, findings: Findings) -> None:
         findings.fail(f"{used} tokens of the KV cache are still in use at the end")
 
 
+def memory_of_processes(pid: int) -> list[int]:
+    """Resident bytes of a server's main process, scheduler and detokenizer, and of the processes for large bodies and
+    grammars, which start when they are first needed."""
+    main = psutil.Process(pid)
+    children = sorted(main.children(), key=lambda child: child.create_time())
+    return [process.memory_info().rss for process in (main, *children)]
+
+
 def run_fuzz(args: argparse.Namespace) -> int:
-    """The fuzz; 1 if anything failed."""
+    """Run it; returns 1 if anything failed."""
     if args.replay:
         return _replay(args)
     findings = Findings(Counter(), [])
@@ -618,6 +630,11 @@ def run_fuzz(args: argparse.Namespace) -> int:
             findings.fail("the server has ended")
         else:
             asyncio.run(_end_quietly(server.port, findings))
+            time.sleep(SETTLED_S)
+            kept = [round(num_bytes / 1e6) for num_bytes in memory_of_processes(server.pid)]
+            print(
+                f"an idle server's memory, MB: main {kept[0]}, its children as they were started {kept[1:]}"
+            )
         log = server.log_text()
     if "Traceback" in log:
         findings.fail("a traceback in the server's log:\n" + log[log.index("Traceback") :][:3000])
@@ -655,7 +672,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num", type=int, default=10_000, help="requests (default: 10000)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--misbehaving", type=int, default=8, help="misbehaving clients beside (default: 8, the most)"
+        "--misbehaving",
+        type=int,
+        default=8,
+        help="misbehaving clients that run meanwhile (default: 8, the most)",
     )
     parser.add_argument(
         "--replay", type=int, nargs=2, metavar=("SEED", "INDEX"), help="send this one request again"

@@ -1,8 +1,9 @@
-"""Hostile grammars from a seed: JSON schemas, regular expressions, EBNF, structural tags, lists of tools.
+"""Sends hostile grammars from a seed: JSON schemas, regular expressions, EBNF, structural tags, lists of tools.
 
-What must hold: no 5xx; a refusal says why; a 200 that ended by itself is what was asked for as far as a parser can
-tell; a neighbour's stream and /health go on. Some compile for as long as they may, and one in a few hundred would take
-hours or all memory. A request is a function of only the seed and its index (``--replay SEED INDEX``).
+It checks that there is no 5xx; that a refusal states its reason; that a 200 that ended by itself follows the grammar,
+as far as a parser can tell; and that another client's stream and /health go on. Some grammars compile until the time
+limit, and one in a few hundred would take hours or all memory. A request depends only on the seed and its index
+(``--replay SEED INDEX``).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import tempfile
 import time
@@ -21,15 +23,16 @@ from typing import Any
 
 from attacked import AttackedServer
 from beside import Observer, Sample, usual, worst
+from fuzz import SETTLED_S, memory_of_processes
 from wire import Answer, exchange, outcome, post
 
-ALONE_S = 3.0  # the neighbour is watched for so long before the clients start
-BOUND_S = 300.0  # of one request, which may wait for the turns of many
+ALONE_S = 3.0  # how long the other client is observed before the hostile ones start
+BOUND_S = 300.0  # the time limit of one request, which may wait for many others
 WORKERS = 24
 MARK_MS, MARK_MB = 100.0, 500.0
 _PROMPT = "Q: What is 12 + 30?\nA:"
 _MAX_TOKENS = 24
-# Shows tools by their names alone: long lists would not fit the demo model's context.
+# Shows only the names of tools, because long lists would not fit in the demo model's context.
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name[:4] }} {% endfor %}"
     "{# <tool_call> #}{% for message in messages %}Q: {{ message.content }}\nA:{% endfor %}"
@@ -39,13 +42,13 @@ Json = Any
 
 
 class Rng(random.Random):
-    """``wild``: nearly everything that is made has something that is wrong. Half are not: a schema with a single
-    mistake is refused before its rest is looked at."""
+    """``wild``: nearly everything that is made has errors. Half of the generators are not wild, because a schema with a
+    single error is refused before the rest of it is checked."""
 
     wild = True
 
     def odd(self, probability: float) -> bool:
-        """Whether something is wrong here."""
+        """Whether to make an error here."""
         return self.random() < (probability if self.wild else 0.002)
 
 
@@ -94,7 +97,7 @@ def _schema(rng: Rng, depth: int) -> Json:
     if rng.odd(0.08):
         name, value = rng.choice(_OTHERS)
         made[name] = value
-    if rng.odd(0.05):  # a keyword of something else beside it
+    if rng.odd(0.05):  # add a keyword that belongs to another type
         made |= _leaf(rng, 0)
     return made
 
@@ -163,7 +166,7 @@ def _combined(name: str) -> Callable[[Rng, int], dict[str, Json]]:
     def make(rng: Rng, depth: int) -> dict[str, Json]:
         most = 1 if name == "allOf" else 3
         num = rng.choice((0, 2, 3)) if rng.odd(0.2) else rng.randint(1, most)
-        kinds = rng.sample(_KINDS, num)  # of different types, so that oneOf is clear
+        kinds = rng.sample(_KINDS, num)  # different types, so that oneOf is unambiguous
         if name == "oneOf" and not rng.odd(0.3):
             return {name: [{"type": kind} for kind in kinds]}
         return {name: [_schema(rng, depth) for _ in kinds]}
@@ -194,7 +197,7 @@ def _whole_schema(rng: Rng) -> Json:
 
 
 def _deep(rng: Rng) -> Json:
-    """Nested, or wide, or both: those that take long to compile are among them."""
+    """A nested or wide schema, or both; some of these take long to compile."""
     depth = rng.choice((5, 9, 20, 63, 66, 400))
     schema: Json = {"type": "string"}
     if rng.random() < 0.1:
@@ -371,7 +374,7 @@ def _tools(rng: Rng) -> dict[str, Json]:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request. ``kind`` of its grammar; ``path`` and ``data`` as sent."""
+    """One request. ``kind`` is that of its grammar; ``path`` and ``data`` are sent."""
 
     kind: str
     path: str
@@ -379,7 +382,7 @@ class Asked:
 
     @property
     def data(self) -> bytes:
-        """The request's bytes. Halves of surrogate pairs and numbers of any size are written as JSON has them."""
+        """The request's bytes. Halves of surrogate pairs and numbers of any size are written as in JSON."""
         return post(self.path, json.dumps(self.body).encode())
 
 
@@ -417,7 +420,7 @@ def asked(seed: int, index: int) -> Asked:
 
 
 def complaint(ask: Asked, answer: Answer | str) -> str | None:
-    """What is wrong with the answer; None if nothing is. A 503 is judged by its number, not here."""
+    """What is wrong with the answer; None if nothing is. A 503 is left to the caller, which reports it."""
     if isinstance(answer, str):
         return answer
     if answer.status not in (200, 400, 503):
@@ -475,7 +478,7 @@ async def _drive(port: int, args: argparse.Namespace, statuses: Counter[str], fa
 
 
 def run_grammars(args: argparse.Namespace) -> int:
-    """All of it; 1 if anything failed or missed the mark."""
+    """Run it; returns 1 if anything failed or missed the mark."""
     statuses: Counter[str] = Counter()
     failures: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -492,14 +495,19 @@ def run_grammars(args: argparse.Namespace) -> int:
             asyncio.run(
                 exchange(server.port, warm.data, BOUND_S)
             )  # the compiler's process starts with the first
+            server.fill_cache()
+            sizes = memory_of_processes(server.pid)
             with Observer(server.port, server.pid) as observer:
                 time.sleep(ALONE_S)
+                os.nice(10)  # clients elsewhere would not take the server's cores
                 begin = time.monotonic()
                 asyncio.run(_drive(server.port, args, statuses, failures))
                 end = time.monotonic()
-                time.sleep(ALONE_S)
+                time.sleep(SETTLED_S)
                 seen = observer.look()
-            if not server.alive:
+            if server.alive:
+                _show_growth(sizes, memory_of_processes(server.pid))
+            else:
                 failures.append("the server has ended")
             log = server.log_text()
     if "Traceback" in log:
@@ -532,6 +540,14 @@ def run_grammars(args: argparse.Namespace) -> int:
     missed = health > MARK_MS or bool(late) or grown > MARK_MB
     print("missed the mark" if missed else "within the mark", f"of {MARK_MS:g} ms and {MARK_MB:g} MB")
     return 1 if failures or missed else 0
+
+
+def _show_growth(before: list[int], after: list[int]) -> None:
+    """Print how many megabytes each process has gained. One that has begun since then, for large bodies, has gained
+    all that it has."""
+    before = [*before, *[0] * (len(after) - len(before))]
+    grown = [round((now - then) / 1e6) for then, now in zip(before, after, strict=True)]
+    print(f"memory gained, MB: main {grown[0]}, its children as they were started {grown[1:]}")
 
 
 def _ms(ordered: list[float], share: float) -> str:

@@ -1,21 +1,21 @@
-"""Misbehaving clients against a server with the demo model, and what a well-behaved neighbour feels of each.
+"""Runs misbehaving clients against a server with the demo model, and measures how each affects well-behaved clients.
 
     python benchmark/hostile/run.py attacks                             # every attack, this tree
     python benchmark/hostile/run.py attacks --only "tokenize;header"
     python benchmark/hostile/run.py attacks --python-path OLD/python NEW/python --output both.jsonl
-    python benchmark/hostile/run.py attacks --watched --output new.jsonl   # those that were outside the mark once
-    python benchmark/hostile/run.py attacks --resume --output new.jsonl    # what is not in this file yet
+    python benchmark/hostile/run.py attacks --watched --output new.jsonl   # those that missed the mark once
+    python benchmark/hostile/run.py attacks --resume --output new.jsonl    # those that are not in this file yet
     python benchmark/hostile/run.py table both.jsonl                    # Markdown, the trees side by side
-    python benchmark/hostile/run.py table --outside new.jsonl           # of those that are outside the mark
+    python benchmark/hostile/run.py table --outside new.jsonl           # those that miss the mark
     python benchmark/hostile/run.py fuzz --num 10000 --seed 1
     python benchmark/hostile/run.py fuzz --replay 1 4711
     python benchmark/hostile/run.py grammars --num 10000 --seed 1       # hostile schemas, grammars and tools
 
-Each attack meets a server of its own, so that one attack's memory is not the next one's. Servers are started some at a
-time, since starting takes longer than most attacks, and each has its KV cache written once, which is no attack's doing;
-then one after the other is attacked, while the others have nothing to do. With several trees the attacks are made in
-turns: both trees, then the next attack. Everything goes to 127.0.0.1, is bounded, and stops by itself. The mark for 2
-cores: /health within 100 ms, tokens at most 100 ms late, memory back to within 100 MB five seconds later.
+Each attack gets a new server, so that memory is not attributed to the wrong attack. Several servers are started
+together, because starting takes longer than most attacks, and the KV cache of each is written once, so that it does not
+count as growth. Then they are attacked one after the other, while the others are idle. With several trees, each attack
+is made on all trees before the next attack. Everything goes to 127.0.0.1, is limited, and ends by itself. The mark for
+2 cores: /health within 100 ms, tokens at most 100 ms late, memory back to within 100 MB five seconds later.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from attacks import ATTACKS, WATCHED, Attack, Target
 from beside import PATIENCE_S, Observed, Observer, usual, worst
 
 TREE = Path(__file__).parents[2] / "python"
-BEFORE_S = 3.0  # the well-behaved clients run so long before the attack
-AFTER_S = 5.0  # what is still in memory then is kept
+BEFORE_S = 3.0  # how long the well-behaved clients run before the attack
+AFTER_S = 5.0  # after the attack; memory that is still used then counts as kept
 MARK_MS, MARK_MB = 100.0, 100.0
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one attack did to one tree. Times are the worst, in milliseconds; memory is the growth in MB (10^6 bytes) of
-    all the server's processes."""
+    """The effect of one attack on one tree. Times are the worst ones, in milliseconds; memory is the growth of all the
+    server's processes in MB (10^6 bytes)."""
 
     attack: str
     tree: str
@@ -69,8 +69,8 @@ class Row:
 
 
 def attack_process(pipe: Connection, name: str, port: int) -> None:
-    """Build the payload, say so, attack when told, send what came of it."""
-    os.nice(10)  # an attacker elsewhere would not take the server's cores
+    """Build the payload and report it, attack when told to, and send the outcomes."""
+    os.nice(10)  # a real attacker would be on another machine and not use the server's cores
     attack = ATTACKS[name]
     run = attack.make()
     pipe.send(None)
@@ -104,11 +104,11 @@ class Attacker:
         return self
 
     def wait_ready(self) -> None:
-        """Until its payload has been built."""
+        """Wait until the payload has been built."""
         self._here.recv()
 
     def run(self) -> dict[str, int]:
-        """Attack, and wait for the end; outcomes with their counts."""
+        """Attack and wait for the end. Returns the outcomes with their counts."""
         self._here.send(None)
         try:
             if self._here.poll(self._limit_s + 30):
@@ -142,13 +142,13 @@ class Site:
         self._stack.close()
 
     def wait_ready(self) -> None:
-        """Until the attack can begin."""
+        """Wait until the attack can begin."""
         self._server.wait_ready()
         self._server.fill_cache()
         self._attacker.wait_ready()
 
     def measure(self) -> Row:
-        """The attack. Afterwards both processes are gone."""
+        """Attack and measure. Afterwards both processes have ended."""
         server = self._server
         with self._stack, Observer(server.port, server.pid) as observer:
             time.sleep(BEFORE_S)
@@ -160,7 +160,7 @@ class Site:
             seen = observer.look()
             serves = _serves_again(server, observer, end)
             if serves and (late := observer.look()).health and time.monotonic() - end > 2 * AFTER_S:
-                seen = late  # it was blocked for longer
+                seen = late  # it was blocked for longer than the first look showed
             log = server.log_text()
             new_log_bytes, tracebacks = len(log) - log_bytes, log.count("Traceback")
             span = begin, end
@@ -168,7 +168,7 @@ class Site:
 
 
 def _serves_again(server: AttackedServer, observer: Observer, since: float) -> bool:
-    """Whether a whole stream that began after ``since`` has come, waiting for a while."""
+    """Whether a whole stream that began after ``since`` arrives within some time."""
     deadline = time.monotonic() + PATIENCE_S
     while server.alive and time.monotonic() < deadline:
         if any(sample.start > since for sample in observer.look().texts):
@@ -217,7 +217,7 @@ def _row(
 
 
 def misses(row: Row) -> list[str]:
-    """Where the mark is missed."""
+    """The figures that miss the mark."""
     found = []
     if max(row.health_ms, row.kept_health_ms) > MARK_MS:
         found.append("health")
@@ -237,7 +237,7 @@ def misses(row: Row) -> list[str]:
 
 
 def print_row(row: Row) -> None:
-    """One line for a person."""
+    """Print one line."""
     got = ", ".join(f"{count} x {status}" for status, count in sorted(row.outcomes.items()))
     print(
         f"{row.attack[:56]:<56} {row.tree[:8]:<8} {row.took_s:>6.1f} s  health {row.health_ms:>7.0f}"
@@ -251,7 +251,7 @@ def print_row(row: Row) -> None:
 
 
 def run_attacks(args: argparse.Namespace) -> int:
-    """The attacks, tree by tree in turns; 1 if the last tree missed the mark."""
+    """Run the attacks, each on all trees. Returns 1 if the last tree missed the mark."""
     wanted = [part.strip() for part in args.only.split(";")] if args.only else [""]
     chosen = [attack for name, attack in ATTACKS.items() if any(part in name for part in wanted)]
     if args.watched:
@@ -300,7 +300,7 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def print_table(args: argparse.Namespace) -> int:
-    """Markdown: a line for each attack, the trees side by side."""
+    """Print Markdown: a row for each attack, with the trees side by side."""
     rows: dict[str, dict[str, Row]] = {}
     for row in read_rows(args.file):
         rows.setdefault(row.attack, {})[row.tree] = row

@@ -1,6 +1,6 @@
-"""HTTP by hand: requests of any shape on connections of their own, and what comes back.
+"""HTTP without a client library: requests of any form on new connections, and their answers.
 
-A client library would refuse to send most of what is sent here. Answers are parsed by httptools, as in the server.
+A client library would refuse to send most of these requests. Answers are parsed by httptools, as in the server.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import orjson
 HOST = "127.0.0.1"
 KEY = "the-key-of-this-run"
 _READ_BYTES = 1 << 18
-_KEPT_BYTES = 1 << 24  # of a body; more is counted, not kept
+_KEPT_BYTES = 1 << 24  # of a body; further bytes are counted but not kept
 
-# What became of a request that got no status.
+# The outcomes of requests that got no status.
 LEFT, CLOSED, RESET, SILENT, UNREADABLE = "left", "closed", "reset", "no answer", "unreadable answer"
 
 
@@ -86,11 +86,11 @@ class Wire:
 
     @property
     def current(self) -> Answer:
-        """The answer that came last, or is coming. Raises IndexError before the first."""
+        """The last answer, which may be incomplete. Raises IndexError if there is none yet."""
         return self._answers[-1]
 
     def leave_hard(self) -> None:
-        """Close with a reset, whatever is on the way."""
+        """Close the connection with a reset, whatever is in flight."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
 
     async def send(self, data: bytes) -> bool:
@@ -102,7 +102,8 @@ class Wire:
         return True
 
     async def read(self) -> bytes:
-        """What has come, empty at the end; fed to the parser. Raises OSError, httptools.HttpParserError."""
+        """Read what has arrived (empty at the end) and feed it to the parser. Raises OSError and
+        httptools.HttpParserError."""
         data = await self._loop.sock_recv(self._socket, _READ_BYTES)
         if data:
             with contextlib.suppress(httptools.HttpParserUpgrade):
@@ -115,7 +116,7 @@ class Wire:
         return bool(self._answers[-1].status) and not self._parser_has_length
 
     async def answer(self) -> Answer | str:
-        """The next whole answer that is not a 1xx; CLOSED, RESET or UNREADABLE if the connection ended before."""
+        """The next complete answer that is not a 1xx; CLOSED, RESET or UNREADABLE if the connection ends before."""
         while True:
             while self._answers and self._answers[0].complete:
                 answer = self._answers.pop(0)
@@ -161,8 +162,8 @@ class Wire:
 async def exchange(
     port: int, data: bytes, wait_s: float, *, leave_after_s: float | None = None, head_only: bool = False
 ) -> Answer | str:
-    """Send ``data`` and read at the same time, on a connection of its own. LEFT after ``leave_after_s``, SILENT after
-    ``wait_s`` without a whole answer."""
+    """Send ``data`` on a new connection and read at the same time. LEFT after ``leave_after_s`` seconds, SILENT after
+    ``wait_s`` seconds without a complete answer."""
     try:
         async with Wire(port, head_only=head_only) as wire, asyncio.timeout(leave_after_s or wait_s):
             sending = asyncio.ensure_future(wire.send(data))
@@ -178,5 +179,5 @@ async def exchange(
 
 
 def outcome(answer: Answer | str) -> str:
-    """The status as text, or what happened instead of one."""
+    """The status as text, or what happened instead."""
     return answer if isinstance(answer, str) else str(answer.status)

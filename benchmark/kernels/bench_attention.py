@@ -50,7 +50,7 @@ EXTEND = [
 NUM_LAYERS = 8
 CONTEXT_LENGTH = 32768
 
-# The demo model's heads in what is hard for a CPU: many long requests, with prompts of their own or the same one.
+# The demo model's heads in batches that are hard for a CPU: many long requests, with different prompts or the same one.
 DEMO = Heads(4, 2, 64)
 CPU_DECODE = [
     MeasuredBatch(*shape) for shape in ((1, 100), (64, 100), (1, 3900), (114, 3900), (114, 3900, 0, 3840))
@@ -62,7 +62,7 @@ CPU_EXTEND = [
 
 
 def backends(setting: AttentionSetting, mode: ForwardMode) -> dict[str, Callable[[], AttentionBackend]]:
-    """The backends that are compared in steps of that kind."""
+    """The backends that are compared in ``mode``."""
     from fenceline.layers.attention.triton_backend import TritonAttentionBackend  # needs Triton
 
     pool, device, heads = setting.kv_pool, setting.device, setting.num_heads
@@ -86,7 +86,7 @@ def backends(setting: AttentionSetting, mode: ForwardMode) -> dict[str, Callable
 
 
 def rate(heads: Heads, mode: ForwardMode, batch: MeasuredBatch, us: float) -> str:
-    """Bytes or operations a second."""
+    """Bytes or operations per second, as text."""
     if mode is ForwardMode.DECODE:
         nbytes = batch.num_requests * batch.num_tokens * heads.kv * heads.head_dim * 4
         return f"{nbytes / us / 1e6:5.2f} TB/s"
@@ -123,7 +123,7 @@ def compare(name: str, heads: Heads, page_size: int, device: Device) -> None:
 
 
 def on_cpu(page_size: int) -> None:
-    """Print how long the CPU takes: a layer's attention, without the plan, which all layers share."""
+    """Print how long the CPU takes for one layer's attention, without the plan, which all layers share."""
     device = open_device("cpu")
     pool = KVPool(
         120 * 4096 // page_size,
@@ -132,7 +132,7 @@ def on_cpu(page_size: int) -> None:
     )
     pool.k(0).normal_()
     pool.v(0).normal_()
-    # More than a graph's plan would take: a CPU has no graphs.
+    # The context is longer than a graph's plan would allow, because the CPU uses no graphs.
     setting = AttentionSetting(pool, device, DEMO.queries, 16384)
     for mode, batches in ((ForwardMode.DECODE, CPU_DECODE), (ForwardMode.EXTEND, CPU_EXTEND)):
         for batch in batches:
@@ -165,7 +165,7 @@ def plan_cost(device: Device) -> None:
 
 
 def main() -> None:
-    """Print the tables of the chosen models, then what auto makes of them."""
+    """Print the tables of the chosen models, then the backends that auto chooses for them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--page-size", type=int, default=1)

@@ -2,10 +2,10 @@
 
 ``python benchmark/kernels/bench_layer_kernels.py [--part norm silu rotate prologue sample] [--tune]``
 
-Each figure is the time of one launch in a graph of a chain of them (the best of several replays), so it contains all
-that a kernel costs inside a decode step: launch, latency and drain. ``pdl`` is the same chain with programmatic
-dependent launch, if the kernel has it. Prints a table in Markdown; ``--part`` chooses rows, ``--tune`` also tries other
-configurations than the built-in ones.
+Each figure is the time of one launch in a graph with a chain of launches (the best of several replays). So it contains
+everything that a kernel costs in a decode step: launch, latency and drain. ``pdl`` is the same chain with programmatic
+dependent launch, if the kernel supports it. Prints a table in Markdown; ``--part`` chooses rows, and ``--tune`` also
+tries configurations other than the built-in ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REFERENCE = TorchLayerKernels()
 def us_per_launch(launch: Callable[[], object], length: int = 200) -> float:
     """Microseconds of each of ``length`` launches in a captured graph."""
     side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())  # which may not have written the operands yet
+    side.wait_stream(torch.cuda.current_stream())  # it may not have written the operands yet
     with torch.cuda.stream(side):
         launch()
         launch()
@@ -59,7 +59,7 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def row(name: str, *figures: float, nbytes: int = 0) -> None:
-    """One line: figures in microseconds (absent: 0), and the best one's bandwidth."""
+    """Print one line: figures in microseconds (0 stands for none), and the bandwidth of the best one."""
     cells = " | ".join(f"{us:.2f}" if us else "" for us in figures)
     rate = f"{nbytes / min(us for us in figures if us) * 1e-6:.2f}" if nbytes else ""
     print(f"| {name} | {cells} | {rate} |", flush=True)
@@ -67,7 +67,7 @@ def row(name: str, *figures: float, nbytes: int = 0) -> None:
 
 @contextmanager
 def constants(module: ModuleType, **values: int) -> Iterator[None]:
-    """``module`` with other tuning constants."""
+    """Set tuning constants of ``module`` to ``values`` in the ``with`` block."""
     old = {name: getattr(module, name) for name in values}
     for name, value in values.items():
         setattr(module, name, value)

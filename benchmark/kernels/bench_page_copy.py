@@ -1,4 +1,4 @@
-"""Page copies between the KV pool and pinned host memory, as a share of the rate of one plain copy.
+"""Measures page copies between the KV pool and pinned host memory, as a share of the rate of one plain copy.
 
     python benchmark/kernels/bench_page_copy.py [--models llama-3.1-8b,qwen3-0.6b] [--tokens 8192] [--skip sweeps]
 
@@ -32,11 +32,11 @@ HEADS, HEAD_DIM = 8, 128
 NUM_LAYERS = {"llama-3.1-8b": 32, "qwen3-0.6b": 28}
 LAYOUTS = ("layer_first", "page_first")
 IO_BACKENDS = ("kernel", "direct")
-ONE_TOKEN_SHARE = 4  # pages of one token: a fourth of the tokens
+ONE_TOKEN_SHARE = 4  # copies of one-token pages move the tokens divided by this
 
 
 class SharedHostDevice(CudaDevice):
-    """Puts all host pools into one piece of pinned memory, one after the other, so that it is pinned only once."""
+    """Uses the same pinned memory for all host pools, one after the other, so that it is pinned only once."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def timed(work: Callable[[], object], stream: torch.cuda.Stream, repeats: int = 
 
 
 class Bench:
-    """Pools of one model's shape, twice as large as what is copied, and the rate of the link."""
+    """Pools of one model's shape, twice as large as a copy, and the rate of the link."""
 
     def __init__(self, device: SharedHostDevice, num_layers: int, num_tokens: int) -> None:
         self.device, self.num_layers, self.num_tokens = device, num_layers, num_tokens
@@ -92,7 +92,7 @@ class Bench:
         return kv_pool, HostPool(self.device, num_pages, kv_pool.layout, layout)  # type: ignore[arg-type]
 
     def lists(self, page_size: int, run: int | None = 1, tokens: int | None = None) -> tuple[Pages, Pages]:
-        """Device and host pages of a copy: runs of ``run`` pages anywhere (None: one run)."""
+        """Device and host pages of a copy: runs of ``run`` adjacent pages at random places (None: one run)."""
         tokens = self.num_tokens // (ONE_TOKEN_SHARE if page_size == 1 else 1) if tokens is None else tokens
         count, total = tokens // page_size, 2 * self.num_tokens // page_size
         run = count if run is None else run
@@ -111,7 +111,7 @@ class Bench:
         print("   ".join(words), flush=True)
 
     def copies(self, page_size: int, layout: str) -> None:
-        """Whole copies, both ways, by both io backends."""
+        """Print copies of all layers in both directions, by both io backends."""
         pools = self.pools(layout, page_size)
         every = range(self.num_layers)
         for io_backend in IO_BACKENDS:
@@ -202,7 +202,7 @@ class Bench:
 
 
 def page_pools(kv_pool: KVPool, host_pool: HostPool, io_backend: str) -> PagePools:
-    """The two ends as fenceline_kernel takes them."""
+    """Both pools as fenceline_kernel takes them."""
     return make_page_pools(kv_pool, host_pool, range(kv_pool.num_layers), io_backend)  # type: ignore[arg-type]
 
 
@@ -212,7 +212,7 @@ def layout_of(page_size: int, num_layers: int) -> KVLayout:
 
 
 def tables(bench: Bench, sweeps: bool) -> None:
-    """All tables of one model's shape; ``sweeps``: those that the defaults come from as well."""
+    """Print all tables for one model's shape; ``sweeps``: also those from which the defaults were chosen."""
     print("\nio backend, layout, page size: to the device, to the host; share of the link's rate")
     for page_size in (64, 16, 1):
         for layout in LAYOUTS:
@@ -244,7 +244,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--models", default=",".join(NUM_LAYERS), help=f"of {', '.join(NUM_LAYERS)}")
     parser.add_argument("--tokens", type=int, default=8192, help="moved by a copy, a multiple of 64")
-    parser.add_argument("--skip", choices=["sweeps"], help="leave out what the defaults come from")
+    parser.add_argument(
+        "--skip", choices=["sweeps"], help="leave out the tables from which the defaults were chosen"
+    )
     options = parser.parse_args(arguments)
     models = options.models.split(",")
     if not set(models) <= NUM_LAYERS.keys() or options.tokens < 64 or options.tokens % 64 != 0:

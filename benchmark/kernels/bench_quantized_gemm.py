@@ -4,11 +4,11 @@ bfloat16 weights, on the shapes of a model's layers, in captured graphs.
 Usage: bench_quantized_gemm.py [--models 8B] [--formats fp8 int4 ...] [--rows 1 2 ...] [--seconds 0.6] [--table FILE]
     [--skip-sweep] [--triton]
 
-The method is bench_skinny_gemm.py's: the sweep looks for the best configuration of each product, reading so many copies
-of the weight in turn that each comes from memory. Then all products of a step's layers (not the head, which is not
-quantised) are timed one after the other with the winners, with the guesses, and with --triton by Triton alone. --triton
-also tries Triton's kernel, which compiles for seconds. The winners are written to
---table in the format of layers/kernels/skinny_table.py, in place of those of the same products that the file has.
+The method is that of bench_skinny_gemm.py. The sweep looks for the best configuration of each product. It reads so many
+copies of the weight in turn that each comes from memory. Then all products of a step's layers (not the head, which is
+not quantised) are timed one after the other, with the best configurations, with the guesses, and with --triton by
+Triton alone. --triton also tries Triton's kernel, which takes seconds to compile. The best configurations are written
+to --table in the format of layers/kernels/skinny_table.py and replace the file's entries for the same products.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ BITS = {"fp8": 8, "int4": 4}
 
 
 def random_weight(config: QuantConfig, product: Product, bench: Bench) -> QuantizedFormat:
-    """A weight of random numbers about as large as a model's."""
+    """A weight with random numbers of about the size of a model's weights."""
     with bench.device:
         stored = make_format(config, product.weight_rows, product.k, torch.bfloat16)
     words = stored.data.view(torch.int32)
@@ -79,7 +79,7 @@ def nbytes(stored: QuantizedFormat) -> int:
 
 
 def with_table(found: QuantizedProducts, table: SkinnyTable | None, cuda: bool = True) -> QuantizedProducts:
-    """``found`` with other measurements (None: none); not ``cuda``: without the CUDA kernel."""
+    """``found`` with other measurements (None: without any); without the CUDA kernel if ``cuda`` is false."""
     products = copy.copy(found)
     products._table = table
     if not cuda:
@@ -89,12 +89,12 @@ def with_table(found: QuantizedProducts, table: SkinnyTable | None, cuda: bool =
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """As many weights of one product as are not in L2 together."""
+    """So many weights of one product that they do not fit in L2 together."""
 
     stored: list[QuantizedFormat]
 
     def time_us(self, bench: Bench, product: Product, rows: int, products: QuantizedProducts) -> float:
-        """Of one product."""
+        """Microseconds for one product."""
         weights = [CudaQuantizedWeight(stored, products) for stored in self.stored]
         acts = Activations([product], rows)
 
@@ -106,7 +106,7 @@ class Copies:
 
 
 class QuantizedSweep(Sweep):
-    """The same search, for a quantised weight."""
+    """The search of ``Sweep`` for a quantised weight."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class QuantizedSweep(Sweep):
         if guess is not None:
             self.deadline = time.monotonic() + seconds
             self.try_all([guess])
-        self.deadline = time.monotonic() + seconds  # Triton has compiled its kernels for both
+        self.deadline = time.monotonic() + seconds  # the time begins after Triton has compiled its kernels
 
     def time(self, choice: SkinnyChoice) -> float:
         products = with_table(self.quantized, FixedTable(self.bench.gpu, choice))
@@ -142,7 +142,7 @@ class QuantizedSweep(Sweep):
         return super().fits(choice)
 
     def of_one_launch(self) -> Sweep:
-        """With the most rows of one."""
+        """The search for the most rows that one launch takes."""
         one = Sweep(self.bench, self.product, 16, 0)
         one.bits = self.bits
         return one
@@ -151,7 +151,7 @@ class QuantizedSweep(Sweep):
 def sweep_format(
     bench: Bench, model: Model, name: str, products: QuantizedProducts, args: argparse.Namespace, rate: float
 ) -> dict[str, SkinnyChoice]:
-    """The best configurations by table_key."""
+    """The best configuration of each product, by table_key."""
     winners: dict[str, SkinnyChoice] = {}
     print(
         f"{model.name} {name}, us; the winner, of how many\n"
@@ -221,9 +221,11 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["8B"])
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["fp8", "int4"])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--seconds", type=float, default=0.6, help="for the sweep of one product and rows")
+    parser.add_argument(
+        "--seconds", type=float, default=0.6, help="for the sweep of one product and number of rows"
+    )
     parser.add_argument("--triton", action="store_true", help="try Triton's kernels")
-    parser.add_argument("--table", type=Path, help="file for the winners")
+    parser.add_argument("--table", type=Path, help="file for the best configurations")
     parser.add_argument(
         "--skip-sweep", action="store_true", help="time the chains with the table that is in the package"
     )

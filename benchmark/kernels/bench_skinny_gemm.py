@@ -1,16 +1,16 @@
 """Products of few rows on a GPU: compares cuBLAS with our kernels on the shapes of some models, in captured graphs.
 
-Usage: bench_skinny_gemm.py [--models 0.6B 8B Llama-8B] [--rows 1 2 ...] [--seconds 2] [--triton] [--table FILE]
+Usage: bench_skinny_gemm.py [--models 0.6B 8B Llama-8B 30B-A3B] [--rows 1 2 ...] [--seconds 2] [--triton] [--table FILE]
     [--skip-sweep]
 
-The sweep looks for the best configuration of each product: a graph runs it over as many copies of the weight as make
-400 MB, so that each is read from memory. Where cuBLAS wins by that, our best is tried in the model's chain as well, in
-which our products begin before those in front of them have ended, and the faster chain decides. Then the chain, every
-layer with its own weights, is timed with cuBLAS, with Triton alone (guessed configurations) and with the best ones.
-Times are medians over replays; the floor is the weights' bytes divided by the rate of a device-to-device copy, measured
-in the same run. The best configurations are written to --table, in the format of layers/kernels/skinny_table.py, in
-place of those of the same products that the file has; others stay. Products that only a draft of the model has are in
-the sweep, not in the chain.
+The sweep looks for the best configuration of each product. A graph runs it over 400 MB of copies of the weight, so that
+each copy is read from memory. If cuBLAS is faster there, our best configuration is also tried in the model's chain, in
+which our products begin before the preceding ones have ended, and the faster chain decides. Then the chain, in which
+every layer has its own weights, is timed with cuBLAS, with Triton alone (guessed configurations) and with the best
+configurations. Times are medians over replays. The floor is the weights' bytes divided by the rate of a
+device-to-device copy, measured in the same run. The best configurations are written to --table, in the format of
+layers/kernels/skinny_table.py. They replace the file's entries for the same products; other entries stay. Products that
+only a draft of the model has are in the sweep but not in the chain.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Model:
     num_layers: int
     layer: tuple[Product, ...]
     head: Product
-    drafts: tuple[Product, ...] = ()  # of EAGLE and EAGLE-3 heads, where they differ from the model's own
+    drafts: tuple[Product, ...] = ()  # products of EAGLE and EAGLE-3 heads that differ from the model's own
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -113,7 +113,9 @@ def make_model(
 
 
 _LLAMA_DRAFTS = (
-    Product("fc", 4096, 8192, "product"),  # EAGLE's; that of EAGLE-3 is as large as Qwen3-8B's down
+    Product(
+        "fc", 4096, 8192, "product"
+    ),  # EAGLE's; that of EAGLE-3 has the size of Qwen3-8B's down projection
     Product("qkv", 6144, 8192, "product"),  # EAGLE-3's
     Product("d_head", 32_000, 4096, "normed_product"),
 )
@@ -121,6 +123,13 @@ MODELS = {
     "0.6B": make_model("Qwen3-0.6B", 28, 1024, 4096, 2048, 3072),
     "8B": make_model("Qwen3-8B", 36, 4096, 6144, 4096, 12_288),
     "Llama-8B": make_model("Llama-3.1-8B", 32, 4096, 6144, 4096, 14_336, 128_256, _LLAMA_DRAFTS),
+    # Its experts are not products with one matrix.
+    "30B-A3B": Model(
+        "Qwen3-30B-A3B",
+        48,
+        (Product("qkv", 5120, 2048, "normed_product"), Product("o", 2048, 4096, "add_product")),
+        Product("lm_head", 151_936, 2048, "normed_product"),
+    ),
 }
 
 
@@ -146,7 +155,7 @@ class Bench:
         return SkinnyProducts(self.product, table)
 
     def fixed(self, choice: SkinnyChoice) -> SkinnyProducts:
-        """Every product by ``choice``."""
+        """Products that are all computed by ``choice``."""
         return self.products(FixedTable(self.gpu, choice))
 
     def time_us(self, run: Callable[[], object], num_replays: int = 9) -> float:
@@ -155,7 +164,7 @@ class Bench:
         torch.cuda.synchronize()
         with torch.cuda.stream(self.stream):
             run()
-            graph.capture_begin()  # torch.cuda.graph would collect garbage first, for longer than a measurement takes
+            graph.capture_begin()  # torch.cuda.graph would collect garbage first, which takes longer than a measurement
             run()
             graph.capture_end()
             graph.replay()
@@ -175,7 +184,7 @@ class Bench:
 
 
 class FixedTable(SkinnyTable):
-    """One choice for everything."""
+    """A table with the same choice for all products."""
 
     def __init__(self, gpu: GpuTraits, choice: SkinnyChoice) -> None:
         super().__init__(gpu, {})
@@ -191,7 +200,7 @@ class FixedTable(SkinnyTable):
 
 
 class Activations:
-    """What the products of one model read and write besides the weights."""
+    """The tensors that the products of one model read and write besides the weights."""
 
     def __init__(self, products: Iterable[Product], rows: int) -> None:
         products = list(products)
@@ -224,7 +233,7 @@ def weight_over(values: torch.Tensor, products: SkinnyProducts) -> CudaDenseWeig
 
 
 def time_product(bench: Bench, product: Product, rows: int, products: SkinnyProducts) -> float:
-    """Microseconds for one product after others like it, with its weight not in L2."""
+    """Microseconds for one product in a chain of equal ones whose weights are not in L2."""
     copies = max(2, min(100, -(-COLD_BYTES // product.nbytes)))
     size = product.weight_rows * product.k
     views = [bench.buffer[i * size : (i + 1) * size].view(-1, product.k) for i in range(copies)]
@@ -260,7 +269,7 @@ class Sweep:
     """The search for one product's configuration: first over the shape of a CTA, then the other parameters around the
     best few."""
 
-    bits = 16  # of a number of the weight
+    bits = 16  # the size of the weight's numbers
 
     def __init__(self, bench: Bench, product: Product, rows: int, seconds: float) -> None:
         self.bench, self.product, self.rows = bench, product, rows
@@ -353,7 +362,7 @@ class Sweep:
         return [TritonConfig(n, k, warps, stages) for n, k, warps, stages in many]
 
     def best(self, count: int, kind: type | None = None) -> list[SkinnyChoice]:
-        """The fastest first; ``kind``: CudaConfig, TritonConfig, None for all."""
+        """The ``count`` best choices, the fastest first; ``kind``: only CudaConfig or TritonConfig, None: all."""
         mine = [c for c in self.found if kind is None or isinstance(c, kind)]
         return sorted(mine, key=lambda c: self.found[c])[:count]
 
@@ -366,7 +375,7 @@ def sweep_model(
     ours: dict[str, SkinnyChoice] = {}
     print(f"{model.name}\n{'product':8} rows   floor   cuBLAS  ours (us); the winner, of how many")
     for product in (*model.products, *model.drafts):
-        torch.cuda.empty_cache()  # the pools of the last product's graphs
+        torch.cuda.empty_cache()  # frees the pools of the preceding product's graphs
         seeds: list[SkinnyChoice] = []
         for num_rows in rows:
             sweep = Sweep(bench, product, num_rows, seconds)

@@ -4,9 +4,9 @@
         [--queries 1] [--jobs 8] [--top 4]
 
 Prints, for each batch, the fastest configurations, and the backend's own choice (marked ``*``) with its rank. Decode is
-in GB/s of keys and values, extend in TFLOP/s of what the causal mask leaves. Decode runs after ``rotate_and_store``, as
-in a model, and the time of that kernel alone is subtracted, so the figure includes the gain of overlapping with it.
-With ``--queries`` above 1 it is the verification of chains of so many tokens.
+in GB/s of keys and values, extend in TFLOP/s of the part that the causal mask leaves. Decode runs after
+``rotate_and_store``, as in a model, and the time of that kernel alone is subtracted, so the figure includes the gain of
+overlapping with it. With ``--queries`` above 1 it is the verification of chains with this many tokens.
 Compiling takes most of the time, so ``--jobs`` processes do it first, in parallel.
 """
 
@@ -62,12 +62,14 @@ FEW = (
     (64, 4, 1, 2, None, 2), (64, 4, 3, 2, None, 2), (64, 4, 3, 2, None, 4), (64, 4, 5, 2, None, 2),
     (64, 4, 1, 1, None, 4), (64, 2, 1, 2, None, 2), (128, 8, 1, 1, None, 2), (128, 4, 1, 1, None, 2),
 )  # fmt: skip
-# More queries make more of each partial result, so fewer workers are tried as well.
+# With more queries each partial result is larger, so fewer workers are tried as well.
 FEW_OF_CHAINS = (
     *FEW, (16, 2, 1, 2, None, 2), (32, 2, 1, 1, None, 2), (32, 2, 2, 1, None, 2), (32, 4, 1, 1, None, 2),
     (64, 4, 1, 1, None, 2), (64, 4, 2, 1, None, 2), (64, 4, 3, 1, None, 2), (64, 4, 3, 0.5, None, 2),
-    (128, 4, 2, 0.5, None, 2), (128, 8, 2, 0.5, None, 2),
+    (64, 8, 1, 2, None, 2), (64, 8, 1, 1, None, 2), (128, 4, 2, 0.5, None, 2), (128, 8, 2, 0.5, None, 2),
+    (128, 8, 2, 1, None, 2), (128, 8, 3, 1, None, 2),
 )  # fmt: skip
+MERGED = (2048, 4096)  # elements that a warp merges at once, for few requests
 MANY = (
     (64, 4, 3, 2, None, 2), (64, 4, 5, 2, None, 2), (64, 4, 5, 2, None, 0), (64, 4, 5, 2, None, 4),
     (64, 4, 7, 2, None, 2), (32, 2, 5, 4, None, 2), (32, 4, 5, 3, None, 2), (64, 8, 5, 2, 128, 2),
@@ -94,7 +96,8 @@ Step = Callable[[torch.Tensor, torch.Tensor], object]  # of a layer's keys and v
 
 
 def make_pool(heads: Heads, page_size: int, num_tokens: int, max_layers: int) -> KVPool:
-    """Random keys and values for ``num_tokens``, of enough layers that no cache holds one until the next round."""
+    """Random keys and values for ``num_tokens``, with so many layers that no layer is still in L2 in the next
+    round."""
     layer_bytes = num_tokens * heads.kv * heads.head_dim * 4
     num_layers = min(max(_POOL_BYTES // layer_bytes, 4), max_layers)
     num_pages = -(-num_tokens // page_size) + 1
@@ -117,7 +120,7 @@ def make_requests(pool: KVPool, batch: int, num_tokens: int) -> PagedRequests:
 
 
 def time_us(step: Step, pool: KVPool) -> float:
-    """Microseconds of ``step`` of a layer in a graph of all layers; the best of several replays."""
+    """Microseconds of ``step`` for one layer in a graph of all layers; the best of several replays."""
     num_layers = pool.num_layers
     step(pool.k(0), pool.v(0))
     # A graph may be captured and replayed on any stream: everything that it reads must have been written before.
@@ -139,8 +142,8 @@ def time_us(step: Step, pool: KVPool) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """``rotate_and_store`` of the last tokens of each of ``requests``, as many as there are queries, the kernel before
-    decode attention."""
+    """The kernel before decode attention: ``rotate_and_store`` of the last tokens of each request, one for each
+    query."""
 
     heads: Heads
     requests: PagedRequests
@@ -152,7 +155,7 @@ class Front:
 
     @classmethod
     def of(cls, heads: Heads, requests: PagedRequests, num_queries: int) -> Front:
-        """With random activations, which keep their size however often they are rotated."""
+        """An instance with random activations, which keep their size however often they are rotated."""
         page_size = requests.page_size
         width = (heads.queries + 2 * heads.kv) * heads.head_dim
         behind = torch.arange(num_queries, 0, -1, device="cuda")
@@ -190,18 +193,20 @@ class Front:
 def decode_configs(batch: int, num_sms: int, heads: Heads, num_queries: int) -> list[DecodeConfig]:
     """The configurations to try for a batch, with overlapped launches as in the backend."""
     few = FEW if num_queries == 1 else FEW_OF_CHAINS
-    cuts = few if batch in LATENCY_BOUND else MANY
+    cuts, merged = (few, MERGED) if batch in LATENCY_BOUND else (MANY, MERGED[:1])
     return [
         DecodeConfig(
-            block_n, max(int(num_sms * per_sm) // heads.kv, 1), num_warps, num_stages, True, registers, ahead
+            block_n, max(int(num_sms * per_sm) // heads.kv, 1), num_warps, num_stages, True, registers, ahead,
+            elements,
         )
         for block_n, num_warps, num_stages, per_sm, registers, ahead in cuts
-    ]
+        for elements in merged
+    ]  # fmt: skip
 
 
 def report(title: str, results: dict[str, float], own: str, work: float, unit: str, top: int) -> None:
-    """The fastest of ``results`` (microseconds), and where the backend's own choice comes; ``work`` per microsecond
-    is in ``unit``."""
+    """Print the fastest of ``results`` (microseconds), and the rank of the backend's own choice; ``work`` per
+    microsecond is in ``unit``."""
     ranked = sorted(results, key=lambda name: results[name])
     cells = [
         f"{'*' if name == own else ''}{name} {results[name]:.1f}us {work / results[name]:.0f}{unit}"
@@ -212,10 +217,11 @@ def report(title: str, results: dict[str, float], own: str, work: float, unit: s
 
 
 def describe(config: Config) -> str:
-    """Short, for a table."""
+    """A configuration as short text for a table."""
     if isinstance(config, ExtendConfig):
         return f"{config.block_m}x{config.block_n}/w{config.num_warps}/s{config.num_stages}"
     cut = f"{config.block_n}/w{config.num_warps}/s{config.num_stages}/p{config.num_workers}/f{config.num_prefetched}"
+    cut += f"/m{config.merge_elements}"
     return cut + (f"/r{config.max_registers}" if config.max_registers else "")
 
 
@@ -241,7 +247,8 @@ class Sweep:
                 continue
             pool, requests, _ = self._make(batch, num_tokens, batch)
             front = Front.of(self.heads, requests, self.num_queries)
-            own = TritonAttentionBackend(pool).verify_config(batch, tiles)
+            group = self.heads.queries // self.heads.kv
+            own = TritonAttentionBackend(pool).verify_config(batch, self.num_queries, group)
             steps: dict[Config, Step] = {
                 config: partial(front.attend, workspace=workspace, config=config)
                 for config in dict.fromkeys(

@@ -1,4 +1,4 @@
-"""Batches from worker processes, in the order of their steps."""
+"""Makes batches in worker processes and yields them in the order of their steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fenceline.demo.tokenizer import FastEncoder
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """What the workers make: batches of `tokens_per_step` tokens, step by step from `first_step`."""
+    """What the workers are to make: batches of `tokens_per_step` tokens, for all steps from `first_step` on."""
 
     tokenizer_file: str
     curriculum: Curriculum
@@ -52,7 +52,7 @@ def _work(feed: Feed, worker: int, queue: Queue[tuple[Ids, Mask]]) -> None:
 def start(feed: Feed) -> Iterator[Iterator[tuple[Ids, Mask]]]:
     """Starts the workers; yields an endless iterator of their batches; ends them on exit.
 
-    The batch of a step depends on the seed and the step alone, not on the number of workers.
+    The batch of a step depends only on the seed and the step, not on the number of workers.
     """
     context = mp.get_context("spawn")
     queues = [context.Queue(maxsize=6) for _ in range(feed.num_workers)]

@@ -1,7 +1,8 @@
-"""The demo model's drafts in plain torch: an EAGLE-3 head, and two layers that predict further tokens (MTP).
+"""The demo model's drafts in plain torch: an EAGLE-3 head, and two layers of multi-token prediction (MTP).
 
-Row i of a sequence is made of token i + 1 and the target's hidden states of token i. Step s of its chain predicts token
-i + 2 + s from the token before it, here the true one: what a chain does after its first wrong token does not count.
+Row i of a sequence is computed from token i + 1 and the target's hidden states of token i. Step s of its chain predicts
+token i + 2 + s from the preceding token. In training this is always the true token, because the tokens of a chain after
+its first wrong one are not used.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from .model import DemoModel, rms_norm, rotate
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """What the target computes for ids [rows, length]; no gradients."""
+    """What the target computes for ids [rows, length], without gradients."""
 
     ids: Tensor  # int64
-    residuals: list[Tensor]  # in front of each layer and after the last, [rows, length, hidden] fp32
+    residuals: list[Tensor]  # before each layer and after the last, [rows, length, hidden] fp32
     normed: Tensor  # after the final norm
 
 
@@ -37,7 +38,7 @@ def target_states(target: DemoModel, ids: Tensor) -> States:
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU of one layer. Matrices have a leading dimension of 1, which the optimizer wants."""
+    """Attention and SwiGLU of one layer. Matrices have a leading dimension of 1, as the optimizer expects."""
 
     def __init__(
         self, in_size: int, size: int, heads: int, kv_heads: int, head_dim: int, inner: int, qk_norm: bool
@@ -96,17 +97,19 @@ class Block(nn.Module):
 
 EPS = 1e-6
 ROPE_THETA = 100_000.0
-SHARPNESS = 1.5  # of normed queries and keys at first: at 1 they take long to tell a long list's words apart
-SCALE = 0.2  # of the logits of a new draft, relative to the target's, which is very sure of itself
+SHARPNESS = (
+    1.5  # initial weight of the norms of queries and keys; with 1 it takes long to learn to copy long lists
+)
+SCALE = 0.2  # initial scale of the draft's logits relative to the target's, whose probabilities are close to 0 or 1
 
 
 def matrix(rows: int, columns: int, scale: float = 1.0) -> nn.Parameter:
-    """[1, rows, columns], drawn so that it keeps the size of what it multiplies."""
+    """A parameter [1, rows, columns], drawn so that products keep the size of their input."""
     return nn.Parameter(torch.randn(1, rows, columns) * columns**-0.5 * scale)
 
 
 class Draft(nn.Module):
-    """What both drafts have: chains of `steps` predictions, the target's embedding and head, a checkpoint."""
+    """The common parts of both drafts: chains of `steps` predictions, the target's embedding and head, a checkpoint."""
 
     steps: int
     published: str  # the directory's name
@@ -121,7 +124,7 @@ class Draft(nn.Module):
 
     @abstractmethod
     def config(self) -> dict[str, object]:
-        """What config.json says of this draft alone."""
+        """The entries of config.json that only this draft has."""
 
     def save(self, directory: Path) -> None:
         """Writes bf16 weights and config.json into `directory` as such drafts are published."""
@@ -139,11 +142,11 @@ class Draft(nn.Module):
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
     def matrices(self) -> list[nn.Parameter]:
-        """For Muon."""
+        """The parameters that Muon updates."""
         return [p for p in self.parameters() if p.dim() == 3]
 
     def others(self) -> list[nn.Parameter]:
-        """For AdamW."""
+        """The parameters that AdamW updates."""
         return [p for p in self.parameters() if p.dim() != 3]
 
 
@@ -153,10 +156,10 @@ def take(x: Tensor, rows: Tensor) -> Tensor:
 
 
 class Eagle3(Draft):
-    """One layer that continues its own hidden states (arXiv:2503.01840); trained on chains as it will run them."""
+    """One layer that continues its own hidden states (arXiv:2503.01840). It is trained on chains as in speculation."""
 
     steps, published = 3, "eagle3"
-    layers = (2, 3, 4)  # of the target, whose inputs are read; 4: the output of the last
+    layers = (2, 3, 4)  # the target's layers whose inputs are read; 4 stands for the output of the last
     heads, kv_heads, head_dim, inner = 2, 1, 64, 128
 
     def __init__(self, target: DemoModel) -> None:
@@ -223,7 +226,8 @@ class Eagle3(Draft):
 
 
 class MTP(Draft):
-    """Two layers; layer k predicts from token i + 1 + k and what layer k - 1 has left for row i."""
+    """Two layers; layer k predicts from token i + 1 + k and the hidden state that layer k - 1 has computed for row
+    i."""
 
     steps, published = 2, "nextn"
     heads, kv_heads, head_dim, inner = 2, 1, 64, 32

@@ -1,6 +1,6 @@
-"""Held-out accuracy by teacher forcing: every token of the answer is the most likely one.
+"""Held-out accuracy by teacher forcing: an answer is right if each of its tokens is the most likely one.
 
-Exactly then greedy decoding gives the answer, so one forward pass stands for the generation.
+Exactly in this case greedy decoding generates the answer, so one forward pass is enough.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from fenceline.demo.corpus import ROW_LENGTHS
 from fenceline.demo.documents import END_OF_TEXT, chat
 from fenceline.demo.evaluation import CATEGORIES, EvalItem, held_out_items
 from fenceline.demo.tokenizer import FastEncoder
+from fenceline.demo.tools import CALCULATOR, ToolTurn, held_out_questions, tool_chat
 
 from .data import to_device
 from .model import DemoModel
@@ -37,7 +38,8 @@ def make_rows(
     max_length: int = ROW_LENGTHS[-1],
     categories: tuple[str, ...] = CATEGORIES,
 ) -> list[Row]:
-    """Held-out items of `max_length` tokens at most, in few-shot layout and (labelled 'chat') as a chat message."""
+    """Held-out items of at most `max_length` tokens, in few-shot layout and (with the label 'chat') as a chat
+    message."""
     encoder = FastEncoder(tokenizer)
     rows = []
     for item in held_out_items(seed, num_items, categories):
@@ -45,6 +47,24 @@ def make_rows(
     for item in held_out_items(seed + 1, num_items // 4, categories):
         rows.append(_chat_row(encoder, item))
     return [row for row in rows if len(row.ids) <= max_length + 1]
+
+
+def make_tool_rows(tokenizer: Tokenizer, seed: int, num_items: int) -> list[Row]:
+    """Held-out questions for a calculator: their calls (label 'call'), and the answers after its result ('answer')."""
+    encoder, rows = FastEncoder(tokenizer), []
+    for i, asked in enumerate(held_out_questions(seed, num_items)):
+        result = str(7 * i + 1000 * (i % 7))
+        turn = ToolTurn(
+            asked.question,
+            (CALCULATOR.call(asked.expression),),
+            (result,),
+            asked.answer.replace("RESULT", result),
+        )
+        system, question, (call, _), _, returned, (answer, _), _ = tool_chat([CALCULATOR], [turn])
+        prompt = system[0] + question[0]
+        rows.append(_row(encoder, "call", prompt, call))
+        rows.append(_row(encoder, "answer", f"{prompt}{call}\n{returned[0]}", answer))
+    return rows
 
 
 def _row(encoder: FastEncoder, label: str, prompt: str, answer: str) -> Row:
@@ -61,7 +81,7 @@ def _chat_row(encoder: FastEncoder, item: EvalItem) -> Row:
 def accuracy(
     model: DemoModel, tokenizer: Tokenizer, rows: list[Row], tokens_per_step: int, device: torch.device
 ) -> dict[str, float]:
-    """The fraction of rows answered right, by label in the order of the categories, then 'chat'."""
+    """The fraction of rows with right answers by label: first the categories in their order, then the other labels."""
     hits: dict[str, list[bool]] = defaultdict(list)
     pad = tokenizer.token_to_id(END_OF_TEXT)
     by_length: dict[int, list[Row]] = defaultdict(list)
@@ -81,4 +101,8 @@ def accuracy(
             ok = (right | ~batch.is_answer).all(-1).tolist()
             for row, good in zip(part, ok, strict=False):
                 hits[row.label].append(good)
-    return {label: sum(hits[label]) / len(hits[label]) for label in (*CATEGORIES, "chat") if hits[label]}
+    return {
+        label: sum(hits[label]) / len(hits[label])
+        for label in (*CATEGORIES, "chat", "call", "answer")
+        if hits[label]
+    }

@@ -1,4 +1,4 @@
-"""The directory that `transformers` (and Fenceline) loads."""
+"""Writes a model as a directory that `transformers` and Fenceline can load."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def load_weights(model: DemoModel, directory: Path) -> None:
                 stacked[i].copy_(saved[f"model.layers.{i}.{name}.weight"])
 
 
-def export(model: DemoModel, tokenizer: Tokenizer, directory: Path) -> None:
+def export(model: DemoModel, tokenizer: Tokenizer, directory: Path, chat_template: str) -> None:
     """Writes config, generation config, tokenizer and bf16 weights into `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     end, pad = tokenizer.token_to_id(IM_END), tokenizer.token_to_id(END_OF_TEXT)
@@ -95,7 +95,7 @@ def export(model: DemoModel, tokenizer: Tokenizer, directory: Path) -> None:
     generation = {"do_sample": False, "eos_token_id": [end, pad], "pad_token_id": pad}
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    save_tokenizer(tokenizer, directory, model.shape.max_position_embeddings)
+    save_tokenizer(tokenizer, directory, model.shape.max_position_embeddings, chat_template)
     save_file(named_weights(model), directory / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -1,4 +1,4 @@
-"""The demo models in plain torch, Qwen3-shaped: RMS norm, q/k norm, RoPE, grouped-query attention, SwiGLU.
+"""The demo models in plain torch. They are Qwen3 models: RMS norm, q/k norm, RoPE, grouped-query attention, SwiGLU.
 
 The feed-forward block is one SwiGLU, or a mixture of them as in Qwen3-MoE.
 
@@ -44,7 +44,8 @@ MOE_SHAPE = Shape(
     num_experts=8,
     num_experts_per_tok=2,
 )
-BALANCE_WEIGHT = 0.01  # of the loss that keeps the experts equally busy (arXiv:2101.03961)
+TOOLS_SHAPE = Shape(hidden_size=128, intermediate_size=384, head_dim=32, max_position_embeddings=1024)
+BALANCE_WEIGHT = 0.01  # weight of the loss that keeps the experts equally busy (arXiv:2101.03961)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -91,8 +92,8 @@ def mix_experts(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Like `finish_layer` with a mixture of experts: w_gate and w_up [experts, inner, hidden], w_down likewise.
 
-    Each token goes to the `top_k` experts of the highest probability, whose weights are made to sum to 1. Second
-    result: experts * sum of (share of the choices * mean probability), which is 1 where all are equally busy.
+    Each token goes to the `top_k` experts with the highest probabilities, whose weights are scaled to sum to 1. The
+    second result is experts * sum of (share of the choices * mean probability), which is 1 if all are equally busy.
     """
     x = x + F.linear(attn, wo.to(dtype)).float()
     h = rms_norm(x, norm, eps)
@@ -142,7 +143,7 @@ class DemoModel(nn.Module):
 
         self.wq, self.wk = matrix(q_dim, s.hidden_size), matrix(kv_dim, s.hidden_size)
         self.wv, self.wo = matrix(kv_dim, s.hidden_size), matrix(s.hidden_size, q_dim)
-        experts = max(s.num_experts, 1)  # those of one layer lie one after the other
+        experts = max(s.num_experts, 1)  # the experts of a layer are adjacent
         self.w_gate, self.w_up = (matrix(s.intermediate_size, s.hidden_size, experts) for _ in range(2))
         self.w_down = matrix(s.hidden_size, s.intermediate_size, experts)
         self.router = nn.Parameter(torch.randn(n, s.num_experts, s.hidden_size) * 0.02)
@@ -183,7 +184,7 @@ class DemoModel(nn.Module):
         return self.residuals(ids)[-1]
 
     def residuals(self, ids: Tensor) -> list[Tensor]:
-        """The residual stream in front of each layer and after the last, [rows * length, hidden] fp32 each."""
+        """The residual stream before each layer and after the last, [rows * length, hidden] fp32 each."""
         return self._layers(ids)[0]
 
     def _layers(self, ids: Tensor) -> tuple[list[Tensor], Tensor]:

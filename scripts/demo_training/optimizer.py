@@ -11,7 +11,7 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalize(g: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor:
-    """About the nearest semi-orthogonal matrices to g [n, rows, columns], by a quintic iteration."""
+    """Approximately the nearest semi-orthogonal matrices to g [n, rows, columns], by a quintic iteration."""
     a, b, c = _COEFFICIENTS
     x = g.to(dtype)
     tall = x.size(-2) > x.size(-1)

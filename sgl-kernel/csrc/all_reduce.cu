@@ -39,7 +39,8 @@ __device__ __forceinline__ float block_sum(float value, uint32_t num_threads, fl
   return total;
 }
 
-// One shot, a block for each row: hidden = round(sum) + residual, normed = hidden / sqrt(mean of squares + eps) * weight.
+// One shot, a block for each row: hidden = round(sum) + residual, normed = hidden / sqrt(mean of squares + eps) *
+// weight.
 template <typename T, int kSize>
 __global__ void __launch_bounds__(kMaxThreads + 32) fused_kernel(const __grid_constant__ AllReduceRequest r) {
   constexpr int kMost = 4;  // vectors of a row that a thread has
@@ -97,6 +98,25 @@ __global__ void __launch_bounds__(kMaxThreads + 32) fused_kernel(const __grid_co
   }
 }
 
+// One shot without a sum: a rank gets all ranks' vectors, in the order of ranks.
+__global__ void __launch_bounds__(kMaxThreads + 32) gather_kernel(const __grid_constant__ AllReduceRequest r) {
+  GpuThread<__nv_bfloat16, 0> thread(r);
+  if (threadIdx.x >= r.num_threads) {
+    flag_steps(thread, r);
+    return;
+  }
+  thread.begin();
+  thread.arrive();
+  const uint32_t first = blockIdx.x * r.num_threads + threadIdx.x, step = gridDim.x * r.num_threads;
+  for (uint32_t v = first; v < r.num_vectors; v += step) push_vector(thread, r, thread.read(v), v);
+  uint4* out = reinterpret_cast<uint4*>(r.hidden);
+  for (uint32_t v = first; v < r.num_vectors; v += step) {
+    for (int rank = 0; rank < r.size; ++rank) {
+      out[uint64_t{r.num_vectors} * rank + v] = rank == r.rank ? thread.own(v) : thread.words_of(rank, v);
+    }
+  }
+}
+
 template <typename T, int kSize>
 const char* launch_kind(AllReduceRequest& r, void* stream) {
   void (*const kernels[])(AllReduceRequest) = {one_shot_kernel<T, kSize>, two_shot_kernel<T, kSize>, fused_kernel<T, kSize>};
@@ -115,7 +135,7 @@ const char* launch_size(AllReduceRequest& r, void* stream) {
 
 const char* text_of(cudaError_t error) {
   if (error == cudaSuccess) return nullptr;
-  cudaGetLastError();  // taken back: reported here, not at somebody's next call
+  cudaGetLastError();  // clears the error: it is reported here, not by a later call
   return cudaGetErrorString(error);
 }
 
@@ -126,10 +146,11 @@ using namespace fenceline;
 
 static_assert(sizeof(cudaIpcMemHandle_t) == 64, "mirrored in Python");
 
-// Adds up on `stream`. All ranks make the same launches in the same order.
+// Adds up, or gathers, on `stream`. All ranks make the same launches in the same order.
 extern "C" const char* fenceline_all_reduce(const AllReduceRequest* request, void* stream) {
   AllReduceRequest r = *request;
   if (const char* wrong = check_all_reduce(r)) return wrong;
+  if (r.kind == 3) return launch(gather_kernel, dim3(r.num_blocks), r.num_threads + 32, r, stream);
   switch (r.dtype) {
     case 0: return launch_size<__nv_bfloat16>(r, stream);
     case 1: return launch_size<__half>(r, stream);
@@ -152,7 +173,7 @@ extern "C" const char* fenceline_peer_allocate(uint64_t num_bytes, void** memory
 
 extern "C" const char* fenceline_peer_free(void* memory) { return text_of(cudaFree(memory)); }
 
-// The handle of the allocation that `memory` lies in, and where in it.
+// The handle of the allocation in which `memory` is, and the offset in it in bytes.
 extern "C" const char* fenceline_peer_locate(void* memory, char* handle, uint64_t* offset) {
   using AddressRange = int (*)(unsigned long long*, size_t*, unsigned long long);
   static const AddressRange address_range = [] {
@@ -168,7 +189,7 @@ extern "C" const char* fenceline_peer_locate(void* memory, char* handle, uint64_
   return text_of(cudaIpcGetMemHandle(reinterpret_cast<cudaIpcMemHandle_t*>(handle), reinterpret_cast<void*>(base)));
 }
 
-// The memory of another process, on the current device or on one that it can reach.
+// Opens the memory of another process, on the current device or on one that it can reach.
 extern "C" const char* fenceline_peer_open(const char* handle, void** memory) {
   cudaIpcMemHandle_t value;
   std::memcpy(&value, handle, sizeof(value));

@@ -1,6 +1,6 @@
-// The GPU's side of the all-reduce: what each step is in its instructions.
+// The all-reduce on the GPU: the instructions of each step.
 //
-// Between GPUs, order is made by st.release.sys and ld.acquire.sys alone. Words are st.relaxed.sys and ld.relaxed.sys of
+// Between GPUs, only st.release.sys and ld.acquire.sys order accesses. Words are st.relaxed.sys and ld.relaxed.sys of
 // 64 bits, each one access that holds data and generation.
 #pragma once
 
@@ -36,14 +36,31 @@ __device__ __forceinline__ uint64_t load_relaxed(const uint64_t* from) {
   return value;
 }
 
-// One more block has read the generation: its number.
+// The words of PeerWatch, which lie in the host's memory.
+__device__ __forceinline__ uint32_t load_watch(const uint32_t* from) {
+  uint32_t value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_watch(uint32_t* to) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], 1;" ::"l"(to) : "memory");
+}
+
+__device__ __forceinline__ uint64_t nanoseconds() {
+  uint64_t value;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
+  return value;
+}
+
+// Counts this block as one that has read the generation; returns how many blocks did before.
 __device__ __forceinline__ uint32_t take_ticket(uint32_t* ticket) {
   uint32_t number;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(number) : "l"(ticket) : "memory");
   return number;
 }
 
-// Barrier `id` of `threads` threads of the block: wait, or say that one has come without waiting.
+// Barrier `id` of `threads` threads of the block: named_sync waits there, named_arrive arrives without waiting.
 __device__ __forceinline__ void named_sync(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -108,7 +125,7 @@ struct Values<float> {
 
 constexpr uint32_t kArrived = 1, kShot = 2;  // numbers of the block's barriers
 
-// One thread of the kernel. Its registers hold the generation, and the first vector that it has read.
+// One thread of the kernel. Its registers hold the generation and the half of the buffers that follows from it.
 // `kSize` is the number of ranks, 0 if it is known only at run time.
 template <typename T, int kSize>
 class GpuThread {
@@ -149,12 +166,13 @@ class GpuThread {
   __device__ Vector own(uint32_t v) const { return reinterpret_cast<const uint4*>(r_.x)[v]; }
   __device__ Vector read(uint32_t v) const { return own(v); }
   __device__ void push_words(int peer, uint32_t v, const Vector& value) const { put_words(peer, v, value); }
-  // All peers' words are asked for at once, and again until every word has this generation.
+  // Loads all peers' words at once, and again until every word has this generation.
   __device__ Sum sum_of_words(const Vector& own, uint32_t v) const {
     const char* from = r_.buffers[r_.rank] + words_at(r_, half_, 0, v);
     const uint64_t stride = uint64_t{r_.words_capacity} * kWordsBytes;
     const uint32_t tag = static_cast<uint32_t>(generation_);
     uint4 parts[kMost];
+    Patience patience;
     uint32_t wrong;
     do {
       wrong = 0;
@@ -168,8 +186,22 @@ class GpuThread {
         wrong |= (uint32_t(a >> 32) ^ tag) | (uint32_t(b >> 32) ^ tag) | (uint32_t(c >> 32) ^ tag) | (uint32_t(d >> 32) ^ tag);
         parts[rank] = make_uint4(uint32_t(a), uint32_t(b), uint32_t(c), uint32_t(d));
       }
-    } while (wrong != 0);
+    } while (wrong != 0 && goes_on(patience));
     return add_up(parts);
+  }
+  // Vector `v` of `peer`, unchanged, from this rank's buffer.
+  __device__ Vector words_of(int peer, uint32_t v) const {
+    const char* from = r_.buffers[r_.rank] + words_at(r_, half_, peer, v);
+    const uint32_t tag = static_cast<uint32_t>(generation_);
+    Patience patience;
+    uint64_t a, b, c, d;
+    uint32_t wrong;
+    do {
+      load_words(from, a, b);
+      load_words(from + 16, c, d);
+      wrong = (uint32_t(a >> 32) ^ tag) | (uint32_t(b >> 32) ^ tag) | (uint32_t(c >> 32) ^ tag) | (uint32_t(d >> 32) ^ tag);
+    } while (wrong != 0 && goes_on(patience));
+    return make_uint4(uint32_t(a), uint32_t(b), uint32_t(c), uint32_t(d));
   }
   __device__ void store(uint32_t v, const Sum& sum) const { reinterpret_cast<uint4*>(r_.x)[v] = Values<T>::pack(sum.values); }
 
@@ -205,7 +237,7 @@ class GpuThread {
   static constexpr int kMost = kSize == 0 ? kMaxRanks : kSize;
 
   __device__ bool takes_part(int rank) const { return kSize != 0 || rank < r_.size; }
-  // In float32, in the order of ranks. It is rounded where it is stored.
+  // Adds in float32, in the order of ranks. The sum is rounded when it is stored.
   __device__ Sum add_up(const uint4 (&parts)[kMost]) const {
     Sum sum;
 #pragma unroll
@@ -228,8 +260,29 @@ class GpuThread {
   }
   __device__ PeerFlags* flags_of(int peer) const { return reinterpret_cast<PeerFlags*>(r_.buffers[peer]); }
   __device__ void spin(const uint64_t* flag) const {
-    while (load_acquire(flag) < generation_) {
+    Patience patience;
+    while (load_acquire(flag) < generation_ && goes_on(patience)) {
     }
+  }
+  // How long a wait has lasted.
+  struct Patience {
+    uint32_t polls = 0;
+    uint64_t began = 0;
+  };
+  // Whether a wait continues: false if the process has given up the peers, or if the wait has lasted too long. The
+  // host's memory and the clock are read only every few milliseconds, so a wait for ranks that are alive costs only a
+  // counter.
+  __device__ __forceinline__ bool goes_on(Patience& patience) const {
+    return ++patience.polls % kPolls != 0 || r_.watch == nullptr || !is_given_up(r_, patience);
+  }
+  static __device__ __forceinline__ bool is_given_up(const AllReduceRequest& r, Patience& patience) {
+    const uint64_t now = nanoseconds();
+    if (patience.began == 0) patience.began = now;
+    const bool too_long = r.limit_ns != 0 && now - patience.began > r.limit_ns;
+    if (!too_long && load_watch(&r.watch->given_up) == 0) return false;
+    store_watch(&r.watch->lost);
+    store_watch(&r.watch->given_up);
+    return true;
   }
   __device__ void put_words(int peer, uint32_t v, const uint4& value) const {
     char* to = r_.buffers[peer] + words_at(r_, half_, r_.rank, v);

@@ -1,5 +1,6 @@
-// The steps of the all-reduce for one thread, as memory_order/all_reduce.py has them, in the same order. `Machine` makes
-// them: the GPU (all_reduce_device.cuh), or the trace of tests/all_reduce_trace.cpp, which is compared with Python's.
+// The steps of the all-reduce for one thread, the same and in the same order as in memory_order/all_reduce.py.
+// `Machine` carries them out: the GPU (all_reduce_device.cuh), or the trace of tests/all_reduce_trace.cpp, which is
+// compared with Python's.
 #pragma once
 
 #include "fenceline/all_reduce.h"
@@ -9,7 +10,7 @@ namespace fenceline {
 // Other ranks, beginning with the next one.
 FENCELINE_HD int peer_number(const AllReduceRequest& r, int i) { return (r.rank + i) % r.size; }
 
-// The threads for flags of a block: several of them divide the peers.
+// A thread for flags of a block. If there are several, they divide the peers among themselves.
 template <typename Machine>
 FENCELINE_HD void flag_steps(Machine& m, const AllReduceRequest& r) {
   m.begin();
@@ -39,7 +40,7 @@ FENCELINE_HD void one_shot_steps(Machine& m, const AllReduceRequest& r) {
   for (uint32_t v = first; v < r.num_vectors; v += step) m.store(v, m.sum_of_words(m.own(v), v));
 }
 
-// All that the block has pushed is released to each peer's block, and the same of each peer acquired.
+// Releases what the block has pushed to the same block of each peer, and acquires what theirs have pushed.
 template <typename Machine>
 FENCELINE_HD void shot(Machine& m, const AllReduceRequest& r, int number) {
   m.barrier();

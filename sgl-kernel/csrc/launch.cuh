@@ -13,7 +13,7 @@ const char* launch(void (*kernel)(Params), dim3 grid, uint32_t num_threads, Para
   const cudaError_t error = cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, dim3(num_threads), arguments, 0,
                                              static_cast<cudaStream_t>(stream));
   if (error == cudaSuccess) return nullptr;
-  cudaGetLastError();  // taken back: reported here, not at somebody's next call
+  cudaGetLastError();  // clears the error: it is reported here, not by a later call
   return cudaGetErrorString(error);
 }
 

@@ -14,7 +14,7 @@ constexpr size_t kMaxBatch = 512;
 
 const char* text_of(cudaError_t error) {
   if (error == cudaSuccess) return nullptr;
-  cudaGetLastError();  // taken back: reported here, not at somebody's next call
+  cudaGetLastError();  // clears the error: it is reported here, not by a later call
   return cudaGetErrorString(error);
 }
 

@@ -1,4 +1,4 @@
-// The functions of the GPU that the skinny GEMM uses: copies into shared memory, the tensor core, order between kernels.
+// The GPU's instructions that the skinny GEMM uses: copies to shared memory, the tensor core, order between kernels.
 // tests/skinny_emulation.cpp has the same functions for the CPU.
 #pragma once
 
@@ -13,7 +13,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// 16 bytes to shared memory, zeros if not `live`: then nothing is read. L1 is bypassed.
+// Copies 16 bytes to shared memory; if not `live`, writes zeros and reads nothing. L1 is bypassed.
 __device__ __forceinline__ void copy_async(uint32_t to, const char* from, bool live) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(live ? 16 : 0)
                : "memory");
@@ -26,7 +26,7 @@ __device__ __forceinline__ void copy_weight_async(uint32_t to, const char* from,
                : "memory");
 }
 
-// 4 bytes, zeros if not `live`, through L1: its neighbours are asked for by other warps.
+// Copies 4 bytes, or writes zeros if not `live`. Through L1, because other warps load the neighbouring words.
 __device__ __forceinline__ void copy_word_async(uint32_t to, const void* from, bool live) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(live ? 4 : 0) : "memory");
 }
@@ -73,7 +73,7 @@ __device__ __forceinline__ uint32_t load_shared_byte(uint32_t from) {
   return v;
 }
 
-// (a & b) | c in one instruction: two constants are not put into one otherwise.
+// (a & b) | c in one instruction. Without it the compiler takes two if b and c are constants.
 __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t v;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v) : "r"(a), "r"(b), "r"(c));

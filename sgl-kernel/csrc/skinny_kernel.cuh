@@ -1,4 +1,4 @@
-// The skinny GEMM's algorithm (see fenceline/skinny_gemm.h), in terms of the functions of skinny_device.cuh, which must be
+// The skinny GEMM's algorithm (see fenceline/skinny_gemm.h). It uses the functions of skinny_device.cuh, which must be
 // included before this file.
 #pragma once
 
@@ -30,15 +30,15 @@ constexpr uint32_t kLarge = 0x5d805d80u;  // 2^60, twice
 constexpr uint32_t kLargeFloat = 0x5d800000u;
 
 // The numbers of bytes 0 and 2, and of bytes 1 and 3, of a word of E4M3, as bfloat16 times 2^-120: sign, exponent and
-// mantissa are where bfloat16 has them, the exponent without the difference of the biases. Subnormal numbers are such
-// in both. (What E4M3 calls NaN becomes 480.)
+// mantissa are moved to their places in bfloat16, without a correction for the different bias of the exponent.
+// Subnormal numbers of E4M3 become subnormal numbers of bfloat16. (E4M3's NaN becomes 480.)
 __device__ __forceinline__ uint32_t even_fp8(uint32_t word) {
   return ((word << 8) & 0x80008000u) | ((word << 4) & 0x07f007f0u);
 }
 __device__ __forceinline__ uint32_t odd_fp8(uint32_t word) { return (word & 0x80008000u) | ((word >> 4) & 0x07f007f0u); }
 
-// x as fp8's pairs need it: of every four elements first 0 and 2, then 1 and 3, times 2^60, so that with the weight's
-// 2^-120 no product leaves float32's normal numbers.
+// x in the order of fp8's pairs: of every four elements first 0 and 2, then 1 and 3, times 2^60, so that with the
+// weight's 2^-120 no product leaves float32's normal numbers.
 __device__ __forceinline__ uint4 pair_for_fp8(const uint4& v) {
   return make_uint4(multiply_pairs(low_halves(v.x, v.y), kLarge), multiply_pairs(high_halves(v.x, v.y), kLarge),
                     multiply_pairs(low_halves(v.z, v.w), kLarge), multiply_pairs(high_halves(v.z, v.w), kLarge));
@@ -47,29 +47,33 @@ __device__ __forceinline__ uint4 pair_for_fp8(const uint4& v) {
 // Two of a word's eight whole numbers, those in bits 0 and 16 on: 128 + number as bfloat16, whose last bit is worth 1
 // from 128 to 255.
 __device__ __forceinline__ uint32_t int4_pair(uint32_t word) { return and_or(word, 0x000f000fu, 0x43004300u); }
-// As a float, whose last bit is worth 1 from 2^23 on: 128 + zero point, which is what int4_pair's numbers are too large by.
+// The amount by which int4_pair's numbers are too large, 128 + zero point, as a float, whose last bit is worth 1 from
+// 2^23 on.
 __device__ __forceinline__ float int4_zero(uint32_t byte) { return as_float(0x4b000000u | byte) - (8388608.0f - 128.0f); }
 
 // kRowTiles: groups of 8 rows of x (1 or 2); kTiles: groups of 8 rows of the weight for each warp.
 //
 // Lane (g, t) = (lane / 4, lane % 4) holds row g of a tile and elements 8 t to 8 t + 7 of 32. The tensor core expects
-// elements 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of 16 there. Since x and the weight are permuted in the same way, the sum is the
-// same. All copies have 16 bytes. Of E4M3 and of whole numbers that is more than 8 elements: in shared memory the pieces
-// of 8 rows are then beside each other, so that a warp's loads of 8 or 4 bytes for each lane use every bank once.
+// elements 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of 16 there. Since x and the weight are permuted in the same way, the sum is
+// the same. All copies have 16 bytes. For E4M3 and whole numbers these are more than 8 elements, so other lanes
+// multiply some of them. Eight lanes then copy the 128 bytes of a row, and its pieces of 16 bytes change places in
+// shared memory (`swizzle`), so that neither these stores nor the loads of 8 or 4 bytes for each lane use a bank twice.
 //
-// Two tiles of the weight are the 16 rows of a product on the tensor core, and 8 rows of x its columns.
+// In a product on the tensor core, two tiles of the weight are the 16 rows and 8 rows of x are the columns.
 template <Numbers kNumbers, int kRowTiles, int kTiles, bool kNorm>
 class SkinnyGemm {
   static constexpr bool kIsFp8 = is_fp8(kNumbers), kIsInt4 = is_int4(kNumbers);
   static constexpr uint32_t kBits = bits_of(kNumbers);
   static constexpr uint32_t kStepK = step_of(kNumbers);
   static constexpr uint32_t kPieces = kStepK / 32;  // of 8 elements of x, for each lane and step
+  static constexpr uint32_t kUnits = kPieces * 4;   // of 16 bytes, of a row of x for each step: at most 32
   static constexpr int kPairs = (kTiles + 1) / 2;  // of tiles
   static constexpr uint32_t kScales = scales_of(kNumbers);
   static constexpr uint32_t kScaleK = kScales > 0 ? kStepK / kScales : kStepK;  // elements with one scale
   static constexpr uint32_t kScaleRows = kTiles * 8;                            // for each warp
-  // Lanes read what others of the warp have copied.
-  static constexpr bool kShared = kNorm || kNumbers != Numbers::kBf16;
+  static constexpr bool kQuantized = kNumbers != Numbers::kBf16;
+  static constexpr bool kShared = kNorm || kQuantized;  // lanes read what others of the warp have copied
+  static constexpr int kTileCopies = kQuantized ? 2 : 1;  // rows of a tile of which a lane copies a part
   using Sums = float[kPairs][kRowTiles][4];
 
  public:
@@ -128,7 +132,10 @@ class SkinnyGemm {
 
   __device__ __forceinline__ void locate_rows(uint32_t block) {
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) row_units[i] = weight_row(block, (warp_n * kTiles + i) * 8 + g) * p.row_units;
+    for (int i = 0; i < kTiles * kTileCopies; ++i) {
+      const uint32_t row = kQuantized ? i * 4 + g / 2 : i * 8 + g;
+      row_units[i] = weight_row(block, warp_n * kTiles * 8 + row) * p.row_units;
+    }
     if (kScales > 0) {
       const uint32_t first = warp_n * kScaleRows, lane = g * 4 + t;
 #pragma unroll
@@ -137,23 +144,37 @@ class SkinnyGemm {
     }
   }
 
+  // In shared memory `row` has eight places of 16 bytes. This is the place of its first 16 bytes; piece i is at place
+  // i xor this number.
+  static __device__ __forceinline__ uint32_t swizzle(uint32_t row) { return (row << 1 | row >> 2) & 7; }
+
   __device__ __forceinline__ void copy_weights(uint32_t stage, uint32_t k) const {
-    const uint32_t to = stage + (kNumbers == Numbers::kBf16 ? g * 4 + t : t * 8 + g) * 16;
-    const char* first = p.weight + (k / 8 * kBits + t * 16);
     constexpr uint32_t kQuarter = 128 / kBits;  // elements in 16 bytes
+    const char* first = p.weight + k / 8 * kBits;
+    if constexpr (kQuantized) {
+      const uint32_t piece = (g * 4 + t) % 8;
+      const bool live = k + piece * kQuarter < p.k;
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-      const char* from = first + (static_cast<uint64_t>(row_units[i]) << 4);
+      for (int i = 0; i < kTiles * 2; ++i) {
+        const uint32_t row = i % 2 * 4 + g / 2, to = stage + i / 2 * 1024 + row * 128 + (piece ^ swizzle(row)) * 16;
+        copy_weight_async(to, first + piece * 16 + (static_cast<uint64_t>(row_units[i]) << 4), live, policy);
+      }
+    } else {
+      const uint32_t to = stage + (g * 4 + t) * 16;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        copy_weight_async(to + i * 1024 + half * 512, from + half * 64, k + (half * 4 + t) * kQuarter < p.k, policy);
+      for (int i = 0; i < kTiles; ++i) {
+        const char* from = first + t * 16 + (static_cast<uint64_t>(row_units[i]) << 4);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          copy_weight_async(to + i * 1024 + half * 512, from + half * 64, k + (half * 4 + t) * kQuarter < p.k, policy);
+        }
       }
     }
-    if (kNorm && g == 0) {
-      const char* from = p.norm_weight + 2 * (k + t * 8);
-#pragma unroll
-      for (uint32_t i = 0; i < kPieces; ++i) {
-        copy_async(stage + kTiles * 1024 + (p.rows * kPieces + i) * 64 + t * 16, from + i * 64, k + i * 32 + t * 8 < p.k);
+    if (kNorm) {
+      const uint32_t unit = g * 4 + t;
+      if (unit < kUnits) {
+        copy_async(stage + kTiles * 1024 + p.rows * kUnits * 16 + unit * 16, p.norm_weight + 2 * (k + unit * 8),
+                   k + unit * 8 < p.k);
       }
     }
     if (kScales > 0) copy_scales(stage, k);
@@ -182,21 +203,31 @@ class SkinnyGemm {
   }
 
   __device__ __forceinline__ void copy_x(uint32_t stage, uint32_t k) const {
+    if constexpr (!kQuantized) {  // a lane copies what it multiplies
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-      const uint32_t row = i * 8 + g;
-      if (row < p.rows) {
-        const uint32_t to = stage + kTiles * 1024 + row * 64 + t * 16;
-        const char* from = p.x + 2 * (static_cast<uint64_t>(row) * p.k + k + t * 8);
+      for (int i = 0; i < kRowTiles; ++i) {
+        const uint32_t row = i * 8 + g;
+        if (row < p.rows) {
+          const char* from = p.x + 2 * (static_cast<uint64_t>(row) * p.k + k + t * 8);
 #pragma unroll
-        for (uint32_t piece = 0; piece < kPieces; ++piece) {
-          copy_async(to + piece * p.rows * 64, from + piece * 64, k + piece * 32 + t * 8 < p.k);
+          for (uint32_t piece = 0; piece < kPieces; ++piece) {
+            copy_async(stage + kTiles * 1024 + (piece * p.rows + row) * 64 + t * 16, from + piece * 64,
+                       k + piece * 32 + t * 8 < p.k);
+          }
         }
       }
+      return;
+    }
+    const uint32_t unit = (g * 4 + t) % kUnits, piece = unit / 4;
+    const bool live = k + unit * 8 < p.k;
+#pragma unroll 1
+    for (uint32_t row = (g * 4 + t) / kUnits; row < p.rows; row += 32 / kUnits) {
+      copy_async(stage + kTiles * 1024 + (piece * p.rows + row) * 64 + unit % 4 * 16,
+                 p.x + 2 * (static_cast<uint64_t>(row) * p.k + k + unit * 8), live);
     }
   }
 
-  // Loads the next stage into the ring; nothing after the last block.
+  // Loads the next stage into the ring; does nothing after the last block.
   __device__ __forceinline__ void copy_stage(uint32_t stage) {
     if (fill_block < p.num_blocks) {
       const uint32_t k = first_k + fill_step * step_k();
@@ -299,24 +330,24 @@ class SkinnyGemm {
 
   // This lane's numbers of a tile that are multiplied with its elements of `piece`, as eight bfloat16.
   __device__ __forceinline__ uint4 load_numbers(uint32_t stage, uint32_t tile, uint32_t piece) const {
-    const uint32_t from = stage + tile * 1024;
+    const uint32_t from = stage + tile * 1024 + g * 128;
     if constexpr (kIsInt4) {
-      const uint32_t word = load_shared_word(from + piece * 128 + g * 16 + t * 4);
+      const uint32_t word = load_shared_word(from + ((swizzle(g) ^ piece) * 16) + t * 4);
       return make_uint4(int4_pair(word), int4_pair(word >> 4), int4_pair(word >> 8), int4_pair(word >> 12));
     } else if constexpr (kIsFp8) {
-      const uint2 words = load_shared_words(from + piece * 256 + t / 2 * 128 + g * 16 + t % 2 * 8);
+      const uint2 words = load_shared_words(from + ((swizzle(g) ^ t / 2 ^ piece * 2) * 16) + t % 2 * 8);
       return make_uint4(even_fp8(words.x), odd_fp8(words.x), even_fp8(words.y), odd_fp8(words.y));
     } else {
-      return load_shared(from + piece * 512 + (g * 4 + t) * 16);
+      return load_shared(stage + tile * 1024 + piece * 512 + (g * 4 + t) * 16);
     }
   }
 
-  // This lane's elements of `piece`. Past the last row it is repeated, and its sums are not stored.
+  // This lane's elements of `piece`. Past the last row of x that row is repeated; the sums are not stored.
   __device__ __forceinline__ uint4 load_x(uint32_t stage, uint32_t piece, int row_tile) const {
     return load_shared(stage + kTiles * 1024 + (piece * p.rows + min(row_tile * 8 + g, p.rows - 1)) * 64 + t * 16);
   }
 
-  // acc += scale * (part - zero * x_sums) for the group in `slot`, whose numbers are too large by their zero.
+  // acc += scale * (part - zero * x_sums) for the group in `slot`, since its numbers are too large by `zero`.
   __device__ __forceinline__ void add_group(uint32_t scales, uint32_t slot, Sums& acc, const Sums& part,
                                             const float (&x_sums)[kRowTiles][4]) const {
 #pragma unroll
@@ -388,12 +419,12 @@ class SkinnyGemm {
     return sum;
   }
 
-  // What is added to and multiplied with a thread's first output of a block, loaded before the sums are there.
+  // What a thread's first output of a block is multiplied with, and the residual; loaded before the sums are known.
   struct Early {
     float residual = 0, scale = 0, up_scale = 0;
   };
 
-  // Output `index` of a block, over [rows][outputs of the block], is thread index % (cluster * threads)'s.
+  // Thread index % (cluster * threads) writes output `index` of a block, counted over [rows][outputs of the block].
   __device__ __forceinline__ Early load_early(uint32_t block) const {
     const uint32_t outs = p.block_rows >> p.gated, index = rank * blockDim.x + threadIdx.x;
     const uint32_t row = index / outs, n = block * outs + index % outs;
@@ -454,7 +485,7 @@ class SkinnyGemm {
   uint32_t first_k;  // of this warp in step 0
   uint64_t policy;
   uint32_t fill_block, fill_step;  // the stage to load next
-  uint32_t row_units[kTiles];      // weight rows of fill_block, in units of 16 bytes from the weight's start
+  uint32_t row_units[kTiles * kTileCopies];  // weight rows of fill_block, in units of 16 bytes from its start
   uint32_t scale_rows[(kScaleRows + 31) / 32];  // whose scales and zero points this lane copies
   uint32_t zero_row;
   bool squares_joined = false;

@@ -1,4 +1,4 @@
-// The launch of a skinny GEMM with weights of some numbers. Each unit (.cu) has those of as many bits.
+// The launch of a skinny GEMM. Each unit (.cu) has the kernels for weights whose numbers have a certain number of bits.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -26,7 +26,8 @@ Kernel with_norm(bool norm) {
   return norm ? skinny_gemm_kernel<kNumbers, kRowTiles, kTiles, true> : skinny_gemm_kernel<kNumbers, kRowTiles, kTiles, false>;
 }
 
-// Only configurations with which some GPU was fastest: every case is two kernels to compile for each architecture.
+// Only configurations that were the fastest on some GPU, since each case is two kernels to compile for each
+// architecture.
 template <Numbers kNumbers>
 Kernel find_kernel(const SkinnyGemmRequest& r) {
   const bool norm = r.norm_weight != nullptr, few = r.rows <= 8;
@@ -67,7 +68,7 @@ cudaError_t launch_skinny(Kernel kernel, const SkinnyGemmRequest& r, SkinnyGemmP
   return cudaLaunchKernelExC(&config, function, arguments);
 }
 
-// Returns null, or why there was no launch. `numbers`: those whose kernels the unit has.
+// Returns null, or why there was no launch. `numbers`: the kinds for which the unit has kernels.
 template <Numbers... numbers>
 const char* skinny_gemm(const SkinnyGemmRequest& request, void* stream) {
   if (const char* wrong = check_skinny_gemm(request)) return wrong;
@@ -77,7 +78,7 @@ const char* skinny_gemm(const SkinnyGemmRequest& request, void* stream) {
   SkinnyGemmParams params = plan_skinny_gemm(request);
   const cudaError_t error = launch_skinny(kernel, request, params, stream);
   if (error == cudaSuccess) return nullptr;
-  cudaGetLastError();  // taken back: reported here, not at somebody's next call
+  cudaGetLastError();  // clears the error: it is reported here, not by a later call
   return cudaGetErrorString(error);
 }
 

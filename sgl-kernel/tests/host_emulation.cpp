@@ -1,5 +1,5 @@
-// The C ABI on the CPU: the headers' own planning, checks and address arithmetic, with the threads of a launch one after
-// the other. With it the CPU suite runs the kernels' logic, and the Python bindings over it, without a GPU.
+// The C ABI on the CPU: the headers' own planning, checks and address arithmetic, where the threads of a launch run one
+// after the other. With it the CPU suite runs the kernels' logic, and the Python bindings over it, without a GPU.
 //   g++ -std=c++17 -O1 -Wall -Wextra -Werror -shared -fPIC -I include tests/host_emulation.cpp
 #include <cstring>
 

@@ -1,10 +1,9 @@
-// The skinny GEMM on the CPU, with the same code except skinny_device.cuh: every CUDA thread of a cluster is a fiber. Where
-// the GPU allows several orders, the emulation takes the one in which an error shows.
-//   eager 0: an asynchronous copy ends when it is waited for, and until then its destination holds NaN
-//   eager 1: it ends at once, over whatever was still to be read there
-// x and the residual hold NaN until every thread of a cluster waits for the preceding kernel.
-// FENCELINE_NUMBERS is one of fenceline::Numbers.
-//   g++ -std=c++17 -O1 -DFENCELINE_NUMBERS=kBf16 -shared -fPIC -I include -I csrc tests/skinny_emulation.cpp
+// The skinny GEMM on the CPU, with the same code except skinny_device.cuh: every CUDA thread of a cluster is a fiber.
+// Where the GPU allows several orders, the emulation takes the one in which an error shows.   eager 0: an asynchronous
+// copy ends when it is waited for, and until then its destination holds NaN   eager 1: it ends at once, and overwrites
+// what still had to be read there x and the residual hold NaN until every thread of a cluster waits for the preceding
+// kernel. FENCELINE_NUMBERS is one of fenceline::Numbers.   g++ -std=c++17 -O1 -DFENCELINE_NUMBERS=kBf16 -shared -fPIC
+// -I include -I csrc tests/skinny_emulation.cpp
 #include <ucontext.h>
 
 #include <algorithm>
@@ -321,7 +320,7 @@ void run_cluster(uint32_t first_block, uint32_t num_warps, const Front& front) {
   bool ended = false;
   while (!ended) {
     ended = true;
-    for (uint32_t i = static_cast<uint32_t>(mine.fibers.size()); i-- > 0;) {  // whoever copies for others goes last
+    for (uint32_t i = static_cast<uint32_t>(mine.fibers.size()); i-- > 0;) {  // lanes that copy for others run last
       if (mine.fibers[i].done) continue;
       ended = false;
       enter(i);

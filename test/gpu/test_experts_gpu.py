@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from routed_tokens import compare, compare_routes, routed
 
 from fenceline.layers.kernels.base import TorchLayerKernels
+from fenceline.layers.kernels.cuda_four_bit import four_bits_agree, product_by_parts
 from fenceline.layers.kernels.grouped_gemm import combine_experts, grouped_product
 from fenceline.layers.kernels.routing import router_logits
 
@@ -46,6 +49,43 @@ def test_experts_in_fp8(num_tokens: int, one_scale: bool) -> None:
     with torch.device("cuda"):
         groups = (lambda k: 1) if one_scale else (lambda k: -(-k // 128))
         compare(routed(num_tokens, 8, ALL, 128), 768, 2048, torch.bfloat16, groups=groups)
+
+
+@pytest.mark.parametrize(("group", "has_zeros"), [(32, True), (64, True), (128, True), (32, False)])
+@pytest.mark.parametrize("num_tokens", [1, 3, 32, 700])
+def test_experts_of_four_bits(num_tokens: int, group: int, has_zeros: bool) -> None:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        sent = routed(num_tokens, 8, ALL, 128, num_padded=num_tokens // 3)
+        compare(sent, 768, 2048, torch.bfloat16, four_bits=group, has_zeros=has_zeros)
+        if not has_zeros:
+            compare(routed(num_tokens, 4, ALL, 128), 2880, 2880, torch.bfloat16, 0.9, None, 32, has_zeros)
+
+
+@pytest.mark.parametrize(("group", "has_zeros"), [(32, True), (64, True), (128, True), (32, False)])
+def test_the_trial_of_four_bits_accepts_the_products(group: int, has_zeros: bool) -> None:
+    pdl = torch.cuda.get_device_capability() >= (9, 0)
+    product = partial(grouped_product, pdl=pdl)
+    assert four_bits_agree(torch.device("cuda"), product, group, has_zeros)
+
+
+@pytest.mark.parametrize("has_zeros", [True, False])
+def test_a_graph_of_what_takes_the_place_of_packed_products(has_zeros: bool) -> None:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        weight = torch.randint(0, 256, (16, 96, 64), dtype=torch.uint8)
+        zeros = torch.randint(0, 16, (16, 96, 4), dtype=torch.uint8) if has_zeros else None
+        scales = torch.rand(16, 96, 4) / 90 if has_zeros else torch.randint(119, 125, (16, 96, 4)).byte()
+        x, routing = torch.randn(24, 128).bfloat16(), routed(24, 4, ALL[:16], 16, 5)
+        operands = (x, weight, routing, True, None, 0.0, scales, zeros)
+        product_by_parts(grouped_product, *operands)  # compiled before the capture
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = product_by_parts(grouped_product, *operands)
+        graph.replay()
+        live = routing.order[: routing.ends[-1]]
+        expected = TorchLayerKernels().grouped_product(*operands)
+        torch.testing.assert_close(y[live], expected[live], atol=0.05, rtol=0.05)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 8, 32, 33, 256, 8192])

@@ -15,7 +15,7 @@ from fenceline.layers.kernels.base import HeadLayout, QKNorm, TorchLayerKernels
 from fenceline.layers.rotary import RotaryEmbedding
 from fenceline.model_executor.kernels.decode_prologue import decode_prologue
 from fenceline.sampling.gumbel import GumbelSampler, _row_keys, mix_seeds
-from fenceline.sampling.kernels.sample import sample_tokens
+from fenceline.sampling.kernels.sample import masked, sample_tokens
 from fenceline.sampling.sampler import Sampler
 from fenceline.sampling.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
 from fenceline.sampling.sampling_params import SamplingParams
@@ -431,3 +431,20 @@ def test_the_eager_sampler_draws_what_a_captured_step_draws() -> None:
     seed_keys = torch.from_numpy(mix_seeds([req.seed for req in reqs])).to(GPU)
     captured = draw(logits, seed_keys, positions, torch.full((64,), 0.7, device=GPU))
     assert torch.equal(eager[1::2], captured[1::2])
+
+
+def test_the_draw_under_masks_is_that_of_masked_logits() -> None:
+    """With temperatures in one kernel, beside penalties and filters after the logits have been masked."""
+    plain = [SamplingParams(temperature=t) for t in (0.0, 0.7, 1.0, 1.3)]
+    logits = logits_like_a_model(64, VOCAB)
+    words = torch.randint(-(2**31), 2**31, (64, -(-VOCAB // 32)), dtype=torch.int64, device=GPU).int()
+    positions = torch.arange(64, device=GPU) + 9
+    for extra in ([], [SamplingParams(top_p=0.9)], [SamplingParams(logit_bias={3: 5.0})]):
+        params = (plain + extra) * 16
+        reqs = [ReqSampling(p, 1000 + i, i, 4) for i, p in enumerate(params[:64])]
+        views = {name: torch.from_numpy(array).to(GPU) for name, array in sampling_arrays(reqs).items()}
+        batch, sampler = SamplingBatch.from_views(reqs, views), Sampler(VOCAB, 64, GPU)
+        for masks in (words, words[:16].contiguous()):
+            drawn = sampler.forward(logits, positions, batch, masks).next_tokens
+            expected = sampler.forward(masked(logits.float(), masks), positions, batch).next_tokens
+            assert torch.equal(drawn, expected)

@@ -108,7 +108,8 @@ def test_products(name: str, shape: tuple[int, int]) -> None:
         }
         for what, (got, want) in pairs.items():
             error = ((got.double() - want).norm() / want.norm()).item()
-            most = INPUTS_TOO if rows > 64 and name.startswith("fp8") else WEIGHTS_ONLY
+            # From here on the GPU's own product may be taken, which rounds its input as well.
+            most = INPUTS_TOO if rows > 4 and name.startswith("fp8") else WEIGHTS_ONLY
             assert error < most, f"{rows} rows, {what}: {error}"
 
 

@@ -3,58 +3,20 @@ F19 are about. With the guard taken out each fails."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from rank_processes import Ended
 
-ROOT = Path(__file__).resolve().parents[2]
-CASES = ROOT / "test" / "support" / "multi_gpu_cases.py"
 SIZES = [size for size in (2, 4, 8) if size <= torch.cuda.device_count()]
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(240)]
 
 
-class Ended:
-    """How the ranks of a case have ended: their statuses, None for those that had to be killed, and what they said."""
-
-    def __init__(self, case: str, size: int, folder: Path, limit_s: float = 120.0) -> None:
-        paths = [str(ROOT / "python"), str(ROOT / "sgl-kernel" / "python"), os.environ.get("PYTHONPATH", "")]
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "CUDA_MODULE_LOADING": "EAGER"}
-        logs = [folder / f"{rank}.log" for rank in range(size)]
-        ranks = []
-        for rank, log in enumerate(logs):
-            with log.open("w") as out:
-                command = [sys.executable, str(CASES), case, str(rank), str(size), str(folder)]
-                ranks.append(subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT))
-        deadline = time.monotonic() + limit_s
-        self.statuses: list[int | None] = []
-        try:
-            for process in ranks:
-                try:
-                    self.statuses.append(process.wait(max(deadline - time.monotonic(), 0.1)))
-                except subprocess.TimeoutExpired:
-                    self.statuses.append(None)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-        self.text = "\n".join(log.read_text()[-4000:] for log in logs)
-        found = [folder / f"{rank}.json" for rank in range(size)]
-        self.found = [json.loads(path.read_text()) if path.exists() else None for path in found]
-
-    @property
-    def well(self) -> bool:
-        return all(status == 0 for status in self.statuses)
-
-
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("case", ["sums", "ways", "graphs", "two_streams"])
+@pytest.mark.parametrize("case", ["sums", "ways", "graphs", "two_streams", "gives_up"])
 def test_it_works(case: str, size: int, tmp_path: Path) -> None:
     """``sums``: F11, sizes around every boundary; ``graphs``: F10; ``two_streams``: F19."""
     ended = Ended(case, size, tmp_path)

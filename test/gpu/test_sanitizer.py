@@ -23,13 +23,15 @@ def sanitizer() -> str | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [(), ("--eager",)], ids=["graphs", "eager"])
+@pytest.mark.parametrize(
+    "flags", [(), ("--eager",), ("--speculative",)], ids=["graphs", "eager", "speculative"]
+)
 def test_memcheck_is_clean(flags: tuple[str, ...]) -> None:
     tool = sanitizer()
     if tool is None:
         pytest.skip("compute-sanitizer is not installed; it comes with the CUDA toolkit")
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(PACKAGE), os.environ.get("PYTHONPATH", "")]))
-    if flags:
+    if "--eager" in flags:
         env["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, str(SCRIPT), *flags]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)

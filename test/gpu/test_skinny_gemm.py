@@ -143,7 +143,7 @@ def test_fused_products_agree_with_torch(rows: int) -> None:
         results = []
         for context in contexts:
             with device:
-                ours, norm = context.linear(n, k), context.norm(k, 1e-6)
+                ours, norm = context.linear(n, k, []), context.norm(k, 1e-6)
             for slot in ours.slots("w", slice(None), (n, k), dim=0, start=0).values():
                 slot.load("w", weight)
             norm.weight.copy_(scale)

@@ -3,17 +3,27 @@ host; moves of accepted rows, at the shapes of real models; and the kernels of a
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from speculative_step_cases import check_accept, check_begin, check_draws, check_hidden, check_keep
+from speculative_step_cases import (
+    check_accept,
+    check_begin,
+    check_draws,
+    check_hidden,
+    check_keep,
+    check_place,
+    check_proposal,
+)
 
 from fenceline.layers.kernels.embed_join import JoinNorms, embed_and_join
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool, keys_and_values
 from fenceline.speculative.accept import accept
 from fenceline.speculative.kv_rows import KVMover, node_slots
-from fenceline.speculative.refuse import check_draft, refuse_bad
-from fenceline.speculative.tree import build_chain, build_tree, first_candidates, more_candidates
+from fenceline.speculative.refuse import check_draft
+from fenceline.speculative.tree import DraftTree, build_tree, first_candidates, more_candidates
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +48,7 @@ def inputs_of(seed: int, batch: int, topk: int, num_steps: int, num_nodes: int) 
     }
 
 
-def step(given: Inputs, num_nodes: int, num_refused: torch.Tensor) -> list[torch.Tensor]:
+def step(given: Inputs, num_nodes: int) -> list[torch.Tensor]:
     num_steps = len(given["ids"])
     is_bad = given["rows"] < 0
     candidates = None
@@ -50,15 +60,17 @@ def step(given: Inputs, num_nodes: int, num_refused: torch.Tensor) -> list[torch
             candidates = more_candidates(candidates, ids, logprobs)
     assert candidates is not None
     if given["ids"].shape[2] == 1:
-        tree = build_chain(given["roots"], given["seq_lens"], candidates.token_ids)
+        ids = torch.cat([given["roots"][:, None], candidates.token_ids], 1)
+        positions = given["seq_lens"][:, None] + torch.arange(ids.shape[1], device=ids.device)
+        tree = DraftTree(ids, positions, None, None)
     else:
         tree = build_tree(given["roots"], given["seq_lens"], candidates, num_nodes)
-    tree = refuse_bad(tree, is_bad, given["rows"], num_refused)
+    tree = replace(tree, is_rejected=is_bad)
     accepted = accept(tree, given["draws"], num_steps)
     results = [tree.token_ids, tree.positions, is_bad, accepted.token_ids, accepted.counts, accepted.path]
     if tree.parents is not None and tree.ancestors is not None:
         results += [tree.parents, tree.ancestors]
-    return [*results, accepted.last_tokens, num_refused.clone()]
+    return [*results, accepted.last_tokens]
 
 
 @pytest.mark.parametrize(
@@ -66,19 +78,17 @@ def step(given: Inputs, num_nodes: int, num_refused: torch.Tensor) -> list[torch
 )
 def test_replays_of_a_step_equal_the_cpu(batch: int, topk: int, num_steps: int, num_nodes: int) -> None:
     given = {name: tensor.cuda() for name, tensor in inputs_of(0, batch, topk, num_steps, num_nodes).items()}
-    num_refused = torch.zeros((), dtype=torch.int64, device="cuda")
-    step(given, num_nodes, num_refused)
+    step(given, num_nodes)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = step(given, num_nodes, num_refused)
+        results = step(given, num_nodes)
     for seed in range(20):
         plain = inputs_of(seed, batch, topk, num_steps, num_nodes)
         for name, tensor in plain.items():
             given[name].copy_(tensor)
-        num_refused.fill_(seed)
         graph.replay()
-        for left, right in zip(results, step(plain, num_nodes, torch.tensor(seed)), strict=True):
+        for left, right in zip(results, step(plain, num_nodes), strict=True):
             assert torch.equal(left.cpu(), right)
 
 
@@ -142,6 +152,19 @@ def test_begin_of_a_step(size: int, num_rows: int, page_size: int) -> None:
 def test_kept_drafts(size: int, num_pieces: int) -> None:
     for has_next in (False, True):
         check_keep("cuda", size, num_pieces, 4, has_next)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(("size", "num_rows"), [(1, 4), (32, 6), (300, 16)])
+def test_places_of_rows(size: int, num_rows: int, page_size: int) -> None:
+    for first, has_positions in ((-3, True), (0, True), (12, False)):
+        check_place("cuda", size, num_rows, page_size, first, has_positions)
+
+
+@pytest.mark.parametrize(("size", "num_pieces"), [(1, 126), (32, 149), (300, 1)])
+def test_proposals_of_several_layers(size: int, num_pieces: int) -> None:
+    for has_ids in (False, True):
+        check_proposal("cuda", size, num_pieces, 6, 2, has_ids)
 
 
 @pytest.mark.parametrize("accept_length", [None, 1.0, 2.6, 3.0])

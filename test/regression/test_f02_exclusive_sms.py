@@ -45,13 +45,13 @@ def exclusive_waits(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     wait = Stream.wait
 
-    def noted(stream: Stream, after: Point | Points, edge: Edge) -> None:
+    def recording(stream: Stream, after: Point | Points, edge: Edge) -> None:
         if edge.name == "sm_exclusive":
             seen.append(stream.name.value)
         wait(stream, after, edge)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Stream, "wait", noted)
+        patch.setattr(Stream, "wait", recording)
         tokens = prompt(1, 2 * PAGE + 1)
         first = tiers.launch(1, tokens, [1, 2, 3])
         tiers.load([21, 22], [5, 6], Points.none())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,9 +19,11 @@ from trace_runner import first_difference, make_runner, play
 from fenceline.memory_order import Device, Graph, GraphPool, open_device
 from fenceline.memory_order.cuda import CudaGraph
 from fenceline.model_executor.step import ForwardResult, StepOutput
+from fenceline.vgpu.errors import StaleMemoryError
+from fenceline.vgpu.proving import runs
+from fenceline.vgpu.proving.runs import Trial
 
 __all__ = ["models"]  # a fixture
-pytestmark = pytest.mark.gpu
 
 NUM = 1 << 20
 
@@ -36,11 +39,13 @@ def capture(device: Device, name: str, pool: GraphPool, body: Callable[[], None]
     return graph
 
 
+@pytest.mark.gpu
 @page_sizes
 def test_random_steps_equal_eager_ones(page_size: int) -> None:
     check_random_steps("cuda", page_size)
 
 
+@pytest.mark.gpu
 def test_target_and_draft_share_a_device() -> None:
     """Two runners with graphs, pools and streams of their own, in turns, while others use and free memory."""
     shape = trace_shape(16)
@@ -64,6 +69,7 @@ def test_target_and_draft_share_a_device() -> None:
         assert first_difference(expected[which], got[which]) == ""
 
 
+@pytest.mark.gpu
 def test_graphs_outlive_others_graphs() -> None:
     """Another owner's graphs come and go; their memory goes back to the allocator and is written by others."""
     batches = random_trace(173, 200, trace_shape(16))
@@ -79,6 +85,7 @@ def test_graphs_outlive_others_graphs() -> None:
         assert first_difference(expected[steps], got) == ""
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("shared", [False, True], ids=["own pools", "one pool"])
 def test_graphs_of_one_pool_overwrite_each_other(shared: bool) -> None:
     """The target's graph is 10 ms between writing and reading a temporary; the draft's runs meanwhile."""
@@ -113,6 +120,7 @@ def test_graphs_of_one_pool_overwrite_each_other(shared: bool) -> None:
     assert bool((outs[0] == 3.0).all()) == (not shared)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("inside", [False, True], ids=["arena before the graphs", "arena in their pool"])
 def test_an_arena_in_the_graphs_own_memory_is_overwritten(inside: bool) -> None:
     """A field that is allocated while a graph is captured, and then known to graphs alone, is the next graph's too."""
@@ -182,6 +190,7 @@ def test_nothing_is_collected_in_the_middle_of_a_capture() -> None:
     assert x.tolist() == [20_000.0] * 8
 
 
+@pytest.mark.gpu
 def test_a_drafts_graphs_keep_their_memory(models: dict[str, Path]) -> None:
     """While others use all memory that is free, and give it back to the driver, after each step."""
     expected = run(models, "cuda")
@@ -199,3 +208,14 @@ def test_a_drafts_graphs_keep_their_memory(models: dict[str, Path]) -> None:
 
     driver.step = step_and_litter  # type: ignore[method-assign,assignment]
     assert (answers(driver, requests(3, num=12)), drafts) == expected and num_steps > 10
+
+
+@pytest.mark.parametrize("severed", ["", "graph_pool"], ids=["a pool of their own", "the pool that all use"])
+def test_a_drafts_graphs_write_no_memory_of_others(severed: str) -> None:
+    """On the virtual GPU, which knows whose memory it is, an engine that speculates."""
+    outcome = runs.run(Trial("speculation", 0, frozenset({severed} - {""})))
+    if not severed:
+        assert outcome.clean, outcome.report
+    else:
+        assert outcome.checker == StaleMemoryError.checker and "graph_pool" in outcome.edges, outcome.report
+        assert re.match(r"lifetime: \w+\[\d+\] of depth \d+ writes ", outcome.report), outcome.report

@@ -126,5 +126,6 @@ def test_a_step_that_never_ends_is_dumped_by_the_watchdog_and_on_sigusr1(tmp_pat
         (asked, while_hanging), (why, dump) = dumps(server)
         assert asked == "SIGUSR1" and len(while_hanging["steps"]) >= 2
         assert why.startswith(f"a step has not ended for {WATCHDOG_S} s")
-        assert dump["steps"][-1]["tokens"] is None and dump["steps"][-2]["mode"] == "decode"
+        # Publishing it hangs. On a CPU that comes before the next launch, so the last step has its results.
+        assert dump["steps"][-1]["tokens"] and dump["steps"][-1]["mode"] == "decode"
         assert LAST_WORDS.search(server.last_lines()), "named at the end"

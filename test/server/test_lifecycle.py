@@ -21,9 +21,11 @@ import zmq
 from fake_scheduler import RELEASE, Seed
 from live_server import WAIT_S, WATCHDOG_S, LiveServer, wait_for
 
+from fenceline.entrypoints.supervisor import bind_socket, listen
 from fenceline.ipc.io_struct import BatchStrOut, ShutdownReq, encode
 from fenceline.ipc.sockets import connect_push
 
+LOCALHOST = "127.0.0.1"
 HANGING = {"input_ids": [5, 6], "sampling_params": {"seed": Seed.HANG}}
 HELD = {"input_ids": [5, 6], "sampling_params": {"seed": Seed.HELD, "max_new_tokens": 100}}
 
@@ -310,6 +312,42 @@ def test_signal_while_loading(sockets_dir: Path) -> None:
         server.signal(signal.SIGINT)
         assert server.wait_exit() in (0, 128 + signal.SIGINT)
         assert_all_gone(children, sockets_dir)
+
+
+def test_nobody_takes_the_port_between_bind_and_listen() -> None:
+    with bind_socket(LOCALHOST, 0) as own, socket.socket() as other:
+        port = own.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port {port} on 127.0.0.1 is in use"):
+            bind_socket(LOCALHOST, port)
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with pytest.raises(OSError, match="in use"):
+            other.bind((LOCALHOST, port))
+        listen(own, 8)
+        socket.create_connection((LOCALHOST, port)).close()
+
+
+def test_a_restart_takes_the_port_of_connections_that_have_just_ended() -> None:
+    with bind_socket(LOCALHOST, 0) as first:
+        port = first.getsockname()[1]
+        listen(first, 8)
+        with socket.create_connection((LOCALHOST, port)) as client:
+            first.accept()[0].close()  # this side closes first, so its end stays in TIME_WAIT
+            assert client.recv(1) == b""
+    for _ in range(2):
+        with bind_socket(LOCALHOST, port) as again:
+            listen(again, 8)
+
+
+def test_a_port_that_is_lost_before_listen_is_one_line() -> None:
+    """Two servers that both had to share the port with connections in TIME_WAIT."""
+    with socket.socket() as first, socket.socket() as second:
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        second.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        first.bind((LOCALHOST, 0))
+        second.bind(first.getsockname())
+        second.listen()
+        with pytest.raises(ValueError, match="is in use: stop the other server or choose another with"):
+            listen(first, 8)
 
 
 def test_busy_port_is_refused_in_one_line(sockets_dir: Path) -> None:

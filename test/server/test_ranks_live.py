@@ -3,8 +3,8 @@ fails."""
 
 from __future__ import annotations
 
+import re
 import signal
-import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 from demo_requests import prompts
-from live_server import WAIT_S, WATCHDOG_S, LiveServer, scheduler_state, wait_for
+from live_server import WAIT_S, WATCHDOG_S, LiveServer, scheduler_state, unused_port, wait_for
 from model_parity import save_checkpoint
 from scheduler_driver import answers, make_model_driver, request
 
@@ -47,6 +47,7 @@ def generate_body(ids: list[int], params: dict[str, object]) -> dict[str, object
     return {"input_ids": ids, "sampling_params": sampling}
 
 
+@pytest.mark.long
 def test_ranks_with_experts_of_their_own_answer_as_one(tmp_path: Path) -> None:
     save_checkpoint("qwen3-moe", tmp_path)
     flags: dict[str, object] = {"model_path": str(tmp_path), "max_total_tokens": 1024}
@@ -79,6 +80,45 @@ def test_answers_are_those_of_one_rank(ranks: LiveServer) -> None:
     assert [answer.result(WAIT_S).json()["output_ids"] for answer in at_once] == expected
 
 
+@pytest.mark.long
+def test_ranks_replay_graphs_of_both_kinds() -> None:
+    """Every rank captures and registers the same sizes; prompts and batches around them, twice in a row (F11)."""
+    graphs = ("--cuda-graph-bs", "1", "2", "4", "--piecewise-cuda-graph-tokens", "16", "64", "128")
+    prompts = [
+        [5 + (7 * i + j) % 900 for j in range(n)] for i, n in enumerate((15, 16, 17, 63, 64, 65, 127, 128))
+    ]
+    reqs = [
+        request(f"r{i}", ids, max_new_tokens=20, ignore_eos=True, **PARAMS[i % len(PARAMS)])  # type: ignore[arg-type]
+        for i, ids in enumerate(prompts)
+    ]
+    expected = answers(make_model_driver(), reqs)
+    bodies = [generate_body(ids, PARAMS[i % len(PARAMS)]) for i, ids in enumerate(prompts)]
+    with LiveServer.real(
+        "--model-path",
+        "demo",
+        *RANKS,
+        *graphs,
+        "--chunked-prefill-size",
+        "128",
+        "--max-running-requests",
+        "4",
+    ) as server:
+        server.wait_ready()
+        with server.client() as client:
+            for _ in range(2):
+                assert client.post("/flush_cache").status_code == 200
+                assert [
+                    client.post("/generate", json=body).json()["output_ids"] for body in bodies
+                ] == expected
+            at_once = [server.post_in_thread(body) for body in bodies]
+            assert [answer.result(WAIT_S).json()["output_ids"] for answer in at_once] == expected
+            state = scheduler_state(client)
+        for kind in ("cuda_graphs", "piecewise_cuda_graphs"):
+            counts = state[kind]
+            assert counts["replays"] == counts["eligible_steps"] > 0 and not counts["repairs"], counts
+
+
+@pytest.mark.long
 def test_answers_are_those_of_one_rank_while_pages_move_between_the_tiers(tmp_path: Path) -> None:
     """Device and host are too small for what comes: prefixes are evicted, requests retracted, and all comes back."""
     random = Random(3)
@@ -141,6 +181,50 @@ def test_the_openai_api_and_the_logprobs_of_a_chat(ranks: LiveServer) -> None:
             assert token["top_logprobs"][0]["logprob"] == token["logprob"]
 
 
+def test_constrained_answers_are_those_of_one_rank(ranks: LiveServer) -> None:
+    """Beside each other and beside free ones, greedy and drawn, one with whole rows and one with logprobs."""
+    pattern = r'\{"sum": [0-9]{2,4}, "words": \[("[a-z]{3,8}", ){2}"[a-z]{3,8}"\]\}'
+    each: tuple[dict[str, object], ...] = (
+        {"temperature": 0},
+        {"temperature": 0.9, "seed": 5},
+        {"temperature": 1.1, "seed": 6, "top_p": 0.9},
+        {"temperature": 0.8, "seed": 7, "logprobs": 1},
+    )
+    bodies = [
+        {"model": "demo", "prompt": f"Q: What is {i} + 30?\nA:", "max_tokens": 60, **params} | grammar
+        for i, params in enumerate(each)
+        for grammar in ({}, {"regex": pattern})
+    ]
+
+    def texts(server: LiveServer) -> list[str]:
+        asked = [server.post_in_thread(body, "/v1/completions") for body in bodies]
+        return [answer.result(WAIT_S).json()["choices"][0]["text"] for answer in asked]
+
+    found = texts(ranks)
+    assert all(re.fullmatch(pattern, text) for text in found[1::2]), found
+    with LiveServer.real("--model-path", "demo", "--device", "cpu", "--page-size", "16") as alone:
+        assert found == texts(alone.wait_ready())
+
+
+def test_ranks_that_speculate_answer_as_one_without() -> None:
+    """With the demo model's EAGLE-3 head and graphs, and a constrained answer beside the others."""
+    reqs = [
+        request(f"r{i}", ids, max_new_tokens=20, ignore_eos=True, **params)  # type: ignore[arg-type]
+        for i, (ids, params) in enumerate(zip(prompts(), PARAMS, strict=True))
+    ]
+    expected = answers(make_model_driver(), reqs)
+    bodies = [generate_body(ids, params) for ids, params in zip(prompts(), PARAMS, strict=True)]
+    flags = ("--dtype", "float32", "--speculative-algorithm", "EAGLE3", "--cuda-graph-bs", "1", "2", "4", "8")
+    with LiveServer.real("--model-path", "demo", *RANKS, *flags) as server:
+        server.wait_ready()
+        counting = {"text": "1, 2, 3, 4, 5, 6, 7, 8,", "sampling_params": {"regex": "( [0-9]{1,2},){4}"}}
+        asked = [server.post_in_thread(body) for body in (*bodies, counting)]
+        *answered, constrained = (answer.result(WAIT_S).json() for answer in asked)
+        assert [answer["output_ids"] for answer in answered] == expected
+        assert max(answer["meta_info"]["spec_accept_length"] for answer in answered) > 1.5
+        assert re.fullmatch("( [0-9]{1,2},){4}", constrained["text"])
+
+
 def test_control_messages_reach_all_ranks(ranks: LiveServer) -> None:
     """A pause that one rank did not know of would end the server: the ranks' steps would differ."""
     with ranks.client() as client:
@@ -166,6 +250,7 @@ def assert_gone(children: list[psutil.Process], folder: Path) -> None:
     wait_for(lambda: not [path for path in folder.glob("fenceline-*") if "flight" not in path.name])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("which", "tiers"), [(0, ()), (1, ()), (1, TIERS)])
 def test_a_killed_rank_takes_the_server_down(which: int, tiers: tuple[str, ...], tmp_path: Path) -> None:
     """In the middle of a step of all ranks: the reason is the rank that was killed, not the one that has noticed."""
@@ -210,9 +295,7 @@ def test_a_rank_that_decides_otherwise_ends_the_server() -> None:
 @contextmanager
 def nodes(folder: str, *flags: str) -> Iterator[tuple[LiveServer, LiveServer]]:
     """Node 0, which answers, and node 1. ``folder``: of what they leave while they run."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{unused_port()}"
     common = ("--model-path", "demo", *RANKS, "--nnodes", "2", "--dist-init-addr", address, *flags)
     with (
         LiveServer.real(*common, "--node-rank", "0", env={"TMPDIR": folder}) as first,
@@ -221,6 +304,7 @@ def nodes(folder: str, *flags: str) -> Iterator[tuple[LiveServer, LiveServer]]:
         yield first.wait_ready(), second
 
 
+@pytest.mark.long
 def test_two_nodes_answer_as_one_rank_and_stop_together(tmp_path: Path) -> None:
     reqs = [
         request(f"r{i}", ids, max_new_tokens=20, ignore_eos=True, **params)  # type: ignore[arg-type]
@@ -245,6 +329,7 @@ def _rank(server: LiveServer) -> psutil.Process:
     return max(server.children(), key=lambda child: child.memory_info().rss)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_killed_rank_ends_both_nodes_with_the_reason(which: int) -> None:
     with tempfile.TemporaryDirectory(prefix="fl", dir="/tmp") as folder, nodes(folder) as both:
@@ -261,6 +346,7 @@ def test_a_killed_rank_ends_both_nodes_with_the_reason(which: int) -> None:
         assert_gone(children, Path(folder))
 
 
+@pytest.mark.long
 def test_a_node_that_is_gone_while_nothing_runs_is_noticed() -> None:
     """Nothing of it is left to say why: all its processes are killed at once, as if the host had lost its power."""
     with tempfile.TemporaryDirectory(prefix="fl", dir="/tmp") as folder:

@@ -86,6 +86,7 @@ def schedulers(server: LiveServer) -> list[psutil.Process]:
     return sorted(children[-2:], key=lambda child: (child.create_time(), child.pid))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_replica_that_ends_ends_the_server_and_is_named(which: int) -> None:
     with (
@@ -105,6 +106,7 @@ def test_a_replica_that_ends_ends_the_server_and_is_named(which: int) -> None:
         assert_gone(children, Path(folder))
 
 
+@pytest.mark.long
 def test_replicas_stop_together() -> None:
     with (
         tempfile.TemporaryDirectory(prefix="fl", dir="/tmp") as folder,

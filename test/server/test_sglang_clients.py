@@ -244,7 +244,7 @@ def test_prompt_token_ids_come_once(client: httpx.Client) -> None:
 def test_reasoning_tokens_are_those_up_to_the_end_of_the_thinking(thinker: httpx.Client) -> None:
     answer = thinker.post("/generate", json={"text": "a", "require_reasoning": True})
     assert answer.status_code == 400  # the demo's tokenizer has no such tag
-    assert "has no token </think>" in answer.json()["error"]["message"]
+    assert "has no one token </think>" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 5])

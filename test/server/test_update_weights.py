@@ -88,6 +88,7 @@ def test_tensors_in_a_body(served: httpx.Client) -> None:
         assert refused.status_code == 400, entries
 
 
+@pytest.mark.long
 def test_the_engine_does_the_same_from_python(changed: str, tmp_path: Path) -> None:
     params = {"temperature": 0, "max_new_tokens": 8}
     text = str(PROMPT["text"])

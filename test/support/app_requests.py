@@ -1,4 +1,4 @@
-"""Requests to the HTTP application without a server: what can be answered while no engine is there."""
+"""Sends requests to the HTTP application without a server, for requests that need no engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fenceline.ipc import io_struct as io
 
 
 class DeadLink:
-    """Nobody answers."""
+    """An engine that never answers."""
 
     def send(self, message: io.Message) -> None:
         pass
@@ -48,7 +48,7 @@ def ask(
 def ask_many(
     app: ASGIApp, path: str, headers: dict[str, str] | None = None, method: str = "GET", num: int = 1
 ) -> list[tuple[int, dict[str, str], bytes]]:
-    """The answers to ``num`` equal requests that begin in one turn of the event loop."""
+    """The answers to ``num`` equal requests that begin in the same turn of the event loop."""
 
     async def one() -> tuple[int, dict[str, str], bytes]:
         sent: list[Message] = []

@@ -1,4 +1,4 @@
-"""Batches in a page pool whose attention is computed in float64 by its definition."""
+"""Batches in a page pool with the expected attention, computed in float64 by its definition."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCALE = 0.3
 
 
 class Case:
-    """Requests with histories in a pool whose other bytes are NaN, and this step's q, k, v."""
+    """Requests with histories in a pool whose other slots are NaN, and this step's q, k and v."""
 
     def __init__(
         self,
@@ -32,8 +32,8 @@ class Case:
         kv_dtype: torch.dtype | None = None,
         rules: LayerRules = PLAIN,
     ) -> None:
-        """``kv_dtype``: of the pool, whose keys and values are rounded to it; ``dtype`` unless given. ``rules``: of
-        layer 1, in which it attends; their sinks are on the CPU."""
+        """``kv_dtype``: the pool's dtype, to which keys and values are rounded; ``dtype`` unless given. ``rules``:
+        those of layer 1, which is the layer used; their sinks are on the CPU."""
         self.rules = rules
         self.device = torch.device(device)
         self.seq_lens, self.query_lens = seq_lens, query_lens
@@ -50,7 +50,8 @@ class Case:
         for tensor in (self.pool.k(1), self.pool.v(1)):
             tensor[page_size:] = float("nan")
         free = (torch.randperm(num_pages - 1, generator=generator) + 1).tolist()
-        # Columns past a request's pages name other requests' pages: a row is not cleared when it is leased again.
+        # Columns past a request's pages name other requests' pages, because rows are not cleared when they are leased
+        # again.
         self.page_table = torch.randint(
             1, num_pages, (len(seq_lens) + 2, max(pages) + 2), generator=generator
         ).int()
@@ -77,7 +78,7 @@ class Case:
             self.pool.v(1)[slots.to(self.device)] = values.to(self.pool.v(1))
 
     def begin_alike(self, requests: list[int], num_tokens: int) -> None:
-        """Let ``requests`` have the first one's whole pages of the first ``num_tokens`` tokens."""
+        """Let all ``requests`` share the pages of the first one that lie within its first ``num_tokens`` tokens."""
         first, size = requests[0], self.pool.page_size
         num_pages = num_tokens // size
         num = num_pages * size
@@ -107,8 +108,8 @@ class Case:
         return {1: replace(self.rules, sinks=there)}
 
     def expected(self, trees: list[list[int]] | None = None) -> list[torch.Tensor]:
-        """softmax(q k^T) v for one head at a time, in float64. ``trees``: the parents of each request's nodes, which
-        are its last tokens, in place of causal attention."""
+        """softmax(q k^T) v for one head at a time, in float64. ``trees``: each request's last tokens are the nodes of a
+        tree, given by the parents of the nodes; None: attention is causal."""
         results = []
         for i, (q, k, v) in enumerate(zip(self.queries, self.keys, self.values, strict=True)):
             group = q.shape[1] // k.shape[1]
@@ -147,8 +148,8 @@ class Case:
     def verify(
         self, backend: AttentionBackend, num_nodes: int, trees: list[list[int]] | None, bound: int = 0
     ) -> torch.Tensor:
-        """What the backend computes for queries that are the last of a tree's nodes; see :meth:`expected`. ``bound``:
-        how much longer than they are the host believes the requests to be."""
+        """What the backend computes for queries that are the last nodes of a tree; see :meth:`expected`. ``bound``: by
+        how much the host's bounds of the lengths exceed them."""
         num_queries, num_heads, _ = self.queries[0].shape
         inputs = VerifyInputs(
             page_table=self.page_table.to(self.device),
@@ -170,7 +171,7 @@ class Case:
 
 
 def random_tree(random: np.random.Generator, num_nodes: int) -> list[int]:
-    """Each node's parent, an earlier one; the root's is -1."""
+    """The parent of each node, which is an earlier node; the root's is -1."""
     return [-1, *(int(random.integers(0, node)) for node in range(1, num_nodes))]
 
 
@@ -180,8 +181,8 @@ def path_to(tree: list[int], node: int) -> list[int]:
 
 
 def bits_of(trees: list[list[int]], num_queries: int) -> torch.Tensor:
-    """Masks [B, num_queries] int64 of the last nodes. A query attends to its own node whether or not its bit is set: it
-    is set for every second one."""
+    """Masks [B, num_queries] int64 of the last nodes. The bit of a query's own node is set for every second query,
+    because it must make no difference."""
     masks = [
         [sum(1 << n for n in path_to(tree, node) if n != node or node % 2) for node in range(len(tree))]
         for tree in trees
@@ -190,8 +191,9 @@ def bits_of(trees: list[list[int]], num_queries: int) -> torch.Tensor:
 
 
 def verify_cases() -> Iterator[tuple[list[int], list[list[int]], int, int, tuple[int, int]]]:
-    """Random trees: lengths with the nodes, parents, queries, page size, heads. Nodes that a page or a block of keys
-    cuts, requests that are nothing but nodes, trees as large as a mask, rows of one tile and of several."""
+    """Random trees: (lengths including the nodes, parents, number of queries, page size, heads). Among them are nodes
+    on both sides of a page's or block's boundary, requests with only nodes, trees as large as a mask, and rows of one
+    tile and of several."""
     random = np.random.default_rng(7)
     shapes = (
         (4, 4, 1, (4, 1)), (1, 1, 16, (2, 1)), (7, 7, 64, (6, 2)), (3, 11, 16, (4, 2)), (64, 64, 16, (2, 1)),
@@ -203,7 +205,7 @@ def verify_cases() -> Iterator[tuple[list[int], list[list[int]], int, int, tuple
 
 
 def case(seq_lens: list[int], query_lens: list[int], page_size: int, heads: tuple[int, int], **options):  # type: ignore[no-untyped-def]
-    """A ``Case``, which computes the expected result; every slot that belongs to no request holds NaN."""
+    """A ``Case``, which computes the expected result. Slots that belong to no request are NaN."""
     return Case(seq_lens, query_lens, page_size, heads, **({"seed": 1, "head_dim": 16} | options))
 
 
@@ -213,9 +215,11 @@ def requests_of(step):  # type: ignore[no-untyped-def]
     return PagedRequests(step.page_table, step.rows, torch.tensor(step.seq_lens), step.pool.page_size)
 
 
-def decode(step, num_workers: int = 3, workspace=None, queries=None, launch_pdl=False) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    """One launch with blocks of 16 tokens, of as many queries as each request has, a chain; the workspace must be as it
-    was before."""
+def decode(  # type: ignore[no-untyped-def]
+    step, num_workers: int = 3, workspace=None, queries=None, launch_pdl=False, merge_elements=2048
+) -> torch.Tensor:
+    """One launch with blocks of 16 tokens. The queries of each request are a chain. Afterwards the workspace must be as
+    before."""
     from fenceline.layers.kernels.decode_attention import (
         DecodeConfig,
         DecodeWorkspace,
@@ -228,7 +232,7 @@ def decode(step, num_workers: int = 3, workspace=None, queries=None, launch_pdl=
     tiles = query_tiles(num_queries * num_heads // keys.shape[1])
     workspace = workspace or DecodeWorkspace(keys.shape[1], keys.shape[2], 8, keys.device, tiles)
     tree = QueryTree(num_queries, num_queries)
-    config = DecodeConfig(16, num_workers, 4, 2, launch_pdl)
+    config = DecodeConfig(16, num_workers, 4, 2, launch_pdl, merge_elements=merge_elements)
     queries = torch.cat(step.queries) if queries is None else queries
     output = decode_attention(
         queries, keys, values, requests_of(step), SCALE, workspace, config, tree, step.rules

@@ -1,4 +1,4 @@
-"""The real scheduler process with a defect: its accounts of pages are wrong, a step never ends, a rank goes its way."""
+"""The real scheduler process with a defect: it loses a page, a step never ends, or a rank decides differently."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run_hanging_step(config: EngineConfig, ports: PortArgs) -> None:
 
 
 def run_rank_apart(config: EngineConfig, ports: PortArgs, rank: int = 0) -> None:
-    """Rank 1 gives its requests other pages than rank 0."""
+    """Rank 1 gives its requests different pages than rank 0."""
     from fenceline.scheduler.process import run_scheduler_process
     from fenceline.scheduler.request_memory import RequestMemory
 

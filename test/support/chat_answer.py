@@ -1,5 +1,5 @@
-"""A chat template that shows all parts of a conversation, and an answer with reasoning, text and a call: for the tests
-of all endpoints that write such answers."""
+"""A chat template that shows all parts of a conversation, and an answer with reasoning, text and a tool call. The tests
+of all endpoints with such answers use them."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ ANSWER = [
 
 
 def prompt_of(server) -> str:  # type: ignore[no-untyped-def]
-    """The text that the scripted model was last given."""
+    """The text of the last prompt that the scripted model got."""
     return server.tokenizer.decode(server.link.sent[-1].input_ids, skip_special_tokens=False)

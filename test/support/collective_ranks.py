@@ -1,5 +1,5 @@
-"""Ranks on the devices of one virtual GPU, each a thread: programs of collective operations for the tests of the
-all-reduce and of what is reported where ranks differ."""
+"""Ranks as threads on the devices of one virtual GPU. They run programs of collective operations, for tests of the
+all-reduce and of the errors that are reported if ranks differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fenceline.vgpu.threads import join_all
 
 Program = Callable[[PeerRank], None]
 
-# Two blocks of two threads, with vectors of 16 bytes: everything that the kernel has.
+# Two blocks of two threads, with vectors of 16 bytes, so that every part of the kernel is used.
 FINE = Grain(vector=8, num_blocks=2, num_threads=2, capacity=8, vector_bytes=16)
 
 
@@ -26,7 +26,7 @@ def run_ranks(
     grain: Grain = Grain(),
     left_out: frozenset[Act] = frozenset(),
 ) -> None:
-    """Run one program for each rank to its end. Raises what a rank has raised."""
+    """Run one program for each rank to its end. An exception of a rank is raised."""
     use(gpu)
     group, joined = Group(gpu, len(programs), grain), []
 

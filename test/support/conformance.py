@@ -1,4 +1,4 @@
-"""Small programs about streams, events, copies, memory and graphs, and the outcomes that CUDA allows each of them.
+"""Small programs about streams, events, copies, memory and graphs, and the outcomes that CUDA allows for each.
 
 They are written once, against ``Machine``. The virtual GPU (``test_conformance.py``) must reach exactly the allowed
 outcomes, and a real GPU (``test/gpu/test_conformance_gpu.py``) no other. A program is named by its function; the
@@ -19,7 +19,7 @@ Race = Literal["never", "always", "sometimes"]
 
 
 class Event(Protocol):
-    """CUDA's event. One made ``external`` concerns, inside a graph, work outside it."""
+    """CUDA's event. In a graph, an ``external`` event refers to work outside the graph."""
 
     def record(self, stream: Any) -> None: ...
     def wait(self, stream: Any) -> None: ...
@@ -30,7 +30,7 @@ class Event(Protocol):
 class Machine(Protocol):
     """The functions of a GPU that the programs use; all tensors are int64."""
 
-    capture_errors: type[Exception]  # what a forbidden act during a capture raises
+    capture_errors: type[Exception]  # what a forbidden operation during a capture raises
 
     def stream(self) -> Any: ...
     @property
@@ -44,15 +44,15 @@ class Machine(Protocol):
         """A new tensor [1] on the current stream."""
 
     def large(self, value: int) -> torch.Tensor:
-        """A new tensor large enough for its memory to be reused whole; only its first cell is read."""
+        """A new tensor that is so large that its memory is only reused as a whole; only its first cell is read."""
 
     def pinned(self, value: int, large: bool = False) -> torch.Tensor: ...
     def pageable(self, value: int, large: bool = False) -> torch.Tensor: ...
     def peek(self, host: torch.Tensor) -> int:
-        """Read the first cell of pinned memory, whatever the device does meanwhile."""
+        """Read the first cell of pinned memory, without waiting for the device."""
 
     def poke(self, host: torch.Tensor, value: int) -> None:
-        """Fill pinned memory, whatever the device does meanwhile."""
+        """Fill pinned memory, without waiting for the device."""
 
     def value(self, tensor: torch.Tensor) -> int | str:
         """The first cell, "undefined" if it has not been written; waits for the current stream."""
@@ -63,7 +63,7 @@ class Machine(Protocol):
     def capture(self, graph: Any, stream: Any) -> AbstractContextManager[None]: ...
     def replay(self, graph: Any, stream: Any) -> None: ...
     def in_thread(self, run: Callable[[], None]) -> None:
-        """Run it in another host thread, to its end."""
+        """Run it to its end in another host thread."""
 
     def lag(self, name: str) -> None:
         """A place in the current stream at which the device may be delayed."""
@@ -74,9 +74,10 @@ class Machine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """``lags``: the letters of its lags, to be tried in all combinations. ``race``: whether the detector objects.
+    """``lags``: the letters of its lags, which are tried in all combinations. ``race``: whether the race detector
+    reports it.
 
-    ``tainting``: it breaks a capture, after which torch wants a fresh process.
+    ``tainting``: it breaks a capture, after which torch needs a new process.
     """
 
     name: str

@@ -58,7 +58,7 @@ def from_pageable_is_staged_at_the_call(m: Machine) -> Outcome:
 
 @program((1, 1), lags="a")
 def from_large_pageable_is_staged_at_the_call(m: Machine) -> Outcome:
-    """Beyond the driver's small staging buffers: (first cell, last cell)."""
+    """A tensor larger than the driver's staging buffers: (first cell, last cell)."""
     x = m.large(0)
     m.synchronize()
     host = m.pageable(1, large=True)
@@ -168,7 +168,7 @@ def a_copy_within_the_device_is_on_the_current_stream(m: Machine) -> Outcome:
 
 @program((True, 2), lags="a")
 def freed_memory_is_handed_out_at_once_on_its_stream(m: Machine) -> Outcome:
-    """While its last use still waits to run: (whether it is the same memory, what that last use saw)"""
+    """Its last use has not run yet: (whether it is the same memory, what the last use saw)"""
     (seen,) = start(m, 0)
     with m.on(m.stream()):
         x = m.large(2)

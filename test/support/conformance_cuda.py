@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 SPIN_CYCLES = 4_000_000  # of the device's clock, about 2 ms
-PAUSE_S = 0.004  # of the host: longer than a spin
+PAUSE_S = 0.004  # the host's delay, longer than a spin
 NUM_LARGE = 2 << 20  # 16 MiB: torch's allocator hands it out whole
 
 
@@ -76,7 +76,7 @@ class CudaMachine:
 
     @contextmanager
     def capture(self, graph: Any, stream: Any) -> Iterator[None]:
-        """Without what ``torch.cuda.graph`` adds: it empties caches, which moves memory."""
+        """Capture without ``torch.cuda.graph``, which would also empty caches and so move memory."""
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             graph.begin()
@@ -107,7 +107,7 @@ class CudaMachine:
 
 
 class _Graph:
-    """torch's graph and the pool it is to share."""
+    """torch's graph and the memory pool that it shares."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         self.graph = graph

@@ -136,7 +136,7 @@ def a_reader_on_another_stream_may_see_the_next_replay(m: Machine) -> Outcome:
 
 @program(0, 1, lags="ab", race="always")
 def a_replay_is_on_its_stream(m: Machine) -> Outcome:
-    """Not ordered with the stream it was captured on, nor with any other."""
+    """It is not ordered with the stream on which it was captured, nor with any other."""
     x, seen = start(m, 0, 0)
     s, b, graph = m.stream(), m.stream(), m.graph()
     with m.capture(graph, s):
@@ -257,7 +257,7 @@ def an_external_wait_is_not_for_a_record_after_the_replay(m: Machine) -> Outcome
 
 @program((5, 0), (5, 1), lags="abc", race="always")
 def an_external_record_inside_a_graph(m: Machine) -> Outcome:
-    """Each replay records again: a waiter sees what is before the record, and possibly what is after it."""
+    """Each replay records again. A waiter sees what is before the record, and possibly what is after it."""
     page, out, tail, seen, seen_tail = start(m, 0, 0, 0, 0, 0)
     s, b, graph = m.stream(), m.stream(), m.graph()
     computed = m.event(external=True)
@@ -379,7 +379,8 @@ def graphs_of_one_pool_leave_what_is_held(m: Machine) -> Outcome:
 
 
 def attempt(m: Machine, act: Callable[[Any, torch.Tensor], object]) -> Outcome:
-    """Capture ``act(stream, x)``: whether it is refused, and the value of x = 1 afterwards, read without a graph."""
+    """Capture ``act(stream, x)`` with x = 1: (whether it is refused, the value of x afterwards, read without a
+    graph)."""
     (x,) = start(m, 1)
     s, graph = m.stream(), m.graph()
     try:
@@ -498,6 +499,6 @@ def an_error_that_is_swallowed_breaks_the_capture(m: Machine) -> Outcome:
 
 @program(("captured", 1), tainting=True)
 def waiting_in_a_capture_for_an_unrecorded_event(m: Machine) -> Outcome:
-    """For nothing, as outside."""
+    """It waits for nothing, as outside a capture."""
     event = m.event()
     return attempt(m, lambda s, x: event.wait(s) or x.fill_(5))

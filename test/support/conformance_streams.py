@@ -60,7 +60,7 @@ def a_wait_orders(m: Machine) -> Outcome:
 
 @program(1, 2, lags="ab", race="always")
 def a_wait_orders_no_other_way(m: Machine) -> Outcome:
-    """What follows the record is not waited for."""
+    """The wait does not cover work after the record."""
     x, seen = start(m, 0, 0)
     a, b, done = m.stream(), m.stream(), m.event()
     with m.on(a):
@@ -250,7 +250,7 @@ def item_waits_for_its_stream_and_no_other(m: Machine) -> Outcome:
 
 @program(0, 1, lags="ah", race="always")
 def item_does_not_wait_for_the_writer(m: Machine) -> Outcome:
-    """It is read on the current stream, which knows nothing of another stream's write."""
+    """The value is read on the current stream, which is not ordered with another stream's write."""
     (x,) = start(m, 0)
     with m.on(m.stream()):
         m.lag("a")
@@ -279,7 +279,7 @@ def the_current_stream_is_the_thread_s_own(m: Machine) -> Outcome:
 
 @program((1, 0), (1, 1), lags="abh", race="always")
 def events_of_a_stream_that_is_not_current(m: Machine) -> Outcome:
-    """Record and wait concern the stream they name, not the current one, whose work goes on."""
+    """Record and wait apply to the stream that they name, not to the current one, whose work goes on."""
     x, y, seen = start(m, 0, 0, 0)
     late = m.pinned(0)
     a, b, c, done = m.stream(), m.stream(), m.stream(), m.event()

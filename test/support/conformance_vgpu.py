@@ -15,13 +15,13 @@ NUM_LARGE = 16
 
 
 def make_gpu(policy: str = "random", seed: int = 0, **options: Any) -> tuple[VirtualGpu, torch.device]:
-    """A virtual GPU, and what "vgpu" means to torch from now on."""
+    """A virtual GPU, and the torch device "vgpu", which refers to it from now on."""
     gpu = VirtualGpu(seed=seed, policy=policy, **options)
     return gpu, use(gpu)
 
 
 class VgpuEvent:
-    """An event that is external or not from its creation, as torch's are."""
+    """An event that is made external or not when it is created, like torch's events."""
 
     def __init__(self, event: Event, external: bool) -> None:
         self._event = event

@@ -1,4 +1,4 @@
-"""Requests of the demo model, and what a driver answers to them."""
+"""Requests to the demo model, and the answers of a driver."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def greedy_requests(num_tokens: int = 24) -> list[TokenizedGenerateReq]:
 
 
 def sampled_requests(num_tokens: int = 40) -> list[TokenizedGenerateReq]:
-    """Every sampling feature at once, so that a resumed request has all its state to rebuild."""
+    """Requests with every sampling feature, so that a resumed request must restore all of its state."""
     return [
         request(
             f"r{i}",
@@ -58,7 +58,7 @@ def sampled_requests(num_tokens: int = 40) -> list[TokenizedGenerateReq]:
 
 @lru_cache
 def sampled_reference() -> list[list[int]]:
-    """Each request alone, one step at a time, whole prompts, nothing cached."""
+    """The answers to each request alone: one step at a time, whole prompts, nothing cached."""
     driver = make_model_driver(
         disable_overlap_schedule=True, disable_radix_cache=True, chunked_prefill_size=-1
     )
@@ -66,7 +66,8 @@ def sampled_reference() -> list[list[int]]:
 
 
 def check_logprobs_equal_transformers(**flags: object) -> None:
-    """Of a prompt and its output, the best tokens at two positions too, by a driver with these flags."""
+    """Check the logprobs of a prompt and its output, and the best tokens at two positions, of a driver with these
+    flags."""
     model = AutoModelForCausalLM.from_pretrained(fenceline.demo_model_path(), dtype=torch.float32)
     ids = prompts()[2]
     req = request(

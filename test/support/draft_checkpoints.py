@@ -1,4 +1,4 @@
-"""Random small drafts, saved as they are published, beside the random targets of model_parity."""
+"""Random small drafts for the random targets of model_parity, saved in the published formats."""
 
 from __future__ import annotations
 
@@ -12,27 +12,31 @@ import transformers
 from model_parity import save_checkpoint
 from safetensors.torch import load_file, save_file
 
-VOCAB, TARGET_SIZE, TARGET_LAYERS = 101, 48, 3  # of the targets in model_parity
+VOCAB, TARGET_SIZE, TARGET_LAYERS = (
+    101,
+    48,
+    3,
+)  # vocabulary, hidden size and layers of the targets in model_parity
 
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass
 class DraftCheckpoint:
-    """A draft's ``config.json`` and tensors; ``save`` writes them as they are at that moment."""
+    """A draft's ``config.json`` and tensors, which a test may change before ``save`` writes them."""
 
     config: dict[str, object]
     tensors: Tensors = field(default_factory=dict)
 
     def save(self, directory: Path) -> Path:
-        """One safetensors file and ``config.json`` in ``directory``, which is returned."""
+        """Write one safetensors file and ``config.json`` into ``directory``, which is returned."""
         directory.mkdir(parents=True, exist_ok=True)
         save_file(self.tensors, directory / "model.safetensors")
         (directory / "config.json").write_text(json.dumps(self.config))
         return directory
 
     def size(self, key: str) -> int:
-        """A whole number of the config."""
+        """An integer of the config."""
         value = self.config[key]
         assert isinstance(value, int)
         return value
@@ -49,7 +53,7 @@ def save_target(name: str, directory: Path) -> transformers.PreTrainedModel:
 
 
 def random_eagle(rng: Random, family: str) -> DraftCheckpoint:
-    """An EAGLE draft: LlamaForCausalLMEagle, Qwen2ForCausalLMEagle, ...; its own embedding and head by chance."""
+    """An EAGLE draft: LlamaForCausalLMEagle, Qwen2ForCausalLMEagle, ...; randomly with its own embedding and head."""
     config = _sizes(rng, TARGET_SIZE) | {
         "architectures": [rng.choice([f"{family}ForCausalLMEagle", f"{family}ForCausalLM"])],
         "num_hidden_layers": rng.choice([1, 2, 3]),
@@ -70,7 +74,8 @@ def random_eagle(rng: Random, family: str) -> DraftCheckpoint:
 
 
 def random_eagle3(rng: Random) -> DraftCheckpoint:
-    """An EAGLE-3 draft; by chance of another width than the target, of a part of the vocabulary, with ids of layers."""
+    """An EAGLE-3 draft; randomly with another width than the target, a part of the vocabulary, or explicit layer
+    ids."""
     size = rng.choice([TARGET_SIZE, 40])
     config = _sizes(rng, size) | {
         "architectures": [rng.choice(["LlamaForCausalLMEagle3", "LlamaForCausalLM"])],
@@ -102,7 +107,7 @@ def random_eagle3(rng: Random) -> DraftCheckpoint:
 
 
 def add_mtp(directory: Path, num_layers: int) -> DraftCheckpoint:
-    """Adds layers that predict further tokens to the checkpoint of a target; returns all of it."""
+    """Adds multi-token prediction layers to the checkpoint of a target, and returns all of it."""
     config = json.loads((directory / "config.json").read_text()) | {"num_nextn_predict_layers": num_layers}
     made = DraftCheckpoint(config)
     for path in directory.glob("*.safetensors"):
@@ -156,7 +161,7 @@ def _biases(config: dict[str, object], family: str) -> _Biases:
 
 
 def _layer(config: dict[str, object], prefix: str, in_size: int, biases: _Biases, qk_norm: bool) -> Tensors:
-    """All but the norm of the input."""
+    """The tensors of a layer without the norm of its input."""
     sizes = {key: value for key, value in config.items() if isinstance(value, int)}
     size, inner, heads = sizes["hidden_size"], sizes["intermediate_size"], sizes["num_attention_heads"]
     head_dim = sizes.get("head_dim") or size // heads

@@ -1,4 +1,4 @@
-"""Drafts computed plainly: dense, one request at a time, in float64, from the tensors of their checkpoints."""
+"""A simple reference for drafts: dense, one request at a time, in float64, from the tensors of their checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rotate(x: torch.Tensor, theta: float) -> torch.Tensor:
 
 @dataclass
 class Reference:
-    """What the checkpoint's tensors mean, for whole sequences: rows [n, ...] at positions 0 to n."""
+    """The computation of a draft for whole sequences: rows [n, ...] at positions 0 to n - 1."""
 
     made: DraftCheckpoint
     embedding: torch.Tensor  # the draft's own or the target's
@@ -101,7 +101,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class TargetStates:
-    """What transformers' model computes for one sequence, in float64."""
+    """The results of transformers' model for one sequence, in float64."""
 
     normed: torch.Tensor  # after the final norm
     aux: torch.Tensor
@@ -110,7 +110,7 @@ class TargetStates:
 def target_states(
     model: transformers.PreTrainedModel, ids: torch.Tensor, layers: Sequence[int]
 ) -> TargetStates:
-    """``layers``: whose inputs are read; the number of layers for the output of the last."""
+    """``layers``: the layers whose inputs are kept; the number of layers stands for the output of the last one."""
     last: list[torch.Tensor] = []
     handle = model.model.norm.register_forward_pre_hook(lambda module, args: last.append(args[0]))
     with torch.no_grad():

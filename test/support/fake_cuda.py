@@ -1,4 +1,4 @@
-"""A replacement for torch.cuda that runs nothing: it records each call with the stream that was current.
+"""A replacement for torch.cuda that runs nothing. It records each call with the stream that was current.
 
 ``install(monkeypatch)`` puts it where ``memory_order.cuda`` imports it, so that CudaDevice can be made on a laptop.
 Memory is the host's; :class:`Buffer` takes the place of tensors whose copies matter.
@@ -19,7 +19,7 @@ Call = tuple[object, ...]
 
 
 class Machine:
-    """The calls to the device: ``calls``, oldest first. ``current`` is the stream that work goes to."""
+    """Records the calls to the device in ``calls``, oldest first. ``current`` is the current stream."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -103,7 +103,7 @@ class CUDAGraph:
 
 
 class Buffer:
-    """A tensor of which only copies are of interest."""
+    """A tensor of which only the copies are recorded."""
 
     def __init__(self, kind: str, pinned: bool = False) -> None:
         self.device = SimpleNamespace(type=kind)
@@ -117,7 +117,7 @@ class Buffer:
 
 
 class Kernels:
-    """A library of ``fenceline_kernel``: notes words that are copied and rows that are filled."""
+    """A library of ``fenceline_kernel``. It records copies of words and fills of rows."""
 
     def copy_words(self, dst: int, src: int, num_words: int, device: torch.device, stream: int) -> None:
         MACHINE.calls.append(("copy_words", dst, src, num_words, device, stream))
@@ -144,7 +144,7 @@ class KernelUnavailable(RuntimeError):
 
 
 def install(monkeypatch: pytest.MonkeyPatch, kernels: Kernels | None = None) -> Machine:
-    """Put a machine in torch's place, with ``fenceline_kernel`` or without."""
+    """Replace torch.cuda by a machine, with ``fenceline_kernel`` or without."""
     from fenceline.memory_order import cuda
 
     MACHINE.__init__()  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""A scheduler without a model: it speaks the real messages and echoes the prompt, over and over.
+"""A scheduler without a model: it uses the real messages and repeats the prompt.
 
 The answer to prompt ids p is p[0], p[1], ..., p[0], ...; an end-of-sequence id or a stop token id among
 them ends it, as does ``max_new_tokens``. The logprob of token t is ``-(t % 8) / 8``. A prompt seen before is
@@ -72,8 +72,8 @@ HICACHE_STATE = HiCacheState(
 class Seed:
     """``sampling_params.seed`` values with a meaning."""
 
-    HANG = 7001  # never answers; holds its place until aborted
-    HELD = 7002  # its first token; the others when the scheduler process is sent ``RELEASE``
+    HANG = 7001  # never answers; it keeps its place until it is aborted
+    HELD = 7002  # sends its first token; the others when the scheduler process gets the signal ``RELEASE``
     RAISE = 7003  # the scheduler fails with an exception
     DIE = 7004  # the scheduler process ends without a message
     REFUSE = 7005  # ends in an error of its own, status 507
@@ -114,12 +114,12 @@ class FakeScheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether a step may have something to say."""
+        """Whether a step may have something to send."""
         active = any(running.req.sampling_params.seed != Seed.HANG for running in self.running.values())
         return not self.paused and (active or bool(self.waiting))
 
     def handle(self, message: Message) -> tuple[list[TokenOut], list[Message]]:
-        """Apply one message: the news and the replies it causes."""
+        """Apply one message; returns the outputs and replies that it causes."""
         match message:
             case TokenizedGenerateReq():
                 return self.accept(message), []
@@ -177,7 +177,7 @@ class FakeScheduler:
         return device + storage, CachedTokensDetails(device=device, host=0, storage=storage)
 
     def abort(self, message: AbortReq) -> list[TokenOut]:
-        """End requests; silently if the detokenizer already told the client."""
+        """End requests, without a message if the detokenizer has already told the client."""
         rids = [*self.running, *self.waiting] if message.abort_all else [message.rid]
         outs: list[TokenOut] = []
         for rid in rids:
@@ -242,7 +242,7 @@ class FakeScheduler:
         return self.out(running, new, reason)
 
     def out(self, running: Running, new: list[int], reason: FinishReason | None) -> TokenOut:
-        """News of one request as a message."""
+        """The message with the new tokens of one request."""
         req = running.req
         first = running.num_out == 0
         running.num_out += len(new)
@@ -266,7 +266,7 @@ class FakeScheduler:
         )
 
     def state(self) -> InternalState:
-        """What the scheduler knows of itself."""
+        """The state of the scheduler."""
         used = sum(len(running.req.input_ids) + running.num_out for running in self.running.values())
         return InternalState(
             num_running_reqs=len(self.running), num_queue_reqs=len(self.waiting), num_used_tokens=used,
@@ -346,7 +346,7 @@ class FakeProcess:
         self.close()
 
     def receive(self) -> list[Message]:
-        """What has arrived; waits while there is nothing to do, and a moment between steps."""
+        """The messages that have arrived. It waits while there is nothing to do, and briefly between steps."""
         if self.scheduler.busy:
             self.inbox.wait(1)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-# The server's spawned children run this file too, and importing here would take each of them a second.
+# The server's spawned children run this file too, and imports outside this block would take each of them a second.
 if __name__ == "__main__":
     import broken_scheduler
     import fake_scheduler
@@ -16,5 +16,5 @@ if __name__ == "__main__":
     module = fake_scheduler if hasattr(fake_scheduler, sys.argv[1]) else broken_scheduler
     try:
         sys.exit(serve_until_stopped(resolve(parse_args(sys.argv[2:])), getattr(module, sys.argv[1])))
-    except KeyboardInterrupt:  # before the server handled signals itself; launch_server does the same
+    except KeyboardInterrupt:  # it came before the server handles signals; launch_server does the same
         sys.exit(130)

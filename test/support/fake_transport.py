@@ -6,8 +6,8 @@ import asyncio
 
 
 class Wire(asyncio.Transport):
-    """Notes what reaches the kernel. ``untaken``: bytes that the kernel has not taken; ``is_lost``: the client has
-    left, and uvloop's transport would raise at a write."""
+    """Records what reaches the operating system. ``untaken``: bytes that it has not taken yet; ``is_lost``: the client
+    has disconnected, and uvloop's transport would raise at a write."""
 
     def __init__(self) -> None:
         super().__init__()

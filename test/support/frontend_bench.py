@@ -1,4 +1,4 @@
-"""A tokenizer manager without sockets: tests read what it sends and pass it the answers."""
+"""A tokenizer manager without sockets: tests read its messages and pass it the answers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class MemoryLink:
 
 
 class Bench:
-    """A ready manager and its link; ``flags`` are ServerArgs fields."""
+    """A tokenizer manager that is ready, and its link; ``flags`` are ServerArgs fields."""
 
     def __init__(self, priority: PriorityConfig | None = None, **flags: object) -> None:
         config = demo_config()

@@ -1,4 +1,4 @@
-"""Processes that are ranks over gloo: each runs one program and leaves what it has got in a file."""
+"""Runs ranks as processes over gloo: each runs one program and writes its results to a file."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from fenceline.memory_order import Communicator, PeerLostError, open_device
 
 
 def numbers(rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """What ``rank`` brings: numbers whose sum depends on the order of adding and on how often it is rounded."""
+    """The input of ``rank``: numbers whose sum depends on the order of adding and on how often it is rounded."""
     values = torch.randn(5, 300, generator=torch.Generator().manual_seed(rank))
     return values.to(dtype)
 
 
 def run_gloo_ranks(size: int, folder: Path) -> list[dict[str, Any]]:
-    """Every rank's results: sums by dtype, what it has gathered, and what it was told when the last rank had ended."""
+    """The results of all ranks: sums by dtype, what each has gathered, and the error that it got after the last rank
+    had ended."""
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=_run, args=(rank, size, folder)) for rank in range(size)]
     for process in processes:

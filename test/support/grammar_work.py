@@ -1,4 +1,4 @@
-"""A compile server whose compiler does what the texts of its grammars say, within one second of CPU time."""
+"""A compile server whose compiler does what a grammar's text says, with a limit of one second of CPU time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ NUM_CHILDREN = 2
 
 
 def work(job: CompileJob) -> bytes:
-    """``loop`` never ends, ``eat`` takes all memory, ``crash`` dies, ``kill`` is killed, ``refuse`` is wrong;
-    anything else is fine."""
+    """Compile: ``loop`` never ends, ``eat`` takes all memory, ``crash`` crashes, ``kill`` is killed, ``refuse`` is
+    refused; anything else is compiled."""
     match job.spec.text:
         case "loop":
             while True:

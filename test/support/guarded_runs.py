@@ -1,5 +1,5 @@
-"""Code that the regression tests share: a runner with all guards and its reference, runners with one guard severed, and
-spins of the device that make a race last longer.
+"""Code of the regression tests: a runner with all guards and its reference, runners with one guard severed, and spins
+of the device that make a race last longer.
 
 On a GPU the reference runs the same step functions over the same padded arena and plan, eagerly, one step at a time, so
 that every bit must be equal. On the CPU, where a capture does no more than that, it is a runner without graphs, and
@@ -103,13 +103,13 @@ def check_random_steps(
 
 
 def unguarded(kind: str, name: str, page_size: int, num_rows: int = 12) -> ModelRunner:
-    """A runner without the edge or guard of that name."""
+    """A runner without the edge or guard ``name``."""
     device = open_device(kind, severed=frozenset({name}))
     return make_runner(device, trace_shape(page_size, num_rows), SIZES)
 
 
 def corruption(expected: Sequence[StepOutput], runner: ModelRunner, batches: Sequence[ScheduleBatch]) -> str:
-    """Where the answers of ``runner`` differ; "" if nowhere."""
+    """A description of where the answers of ``runner`` differ; "" if they do not."""
     return first_difference(expected, play(runner, batches))
 
 
@@ -120,8 +120,9 @@ def play_spinning(
     spin: Callable[[Device], None],
     severed: str = "",
 ) -> list[StepOutput]:
-    """Run the first steps one by one; then, with ``spin`` on the device and without the edge or guard ``severed``, the
-    others, two in flight. The setup ends with a step like those that follow, so that staging holds valid values."""
+    """Run the first ``num_setup`` steps one by one; then the others, two in flight, with ``spin`` on the device and
+    without the edge or guard ``severed``. The setup ends with a step like those that follow, so that staging buffers
+    have valid values."""
     device = runner.device
     outputs = play(runner, batches[:num_setup], overlap=False)
     device.synchronize()

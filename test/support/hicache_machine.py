@@ -1,7 +1,7 @@
-"""A state machine that drives the tree of two tiers and a naive model with the same operations.
+"""A state machine that applies the same operations to the two-tier tree and to a naive model.
 
-Requests match, load, compute, insert, decode and leave, with backups, write-back spills, prefetches, holds and
-evictions of both tiers in between. Each operation checks the bytes that it reads when it runs (hicache_world).
+Requests match, load, compute, insert, decode and leave. Between these there are backups, write-back spills, prefetches,
+holds and evictions of both tiers. Each operation checks the bytes that it reads when it runs (hicache_world).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ FINGERPRINT = PageFingerprint("model", "a layout", page_nbytes=4)
 
 @dataclass
 class Running:
-    """A request: a locked prefix of the tree's pages, then its own. ``loads``, ``own_after``: what its next step has
-    to wait for, before it reads and before it writes the pages ``unwritten``."""
+    """A request: a locked prefix of the tree's pages, then its own pages. Its next step must wait for ``loads`` before
+    it reads, and for ``own_after`` before it writes the pages ``unwritten``."""
 
     space: str
     symbols: tuple[int, ...]
@@ -50,7 +50,7 @@ class Running:
 
 @dataclass
 class Queued:
-    """A match that waits to be used, and the model's pages at that time, each with its number of moves."""
+    """A match that is used later, and the model's pages at the time of the match, each with its number of moves."""
 
     match: MatchResult
     prefix: Prefix
@@ -63,7 +63,7 @@ class Queued:
 class Held:
     hold: HostHold
     contents: Contents
-    after: Points  # a worker reads after these
+    after: Points  # a storage worker reads after these
     entries: list[Entry] = field(default_factory=list)
 
 
@@ -112,7 +112,7 @@ class TwoTierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.queued)
     @rule(pick=picks, load_back=mostly, launch=mostly)
     def begin(self, pick: int, load_back: bool, launch: bool) -> None:
-        """A queued match is used, if it is still valid, by a request that continues after it, at once or later."""
+        """A request begins with a queued match, if that is still valid, and continues after it, at once or later."""
         queued = self.queued.pop(pick % len(self.queued))
         match, (space, symbols) = queued.match, queued.prefix
         if not self.is_current(queued):
@@ -157,7 +157,7 @@ class TwoTierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(pick=picks, more=picks)
     def publish_part(self, pick: int, more: int) -> None:
-        """A chunk is done: its pages go into the tree, and the request moves onto the tree's."""
+        """A chunk has been computed: its pages go into the tree, and the request moves onto the tree's pages."""
         req = self.running[pick % len(self.running)]
         self.insert(req, req.num_shared + more % (len(req.pages) - req.num_shared + 1))
 
@@ -362,7 +362,7 @@ class TwoTierMachine(RuleBasedStateMachine):
         assert not any(stream.ops for stream in self.world.streams), "operations wait for each other"
         self.holds_are_intact()
         self.drain_acks()
-        self.books_balance()
+        self.counts_agree()
         assert (self.tree.num_locked_nodes, self.tree.num_in_transit_pages, self.in_flight) == (0, 0, [])
         for entry_host, prefix in [(e.host, p) for p, e in self.model.pages.items() if e.host is not None]:
             check(self.world.host, [(entry_host, prefix)], "the end reads")
@@ -377,7 +377,7 @@ class TwoTierMachine(RuleBasedStateMachine):
     # --- what must always hold -----------------------------------------------------------------------
 
     @invariant()
-    def books_balance(self) -> None:
+    def counts_agree(self) -> None:
         self.tree.check()
         entries = self.model.pages.values()
         device = sorted(e.device for e in entries if e.device is not None)
@@ -423,8 +423,8 @@ class TwoTierMachine(RuleBasedStateMachine):
     # --- steps shared by the rules -------------------------------------------------------------------
 
     def tokens(self, symbols: tuple[int, ...]) -> np.ndarray:
-        """Pages that differ in their last token only, so that a mismatch is at the end of the page: in the last token
-        of their lookahead, where they have one."""
+        """Tokens whose pages differ only in their last token (with lookahead, the last token of it), so that a mismatch
+        is found only at the end of a page."""
         pages = np.full((len(symbols), self.page_size), 7)
         pages[:, -1] = symbols
         return np.concatenate([np.full(self.lookahead, 7), pages.reshape(-1)])
@@ -463,7 +463,7 @@ class TwoTierMachine(RuleBasedStateMachine):
         return expected
 
     def flight(self, req: Running) -> None:
-        """A step of ``req``: reads all its pages but those it writes, having waited for the loads."""
+        """A step of ``req``: after its loads, it reads all pages except those that it writes."""
         after = req.own_after
         for ticket in req.loads:
             after = after.join(ticket.points)
@@ -484,7 +484,7 @@ class TwoTierMachine(RuleBasedStateMachine):
         self.touched.append(got.node)
         self.pool.retire(offered[req.num_shared : num_existing].astype(np.int32), req.last_flight)
         if leaving:
-            del req.pages[req.num_shared :]  # the tree's now, or retired
+            del req.pages[req.num_shared :]  # these now belong to the tree, or have been retired
             self.leave(req)
             return
         self.tree.lock(got.node)
@@ -498,7 +498,7 @@ class TwoTierMachine(RuleBasedStateMachine):
     def leave(self, req: Running) -> None:
         self.running.remove(req)
         own = np.array(req.pages[req.num_shared :], dtype=np.int32)
-        # Pages that it has not written: their next owner must wait for what it would have waited for.
+        # If it has not written some pages, their next owner must wait for the same Points.
         self.pool.retire(own, req.last_flight.join(req.own_after))
         self.tree.unlock(req.node, req.last_flight)
         self.model.lock(req.prefix(req.num_shared), -1)

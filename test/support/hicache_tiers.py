@@ -1,4 +1,4 @@
-"""A tree of two tiers with its pools, whose transfers end when the test says so."""
+"""A two-tier tree with its pools, whose transfers end when the test decides."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PAGE = 4
 
 
 def prompt(*symbols: int) -> np.ndarray:
-    """One page for each symbol; pages share all tokens but the last."""
+    """The tokens of one page for each symbol; pages differ only in their last token."""
     return np.array([[9, 9, 9, s] for s in symbols]).reshape(-1)
 
 
 class Tiers:
-    """``spilled`` has the nodes of each call to the spill callback, which backs them up if ``spill_to_host``."""
+    """``spilled`` has the nodes of each call to the spill callback. The callback backs them up if ``spill_to_host``."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Tiers:
         return got[0]
 
     def add(self, *symbols: int, after: Points = Points.none(), extra_key: str = "") -> InsertResult:
-        """Insert a prompt as a request would that matched nothing."""
+        """Insert a prompt like a request without a cached prefix."""
         pages = self.pages(len(symbols))
         got = self.tree.insert(prompt(*symbols), pages, after, extra_key)
         self.pool.retire(pages[: got.num_existing_tokens // PAGE], Points.none())
@@ -68,7 +68,7 @@ class Tiers:
         return ticket, move
 
     def load_back(self, node: TreeNode, done: bool = False) -> tuple[Ticket, PageMove]:
-        """Begin and submit a load of everything on ``node``'s path that is on the host only."""
+        """Begin and submit a load of all nodes on the path to ``node`` that are only on the host."""
         self.num_tickets += 1
         ticket = Ticket.load(self.num_tickets)
         num_pages = sum(part.num_pages for part in node.path() if not part.on_device)
@@ -85,7 +85,7 @@ class Tiers:
         self.tree.finish(ticket)
 
     def on_host(self, *symbols: int) -> TreeNode:
-        """A prompt that is on the host only; returns its deepest node."""
+        """Make a prompt that is only on the host; returns its deepest node."""
         node = self.add(*symbols).node
         self.back_up(*(part for part in node.path() if part.host_pages is None), done=True)
         self.tree.evict(self.tree.num_evictable_pages)

@@ -1,7 +1,7 @@
-"""A model of the tree's environment: streams that run when told, memories whose bytes are prefixes, a naive tree.
+"""A model of the tree's environment: streams that run when the test decides, memories that hold prefixes, a naive tree.
 
-A page holds the prefix whose last page it is. Every operation that runs checks what it reads, so a page that is leased
-too early, a transfer that lacks a wait or a wrong page number leads to a wrong prefix.
+A page holds the prefix of which it is the last page. Every operation checks what it reads when it runs, so a page that
+is leased too early, a missing wait of a transfer or a wrong page number leads to a wrong prefix.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fenceline.memory_order.stream import Point, Points, Stream
 
 # A prefix: its namespace and its pages, each page named by one symbol.
 Prefix = tuple[str, tuple[int, ...]]
-Contents = list[tuple[int, Prefix]]  # (page, what it holds or shall hold)
+Contents = list[tuple[int, Prefix]]  # (page, the prefix that it holds or is to hold)
 
 
 class WorldStream(Stream):
@@ -29,7 +29,7 @@ class WorldStream(Stream):
     def __init__(self, name: StreamName) -> None:
         super().__init__(name, frozenset())
         self.ops: deque[tuple[Points, Callable[[], None], int]] = deque()
-        self.ran = 0  # the serial that has been reached; the host may know of an earlier one only
+        self.ran = 0  # the serial that has been reached; the host may only know an earlier one
 
     def submit(self, after: Points, action: Callable[[], None]) -> Point:
         point = self.record()
@@ -81,7 +81,7 @@ class SpyPool(LeasePool):
         self.log.append((ids.tolist(), after))
 
     def take_log(self) -> list[list[int]]:
-        """The ids since the last call, without what retired nothing."""
+        """The ids since the last call, without empty retirements."""
         log, self.log = self.log, []
         return [ids for ids, _ in log if ids]
 
@@ -107,7 +107,7 @@ class World:
         return self.forward.submit(after, run)
 
     def copy(self, to_device: bool, pages: list[tuple[int, int, Prefix]], after: Points) -> Point:
-        """A transfer of (device page, host page, what they hold)."""
+        """A transfer of ``pages``: (device page, host page, the prefix that they hold)."""
 
         def run() -> None:
             for device, host, prefix in pages:
@@ -121,7 +121,7 @@ class World:
         return (self.load if to_device else self.store).submit(after, run)
 
     def run_until(self, after: Points) -> None:
-        """Run operations until ``after`` has passed, like a host thread that waits; others may run too."""
+        """Run operations until ``after`` has passed, like a host thread that waits. Other operations may run too."""
         while not reached(after):
             assert any(stream.run_one() for stream in self.streams), f"nothing can run before {after}"
 
@@ -145,7 +145,7 @@ class Entry:
 
 
 class TwoTierModel:
-    """Every cached page under the prefix it ends, and the prefixes at which a node of the tree ends."""
+    """All cached pages by the prefix that they end, and the prefixes at which a node of the tree ends."""
 
     def __init__(self) -> None:
         self.pages: dict[Prefix, Entry] = {}
@@ -209,7 +209,7 @@ class TwoTierModel:
         return [e for (s, t), e in self.pages.items() if s == space and t[:-1] == symbols]
 
     def oldest_on_device(self, gone: list[Prefix]) -> Prefix | None:
-        """The node whose device pages are evicted next, if those of ``gone`` are evicted already."""
+        """The node whose device pages are evicted next if those of ``gone`` have been evicted."""
         ends = [
             end
             for end in self.ends
@@ -236,7 +236,7 @@ class TwoTierModel:
         return found
 
     def leave_host(self, pages: list[int], protected: set[Prefix]) -> None:
-        """The tree has retired ``pages``: their node must have been the next to be evicted."""
+        """The tree has retired host ``pages``. Check that their node was the next one to be evicted."""
         ends = self.host_candidates(protected)
         end = next((e for e in ends if [entry.host for entry in self.entries(e)] == pages), None)
         assert end is not None, f"host pages {pages} were not to go"
@@ -247,7 +247,7 @@ class TwoTierModel:
             self.drop(end)
 
     def drop(self, end: Prefix) -> list[Entry]:
-        """``end``'s node leaves with all that is below; returns what was below."""
+        """Remove the node that ends at ``end`` with all nodes below it; returns the entries below."""
         for part in self.node(end):
             del self.pages[part]
         below = [p for p in self.pages if p[0] == end[0] and p[1][: len(end[1])] == end[1]]

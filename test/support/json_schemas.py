@@ -1,4 +1,4 @@
-"""JSON schemas of every depth, generated, and a validator of their own for the keywords that they use."""
+"""Generated JSON schemas of any depth, and a validator for the keywords that they use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Schema = dict[str, Any]
 
 
 def generated_schema(random: Random, depth: int) -> Schema:
-    """An object whose members nest up to ``depth`` levels, with definitions that are referred to."""
+    """A schema of an object whose members nest up to ``depth`` levels, with definitions to which it refers."""
     defs = {name: _leaf(random) for name in ("one", "two")}
     return {**_object(random, depth, list(defs)), "$defs": defs}
 
@@ -62,7 +62,7 @@ def _leaf(random: Random) -> Schema:
 
 
 def problem(value: object, schema: Schema, root: Schema) -> str:
-    """What of ``value`` is not as ``schema`` has it, "" if all is."""
+    """What in ``value`` does not follow ``schema``; "" if it is valid."""
     if "$ref" in schema:
         return problem(value, root["$defs"][schema["$ref"].rsplit("/", 1)[1]], root)
     if "enum" in schema or "const" in schema:

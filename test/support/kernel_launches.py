@@ -1,5 +1,5 @@
-"""One or more small launches of each Triton kernel, with the operands that it declares: see ``kernel_surroundings``.
-Importing this module needs Triton."""
+"""Small launches of each Triton kernel with the operands that it declares, for ``kernel_surroundings``. Importing this
+module needs Triton."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from fenceline.sampling.kernels import sample, sample_triton
 from fenceline.speculative import kv_rows, kv_rows_triton
 from fenceline.speculative.draws import Pieces
 from fenceline.speculative.kernels import step, step_triton
-from fenceline.speculative.kernels.operands import Begun, Kept, NextRow
+from fenceline.speculative.kernels.operands import AcceptOutputs, BeginOutputs, NextRow
 
 _SCALE = 0.3
 
 
 def launches() -> Iterator[Launch]:
-    """All of them. The first launch of each kernel has every operand."""
+    """All launches. The first launch of each kernel has every operand."""
     yield from _norms()
     yield from _activations()
     yield from _rotations()
@@ -60,6 +60,7 @@ def launches() -> Iterator[Launch]:
     yield from _draws()
     yield from _moves()
     yield from _begins()
+    yield from _places()
     yield from _joins()
     yield from _drafts()
     yield from _ends()
@@ -267,6 +268,10 @@ def _grouped_products() -> Iterator[Launch]:
         (3, 2, [0, 2, 5], 6, 1, 23, 40, True, False, True),
         (7, 2, [0, 2, 5], 6, 1, 24, 140, True, True, False),
         (3, 2, [0, 2, 5], 6, 1, 23, 140, False, False, False),
+        (7, 2, [0, 2, 5], 6, 1, 24, 96, True, True, False),
+        (3, 2, [0, 2, 5], 6, 1, 23, 96, True, False, False),
+        (7, 2, [0, 2, 5], 6, 1, 24, 64, False, True, False),
+        (3, 2, [0, 2, 5], 6, 1, 23, 64, True, False, False),
     )
     for tokens, top_k, hit, num_experts, padded, size, k, gated, by_tiles, has_bias in shapes:
         sent = routed(tokens, top_k, hit, num_experts, padded)
@@ -274,23 +279,38 @@ def _grouped_products() -> Iterator[Launch]:
         out = _random(tokens * top_k, size)
 
         def run(
-            pdl: bool, x: Any, weight: Any, order: Any, ends: Any, out: Any, bias: Any, scales: Any,
+            pdl: bool, x: Any, weight: Any, order: Any, ends: Any, out: Any, bias: Any, scales: Any, zeros: Any,
             gated: bool = gated, by_tiles: bool = by_tiles,
         ) -> None:  # fmt: skip
-            cut = grouped_gemm.GroupedConfig(16, 16, 16, 4, 1) if by_tiles else None
-            weight = weight if scales is None else weight.view(torch.float8_e4m3fn)
+            has_four_bits = weight.shape[2] < x.shape[1]
+            cut = grouped_gemm.GroupedConfig(16, 16, 32 if has_four_bits else 16, 4, 1) if by_tiles else None
+            weight = weight if scales is None or has_four_bits else weight.view(torch.float8_e4m3fn)
             grouped_gemm.grouped_product(
-                x, weight, Routing(order, order, order, ends), gated, cut, bias, scales=scales, pdl=pdl
+                x,
+                weight,
+                Routing(order, order, order, ends),
+                gated,
+                cut,
+                bias,
+                scales=scales,
+                pdl=pdl,
+                zeros=zeros,
             )
 
         bias = _random(*weight.shape[:2]) if has_bias else None
-        scales = None
+        scales = zeros = None
+        if k in (96, 64):  # MXFP4 and int4 in groups of 32
+            groups = (*weight.shape[:2], k // 32)
+            scales = torch.randint(120, 124, groups, dtype=torch.uint8)
+            if k == 64:
+                scales, zeros = torch.rand(groups) + 0.5, torch.randint(0, 16, groups, dtype=torch.uint8)
+            weight = torch.randint(0, 256, (*weight.shape[:2], k // 2), dtype=torch.uint8)
         if k > 128:
             scales, weight = (
                 torch.rand(*weight.shape[:2], 2) + 0.5,
                 weight.to(torch.float8_e4m3fn).view(torch.uint8),
             )
-        operands = (x, weight, sent.order, sent.ends, out, bias, scales)
+        operands = (x, weight, sent.order, sent.ends, out, bias, scales, zeros)
         yield Launch(
             f"grouped_product {tokens}x{top_k}", accesses.grouped_product, operands, run, [out], grouped_gemm
         )
@@ -482,7 +502,12 @@ def _prologues() -> Iterator[Launch]:
 
 
 def _draws() -> Iterator[Launch]:
-    for num_reqs, vocab_size, has_all in ((3, 1100, True), (3, 40, False)):
+    # Thresholds count from the maximum of all tokens, so there are no masks beside them.
+    for num_reqs, vocab_size, has_all, has_masks in (
+        (3, 1100, True, False),
+        (3, 40, False, False),
+        (3, 70, False, True),
+    ):
         logits = _random(num_reqs, vocab_size) * 3
         some = (
             torch.rand(num_reqs) + 0.5,
@@ -497,12 +522,17 @@ def _draws() -> Iterator[Launch]:
         pieces = _draw_variants(vocab_size)[0]
         best = torch.zeros(num_reqs, pieces), torch.zeros(num_reqs, pieces, dtype=torch.int32)
         largest = torch.zeros(num_reqs, pieces) if has_all else None
+        words = torch.randint(-(2**31), 2**31, (num_reqs, -(-vocab_size // 32)))
+        masks = words.int() if has_masks else None
 
         def draw(pdl: bool, logits: Any, *rest: Any) -> None:
-            _draw_variants(logits.shape[1])[1].launch((rest[-2].numel(),), (logits, *rest), (2,))
+            each = 0 if rest[-4] is None else 1
+            _draw_variants(logits.shape[1], rows_each_mask=each)[1].launch(
+                (rest[-2].numel(),), (logits, *rest), (2,)
+            )
 
         name = f"draw_from_pieces {num_reqs}x{vocab_size}"
-        yield Launch(name, sample.PIECES, (logits, *inputs, *best, largest), draw)
+        yield Launch(name, sample.PIECES, (logits, *inputs, masks, *best, largest), draw)
         scores, ids = torch.rand(num_reqs, pieces), torch.randint(0, vocab_size, (num_reqs, pieces)).int()
         rows, tokens = torch.randperm(9)[:num_reqs], torch.zeros(9, dtype=torch.int64)
         nexts, steps = torch.zeros(num_reqs, dtype=torch.int64), torch.randint(0, 9, (num_reqs,))
@@ -547,7 +577,7 @@ def _begins() -> Iterator[Launch]:
         lens, table = _ids(size + 4, most=30) + 1, _ids(size + 4, 70).int()
         vectors = [torch.zeros(size, dtype=torch.int64) for _ in range(3)]
         tiles = [torch.zeros(size, num_rows, dtype=torch.int64) for _ in range(3)]
-        begun = Begun(
+        begun = BeginOutputs(
             vectors[0],
             vectors[1],
             vectors[2] if has_paths else None,
@@ -558,10 +588,26 @@ def _begins() -> Iterator[Launch]:
         def run(
             pdl: bool, rows: Any, lens: Any, table: Any, tokens: Any, page_size: int, depth: int, *begun: Any
         ) -> None:
-            step_triton.launch_begin(rows, lens, table, tokens, page_size, depth, Begun(*begun))
+            step_triton.launch_begin(rows, lens, table, tokens, page_size, depth, BeginOutputs(*begun))
 
         operands = (rows, lens, table, _ids(size + 4), page_size, 2, *begun)
         yield Launch(f"begin_speculative_step of {size}x{num_rows}", step.BEGIN, operands, run)
+
+
+def _places() -> Iterator[Launch]:
+    # Requests, rows of each, page size, the first row from a request's length on, whether there are positions.
+    for size, num_rows, page_size, first, has_positions in ((3, 4, 4, 2, True), (5, 1, 1, -40, False)):
+        rows = torch.randperm(size + 4)[:size]
+        outputs = [torch.zeros(size, num_rows, dtype=torch.int64) for _ in range(2)]
+
+        def run(
+            pdl: bool, rows: Any, lens: Any, first: int, table: Any, page_size: int, *outputs: Any
+        ) -> None:
+            step_triton.launch_place(rows, lens, first, table, page_size, *outputs)
+
+        table, positions = _ids(size + 4, 70).int(), outputs[0] if has_positions else None
+        operands = (rows, _ids(size, most=30) + 1, first, table, page_size, positions, outputs[1])
+        yield Launch(f"place_rows of {size}x{num_rows}", step.PLACE, operands, run)
 
 
 def _joins() -> Iterator[Launch]:
@@ -602,6 +648,19 @@ def _drafts() -> Iterator[Launch]:
             run,
         )
 
+    for size, num_pieces, num_rows, has_ids in ((3, 5, 4, True), (2, 150, 5, False)):
+        pieces = Pieces(
+            torch.randn(size, num_pieces), _ids(size, num_pieces).int(), torch.randn(size, num_pieces)
+        )
+        rows, counts = torch.randperm(size + 3)[:size], _ids(size, most=num_rows - 1)
+        kept, ids = torch.zeros(size + 3, 2, dtype=torch.int64), _ids(size, num_rows) if has_ids else None
+
+        def propose(pdl: bool, scores: Any, best: Any, largest: Any, *rest: Any) -> None:
+            step_triton.launch_proposal(Pieces(scores, best, largest), *rest)
+
+        operands = (*pieces, rows, counts, kept[:, 1], ids, 1)
+        yield Launch(f"keep_proposal {size}x{num_pieces}", step.PROPOSAL, operands, propose)
+
 
 def _ends() -> Iterator[Launch]:
     for size, num_rows, accept_length, has_all in (
@@ -630,7 +689,7 @@ def _ends() -> Iterator[Launch]:
             length: Any,
             *kept: Any,
         ) -> None:
-            step_triton.launch_accept(ids, drawn, is_bad, may, rows, lens, length, Kept(*kept))
+            step_triton.launch_accept(ids, drawn, is_bad, may, rows, lens, length, AcceptOutputs(*kept))
 
         operands = (ids, drawn, flags[0].clone(), flags[1].clone(), rows, _ids(size), accept_length, *kept)
         yield Launch(f"accept_chain {size}x{num_rows}", step.ACCEPT, operands, run)
@@ -645,5 +704,5 @@ def _ends() -> Iterator[Launch]:
         yield Launch(f"keep_last_hidden {size}x{features}", step.HIDDEN, operands, keep)
 
 
-def _draw_variants(vocab_size: int) -> Any:
-    return sample_triton._variants(vocab_size, vocab_size)
+def _draw_variants(vocab_size: int, rows_each_mask: int = 0) -> Any:
+    return sample_triton._variants(vocab_size, vocab_size, rows_each_mask=rows_each_mask)

@@ -1,4 +1,4 @@
-"""Random cases for the CUDA package and their expected results: on the CPU under emulation, and on a GPU."""
+"""Random cases for the CUDA package with their expected results, for emulation on the CPU and for a GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DTYPES = (
 
 @dataclass
 class FillCase:
-    """Fields to fill, whose destinations hold random bytes."""
+    """Fields to fill; before, their destinations hold random bytes."""
 
     fields: list[FillField]
 
@@ -47,7 +47,7 @@ class FillCase:
 
 
 def random_fill_case(seed: int, device: str, pinned: bool = False) -> FillCase:
-    """1 to 32 fields of random dtype and shape; ``pinned``: about half the sources lie in pinned host memory."""
+    """1 to 32 fields of random dtype and shape; ``pinned``: about half of the sources are in pinned host memory."""
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     fields = []
@@ -104,7 +104,8 @@ class PageCase:
         heads: tuple[int, int] | None = None,
         page_size: int | None = None,
     ) -> PageCase:
-        """Shapes from one byte-wide chunk to whole pages of many heads; distinct pages, some in a row."""
+        """A random case. Shapes go from one chunk of a byte to whole pages of many heads; pages are distinct, and some
+        are adjacent."""
         draw = random.Random(seed)
         page_size = page_size if page_size is not None else draw.choice((1, 2, 16, 64))
         num_layers = num_layers if num_layers is not None else draw.choice((1, 2, 5))
@@ -113,7 +114,7 @@ class PageCase:
         )
         dtype = draw.choice((torch.bfloat16, torch.float32, torch.uint8))
         num_pages, num_host = draw.randint(3, 20), draw.randint(3, 25)
-        if draw.random() < 0.5:  # evenly apart, as the engine's own pool is on a GPU
+        if draw.random() < 0.5:  # layers at equal distances, as in the engine's pool on a GPU
             pool = list(_kv((2 * num_layers, num_pages * page_size, *heads), dtype, device))
         else:
             pool = [_kv((num_pages * page_size, *heads), dtype, device) for _ in range(2 * num_layers)]
@@ -136,7 +137,7 @@ class PageCase:
         return PagePools(self.k, self.v, self.host, self.page_size, self.layout, io_backend, library)  # type: ignore[arg-type]
 
     def check_to_host(self, pools: PagePools, layers: range | None = None) -> None:
-        """Copy to the host; the pages named and no other byte must have changed."""
+        """Copy to the host. Only the given pages may have changed, and no other byte."""
         expected = self.host.clone()
         for layer, c, device_page, host_page in self._copies(layers):
             self._host_page(expected, layer, c, host_page).copy_(self._device_page(layer, c, device_page))
@@ -145,7 +146,7 @@ class PageCase:
         assert torch.equal(self.host, expected)
 
     def check_to_device(self, pools: PagePools, layers: range | None = None) -> None:
-        """Copy to the device after the host's bytes have changed; as above."""
+        """Change the host's bytes and copy to the device. Only the given pages may have changed."""
         self.host.copy_(_kv(tuple(self.host.shape), self.host.dtype, "cpu"))
         expected = [tensor.clone() for tensor in (*self.k, *self.v)]
         for layer, c, device_page, host_page in self._copies(layers):
@@ -157,7 +158,7 @@ class PageCase:
         assert all(torch.equal(a, b) for a, b in zip((*self.k, *self.v), expected, strict=True))
 
     def copy(self, pools: PagePools, to_host: bool, layers: range | None = None) -> None:
-        """The lists are read at the call: they are overwritten right after it."""
+        """Copy, and overwrite the lists of pages right after the call, because it must have read them."""
         device_pages, host_pages = self.device_pages.copy(), self.host_pages.copy()
         pools.copy(
             device_pages, host_pages, to_host=to_host, layers=layers, num_ctas=self.num_ctas, min_rows=self.min_rows
@@ -191,7 +192,7 @@ def _page_list(draw: random.Random, size: int, count: int) -> np.ndarray:
 
 
 def _kv(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Noise without NaN: random bytes of numbers that compare equal to themselves."""
+    """Random numbers of ``dtype`` without NaN, so that they compare equal to themselves."""
     return torch.randint(0, 120, shape, dtype=torch.uint8).to(dtype).to(device)
 
 
@@ -204,7 +205,7 @@ def _synchronize(tensor: torch.Tensor) -> None:
 
 
 def fill_launches(library: KernelLibrary | None = None) -> Iterator[Launch]:
-    """Fills as an arena makes them: heads from sources with as many rows, tails and whole fields of padding."""
+    """Fills as in an arena: live rows from sources with as many rows, and padding for the rest or for whole fields."""
     generator = torch.Generator().manual_seed(2)
     for num_live, size in ((3, 5), (16, 16), (1, 70)):
         shapes = ((torch.int64, ()), (torch.int32, (7,)), (torch.bool, ()), (torch.bfloat16, (2, 3)))
@@ -242,7 +243,8 @@ def copy_launches(library: KernelLibrary | None = None, io_backend: str = "kerne
 
 
 def _parts(case: PageCase, host: torch.Tensor, sides: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What ``copy_pages`` takes: pages of each layer's keys and values on the device and on the host, in turns."""
+    """The operands of ``copy_pages``: for each layer, the pages of its keys and values on the device and on the
+    host."""
     parts = []
     for number, side in enumerate(sides):
         layer, c = divmod(number, 2)

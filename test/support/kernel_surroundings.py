@@ -1,11 +1,11 @@
-"""Checks what a kernel declares: memory outside the declaration neither changes its results nor is written.
+"""Checks a kernel's declared accesses: memory outside the declaration neither changes its results nor is written.
 
-Each operand is a view in the middle of a larger buffer. Whatever is not declared as read is filled with garbage, and
-in a second run with other garbage: the kernel must write the same. Whatever is not declared as written must keep its
-value.
+Each operand is a view in the middle of a larger buffer. All memory that is not declared as read is filled with garbage,
+and in a second run with other garbage; the kernel must write the same values. All memory that is not declared as
+written must keep its value.
 
-In Triton's interpreter each program of a kernel that is launched programmatically begins with garbage in all memory
-except for what it declares to read early. The rest has its values once the program waits.
+In Triton's interpreter, each program of a kernel with programmatic dependent launch begins with garbage in all memory
+except what it declares to read early. The rest gets its values when the program waits.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ import torch
 
 from fenceline.memory_order.kernel import Kernel, Rows
 
-_MARGIN = 64  # elements before and behind an operand; addresses stay aligned to 16 bytes and more
-# Garbage of integers is valid as an index, so that a kernel that wrongly follows one does not end the process. Memory
-# that is to be written begins with other garbage, so that copied garbage is seen.
+_MARGIN = 64  # elements before and after an operand; addresses stay aligned to at least 16 bytes
+# Integer garbage is valid as an index, so that a kernel that wrongly uses it does not end the process. Memory that is
+# to be written begins with other garbage, so that copied garbage is noticed.
 _FLOATS, _INTS = (float("nan"), 3e4), (0, 1)
 _OTHER_FLOATS, _OTHER_INTS = (-1.5, 2e4), (-7, -9)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """``run(pdl, *operands)`` launches the kernel on operands like these. ``operands``: the ones that it declares.
+    """``run(pdl, *operands)`` launches the kernel on operands like ``operands``, which are those that it declares.
 
-    ``outputs``: those operands that the launching function would allocate itself, in that order. ``waits_in``: the
-    module whose ``tl_cuda`` the kernel waits with, None for one that is not launched programmatically. ``pinned``:
-    those operands that are in memory of the host.
+    ``outputs``: the operands that the launching function would allocate itself, in this order. ``waits_in``: the module
+    whose ``tl_cuda`` the kernel uses to wait; None: it has no programmatic dependent launch. ``pinned``: the operands
+    that are in host memory.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Touched:
     """See ``KernelAccesses``: which elements of each operand's buffer are read, read early, and written."""
 
     def __init__(self, operands: Sequence[Any], but: torch.Tensor | None = None) -> None:
-        """``but``: an operand of which nothing is recorded, as if its declaration were missing."""
+        """``but``: an operand of which no access is recorded, as if its declaration were missing."""
         tensors = {id(t): t for t in operands if isinstance(t, torch.Tensor)}
         self._operands = tensors
         sizes = {key: _size(t) for key, t in tensors.items()}
@@ -132,12 +132,12 @@ def _places(tensor: torch.Tensor) -> Any:
 def _garbage(size: int, dtype: torch.dtype, number: int) -> torch.Tensor:
     if not dtype.is_floating_point:
         return torch.full((size,), _INTS[number], dtype=dtype)
-    # Unequal where it can be, so that garbage is seen to move from one place of an operand to another.
+    # Values differ where possible, so that garbage that is moved within an operand is noticed.
     return (_FLOATS[number] + torch.arange(size) % 64 * 128).to(dtype)
 
 
 def check(launch: Launch, device: str = "cpu", pdl: bool = False, but: torch.Tensor | None = None) -> None:
-    """Raises AssertionError where the kernel does not keep to its declaration. ``but``: see ``Touched``."""
+    """Raises AssertionError if the kernel violates its declaration. ``but``: see ``Touched``."""
     touched = Touched(launch.operands, but)
     launch.kernel.accesses(touched, *launch.operands)
     runs = [_run(launch, touched, device, pdl, number) for number in range(2)]
@@ -155,15 +155,21 @@ def check(launch: Launch, device: str = "cpu", pdl: bool = False, but: torch.Ten
     assert changed, f"{launch.name} writes nothing"
 
 
-def check_forgetting(launch: Launch) -> None:
-    """``check`` fails for a declaration without any one of the operands: each is needed, and ``check`` can fail."""
-    for number, operand in enumerate(launch.operands):
-        if isinstance(operand, torch.Tensor):
-            try:
-                check(launch, but=operand)
-            except AssertionError:
-                continue
-            raise AssertionError(f"operand {number} of {launch.name} need not be declared")
+def check_forgetting(launches: Sequence[Launch]) -> None:
+    """Checks that ``check`` fails for at least one launch of a kernel if any of the operands is not declared. So every
+    declaration is needed, and ``check`` can fail."""
+    for number in range(len(launches[0].operands)):
+        given = [launch for launch in launches if isinstance(launch.operands[number], torch.Tensor)]
+        if given and all(_is_true_without(launch, number) for launch in given):
+            raise AssertionError(f"operand {number} of {launches[0].kernel.name} need not be declared")
+
+
+def _is_true_without(launch: Launch, number: int) -> bool:
+    try:
+        check(launch, but=launch.operands[number])
+    except AssertionError:
+        return False
+    return True
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> Any:
@@ -177,7 +183,7 @@ Buffers = dict[int, torch.Tensor]
 
 
 def _run(launch: Launch, touched: Touched, device: str, pdl: bool, number: int) -> tuple[Buffers, Buffers]:
-    """One launch, with garbage in all memory that is not declared as read; all buffers before it and after it."""
+    """One launch with garbage in all memory that is not declared as read. Returns all buffers before and after it."""
     before: Buffers = {}
     for operand in launch.operands:
         if isinstance(operand, torch.Tensor):
@@ -233,7 +239,7 @@ def _allocating(outputs: Sequence[torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _overlapped(launch: Launch, touched: Touched, there: Buffers, number: int) -> Iterator[None]:
-    """In Triton's interpreter: each program begins before the preceding kernel has written."""
+    """In Triton's interpreter, let each program begin before the preceding kernel has written."""
     from triton.runtime.interpreter import interpreter_builder
 
     hidden: Buffers = {}

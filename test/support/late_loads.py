@@ -12,7 +12,7 @@ DEVICE_PAGES, HOST_PAGES = [25, 23, 21, 22, 28], range(2, 2 + PREFIX_PAGES)
 
 
 def late_loads(tiers: Tiers, cycles: int) -> None:
-    """Each layer of a load arrives late."""
+    """Make each layer of a load arrive late."""
     copier = tiers.hicache._copier
     to_device = copier.to_device
 
@@ -27,7 +27,8 @@ def late_loads(tiers: Tiers, cycles: int) -> None:
 def differences(
     severed: str, num_rounds: int, spin_cycles: int, io_backend: str = "direct", **flags: object
 ) -> list[str]:
-    """Compute prompts whose prefix is loaded, once on an idle device and once late; returns where answers differ."""
+    """Compute prompts whose prefix is loaded, once on an idle device and once with late loads. Returns where the
+    answers differ."""
     device = open_device("cuda", frozenset({severed} if severed else ()))
     tiers = Tiers(hicache_runner(device, hicache_io_backend=io_backend, **flags))
     found = []

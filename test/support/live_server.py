@@ -1,7 +1,7 @@
-"""Servers under test as processes: started, asked, signalled, waited for.
+"""Runs servers under test as processes, with methods to start, query, signal and wait for them.
 
-Nothing here depends on how fast the machine is: waits are for a sign of the server, and the limits are much longer than
-any step takes on a machine with other load (which ``pytest --busy-loops 4`` makes).
+Nothing here depends on the speed of the machine: tests wait for signs of the server, and the time limits are much
+longer than any step takes on a machine with other load (which ``pytest --busy-loops 4`` creates).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,8 +23,8 @@ import httpx
 import psutil
 
 FAKE_SERVER = str(Path(__file__).with_name("fake_server.py"))
-WAIT_S = 200.0  # for anything; only a failing test waits this long
-WATCHDOG_S = 8  # for tests in which a process hangs; the others must get CPU time within it
+WAIT_S = 200.0  # the time limit for anything; only a failing test waits this long
+WATCHDOG_S = 8  # for tests in which a process hangs; other processes must get CPU time within this time
 _ADDRESS = re.compile(r" at (http://\S+)")
 
 
@@ -32,7 +33,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.005)  # leaves the CPU to the server
+        time.sleep(0.005)  # so that the server gets the CPU
 
 
 def tokens_of(client: httpx.Client, text: str) -> list[int]:
@@ -50,7 +51,7 @@ def scheduler_state(client: httpx.Client) -> dict[str, Any]:
 
 
 class LiveServer:
-    """One server process and its output. Ends with the ``with`` block, its children too."""
+    """One server process and its output. It ends with the ``with`` block, and so do its children."""
 
     def __init__(self, command: Sequence[str], env: dict[str, str] | None = None) -> None:
         self.lines: list[str] = []
@@ -75,7 +76,7 @@ class LiveServer:
         under: Sequence[str] = (),
     ) -> LiveServer:
         """The real server over the fake scheduler, on a free port, with the demo model's tokenizer. ``under``: a
-        command that starts it."""
+        command that is put before the server's."""
         return cls(
             [
                 *under,
@@ -119,27 +120,27 @@ class LiveServer:
         self._ready.set()
 
     def wait_ready(self) -> LiveServer:
-        """Until the address was printed. Fails with the server's output if it ended instead."""
+        """Wait until the address was printed. Fails with the server's output if it ended instead."""
         assert self._ready.wait(WAIT_S), self.output
         assert self.base_url, self.output
         return self
 
     def wait_exit(self) -> int:
-        """Until the process has ended and its output was read; the exit status."""
+        """Wait until the process has ended and its output was read. Returns the exit status."""
         status = self._process.wait(WAIT_S)
         self._reader.join(WAIT_S)
         return status
 
     def signal(self, number: int) -> None:
-        """Send a signal to the main process alone."""
+        """Send a signal to the main process only."""
         self._process.send_signal(number)
 
     def children(self) -> list[psutil.Process]:
-        """Scheduler and detokenizer (and multiprocessing's resource tracker)."""
+        """The child processes: scheduler and detokenizer (and multiprocessing's resource tracker)."""
         return psutil.Process(self.pid).children(recursive=True)
 
     def engine_processes(self, num_ranks: int = 1) -> list[psutil.Process]:
-        """A scheduler for each rank, and the detokenizer, in this order, which is that of their start."""
+        """A scheduler for each rank, and the detokenizer, in the order of their start."""
         children = [child for child in self.children() if "resource_tracker" not in " ".join(child.cmdline())]
         assert len(children) == num_ranks + 1
         return sorted(children, key=lambda child: child.create_time())
@@ -151,14 +152,14 @@ class LiveServer:
         ]
         return "".join(lines[-num:])
 
-    def post_in_thread(self, body: dict[str, object]) -> Future[httpx.Response]:
-        """The answer of ``/generate``, asked for in a thread. Take it with ``.result(WAIT_S)``."""
+    def post_in_thread(self, body: dict[str, object], path: str = "/generate") -> Future[httpx.Response]:
+        """Post ``body`` to ``path`` in a thread. Get the answer with ``.result(WAIT_S)``."""
         answer: Future[httpx.Response] = Future()
 
         def ask() -> None:
             try:
                 with self.client() as client:
-                    answer.set_result(client.post("/generate", json=body))
+                    answer.set_result(client.post(path, json=body))
             except BaseException as error:
                 answer.set_exception(error)
 
@@ -183,3 +184,19 @@ class LiveServer:
                 for process in [*children, psutil.Process(self.pid)]:
                     process.kill()
         self.wait_exit()
+
+
+def unused_port() -> int:
+    """A port of 127.0.0.1 for a process that must be told its port. It is below the range from which Linux assigns
+    ports, so nothing else takes it before that process does. Each pytest-xdist worker has a hundred ports of its
+    own."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first = 20000 + 100 * worker
+    for port in range(first, first + 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError(f"no port from {first} to {first + 99} is free")

@@ -1,4 +1,5 @@
-"""A model's directory as far as configuration reads it: a small Llama's config.json, and an empty file of weights."""
+"""A model directory with only what the configuration reads: a small Llama's config.json and an empty file of
+weights."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ CONFIG_JSON = {
 
 
 def make_model_dir(folder: Path) -> Path:
-    """A new directory below ``folder``."""
+    """Make a new model directory in ``folder``."""
     directory = folder / "model"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(CONFIG_JSON))

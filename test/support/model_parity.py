@@ -1,4 +1,4 @@
-"""Random small checkpoints in Hugging Face's format, transformers' answers, and ours through paged memory."""
+"""Random small checkpoints in Hugging Face's format, the logits of transformers, and ours with paged memory."""
 
 from __future__ import annotations
 
@@ -69,6 +69,7 @@ _HALF_ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_
 _CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}
 _EXPERTS: dict[str, object] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
+_ERNIE: dict[str, object] = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24}
 _GPT_OSS: dict[str, object] = {
     "num_hidden_layers": 4,
     "head_dim": 16,
@@ -85,7 +86,7 @@ _GPT_OSS: dict[str, object] = {
     },
 }
 
-# Family, then what differs from _SIZES. Names are test ids.
+# The family and the entries of config.json that differ from _SIZES. The names are test ids.
 CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("Llama", {}),
     "llama-tied-biased": ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -168,6 +169,24 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
             "logits_scaling": 2.0,
         },
     ),
+    "seed-oss": ("SeedOss", {"head_dim": 20}),
+    "seed-oss-other-biases": (
+        "SeedOss",
+        {"head_dim": 16, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    "ernie4.5": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
+    "ernie4.5-moe": ("Ernie4_5_Moe", {**_ERNIE, "moe_num_shared_experts": 2}),
+    "ernie4.5-moe-some-layers": (
+        "Ernie4_5_Moe",
+        {
+            **_ERNIE,
+            "num_hidden_layers": 5,
+            "moe_layer_interval": 2,
+            "moe_layer_end_index": 3,
+            "moe_num_shared_experts": 0,
+            "tie_word_embeddings": False,
+        },
+    ),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "pad_token_id": 0}),
     "olmo2": ("Olmo2", {"num_key_value_heads": 2}),
     "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0}),
@@ -188,7 +207,13 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "minimax-m2": (
         "MiniMaxM2",
-        {"head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 6},
+        {
+            "head_dim": 12,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "rotary_dim": 6,
+            "rope_parameters": _HALF_ROTATED,  # earlier versions of transformers read this instead
+        },
     ),
     "gpt-oss": ("GptOss", _GPT_OSS),
     "gpt-oss-few-experts": (
@@ -207,7 +232,7 @@ def save_checkpoint(
     name: str, directory: Path, others: Mapping[str, object] | None = None
 ) -> transformers.PreTrainedModel:
     """A random model of ``CHECKPOINTS[name]``, saved in several safetensors files; float32, in eval mode. ``others``:
-    values of its config.json that are to be others."""
+    entries of its config.json that are replaced."""
     family, changes = CHECKPOINTS[name]
     config_class = getattr(transformers, f"{family}Config")
     name_of_class = f"{family.removesuffix('Text')}ForCausalLM"
@@ -215,12 +240,15 @@ def save_checkpoint(
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     config = config_class(**{**_SIZES, **changes, **(others or {}), **eager})
     model = model_class(config).eval()
+    if hasattr(config, "swiglu_limit"):  # earlier versions of transformers always use 7
+        for layer in model.model.layers:
+            layer.mlp.experts.limit = config.swiglu_limit
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        # transformers keeps the corrections of a router's scores in a buffer.
+        # transformers keeps the corrections of a router's scores in buffers, not in parameters.
         buffers = [b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
         for param in (*model.parameters(), *buffers):
-            # Wide enough that attention is far from uniform and every bias and norm weight shows in the logits.
+            # The spread is so large that attention is not uniform and every bias and norm weight affects the logits.
             offset = 1.0 if param.dim() == 1 else 0.0
             param.copy_(torch.randn(param.shape, generator=generator) * 0.3 + offset)
     model.save_pretrained(directory, max_shard_size="40KB")
@@ -247,8 +275,8 @@ class PagedModel:
         context: LayerContext | None = None,
         make_draft: Callable[[CausalLM], DraftModel] | None = None,
     ) -> None:
-        """``context``: what its layers are made with, the reference's operators by default. ``make_draft``: from the
-        model, a draft whose layers follow the model's in the pool."""
+        """``context``: what its layers are made with; None: torch's operators. ``make_draft`` makes a draft from the
+        model, whose layers follow the model's in the pool."""
         self.config = ModelConfig.from_dir(str(directory))
         self.device = torch.device(device)
         if context is None:
@@ -260,7 +288,7 @@ class PagedModel:
         self.draft = None if make_draft is None else make_draft(self.model)
         rows = self.model.kv_rows + (() if self.draft is None else self.draft.kv_rows)
         self.pool = KVPool(num_pages, KVLayout(page_size, rows), self.device, context.dtype)
-        # Slots that have not been written must not matter: only the sink is finite.
+        # Slots that have not been written must not be used, so all but the sink are NaN.
         for layer in range(self.pool.num_layers):
             self.pool.k(layer)[page_size:] = float("nan")
             self.pool.v(layer)[page_size:] = float("nan")
@@ -271,7 +299,7 @@ class PagedModel:
         self.page_table = pages.reshape(num_rows, pages_per_row).astype(np.int32)
 
     def share_prefix(self, source: int, target: int, num_pages: int) -> None:
-        """Row ``target`` begins with the first pages of row ``source``, as after a prefix hit."""
+        """Let row ``target`` begin with the first pages of row ``source``, as after a prefix hit."""
         self.page_table[target, :num_pages] = self.page_table[source, :num_pages]
 
     def step(
@@ -280,7 +308,8 @@ class PagedModel:
         mode: ForwardMode,
         logits_index: Sequence[int] | None = None,
     ) -> list[torch.Tensor]:
-        """Run tokens ``[start, end)`` of (row, prompt, start, end) in one batch → logits, one tensor for each."""
+        """Run tokens ``[start, end)`` of each (row, prompt, start, end) in one batch → one tensor of logits for
+        each."""
         with torch.inference_mode():
             logits = self.model.forward(self.batch(work, mode, logits_index)).cpu()
         if logits_index is not None:
@@ -348,7 +377,7 @@ def check_parity(
         for (i, start, end), logits in zip(work, results, strict=True):
             torch.testing.assert_close(logits, expected[i][start:end], atol=1e-4, rtol=rtol)
 
-    # One request in three chunks, together with others that are prefilled at once.
+    # One request is computed in three chunks, together with others that are computed in one step.
     run([(0, 0, 53), (1, 0, 2)], ForwardMode.EXTEND)
     run([(2, 0, 61), (0, 53, 54), (3, 0, 1)], ForwardMode.EXTEND)
     run([(0, 54, 140)], ForwardMode.EXTEND)

@@ -1,4 +1,5 @@
-"""A model runner with a host tier: requests whose pages the test chooses, and transfers between them and the host's."""
+"""A model runner with a host tier: requests whose pages the test chooses, and transfers of these pages to and from
+host."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def ids(pages: range | list[int]) -> np.ndarray:
 
 
 class Tiers:
-    """One runner; requests whose pages the test names, and transfers between these pages and the host's."""
+    """A runner, with requests whose pages the test chooses, and transfers between these pages and the host's."""
 
     def __init__(self, runner: ModelRunner) -> None:
         assert runner.hicache is not None
@@ -63,7 +64,7 @@ class Tiers:
         prefix_len: int = 0,
         loads: tuple[Ticket, ...] = (),
     ) -> ForwardResult:
-        """The same without waiting: the step is in flight."""
+        """Like :meth:`extend`, but without waiting, so that the step is in flight."""
         positions = np.arange(prefix_len, len(tokens))
         sampling = ReqSampling(GREEDY, 1, row, len(tokens), (0,), True, 2)
         seq = ExtendSeq(
@@ -81,11 +82,11 @@ class Tiers:
     def decode_batch(self, row: int, seq_len: int, composition: int) -> DecodeBatch:
         sampling = ReqSampling(GREEDY, 1, row, seq_len, (0,), False, 0)
         return DecodeBatch(
-            composition, np.array([row]), np.array([seq_len]), (sampling,), PageWrites(), Points.none()
+            composition, np.array([row]), np.array([seq_len]), (sampling,), PageWrites.none(), Points.none()
         )
 
     def store(self, device_pages: range | list[int], host_pages: range | list[int]) -> Ticket:
-        """After everything that FORWARD has been given."""
+        """Back up pages, after all work that has been submitted to FORWARD."""
         ticket = Ticket(next(self._tickets), STORE)
         after = Points.of(self.runner.device.forward.record())
         self.hicache.store(ticket, ids(device_pages), ids(host_pages), after)
@@ -97,7 +98,8 @@ class Tiers:
         return ticket
 
     def drain(self) -> list[Ticket]:
-        """All acks. Under the checker a device may have to be asked twice."""
+        """Wait for all acks. It loops, because with the memory checker a device may report an end only at the second
+        call."""
         acks = []
         while self.hicache.num_in_flight:
             acks += self.hicache.drain_acks()
@@ -109,7 +111,8 @@ def prompt(seed: int, num_tokens: int) -> np.ndarray:
 
 
 def through_the_host(tiers: Tiers, last: int = 7) -> tuple[StepOutput, StepOutput]:
-    """A prompt computed in one piece, and the same with a prefix whose pages went to the host and back to others.
+    """The answers to a prompt that is computed as a whole, and to the same prompt with a prefix that was copied to the
+    host and back to other pages.
 
     The prefix ends within a page, which the second request continues, as after a retraction.
     """

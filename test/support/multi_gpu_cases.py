@@ -1,5 +1,6 @@
-"""One rank of a case on several GPUs, as a process: ``python multi_gpu_cases.py CASE RANK SIZE FOLDER``. It writes
-what it has found to FOLDER/RANK.json. What it fails with goes to stderr, and its status is not 0."""
+"""One rank of a case as a process, on several GPUs or with several ranks on one: ``python multi_gpu_cases.py CASE RANK
+SIZE FOLDER``. It writes its results to FOLDER/RANK.json. If it fails, the error goes to stderr and the status is not
+0."""
 
 from __future__ import annotations
 
@@ -13,9 +14,12 @@ from pathlib import Path
 
 import torch
 
+from fenceline.distributed.gloo import GlooBackend
 from fenceline.distributed.nccl import NcclBackend
 from fenceline.distributed.peer import MAX_BYTES, PeerBackend, one_shot_bytes
-from fenceline.memory_order import Communicator, CommunicatorError, GraphError, open_device
+from fenceline.distributed.shared_gpu import ranks_share_gpu
+from fenceline.distributed.staged import StagedBackend
+from fenceline.memory_order import Communicator, CommunicatorError, GraphError, PeerLostError, open_device
 from fenceline.memory_order.cuda import CudaDevice
 from fenceline.memory_order.edges import ONE_STREAM, REGISTERED_GRAPH
 
@@ -27,10 +31,15 @@ class Rank:
 
     def __init__(self, rank: int, size: int, folder: Path, severed: frozenset[str] = frozenset()) -> None:
         self.rank, self.size, self.folder = rank, size, folder
-        device = open_device("cuda", severed, rank)
+        device = open_device("cuda", severed, 0 if ranks_share_gpu() else rank)
         assert isinstance(device, CudaDevice)
         self.device = device
-        self.nccl = NcclBackend(rank, size, (folder / "meeting").as_uri(), device.torch_device)
+        meeting = (folder / "meeting").as_uri()
+        self.nccl: NcclBackend | StagedBackend
+        if ranks_share_gpu():
+            self.nccl = StagedBackend(GlooBackend(rank, size, meeting))
+        else:
+            self.nccl = NcclBackend(rank, size, meeting, device.torch_device)
         with device.forward.active():
             self.backend = PeerBackend(self.nccl, device.torch_device)
         assert self.backend._own is not None, "our own all-reduce cannot be used here"
@@ -39,7 +48,7 @@ class Rank:
         self.generator = torch.Generator(device.torch_device).manual_seed(17 + rank)
 
     def numbers(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Different ones on each rank."""
+        """Numbers that differ between ranks."""
         return torch.randn(numel, generator=self.generator, device=self.device.torch_device).to(dtype)
 
     def in_order(self, x: torch.Tensor) -> torch.Tensor:
@@ -56,7 +65,7 @@ class Rank:
 
 
 def sizes_of(rank: Rank) -> list[int]:
-    """Bytes around every boundary at which another way is taken, as those of batches around a bucket (F11)."""
+    """Sizes in bytes around every boundary at which another algorithm is used, like batches around a bucket (F11)."""
     found = [16, 48, 1024, 1025 * 16]
     for limit in (rank.own.one_shot_bytes, MAX_BYTES, 512 * 16, 64 * 512 * 16, 128 * 512 * 16):
         found += [limit - 16, limit, limit + 16]
@@ -64,7 +73,7 @@ def sizes_of(rank: Rank) -> list[int]:
 
 
 def sums(rank: Rank) -> Found:
-    """Every size and type, eagerly, twice in a row."""
+    """Sums of every size and type, eagerly, twice in a row."""
     num = 0
     with rank.device.forward.active():
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -78,7 +87,7 @@ def sums(rank: Rank) -> Found:
 
 
 def ways(rank: Rank) -> Found:
-    """One shot, two shots, fused: the same bits."""
+    """One shot, two shots and fused must have the same bits."""
     with rank.device.forward.active():
         for rows in (1, 2, 7, 32):
             x = rank.numbers(rows * 4096, torch.bfloat16).view(rows, 4096)
@@ -95,8 +104,8 @@ def ways(rank: Rank) -> Found:
 
 
 def graphs(rank: Rank) -> Found:
-    """F10: sums of all sizes captured, registered and replayed with one rank late, each compared; eager ones in
-    between."""
+    """F10: sums of all sizes are captured, registered and replayed while one rank is late. Each is compared, with eager
+    sums in between."""
     device = rank.device
     pool = device.make_graph_pool("case")
     captured = []
@@ -144,7 +153,7 @@ def graphs(rank: Rank) -> Found:
 
 
 def unregistered(rank: Rank) -> Found:
-    """F10, without its guard: a graph with a sum in two shots is replayed, and nothing has been exchanged."""
+    """F10 without its guard: a graph with a sum in two shots is replayed although no addresses were exchanged."""
     device = rank.device
     with device.forward.active():
         x = torch.zeros(1 << 20, dtype=torch.bfloat16, device=device.torch_device)
@@ -159,7 +168,7 @@ def unregistered(rank: Rank) -> Found:
 
 
 def two_streams(rank: Rank) -> Found:
-    """F19: on another stream the communicator raises."""
+    """F19: the communicator raises if it is used on another stream."""
     device = rank.device
     with device.forward.active():
         rank.sum(torch.ones(8, device=device.torch_device))
@@ -176,7 +185,7 @@ def two_streams(rank: Rank) -> Found:
 
 
 def unordered_streams(rank: Rank) -> Found:
-    """F19, without its guard: two streams' sums begin together, in another order on each rank."""
+    """F19 without its guard: sums on two streams begin together, in a different order on each rank."""
     device = rank.device
     streams = [device.forward, device.store]
     xs = [torch.full((2048,), float(i + 1), device=device.torch_device) for i in range(2)]
@@ -193,7 +202,7 @@ def unordered_streams(rank: Rank) -> Found:
 
 
 def lost(rank: Rank) -> Found:
-    """The last rank ends while the others wait for it in a kernel; they are ended by whoever watches them."""
+    """The last rank ends while the others wait for it in a kernel. They are ended by the process that watches them."""
     with rank.device.forward.active():
         x = torch.ones(8, device=rank.device.torch_device)
         rank.sum(x)
@@ -207,6 +216,28 @@ def lost(rank: Rank) -> Found:
     return {}
 
 
+def gives_up(rank: Rank) -> Found:
+    """The last rank does not take part in a sum. The others' kernels wait for it until they are told that it has
+    failed. Then they end, and their sum is not used as a result."""
+    with rank.device.forward.active():
+        x = torch.ones(8, device=rank.device.torch_device)
+        rank.sum(x)
+        rank.device.synchronize()
+        rank.communicator.check()
+        if rank.rank < rank.size - 1:
+            rank.sum(x)
+            point = rank.device.forward.record()
+            assert not rank.device.forward.ask(point), "a rank was not waited for"
+            rank.own.give_up()
+            rank.device.synchronize()
+            try:
+                rank.communicator.check()
+            except PeerLostError:
+                return {"gave_up": True}
+            raise AssertionError("a sum without all ranks counts as one")
+    return {"gave_up": True}
+
+
 CASES: dict[str, tuple[Callable[[Rank], Found], frozenset[str]]] = {
     "sums": (sums, frozenset()),
     "ways": (ways, frozenset()),
@@ -214,6 +245,7 @@ CASES: dict[str, tuple[Callable[[Rank], Found], frozenset[str]]] = {
     "unregistered": (unregistered, frozenset({REGISTERED_GRAPH.name})),
     "two_streams": (two_streams, frozenset()),
     "unordered_streams": (unordered_streams, frozenset({ONE_STREAM.name})),
+    "gives_up": (gives_up, frozenset()),
     "lost": (lost, frozenset()),
 }
 
@@ -235,6 +267,7 @@ def main() -> None:
         me.device.synchronize()
         with me.device.forward.active():
             me.own.close()
+        found["open"] = len(me.own._opened)  # how many pieces of other ranks' memory are open
     (folder / f"{rank}.json").write_text(json.dumps(found))
     os._exit(0)  # NCCL's threads may hang in a destructor
 

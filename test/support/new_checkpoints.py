@@ -1,4 +1,4 @@
-"""Checkpoints that take the place of the demo model's, or cannot."""
+"""Checkpoints with which the demo model's weights can be replaced, and checkpoints with which they cannot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def demo_tensors() -> dict[str, torch.Tensor]:
 
 
 def changed_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
-    """The demo model's, each a little different: enough for other answers."""
+    """The demo model's tensors, each slightly changed, so that answers differ."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: (tensor.float() + 0.03 * torch.randn(tensor.shape, generator=generator)).to(tensor.dtype)
@@ -26,7 +26,7 @@ def changed_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def write_checkpoint(folder: Path, tensors: dict[str, torch.Tensor], **config: object) -> str:
-    """A directory like the demo model's with these tensors; ``config``: other entries of config.json."""
+    """A directory like the demo model's with these tensors; ``config`` replaces entries of config.json."""
     shutil.copytree(fenceline.demo_model_path(), folder, ignore=shutil.ignore_patterns("eagle3"))
     save_file(tensors, folder / "model.safetensors")
     if config:
@@ -39,7 +39,7 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 
 
 def misfits(folder: Path) -> dict[str, tuple[str, str]]:
-    """Checkpoints that do not fit, and what is said of each."""
+    """Checkpoints that do not fit, each with a part of its error message."""
     tensors = demo_tensors()
     few = {name: tensor for name, tensor in tensors.items() if name != NAME}
     short = tensors | {NAME: tensors[NAME][:-1].contiguous()}

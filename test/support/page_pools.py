@@ -21,12 +21,13 @@ MIXED = (
     latent(5, torch.bfloat16),
     keys_and_values(3, 4, torch.uint8),  # a draft model's
 )
-"""Layers that differ in every way: heads, number of rows, width and dtype, odd offsets; two neighbours are alike."""
+"""Layers that differ in heads, number of rows, width, dtype and offsets; two adjacent ones are equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The shape of both pools. ``layers``: take the place of ``num_layers`` with keys and values of ``heads``."""
+    """The shape of both pools. ``layers``, if given, replace ``num_layers`` layers with keys and values of
+    ``heads``."""
 
     num_device_pages: int = 12
     num_host_pages: int = 15
@@ -38,7 +39,7 @@ class Shape:
 
     @property
     def layout(self) -> KVLayout:
-        """What a page consists of."""
+        """The layout of a page."""
         if self.layers:
             return KVLayout(self.page_size, self.layers)
         return KVLayout.uniform(self.page_size, self.num_layers, *self.heads, self.dtype)
@@ -69,7 +70,7 @@ def device_pages(kv_pool: KVPool) -> torch.Tensor:
 
 
 def host_pages(host_pool: HostPool) -> torch.Tensor:
-    """A copy of the host's bytes in the same form, whatever the memory layout."""
+    """A copy of the host's bytes in the same form as ``device_pages``, for any memory layout."""
     return torch.stack([host_page(host_pool, page) for page in range(host_pool.num_pages)])
 
 
@@ -79,7 +80,7 @@ def host_page(host_pool: HostPool, page: int) -> torch.Tensor:
 
 
 def fill_host_page(host_pool: HostPool, page: int, data: np.ndarray | torch.Tensor) -> None:
-    """Write a page's bytes past torch, as storage does."""
+    """Write a page's bytes without torch, as storage does."""
     start, flat = 0, np.asarray(data).reshape(-1)
     for piece in host_pool.page(page):
         piece[:] = flat[start : start + piece.nbytes]
@@ -88,7 +89,7 @@ def fill_host_page(host_pool: HostPool, page: int, data: np.ndarray | torch.Tens
 
 
 def bytes_of(layout: KVLayout, layers: range) -> slice:
-    """Where in a page's bytes ``layers`` are."""
+    """The range of ``layers`` in a page's bytes."""
     parts = [layout.parts[part] for part in layout.parts_of(layers)]
     return slice(parts[0].offset, parts[-1].offset + parts[-1].nbytes) if parts else slice(0, 0)
 

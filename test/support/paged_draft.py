@@ -1,4 +1,4 @@
-"""A target and a draft over one pool of pages: what a draft's runner will do, by hand."""
+"""A target and a draft over one pool of pages, with the steps that a draft's runner does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fenceline.models.loader import load_draft_model
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows ``[start, start + len(ids))`` of the request in row ``row`` of the page table, with the input of each."""
+    """Rows ``[start, start + len(ids))`` of the request in row ``row`` of the page table, with their inputs."""
 
     row: int
     start: int
@@ -54,7 +54,7 @@ class PagedDraft(PagedModel):
 
     @torch.inference_mode()
     def target_step(self, work: Sequence[tuple[int, torch.Tensor, int, int]]) -> list[torch.Tensor]:
-        """Run the target's tokens (see ``PagedModel.step``) → the draft's first hidden states of each."""
+        """Run tokens of the target (see ``PagedModel.step``) → the draft's first hidden states for each request."""
         assert self.draft is not None
         num_tokens = sum(end - start for *_, start, end in work)
         aux = None

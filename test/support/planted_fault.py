@@ -1,7 +1,8 @@
-"""The real server with a planted fault: python test/support/planted_fault.py [launch_server flags].
+"""Runs the real server with a planted fault: python test/support/planted_fault.py [launch_server flags].
 
-After some decode steps one request's page table names a page that does not exist, as a stale index would: the attention
-kernel of the next step, in a graph or not, reads unmapped memory. The steps of docs/debugging.md are tested with it.
+After some decode steps one request's page table names a page that does not exist, like a stale index. The attention
+kernel of the next step, in a graph or not, then reads unmapped memory. It is used to test the steps in
+docs/debugging.md.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""How models write tool calls and read their answers: the chat templates that are published with them, as minimal
-templates of our own that mark messages, calls and answers in the same way (what they tell the model of its tools is
-shorter), and a call as such a model writes it."""
+"""How models write tool calls and read their answers. For each published chat template there is a minimal one of our
+own that marks messages, calls and answers in the same way (its description of the tools is shorter), and a call as such
+a model writes it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-# What the calls of WRITTEN say.
+# The arguments of the calls in WRITTEN.
 CITY = 'Zürich "West"\n<b> 日本 \\ {'
 ARGUMENTS = {"city": CITY, "days": 3, "hourly": True, "fields": ["a]", {"b": None}]}
 CALLS = [("weather", ARGUMENTS), ("now", {})]
@@ -31,10 +31,11 @@ NOW = {"type": "function", "function": {"name": "now"}}
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """``mirrors``: the published template. ``written``: CALLS (the first, if ``num_calls`` is 1) as the model writes
-    them. ``history``: how the template writes the same calls and two answers, "rain" and "noon", in a history, with a
-    user's message in front and the beginning of the next answer behind; WRITTEN, ID1 and ID2 stand for ``written`` and
-    the ids of calls. ``thinks``: the --reasoning-parser of the family."""
+    """``mirrors``: the published template. ``written``: CALLS (only the first if ``num_calls`` is 1) as the model
+    writes them. ``history``: the same calls and two answers, "rain" and "noon", as the template writes them in a
+    history, with a user's message before them and the beginning of the next answer after them; WRITTEN, ID1 and ID2
+    stand for ``written`` and the ids of calls. ``thinks``: the family's --reasoning-parser. ``thought``: the reasoning
+    "so" as the model writes it."""
 
     parser: str
     mirrors: str
@@ -43,6 +44,7 @@ class Published:
     history: str
     num_calls: int = 2
     thinks: str = "qwen3"
+    thought: str = "<think>so</think>\n\n"
     special_tokens: dict[str, str] = field(default_factory=lambda: {"bos_token": "<s>", "eos_token": "</s>"})
 
 
@@ -287,6 +289,68 @@ _MINIMAX_M2 = """{{- ']~!b[]~b]system\\n' }}
 
 _SEP, _END = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 
+_GPT_OSS = """{{- '<|start|>system<|message|>Reasoning: ' + reasoning_effort | default('medium') }}
+{{- '\\n# Valid channels: analysis, commentary, final.<|end|>' }}
+{%- if tools %}
+    {{- '<|start|>developer<|message|># Tools\\n\\nnamespace functions {\\n' }}
+    {%- for tool in tools %}
+        {{- '// ' + tool.function.description + '\\ntype ' + tool.function.name + ' = () => any;\\n' }}
+    {%- endfor %}
+    {{- '}<|end|>' }}
+{%- endif %}
+{%- set called = namespace(name=none) %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' and 'tool_calls' in message %}
+        {%- if message.content and message.thinking %}{{ raise_exception('pass one of them') }}{% endif %}
+        {%- if message.content or message.thinking %}
+            {%- set thought = message.content or message.thinking %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + thought + '<|end|>' }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+        {{- call.arguments | tojson + '<|call|>' }}
+        {%- set called.name = call.name %}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+        {%- set called.name = none %}
+    {%- elif message.role == 'tool' %}
+        {%- if called.name is none %}{{ raise_exception('an answer without a call') }}{% endif %}
+        {{- '<|start|>functions.' + called.name + ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- message.content | tojson + '<|end|>' }}
+    {%- else %}
+        {{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{{- '<|start|>assistant' if add_generation_prompt }}"""
+
+_GRANITE_30 = """
+{%- if tools %}
+    {{- '<|start_of_role|>available_tools<|end_of_role|>\\n' }}
+    {%- for tool in tools %}{{ tool | tojson(indent=4) + ('' if loop.last else '\\n\\n') }}{% endfor %}
+    {{- '<|end_of_text|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message['role'] in ('system', 'user', 'assistant') %}
+        {{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' + message['content'] + '<|end_of_text|>\\n' }}
+    {%- elif message['role'] == 'assistant_tool_call' %}
+        {{- '<|start_of_role|>assistant<|end_of_role|><|tool_call|>' + message['content'] + '<|end_of_text|>\\n' }}
+    {%- elif message['role'] == 'tool_response' %}
+        {{- '<|start_of_role|>tool_response<|end_of_role|>' + message['content'] + '<|end_of_text|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{{- '<|start_of_role|>assistant<|end_of_role|>' if add_generation_prompt }}"""
+
+_GRANITE_32 = """
+{%- set told = ' Use <|tool_call|>.' if available_tools else '' %}
+{{- '<|start_of_role|>system<|end_of_role|>Granite.' + told + '<|end_of_text|>\\n' }}
+{%- if available_tools %}
+    {{- '<|start_of_role|>available_tools<|end_of_role|>' + available_tools | tojson + '<|end_of_text|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' + message['content'] + '<|end_of_text|>\\n' }}
+    {%- if loop.last and add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}
+{%- endfor %}"""
+
 PUBLISHED: dict[str, Published] = {
     "Qwen2.5 and Qwen3": Published(
         parser="qwen25",
@@ -398,5 +462,38 @@ PUBLISHED: dict[str, Published] = {
         history="]~!b[]~b]system\n[e~[\n]~b]user\nAnd?[e~[\n]~b]ai\n\nWRITTEN[e~[\n]~b]tool\n<response>rain</response>"
         "\n<response>noon</response>[e~[\n]~b]ai\n<think>\n",
         thinks="minimax",
+    ),
+    "gpt-oss": Published(
+        parser="gpt-oss",
+        mirrors="openai/gpt-oss-20b, chat_template.jinja; the answer ends at <|call|>, which is no text",
+        template=_GPT_OSS,
+        written=f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{_JSON}",
+        history="<|start|>system<|message|>Reasoning: medium\n# Valid channels: analysis, commentary, final.<|end|>"
+        "<|start|>user<|message|>And?<|end|><|start|>assistant to=functions.weather<|channel|>commentary json"
+        f"<|message|>{_JSON}<|call|><|start|>functions.weather to=assistant<|channel|>commentary<|message|>"
+        '"rain"<|end|>'
+        "<|start|>assistant",
+        num_calls=1,
+        thinks="gpt-oss",
+        thought="<|channel|>analysis<|message|>so<|end|><|start|>assistant",
+    ),
+    "Granite 3.0": Published(
+        parser="granite",
+        mirrors="ibm-granite/granite-3.0-8b-instruct, tokenizer_config.json",
+        template=_GRANITE_30,
+        written=f'<|tool_call|>[{{"name": "weather", "arguments": {_JSON}}}, {{"name": "now", "arguments": {{}}}}]',
+        history="<|start_of_role|>user<|end_of_role|>And?<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>"
+        "WRITTEN<|end_of_text|>\n<|start_of_role|>tool_response<|end_of_role|>rain<|end_of_text|>\n"
+        "<|start_of_role|>tool_response<|end_of_role|>noon<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>",
+    ),
+    "Granite 3.2": Published(
+        parser="granite",
+        mirrors="ibm-granite/granite-3.2-8b-instruct, tokenizer_config.json",
+        template=_GRANITE_32,
+        written=f'<|tool_call|>[{{"name": "weather", "arguments": {_JSON}}}, {{"name": "now", "arguments": {{}}}}]',
+        history="<|start_of_role|>system<|end_of_role|>Granite.<|end_of_text|>\n"
+        "<|start_of_role|>user<|end_of_role|>And?<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>"
+        "WRITTEN<|end_of_text|>\n<|start_of_role|>tool<|end_of_role|>rain<|end_of_text|>\n"
+        "<|start_of_role|>tool<|end_of_role|>noon<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>",
     ),
 }  # fmt: skip

@@ -1,11 +1,12 @@
-"""Checkpoints in the published quantised formats, made of plain ones, beside the plain numbers that they stand for.
+"""Makes checkpoints in the published quantised formats from plain ones, with the plain numbers for which they stand.
 
-Written from the formats' descriptions alone: nothing of the package is used.
+It is written only from the descriptions of the formats and uses nothing of the package.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,26 +15,26 @@ import torch
 from safetensors.torch import load_file, save_file
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-LINEARS += ("qkv_proj", "gate_up_proj", ".w1", ".w2", ".w3")  # fused ones, and those of some experts
+LINEARS += ("qkv_proj", "gate_up_proj", ".w1", ".w2", ".w3")  # fused matrices, and those of some experts
 FP8 = torch.float8_e4m3fn
 BLOCK = 128
 
 Tensors = dict[str, torch.Tensor]
-# A matrix [N, K] → the checkpoint's tensors by their suffixes, and the matrix that they stand for.
+# A matrix [N, K] → the checkpoint's tensors by their suffixes, and the matrix for which they stand.
 Quantiser = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A format as tools publish it: its quantization_config, and what becomes of a matrix."""
+    """A published format: its quantization_config, and the function that quantises a matrix."""
 
     config: Mapping[str, object]
     quantise: Quantiser
 
 
-def write_published(plain: Path, folder: Path, published: Published) -> None:
+def write_published(plain: Path, folder: Path, published: Published, left_out: str = "") -> None:
     """The checkpoint ``plain`` in the ``published`` format in ``folder``, and the numbers that it stands for, as a
-    plain checkpoint, in ``folder / "dequantised"``."""
+    plain checkpoint, in ``folder / "dequantised"``. Modules whose whole names match ``left_out`` stay plain."""
     config = json.loads((plain / "config.json").read_text())
     tensors: Tensors = {}
     for path in sorted(plain.glob("*.safetensors")):
@@ -42,7 +43,8 @@ def write_published(plain: Path, folder: Path, published: Published) -> None:
     meant: Tensors = {}
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
-        if not (name.endswith(".weight") and module.endswith(LINEARS)):
+        is_linear = name.endswith(".weight") and module.endswith(LINEARS)
+        if not is_linear or re.fullmatch(left_out, module):
             stored[name] = meant[name] = tensor
             continue
         parts, meant[name] = published.quantise(tensor.float())
@@ -142,7 +144,7 @@ def _int4(matrix: torch.Tensor, group: int, symmetric: bool) -> tuple[torch.Tens
     else:
         low, high = grouped.amin(2), grouped.amax(2)
         scales = ((high - low) / 15).half().float()
-        zeros = (-low / scales).round().clamp(1, 15)  # gptq's first version has no 0
+        zeros = (-low / scales).round().clamp(1, 15)  # gptq's first version has no zero point of 0
     numbers = ((grouped / scales[:, :, None]).round() + zeros[:, :, None]).clamp(0, 15)
     meant = (numbers - zeros[:, :, None]) * scales[:, :, None]
     return numbers.view_as(matrix).int(), scales, zeros.int(), meant.view_as(matrix)

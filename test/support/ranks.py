@@ -1,4 +1,4 @@
-"""Several ranks of one model as threads of the test's process."""
+"""Runs several ranks of one model as threads of the test's process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 
 from fenceline.layers.context import Shard
 from fenceline.memory_order import Communicator, open_device
@@ -25,11 +26,14 @@ class Ranks:
             for rank, device in enumerate(self.devices)
         ]
         self.values: list[torch.Tensor] = [torch.empty(0)] * size
-        self.num_sent = [0] * size  # elements, by each rank
+        self.num_sent = [0] * size  # how many elements each rank has sent
+        self.bytes_sent = [0] * size  # how many bytes each rank has sent
+        self.num_fused = [0] * size  # how many of each rank's sums have also computed the next norm
+        self.most_fused_rows = 0  # the most rows that such a sum may have
         self.barrier = threading.Barrier(size, timeout=60)
 
     def run(self, work: Callable[[int], Result]) -> list[Result]:
-        """``work(rank)`` of all ranks at once, with FORWARD current."""
+        """Run ``work(rank)`` on all ranks at the same time, with FORWARD as the current stream."""
 
         def on_forward(rank: int) -> Result:
             with self.devices[rank].forward.active():
@@ -52,8 +56,28 @@ class ThreadBackend:
             total = total + part
         x.copy_(total)
 
+    def all_reduce_add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor | None:
+        """Sum, add and normalise in one operation, like our own kernels, which take only few rows."""
+        if len(x) > self._ranks.most_fused_rows:
+            return None
+        self.all_reduce(x)
+        residual.add_(x)
+        self._ranks.num_fused[self.rank] += 1
+        return F.rms_norm(residual, residual.shape[1:], weight, eps)
+
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(torch.stack(self._exchange(x)))
+
+    def register(self) -> None:
+        return
+
+    def give_up(self) -> None:
+        return
+
+    def check(self) -> None:
+        return
 
     def close(self) -> None:
         return
@@ -61,6 +85,7 @@ class ThreadBackend:
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
         ranks = self._ranks
         ranks.num_sent[self.rank] += x.numel()
+        ranks.bytes_sent[self.rank] += x.nbytes
         ranks.values[self.rank] = x.clone()
         ranks.barrier.wait()
         values = list(ranks.values)

@@ -21,7 +21,7 @@ class LaggingStream(Stream):
 
     @property
     def is_current(self) -> bool:
-        raise AssertionError("this stream does not know")
+        raise AssertionError("this stream does not know whether it is current")
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         raise AssertionError("this stream copies nothing")

@@ -9,7 +9,7 @@ from fenceline.memory_order import Device, InputRing, ResultRing
 
 
 def ring_transfers(device: Device) -> list[int]:
-    """Uploads that nobody waits for, then results that are taken late; returns the results' values, each twice."""
+    """Uploads without waits, then results that are taken late. Returns the values of the results, each twice."""
     inputs, results, small = InputRing(device), ResultRing(device), ResultRing(device, small_by_forward=True)
     taken: list[int] = []
     pending = []
@@ -19,7 +19,7 @@ def ring_transfers(device: Device) -> list[int]:
                 views = inputs.upload({"x": np.array([step * 10 + part], dtype=np.int64)})
             with device.forward.active():
                 doubled = views["x"] * 2
-            # COPY comes after FORWARD: a host that has waited for COPY need not wait for FORWARD.
+            # COPY waits for FORWARD, so a host that has waited for COPY need not wait for FORWARD.
             pending.append((small.download({"y": doubled}), results.download({"y": doubled})))
             if len(pending) == 2:
                 taken += [value for lease in pending.pop(0) for value in lease.wait()["y"].tolist()]

@@ -1,4 +1,4 @@
-"""Where a router might send tokens, and our products of experts compared with torch's."""
+"""Random routings of tokens to experts, and comparisons of our products of experts with torch's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fenceline.layers.kernels.base import Routing, TorchLayerKernels
 
 
 def routed(num_tokens: int, top_k: int, hit: list[int], num_experts: int, num_padded: int = 0) -> Routing:
-    """Random experts among ``hit``; the last ``num_padded`` tokens go to none."""
+    """A routing to random experts among ``hit``; the last ``num_padded`` tokens go to none."""
     ids = torch.stack([torch.tensor(hit)[torch.randperm(len(hit))[:top_k]] for _ in range(num_tokens)])
     ids[num_tokens - num_padded :] = num_experts
     return Routing.group(ids, torch.rand(num_tokens, top_k), num_experts)
@@ -25,10 +25,13 @@ def compare(
     dtype: torch.dtype = torch.float32,
     limit: float = 0.0,
     groups: Callable[[int], int] | None = None,
+    four_bits: int = 0,
+    has_zeros: bool = True,
 ) -> None:
-    """Both products of a mixture, from tokens to the sum, on the default device. Experts that no token hits are full of
-    NaN. With a ``limit`` they have biases and a clamped SwiGLU. ``groups``: they are in FP8, with so many scales in
-    a row of that many numbers."""
+    """Compare both products of a mixture, from tokens to the sum, on the default device. Experts without tokens are
+    full of NaN. With a ``limit`` they have biases and a clamped SwiGLU. ``groups``: they are in FP8, and it returns the
+    number of scales for a row's length. ``four_bits``: they are int4, or MXFP4 without ``has_zeros``, in groups of this
+    size."""
     from fenceline.layers.kernels import grouped_gemm
 
     torch_kernels, num_experts = TorchLayerKernels(), len(routing.ends)
@@ -50,10 +53,24 @@ def compare(
             scales[missed] = float("nan")
             given["scales"] = scales
         gate_up, down = gate_up.to(torch.float8_e4m3fn), down.to(torch.float8_e4m3fn)
+    if four_bits:
+        packed = []
+        for given, matrix in ((first, gate_up), (second, down)):
+            shape = num_experts, matrix.shape[1], matrix.shape[2] // four_bits
+            packed.append(torch.randint(0, 256, (*shape[:2], matrix.shape[2] // 2), dtype=torch.uint8))
+            if has_zeros:
+                given["zeros"] = torch.randint(0, 16, shape, dtype=torch.uint8)
+                given["scales"] = (torch.rand(shape) + 0.5) / 8 / matrix.shape[2] ** 0.5
+                given["scales"][missed] = float("nan")
+            else:
+                given["scales"] = torch.randint(119, 125, shape, dtype=torch.uint8)
+                given["scales"][missed] = 255  # infinity
+        gate_up, down = packed
     x = torch.randn(len(routing.ids), k).to(dtype)
     live = routing.order[: routing.ends[-1]]
     tolerance = 1e-4 if dtype is torch.float32 else 0.05
-    for cut in (grouped_gemm.GroupedConfig(16, 16, 32, 4, 1), None):
+    block_k = 64 if four_bits == 32 else 32  # a block has several groups, or a part of one
+    for cut in (grouped_gemm.GroupedConfig(16, 16, block_k, 4, 1), None):
         expected = torch_kernels.grouped_product(x, gate_up, routing, gated=True, **first)
         gated = grouped_gemm.grouped_product(x, gate_up, routing, True, cut, **first)
         torch.testing.assert_close(gated[live], expected[live], atol=tolerance, rtol=tolerance)
@@ -74,8 +91,8 @@ ALL_SCORES = tuple(itertools.product((False, True), repeat=3))
 def compare_routes(
     num_tokens: int, num_experts: int, scores: Sequence[tuple[bool, bool, bool]] = ALL_SCORES
 ) -> None:
-    """Our router's kernels with torch's operators, on the default device, some tokens padded. ``scores``: whether they
-    are sigmoids, renormalised and corrected."""
+    """Compare our router's kernels with torch's operators, on the default device, with some padded tokens. ``scores``:
+    whether they are sigmoids, renormalised and corrected."""
     from fenceline.layers.kernels import routing
 
     logits, slots = torch.randn(num_tokens, num_experts), torch.randint(9, (num_tokens,))
@@ -96,5 +113,5 @@ def compare_routes(
         live = int(expected.ends[-1])
         assert torch.equal(ours.order[:live], expected.order[:live])
         assert torch.equal(ours.order[live:].sort().values, expected.order[live:].sort().values)
-    lost = torch.full_like(logits, float("nan"))  # of a token whose hidden state is no number
+    lost = torch.full_like(logits, float("nan"))  # logits of tokens whose hidden states are NaN
     assert (routing.route(lost, None, slots, 3, experts).ids <= num_experts).all()

@@ -1,56 +1,121 @@
 """A short run of a model runner, for compute-sanitizer:
 
     compute-sanitizer --tool memcheck --error-exitcode 9 python test/support/sanitizer_run.py
+    compute-sanitizer --tool memcheck --error-exitcode 9 python test/support/sanitizer_run.py --speculative
 
-Requests join and leave, decode steps replay graphs, every sampling feature is used. ``--eager`` runs the same steps
+Requests join and leave, decode steps replay graphs, and every sampling feature is used. ``--eager`` runs the same steps
 without captures; with PYTORCH_NO_CUDA_MEMORY_CACHING=1 every tensor is then a separate allocation, whose bounds the
-sanitizer knows.
+sanitizer knows. ``--speculative`` serves the demo model with its EAGLE-3 head instead: greedy and sampled requests in
+batches of one to eight, half of them with cached prefixes, for at least as many decode steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
+from random import Random
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "sgl-kernel" / "python"))
 
 from guarded_runs import EagerCudaDevice, trace_shape
+from scheduler_driver import Driver, request
 from step_traces import FULL, PLAIN, VOCAB_SIZE, random_trace
 from trace_runner import make_runner, play
 
-from fenceline.memory_order import open_device
+from fenceline.config.engine_config import resolve
+from fenceline.config.server_args import ServerArgs
+from fenceline.memory_order import Device, open_device
+from fenceline.model_executor.model_runner import ModelRunner
+
+SIZES = (1, 2, 4, 8)
 
 
-def main() -> None:
-    """Prints how many steps ran. Exit status 1 if a token is not of the vocabulary."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--eager", action="store_true", help="no captures")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--page-size", type=int, default=16)
-    args = parser.parse_args()
+def run_steps(device: Device, num_steps: int, page_size: int) -> tuple[ModelRunner, int, int]:
+    """Run random steps of a tiny model. Returns the runner, the number of steps, and how many of them yielded a token
+    outside the vocabulary."""
     shape = trace_shape(
-        args.page_size,
+        page_size,
         batches=(1, 2, 3, 5, 8, 11),
         chunk=16,
         sampling=PLAIN + FULL,
         logprob_share=0.1,
         steady=2,
     )
-    device = EagerCudaDevice() if args.eager else open_device("cuda")
     runner = make_runner(device, shape)
-    outputs = play(runner, random_trace(1, args.steps, shape))
+    outputs = play(runner, random_trace(1, num_steps, shape))
     device.synchronize()
     wrong = [out for out in outputs if ((out.tokens < 0) | (out.tokens >= VOCAB_SIZE)).any()]
+    return runner, len(outputs), len(wrong)
+
+
+def run_speculative(device: Device, num_steps: int, page_size: int) -> tuple[ModelRunner, int, int]:
+    """Run waves of requests to the demo model until ``num_steps`` decode steps have had drafts. Returns the runner, the
+    number of these steps, and how many answers are invalid: a valid one has as many tokens of the vocabulary as were
+    requested."""
+    args = ServerArgs(
+        model_path="demo",
+        device=device.kind,
+        random_seed=1,
+        speculative_algorithm="EAGLE3",
+        page_size=page_size,
+        max_running_requests=SIZES[-1],
+        max_total_tokens=4096,
+        cuda_graph_bs=SIZES,
+        disable_piecewise_cuda_graph=True,
+    )
+    config = resolve(args)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, context_length=512))
+    runner = ModelRunner(config, device, show_progress=False)
+    driver, rng, wrong, wave = Driver(config, runner), Random(1), 0, 0
+    prefix = [rng.randrange(3, config.model.vocab_size) for _ in range(100)]
+    depths = driver.scheduler.stats.num_steps_by_depth
+    while sum(num for depth, num in depths.items() if depth > 0) < num_steps:
+        reqs = [
+            request(
+                f"{wave}:{index}",
+                prefix[: 100 * (index % 2)] + [rng.randrange(3, config.model.vocab_size) for _ in range(20)],
+                temperature=float(index % 3 == 0),
+                seed=index,
+                max_new_tokens=24 - index,
+                ignore_eos=True,
+            )
+            for index in range(rng.choice((1, 3, 5, 8)))
+        ]
+        driver.send(*reqs)
+        driver.run()
+        for req in reqs:
+            ids = driver.answers[req.rid].output_ids
+            is_right = len(ids) == req.sampling_params.max_new_tokens and 0 <= min(ids) <= max(ids)
+            wrong += not (is_right and max(ids) < config.model.vocab_size)
+        wave += 1
+    device.synchronize()
+    driver.scheduler.close()
+    return runner, sum(depths.values()), wrong
+
+
+def main() -> None:
+    """Prints how many steps ran. The exit status is 1 if a token is not in the vocabulary."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--eager", action="store_true", help="no captures")
+    parser.add_argument("--speculative", action="store_true", help="the demo model with its EAGLE-3 head")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: whether it works")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--page-size", type=int, default=16)
+    args = parser.parse_args()
+    device = EagerCudaDevice() if args.eager else open_device(args.device)
+    run = run_speculative if args.speculative else run_steps
+    runner, num_steps, num_wrong = run(device, args.steps, args.page_size)
     assert runner.decode.has_graphs
     replays = runner.decode.stats.replays
     print(
-        f"{len(outputs)} steps, {replays} {'eager' if args.eager else 'replays'}, {len(wrong)} wrong",
+        f"{num_steps} steps, {replays} {'eager' if args.eager else 'replays'}, {num_wrong} wrong",
         flush=True,
     )
-    sys.exit(1 if wrong else 0)
+    sys.exit(1 if num_wrong else 0)
 
 
 if __name__ == "__main__":

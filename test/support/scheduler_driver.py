@@ -25,7 +25,7 @@ from fenceline.ipc.io_struct import (
 from fenceline.layers.context import Shard
 from fenceline.memory_order import Device, open_device
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.step import Worker
+from fenceline.model_executor.step import ExtendBatch, ForwardResult, HeldStep, ScheduleBatch, Worker
 from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.scheduler.scheduler import InFlight, Scheduler
 
@@ -62,7 +62,7 @@ class Driver:
             "the scheduler blocks although requests are waiting for it"
         )
         if block and timeout_ms is not None and not self.pending:
-            time.sleep(timeout_ms / 1000)  # like a poll of the socket, so that workers of the storage can run
+            time.sleep(timeout_ms / 1000)  # like a poll of the socket, so that storage workers can run
         messages, self.pending = list(self.pending), deque()
         return messages
 
@@ -96,14 +96,14 @@ class Driver:
             self.scheduler.memory.tree.check()
 
     def run(self, max_steps: int = 5000) -> None:
-        """Run until everything is answered; then check the scheduler's accounts page by page."""
+        """Run until everything is answered, and then check the scheduler's accounts page by page."""
         for _ in range(max_steps):
             if not (self.pending or self.scheduler.reqs or self.flight is not None):
                 break
             self.step()
         else:
             raise AssertionError(f"not done after {max_steps} steps")
-        self.scheduler.memory.check_books(every_page=True)
+        self.scheduler.memory.check_memory(every_page=True)
 
 
 def make_driver(
@@ -137,8 +137,8 @@ def make_driver(
 def make_model_driver(
     num_rows: int = 8, device: str = "cpu", rank: tuple[Device, Shard] | None = None, **flags: object
 ) -> Driver:
-    """A scheduler over the real ModelRunner with the demo model in fp32; ``flags`` are ServerArgs fields. ``rank``: of
-    several that compute it together, its device and its part of the model."""
+    """A scheduler over the real ModelRunner with the demo model in fp32; ``flags`` are ServerArgs fields. ``rank``: the
+    device and the part of the model of one of several ranks."""
     sizes: dict[str, object] = {"max_total_tokens": 4096, "page_size": 16, "chunked_prefill_size": 2048}
     flags = sizes | {"random_seed": 1, "model_path": fenceline.demo_model_path()} | flags
     config = resolve(
@@ -153,8 +153,22 @@ def make_model_driver(
     return Driver(config, ModelRunner(config, opened, show_progress=False, shard=shard))
 
 
+def prefills(driver: Driver) -> list[list[int]]:
+    """A list that is filled from now on: for each prefill step, how many tokens of each prompt it computes."""
+    steps: list[list[int]] = []
+    launch = driver.worker.launch
+
+    def recording(batch: ScheduleBatch) -> ForwardResult | HeldStep:
+        if isinstance(batch, ExtendBatch):
+            steps.append([len(seq.token_ids) for seq in batch.seqs])
+        return launch(batch)
+
+    driver.worker.launch = recording  # type: ignore[method-assign]
+    return steps
+
+
 def request(rid: str, prompt: list[int], seed: int = 0, **params: object) -> TokenizedGenerateReq:
-    """A request with ``seed`` 0 unless told otherwise, so that the reference knows it."""
+    """A request. Its ``seed`` is 0 by default, so that the reference knows it."""
     stream = bool(params.pop("stream", True))
     outer = {
         name: params.pop(name)
@@ -194,7 +208,7 @@ def make_tiered_driver(
     max_step_tokens: int = 1,
     **flags: object,
 ) -> Driver:
-    """Like :func:`make_driver`, with a host tier. ``seed`` decides what runs when; see TokenTransfers."""
+    """Like :func:`make_driver`, with a host tier. ``seed`` decides when transfers run; see TokenTransfers."""
     driver = make_driver(num_pages, page_size, num_rows, enable_hierarchical_cache=True, **flags)
     worker = TokenWorker(num_pages, page_size, num_rows, driver.config.model.context_length, max_step_tokens)
     TokenTransfers(worker, num_host_pages, Random(seed))
@@ -208,7 +222,7 @@ def capacity(driver: Driver) -> int:
 
 
 def assert_right(driver: Driver, *reqs: TokenizedGenerateReq) -> None:
-    """Each request was answered to its end, and with the reference's tokens."""
+    """Check that each request was answered to its end with the reference's tokens."""
     for req in reqs:
         answer = driver.answers[req.rid]
         assert answer.output_ids == expected_output(req, capacity(driver)), req.rid
@@ -216,7 +230,7 @@ def assert_right(driver: Driver, *reqs: TokenizedGenerateReq) -> None:
 
 
 def answers(driver: Driver, reqs: list[TokenizedGenerateReq]) -> list[list[int]]:
-    """The tokens of each request, all sent at once, until all are answered."""
+    """Send all requests at once and run until all are answered. Returns the tokens of each."""
     driver.send(*reqs)
     driver.run()
     return [driver.answers[req.rid].output_ids for req in reqs]

@@ -1,4 +1,4 @@
-"""A scheduler over the real ModelRunner that speculates: random small models in float32, as checkpoints."""
+"""A speculating scheduler over the real ModelRunner, with checkpoints of small random models in float32."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from fenceline.config.engine_config import resolve
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import TokenizedGenerateReq
+from fenceline.layers.context import Shard
 from fenceline.memory_order import Device, open_device
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.vgpu.proving.random_depths import RandomDepths
@@ -26,7 +27,7 @@ from fenceline.vgpu.proving.random_depths import RandomDepths
 EAGLE, EAGLE3 = SpeculativeAlgorithm.EAGLE, SpeculativeAlgorithm.EAGLE3
 NEXTN, STANDALONE = SpeculativeAlgorithm.NEXTN, SpeculativeAlgorithm.STANDALONE
 CONTEXT = 160
-# Each algorithm with its draft: the target itself as its own draft proposes what the target draws.
+# Each algorithm with its drafts. If the target is its own draft, it proposes exactly what the target draws.
 DRAFTS = [
     (EAGLE, "eagle"),
     (EAGLE3, "eagle3"),
@@ -35,12 +36,12 @@ DRAFTS = [
     (STANDALONE, "near"),
     (STANDALONE, "target"),
 ]
-NUM_MTP_LAYERS = 4  # of "mtp", each for a step of its own; the target has one
+NUM_MTP_LAYERS = 4  # layers of "mtp", each for one step; the target has one
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A target with layers of its own that predict further tokens, drafts of it, and one that is nearly the target."""
+    """A target with a multi-token prediction layer, drafts for it, and a draft that is almost equal to the target."""
     torch.manual_seed(7)
     rng, folder = Random(7), tmp_path_factory.mktemp("models")
     save_target("llama", folder / "target")
@@ -71,10 +72,12 @@ def make_driver(
     depth_seed: int | None = None,
     measures_steps: bool = False,
     prefill_backend: str | None = None,
+    shard: Shard = Shard(),
     **flags: object,
 ) -> Driver:
-    """A scheduler over the target; without ``algorithm`` it decodes a token a step. ``depth_seed``: of a random depth
-    for each step, 0 to ``num_steps``; ``measures_steps``: depths that promise the best speed."""
+    """A scheduler over the target; without ``algorithm`` it decodes one token per step. ``depth_seed``: each step has a
+    random depth from 0 to ``num_steps``, drawn from this seed. ``measures_steps``: depths are chosen by measured
+    speed. ``shard``: the part of the model on ``device``, if there are several ranks."""
     device = device or open_device("cpu")
     device.keeps_time = measures_steps
     sizes: dict[str, object] = {"max_total_tokens": 4096, "page_size": 16, "chunked_prefill_size": 32}
@@ -100,19 +103,19 @@ def make_driver(
         if topk > 1:
             speculative = dataclasses.replace(speculative, topk=topk, num_draft_tokens=num_draft_tokens or 8)
         config = dataclasses.replace(config, speculative=speculative)
-    if config.hicache is not None:  # prefixes of any length come from the lower tiers
+    if config.hicache is not None:  # let prefixes of any length come from the lower tiers
         storage = config.hicache.storage
         storage = storage and dataclasses.replace(storage, prefetch_threshold=1)
         hicache = dataclasses.replace(config.hicache, storage=storage, load_back_threshold=1)
         config = dataclasses.replace(config, hicache=hicache)
-    driver = Driver(config, ModelRunner(config, device, show_progress=False))
+    driver = Driver(config, ModelRunner(config, device, show_progress=False, shard=shard))
     if depth_seed is not None:
         driver.scheduler.draft_depth = RandomDepths(tuple(driver.scheduler.shapes), depth_seed)
     return driver
 
 
 def requests(seed: int, num: int = 8, **params: object) -> list[TokenizedGenerateReq]:
-    """Prompts of 1 to 70 tokens, greedy and sampled ones."""
+    """Greedy and sampled requests with prompts of 1 to 70 tokens."""
     rng = Random(seed)
     return [
         request(
@@ -131,7 +134,7 @@ def requests(seed: int, num: int = 8, **params: object) -> list[TokenizedGenerat
 
 
 def continued(first: list[TokenizedGenerateReq], outputs: list[list[int]]) -> list[TokenizedGenerateReq]:
-    """Requests that go on where the answers ``outputs`` to ``first`` ended."""
+    """Requests that continue where the answers ``outputs`` to ``first`` ended."""
     return [
         request(
             f"again{i}",
@@ -146,7 +149,8 @@ def continued(first: list[TokenizedGenerateReq], outputs: list[list[int]]) -> li
 
 
 def count_tokens(driver: Driver) -> Counter[int]:
-    """Filled while the driver runs: how often a request got how many tokens in a step."""
+    """A counter that is filled while the driver runs: by number of tokens, how often a request got this many in a
+    step."""
     assert isinstance(driver.worker, ModelRunner) and driver.worker.speculative is not None
     runner, counted = driver.worker.speculative, Counter[int]()
     accept = runner.accept

@@ -1,4 +1,4 @@
-"""Schedulers that speculate, with one guard severed and with all of them: what they answer and what they propose."""
+"""Speculating schedulers with all guards and with one guard severed, and records of their answers and drafts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.memory_order import open_device
 from fenceline.model_executor.model_runner import ModelRunner
 
-Drafts = list[list[list[int]]]  # of each step and request: the last token, then what has been proposed
+Drafts = list[list[list[int]]]  # by step and request: the last token, then the proposed ones
 
 
 def make_guarded(
@@ -23,11 +23,12 @@ def make_guarded(
     draft: str = "eagle",
     **flags: object,
 ) -> tuple[Driver, Drafts]:
-    """A scheduler whose steps are replays, without the guard ``severed``; and its drafts, filled as it runs."""
+    """A scheduler whose steps are replays, without the guard ``severed``, and its drafts, which are filled as it
+    runs."""
     device = open_device(kind, severed=frozenset({severed} if severed else ()))
     sizes: dict[str, object] = {"num_rows": 5, "max_total_tokens": 640, "cuda_graph_bs": (2, 5)}
     if kind == "cuda":
-        # The models have heads of 8 features, which only torch's operators attend to.
+        # The models have heads of 8 features, which only the torch backend supports.
         sizes |= {"attention_backend": "torch", "disable_piecewise_cuda_graph": True}
     driver = make_driver(models, algorithm, draft, device=device, **(sizes | flags))  # type: ignore[arg-type]
     assert isinstance(driver.worker, ModelRunner) and driver.worker.speculative is not None
@@ -48,6 +49,6 @@ def make_guarded(
 def run(
     models: dict[str, Path], kind: str, severed: str = "", num: int = 12, **options: object
 ) -> tuple[object, Drafts]:
-    """Answers to random requests, and all drafts on the way."""
+    """The answers to random requests, and all drafts that were proposed meanwhile."""
     driver, drafts = make_guarded(models, kind, severed, **options)  # type: ignore[arg-type]
     return answers(driver, requests(3, num=num)), drafts

@@ -1,5 +1,5 @@
-"""The kernels of a speculative step beside their references: random requests, compared bit by bit. On a GPU, or on the
-CPU in Triton's interpreter. Importing this module needs Triton."""
+"""Compares the kernels of a speculative step with their references, for random requests and bit by bit, on a GPU or in
+Triton's interpreter. Importing this module needs Triton."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fenceline.sampling.kernels import sample_triton
 from fenceline.sampling.kernels.sample import whole_vocabulary
 from fenceline.speculative.draws import Pieces, drawn_tokens
 from fenceline.speculative.kernels import step, step_triton
-from fenceline.speculative.kernels.operands import Begun, Kept, NextRow
+from fenceline.speculative.kernels.operands import AcceptOutputs, BeginOutputs, NextRow
 
 Tensors = list[torch.Tensor]
 
@@ -21,14 +21,15 @@ def _ids(*shape: int, most: int = 99) -> torch.Tensor:
 
 
 def _rows(size: int) -> torch.Tensor:
-    """Rows of ``size`` requests, of which the last two may be padding."""
+    """Rows of ``size`` requests; the last two may be padding."""
     rows = torch.randperm(size + 2)[:size] + 1
     rows[max(size - 2, 1) :] = 0
     return rows
 
 
 def _equal(device: str, reference: Tensors, computed: Tensors, but_sink: Tensors) -> None:
-    """``but_sink``: tensors of ``reference`` whose row 0 is the sink's, which requests write in any order."""
+    """``but_sink``: tensors of ``reference`` whose row 0 is not compared. It is the sink's, and padded requests write
+    it in any order."""
     for number, (left, right) in enumerate(zip(reference, computed, strict=True)):
         first = int(any(left is one for one in but_sink))
         assert right.device.type == device
@@ -51,7 +52,7 @@ def check_begin(device: str, size: int, num_rows: int, page_size: int, has_paths
         (outputs, False, operands),
         (on_device, True, _there(device, operands)),
     ):
-        where = Begun(*begun[:2], begun[2] if has_paths else None, *begun[3:])
+        where = BeginOutputs(*begun[:2], begun[2] if has_paths else None, *begun[3:])
         if of_kernel:
             step_triton.launch_begin(*given, page_size, num_rows - 1, where)
         else:
@@ -59,8 +60,42 @@ def check_begin(device: str, size: int, num_rows: int, page_size: int, has_paths
     _equal(device, outputs, on_device, [])
 
 
+def check_place(
+    device: str, size: int, num_rows: int, page_size: int, first: int, has_positions: bool
+) -> None:
+    most = 40
+    lens = _ids(size, most=most) + 1
+    table = _ids(size + 3, (most + num_rows + max(first, 0)) // page_size + 2, most=10_000).int()
+    operands = [_rows(size), lens, table]
+    outputs = [torch.full((size, num_rows), -1) for _ in range(2)]
+    on_device = _there(device, outputs)
+    rows, lens, table = operands
+    step._place(rows, lens, first, table, page_size, outputs[0] if has_positions else None, outputs[1])
+    rows, lens, table = _there(device, operands)
+    positions = on_device[0] if has_positions else None
+    step_triton.launch_place(rows, lens, first, table, page_size, positions, on_device[1])
+    _equal(device, outputs, on_device, [])
+
+
+def check_proposal(device: str, size: int, num_pieces: int, num_rows: int, ahead: int, has_ids: bool) -> None:
+    largest = torch.randn(size, num_pieces)
+    for value in (torch.inf, -torch.inf):
+        largest[_ids(1, most=size), _ids(1, most=num_pieces)] = value
+    largest[_ids(1, most=size)] = -torch.inf
+    pieces = [_ids(size, num_pieces, most=3).float(), _ids(size, num_pieces, most=60).int(), largest]
+    operands = [*pieces, _rows(size), _ids(size, most=num_rows - ahead)]
+    outputs = [_ids(size + 3, 2), _ids(size, num_rows)]
+    on_device = _there(device, outputs)
+    step._keep_proposal(*operands, outputs[0][:, 1], outputs[1] if has_ids else None, ahead)
+    *pieces, rows, counts = _there(device, operands)
+    ids = on_device[1] if has_ids else None
+    step_triton.launch_proposal(Pieces(*pieces), rows, counts, on_device[0][:, 1], ids, ahead)
+    _equal(device, outputs, on_device, outputs[:1])
+
+
 def check_keep(device: str, size: int, num_pieces: int, num_rows: int, has_next: bool) -> None:
-    # Few scores, so that there are ties; some requests are bad already, some tokens outside the vocabulary.
+    # There are few different scores, so that there are ties. Some requests are bad already, and some tokens are outside
+    # the vocabulary.
     scores = _ids(size, num_pieces, most=3).float()
     largest = torch.randn(size, num_pieces)
     for value in (torch.inf, -torch.inf):
@@ -95,8 +130,8 @@ def check_accept(device: str, size: int, num_rows: int, accept_length: float | N
     on_device = _there(device, outputs)
     of_rows = outputs[2:]
 
-    def kept(tensors: Tensors) -> Kept:
-        return Kept(*tensors[:4], *(tensors[4:] if has_all else (None, None)))
+    def kept(tensors: Tensors) -> AcceptOutputs:
+        return AcceptOutputs(*tensors[:4], *(tensors[4:] if has_all else (None, None)))
 
     step._accept(*operands, accept_length, *kept(outputs))
     step_triton.launch_accept(*_there(device, operands), accept_length, kept(on_device))
@@ -116,8 +151,8 @@ def check_hidden(device: str, size: int, num_rows: int, features: int, dtype: to
 
 
 def check_draws(device: str, size: int, num_known: int, vocab_size: int, dtype: torch.dtype) -> None:
-    """Of a part of the vocabulary in any order as of the whole one; of several rows a request as of each by itself;
-    and logits that are not finite are told."""
+    """Draws from a part of the vocabulary in any order must equal draws from the whole one, draws for several rows of a
+    request must equal those for each row alone, and logits that are not finite must be reported."""
     logits = (torch.randn(size, num_known) * 8).round().div(4).to(dtype).to(device)
     token_ids = torch.randperm(vocab_size)[:num_known].to(device)
     draws = [

@@ -1,4 +1,4 @@
-"""Steps made without a scheduler: requests that join, decode in changing batches, and leave their rows and pages to the
+"""Makes steps without a scheduler. Requests join, decode in changing batches, and leave their rows and pages to the
 next ones. A step never depends on a token, so one trace runs on any device, with or without guards.
 """
 
@@ -35,9 +35,9 @@ FULL = (
 
 @dataclass(frozen=True, slots=True)
 class TraceShape:
-    """What may happen. ``batches``: sizes of decode batches; ``prompts``: lengths of prompts; ``outputs``: fewest and
-    most decode steps of a request; ``steady``: steps without a change on average; ``chunk``: longer prompts come in
-    two steps; ``logprob_share``: of requests that want logprobs."""
+    """The limits of a random trace. ``batches``: sizes of decode batches; ``prompts``: lengths of prompts; ``outputs``:
+    fewest and most decode steps of a request; ``steady``: average number of steps without a change; ``chunk``: longer
+    prompts are computed in two steps; ``logprob_share``: the fraction of requests that want logprobs."""
 
     page_size: int = 16
     num_rows: int = 12
@@ -53,7 +53,7 @@ class TraceShape:
 
 @dataclass(slots=True, eq=False)
 class TraceReq:
-    """A request: ``seq_len`` tokens have been computed, ``until`` is where it ends."""
+    """A request: ``seq_len`` tokens have been computed; ``until`` is its final length."""
 
     row: int
     prompt: np.ndarray
@@ -69,7 +69,7 @@ class TraceReq:
 
 
 class TraceMaker:
-    """Leases rows and pages, those released last first, and records steps."""
+    """Records steps. It leases rows and pages, the most recently released ones first."""
 
     def __init__(self, shape: TraceShape, random: Random) -> None:
         self.shape = shape
@@ -85,7 +85,7 @@ class TraceMaker:
     def new_req(
         self, prompt_len: int, num_outputs: int, params: SamplingParams = GREEDY, logprobs: bool = False
     ) -> TraceReq | None:
-        """A request with a row, or None where there is no row or pages might run out."""
+        """A request with a row, or None if there is no free row or pages might run out."""
         needed = math.ceil((prompt_len + num_outputs) / self.shape.page_size)
         if not self._rows or needed > len(self._pages) - self._promised:
             return None
@@ -106,7 +106,7 @@ class TraceMaker:
         self.batches.append(ExtendBatch(tuple(seqs), _page_writes(writes), Points.none()))
 
     def decode(self, reqs: list[TraceReq]) -> None:
-        """One token for each."""
+        """A step that computes one token for each request."""
         if reqs != self._decoded:
             self._composition += 1
             self._decoded = list(reqs)
@@ -126,7 +126,7 @@ class TraceMaker:
         )
 
     def leave(self, req: TraceReq) -> None:
-        """End ``req``. Its row and pages are the next to be leased, in the next step."""
+        """End ``req``. Its row and pages are the first to be leased in the next step."""
         self.live.remove(req)
         self._promised -= math.ceil(req.until / self.shape.page_size) - len(req.pages)
         self._rows.append(req.row)
@@ -163,13 +163,13 @@ class TraceMaker:
 
 def _page_writes(writes: list[tuple[int, int, int]]) -> PageWrites:
     if not writes:
-        return PageWrites()
+        return PageWrites.none()
     rows, columns, pages = zip(*writes, strict=True)
     return PageWrites(np.array(rows, np.int64), np.array(columns, np.int64), np.array(pages, np.int32))
 
 
 def random_trace(seed: int, num_steps: int, shape: TraceShape) -> list[ScheduleBatch]:
-    """Random joins, leaves, lengths and batches; every size of ``shape.batches`` is as likely as another."""
+    """Random joins, leaves, lengths and batches; all sizes in ``shape.batches`` are equally likely."""
     random = Random(seed)
     maker = TraceMaker(shape, random)
     chosen: list[TraceReq] = []
@@ -211,8 +211,8 @@ def _random_req(maker: TraceMaker) -> TraceReq | None:
 
 
 def swap_trace(seed: int, num_steps: int, batch: int = 4, prompt_len: int = 6) -> list[ScheduleBatch]:
-    """Two sets of requests alternate: every step uploads, always with the same layout, so that a step that gets another
-    step's values computes valid addresses from them. Pages of one token."""
+    """Two sets of requests alternate. Every step uploads its inputs with the same layout, so that a step that gets
+    another step's values still computes valid addresses from them. Pages have one token."""
     shape = TraceShape(page_size=1, num_rows=2 * batch, num_pages=2 * batch * (prompt_len + num_steps))
     maker = TraceMaker(shape, Random(seed))
     reqs = [maker.new_req(prompt_len, num_steps, PLAIN[i % len(PLAIN)]) for i in range(2 * batch)]
@@ -239,7 +239,7 @@ def steady_trace(
 
 
 def row_reuse_trace(seed: int, num_reqs: int, prompt_len: int = 6) -> list[ScheduleBatch]:
-    """One row and one set of pages: each request ends with its first token, and the next one gets them at once."""
+    """One row and one set of pages: each request ends with its first token, and the next one gets them immediately."""
     maker = TraceMaker(TraceShape(page_size=1, num_rows=1, num_pages=prompt_len), Random(seed))
     for _ in range(num_reqs):
         req = maker.new_req(prompt_len, 0, PLAIN[1])

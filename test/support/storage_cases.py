@@ -1,4 +1,4 @@
-"""Code that the storage tests share: keys from which their pages' bytes follow, so that every hit can be checked."""
+"""Code of the storage tests: a page's bytes are a function of its key, so that every hit can be checked."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def content(name: PageKey, page_nbytes: int) -> NDArray[np.uint8]:
 
 
 def contents(names: Sequence[PageKey], page_nbytes: int) -> list[Page]:
-    """Pages of one part each, with what belongs to their keys."""
+    """Pages of one part each, with the bytes that belong to their keys."""
     return [[content(name, page_nbytes)] for name in names]
 
 
@@ -44,7 +44,7 @@ def empty(num_pages: int, page_nbytes: int) -> list[Page]:
 
 
 def read_checked(backend: FileBackend, names: Sequence[PageKey]) -> list[bool]:
-    """``get``, with the bytes of every hit compared."""
+    """``get``, with a check of the bytes of every hit."""
     pages = empty(len(names), backend.page_nbytes)
     found = backend.get(names, pages)
     for name, hit, page in zip(names, found, pages, strict=True):
@@ -67,19 +67,19 @@ def path_of(root: Path, backend_fingerprint: PageFingerprint, name: PageKey) -> 
     return root / backend_fingerprint.directory_name() / name.hex()[:2] / f"{name.hex()}.page"
 
 
-def books_of(root: Path) -> tuple[int, int]:
+def usage_of(root: Path) -> tuple[int, int]:
     """Bytes in files, and bytes counted in ``usage``. Removes files of dead writers."""
     directory = StorageDirectory(root, lock_timeout_s=30.0)
-    with directory.locked() as books:
-        used = books.used
+    with directory.locked() as usage:
+        used = usage.used
         actual, _ = directory.scan()
     assert used is not None, "the number of bytes in use is lost"
     return actual, used
 
 
-def check_books(root: Path, max_bytes: int) -> int:
-    """Files never exceed the bytes counted, and these never the bound. Returns bytes of files."""
-    actual, used = books_of(root)
+def check_usage(root: Path, max_bytes: int) -> int:
+    """Check that the files do not exceed the bytes counted, and these not the bound. Returns the bytes in files."""
+    actual, used = usage_of(root)
     assert actual <= used, f"{actual} bytes in files, {used} counted"
     assert used <= max_bytes, f"{used} bytes counted, {max_bytes} allowed"
     return actual

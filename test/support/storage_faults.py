@@ -12,12 +12,12 @@ from fenceline.mem_cache.storage.backend import PageParts, Reason, StorageBacken
 
 
 class FaultyBackend:
-    """``inner`` with faults, of which each call or page draws its own from ``seed``.
+    """``inner`` with faults, which are drawn from ``seed`` for each call or page.
 
-    ``pause`` runs at the start of every call: a slow disk (let it wait for an event that the test sets). ``fail``: the
-    probability that a page is not found, read or written. ``full``: nothing is written. ``damage`` is called with
-    probability ``corrupt`` for each page written and changes what is stored. ``crash``: the probability that a call
-    raises ``OSError``, which no backend should do, and which no caller should die of.
+    ``pause`` runs at the start of every call, to simulate a slow disk (let it wait for an event that the test sets).
+    ``fail``: the probability that a page is not found, read or written. ``full``: nothing is written. ``damage`` is
+    called with probability ``corrupt`` for each written page and changes what is stored. ``crash``: the probability
+    that a call raises ``OSError``; no backend should do this, but callers must survive it.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class FaultyBackend:
         return self.fail > 0.0 and self._random.random() < self.fail
 
     def _split(self, keys: Sequence[PageKey]) -> list[int]:
-        """Which of the pages get through to ``inner``."""
+        """The indices of the pages that are passed to ``inner``."""
         works = [i for i in range(len(keys)) if not self._fails()]
         self._errors[Reason.IO] += len(keys) - len(works)
         return works

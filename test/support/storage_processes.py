@@ -15,8 +15,7 @@ from random import Random
 from typing import Any
 
 from storage_cases import (
-    books_of,
-    check_books,
+    check_usage,
     contents,
     file_nbytes,
     fingerprint,
@@ -26,6 +25,7 @@ from storage_cases import (
     path_of,
     read_checked,
     temp_files,
+    usage_of,
 )
 
 from fenceline.mem_cache.storage.backend import Reason
@@ -53,7 +53,7 @@ def write_until_killed(root: Path, seed: int) -> None:
 
 
 def share(root: Path, seed: int, num_calls: int = 700) -> None:
-    """Act as one of several servers, of one of two models; prints its errors."""
+    """Act as one of several servers of two models; prints its errors."""
     random = Random(seed)
     model = fingerprint(SHARED_PAGE, model_id=f"model {seed % 2}")
     backend = FileBackend(root, model, SHARED_BOUND, lock_timeout_s=30.0)
@@ -71,13 +71,13 @@ def share(root: Path, seed: int, num_calls: int = 700) -> None:
 
 
 def scene(root: Path) -> None:
-    """All kinds of calls: pages are written, a damaged one is found, pages are evicted, cleared, and written again."""
+    """Make all kinds of calls: write pages, find a damaged one, evict, clear, and write again."""
     backend = FileBackend(root, fingerprint(SCENE_PAGE), SCENE_BOUND, fsync=True)
     names = [key(n) for n in range(2)]
     backend.set(names, contents(names, SCENE_PAGE))
     flip(path_of(root, fingerprint(SCENE_PAGE), names[1]), 100, 1)
     read_checked(backend, names)
-    more = [key(n) for n in range(3, 6)]  # three: the one that is left must go
+    more = [key(n) for n in range(3, 6)]  # three pages, so that the remaining one must be evicted
     backend.set(more, contents(more, SCENE_PAGE))
     backend.clear()
     backend.set(names[:1], contents(names[:1], SCENE_PAGE))
@@ -104,7 +104,9 @@ def die_in_scene(root: Path, turn: int) -> bool:
         seen = [0]
         for name in CALLS:
             setattr(os, name, die_at(turn, name, getattr(os, name), seen))
-        os.fsync = die_at(turn, "fsync", lambda fd: None, seen)  # slow, and nothing that a kill can undo
+        os.fsync = die_at(
+            turn, "fsync", lambda fd: None, seen
+        )  # the real one is slow, and a kill undoes no write
         fcntl.flock = die_at(turn, "flock", fcntl.flock, seen)  # type: ignore[assignment]
         scene(root)
         os._exit(0)
@@ -117,17 +119,17 @@ def die_in_scene(root: Path, turn: int) -> bool:
 
 
 def die_at_each_call(root: Path, _: int) -> None:
-    """After each death: nothing wrong is read, the bound holds, and a new server works and leaves no other files."""
+    """After each death no wrong page is read, the bound holds, and a new server works and leaves no other files."""
     turn = 1
     while die_in_scene(root, turn):
         if (root / "usage").exists() and (root / "usage").stat().st_size:
             # The dead writer's files (not the model's description) count too until the next scan removes them.
             sizes = [path.stat().st_size for path in (*temp_files(root), *page_files(root))]
             on_disk = sum(size for size in sizes if size >= SCENE_PAGE)
-            assert on_disk <= books_of(root)[1] <= SCENE_BOUND, f"call {turn}"
+            assert on_disk <= usage_of(root)[1] <= SCENE_BOUND, f"call {turn}"
         backend = FileBackend(root, fingerprint(SCENE_PAGE), SCENE_BOUND)
         assert temp_files(root) == [], f"call {turn}: unfinished files stay"
-        actual = check_books(root, SCENE_BOUND)
+        actual = check_usage(root, SCENE_BOUND)
         assert actual == len(page_files(root)) * file_nbytes(SCENE_PAGE), f"call {turn}"
         read_checked(backend, [key(n) for n in range(6)])
         assert set(backend.stats().errors) <= {Reason.CHECKSUM}, f"call {turn}: {backend.stats()}"

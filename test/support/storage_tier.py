@@ -1,4 +1,5 @@
-"""A storage controller over a small host pool, for tests: bytes of pages follow from keys, waits have a limit."""
+"""A storage controller over a small host pool. A page's bytes are a function of its key, and waits have a time
+limit."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ TWO_PAGES = StorageLimits(batch_bytes=2 * PAGE)
 
 @dataclass
 class Clock:
-    """A clock that moves when a test says so."""
+    """A clock that moves only when a test sets it."""
 
     now: float = 0.0
 
@@ -42,15 +43,15 @@ class Clock:
 
 @dataclass
 class Tier:
-    """A controller and its pools. ``clock`` stands still unless a test moves it."""
+    """A controller and its pools. ``clock`` moves only when a test sets it."""
 
     pool: HostPool
     controller: StorageController
     clock: Clock
-    acks: list[Ack] = field(default_factory=list)  # all so far
+    acks: list[Ack] = field(default_factory=list)  # all acks so far
 
     def lease(self, num_pages: int) -> I32:
-        """Host pages, free of any Points."""
+        """Lease host pages. In these tests they come without Points."""
         leased = self.pool.pages.alloc(num_pages)
         assert leased is not None, "the host pool of the tests is too small"
         return leased[0]
@@ -80,10 +81,10 @@ class Tier:
         while not ready():
             assert time.monotonic() < deadline, f"nothing came: {self.acks}"
             if not self.drain():
-                time.sleep(0.0002)  # lets the workers run; nothing depends on how long
+                time.sleep(0.0002)  # lets the workers run; nothing depends on the length
 
     def write(self, keys: Sequence[PageKey], handle: int = 0) -> I32:
-        """Pages on their way to storage. They stay leased."""
+        """Begin to write pages to storage. They stay leased."""
         pages = self.lease(len(keys))
         self.fill(pages, keys)
         self.controller.write(keys, pages, Points.none(), handle)
@@ -94,7 +95,7 @@ class Tier:
         self.until(lambda: self.controller.num_outstanding == 0)
 
     def store(self, keys: Sequence[PageKey]) -> None:
-        """Write and wait."""
+        """Write pages and wait until they are in storage."""
         pages = self.write(keys)
         self.settle()
         self.retire(pages)
@@ -105,7 +106,7 @@ class Tier:
         return op
 
     def start_fetch(self, keys: Sequence[PageKey], num_pages: int | None = None) -> Prefetch:
-        """A prefetch whose pages are found, and are now being fetched."""
+        """A prefetch whose pages have been found and are being fetched."""
         op = self.query(keys)
         self.until(lambda: op.num_found > 0 or op.over)
         if not op.over:
@@ -125,12 +126,12 @@ class Tier:
         return op.num_fetched
 
     def prefetch(self, keys: Sequence[PageKey]) -> int:
-        """How many of the pages come."""
+        """Prefetch pages and wait. Returns how many were read."""
         return self.finish(self.start_fetch(keys))
 
 
 class Gate:
-    """Blocks its callers until it is opened. Tells when a thread has called it."""
+    """Blocks its callers until it is opened. A test can wait until a thread has called it."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -180,7 +181,7 @@ class DictBackend:
 
 
 def put_bytes(pool: HostPool, page: int, data: np.ndarray) -> None:
-    """Write a page past torch, as a worker does."""
+    """Write a page without torch, as a worker does."""
     fill_host_page(pool, page, data)
 
 
@@ -222,7 +223,7 @@ Make = Callable[..., Tier]
 
 @pytest.fixture
 def tiers_of_one_test() -> Iterator[Make]:
-    """``make_tier``, whose tiers are closed when the test ends."""
+    """``make_tier``, with tiers that are closed when the test ends."""
     tiers: list[Tier] = []
 
     def make(*args: object, **kwargs: object) -> Tier:

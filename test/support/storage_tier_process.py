@@ -1,5 +1,5 @@
-"""Servers' storage tiers in separate processes: one that is killed while it writes, one whose disk hangs. Run as a
-script: ``MODE ROOT SEED``."""
+"""Storage tiers in separate processes: one is killed while it writes, the disk of another hangs. Run as a script:
+``MODE ROOT SEED``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write_until_killed(root: Path, seed: int) -> None:
 
 
 def hang(root: Path, seed: int) -> None:
-    """A worker that never returns from its disk."""
+    """Let a storage worker wait for its disk forever."""
     gate = Gate()
 
     def pause() -> None:

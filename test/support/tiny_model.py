@@ -1,4 +1,4 @@
-"""The proof's tiny model: a scheduler over it on any device, and workloads in addition to the proof's."""
+"""A scheduler over the proof's tiny model, on any device, and workloads in addition to the proof's."""
 
 from __future__ import annotations
 

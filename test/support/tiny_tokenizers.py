@@ -16,7 +16,8 @@ SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def byte_level() -> Tokenizer:
-    """Like those of GPT-2, Llama 3 and Qwen; one added token has letters that mean bytes in GPT-2's alphabet."""
+    """A tokenizer like those of GPT-2, Llama 3 and Qwen. One added token has letters that stand for bytes in GPT-2's
+    alphabet."""
     backend = RustTokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -32,7 +33,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """Like those of Llama 2 and Mistral: spaces are ▁, unknown characters are <0x..> bytes."""
+    """A tokenizer like those of Llama 2 and Mistral: spaces are ▁, unknown characters are <0x..> bytes."""
     pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0)]
     pieces += [(f"<0x{byte:02X}>", -20.0) for byte in range(256)]
     words = ["▁the", "▁quick", "▁fox", "▁", "the", "stop", "▁stop", "fox", "▁▁", *"stopeé漢."]

@@ -1,9 +1,9 @@
 """A worker without a model whose "KV" is the tokens themselves, so that one wrong page leads to a wrong output.
 
 Every slot of its pool stores the token whose KV it would hold. The next token is a hash of the request's
-whole history *as read back through the page table*: a page that is lost, shared wrongly or overwritten gives another
-token. Steps run only when their result is waited for, as on a device that always runs behind the host. Pages and rows
-that a batch gets must come with the Points of their last users.
+whole history *as read back through the page table*, so a page that is lost, shared wrongly or overwritten leads to
+another token. Steps run only when their result is waited for, as on a device that is always behind the host. Pages and
+rows that a batch gets must come with the Points of their last users.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _REJECTED = -2  # not a token: a step that reads it produces an unexpected outpu
 
 
 def next_token(history: list[int], seed: int) -> int:
-    """The reference: the token after ``history``, a function of nothing else (and of a sampling seed)."""
+    """The reference: the token after ``history``, a function of only the history and a sampling seed."""
     return zlib.crc32(np.array([seed, *history], dtype=np.int64).tobytes()) % VOCAB_SIZE
 
 
 class TokenResult:
-    """The result of a step that runs, with all before it, when it is waited for."""
+    """The result of a step. Waiting for it runs the step and all preceding ones."""
 
     def __init__(
         self, worker: TokenWorker, run: Callable[[], StepOutput], done: Point, waits: tuple[Point, ...] = ()
     ) -> None:
         self.done = done
         self.run = run
-        self.waits = waits  # on other streams
+        self.waits = waits  # Points of other streams for which the step waits
         self.output: StepOutput | None = None
         self._worker = worker
 
@@ -73,7 +73,7 @@ class AuditedPool(LeasePool):
     def __init__(self, name: str, size: int) -> None:
         super().__init__(name, size, reserved=1)
         self._fresh: set[int] = set()
-        self._touched: dict[Stream, np.ndarray] = {}  # serial of the last work on each stream
+        self._touched: dict[Stream, np.ndarray] = {}  # by id: the serial of the last work on each stream
         # What each stream has waited for, also through others, now and when a Point was recorded.
         self._clocks: dict[Stream, dict[Stream, int]] = {}
         self._clock_at: dict[tuple[Stream, int], dict[Stream, int]] = {}
@@ -85,8 +85,8 @@ class AuditedPool(LeasePool):
         return leased
 
     def submitted(self, touched: np.ndarray, done: Point, after: Points) -> None:
-        """Work that uses ``touched`` is submitted. Ids leased since the last step are for it; of these a transfer gets
-        those that it uses."""
+        """Record that work that uses ``touched`` is submitted. Ids that were leased since the last step are for this
+        work; a transfer takes only those of them that it uses."""
         is_step = done.stream.name is StreamName.FORWARD
         fresh = set(self._fresh) if is_step else self._fresh & set(touched.tolist())
         clock = self._clocks.setdefault(done.stream, {})
@@ -114,19 +114,21 @@ class AuditedPool(LeasePool):
 
 
 class TokenWorker:
-    """Takes the place of a ModelRunner (see the module's docstring)."""
+    """Replaces a ModelRunner (see the module's docstring)."""
 
     def __init__(
         self, num_pages: int, page_size: int, num_rows: int, context_length: int, max_step_tokens: int = 1
     ) -> None:
         """``max_step_tokens``: a decode step yields up to this many tokens for each request, depending on its history,
-        as if drafts had been accepted. Rejected drafts are in the slots after those, and must not be read."""
+        as if drafts had been accepted. The slots after these have rejected drafts, which must not be read."""
         self.device = open_device("cpu")
         self.page_size = page_size
         self.max_step_tokens = max_step_tokens
         self.step_costs = None
-        self.num_by_count: Counter[int] = Counter()  # requests of decode steps, by how many tokens they got
-        self._lens: dict[int, int] = {}  # tokens whose KV is in a row's slots, as the device knows
+        self.num_by_count: Counter[int] = (
+            Counter()
+        )  # how often a request got this many tokens in a decode step
+        self._lens: dict[int, int] = {}  # by row: how many tokens have their KV in slots, as the device knows
         self.pages = AuditedPool("KV pages", num_pages + 1)
         self.req_pool = ReqPool(num_rows + 1, -(-context_length // page_size) + 1, torch.device("cpu"))
         self.req_pool.rows = AuditedPool("request rows", num_rows + 1)
@@ -137,12 +139,12 @@ class TokenWorker:
         self.hicache: TokenTransfers | None = None
         self.storage = None
         self.forward = LaggingStream(StreamName.FORWARD, frozenset())
-        # Whether a step has run already when its result is polled.
+        # Returns whether a step has run already when its result is polled.
         self.is_quick: Callable[[], bool] = lambda: False
         self.num_steps = 0
         self.slots = np.full((num_pages + 1) * page_size, -1, dtype=np.int64)
         self._queue: deque[TokenResult] = deque()
-        self.num_run = 0  # steps; the host knows of those whose results it has waited for
+        self.num_run = 0  # steps that have run; the host knows about those whose results it has waited for
         self._composition: tuple[int, np.ndarray, np.ndarray] | None = None
 
     def completions(self, awaited: TokenResult | None) -> Completions:
@@ -181,7 +183,7 @@ class TokenWorker:
             self.num_run = step.done.serial
 
     def run_to(self, point: Point) -> None:
-        """Run what a stream has to run before ``point``."""
+        """Run all work of a stream that comes before ``point``."""
         if point.stream is not self.forward:
             assert self.hicache is not None
             self.hicache.run_to(point)
@@ -250,7 +252,8 @@ class TokenWorker:
         return out if self.max_step_tokens == 1 else dataclasses.replace(out, counts=np.array(counts))
 
     def _decode_row(self, row: int, most: int, sampling: ReqSampling, num_tokens: int) -> list[int]:
-        """The step of one request, of up to ``num_tokens``; its length is at most ``most`` afterwards."""
+        """The step of one request, which yields up to ``num_tokens`` tokens; its length is at most ``most``
+        afterwards."""
         first = self._lens[row]
         assert first < most <= first + 2 * self.max_step_tokens, "the step before, this one, and no more"
         end = min(first + num_tokens, most)
@@ -271,7 +274,7 @@ class TokenWorker:
 
 
 def _logprobs(tokens: list[int], sampling: Sequence[ReqSampling]) -> LogprobValues | None:
-    """A token's "logprob" is the token; there are logprobs if any request of the batch asks, as in the runner."""
+    """A token's "logprob" is the token. As in the runner, there are logprobs if any request of the batch wants them."""
     return _values([-float(t) for t in tokens]) if any(s.return_logprob for s in sampling) else None
 
 
@@ -283,9 +286,9 @@ def _values(chosen: list[float]) -> LogprobValues:
 
 
 class TokenTransfers:
-    """Takes the place of a HiCacheController over a TokenWorker: each stream runs its copies in order, each after what
-    it waits for, and at the latest when something waits for it. ``random`` decides which run earlier, so that a copy
-    that lacks a wait reads or writes a page too early."""
+    """Replaces a HiCacheController over a TokenWorker. Each stream runs its copies in order, each after the work for
+    which it waits, and at the latest when something waits for the copy. ``random`` decides which run earlier, so that a
+    copy without a necessary wait reads or writes a page too early."""
 
     def __init__(self, worker: TokenWorker, num_host_pages: int, random: Random) -> None:
         self.host_pages = LeasePool("host KV pages", num_host_pages, reserved=0)

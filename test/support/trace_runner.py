@@ -48,8 +48,8 @@ MODEL = {
 
 @lru_cache
 def random_model_path() -> str:
-    """A folder with the model, the same in every process, deleted when this one ends. Its output depends on every token
-    before: attention is sharp, and the head does not share the embedding's weights."""
+    """A folder with the model, the same in every process; it is deleted when this process ends. The model's output
+    depends on every preceding token: attention is sharp, and the head does not share the embedding's weights."""
     folder = Path(tempfile.mkdtemp(prefix="fenceline-random-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "config.json").write_text(json.dumps(MODEL))
@@ -75,7 +75,7 @@ def make_runner(
 ) -> ModelRunner:
     """A runner whose memory is ``shape``'s, graphs for ``sizes`` (empty: none); ``flags`` are ServerArgs fields."""
     if device.kind == "cuda":
-        # Prefill in pieces is padded, so its products are rounded differently: only if a test asks for it.
+        # Prefill in pieces is padded, so its products are rounded differently. It is only used if a test asks for it.
         pieces = {"disable_piecewise_cuda_graph": "piecewise_cuda_graph_tokens" not in flags}
         flags = {"attention_backend": "triton", "dtype": "bfloat16"} | pieces | flags
     args = ServerArgs(
@@ -111,7 +111,7 @@ def play(
     flight: ForwardResult | None = None
     known: dict[int, int] = {}
     for batch in batches:
-        if isinstance(batch, DecodeBatch):  # a trace that is played again brings new batches
+        if isinstance(batch, DecodeBatch):  # when a trace is played again, its batches count as new ones
             if batch.composition not in known:
                 known[batch.composition] = next(_compositions)
             batch = dataclasses.replace(batch, composition=known[batch.composition])
@@ -129,7 +129,7 @@ def play(
 
 
 def first_difference(expected: Sequence[StepOutput], got: Sequence[StepOutput]) -> str:
-    """Where the answers begin to differ, in any bit; "" if nowhere."""
+    """A description of where the answers begin to differ in any bit; "" if they are equal."""
     assert len(expected) == len(got)
     for number, (one, other) in enumerate(zip(expected, got, strict=True)):
         if not np.array_equal(one.tokens, other.tokens):
@@ -141,7 +141,7 @@ def first_difference(expected: Sequence[StepOutput], got: Sequence[StepOutput]) 
 
 
 def same_tokens(expected: Sequence[StepOutput], got: Sequence[StepOutput]) -> str:
-    """Where the tokens begin to differ, or logprobs by more than rounding; "" if nowhere."""
+    """A description of where the tokens begin to differ, or logprobs by more than rounding; "" if nowhere."""
     for number, (one, other) in enumerate(zip(expected, got, strict=True)):
         if not np.array_equal(one.tokens, other.tokens):
             return f"step {number}: tokens {other.tokens.tolist()}, expected {one.tokens.tolist()}"
@@ -162,7 +162,7 @@ def _same(a: LogprobValues | None, b: LogprobValues | None) -> bool:
 
 
 def live_memory(runner: ModelRunner) -> list[torch.Tensor]:
-    """Host copies of all keys, values and last tokens but the sink's."""
+    """Host copies of all keys, values and last tokens except the sink's."""
     runner.device.synchronize()
     pool, size = runner.kv_pool, runner.page_size
     parts = [part(layer)[size:] for layer in range(pool.num_layers) for part in (pool.k, pool.v)]
@@ -170,7 +170,7 @@ def live_memory(runner: ModelRunner) -> list[torch.Tensor]:
 
 
 def clear(runner: ModelRunner) -> None:
-    """Forget all keys, values and last tokens."""
+    """Set all keys, values and last tokens to zero."""
     runner.device.synchronize()
     pool = runner.kv_pool
     for tensor in (*map(pool.k, range(pool.num_layers)), *map(pool.v, range(pool.num_layers))):
@@ -185,7 +185,8 @@ def same_memory(a: ModelRunner, b: ModelRunner) -> bool:
 
 
 def check_same(expected: ModelRunner, got: ModelRunner, batches: Sequence[ScheduleBatch]) -> list[StepOutput]:
-    """Play on both, the first one step at a time; all answers and all memory must agree. Returns the answers."""
+    """Run ``batches`` on both, on the first one step at a time. All answers and all memory must be equal. Returns the
+    answers."""
     for runner in (expected, got):
         clear(runner)
     answers = play(expected, batches, overlap=False)
@@ -195,7 +196,7 @@ def check_same(expected: ModelRunner, got: ModelRunner, batches: Sequence[Schedu
 
 
 def prefill_stats(runner: ModelRunner) -> GraphStats:
-    """Counts of prefill steps in pieces, of a runner that has such graphs."""
+    """The counts of prefill steps in pieces, for a runner that has graphs for them."""
     stats = runner.prefill_graph_stats
     assert stats is not None
     return stats

@@ -1,8 +1,8 @@
-"""Transfers of KV pages under an adversary: rounds that each open one window, and random ones against a model.
+"""Transfers of KV pages with adverse timing: rounds that each make one race possible, and random ones with a model.
 
-FORWARD stands for steps: it writes patterns into pages and reads pages out. On a GPU work is made late by spins; on the
-virtual GPU the schedule does that, and its detector watches. Whatever a round has moved is compared bit by bit with the
-patterns, which is what a copy on an idle device would have left.
+Work on FORWARD stands for steps: it writes patterns into pages and reads pages. On a GPU, spins make work late. On the
+virtual GPU the schedule does this, and its race detector is on. All data that a round has moved are compared bit by bit
+with the patterns, which are the result on an idle device.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ io_backends = pytest.mark.parametrize("io_backend", ["kernel", "direct"])
 
 
 class LateCopier(PageCopier):
-    """Submits copies behind a spin of their stream, where the device is a GPU and the rounds say so."""
+    """Submits copies after a spin of their stream, if the device is a GPU and the rounds ask for it."""
 
     def __init__(self, rounds: Rounds, copier: PageCopier) -> None:
         self.uses_sm = copier.uses_sm
@@ -82,7 +82,7 @@ class Rounds:
         device.synchronize()
 
     def spin(self, stream: Stream) -> None:
-        """What is submitted to ``stream`` from now on is late."""
+        """Make work late that is submitted to ``stream`` from now on."""
         if self.spin_cycles:
             with stream.active():
                 torch.cuda._sleep(self.spin_cycles)
@@ -90,7 +90,7 @@ class Rounds:
     # --- FORWARD
 
     def write(self, page: int, pattern: int, after: Points = Points.none(), late: bool = True) -> Point:
-        """A step writes ``page``; its Point."""
+        """Submit a step that writes ``page``; returns its Point."""
         wait_for_pages(self.device.forward, after)
         if late:
             self.spin(self.device.forward)
@@ -103,7 +103,7 @@ class Rounds:
     def read(
         self, page: int, loads: Sequence[Ticket] = (), after: Points = Points.none(), late: bool = True
     ) -> Point:
-        """A step reads ``page`` layer by layer, as attention does, into ``read_out``; its Point."""
+        """Submit a step that reads ``page`` layer by layer, as attention does, into ``read_out``; returns its Point."""
         wait_for_pages(self.device.forward, after)
         ready = self.controller.layer_ready(loads, self.kv_pool.num_layers)
         if late:
@@ -136,7 +136,7 @@ class Rounds:
     # --- a storage worker
 
     def worker_writes(self, host: int, pattern: int, after: Points) -> None:
-        """A thread fills a host page, as storage does, once ``after`` has passed. Returns when it has."""
+        """Let a thread fill a host page, as storage does, once ``after`` has passed. Returns when it is done."""
 
         def run() -> None:
             self._worker_waits(after)
@@ -145,7 +145,7 @@ class Rounds:
         self.device.start_worker("storage", run).join()
 
     def worker_reads(self, host: int, after: Points) -> torch.Tensor:
-        """A thread takes the bytes of a host page once ``after`` has passed."""
+        """Let a thread read the bytes of a host page once ``after`` has passed."""
         taken: list[torch.Tensor] = []
 
         def run() -> None:
@@ -163,12 +163,12 @@ class Rounds:
     # --- what there is, on an idle device
 
     def fill_host(self, host: int, pattern: int) -> None:
-        """Now, past any stream."""
+        """Fill a host page immediately, without a stream."""
         self.host_pool.host_access(host, True, "read of a page from storage")
         fill_host_page(self.host_pool, host, self.patterns[pattern].view(torch.uint8))
 
     def fill_device(self, page: int, pattern: int) -> None:
-        """And wait for it."""
+        """Fill a device page and wait for it."""
         self.write(page, pattern, late=False)
         self.device.synchronize()
 
@@ -179,7 +179,7 @@ class Rounds:
         return device_pages(self.kv_pool)[page]
 
     def settle(self) -> None:
-        """Wait for everything; all transfers are acknowledged."""
+        """Wait for all work, and until all transfers are acknowledged."""
         self.device.synchronize()
         while self.controller.num_in_flight:
             self.controller.drain_acks()
@@ -189,12 +189,12 @@ class Rounds:
 
 
 def as_bytes(pattern: torch.Tensor) -> torch.Tensor:
-    """The bytes of a page, whether it comes as such or as keys and values."""
+    """The bytes of a page, which is given as bytes or as keys and values."""
     return pattern.view(torch.uint8).flatten()
 
 
 def open_rounds(kind: str, severed: str = "", seed: int = 0, **fields: object) -> Rounds:
-    """Rounds on a device of that kind, on vgpu with a schedule of ``seed``, without the edge ``severed``."""
+    """Rounds on a device of ``kind`` without the edge ``severed``; on vgpu the schedule has the seed ``seed``."""
     cut = frozenset({severed} if severed else ())
     if kind == "vgpu":
         gpu = VirtualGpu(seed=seed, policy=POLICIES[seed % len(POLICIES)], collect=bool(severed))
@@ -202,12 +202,13 @@ def open_rounds(kind: str, severed: str = "", seed: int = 0, **fields: object) -
     return Rounds(open_device(kind, cut), **fields)  # type: ignore[arg-type]
 
 
-# One round: whether it left what it should. Rounds are numbered, so that each brings other values than the last.
+# One round; returns whether its results are right. Rounds are numbered, so that each uses other values than the last.
 Round = Callable[[Rounds, int], bool]
 
 
 def check_rounds(kind: str, play: Round, **fields: object) -> None:
-    """With all edges every round is right: 1,000 of them on a GPU, a few on each of the virtual one's policies."""
+    """Check that with all edges every round is right: 1,000 rounds on a GPU, a few with each policy of the virtual
+    GPU."""
     for seed in range(len(POLICIES) if kind == "vgpu" else 1):
         rounds = open_rounds(kind, seed=seed, **fields)
         for number in range(NUM_ROUNDS[kind]):
@@ -215,7 +216,8 @@ def check_rounds(kind: str, play: Round, **fields: object) -> None:
 
 
 def check_without(kind: str, edge: str, play: Round) -> None:
-    """Without ``edge`` a GPU corrupts memory within a few rounds; the virtual one's detector names the edge."""
+    """Check that without ``edge`` a GPU corrupts memory within a few rounds, and that the virtual GPU's detector names
+    the edge."""
     if kind == "cuda":
         rounds = open_rounds(kind, edge, spin_cycles=10 * SPIN_CYCLES)
         assert not all(play(rounds, number) for number in range(10))
@@ -232,15 +234,15 @@ def check_without(kind: str, edge: str, play: Round) -> None:
 
 @dataclass(slots=True)
 class _Page:
-    """What a page must hold once everything before ``after`` has passed."""
+    """The expected contents of a page once ``after`` has passed."""
 
     pattern: int
     after: Points = field(default_factory=Points.none)
 
 
 class RandomTransfers:
-    """Steps, transfers and workers on random pages, each behind the Points of the pages it touches and of nothing else:
-    the books that the cache keeps in its nodes and lease pools, kept here for each page."""
+    """Steps, transfers and workers on random pages. Each waits only for the Points of the pages that it uses. The cache
+    keeps these Points in its nodes and lease pools; here they are kept for each page."""
 
     def __init__(self, rounds: Rounds, seed: int) -> None:
         self.rounds = rounds
@@ -253,13 +255,13 @@ class RandomTransfers:
             rounds.fill_host(page, state.pattern)
 
     def turn(self) -> None:
-        """One operation. Transfers take several pages."""
+        """Submit one operation. Transfers have several pages."""
         kind = self._random.choice(("write", "read", "store", "store", "load", "load", "worker"))
         getattr(self, f"_{kind}")()
         self.rounds.controller.drain_acks()
 
     def check(self) -> None:
-        """Every page holds what the operations, one after the other, would have left."""
+        """Check that every page has the contents that the operations would leave if they ran one after the other."""
         self.rounds.settle()
         for page, state in self._device.items():
             assert self.rounds.same(self.rounds.on_device(page), state.pattern), f"device page {page}"
@@ -304,7 +306,7 @@ class RandomTransfers:
             self._device[target] = _Page(self._host[source].pattern, self._device[target].after.join(points))
 
     def _worker(self) -> None:
-        """Storage's threads hold a page until the scheduler has their ack: it is not leased before."""
+        """Let a storage thread use a page. The page is not leased again before the scheduler has the thread's ack."""
         host, pattern = self._random.choice(list(self._host)), self._random.randrange(NUM_PATTERNS)
         state = self._host[host]
         if self._random.random() < 0.5:

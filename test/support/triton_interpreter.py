@@ -1,6 +1,6 @@
 """Tests of Triton kernels without a GPU: Triton's interpreter, and compilation to machine code.
 
-Triton reads TRITON_INTERPRET when it is imported, so a test file with such checks is a script as well: pytest starts it
+Triton reads TRITON_INTERPRET when it is imported, so a test file with such checks is also a script. Pytest starts it
 once (``run_script``), and it prints what each check raised (``print_outcomes``).
 """
 
@@ -20,8 +20,8 @@ import torch
 
 
 def run_script(script: str, mode: str = "interpret") -> Any:
-    """The JSON value in the last line of what the file ``script`` prints, run with the argument ``mode``. In mode
-    "interpret" its kernels are interpreted. Skips the test where Triton is not installed."""
+    """Run the file ``script`` with the argument ``mode``. Returns the JSON value in the last line of its output. In
+    mode "interpret" its kernels are interpreted. Skips the test if Triton is not installed."""
     pytest.importorskip("triton", reason="Triton is not installed")
     env = os.environ | {"TRITON_INTERPRET": str(int(mode == "interpret")), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore::RuntimeWarning", script, mode]
@@ -31,7 +31,7 @@ def run_script(script: str, mode: str = "interpret") -> Any:
 
 
 def outcomes_of(script: str, mode: str = "interpret") -> Any:
-    """A fixture of a test file: what each check of ``script`` raised, the empty text where nothing; see
+    """A fixture for a test file: what each check of ``script`` raised, an empty text for none; see
     :func:`print_outcomes`."""
 
     @pytest.fixture(scope="module")
@@ -43,8 +43,8 @@ def outcomes_of(script: str, mode: str = "interpret") -> Any:
 
 
 def print_outcomes(checks: dict[str, Callable[[], None]]) -> None:
-    """Run every check from the same seed; the last line of the output says what each raised, the empty text where
-    nothing."""
+    """Run every check with the same seed. The last line of the output says what each raised, an empty text for
+    none."""
     outcomes = {}
     for name, check in checks.items():
         torch.manual_seed(0)
@@ -57,14 +57,16 @@ def print_outcomes(checks: dict[str, Callable[[], None]]) -> None:
 
 
 def set_up_interpreter() -> None:
-    """For scripts that run with TRITON_INTERPRET=1: one thread, and what this module changes of the interpreter."""
+    """Prepare a script that runs with TRITON_INTERPRET=1: use one thread, and apply this module's patches of the
+    interpreter."""
     torch.set_num_threads(1)
     let_numpy_index()
     patch_once_a_launch()
 
 
 def let_numpy_index() -> None:
-    """Triton 3.6's interpreter makes an index of an array of one element by int(), which numpy 2.4 refuses."""
+    """Triton 3.6's interpreter calls int() of an array with one element to make an index, which numpy 2.4 refuses.
+    Patch it."""
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
@@ -77,18 +79,18 @@ def let_numpy_index() -> None:
 
 
 def patch_once_a_launch() -> None:
-    """The interpreter patches what a module knows of ``triton.language`` at a launch and again at each call of one of
-    its functions, which takes a quarter of the time. Let it do so once for each module and launch."""
+    """The interpreter patches a module's names of ``triton.language`` at a launch and again at each call of one of its
+    functions, which takes a quarter of the time. Let it do so only once for each module and launch."""
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang
-    modules: set[str] = set()  # whose names have been patched since the launch
+    modules: set[str] = set()  # modules whose names have been patched since the launch
 
     def patched(fn):  # type: ignore[no-untyped-def]
         if fn.__module__ in modules:
             return interpreter._LangPatchScope()
         scope = patch(fn)
-        if not modules:  # the launch itself; of the others nothing is taken back before its end
+        if not modules:  # this is the launch itself; patches of other modules are undone at its end
             restore = scope.restore
 
             def end() -> None:
@@ -104,7 +106,7 @@ def patch_once_a_launch() -> None:
 
 @contextmanager
 def interpreted_logarithms() -> Iterator[None]:
-    """Numpy's float32 logarithms replace libdevice, which the interpreter does not have."""
+    """Replace libdevice, which the interpreter does not have, by numpy's float32 logarithms."""
     import numpy as np
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
@@ -128,8 +130,8 @@ def interpreted_logarithms() -> Iterator[None]:
 def compile_kernel(
     kernel, constants: dict[str, int], arch: str, num_warps: int, num_stages: int, pdl: bool, kv: str = "bf16"
 ) -> str:  # type: ignore[no-untyped-def]
-    """A kernel's PTX for ``arch`` (as "sm_90"). It compiles to machine code and fits a GPU's shared memory. ``kv``: the
-    type of keys and values in the pool."""
+    """The PTX of a kernel for ``arch`` (such as "sm_90"). Checks that it compiles to machine code and fits in a GPU's
+    shared memory. ``kv``: the type of keys and values in the pool."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

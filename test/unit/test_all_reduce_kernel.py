@@ -120,6 +120,8 @@ def test_no_two_things_lie_at_one_place(code: ctypes.CDLL, size: int) -> None:
         ({"num_threads": 33}, b"a multiple of 32"),
         ({"kind": 2, "row_vectors": 3}, b"whole rows"),
         ({"kind": 2, "row_vectors": 4}, b"needs a residual"),
+        ({"kind": 3}, b"a gather needs an output"),
+        ({"kind": 4}, b"no such kind"),
     ],
 )
 def test_a_launch_that_cannot_be_made_says_why(
@@ -169,11 +171,12 @@ def machine_code(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str
     return kernels
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_flags_are_released_and_acquired_for_the_whole_system(machine_code: dict[str, list[str]]) -> None:
     """On sm_90 st.release.sys is MEMBAR.ALL.SYS and then the store; ld.acquire.sys the load and then CCTL.IVALL, which
     empties L1. Words need neither: 64 bits of a strong access in system scope each."""
-    assert len(machine_code) == 2 * 4 * 3 + 3
+    assert len(machine_code) == 2 * 4 * 3 + 3 + 1
     for name, code in machine_code.items():
         releases = [i for i, op in enumerate(code) if op == "STG.E.64.STRONG.SYS"]
         acquires = [i for i, op in enumerate(code) if op == "LDG.E.64.STRONG.SYS"]

@@ -242,7 +242,9 @@ def test_backends_without_sinks_say_so_and_which_has_them() -> None:
     rules = {0: LayerRules(sinks=torch.zeros(4)), 1: LayerRules(window=9)}
     with pytest.raises(ValueError, match="flashinfer has no kernels with attention sinks: use .* triton"):
         FlashInferAttentionBackend(pool(), PretendCuda(), 4, rules={0: rules[0]})
-    with pytest.raises(ValueError, match="fa3 serves no attention sinks: use --attention-backend triton"):
+    with pytest.raises(
+        ValueError, match="fa3 does not support attention sinks: use --attention-backend triton"
+    ):
         Fa3AttentionBackend(pool(), print, {0: rules[0]})  # type: ignore[arg-type]
 
 

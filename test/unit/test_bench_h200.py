@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fenceline.config.engine_config import resolve
-from fenceline.config.server_args import ServerArgs
+from fenceline.config.server_args import ServerArgs, parse_args
 from fenceline.frontend.tokenizer import load_tokenizer
 
 FOLDER = Path(__file__).parents[2] / "benchmark" / "h200"
@@ -94,7 +94,12 @@ def test_every_guard_that_is_taken_out_is_there() -> None:
 def test_configs_name_no_code() -> None:
     for path in FOLDER.glob("models/*/config.json"):
         config = json.loads(path.read_text())
-        assert config["architectures"][0] in ("Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM")
+        assert config["architectures"][0] in (
+            "GptOssForCausalLM",
+            "LlamaForCausalLM",
+            "Qwen3ForCausalLM",
+            "Qwen3MoeForCausalLM",
+        )
         assert "auto_map" not in config
 
 
@@ -171,6 +176,85 @@ def test_a_soak_is_in_order_only_if_everything_is() -> None:
         {"log_errors": ["ERROR"]},
     ):
         assert len(failures(good | change, tiers=True)) == 1, change
+
+
+def test_a_soak_with_drafts_and_storage_must_have_met_both() -> None:
+    from hicache_soak import failures
+
+    storage = {"storage_write": {"num_transfers": 3}, "evicted_tokens": {"device": 9}}
+    good = {
+        "tally": {"errors": [], "hit_tokens": {"host": 3, "storage": 5}},
+        "settled": {"hicache": storage, "flushed": True, "avg_spec_accept_length": 1.4},
+        "windows": [],
+        "log_errors": [],
+    }
+    assert failures(good, tiers=True) == []
+    without = good | {"tally": {"errors": [], "hit_tokens": {"host": 3}}}
+    assert failures(without, tiers=True) == [
+        "no prefix came back from the storage: make the population larger"
+    ]
+    never = good | {"settled": good["settled"] | {"avg_spec_accept_length": 1.0}}
+    assert failures(never, tiers=True) == ["no draft was ever accepted"]
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-cpu"])
+def test_a_soak_of_the_demo_model_asks_its_corpus(name: str, tmp_path: Path) -> None:
+    from random import Random
+
+    from hicache_presets import PRESETS
+    from shapes import make_model_dir
+    from tokenizers import Tokenizer
+
+    preset = PRESETS[name]
+    model = make_model_dir(preset.shape, tmp_path)
+    ids = preset.ids(Random(3), 300)
+    assert len(ids) == 300 and ids == preset.ids(Random(3), 300) != preset.ids(Random(4), 300)
+    assert "Q:" in Tokenizer.from_file(str(model / "tokenizer.json")).decode(ids)
+    words = [
+        *preset.model,
+        *preset.speculation,
+        *preset.tight,
+        *preset.soak_tiers(str(tmp_path)),
+        "--device",
+        "cpu",
+    ]
+    config = resolve(parse_args(["--model-path", str(model), "--load-format", "dummy", *words]))
+    assert config.speculative is not None and config.hicache is not None
+    assert config.hicache.storage is not None and config.hicache.storage.directory == str(tmp_path)
+    longest, (first, _) = preset.lengths.longest, preset.lengths.first
+    assert first >= config.hicache.storage.prefetch_threshold, "shorter prefixes are not looked for"
+    assert longest <= config.model.context_length
+
+
+def test_logprobs_of_tokens_are_asked_from_the_one_before_them() -> None:
+    import asyncio
+
+    from hicache_client import Answer, Client, RequestFailed
+
+    class Scripted(Client):
+        def __init__(self, num: int) -> None:
+            self.num = num
+
+        async def _post(self, body: object) -> Answer:
+            assert isinstance(body, dict) and body["logprob_start_len"] == 2
+            pairs = [[], *([[(-0.5, 7)]] * (self.num - 1))]
+            return Answer([], 0, {}, input_logprobs=[None, *([-0.5] * (self.num - 1))], input_top=pairs)  # type: ignore[list-item]
+
+    answer = asyncio.run(Scripted(3).score([1, 2, 3, 4, 5], 3))
+    assert answer.input_logprobs == [-0.5, -0.5] and answer.input_top == [[(-0.5, 7)]] * 2
+    with pytest.raises(RequestFailed, match="1 logprobs for 2 tokens"):
+        asyncio.run(Scripted(2).score([1, 2, 3, 4, 5], 3))
+
+
+def test_the_last_table_of_a_soak_has_what_must_be_zero() -> None:
+    from hicache_verify import MEASURES, Score, outcome
+
+    scores = [Score("", gap, gap, 0.0, 0.0, 4, 0) for gap in (0.0, 0.5)]
+    bounds = dict.fromkeys(MEASURES, 0.1)
+    state = {"cuda_graphs": {"fallbacks": {"size": 2}, "repairs": {}}, "hicache": {"num_locked_nodes": 3}}
+    text = outcome({"tally": {"errors": ["x"]}, "settled": state}, scores, bounds)
+    lines = text.splitlines()[2:]
+    assert [line.split("|")[2].strip() for line in lines] == ["1", "2", "0", "3", "1 of 2"]
 
 
 def test_the_table_of_two_servers_has_medians_and_ratios() -> None:

@@ -167,8 +167,8 @@ LISTS = b'{"text": "a", "x": [' + b"[]," * 500_000 + b"1]}"
     (parse_generate, b'{"input_ids": [' + b"1," * 2_000_000 + b"1]}", "more than 1048576 JSON values"),
     (parse_generate, b'{"text": [' + b'"",' * 2_000_000 + b'""]}', "more than 1048576 JSON values"),
     (parse_chat, LISTS * 3, "more than 1048576 JSON values"),
-    (parse_generate, b'{"text": [' + b'"",' * 300_000 + b'""]}', "at most 4096 are taken"),
-    (parse_generate, b'{"text": "a", "token_ids_logprob": [' + b"1," * 300_000 + b"1]}", "at most 4096 are taken"),
+    (parse_generate, b'{"text": [' + b'"",' * 300_000 + b'""]}', "at most 4096 are allowed"),
+    (parse_generate, b'{"text": "a", "token_ids_logprob": [' + b"1," * 300_000 + b"1]}", "at most 4096 are allowed"),
     (parse_generate, b'{"text": "a", "sampling_params": {"stop_token_ids": [' + b"1," * 300_000 + b"1]}}",
      "at most 1024 ids"),
     (parse_chat, b'{"messages": [{"role": "user", "content": "a"}], "logit_bias": {'
@@ -183,16 +183,16 @@ LISTS = b'{"text": "a", "x": [' + b"[]," * 500_000 + b"1]}"
      + b'{"a":"b"},' * 200_000 + b"{}]}}", "more than 262144 values"),
     (parse_chat, b'{"messages": [{"role": "user", "content": "a"}], "tool_choice": {"a": [{"a":'
      + b"[" * DEEP + b"]" * DEEP + b"}" + b',{"a":"b"}' * 20_000 + b"]}}", TOO_DEEP),
-    (parse_generate, b'{"input_ids": [' + b"[1]," * 200_000 + b"[1]]}", "at most 4096 are taken"),
-    (parse_generate, b'{"text": "a", "sampling_params": [' + b"{}," * 200_000 + b"{}]}", "at most 4096 are taken"),
-    (parse_completion, b'{"prompt": [' + b'"a",' * 200_000 + b'"a"]}', "at most 4096 are taken"),
+    (parse_generate, b'{"input_ids": [' + b"[1]," * 200_000 + b"[1]]}", "at most 4096 are allowed"),
+    (parse_generate, b'{"text": "a", "sampling_params": [' + b"{}," * 200_000 + b"{}]}", "at most 4096 are allowed"),
+    (parse_completion, b'{"prompt": [' + b'"a",' * 200_000 + b'"a"]}', "at most 4096 are allowed"),
     (parse_chat, b'{"messages": [' + b'{"role":"user","content":"a"},' * 100_000 + b"{}]}", "at most 4096 of each"),
     (parse_chat, b'{"messages": [{"role": "user", "content": [' + b'{"type":"text","text":"a"},' * 100_000 + b"1]}]}",
      "at most 4096 of each"),
     (parse_generate, b'{"text": ' + b" " * 3_000_000, "not valid JSON"),
-    (parse_generate, b'{"text": "' + b"a" * 17_000_000 + b'"}', "at most 16777216 are taken in one"),
+    (parse_generate, b'{"text": "' + b"a" * 17_000_000 + b'"}', "at most 16777216 are allowed in one"),
     (parse_chat, b'{"messages": [{"role": "user", "content": "' + b"a" * 17_000_000 + b'"}]}',
-     "at most 16777216 are taken in one"),
+     "at most 16777216 are allowed in one"),
 ])  # fmt: skip
 @pytest.mark.usefixtures("deaf")
 async def test_hostile_bodies_are_refused_without_being_parsed_here(

@@ -41,6 +41,18 @@ TREE = {**OWN, "speculative_eagle_topk": 2, "speculative_num_steps": 3}
         ),
         ({"speculative_eagle_topk": 2}, "needs --speculative-algorithm"),
         ({"speculative_adaptive": True}, "needs --speculative-algorithm"),
+        (
+            {"speculative_algorithm": "EAGLE3", "speculative_draft_model_revision": "main"},
+            "--speculative-draft-model-path gives, add it or leave this out",
+        ),
+        (
+            {
+                "speculative_algorithm": "EAGLE3",
+                "speculative_draft_model_path": demo_model_path() + "/eagle3",
+                "speculative_draft_model_revision": "main",
+            },
+            "--speculative-draft-model-revision chooses a version of a hub id, --speculative-draft-model-path",
+        ),
         ({**OWN, "speculative_eagle_topk": 0}, "must be at least 1"),
         ({**DUMMY, "speculative_simulate_acceptance": 2.0, "speculative_eagle_topk": 2}, "of chains alone"),
         ({**OWN, "speculative_num_steps": 3, "speculative_num_draft_tokens": 8}, "a chain has"),

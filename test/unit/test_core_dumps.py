@@ -104,7 +104,7 @@ def test_variables_of_the_environment_win(tmp_path: Path, environment: dict[str,
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("CUDA_COREDUMP_FILE", "/elsewhere/core", "nobody waits until such a dump is whole"),
+        ("CUDA_COREDUMP_FILE", "/elsewhere/core", "the server will not wait until a dump is complete"),
         ("CUDA_ENABLE_COREDUMP_ON_EXCEPTION", "0", "turns the core dumps off"),
     ],
 )
@@ -273,7 +273,7 @@ def test_what_is_said_of_dumps(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CoreDumps, "wait", lambda self, may_come: list(self.found()))
         log_core_dumps(dumps, None)
-    assert f"{dump(tmp_path)} is only begun" in caplog.text
+    assert f"{dump(tmp_path)} is incomplete" in caplog.text
 
 
 @pytest.mark.timeout(PATIENCE_S - 1)

@@ -277,11 +277,11 @@ def test_steady_decode_uploads_nothing(sizes: tuple[int, ...], monkeypatch: pyte
     uploads: list[set[str]] = []
     upload = runner._inputs.upload
 
-    def noted(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    def recording(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
         uploads.append(set(arrays))
         return upload(arrays)
 
-    monkeypatch.setattr(runner._inputs, "upload", noted)
+    monkeypatch.setattr(runner._inputs, "upload", recording)
     play(runner, batches)
     pages = {"page_rows", "page_columns", "page_ids"}
     new_pages = sum(len(batch.page_writes) > 0 for batch in batches[2:])

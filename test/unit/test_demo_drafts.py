@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -114,21 +115,49 @@ def test_chains_are_trained_where_a_server_begins_them() -> None:
     assert found == [[1, 2, 7], [5]]
 
 
+def evict_device(driver: Driver) -> None:
+    """Every cached page leaves the device; it is on the host and, once this returns, in storage."""
+    tree = driver.scheduler.memory.tree
+    tree.evict(tree.num_evictable_pages)
+    while driver.scheduler.memory.num_outstanding:
+        driver.step()
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["EAGLE3"])
-def test_the_shipped_drafts_are_accepted_on_cold_and_on_cached_prefixes(algorithm: str) -> None:
-    """Held-out items, two of each category, greedily: more than two tokens a step."""
-    directory = Path(demo_model_path())
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+def test_the_shipped_drafts_are_accepted_on_cold_and_on_cached_prefixes(
+    algorithm: str, tmp_path: Path
+) -> None:
+    """Held-out items, two of each category, greedily: more than two tokens a step, as many from each tier as cold, and
+    the answers are right."""
+    tokenizer = Tokenizer.from_file(str(Path(demo_model_path()) / "tokenizer.json"))
     (newline,) = tokenizer.encode("\n").ids
-    args = ServerArgs(model_path="demo", device="cpu", random_seed=1, speculative_algorithm=algorithm)
+    items = held_out_items(7, 24)
+    expected = [item.item.answer for item in items]
+    args = ServerArgs(
+        model_path="demo",
+        device="cpu",
+        random_seed=1,
+        speculative_algorithm=algorithm,
+        max_total_tokens=20480,
+        enable_hierarchical_cache=True,
+        hicache_ratio=2.0,
+        hicache_storage_backend="file",
+        hicache_storage_dir=str(tmp_path),
+        hicache_storage_prefetch_policy="wait_complete",
+    )
     config = resolve(args)
-    driver = Driver(config, ModelRunner(config, open_device("cpu"), show_progress=False))
-    stats, items = driver.scheduler.stats, held_out_items(7, 24)
-    accept_lengths, texts, before = [], [], (0, 0)
-    for name in ("cold", "cached"):
+    assert config.hicache is not None and config.hicache.storage is not None
+    storage = dataclasses.replace(config.hicache.storage, prefetch_threshold=1)  # of prompts of any length
+    config = dataclasses.replace(config, hicache=dataclasses.replace(config.hicache, storage=storage))
+
+    def ask(driver: Driver, tier: str) -> float:
+        """The accept length of one pass over the items, most of whose prompts come from ``tier``."""
+        stats = driver.scheduler.stats
+        before = stats.num_accepted, stats.num_verified
         reqs = [
             request(
-                f"{name}{index}",
+                f"{tier}{index}",
                 tokenizer.encode(item.prompt()).ids,
                 temperature=0.0,
                 max_new_tokens=len(item.item.answer) + 8,
@@ -136,14 +165,28 @@ def test_the_shipped_drafts_are_accepted_on_cold_and_on_cached_prefixes(algorith
             )
             for index, item in enumerate(items)
         ]
-        texts.append([tokenizer.decode(output).strip() for output in answers(driver, reqs)])
-        now = stats.num_accepted, stats.num_verified
-        accept_lengths.append(1 + (now[0] - before[0]) / (now[1] - before[1]))
-        before = now
-    last = driver.answers["cached0"].last
-    assert last is not None and last.cached_tokens > 0
-    assert texts == [[item.item.answer for item in items]] * 2
-    assert min(accept_lengths) >= 2.0 and accept_lengths[1] == pytest.approx(accept_lengths[0], abs=0.05)
+        assert [tokenizer.decode(output).strip() for output in answers(driver, reqs)] == expected
+        if tier:
+            found = [driver.answers[req.rid].last for req in reqs]
+            hits = [last.cached_tokens_details for last in found if last is not None]
+            num_found = sum(getattr(details, tier) for details in hits if details is not None)
+            assert num_found > 0.5 * sum(len(req.input_ids) for req in reqs)
+        return 1 + (stats.num_accepted - before[0]) / (stats.num_verified - before[1])
+
+    def make() -> Driver:
+        return Driver(config, ModelRunner(config, open_device("cpu"), show_progress=False))
+
+    driver = make()
+    cold = ask(driver, "")
+    lengths = [ask(driver, "device")]
+    evict_device(driver)
+    lengths.append(ask(driver, "host"))
+    evict_device(driver)
+    driver.scheduler.close()
+    driver = make()
+    lengths.append(ask(driver, "storage"))
+    driver.scheduler.close()
+    assert cold >= 2.0 and lengths == [pytest.approx(cold, abs=0.05)] * 3
 
 
 def test_the_shipped_drafts_are_small() -> None:

@@ -18,7 +18,7 @@ from demo_training.optimizer import orthogonalize
 from fenceline import demo_model_path
 from fenceline.demo.corpus import Ids, Mask, build_batch
 from fenceline.demo.evaluation import CATEGORIES, EvalItem, held_out_items
-from fenceline.demo.tokenizer import FastEncoder
+from fenceline.demo.tokenizer import CHAT_TEMPLATE, FastEncoder
 from train_demo_model import Progress, Trainer, load_checkpoint, lr_scale, parse_args, plan_decay
 
 SMALL = Shape(hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=16)
@@ -147,7 +147,7 @@ def test_export_loads_in_transformers_with_equal_logits(tmp_path: Path) -> None:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     tokenizer = Tokenizer.from_file(str(Path(demo_model_path(), "tokenizer.json")))
-    export(model, tokenizer, tmp_path)
+    export(model, tokenizer, tmp_path, CHAT_TEMPLATE)
     assert check_export(model, tokenizer, tmp_path) < 1e-4
 
 

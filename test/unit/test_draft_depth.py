@@ -25,7 +25,7 @@ def serve(
     """Steps whose drafts are accepted with the probabilities ``shares``, by place. How often each depth was chosen."""
     chosen: Counter[int] = Counter()
     for _ in range(num_steps):
-        depth = policy.choose(num_reqs, num_reqs).depth
+        depth = policy.choose(num_reqs, num_reqs, DEPTHS[-1]).depth
         chosen[depth] += 1
         counts = []
         for _ in range(num_reqs):
@@ -50,7 +50,7 @@ def test_no_other_depth_promises_more_by_a_fiftieth(table: StepCosts, seed: int,
     for _ in range(60):
         num_reqs = random.randint(1, 70)
         num_drafting = random.randint(0, num_reqs)
-        choice = policy.choose(num_reqs, num_drafting)
+        choice = policy.choose(num_reqs, num_drafting, DEPTHS[-1])
         assert len(choice.rates) == len(DEPTHS)
         if choice.why == "probe":
             assert choice.depth == DEPTHS[-1] and num_drafting > 0
@@ -94,8 +94,23 @@ def test_what_is_lost_to_probes_is_a_hundredth() -> None:
 
 def test_who_accepts_no_drafts_gets_none() -> None:
     policy = AdaptiveDepth(DEPTHS, LATENCY)
-    assert {policy.choose(4, 0).depth for _ in range(300)} == {0}
-    assert policy.choose(4, 4).depth == 3
+    assert {policy.choose(4, 0, 3).depth for _ in range(300)} == {0}
+    assert policy.choose(4, 4, 3).depth == 3
+
+
+@given(costs(), st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_of_the_depths_for_which_there_is_memory_the_best_is_taken(table: StepCosts, seed: int) -> None:
+    """And as soon as there is more, the best of all."""
+    random, policy = Random(seed), AdaptiveDepth(DEPTHS, table)
+    for _ in range(60):
+        most = random.choice(DEPTHS)
+        choice = policy.choose(5, 5, most)
+        assert choice.depth <= most
+        if choice.why == "memory":
+            assert choice.rates[DEPTHS.index(choice.depth)] == max(choice.rates[: DEPTHS.index(most) + 1])
+    choice = policy.choose(5, 5, DEPTHS[-1])
+    assert choice.why == "probe" or choice.rates[DEPTHS.index(choice.depth)] * 1.021 >= max(choice.rates)
 
 
 def test_a_batch_takes_as_long_as_the_next_larger_one_that_was_measured() -> None:

@@ -15,13 +15,18 @@ from triton_interpreter import outcomes_of, print_outcomes, set_up_interpreter
 
 from fenceline.config import ConfigError
 from fenceline.config.families import ExpertsConfig
+from fenceline.config.quantization import QuantConfig
+from fenceline.layers.context import Shard, torch_context
+from fenceline.layers.expert_matrices import ExpertMatrices
 from fenceline.layers.experts import ExpertNames, Router
 from fenceline.layers.kernels.base import Routing, TorchLayerKernels
+from fenceline.layers.weight import fill_slots
 
 CHECKS = (
     "products",
     "biases_and_limits",
     "fp8",
+    "fp8_as_a_layer_stores_it",
     "few_experts_hit",
     "all_to_one",
     "all_padded",
@@ -33,6 +38,7 @@ CHECKS = (
 results = outcomes_of(__file__)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CHECKS)
 def test_interpreted(name: str, results: dict[str, str]) -> None:
     assert results[name] == ""
@@ -113,6 +119,7 @@ def test_impossible_routers_are_refused(changes: dict[str, int], said: str) -> N
         make_router(**changes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_compiles(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the shapes of Qwen3-30B-A3B: tensor cores, 16-byte loads, and little enough shared memory."""
@@ -133,15 +140,18 @@ def test_compiles(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "out": "*bf16",
         "bias": "*bf16",
         "scales": "*fp32",
+        "zeros": "*u8",
     }
-    cases = [(8, False, 0), (4096, False, 0), (65536, False, 0), (4096, True, 0)]
+    cases = [(8, False, 0, 0), (4096, False, 0, 0), (65536, False, 0, 0), (4096, True, 0, 0)]
     if capability >= 89:  # earlier ones have no instructions for FP8
-        cases += [(8, False, 16), (65536, False, 16), (4096, False, 1)]
-    for num_pairs, clamps, groups in cases:
-        types["weight"] = "*fp8e4nv" if groups else "*bf16"
+        cases += [(8, False, 16, 0), (65536, False, 16, 0), (4096, False, 1, 0)]
+    cases += [(8, False, 16, 1), (65536, False, 64, 1), (4096, True, 64, 2)]
+    for num_pairs, clamps, groups, numbers in cases:
+        types["weight"] = "*u8" if numbers else "*fp8e4nv" if groups else "*bf16"
+        types["scales"] = "*u8" if numbers == 2 else "*fp32"
         config = grouped_gemm.grouped_config(num_pairs, 128, 2)
         variant = grouped_gemm._grouped_variant(
-            128, 768, 2048, 8, True, clamps, clamps, groups, capability >= 90, config
+            128, 768, 2048, 8, True, clamps, clamps, groups, numbers, capability >= 90, config
         )
         names = kernel.arg_names
         source = ASTSource(
@@ -176,6 +186,22 @@ def check_fp8() -> None:
     for groups in (lambda k: 1, lambda k: -(-k // 128)):
         compare(routed(9, 2, [0, 1, 2, 3], 4, num_padded=1), 24, 200, groups=groups)
         compare(routed(5, 1, [0, 2], 3), 130, 32, torch.float16, groups=groups)
+
+
+def check_fp8_as_a_layer_stores_it() -> None:
+    from fenceline.layers.kernels import grouped_gemm
+
+    for scales in ("tensor", "channel", "block"):
+        config = QuantConfig(method="on-line", kind="fp8", scales=scales)
+        stored = ExpertMatrices(3, 24, 256, torch_context(Shard(), torch.float32), config)
+        for expert in range(3):
+            slots = stored.slots("up", expert, slice(0, 24), (24, 256), 0, 0)
+            fill_slots(slots, [("up.weight", torch.randn(24, 256) * (1 + torch.arange(256) // 128))])
+        x, routing = torch.randn(5, 256), routed(5, 2, [0, 1, 2], 3)
+        expected = TorchLayerKernels().grouped_product(x, stored.data, routing, scales=stored.scales)
+        for cut in (grouped_gemm.GroupedConfig(16, 16, 32, 4, 1), None):
+            ours = grouped_gemm.grouped_product(x, stored.data, routing, config=cut, scales=stored.scales)
+            torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-4)
 
 
 def check_few_experts_hit() -> None:

@@ -42,13 +42,13 @@ def admissions(driver: Driver) -> list[str]:
     seen: list[str] = []
     launch = driver.worker.launch
 
-    def noted(batch: ScheduleBatch) -> ForwardResult:
+    def recording(batch: ScheduleBatch) -> ForwardResult:
         if isinstance(batch, ExtendBatch):
             rids = {req.row: req.rid for req in driver.scheduler.reqs.values()}
             seen.extend(rids[seq.row] for seq in batch.seqs if rids[seq.row] not in seen)
         return launch(batch)
 
-    driver.worker.launch = noted  # type: ignore[method-assign]
+    driver.worker.launch = recording  # type: ignore[method-assign]
     return seen
 
 
@@ -163,6 +163,7 @@ def test_a_body_that_has_run_waits_for_no_more_than_one_request_of_each_newcomer
     driver.run()
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 6)), min_size=1, max_size=6),
@@ -205,6 +206,29 @@ def test_how_long_a_newcomer_waits_depends_on_the_number_of_bodies(
     assert not driver.scheduler.waiting.is_shared and len(driver.scheduler.waiting) == 0
 
 
+def test_no_more_of_a_body_run_than_make_a_decode_step_long() -> None:
+    """On a CPU, however many rows are free; they are for other bodies, and all of it comes to an end."""
+    driver = fair_driver(num_rows=150, num_pages=1200, chunk=400)
+    flood, others = body_of(1, 100, max_new_tokens=20), body_of(2, 20, max_new_tokens=20)
+    running: list[dict[int, int]] = []
+    launch = driver.worker.launch
+
+    def recording(batch: ScheduleBatch) -> ForwardResult:
+        admitted = [req.source.body for req in driver.scheduler.reqs.values() if req.row]
+        running.append({body: admitted.count(body) for body in (1, 2)})
+        return launch(batch)
+
+    driver.worker.launch = recording  # type: ignore[method-assign]
+    driver.send(*flood)
+    for _ in range(6):
+        driver.step()
+    driver.send(*others)
+    driver.run()
+    assert max(counts[1] for counts in running) == 64
+    assert max(counts[2] for counts in running) == 20
+    assert_right(driver, *flood, *others)
+
+
 # --- samples of one prompt
 
 
@@ -213,12 +237,12 @@ def computed_tokens(driver: Driver) -> list[int]:
     counts: list[int] = []
     launch = driver.worker.launch
 
-    def noted(batch: ScheduleBatch) -> ForwardResult:
+    def recording(batch: ScheduleBatch) -> ForwardResult:
         if isinstance(batch, ExtendBatch):
             counts.append(sum(len(seq.token_ids) for seq in batch.seqs))
         return launch(batch)
 
-    driver.worker.launch = noted  # type: ignore[method-assign]
+    driver.worker.launch = recording  # type: ignore[method-assign]
     return counts
 
 
@@ -310,12 +334,12 @@ def test_no_more_prompts_in_a_step_than_are_allowed() -> None:
     counts: list[int] = []
     launch = driver.worker.launch
 
-    def noted(batch: ScheduleBatch) -> ForwardResult:
+    def recording(batch: ScheduleBatch) -> ForwardResult:
         if isinstance(batch, ExtendBatch):
             counts.append(len(batch.seqs))
         return launch(batch)
 
-    driver.worker.launch = noted  # type: ignore[method-assign]
+    driver.worker.launch = recording  # type: ignore[method-assign]
     reqs = body_of(0, 10)
     driver.send(*(request(f"r{i}", [i + 1] * 5, max_new_tokens=3) for i, _ in enumerate(reqs)))
     driver.run()
@@ -333,7 +357,7 @@ def test_a_newcomer_goes_before_the_decode_step_of_a_body_that_runs_many(overlap
     in_row: list[list[int]] = [[]]
     launch = driver.worker.launch
 
-    def noted(batch: ScheduleBatch) -> ForwardResult:
+    def recording(batch: ScheduleBatch) -> ForwardResult:
         if isinstance(batch, ExtendBatch):
             rows = {seq.row for seq in batch.seqs}
             in_row[-1].append(sum(len(seq.token_ids) for seq in batch.seqs))
@@ -342,7 +366,7 @@ def test_a_newcomer_goes_before_the_decode_step_of_a_body_that_runs_many(overlap
             in_row.append([])
         return launch(batch)
 
-    driver.worker.launch = noted  # type: ignore[method-assign]
+    driver.worker.launch = recording  # type: ignore[method-assign]
     newcomers = [request(f"new{i}", [60 + i, 3, 5, 7], max_new_tokens=2) for i in range(30)]
     for number, newcomer in enumerate(newcomers):
         latest: list[str] = []

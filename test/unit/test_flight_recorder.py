@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -201,6 +202,7 @@ def test_what_a_turn_learns_is_one_value_that_is_recorded() -> None:
     assert isinstance(driver.worker, TokenWorker)
     asked: list[bool] = []
     driver.worker.is_quick = lambda: bool(asked.append(True)) or len(asked) == 2
+    driver.scheduler.config = dataclasses.replace(driver.config, device="cuda")  # a CPU asks for every step's
     drains: list[int] = []
     completions = driver.worker.completions
     driver.worker.completions = lambda awaited: drains.append(len(asked)) or completions(awaited)
@@ -264,7 +266,7 @@ def test_a_step_does_not_wait_for_a_dump_and_many_requests_share_one(
 ) -> None:
     driver = make_driver(flight_recorder_dir=str(tmp_path))
     beside: list[Callable[[], None]] = []
-    driver.scheduler.control.run_beside = beside.append
+    driver.scheduler.control.run_in_background = beside.append
     dumped, paused = list[bytes](), list[None]()
     monkeypatch.setattr(control, "_let_steps_run", lambda: paused.append(None))
     monkeypatch.setattr(flight_dump, "_PAUSE_BYTES", 1)
@@ -343,7 +345,7 @@ def test_a_dump_that_cannot_be_written_hides_no_other_failure(
         dump_and_log(driver.scheduler.recorder, "the reason")
         dump_and_log(None, "before there was a scheduler")
     (line,) = caplog.messages
-    assert line.startswith("flight recorder: nothing written (")
+    assert line.startswith("flight recorder: no dump could be written (")
     driver.send(FlightRecorderReq(id="file"))
     driver.step()
     reply = next(reply for reply in driver.replies if isinstance(reply, ControlReply))
@@ -360,7 +362,7 @@ def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pyte
     driver.send(FlightRecorderReq(id="file"))
     driver.step()
     reply = next(reply for reply in driver.replies if isinstance(reply, ControlReply))
-    assert not reply.success and "another user's" in reply.message
+    assert not reply.success and "belongs to another user" in reply.message
 
 
 def test_flags() -> None:

@@ -15,7 +15,7 @@ from fenceline.constrained.compile_server import Compiled, VocabularySource
 from fenceline.constrained.spec import GrammarSpec
 from fenceline.entrypoints.generate_body import grammar_of
 from fenceline.frontend import grammar_client
-from fenceline.frontend.compile_turns import CompileTurns, Party, Place
+from fenceline.frontend.compile_queue import CompileQueue, QueuedGrammar, Tenant
 from fenceline.frontend.control import ControlClient
 from fenceline.frontend.grammar_client import CompileProcess, GrammarClient
 from fenceline.frontend.request_types import RequestError
@@ -71,9 +71,9 @@ class Bench:
             self.control.resolve, ControlReply(id=message.id, success=self.replies, message="no room")
         )
 
-    async def number(self, text: str, party: Party = Party()) -> int:
+    async def number(self, text: str, tenant: Tenant = Tenant()) -> int:
         with self.client.using() as used:
-            return await self.client.number_of(GrammarSpec("regex", text), party, used)
+            return await self.client.number_of(GrammarSpec("regex", text), tenant, used)
 
 
 @pytest.fixture
@@ -119,11 +119,11 @@ async def _until_compiling(bench: Bench, count: int) -> None:
 
 
 async def test_whoever_leaves_the_line_as_another_ends_takes_no_turn() -> None:
-    turns, first, others = CompileTurns(2), asyncio.Event(), asyncio.Event()
+    turns, first, others = CompileQueue(2), asyncio.Event(), asyncio.Event()
     began: list[str] = []
 
     async def take(name: str) -> None:
-        async with turns.turn(Place(Party()), is_long=False):
+        async with turns.turn(QueuedGrammar(Tenant()), is_long=False):
             began.append(name)
             await (first if name == "a" else others).wait()
 
@@ -159,8 +159,10 @@ async def test_clients_take_turns_and_what_is_slow_waits_behind_what_is_not(benc
     bench.process.slow = {"a0", "a1", "a2"}
     asked = [asyncio.create_task(bench.number(f"a{i}")) for i in range(6)]
     await _until_compiling(bench, 2)
-    asked += [asyncio.create_task(bench.number(f"{key}{i}", Party(0, key))) for i in range(2) for key in "bc"]
-    asked.append(asyncio.create_task(bench.number("first", Party(-1, "b"))))
+    asked += [
+        asyncio.create_task(bench.number(f"{key}{i}", Tenant(0, key))) for i in range(2) for key in "bc"
+    ]
+    asked.append(asyncio.create_task(bench.number("first", Tenant(-1, "b"))))
     await asyncio.sleep(0)
     bench.process.go.set()
     await asyncio.gather(*asked)
@@ -178,12 +180,12 @@ async def test_clients_take_turns_and_what_is_slow_waits_behind_what_is_not(benc
 async def test_what_two_clients_want_comes_at_the_first_one_s_turn(bench: Bench) -> None:
     """A client that asks for what another one has in its long line waits no longer than for something of its own; who
     leaves takes the grammar out of its own line only."""
-    asked = [asyncio.create_task(bench.number(f"a{i}", Party(0, "a"))) for i in range(8)]
+    asked = [asyncio.create_task(bench.number(f"a{i}", Tenant(0, "a"))) for i in range(8)]
     await _until_compiling(bench, 2)
-    shared = [asyncio.create_task(bench.number("a7", Party(0, "b")))]
-    shared += [asyncio.create_task(bench.number("a6", Party(rank, "c"))) for rank in (0, -1)]
-    own = asyncio.create_task(bench.number("b0", Party(0, "b")))
-    leaving = asyncio.create_task(bench.number("a5", Party(0, "d")))
+    shared = [asyncio.create_task(bench.number("a7", Tenant(0, "b")))]
+    shared += [asyncio.create_task(bench.number("a6", Tenant(rank, "c"))) for rank in (0, -1)]
+    own = asyncio.create_task(bench.number("b0", Tenant(0, "b")))
+    leaving = asyncio.create_task(bench.number("a5", Tenant(0, "d")))
     await asyncio.sleep(0)
     leaving.cancel()
     await asyncio.wait([leaving])
@@ -196,7 +198,7 @@ async def test_when_too_many_wait_the_largest_client_waits_less(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_client, "MAX_WAITING", 4)
-    large, small = Party(0, "large"), Party(0, "small")
+    large, small = Tenant(0, "large"), Tenant(0, "small")
     compiling = [asyncio.create_task(bench.number(text, large)) for text in "ab"]
     await _until_compiling(bench, 2)
     asked = [asyncio.create_task(bench.number(text, large)) for text in "cdef"]
@@ -210,16 +212,17 @@ async def test_when_too_many_wait_the_largest_client_waits_less(
     assert sorted(bench.process.compiled) == ["a", "b", "c", "d", "e", "x"]
 
 
-async def test_the_grammar_that_was_not_used_for_the_longest_time_makes_room(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grammar_client, "MAX_GRAMMAR_BYTES", 3 * len(b"grammar"))
+async def test_the_grammar_that_was_not_used_for_the_longest_time_makes_room(bench: Bench) -> None:
+    """The demo model's 1,024 tokens leave room for four grammars of 8 MiB, and not for five."""
     bench.process.go.set()
-    bench.process.answers["large"] = Compiled(1, 2 * b"grammar")
+    bench.process.answers = {text: Compiled(1, bytes(8 << 20)) for text in "abc"}
+    bench.process.answers["large"] = Compiled(1, bytes(16 << 20))
     numbers = {text: await bench.number(text) for text in "abc"}
     assert await bench.number("a") == numbers["a"]
     await bench.number("large")
-    assert bench.sent[-1].forgotten == [numbers["b"], numbers["c"]]
+    assert bench.sent[-1].forgotten == [numbers["b"]]
+    await bench.number("small")
+    assert bench.sent[-1].forgotten == []
     assert await bench.number("a") == numbers["a"]
 
 

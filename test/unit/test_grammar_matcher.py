@@ -11,9 +11,9 @@ import xgrammar
 
 from fenceline.constrained import matcher as matcher_module
 from fenceline.constrained.compile import compile_grammar
-from fenceline.constrained.matcher import GrammarStore, RequestGrammar, all_tokens
-from fenceline.constrained.spec import GrammarSpec, ThinkTokens
-from fenceline.sampling.sampler import masked
+from fenceline.constrained.matcher import GrammarStore, RequestGrammar, accept_tokens
+from fenceline.constrained.spec import MAX_HEADER_TOKENS, GrammarSpec, ThinkTokens
+from fenceline.sampling.kernels.sample import masked
 
 # Ids by text: 0 ends an answer, 1 and 2 are tags, 31 and 32 lie on either side of a word's border.
 _PIECES = [b"", b"<t>", b"</t>", b"a", b"b", b"ab", *(b"%d" % i for i in range(6, 31)), b"x", b"y", b"z"]
@@ -31,20 +31,20 @@ def _begin(regex: str, think: ThinkTokens | None = None) -> RequestGrammar:
     return _store(regex).begin(7, think)
 
 
-def _store(regex: str) -> GrammarStore:
+def _store(regex: str, decides: bool = True) -> GrammarStore:
     """One whose grammar 7 is ``regex``."""
-    store = GrammarStore(len(_PIECES), (_EOS,))
+    store = GrammarStore(len(_PIECES), (_EOS,), decides)
     data = compile_grammar(_vocabulary(), GrammarSpec("regex", regex), None)
     store.load("id", 7, data, _vocabulary().serialize_json().encode(), [])
-    assert store.num_loading == 1
+    assert len(store.loading) == 1
     assert store.loaded() == [("id", None)]
     return store
 
 
 def _allowed(grammar: RequestGrammar, least_more: int = 0) -> list[int]:
-    words = all_tokens(1, 2)
-    assert grammar.fill(words, least_more)
-    logits = masked(torch.zeros(1, len(_PIECES)), torch.from_numpy(words))
+    masks, may_go_on = GrammarStore(len(_PIECES), (_EOS,)).fill([grammar], [least_more])
+    assert may_go_on == [True]
+    logits = masked(torch.zeros(1, len(_PIECES)), torch.from_numpy(masks))
     return torch.nonzero(logits[0] == 0).flatten().tolist()
 
 
@@ -77,7 +77,7 @@ def test_an_answer_does_not_end_too_early_unless_nothing_else_may_come() -> None
 
 
 def test_a_grammar_begins_after_the_thought_that_the_prompt_has_opened() -> None:
-    grammar = _begin("ab", ThinkTokens(_START, _END, is_open=True))
+    grammar = _begin("ab", ThinkTokens(_START, (_END,), is_open=True))
     free = [token for token in range(len(_PIECES)) if token != _EOS]
     assert _allowed(grammar) == free
     assert grammar.accept(33)
@@ -86,8 +86,40 @@ def test_a_grammar_begins_after_the_thought_that_the_prompt_has_opened() -> None
     assert _allowed(grammar) == [_A, _AB]
 
 
+def test_a_thought_may_end_with_several_tokens_one_after_the_other() -> None:
+    grammar = _begin("ab", ThinkTokens(-1, (_START, _B, _END), is_open=True))
+    free = _allowed(grammar)
+    for token in (_B, _END, _START, _START, _END, _START, _B):
+        assert grammar.accept(token) and _allowed(grammar) == free
+    assert grammar.accept(_END)
+    assert _allowed(grammar) == [_A, _AB]
+
+
+@pytest.mark.parametrize("header", [(_START, _B), (_START, _A)])
+@pytest.mark.parametrize("more", [(), (31, 32), (33,) * MAX_HEADER_TOKENS])
+def test_a_thought_ends_where_the_header_of_the_answer_s_message_does(
+    header: tuple[int, int], more: tuple[int, ...]
+) -> None:
+    """A header may say more than the channel: ``<|channel|>final <|constrain|>json<|message|>``."""
+    think = ThinkTokens(-1, (_START, _B), True, or_end=((_START, _A),), header_end=(_END,))
+    grammar = _begin("ab", think)
+    free = _allowed(grammar)
+    for token in (_END, _START, _AB, _END, *header, *more):  # the first message's header is another one
+        assert grammar.accept(token) and _allowed(grammar) == free
+    assert grammar.accept(_END)
+    assert _allowed(grammar) == [_A, _AB]
+
+
+def test_what_begins_like_a_header_and_does_not_end_is_thought() -> None:
+    grammar = _begin("ab", ThinkTokens(-1, (_START, _B), True, header_end=(_END,)))
+    free = _allowed(grammar)
+    for token in (_START, _B, *(33,) * (MAX_HEADER_TOKENS + 1), _END, _START, _A, _END):
+        assert grammar.accept(token) and _allowed(grammar) == free
+    assert not grammar.accept(_EOS)
+
+
 def test_an_answer_may_begin_with_a_thought_or_with_the_grammar() -> None:
-    think = ThinkTokens(_START, _END, is_open=False)
+    think = ThinkTokens(_START, (_END,), is_open=False)
     grammar = _begin("ab", think)
     assert _allowed(grammar) == [_START, _A, _AB]
     assert grammar.accept(_START)
@@ -100,7 +132,7 @@ def test_an_answer_may_begin_with_a_thought_or_with_the_grammar() -> None:
 
 
 def test_the_end_of_the_sequence_within_a_thought_is_no_answer() -> None:
-    assert not _begin("ab", ThinkTokens(-1, _END, is_open=True)).accept(_EOS)
+    assert not _begin("ab", ThinkTokens(-1, (_END,), is_open=True)).accept(_EOS)
 
 
 def test_a_grammar_whose_tokens_take_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,12 +164,57 @@ def test_requests_with_one_grammar_have_one_clock_until_it_is_over(monkeypatch: 
     assert not later.is_too_slow and requests[0].is_too_slow
 
 
+def test_of_several_ranks_a_grammar_is_over_when_all_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by a rank's own clock: the others' masks would differ from its own."""
+    store = _store("(ab)*", decides=False)
+    requests = [store.begin(7, None) for _ in range(64)]
+    _times(monkeypatch, [0.04] * 9)
+    free, _ = store.fill(requests, [0] * 64)
+    assert (free != -1).any(axis=1).all(), "each has its mask"
+    assert store.overdue() == [7] and not any(request.is_too_slow for request in requests)
+    store.end([7, 8])
+    assert store.overdue() == [] and all(request.is_too_slow for request in requests)
+    assert not store.begin(7, None).is_too_slow, "who comes afterwards has another chance"
+
+
 def test_a_grammar_with_a_slow_token_now_and_then_is_not_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     grammar = _begin("(ab)*")
     _times(monkeypatch, ([0.04] + [0.00005] * 50) * 10)
     for _ in range(510):
         _allowed(grammar)
         assert not grammar.is_too_slow
+
+
+def test_many_requests_of_several_grammars_are_advanced_at_once() -> None:
+    """As each of them would be alone: of those that think, have left or take another token too."""
+    store, other = _store("(ab)+x?"), _store("[ab]x")
+    think = ThinkTokens(_START, _END, is_open=False)
+    grammars = [
+        *(store.begin(7, None) for _ in range(20)), None, store.begin(7, think),
+        *(other.begin(7, None) for _ in range(3)),
+    ]  # fmt: skip
+    masks, may_go_on = store.fill(grammars, [0] * 25)
+    assert all(may_go_on) and (masks[20] == -1).all()
+    thinks = masks[21].copy()
+    thinks[0] &= ~(1 << _START)
+    assert all((masks[place] == thinks).all() for place in range(20))
+    assert (masks[22:] == masks[22]).all() and (masks[22] != thinks).any()
+    tokens = [_AB] * 19 + [_A, _A, _START, _A, _B, _AB]
+    accepted = accept_tokens(grammars, tokens)
+    assert accepted == [True] * 20 + [None, None, True, True, False]
+    masks, _ = store.fill(grammars[:20], [0] * 20)
+    assert (masks[:19] == masks[0]).all() and (masks[19] != masks[0]).any()
+
+
+def test_a_slow_grammar_is_given_up_before_all_its_requests_have_been_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, quick = _store("(ab)*"), _store("(ab)*")
+    grammars = [store.begin(7, None) for _ in range(64)] + [quick.begin(7, None)]
+    _times(monkeypatch, [0.15, 0.001])  # one that were asked again would end the test
+    masks, _ = store.fill(grammars, [0] * 65)
+    assert all(grammar.is_too_slow for grammar in grammars[:64])
+    assert not grammars[64].is_too_slow and (masks[64] != -1).any()
 
 
 def test_what_the_front_end_has_forgotten_is_gone_and_errors_are_told() -> None:

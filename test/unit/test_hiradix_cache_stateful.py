@@ -81,7 +81,7 @@ class Walk:
         ):
             return
         getattr(machine, name)(**self.arguments(name))
-        machine.books_balance()
+        machine.counts_agree()
         machine.nodes_are_the_models()
         machine.matches_know_whether_they_hold()
         machine.holds_are_intact()

@@ -127,7 +127,7 @@ def test_a_pool_larger_than_the_machine_is_refused_before_anything_is_allocated(
     monkeypatch.setattr(device, "host_buffer", never)
     num_pages = 10**15 // SHAPE.layout.page_nbytes
     with pytest.raises(
-        ValueError, match=r"wants 1000000\.0 GB.* lower --hicache-size \(GB\) or --hicache-ratio"
+        ValueError, match=r"needs 1000000\.0 GB.* lower --hicache-size \(GB\) or --hicache-ratio"
     ):
         HostPool(device, num_pages, SHAPE.layout, "page_first")
 

@@ -21,6 +21,8 @@ from fenceline.entrypoints.json_body import PIECE_BYTES, PartsResponse
 from fenceline.entrypoints.sse import EventStream
 from fenceline.frontend.request_types import RequestError
 from fenceline.ipc import sockets as ipc
+from fenceline.ipc.child_process import Watchdog
+from fenceline.ipc.free_memory import FreeMemoryWatch
 from fenceline.ipc.io_struct import (
     SCHEDULER_DECODER,
     AbortReq,
@@ -30,6 +32,7 @@ from fenceline.ipc.io_struct import (
 )
 from fenceline.ipc.sockets import Inbox, ZmqLink, make_ports, remove_ports
 from fenceline.sampling.sampling_params import SamplingParams
+from fenceline.scheduler.process import ZmqInbox
 
 
 async def test_writes_of_one_turn_are_one_write_and_come_before_the_end() -> None:
@@ -215,6 +218,34 @@ async def test_what_fills_a_step_does_not_wait_for_the_turns_end() -> None:
         await asyncio.sleep(0)
         assert inbox.socket.poll(5000)
         assert early + inbox.drain() == requests
+
+
+class FullSocket:
+    """A socket on which all of ``messages`` have arrived."""
+
+    def __init__(self, messages: list[TokenizedGenerateReq]) -> None:
+        self._left = [encode(message) for message in reversed(messages)]
+
+    def recv(self, flags: int) -> bytes:
+        if not self._left:
+            raise zmq.Again
+        return self._left.pop()
+
+
+def test_a_flood_of_prompts_reaches_the_scheduler_over_many_steps() -> None:
+    """Taking in a prompt costs time for each token, during which the tokens of running requests wait."""
+    ids, params = [70] * 4000, SamplingParams(max_new_tokens=1)  # a byte each: the most tokens for the bytes
+    requests = [
+        TokenizedGenerateReq(rid=str(index), input_ids=ids, sampling_params=params) for index in range(200)
+    ]
+    with scheduler_link() as (_, messages):
+        messages.socket = FullSocket(requests)  # type: ignore[assignment]
+        inbox = ZmqInbox(messages, Watchdog(0, print), FreeMemoryWatch())
+        arrived: list[ipc.Message] = []
+        while step := inbox.drain(False):
+            assert 4000 * len(step) <= 270_000
+            arrived += step
+    assert arrived == requests
 
 
 @pytest.mark.parametrize(

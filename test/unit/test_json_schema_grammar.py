@@ -217,8 +217,8 @@ def test_every_text_of_a_generated_schema_is_valid(seed: int, twice: bool) -> No
 @pytest.mark.parametrize(
     ("kind", "text", "reason"),
     [
-        ("json_schema", "{", "no JSON"),
-        ("json_schema", '{"minimum": NaN}', "no JSON"),
+        ("json_schema", "{", "not valid JSON"),
+        ("json_schema", '{"minimum": NaN}', "not valid JSON"),
         ("json_schema", '{"$ref": "#"}', "no text that satisfies"),
         ("regex", "a(", "parenthesis"),
         ("regex", r"\bq", "not possible"),
@@ -289,3 +289,26 @@ def test_the_pattern_of_white_space_is_a_limit(pattern: str | None, most: int | 
 def test_other_patterns_of_white_space_are_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match="constrained-json-whitespace-pattern"):
         max_whitespace(pattern)
+
+
+_ENTANGLED = "((a?|[^x]|.*?){0,30})+x"  # each token is read in more ways than the one before
+
+
+def test_a_grammar_whose_tokens_take_ever_longer_is_refused_when_it_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its tokens would be everybody's: the scheduler ends it only after one has taken long."""
+    with pytest.raises(ValueError, match="its tokens take too long: make it less ambiguous"):
+        _compiled("regex", _ENTANGLED)
+    monkeypatch.setattr(fenceline.constrained.compile, "TRIAL_ANSWERS", 0)
+    matcher = xgrammar.GrammarMatcher(_compiled("regex", _ENTANGLED))
+    assert matcher.accept_string("x")
+
+
+def test_the_trial_of_a_grammar_draws_answers_that_it_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To their end, and counts what their tokens take beyond what each may."""
+    monkeypatch.setattr(fenceline.constrained.compile, "TRIAL_TOKEN_S", -1.0)
+    monkeypatch.setattr(fenceline.constrained.compile, "TRIAL_EXCESS_S", 2.5)
+    _compiled("regex", "a")  # a token in each of two answers
+    with pytest.raises(ValueError, match="too long"):
+        _compiled("regex", "[0-9]{5}")  # each digit is a token

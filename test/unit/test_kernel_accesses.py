@@ -21,8 +21,10 @@ from fenceline.sampling.kernels import sample
 from fenceline.speculative import kv_rows
 from fenceline.speculative.kernels import step
 
+pytestmark = pytest.mark.long
+
 LAYERS = [value for value in vars(accesses).values() if isinstance(value, Kernel)]
-STEP = (step.BEGIN, step.KEEP, step.ACCEPT, step.HIDDEN)
+STEP = (step.BEGIN, step.PLACE, step.KEEP, step.PROPOSAL, step.ACCEPT, step.HIDDEN)
 OTHERS = (embed_join.KERNEL, decode_prologue.KERNEL, sample.PIECES, sample.COMBINE, kv_rows.KERNEL, *STEP)
 KERNELS = [kernel.name for kernel in (*LAYERS, *OTHERS)]
 PROGRAMMATIC = [
@@ -76,7 +78,7 @@ def main() -> None:
             check(launch)
 
     def each_operand_is_needed(kernel: str) -> None:
-        check_forgetting(by_kernel[kernel][0])
+        check_forgetting(by_kernel[kernel])
 
     def before_the_kernel_in_front_has_ended(kernel: str) -> None:
         for launch in by_kernel[kernel]:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import fenceline_kernel
@@ -385,12 +386,12 @@ def test_layers_that_are_alike_are_one_call_with_the_strides_of_the_whole_pool(
     calls = []
     copy = PagePools.copy
 
-    def noted(self: PagePools, *args: object, **named: object) -> None:
+    def recording(self: PagePools, *args: object, **named: object) -> None:
         strides = self.host_page_stride, self.host_layer_stride, self.host_kv_stride, self.chunk_bytes
         calls.append((strides, named.get("layers"), self._tensors[0].data_ptr(), self.host.data_ptr()))
         copy(self, *args, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(PagePools, "copy", noted)
+    monkeypatch.setattr(PagePools, "copy", recording)
     copier = CudaCopier(device, kv_pool, host_pool, io_backend, emulated)  # type: ignore[arg-type]
     copier.to_host(device.store, page_list(3, 4), page_list(7, 8))
     for layer in range(3):
@@ -707,13 +708,26 @@ def test_missing_compiler_makes_the_kernels_unavailable_and_is_asked_once(
 # --- nvcc itself, and the wheel
 
 
+class _QuickNvcc(Nvcc):
+    """Optimises little, which takes less than half the time and refuses the same sources."""
+
+    def command(self, archs: Sequence[str], include: Path, source: Path, output: Path) -> list[str]:
+        program, *rest = Nvcc.command(self, archs, include, source, output)
+        return [program, "-Xcicc", "-O1", "-Xptxas", "-O1", *rest]
+
+
+def quick_nvcc() -> Nvcc:
+    found = nvcc_or_skip()
+    return _QuickNvcc(found.path, found.version)
+
+
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # the tensor-core kernels take nvcc half a minute on two idle cores
+@pytest.mark.timeout(900)  # on a busy machine the tensor-core kernels take nvcc minutes
 @pytest.mark.parametrize("unit", UNITS)
 def test_unit_compiles_for_every_architecture(unit: str) -> None:
     """Machine code for sm_80, sm_90a and sm_100, on a machine that need have no GPU; again only when sources change."""
-    nvcc = nvcc_or_skip()
+    nvcc = quick_nvcc()
     compiled = compiled_library(
         find_sources(), unit, nvcc, WHEEL_ARCHS, PACKAGE.parent / ".cache" / "kernels"
     )
@@ -722,7 +736,7 @@ def test_unit_compiles_for_every_architecture(unit: str) -> None:
 
 @pytest.mark.slow
 def test_compiled_functions_answer_through_the_bindings() -> None:
-    nvcc, folder = nvcc_or_skip(), PACKAGE.parent / ".cache" / "kernels"
+    nvcc, folder = quick_nvcc(), PACKAGE.parent / ".cache" / "kernels"
     kernels = KernelLibrary(
         lambda unit: compiled_library(find_sources(), unit, nvcc, WHEEL_ARCHS, folder), "cpu"
     )
@@ -792,11 +806,11 @@ def test_cases_are_not_trivial() -> None:
 def test_fills_touch_what_they_declare(emulated: KernelLibrary) -> None:
     for launch in fill_launches(emulated):
         check(launch)
-        check_forgetting(launch)
+        check_forgetting([launch])
 
 
 @pytest.mark.parametrize("io_backend", ["kernel", "direct"])
 def test_page_copies_touch_what_they_declare(emulated: KernelLibrary, io_backend: str) -> None:
     for launch in copy_launches(emulated, io_backend):
         check(launch)
-        check_forgetting(launch)
+        check_forgetting([launch])

@@ -99,18 +99,20 @@ class AnsweringDevice(CpuDevice):
         return AnsweringStream(name, self.severed)
 
 
-def test_a_poll_asks_once_and_the_host_then_knows() -> None:
+def test_a_question_asks_once_and_the_host_knows_what_it_has_learned() -> None:
     device = AnsweringDevice()
     store = device.store
     assert isinstance(store, AnsweringStream)
     first, second = store.record(), store.record()
-    assert not store.poll(first) and not first.passed and store.asked == 1
+    assert not store.ask(first) and store.asked == 1
     store.reached = 1
-    assert store.poll(first) and first.passed and not second.passed
-    assert store.poll(first) and store.asked == 2, "what is known is not asked again"
-    assert not store.poll(second)
+    assert store.ask(first) and not first.passed, "an answer is not learned by itself"
+    store.learn(first)
+    assert first.passed and not second.passed
+    assert store.ask(first) and store.asked == 2, "what is known is not asked again"
+    assert not store.ask(second)
     with pytest.raises(AssertionError, match="on its own stream"):
-        device.load.poll(first)
+        device.load.ask(first)
 
 
 def test_a_worker_s_wait_tells_the_scheduler_nothing() -> None:
@@ -134,7 +136,7 @@ def test_a_worker_s_wait_tells_the_scheduler_nothing() -> None:
 def test_the_cpu_has_done_what_is_submitted() -> None:
     device = open_device("cpu")
     point = device.store.record()
-    assert point.passed and device.store.poll(point)
+    assert point.passed and device.store.ask(point)
     device.store.synchronize_from_worker(point, HOST_PAGE_REUSE)
 
 
@@ -142,10 +144,10 @@ def test_under_the_checker_the_cpu_lags_by_one_question() -> None:
     device = open_device("cpu")
     device.check_order()
     first, second = device.load.record(), device.load.record()
-    assert not device.load.poll(first)
+    assert not device.load.ask(first)
     third = device.load.record()
-    assert device.load.poll(first) and device.load.poll(second) and not device.load.poll(third)
-    assert device.load.poll(third)
+    assert device.load.ask(first) and device.load.ask(second) and not device.load.ask(third)
+    assert device.load.ask(third)
 
 
 @pytest.mark.parametrize("severed", ["", "retired_after"])

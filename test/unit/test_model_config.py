@@ -372,15 +372,19 @@ def test_the_part_of_a_head_that_rotates_in_either_notation(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("asked", [None, "int4"])
-def test_experts_in_int4_are_refused(tmp_path: Path, asked: str | None) -> None:
+def test_experts_may_be_int4_but_not_those_of_a_family_with_a_format_of_its_own(
+    tmp_path: Path, asked: str | None
+) -> None:
     moe: dict[str, object] = {
         **QWEN, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
+        "moe_intermediate_size": 32, "num_local_experts": 4,
     }  # fmt: skip
     if asked is None:
         moe["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 128}
-    write(tmp_path, moe)
+    stored = ModelConfig.from_dir(write(tmp_path, moe), quantization=asked).quantization
+    assert stored is not None and stored.kind == "int4"
+    write(tmp_path, {**moe, "architectures": ["GptOssForCausalLM"]})
     with pytest.raises(
-        ValueError, match="Qwen3MoeForCausalLM: weights of this family in int4 are not supported .fp8 are."
+        ValueError, match="GptOssForCausalLM: weights of this family in int4 are not supported .none are."
     ):
         ModelConfig.from_dir(str(tmp_path), quantization=asked)

@@ -40,6 +40,24 @@ def test_ranks_answer_as_one(size: int, requests: Callable[[], list[TokenizedGen
     assert on_ranks(size, lambda driver: answers(driver, requests())) == [expected] * size
 
 
+@pytest.mark.parametrize(
+    "graphs", [{}, {"cuda_graph_bs": [1, 2, 4, 8], "piecewise_cuda_graph_tokens": [16, 64]}]
+)
+def test_sums_that_yield_the_next_norm_change_no_answer(graphs: dict[str, object]) -> None:
+    """Steps of few rows have their sums, residuals and norms in one operation; others do not, in the same run."""
+    expected = answers(make_model_driver(), greedy_requests())
+    ranks = Ranks(2)
+    ranks.most_fused_rows = 20
+
+    def run(rank: int) -> list[list[int]]:
+        driver = make_model_driver(rank=(ranks.devices[rank], ranks.shards[rank]), **graphs)
+        return answers(driver, greedy_requests())
+
+    assert ranks.run(run) == [expected] * 2
+    num_layers = 4
+    assert ranks.num_fused[0] == ranks.num_fused[1] > 10 * (2 * num_layers - 1)
+
+
 def test_ranks_answer_as_one_with_whole_rows_and_retraction() -> None:
     def work(driver: Driver) -> tuple[list[list[int]], bool]:
         return answers(driver, sampled_requests()), driver.scheduler.stats.num_retractions > 0

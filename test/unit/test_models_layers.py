@@ -187,7 +187,12 @@ def test_ranks_together_compute_what_one_does(name: str, size: int, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [("qwen3-moe-mixed", "num_experts"), ("qwen2-moe", "num_experts"), ("glm4-moe", "n_routed_experts")],
+    [
+        ("qwen3-moe-mixed", "num_experts"),
+        ("qwen2-moe", "num_experts"),
+        ("glm4-moe", "n_routed_experts"),
+        ("gpt-oss", "num_local_experts"),
+    ],
 )
 @pytest.mark.parametrize(("size", "ep_size"), [(2, 2), (4, 2), (4, 4)])
 @pytest.mark.parametrize("spread", ["as they fall", "all to the same"])
@@ -198,7 +203,7 @@ def test_experts_split_over_ranks_compute_what_one_rank_does(
     save_checkpoint(name, tmp_path, FOURFOLD | {number: 8} if size == 4 else {number: 8})
     for path in tmp_path.glob("*.safetensors") if spread == "all to the same" else ():
         tensors = load_file(path)
-        for key in (key for key in tensors if key.endswith(".gate.weight")):
+        for key in (key for key in tensors if key.endswith((".gate.weight", ".router.weight"))):
             tensors[key].zero_()
         save_file(tensors, path, metadata={"format": "pt"})
     expected = run_steps(PagedModel(tmp_path, 16, "cpu"))

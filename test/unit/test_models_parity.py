@@ -69,6 +69,23 @@ def test_the_text_model_of_one_that_sees_images(
     check_parity(tmp_path, reference, 16, "cpu")
 
 
+def test_tensors_that_predict_further_tokens_are_left_out(
+    saved: Callable[[str], Saved], tmp_path: Path
+) -> None:
+    """As ERNIE 4.5 is published, under names of its own."""
+    directory, reference = saved("ernie4.5-moe")
+    config = json.loads((directory / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {
+        "model.mtp_block.0.mlp.up_proj.weight": torch.ones(2),
+        "model.mtp_emb_norm.0.weight": torch.ones(2),
+    }
+    for file in directory.glob("*.safetensors"):
+        tensors |= load_file(file)
+    save_file(tensors, tmp_path / "model.safetensors")
+    check_parity(tmp_path, reference, 16, "cpu")
+
+
 def test_logits_index_selects_rows_in_any_order(saved: Callable[[str], Saved]) -> None:
     directory, reference = saved("qwen3")
     prompts = [torch.arange(1, 8), torch.arange(20, 25)]

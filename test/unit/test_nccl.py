@@ -52,8 +52,12 @@ def test_the_communicator_is_made_at_once_on_the_rank_s_gpu_and_waits_without_li
     assert fake.calls == [("nccl", 1, SIZE, DEVICE)]
     assert fake.flags["init_method"] == "tcp://10.0.0.1:20000"
     assert fake.flags["timeout"].days >= 365  # type: ignore[attr-defined]
+    backend.check()
+    backend.give_up()
+    with pytest.raises(PeerLostError, match="rank 1 of 3: another rank has failed"):
+        backend.check()
     backend.close()
-    assert fake.calls[-1] == ("abort",)
+    assert fake.calls[-1] == ("abort",) and fake.calls.count(("abort",)) == 1
     fake.fails = "The server socket has failed to listen\nmore"
     with pytest.raises(
         ValueError, match=r"cannot meet at tcp://h:1 with NCCL \(The server socket has failed to listen\)"

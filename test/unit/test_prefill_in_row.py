@@ -29,12 +29,12 @@ def watched_driver(most: int = 1, **flags: object) -> tuple[Driver, list[tuple[b
     scheduler.max_prefill_in_row = most * scheduler.planner.step_tokens
     steps: list[tuple[bool, int]] = []
 
-    def noted(batch: ScheduleBatch) -> ForwardResult:
+    def recording(batch: ScheduleBatch) -> ForwardResult:
         tokens = sum(len(seq.token_ids) for seq in batch.seqs) if isinstance(batch, ExtendBatch) else 0
         steps.append((len(scheduler.running) > 0, tokens))
         return launch(batch)
 
-    driver.worker.launch = noted  # type: ignore[method-assign]
+    driver.worker.launch = recording  # type: ignore[method-assign]
     return driver, steps
 
 
@@ -131,13 +131,13 @@ def test_a_prompt_left_half_way_gives_its_memory_to_those_that_decode(
     half_way: list[str] = []
     retract = scheduler.retract
 
-    def noted(req: Req) -> None:
+    def recording(req: Req) -> None:
         half_way.append(
             "half-way" if req is scheduler.chunked else "running while" if scheduler.chunked else "running"
         )
         retract(req)
 
-    monkeypatch.setattr(scheduler, "retract", noted)
+    monkeypatch.setattr(scheduler, "retract", recording)
     running = [request(f"r{i}", [i + 1] * 5, max_new_tokens=60, ignore_eos=True) for i in range(num_running)]
     driver.send(*running)
     for _ in range(12):

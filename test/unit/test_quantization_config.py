@@ -44,7 +44,11 @@ def read(entry: object, folder: Path, asked: str | None = None) -> QuantConfig |
 )
 def test_published_fp8_is_read(name: str, scales: str, static: bool, tmp_path: Path) -> None:
     config = FP8_FORMATS[name].config
-    expected = QuantConfig(method=str(config["quant_method"]), kind="fp8", scales=scales, static_input=static)
+    plain = tuple(
+        config.get("ignore") or config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
+    )
+    method = str(config["quant_method"])
+    expected = QuantConfig(method=method, kind="fp8", scales=scales, static_input=static, plain=plain)
     assert read(config, tmp_path) == read(config, tmp_path, expected.method) == expected
     assert read_quantization({"compression_config": config}, tmp_path) == expected
 
@@ -63,7 +67,12 @@ def test_published_int4_is_read(name: str, group: int, has_zeros: bool, offset: 
     config = INT4_FORMATS[name].config
     method = str(config["quant_method"])
     expected = QuantConfig(
-        method=method, kind="int4", group_size=group, has_zeros=has_zeros, zero_offset=offset
+        method=method,
+        kind="int4",
+        group_size=group,
+        has_zeros=has_zeros,
+        zero_offset=offset,
+        plain=tuple(config.get("ignore", ())),
     )
     assert read(config, tmp_path) == read(config, tmp_path, method) == expected
 
@@ -113,13 +122,10 @@ def test_a_checkpoint_that_modelopt_has_quantised_is_refused(text: str, method: 
         ({"quant_method": "fp8", "fmt": "e5m2"}, "e5m2"),
         ({"quant_method": "fp8", "activation_scheme": "none"}, "neither dynamic nor static"),
         ({"quant_method": "fp8", "weight_block_size": [64, 128]}, r"blocks of \[64, 128\]"),
-        ({"quant_method": "fp8", "modules_to_not_convert": ["self_attn.o_proj"]}, "all layers or none"),
         (
-            {"quant_method": "fp8", "ignored_layers": ["model.layers.3"]},
-            "except model.layers.3.self_attn.q_proj",
+            compressed(FP8) | {"ignore": ["lm_head", "re:("]},
+            r"except 're:\(', which is no regular expression",
         ),
-        (compressed(FP8) | {"ignore": ["re:.*down_proj"]}, "except model.layers.0.mlp.down_proj"),
-        (compressed(FP8) | {"ignore": ["re:("]}, "no pattern"),
         (compressed(FP8) | {"config_groups": {}}, "several config_groups or none"),
         (compressed(FP8, targets=["re:.*q_proj"]), "targets"),
         (compressed({**FP8, "strategy": "group"}), "scale for each group"),
@@ -133,7 +139,7 @@ def test_a_checkpoint_that_modelopt_has_quantised_is_refused(text: str, method: 
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "packed as gemv"),
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "3 bits"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, "order of activations"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"-:x": {}}}, "layer by layer"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:x": {}}}, "several ways"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"}, "marlin"),
         (
             {"quant_method": "gptq", "bits": 4, "group_size": 128, "lm_head": True},
@@ -157,9 +163,37 @@ def test_the_flag_must_fit_the_checkpoint(tmp_path: Path) -> None:
         read(None, tmp_path, "compressed-tensors")
 
 
-def test_the_head_may_be_plain(tmp_path: Path) -> None:
-    ignored = ["lm_head", "model.embed_tokens", "re:.*lm_head", "model.layers.0.mlp.gate"]
-    assert read(compressed(FP8) | {"ignore": ignored}, tmp_path) is not None
+@pytest.mark.parametrize(
+    ("listed", "plain", "quantised"),
+    [
+        ("model.layers.1", "model.layers.1.mlp.up_proj", "model.layers.10.mlp.up_proj"),
+        ("model.layers.3.mlp.up_proj", "model.layers.3.mlp.up_proj", "model.layers.3.mlp.up_projection"),
+        ("gate", "model.layers.0.mlp.gate", "model.layers.0.mlp.gate_proj"),
+        ("self_attn", "model.layers.7.self_attn.o_proj", "model.layers.7.mlp.down_proj"),
+        ("re:.*mlp.gate$", "model.layers.0.mlp.gate", "model.layers.0.mlp.gate_proj"),
+        ("re:mlp", "mlp.up_proj", "model.layers.0.mlp.up_proj"),
+        ("model.layers.*.self_attn", "model.layers.12.self_attn.q_proj", "model.layers.12.self_attention"),
+        (
+            "model.layers.2.self_attn.qkv_proj",
+            "model.layers.2.self_attn.k_proj",
+            "model.layers.2.self_attn.o_proj",
+        ),
+        ("re:.*gate_up_proj", "model.layers.2.mlp.gate_proj", "model.layers.2.mlp.down_proj"),
+        ("re:.*v_proj", "model.layers.2.self_attn.v_proj", "model.layers.2.self_attn.q_proj"),
+        ("language_model.model.layers.0", "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"),
+        ("re:model.language_model.layers.0.*", "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"),
+    ],
+)
+def test_which_modules_a_listed_one_names(listed: str, plain: str, quantised: str, tmp_path: Path) -> None:
+    for entry in (
+        compressed(FP8) | {"ignore": ["lm_head", listed]},
+        {"quant_method": "fp8", "modules_to_not_convert": ["lm_head", listed]},
+    ):
+        config = read(entry, tmp_path)
+        assert config is not None and config.leaves_plain("lm_head")
+        assert config.leaves_plain(plain) and not config.leaves_plain(quantised)
+    everything = read(compressed(FP8), tmp_path)
+    assert everything is not None and not everything.leaves_plain(plain)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@ them is given."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,18 @@ from model_parity import PagedModel, save_checkpoint
 from quantized_checkpoints import FP8_FORMATS, INT4_FORMATS, write_published
 from safetensors.torch import load_file, save_file
 
+from fenceline.config.engine_config import resolve
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.quantization import QuantConfig
+from fenceline.config.server_args import ServerArgs
 from fenceline.layers.context import Shard, torch_context
 from fenceline.layers.experts import ExpertsMLP
 from fenceline.layers.forward_batch import ForwardMode
+from fenceline.layers.kernels.four_bit import four_bit_numbers
 from fenceline.layers.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
 from fenceline.layers.quantized import QuantizedWeight, round_to_fp8
 from fenceline.layers.weight import fill_slots
+from fenceline.models.decoder import CausalLM
 from fenceline.models.loader import load_model
 
 CPU = torch.device("cpu")
@@ -66,8 +71,8 @@ WITH_EXPERTS = {
 }
 OTHERS = [
     *((family, name) for family in ("phi3", "glm4") for name in FORMATS),
-    *((family, name) for family in ("qwen3-moe", "mixtral") for name in FP8_FORMATS),
-    *((family, "fp8-blocks") for family in ("glm4-moe", "minimax-m2", "qwen2-moe")),
+    *((family, name) for family in ("qwen3-moe", "mixtral") for name in FORMATS),
+    *((family, name) for name in ("fp8-blocks", "awq") for family in ("glm4-moe", "minimax-m2", "qwen2-moe")),
     ("glm4-moe", "compressed-tensors-channel"),
 ]
 
@@ -102,6 +107,123 @@ def test_fused_reordered_and_experts_matrices_mean_what_their_format_says(
     assert ours.model.nbytes < 0.6 * meant.model.nbytes
 
 
+# A family, a format, what its quantization_config says of plain modules, and which modules that are.
+PARTLY_PLAIN: list[tuple[str, str, Mapping[str, object], str]] = [
+    (
+        "phi3",
+        "fp8-tensor",
+        {"ignored_layers": ["lm_head", "model.layers.1.self_attn.qkv_proj"]},
+        r".*1\.self_attn\.qkv_proj",
+    ),
+    (
+        "glm4",
+        "fp8-static",
+        {"ignored_layers": ["self_attn.q_proj", "k_proj", "v_proj"]},
+        r".*\.[qkv]_proj",
+    ),
+    (
+        "glm4",
+        "fp8-blocks",
+        {"modules_to_not_convert": ["lm_head", "model.layers.0", "model.layers.1.self_attn.o_proj"]},
+        r".*layers\.0\..*|.*o_proj",
+    ),
+    ("glm4", "compressed-tensors-tensor", {"ignore": ["lm_head", "re:.*self_attn.*"]}, r".*self_attn.*"),
+    (
+        "phi3",
+        "compressed-tensors-int4",
+        {"ignore": [r"re:model\.layers\.1\..*", "re:.*down_proj$"]},
+        r".*layers\.1\..*|.*down_proj",
+    ),
+    ("phi3", "awq", {"modules_to_not_convert": ["mlp.gate_up_proj"]}, r".*gate_up_proj"),
+    ("glm4", "gptq", {"modules_to_not_convert": ["mlp"]}, r".*mlp.*"),
+    (
+        "phi3",
+        "gptq",
+        {"dynamic": {"-:.*down_proj": {}, r"-:model\.layers\.0\.": {}}},
+        r".*down_proj|.*layers\.0\..*",
+    ),
+    (
+        "phi3",
+        "gptq-v2",
+        {"modules_in_block_to_quantize": [["self_attn.qkv_proj"], ["mlp.down_proj"]]},
+        r".*o_proj|.*gate_up_proj",
+    ),
+    (
+        "qwen3-moe",
+        "fp8-blocks",
+        {"modules_to_not_convert": ["mlp.gate", "model.layers.*.self_attn"]},
+        r".*self_attn.*",
+    ),
+    ("qwen3-moe", "awq", {"modules_to_not_convert": ["model.layers.1.mlp.experts"]}, r".*1\.mlp\.experts.*"),
+    (
+        "glm4-moe",
+        "compressed-tensors-channel",
+        {
+            "ignore": [
+                "re:.*shared_experts.*",
+                *(f"model.layers.0.mlp.{x}_proj" for x in ("gate", "up", "down")),
+            ]
+        },
+        r".*shared_experts.*|.*layers\.0\.mlp\.\w+_proj",
+    ),
+    ("mixtral", "compressed-tensors-int4-zeros", {"ignore": ["re:.*w2$"]}, r".*w2"),
+    ("mixtral", "gptq", {"modules_to_not_convert": ["block_sparse_moe"]}, r".*block_sparse_moe.*"),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "listed", "left_out"), PARTLY_PLAIN)
+def test_modules_that_a_checkpoint_leaves_plain(
+    family: str,
+    name: str,
+    listed: Mapping[str, object],
+    left_out: str,
+    plain_of: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    published = replace(FORMATS[name], config={**FORMATS[name].config, **listed})
+    write_published(plain_of(family), tmp_path, published, left_out)
+    ours = PagedModel(tmp_path, 16, "cpu")
+    meant = PagedModel(tmp_path / "dequantised", 16, "cpu")
+    torch.testing.assert_close(logits_of(ours), logits_of(meant), atol=1e-4, rtol=1e-4)
+    wholly = _made(plain_of(family), FORMATS[name].config).nbytes
+    assert wholly < ours.model.nbytes < meant.model.nbytes
+    random = _made(plain_of(family), published.config)
+    assert _quantised_modules(random) == _quantised_modules(ours.model)
+
+
+def _quantised_modules(model: CausalLM) -> set[str]:
+    few_bits = (torch.uint8, torch.float8_e4m3fn)
+    return {
+        name.rsplit(".", 1)[0] for name, slot in model.weight_slots().items() if slot.dest.dtype in few_bits
+    }
+
+
+def _made(plain: Path, quantization: Mapping[str, object]) -> CausalLM:
+    config = ModelConfig.from_dir(str(plain), {"quantization_config": dict(quantization)})
+    return load_model(config, "dummy", CPU, torch_context(Shard(), torch.float32), 0, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("listed", "said"),
+    [
+        ("re:.*layers.1.*v_proj", "of model.layers.1.self_attn it leaves v_proj plain and q_proj not"),
+        (
+            "model.layers.0.mlp.experts.4",
+            "of model.layers.0.mlp it leaves experts.4.gate_proj plain and experts.0",
+        ),
+        ("gate_proj", "of model.layers.0.mlp it leaves experts.0.gate_proj plain and experts.0.up_proj not"),
+    ],
+)
+def test_parts_of_one_product_that_differ_are_refused(
+    listed: str, said: str, plain_of: Callable[[str], Path]
+) -> None:
+    config = {**FORMATS["compressed-tensors-channel"].config, "ignore": [listed]}
+    with pytest.raises(ValueError) as caught:
+        _made(plain_of("qwen3-moe"), config)
+    text = str(caught.value)
+    assert said in text and "use a checkpoint in which they agree" in text and "\n" not in text
+
+
 @pytest.mark.parametrize("family", ["phi3", "glm4", "qwen3-moe"])
 def test_on_line_fp8_of_such_matrices(family: str, plain_of: Callable[[str], Path]) -> None:
     """Rows are rounded one by one, so that it makes no difference where they lie."""
@@ -118,8 +240,11 @@ def test_on_line_fp8_of_such_matrices(family: str, plain_of: Callable[[str], Pat
         assert torch.equal(stored.data.float(), numbers.float()) and torch.equal(stored.scales, scales)
 
 
-def test_shards_of_experts_in_fp8_add_up(plain_of: Callable[[str], Path], tmp_path: Path) -> None:
-    write_published(plain_of("qwen3-moe"), tmp_path, FORMATS["fp8-blocks"])
+@pytest.mark.parametrize("name", ["fp8-blocks", *INT4_FORMATS])
+def test_shards_of_quantised_experts_add_up(
+    name: str, plain_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    write_published(plain_of("qwen3-moe"), tmp_path, FORMATS[name])
     config = ModelConfig.from_dir(str(tmp_path))
 
     def experts_of(shard: Shard) -> ExpertsMLP:
@@ -128,7 +253,8 @@ def test_shards_of_experts_in_fp8_add_up(plain_of: Callable[[str], Path], tmp_pa
         return model.layers[0].mlp
 
     whole, halves = experts_of(Shard()), [experts_of(Shard(rank, 2)) for rank in range(2)]
-    for part in ("data", "scales"):
+    parts = ("data", "scales") if name == "fp8-blocks" else ("data", "scales", "zeros")
+    for part in parts:
         gate_up, down = getattr(whole.gate_up, part).view(6, 2, 256, -1), getattr(whole.down, part)
         for rank, half in enumerate(halves):
             own = slice(rank * 128, (rank + 1) * 128)
@@ -137,18 +263,45 @@ def test_shards_of_experts_in_fp8_add_up(plain_of: Callable[[str], Path], tmp_pa
             assert torch.equal(getattr(half.down, part).float(), columns.float())
     for rank in range(2):  # and by experts
         some, own = experts_of(Shard(rank, 2, ep_size=2)), slice(3 * rank, 3 * rank + 3)
-        for part in ("data", "scales"):
-            for name in ("gate_up", "down"):
-                found, expected = (getattr(getattr(mlp, name), part).float() for mlp in (some, whole))
+        for part in parts:
+            for matrices in ("gate_up", "down"):
+                found, expected = (getattr(getattr(mlp, matrices), part).float() for mlp in (some, whole))
                 assert torch.equal(found, expected[own])
 
 
-def test_experts_in_int4_are_refused(plain_of: Callable[[str], Path], tmp_path: Path) -> None:
-    write_published(plain_of("qwen3-moe"), tmp_path, next(iter(INT4_FORMATS.values())))
-    with pytest.raises(
-        ValueError, match=r"in int4 are not supported \(fp8 are\); use the model's unquantised"
-    ):
-        ModelConfig.from_dir(str(tmp_path))
+def test_experts_in_int4_that_ranks_would_cut_are_refused(
+    plain_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """256 features in groups of 128 on 4 ranks; --ep-size, or smaller groups, help."""
+    for name, group in (("awq", 128), ("gptq", 64)):
+        write_published(plain_of("qwen3-moe"), folder := tmp_path / name, FORMATS[name])
+        flags = {"model_path": str(folder), "device": "cpu", "tp_size": 4}
+        if group == 128:
+            with pytest.raises(
+                ValueError, match="experts in groups of 128., which it .* use 1, 2, or --ep-size"
+            ):
+                resolve(ServerArgs(**flags))
+            with pytest.raises(ValueError, match="64 input features for each rank are no groups of 128"):
+                config = ModelConfig.from_dir(str(folder))
+                load_model(config, "auto", CPU, torch_context(Shard(0, 4), torch.float32), 0, False)
+            flags["ep_size"] = 2
+        assert resolve(ServerArgs(**flags)).server_args.tp_size == 4
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe"])
+def test_on_line_int4_of_experts(family: str, plain_of: Callable[[str], Path]) -> None:
+    exact = PagedModel(plain_of(family), 16, "cpu").model.layers[1].mlp
+    config = ModelConfig.from_dir(str(plain_of(family)), quantization="int4")
+    context = torch_context(Shard(), torch.float32)
+    ours = load_model(config, "auto", CPU, context, 0, progress=False).layers[1].mlp
+    assert isinstance(ours, ExpertsMLP) and isinstance(exact, ExpertsMLP)
+    for name in ("gate_up", "down"):
+        matrices, plain_numbers = getattr(ours, name), getattr(exact, name).data
+        numbers = four_bit_numbers(matrices.data, matrices.scales, matrices.zeros, torch.float32)
+        worst = 0.501 * matrices.scales.repeat_interleave(128, 2)
+        assert ((numbers - plain_numbers).abs() <= worst).all()
+        assert (numbers - plain_numbers).abs().max() > 0
+    assert ours.router.weight.dtype == torch.float32
 
 
 @pytest.mark.parametrize("kind", WORST)
@@ -187,7 +340,7 @@ def test_shards_of_a_quantised_model_add_up(name: str, plain: Path, tmp_path: Pa
 
 def test_groups_that_ranks_would_cut_are_refused() -> None:
     config = QuantConfig(method="fp8", kind="fp8", scales="block")
-    context = torch_context(Shard(1, 2), torch.float32).with_format(config)
+    context = replace(torch_context(Shard(1, 2), torch.float32), format=config)
     with pytest.raises(ValueError, match="cut its groups of 128; choose a smaller --tp-size"):
         RowParallelLinear("down_proj", 384, 16, False, context).weight_slots("x.")
 
@@ -207,9 +360,9 @@ def test_int4_needs_whole_groups() -> None:
     for method in ("awq", "on-line"):
         config = QuantConfig(method=method, kind="int4", group_size=64)
         with pytest.raises(ValueError, match="48 input features for each rank are no groups of 64"):
-            RowParallelLinear("down_proj", 96, 16, False, context.with_format(config))
+            RowParallelLinear("down_proj", 96, 16, False, replace(context, format=config))
     config = QuantConfig(method="on-line", kind="int4")
-    layer = RowParallelLinear("down_proj", 192, 16, False, context.with_format(config))
+    layer = RowParallelLinear("down_proj", 192, 16, False, replace(context, format=config))
     assert (
         isinstance(layer.weight, QuantizedWeight) and layer.weight.stored.group == 32
     )  # the largest that fits
@@ -217,7 +370,7 @@ def test_int4_needs_whole_groups() -> None:
 
 def test_fused_parts_share_the_largest_of_their_input_scales() -> None:
     config = QuantConfig(method="fp8", kind="fp8", scales="tensor", static_input=True)
-    context = torch_context(Shard(), torch.float32).with_format(config)
+    context = replace(torch_context(Shard(), torch.float32), format=config)
     parts = [ColumnPart(name, size, size, 0) for name, size in (("a", 4), ("b", 6))]
     layer = ColumnParallelLinear(8, parts, False, context)
     for largest in (0.5, 0.25):  # loading again forgets the first checkpoint's

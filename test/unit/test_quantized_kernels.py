@@ -19,6 +19,8 @@ from fenceline.layers.kernels.base import TorchLayerKernels
 from fenceline.layers.quantized import QuantizedFormat, make_format, round_to_fp8
 from fenceline.layers.weight import RMSNorm, fill_slots
 
+pytestmark = pytest.mark.long
+
 ROWS = (1, 5, 70)  # the kernel of one row, a padded block of rows, two blocks
 FUSIONS = ("plain", "bias", "norm", "gated", "residual")
 FORMATS = {

@@ -226,7 +226,7 @@ class RadixMachine(RuleBasedStateMachine):
     # --- what must always hold -----------------------------------------------------------------------
 
     @invariant()
-    def books_balance(self) -> None:
+    def counts_agree(self) -> None:
         self.cache.check()
         model = self.model.pages.values()
         assert self.cache.num_locked_pages == sum(e.locks > 0 for e in model)

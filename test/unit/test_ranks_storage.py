@@ -99,7 +99,7 @@ def serve(
             if rank == 0:
                 turns.put(None)
             driver.scheduler.close()
-        driver.scheduler.memory.check_books(every_page=True)
+        driver.scheduler.memory.check_memory(every_page=True)
         return answers or []
 
     return ranks.run(run)[0]

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from fenceline.sampling import gumbel
-from fenceline.sampling.sampler import SampleOutput, Sampler, masked
+from fenceline.sampling.kernels.sample import masked
+from fenceline.sampling.sampler import SampleOutput, Sampler
 from fenceline.sampling.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
 from fenceline.sampling.sampling_params import SamplingParams
 
@@ -233,6 +234,13 @@ def test_arrays_hold_only_what_a_request_needs() -> None:
     )
     assert {a.dtype.name for a in all_arrays.values()} <= {"int64", "float32", "float64"}
     assert all(a.ndim == 1 and a.flags.c_contiguous for a in all_arrays.values())
+
+
+def test_greedy_requests_draw_nothing_whatever_lies_beside_them() -> None:
+    draws = {"seed_keys": ids([0]), "temperatures": torch.ones(1), "noise_scales": torch.zeros(1)}
+    greedy, plain = (ReqSampling(p, 0, 0, 4) for p in (SamplingParams(temperature=0), SamplingParams()))
+    assert SamplingBatch.from_views([greedy], draws).seed_keys is None
+    assert SamplingBatch.from_views([plain], draws).seed_keys is draws["seed_keys"]
 
 
 def test_empty_batch_needs_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tracemalloc
 from random import Random
 
@@ -427,17 +428,17 @@ def test_max_new_tokens_zero_scores_the_prompt() -> None:
 
 def test_prompt_logprobs_are_noted_once_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python code for each position would keep the other requests waiting."""
-    noted, right = [], TokenPairs.append
+    num_appended, right = [], TokenPairs.append
 
     def append(self: TokenPairs, logprobs: bytes, token_ids: bytes, num_positions: int = 1) -> None:
-        noted.append(num_positions)
+        num_appended.append(num_positions)
         right(self, logprobs, token_ids, num_positions)
 
     driver = make_driver(chunked_prefill_size=8)
     driver.send(request("a", list(range(1, 31)), max_new_tokens=0, return_logprob=True, logprob_start_len=0))
     monkeypatch.setattr(TokenPairs, "append", append)
     driver.run()
-    assert noted[1:] == [8, 8, 8, 5], "after the position that has no logprob"
+    assert num_appended[1:] == [8, 8, 8, 5], "after the position that has no logprob"
 
 
 @pytest.mark.parametrize("start", [1, 3, 6])
@@ -588,11 +589,11 @@ def test_first_tokens_that_are_there_do_not_wait_for_the_next_launch(quick: bool
     driver.worker.is_quick = lambda: quick
     launch, told = driver.worker.launch, []
 
-    def noted(batch: ScheduleBatch) -> TokenResult:
+    def recording(batch: ScheduleBatch) -> TokenResult:
         told.append((len(driver.answers), 1 if isinstance(batch, ExtendBatch) else len(batch.rows)))
         return launch(batch)
 
-    driver.worker.launch = noted  # type: ignore[method-assign]
+    driver.worker.launch = recording  # type: ignore[method-assign]
     reqs = [request("a", [1, 2, 3], max_new_tokens=5, ignore_eos=True)]
     first = expected_output(request("b", [4, 5], max_new_tokens=1, ignore_eos=True), capacity(driver))[0]
     reqs.append(request("b", [4, 5], max_new_tokens=5, ignore_eos=True, stop_token_ids=(first,)))
@@ -600,6 +601,28 @@ def test_first_tokens_that_are_there_do_not_wait_for_the_next_launch(quick: bool
     driver.run()
     assert told[:2] == ([(0, 1), (2, 1)] if quick else [(0, 1), (0, 2)])
     assert_right(driver, *reqs)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_on_a_cpu_no_token_waits_for_the_step_after_its_own(device: str) -> None:
+    """Elsewhere a decode step is published while the next one runs. What a client has before each launch: a token for
+    each step that has been launched, on a GPU without that of the last decode step."""
+    driver = make_driver(num_pages=64)
+    assert isinstance(driver.worker, TokenWorker)
+    driver.worker.is_quick = lambda: True
+    driver.scheduler.config = dataclasses.replace(driver.config, device=device)
+    launch, told = driver.worker.launch, []
+
+    def recording(batch: ScheduleBatch) -> TokenResult:
+        told.append(sum(len(answer.output_ids) for answer in driver.answers.values()))
+        return launch(batch)
+
+    driver.worker.launch = recording  # type: ignore[method-assign]
+    req = request("a", [1, 2, 3], max_new_tokens=5, ignore_eos=True)
+    driver.send(req)
+    driver.run()
+    assert told == ([0, 1, 2, 3, 4] if device == "cpu" else [0, 1, 1, 2, 3])
+    assert_right(driver, req)
 
 
 def assert_answer(driver: Driver, req: TokenizedGenerateReq, aborted: bool, silent: bool) -> None:

@@ -150,7 +150,7 @@ def test_a_retracted_request_may_be_aborted_while_it_waits() -> None:
     driver.send(AbortReq(abort_all=True))
     driver.run()
     drain(driver)
-    driver.scheduler.memory.check_books(every_page=True)
+    driver.scheduler.memory.check_memory(every_page=True)
 
 
 def test_flush_empties_both_tiers() -> None:
@@ -236,4 +236,4 @@ def test_a_lock_that_nobody_gives_back_is_noticed_on_the_host_too() -> None:
     assert match.num_host_tokens == 40
     tree.lock(match.host_node)  # pins no device page
     with pytest.raises(RuntimeError, match="locked while idle"):
-        driver.scheduler.memory.check_books()
+        driver.scheduler.memory.check_memory()

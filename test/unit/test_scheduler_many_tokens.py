@@ -35,7 +35,10 @@ from fenceline.ipc.io_struct import (
     PauseGenerationReq,
     TokenizedGenerateReq,
 )
+from fenceline.model_executor.step import StepCosts
+from fenceline.scheduler.draft_depth import AdaptiveDepth
 from fenceline.scheduler.flight_dump import dump_json
+from fenceline.scheduler.schedule_policy import ShortShare
 from fenceline.vgpu.proving.random_depths import RandomDepths
 
 MOST = 4
@@ -193,6 +196,43 @@ def test_abort_and_retraction_after_every_number_of_accepted_tokens(num_seen: in
     aborted = driver.answers["b"]
     assert aborted.finish.type == "abort"
     assert aborted.output_ids == free_output(30, seed=1)[: len(aborted.output_ids)]
+
+
+def test_steps_are_shallower_before_anybody_is_retracted() -> None:
+    """Memory for all that the requests ask for, and no more: the rows of deep steps beyond that are not in it."""
+    reqs = [request(f"r{i}", [i + 1] * 6, i, max_new_tokens=30, ignore_eos=True) for i in range(4)]
+    depths = {}
+    for least in (0, MOST - 1):
+        driver = driver_of(page_size=1, num_pages=1 + 4 * 36 + 3, schedule_conservativeness=0.01)
+        driver.scheduler.shapes = {
+            depth: StepShape(depth, depth + 1, depth + 1) for depth in range(least, MOST)
+        }
+        # A deep step takes hardly longer.
+        table = StepCosts((4,), (tuple(1 + 0.01 * depth for depth in range(least, MOST)),))
+        driver.scheduler.draft_depth = AdaptiveDepth(tuple(driver.scheduler.shapes), table)
+        driver.send(*reqs)
+        driver.run()
+        assert_right(driver, *reqs)
+        depths[least] = driver.scheduler.stats.num_steps_by_depth
+        assert (driver.scheduler.stats.num_retractions > 0) == (least > 0)
+    assert depths[0][MOST - 1] > 3, "while there is memory they are deep"
+
+
+def test_a_long_request_alone_keeps_its_drafts_in_what_short_ones_may_have() -> None:
+    """Nobody would be retracted for a deep step: the pages that are kept for short requests are free."""
+    req = request("long", [1 + i % 50 for i in range(1850)], 1, max_new_tokens=40, ignore_eos=True)
+    driver = driver_of(page_size=4, num_pages=1 + 490, context_length=2000)
+    driver.scheduler.share = ShortShare(128, 0)
+    driver.scheduler.shapes = {depth: StepShape(depth, depth + 1, depth + 1) for depth in range(MOST)}
+    table = StepCosts(
+        (4,), (tuple(1 + 0.01 * depth for depth in range(MOST)),)
+    )  # deep ones hardly take longer
+    driver.scheduler.draft_depth = AdaptiveDepth(tuple(driver.scheduler.shapes), table)
+    driver.send(req)
+    driver.run()
+    assert_right(driver, req)
+    depths = driver.scheduler.stats.num_steps_by_depth
+    assert depths[MOST - 1] > sum(depths.values()) / 2, depths
 
 
 def test_retraction_for_want_of_memory() -> None:

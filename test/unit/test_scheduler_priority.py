@@ -12,7 +12,7 @@ from scheduler_driver import Driver, assert_right, make_driver, make_tiered_driv
 
 from fenceline.ipc.io_struct import AbortReq, TokenizedGenerateReq
 from fenceline.mem_cache.tree.radix_cache import TreeNode
-from fenceline.scheduler.prefill import PrefillPlan, _Outlook
+from fenceline.scheduler.prefill import PrefillPlan, _MemoryForecast
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.schedule_policy import order_waiting
 
@@ -126,13 +126,13 @@ def test_a_request_that_cannot_fit_costs_a_step_no_search(monkeypatch: pytest.Mo
     high = request("high", [9] * 200, priority=50, max_new_tokens=20, ignore_eos=True)
     driver.send(high)
     released: list[str] = []
-    release = _Outlook.release
+    release = _MemoryForecast.release
 
-    def counting(self: _Outlook, req: Req, expected_tokens: float) -> None:
+    def counting(self: _MemoryForecast, req: Req, expected_tokens: float) -> None:
         released.append(req.rid)
         release(self, req, expected_tokens)
 
-    monkeypatch.setattr(_Outlook, "release", counting)
+    monkeypatch.setattr(_MemoryForecast, "release", counting)
     for _ in range(8):
         driver.step()
     assert not driver.scheduler.reqs["high"].row

@@ -77,7 +77,7 @@ class Group:
             self.step()
         for driver in self.drivers:
             assert driver.scheduler.memory.num_outstanding == 0
-            driver.scheduler.memory.check_books(every_page=True)
+            driver.scheduler.memory.check_memory(every_page=True)
 
     def answers(self) -> list[dict[str, list[int]]]:
         return [{rid: answer.output_ids for rid, answer in driver.answers.items()} for driver in self.drivers]
@@ -164,6 +164,19 @@ def test_a_transfer_has_ended_when_it_has_ended_on_all_ranks(tmp_path: Path) -> 
     assert len(leader.answers) == 1 and leader.scheduler.memory.num_outstanding > 0
     followed.ended = ended  # type: ignore[method-assign]
     group.settle()
+
+
+def test_which_grammars_are_too_slow_rank_0_says_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group(2, tmp_path)
+    ended: list[list[int]] = []
+    for driver, overdue in zip(group.drivers, ([3, 5], [4]), strict=True):
+        monkeypatch.setattr(driver.scheduler.grammars, "overdue", lambda overdue=overdue: overdue)
+        monkeypatch.setattr(driver.scheduler.grammars, "end", ended.append)
+    group.drivers[0].send(*requests(1))
+    group.step()
+    assert ended == [[3, 5]] * 2
 
 
 def test_results_count_as_arrived_when_all_ranks_have_them(tmp_path: Path) -> None:

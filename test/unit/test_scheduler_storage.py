@@ -59,7 +59,7 @@ def settle(driver: Driver) -> None:
     """Until every worker has done its jobs and every transfer is noticed."""
     while driver.scheduler.memory.num_outstanding:
         driver.step()
-    driver.scheduler.memory.check_books(every_page=True)
+    driver.scheduler.memory.check_memory(every_page=True)
 
 
 def state(driver: Driver) -> HiCacheState:

@@ -235,12 +235,12 @@ def test_uv_of_the_path_is_used_as_it_is(
 
 
 @pytest.mark.parametrize(
-    "obstacle", ["chosen", "not to be had", "settings without a counterpart", "uv fails"]
+    "obstacle", ["chosen", "not available", "settings without a counterpart", "uv fails"]
 )
 def test_pip_installs_where_uv_cannot(
     env: Env, calls: list[list[str]], monkeypatch: pytest.MonkeyPatch, obstacle: str
 ) -> None:
-    fails = {"not to be had": lambda c: c[-1] == "uv", "uv fails": lambda c: c[0].endswith("uv")}.get(
+    fails = {"not available": lambda c: c[-1] == "uv", "uv fails": lambda c: c[0].endswith("uv")}.get(
         obstacle
     )
     if fails is not None:

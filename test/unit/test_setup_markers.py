@@ -79,11 +79,12 @@ def test_nobody_asks_for_gpus_without_a_marked_test(
     conftest.pytest_collection_modifyitems(Config(), [Item()])
 
 
-def test_files_with_slow_tests_come_first_and_stay_in_order(conftest: ModuleType) -> None:
-    quick, long, beside = Item(path="a.py"), Item("slow", path="b.py"), Item(path="b.py")
-    items = [quick, beside, long, last := Item(path="c.py")]
-    conftest.pytest_collection_modifyitems(Config(), items)
-    assert items == [beside, long, quick, last]
+@pytest.mark.parametrize("mark", ["slow", "long"])
+def test_files_with_slow_tests_come_first_and_stay_in_order(conftest: ModuleType, mark: str) -> None:
+    quick, slow, beside = Item(path="a.py"), Item(mark, path="b.py"), Item(path="b.py")
+    items = [quick, beside, slow, last := Item(path="c.py")]
+    conftest.pytest_collection_modifyitems(Config(True), items)
+    assert items == [beside, slow, quick, last]
 
 
 def test_long_tests_run_with_all_alone(conftest: ModuleType) -> None:

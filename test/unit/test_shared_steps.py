@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_driver import Driver, assert_right, make_driver, request
+from scheduler_driver import Driver, assert_right, make_driver, prefills, request
 
 import fenceline
 from fenceline.config.engine_config import resolve
@@ -19,23 +19,14 @@ from fenceline.ipc.io_struct import AbortReq, TokenizedGenerateReq
 from fenceline.memory_order import Points
 from fenceline.model_executor.step import ExtendBatch, ForwardResult, ScheduleBatch
 from fenceline.scheduler.req import Prefix, Req
-from fenceline.scheduler.schedule_policy import StepSharing, num_waiting_tokens
+from fenceline.scheduler.schedule_policy import PrefixWork, StepSharing, num_waiting_tokens
 
 
 def sharing_driver(sharing: StepSharing, **flags: object) -> tuple[Driver, list[list[int]]]:
     """A driver whose prompts share steps like that, and its steps' prompts' tokens."""
     driver = make_driver(num_pages=400, page_size=4, num_rows=16, **flags)
     driver.scheduler.planner.sharing = sharing
-    steps: list[list[int]] = []
-    launch = driver.worker.launch
-
-    def noted(batch: ScheduleBatch) -> ForwardResult:
-        if isinstance(batch, ExtendBatch):
-            steps.append([len(seq.token_ids) for seq in batch.seqs])
-        return launch(batch)
-
-    driver.worker.launch = noted  # type: ignore[method-assign]
-    return driver, steps
+    return driver, prefills(driver)
 
 
 @pytest.mark.parametrize(
@@ -157,13 +148,13 @@ def rids_of_steps(driver: Driver) -> list[dict[str, int]]:
     steps: list[dict[str, int]] = []
     launch = driver.worker.launch
 
-    def noted(batch: ScheduleBatch) -> ForwardResult:
+    def recording(batch: ScheduleBatch) -> ForwardResult:
         if isinstance(batch, ExtendBatch):
             rids = {req.row: req.rid for req in driver.scheduler.reqs.values()}
             steps.append({rids[seq.row]: len(seq.token_ids) for seq in batch.seqs})
         return launch(batch)
 
-    driver.worker.launch = noted  # type: ignore[method-assign]
+    driver.worker.launch = recording  # type: ignore[method-assign]
     return steps
 
 
@@ -253,12 +244,12 @@ def test_a_prompt_with_more_logprobs_than_a_step_computes_is_not_short() -> None
     driver = make_driver(4000, 4, 4, context_length=9000, chunked_prefill_size=4096)
     steps = rids_of_steps(driver)
     reqs = [
-        request("long", [1] * 7000, max_new_tokens=1),
+        request("long", [1] * 5000, max_new_tokens=1),
         request("scored", [2] * 1500, max_new_tokens=1, return_logprob=True, logprob_start_len=0),
     ]
     driver.send(*reqs)
     driver.run()
-    assert steps[:2] == [{"long": 4096}, {"long": 2904, "scored": 1024}]
+    assert steps[:2] == [{"long": 4096}, {"long": 904, "scored": 1024}]
     assert_right(driver, *reqs)
 
 
@@ -333,3 +324,94 @@ def test_no_more_is_looked_at_than_a_bound() -> None:
     for rid in list(driver.scheduler.reqs):
         driver.send(AbortReq(rid=rid))
     driver.run()
+
+
+# --- the work of a step on a CPU
+
+
+@pytest.mark.parametrize("other", ["none", "decodes", "waits"])
+def test_a_step_behind_a_long_prefix_has_fewer_tokens(other: str) -> None:
+    """Attention to the prefix is work as well, for which others wait."""
+    driver = make_driver(1200, 4, 4, context_length=4000, chunked_prefill_size=128)
+    reqs = [request("long", [1] * 3500, max_new_tokens=1)]
+    if other == "waits":
+        reqs.append(request("next", [2] * 200, max_new_tokens=1))
+    if other == "decodes":
+        reqs.append(request("reader", [2, 3], max_new_tokens=200, ignore_eos=True))
+        driver.send(reqs[-1])
+        driver.step()
+    steps: list[tuple[int, int]] = []
+    launch = driver.worker.launch
+
+    def recording(batch: ScheduleBatch) -> ForwardResult:
+        if isinstance(batch, ExtendBatch):
+            steps.extend((len(seq.token_ids), seq.prefix_len) for seq in batch.seqs if len(seq.token_ids) > 2)
+        return launch(batch)
+
+    driver.worker.launch = recording  # type: ignore[method-assign]
+    driver.send(*(req for req in reqs if req.rid != "reader"))
+    driver.run()
+    work = PrefixWork.of(driver.config.model, "cpu")
+    assert work is not None and work.even_tokens == 1632, "of the demo model"
+    of_full_step = work.of_tokens(128, 0)
+    assert steps[0] == (128, 0)
+    largest = max(work.of_tokens(*step) for step in steps)
+    assert largest <= of_full_step * (2.0 if other == "none" else 1.25)
+    assert largest > of_full_step * (1.75 if other == "none" else 1.0)
+    assert_right(driver, *reqs)
+
+
+def test_a_prompt_comes_to_its_end_however_long_it_is() -> None:
+    driver = make_driver(400, 4, 4, context_length=1000, chunked_prefill_size=128)
+    driver.scheduler.planner._prefix_work = PrefixWork(1)
+    steps = rids_of_steps(driver)
+    long = request("long", [1] * 900, max_new_tokens=1)
+    driver.send(long)
+    driver.run()
+    sizes = [step["long"] for step in steps]
+    assert sizes[0] == 128 and min(sizes[:-1]) == sizes[-2] == 32
+    assert_right(driver, long)
+
+
+@given(even=st.integers(1, 10_000), prefix=st.integers(0, 100_000), work=st.floats(0, 1e6))
+def test_as_many_tokens_as_the_work_allows_and_not_one_more(even: int, prefix: int, work: float) -> None:
+    of = PrefixWork(even)
+    num = of.max_tokens(work, prefix)
+    assert of.of_tokens(num, prefix) <= work * (1 + 1e-9)
+    assert of.of_tokens(num + 1, prefix) > work * (1 - 1e-9)
+
+
+def test_who_is_computed_beside_a_half_way_prompt_is_computed_whole() -> None:
+    """Though its own prefix, which is cached, is so long that its few tokens are much work."""
+    driver = make_driver(4000, 4, 8, context_length=9000, chunked_prefill_size=128)
+    steps = rids_of_steps(driver)
+    prefix = [5] * 6000
+    first = request("first", [*prefix, 1], max_new_tokens=1)
+    driver.send(first)
+    driver.run()
+    long = request("long", [1] * 2000, max_new_tokens=1)
+    driver.send(long)
+    driver.step()
+    behind = [request(f"behind{i}", [*prefix, *[i + 2] * 60], max_new_tokens=1) for i in range(4)]
+    short = request("short", [9] * 10, max_new_tokens=1)
+    driver.send(*behind, short)
+    driver.run()
+    assert any(step.keys() >= {"short", "long"} for step in steps)
+    assert all("long" in step for step in steps if "short" in step), "it does not wait for the long ones"
+    assert_right(driver, first, long, *behind, short)
+
+
+def test_prompts_behind_long_prefixes_share_a_step_until_it_has_work_enough() -> None:
+    driver = make_driver(4000, 4, 8, context_length=9000, chunked_prefill_size=128)
+    steps = rids_of_steps(driver)
+    prefix = [5] * 6000
+    first = request("first", [*prefix, 1], max_new_tokens=1)
+    driver.send(first)
+    driver.run()
+    steps.clear()
+    reqs = [request(f"r{i}", [*prefix, *[i + 2] * 12], max_new_tokens=1) for i in range(8)]
+    driver.send(*reqs)
+    driver.run()
+    # 12 tokens there are the work of 56: after the third it is more than that of 128 without a prefix, times 1.25.
+    assert [len(step) for step in steps] == [3, 3, 2]
+    assert_right(driver, first, *reqs)

@@ -172,6 +172,7 @@ def test_agrees_with_float64(emulate: Emulate, cut: tuple[int, ...]) -> None:
             assert error < 6e-3, (rows, shape, kind, error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("numbers", QUANTISED)
 def test_quantised_weights_agree_with_float64(tmp_path: Path, numbers: str) -> None:
     torch.manual_seed(0)

@@ -21,6 +21,7 @@ from speculative_driver import (
 
 from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.ipc.io_struct import AbortReq
+from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.scheduler.draft_depth import AdaptiveDepth
 from fenceline.vgpu.proving.random_depths import RandomDepths
 
@@ -32,6 +33,7 @@ def depths_of(driver: Driver) -> RandomDepths:
     return driver.scheduler.draft_depth
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("algorithm", "draft", "topk"),
     [(*draft, 1) for draft in DRAFTS] + [(*draft, 3) for draft in DRAFTS if draft[1] != "mtp"],
@@ -48,6 +50,7 @@ def test_no_token_changes(
     assert 2 in counts[1] and max(counts[3]) > 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_steps", "topk", "num_draft_tokens"),
     [(1, 1, None), (2, 1, None), (5, 1, None), (1, 2, 3), (2, 2, 7)],
@@ -70,7 +73,12 @@ def test_a_draft_that_is_the_target_is_always_right(
 
 @pytest.mark.parametrize(
     ("algorithm", "draft", "topk"),
-    [(EAGLE3, "eagle3", 1), (NEXTN, "mtp", 1), (STANDALONE, "near", 1), (STANDALONE, "near", 4)],
+    [
+        (NEXTN, "mtp", 1),
+        (STANDALONE, "near", 4),
+        pytest.param(EAGLE3, "eagle3", 1, marks=pytest.mark.long),
+        pytest.param(STANDALONE, "near", 1, marks=pytest.mark.long),
+    ],
 )
 def test_too_little_memory(
     models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str, topk: int
@@ -141,6 +149,10 @@ def test_a_simulated_acceptance_is_cut_to_the_depth(models: dict[str, Path]) -> 
 def test_steps_are_measured_at_start(models: dict[str, Path]) -> None:
     """Nothing of that is left when the first request comes."""
     driver = make_driver(models, STANDALONE, "near", measures_steps=True, num_rows=6, memory_check="order")
+    assert isinstance(driver.worker, ModelRunner)
+    keys = driver.worker.kv_pool.k(0)[driver.config.server_args.page_size :].flatten(1)  # without the sink
+    computed = keys[keys.any(1)].unique(dim=0)
+    assert len(computed) > 6 * 5, "steps of six requests, whose tokens are not the same"
     costs = driver.worker.step_costs
     assert costs is not None and costs.sizes == (1, 2, 4, 6) and len(costs.seconds) == 4
     assert all(len(of_size) == 3 and of_size[0] > 0 for of_size in costs.seconds)
@@ -149,3 +161,21 @@ def test_steps_are_measured_at_start(models: dict[str, Path]) -> None:
     assert answers(driver, reqs) == answers(make_driver(models), reqs)
     steps = driver.scheduler.state().spec_steps_by_depth
     assert steps is not None and set(steps) <= {"0", "1", "3"} and sum(steps.values()) > 10
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "draft", "topk"),
+    [
+        (STANDALONE, "near", 4),
+        pytest.param(EAGLE3, "eagle3", 1, marks=pytest.mark.long),
+        pytest.param(NEXTN, "mtp", 1, marks=pytest.mark.long),
+    ],
+)
+def test_steps_are_measured_with_as_many_requests_as_there_is_memory_for(
+    models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str, topk: int
+) -> None:
+    flags: dict[str, object] = {"max_total_tokens": 128, "num_rows": 6, "memory_check": "order"}
+    driver = make_driver(models, algorithm, draft, topk=topk, measures_steps=True, **flags)  # type: ignore[arg-type]
+    assert driver.worker.step_costs is not None
+    reqs = requests(5, num=4, max_new_tokens=12)
+    assert answers(driver, reqs) == answers(make_driver(models), reqs)

@@ -87,6 +87,7 @@ def reference_logits(
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("page_size", "depth_seed"), [(1, None), (16, None), (16, 5)])
 @pytest.mark.parametrize(
     ("algorithm", "draft"), [(EAGLE, "eagle"), (EAGLE3, "eagle3"), (NEXTN, None), (NEXTN, "mtp")]

@@ -68,7 +68,7 @@ def test_a_step_is_published_before_the_next_launch_while_there_are_grammars(mod
     driver = make_driver(models, EAGLE3, "eagle3")
     driver.send(_ten_tokens(driver.config.model.eos_token_ids))
     constrained = msgspec.structs.replace(requests(1, 1)[0], rid="constrained", grammar=1)
-    answers(driver, [*requests(2, 3), constrained])  # whoever has left is not counted, see check_books
+    answers(driver, [*requests(2, 3), constrained])  # whoever has left is not counted, see check_memory
     assert not driver.scheduler.speculates_under_masks
     driver.send(msgspec.structs.replace(constrained, rid="again"))
     driver.step()

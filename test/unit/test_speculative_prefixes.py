@@ -137,6 +137,7 @@ def check_tree(driver: Driver, cold: Driver) -> int:
     return num_pages
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("algorithm", "draft", "policy", "layout"), TIERS)
 def test_drafts_after_a_hit_fare_as_without_one(
     driver_of: MakeDriver,

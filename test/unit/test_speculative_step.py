@@ -10,7 +10,7 @@ import pytest
 import torch
 from triton_interpreter import interpreted_logarithms, outcomes_of, print_outcomes, set_up_interpreter
 
-INTERPRETED = ("begins", "drafts", "ends", "hidden_states", "draws")
+INTERPRETED = ("begins", "places", "drafts", "proposals", "ends", "hidden_states", "draws")
 
 interpreted = outcomes_of(__file__)
 
@@ -28,6 +28,20 @@ def check_begins() -> None:
 
     for case in ((1, 4, 64, False), (5, 4, 16, True), (9, 1, 1, False), (40, 33, 4, True)):
         check_begin("cpu", *case)
+
+
+def check_places() -> None:
+    from speculative_step_cases import check_place
+
+    for case in ((1, 4, 64, -1, True), (5, 6, 16, -3, True), (9, 1, 1, 7, False), (40, 33, 4, -4, False)):
+        check_place("cpu", *case)
+
+
+def check_proposals() -> None:
+    from speculative_step_cases import check_proposal
+
+    for case in ((1, 1, 4, 0, True), (8, 5, 4, 1, True), (6, 126, 5, 2, False)):
+        check_proposal("cpu", *case)
 
 
 def check_drafts() -> None:

@@ -10,11 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fenceline.speculative.accept import accept
-from fenceline.speculative.refuse import check_draft, refuse_bad
+from fenceline.speculative.refuse import check_draft
 from fenceline.speculative.tree import (
     Candidates,
     DraftTree,
-    build_chain,
     build_tree,
     first_candidates,
     more_candidates,
@@ -216,9 +215,7 @@ def test_chains_are_trees_of_one_child_each(
     num_nodes = len(tokens[0])
     num_steps = min(num_steps, num_nodes - 1)
     ids, seq_lens = torch.tensor(tokens), torch.arange(len(tokens)) * 5 + 1
-    tree = build_chain(ids[:, 0], seq_lens, ids[:, 1:])
-    assert tree.token_ids.tolist() == tokens and tree.parents is None and tree.ancestors is None
-    assert tree.positions.tolist() == [[5 * b + 1 + n for n in range(num_nodes)] for b in range(len(tokens))]
+    tree = DraftTree(ids, seq_lens[:, None] + torch.arange(num_nodes), None, None)
     chains = [list(range(-1, num_nodes - 1))] * len(tokens)
     check_accepted(tree, chains, draws, num_steps, [False] * 4)
     rejected = rejected[: len(tokens)]
@@ -251,13 +248,10 @@ def test_bad_drafts_become_harmless_and_stay_bad(
             assert torch.equal(safe[b], ids[b]) and torch.equal(scores[b], logprobs[b])
 
 
-def test_a_refused_draft_yields_the_targets_own_token_and_is_counted() -> None:
-    """Even where its harmless tokens are those that the target draws. Padding is not counted."""
+def test_a_refused_draft_yields_the_targets_own_token() -> None:
+    """Even if its harmless tokens are those that the target draws."""
     is_bad = torch.tensor([True, False, True])
     ids = torch.tensor([[3, 0, 0], [3, 0, 0], [0, 0, 0]])
-    num_refused = torch.tensor(4)
-    tree = build_chain(ids[:, 0], torch.tensor([5, 5, 0]), ids[:, 1:])
-    tree = refuse_bad(tree, is_bad, torch.tensor([2, 1, 0]), num_refused)
-    accepted = accept(tree, torch.zeros_like(ids), 2)
-    assert accepted.counts.tolist() == [1, 3, 1] and num_refused.item() == 5
+    accepted = accept(DraftTree(ids, ids, None, None, is_bad), torch.zeros_like(ids), 2)
+    assert accepted.counts.tolist() == [1, 3, 1]
     assert accepted.token_ids[0].tolist() == [0, 0, 0] and accepted.last_tokens.tolist() == [0, 0, 0]

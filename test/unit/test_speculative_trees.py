@@ -26,6 +26,7 @@ __all__ = ["models"]  # a fixture
 DRAFTS = [(EAGLE, "eagle"), (EAGLE3, "eagle3"), (NEXTN, None), (STANDALONE, "near"), (STANDALONE, "target")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_steps", "topk", "num_draft_tokens", "page_size"), [(1, 3, 3, 16), (3, 2, 8, 1), (4, 4, 16, 16)]
 )
@@ -109,6 +110,7 @@ def test_everything_that_a_request_may_ask_for(models: dict[str, Path]) -> None:
         assert ours == pytest.approx(theirs, abs=1e-4) and len(ours) == 30
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("retract_policy", ["recompute", "offload"])
 @pytest.mark.parametrize(("algorithm", "draft"), [(EAGLE, "eagle"), (STANDALONE, "near")])
 def test_too_little_memory(

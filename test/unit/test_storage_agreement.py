@@ -8,7 +8,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fenceline.mem_cache.storage.agreement import NewsKind, StorageAgreement, StorageNews, StorageVoice
+from fenceline.mem_cache.storage.agreement import NewsKind, StorageAckCodec, StorageAgreement, StorageNews
 from fenceline.mem_cache.storage.controller import Ack, Done, Fetched, Found, TimedOut, Written, apply
 from fenceline.mem_cache.storage.worker import Outcome, Prefetch
 
@@ -48,7 +48,7 @@ def test_a_failure_on_one_rank_is_a_miss_on_all(lives: list[tuple[int, int, bool
     random = Random(seed)  # whose turn it is
     num_ranks = len(lives)
     ops = [Prefetch(7, [bytes(32)] * NUM_KEYS) for _ in lives]
-    voices, agreement = [StorageVoice() for _ in lives], StorageAgreement(num_ranks)
+    codecs, agreement = [StorageAckCodec() for _ in lives], StorageAgreement(num_ranks)
     saying = [acks_of(op, life, op) for op, life in zip(ops, lives, strict=True)]
     quiet = 0
     while not ops[0].over:
@@ -56,10 +56,10 @@ def test_a_failure_on_one_rank_is_a_miss_on_all(lives: list[tuple[int, int, bool
         ack = next(saying[rank], None)
         quiet = quiet + 1 if ack is None else 0
         assert quiet < 1000, "the ranks wait for each other"
-        told = voices[rank].told([] if ack is None else [ack])
-        agreed = agreement.hear(rank, told)
-        for voice, op in zip(voices, ops, strict=True):
-            for news in voice.heard(agreed):
+        told = codecs[rank].encode([] if ack is None else [ack])
+        agreed = agreement.add(rank, told)
+        for codec, op in zip(codecs, ops, strict=True):
+            for news in codec.decode(agreed):
                 assert isinstance(news, Found | Fetched | Done | TimedOut) and news.op is op
                 assert not isinstance(news, Fetched) or news.first == op.num_fetched
                 apply(news)
@@ -81,9 +81,9 @@ def test_waits_end_with_the_first_rank_and_writes_with_the_last() -> None:
     """A wait that is over on one rank is over on all once all have said something of the prefetch; a write when all
     have written."""
     ops = [Prefetch(1, [bytes(32)]) for _ in range(2)]
-    voices, agreement = [StorageVoice(), StorageVoice()], StorageAgreement(2)
-    assert agreement.hear(0, voices[0].told([TimedOut(ops[0])])) == []
-    assert agreement.hear(1, voices[1].told([Found(ops[1], 1)])) == [StorageNews(NewsKind.TIMED_OUT, 1)]
-    assert agreement.hear(0, voices[0].told([Written(4, 3), Written(5, 0)])) == []
-    written = agreement.hear(1, voices[1].told([Written(5, 2), Written(4, 2)]))
-    assert voices[0].heard(written) == [Written(5, 0), Written(4, 2)]
+    codecs, agreement = [StorageAckCodec(), StorageAckCodec()], StorageAgreement(2)
+    assert agreement.add(0, codecs[0].encode([TimedOut(ops[0])])) == []
+    assert agreement.add(1, codecs[1].encode([Found(ops[1], 1)])) == [StorageNews(NewsKind.TIMED_OUT, 1)]
+    assert agreement.add(0, codecs[0].encode([Written(4, 3), Written(5, 0)])) == []
+    written = agreement.add(1, codecs[1].encode([Written(5, 2), Written(4, 2)]))
+    assert codecs[0].decode(written) == [Written(5, 0), Written(4, 2)]

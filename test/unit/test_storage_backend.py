@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 from storage_cases import (
-    books_of,
-    check_books,
+    check_usage,
     contents,
     empty,
     file_nbytes,
@@ -26,6 +25,7 @@ from storage_cases import (
     path_of,
     read_checked,
     temp_files,
+    usage_of,
 )
 
 from fenceline.mem_cache.storage.backend import Reason, StorageBackend, num_leading
@@ -128,7 +128,7 @@ def test_a_batch_larger_than_the_directory_keeps_its_head(backend: FileBackend, 
     assert put(backend, NAMES[:14]) == [True] * 10 + [False] * 4
     assert backend.stats().errors == {Reason.FULL: 4}
     assert backend.stats().unwritten == 4
-    assert check_books(tmp_path, TEN) == TEN
+    assert check_usage(tmp_path, TEN) == TEN
 
 
 def test_times_in_the_future_do_not_stay_for_ever(backend: FileBackend, clock: Clock) -> None:
@@ -144,7 +144,7 @@ def test_a_smaller_bound_holds_from_the_start(backend: FileBackend, tmp_path: Pa
     clock.tick()
     half = TEN // 2
     again = FileBackend(tmp_path, fingerprint(PAGE), half, clock=clock)
-    assert check_books(tmp_path, half) <= half
+    assert check_usage(tmp_path, half) <= half
     assert num_leading(again.exists(NAMES[:10])) >= 4
 
 
@@ -181,7 +181,7 @@ def test_the_bound_is_of_all_models_together(backend: FileBackend, tmp_path: Pat
     put(backend, NAMES[:10])
     clock.tick()
     assert put(second, NAMES[:9]) == [True] * 9
-    assert check_books(tmp_path, TEN) <= TEN
+    assert check_usage(tmp_path, TEN) <= TEN
     assert not any(backend.exists(NAMES[:10]))
 
 
@@ -247,7 +247,7 @@ def test_threads_share_a_backend(tmp_path: Path) -> None:
     assert stats.hits + stats.misses == 4 * 60 * 3
     assert stats.writes + stats.duplicates + stats.unwritten == 4 * 60 * 3
     assert set(stats.errors) <= {Reason.FULL}
-    check_books(tmp_path, TEN)
+    check_usage(tmp_path, TEN)
     assert temp_files(tmp_path) == []
 
 
@@ -259,7 +259,7 @@ def assert_nothing_happened(backend: FileBackend, root: Path, reason: Reason, nu
     assert backend.stats().errors == {reason: num_pages}
     assert backend.stats().unwritten == 3
     assert temp_files(root) == []
-    assert books_of(root) == (2 * file_nbytes(PAGE), 2 * file_nbytes(PAGE))
+    assert usage_of(root) == (2 * file_nbytes(PAGE), 2 * file_nbytes(PAGE))
     assert read_checked(backend, NAMES[:2]) == [True, True]
 
 
@@ -389,7 +389,7 @@ def test_lost_books_are_made_anew(backend: FileBackend, tmp_path: Path, damage: 
     put(backend, NAMES[:9])
     (tmp_path / "usage").write_bytes(damage)
     assert put(backend, NAMES[9:11]) == [True] * 2
-    assert check_books(tmp_path, TEN) <= TEN
+    assert check_usage(tmp_path, TEN) <= TEN
 
 
 def test_what_cannot_work_is_refused_at_the_start(tmp_path: Path) -> None:

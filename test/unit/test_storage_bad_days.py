@@ -378,7 +378,7 @@ class Server:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_bad_day_of_everything(seed: int, make: Make, tmp_path: Path) -> None:
-    """Random calls on a failing, corrupting, crashing backend: bytes are right, and the books balance."""
+    """Random calls on a failing, corrupting, crashing backend: bytes are right, and the bytes in use are counted."""
 
     def damage(name: PageKey) -> None:
         flip(path_of(tmp_path, tier_fingerprint(), name), 70, 8)

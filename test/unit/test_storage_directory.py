@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from storage_cases import check_books, contents, file_nbytes, fingerprint, key, path_of, read_checked
+from storage_cases import check_usage, contents, file_nbytes, fingerprint, key, path_of, read_checked
 
 from fenceline.mem_cache.storage.directory import StorageDirectory
 from fenceline.mem_cache.storage.file_backend import FileBackend
@@ -64,11 +64,11 @@ def test_a_lock_on_a_file_that_was_replaced_does_not_count(
         flock(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", replacing)
-    with directory.locked() as books:
-        books.write(123)
+    with directory.locked() as usage:
+        usage.write(123)
         assert (tmp_path / "usage").stat().st_size == 12
-    with directory.locked() as books:
-        assert books.used == 123
+    with directory.locked() as usage:
+        assert usage.used == 123
 
 
 @pytest.mark.parametrize("length", [10, 3 * file_nbytes(PAGE)])
@@ -82,7 +82,7 @@ def test_removing_a_file_of_another_length(tmp_path: Path, length: int, rescanne
     if rescanned:
         backend = FileBackend(tmp_path, fingerprint(PAGE), BOUND)
     assert read_checked(backend, names) == [True, True, False, True]
-    assert check_books(tmp_path, BOUND) == 3 * file_nbytes(PAGE)
+    assert check_usage(tmp_path, BOUND) == 3 * file_nbytes(PAGE)
 
 
 def test_threads_exclude_each_other(tmp_path: Path) -> None:
@@ -153,4 +153,4 @@ def test_clear_goes_on_after_a_page_that_is_gone(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(StorageDirectory, "pages_of", removing)
     assert backend.clear() == 3
     assert read_checked(backend, names) == [False] * 4
-    assert check_books(tmp_path, BOUND) == 0
+    assert check_usage(tmp_path, BOUND) == 0

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from storage_cases import books_of, contents, file_nbytes, fingerprint, key, path_of, read_checked, temp_files
+from storage_cases import contents, file_nbytes, fingerprint, key, path_of, read_checked, temp_files, usage_of
 
 from fenceline.config import private_files
 from fenceline.config.private_files import ForeignEntryError, foreign_file, foreign_folder, open_file
@@ -103,7 +103,7 @@ def test_the_number_of_bytes_is_written_to_a_file_of_ours_alone(
     assert is_untouched(victim)
     usage = (root / "usage").lstat()
     assert stat.S_ISREG(usage.st_mode) and usage.st_nlink == 1 and stat.S_IMODE(usage.st_mode) == 0o600
-    assert books_of(root) == (4 * file_nbytes(PAGE),) * 2
+    assert usage_of(root) == (4 * file_nbytes(PAGE),) * 2
     assert backend.stats().errors == {Reason.FOREIGN: 1}
 
 
@@ -175,7 +175,7 @@ def test_a_directory_with_something_in_it_stays_and_is_a_miss(root: Path) -> Non
     assert put(backend, NAMES[:1]) == [False]
     assert (path / "thesis.tex").read_bytes() == PRECIOUS
     assert backend.stats().errors[Reason.FOREIGN] >= 1
-    assert books_of(root) == (3 * file_nbytes(PAGE), 4 * file_nbytes(PAGE)), "too high until the next scan"
+    assert usage_of(root) == (3 * file_nbytes(PAGE), 4 * file_nbytes(PAGE)), "too high until the next scan"
 
 
 @pytest.mark.parametrize("name", ["usage", "tmp"])
@@ -219,17 +219,17 @@ def test_two_servers_replace_a_foreign_number_once(
     replace = second._replace_usage
 
     def late(flags: int, deadline: float) -> int:
-        with first.locked() as books:
-            books.write(123)
+        with first.locked() as usage:
+            usage.write(123)
             try:
                 return replace(flags, deadline)
             finally:
                 lock.set()
 
     monkeypatch.setattr(second, "_replace_usage", late)
-    with second.locked(30.0) as books:
+    with second.locked(30.0) as usage:
         assert lock.is_set()
-        assert books.used == 123, "the same file"
+        assert usage.used == 123, "the same file"
     assert is_untouched(victim)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 from storage_cases import (
-    check_books,
+    check_usage,
     contents,
     file_nbytes,
     fingerprint,
@@ -129,9 +129,9 @@ class StorageMachine(RuleBasedStateMachine):
         self.model.clear()
 
     @invariant()
-    def books_are_exact(self) -> None:
+    def usage_is_exact(self) -> None:
         if hasattr(self, "backends"):
-            actual = check_books(self.root, self.max_bytes)
+            actual = check_usage(self.root, self.max_bytes)
             assert actual == len(self.model) * file_nbytes(PAGE)
             assert temp_files(self.root) == []
             for backend in self.backends:

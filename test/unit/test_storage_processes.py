@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 import storage_processes as processes
-from storage_cases import check_books, fingerprint, key, read_checked, temp_files
+from storage_cases import check_usage, fingerprint, key, read_checked, temp_files
 
 from fenceline.mem_cache.storage.file_backend import FileBackend
 
@@ -47,7 +47,7 @@ def test_writers_killed_at_random_moments(tmp_path: Path) -> None:
             victim = writers.pop(random.randrange(2))
             victim.kill()
             victim.communicate()
-            check_books(tmp_path, processes.WRITER_BOUND)
+            check_usage(tmp_path, processes.WRITER_BOUND)
             backend = FileBackend(
                 tmp_path, fingerprint(processes.WRITER_PAGE), processes.WRITER_BOUND, lock_timeout_s=30.0
             )
@@ -68,7 +68,7 @@ def test_servers_share_a_directory(tmp_path: Path) -> None:
     try:
         while any(server.poll() is None for server in servers):
             if usage.exists() and usage.stat().st_size:
-                check_books(tmp_path, processes.SHARED_BOUND)
+                check_usage(tmp_path, processes.SHARED_BOUND)
         answers = [result(server) for server in servers]
         for answer in answers:
             # Whoever lost the CPU for a while may find nothing older than its own call. Nothing else goes wrong.

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tiny_tokenizers import byte_level
 
 from fenceline.config.engine_config import PriorityConfig
+from fenceline.constrained.spec import GrammarSpec
 from fenceline.frontend import request_prepare, tokenizer_manager
 from fenceline.frontend.request_types import (
     TURN_REQUESTS,
@@ -51,6 +52,15 @@ from fenceline.sampling.sampling_params import SamplingParams
 
 def ids_input(*ids: int, rid: str = "r", **params: object) -> GenerateInput:
     return GenerateInput(input_ids=ids, rid=rid, sampling_params=SamplingParams(**params))
+
+
+async def test_a_server_without_grammars_says_so() -> None:
+    bench = Bench(grammar_backend="none")
+    asked = replace(ids_input(5), grammar=GrammarSpec("regex", "a"))
+    with pytest.raises(RequestError, match="--grammar-backend none") as caught:
+        await bench.manager.submit(asked)
+    assert caught.value.status == 400
+    assert bench.link.requests() == []
 
 
 async def test_chunks_of_a_slow_reader_are_merged() -> None:

@@ -56,6 +56,7 @@ interpreted = outcomes_of(__file__)
 compiled = outcomes_of(__file__, "compile")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_interpreted(name: str, interpreted: dict[str, str]) -> None:
     assert interpreted[name] == ""
@@ -129,7 +130,8 @@ def check_decode_however_it_is_cut() -> None:
         step = case(lens, [1] * len(lens), 1, (1, 1), seed=num_workers)
         agree(decode(step, num_workers), step)
     step = case([128], [1], 1, (3, 1))
-    agree(decode(step, 8), step)
+    for merge_elements in (2048, 64, 16):  # 8 pieces at once, 4 and 1
+        agree(decode(step, 8, merge_elements=merge_elements), step)
 
 
 def check_decode_reads_no_column_past_the_end() -> None:

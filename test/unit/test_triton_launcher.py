@@ -24,7 +24,7 @@ from fenceline.model_executor.kernels import decode_prologue_triton
 from fenceline.sampling.kernels import sample_triton
 from fenceline.speculative.draws import Pieces
 from fenceline.speculative.kernels import step_triton
-from fenceline.speculative.kernels.operands import Begun, Kept, NextRow
+from fenceline.speculative.kernels.operands import AcceptOutputs, BeginOutputs, NextRow
 
 STREAM = 77
 BF16 = torch.bfloat16
@@ -179,13 +179,13 @@ def test_every_kernel_is_bound(gpu: Recorder) -> None:
     def launch_step(size: int) -> None:
         positions, slots = (ids(size * 4).view(size, 4) for _ in range(2))
         flags = torch.zeros(size, dtype=torch.bool)
-        begun = Begun(ids(size), ids(size), None, positions, slots, positions, flags)
+        begun = BeginOutputs(ids(size), ids(size), None, positions, slots, positions, flags)
         table = torch.zeros(4, 8, dtype=torch.int32)
         step_triton.launch_begin(ids(size), ids(4), table, ids(4), 16, 3, begun)
         pieces = Pieces(torch.zeros(size, 3), torch.zeros(size, 3, dtype=torch.int32), torch.zeros(size, 3))
         following = NextRow(size % 3, ids(size), positions, slots, ids(size), ids(size), ids(size), ids(size))
         step_triton.launch_keep(pieces, flags, positions, 1 + size % 3, 300, following)
-        kept = Kept(ids(size), ids(size), ids(4), ids(4), None, None)
+        kept = AcceptOutputs(ids(size), ids(size), ids(4), ids(4), None, None)
         step_triton.launch_accept(positions, slots, flags, flags, ids(size), ids(size), 3.0, kept)
         hidden, state = torch.zeros(size * 4, 64, dtype=BF16), torch.zeros(4, 2, 64, dtype=BF16)
         step_triton.launch_hidden(hidden, ids(size), ids(size), state[:, 1])

@@ -44,6 +44,7 @@ def test_interpreted(name: str, results: dict[str, str]) -> None:
     assert results[name] == ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_compiles(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To machine code, with dependent launch from sm_90 on where a kernel has it; every wide row is read by 16-byte
@@ -80,7 +81,7 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
     }
     joined = {"EMBEDDING": 4096, "HIDDEN": 4096, "BLOCK": 4096, "HAS_NORMS": True}
     of_draft = dict.fromkeys(("table", "hidden", "embeddings_norm", "hidden_norm", "out"), "*bf16")
-    unused = {"thresholds": None, "maxima": None, "ROWS_EACH": 1}
+    unused = {"thresholds": None, "maxima": None, "ROWS_EACH": 1, "ROWS_EACH_MASK": 1}
     product = {"K": 4096, "HAS_NORM": True, "HAS_BIAS": True, "ADD": False, "GATED": True, "BLOCK_N": 16}
     one = {**product, "INT4": True, "GROUP": 128, "BLOCK_K": 512, "ROWS": 1}
     many = {**product, "INT4": True, "GROUP": 128, "BLOCK_K": 128, "ROWS": 16}
@@ -141,7 +142,7 @@ ARGUMENTS = {
     **dict.fromkeys(("x", "weight", "out", "gate_up", "qkv", "logits"), "*bf16"),
     **dict.fromkeys(("q_weight", "k_weight", "k_cache", "v_cache"), "*bf16"),
     **dict.fromkeys(("table", "temperatures", "noise_scales", "best_scores", "largest"), "*fp32"),
-    **dict.fromkeys(("page_table", "best_ids"), "*i32"),
+    **dict.fromkeys(("page_table", "best_ids", "masks"), "*i32"),
     **dict.fromkeys(("num_rows", "size", "max_pages", "ahead"), "i32"),
     "eps": "fp32",
 }
@@ -326,7 +327,7 @@ class Draw:
         rows, steps = torch.arange(self.num_reqs), torch.zeros(self.num_reqs, dtype=torch.int64)
         sample_tokens(
             self.logits, i.temperatures, i.noise_scales, i.seed_keys, i.positions, i.thresholds, rows,
-            last_tokens, next_tokens, steps, i.maxima,
+            last_tokens, next_tokens, steps, i.maxima, masks=i.masks,
         )  # fmt: skip
         assert (steps == 1).all() and torch.equal(last_tokens, next_tokens)
         return next_tokens
@@ -343,6 +344,26 @@ def check_sample_greedy() -> None:
             assert torch.equal(draw.kernel(), best) and torch.equal(draw.reference(), best)
             draw.inputs = replace(draw.inputs, seed_keys=None, noise_scales=None, temperatures=None)
             assert torch.equal(draw.kernel(), best) and torch.equal(draw.reference(), best)
+
+
+def check_sample_masks() -> None:
+    """Only what a mask allows is drawn; with one mask for several rows, the first of them has it."""
+    from dataclasses import replace
+
+    for num_reqs, vocab_size in ((6, 40), (9, 2100)):
+        draw = Draw(num_reqs, vocab_size, torch.float32)
+        words = torch.randint(-(2**31), 2**31, (num_reqs, -(-vocab_size // 32)), dtype=torch.int64)
+        words &= torch.randint(-(2**31), 2**31, words.shape)
+        for masks in (words, words[: num_reqs // 3].clone()):
+            free = draw.kernel()
+            draw.inputs = replace(draw.inputs, masks=masks.int())
+            drawn, each = draw.kernel(), num_reqs // len(masks)
+            assert torch.equal(drawn, draw.reference()) and not torch.equal(drawn, free)
+            allowed = masks[range(len(masks)), drawn[::each] // 32] >> (drawn[::each] % 32) & 1
+            assert allowed.all(), "a token was drawn that its mask forbids"
+            free[::each] = drawn[::each]
+            assert torch.equal(drawn, free), "rows without a mask draw from all tokens"
+            draw.inputs = replace(draw.inputs, masks=None)
 
 
 def check_sample_noise() -> None:

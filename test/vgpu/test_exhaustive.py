@@ -87,6 +87,7 @@ def test_what_the_host_is_told_makes_the_run(workload: str, policy: str) -> None
     assert _decisions(workload, 1, _Told(Answers(False, tuple(heard.yes)))) == as_it_came
 
 
+@pytest.mark.long
 def test_a_fault_that_takes_two_preemptions_is_found_since_all_are_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -110,7 +111,7 @@ def test_a_fault_that_takes_two_preemptions_is_found_since_all_are_tried(
     monkeypatch.setattr(Answering, "__init__", begun)
     monkeypatch.setattr(RecordedWorker, "completions", wrong)
     plan = Plan(
-        arms=(), workloads=("row",), first_seed=0, num_intact=0, num_per_arm=0, jobs=1, detect=True,
+        arms=(), workloads=("row",), first_seed=0, num_intact=0, num_per_arm=0, until_shown=False, jobs=1, detect=True,
         deadline=math.inf, with_unarmed=False, with_branches=False, progress=lambda num: None,
     )  # fmt: skip
     proof = explore(plan)

@@ -14,7 +14,10 @@ from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBac
 from fenceline.layers.attention.flashinfer_library import DecodeKernels, Lens, PrefillKernels, Workspace
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
 from fenceline.memory_order import Points, open_device
-from fenceline.vgpu.errors import TagError
+from fenceline.memory_order.access import reads
+from fenceline.memory_order.edges import StreamName
+from fenceline.vgpu.errors import FootprintError, TagError
+from fenceline.vgpu.proving import steps
 from fenceline.vgpu.proving.flashinfer_library import PlannedLibrary
 from fenceline.vgpu.proving.runs import HAPPENS_BEFORE, Trial, run
 
@@ -160,6 +163,7 @@ def test_a_graph_that_reads_what_plans_are_copied_to_is_a_race(monkeypatch: pyte
     def give_back(self: FlashInferAttentionBackend, bucket: int, seq_lens_cpu: Lens) -> None:
         before(self, bucket, seq_lens_cpu)
         (slot,) = self._ring._slots
+        self._device.declare(StreamName.FORWARD, "the bucket's own copy", reads, slot.device_memory)
         slot.device_after = Points.of(self._device.forward.record())
         self._ring.num_plans = 0  # so that the ring does not add the step
 
@@ -171,6 +175,13 @@ def test_a_graph_that_reads_what_plans_are_copied_to_is_a_race(monkeypatch: pyte
     seeds = _decodes_in_graphs()
     assert all(run(Trial("flashinfer", seed)).clean for seed in seeds)
     monkeypatch.setattr(_GraphDecodePlan, "__init__", reads_slot)
+    found = [run(Trial("flashinfer", seed)) for seed in seeds]
+    undeclared = re.compile(r"reads plan_ring\.device\[0\], which is not declared")
+    assert all(one.checker == FootprintError.checker and undeclared.search(one.report) for one in found), (
+        found
+    )
+    # Without that check, which comes before the operation runs, the race itself is found.
+    monkeypatch.setattr(steps, "check_footprints", lambda *_: None)
     found = [run(Trial("flashinfer", seed)) for seed in seeds]
     named = [one for one in found if one.edges == ("schedule_after_forward",)]
     assert named and all(re.search(r"WAR on plan_ring\.device", one.report) for one in named), found

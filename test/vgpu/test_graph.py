@@ -110,6 +110,7 @@ FORBIDDEN = {
     "pageable copy to the device": lambda gpu, x: x.copy_(torch.ones(4), non_blocking=True),
     "pageable copy to the host": lambda gpu, x: x.cpu(),
     "data-dependent shape": lambda gpu, x: x.nonzero(),
+    "numbers of repeats on the device": lambda gpu, x: x.repeat_interleave(x.long()),
     "second capture": lambda gpu, x: gpu.capture(gpu.graph()).__enter__(),
 }
 
@@ -127,6 +128,21 @@ def test_what_cannot_be_captured_is_refused(name: str) -> None:
     assert x.tolist() == [0.0] * 4, "the device goes on"
     with pytest.raises(CaptureError, match="has not been captured"):
         graph.replay()
+
+
+def test_what_is_repeated_a_known_number_of_times_can_be_captured() -> None:
+    gpu, device = make_gpu()
+    x, out = torch.arange(2, device=device), torch.zeros(6, dtype=torch.int64, device=device)
+    gpu.synchronize_all()
+    graph = gpu.graph()
+    with (
+        gpu.capture(graph),
+        torch.inference_mode(),
+    ):  # as the runner, with which the operator comes here whole
+        out.copy_(x.repeat_interleave(3))
+    x.add_(1)
+    graph.replay()
+    assert out.tolist() == [1, 1, 1, 2, 2, 2]
 
 
 def test_an_error_inside_breaks_the_capture_even_if_it_is_caught() -> None:

@@ -103,7 +103,7 @@ class Runner:
 
     def decode(self, row: int, seq_len: int) -> ForwardResult:
         """``seq_len`` with the new token, which has room in the last page of the prompt."""
-        batch = (np.array([row]), np.array([seq_len]), (greedy(row),), PageWrites(), Points.none())
+        batch = (np.array([row]), np.array([seq_len]), (greedy(row),), PageWrites.none(), Points.none())
         return self.runner.launch(DecodeBatch(row, *batch))
 
     def store(self, pages: list[int], host: list[int], after: Points) -> Ticket:

@@ -116,6 +116,7 @@ def test_every_file_that_is_left_out_exists() -> None:
     assert [pattern for pattern, _ in LEFT_OUT if not any(fnmatchcase(file, pattern) for file in files)] == []
 
 
+@pytest.mark.long
 def test_shards_are_parts_of_one_random_order(capsys: pytest.CaptureFixture[str]) -> None:
     def listed(*more: str) -> list[str]:
         assert mutate.main(["--list", "--only", "sampling/*", *more]) == 0

@@ -28,6 +28,7 @@ def _plan(num_intact: int) -> Plan:
         first_seed=0,
         num_intact=num_intact,
         num_per_arm=0,
+        until_shown=False,
         jobs=1,
         detect=True,
         deadline=math.inf,

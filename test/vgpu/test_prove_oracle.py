@@ -8,6 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -51,7 +52,7 @@ from fenceline.scheduler.waiting_queue import WaitingQueue
 from fenceline.vgpu.proving.answers import Exchange, Findings, Setting, Sharing, Transcript
 from fenceline.vgpu.proving.oracle import TOLERANCE, Model, Oracle, Query, Text, gumbel, text_of
 from fenceline.vgpu.proving.runs import ANSWERS, Outcome, Trial, run
-from fenceline.vgpu.proving.script import Scenario, Script
+from fenceline.vgpu.proving.script import Flag, Flags, Scenario, Script, Workload
 from fenceline.vgpu.proving.table import Proof
 from fenceline.vgpu.proving.tiny_model import tiny_model_path
 from fenceline.vgpu.proving.workloads import WORKLOADS
@@ -583,7 +584,7 @@ def _any_number_of_prompts(patch: pytest.MonkeyPatch) -> None:
 
 def _nobody_gives_way(patch: pytest.MonkeyPatch) -> None:
     """What requests would give back is not counted, so that retracting them seems not to help."""
-    patch.setattr(prefill._Outlook, "release", lambda self, req, expected_tokens: None)
+    patch.setattr(prefill._MemoryForecast, "release", lambda self, req, expected_tokens: None)
 
 
 def _a_flush_that_says_yes(patch: pytest.MonkeyPatch) -> None:
@@ -698,7 +699,26 @@ def _crowd(random: Random) -> Scenario:
     )
 
 
+def _better_at_the_end(random: Random, **drafts: Flag) -> Scenario:
+    """A request of a better priority needs all memory, at each moment of another one's answer. Nobody gives way whose
+    last tokens may be in flight, or are."""
+    script = Script(random)
+    for moment in range(7):
+        script.add(20 * moment, script.prompt(14, 14), 5, ignore_eos=True, priority=0)
+        script.add(20 * moment + 1 + moment, script.prompt(18, 18), 2, ignore_eos=True, priority=30)
+    return script.scenario(
+        max_total_tokens=28,
+        max_running_requests=2,
+        chunked_prefill_size=32,
+        page_size=4,
+        enable_priority_scheduling=True,
+        **drafts,
+    )
+
+
 MORE_WORKLOADS = {
+    "better_at_the_end": _better_at_the_end,
+    "better_at_the_end_of_drafts": partial(_better_at_the_end, draft="NEAR", speculative_num_steps=2),
     "bodies_in_turn": _bodies_in_turn,
     "crowd": _crowd,
     "twins": _twins,
@@ -773,3 +793,21 @@ def test_a_wrong_decision_is_found_and_its_request_and_token_named(
     outcome = _first_failure(workload, 16)
     assert outcome is not None and outcome.checker == ANSWERS, outcome and outcome.report
     assert re.search(report, outcome.report), outcome.report
+
+
+@pytest.mark.parametrize("model", ["fp8", "int4"])
+def test_a_quantised_model_answers_as_the_plain_numbers_do(
+    monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """In graphs too, which torch's operators for such weights have to allow. In INT4 one layer sees no positions."""
+
+    def make(random: Random) -> Scenario:
+        script = Script(random)
+        for step in range(2):
+            script.add(step, script.prompt(5, 9), 4, ignore_eos=True)
+        flags: Flags = {"cuda_graph_bs": (1, 2), "context_length": 64, "model": model}
+        return script.scenario(max_total_tokens=64, max_running_requests=2, page_size=4, **flags)
+
+    monkeypatch.setitem(WORKLOADS, "quantised", Workload("quantised", "", make))
+    outcome = run(Trial("quantised", 0))
+    assert outcome.clean, outcome.report

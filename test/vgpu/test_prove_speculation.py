@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from fenceline.config.draft_config import DraftConfig
+from fenceline.layers.attention import torch_backend
+from fenceline.layers.attention.torch_backend import TorchAttentionBackend
+from fenceline.layers.forward_batch import AttentionPlan, VerifyInputs
 from fenceline.mem_cache import hicache
 from fenceline.mem_cache.tree import hiradix_cache
 from fenceline.memory_order.access import PagedMemory
 from fenceline.model_executor.speculative_runner import SpeculativeRunner
+from fenceline.sampling.sampling_batch import ReqSampling
 from fenceline.speculative.kv_rows import KVMover
 from fenceline.vgpu.errors import OwnershipError, TagError
-from fenceline.vgpu.proving.runs import Trial, run
-from fenceline.vgpu.proving.script import Scenario, Script, Workload
+from fenceline.vgpu.proving.runs import ANSWERS, Trial, run
+from fenceline.vgpu.proving.script import Flags, Scenario, Script, Workload
 from fenceline.vgpu.proving.workloads import WORKLOADS
 
 torch.set_num_threads(1)
@@ -94,6 +99,56 @@ def _moved_from_the_next_node(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVMover, "move", wrong)
 
 
+def _verified_by(tokens: int, patch: pytest.MonkeyPatch) -> None:
+    """The target's attention of a verification has a window that is longer by ``tokens``, the draft's a right one."""
+    right = TorchAttentionBackend.plan_verify
+
+    def wrong(self: TorchAttentionBackend, inputs: VerifyInputs) -> AttentionPlan | None:
+        source = self._source
+        if source.window is not None and inputs.tree.num_nodes > 2:  # the draft attends for one row or two
+            source = replace(source, window=source.window + tokens)
+            return torch_backend._VerifyPlan(source, inputs)
+        return right(self, inputs)
+
+    patch.setattr(TorchAttentionBackend, "plan_verify", wrong)
+
+
+def _verified_with_a_token_in_front_of_the_window(patch: pytest.MonkeyPatch) -> None:
+    _verified_by(1, patch)
+
+
+def _verified_without_the_first_token_of_the_window(patch: pytest.MonkeyPatch) -> None:
+    _verified_by(-1, patch)
+
+
+def _drafted_without_a_window(patch: pytest.MonkeyPatch) -> None:
+    """The draft attends to all tokens when it proposes, though its layer has a window."""
+    right = TorchAttentionBackend.plan_verify
+
+    def wrong(self: TorchAttentionBackend, inputs: VerifyInputs) -> AttentionPlan | None:
+        if inputs.tree.num_nodes <= 2:
+            return torch_backend._VerifyPlan(replace(self._source, window=None), inputs)
+        return right(self, inputs)
+
+    patch.setattr(TorchAttentionBackend, "plan_verify", wrong)
+
+
+# Of layers with a window.
+WINDOW_FAULTS = {
+    "verified with a token in front of the window": (
+        _verified_with_a_token_in_front_of_the_window,
+        r"layer0\.k page .* speculative step reads it as token \d+ of r\d",
+    ),
+    "verified without the first token of the window": (
+        _verified_without_the_first_token_of_the_window,
+        r"layer0\.k page .* speculative step reads it as token \d+ of r\d",
+    ),
+    "drafted without a window": (
+        _drafted_without_a_window,
+        r"layer2\.k page .* holds token 0 of r\d.* speculative step reads it as token \d+ of r\d",
+    ),
+}
+
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str, str]] = {
     "a row computed again": (_row_computed_again, "ITSELF", TAGS, r"computes token \d+ of r\d again"),
     "behind without proposals": (
@@ -110,7 +165,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str, str]] = 
 }
 
 
-def _two_requests(draft: str, **flags: int) -> Callable[[Any], Scenario]:
+def _two_requests(draft: str, **flags: int | str) -> Callable[[Any], Scenario]:
     def make(random: Any) -> Scenario:
         script = Script(random)
         for _ in range(2):
@@ -141,6 +196,22 @@ def test_a_fault_that_changes_no_token_is_named(monkeypatch: pytest.MonkeyPatch,
     fault(monkeypatch)
     outcome = run(Trial("two", 2))
     assert outcome.checker == checker, outcome.report
+    assert re.search(report, outcome.report), outcome.report
+
+
+@pytest.mark.parametrize("draft", ["NEAR", "ITSELF"])
+@pytest.mark.parametrize("name", WINDOW_FAULTS)
+def test_a_verification_reads_the_window_and_nothing_in_front_of_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, draft: str
+) -> None:
+    """The requests are longer than the window, and in layers without one all of them is read."""
+    fault, report = WINDOW_FAULTS[name]
+    monkeypatch.setitem(WORKLOADS, "two", Workload("two", "", _two_requests(draft, model="windows")))
+    outcome = run(Trial("two", 2))
+    assert outcome.clean and "drafts under a window" in outcome.events, outcome.report
+    fault(monkeypatch)
+    outcome = run(Trial("two", 2))
+    assert outcome.checker == TAGS, outcome.report
     assert re.search(report, outcome.report), outcome.report
 
 
@@ -211,3 +282,60 @@ def test_a_row_that_depends_on_another_token_is_not_shared(
     outcome = run(Trial("part", 2))
     assert outcome.checker == TAGS, outcome.report
     assert re.search(report, outcome.report), outcome.report
+
+
+def _noise_of_another_place(patch: pytest.MonkeyPatch) -> None:
+    """The draft draws with the noise of the place behind."""
+    right = SpeculativeRunner._draw
+
+    def wrong(self: SpeculativeRunner, logits: Any, size: int, positions: torch.Tensor, ahead: int) -> Any:
+        return right(self, logits, size, positions, ahead + 1)
+
+    patch.setattr(SpeculativeRunner, "_draw", wrong)
+
+
+def _none_accepted(patch: pytest.MonkeyPatch) -> None:
+    """Drafts of no request may count."""
+    patch.setattr(ReqSampling, "accepts_drafts", False)
+
+
+def _candidates_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    """A tree grows from the draft's worst tokens."""
+    right = SpeculativeRunner._best
+
+    def wrong(self: SpeculativeRunner, logits: torch.Tensor, *args: Any) -> Any:
+        return right(self, -logits, *args)
+
+    patch.setattr(SpeculativeRunner, "_best", wrong)
+
+
+REJECTED = {
+    "noise": (_noise_of_another_place, 1),
+    "count": (_none_accepted, 1),
+    "tree": (_candidates_in_another_order, 2),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_drafts_that_are_rejected_without_reason_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """No token changes; the steps of a draft that is a whole model yield fewer."""
+    fault, topk = REJECTED[name]
+
+    def make(random: Any) -> Scenario:
+        script = Script(random)
+        for step in range(2):
+            script.add(step, script.prompt(4, 6), 8, ignore_eos=True, temperature=1.0)
+        tree = {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 7} if topk > 1 else {}
+        flags: Flags = {"draft": "ITSELF", "speculative_num_steps": 2, "page_size": 4, **tree}
+        return script.scenario(
+            max_total_tokens=64, max_running_requests=2, context_length=64, disable_cuda_graph=True, **flags
+        )
+
+    monkeypatch.setitem(WORKLOADS, "own", Workload("own", "", make))
+    assert run(Trial("own", 2)).clean
+    fault(monkeypatch)
+    outcome = run(Trial("own", 2))
+    assert outcome.checker == ANSWERS, outcome.report
+    assert "a step of depth 2 at output" in outcome.report

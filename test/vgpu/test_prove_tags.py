@@ -462,9 +462,8 @@ PLANTED = [
     (_a_live_slot_written_by_a_padded_row, "tags_pieces", TAGS,
      rf"tags: {K0} page 1, slot 1 .*: row \d of prefill step, which is padding \(\d are live\), writes it\n"
      r"  by rotate_and_store in prefill\[8\]"),
-    (_a_page_used_after_it_was_retired, "tags_twins", OWNERSHIP,
-     rf"ownership: KV pages \d+: a decode step of {R}.* uses it after it was retired\n  used by index_select on "
-     r"forward .*\n  leased at .*_alloc.*\n  retired at .* in cache_prompt"),
+    (_a_page_used_after_it_was_retired, "tags_twins", "footprint",
+     r"footprint: a decode step declares pages \(\[[\d, ]+\], \[[\d, ]+\]\), \(\[[\d, ]+\], \[[\d, ]+\]\) are its own"),
     (_a_page_given_back_too_early, "tags_pieces", OWNERSHIP,
      rf"ownership: KV pages \d+: {R} uses it after it was retired\n  submitted at .*\n  leased at .*\n  retired at "),
     (_a_node_leaves_without_its_transfers, "tags_reloaded", OWNERSHIP,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from random import Random
@@ -39,6 +40,8 @@ def run(name: str, seed: int = 3, **flags: int | bool) -> Loop:
     scenario = WORKLOADS[name].make(Random(seed))
     config = make_config({**scenario.flags, **flags}, "cpu")
     loop = Loop(config, open_device("cpu"), scenario=scenario)
+    # Steps overlap, as on a GPU.
+    loop.scheduler.config = dataclasses.replace(config, device="vgpu")
     loop.run()
     return loop
 
@@ -79,6 +82,7 @@ def test_a_recording_is_the_decisions_that_were_taken(tmp_path: Path) -> None:
         assert execute(make_config(flags, "cpu"), decisions, recording.prepare) == "", name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_a_dump_replays_silently(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = dump(run(name), tmp_path)

@@ -88,6 +88,7 @@ def test_trees(models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: 
     assert stats.replays == stats.eligible_steps > 3 and not stats.fallbacks
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("algorithm", "draft", "topk"),
     [

@@ -3,6 +3,8 @@ what they declare, and a replay computes what the same functions compute on the 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -14,8 +16,8 @@ from fenceline.layers.forward_batch import QueryTree, VerifyInputs
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 from fenceline.speculative.accept import accept
 from fenceline.speculative.kv_rows import KVMover, node_slots
-from fenceline.speculative.refuse import check_draft, refuse_bad
-from fenceline.speculative.tree import build_chain, build_tree, first_candidates, more_candidates
+from fenceline.speculative.refuse import check_draft
+from fenceline.speculative.tree import DraftTree, build_tree, first_candidates, more_candidates
 from fenceline.vgpu import VirtualGpu, use
 from fenceline.vgpu.proving.launched_attention import LaunchedAttentionBackend
 
@@ -41,7 +43,6 @@ class Step:
             "ids": torch.zeros(NUM_STEPS, BATCH, children, children, dtype=torch.int64, device=device),
             "logprobs": torch.zeros(NUM_STEPS, BATCH, children, children, device=device),
             "q": torch.zeros(BATCH * NUM_NODES, 2, 8, device=device),
-            "refused": torch.zeros((), dtype=torch.int64, device=device),
         }
         self.mover = KVMover(self.parts)
 
@@ -66,7 +67,7 @@ class Step:
             part.copy_(torch.randn(part.shape, generator=generator))
 
     def run(self, backend: AttentionBackend) -> list[torch.Tensor]:
-        """Attention of the nodes, their positions, what is accepted."""
+        """Attention of the nodes, their positions, whose drafts are bad, and what is accepted."""
         given = self.inputs
         is_bad = given["rows"] < 0
         candidates = None
@@ -78,10 +79,12 @@ class Step:
                 candidates = more_candidates(candidates, ids, logprobs)
         assert candidates is not None
         if self.is_chain:
-            tree = build_chain(given["roots"], given["seq_lens"], candidates.token_ids)
+            ids = torch.cat([given["roots"][:, None], candidates.token_ids], 1)
+            positions = given["seq_lens"][:, None] + torch.arange(ids.shape[1], device=ids.device)
+            tree = DraftTree(ids, positions, None, None)
         else:
             tree = build_tree(given["roots"], given["seq_lens"], candidates, NUM_NODES)
-        tree = refuse_bad(tree, is_bad, given["rows"], given["refused"])
+        tree = replace(tree, is_rejected=is_bad)
         num_nodes = tree.token_ids.shape[1]
         # Attention reads lengths before its wait, so the kernel in front of it must not be the one that writes them.
         lens = given["seq_lens"] + num_nodes
@@ -101,7 +104,7 @@ class Step:
         attended = plan.forward(1, q, q[:, :1], q[:, :1], 0.3)[: 2 * num_nodes]  # without the padded request
         accepted = accept(tree, given["draws"][:, :num_nodes], NUM_STEPS)
         self.mover.move(slots, accepted.path, accepted.counts)
-        return [attended, tree.positions, *(getattr(accepted, name) for name in accepted.__slots__)]
+        return [attended, tree.positions, is_bad, *(getattr(accepted, name) for name in accepted.__slots__)]
 
 
 @pytest.mark.parametrize("is_chain", [False, True], ids=["tree", "chain"])
@@ -113,7 +116,7 @@ def test_a_captured_step_follows_its_inputs_without_the_host(is_chain: bool) -> 
     backend = LaunchedAttentionBackend(AttentionSetting(ours.pool, None, 2, 20))  # type: ignore[arg-type]
     with gpu.capture(graph):
         results = ours.run(backend)
-    counts: set[int] = set()
+    num_bad, counts = 0, set[int]()
     for seed in range(8):
         for step in (ours, plain):
             step.fill(seed)
@@ -124,6 +127,6 @@ def test_a_captured_step_follows_its_inputs_without_the_host(is_chain: bool) -> 
         live = slice(PAGE_SIZE, None)  # padded requests race for the sink's rows
         for left, right in zip(ours.parts, plain.parts, strict=True):
             assert left.cpu()[live].tolist() == right[live].tolist()
-        assert ours.inputs["refused"].item() == plain.inputs["refused"].item()
-        counts |= set(expected[3].tolist())
-    assert plain.inputs["refused"].item() > 0 and len(counts) > 2, counts
+        num_bad += int(expected[2].sum())
+        counts |= set(expected[4].tolist())
+    assert num_bad > 0 and len(counts) > 2, (num_bad, counts)

@@ -1,4 +1,4 @@
-"""The benchmark's arguments: one frozen value, the argparse parser for it and its checks."""
+"""The benchmark's arguments: BenchArgs, its checks, and the parser of the command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DATASETS = ("sharegpt", "custom", "random", "random-ids", "generated-shared-pref
 
 @dataclass(frozen=True, slots=True)
 class BenchArgs:
-    """Everything a run depends on. Names follow the flags; lengths are tokens, rates are per second."""
+    """All settings of a run, named like the flags. Lengths are in tokens, rates per second."""
 
     backend: str = "fenceline"
     base_url: str | None = None
@@ -71,10 +71,11 @@ class BenchArgs:
 
     @classmethod
     def from_namespace(cls, namespace: object) -> BenchArgs:
-        """Build from any object with (some of) the attributes; what is missing or None takes its default.
+        """Make BenchArgs from an object with some of its attributes. Those that are missing or None have their
+        defaults.
 
         Raises:
-            ValueError: a value that cannot work, with the remedy.
+            ValueError: a value is unusable. The text names the remedy.
         """
         values: dict[str, Any] = {}
         for f in fields(cls):
@@ -88,12 +89,12 @@ class BenchArgs:
 
     @property
     def extra_body(self) -> dict[str, Any]:
-        """``--extra-request-body`` as a dictionary (checked at construction)."""
+        """``--extra-request-body`` as a dictionary. :func:`check` has checked it."""
         return dict(json.loads(self.extra_request_body)) if self.extra_request_body else {}
 
     @property
     def headers(self) -> dict[str, str]:
-        """HTTP headers of every request, authorization included."""
+        """The HTTP headers of every request, including the authorization."""
         headers = dict(pair.split("=", 1) for pair in self.header)
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
@@ -101,10 +102,10 @@ class BenchArgs:
 
 
 def check(args: BenchArgs) -> None:
-    """Refuse arguments that cannot work.
+    """Refuse unusable arguments.
 
     Raises:
-        ValueError: names the flag and the remedy.
+        ValueError: an argument is unusable. The text names the flag and the remedy.
     """
     if args.backend not in BACKENDS:
         raise ValueError(f"--backend {args.backend}: choose one of {', '.join(BACKENDS)}")
@@ -117,7 +118,7 @@ def check(args: BenchArgs) -> None:
         )
     _check_ranges(args)
     if any("=" not in pair for pair in args.header):
-        raise ValueError("--header wants KEY=VALUE pairs, as in --header X-Trace=1 X-Team=infra")
+        raise ValueError("--header takes KEY=VALUE pairs, as in --header X-Trace=1 X-Team=infra")
     if args.tokenize_prompt and backend_kind(args.backend) == "chat":
         raise ValueError(
             f"--tokenize-prompt cannot be used with {args.backend}: chat endpoints take text only"
@@ -156,12 +157,13 @@ def _check_extra_body(args: BenchArgs) -> None:
     sampling = body.get("sampling_params", {})
     if body.get("n", 1) != 1 or (isinstance(sampling, dict) and sampling.get("n", 1) != 1):
         raise ValueError(
-            "--extra-request-body: n must be 1, one request has one answer here; raise --num-prompts"
+            "--extra-request-body: n must be 1, because each request has one answer here; raise --num-prompts"
         )
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The command line. Defaults live in BenchArgs; abbreviations such as ``--random-input`` work."""
+    """The parser of the command line. Defaults are those of BenchArgs. Abbreviations of flags, such as
+    ``--random-input``, are accepted."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Benchmark online serving: throughput, latencies, determinism.",
@@ -180,26 +182,28 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     g = parser.add_argument_group("server")
-    g.add_argument("--backend", choices=list(BACKENDS), help="Wire format: native, completions or chat.")
-    g.add_argument("--base-url", help="Server address; instead of --host and --port.")
+    g.add_argument("--backend", choices=list(BACKENDS), help="Kind of server, and which of its APIs to use.")
+    g.add_argument("--base-url", help="Address of the server, instead of --host and --port.")
     g.add_argument("--host", help="Server host.")
-    g.add_argument("--port", type=int, help="Server port; by default the backend's usual one.")
-    g.add_argument("--api-key", help="Sent as a bearer token; default: $OPENAI_API_KEY.")
+    g.add_argument("--port", type=int, help="Server port; default: that of the backend.")
+    g.add_argument("--api-key", help="Bearer token to send; default: $OPENAI_API_KEY.")
     g.add_argument("--header", nargs="+", metavar="KEY=VALUE", help="Extra HTTP headers.")
-    g.add_argument("--model", help="Model name or path; default: what the server says.")
-    g.add_argument("--served-model-name", help="Name to put into requests, if other than --model.")
+    g.add_argument("--model", help="Model name or path; default: that of the server.")
+    g.add_argument("--served-model-name", help="Model name in requests, if it differs from --model.")
     g.add_argument("--tokenizer", help="Tokenizer directory or hub id; default: the model's.")
-    g.add_argument("--trust-remote-code", action="store_true", help="Let the tokenizer run its own code.")
-    g.add_argument("--vocab-size", type=int, help="For random-ids without a tokenizer: ids below this.")
+    g.add_argument(
+        "--trust-remote-code", action="store_true", help="Allow the tokenizer to run code of its own."
+    )
+    g.add_argument("--vocab-size", type=int, help="random-ids without a tokenizer: ids are below this.")
 
 
 def _add_dataset_flags(parser: argparse.ArgumentParser) -> None:
     g = parser.add_argument_group("dataset")
-    g.add_argument("--dataset-name", choices=DATASETS, help="What to ask; random needs no file.")
-    g.add_argument("--dataset-path", help="JSON or JSONL file of sharegpt, custom, multi-turn.")
+    g.add_argument("--dataset-name", choices=DATASETS, help="Dataset of prompts; random needs no file.")
+    g.add_argument("--dataset-path", help="JSON or JSONL file for sharegpt, custom, multi-turn.")
     g.add_argument("--num-prompts", type=int, help="Number of requests, or of conversations.")
-    g.add_argument("--sharegpt-output-len", type=int, help="Output length instead of the file's.")
-    g.add_argument("--sharegpt-context-len", type=int, help="Drop longer requests of a file.")
+    g.add_argument("--sharegpt-output-len", type=int, help="Output length, instead of that in the file.")
+    g.add_argument("--sharegpt-context-len", type=int, help="Leave out longer requests of a file.")
     g.add_argument("--prompt-suffix", help="Appended to every user prompt read from a file.")
     g.add_argument("--apply-chat-template", action="store_true", help="Apply the tokenizer's chat template.")
     g.add_argument("--tokenize-prompt", action="store_true", help="Send token ids instead of text.")
@@ -210,15 +214,17 @@ def _add_synthetic_flags(parser: argparse.ArgumentParser) -> None:
     g.add_argument("--random-input-len", type=int, help="Input tokens of random, random-ids, multi-turn.")
     g.add_argument("--random-output-len", type=int, help="Output tokens of random, random-ids, multi-turn.")
     g.add_argument("--random-range-ratio", type=float, help="Lengths are drawn from [ratio*len, len].")
-    g.add_argument("--gsp-num-groups", type=int, help="generated-shared-prefix: system prompts.")
+    g.add_argument("--gsp-num-groups", type=int, help="generated-shared-prefix: number of system prompts.")
     g.add_argument("--gsp-prompts-per-group", type=int, help="Questions per system prompt.")
     g.add_argument("--gsp-system-prompt-len", type=int, help="Tokens of a system prompt.")
     g.add_argument("--gsp-question-len", type=int, help="Tokens of a question.")
     g.add_argument("--gsp-output-len", type=int, help="Tokens of an answer.")
-    g.add_argument("--gsp-range-ratio", type=float, help="As --random-range-ratio.")
+    g.add_argument("--gsp-range-ratio", type=float, help="Like --random-range-ratio, for gsp lengths.")
     g.add_argument("--gsp-num-turns", type=int, help="Questions per conversation.")
     g.add_argument("--gsp-ordered", action="store_true", help="Keep groups together instead of shuffling.")
-    g.add_argument("--multi-turn-num-turns", type=int, help="multi-turn: (most) turns per conversation.")
+    g.add_argument(
+        "--multi-turn-num-turns", type=int, help="multi-turn: number of turns, or maximum for a file."
+    )
     g.add_argument(
         "--multi-turn-question-len", type=int, help="Tokens of later questions; default: --random-input-len."
     )
@@ -227,8 +233,10 @@ def _add_synthetic_flags(parser: argparse.ArgumentParser) -> None:
 def _add_load_flags(parser: argparse.ArgumentParser) -> None:
     g = parser.add_argument_group("load")
     g.add_argument("--request-rate", type=float, help="Poisson arrivals per second; inf sends all at once.")
-    g.add_argument("--max-concurrency", type=int, help="Requests (or conversations) in flight at most.")
-    g.add_argument("--warmup-requests", type=int, help="Short requests sent before the clock starts.")
+    g.add_argument(
+        "--max-concurrency", type=int, help="Maximum number of requests (or conversations) in flight."
+    )
+    g.add_argument("--warmup-requests", type=int, help="Number of short requests before the measurement.")
     g.add_argument("--flush-cache", action="store_true", help="Flush the server's cache after the warm-up.")
     g.add_argument("--seed", type=int, help="Seed of prompts, lengths, arrivals and samples.")
 
@@ -236,9 +244,9 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
 def _add_request_flags(parser: argparse.ArgumentParser) -> None:
     g = parser.add_argument_group("requests")
     g.add_argument("--disable-ignore-eos", action="store_true", help="Let answers end at end-of-sequence.")
-    g.add_argument("--disable-stream", action="store_true", help="One reply instead of a stream.")
+    g.add_argument("--disable-stream", action="store_true", help="Ask for one reply instead of a stream.")
     g.add_argument("--return-logprob", action="store_true", help="Ask for output logprobs.")
-    g.add_argument("--extra-request-body", metavar="JSON", help="Merged into every request.")
+    g.add_argument("--extra-request-body", metavar="JSON", help="JSON object to merge into every request.")
     g.add_argument("--lora-name", nargs="*", help="LoRA adapters; each request draws one.")
 
 
@@ -247,16 +255,16 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
     g.add_argument("--output-file", help="JSONL file to append to; default: named after the run.")
     g.add_argument("--output-details", action="store_true", help="Add per-request arrays to the line.")
     g.add_argument("--disable-tqdm", action="store_true", help="No progress bar.")
-    g.add_argument("--tag", help="A word of yours to find the line again.")
+    g.add_argument("--tag", help="A label that is written to the output line.")
     g.add_argument("--profile", action="store_true", help="Profile the run (/start_profile, /stop_profile).")
     g.add_argument("--profile-activities", nargs="+", help="What the profiler records.")
-    g.add_argument("--profile-num-steps", type=int, help="Stop the profiler after so many steps.")
-    g.add_argument("--profile-output-dir", help="Where the server puts the trace.")
+    g.add_argument("--profile-num-steps", type=int, help="Number of steps after which the profiler stops.")
+    g.add_argument("--profile-output-dir", help="Folder in which the server writes the trace.")
     g.add_argument(
         "--check-determinism",
         nargs="?",
         type=int,
         const=16,
         metavar="N",
-        help="Replay N answered prompts alone and compare the tokens (16 without a number, 0: off).",
+        help="Send N answered prompts again one at a time and compare the tokens (N is 16 by default, 0: off).",
     )

@@ -1,8 +1,8 @@
-"""The HTTP client: sends one request and reads its reply as it arrives, with a time for each token.
+"""The HTTP client: sends one request and reads the reply while it arrives, with a time for each token.
 
-The code that reads replies (SSE framing, and times of tokens from chunks that may carry several) is synchronous and
-takes the time as an argument, so that the arithmetic can be tested exactly. One call of ``feed`` is one read of the
-socket; events that came in one read count as one arrival.
+The code that reads replies (it parses server-sent events, and computes the times of tokens from chunks that may contain
+several) is synchronous and gets the time as an argument, so that the arithmetic can be tested exactly. One call of
+``feed`` is one read from the socket; all events of one read count as having arrived at the same time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SseSplitter:
         self._tail = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The payloads completed by ``data``; an unfinished line is kept for the next call."""
+        """The payloads that are complete with ``data``. An incomplete line is kept for the next call."""
         if self._tail:
             data = self._tail + data
         end = data.rfind(b"\n")
@@ -42,7 +42,7 @@ class SseSplitter:
 
 @dataclass(slots=True)
 class TokenClock:
-    """Turns (token count so far, time) into TTFT and one inter-token latency per token."""
+    """Computes TTFT and one inter-token latency per token from pairs (number of tokens so far, time). In seconds."""
 
     start: float
     num_tokens: int = 0
@@ -51,7 +51,8 @@ class TokenClock:
     itl: list[float] = field(default_factory=list)
 
     def advance(self, num_tokens: int, now: float) -> None:
-        """``num_tokens`` had arrived in all at ``now``. A gap is shared evenly by the tokens that ended it."""
+        """At the time ``now``, ``num_tokens`` tokens have arrived since the start. If several are new, the time since
+        the last arrival is divided evenly among them."""
         new = num_tokens - self.num_tokens
         if new <= 0:
             return
@@ -64,7 +65,8 @@ class TokenClock:
 
 
 class Recorder(Protocol):
-    """Reads one reply. ``feed`` gets raw bytes of a stream, ``whole`` the body of a reply that is not one."""
+    """Reads one reply. ``feed`` gets the raw bytes of a stream, ``whole`` the body of a reply that is not streamed, and
+    ``finish`` returns the result."""
 
     def feed(self, data: bytes, now: float) -> None: ...
 
@@ -74,12 +76,12 @@ class Recorder(Protocol):
 
 
 def new_recorder(kind: Kind, start: float) -> Recorder:
-    """A recorder for one reply of this wire format; ``start`` is when the request was sent."""
+    """A recorder for one reply in the wire format ``kind``; ``start`` is the time when the request was sent."""
     return NativeRecorder(start) if kind == "generate" else OpenAIRecorder(kind, start)
 
 
 def error_text(event: object) -> str | None:
-    """The message of an error event or body, None if it is no error."""
+    """The message of an error event or body; None if it is not an error."""
     if not isinstance(event, dict) or not event.get("error"):
         return None
     error = event["error"]
@@ -88,10 +90,11 @@ def error_text(event: object) -> str | None:
 
 
 class NativeRecorder:
-    """Reads /generate. Its events hold everything so far, so only the last one of a read is parsed.
+    """Reads replies of /generate. Each event contains the whole output so far, so only the last event of a read is
+    parsed.
 
-    A server that streams increments instead is recognised by its second event, whose ids are fewer than
-    ``completion_tokens``. SGLang has both a mode where ids and text and one where only ids are increments.
+    A server may stream increments instead. This is noticed at its second event, which has fewer ids than
+    ``completion_tokens``. SGLang has a mode in which ids and text are increments, and one in which only ids are.
     """
 
     def __init__(self, start: float) -> None:
@@ -99,7 +102,7 @@ class NativeRecorder:
         self._splitter = SseSplitter()
         self._pending = b""  # the last event of a cumulative stream, parsed at the end
         self._incremental: bool | None = None
-        self._texts: list[str] = []  # of every event that was parsed
+        self._texts: list[str] = []  # the texts of all events that were parsed
         self._ids: list[int] = []
         self._meta: dict[str, Any] = {}
         self._error = ""
@@ -166,7 +169,7 @@ class NativeRecorder:
 
 
 def _whole_text(texts: list[str]) -> str:
-    """The text of a stream whose events hold new ids only, and either all text so far or only what is new."""
+    """The text of a stream whose events contain only new ids, and either the whole text so far or only new text."""
     grows = all(later.startswith(earlier) for earlier, later in pairwise(texts))
     if texts and texts[0] != texts[-1] and grows:
         return texts[-1]
@@ -174,11 +177,11 @@ def _whole_text(texts: list[str]) -> str:
 
 
 class OpenAIRecorder:
-    """Reads /v1/completions and /v1/chat/completions.
+    """Reads replies of /v1/completions and /v1/chat/completions.
 
-    Token counts come from ``usage`` where chunks carry it. Otherwise the total of the last chunk is shared over
-    the arrivals in proportion to their text, since a chunk may hold several tokens and does not say how many;
-    without any usage every chunk counts as one token.
+    Token counts come from ``usage`` if the chunks have it. If only the last chunk has it, its total is divided among
+    the arrivals in proportion to their text, because a chunk may contain several tokens and does not say how many.
+    Without any usage, every chunk counts as one token.
     """
 
     def __init__(self, kind: Kind, start: float) -> None:
@@ -189,7 +192,7 @@ class OpenAIRecorder:
         self._arrivals: list[tuple[float, int]] = []  # (time, characters so far)
         self._num_chars = 0
         self._num_chunks = 0
-        self._counted: TokenClock | None = None  # exact counts, if the chunks carry them
+        self._counted: TokenClock | None = None  # from exact counts, if the chunks have them
         self._usage: dict[str, Any] = {}
         self._error = ""
         self._done = False
@@ -238,13 +241,13 @@ class OpenAIRecorder:
         for i, (now, num_chars) in enumerate(self._arrivals):
             if i == len(self._arrivals) - 1:
                 share = total
-            else:  # the first arrival brought at least one token, the last at least one
+            else:  # the first and the last arrival each brought at least one token
                 share = min(max(round(total * num_chars / self._num_chars), 1), total - 1)
             clock.advance(share, now)
         return clock
 
     def _take(self, event: object) -> bool:
-        """Read one event; True if it brought text along with a token count."""
+        """Read one event. Returns whether it has both text and a token count."""
         error = error_text(event)
         if error is not None or not isinstance(event, dict):
             self._error = self._error or error or f"unexpected reply: {str(event)[:200]}"
@@ -277,15 +280,15 @@ def _count(source: dict[str, Any], key: str) -> int | None:
 
 
 _TIMEOUT_S = 6 * 60 * 60
-# Large, so that a slow event loop of the client does not slow down the server that it measures.
+# Large, so that the server, which is being measured, does not have to wait if the client's event loop is slow.
 _READ_BUFFER_BYTES = 10 * 1024**2
 
 
 def open_session(headers: dict[str, str]) -> aiohttp.ClientSession:
-    """A session without a connection limit. The caller closes it.
+    """A session without a limit on connections. The caller must close it.
 
-    Each request has its own connection: the server may close a kept one just when it is used again, and a POST is not
-    retried.
+    Each request has its own connection. A connection that is kept alive may be closed by the server just when it is
+    used again, and aiohttp does not retry a POST.
     """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
@@ -296,7 +299,7 @@ def open_session(headers: dict[str, str]) -> aiohttp.ClientSession:
 
 
 def raise_file_limit(wanted: int = 65535) -> None:
-    """Raise the soft limit of open files as far as the hard limit allows: each request is a socket."""
+    """Raise the soft limit on open files to ``wanted``, or to the hard limit, because each request needs a socket."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < target:
@@ -310,14 +313,14 @@ class Client:
         self.endpoint = endpoint
         self._session = session
         self._headers = {"Content-Type": "application/json"}
-        self.num_reads = 0  # socket reads that brought data, for bench_client_capacity
+        self.num_reads = 0  # reads from sockets that returned data, for bench_client_capacity
 
     async def send(self, call: Call) -> Reply:
-        """Send ``call`` and wait for its whole reply. Failures come back as replies, never as exceptions."""
+        """Send ``call`` and wait for the whole reply. A failure is returned as a Reply, not raised as an exception."""
         endpoint = self.endpoint
         try:
             body = orjson.dumps(endpoint.payload(call))
-        except orjson.JSONEncodeError as error:  # a file's prompt may hold half a surrogate pair
+        except orjson.JSONEncodeError as error:  # a prompt from a file may contain half a surrogate pair
             return Reply(False, f"the prompt cannot be sent as JSON: {error}", start_time=time.perf_counter())
         start = time.perf_counter()
         recorder = new_recorder(endpoint.kind, start)
@@ -342,7 +345,7 @@ class Client:
 
 
 def _reason(body: bytes) -> str:
-    """What an error's body says: the message of an error object, else the start of the body."""
+    """The reason in the body of an error: the message of an error object, else the first 500 bytes of the body."""
     try:
         message = error_text(orjson.loads(body))
     except orjson.JSONDecodeError:

@@ -1,5 +1,5 @@
-"""The requests: synthetic prompts made from a seed on this machine, or those of a file (ShareGPT's layout, custom JSON
-or JSONL). Nothing is ever downloaded.
+"""Makes the requests: synthetic prompts from a seed, or prompts from a file (ShareGPT's layout, custom JSON or JSONL).
+Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fenceline.benchmarking.endpoints import backend_kind
 from fenceline.benchmarking.records import BenchRequest, Content, Turn
 from fenceline.benchmarking.tokenizer import Tokenizer, count_tokens
 
-# Plain words that the synthetic datasets are made of.
+# The words of which synthetic prompts are made.
 _TEXT = """
 a about above across act add after again age ago air all alone along also always am among and animal answer any
 apple are area arm around art as ask at away baby back bad ball bank base be bear beat bed before begin behind
@@ -55,7 +55,7 @@ def requests_from_file(args: BenchArgs, tokenizer: Tokenizer, rng: np.random.Gen
     """Single-turn requests: the first question of each record, up to --num-prompts of them in random order.
 
     Raises:
-        ValueError: unreadable file, or no usable record.
+        ValueError: the file cannot be read, or has no usable record.
     """
     return _collect(args, tokenizer, rng, max_turns=1)
 
@@ -66,7 +66,7 @@ def conversations_from_file(
     """Conversations: the first --multi-turn-num-turns questions of each record that has at least two.
 
     Raises:
-        ValueError: unreadable file, or no usable record.
+        ValueError: the file cannot be read, or has no usable record.
     """
     return _collect(args, tokenizer, rng, max_turns=args.multi_turn_num_turns)
 
@@ -92,10 +92,10 @@ def _collect(
 
 
 def read_records(path: str) -> list[dict[str, Any]]:
-    """The JSON objects of a file that is one JSON array or has one object per line.
+    """The JSON objects in a file, which is one JSON array or has one object per line.
 
     Raises:
-        ValueError: unreadable or malformed.
+        ValueError: the file cannot be read, or is malformed.
     """
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
@@ -111,7 +111,7 @@ def read_records(path: str) -> list[dict[str, Any]]:
 
 
 def _turns(record: dict[str, Any], args: BenchArgs, tokenizer: Tokenizer, max_turns: int) -> list[Turn]:
-    """The record's user turns, fewer if it is short or malformed."""
+    """At most ``max_turns`` user turns of the record; fewer, or none, if it is shorter or malformed."""
     if "prompt" in record or "text" in record or "input_ids" in record:
         return _prompt_turn(record, args, tokenizer)
     pairs = _question_answer_pairs(record.get("conversations", record.get("conversation", [])))
@@ -119,7 +119,7 @@ def _turns(record: dict[str, Any], args: BenchArgs, tokenizer: Tokenizer, max_tu
     for question, answer in pairs[:max_turns]:
         text = question + args.prompt_suffix
         num_answer = len(tokenizer.encode(answer, add_special_tokens=False))
-        if count_tokens(tokenizer, text) < 2 or num_answer < 2:  # nothing to measure, as in SGLang
+        if count_tokens(tokenizer, text) < 2 or num_answer < 2:  # too short to measure, as in SGLang
             break
         turns.append(_turn(text, args.sharegpt_output_len or num_answer, args, tokenizer))
     return turns
@@ -143,7 +143,7 @@ def _prompt_turn(record: dict[str, Any], args: BenchArgs, tokenizer: Tokenizer) 
 
 
 def _question_answer_pairs(messages: object) -> list[tuple[str, str]]:
-    """(question, answer) of each exchange; what precedes the first question (a system text) is left out."""
+    """Pairs (question, answer). Messages before the first question, such as a system prompt, are left out."""
     if not isinstance(messages, list):
         return []
     texts: list[tuple[str, str]] = []
@@ -165,10 +165,10 @@ def _fits(turns: list[Turn], args: BenchArgs) -> bool:
 
 
 def build_requests(args: BenchArgs, tokenizer: Tokenizer | None) -> list[BenchRequest]:
-    """The run's requests, a function of ``args`` (its seed included) and the tokenizer.
+    """The requests of a run. They depend only on ``args`` (including its seed) and the tokenizer.
 
     Raises:
-        ValueError: the dataset needs a tokenizer, or a file is unreadable or holds nothing usable.
+        ValueError: the dataset needs a tokenizer, or the file cannot be read or has no usable record.
     """
     rng = np.random.default_rng(args.seed)
     if args.dataset_name == "random-ids":
@@ -188,12 +188,12 @@ def build_requests(args: BenchArgs, tokenizer: Tokenizer | None) -> list[BenchRe
 
 
 class TextMaker:
-    """Makes text of a wanted number of tokens out of plain words.
+    """Makes text with a given number of tokens from plain words.
 
     Args:
-        tokenizer: counts, and encodes where ids are wanted.
-        rng: the run's generator; each call draws from it.
-        as_ids: make token ids (exact lengths, no special tokens) instead of text.
+        tokenizer: counts tokens, and encodes the text if ``as_ids`` is set.
+        rng: the run's random generator; each call draws from it.
+        as_ids: make token ids (with exact lengths and without special tokens) instead of text.
     """
 
     def __init__(self, tokenizer: Tokenizer, rng: np.random.Generator, as_ids: bool = False) -> None:
@@ -207,18 +207,18 @@ class TextMaker:
         self._cheap = np.flatnonzero(self._costs == self._costs.min())
 
     def content(self, num_tokens: int) -> Content:
-        """Text (or ids) of ``num_tokens`` tokens, BOS and the like included where the tokenizer adds them."""
+        """Text (or ids) of ``num_tokens`` tokens. In text, special tokens that the tokenizer adds (BOS) are counted."""
         if self._as_ids:
             ids = self._tokenizer.encode(" ".join(self._words(num_tokens)), add_special_tokens=False)
             return [ids[i % len(ids)] for i in range(num_tokens)]
         return " ".join(self._fitted(num_tokens))
 
     def count(self, content: Content) -> int:
-        """Tokens of ``content`` as the server will count them."""
+        """The number of tokens of ``content`` as the server will count them."""
         return count_tokens(self._tokenizer, content) if isinstance(content, str) else len(content)
 
     def _words(self, num_tokens: int) -> list[str]:
-        """Words whose costs sum to ``num_tokens`` or just above; at least one."""
+        """At least one word, and as few as are needed for ``num_tokens`` tokens or slightly more."""
         guess = max(1, num_tokens // int(self._costs.min()))
         drawn = self._rng.integers(0, len(WORDS), size=guess)
         sums = np.cumsum(self._costs[drawn])
@@ -226,7 +226,7 @@ class TextMaker:
         return [WORDS[i] for i in drawn[:num]]
 
     def _fitted(self, num_tokens: int) -> list[str]:
-        """Words whose joined text is ``num_tokens`` tokens long; off by a few only if words cannot make it."""
+        """Words whose joined text has ``num_tokens`` tokens, or nearly so if this cannot be reached exactly."""
         words = self._words(max(1, num_tokens - self._num_special))
         for _ in range(8):  # tokens of adjacent words may merge, so the length is measured and corrected
             excess = self.count(" ".join(words)) - num_tokens
@@ -242,7 +242,7 @@ class TextMaker:
 
 
 def draw_lens(rng: np.random.Generator, full: int, range_ratio: float, num: int) -> list[int]:
-    """``num`` lengths, uniform over [max(1, full * range_ratio), full]."""
+    """``num`` random lengths, uniform in [max(1, full * range_ratio), full]."""
     low = max(1, int(full * range_ratio))
     return [int(n) for n in rng.integers(low, full + 1, size=num)]
 

@@ -12,7 +12,8 @@ from fenceline.benchmarking.records import Reply, RequestOutput
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a replay first left the run. ``position`` counts tokens, or characters if ``unit`` says so."""
+    """The first difference between a replay and the run. ``unit`` says whether ``position`` counts tokens or
+    characters."""
 
     index: int
     turn: int
@@ -24,7 +25,8 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class DeterminismResult:
-    """``failed`` replays gave no answer; ``first`` is the first difference in the order of requests."""
+    """The result of the check. ``failed`` counts replays without an answer; ``first`` is the first difference in the
+    order of requests, and ``first_error`` the reason of the first failure."""
 
     checked: int
     differ: int
@@ -33,14 +35,14 @@ class DeterminismResult:
     first_error: str = ""
 
     def as_dict(self) -> dict[str, object]:
-        """For the JSONL line."""
+        """The result as a dictionary, for the line of JSON."""
         return asdict(self)
 
 
 async def check_determinism(
     client: Client, outputs: list[RequestOutput], num_samples: int, seed: int
 ) -> DeterminismResult:
-    """Send ``num_samples`` of the successful requests again, one at a time, with the prompt and seed they had."""
+    """Send ``num_samples`` of the successful requests again, one at a time, with the same prompts and seeds."""
     good = [output for output in outputs if output.reply.success]
     rng = np.random.default_rng([seed, 2])
     chosen = sorted(rng.choice(len(good), size=min(num_samples, len(good)), replace=False).tolist())
@@ -62,7 +64,7 @@ async def check_determinism(
 
 
 def compare(output: RequestOutput, replay: Reply) -> Difference | None:
-    """The first difference in token ids, or in text where the server gives no ids."""
+    """The first difference in token ids, or in text if the server gives no ids. None if there is no difference."""
     reply = output.reply
     if reply.output_ids is not None and replay.output_ids is not None:
         return _first_difference(output, "token", reply.output_ids, replay.output_ids)
@@ -84,7 +86,7 @@ def _first_difference(
 
 
 def _excerpt(items: list[int] | list[str], position: int, num: int = 8) -> str:
-    """The items at ``position`` and after it, or a note that the output had ended there."""
+    """The items from ``position`` on, or a note that the output ended before it."""
     part = items[position : position + num]
     if not part:
         return f"(ended after {len(items)})"

@@ -1,4 +1,4 @@
-"""Backends: the URL of each backend and the format of its requests' bodies."""
+"""Backends: the URL of each backend, and the format of its request bodies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BACKENDS: dict[str, tuple[Kind, int]] = {
     "lmdeploy-chat": ("chat", 23333),
 }
 
-# Backends known to answer `continuous_usage_stats`: the token count in every chunk.
+# Backends that support `continuous_usage_stats`, which puts the token count into every chunk.
 _CONTINUOUS_USAGE = (
     "fenceline-oai",
     "fenceline-oai-chat",
@@ -43,7 +43,7 @@ _CONTINUOUS_USAGE = (
     "vllm-chat",
 )
 
-# Keys of --extra-request-body that the native endpoint takes inside sampling_params.
+# Keys of --extra-request-body that the native endpoint expects inside sampling_params.
 _SAMPLING_NAMES = (
     "temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty stop stop_token_ids "
     "min_new_tokens max_new_tokens ignore_eos seed sampling_seed logit_bias skip_special_tokens "
@@ -53,7 +53,7 @@ _SAMPLING_KEYS = frozenset(_SAMPLING_NAMES.split())
 
 
 def backend_kind(backend: str) -> Kind:
-    """The wire format that ``backend`` speaks."""
+    """The wire format of ``backend``."""
     return BACKENDS[backend][0]
 
 
@@ -67,7 +67,7 @@ def server_url(backend: str, base_url: str | None, host: str, port: int | None) 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where requests go and what they have in common."""
+    """The URL to which requests are sent, and the parameters that all of them have."""
 
     backend: str
     root: str
@@ -84,11 +84,11 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """The address that requests are posted to."""
+        """The URL to which requests are posted."""
         return self.root + _PATHS[self.kind]
 
     def payload(self, call: Call) -> dict[str, Any]:
-        """The JSON body of ``call``. ``extra_body`` wins over what is set here; nested objects are merged."""
+        """The JSON body of ``call``. Values in ``extra_body`` replace those set here; nested objects are merged."""
         if self.kind == "generate":
             return _merged(self._native(call), _native_extra(self.extra_body))
         body = self._openai(call)
@@ -122,7 +122,7 @@ class Endpoint:
             "max_tokens": call.output_len,
             "stream": self.stream,
         }
-        if self.ignore_eos:  # not in OpenAI's own API: left out rather than sent as false
+        if self.ignore_eos:  # OpenAI's own API does not have this field, so false is not sent
             body["ignore_eos"] = True
         if self.stream:
             body["stream_options"] = {"include_usage": True}
@@ -136,7 +136,7 @@ class Endpoint:
 
 
 def _native_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Move sampling keys given at the top level into ``sampling_params``, where /generate reads them."""
+    """Move sampling keys from the top level into ``sampling_params``, where /generate expects them."""
     out = {key: value for key, value in extra.items() if key not in _SAMPLING_KEYS}
     moved = {key: value for key, value in extra.items() if key in _SAMPLING_KEYS}
     if moved:
@@ -155,7 +155,7 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_sampled(extra_body: Mapping[str, Any]) -> bool:
-    """Whether requests with this extra body draw at random without naming a seed themselves."""
+    """Whether requests with this extra body are sampled at random and do not set a seed themselves."""
     flat = dict(extra_body.get("sampling_params") or {})
     flat = {**{k: v for k, v in extra_body.items() if k != "sampling_params"}, **flat}
     seeded = any(flat.get(key) is not None for key in ("seed", "sampling_seed"))

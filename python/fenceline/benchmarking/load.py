@@ -1,4 +1,4 @@
-"""The load: requests that arrive at a rate, conversations turn by turn, a limit of concurrency, a progress bar."""
+"""Sends the load: requests arrive at a given rate, conversations run turn by turn, and concurrency may be limited."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Style = Literal["plain", "messages", "template", "template-ids"]
 
 
 def prompt_style(args: BenchArgs) -> Style:
-    """How prompts are built. A chat endpoint applies its own template, so the client does not."""
+    """How prompts are built. A chat endpoint applies the chat template itself, so the client does not."""
     if backend_kind(args.backend) == "chat":
         return "messages"
     if args.apply_chat_template:
@@ -31,10 +31,10 @@ def prompt_style(args: BenchArgs) -> Style:
 
 
 def check_template(args: BenchArgs, tokenizer: Tokenizer | None) -> None:
-    """Refuse --apply-chat-template where the tokenizer has no template.
+    """Refuse --apply-chat-template if the tokenizer has no chat template.
 
     Raises:
-        ValueError: with the remedy.
+        ValueError: it has none. The text names the remedy.
     """
     if prompt_style(args).startswith("template") and (tokenizer is None or not tokenizer.chat_template):
         raise ValueError("--apply-chat-template: the tokenizer has no chat template; leave the flag out")
@@ -42,7 +42,7 @@ def check_template(args: BenchArgs, tokenizer: Tokenizer | None) -> None:
 
 @dataclass(slots=True)
 class Conversation:
-    """The history of one conversation. Each answer is appended before the next question."""
+    """The history of one conversation. Call :meth:`answer` before the next :meth:`ask`."""
 
     style: Style
     tokenizer: Tokenizer | None = None
@@ -50,7 +50,7 @@ class Conversation:
     _history: Content | None = None
 
     def ask(self, content: Content) -> Prompt:
-        """The prompt that asks ``content`` after everything said so far. The caller may keep it."""
+        """Append ``content`` as the user's next turn. Returns the prompt, which later calls do not change."""
         if self.style == "plain":
             self._history = content if self._history is None else _concat(self._history, content)
             return self._history
@@ -81,7 +81,7 @@ class Conversation:
 
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
-            return []  # the server gave no ids and we cannot make any: the answer is left out
+            return []  # the server gave no token ids, and there is no tokenizer: the answer is left out
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -97,8 +97,9 @@ def _concat(head: Content, tail: Content) -> Content:
 class LoadPlan:
     """How the requests are sent.
 
-    ``request_rate`` per second (inf: all at once); ``max_concurrency`` requests or conversations in flight, None
-    for no cap; ``sampling_seed`` is the first request's seed where sampling draws at random, else None.
+    ``request_rate`` is in requests per second (inf: all at once). ``max_concurrency`` limits the requests or
+    conversations in flight (None: no limit). ``sampling_seed`` is the seed of the first request if requests are sampled
+    at random and must be repeatable, else None; each further request has the next number.
     """
 
     request_rate: float = float("inf")
@@ -111,7 +112,8 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """All outputs in the order of requests and turns; ``start_time`` and ``duration`` in seconds."""
+    """All outputs, in the order of requests and turns. ``start_time`` (of perf_counter) and ``duration`` are in
+    seconds."""
 
     outputs: list[RequestOutput]
     start_time: float
@@ -119,7 +121,8 @@ class LoadResult:
 
 
 def arrival_times(num: int, request_rate: float, rng: np.random.Generator) -> np.ndarray:
-    """Seconds after the start at which requests arrive: a Poisson process, the first at 0. Float64 [num]."""
+    """The times at which requests arrive, in seconds after the start: a Poisson process that begins with 0. Float64
+    [num]."""
     if request_rate == float("inf"):
         return np.zeros(num)
     gaps = rng.exponential(1.0 / request_rate, size=num)
@@ -153,7 +156,7 @@ async def run_load(
         start = time.perf_counter()
         tasks: list[asyncio.Task[list[RequestOutput]]] = []
         for index, arrival in enumerate(arrivals):
-            # Relative to the start and not to the previous arrival, so that delays do not add up.
+            # The delay is relative to the start and not to the previous arrival, so that errors do not add up.
             delay = start + float(arrival) - time.perf_counter()
             if delay > 0:
                 await asyncio.sleep(delay)
@@ -172,9 +175,9 @@ async def converse(
     lora_name: str | None,
     on_turn: Callable[[int], object],
 ) -> list[RequestOutput]:
-    """Run one request, turn by turn. After a failed turn the rest is reported as failed, not sent."""
+    """Run one request, turn by turn. If a turn fails, the later ones are not sent, and are reported as failed too."""
     outputs: list[RequestOutput] = []
-    num_tokens = 0  # our own estimate of the history, for servers that report no prompt_tokens
+    num_tokens = 0  # an estimate of the length of the history, for servers that do not report prompt_tokens
     failed_turn: int | None = None
     for i, turn in enumerate(request.turns):
         num_tokens += turn.prompt_len

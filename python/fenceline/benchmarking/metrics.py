@@ -17,7 +17,7 @@ _PEAK_WINDOW_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Mean, median, deviation, percentiles (linear interpolation) and maximum, in milliseconds."""
+    """Mean, median, standard deviation, percentiles (interpolated linearly) and maximum, in milliseconds."""
 
     mean: float = 0.0
     median: float = 0.0
@@ -29,7 +29,7 @@ class Summary:
 
     @classmethod
     def of_seconds(cls, seconds: Sequence[float]) -> Summary:
-        """Summarise values in seconds; all zero if there are none."""
+        """Summarise values in seconds. All figures are 0 if there are no values."""
         if not len(seconds):
             return cls()
         ms = np.asarray(seconds, dtype=np.float64) * 1000.0
@@ -39,7 +39,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class TurnMetrics:
-    """One turn (from 1) over all conversations."""
+    """The figures of one turn (counted from 1) in all conversations."""
 
     turn: int
     completed: int
@@ -48,10 +48,11 @@ class TurnMetrics:
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkMetrics:
-    """The figures of one run; counts are of successful requests, each turn being one.
+    """The figures of one run. Counts are of successful requests, and each turn counts as a request.
 
-    ``total_output_retokenized`` and ``total_cached`` are None where unknown. ``max_output_tokens_per_s`` is the
-    most tokens that arrived within any one second, ``max_concurrent_requests`` the most in flight at one moment.
+    ``duration`` is in seconds. ``total_output_retokenized`` and ``total_cached`` are None if they are not known.
+    ``max_output_tokens_per_s`` is the largest number of tokens that arrived within one second, and
+    ``max_concurrent_requests`` the largest number of requests in flight at the same time.
     """
 
     duration: float
@@ -93,7 +94,7 @@ class BenchmarkMetrics:
 
 
 def calculate_metrics(result: LoadResult, tokenizer: Tokenizer | None) -> BenchmarkMetrics:
-    """Compute the figures of a run; with a tokenizer, the tokens of the output text are counted once more."""
+    """Compute the figures of a run. With a tokenizer, the tokens of the output texts are also counted by it."""
     good = [output for output in result.outputs if output.reply.success]
     replies = [output.reply for output in good]
     cached = [reply.cached_tokens for reply in replies if reply.cached_tokens is not None]
@@ -128,7 +129,7 @@ def _retokenized(outputs: list[RequestOutput], tokenizer: Tokenizer | None) -> i
 
 
 def _turn_metrics(outputs: list[RequestOutput]) -> tuple[TurnMetrics, ...]:
-    """Per turn, if any conversation has more than one."""
+    """The figures of each turn; none if no conversation has more than one turn."""
     num_turns = 1 + max((output.turn for output in outputs), default=0)
     if num_turns == 1:
         return ()
@@ -140,21 +141,22 @@ def _turn_metrics(outputs: list[RequestOutput]) -> tuple[TurnMetrics, ...]:
 
 
 def token_times(outputs: list[RequestOutput]) -> np.ndarray:
-    """When each generated token arrived, sorted. Float64 [number of tokens], perf_counter seconds."""
+    """The times at which the generated tokens arrived, sorted: float64 [number of tokens], in seconds of
+    perf_counter."""
     parts = [np.zeros(0)]
     for output in outputs:
         reply = output.reply
         if reply.output_len == 0:
             continue
         first = reply.start_time + reply.ttft
-        num_first = max(1, reply.output_len - len(reply.itl))  # the first chunk may hold several
+        num_first = max(1, reply.output_len - len(reply.itl))  # the first chunk may contain several
         parts.append(np.full(num_first, first))
         parts.append(first + np.cumsum(np.asarray(reply.itl)))
     return np.sort(np.concatenate(parts))
 
 
 def peak_token_rate(times: np.ndarray, duration: float) -> float:
-    """Most tokens per second within any window of one second (of the whole run, if that is shorter)."""
+    """The highest number of tokens per second within a window of one second, or of the whole run if that is shorter."""
     if not len(times):
         return 0.0
     window = min(_PEAK_WINDOW_S, duration)
@@ -163,7 +165,8 @@ def peak_token_rate(times: np.ndarray, duration: float) -> float:
 
 
 def peak_concurrency(outputs: list[RequestOutput]) -> int:
-    """Most requests in flight at one moment; one that ends as another starts does not overlap it."""
+    """The largest number of requests in flight at the same time. A request that ends when another one starts does not
+    overlap with it."""
     changes = [(output.reply.start_time, 1) for output in outputs]
     changes += [(output.reply.start_time + output.reply.latency, -1) for output in outputs]
     level = peak = 0

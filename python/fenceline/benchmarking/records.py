@@ -1,4 +1,4 @@
-"""The values of a benchmark: its requests, and their replies."""
+"""The data types of a benchmark: its requests, and the replies to them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Content = str | list[int]  # one user turn: text or token ids
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One user turn. ``prompt_len`` counts the tokens of ``content`` alone, without history."""
+    """One user turn. ``prompt_len`` is the number of tokens of ``content``, without the conversation before it."""
 
     content: Content
     prompt_len: int
@@ -20,7 +20,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """One request, or one conversation when it has several turns."""
+    """One request, or one conversation if it has several turns."""
 
     turns: tuple[Turn, ...]
 
@@ -40,10 +40,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The result of one HTTP request. Times are seconds; ``start_time`` is of ``time.perf_counter``.
+    """The result of one HTTP request. Times are in seconds; ``start_time`` is a value of ``time.perf_counter()``.
 
-    ``prompt_tokens`` and ``cached_tokens`` are the server's counts, None where it reports none. ``ttft`` is 0
-    for a reply without tokens. ``itl`` has one entry per token after those of the first chunk.
+    ``prompt_tokens`` and ``cached_tokens`` are the server's counts, None if it does not report them. ``ttft`` is 0 for
+    a reply without tokens. ``itl`` has one entry for each token after those of the first chunk.
     """
 
     success: bool
@@ -61,7 +61,8 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A reply with its place in the run: request ``index``, ``turn`` (from 0) and what was sent."""
+    """A reply, with the ``index`` of its request, its ``turn`` (from 0), the ``call`` that was sent, and
+    ``prompt_len``, the number of tokens of the whole prompt."""
 
     index: int
     turn: int

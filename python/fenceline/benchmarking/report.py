@@ -1,4 +1,4 @@
-"""The report on the terminal and the JSONL line, in SGLang's layout and under its keys."""
+"""The report on the terminal and the line of JSON, with SGLang's layout and keys."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _flat(name: str, summary: Summary) -> dict[str, float]:
 
 
 def result_details(outputs: list[RequestOutput]) -> dict[str, Any]:
-    """Per-request arrays, in the order of requests and turns. Seconds, as SGLang has them."""
+    """Arrays with one entry per request, in the order of requests and turns. Times are in seconds, as in SGLang."""
     return {
         "input_lens": [output.prompt_len for output in outputs],
         "output_lens": [output.reply.output_len if output.reply.success else 0 for output in outputs],
@@ -159,7 +159,7 @@ def result_details(outputs: list[RequestOutput]) -> dict[str, Any]:
 
 
 def output_path(args: BenchArgs) -> Path:
-    """--output-file, or a name made of the backend, today's month and day, and the workload."""
+    """--output-file; by default a name made of the backend, the current month and day, and the workload."""
     if args.output_file:
         return Path(args.output_file).expanduser()
     workload = args.dataset_name
@@ -169,7 +169,7 @@ def output_path(args: BenchArgs) -> Path:
 
 
 def append_line(path: Path, result: dict[str, Any]) -> None:
-    """Append ``result`` as one line of JSON. An infinite rate is written as Infinity, as SGLang does.
+    """Append ``result`` as one line of JSON. An infinite rate is written as ``Infinity``, as in SGLang.
 
     Raises:
         ValueError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""One benchmark run from arguments to result: finds out what the server serves, warms it up, runs the load, reports."""
+"""Runs one benchmark: asks the server for its model, warms it up, sends the load, and reports the figures."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _TIMEOUT = aiohttp.ClientTimeout(total=30)
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """``name`` goes into requests; ``tokenizer`` is a directory or hub id."""
+    """``name`` is the model's name in requests; ``tokenizer`` is a directory or hub id."""
 
     name: str
     tokenizer: str
 
 
 async def get_json(session: aiohttp.ClientSession, url: str) -> dict[str, Any] | None:
-    """The JSON object at ``url``, None if the route is missing or gives something else.
+    """The JSON object at ``url``; None if the server does not have this route, or answers with something else.
 
     Raises:
-        ValueError: nothing listens there, or the key is refused.
+        ValueError: no server answers, the URL is wrong, or the key is refused.
     """
     try:
         async with session.get(url, timeout=_TIMEOUT) as response:
@@ -59,7 +59,7 @@ async def get_json(session: aiohttp.ClientSession, url: str) -> dict[str, Any] |
             f"no server answers at {url} ({error}): start it, or set --host and --port, or --base-url"
         ) from error
     except (aiohttp.ClientError, UnicodeDecodeError) as error:
-        raise ValueError(f"{url} is not a URL that can be asked ({error}): check --base-url") from error
+        raise ValueError(f"{url} is not a URL of a server ({error}): check --base-url") from error
     except ValueError as error:
         if "answers HTTP" in str(error):
             raise
@@ -68,10 +68,10 @@ async def get_json(session: aiohttp.ClientSession, url: str) -> dict[str, Any] |
 
 
 async def resolve_model(session: aiohttp.ClientSession, root: str, args: BenchArgs) -> Model:
-    """Model name and tokenizer: the flags, else /get_model_info, else /v1/models.
+    """The model's name and tokenizer, from the flags, or else from /get_model_info and /v1/models.
 
     Raises:
-        ValueError: the server cannot be reached or names no model.
+        ValueError: the server cannot be reached, or does not name a model.
     """
     if args.model:
         return Model(args.served_model_name or args.model, args.tokenizer or args.model)
@@ -97,7 +97,7 @@ async def post_control(session: aiohttp.ClientSession, url: str, body: dict[str,
     """Post to a control route.
 
     Raises:
-        ValueError: the server refuses; says what it answered.
+        ValueError: the server refuses or does not answer. The text contains its answer.
     """
     try:
         async with session.post(url, json=body or {}, timeout=_TIMEOUT) as response:
@@ -121,12 +121,14 @@ def profile_body(args: BenchArgs) -> dict[str, Any]:
 async def get_server_info(
     session: aiohttp.ClientSession, root: str, args: BenchArgs
 ) -> tuple[dict[str, Any] | None, float | None]:
-    """(server info without secrets, mean accept length of speculation); None where the server has none."""
+    """The server's info without secrets, and the mean accept length of speculation. None for what it does not have."""
     if backend_kind(args.backend) != "generate" and not args.backend.startswith(("fenceline", "sglang")):
         return None, None
     try:
         info = await get_json(session, root + "/get_server_info")
-    except ValueError:  # the run is over; if the server has gone, requests have failed
+    except (
+        ValueError
+    ):  # the run is over, so this is not an error; if the server has ended, requests have failed
         return None, None
     if info is None:
         return None, None
@@ -143,14 +145,15 @@ _WARMUP_OUTPUT_LEN = 32
 
 
 def run_benchmark(args: object) -> dict[str, Any]:
-    """Run a benchmark, print its report, append the JSONL line; return that line with per-request details.
+    """Run a benchmark, print its report and append its line to the output file. Returns the contents of that line,
+    always with the details of each request.
 
     Args:
-        args: BenchArgs, or any object with its attributes (argparse.Namespace, SimpleNamespace); what is missing
-            takes its default.
+        args: BenchArgs, or any object with its attributes (argparse.Namespace, SimpleNamespace). Missing attributes
+            have their defaults.
 
     Raises:
-        ValueError: arguments, server or files that cannot work, with the remedy.
+        ValueError: arguments, server or files are unusable. The text names the remedy.
     """
     bench = args if isinstance(args, BenchArgs) else BenchArgs.from_namespace(args)
     print(f"benchmark_args={bench}")
@@ -159,7 +162,7 @@ def run_benchmark(args: object) -> dict[str, Any]:
 
 
 def run_async(main: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-    """Run a coroutine on uvloop, or on asyncio's own loop where there is none."""
+    """Run a coroutine on uvloop, or on asyncio's own event loop if uvloop is not installed."""
     try:
         from uvloop import new_event_loop
     except ImportError:
@@ -204,7 +207,7 @@ def _endpoint(args: BenchArgs, root: str, model: str) -> Endpoint:
 
 
 def _tokenizer(args: BenchArgs, model: Model) -> Tokenizer | None:
-    """The tokenizer; none for random token ids below --vocab-size, which need none."""
+    """The tokenizer; None if none is needed, since prompts are random token ids below --vocab-size."""
     ids_only = args.dataset_name == "random-ids" and backend_kind(args.backend) != "chat"
     if ids_only and args.vocab_size and not args.tokenizer and not args.apply_chat_template:
         return None
@@ -224,7 +227,7 @@ async def _measure(
     requests: list[BenchRequest],
     tokenizer: Tokenizer | None,
 ) -> LoadResult:
-    """Warm up, flush, profile and send the load."""
+    """Warm up, flush the cache, start the profiler, and send the load."""
     root = client.endpoint.root
     style = prompt_style(args)
     await _warm_up(client, args, requests[0], Conversation(style, tokenizer))
@@ -237,13 +240,13 @@ async def _measure(
         request_rate=args.request_rate,
         max_concurrency=args.max_concurrency,
         seed=args.seed,
-        # A request with random sampling can only be repeated with its seed.
+        # A request that is sampled at random can be repeated only with its seed.
         sampling_seed=args.seed if args.check_determinism and is_sampled(args.extra_body) else None,
         lora_names=args.lora_name,
         show_progress=not args.disable_tqdm,
     )
     load = await run_load(client, requests, plan, lambda: Conversation(style, tokenizer))
-    if args.profile and args.profile_num_steps is None:  # with a number of steps the server stops by itself
+    if args.profile and args.profile_num_steps is None:  # with --profile-num-steps the server stops by itself
         await post_control(session, root + "/stop_profile")
         print("Profiler stopped", flush=True)
     return load
@@ -252,10 +255,10 @@ async def _measure(
 async def _warm_up(
     client: Client, args: BenchArgs, request: BenchRequest, conversation: Conversation
 ) -> None:
-    """Send the first prompt --warmup-requests times with a short answer.
+    """Send the first prompt --warmup-requests times at once, with short answers.
 
     Raises:
-        ValueError: none of them succeeds.
+        ValueError: none of these requests succeeds.
     """
     if args.warmup_requests == 0:
         return
@@ -267,7 +270,7 @@ async def _warm_up(
     if not any(reply.success for reply in replies):
         raise ValueError(
             f"the warm-up failed ({replies[0].error}): check --backend, --base-url and the server, "
-            "or pass --warmup-requests 0 to go on regardless"
+            "or pass --warmup-requests 0 to run without a warm-up"
         )
     print(
         f"Warmup completed with {args.warmup_requests} sequences. Starting main benchmark run...", flush=True
@@ -275,7 +278,8 @@ async def _warm_up(
 
 
 def exit_status(result: dict[str, Any]) -> int:
-    """0 fine; 1 every request failed; 3 a replay differed or failed. (2 is argparse's.)"""
+    """The exit status: 0 for success, 1 if every request failed, 3 if a replay differed or failed. (argparse uses
+    2.)"""
     if result["completed"] == 0:
         return 1
     determinism = result.get("determinism")

@@ -8,7 +8,8 @@ from typing import Protocol, cast
 
 from fenceline.benchmarking.records import Message
 
-_NO_LIMIT = 10**30  # tokens are only counted here: no warning about texts longer than the model's context
+# Tokens are only counted here, so transformers should not warn about texts longer than the model's context.
+_NO_LIMIT = 10**30
 
 
 class Tokenizer(Protocol):
@@ -31,7 +32,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Tokenizer:
     """Load the tokenizer of a local directory or hub id.
 
     Raises:
-        ValueError: it cannot be loaded; says what to pass instead.
+        ValueError: it cannot be loaded. The text says what to pass instead.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -39,7 +40,9 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Tokenizer:
         if not Path(name).is_dir() or (Path(name) / "tokenizer.json").is_file():
             # The fast class alone does not import torch; AutoTokenizer does, which costs seconds.
             return cast(Tokenizer, PreTrainedTokenizerFast.from_pretrained(name, model_max_length=_NO_LIMIT))
-    except Exception:  # no tokenizer.json there: AutoTokenizer below converts it or says why it cannot
+    except (
+        Exception
+    ):  # there is no tokenizer.json; AutoTokenizer below converts the tokenizer, or reports the reason
         pass
     from transformers import AutoTokenizer
 
@@ -56,5 +59,5 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Tokenizer:
 
 
 def count_tokens(tokenizer: Tokenizer, text: str) -> int:
-    """Tokens of ``text`` as a server sees them: special tokens such as BOS included."""
+    """The number of tokens of ``text`` as a server counts them, including special tokens such as BOS."""
     return len(tokenizer.encode(text))

@@ -6,9 +6,9 @@ import os
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot work. The message is one line and names the remedy."""
+    """A configuration that cannot work. The message is one line and states the remedy."""
 
 
 def num_usable_cores() -> int:
-    """Cores that this process may run on: its affinity's where the system tells, else the machine's."""
+    """How many cores this process may use: those of its CPU affinity, or all cores where the system has no affinity."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,7 +1,8 @@
-"""What --chat-template names: a file, or one of these templates, for models that come without one, with SGLang's names.
+"""Reads the value of --chat-template: a file, or one of the built-in templates below, which have SGLang's names.
 
-Each is Jinja, rendered as a model's own (entrypoints/openai/chat_template.py). Contents are texts or null; calls of
-tools in a history are written as JSON, since these formats have no words of their own for them.
+The built-in ones are for models without a template. They are Jinja, rendered in the same way as a model's own
+(entrypoints/openai/chat_template.py). Contents are text or null. Tool calls in a history are written as JSON, because
+these formats have no syntax for them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from fenceline.config import ConfigError
 
-# The content of a message: null is empty, and calls follow as JSON, one a line.
+# The content of a message, empty for null, followed by its tool calls as JSON, one per line.
 _CONTENT = """
 {%- macro content_of(message) -%}
 {{ message.content if message.content is string else '' }}
@@ -22,7 +23,7 @@ _CONTENT = """
 {%- endmacro -%}
 """
 
-# Where a format has no system role, the system message goes before the first message of the user.
+# For formats without a system role, whose system message goes before the first user message.
 _SYSTEM_FIRST = """
 {%- set found = namespace(system='') -%}
 {%- if messages[0].role == 'system' -%}

@@ -1,4 +1,4 @@
-"""What can be judged from the flags alone: impossible values and conflicts, each with its remedy in one line."""
+"""Checks that need only the flags: impossible values and conflicts, each reported in one line with its remedy."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from fenceline.constrained.spec import max_whitespace
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.\-\[\]:]+")
 _MAX_SEED = 2**63 - 1
 _CHUNKING_OFF = -1
-_MOST = 2**31 - 1  # of any count: what tensors of int32 can tell
-_ANY_SIZE = ("random_seed", "default_priority_value")  # no counts, with bounds of their own
-# Each takes a row of the page table, a place in every table of the sampler, and a moment of every decode step.
+_MOST = 2**31 - 1  # the largest count, because int32 tensors hold counts
+_ANY_SIZE = ("random_seed", "default_priority_value")  # these are not counts and have their own bounds
 _MOST_SPECULATIVE_STEPS = 15
-_MOST_RUNNING = 1 << 16
+_MOST_RUNNING = (
+    1 << 16
+)  # each takes a row of the page table and of the sampler's tables, and time in every decode step
 _AT_LEAST_ONE = (
     "max_queued_requests",
     "max_total_tokens",
@@ -178,6 +179,12 @@ def _check_speculation(args: ServerArgs) -> None:
             value is None or args.speculative_algorithm is not None,
             f"{name} {value}: needs --speculative-algorithm",
         )
+    revision = args.speculative_draft_model_revision
+    _require(
+        revision is None or args.speculative_draft_model_path is not None,
+        f"--speculative-draft-model-revision {revision}: chooses a version of the hub id that"
+        " --speculative-draft-model-path gives, add it or leave this out",
+    )
     _require(
         steps is None or 1 <= steps <= _MOST_SPECULATIVE_STEPS,
         f"--speculative-num-steps {steps}: must be 1 to {_MOST_SPECULATIVE_STEPS}",
@@ -218,22 +225,13 @@ def _check_kv_cache(args: ServerArgs) -> None:
 
 
 def _check_ranks(args: ServerArgs) -> None:
-    """What does not work with several ranks yet."""
+    """Check how ranks are spread over nodes, and experts over ranks."""
     _check_nodes(args)
     _require(
         args.tp_size % args.ep_size == 0,
         f"--ep-size {args.ep_size}: experts are split over the ranks of --tp-size, which is {args.tp_size} and no"
         " multiple of it",
     )
-    if args.tp_size == 1:
-        return
-    many = f"--tp-size {args.tp_size} does not go with"
-    _require(args.speculative_algorithm is None, f"{many} --speculative-algorithm yet: leave one of them out")
-    for name in ("cuda_graph_bs", "piecewise_cuda_graph_tokens"):
-        _require(
-            getattr(args, name) is None or args.disable_cuda_graph,
-            f"{many} --{name.replace('_', '-')} yet: leave one of them out",
-        )
 
 
 def _check_nodes(args: ServerArgs) -> None:

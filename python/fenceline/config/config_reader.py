@@ -9,13 +9,13 @@ from fenceline.config import ConfigError
 
 
 class ConfigReader:
-    """Typed reads from config.json; every complaint is a ``ConfigError`` that names the key."""
+    """Typed reads from config.json. A value of the wrong type or size raises ``ConfigError``, which names the key."""
 
     def __init__(self, values: Mapping[str, object]) -> None:
         self.values = values
 
     def size(self, key: str, default: int | None = None, most: int | None = None) -> int:
-        """A whole number of at least 1, and of ``most`` at most."""
+        """An integer from 1 to ``most`` (None: without upper limit)."""
         value = self.values.get(key)
         if value is None and default is not None:
             return default
@@ -28,8 +28,13 @@ class ConfigReader:
         return value
 
     def count(self, key: str, most: int | None = None) -> int:
-        """A whole number of at least 0, by default 0, and of ``most`` at most."""
+        """An integer from 0 to ``most`` (None: without upper limit); 0 if the key is missing."""
         return 0 if self.values.get(key) == 0 else self.size(key, 0, most)
+
+    def whole(self, key: str, default: int) -> int:
+        """An integer of at least -1."""
+        value = self.values.get(key)
+        return default if value is None else -1 if value == -1 else self.count(key)
 
     def number(self, key: str, default: float) -> float:
         """A finite number."""
@@ -50,7 +55,7 @@ class ConfigReader:
         return value
 
     def strings(self, key: str) -> tuple[str, ...]:
-        """A list of strings, by default empty."""
+        """A list of strings, empty if the key is missing."""
         value = self.values.get(key)
         if value is None:
             return ()
@@ -59,7 +64,7 @@ class ConfigReader:
         return tuple(value)
 
     def numbers(self, key: str) -> tuple[int, ...]:
-        """A list of whole numbers, by default empty."""
+        """A list of integers, empty if the key is missing."""
         value = self.values.get(key)
         if value is None:
             return ()

@@ -1,4 +1,4 @@
-"""``python -m fenceline.config.docs``: write docs/server_arguments.md from the flags' own declarations."""
+"""``python -m fenceline.config.docs``: writes docs/server_arguments.md from the declarations of the flags."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ This page is generated: change `python/fenceline/config/server_args.py` and run 
 _REFUSED_HEADER = """\
 ## Flags that are refused
 
-Known from SGLang, not available here (yet). Each is refused at start with one line, the answer; a value named as
-accepted asks for what happens anyway.
+These flags of SGLang are not available here (yet). Each is refused at start with the answer in the table, in one line.
+Values in the column "accepted" are allowed, because they ask for what happens anyway.
 
 | flag | answer | accepted |
 |---|---|---|
@@ -35,8 +35,8 @@ accepted asks for what happens anyway.
 _ELSEWHERE_HEADER = """\
 ## Flags of other servers
 
-What flags of vLLM, Text Generation Inference and llama.cpp are called here; a start with one of them is refused in the
-same words.
+What to use instead of flags of vLLM, Text Generation Inference and llama.cpp. A start with one of them is refused with
+the same words.
 
 | flag | here |
 |---|---|

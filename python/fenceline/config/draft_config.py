@@ -1,4 +1,4 @@
-"""DraftConfig: what a draft model's directory says about it, checked against the target it drafts for."""
+"""DraftConfig: the configuration of a draft model, read from its directory and checked against its target model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fenceline.config.model_files import read_model_json, tokenizer_vocab
 
 
 class SpeculativeAlgorithm(Enum):
-    """The values of --speculative-algorithm, SGLang's."""
+    """The values of --speculative-algorithm, as in SGLang."""
 
     EAGLE = "EAGLE"
     EAGLE3 = "EAGLE3"
@@ -22,9 +22,9 @@ class SpeculativeAlgorithm(Enum):
     STANDALONE = "STANDALONE"
 
 
-# What the name of an architecture ends with, the longer one first: LlamaForCausalLMEagle3.
+# Endings of architecture names such as LlamaForCausalLMEagle3; the longer one is tried first.
 _SUFFIXES = {"Eagle3": SpeculativeAlgorithm.EAGLE3, "Eagle": SpeculativeAlgorithm.EAGLE}
-_EAGLE3_FAMILIES = ("LlamaForCausalLM",)  # whatever the target's family
+_EAGLE3_FAMILIES = ("LlamaForCausalLM",)  # for targets of any family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,32 +44,33 @@ class DraftConfig:
 
     @property
     def lookahead(self) -> int:
-        """Tokens behind a token that the draft's KV of it is computed from. Layers that predict by turns look further
-        ahead one after the other."""
+        """From how many following tokens the draft's KV of a token is computed. If each step has a layer of its own,
+        each layer looks one token further ahead than the preceding one."""
         if self.algorithm is SpeculativeAlgorithm.STANDALONE:
             return 0
         return self.model.num_layers if self.algorithm is SpeculativeAlgorithm.NEXTN else 1
 
     @property
     def num_rows_behind(self) -> int:
-        """How many of the last committed tokens the draft may not have computed its KV of. One that reads no hidden
-        states computes what it proposes from: if all that it proposed is accepted, not yet the last of these."""
+        """For how many of the last committed tokens the draft may not have computed its KV yet. A draft that reads no
+        hidden states computes the KV of the tokens from which it proposes. If all its proposals are accepted, it has
+        not computed that of the last one."""
         return int(self.algorithm is SpeculativeAlgorithm.STANDALONE)
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a decode step computes for each request: the draft proposes ``depth`` tokens one after the other, the target
-    verifies ``num_nodes`` rows, the last token's among them, and rows go to ``num_slots`` KV slots from that of the
-    last token on. Of depth 0 it is a step without drafts.
+    """What a decode step computes for each request. The draft proposes ``depth`` tokens one after the other. The target
+    verifies ``num_nodes`` rows, including that of the last token. The step writes to ``num_slots`` KV slots, from that
+    of the last token on. With depth 0 it is a step without drafts.
 
-    It yields ``num_tokens`` tokens at most, and writes ``num_spare`` slots behind those of its tokens.
+    The step yields at most ``num_tokens`` tokens, and writes ``num_spare`` slots after those of its tokens.
     """
 
     depth: int = 0
     num_nodes: int = 1
     num_slots: int = 1
-    # Computed once: every step asks for them several times.
+    # Computed once, because every step reads them several times.
     num_tokens: int = field(init=False, repr=False, compare=False)
     num_spare: int = field(init=False, repr=False, compare=False)
 
@@ -80,11 +81,12 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How decode steps speculate: which draft proposes, in how many steps, how many tokens in each place (``topk``),
-    and how many of them, with the last token, are verified: all where ``num_draft_tokens`` is None.
-    ``simulated_accept_length``: with dummy weights, so many tokens a step on average, whatever the draft proposes.
-    ``draft_attention_backend``: of the draft's layers; None: as the target's. ``is_adaptive``: steps may be of fewer
-    drafts, see :attr:`depths`."""
+    """How decode steps speculate.
+
+    ``draft`` proposes tokens in ``num_steps`` steps, ``topk`` tokens for each place. ``num_draft_tokens`` of them,
+    including the last token, are verified (None: all). ``simulated_accept_length``: with dummy weights, how many tokens
+    a step yields on average, whatever the draft proposes. ``draft_attention_backend`` is that of the draft's layers
+    (None: the target's). ``is_adaptive``: steps may propose fewer tokens, see :attr:`depths`."""
 
     draft: DraftConfig
     num_steps: int
@@ -96,12 +98,13 @@ class SpeculativeConfig:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """How many tokens, one after the other, a step's draft may propose, ascending; the last is ``num_steps``."""
+        """The possible numbers of tokens that the draft proposes one after the other in a step, ascending; the last is
+        ``num_steps``."""
         return tuple(sorted({0, 1, self.num_steps})) if self.is_adaptive else (self.num_steps,)
 
     @property
     def shapes(self) -> dict[int, StepShape]:
-        """Those of the steps, by depth, ascending."""
+        """The shapes of steps by their depth, in ascending order."""
         return {depth: self._shape(depth) for depth in self.depths}
 
     @property
@@ -113,8 +116,8 @@ class SpeculativeConfig:
         num_nodes, rows, topk = depth + 1, 0, self.topk
         if topk > 1 and depth > 0:
             num_nodes = 1 + topk + (depth - 1) * topk * topk
-            # In the draft's layers the rows of all frontiers but the last, which for a draft that reads no hidden
-            # states come after the root's row.
+            # The draft's layers compute the rows of all levels of the tree except the last. For a draft that reads no
+            # hidden states they come after the root's row.
             rows = topk * (depth - 1) + (self.draft.algorithm is SpeculativeAlgorithm.STANDALONE)
         if self.num_draft_tokens is not None:
             num_nodes = min(num_nodes, self.num_draft_tokens)
@@ -124,11 +127,11 @@ class SpeculativeConfig:
 def read_draft_config(
     algorithm: SpeculativeAlgorithm, directory: str | None, target: ModelConfig
 ) -> DraftConfig:
-    """Read the draft's ``config.json``. ``directory`` None means the target's own: a folder in it with the algorithm's
-    name in lower case, as the demo model has them, or for NEXTN the target's own checkpoint.
+    """Read the draft's ``config.json``. ``directory`` None means the target's directory: a folder in it with the
+    algorithm's name in lower case, as in the demo model, or for NEXTN the target's checkpoint itself.
 
-    Raises ``ConfigError``, one line with the remedy, for a directory that holds no draft of this algorithm, and for a
-    draft of another target: sizes, vocabulary or layers that do not fit.
+    Raises ``ConfigError``, one line with the remedy, for a directory without a draft of this algorithm, and for a draft
+    of another target, whose sizes, vocabulary or layers do not fit.
     """
     if directory is None:
         beside = Path(target.model_path) / algorithm.value.lower()
@@ -194,8 +197,8 @@ def _read_nextn(directory: str | None, target: ModelConfig) -> DraftConfig:
 
 
 def _family(hf: Mapping[str, object], algorithm: SpeculativeAlgorithm) -> str:
-    """The family of the draft's layers. The authors of EAGLE name the family alone (LlamaForCausalLM); conversions add
-    the algorithm (LlamaForCausalLMEagle)."""
+    """The family of the draft's layers. Checkpoints of EAGLE's authors name only the family (LlamaForCausalLM);
+    conversions add the algorithm (LlamaForCausalLMEagle)."""
     names = hf.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else "none"
     family, of = name, None
@@ -218,8 +221,8 @@ def _family(hf: Mapping[str, object], algorithm: SpeculativeAlgorithm) -> str:
 
 
 def _aux_layers(hf: Mapping[str, object], target: ModelConfig, directory: str) -> tuple[int, ...]:
-    """Explicit ids name layers whose *outputs* are read, as SGLang, SpecForge and ModelOpt have it; the published
-    default is in terms of inputs."""
+    """The target's layers whose inputs the draft reads. Ids in config.json name layers whose *outputs* are read, as in
+    SGLang, SpecForge and ModelOpt; the published default names layers whose inputs are read."""
     num_layers = target.num_layers
     eagle = hf.get("eagle_config")
     eagle = eagle if isinstance(eagle, Mapping) else {}
@@ -244,8 +247,9 @@ def _aux_layers(hf: Mapping[str, object], target: ModelConfig, directory: str) -
 
 
 def _check_vocabulary(draft: ModelConfig, target: ModelConfig, directory: str) -> None:
-    """A draft proposes ids, so the same id must be the same token on both sides. Tokens that were added by name (chat
-    marks, reserved ones) may differ: models of one family rename them, and what a draft proposes is verified."""
+    """Check that ids mean the same tokens in both vocabularies, because a draft proposes ids. Tokens that were added by
+    name (chat markers, reserved tokens) may differ: models of one family rename them, and all proposals are
+    verified."""
     remedy = f"use a draft with the vocabulary of {target.model_path}"
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(

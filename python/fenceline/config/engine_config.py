@@ -1,4 +1,4 @@
-"""EngineConfig: the flags, and what follows from them on this machine; the only configuration the engine reads."""
+"""EngineConfig: the flags and the settings that follow from them on this machine. The engine reads nothing else."""
 
 from __future__ import annotations
 
@@ -28,66 +28,70 @@ from fenceline.config.hicache import HiCacheConfig, hicache_config, machine_byte
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.model_files import model_directory, weight_files
 from fenceline.config.private_files import make_private_folder, why_unusable
+from fenceline.config.quantization import INT4_GROUPS, ON_LINE_METHOD
 from fenceline.config.request_limits import MAX_PRIORITY, MIN_PRIORITY
 from fenceline.config.server_args import ServerArgs, is_registered
 
-# A key on the command line can be read by every user of the machine.
+# Keys can also be given in the environment, because every user of the machine can read a command line.
 API_KEY_VARIABLE = "FENCELINE_API_KEY"
 ADMIN_API_KEY_VARIABLE = "FENCELINE_ADMIN_API_KEY"
 # --sampling-backend has no effect: every value that it accepts means this.
 _SPECULATIVE_STEPS = 3
 _ADAPTIVE = False  # whether steps propose more or fewer drafts unless --speculative-adaptive says so
-_TREE_TOKENS = 8  # that are verified, the last one and drafts, with trees
-_MOST_TREE_NODES = 64  # bits of an ancestor mask
+_TREE_TOKENS = 8  # default number of tokens that are verified with trees: the last token and drafts
+_MOST_TREE_NODES = 64  # an ancestor mask has this many bits
 _SAMPLING_BACKEND = "torch"
-# Where Linux shows an NVIDIA driver: bare metal and containers, WSL, Tegra.
+# One of these files exists where Linux has an NVIDIA driver: bare metal and containers, WSL, Tegra.
 _DRIVER_MARKS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu")
 _MEM_FRACTION = {"cpu": 0.3, "cuda": 0.85}
-# Others' tokens wait for a prefill step. On one core 128 tokens take the demo model 20 ms, and 80 ms at the end of a
-# prompt of 4,000; a token of a longer step costs no less, one of a shorter step more.
+# Tokens of other requests wait for a prefill step. On one core, a step of 128 tokens takes the demo model 20 ms, and
+# 80 ms at the end of a prompt of 4,000 tokens. Longer steps take no less time for each token, shorter steps take more.
 _CHUNKED_PREFILL_SIZE = {"cpu": 128, "cuda": 8192}
 _MAX_PREFILL_TOKENS = 16384
 _NUM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MAX_RUNNING_REQUESTS = {"cpu": 256, "cuda": 1024}
-# On a CPU the attention of a token to a long cached prefix takes long.
+# On a CPU a prompt takes long even if most of it is cached, because its tokens attend to the cached prefix.
 _PREFILL_MAX_REQUESTS: dict[str, int | None] = {"cpu": 8, "cuda": None}
-# Memory that the table (request rows x pages of the longest context, int32) may take by default.
+# How much memory the page table (request rows x pages of the longest context, int32) may take by default.
 _ROW_TABLE_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 _ON_ANY_DEVICE = "torch"
 _MAX_BS = 256
 _MOST_GRAPHS = 512
-# (up to this size, one every so many), and beyond: small batches are where a padded row costs most.
+# (up to this size, the distance between sizes), and the distance beyond. Sizes are closest for small batches, where a
+# padded row costs most.
 _BUCKET_STEPS = ((64, 8), (256, 16), (512, 32))
 _STEP_BEYOND = 64
 _GRAPH_TOKENS_STEPS = ((64, 16), (256, 32), (512, 64), (1024, 128), (2048, 256))
 _GRAPH_TOKENS_STEP_BEYOND = 512
 _SMALLEST_PREFILL = 16
 _MAX_GRAPH_TOKENS = 2048
-# Launching a layer takes the CPU about 0.2 ms; a token takes the GPU two operations a weight, at 6e14 a second (H200).
-# Above twice the number of tokens that the GPU computes in that time, padding costs more than launching.
+# Launching a layer takes the CPU about 0.2 ms. A token takes the GPU two operations for each weight, at 6e14 operations
+# per second (H200). Above twice the number of tokens that the GPU computes in that time, padding costs more than
+# launching.
 _WORTHWHILE_WEIGHT_TOKENS = 2 * 0.2e-3 * 6e14 / 2
 
 
 @dataclass(frozen=True, slots=True)
 class PriorityConfig:
-    """--enable-priority-scheduling. ``preemption_threshold`` None: none is retracted for a waiting one."""
+    """The settings of --enable-priority-scheduling. ``preemption_threshold`` None: no running request is retracted for
+    a waiting one."""
 
     low_values_first: bool
     default_value: int
     preemption_threshold: int | None
 
     def rank(self, priority: int) -> int:
-        """What requests are ordered by: the smallest goes first."""
+        """The rank of requests with this ``priority``; requests with the smallest rank go first."""
         return priority if self.low_values_first else -priority
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The flags as they were given (``server_args``), and what was chosen, found or computed from them.
+    """The flags as they were given (``server_args``), and the settings that were derived from them.
 
-    Plain values only, so that it travels to the scheduler and detokenizer processes as it is. Where a flag and a field
-    have one name, the field is what holds: the flag may be None or ``auto``. The context length and the dtype are the
-    model's, ``config.model``. Lengths and sizes are in tokens, times in seconds.
+    It has plain values only, so that it can be sent to the scheduler and detokenizer processes. If a flag and a field
+    have the same name, the field is the one to use: the flag may be None or ``auto``. The context length and the dtype
+    are in ``config.model``. Lengths and sizes are in tokens, times in seconds.
     """
 
     server_args: ServerArgs  # with the keys and timeouts that the environment gives
@@ -106,8 +110,8 @@ class EngineConfig:
     max_prefill_tokens: int
     prefill_max_requests: int | None  # None: any number in one prefill step
     priority: PriorityConfig | None  # None: priorities are refused
-    hicache: HiCacheConfig | None  # None: pages live on the device alone
-    speculative: SpeculativeConfig | None  # None: one token a step
+    hicache: HiCacheConfig | None  # None: pages are only on the device
+    speculative: SpeculativeConfig | None  # None: one token per step
 
     # Device and kernels
     device: str  # cpu, cuda or a registered kind
@@ -120,34 +124,33 @@ class EngineConfig:
     # Logging, and folders as absolute paths
     log_level_http: str
     flight_recorder_dir: str
-    torch_profiler_dir: str | None  # None: a fresh folder of the scheduler's own
+    torch_profiler_dir: str | None  # None: the scheduler makes a new folder
     cuda_coredump_dir: str | None
 
     @property
     def refuses_grammars(self) -> str | None:
-        """Why no answer of this server can be made to follow a grammar; None: answers can."""
+        """Why this server cannot constrain answers to a grammar; None: it can."""
         args = self.server_args
         if args.grammar_backend == "none":
             return "this server runs with --grammar-backend none: answers cannot be constrained"
-        if args.tp_size > 1:
-            return "several ranks (--tp-size) do not constrain answers yet"
         if args.skip_tokenizer_init:
             return "this server runs with --skip-tokenizer-init: without a vocabulary answers cannot be constrained"
         return None
 
     @property
     def local_ranks(self) -> range:
-        """The ranks of a replica that are on this host."""
+        """Which ranks of a replica are on this host."""
         num = self.server_args.tp_size // self.server_args.nnodes
         return range(self.server_args.node_rank * num, (self.server_args.node_rank + 1) * num)
 
     @property
     def num_sharing(self) -> int:
-        """Ranks of all replicas on this host, which share its memory and its cores."""
+        """How many ranks, of all replicas, are on this host and share its memory and cores."""
         return len(self.local_ranks) * self.server_args.dp_size
 
     def public_dict(self) -> dict[str, object]:
-        """The configuration for logs and /get_server_info: JSON values, keys replaced by whether they are set."""
+        """The configuration for logs and /get_server_info, as JSON values. API keys are replaced by whether they are
+        set."""
         values = dataclasses.asdict(self, dict_factory=_with_lists)
         flags: dict[str, object] = values.pop("server_args")
         for name in _secret_flags():
@@ -164,18 +167,18 @@ class EngineConfig:
 
 
 def _with_lists(fields: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON has no sets, and a model's config has some, of layers."""
+    """The fields as a dict with sets as lists, because JSON has no sets."""
     return {name: sorted(value) if isinstance(value, frozenset) else value for name, value in fields}
 
 
-@functools.cache  # a millisecond, for every GET /server_info
+@functools.cache  # it takes a millisecond, and every GET /server_info needs it
 def _secret_flags() -> Sequence[str]:
     return [flag.name for flag in flags_of(ServerArgs).values() if flag.spec.secret]
 
 
 def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> EngineConfig:
-    """The configuration that ``args`` ask for on this machine. May download the model. ``cuda_probe`` says whether
-    there is a GPU to use.
+    """The configuration for ``args`` on this machine. May download the model. ``cuda_probe`` says whether there is a
+    GPU that can be used.
 
     Raises ConfigError, one line with the remedy, for values and combinations that cannot work.
     """
@@ -191,10 +194,11 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
     chunk = _chunked_prefill_size(args, device)
     max_prefill_tokens = args.max_prefill_tokens or max(_MAX_PREFILL_TOKENS, chunk or 0)
     max_running_requests = _max_running_requests(args, device, model.context_length)
-    _check_ranks(args, device, model)
     if device == "cpu":
         _check_memory(args, model, max_running_requests)
     attention = attention_backends(args, device, model)
+    speculative = _speculative(args, model, chunk and min(chunk, max_prefill_tokens))
+    _check_ranks(args, device, model, None if speculative is None else speculative.draft.model)
     return EngineConfig(
         server_args=_with_timeouts_of_environment(args),
         model=model,
@@ -209,7 +213,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
         prefill_max_requests=args.prefill_max_requests or _PREFILL_MAX_REQUESTS[_limits_of(device)],
         priority=_priority(args),
         hicache=hicache_config(args, device, attention),
-        speculative=_speculative(args, model, chunk and min(chunk, max_prefill_tokens)),
+        speculative=speculative,
         device=device,
         prefill_attention_backend=attention[0],
         decode_attention_backend=attention[1],
@@ -242,7 +246,8 @@ def _with_timeouts_of_environment(args: ServerArgs) -> ServerArgs:
 
 
 def _timeout(given: float | None, variable: str) -> float | None:
-    """Seconds, from the flag or as SGLang from the environment, where 0 or less means never."""
+    """A timeout in seconds, from the flag or, as in SGLang, from the environment variable, where 0 or less means
+    never."""
     if given is not None:
         return given
     text = os.environ.get(variable, "")
@@ -256,8 +261,8 @@ def _timeout(given: float | None, variable: str) -> float | None:
 def _speculative(
     args: ServerArgs, target: ModelConfig, prefill_tokens: int | None
 ) -> SpeculativeConfig | None:
-    """How decode steps speculate. May download the draft. ``prefill_tokens``: of a prefill step; None: it splits no
-    prompt."""
+    """How decode steps speculate; None: they do not. May download the draft. ``prefill_tokens``: the most tokens of a
+    prefill step; None: prompts are not split."""
     if args.speculative_algorithm is None:
         return None
     directory = args.speculative_draft_model_path
@@ -276,7 +281,8 @@ def _speculative(
             f" for each step; give {num_layers} at most"
         )
     if has_layers_by_step and prefill_tokens is not None and prefill_tokens < 2 * num_layers:
-        # A half-way prompt may have half of a step, and all its chunks but the last end that far from its end.
+        # A prompt whose computation goes on may get only half of a step, and all its chunks but the last end at least
+        # ``lookahead`` tokens before its end.
         raise ConfigError(
             f"a prefill step of {prefill_tokens} tokens is too short for layers that look {num_layers} tokens ahead:"
             f" give at least {2 * num_layers} as --chunked-prefill-size and --max-prefill-tokens"
@@ -310,7 +316,7 @@ def _check_windows(windows: Windows, topk: int) -> None:
 
 
 def _tree_size(args: ServerArgs, draft: DraftConfig, num_steps: int, topk: int) -> int:
-    """--speculative-num-draft-tokens of trees."""
+    """The value of --speculative-num-draft-tokens for trees, or its default."""
     flag = f"--speculative-eagle-topk {topk}"
     num_known = draft.draft_vocab_size or draft.model.vocab_size
     most_topk = min(num_known, _MOST_TREE_NODES - 1)
@@ -335,10 +341,9 @@ def _tree_size(args: ServerArgs, draft: DraftConfig, num_steps: int, topk: int) 
     return given
 
 
-def _check_ranks(args: ServerArgs, device: str, model: ModelConfig) -> None:
-    """Refuse a number of ranks that the model cannot be split over."""
-    size, heads, kv_heads = args.tp_size, model.num_heads, model.num_kv_heads
-    experts, groups = model.experts, args.ep_size
+def _check_ranks(args: ServerArgs, device: str, model: ModelConfig, draft: ModelConfig | None) -> None:
+    """Refuse a number of ranks over which the model or its draft cannot be split."""
+    size, groups, experts = args.tp_size, args.ep_size, model.experts
     if groups > 1 and (experts is None or experts.num_experts % groups):
         what = "no experts" if experts is None else f"{experts.num_experts} experts, which it does not divide"
         raise ConfigError(f"--ep-size {groups}: this model has {what}; leave it out or choose another")
@@ -348,27 +353,46 @@ def _check_ranks(args: ServerArgs, device: str, model: ModelConfig) -> None:
         )
     if size == 1:
         return
-    if device != "cpu":
-        raise ConfigError(f"--tp-size {size} runs on a CPU only so far: use --device cpu, or --tp-size 1")
-    if groups > 1 and model.architecture == "GptOssForCausalLM":
-        raise ConfigError(
-            f"--ep-size {groups}: experts that are stored together are split by features alone: leave it out"
-        )
+    _check_split(size, groups, model, "this model")
+    if draft is not None:
+        if groups > 1 and draft.experts is not None and draft.experts.num_experts % groups:
+            raise ConfigError(
+                f"--ep-size {groups}: the draft has {draft.experts.num_experts} experts, which it does not divide;"
+                " leave it out or choose another"
+            )
+        _check_split(size, groups, draft, "the draft")
+
+
+def _check_split(size: int, groups: int, model: ModelConfig, name: str) -> None:
+    heads, kv_heads, experts = model.num_heads, model.num_kv_heads, model.experts
+    group = _expert_group(model)
     possible = [
         n
         for n in range(1, heads + 1)
         if heads % n == 0
         and all(size % n == 0 for size in model.plain_mlp_sizes)
         and n % groups == 0
-        and (experts is None or experts.intermediate_size % (n // groups) == 0)
+        and (experts is None or experts.intermediate_size % (n // groups * group) == 0)
         and (kv_heads % n == 0 or (n > kv_heads and n % kv_heads == 0))
     ]
     if size not in possible:
         raise ConfigError(
-            f"--tp-size {size}: this model has {heads} attention heads, {kv_heads} key/value heads and MLPs of"
-            f" {', '.join(map(str, sorted(set(model.mlp_sizes))))} features, which it does not divide; use"
-            f" {', '.join(map(str, possible))}"
+            f"--tp-size {size}: {name} has {heads} attention heads, {kv_heads} key/value heads and MLPs of"
+            f" {', '.join(map(str, sorted(set(model.mlp_sizes))))} features"
+            f"{f' (experts in groups of {group})' if group > 1 else ''}, which it does not divide; use"
+            f" {', '.join(map(str, possible))}{', or --ep-size' if group > 1 and groups < size else ''}"
         )
+
+
+def _expert_group(model: ModelConfig) -> int:
+    """Features of an expert can be split over ranks only in groups of this size: four-bit numbers of a group share a
+    scale, and so must be on one rank."""
+    if model.experts is None:
+        return 1
+    stored = model.experts.format or model.quantization
+    if stored is None or stored.kind == "fp8":
+        return 1
+    return min(INT4_GROUPS) if stored.method == ON_LINE_METHOD else stored.group_size
 
 
 def _priority(args: ServerArgs) -> PriorityConfig | None:
@@ -387,8 +411,8 @@ def _torch_profiler_dir(args: ServerArgs) -> str | None:
 
 
 def _flight_recorder_dir(num_steps: int) -> str:
-    """A folder for each user, as a user's own folder is closed to the others. If the name is taken by another user,
-    one with a random name: a dump must not fail for that."""
+    """The default folder for dumps. Each user has one, because other users cannot write to it. If another user has
+    taken its name, a folder with a random name is used, so that the dump does not fail."""
     path = str(Path(tempfile.gettempdir()) / f"fenceline-flight-recorder-{os.getuid()}")
     try:
         if num_steps > 0:
@@ -399,8 +423,9 @@ def _flight_recorder_dir(num_steps: int) -> str:
 
 
 def core_dump_dir(wanted: str | None) -> str | None:
-    """The folder of --cuda-coredump-dir as an absolute path, made if need be. Raises ConfigError, one line, if nothing
-    can be written there, and if others could put links there: the driver's names can be guessed."""
+    """The folder of --cuda-coredump-dir as an absolute path; it is made if it does not exist. Raises ConfigError, one
+    line, if it cannot be written to, or if other users could put links there, because the names that the driver uses
+    can be guessed."""
     if wanted is None:
         return None
     path = Path(wanted).expanduser().absolute()
@@ -429,7 +454,7 @@ def choose_device(wanted: str, probe: Callable[[], bool]) -> str:
 
 
 def cuda_is_available() -> bool:
-    """Whether torch can use a CUDA GPU. Imports torch only where there is a driver."""
+    """Whether torch can use a CUDA GPU. Imports torch only if there is a driver."""
     if not any(Path(mark).exists() for mark in _DRIVER_MARKS):
         return False
     import torch
@@ -462,9 +487,9 @@ def _read_model(
             path, overrides, args.context_length, args.dtype, tokenizer_path, args.quantization
         )
         if args.load_format != "dummy":
-            weight_files(Path(path))  # read by the scheduler; said now where there are none
+            weight_files(Path(path))  # the scheduler reads them, but a missing file is reported now
     except ValueError as error:
-        text = str(error).removeprefix(f"{path}: ")  # the flag names it already
+        text = str(error).removeprefix(f"{path}: ")  # the flag's name already leads to it
         raise ConfigError(
             text if text.startswith("--") else f"--model-path {args.model_path}: {text}"
         ) from error
@@ -473,7 +498,8 @@ def _read_model(
     return model
 
 
-# Of a checkpoint: what decides nothing of the computation, or is the server's own choice.
+# Fields in which a checkpoint with new weights may differ: they do not affect the computation, or the server chooses
+# them.
 _MAY_DIFFER = {
     "model_path",
     "model_type",
@@ -486,8 +512,8 @@ _MAY_DIFFER = {
 
 
 def check_same_model(config: EngineConfig, directory: str) -> None:
-    """Raises ``ConfigError`` where the config.json in ``directory`` describes another model than the one that is
-    served, whatever its weights are."""
+    """Raises ``ConfigError`` if the config.json in ``directory`` does not describe the model that is served. Weights
+    are not compared."""
     args, ours = config.server_args, config.model
     theirs = ModelConfig.from_dir(
         directory,
@@ -506,8 +532,8 @@ def check_same_model(config: EngineConfig, directory: str) -> None:
 
 
 def with_weights(config: EngineConfig, directory: str | None, label: str | None) -> EngineConfig:
-    """``config`` once the weights have been replaced by those in ``directory`` (None: by tensors). ``label``: the new
-    --weight-version, None: the old one."""
+    """``config`` after the weights have been replaced by those in ``directory`` (None: by tensors). ``label``: the new
+    --weight-version; None: it does not change."""
     model, args = config.model, config.server_args
     if directory is not None:
         model = dataclasses.replace(model, model_path=directory)
@@ -525,7 +551,7 @@ def _tokenizer_path(args: ServerArgs, model_path: str) -> str:
 
 def _auto_dtype(device: str, checkpoint: str) -> str:
     if device != "cuda":
-        return "float32"  # few CPUs compute fast in 16 bits
+        return "float32"  # only few CPUs are fast with 16-bit types
     return "bfloat16" if checkpoint == "float32" else checkpoint
 
 
@@ -533,7 +559,7 @@ def _chunked_prefill_size(args: ServerArgs, device: str) -> int | None:
     if args.chunked_prefill_size == -1:
         return None
     default = _CHUNKED_PREFILL_SIZE[_limits_of(device)]
-    if args.max_prefill_tokens is not None:  # chosen alone, it bounds the default chunk too
+    if args.max_prefill_tokens is not None:  # without --chunked-prefill-size it limits the default too
         default = max(
             min(default, args.max_prefill_tokens // args.page_size * args.page_size), args.page_size
         )
@@ -557,8 +583,8 @@ def _max_running_requests(args: ServerArgs, device: str, context_length: int) ->
 
 
 def _check_memory(args: ServerArgs, model: ModelConfig, max_running_requests: int) -> None:
-    """Refuse what a machine with no device of its own cannot hold, before anything is started for it. What is free at
-    that moment, and on a GPU, the scheduler judges before it allocates."""
+    """Refuse what cannot fit in this machine's memory, if the device has no memory of its own, before any process is
+    started. Memory that is in use, and that of a GPU, is taken into account by the scheduler before it allocates."""
     machine, page_size = machine_bytes(), args.page_size
     rows = max_running_requests * 4 * (-(-model.context_length // page_size) + 1)
     if rows > machine:
@@ -578,9 +604,10 @@ def _check_memory(args: ServerArgs, model: ModelConfig, max_running_requests: in
 
 
 def attention_backends(args: ServerArgs, device: str, model: ModelConfig) -> tuple[str, str]:
-    """The backends of prefill and decode: a name, or ``auto`` for what measures best on this GPU.
+    """The attention backends of prefill and decode: a name, or ``auto`` for the one that is fastest on this GPU.
 
-    Raises ConfigError for kernels that ``device`` cannot run, and for those that cannot verify drafts.
+    Raises ConfigError for backends that ``device`` cannot run, and with speculation for those that cannot verify
+    drafts.
     """
     both = args.attention_backend or "auto"
     if device == "cuda":
@@ -601,8 +628,8 @@ def attention_backends(args: ServerArgs, device: str, model: ModelConfig) -> tup
 
 
 def _verifying(args: ServerArgs, decode: str, model: ModelConfig) -> str:
-    """The decode backend ``decode``, or one that can verify drafts if there are any: lengths of speculative steps are
-    the device's, so the plan must not need them."""
+    """The decode backend: ``decode``, or with speculation one that can verify drafts. Only the device knows the lengths
+    of speculative steps, so such a backend must not plan on the host."""
     if args.speculative_algorithm is None or decode in ("triton", "torch"):
         return decode
     if decode != "auto":
@@ -614,9 +641,9 @@ def _verifying(args: ServerArgs, decode: str, model: ModelConfig) -> str:
 
 
 def cuda_graph_bs(args: ServerArgs, device: str, max_running_requests: int) -> tuple[int, ...]:
-    """The decode batch sizes to capture, ascending; empty for no graphs.
+    """The decode batch sizes to capture, ascending; empty: no graphs.
 
-    Raises ConfigError for sizes that no batch reaches, and where --debug-cuda-graph would have nothing to compare.
+    Raises ConfigError for sizes that no batch reaches, and if --debug-cuda-graph would have nothing to compare.
     """
     buckets = _buckets(args, device, max_running_requests)
     _check_number(buckets, "--cuda-graph-max-bs or name fewer sizes with --cuda-graph-bs")
@@ -657,7 +684,8 @@ def _buckets(args: ServerArgs, device: str, max_running_requests: int) -> tuple[
 
 
 def default_buckets(largest: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, then every 8th to 64, every 16th to 256, every 32nd to 512, every 64th; ``largest`` last."""
+    """1, 2, 4, 8, then multiples of 8 up to 64, of 16 up to 256, of 32 up to 512, and of 64 beyond; ``largest`` is the
+    last."""
     return (
         *(size for size in (1, 2, 4) if size < largest),
         *_spread(8, _BUCKET_STEPS, _STEP_BEYOND, largest),
@@ -667,8 +695,8 @@ def default_buckets(largest: int) -> tuple[int, ...]:
 def piecewise_cuda_graph_tokens(
     args: ServerArgs, device: str, model: ModelConfig, max_step_tokens: int
 ) -> tuple[int, ...]:
-    """The prefill sizes to capture in pieces, in tokens, ascending; empty for none. No step of prefill has more than
-    ``max_step_tokens``.
+    """The prefill sizes in tokens to capture in pieces, ascending; empty: none. No prefill step has more than
+    ``max_step_tokens`` tokens.
 
     Raises ConfigError for sizes that no step reaches.
     """
@@ -694,7 +722,7 @@ def piecewise_cuda_graph_tokens(
 
 
 def _layer_weights(model: ModelConfig) -> int:
-    """Of the products of one token in one layer."""
+    """How many weights one token is multiplied by in one layer."""
     attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
     return model.hidden_size * (attention + 3 * model.active_mlp_size)
 

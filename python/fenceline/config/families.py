@@ -1,5 +1,5 @@
-"""The model families that are served, by the architecture that config.json names, and what each reads of it in its own
-way. What they compute is in ``models/``."""
+"""The supported model families by the architecture in config.json, and how each reads the entries that differ. What
+they compute is in ``models/``."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from types import MappingProxyType
 
 from fenceline.config import ConfigError
 from fenceline.config.config_reader import ConfigReader
+from fenceline.config.quantization import QuantConfig
 
 _MISTRAL_WINDOW = 4096  # transformers' default where config.json has no sliding_window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """The mixture of experts of a model: ``num_experts`` MLPs of ``intermediate_size``, of which each token goes
-    through ``top_k``.
+    """The mixture of experts of a model: ``num_experts`` MLPs of ``intermediate_size``. Each token goes through
+    ``top_k`` of them.
 
-    ``sigmoid``: a token's score for an expert is the sigmoid of its logit, otherwise the softmax of all. Experts
-    compete in ``num_groups`` groups of equal size, of which the best ``top_groups`` are open to a token.
-    ``renormalise``: the scores of a token's experts are divided by their sum; afterwards they are multiplied by
-    ``scaling``. ``shared_size`` is the intermediate size of the expert that all tokens go through (0: there is none).
-    ``dense_layers`` have an ordinary MLP. ``limit``: that of a clamped SwiGLU, 0 for a plain one. ``mxfp4``: their
-    matrices are published so.
+    ``sigmoid``: a token's score for an expert is the sigmoid of its logit, otherwise the softmax over all logits. The
+    experts are divided into ``num_groups`` groups of equal size, and a token's experts are chosen from its best
+    ``top_groups`` groups. ``renormalise``: the scores of a token's experts are divided by their sum. Then they are
+    multiplied by ``scaling``. ``shared_size`` is the intermediate size of the expert that all tokens go through (0:
+    there is none). ``dense_layers`` have a dense MLP. ``limit`` is that of a clamped SwiGLU (0: a plain one).
+    ``format`` is the number format of the experts' matrices if only these are quantised.
     """
 
     num_experts: int
@@ -37,7 +38,7 @@ class ExpertsConfig:
     scaling: float = 1.0
     shared_size: int = 0
     limit: float = 0.0
-    mxfp4: bool = False
+    format: QuantConfig | None = None
     dense_layers: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
@@ -59,8 +60,8 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Multipliers:
-    """What a family multiplies embeddings, the branches of its layers, logits and the scores of attention by.
-    ``attention`` None: by the square root of 1 / head_dim."""
+    """The factors of embeddings, of the branches of layers, of logits and of attention scores. ``attention`` None: the
+    square root of 1 / head_dim."""
 
     embedding: float = 1.0
     residual: float = 1.0
@@ -89,7 +90,7 @@ def _none_unrotated(reader: ConfigReader, num_layers: int) -> frozenset[int]:
 
 
 def _smollm3_unrotated(reader: ConfigReader, num_layers: int) -> frozenset[int]:
-    """``no_rope_layers`` has a 1 for each layer that does rotate."""
+    """The layers without rotation: ``no_rope_layers`` has a 1 for each layer that does rotate, despite its name."""
     rotates = reader.numbers("no_rope_layers")
     if not rotates:
         every = reader.size("no_rope_layer_interval", 4)
@@ -101,7 +102,7 @@ def _smollm3_unrotated(reader: ConfigReader, num_layers: int) -> frozenset[int]:
     return frozenset(i for i in range(num_layers) if not rotates[i])
 
 
-# The sliding window of each layer, None where it attends to all tokens; empty: no layer has one.
+# The sliding window of each layer, None if it attends to all tokens; empty: no layer has one.
 Windows = tuple[int | None, ...]
 
 
@@ -110,7 +111,8 @@ def _no_windows(reader: ConfigReader, num_layers: int) -> Windows:
 
 
 def _by_layer(reader: ConfigReader, num_layers: int, window: int, slides: Callable[[int], bool]) -> Windows:
-    """``layer_types`` says which layers have the window, else ``slides`` does."""
+    """Windows by layer: ``layer_types`` in config.json says which layers have the window; without it ``slides``
+    does."""
     kinds = reader.strings("layer_types")
     if kinds and len(kinds) < num_layers:
         raise ConfigError(
@@ -137,7 +139,7 @@ def _plain_windows(reader: ConfigReader, num_layers: int) -> Windows:
 
 
 def _qwen_windows(reader: ConfigReader, num_layers: int) -> Windows:
-    """Only with the switch on, and in some layers."""
+    """Some layers have a window, but only if use_sliding_window is true."""
     if not reader.switch("use_sliding_window"):
         return ()
     first = 0 if reader.values.get("max_window_layers") == 0 else reader.size("max_window_layers", 28)
@@ -145,7 +147,7 @@ def _qwen_windows(reader: ConfigReader, num_layers: int) -> Windows:
 
 
 def _qwen2_moe_windows(reader: ConfigReader, num_layers: int) -> Windows:
-    """Every second of the first layers."""
+    """Without layer_types, every second one of the first layers has a window."""
     if not reader.switch("use_sliding_window"):
         return ()
     last = 0 if reader.values.get("max_window_layers") == 0 else reader.size("max_window_layers", 28)
@@ -160,7 +162,7 @@ def _qwen3_moe_windows(reader: ConfigReader, num_layers: int) -> Windows:
 
 
 def _smollm3_windows(reader: ConfigReader, num_layers: int) -> Windows:
-    """In the layers without positions."""
+    """Without layer_types, the layers without position embedding have a window."""
     if not reader.switch("use_sliding_window") or reader.values.get("sliding_window") is None:
         return ()
     unrotated = _smollm3_unrotated(reader, num_layers)
@@ -170,7 +172,8 @@ def _smollm3_windows(reader: ConfigReader, num_layers: int) -> Windows:
 def _periodic_windows(
     reader: ConfigReader, num_layers: int, period: int | None = None, window: int = 4096
 ) -> Windows:
-    """In all layers but every ``period``-th, which config.json may state. ``window`` is the default."""
+    """All layers except every ``period``-th have a window. config.json may state the period; ``window`` is the default
+    size."""
     if "sliding_window" in reader.values and reader.values["sliding_window"] is None:
         return ()
     every = period or reader.size("sliding_window_pattern", 6)
@@ -190,7 +193,7 @@ def _qwen_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
     every = reader.size("decoder_sparse_step", 1)
     named = reader.numbers("mlp_only_layers")
     return ExpertsConfig(
-        # transformers 5 writes the second name for some families whose publishers wrote the first.
+        # transformers 5 writes the second name for some families that were published with the first.
         num_experts=reader.size("num_experts" if "num_experts" in reader.values else "num_local_experts"),
         top_k=reader.size("num_experts_per_tok"),
         intermediate_size=reader.size("moe_intermediate_size"),
@@ -228,6 +231,23 @@ def _mixtral_experts(reader: ConfigReader, num_layers: int, sigmoid: bool = Fals
     )
 
 
+def _ernie_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
+    """Every ``moe_layer_interval``-th layer of a range has experts. The index of the range's last layer may be -1,
+    which stands for the model's last layer."""
+    every, start = reader.size("moe_layer_interval", 1), reader.whole("moe_layer_start_index", 1)
+    end = reader.whole("moe_layer_end_index", -1)
+    sparse = range(start, num_layers if end == -1 else end + 1)
+    size, num_shared = reader.size("moe_intermediate_size"), reader.whole("moe_num_shared_experts", 2)
+    return ExpertsConfig(
+        num_experts=reader.size("moe_num_experts"),
+        top_k=reader.size("moe_k"),
+        intermediate_size=size,
+        renormalise=True,
+        shared_size=size * num_shared,
+        dense_layers=frozenset(i for i in range(num_layers) if i not in sparse or (i + 1) % every),
+    )
+
+
 def _gpt_oss_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
     return ExpertsConfig(
         num_experts=reader.size("num_local_experts"),
@@ -240,18 +260,19 @@ def _gpt_oss_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How a family's config.json is read where families differ, by the rules of its transformers config.
+    """How to read the entries of config.json in which families differ, by the rules of their transformers configs.
 
-    ``head_dim`` is the default (None: the heads share hidden_size). ``windows`` gives the sliding window of each
-    layer, ``experts`` its mixture of experts, ``unrotated`` the layers without positions; all get the number of
-    layers. ``rope_theta``, ``tied`` (embedding and head), ``attention_bias`` and ``partial_rotary`` are defaults too;
-    where ``partial_rotary`` is None, heads always rotate whole. ``rope_interleaved``: pairs of features are
-    neighbours. ``appended_mtp``: layers that predict further tokens are stored behind the last layer. ``quantized``:
-    quantised checkpoints are served; ``mxfp4``: those whose experts alone are, in that format. ``text_defaults``:
-    config.json has the text model's entries in text_config, which need not state these; None: it has them itself.
-    ``activation`` is the default. ``norm_offset`` is added to the weights of norms. ``soft_caps``: the defaults of
-    those of attention's scores and of logits, 0 for none; None: the family knows no such entry. ``local_theta``:
-    layers with a window rotate by an own rope_theta, of which this is the default.
+    ``head_dim`` is a default (None: hidden_size divided by the number of heads). ``windows`` returns the sliding window
+    of each layer, ``experts`` the mixture of experts, ``unrotated`` the layers without position embedding; all get the
+    number of layers. ``rope_theta``, ``tied`` (embedding and head), ``attention_bias``, ``partial_rotary`` and
+    ``activation`` are defaults too; if ``partial_rotary`` is None, whole heads always rotate. ``rope_interleaved``: the
+    features of a pair are adjacent. ``appended_mtp``: multi-token prediction layers are stored after the last layer.
+    ``quantized``: the kinds of quantised checkpoints that are supported; ``mxfp4``: checkpoints in which only the
+    experts are quantised, in this format, are supported. ``text_defaults``: config.json has the text model's entries in
+    text_config, and these are the defaults of entries that may be missing there; None: the entries are at the top
+    level. ``norm_offset`` is added to the weights of norms. ``soft_caps``: the defaults of the soft caps of attention
+    scores and of logits, 0 for none; None: the family has no such entry. ``local_theta``: layers with a window have
+    their own rope_theta, with this default.
     """
 
     head_dim: int | None = None
@@ -274,8 +295,7 @@ class Family:
     experts: Callable[[ConfigReader, int], ExpertsConfig] | None = None
 
 
-_EXPERTS_IN = ("fp8",)  # the formats of grouped products
-
+_ERNIE_4_5 = Family(head_dim=128, rope_theta=500_000.0, tied=True, rope_interleaved=True)
 _GEMMA_3 = Family(
     head_dim=256,
     rope_theta=1e6,
@@ -298,6 +318,8 @@ _GEMMA_3_DEFAULTS: Mapping[str, object] = {
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
+        "Ernie4_5ForCausalLM": _ERNIE_4_5,
+        "Ernie4_5_MoeForCausalLM": replace(_ERNIE_4_5, head_dim=None, experts=_ernie_experts),
         "Gemma2ForCausalLM": Family(
             head_dim=256,
             tied=True,
@@ -310,9 +332,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Gemma3ForCausalLM": _GEMMA_3,
         "Gemma3ForConditionalGeneration": replace(_GEMMA_3, text_defaults=_GEMMA_3_DEFAULTS),
         "Glm4ForCausalLM": Family(head_dim=128, partial_rotary=0.5, rope_interleaved=True),
-        "Glm4MoeForCausalLM": Family(
-            partial_rotary=0.5, appended_mtp=True, quantized=_EXPERTS_IN, experts=_glm_experts
-        ),
+        "Glm4MoeForCausalLM": Family(partial_rotary=0.5, appended_mtp=True, experts=_glm_experts),
         "GptOssForCausalLM": Family(
             head_dim=64,
             rope_theta=150000.0,
@@ -329,23 +349,17 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             head_dim=128,
             rope_theta=5e6,
             partial_rotary=1.0,
-            quantized=_EXPERTS_IN,
             experts=partial(_mixtral_experts, sigmoid=True),
         ),
         "MistralForCausalLM": Family(windows=_mistral_windows),
-        "MixtralForCausalLM": Family(
-            rope_theta=1e6, quantized=_EXPERTS_IN, windows=_plain_windows, experts=_mixtral_experts
-        ),
+        "MixtralForCausalLM": Family(rope_theta=1e6, windows=_plain_windows, experts=_mixtral_experts),
         "Olmo2ForCausalLM": Family(),
         "Phi3ForCausalLM": Family(partial_rotary=1.0, windows=_plain_windows),
         "Qwen2ForCausalLM": Family(windows=_qwen_windows),
-        "Qwen2MoeForCausalLM": Family(
-            quantized=_EXPERTS_IN, windows=_qwen2_moe_windows, experts=_qwen_experts
-        ),
+        "Qwen2MoeForCausalLM": Family(windows=_qwen2_moe_windows, experts=_qwen_experts),
         "Qwen3ForCausalLM": Family(head_dim=128, windows=_qwen_windows),
-        "Qwen3MoeForCausalLM": Family(
-            quantized=_EXPERTS_IN, windows=_qwen3_moe_windows, experts=_qwen_experts
-        ),
+        "Qwen3MoeForCausalLM": Family(windows=_qwen3_moe_windows, experts=_qwen_experts),
+        "SeedOssForCausalLM": Family(head_dim=128, attention_bias=True),
         "SmolLM3ForCausalLM": Family(
             rope_theta=2e6, tied=True, windows=_smollm3_windows, unrotated=_smollm3_unrotated
         ),

@@ -1,7 +1,7 @@
-"""Flags declared as dataclass fields: one place for a flag's name, type, default, choices and help.
+"""Flags are declared as dataclass fields, in one place with their name, type, default, choices and help.
 
 A dataclass whose fields are made by ``flag()`` can be read from a command line, from keyword arguments and from a YAML
-file; every complaint is one line. ``config/docs.py`` writes the reference page from the same declarations.
+file. Every error is one line. ``config/docs.py`` writes the reference page from the same declarations.
 """
 
 from __future__ import annotations
@@ -45,14 +45,16 @@ class FlagSpec:
     choices: tuple[Scalar, ...] | None = None
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     metavar: str | None = None
-    secret: bool = False  # shown nowhere but in whether it is given
+    secret: bool = False  # the value is never shown, only whether it is given
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag of a class of flags: name ``page_size``, option ``--page-size``, ``type`` one of the scalars.
+    """One flag of a class of flags, for example with name ``page_size`` and option ``--page-size``; ``type`` is a
+    scalar type.
 
-    With ``many`` the value is a tuple of them: a list in YAML, words after the option on the command line.
+    With ``many`` the value is a tuple of scalars: a list in YAML, or several words after the option on the command
+    line.
     """
 
     name: str
@@ -74,8 +76,8 @@ class Flag:
 
 
 def flag(default: Value | None, help: str, *, group: str, **spec: Any) -> Any:
-    """A dataclass field that is a flag. ``spec`` is the rest of ``FlagSpec``; the choices of a field whose type is a
-    ``Literal`` are that type's."""
+    """A dataclass field that is a flag. ``spec`` has the other fields of ``FlagSpec``. If the field's type is a
+    ``Literal``, its values are the choices."""
     declared = FlagSpec(help, group, **spec)
     return dataclasses.field(default=default, repr=not declared.secret, metadata={_METADATA_KEY: declared})
 
@@ -85,7 +87,9 @@ def option_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-_hints: dict[type[Any], dict[str, Any]] = {}  # of flags' types, which are written as text and slow to read
+_hints: dict[
+    type[Any], dict[str, Any]
+] = {}  # the types of flags; annotations are text, which takes time to evaluate
 
 
 def flags_of(cls: type[Any]) -> dict[str, Flag]:
@@ -106,7 +110,8 @@ def flags_of(cls: type[Any]) -> dict[str, Flag]:
 
 
 def _flag_type(hint: Any) -> tuple[type[Scalar], bool, bool]:
-    """The scalar type, whether None is allowed, whether there may be many: ``tuple[int, ...] | None``."""
+    """(the scalar type, whether None is allowed, whether it is a tuple) of a type such as ``tuple[int, ...] |
+    None``."""
     optional = isinstance(hint, types.UnionType)
     if optional:
         members = [arg for arg in typing.get_args(hint) if arg is not types.NoneType]
@@ -139,7 +144,8 @@ def coerce(flag: Flag, value: object) -> Value | None:
 
 
 def _coerce_many(flag: Flag, value: object) -> tuple[Scalar, ...]:
-    """A list, or words in one text (``cuda-graph-bs: 1 2 4`` in YAML), or a single value."""
+    """``value`` as a tuple: it may be a list, words in one text (``cuda-graph-bs: 1 2 4`` in YAML) or a single
+    value."""
     if isinstance(value, str):
         value = value.split()
     items = list(value) if isinstance(value, (list, tuple)) else [value]
@@ -152,7 +158,7 @@ def _coerce_many(flag: Flag, value: object) -> tuple[Scalar, ...]:
 
 
 def _convert(kind: type[Scalar], value: object) -> Scalar | None:
-    """``value`` as ``kind`` or None. Numbers in text are read; a number is never taken for a text's boolean."""
+    """``value`` as ``kind``, None if it does not fit. Numbers in text are converted."""
     if kind is bool:
         return _to_bool(value)
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
@@ -184,7 +190,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse that raises ConfigError instead of printing the usage and leaving the process."""
+    """An argparse parser that raises ConfigError instead of printing the usage and ending the process."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
@@ -193,7 +199,7 @@ class _Parser(argparse.ArgumentParser):
 def build_parser(
     cls: type[Any], prog: str, description: str, refused: Mapping[str, Refusal]
 ) -> argparse.ArgumentParser:
-    """A parser for the flags of ``cls``; values stay text, ``coerce`` judges them later."""
+    """A parser for the flags of ``cls``. Values stay text; ``coerce`` converts and checks them later."""
     parser = _Parser(
         prog=prog,
         usage="%(prog)s --model-path MODEL [flags]",
@@ -267,7 +273,7 @@ def _unknown(word: str, cls: type[Any]) -> str:
 def from_mapping(
     cls: type[Any], values: Mapping[str, object], refused: Mapping[str, Refusal]
 ) -> dict[str, Any]:
-    """Field values from names to values: keyword arguments, a YAML mapping, a parsed command line.
+    """Field values of ``cls`` from a mapping of names to values: keyword arguments, YAML, or a parsed command line.
 
     A name may be a field's or a flag's, with dashes or underscores, aliases included. Raises ConfigError.
     """
@@ -292,7 +298,7 @@ def from_mapping(
 
 
 def _as_text(flag: Flag, value: object) -> object:
-    """A mapping given to a flag that takes JSON text, as that text; any other value as it is."""
+    """A mapping given to a flag that takes JSON text is converted to such text; other values are returned unchanged."""
     return json.dumps(value) if flag.spec.metavar == "JSON" and isinstance(value, dict) else value
 
 

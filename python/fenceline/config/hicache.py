@@ -1,4 +1,4 @@
-"""HiCache's configuration: which flags go together, and what they resolve to."""
+"""HiCache's configuration: which flags can be combined, and the settings that follow from them."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ _DEFAULT_STORAGE_BYTES = 64 * GB
 _DEFAULT_PREFETCH_TIMEOUT_S = 1.0
 _MOST_RATIO = 1e6
 _MIN_SECRET_BYTES, _MAX_SECRET_BYTES = 16, 4096
-# Attention backends that may run a persistent kernel in the mode; ``auto`` may become any of them.
+# Attention backends that may run a persistent kernel in prefill or decode; ``auto`` may choose any of them.
 _MAYBE_PERSISTENT_PREFILL = frozenset(("auto", "flashinfer", "fa3"))
 _MAYBE_PERSISTENT_DECODE = frozenset(("auto", "fa3"))
-# With at least this many tokens in a page the copy engine is as fast as the SMs. It does not slow down kernels, while
-# copies by SMs make a large product take one and a half times (loads) to several times (backups) as long.
+# With at least this many tokens in a page the copy engine is as fast as a copy kernel on the SMs. It does not slow down
+# other kernels, while a copy kernel makes a large product take 1.5 times (loads) to several times (backups) as long.
 DIRECT_PAGE_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiCacheStorageConfig:
-    """The storage tier. ``directory`` is absolute, exists and was writable at start. ``prefetch_timeout_s`` is None
-    unless --hicache-storage-prefetch-policy is ``timeout``. Prefixes with fewer than ``prefetch_threshold`` tokens
-    beyond what the host has are not looked for (SGLang's number; the proof, whose prompts are short, has its own).
-    No configuration holds the storage key itself, as configurations are logged and served: see :func:`storage_key`."""
+    """The settings of the storage tier. ``directory`` is absolute, exists and was writable at start.
+    ``prefetch_timeout_s`` is None unless --hicache-storage-prefetch-policy is ``timeout``. If a prompt has fewer than
+    ``prefetch_threshold`` tokens beyond those on the host, storage is not searched (SGLang's number; the proof, whose
+    prompts are short, uses another). The storage key is not part of the configuration, because configurations are
+    logged and served: see :func:`storage_key`."""
 
     directory: str
     max_bytes: int
@@ -50,11 +51,11 @@ class HiCacheStorageConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiCacheConfig:
-    """What HiCache's flags come to: the host tier under the prefix cache, and what lies below it.
+    """The settings of HiCache: the host tier of the prefix cache, and the storage tier below it.
 
-    ``host_bytes`` is the host tier's size; None: --hicache-ratio times the device's KV cache. A prefix with fewer than
-    ``load_back_threshold`` tokens on the host is computed rather than loaded, which costs less (SGLang's number; the
-    proof has its own). ``storage`` None: no third tier.
+    ``host_bytes`` is the host tier's size; None: --hicache-ratio times the device's KV cache. If fewer than
+    ``load_back_threshold`` tokens of a prefix are on the host, they are computed and not loaded, because this takes
+    less time (SGLang's number; the proof uses another). ``storage`` None: no third tier.
     """
 
     host_bytes: int | None
@@ -65,7 +66,7 @@ class HiCacheConfig:
 
 def check_hicache(args: ServerArgs) -> None:
     """Raise ConfigError for the first value or combination of HiCache's flags that cannot work."""
-    # First: nothing else may repeat a key that was given by mistake.
+    # This check comes first, so that no other error message repeats a key that was given by mistake.
     _check_key_source(args.hicache_storage_key)
     _check_switches(args)
     _check_sizes(args)
@@ -95,9 +96,9 @@ def _check_key_source(source: str | None) -> None:
 
 
 def storage_key(source: str) -> bytes:
-    """The storage key, 32 bytes, from the secret that ``source`` leads to: ``file:PATH`` or ``env:NAME``.
+    """The storage key, 32 bytes, derived from the secret at ``source``, which is ``file:PATH`` or ``env:NAME``.
 
-    Raises ConfigError, one line, if there is none, if it is too short to be one, or if others can read the file."""
+    Raises ConfigError, one line, if there is no secret, if it is too short, or if other users can read the file."""
     kind, _, name = source.partition(":")
     secret = (_secret_in_file(name) if kind == "file" else os.environb.get(os.fsencode(name), b"")).strip()
     _require(
@@ -179,10 +180,11 @@ def hicache_config(
     attention: tuple[str, str],
     has_kernels: Callable[[], bool] | None = None,
 ) -> HiCacheConfig | None:
-    """The configuration of HiCache; None without --enable-hierarchical-cache. Makes the storage's directory.
+    """The configuration of HiCache; None without --enable-hierarchical-cache. Makes the directory of the storage.
 
-    ``attention`` are the resolved backends of prefill and decode, ``has_kernels`` says whether the kernel package is
-    installed. Raises ConfigError for sizes beyond this machine and a directory that cannot be used.
+    ``attention``: the attention backends of prefill and decode that were chosen. ``has_kernels`` says whether the
+    kernel package is installed. Raises ConfigError for sizes that this machine does not have and for a directory that
+    cannot be used.
     """
     if not args.enable_hierarchical_cache:
         return None
@@ -199,7 +201,7 @@ def has_kernel_package() -> bool:
 
 
 def machine_bytes() -> int:
-    """All memory of this machine."""
+    """The size of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -218,7 +220,7 @@ def _io_backend(
     args: ServerArgs, device: str, attention: tuple[str, str], has_kernels: Callable[[], bool]
 ) -> IoBackend:
     wanted = args.hicache_io_backend
-    # Where there are no SMs (cpu and its like) the name decides nothing but which edges apply: any is allowed.
+    # On devices without SMs (cpu, the virtual GPU) the backend only decides which edges apply, so any is allowed.
     if device != "cuda":
         return "kernel" if wanted == "kernel" else "direct"
     if wanted == "kernel":
@@ -239,7 +241,7 @@ def _storage(args: ServerArgs) -> HiCacheStorageConfig | None:
     if args.hicache_storage_backend == "none":
         return None
     if args.hicache_storage_key is not None:
-        storage_key(args.hicache_storage_key)  # read again where it is used
+        storage_key(args.hicache_storage_key)  # only a check; it is read again where it is used
     directory = _storage_directory(args.hicache_storage_dir)
     timeout_s = None
     if args.hicache_storage_prefetch_policy == "timeout":
@@ -249,8 +251,8 @@ def _storage(args: ServerArgs) -> HiCacheStorageConfig | None:
 
 
 def _storage_directory(wanted: str | None) -> Path:
-    # One for each user, as pages are readable only by their owner. Another user may have made it already: then the
-    # start is refused.
+    # The default directory has the user's id in its name, because pages are readable only by their owner. If another
+    # user has made it already, the start is refused.
     default = Path(tempfile.gettempdir()) / f"fenceline-hicache-{os.getuid()}"
     path = default if wanted is None else Path(wanted).expanduser().absolute()
     name = f"--hicache-storage-dir {path if wanted is None else wanted}"

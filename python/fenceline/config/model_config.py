@@ -1,4 +1,4 @@
-"""ModelConfig: what a model directory says about its model, checked once."""
+"""ModelConfig: the configuration of a model, read from its directory and checked."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fenceline.config.model_files import (
     token_ids,
     tokenizer_eos_id,
 )
-from fenceline.config.quantization import QuantConfig, is_mxfp4, read_quantization
+from fenceline.config.quantization import QuantConfig, read_mxfp4, read_quantization
 
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
 
-_MOST_LAYERS = 10_000  # far beyond any model; lists of as many are made while config.json is read
-# --dtype values (SGLang's) to the three types we run in; auto takes the checkpoint's.
+_MOST_LAYERS = 10_000  # far beyond any model; it bounds the lists that are made while config.json is read
+# The values of --dtype (SGLang's) and the three types that models run in; auto uses the checkpoint's.
 _DTYPES = {
     "half": "float16",
     "float16": "float16",
@@ -35,7 +35,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Sampling parameters recommended by generation_config.json; None where it says nothing."""
+    """The sampling parameters that generation_config.json recommends; None if it does not mention one."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -44,7 +44,7 @@ class SamplingDefaults:
     repetition_penalty: float | None = None
 
     def as_dict(self) -> dict[str, float | int]:
-        """Only the parameters that are set, by their ``SamplingParams`` names."""
+        """The parameters that are set, under their ``SamplingParams`` names."""
         values = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -57,19 +57,20 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only model. Sizes are counts, lengths are tokens; ``dtype`` is float32, bfloat16 or float16.
+    """A decoder-only model. Sizes are numbers of elements, lengths are in tokens; ``dtype`` is float32, bfloat16 or
+    float16.
 
-    ``context_length`` is the longest sequence the engine serves, ``windows`` the sliding window of each layer, None
-    where it attends to all tokens (empty: all layers do). ``attention_soft_cap`` and ``logits_soft_cap`` are 0 where
-    there is none, ``activation`` is that of MLPs, silu or gelu_tanh, ``norm_offset`` is added to the weights of norms.
-    ``local_rope`` is rope_theta and scaling of layers with a window, None: they rotate as all do.
-    ``eos_token_ids`` is the sorted union of config.json, generation_config.json and the tokenizer.
-    ``attention_bias`` and ``mlp_bias`` are config.json's; which projections they are for, the family's file in models/
-    says. ``num_mtp_layers`` layers of the checkpoint predict further tokens (--speculative-algorithm NEXTN);
-    ``num_appended_layers`` do so that are stored behind the model's own and not used. ``rope_interleaved`` and
-    ``partial_rotary_factor``: see ``RotaryEmbedding``; ``unrotated_layers`` see no positions.
-    ``quantization`` is the number format of the linear layers, None: ``dtype``.
-    ``experts`` is None for dense models.
+    ``context_length`` is the longest sequence that the engine serves. ``windows`` has the sliding window of each layer,
+    None for a layer that attends to all tokens (empty: all layers do). ``attention_soft_cap`` and ``logits_soft_cap``
+    are 0 if there is none. ``activation`` is that of MLPs, silu or gelu_tanh. ``norm_offset`` is added to the weights
+    of norms. ``local_rope`` has rope_theta and scaling of layers with a window; None: they are those of all layers.
+    ``eos_token_ids`` is the sorted union of the ids in config.json, generation_config.json and the tokenizer.
+    ``attention_bias`` and ``mlp_bias`` are those of config.json; the family's file in models/ says which projections
+    they are for. ``num_mtp_layers`` is the number of multi-token prediction layers (--speculative-algorithm NEXTN), and
+    ``num_appended_layers`` the number of such layers that are stored after the model's own and are not used.
+    ``rope_interleaved`` and ``partial_rotary_factor``: see ``RotaryEmbedding``. ``unrotated_layers`` have no position
+    embedding. ``quantization`` is the number format of the linear layers; None: ``dtype``. ``experts`` is None for
+    dense models.
     """
 
     model_path: str
@@ -111,18 +112,18 @@ class ModelConfig:
     hf_config: dict[str, object] = dataclasses.field(repr=False, compare=False)
 
     def window(self, layer: int) -> int | None:
-        """The sliding window of a layer, None where it attends to all tokens."""
+        """The sliding window of a layer in tokens; None: it attends to all tokens."""
         return self.windows[layer] if layer < len(self.windows) else None
 
     @property
     def mlp_sizes(self) -> tuple[int, ...]:
-        """The intermediate sizes of all its MLPs, dense, shared and experts' ones."""
+        """The intermediate sizes of all MLPs: dense MLPs, shared experts and experts."""
         experts = self.experts
         return self.plain_mlp_sizes if experts is None else (*self.plain_mlp_sizes, experts.intermediate_size)
 
     @property
     def plain_mlp_sizes(self) -> tuple[int, ...]:
-        """Those of MLPs that all tokens go through."""
+        """The intermediate sizes of MLPs that all tokens go through: dense MLPs and shared experts."""
         experts = self.experts
         if experts is None:
             return (self.intermediate_size,)
@@ -131,7 +132,8 @@ class ModelConfig:
 
     @property
     def active_mlp_size(self) -> int:
-        """The features of MLPs that a token goes through in one layer, in a layer with experts if there are any."""
+        """The sum of the intermediate sizes of the MLPs that a token goes through in one layer; for models with
+        experts, in a layer that has them."""
         experts = self.experts
         if experts is None:
             return self.intermediate_size
@@ -147,11 +149,11 @@ class ModelConfig:
         tokenizer_path: str | None = None,
         quantization: str | None = None,
     ) -> ModelConfig:
-        """Read a Hugging Face model directory; only config.json has to be there.
+        """Read a Hugging Face model directory; it must have at least config.json.
 
-        ``overrides`` replace entries of config.json (--json-model-override-args), ``context_length`` tokens shorten
-        the model's own limit, ``tokenizer_path`` is where the tokenizer's files lie unless beside the model's,
-        ``quantization`` is --quantization.
+        ``overrides`` replace entries of config.json (--json-model-override-args). ``context_length`` (in tokens) may
+        only shorten the model's own limit. ``tokenizer_path`` is the directory of the tokenizer's files; None: the
+        model's. ``quantization`` is the value of --quantization.
         Raises ``ConfigError`` (a ``ValueError``), one line with the remedy.
         """
         directory = Path(path)
@@ -161,8 +163,8 @@ class ModelConfig:
         family = FAMILIES[architecture]
         hf = _of_text(hf, family)
         reader = ConfigReader(hf)
-        has_mxfp4 = family.mxfp4 and is_mxfp4(hf, quantization)
-        quantization_config = None if has_mxfp4 else read_quantization(hf, directory, quantization)
+        experts_format = read_mxfp4(hf, quantization) if family.mxfp4 else None
+        quantization_config = None if experts_format else read_quantization(hf, directory, quantization)
         if quantization_config is not None and quantization_config.kind not in family.quantized:
             raise ConfigError(
                 f"{architecture}: weights of this family in {quantization_config.kind} are not supported"
@@ -179,7 +181,7 @@ class ModelConfig:
         max_position = reader.size("max_position_embeddings")
         by_layer_type = family.local_theta is not None
         rope_theta, rope_scaling = parse_rope(hf, max_position, family.rope_theta, by_layer_type)
-        # Families that rotate in two ways state the length after scaling.
+        # Families with two kinds of rotary angles state the length after scaling.
         limit = max_position if by_layer_type else scaled_context_length(max_position, rope_scaling)
         length = _context_length(context_length, limit)
         attention_cap, logits_cap = family.soft_caps
@@ -224,7 +226,7 @@ class ModelConfig:
             norm_offset=family.norm_offset,
             local_rope=parse_local_rope(hf, max_position, family.local_theta),
             quantization=quantization_config,
-            experts=_experts(family, reader, num_layers, has_mxfp4),
+            experts=_experts(family, reader, num_layers, experts_format),
             sampling_defaults=_sampling_defaults(generation),
             hf_config=hf,
         )
@@ -232,7 +234,7 @@ class ModelConfig:
 
 def _apply_overrides(hf: dict[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
     merged = {**hf, **overrides}
-    # transformers 5 keeps theta inside rope_parameters, where a plain `rope_theta` override would be shadowed.
+    # transformers 5 keeps theta inside rope_parameters, which takes precedence over a plain `rope_theta` override.
     if "rope_theta" in overrides:
         for key in ("rope_parameters", "rope_scaling"):
             inner = merged.get(key)
@@ -251,7 +253,7 @@ def _apply_overrides(hf: dict[str, object], overrides: Mapping[str, object]) -> 
 
 
 def _of_text(hf: dict[str, object], family: Family) -> dict[str, object]:
-    """The entries of the text model of a ``family`` that sees images too."""
+    """The entries of the text model, if models of ``family`` also read images and keep them in text_config."""
     text = hf.get("text_config")
     if family.text_defaults is None or not isinstance(text, Mapping):
         return hf
@@ -285,7 +287,8 @@ def _activation(hf: Mapping[str, object], default: str) -> str:
 
 
 def _soft_cap(reader: ConfigReader, key: str, default: float | None) -> float:
-    """0 where there is none: the entry is null, or ``default`` is None, because the family does not know it."""
+    """The soft cap ``key``; 0 if there is none, because the entry is null or the family has no such entry (``default``
+    is None)."""
     if default is None or (key in reader.values and reader.values[key] is None):
         return 0.0
     cap = reader.number(key, default)
@@ -294,14 +297,16 @@ def _soft_cap(reader: ConfigReader, key: str, default: float | None) -> float:
     return cap
 
 
-def _experts(family: Family, reader: ConfigReader, num_layers: int, has_mxfp4: bool) -> ExpertsConfig | None:
+def _experts(
+    family: Family, reader: ConfigReader, num_layers: int, stored: QuantConfig | None
+) -> ExpertsConfig | None:
     if family.experts is None:
         return None
-    return dataclasses.replace(family.experts(reader, num_layers), mxfp4=has_mxfp4)
+    return dataclasses.replace(family.experts(reader, num_layers), format=stored)
 
 
 def _head_dim(reader: ConfigReader, default: int | None, num_heads: int) -> int:
-    """``default``: the family's, None: the heads share hidden_size."""
+    """``default`` is the family's; None: hidden_size divided by the number of heads."""
     hidden_size = reader.size("hidden_size")
     if default is None and reader.values.get("head_dim") is None and hidden_size % num_heads:
         raise ConfigError(
@@ -329,7 +334,7 @@ def _context_length(asked: int | None, limit: int) -> int:
 def _eos_ids(
     hf: Mapping[str, object], generation: Mapping[str, object], tokenizer_dir: Path, vocab_size: int
 ) -> tuple[int, ...]:
-    # The union: Llama 3's chat turns end with a token that only generation_config.json lists.
+    # All sources are joined, because Llama 3's chat turns end with a token that only generation_config.json lists.
     ids = {*token_ids(hf.get("eos_token_id")), *token_ids(generation.get("eos_token_id"))}
     from_tokenizer = tokenizer_eos_id(tokenizer_dir)
     if from_tokenizer is not None:
@@ -358,7 +363,8 @@ def _sampling_defaults(generation: Mapping[str, object]) -> SamplingDefaults:
         return None if generation.get(key) is None else reader.number(key, 0.0)
 
     top_k = number("top_k")
-    # "do_sample": false, where it is written, asks for greedy decoding; transformers leaves the default out.
+    # "do_sample": false asks for greedy decoding if it is stated. A missing entry does not, because transformers omits
+    # defaults.
     greedy = generation.get("do_sample") is False
     return SamplingDefaults(
         temperature=0.0 if greedy else number("temperature"),
@@ -376,8 +382,8 @@ DEFAULT_ROPE_THETA = 10000.0
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Parameters of one scaling rule. ``rope_type`` is linear, llama3 or yarn; fields that a rule does not use keep
-    their defaults. ``original_max_position_embeddings`` is in tokens and set for llama3 and yarn."""
+    """The parameters of a RoPE scaling rule. ``rope_type`` is linear, llama3 or yarn. Fields that a rule does not use
+    keep their defaults. ``original_max_position_embeddings`` is in tokens and set for llama3 and yarn."""
 
     rope_type: str
     factor: float
@@ -395,8 +401,8 @@ class RopeScaling:
 
 
 def _partial_rotary(hf: Mapping[str, object], default: float | None, stated: float) -> float:
-    """The part of a head that rotates; ``default`` None: the family always rotates whole heads. ``stated``: what the
-    entry rotary_dim makes of it, 0 where there is none."""
+    """The fraction of a head that rotates. ``default`` None: the family always rotates whole heads. ``stated``: the
+    fraction that follows from the entry rotary_dim, 0 if there is none."""
     raw = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     inside = raw if isinstance(raw, Mapping) else {}
     whole = 1.0 if default is None else stated or default
@@ -412,8 +418,8 @@ def parse_rope(
     default_theta: float = DEFAULT_ROPE_THETA,
     by_layer_type: bool = False,
 ) -> tuple[float, RopeScaling | None]:
-    """``(rope_theta, scaling)`` of a config.json; scaling None means plain RoPE. ``by_layer_type``: parameters may be
-    those of each type of layers, and what is wanted are those of layers with full attention.
+    """``(rope_theta, scaling)`` of a config.json; scaling None means plain RoPE. ``by_layer_type``: config.json may
+    have parameters for each type of layers; then those of layers with full attention are returned.
 
     transformers 5 writes one dict ``rope_parameters`` with ``rope_theta`` inside, older versions ``rope_scaling``
     beside ``rope_theta``; as in transformers ``rope_scaling`` wins where both are there. Raises ``ConfigError``.
@@ -442,7 +448,8 @@ def parse_rope(
 def parse_local_rope(
     hf: Mapping[str, object], max_position_embeddings: int, default_theta: float | None
 ) -> tuple[float, RopeScaling | None] | None:
-    """``parse_rope`` for layers with a window. ``default_theta`` None: they rotate as all do, and so None."""
+    """Like ``parse_rope``, for layers with a window. None: they rotate like the other layers, because the family has no
+    ``default_theta`` for them."""
     if default_theta is None:
         return None
     given = hf.get("rope_parameters")
@@ -459,7 +466,7 @@ def _scaling(
     factor = _number(raw, "factor", 1.0)
     if factor < 1.0:
         raise ConfigError(f"config.json: the rope scaling factor must be at least 1, got {factor:g}")
-    # A top-level value wins over the one inside the dict, as in transformers (Phi-3 writes it there).
+    # A top-level value, as Phi-3 writes it, takes precedence over the one inside the dict, as in transformers.
     inside = _number(raw, "original_max_position_embeddings", float(max_position_embeddings))
     original = _number(hf, "original_max_position_embeddings", inside)
     attention_factor = None if raw.get("attention_factor") is None else _number(raw, "attention_factor", 1.0)
@@ -484,8 +491,8 @@ def _scaling(
 
 
 def scaled_context_length(max_position_embeddings: int, scaling: RopeScaling | None) -> int:
-    """Tokens that the scaled positions reach. Linear and yarn configs written by hand often leave
-    ``max_position_embeddings`` at the length before scaling; llama3 ones give the final length."""
+    """The context length with scaled positions. Linear and yarn configs that were written by hand often have the length
+    before scaling in ``max_position_embeddings``; llama3 configs have the final length."""
     if scaling is None or scaling.rope_type == "llama3":
         return max_position_embeddings
     if scaling.rope_type == "linear":

@@ -1,8 +1,7 @@
-"""The files that --model-path and --tokenizer-path lead to: a local directory as it is, a hub id through
-huggingface_hub; and its small JSON files, read without transformers or torch.
+"""Finds the files of --model-path and --tokenizer-path, in a local directory or through huggingface_hub, and reads the
+small JSON files among them without transformers or torch.
 
-huggingface_hub does the caching, shows the progress on a terminal, and reads HF_TOKEN, HF_HOME and HF_HUB_OFFLINE
-itself.
+huggingface_hub caches downloads, shows the progress on a terminal, and reads HF_TOKEN, HF_HOME and HF_HUB_OFFLINE.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from pathlib import Path
 
 from fenceline.config import ConfigError
 
-DEMOS = {"demo": "demo_model", "demo-moe": "demo_moe_model"}  # names, and their folders in the package
+# The names of demo models and their folders in the package.
+DEMOS = {"demo": "demo_model", "demo-moe": "demo_moe_model", "demo-tools": "demo_tools_model"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
 _WEIGHT_FILES = ("*.safetensors",)
@@ -24,8 +24,8 @@ _IGNORED = ("original/*", "consolidated*", "onnx/*", "*.onnx*", "openvino/*", "g
 
 
 def demo_model_path(name: str = "demo") -> str:
-    """The directory of a demo model inside the installed package: "demo", or "demo-moe", a mixture of experts. Raises
-    ConfigError if it is not there."""
+    """The directory of a demo model inside the installed package: "demo", "demo-moe" (a mixture of experts) or
+    "demo-tools" (which calls a calculator). Raises ConfigError if it is missing."""
     path = Path(__file__).parent.parent / DEMOS[name]
     if not (path / "config.json").is_file():
         raise ConfigError("the demo model is missing from this installation: reinstall the package")
@@ -35,10 +35,10 @@ def demo_model_path(name: str = "demo") -> str:
 def model_directory(
     name: str, flag: str, revision: str | None, download_dir: str | None, weights: bool
 ) -> str:
-    """The local directory that ``name``, the value of ``flag``, stands for, downloaded if it has to be.
+    """The local directory for ``name``, the value of ``flag``; downloads it if necessary.
 
     ``weights`` False fetches configuration and tokenizer only. Raises ConfigError, one line, if ``name`` is neither
-    a directory nor a repository that can be had.
+    a directory nor a repository that can be downloaded.
     """
     if name in DEMOS and not Path(name).is_dir():
         return demo_model_path(name)
@@ -46,7 +46,7 @@ def model_directory(
     if path.is_dir():
         if revision is not None:
             raise ConfigError(
-                f"--revision chooses a version of a hub id, {flag} {name} is a directory: leave it out"
+                f"{_revision(flag)} chooses a version of a hub id, {flag} {name} is a directory: leave it out"
             )
         return str(path.resolve())
     if path.is_file():
@@ -57,18 +57,23 @@ def model_directory(
         raise ConfigError(f"{flag} {name}: is a file; give the directory that holds it")
     if not _HUB_ID.fullmatch(name):
         raise ConfigError(
-            f"{flag} {name}: no such directory; give a model directory, a hub id, 'demo' or 'demo-moe'"
+            f"{flag} {name}: no such directory; give a model directory, a hub id, or one of {', '.join(DEMOS)}"
         )
     return _download(name, flag, revision, download_dir, weights)
 
 
+def _revision(flag: str) -> str:
+    """The revision flag for ``flag``: --revision for --model-path."""
+    return "--revision" if flag == "--model-path" else flag.replace("path", "revision")
+
+
 def _download(name: str, flag: str, revision: str | None, download_dir: str | None, weights: bool) -> str:
-    # Imported here: a second of start-up that local directories need not pay.
+    # Imported here because it takes a second, which local directories do not need.
     from huggingface_hub import errors, snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():
-        disable_progress_bars()  # in a log file they would be one long line of carriage returns
+        disable_progress_bars()  # in a log file they would be one long line with carriage returns
         print(
             f"Fetching {name} from the hub, unless it is in the download cache", file=sys.stderr, flush=True
         )
@@ -85,7 +90,7 @@ def _download(name: str, flag: str, revision: str | None, download_dir: str | No
         reason = "access to it is restricted; ask for access on its page and set HF_TOKEN"
         raise ConfigError(f"{flag} {name}: {reason}") from error
     except errors.RevisionNotFoundError as error:
-        raise ConfigError(f"{flag} {name}: the repository has no --revision {revision}") from error
+        raise ConfigError(f"{flag} {name}: the repository has no {_revision(flag)} {revision}") from error
     except errors.RepositoryNotFoundError as error:
         reason = "neither a directory here nor a repository on the hub (a private one needs HF_TOKEN)"
         raise ConfigError(f"{flag} {name}: {reason}") from error
@@ -109,14 +114,14 @@ _LFS_POINTER = b"version https://git-lfs"
 CONVERT = (
     "convert them once with transformers: AutoModelForCausalLM.from_pretrained(dir).save_pretrained(new_dir)"
 )
-CONVERT_DRAFT = (  # which transformers has no class for
+CONVERT_DRAFT = (  # transformers has no class for drafts
     'convert them once: python -c "import torch, safetensors.torch as s;'
     " s.save_file(torch.load('pytorch_model.bin', weights_only=True), 'model.safetensors')\""
 )
 
 
 def read_json_object(path: Path) -> dict[str, object]:
-    """The object in ``path``. Raises ``ConfigError`` where the file is unreadable, not JSON, or not an object."""
+    """The JSON object in ``path``. Raises ``ConfigError`` if the file is unreadable, not JSON, or not an object."""
     try:
         value: object = json.loads(path.read_bytes())
     except OSError as error:
@@ -130,12 +135,12 @@ def read_json_object(path: Path) -> dict[str, object]:
 
 
 def read_optional(path: Path) -> dict[str, object]:
-    """Like ``read_json_object``, and empty where there is no such file."""
+    """Like ``read_json_object``, but empty if there is no such file."""
     return read_json_object(path) if path.is_file() else {}
 
 
 def read_model_json(directory: Path) -> dict[str, object]:
-    """``config.json`` of a model directory, with a remedy where it is missing."""
+    """``config.json`` of a model directory. Raises ``ConfigError`` with the remedy if it is missing."""
     if not directory.is_dir():
         raise ConfigError(f"{directory}: no such model directory; give --model-path a directory or a hub id")
     path = directory / "config.json"
@@ -145,7 +150,7 @@ def read_model_json(directory: Path) -> dict[str, object]:
 
 
 def _instead_of_a_model(directory: Path, convert: str = CONVERT) -> str:
-    """What a directory without config.json or without weights is, and the remedy."""
+    """For an error message: what a directory without config.json or without weights seems to be, and the remedy."""
     adapter = directory / "adapter_config.json"
     if adapter.is_file():
         base = read_json_object(adapter).get("base_model_name_or_path") or "its base model"
@@ -169,8 +174,8 @@ def _has(directory: Path, *patterns: str) -> bool:
 
 
 def weight_files(directory: Path, convert: str = CONVERT) -> list[Path]:
-    """The checkpoint's safetensors files, in order. Raises ``ConfigError`` where there are none or one is missing;
-    ``convert`` is the remedy where the weights are there in another format."""
+    """The checkpoint's safetensors files, in order. Raises ``ConfigError`` if there are none or one is missing;
+    ``convert`` is the remedy if the weights are in another format."""
     index = directory / _INDEX
     if index.is_file():
         weight_map = read_json_object(index).get("weight_map")
@@ -186,7 +191,7 @@ def weight_files(directory: Path, convert: str = CONVERT) -> list[Path]:
         return [_no_pointer(directory / name) for name in names]
     if (directory / _SINGLE).is_file():
         return [_no_pointer(directory / _SINGLE)]
-    # Mistral's own format lies beside Hugging Face's in some repositories, under this name.
+    # Some repositories have the weights in Mistral's own format too, in files with this name.
     found = sorted(p for p in directory.glob("*.safetensors") if not p.name.startswith("consolidated"))
     if not found or (directory / "adapter_config.json").is_file():
         raise ConfigError(f"{directory}: {_instead_of_a_model(directory, convert)}")
@@ -194,7 +199,8 @@ def weight_files(directory: Path, convert: str = CONVERT) -> list[Path]:
 
 
 def _no_pointer(path: Path) -> Path:
-    """``path``, if it is not what git leaves of a large file where git-lfs is missing."""
+    """``path``. Raises ``ConfigError`` if it is a git-lfs pointer file, which git leaves in place of a large file if
+    git-lfs is missing."""
     with path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise ConfigError(
@@ -210,7 +216,7 @@ def token_ids(value: object) -> list[int]:
 
 
 def tokenizer_eos_id(directory: Path) -> int | None:
-    """Id of the tokenizer's end-of-sequence token; None where the directory does not tell."""
+    """The id of the tokenizer's end-of-sequence token; None if the directory's files do not say it."""
     config = read_optional(directory / "tokenizer_config.json")
     text = _token_text(config.get("eos_token"))
     if text is None:
@@ -248,7 +254,7 @@ def _find_in_tokenizer_json(tokenizer: Mapping[str, object], text: str) -> int |
 
 
 def tokenizer_vocab(directory: Path) -> dict[str, int] | None:
-    """Token → id of a ``tokenizer.json``, without the tokens added by name; None where there is no such vocabulary."""
+    """The map from tokens to ids in ``tokenizer.json``, without added tokens; None if there is no vocabulary in it."""
     model = read_optional(directory / "tokenizer.json").get("model")
     vocab = model.get("vocab") if isinstance(model, Mapping) else None
     if isinstance(vocab, list):  # Unigram: [piece, score]

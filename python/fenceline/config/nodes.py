@@ -1,4 +1,5 @@
-"""What the servers that several hosts start as one (--nnodes) must have in common, and what they take from node 0."""
+"""Checks that the nodes of one server on several hosts (--nnodes) have the same settings, and copies some from node
+0."""
 
 from __future__ import annotations
 
@@ -8,19 +9,19 @@ from collections.abc import Sequence
 
 from fenceline.config.engine_config import EngineConfig
 
-# Where things are on a host, and what concerns it alone.
+# Settings that may differ between nodes: paths, and settings that concern one host only.
 _OWN = ("host", "port", "node_rank", "random_seed", "api_key", "admin_api_key", "hicache_storage_size")
 _OWN_ENDINGS = ("_path", "_dir")
 
 
 def described(config: EngineConfig) -> bytes:
-    """What a rank tells the others of its configuration."""
+    """The part of a rank's configuration that is compared with that of the other ranks, as JSON."""
     flags = config.public_dict()
     model, hicache = flags["model"], flags["hicache"]
     assert isinstance(model, dict), "the model's configuration is an object"
     flags["model"] = {name: value for name, value in model.items() if not _is_own(name)}
     if isinstance(hicache, dict):
-        hicache.pop("storage")  # a folder, and how much of a file system it may take; its flags are compared
+        hicache.pop("storage")  # it depends on the host's file system; the flags for it are compared
     shared = {
         name: value for name, value in flags.items() if not _is_own(name) and not name.startswith("log_")
     }
@@ -28,9 +29,10 @@ def described(config: EngineConfig) -> bytes:
 
 
 def agreed(config: EngineConfig, all_described: Sequence[bytes]) -> EngineConfig:
-    """``config`` with what node 0 has drawn. ``all_described``: of all ranks, in their order.
+    """``config`` with the values that node 0 has drawn. ``all_described``: the results of ``described`` of all ranks,
+    in their order.
 
-    Raises ``ValueError``, on all ranks the same, naming the first setting in which a node differs from node 0."""
+    Raises ``ValueError``, the same on all ranks, which names the first setting in which a node differs from node 0."""
     _, seed, first = json.loads(all_described[0])
     for data in all_described[1:]:
         node, _, other = json.loads(data)

@@ -1,9 +1,9 @@
-"""Files and folders that belong to this user alone, opened so that another user's entry is never used in their place.
+"""Opens files and folders that belong only to this user, so that an entry made by another user is never used instead.
 
-Every user can write to a temporary folder. Whoever guesses a name there can put a symbolic link, a FIFO or a folder of
-their own in its place first. So nothing is judged by its path: an entry is opened without following a link and without
-waiting for the other end of a pipe, and what was opened is judged by its descriptor. In a folder that is ours and that
-others cannot write to, every name is ours from then on.
+Every user can write to a temporary folder. A user who guesses a name there can make a symbolic link, a FIFO or a folder
+with this name first. So checks of the path are not enough: an entry is opened without following a link and without
+waiting for the other end of a pipe, and then its descriptor is checked. In a folder that belongs to us and to which
+others cannot write, all entries are ours.
 """
 
 from __future__ import annotations
@@ -27,35 +27,36 @@ _KINDS = (
 
 
 class ForeignEntryError(OSError):
-    """A name is taken by what is not ours, or what others may change. ``strerror`` says what it is."""
+    """An entry with this name is not ours, or others may change it. ``strerror`` says what it is."""
 
     def __init__(self, path: str, what: str) -> None:
         super().__init__(errno.EPERM, what, path)
 
 
 def open_file(path: str, flags: int, dir_fd: int | None = None) -> int:
-    """A descriptor of the regular file at ``path`` (relative to ``dir_fd``); ``O_CREAT`` makes one for us alone.
+    """A descriptor of the regular file at ``path`` (relative to ``dir_fd``). With ``O_CREAT`` a missing file is made,
+    which only this user can access.
 
-    Raises :class:`ForeignEntryError` for anything else of that name, and ``OSError``."""
+    Raises :class:`ForeignEntryError` for anything else with that name, and ``OSError``."""
     return _open(path, flags, dir_fd, foreign_file)
 
 
 def open_folder(path: str, dir_fd: int | None = None) -> int:
-    """A descriptor of the folder at ``path`` (relative to ``dir_fd``), to look names up in.
+    """A descriptor of the folder at ``path`` (relative to ``dir_fd``), in which names can be looked up.
 
-    Raises :class:`ForeignEntryError` for anything else of that name, and ``OSError``."""
+    Raises :class:`ForeignEntryError` for anything else with that name, and ``OSError``."""
     return _open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd, foreign_folder)
 
 
 def make_folder(path: str, dir_fd: int | None = None) -> int:
-    """The same; where nothing has the name, a folder for us alone is made."""
+    """Like :func:`open_folder`, but a missing folder is made, which only this user can access."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700, dir_fd=dir_fd)
     return open_folder(path, dir_fd)
 
 
 def make_private_folder(path: str) -> int:
-    """The same for an absolute path; missing folders above it are made as the user's settings have them."""
+    """Like :func:`make_folder` for an absolute path. Missing parent folders are made with the user's default mode."""
     above = os.path.dirname(path)
     try:
         os.makedirs(above, exist_ok=True)
@@ -65,7 +66,7 @@ def make_private_folder(path: str) -> int:
 
 
 def why_unusable(path: str, error: OSError) -> str:
-    """What keeps :func:`make_private_folder` from its folder, and the remedy, in one line."""
+    """Why :func:`make_private_folder` has failed with ``error``, and the remedy, in one line."""
     what = error.strerror or str(error)
     if not isinstance(error, ForeignEntryError):
         return f"cannot be written ({what}); name another directory"
@@ -79,15 +80,15 @@ def why_unusable(path: str, error: OSError) -> str:
 
 
 def foreign_file(status: os.stat_result) -> str | None:
-    """What an entry is if it is not a regular file that we alone can write to, under this one name."""
+    """What is wrong with an entry; None if it is a regular file with one name to which only we can write."""
     if not stat.S_ISREG(status.st_mode):
         return _kind(status)
-    # Writing to it would change the file behind the other name too, as with a symbolic link.
+    # Writing to such a file would also change the file under its other name, as with a symbolic link.
     return "has a second name (a hard link)" if status.st_nlink > 1 else _shared(status)
 
 
 def foreign_folder(status: os.stat_result) -> str | None:
-    """What an entry is if it is not a directory that we alone can write to."""
+    """What is wrong with an entry; None if it is a directory to which only we can write."""
     return _shared(status) if stat.S_ISDIR(status.st_mode) else _kind(status)
 
 
@@ -110,7 +111,7 @@ def _open(
         fd = os.open(path, flags | _NOTHING_FOREIGN, 0o600, dir_fd=dir_fd)
     except FileNotFoundError:
         raise
-    except OSError as error:  # say what could not be opened: a link, a socket, another user's file
+    except OSError as error:  # say what it is that could not be opened: a link, a socket, another user's file
         try:
             what = objection(os.stat(path, dir_fd=dir_fd, follow_symlinks=False))
         except OSError:

@@ -1,13 +1,14 @@
-"""QuantConfig: the number format of a checkpoint's linear layers, read from its quantization_config, or made on-line.
+"""QuantConfig: the number format of linear layers, from a checkpoint's quantization_config or made while loading.
 
-The sources of the published formats: Hugging Face transformers (fp8, awq, gptq) and the package compressed-tensors.
+The published formats are defined by Hugging Face transformers (fp8, awq, gptq) and the package compressed-tensors.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,36 +16,36 @@ from fenceline.config import ConfigError
 from fenceline.config.model_files import read_json_object
 
 ON_LINE = ("fp8", "int4")  # what --quantization makes of plain weights
+ON_LINE_METHOD = "on-line"
 CHECKPOINT_METHODS = ("fp8", "compressed-tensors", "awq", "gptq")
 INT4_GROUPS = (32, 64, 128)
-FP8_BLOCK = 128  # rows and columns of a block with a scale of its own
-_LINEARS = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-)
+MXFP4_GROUP = 32  # this many numbers of a row share an exponent
+FP8_BLOCK = 128  # rows and columns of a block that has one scale
+# Matrices that some checkpoints store fused, and their parts.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantConfig:
-    """The format of all linear layers of a model; embeddings, the head and norms stay in the model's dtype.
+    """The number format of a model's linear layers. Embeddings, the head, norms and the linear layers for which
+    ``leaves_plain`` is true stay in the model's dtype.
 
-    ``method`` says how the tensors are called and packed: ``fp8``, ``compressed-tensors``, ``awq``, ``gptq``, or
-    ``on-line``, where the checkpoint is plain and its matrices are rounded while they are loaded. ``kind`` is the
-    format inside: ``fp8`` is E4M3, ``int4`` whole numbers of four bits.
+    ``method`` says how the tensors are named and packed: ``fp8``, ``compressed-tensors``, ``awq`` or ``gptq``. With
+    ``on-line`` the checkpoint is plain, and its matrices are rounded while they are loaded. ``kind`` is the type of the
+    numbers: ``fp8`` is E4M3, ``int4`` integers of four bits, and ``mxfp4`` E2M1, which only experts have.
 
-    Of fp8, ``scales``: one for each ``tensor``, output ``channel`` or ``block`` of 128 x 128. ``static_input``: the
-    checkpoint has a scale for the input of each layer; otherwise a kernel that multiplies in fp8 measures its input.
+    For fp8, ``scales`` says for what there is one scale: each ``tensor``, output ``channel`` or ``block`` of 128 x 128.
+    ``static_input``: the checkpoint has a scale for the input of each layer; otherwise a kernel that multiplies in fp8
+    computes scales from its input.
 
-    Of int4, ``group_size`` numbers along a row have one scale and one zero point. ``has_zeros``: a compressed-tensors
-    checkpoint stores zero points; otherwise they are 8. ``zero_offset`` is added to those of gptq.
+    For int4, ``group_size`` numbers along a row share a scale and a zero point. ``has_zeros``: a compressed-tensors
+    checkpoint stores zero points; otherwise they are 8. ``zero_offset`` is added to the zero points of gptq.
 
     ``has_kv_scales``: the checkpoint has a scale for the keys and one for the values of each layer, for a KV cache in
     FP8.
+
+    ``plain`` lists the modules that the checkpoint leaves unquantised. ``only``, if it is not empty, lists those that
+    are quantised: the others are plain.
     """
 
     method: str
@@ -55,10 +56,18 @@ class QuantConfig:
     has_zeros: bool = False
     zero_offset: int = 0
     has_kv_scales: bool = False
+    plain: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+
+    def leaves_plain(self, module: str) -> bool:
+        """Whether the linear layer ``module`` (such as ``model.layers.0.mlp.up_proj``) is not quantised. The entries of
+        the lists are names or parts of names that consist of whole components, in which ``*`` stands for anything, or
+        regular expressions after ``re:``, which must match from the beginning of the name on."""
+        return _lists(self.plain, module) or bool(self.only and not _lists(self.only, module))
 
     def on_line(self) -> QuantConfig:
-        """The same format made from plain weights, as dummy ones are."""
-        return dataclasses.replace(self, method="on-line", static_input=False, has_kv_scales=False)
+        """The same format, made from plain weights, which dummy weights are."""
+        return dataclasses.replace(self, method=ON_LINE_METHOD, static_input=False, has_kv_scales=False)
 
 
 def read_quantization(
@@ -89,26 +98,26 @@ def read_quantization(
         raise ConfigError(
             f"--quantization {asked}: the checkpoint is quantised already ({name}); leave it out"
         )
-    config, ignored = reader(name, fields)
-    _check_ignored(name, ignored)
-    return dataclasses.replace(config, has_kv_scales=_has_kv_scales(name, fields))
+    config, plain = reader(name, fields)
+    _check_patterns(name, plain)
+    return dataclasses.replace(config, plain=tuple(plain), has_kv_scales=_has_kv_scales(name, fields))
 
 
-def is_mxfp4(hf: Mapping[str, object], asked: str | None) -> bool:
-    """Whether config.json says that the experts are MXFP4, and nothing else. Raises ``ConfigError`` where ``asked``,
-    --quantization, says otherwise."""
+def read_mxfp4(hf: Mapping[str, object], asked: str | None) -> QuantConfig | None:
+    """The format of the experts where config.json says that they are MXFP4, and nothing else is. Raises
+    ``ConfigError`` where ``asked``, --quantization, says otherwise."""
     entry = hf.get("quantization_config")
     if not isinstance(entry, Mapping) or entry.get("quant_method") != "mxfp4":
-        return False
+        return None
     if asked not in (None, "mxfp4"):
         raise ConfigError(
             f"--quantization {asked}: the checkpoint is quantised already (mxfp4); leave it out"
         )
-    return True
+    return QuantConfig(method="mxfp4", kind="mxfp4", group_size=MXFP4_GROUP)
 
 
 def _on_line(kind: str) -> QuantConfig:
-    return QuantConfig(method="on-line", kind=kind)
+    return QuantConfig(method=ON_LINE_METHOD, kind=kind)
 
 
 def _stated(hf: Mapping[str, object], directory: Path) -> tuple[str | None, Mapping[str, object]]:
@@ -232,9 +241,12 @@ def _read_awq(name: str, fields: Mapping[str, object]) -> tuple[QuantConfig, lis
 
 def _read_gptq(name: str, fields: Mapping[str, object]) -> tuple[QuantConfig, list[str]]:
     _check_bits(name, fields)
-    if fields.get("desc_act") or fields.get("dynamic"):
+    entry = fields.get("dynamic")
+    dynamic = [str(key) for key in entry] if isinstance(entry, Mapping) else []
+    if fields.get("desc_act") or any(not key.startswith("-:") for key in dynamic):
         raise _refusal(
-            name, "in the order of activations (desc_act) or layer by layer (dynamic), which is not supported"
+            name,
+            "in the order of activations (desc_act) or in several ways (dynamic), which is not supported",
         )
     packing = fields.get("checkpoint_format", "gptq")
     if packing not in ("gptq", "gptq_v2"):
@@ -242,7 +254,13 @@ def _read_gptq(name: str, fields: Mapping[str, object]) -> tuple[QuantConfig, li
     if fields.get("lm_head"):
         raise _refusal(name, "with its head, which must be plain")
     offset = int(packing == "gptq")  # the first version stores a zero point less one
-    return QuantConfig(method=name, kind="int4", group_size=_group_size(name, fields), zero_offset=offset), []
+    blocks = fields.get("modules_in_block_to_quantize")
+    only = [module for block in blocks for module in _strings(block)] if isinstance(blocks, Sequence) else []
+    config = QuantConfig(
+        method=name, kind="int4", group_size=_group_size(name, fields), zero_offset=offset, only=tuple(only)
+    )
+    left_out = [f"re:{key.removeprefix('-:')}" for key in dynamic]
+    return config, left_out + _strings(fields.get("modules_to_not_convert"))
 
 
 def _compressed_fp8(name: str, weights: Mapping[str, object], inputs: object) -> QuantConfig:
@@ -257,22 +275,52 @@ def _compressed_fp8(name: str, weights: Mapping[str, object], inputs: object) ->
     return QuantConfig(method=name, kind="fp8", scales=str(strategy), static_input=static)
 
 
-def _check_ignored(name: str, ignored: Sequence[str]) -> None:
-    """Refuse a checkpoint whose ``ignored`` modules are linear layers: all of them have one format here."""
-    layers = [f"model.layers.{index}.{part}" for index in range(_MOST_LAYERS) for part in _LINEARS]
-    for pattern in ignored:
+def _check_patterns(name: str, listed: Sequence[str]) -> None:
+    for pattern in listed:
         try:
-            plain = next((layer for layer in layers if _matches(pattern, layer)), None)
+            _parsed((pattern,))
         except re.error as error:
-            raise _refusal(name, f"with an ignored module {pattern!r} that is no pattern ({error})") from None
-        if plain is not None:
-            raise _refusal(name, f"except {plain} ({pattern}); all layers or none are supported")
+            raise _refusal(name, f"except {pattern!r}, which is no regular expression ({error})") from None
 
 
-_MOST_LAYERS = 128
+def _lists(listed: tuple[str, ...], module: str) -> bool:
+    names, patterns = _parsed(listed)
+    if not names.isdisjoint(_runs(module)) or _match(patterns, module):
+        return True
+    parent, _, last = module.rpartition(".")
+    fused = next((fused for fused, parts in FUSED.items() if last in parts), None)
+    if fused is None:
+        return False
+    whole, parts = f"{parent}.{fused}", [f"{parent}.{part}" for part in FUSED[fused]]
+    if not names.isdisjoint(_runs(whole)):
+        return True
+    # A pattern that names a part, as .*v_proj does, matches .qkv_proj by chance.
+    return any(
+        _match([pattern], whole) and not any(_match([pattern], part) for part in parts)
+        for pattern in patterns
+    )
 
 
-def _matches(pattern: str, module: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), module) is not None
-    return f".{pattern}." in f".{module}."
+def _match(patterns: Sequence[re.Pattern[str]], module: str) -> bool:
+    """Whether one matches ``module``, or one of the names that it has in a model that sees images too."""
+    names = (module, f"language_model.{module}", module.replace("model.", "model.language_model.", 1))
+    return any(pattern.match(name) for pattern in patterns for name in names)
+
+
+@functools.cache
+def _parsed(listed: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
+    patterns = [entry.removeprefix("re:") for entry in listed if entry.startswith("re:")]
+    with_stars = [entry for entry in listed if "*" in entry and not entry.startswith("re:")]
+    patterns += [re.escape(entry).replace(r"\*", ".*") + r"(\.|$)" for entry in with_stars]
+    names = {entry for entry in listed if not entry.startswith("re:")}.difference(with_stars)
+    of_text = frozenset(name.replace("language_model.", "", 1) for name in names)
+    return of_text, tuple(re.compile(pattern) for pattern in patterns)
+
+
+def _runs(module: str) -> Iterator[str]:
+    """All runs of adjacent components of a dotted name. Looking them up takes no longer for a list of hundreds of
+    modules, as a mixture of experts has it."""
+    parts = module.split(".")
+    for start in range(len(parts)):
+        for end in range(start + 1, len(parts) + 1):
+            yield ".".join(parts[start:end])

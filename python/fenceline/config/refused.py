@@ -1,8 +1,9 @@
-"""Flags of the field that this server does not have (yet): each is refused with one line that says what to do.
+"""Flags of SGLang and other servers that this server does not have (yet). Each is refused with one line that says what
+to do.
 
-A flag leaves this table in the commit that makes it work. ``neutral`` values ask for what happens anyway and are
-accepted; ``ANY`` means that every use of the flag does. ``ELSEWHERE`` is for people who come from another server: what
-its flags are called here.
+The commit that makes a flag work removes it here. ``neutral`` values ask for what happens anyway and are accepted;
+``ANY`` means that all values are neutral. ``ELSEWHERE`` names what to use instead of flags of vLLM, Text Generation
+Inference and llama.cpp.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Refusal:
 
 
 def complaints(given: Sequence[tuple[str, Sequence[str]]], refused: Mapping[str, Refusal]) -> str | None:
-    """One line against the ``given`` flags and their words, or None if every use is neutral."""
+    """One line that refuses ``given``, flags with their words; None if every use is neutral."""
     by_remedy: dict[str, list[str]] = {}
     for option, words in given:
         refusal, value = refused[option], " ".join(words)
@@ -52,9 +53,33 @@ REFUSED: Mapping[str, Refusal] = {
         "each setting has its flag: use --hicache-storage-dir, --hicache-storage-size and"
         " --hicache-storage-prefetch-timeout"
     ),
+    "--speculative-attention-mode": Refusal(
+        "drafts are verified by the decode backend, which reads a few rows of each request: leave it out",
+        ("decode",),
+    ),
+    "--speculative-token-map": Refusal(
+        "a draft proposes from the vocabulary that its checkpoint has: leave it out, or use an EAGLE-3 draft, whose"
+        " head may know a part of it"
+    ),
     **_same(
-        "--speculative-token-map --speculative-attention-mode",
-        Refusal("speculation has no such choice yet: leave it out"),
+        "--speculative-accept-threshold-single --speculative-accept-threshold-acc",
+        Refusal(
+            "a draft counts where the model draws it too, so that no answer changes: leave it out",
+            ("1.0", "1"),
+        ),
+    ),
+    **_same(
+        "--speculative-draft-model-quantization --speculative-draft-load-format --speculative-moe-runner-backend"
+        " --speculative-moe-a2a-backend",
+        Refusal("a draft has its checkpoint's format and the model's kernels: leave it out"),
+    ),
+    **_same(
+        "--speculative-ngram-min-match-window-size --speculative-ngram-max-match-window-size"
+        " --speculative-ngram-min-bfs-breadth --speculative-ngram-max-bfs-breadth --speculative-ngram-match-type"
+        " --speculative-ngram-branch-length --speculative-ngram-capacity",
+        Refusal(
+            "there is no look-up of earlier text: leave it out, use --speculative-algorithm STANDALONE or EAGLE3"
+        ),
     ),
     "--speculative-adaptive-config": Refusal(
         "--speculative-adaptive chooses by what it measures, none to --speculative-num-steps: leave it out"
@@ -80,6 +105,7 @@ REFUSED: Mapping[str, Refusal] = {
     "--sleep-on-idle": Refusal("", ANY),
     "--disable-hicache-numa-detect": Refusal("", ANY),
     "--skip-server-warmup": Refusal("", ANY),
+    "--enable-multi-layer-eagle": Refusal("", ANY),
 }
 
 _GRAPHS = "graphs do not depend on the length: leave it out"

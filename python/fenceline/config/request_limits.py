@@ -1,15 +1,15 @@
 """How much one request may ask for. docs/api.md lists these figures.
 
-Ordinary requests stay far below them. They are there because one request must never stop the others: what a request
-may contain bounds what it costs to parse it, to check it and to carry it between the processes. The length of a prompt
-is limited by the context length, not here.
+Ordinary requests stay far below these limits. They exist because one request must never stop the others: they bound the
+cost of parsing a request, checking it and sending it between the processes. The length of a prompt is limited by the
+context length, not here.
 """
 
 from __future__ import annotations
 
 MAX_REQUESTS = 4096  # of one body: prompts times n; texts of /tokenize, lists of /detokenize
 MAX_SAMPLES = 128  # n
-# Of one body, or the context length if that is larger.
+# Limits of one body; the context length holds instead if it is larger.
 MAX_BODY_TOKENS = 4 << 20  # in all prompts, counted once for each sample
 MAX_TOKENIZE_TOKENS = 1 << 20  # in all texts of /tokenize, or all lists of /detokenize
 # Logprobs of all prompts and samples of a body: positions times (1 + top_logprobs_num + token_ids_logprob).
@@ -25,11 +25,11 @@ MAX_MESSAGES = 4096  # of a conversation; and of their parts, all together
 MAX_TEXT_CHARS = 16 << 20  # of one text: building it, and freeing it, stops all threads of a process
 MAX_UNBROKEN_CHARS = 1 << 18  # of a text without space or punctuation after a letter or digit
 MAX_RID_BYTES = 256  # ids of past requests are kept for a while, by the ten thousand
-# No prompt is taken that has more of them for each token of the context, where the tokenizer does not say more exactly
-# how many characters a token may stand for at most.
+# A prompt may have at most this many characters for each token of the context, unless the tokenizer says how many
+# characters its longest token has.
 PRESUMED_TOKEN_CHARS = 1024
 
-# Of one request. They travel with each of a body's prompts and samples.
+# Limits of one request. These values are sent with each of a body's prompts and samples.
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 4096  # of all its stop strings together
 MAX_STOP_TOKEN_IDS = 1024

@@ -1,8 +1,8 @@
 """ServerArgs: every flag of the server, with SGLang's names wherever SGLang has the flag.
 
 The class's fields are the single place where a flag is declared: the command line, YAML files, keyword arguments
-of ``fenceline.Engine`` and ``docs/server_arguments.md`` all come from here. Values are as the user gave them; what
-follows from them on this machine is in ``EngineConfig``.
+of ``fenceline.Engine`` and ``docs/server_arguments.md`` all use these declarations. Values are as the user gave them;
+the settings that follow from them on this machine are in ``EngineConfig``.
 """
 
 from __future__ import annotations
@@ -46,24 +46,25 @@ _registered_kinds: set[str] = set()
 
 
 def register_kind(kind: str) -> None:
-    """Let the configuration name ``kind`` as a device. Limits that depend on the device are the CPU's."""
+    """Allow ``kind`` as a device in the configuration. Its limits are those of the CPU."""
     _registered_kinds.add(kind)
 
 
 def is_registered(kind: object) -> bool:
-    """Whether ``kind`` is a device that :func:`register_kind` was told about."""
+    """Whether ``kind`` was registered by :func:`register_kind`."""
     return kind in _registered_kinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerArgs:
-    """What the user asked for. None means that ``EngineConfig`` says what is chosen."""
+    """The flags as the user gave them. None means that the value is chosen in ``EngineConfig``."""
 
     # Model and tokenizer
     model_path: str = flag(
         "",
         "The model: a directory in Hugging Face format, a hub id such as Qwen/Qwen3-0.6B, or 'demo' for the model "
-        "that ships with the package ('demo-moe': a small mixture of experts). Required.",
+        "that ships with the package ('demo-moe': a small mixture of experts, 'demo-tools': one that calls a "
+        "calculator). Required.",
         group=_MODEL,
         aliases=("--model",),
     )
@@ -184,7 +185,7 @@ class ServerArgs:
     cors_allowed_origins: tuple[str, ...] | None = flag(
         None,
         "The web sites whose pages may use this server from a browser, as in --cors-allowed-origins "
-        "https://chat.example.org http://localhost:3000, or * for all of them. Unless given, browsers let none.",
+        "https://chat.example.org http://localhost:3000, or * for all of them. Unless given, browsers allow none.",
         group=_HTTP,
         metavar="ORIGIN",
     )
@@ -195,8 +196,8 @@ class ServerArgs:
     )
     max_queued_requests: int | None = flag(
         None,
-        "Most requests that may wait; what comes on top is answered with 503 (with --enable-priority-scheduling the "
-        "waiting request of the lowest priority is). Unlimited unless given.",
+        "Most requests that may wait. Further requests are answered with 503; with --enable-priority-scheduling, "
+        "instead of them, waiting requests of the lowest priority are. Unlimited unless given.",
         group=_HTTP,
     )
     req_waiting_timeout: float | None = flag(
@@ -251,7 +252,8 @@ class ServerArgs:
         None,
         "Most prompt tokens of one prefill step, a multiple of --page-size; longer prompts take several steps. While "
         "requests decode, a decode step follows at the latest after 16 such steps on a GPU, after one on a CPU: a "
-        "smaller size shortens the pauses. -1 turns chunking off. 8192 on a GPU, 128 on a CPU unless given.",
+        "smaller size shortens the pauses. On a CPU steps behind a long prefix, to which attention takes longer, have "
+        "fewer. -1 turns chunking off. 8192 on a GPU, 128 on a CPU unless given.",
         group=_MEMORY,
     )
     max_prefill_tokens: int | None = flag(
@@ -358,7 +360,7 @@ class ServerArgs:
     )
     retract_policy: RetractPolicy = flag(
         "recompute",
-        "What becomes of the KV of a request that is retracted for lack of memory: recompute drops what the prefix "
+        "What happens to the KV of a request that is retracted for lack of memory: recompute drops what the prefix "
         "cache cannot keep, offload copies it to the host and back.",
         group=_HICACHE,
     )
@@ -411,7 +413,7 @@ class ServerArgs:
         None,
         "What proposes tokens that the model then verifies several at a time; no answer changes by it: a small layer "
         "that reads the model's hidden states (EAGLE, EAGLE3), layers in the model's own checkpoint (NEXTN), or a "
-        "small model with the same vocabulary (STANDALONE). On a CPU so far.",
+        "small model with the same vocabulary (STANDALONE).",
         group=_SPECULATION,
         choices=tuple(algorithm.value for algorithm in SpeculativeAlgorithm),
         refused={
@@ -432,13 +434,13 @@ class ServerArgs:
     )
     speculative_num_steps: int | None = flag(
         None,
-        "Tokens that the draft proposes in a step, 1 to 15; 3 unless given, and with NEXTN where each step has a "
-        "layer of its own as many as there are, the most too.",
+        "Tokens that the draft proposes in a step, 1 to 15; 3 unless given. With NEXTN and several layers, each "
+        "computes one step, and their number is both the default and the limit.",
         group=_SPECULATION,
     )
     speculative_eagle_topk: int | None = flag(
         None,
-        "How many tokens the draft proposes in each place: 1 unless given, a chain; a tree where there are more.",
+        "How many tokens the draft proposes for each place: 1 (unless given) makes a chain, more make a tree.",
         group=_SPECULATION,
     )
     speculative_num_draft_tokens: int | None = flag(
@@ -456,7 +458,7 @@ class ServerArgs:
     )
     speculative_draft_attention_backend: str | None = flag(
         None,
-        "Attention of the draft's layers, where it is not to be the model's: triton or torch.",
+        "The attention backend of the draft's layers, if it should differ from the model's: triton or torch.",
         group=_SPECULATION,
         choices=("triton", "torch"),
         refused={
@@ -482,7 +484,7 @@ class ServerArgs:
     tp_size: int = flag(
         1,
         "Ranks that compute the model together, each a process with a part of every layer and of the KV cache (tensor "
-        "parallelism). It must divide the attention heads. On a CPU so far.",
+        "parallelism). It must divide the attention heads. Each rank has a GPU of its own.",
         group=_RUNTIME,
         aliases=("--tensor-parallel-size", "--tp"),
     )
@@ -525,22 +527,22 @@ class ServerArgs:
     attention_backend: str | None = flag(
         None,
         "The attention kernels of prefill and decode: triton our own, flashinfer and fa3 those of the packages of that "
-        "name, torch the reference in plain torch and the only one on a CPU. auto, as without the flag: whichever of "
-        "those installed measures best on this GPU.",
+        "name, torch the reference in plain torch and the only one on a CPU. auto, the default, measures those that "
+        "are installed and takes the fastest on this GPU.",
         group=_RUNTIME,
         choices=_BACKENDS,
         refused=_REFUSED_BACKENDS,
     )
     prefill_attention_backend: str | None = flag(
         None,
-        "The attention kernels of prefill, where they are to differ from --attention-backend.",
+        "The attention kernels of prefill, if they should differ from --attention-backend.",
         group=_RUNTIME,
         choices=_BACKENDS,
         refused=_REFUSED_BACKENDS,
     )
     decode_attention_backend: str | None = flag(
         None,
-        "The attention kernels of decode, where they are to differ from --attention-backend.",
+        "The attention kernels of decode, if they should differ from --attention-backend.",
         group=_RUNTIME,
         choices=_BACKENDS,
         refused=_REFUSED_BACKENDS,
@@ -581,9 +583,9 @@ class ServerArgs:
     )
     piecewise_cuda_graph_max_tokens: int | None = flag(
         None,
-        "Prefill steps of up to so many tokens replay graphs of the kernels between their attention calls; larger ones "
-        "keep the GPU busy for longer than launching them takes. Unless given, it depends on the model's width and is "
-        "at most 2048.",
+        "Prefill steps of up to this many tokens replay graphs of the kernels between their attention calls; larger "
+        "ones keep the GPU busy for longer than launching them takes. Unless given, it depends on the model's width "
+        "and is at most 2048.",
         group=_RUNTIME,
     )
     piecewise_cuda_graph_tokens: tuple[int, ...] | None = flag(
@@ -650,9 +652,19 @@ class ServerArgs:
     reasoning_parser: str | None = flag(
         None,
         "The model family whose tags mark the thinking of a reasoning model, which answers then carry in "
-        "reasoning_content.",
+        "reasoning_content. Default: gpt-oss where the chat template shows its form, else none.",
         group=_API,
-        choices=("deepseek-r1", "deepseek-v3", "glm45", "mimo", "minimax", "qwen3", "qwen3-thinking"),
+        choices=(
+            "deepseek-r1",
+            "deepseek-v3",
+            "glm45",
+            "gpt-oss",
+            "mimo",
+            "minimax",
+            "qwen3",
+            "qwen3-thinking",
+            "seed_oss",
+        ),
     )
     tool_call_parser: str | None = flag(
         None,
@@ -662,6 +674,7 @@ class ServerArgs:
         choices=(
             "qwen25",
             "qwen3_coder",
+            "seed_oss",
             "llama3",
             "mistral",
             "pythonic",
@@ -669,6 +682,8 @@ class ServerArgs:
             "deepseekv31",
             "glm45",
             "minimax-m2",
+            "gpt-oss",
+            "granite",
             "hermes",
         ),
     )
@@ -724,7 +739,7 @@ class ServerArgs:
     )
     decode_log_interval: int = flag(
         40,
-        "Log a line of figures every so many decode steps.",
+        "Log a line of figures each time this many decode steps have run.",
         group=_LOGGING,
     )
     enable_metrics: bool = flag(
@@ -748,7 +763,7 @@ class ServerArgs:
     )
     flight_recorder_dir: str | None = flag(
         None,
-        "Where those files are written; a folder below the system's temporary one unless given.",
+        "The folder for the files of the flight recorder; one below the system's temporary folder unless given.",
         group=_LOGGING,
         metavar="DIR",
     )
@@ -767,10 +782,10 @@ class ServerArgs:
 
     @classmethod
     def from_kwargs(cls, values: Mapping[str, object]) -> ServerArgs:
-        """Keyword arguments (``fenceline.Engine(**values)``) as flags, judged like a command line.
+        """Keyword arguments (``fenceline.Engine(**values)``) as flags, checked like a command line.
 
-        ``device`` may also be a registered kind (see memory_order.register_device), which the command line does
-        not know. Raises ConfigError for unknown or refused names and values of the wrong type.
+        ``device`` may also be a registered kind (see memory_order.register_device), which the command line does not
+        accept. Raises ConfigError for unknown or refused names and for values of the wrong type.
         """
         known = {
             name: value for name, value in values.items() if name != "device" or not is_registered(value)
@@ -789,6 +804,6 @@ def parse_args(argv: Sequence[str], prog: str = "python -m fenceline.launch_serv
 
 
 def exit_with(error: ConfigError, prog: str) -> NoReturn:
-    """End the process as command lines do for a wrong flag: one line on stderr, status 2."""
+    """End the process with one line on stderr and status 2, as is usual for a wrong flag."""
     print(f"{prog}: error: {error}", file=sys.stderr)
     sys.exit(2)

@@ -1,8 +1,8 @@
-"""The process that compiles grammars, each in a child of its own with limits on time and memory.
+"""The process that compiles grammars, each in a separate child process with limits on time and memory.
 
 A compiler cannot be stopped from inside, and a schema of a few hundred bytes can keep it busy for minutes. This
-process loads the library and the vocabulary once, and forks for every grammar; what a child does not give back within
-its limits is refused. Others meanwhile have children of their own.
+process loads the library and the vocabulary once, and forks a child for every grammar. If the child does not return the
+grammar within its limits, the grammar is refused. Several children can run at the same time.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 MAX_CPU_S = 5
 SHORT_CPU_S = 0.25  # of a first attempt
-MAX_WALL_S = 30.0  # where cores are few, or the machine is busy
-MAX_MEMORY_BYTES = 1 << 30  # beyond what the process has that it is forked from
+MAX_WALL_S = 30.0  # more than MAX_CPU_S, because the machine may be busy
+MAX_MEMORY_BYTES = 1 << 30  # more than the process has from which the child is forked
 _NICENESS = 5
 _READ_BYTES = 1 << 20
 
@@ -43,9 +43,9 @@ class CompileJob(msgspec.Struct, frozen=True):
 
 
 class Compiled(msgspec.Struct, frozen=True):
-    """What has come of a job: the grammar, or why there is none. The first of a process has ``id`` 0 and the
-    vocabulary. ``is_refused``: the error is the grammar's, whenever it is compiled. ``is_given_up``: a short job has
-    taken too long, and nothing is known."""
+    """The result of a job: the grammar, or why there is none. The first result of a process has ``id`` 0 and the
+    vocabulary. ``is_refused``: the grammar itself causes the error, so that another attempt would fail too.
+    ``is_given_up``: a short job has taken too long; whether the grammar compiles is not known."""
 
     id: int
     data: bytes = b""
@@ -73,7 +73,7 @@ class _Child:
 
 
 def serve(connection: Connection, source: VocabularySource, num_children: int) -> None:
-    """The process's entry: load, say so with the vocabulary, and compile until the other end is closed."""
+    """The process's main function: load the library, send the vocabulary, and compile until the other end is closed."""
     os.nice(_NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
@@ -109,10 +109,10 @@ class _Server:
         self._children: dict[int, _Child] = {}  # by file
 
     def run(self) -> None:
-        """Until the other end is closed."""
+        """Compile the jobs that come until the other end is closed, then kill all children."""
         decoder = msgspec.msgpack.Decoder(CompileJob)
         while True:
-            for ready in wait([self._connection, *self._children], self._patience()):
+            for ready in wait([self._connection, *self._children], self._timeout_s()):
                 if ready is self._connection:
                     try:
                         self._jobs.append(decoder.decode(self._connection.recv_bytes()))
@@ -129,7 +129,7 @@ class _Server:
             while self._jobs and len(self._children) < self._num_children:
                 self._start(self._jobs.popleft())
 
-    def _patience(self) -> float | None:
+    def _timeout_s(self) -> float | None:
         if not self._children:
             return None
         return max(min(child.deadline for child in self._children.values()) - time.monotonic(), 0.05)
@@ -163,35 +163,35 @@ def _result(child: _Child, status: int) -> Compiled:
         return msgspec.structs.replace(made, id=child.id)
     if status == -signal.SIGPROF:
         return Compiled(child.id, is_given_up=True)
-    smaller = "make it or its lengths smaller, or nest it less deep"
+    smaller = "make it or its lengths smaller, or nest it less deeply"
     if status == -signal.SIGXCPU:
         return Compiled(
             child.id, error=f"it takes more than {MAX_CPU_S} s to compile: {smaller}", is_refused=True
         )
-    if status == -signal.SIGKILL:  # by us, or by the system for want of memory
+    if status == -signal.SIGKILL:  # by us, or by the system because memory is short
         reason = f"it was not compiled within {MAX_WALL_S:g} s, or memory is short: try again later"
         return Compiled(child.id, error=reason)
-    # The memory is a child's own, so it is the grammar that takes it, and the next attempt would end in the same way.
+    # The limit on memory is for this child alone, so the grammar itself needs too much, and would the next time too.
     reason = f"the compiler failed, or needs more than {MAX_MEMORY_BYTES >> 20} MiB: {smaller}"
     return Compiled(child.id, error=reason, is_refused=True)
 
 
 def _compile_and_write(work: Callable[[CompileJob], bytes], job: CompileJob, file: int, memory: int) -> None:
-    """A child's whole life."""
+    """What a child does: compile ``job`` within its limits, write the result to ``file`` and exit."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S + 1))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     if job.is_short:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, SHORT_CPU_S)
-    quiet = os.open(os.devnull, os.O_WRONLY)  # the library warns of what is refused
+    quiet = os.open(os.devnull, os.O_WRONLY)  # the library prints warnings about what is refused
     os.dup2(quiet, sys.stderr.fileno())
     try:
         made = Compiled(job.id, work(job))
     except ValueError as error:
         made = Compiled(job.id, error=str(error) or "the compiler gives no reason", is_refused=True)
     except RecursionError:
-        made = Compiled(job.id, error="it is nested too deep", is_refused=True)
+        made = Compiled(job.id, error="it is nested too deeply", is_refused=True)
     except MemoryError:
         os._exit(1)
     left = memoryview(msgspec.msgpack.encode(made))

@@ -1,10 +1,10 @@
 """JSON schemas as the grammar library enforces them.
 
 xgrammar takes most schemas, and silently leaves out what it does not enforce: ``not``, ``if``, ``uniqueItems``, a
-``minimum`` beside a ``$ref``, and more. An answer would then not follow its schema and nobody would know. So a schema
+``minimum`` beside a ``$ref``, and more. An answer would then not follow its schema without any sign of it. So a schema
 is rewritten here with the keywords that are enforced, in the combinations in which they are, and anything else that
-asserts something is refused with its place and the reason. What only describes is left out, as are words that are no
-keywords of JSON Schema.
+asserts something is refused with its place and the reason. Keywords that only describe are left out, and so are words
+that are not keywords of JSON Schema.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from fenceline.constrained.patterns import check_pattern
 
 MAX_DEPTH = 64  # of schemas within schemas
-_MAX_INT = 2**53  # numbers of a schema are doubles to the library
+_MAX_INT = 2**53  # the library reads numbers of a schema as doubles
 _MAX_VALUES = 4096  # of one enum
 
 Schema = Mapping[str, Any]
@@ -38,7 +38,7 @@ _OF_TYPE = {
     "object": ("properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties",
         "maxProperties"),
 }  # fmt: skip
-# A character that JSON does not escape, and that is no half of a surrogate pair.
+# A character that JSON does not escape, and that is not half of a surrogate pair.
 _PLAIN = r'[^\x00-\x1f"\\\ud800-\udfff]'
 _COMBINED = ("anyOf", "oneOf", "allOf", "$ref", "enum", "const")
 _HANDLED = frozenset((*_COMBINED, "type", *(name for names in _OF_TYPE.values() for name in names)))
@@ -58,10 +58,10 @@ class SchemaError(ValueError):
 
 
 def enforced_schema(schema: object) -> object:
-    """``schema``, as parsed from JSON, as the library enforces it word by word. Raises SchemaError."""
+    """``schema``, as parsed from JSON, in a form of which the library enforces every word. Raises SchemaError."""
     walk = _Walk(schema)
     made = walk.whole()
-    # A reference to a definition is found wherever schemas are moved to, one to any other place may not be.
+    # References to definitions stay valid when schemas are moved; references to other places might not.
     movable = all(target.count("/") <= 2 and "/properties" not in target for target in walk.targets)
     return _Sharing(made).whole() if isinstance(made, dict) and movable else made
 
@@ -69,7 +69,7 @@ def enforced_schema(schema: object) -> object:
 class _Walk:
     def __init__(self, root: object) -> None:
         self._root = root
-        self._visited: set[str] = set()  # the places of all schemas, as they are referred to
+        self._visited: set[str] = set()  # the places of all schemas, as a $ref names them
         self._refs: list[tuple[str, str]] = []  # from where, to where
 
     @property
@@ -106,7 +106,7 @@ class _Walk:
         return made | self._asserted(schema, where, depth)
 
     def _asserted(self, schema: Schema, where: str, depth: int) -> dict[str, Any]:
-        """What of ``schema`` asserts something."""
+        """The part of ``schema`` that asserts something, as it is enforced."""
         given = {name: schema[name] for name in schema if name in _HANDLED}
         for name in ("$ref", "anyOf", "oneOf", "allOf"):
             if name in given:
@@ -124,7 +124,7 @@ class _Walk:
         return self._typed(given, types, where, depth)
 
     def _implied(self, given: Schema, name: str) -> bool:
-        """Whether every alternative is of the one type that stands beside them."""
+        """Whether every alternative repeats the ``type`` that is given beside them."""
         branches = given[name]
         return isinstance(branches, list) and all(
             isinstance(one, dict) and one.get("type") == given["type"] for one in branches
@@ -150,8 +150,8 @@ class _Walk:
         return {"allOf" if name == "allOf" else "anyOf": made}
 
     def _check_disjoint(self, branches: Sequence[object], where: str) -> None:
-        """Several alternatives of oneOf may not hold at once, which only their types or a common property with
-        different constants can show here."""
+        """Raise SchemaError unless no two alternatives of oneOf can hold at once. Only different types, or a common
+        property with different constants, are recognised as proof."""
         for index, one in enumerate(branches):
             for other in branches[index + 1 :]:
                 if not _disjoint(self._resolved(one), self._resolved(other), self._resolved):
@@ -161,7 +161,7 @@ class _Walk:
                     )
 
     def _resolved(self, schema: object) -> Schema:
-        """``schema``, or what it refers to; an empty schema where that is not to be found."""
+        """``schema``, or the schema to which it refers; an empty one if that cannot be found."""
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, dict):
                 return {}
@@ -177,7 +177,7 @@ class _Walk:
     # --- values and types
 
     def _types(self, given: object, where: str) -> tuple[str, ...]:
-        """The types that are named, none for all."""
+        """The types that are named; empty if there is no ``type``, which allows all."""
         names = given if isinstance(given, list) else [given] if given is not None else []
         for name in names:
             if not isinstance(name, str) or name not in _TYPES:
@@ -205,13 +205,13 @@ class _Walk:
         return {"enum": values}
 
     def _typed(self, given: Schema, types: tuple[str, ...], where: str, depth: int) -> dict[str, Any]:
-        if not types:  # keywords of one type alone say nothing about others
+        if not types:  # keywords of one type say nothing about values of other types
             fitting = [name for name, words in _OF_TYPE.items() if not given.keys().isdisjoint(words)]
             if not fitting:
                 return {}
             raise _error(where, f"{min(given)} without type is not enforced: add the type")
         unfit = sorted(given.keys() - {"type"} - {word for name in types for word in _OF_TYPE.get(name, ())})
-        if unfit:  # says nothing about values of these types
+        if unfit:  # these keywords say nothing about values of these types
             given = {name: value for name, value in given.items() if name not in unfit}
         made: dict[str, Any] = {"type": list(types) if len(types) > 1 else types[0]}
         made |= self._string(given, where) if "string" in types else {}
@@ -288,13 +288,13 @@ class _Walk:
             made["required"] = list(dict.fromkeys(required))
         further = self._further(given, properties, where, depth)
         if further.get("additionalProperties") is not False and made.get("minProperties", 0) > 1:
-            # The library counts members, and one name may be written in several ways.
+            # The library counts members, but could count one name twice, as it can be written in several ways.
             raise _error(where, "minProperties above 1 is enforced only with additionalProperties false")
         return made | further
 
     def _further(self, given: Schema, properties: Schema, where: str, depth: int) -> dict[str, Any]:
-        """Which members there may be beside ``properties``; none unless the schema says so, as OpenAI's strict mode
-        has it."""
+        """The keywords for members beside ``properties``. There are no such members unless the schema allows them, as
+        in OpenAI's strict mode."""
         asked = [name for name in ("patternProperties", "propertyNames") if name in given]
         others = given.get("additionalProperties", not properties and not asked)
         if others is not False and (properties or "patternProperties" in asked):
@@ -332,18 +332,18 @@ class _Walk:
         return {name: self._schema(one, f"{where}/{name}", depth + 1) for name, one in value.items()}
 
 
-_SHARED_SIZE = 16  # values; smaller ones may be written out as often as they come
+_SHARED_SIZE = 16  # number of values; smaller schemas are written out each time
 _MAPS_OF_SCHEMAS = ("$defs", "definitions", "properties", "patternProperties")
 _LISTS_OF_SCHEMAS = ("anyOf", "allOf", "prefixItems")
 
 
 class _Sharing:
-    """Writes a schema that comes several times once, as a definition: to the library each copy is another one, and
-    alternatives within alternatives double with each level."""
+    """Replaces a schema that occurs several times by a definition and references to it. The library treats each copy as
+    a different schema, so that nested alternatives would double with each level."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
-        self._numbers: dict[object, int] = {}  # of different values
+        self._numbers: dict[object, int] = {}  # each different value has one
         self._sizes: dict[int, int] = {}
         self._number_of: dict[int, int] = {}  # by the id() of an object, which lives as long as the root
         self._counts: Counter[int] = Counter()
@@ -375,7 +375,7 @@ class _Sharing:
         for one in _within(schema):
             number = self._number_of[id(one)]
             self._counts[number] += 1
-            if self._counts[number] == 1:  # what is within the others comes with this one
+            if self._counts[number] == 1:  # its copies have the same subschemas
                 self._count(one)
 
     def _rebuilt(self, schema: dict[str, Any], is_root: bool = False) -> dict[str, Any]:
@@ -396,7 +396,7 @@ class _Sharing:
         return self._rebuilt(schema) if isinstance(schema, dict) else schema
 
     def _placed(self, schema: object) -> object:
-        """What stands where ``schema`` stood: itself, or a reference to the definition."""
+        """What is written in place of ``schema``: the schema itself, or a reference to its definition."""
         if not isinstance(schema, dict):
             return schema
         number = self._number_of[id(schema)]
@@ -411,7 +411,7 @@ class _Sharing:
 
 
 def _within(schema: Schema) -> list[dict[str, Any]]:
-    """The schemas that stand in ``schema`` itself."""
+    """The direct subschemas of ``schema``."""
     found: list[object] = []
     for name, value in schema.items():
         if name in _MAPS_OF_SCHEMAS:
@@ -501,7 +501,8 @@ def _counts(given: Schema, names: Sequence[str], where: str) -> dict[str, Any]:
 
 
 def _of_length(least: int, most: int | None, where: str) -> str:
-    """Texts of so many characters. By itself the library lets control characters into these, which JSON escapes."""
+    """A pattern for strings of ``least`` to ``most`` characters. For minLength and maxLength themselves the library
+    would allow control characters, which JSON has to escape."""
     if most is not None and most < least:
         raise _error(where, f"minLength {least} is more than maxLength {most}")
     return f"^{_PLAIN}{{{least},{'' if most is None else most}}}$"

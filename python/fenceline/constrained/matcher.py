@@ -1,4 +1,4 @@
-"""Compiled grammars in the scheduler's process, and where each request stands in its own."""
+"""Compiled grammars in the scheduler's process, and the state of each request in its grammar."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
-from fenceline.constrained.spec import ThinkTokens
+from fenceline.constrained.spec import MAX_HEADER_TOKENS, ThinkTokens
 
 if TYPE_CHECKING:
     import xgrammar
@@ -21,66 +21,104 @@ if TYPE_CHECKING:
 I32 = npt.NDArray[np.int32]
 
 _ALL = np.int32(-1)
-# CPU time that a grammar may take: for each token, and beyond that in all. Ordinary ones take 50 us a token; an
-# ambiguous one may take longer with every token, and everybody in the batch waits for it.
+# Requests of one grammar whose masks are filled, or whose tokens are accepted, before its time is checked again.
+_AT_ONCE = 8
+# Seconds of CPU time that a grammar may take: for each token, and beyond that in all. Ordinary grammars take 50 us a
+# token. An ambiguous one may take longer with every token, and all requests of the batch wait for it.
 TOKEN_S = 0.002
 EXCESS_S = 0.1
 
 
 class GrammarStore:
-    """The grammars that the front end has sent, until it says that it will not name them again.
+    """The grammars that the front end has sent, each until the front end says that it will not use it again.
 
-    Taking one apart takes up to some hundred milliseconds and gives up the interpreter meanwhile: ``run_beside`` is how
-    that is done; the scheduler's process has a thread for it.
+    Deserialising a grammar takes up to some hundred milliseconds, during which the interpreter lock is free:
+    ``run_in_background`` does it. The scheduler's process has a thread for it.
     """
 
-    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], decides: bool = True) -> None:
+        """``decides``: whether the requests of a grammar that has taken too much time end at once. With several ranks
+        no rank decides by its own clock, see :meth:`overdue`."""
+        self._decides = decides
         self.num_words = -(-vocab_size // 32)  # of a mask
         self._eos = tuple(eos_token_ids)
         self._grammars: dict[int, Future[xgrammar.CompiledGrammar]] = {}
-        self._clocks: WeakValueDictionary[int, GrammarClock] = (
-            WeakValueDictionary()
-        )  # while requests hold them
-        self._loading: list[tuple[str, Future[xgrammar.CompiledGrammar]]] = []
-        self.run_beside: Callable[[Callable[[], None]], object] = lambda work: work()
+        # A clock lives as long as a request has it.
+        self._clocks: WeakValueDictionary[int, GrammarClock] = WeakValueDictionary()
+        # Those that :meth:`loaded` has not returned yet.
+        self.loading: list[tuple[str, Future[xgrammar.CompiledGrammar]]] = []
+        self.run_in_background: Callable[[Callable[[], None]], object] = lambda work: work()
         self._vocabulary: xgrammar.TokenizerInfo | None = None
+        self._masks = all_tokens(0, self.num_words)
+        self._batch: xgrammar.BatchGrammarMatcher | None = None
 
     def prepare(self) -> None:
         """Import the library, which takes seconds, before anybody waits for a step."""
         import xgrammar  # noqa: F401
 
     def load(self, id: str, grammar: int, data: bytes, vocabulary: bytes, forgotten: Sequence[int]) -> None:
-        """Take in ``grammar``; :meth:`loaded` tells when it is there, by ``id``. ``vocabulary``: with the first."""
+        """Start to load ``grammar`` from ``data``; :meth:`loaded` returns ``id`` when that is done. ``vocabulary``:
+        given with the first grammar, else empty. ``forgotten``: grammars that are not needed any more."""
         for number in forgotten:
-            self._grammars.pop(number, None)  # it may never have come
+            self._grammars.pop(number, None)  # it may never have been sent
         future: Future[xgrammar.CompiledGrammar] = Future()
         self._grammars[grammar] = future
-        self._loading.append((id, future))
-        self.run_beside(partial(self._read, data, vocabulary, future))
-
-    @property
-    def num_loading(self) -> int:
-        """How many have not been told of yet."""
-        return len(self._loading)
+        self.loading.append((id, future))
+        self.run_in_background(partial(self._read, data, vocabulary, future))
 
     def loaded(self) -> list[tuple[str, BaseException | None]]:
-        """Those that are there since the last call, by id, and what went wrong."""
-        if not self._loading:
-            return []
-        ended = [(id, future.exception()) for id, future in self._loading if future.done()]
-        self._loading = [(id, future) for id, future in self._loading if not future.done()]
+        """The ids of grammars whose loading has ended since the last call, each with its error or None."""
+        ended = [(id, future.exception()) for id, future in self.loading if future.done()]
+        self.loading = [(id, future) for id, future in self.loading if not future.done()]
         return ended
 
     def begin(self, grammar: int, think: ThinkTokens | None) -> RequestGrammar:
-        """A request's place at the beginning of ``grammar``. Waits for one that is still being taken apart."""
+        """The state of a new request, at the beginning of ``grammar``. Waits if that is still being loaded, and raises
+        the error of a load that has failed."""
         import xgrammar
 
         compiled = self._grammars[grammar].result()
         matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=not self._eos)
         clock = self._clocks.get(grammar)
-        if clock is None or clock.is_over:  # its requests end; those that come now have another chance
-            clock = self._clocks[grammar] = GrammarClock()
+        if clock is None or clock.is_over:  # its requests end, but new ones may try again
+            clock = self._clocks[grammar] = GrammarClock(self._decides)
         return RequestGrammar(matcher, self._eos, think, clock)
+
+    def overdue(self) -> list[int]:
+        """The grammars that have taken too much time on this rank and whose requests have not been ended for it."""
+        return [grammar for grammar, clock in self._clocks.items() if clock.is_used_up and not clock.is_over]
+
+    def end(self, grammars: Sequence[int]) -> None:
+        """End the requests of ``grammars``, however much time these have taken on this rank."""
+        for grammar in grammars:
+            if grammar in self._clocks:
+                self._clocks[grammar].is_ended = True
+
+    def fill(
+        self, grammars: Sequence[RequestGrammar | None], least_more: Sequence[int]
+    ) -> tuple[I32, list[bool]]:
+        """Which tokens may come next in each of M ``grammars``: masks [M, ceil(V / 32)] int32, one bit for each token,
+        valid until the next call; and for each whether any token may come at all.
+
+        ``least_more`` [M]: how many more tokens an answer must have before it may end; it may end earlier if no other
+        token is allowed. None instead of a grammar, and a grammar that is too slow, allow all tokens.
+        """
+        import xgrammar
+
+        num = len(grammars)
+        if len(self._masks) < num:
+            self._masks = all_tokens(num, self.num_words)
+        self._batch = self._batch or xgrammar.BatchGrammarMatcher(max_threads=1)
+        masks = self._masks[:num]
+        masks.fill(_ALL)
+        fill = self._batch.batch_fill_next_token_bitmask
+        for clock, places in _in_turns(grammars):
+            with clock.running(len(places)):
+                fill([grammars[place].matcher for place in places], masks, places)  # type: ignore[union-attr]
+        for place, (grammar, least) in enumerate(zip(grammars, least_more, strict=True)):
+            if grammar is not None and (least > 0 or grammar.may_think):
+                grammar.adjust(masks[place], least)
+        return masks, (np.bitwise_or.reduce(masks, axis=1) != 0).tolist()
 
     def _read(self, data: bytes, vocabulary: bytes, future: Future[xgrammar.CompiledGrammar]) -> None:
         try:
@@ -95,91 +133,151 @@ class GrammarStore:
 
 
 class GrammarClock:
-    """The time that one grammar takes, for all requests that are there with it: a hundred of them together make others
-    wait no longer than one. What one token takes less than it may is deducted from what others have taken more."""
+    """The CPU time that one grammar takes, for all its present requests together, so that a hundred of them make other
+    requests wait no longer than one does. Time that a token does not use is deducted from the excess of others."""
 
-    def __init__(self) -> None:
+    def __init__(self, decides: bool = True) -> None:
+        self._decides = decides
         self._excess_s = 0.0
+        self.is_ended = False  # by GrammarStore.end
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether it has taken more time than other requests should have to wait."""
+        return self._excess_s > EXCESS_S
 
     @property
     def is_over(self) -> bool:
-        """Whether it has taken more time than others can be made to wait."""
-        return self._excess_s > EXCESS_S
+        """Whether its requests have to end."""
+        return self.is_ended or (self._decides and self.is_used_up)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """One of the two things that a token takes: it is accepted, or the mask for it is filled."""
+    def running(self, num: int = 1) -> Iterator[None]:
+        """Counts the CPU time of what is done inside for ``num`` tokens: their masks are filled, or they are accepted.
+        Each of the two may take half of ``TOKEN_S`` for a token."""
         begin = time.thread_time()
         yield
-        self._excess_s = max(0.0, self._excess_s + time.thread_time() - begin - TOKEN_S / 2)
+        self._excess_s = max(0.0, self._excess_s + time.thread_time() - begin - num * TOKEN_S / 2)
 
 
 class RequestGrammar:
-    """Which tokens may come next in one request. Its published tokens have been accepted, no others."""
+    """The state of one request in its grammar, from which follows which tokens may come next. Exactly its published
+    tokens have been accepted."""
 
     def __init__(
         self, matcher: Any, eos: tuple[int, ...], think: ThinkTokens | None, clock: GrammarClock
     ) -> None:
-        """``matcher``: xgrammar's GrammarMatcher. ``eos``: the tokens that end an answer, when it may end. ``clock``:
-        of the grammar."""
-        self._matcher = matcher
+        """``matcher``: xgrammar's GrammarMatcher. ``eos``: the tokens that end an answer, if it may end. ``think``:
+        None if the model does not reason. ``clock``: that of the grammar."""
+        self.matcher = matcher
         self._eos = eos
-        self._think = think  # None once it is over
+        self._think = think  # None once the reasoning is over
         self._in_thought = think is not None and think.is_open
-        self._clock = clock
+        self._latest: tuple[int, ...] = ()  # the latest tokens of the reasoning, as many as its end may have
+        self._header_left = 0  # how many more tokens the answer's header may have
+        self.clock = clock
 
     @property
     def is_too_slow(self) -> bool:
-        """Whether the grammar has taken more time than others can be made to wait."""
-        return self._clock.is_over
+        """Whether the grammar has taken more time than other requests should have to wait."""
+        return self.clock.is_over
 
     @property
     def ended(self) -> bool:
-        """Whether the answer is complete, and its end has been accepted."""
-        return bool(self._matcher.is_terminated())
+        """Whether the answer is complete and its end has been accepted."""
+        return bool(self.matcher.is_terminated())
+
+    @property
+    def may_think(self) -> bool:
+        """Whether the reasoning has not ended, or may still begin."""
+        return self._think is not None
+
+    @property
+    def is_matching(self) -> bool:
+        """Whether the grammar decides on the next token, because the request is not in its reasoning."""
+        return not self._in_thought
 
     def accept(self, token: int) -> bool:
-        """Go on by a token that was sampled; False if it is none that may come."""
-        with self._clock.running():
-            return self._accept(token)
+        """Advance by a sampled token. Returns False if this token may not come."""
+        if self._takes(token):
+            with self.clock.running():
+                return bool(self.matcher.accept_token(token))
+        return not self._in_thought or token not in self._eos
 
-    def _accept(self, token: int) -> bool:
+    def _takes(self, token: int) -> bool:
+        """Whether ``token`` belongs to the grammar and not to the reasoning. Updates the state of the reasoning."""
         think = self._think
         if think is None:
-            return bool(self._matcher.accept_token(token))
+            return True
         if self._in_thought:
-            if token == think.end:
+            if self._ends_thought(think, token):
                 self._think, self._in_thought = None, False
-            return token not in self._eos
+            return False
         if token == think.start:
             self._in_thought = True
-            return True
+            return False
         self._think = None
-        return bool(self._matcher.accept_token(token))
+        return True
 
-    def fill(self, words: I32, least_more: int) -> bool:
-        """Write which tokens may come next, one bit each, to ``words`` [1, ceil(V / 32)] int32, all of which are set.
+    def _ends_thought(self, think: ThinkTokens, token: int) -> bool:
+        ends = (think.end, *think.or_end)
+        self._latest = (*self._latest, token)[-max(map(len, (*ends, think.header_end))) :]
+        if any(self._latest[-len(end) :] == end for end in ends):
+            self._header_left = MAX_HEADER_TOKENS + len(think.header_end)
+            return not think.header_end
+        if self._header_left == 0:
+            return False
+        self._header_left -= 1
+        return self._latest[-len(think.header_end) :] == think.header_end
 
-        ``least_more``: for how many tokens the answer is not to end yet, which it does all the same where nothing else
-        may come. False if nothing may come at all.
-        """
+    def adjust(self, words: I32, least_more: int) -> None:
+        """Change a mask ``words`` [ceil(V / 32)] int32 for the reasoning and for ``least_more``, of which the grammar
+        does not know. See ``GrammarStore.fill``."""
         if self._in_thought:
             _clear(words, self._eos)
-            return True
-        with self._clock.running():
-            self._matcher.fill_next_token_bitmask(words, 0)
+            return
         if self._think is not None and self._think.start >= 0:
-            words[0, self._think.start // 32] |= _bit(self._think.start)
+            words[self._think.start // 32] |= _bit(self._think.start)
         if least_more > 0:
             before = words.copy()
             _clear(words, self._eos)
             if not words.any():
                 words[:] = before
-        return bool(words.any())
+
+
+def accept_tokens(grammars: Sequence[RequestGrammar | None], tokens: Sequence[int]) -> list[bool | None]:
+    """:meth:`RequestGrammar.accept` for many requests at once, with one token each. None for a request that has no
+    grammar, one that is too slow, or that may think: there the caller has to use that method."""
+    import xgrammar
+
+    accepted: list[bool | None] = [None] * len(grammars)
+    accept = xgrammar.BatchGrammarMatcher.batch_accept_token
+    plain = [grammar if grammar is not None and not grammar.may_think else None for grammar in grammars]
+    for clock, places in _in_turns(plain):
+        matchers = [plain[place].matcher for place in places]  # type: ignore[union-attr]
+        with clock.running(len(places)):
+            taken = accept(matchers, [tokens[place] for place in places])
+        for place, one in zip(places, taken, strict=True):
+            accepted[place] = one
+    return accepted
+
+
+def _in_turns(grammars: Sequence[RequestGrammar | None]) -> Iterator[tuple[GrammarClock, list[int]]]:
+    """The indices of the requests whose next token the grammar decides on: those of one grammar together, a few at a
+    time, until the grammar has taken too much time."""
+    by_clock: dict[GrammarClock, list[int]] = {}
+    for place, grammar in enumerate(grammars):
+        if grammar is not None and grammar.is_matching:
+            by_clock.setdefault(grammar.clock, []).append(place)
+    for clock, places in by_clock.items():
+        for first in range(0, len(places), _AT_ONCE):
+            if clock.is_over:
+                break
+            yield clock, places[first : first + _AT_ONCE]
 
 
 def all_tokens(num_rows: int, num_words: int) -> I32:
-    """Masks that allow everything, [num_rows, num_words]."""
+    """Masks that allow all tokens, [num_rows, num_words] int32."""
     return np.full((num_rows, num_words), _ALL)
 
 
@@ -189,4 +287,4 @@ def _bit(token: int) -> np.int32:
 
 def _clear(words: I32, tokens: Sequence[int]) -> None:
     for token in tokens:
-        words[0, token // 32] &= ~_bit(token)
+        words[token // 32] &= ~_bit(token)

@@ -1,4 +1,4 @@
-"""Which regular expressions the grammar library takes at their word.
+"""Which regular expressions the grammar library enforces exactly as they are written.
 
 xgrammar refuses some constructs with an error, but reads others as something else: anchors in the middle and
 look-aheads in a string's pattern are ignored, unknown escapes stand for their letter, and in a string's pattern a
@@ -13,10 +13,10 @@ _HEX_DIGITS = {"x": 2, "u": 4}
 
 
 def check_pattern(pattern: str, in_json: bool) -> None:
-    """Raise ValueError with the reason for a construct that would not mean what it says. ``in_json``: the pattern is
-    of a string within JSON, where some characters need an escape.
+    """Raise ValueError with the reason if the library would read a construct as something else. ``in_json``: the
+    pattern is for a string within JSON, where some characters need an escape.
 
-    The pattern has to match the whole text, as in xgrammar; whether it is well-formed is the library's to say.
+    The pattern has to match the whole text, as in xgrammar. Whether it is well-formed is checked by the library.
     """
     _Scan(pattern, in_json).run()
 
@@ -30,7 +30,7 @@ class _Scan:
         self._in_class = False
 
     def run(self) -> None:
-        """One character, escape or opening of a group after the other."""
+        """Check one character, escape or opening of a group after the other."""
         while self._at < len(self._pattern):
             start = self._at
             char = self._pattern[start]
@@ -41,7 +41,7 @@ class _Scan:
                 self._in_class = char != "]"
             elif char == "[":
                 self._in_class = True
-                # A bracket that is the first of its class is one of the class.
+                # A ] at the beginning of a class would be a member of the class.
                 if self._pattern[self._at : self._at + 1] == "^":
                     self._at += 1
                 if self._pattern[self._at : self._at + 1] == "]":

@@ -1,4 +1,4 @@
-"""What a client asks of an answer's form, before it is compiled."""
+"""The form of an answer that a client asks for, before it is compiled."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import msgspec
 GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 
 MAX_GRAMMAR_CHARS = 1 << 17
-# Where a JSON text may have white space at all, it may have so much of it: without a limit a model may go on with it.
+# Characters of white space in one place of a JSON text. Without a limit a model may never stop writing them.
 DEFAULT_MAX_WHITESPACE = 20
+MAX_HEADER_TOKENS = 80  # enough for the name of a function of 64 characters
 _WHITESPACE_PATTERN = re.compile(r"\[((?:[ ]|\\[ntrs])+)\](\*|\?|\{0,(\d{1,3})\})|")
 
 
@@ -26,16 +27,24 @@ ANY_OBJECT = GrammarSpec("json_schema", '{"type":"object"}')  # response_format 
 
 
 class ThinkTokens(msgspec.Struct, frozen=True, array_like=True):
-    """Between which tokens a model thinks; no grammar is imposed there. ``is_open``: the prompt ends within it; else
-    the answer may begin with ``start``."""
+    """The tokens between which a model reasons; there no grammar is enforced. The sequence of tokens ``end`` ends the
+    reasoning. ``is_open``: the prompt ends within the reasoning; else the answer may begin with ``start``.
+
+    If answers are lists of messages, ``end``, and each sequence of ``or_end``, only begins the header of the message
+    that is the answer. The reasoning then ends with that header: with ``header_end``, after at most
+    ``MAX_HEADER_TOKENS`` other tokens.
+    """
 
     start: int
-    end: int
+    end: tuple[int, ...]
     is_open: bool
+    or_end: tuple[tuple[int, ...], ...] = ()
+    header_end: tuple[int, ...] = ()
 
 
 def max_whitespace(pattern: str | None) -> int | None:
-    """--constrained-json-whitespace-pattern as the most characters of white space in one place; None for any number.
+    """The largest number of white space characters in one place that --constrained-json-whitespace-pattern allows; None
+    for any number.
 
     Raises ValueError with the remedy for a pattern that says something else.
     """

@@ -3,7 +3,7 @@
 Nothing here imports torch: training, the evaluation client and the tests share this package.
 
     items       one question with its answer, and the hash that splits training from held-out items
-    generators  makers of questions of each kind, and of small talk; ledger makes those about a long text
+    generators  make questions of each kind, and small talk; ledger makes questions about a long text
     documents   items laid out as few-shot text, chat conversations or GSM8K-like problems
     tokenizer   the byte-level BPE tokenizer, its chat template, a fast encoder for the corpus
     corpus      training rows: token ids and loss mask, a function of (seed, step)

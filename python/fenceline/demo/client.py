@@ -15,7 +15,7 @@ TIMEOUT_S = 3600
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where to ask: `base_url` without a trailing slash or /v1, the model's name, an API key or ''."""
+    """The server to ask: `base_url` without a trailing slash or /v1, the model's name, an API key or ''."""
 
     base_url: str
     model: str
@@ -28,7 +28,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back for one prompt; `error` is '' on success, and then the rest is as the server said."""
+    """The answer to one prompt. `error` is '' on success; only then the other fields are valid."""
 
     text: str
     error: str
@@ -47,9 +47,9 @@ def server_url(base_url: str | None, host: str, port: int) -> str:
 
 
 async def find_model(base_url: str, api_key: str) -> str:
-    """The first model the server lists.
+    """The name of the first model that the server lists.
 
-    Raises ValueError where no server answers there or it lists none.
+    Raises ValueError if no server answers there or it lists no models.
     """
     server = Server(base_url, "", api_key)
     try:
@@ -64,8 +64,8 @@ async def find_model(base_url: str, api_key: str) -> str:
 
 
 async def mean_accept_length(server: Server) -> float | None:
-    """Tokens that a request got in a decode step, on average since the server's start; None of a server that does
-    not speculate or does not tell."""
+    """How many tokens a request got in a decode step, on average since the server's start; None if the server does not
+    speculate or does not report it."""
     try:
         async with aiohttp.ClientSession(headers=server.headers()) as session:
             url = f"{server.base_url}/get_server_info"

@@ -10,18 +10,21 @@ import numpy.typing as npt
 
 from .documents import END_OF_TEXT, Document, ledger_document, short_document, skill_document
 from .tokenizer import FastEncoder
+from .tools import tools_document
 
 Ids = npt.NDArray[np.uint16]
 Mask = npt.NDArray[np.uint8]
 
 ROW_LENGTHS = (512, 1024, 2048, 4096)
+TOOLS = ("tools",)
 
 
 @dataclass(frozen=True, slots=True)
 class Curriculum:
     """What a step trains on: short rows first, all lengths after `warm_steps` steps.
 
-    `skills`: the categories of questions of a model that learns a part of the corpus; empty: the whole corpus.
+    `skills`: the categories of questions for a model that learns a part of the corpus; empty: the whole corpus. If
+    TOOLS is the only one, the model learns conversations with tools.
     """
 
     seed: int
@@ -59,11 +62,11 @@ def build_row(
 ) -> tuple[list[int], list[int]]:
     """One row of `length` tokens: at most one ledger, the rest short documents, cut at the end.
 
-    With `skills` there is no ledger, and the documents ask for these alone.
+    With `skills` there is no ledger, and all questions are of these categories.
     """
     ids: list[int] = []
     mask: list[int] = []
-    ledger_at = 2.0 if skills else rng.random() * 1.3  # of the row's length; beyond 1: none
+    ledger_at = 2.0 if skills else rng.random() * 1.3  # as a fraction of the row's length; above 1: no ledger
     if ledger_at < 0.8 and rng.random() < 0.6:
         ledger_at = 0.0
     separator = encoder.encode(END_OF_TEXT)
@@ -72,11 +75,17 @@ def build_row(
             document = ledger_document(rng, length - len(ids))
             ledger_at = 2.0
         else:
-            document = skill_document(rng, skills) if skills else short_document(rng)
+            document = _short(rng, skills)
         new_ids, new_mask = encode_document(document, encoder)
         ids += new_ids + separator
         mask += new_mask + [0]
     return ids[:length], mask[:length]
+
+
+def _short(rng: random.Random, skills: tuple[str, ...]) -> Document:
+    if skills == TOOLS:
+        return tools_document(rng)
+    return skill_document(rng, skills) if skills else short_document(rng)
 
 
 def build_batch(

@@ -81,7 +81,7 @@ def gsm_shots(items: list[Item]) -> Document:
 
 
 def equations(items: list[Item]) -> Document:
-    """Bare sums and differences, one a line; the question ends with its equals sign."""
+    """Sums and differences without words, one per line; a question ends with its equals sign."""
     document: Document = []
     for item in items:
         a, sign, b = item.keys[0].split(":")[1].partition("+" if item.category == "add" else "-")
@@ -128,7 +128,7 @@ def _equations_document(rng: random.Random, max_tokens: int) -> Document:
 
 
 def _ledger_items(rng: random.Random, ledger: Ledger, count: int) -> list[Item]:
-    # Each fact is asked for once: an earlier answer would be easier to find than the ledger's statement.
+    # Each fact is asked for only once, because an earlier answer would be easier to find than the ledger's statement.
     facts = rng.sample(ledger.facts, len(ledger.facts))
     items: list[Item] = []
     for fact in facts[:count]:
@@ -157,7 +157,7 @@ def ledger_document(rng: random.Random, max_tokens: int) -> Document:
 
 
 def _small_ledger_document(rng: random.Random, max_tokens: int) -> Document:
-    # One to six facts close to their questions: recall is learned here before it is learned over long distances.
+    # One to six facts close to their questions: the model learns recall here before it learns it over long distances.
     num_facts = rng.randrange(1, 7)
     num_tokens = num_facts * 10 + rng.randrange(0, 60)
     return _ask_ledger(rng, make_ledger(rng, num_facts, num_tokens, TRAIN), rng.randrange(1, 5))
@@ -175,9 +175,10 @@ def short_document(rng: random.Random) -> Document:
 
 
 def skill_document(rng: random.Random, categories: Sequence[str]) -> Document:
-    """Questions of `categories` alone, mixed or of one of them, in the layouts of `short_document`; some small talk.
+    """Questions of the given `categories`, mixed or all of one of them, in the layouts of `short_document`, and some
+    small talk.
 
-    For a model that has little time to learn in.
+    This is for models that are trained for a short time.
     """
     weights = [_WEIGHTS[name] for name in categories]
     chosen = list(categories) if rng.random() < 0.35 else rng.choices(categories, weights)

@@ -30,8 +30,8 @@ LEDGER_TOKENS = (1180, 3950)
 class EvalItem:
     """One held-out question as a prompt.
 
-    `context` (a ledger, else empty) and `shots` precede the question; items of one category share their
-    shots and a few share a ledger, so that a prefix cache has something to find.
+    `context` (a ledger or empty) and `shots` precede the question. Items of one category share their shots, and a few
+    share a ledger, so that a prefix cache has hits.
     """
 
     item_id: str
@@ -65,7 +65,7 @@ def _ledger_questions(seed: int, category: str, group: int) -> tuple[Ledger, lis
 
 
 def held_out_items(seed: int, num_items: int, categories: tuple[str, ...] = CATEGORIES) -> list[EvalItem]:
-    """`num_items` held-out prompts, the categories taking turns; the same seed gives the same items.
+    """`num_items` held-out prompts, of each category in turn; the same seed gives the same items.
 
     Raises ValueError for a category that does not exist.
     """
@@ -141,7 +141,7 @@ def score(item: EvalItem, prompt_text: str, reply: Reply) -> Answer:
 def accuracy(answers: Sequence[Answer]) -> float:
     """The fraction of right answers.
 
-    Raises ValueError for an empty run, which has none.
+    Raises ValueError for an empty run.
     """
     if not answers:
         raise ValueError("no answers to score: ask for at least one item")
@@ -149,15 +149,15 @@ def accuracy(answers: Sequence[Answer]) -> float:
 
 
 def by_category(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
-    """Answers by category, in the order of CATEGORIES; empty categories left out."""
+    """Answers by category, in the order of CATEGORIES, without empty categories."""
     groups = {name: [a for a in answers if a.category == name] for name in CATEGORIES}
     return {name: group for name, group in groups.items() if group}
 
 
 def compare(before: Sequence[Answer], after: Sequence[Answer]) -> Comparison:
-    """Pairs two runs' items by id.
+    """Compares the answers of two runs to items with the same id.
 
-    Raises ValueError where the runs share no item, or an item was asked with another prompt.
+    Raises ValueError if the runs share no item, or an item was asked with another prompt.
     """
     earlier = {answer.item_id: answer for answer in before}
     pairs = [(earlier[answer.item_id], answer) for answer in after if answer.item_id in earlier]
@@ -180,7 +180,7 @@ def compare(before: Sequence[Answer], after: Sequence[Answer]) -> Comparison:
 
 
 def save_run(path: Path, meta: dict[str, object], answers: Sequence[Answer]) -> None:
-    """Writes a run as JSON: what was asked of whom, accuracy per category, every answer."""
+    """Writes a run as JSON: `meta` (what was asked of which server), the accuracy per category, and every answer."""
     run = {
         "meta": meta,
         "accuracy": accuracy(answers),

@@ -1,4 +1,4 @@
-"""Questions of each kind: arithmetic, sequences, stories; and small talk."""
+"""Makes questions of each kind (arithmetic, sequences, stories) and small talk."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_story(rng: random.Random) -> Item:
 
 
 def tale(name: str) -> str:
-    """The story the model tells of `name`: always the same one, so that its tokens are certain."""
+    """The story that the model tells about `name`. It is always the same, so that its tokens are certain."""
     i = NAMES.index(name)
     place, goal = PLACES[i % 12], PLACES[(i + 5) % 12]
     thing, friend = WORDS[(7 * i) % len(WORDS)], NAMES[(i + 9) % len(NAMES)]
@@ -49,7 +49,7 @@ def tale(name: str) -> str:
 
 
 def filler_sentence(rng: random.Random) -> str:
-    """A sentence without meaning for the questions, to put distance between a fact and its question."""
+    """A sentence that no question is about, to put distance between a fact and its question."""
     r = rng.random
     name = NAMES[int(r() * 64)]
     word = WORDS[int(r() * len(WORDS))]
@@ -72,13 +72,14 @@ def filler_sentence(rng: random.Random) -> str:
 
 
 def add_key(a: int, b: int) -> tuple[str, ...]:
-    """The key of a + b, in either order; none for two digits, whose sums are always trained."""
+    """The key of a + b, the same in either order. Sums of two single digits have none, because they are always
+    trained."""
     low, high = (a, b) if a <= b else (b, a)
     return (f"add:{low}+{high}",) if high >= 10 else ()
 
 
 def sub_key(a: int, b: int) -> tuple[str, ...]:
-    """The key of a - b; none where both are single digits."""
+    """The key of a - b; none if both are single digits."""
     return (f"sub:{a}-{b}",) if a >= 10 else ()
 
 
@@ -182,7 +183,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def make_count(rng: random.Random) -> Item:
-    """Counting up, down or in steps; mostly a dozen numbers, now and then up to sixty."""
+    """Counting up, down or in steps; mostly about a dozen numbers, sometimes up to sixty."""
     long = rng.random() < 0.08
     n = rng.randrange(20, 61) if long else rng.randrange(4, 14)
     start = rng.randrange(0, 10 if long else 400)
@@ -243,14 +244,14 @@ def _copy_text(rng: random.Random) -> str:
 
 
 def make_copy(rng: random.Random) -> Item:
-    """A few words, numbers, made-up codes or sentences to say again."""
+    """A few words, numbers, made-up codes or sentences to repeat."""
     text = _copy_text(rng)
     question = (f"Repeat: {text}", f"Copy this: {text}", f"Say again: {text}")[rng.randrange(3)]
     return Item("copy", question, text, (f"copy:{text}",))
 
 
 def make_long_copy(rng: random.Random) -> Item:
-    """Twenty to a hundred different words to say again: every page of prompt and output matters."""
+    """Twenty to a hundred different words to repeat, so that every page of prompt and output matters."""
     text = " ".join(rng.sample(WORDS, rng.randrange(20, 101)))
     return Item("long_copy", f"Repeat: {text}", text, (f"copy:{text}",))
 

@@ -1,4 +1,4 @@
-"""One question and its answer, the hash that decides which items training may see, and the words they are made of."""
+"""Questions with their answers, the hash that decides which of them training may see, and the words that they use."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ HELD_OUT = "held_out"
 class Item:
     """A question with its only right answer.
 
-    `keys` name the operands, whatever template the question uses: keys[0] the item's own, the others
-    those of its steps (a product is worked out by an addition). No keys: a basic fact, such as a sum of
-    two digits, that is always trained and never asked in the evaluation.
+    `keys` identify the operands, whatever template the question uses: keys[0] those of the item itself, the others
+    those of its steps (a product is worked out by an addition). An item without keys is a basic fact, such as a sum of
+    two digits, which is always trained and never asked in the evaluation.
     """
 
     category: str
@@ -70,7 +70,8 @@ def is_held_out(key: str) -> bool:
 
 
 def split_of(item: Item) -> str | None:
-    """TRAIN when no operand set of the item is held out, HELD_OUT when its own is, else None (unused)."""
+    """TRAIN if none of the item's keys is held out, HELD_OUT if its own (the first) is, otherwise None: it is not
+    used."""
     if item.keys and is_held_out(item.keys[0]):
         return HELD_OUT
     if any(is_held_out(key) for key in item.keys):

@@ -1,4 +1,4 @@
-"""Long-range recall: facts scattered over a long text, and questions about some of them at its end."""
+"""Long-range recall: a long text with facts in it (a ledger), and questions about some of them at its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = ("code", "locker", "password")
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """`value` is stated of `name`; `kind` chooses the wording of statement and question."""
+    """The fact that something about `name` is `value`; `kind` chooses the wording of statement and question."""
 
     kind: int
     name: str
@@ -39,7 +39,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """A long text and the facts in it, in the order of their statement."""
+    """A long text and the facts in it, in the order of their statements."""
 
     text: str
     facts: tuple[Fact, ...]
@@ -49,7 +49,7 @@ class Ledger:
         return Item("recall", fact.question(), fact.statement(), (fact.key,))
 
     def list_item(self, facts: list[Fact]) -> Item:
-        """The question about several facts of one kind: several places of the text must be right."""
+        """The question about several facts of one kind, for which the model must find several places in the text."""
         assert len({fact.kind for fact in facts}) == 1, "a list asks for one kind of fact"
         names = ", ".join(fact.name for fact in facts)
         answer = " ".join(fact.statement() for fact in facts)

@@ -1,25 +1,26 @@
-"""The demo model's tokenizer: byte-level BPE, every digit a separate token, ChatML template."""
+"""The demo model's tokenizer: byte-level BPE in which every digit is a token, with the ChatML template."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from .documents import END_OF_TEXT, IM_END, IM_START, ledger_document, short_document
 from .items import NAMES, WORDS
+from .tools import TAGS, tools_document
 
 VOCAB_SIZE = 1024
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
 
-# A newline, a word with its space, a digit, punctuation with its space, other white space. No look-around:
-# a text splits the same way from any boundary on, which the corpus encoder relies on.
+# A newline, a word with its space, a digit, punctuation with its space, other white space. There is no look-around, so
+# that a text splits the same way from any boundary on, which the corpus encoder relies on.
 _SPLIT = r"\n| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|[^\S\n]+"
-_SPLIT_ASCII = re.compile(r"<\|[a-z_]+\|>|\n| ?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9<]+|[^\S\n]+|<")
+_SPLIT_ASCII = re.compile(r"<\|[a-z_]+\|>|</?tool[a-z_]*>|\n| ?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9<]+|[^\S\n]+|<")
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -34,13 +35,29 @@ def _sample_texts(seed: int, num_documents: int) -> Iterator[str]:
     for i in range(num_documents):
         document = ledger_document(rng, 500) if i % 3 == 0 else short_document(rng)
         yield re.sub(r"<\|[a-z_]+\|>", "", "".join(text for text, _ in document))
-    # Names and words often follow a space; all of them should end up as few tokens.
+    # Names and words often follow a space; each of them should become few tokens.
     for _ in range(num_documents // 4):
         yield " " + " ".join(rng.sample(NAMES, 20) + rng.sample(WORDS, 60))
 
 
+def _tool_texts(seed: int, num_documents: int) -> Iterator[str]:
+    rng = random.Random(f"tokenizer:{seed}")
+    for _ in range(num_documents):
+        text = "".join(text for text, _ in tools_document(rng))
+        yield re.sub(r"<\|[a-z_]+\|>|</?tool[a-z_]*>", "", text)
+
+
 def build_tokenizer(seed: int = 0, num_documents: int = 6000) -> Tokenizer:
     """Trains the tokenizer on a sample of the corpus; the same seed gives the same tokenizer."""
+    return _train(_sample_texts(seed, num_documents), ())
+
+
+def build_tools_tokenizer(seed: int = 0, num_documents: int = 6000) -> Tokenizer:
+    """The tokenizer of demo-tools. The tags of tools are single tokens, which decoded texts show."""
+    return _train(_tool_texts(seed, num_documents), TAGS)
+
+
+def _train(texts: Iterator[str], added: Sequence[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -50,16 +67,19 @@ def build_tokenizer(seed: int = 0, num_documents: int = 6000) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=VOCAB_SIZE - len(added),
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_sample_texts(seed, num_documents), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in added])
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
+def save_tokenizer(
+    tokenizer: Tokenizer, directory: Path, max_length: int, chat_template: str = CHAT_TEMPLATE
+) -> None:
     """Writes tokenizer.json and tokenizer_config.json as `transformers` reads them."""
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
@@ -68,7 +88,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> No
         "eos_token": IM_END,
         "pad_token": END_OF_TEXT,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -76,7 +96,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> No
 class FastEncoder:
     """Encodes corpus text (ASCII with special tokens) through a table of its pieces.
 
-    Equal to the tokenizer itself on such text, several times faster on a repetitive corpus.
+    It has the same results as the tokenizer on such text, and is several times faster on a repetitive corpus.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -1,1 +1,1 @@
-"""What carries collective operations from rank to rank: the back ends of memory_order's Communicator."""
+"""The back ends of memory_order's Communicator, which carry out collective operations of ranks."""

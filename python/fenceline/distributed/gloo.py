@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from fenceline.memory_order import PeerLostError, sum_gathered
 
-# A collective waits for the slowest rank however long that takes: at start-up it may read weights for minutes, and
-# whoever hangs is found by the watchdog.
+# A collective waits for the slowest rank without a limit, since that rank may read weights for minutes at start-up. A
+# rank that hangs is found by the watchdog.
 _NO_LIMIT = datetime.timedelta(days=365)
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -22,12 +22,12 @@ class GlooBackend:
     """See ``memory_order.CollectiveBackend``. One in a process, since it is torch.distributed's default group."""
 
     def __init__(self, rank: int, size: int, meeting: str, interface: str | None = None) -> None:
-        """Waits until all ``size`` ranks have come to ``meeting``, the same for all: ``tcp://host:port`` of rank 0's
-        host, or on one host the URI of a file that does not exist yet. ``interface``: the network that they use, the
-        host itself unless given. Raises ``ValueError`` where rank 0 cannot listen."""
+        """Waits until all ``size`` ranks have joined. ``meeting`` is the same for all: ``tcp://host:port`` of rank 0's
+        host, or on one host the URI of a file that does not exist yet. ``interface``: the network interface that the
+        ranks use, the loopback one unless given. Raises ``ValueError`` if rank 0 cannot listen there."""
         self.rank = rank
         self.size = size
-        os.environ.setdefault(_INTERFACE, interface or _LOOPBACK)  # the host's name need not lead anywhere
+        os.environ.setdefault(_INTERFACE, interface or _LOOPBACK)  # the host's name may have no address
         try:
             dist.init_process_group(
                 "gloo", init_method=meeting, rank=rank, world_size=size, timeout=_NO_LIMIT
@@ -39,21 +39,38 @@ class GlooBackend:
             ) from error
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """See ``memory_order.CollectiveBackend``. gloo's own sums in an order that depends on an element's place."""
+        """See ``memory_order.CollectiveBackend``. gloo's own all-reduce adds in an order that depends on an element's
+        place."""
         sum_gathered(self, x)
+
+    def all_reduce_add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor | None:
+        """See ``memory_order.CollectiveBackend``. There is no such operation."""
+        return None
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """See ``memory_order.CollectiveBackend``."""
         try:
             dist.all_gather(list(out), x)
         except RuntimeError as error:
-            text = str(error).partition("\n")[0].partition(". ")[0]  # of gloo's advice nothing applies
+            text = (
+                str(error).partition("\n")[0].partition(". ")[0]
+            )  # gloo's advice after it does not apply here
             raise PeerLostError(
                 f"rank {self.rank} of {self.size}: a collective has failed ({text})"
             ) from error
 
     def register(self) -> None:
         """See ``memory_order.CollectiveBackend``. Its operations use no addresses of other ranks."""
+
+    def give_up(self) -> None:
+        """See ``memory_order.CollectiveBackend``. The other ranks' operations end because this rank leaves the
+        group."""
+        self.close()
+
+    def check(self) -> None:
+        """See ``memory_order.CollectiveBackend``. It never raises, because an operation that fails raises itself."""
 
     def close(self) -> None:
         """See ``memory_order.CollectiveBackend``."""

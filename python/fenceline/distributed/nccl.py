@@ -1,10 +1,11 @@
-"""The back end of ranks on NVIDIA GPUs: torch.distributed's NCCL. Not used by a server yet: it has run on no two GPUs.
+"""The back end of ranks on NVIDIA GPUs: torch.distributed's NCCL. It has not been run on several GPUs yet.
 
-torch runs NCCL's kernels on a stream of the group's own, which waits for the current one, and the current one for it.
-So in program order they are operations of the current stream, in a CUDA graph too: the capture follows both waits.
+torch runs NCCL's kernels on a stream of the process group. That stream waits for the current one before them, and the
+current one waits for it after them, so in program order they are operations of the current stream. This holds in a CUDA
+graph too, because the capture follows both waits.
 
-What NCCL sets up with the first operation of a kind, memory and connections, must not be set up in a capture. An
-operation is captured only after one of the same size has run.
+With the first operation of a kind NCCL sets up memory and connections, which is not possible in a capture. So an
+operation may be captured only after one of the same size has run.
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ import torch.distributed as dist
 
 from fenceline.memory_order import CommunicatorError, PeerLostError, sum_gathered
 
-_NO_LIMIT = datetime.timedelta(days=365)  # as for gloo: whoever hangs is found by the watchdog
+_NO_LIMIT = datetime.timedelta(days=365)  # as for gloo: a rank that hangs is found by the watchdog
 
 
 class NcclBackend:
     """See ``memory_order.CollectiveBackend``. One in a process, since it is torch.distributed's default group."""
 
     def __init__(self, rank: int, size: int, meeting: str, device: torch.device) -> None:
-        """Waits until all ``size`` ranks have come to ``meeting`` (see ``GlooBackend``). ``device``: the GPU of this
-        rank, which no other rank has, and the current one. Raises ``ValueError`` where the ranks cannot meet."""
+        """Waits until all ``size`` ranks have joined at ``meeting`` (see ``GlooBackend``). ``device``: the GPU of this
+        rank alone, which must be the current one. Raises ``ValueError`` if the ranks cannot meet."""
         assert device.type == "cuda" and device.index is not None, f"{device} is no GPU of one rank"
         self.rank = rank
         self.size = size
         self._warm: set[int] = set()  # bytes of operations that have run
+        self._given_up = False
         try:
-            # With device_id NCCL's communicator is made now, not by the first operation.
+            # With device_id, NCCL makes its communicator now and not in the first operation.
             dist.init_process_group(
                 "nccl", init_method=meeting, rank=rank, world_size=size, timeout=_NO_LIMIT, device_id=device
             )
@@ -40,13 +42,19 @@ class NcclBackend:
             ) from error
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """See ``memory_order.CollectiveBackend``. NCCL's own sums in an order that depends on an element's place and
-        rounds each partial sum."""
+        """See ``memory_order.CollectiveBackend``. NCCL's own all-reduce adds in an order that depends on an element's
+        place, and rounds each partial sum."""
         sum_gathered(self, x)
 
+    def all_reduce_add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor | None:
+        """See ``memory_order.CollectiveBackend``. There is no such operation."""
+        return None
+
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """See ``memory_order.CollectiveBackend``. Raises ``CommunicatorError`` in a capture before one of this size has
-        run."""
+        """See ``memory_order.CollectiveBackend``. Raises ``CommunicatorError`` in a capture if no operation of this
+        size has run before."""
         nbytes = x.nbytes
         capturing = torch.cuda.is_current_stream_capturing()
         if capturing and nbytes not in self._warm:
@@ -65,12 +73,24 @@ class NcclBackend:
     def register(self) -> None:
         """See ``memory_order.CollectiveBackend``. Its operations use no addresses of other ranks."""
 
-    def close(self) -> None:
-        """See ``memory_order.CollectiveBackend``. Operations that wait for a rank that has gone are given up: to wait
-        for them, as to destroy the group does, would take for ever."""
+    def give_up(self) -> None:
+        """See ``memory_order.CollectiveBackend``. Aborts the group; destroying it would wait for operations that never
+        end."""
+        if self._given_up:
+            return
+        self._given_up = True
         group = dist.group.WORLD
         assert group is not None, "the group exists until it is closed"
         group.abort()
+
+    def check(self) -> None:
+        """See ``memory_order.CollectiveBackend``."""
+        if self._given_up:
+            raise PeerLostError(f"rank {self.rank} of {self.size}: another rank has failed")
+
+    def close(self) -> None:
+        """See ``memory_order.CollectiveBackend``."""
+        self.give_up()
 
 
 def _first_line(error: Exception) -> str:

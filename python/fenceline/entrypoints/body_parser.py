@@ -1,9 +1,10 @@
-"""Parsing request bodies without keeping others waiting: a large one is parsed by a process of its own.
+"""Parses request bodies without making other requests wait: large bodies are parsed by a separate process.
 
-Parsers hold the GIL, and 64 MiB of JSON can take them seconds and gigabytes. So its values are counted first, by
-searches for bytes. A body of many values, or of many bytes, goes to a helper process; what comes back is as small as
-the limits on values and on each kind of body make it, and is taken in pieces between which others run. Of the bodies
-that are parsed here each turn of the event loop takes one, but for the smallest: dozens may arrive at the same time.
+Parsers hold the GIL, and 64 MiB of JSON can take them seconds and gigabytes. So the values of a body are counted first,
+by searching for bytes. A body of many values, or of many bytes, goes to a helper process. The limits on values and on
+each kind of body keep its result small, and the result is received in pieces, between which other tasks run. Bodies
+that are parsed in this process are parsed one in each turn of the event loop, except for the smallest ones, because
+dozens may arrive at the same time.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ _APART_CHARS = 4096
 _APART_IDS = 1024
 _PIECE_IDS = 1 << 14
 _NICENESS = 5
-# The helper has a minute for a body, counted in looks: a server that was itself stopped has not looked.
+# The helper has a minute for a body. Only time in which this process ran is counted: it may have been suspended itself.
 _LOOK_INTERVAL_S = 1.0
 _MAX_LOOKS = 60
 
 
 class BodyParser:
-    """Parses the bodies of all endpoints. The helper process is started by the first body that needs it, and ends with
-    this one, however it ends."""
+    """Parses the bodies of all endpoints. The helper process is started for the first body that needs it, and ends
+    together with this process, even if this one is killed."""
 
     def __init__(self, context_length: int, unknown: UnknownFields) -> None:
         self.unknown = unknown
@@ -91,15 +92,15 @@ class BodyParser:
     async def _apart(
         self, parse: Parse[T], parts: deque[bytes]
     ) -> tuple[object, list[tuple[set[str], FieldRules]]]:
-        """:meth:`_parse_apart`, one body after the other. Bodies wait here and not in the executor's queue, which would
-        keep those of clients that have left until their turn comes."""
+        """:meth:`_parse_apart`, one body after the other. Bodies wait here and not in the executor's queue, where
+        bodies of clients that have disconnected would stay until their turn comes."""
         await self._helper_free.acquire()
         loop = asyncio.get_running_loop()
         # The looks begin when there is a helper to look at, which may have to be started first.
         work = self._thread.submit(
             self._parse_apart, parse, parts, lambda: loop.call_soon_threadsafe(self._look, _MAX_LOOKS)
         )
-        # Not when whoever waits for it leaves, but when the helper is done with it.
+        # Released when the helper is done with the body, and not already when the client disconnects.
         work.add_done_callback(lambda _: loop.call_soon_threadsafe(self._free_helper))
         try:
             return await asyncio.wrap_future(work)
@@ -112,8 +113,8 @@ class BodyParser:
         self._helper_free.release()
 
     def _look(self, num_left: int) -> None:
-        """Kill a helper that has been stopped, or has too much to do. Whoever waits for it gets 503, the next body
-        another helper."""
+        """Kill a helper that was suspended or takes too long. The request that waits for it gets 503, and the next body
+        gets another helper."""
         if not num_left and self._helper is not None:
             logger.error("The process that parses large bodies has not answered for a minute; it is killed")
             self._helper[0].kill()
@@ -134,7 +135,9 @@ class BodyParser:
             result = _Unpickler(connection.recv_bytes(), apart).load()
         except (EOFError, OSError) as error:
             self._helper = None  # the next body gets a new one
-            raise RequestError(503, "the body could not be parsed: the process that does it ended") from error
+            raise RequestError(
+                503, "the body could not be parsed: the process that parses large bodies ended"
+            ) from error
         if isinstance(result, RequestError):
             try:
                 raise result
@@ -155,12 +158,12 @@ class BodyParser:
 
 
 def _at_most_values(data: bytes) -> int:
-    """No less than :func:`count_values`, in a fraction of its time: commas and brackets in strings count too."""
+    """An upper bound of :func:`count_values` in a fraction of its time: commas and brackets in strings count too."""
     return data.count(b'"') // 2 + sum(map(data.count, (b",", b"[", b"{")))
 
 
 def too_many_values(most: int) -> RequestError:
-    """The error of a body with more values than any honest one needs."""
+    """The error for a body with more values than a normal request needs."""
     return RequestError(400, f"the body has more than {most} JSON values; send several requests")
 
 
@@ -172,15 +175,16 @@ class _CollectedFields(UnknownFields):
 
     def __init__(self) -> None:
         super().__init__(strict=False)
-        self.noted: list[tuple[set[str], FieldRules]] = []
+        self.collected: list[tuple[set[str], FieldRules]] = []
 
     def note(self, names: set[str], rules: FieldRules) -> None:
         """Keep as many names as may be logged."""
-        self.noted.append((set(heapq.nsmallest(MAX_NAMES_LOGGED, names)), rules))
+        self.collected.append((set(heapq.nsmallest(MAX_NAMES_LOGGED, names)), rules))
 
 
 def _serve(connection: Connection) -> None:
-    """Parse until the other end is closed, at a low priority: where cores are few, generation goes first."""
+    """Parse bodies until the other end is closed, at a low priority, so that generation goes first if there are few
+    cores."""
     os.nice(_NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
@@ -198,18 +202,20 @@ def _serve(connection: Connection) -> None:
 
 
 def _parsed(parse: Parse[T], data: bytes, most: int) -> object:
-    """What :meth:`BodyParser._parse_apart` gets: the body and its unknown fields, or the error."""
+    """The result for :meth:`BodyParser._parse_apart`: the body and its unknown fields, or the error."""
     unknown_fields = _CollectedFields()
     try:
         if count_values(data, most) > most:
             raise too_many_values(most)
-        return parse(data, unknown_fields), unknown_fields.noted
+        return parse(data, unknown_fields), unknown_fields.collected
     except RequestError as error:
         return error
     except RecursionError:
         return too_deep()
     except MemoryError:
-        return RequestError(413, "the body takes more memory than there is; send several requests")
+        return RequestError(
+            413, "parsing the body takes more memory than is available; send several requests"
+        )
     except Exception as defect:  # of ours; the next bodies still want this process
         logger.exception("a body could not be parsed")
         return internal_error(defect)
@@ -251,7 +257,7 @@ class _Pickler(pickle.Pickler):
             if len(value) > MAX_TEXT_CHARS:
                 raise RequestError(
                     400,
-                    f"a text has {len(value)} characters, at most {MAX_TEXT_CHARS} are taken in one; shorten it",
+                    f"a text has {len(value)} characters, at most {MAX_TEXT_CHARS} are allowed in one; shorten it",
                     code="context_length_exceeded",
                 )
             self.apart.append(value.encode("utf-8", "surrogatepass"))
@@ -266,7 +272,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Takes them back."""
+    """Puts back what :class:`_Pickler` has put aside."""
 
     def __init__(self, pickled: bytes, apart: list[bytes | array[int]]) -> None:
         super().__init__(_Frames(pickled))

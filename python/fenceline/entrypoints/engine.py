@@ -1,4 +1,4 @@
-"""Engine: the same processes without HTTP, for use from Python."""
+"""Engine: the server's processes without HTTP, for use from Python."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Engine:
         stream: bool = False,
         **options: Any,
     ) -> Answer | list[Answer] | AsyncIterator[Answer]:
-        """:meth:`generate` for a caller with an event loop of his own; with ``stream`` an async iterator."""
+        """:meth:`generate` for callers that run an event loop; with ``stream`` it returns an async iterator."""
         body = _body(prompt, sampling_params, input_ids, stream, options)
         if stream:
             return self._aiterate(body)
@@ -190,8 +190,8 @@ class Engine:
         """Replace the model's weights by another checkpoint of the same model, a directory or a hub id. Requests that
         run are aborted, or computed again with the new weights from their tokens so far.
 
-        Returns whether that succeeded, a text, which is the reason where it did not (nothing has changed then), and how
-        many requests ran. Raises ValueError where there is no checkpoint.
+        Returns whether this succeeded, a message, and how many requests were running. If it failed, the message is the
+        reason and nothing has changed. Raises ValueError if there is no checkpoint.
         """
         body = UpdateFromDiskBody(model_path, load_format, abort_all_requests, weight_version)
         reply = self._run(update_from_disk(self._manager, body))

@@ -45,18 +45,18 @@ def error_response(error: RequestError) -> Response:
 
 
 def internal_error(error: BaseException) -> RequestError:
-    """What a client is told of a defect of the server; the log has the details."""
+    """The error that a client gets for a defect of the server; the log has the details."""
     return RequestError(500, f"internal error: {type(error).__name__}; see the server's log")
 
 
 def too_deep() -> RequestError:
-    """What a client is told of a RecursionError: recursion is only used for values of its own request."""
+    """The error that a client gets for a RecursionError, which only values of its own request can cause."""
     return RequestError(400, "the body's JSON is nested too deeply", code="invalid_json")
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Every way in which a request can be wrong ends in :func:`error_response`; the middleware
-    logs defects, and answers for those outside the application."""
+    """Answer every error of a request with :func:`error_response`. The middleware logs defects, and answers if one
+    occurs outside the application."""
 
     async def on_request_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)

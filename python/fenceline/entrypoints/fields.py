@@ -1,8 +1,8 @@
 """Fields of request bodies that this server does not act on: refused with a remedy, without effect, or unknown.
 
-The bodies' types declare the fields that work. Everything else that OpenAI, SGLang and vLLM define stands here, so that
-nothing that was asked for is silently left out. Both kinds of bodies (msgspec structs and pydantic models) are
-judged by one :class:`FieldRules` for each endpoint.
+The types of the bodies declare the supported fields. All other fields of OpenAI, SGLang and vLLM are listed here, so
+that none of them is silently ignored. Both kinds of bodies (msgspec structs and pydantic models) are judged by one
+:class:`FieldRules` for each endpoint.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ MAX_NEUTRAL_BYTES = 4096  # a longer value asks for something
 class Refused:
     """Why a field is refused and what to do: ``remedy`` follows "NAME is not available: ".
 
-    Null, false, an empty text, list or object, and lists of such, ask for nothing and are accepted, as are the values
-    in ``neutral``.
+    Null, false, an empty string, list or object, and lists of these ask for nothing and are accepted, and so are the
+    values in ``neutral``.
     """
 
     remedy: str
@@ -129,7 +129,7 @@ GENERATION: Mapping[str, Refused] = {
     ),
     "return_bytes": _TEXT_ONLY,
     "multi_item_delimiter_indices": Refused("send the items as prompts of their own"),
-    "ngram_corpus_id": Refused("there is no speculative decoding yet; leave it out"),
+    "ngram_corpus_id": Refused("drafts come from a model, not from earlier text; leave it out"),
     "stream_interval": Refused("start the server with --stream-interval", neutral=(1,)),
     "background": Refused("use stream, or wait for the answer"),
     "custom_labels": Refused("metrics carry the label model_name alone; leave it out"),
@@ -216,7 +216,7 @@ WITHOUT_EFFECT = frozenset(
 
 
 class FieldRules:
-    """What the fields mean that one type of body does not declare; those that it declares are its own affair."""
+    """The rules for the fields that one type of body does not declare."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class FieldRules:
         if len(extra) > MAX_BODY_FIELDS:
             raise RequestError(
                 400,
-                f"{len(extra)} fields are not known or have no effect, at most {MAX_BODY_FIELDS} are taken",
+                f"{len(extra)} fields are not known or have no effect, at most {MAX_BODY_FIELDS} are allowed",
             )
         for name in sorted(extra & self._refused_names):
             refused = self._refused[name]
@@ -260,7 +260,7 @@ class FieldRules:
         """``; did you mean X?`` for the closest known name, here or one level down, or an empty text."""
         for field, names in self._within.items():
             if name in names:
-                return f"; it belongs into {field}"
+                return f"; it belongs in {field}"
         if close := did_you_mean(name, self.declared):
             return close
         for field, names in self._within.items():

@@ -1,4 +1,4 @@
-"""/generate: answers as SGLang gives them, whole or as a stream of events."""
+"""/generate: writes answers in SGLang's form, whole or as a stream of events."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def generate(
 ) -> Response:
     """Answer one request to /generate. Raises RequestError before anything is sent.
 
-    A wrong request for a stream is answered as SGLang does: by a stream that has the error as its only event.
+    An invalid request for a stream is answered as in SGLang, by a stream that has the error as its only event.
     """
     body = await parser.parse(request, parse_generate)
     try:
@@ -186,7 +186,7 @@ class AnswerWriter:
 
     @property
     def num_logprob_bytes(self) -> int:
-        """Of the logprobs that the next event repeats."""
+        """The size of the logprobs that the next event repeats."""
         return self._input.num_bytes + self._output.num_bytes
 
     def so_far(self, chunk: GenerateChunk) -> list[bytes]:
@@ -336,7 +336,9 @@ def thinking_end_id(body: GenerateBody, config: EngineConfig, tokenizer: Tokeniz
     token: int | None = tokenizer.backend.token_to_id(tag)
     if token is None:
         raise RequestError(
-            400, f"require_reasoning: the model's tokenizer has no token {tag}", param="require_reasoning"
+            400,
+            f"require_reasoning: the model's tokenizer has no one token {tag}; use /v1/chat/completions",
+            param="require_reasoning",
         )
     return token
 

@@ -179,7 +179,7 @@ def grammar_of(**given: str | dict[str, object] | None) -> GrammarSpec | None:
             except (
                 orjson.JSONEncodeError
             ) as error:  # nested deeper than 254, numbers beyond 64 bits, half a character
-                raise RequestError(400, f"{kind} cannot be taken: {error}", param=kind) from None
+                raise RequestError(400, f"{kind} cannot be used: {error}", param=kind) from None
         if value:  # an empty text is unset
             specs.append(GrammarSpec(cast(GrammarKind, kind), value))
     if len(specs) > 1:
@@ -214,7 +214,7 @@ async def expand(
     keys = extra_keys(body.cache_salt, body.extra_key, num)
     params: dict[int, SamplingParams] = {}  # each once, by the identity of what the client wrote
     grammars: dict[int, GrammarSpec | None] = {}
-    think = None if thinking_end is None else ThinkTokens(-1, thinking_end, is_open=True)
+    think = None if thinking_end is None else ThinkTokens(-1, (thinking_end,), is_open=True)
     for native in sampling:
         if id(native) not in params:
             params[id(native)] = _to_params(native, config)
@@ -252,7 +252,7 @@ async def expand(
 
 def _prompts(body: GenerateBody) -> tuple[Sequence[Prompt], bool]:
     if (body.text is None) == (body.input_ids is None):
-        raise RequestError(400, "give either text or input_ids, not both and not neither", param="text")
+        raise RequestError(400, "give either text or input_ids, exactly one of them", param="text")
     if body.text is not None:
         if isinstance(body.text, str):
             return [(body.text, None)], True

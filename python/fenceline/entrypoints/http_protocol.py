@@ -1,17 +1,17 @@
-"""uvicorn's connections with fewer system calls, and with limits on what one client may cost.
+"""uvicorn's connections with fewer system calls, and with limits on what one client can use.
 
-What one turn of the event loop writes leaves as one write. uvloop hands each write to the kernel at once. An answer's
-head, its first event, the last event and the end of the chunked body would be writes and packets of their own, each of
-which wakes the client, and beside a client on the same machine a wake-up costs more than everything else that the
-server does for a request.
+Everything that one turn of the event loop writes is sent by one write. uvloop hands each write to the kernel at once.
+An answer's head, its first event, the last event and the end of the chunked body would be writes and packets of their
+own, each of which wakes the client, and beside a client on the same machine a wake-up costs more than everything else
+that the server does for a request.
 
-uvicorn and httptools keep a request's head without limit and join its parts at quadratic cost, before anybody looks at
-the API key; and they wait for the rest of a request for ever. Here sizes are limited while bytes arrive, and a client
-that does not keep pace is disconnected.
+uvicorn and httptools buffer a request's head without limit and join its parts at quadratic cost, before the API key is
+checked, and they wait for the rest of a request for ever. Here sizes are limited while bytes arrive, and a client that
+is too slow is disconnected.
 
 One turn of the event loop accepts, reads and parses a bounded amount for all connections together. libuv would accept
-all connections that wait, and read megabytes from each connection that has them, before anybody else gets a turn. What
-exceeds the turn's share is kept, and reading stops, until a later turn comes to it.
+all waiting connections, and read megabytes from each connection that has sent them, before anything else runs. Data
+beyond the turn's share is kept, and nothing more is read, until a later turn handles it.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ MAX_HEAD_BYTES = 64 << 10  # request line and headers together
 MAX_URL_BYTES = 8 << 10
 MAX_HEADERS = 128
 MAX_FRAMING_BYTES = 16 << 10  # of a chunked body, in a row: chunk extensions, trailers
-MAX_PIPELINED = 16  # requests that have come before the answer to the one in front of them is complete
-# Of a connection's pace, which check_pace looks at once a second.
+MAX_PIPELINED = 16  # requests that have arrived before the answer to the one before them is complete
+# Limits on the pace of a connection, which check_pace checks once a second.
 HEAD_TIMEOUT_S = 10.0  # for a request's head, and for a new connection to say anything
 BODY_PERIOD_S = 20.0  # a body brings BODY_PERIOD_BYTES in each such period, or ends
 BODY_PERIOD_BYTES = 20 << 10
@@ -60,7 +60,7 @@ _MAX_LOOK_INTERVAL_S = 2.0
 _MAX_CLOSED_AT_ONCE = 64  # of the connections that have not kept pace, in one turn
 _WARNING_INTERVAL_S = 60.0
 _EVICTED_SHARE = 16  # of idle connections, how many are closed where a new one has no room: 1 in 16
-# Of a body that was refused before it had come: what is read all the same, so that the client comes to the answer.
+# How much is still read of a body that was refused before it arrived, so that the client gets to the answer.
 _MAX_DISCARDED_BYTES = 2 * MAX_BODY_BYTES
 _REFUSAL_HEAD = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
 _PIECE_BYTES = 16 << 10  # of a request that is parsed in one go
@@ -70,8 +70,8 @@ TURN_BYTES = 1 << 20
 _HEAD_BYTES = 16 << 10  # a request: the application's work for it
 _CALL_BYTES = 1 << 9  # a part of a body, however short: one byte if it is sent in chunks of one
 _READ_BYTES = 64 << 10  # read at a time; reading on where it had stopped counts before it is known what comes
-_NEW_SHARE = 4  # of a turn, 1 in 4 is for what has just come, not for what has waited
-_SMALL_BYTES = 2 << 10  # what has waited with less goes first
+_NEW_SHARE = 4  # a quarter of a turn is for data that has just arrived, the rest for data that has waited
+_SMALL_BYTES = 2 << 10  # connections whose waiting data is smaller than this go first
 MAX_ACCEPTED = 16  # connections that are accepted in one turn
 _ACCEPT_PAUSE_S = 0.05  # while there is no room for another one
 _NO_ROOM_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
@@ -89,7 +89,7 @@ class JoiningTransport(asyncio.Transport):
         self._held: list[Data] = []
         self._num_held = 0
         self._num_written = 0  # bytes handed to the transport since the connection began
-        self._num_pauses = 0  # who has paused reading: uvicorn for its reasons, the turn for its own
+        self._num_pauses = 0  # how many have paused reading: uvicorn, and the limits of a turn
 
     def write(self, data: Data) -> None:
         """Write ``data`` soon; in order, and before the connection is closed."""
@@ -109,7 +109,7 @@ class JoiningTransport(asyncio.Transport):
         if self._held:
             held, num_held, self._held, self._num_held = self._held, self._num_held, [], 0
             if self._transport.is_closing():
-                return  # the client has reset the connection since: there is nobody to write to
+                return  # the client has reset the connection in the meantime
             self._num_written += num_held
             self._transport.write(held[0] if len(held) == 1 else b"".join(held))
 
@@ -119,7 +119,7 @@ class JoiningTransport(asyncio.Transport):
         self._transport.close()
 
     def abort(self) -> None:
-        """Close at once; what is held is lost."""
+        """Close at once; data that is held is lost."""
         self._held.clear()
         self._transport.abort()
 
@@ -154,7 +154,7 @@ class JoiningTransport(asyncio.Transport):
         return self._transport.is_closing()
 
     def pause_reading(self) -> None:
-        """Read nothing until :meth:`resume_reading` has been called as often."""
+        """Read nothing until :meth:`resume_reading` has been called as many times as this method."""
         self._num_pauses += 1
         if self._num_pauses == 1:
             self._transport.pause_reading()
@@ -179,8 +179,8 @@ class JoiningTransport(asyncio.Transport):
 
 
 class LateLogger:
-    """Writes access lines a moment later: answers that begin now do not wait for the log file. What the web page asks
-    for three times a second is not worth a line each time."""
+    """Writes access lines a moment later, so that answers that begin now do not wait for the log file. The requests
+    that the web page makes three times a second are not logged."""
 
     def __init__(self, logger: logging.Logger, loop: asyncio.AbstractEventLoop) -> None:
         self._logger = logger
@@ -193,16 +193,16 @@ class LateLogger:
 
 
 class ConnectionLimits:
-    """What the connections of one server share: how many there may be, what one turn of the event loop reads and parses
-    for all of them, and the clock of their pace.
+    """The limits that the connections of one server share: how many there may be, how much one turn of the event loop
+    reads and parses for all of them, and the clock by which their pace is measured.
 
-    ``now`` is in seconds, of which those do not count in which the server was itself away (stopped, or busy): meanwhile
-    it has not read what its clients sent.
+    ``now`` is in seconds. Time in which the server itself was suspended or busy is not counted, because it could not
+    read what its clients sent.
     """
 
     def __init__(self, max_connections: int) -> None:
         self.max_connections = max_connections
-        self.num_leaving = 0  # closed to make room, and gone as soon as the event loop comes to them
+        self.num_leaving = 0  # closed to make room; the event loop has not removed them yet
         self.now = 0.0
         self.left = TURN_BYTES  # of this turn
         self.buffer = memoryview(bytearray(_READ_BYTES))  # where each connection reads to
@@ -212,12 +212,12 @@ class ConnectionLimits:
         self._waiting: tuple[deque[Callable[[], None]], deque[Callable[[], None]]] = deque(), deque()
 
     def advance(self, loop_time: float) -> None:
-        """The server is about to look at all connections, as it does about once a second."""
+        """Called before the server checks all connections, about once a second."""
         self.now += min(max(loop_time - self._looked_at, 0.0), _MAX_LOOK_INTERVAL_S)
         self._looked_at = loop_time
 
     def warn(self, num_connections: int, num_idle: int) -> None:
-        """Say in the log that all connections are taken, once a minute at most."""
+        """Log that all connections are taken, at most once a minute."""
         if self.now - self._warned_at < _WARNING_INTERVAL_S:
             return
         self._warned_at = self.now
@@ -306,9 +306,9 @@ class HttpProtocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 on a :class:`JoiningTransport`, with limits.
 
     A request that is malformed or too large is answered with a 4xx in the server's own form, and the connection is
-    closed. Where there are too many, connections on which no request is being answered give way to new ones, the
-    longest waiting first. If there are none, a new connection gets 503, but for /health: who watches the server must
-    learn that it is busy, not dead.
+    closed. If there are too many connections, those on which no request is being answered are closed for new ones, the
+    longest idle first. If there are none, a new connection gets 503, except for /health, so that a monitor sees that
+    the server is busy and not dead.
     """
 
     def __init__(self, *args: Any, limits: ConnectionLimits, **kwargs: Any) -> None:
@@ -323,13 +323,13 @@ class HttpProtocol(HttpToolsProtocol):
             RequestResponseCycle
         ] = []  # requests in front of the last one; some may be answered
         self._num_heads = 0  # complete ones since the connection began
-        self._pace: Pace = (0, "head", 0)  # how far the client had come when it was last seen to go on
+        self._pace: Pace = (0, "head", 0)  # the client's progress when it last made any
         self._pace_at = 0.0
         self._cost = 0  # of what has been parsed, beside its bytes
-        self._unparsed: bytes | memoryview = b""  # has come, and waits for a later turn
+        self._unparsed: bytes | memoryview = b""  # has arrived, and waits for a later turn
         self._waits_for_turn = False
         self._unstarted: Any = None  # the application, where it waits for the request's body
-        self._crowded = False  # there is room for /health alone
+        self._crowded = False  # there is only room for /health
         self._leaves = False  # counted in the limits' num_leaving
         self._periods_taken = 0  # how much of the answers the kernel had taken when it last took enough
         self._taken_at = 0.0
@@ -345,7 +345,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.app = partial(_only_health, self.app)  # type: ignore[assignment]  # uvicorn's types and starlette's
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client has gone. uvicorn tells only the last of its requests so."""
+        """The client has disconnected. uvicorn reports this only to the last of its requests."""
         for cycle in self._earlier:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -358,7 +358,7 @@ class HttpProtocol(HttpToolsProtocol):
     # --- sizes
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has come, as far as this turn allows."""
+        """Parse what has arrived, as far as this turn allows."""
         self._unset_keepalive_if_required()
         self._unparsed = bytes(self._unparsed) + data if self._unparsed else data
         if not self._waits_for_turn:
@@ -386,7 +386,7 @@ class HttpProtocol(HttpToolsProtocol):
             limits.wait(self._go_on, len(self._unparsed) <= _SMALL_BYTES and self._in_head)
 
     def _go_on(self) -> None:
-        """A turn has come to this connection."""
+        """Called in the turn that continues with this connection."""
         self._waits_for_turn = False
         if self.parser is None:  # the client has gone
             return
@@ -417,9 +417,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._num_body_bytes != num_body_bytes:
             self._num_framing_bytes = 0
         elif self._num_framing_bytes > MAX_FRAMING_BYTES:
-            self._refuse(
-                RequestError(400, "chunk extensions and trailers are not understood here: leave them out")
-            )
+            self._refuse(RequestError(400, "chunk extensions and trailers are not supported: leave them out"))
 
     def on_url(self, url: bytes) -> None:
         """A part of the request's URL."""
@@ -443,7 +441,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._cost += _HEAD_BYTES
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """Have ``cycle`` answered as soon as its body is complete, or so large that it has to be read as it comes."""
+        """Start the application for ``cycle`` as soon as its body is complete, or so large that it must be read while
+        it arrives."""
         self._unstarted = app
         if cycle is not self.cycle or not cycle.more_body or len(cycle.body) > HIGH_WATER_LIMIT:
             self._start(cycle)
@@ -455,7 +454,7 @@ class HttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle or self.cycle, app)
 
     def _is_answered_before_its_body(self) -> bool:
-        """Whether there is something to say to a request that has come without its body."""
+        """Whether a request can be answered although its body has not arrived."""
         if self.expect_100_continue or self._crowded:
             return True
         length = next((value for name, value in self.headers if name == b"content-length"), b"0")
@@ -505,8 +504,8 @@ class HttpProtocol(HttpToolsProtocol):
     # --- pace
 
     def check_pace(self) -> None:
-        """Disconnect a client that does not go on with its request or does not take its answer, and notice one that has
-        left while nothing is read from it. To be called about once a second: that costs less than a timer for each
+        """Disconnect a client that does not continue its request or does not read its answer, and notice one that has
+        disconnected while nothing is read from it. Called about once a second, which costs less than a timer for each
         request."""
         now = self._limits.now
         transport = cast(JoiningTransport, self.transport)
@@ -526,8 +525,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._give_up()
 
     def _client_pace(self) -> Pace:
-        """Something that changes when the client goes on: the number of requests that have begun, what is expected of
-        the client (its "head", its "body", or "" if nothing is), and how far that is."""
+        """A value that changes when the client makes progress: the number of requests that have begun, what is expected
+        of the client ("head", "body", or "" if nothing is), and how much of it has arrived."""
         if not self._in_head:
             waits = self.transport.is_reading() and not self.pipeline
             return self._num_heads, "body" if waits else "", self._num_body_bytes // BODY_PERIOD_BYTES
@@ -555,8 +554,8 @@ class HttpProtocol(HttpToolsProtocol):
     # --- number of connections
 
     def _make_room(self) -> bool:
-        """Close some of the connections that wait for their client, those that have waited longest: they leave before
-        the next ones are accepted. False: there are none."""
+        """Close some of the connections that wait for their client, starting with those that have waited longest. They
+        are removed before the next ones are accepted. False if there are none."""
         others = cast("set[HttpProtocol]", self.connections)
         idle = [other for other in others if other is not self and other._is_idle()]
         self._limits.warn(self._limits.max_connections, len(idle))
@@ -593,7 +592,7 @@ class BoundedReader(asyncio.BufferedProtocol):
         self._connection.data_received(bytes(self._buffer[:nbytes]))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """As the connection; so are the others."""
+        """As for the connection; so are the other methods."""
         self._connection.connection_made(cast(asyncio.Transport, transport))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -621,7 +620,7 @@ async def _only_health(app: ASGIApp, scope: Scope, receive: Receive, send: Send)
 
 
 def check_paces(connections: Iterable[HttpProtocol]) -> bool:
-    """:meth:`HttpProtocol.check_pace` of each. False: so many had to be closed that the rest is left for another
+    """Call :meth:`HttpProtocol.check_pace` of each. False if so many had to be closed that the rest is left for another
     turn."""
     num_closed = 0
     for connection in connections:
@@ -633,7 +632,7 @@ def check_paces(connections: Iterable[HttpProtocol]) -> bool:
 
 
 def _has_left(transport: asyncio.Transport) -> bool:
-    """Whether the client has closed the connection, from which nothing is being read. Linux alone tells."""
+    """Whether the client has closed the connection, from which nothing is being read. This is known on Linux only."""
     sock = transport.get_extra_info("socket")
     event = getattr(select, "POLLRDHUP", 0)
     if sock is None or not event:

@@ -1,4 +1,4 @@
-"""The HTTP application and the uvicorn server that carries it."""
+"""The HTTP application and the uvicorn server that runs it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _MACOS_DESCRIPTORS = 10240
 # Connections that the kernel keeps for us until their turn; it takes its own limit if that is smaller (4,096 on Linux).
 # Beyond them it drops a client's first packet, which is sent again only a second later, /health's too.
 _BACKLOG = 65535
-_RESERVED_DESCRIPTORS = 128  # for all that is no connection: sockets to the engine, logs, models being read
+_RESERVED_DESCRIPTORS = 128  # for sockets to the engine, logs, files of models and the like
 
 
 def create_app(manager: TokenizerManager, config: EngineConfig) -> ASGIApp:
@@ -71,7 +71,7 @@ def create_app(manager: TokenizerManager, config: EngineConfig) -> ASGIApp:
     served = RequestMiddleware(direct, api_key=args.api_key, admin_api_key=args.admin_api_key)
     if args.cors_allowed_origins is None:
         return served
-    # Outermost: a browser asks for permission without the key, and is to see why it was refused.
+    # Outermost, because a browser sends the preflight request without the key, and pages must be able to read errors.
     return CORSMiddleware(
         served,
         allow_origins=args.cors_allowed_origins,
@@ -121,7 +121,8 @@ class DirectRoutes:
 
 
 def raise_descriptor_limit() -> None:
-    """Each connection takes a file descriptor: let this process, and its children, have as many as they may."""
+    """Raise the limit of file descriptors of this process and its children to the maximum, since each connection takes
+    one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     for wanted in (hard, _MACOS_DESCRIPTORS):
         try:
@@ -145,7 +146,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: ASGIApp, config: EngineConfig) -> None:
         num_descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._limits = ConnectionLimits(max_connections(num_descriptors))
-        # Beyond the limit there are those that will be told so, and /health.
+        # Beyond the limit there is room for connections that get a 503, and for /health.
         self._max_accepted = self._limits.max_connections + _RESERVED_DESCRIPTORS // 2
         super().__init__(
             uvicorn.Config(
@@ -161,7 +162,7 @@ class HttpServer(uvicorn.Server):
                 ws="none",
             )
         )
-        # Start and stop are the supervisor's to report.
+        # The supervisor reports start and stop.
         logging.getLogger("uvicorn.error").setLevel("WARNING")
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -191,5 +192,5 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone."""
+        """Install no signal handlers."""
         yield

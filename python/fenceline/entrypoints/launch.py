@@ -30,7 +30,7 @@ from fenceline.ipc.sockets import SchedulerLink, ZmqLink, make_ports, remove_por
 logger = logging.getLogger(__name__)
 
 MIN_SILENCE_S = 4 * HEARTBEAT_INTERVAL_S
-FIRST_BEAT_S = 120.0  # from the start of a process to its first heartbeat: its interpreter starts
+FIRST_HEARTBEAT_S = 120.0  # from the start of a process to its first heartbeat: its interpreter starts
 LAST_WORDS_S = 0.5  # a dying process's FatalError may arrive after its death was noticed
 
 ProcessEntry = Callable[
@@ -39,7 +39,7 @@ ProcessEntry = Callable[
 
 
 class EngineBackend(Protocol):
-    """Where scheduler and detokenizer run: in processes, or in the caller's."""
+    """Where scheduler and detokenizer run: in child processes, or in the caller's process."""
 
     @property
     def link(self) -> SchedulerLink:
@@ -47,7 +47,7 @@ class EngineBackend(Protocol):
         ...
 
     def watch(self, on_death: Callable[[str], None]) -> None:
-        """Call ``on_death(reason)`` on the running event loop if one of them ends unasked."""
+        """Call ``on_death(reason)`` on the running event loop if one of them ends without having been told to."""
         ...
 
     def stop(self, timeout_s: float) -> None:
@@ -71,7 +71,7 @@ def run_detokenizer(config: EngineConfig, ports: PortArgs) -> None:
 
 
 class EngineProcesses:
-    """Scheduler and detokenizer as child processes that end with this one, however it ends."""
+    """Scheduler and detokenizer as child processes that end together with this process, even if it is killed."""
 
     def __init__(
         self, processes: list[BaseProcess], ports: PortArgs, link: SchedulerLink, watchdog_timeout_s: float
@@ -111,7 +111,7 @@ class EngineProcesses:
             now = time.monotonic()
             for process, silence in silences.items():
                 beat = self._last_beat(process.name)
-                limit_s = max(self._watchdog_timeout_s, MIN_SILENCE_S if beat else FIRST_BEAT_S)
+                limit_s = max(self._watchdog_timeout_s, MIN_SILENCE_S if beat else FIRST_HEARTBEAT_S)
                 if silence.look(beat, now) > limit_s and process.is_alive():
                     self._kill_silent(process)
             loop.call_later(interval_s, look)
@@ -152,7 +152,7 @@ class EngineProcesses:
         return [process for process in self.processes if process.name.startswith("scheduler")]
 
     def ending(self) -> None:
-        """From now on a process may end without being missed."""
+        """From now on the end of a process is not reported."""
         self._stopping = True
 
     def stop(self, timeout_s: float) -> None:
@@ -180,7 +180,7 @@ def _how(exitcode: int | None) -> str:
 
 
 def _explain_flags(config: EngineConfig) -> None:
-    """Log what flags do here that have another effect elsewhere."""
+    """Log the effect of flags that have another effect in other servers."""
     if config.server_args.trust_remote_code:
         logger.warning(
             "--trust-remote-code has no effect: %s is built in, and code from a model's directory is never run",

@@ -1,4 +1,4 @@
-"""GET /live_state: how the server stands and its last steps, for the web page."""
+"""GET /live_state: the state of the server and its last steps, for the web page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _HEADERS = {"Cache-Control": "no-store"}
 
 
 class LiveState:
-    """The scheduler is asked at most five times a second, however many look, and never if nobody does."""
+    """The scheduler is asked at most five times a second, whatever the number of viewers, and never if there are
+    none."""
 
     def __init__(self, manager: TokenizerManager, config: EngineConfig) -> None:
         self._manager = manager

@@ -28,9 +28,9 @@ _MAX_LENGTH_DIGITS = 20  # of a Content-Length
 # Bodies larger than this share MAX_BODIES_BYTES while their requests are worked on; there is always room for others.
 _SMALL_BODY_BYTES = 64 << 10
 MAX_BODIES_BYTES = 4 * MAX_BODY_BYTES
-# Reachable without a key: probes and scrapers send none, and the page asks people for theirs.
+# Open without a key: probes and scrapers send none, and the page asks its user for the key.
 OPEN_PATHS = frozenset(("/health", "/metrics", *PAGE_PATHS))
-# What acts on the whole server or on other clients' requests: with --admin-api-key that key alone opens it.
+# These act on the whole server or on other clients' requests: with --admin-api-key only that key opens them.
 ADMIN_PATHS = frozenset(
     (
         "/flush_cache", "/clear_hicache_storage_backend", "/hicache/storage-backend/clear", "/abort_request",
@@ -41,11 +41,11 @@ ADMIN_PATHS = frozenset(
 
 
 class RequestMiddleware:
-    """Gives every request an id (the client's ``x-request-id`` or a fresh one) that its answer carries too,
-    compares keys in constant time, refuses bodies over 64 MiB and answers for our own defects.
+    """Gives every request an id (the client's ``x-request-id`` or a fresh one) that its answer carries too, compares
+    keys in constant time, refuses bodies over 64 MiB and answers if the application has a defect.
 
-    All large bodies in the server at one time may have 256 MiB together; one that exceeds it is answered with 503. The
-    memory of large bodies and answers is given back to the system."""
+    All large bodies in the server at one time may have 256 MiB together; a body that exceeds this is answered with 503.
+    The memory of large bodies and answers is returned to the system."""
 
     def __init__(self, app: ASGIApp, api_key: str | None, admin_api_key: str | None = None) -> None:
         self._app = app

@@ -38,7 +38,8 @@ def serve_node(config: EngineConfig, scheduler_entry: ProcessEntry) -> int:
 
 
 async def _wait(backend: EngineProcesses) -> str | None:
-    """Until this host's part has ended; why, or None where all ranks have done as they were told."""
+    """Wait until this host's part has ended. Returns the reason, or None if all ranks have ended as they were told
+    to."""
     loop = asyncio.get_running_loop()
     reasons: asyncio.Queue[str | None] = asyncio.Queue()
 

@@ -1,4 +1,4 @@
-"""The server's description of itself: /openapi.json with the bodies of requests, and the page /docs that shows it.
+"""The description of the API: /openapi.json with the bodies of requests, and the page /docs that shows it.
 
 Handlers parse the bodies themselves, so FastAPI does not know their fields. They are described from the types that the
 handlers parse them into.

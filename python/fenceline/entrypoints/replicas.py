@@ -1,4 +1,4 @@
-"""Several replicas of the engine (--dp-size), each with processes of its own, behind one front end."""
+"""Several replicas of the engine (--dp-size), each with its own processes, behind one front end."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def launch(
     scheduler_entry: ProcessEntry = run_scheduler,
     detokenizer_entry: ProcessEntry = run_detokenizer,
 ) -> EngineProcesses | Replicas:
-    """The engine's processes, of all replicas. Entries are importable."""
+    """The processes of all replicas of the engine. Entry functions must be importable."""
     backends: list[EngineProcesses] = []
     try:
         for _ in range(config.server_args.dp_size):

@@ -1,4 +1,5 @@
-"""Server-sent events written straight to the ASGI server, and answers that end when their client leaves."""
+"""Server-sent events that are written directly to the ASGI server, and answers that end when their client
+disconnects."""
 
 from __future__ import annotations
 
@@ -136,7 +137,7 @@ async def written(chunk: GenerateChunk, write: Callable[[], T], num_bytes: int =
     """The result of ``write(chunk)``, in a thread if the chunk has many logprobs, which take microseconds each, or if
     ``num_bytes``, which are repeated with it, are many.
 
-    One chunk after the other is written there, since each thread that works in Python makes the loop wait for it."""
+    Chunks are written there one after the other, because every thread that runs Python makes the event loop wait."""
     if num_logprobs(chunk) <= _INLINE_LOGPROBS and num_bytes <= _INLINE_BYTES:
         return write()
     return await asyncio.get_running_loop().run_in_executor(_LOGPROB_THREAD, write)
@@ -154,8 +155,7 @@ def num_logprobs(chunk: GenerateChunk) -> int:
 async def while_connected(request: Request, work: Coroutine[Any, Any, T], is_long: bool = False) -> T:
     """The result of ``work``, which is cancelled if the client disconnects meanwhile; ClientDisconnect is raised then.
 
-    The body has been read. Unless it ``is_long``, the work for a small one is too short to look out for clients that
-    leave.
+    The body must have been read. If it is small, the work is too short to watch for a disconnect, unless ``is_long``.
     """
     if not is_long and request.scope.get(BODY_BYTES, 0) <= _SHORT_WORK_BYTES:
         return await work

@@ -1,4 +1,4 @@
-"""The main process: brings the server up, waits for a reason to stop, brings it down in order."""
+"""The main process: starts the server, waits for a reason to stop, and ends everything in order."""
 
 from __future__ import annotations
 
@@ -33,33 +33,55 @@ STOP_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Why the server stops. ``status`` 0: it was asked to, and finishes what runs."""
+    """Why the server stops. ``status`` 0: it was asked to stop, and finishes running requests."""
 
     status: int
     reason: str
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A bound socket, not listening yet. Raises ValueError, one line, if the address cannot be had."""
+    """A bound socket that does not listen yet, and whose port no other process can take until it does. Raises
+    ValueError with one line if the address cannot be used.
+
+    Between bind() and listen() Linux lets others take the port if both sides have SO_REUSEADDR, and then listen()
+    fails minutes later. So it is set only if the port cannot be had without: connections of a server that has just
+    ended are still in TIME_WAIT.
+    """
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind((host, port))
+        try:
+            sock.bind((host, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((host, port))
     except OSError as error:
         sock.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ValueError(
-                f"port {port} on {host} is in use: stop the other server or choose another with --port"
-            ) from error
-        raise ValueError(
-            f"cannot listen on {host}:{port} ({error.strerror}): check --host, --port"
-        ) from error
+        raise ValueError(_why_unusable(host, port, error)) from error
     return sock
 
 
+def listen(sock: socket.socket, backlog: int) -> None:
+    """Listen on a socket of :func:`bind_socket`. Raises ValueError with one line if another process took the port."""
+    # Its connections inherit this, so a restart need not wait until they have left TIME_WAIT.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.listen(backlog)
+    except OSError as error:
+        host, port = sock.getsockname()[:2]
+        raise ValueError(_why_unusable(host, port, error)) from error
+
+
+def _why_unusable(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} on {host} is in use: stop the other server or choose another with --port"
+    return f"cannot listen on {host}:{port} ({error.strerror}): check --host, --port"
+
+
 def serve_until_stopped(config: EngineConfig, scheduler_entry: ProcessEntry = run_scheduler) -> int:
-    """Run the whole server, or of several hosts this one's part. Returns the exit status: 0 if it was asked to stop,
-    else the reason was logged."""
+    """Run the whole server, or this host's part if there are several hosts. Returns the exit status: 0 if it was asked
+    to stop; otherwise the reason has been logged."""
     setup_logging(config.server_args.log_level)
     if config.server_args.node_rank > 0:
         return serve_node(config, scheduler_entry)
@@ -134,7 +156,10 @@ class Supervisor:
         if manager.limits is None or stop.done():
             return await self._finish(manager, await stop)
         server = HttpServer(create_app(manager, self._config), self._config)
-        self._sock.listen(server.config.backlog)  # whoever reads the address may connect at once
+        try:
+            listen(self._sock, server.config.backlog)  # whoever reads the address may connect at once
+        except ValueError as error:
+            return await self._finish(manager, Stop(1, str(error)))
         serving = asyncio.ensure_future(server.serve(sockets=[self._sock]))
         freeze_garbage_collector()
         self._announce(manager)
@@ -167,7 +192,7 @@ class Supervisor:
         """Let requests end as ``stop`` says, then end the engine. The reason of a failure is logged last."""
         if stop.status == 0 and manager.fatal is None:
             stop = await self._drain(manager, stop)
-        manager.fail(stop.reason)  # whoever still waits learns why
+        manager.fail(stop.reason)  # requests that still wait get the reason
         manager.shutdown()
         patience_s = STOP_TIMEOUT_S if stop.status == 0 and manager.limits is not None else 0.0
         if stop.status:

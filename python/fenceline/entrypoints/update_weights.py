@@ -56,8 +56,8 @@ class UpdateFromTensorBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def update_from_disk(manager: TokenizerManager, body: UpdateFromDiskBody) -> ControlReply:
-    """The checkpoint ``body.model_path``, a directory or a hub id, which is fetched first, takes the place of the
-    model's weights. Raises RequestError 400 where there is none."""
+    """Replace the model's weights by the checkpoint ``body.model_path``: a directory, or a hub id, which is downloaded
+    first. Raises RequestError 400 if there is none."""
     if body.load_format not in (None, "auto", "safetensors"):
         raise RequestError(
             400, f"load_format {body.load_format!r} is not supported: use safetensors", param="load_format"
@@ -116,8 +116,8 @@ async def update_from_body(manager: TokenizerManager, body: UpdateFromTensorBody
 
 
 def _write_decoded(text: str, path: Path) -> None:
-    """Write the bytes of which ``text`` is the base64. Other threads wait while a piece is decoded, so it is small.
-    Raises ``ValueError`` where it is none."""
+    """Decode ``text`` from base64 and write the bytes. Other threads wait while a piece is decoded, so pieces are
+    small. Raises ``ValueError`` if it is not base64."""
     with path.open("wb") as file:
         for start in range(0, len(text), _PIECE):
             piece = text[start : start + _PIECE]

@@ -1,6 +1,7 @@
 """The page at /, where people chat with the model and watch the server: its files, as they are in ``web/``.
 
-They are open to everybody and hold no secret. What they ask for needs the key, which the page asks people for.
+The files are open to everybody and contain no secret. The requests of the page need the key, for which it asks its
+user.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _FILES = {
 }  # fmt: skip
 PAGE_PATHS = frozenset(_FILES)
 _HEADERS = {
-    # Nothing from elsewhere, nothing inline: a text of the model that became markup by a mistake could do nothing.
+    # Nothing from other sites, nothing inline: if a text of the model became markup by mistake, it could do nothing.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
     " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -39,7 +40,8 @@ _HEADERS = {
 
 
 def install_web_page(app: FastAPI) -> None:
-    """Serve the files, which are read once. A browser that has one already is told that it is still the same."""
+    """Serve the files, which are read once. If a browser already has the current version of a file, it gets a
+    304."""
     folder = files("fenceline.entrypoints").joinpath("web")
     for path, name in _FILES.items():
         content = folder.joinpath(name).read_bytes()

@@ -50,13 +50,13 @@ class ControlClient:
         self._send = send
         self._num_replicas = num_replicas
         self._waiting: dict[str, asyncio.Future[list[ControlReply]]] = {}
-        self._replies: dict[str, list[ControlReply]] = {}  # of those, as far as they have come
+        self._replies: dict[str, list[ControlReply]] = {}  # the replies that have arrived, by message
         self._failure: RequestError | None = None
         self._num_updates = 0  # of weights, that are not answered yet
 
     @property
     def updating(self) -> bool:
-        """Whether weights are being replaced: the scheduler computes and answers nothing else meanwhile."""
+        """Whether weights are being replaced. Until that is done the scheduler computes and answers nothing else."""
         return self._num_updates > 0
 
     async def flush_cache(self, storage: bool = False, wait_s: float = 0.0) -> ControlReply:
@@ -126,7 +126,7 @@ class ControlClient:
             future.set_result(sorted(replies, key=lambda each: each.replica))
 
     def fail(self, error: RequestError) -> None:
-        """The scheduler is gone: every caller, present and future, gets ``error``."""
+        """The scheduler has ended: all present and future callers get ``error``."""
         self._failure = error
         waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
@@ -161,7 +161,7 @@ class ControlClient:
 
 
 def _as_one(replies: Sequence[ControlReply]) -> ControlReply:
-    """What several replicas have answered as one reply: they have succeeded if all have. Payloads are JSON."""
+    """The replies of several replicas as one, which is a success if all of them are. Payloads are JSON."""
     if len(replies) == 1:
         return replies[0]
     messages = [reply.message for reply in replies]

@@ -1,7 +1,7 @@
 """DetokenizerManager: from the scheduler's token ids to text, stop strings included, in its own process.
 
-A few tokens at a time become text: a character that is split over tokens comes out whole, and nothing that may be the
-beginning of a stop string comes out before that is decided.
+It decodes a few tokens at a time. A character that is split over tokens is sent as a whole, and text that may be the
+beginning of a stop string is held back until it is known whether it is.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class DecoderFactory:
 
 
 class ByteDecoder:
-    """Decodes by a table from ids to bytes. Ids outside the table are silent, as in ``tokenizers``."""
+    """Decodes by a table from ids to bytes. Ids outside the table give no text, as in ``tokenizers``."""
 
     __slots__ = ("_decode", "_strip_lead", "_table")
 
@@ -334,7 +334,7 @@ class Detokenizer:
         return len(self._states)
 
     def process(self, batch: BatchTokenOut) -> tuple[BatchStrOut, list[AbortReq]]:
-        """The news with text, and the requests that a stop string ended: the scheduler must release them."""
+        """The batch with its text, and the requests that a stop string has ended, which the scheduler must release."""
         outs: list[StrOut] = []
         stopped: list[AbortReq] = []
         for token in batch.outs:
@@ -353,7 +353,7 @@ class Detokenizer:
         if state is None:
             # Either tokens sampled before the scheduler heard of a stop string: not part of the answer; or
             # the end of a request that never started.
-            return StrOut(token=token, text="") if _ended_early(token) else None
+            return StrOut(token=token, text="") if _was_aborted(token) else None
         if token.finish_reason is not None:
             del self._states[token.rid]
         if state.scanner is not None:
@@ -383,7 +383,7 @@ class Detokenizer:
         return StrOut(token=token, text="".join(parts))
 
 
-def _ended_early(token: TokenOut) -> bool:
+def _was_aborted(token: TokenOut) -> bool:
     return token.finish_reason is not None and token.finish_reason.type == "abort"
 
 
@@ -454,7 +454,7 @@ class DetokenizerManager:
                 self._to_tokenizer.send(encode(BatchStrOut(outs=outs)))
 
     def fail(self, reason: str) -> None:
-        """Tell the main process why this one ends."""
+        """Tell the main process why this process ends."""
         self._to_tokenizer.send(encode(FatalError(source="detokenizer", message=reason)))
         self.close()
 
@@ -468,7 +468,7 @@ class DetokenizerManager:
 def run_detokenizer_process(config: EngineConfig, ports: PortArgs) -> None:
     """The detokenizer process' main function; ends with the parent or on :class:`ShutdownReq`."""
     prepare_child("detokenizer", config.server_args.log_level, ports)
-    watchdog = Watchdog(config.server_args.watchdog_timeout, lambda reason: _die_of_hang(ports, reason))
+    watchdog = Watchdog(config.server_args.watchdog_timeout, lambda reason: _exit_hung(ports, reason))
     manager = DetokenizerManager(Detokenizer(load_tokenizer(config.tokenizer_path)), ports)
     freeze_garbage_collector()
     try:
@@ -479,7 +479,7 @@ def run_detokenizer_process(config: EngineConfig, ports: PortArgs) -> None:
         raise SystemExit(1) from error
 
 
-def _die_of_hang(ports: PortArgs, reason: str) -> None:
+def _exit_hung(ports: PortArgs, reason: str) -> None:
     """Called by the watchdog's thread: report the reason, write all stacks and exit. The hung thread's sockets are not
     touched."""
     faulthandler.dump_traceback(all_threads=True)

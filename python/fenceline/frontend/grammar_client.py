@@ -1,8 +1,8 @@
-"""GrammarClient: the front end's view of compiled grammars: which there are, and who compiles the others.
+"""GrammarClient: the front end's record of compiled grammars, and its connection to the process that compiles them.
 
-A grammar is compiled once, in a process apart (:mod:`fenceline.constrained.compile_server`), sent to the scheduler, and
-named by a number from then on. Those that have not been used for the longest time are forgotten, here and there, when
-there are too many; why one could not be compiled is remembered as well.
+A grammar is compiled once, in a separate process (:mod:`fenceline.constrained.compile_server`), sent to the scheduler,
+and from then on named by a number. When there are too many, the least recently used ones are forgotten, here and in the
+scheduler. If a grammar could not be compiled, the reason is kept in the same way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fenceline.config import num_usable_cores
 from fenceline.config.engine_config import EngineConfig
 from fenceline.constrained.compile_server import Compiled, CompileJob, VocabularySource, serve
 from fenceline.constrained.spec import MAX_GRAMMAR_CHARS, GrammarSpec, max_whitespace
-from fenceline.frontend.compile_turns import CompileTurns, Party, Place
+from fenceline.frontend.compile_queue import CompileQueue, QueuedGrammar, Tenant
 from fenceline.frontend.control import ControlClient
 from fenceline.frontend.request_types import RequestError, shutting_down
 from fenceline.frontend.tokenizer import Tokenizer
@@ -33,7 +33,8 @@ from fenceline.ipc.child_process import signals_blocked
 logger = logging.getLogger(__name__)
 
 MAX_GRAMMARS = 1024
-MAX_GRAMMAR_BYTES = 256 << 20  # of all compiled grammars
+# Of all compiled grammars: what their rules take, and what the tokens of the vocabulary add to their masks.
+MAX_GRAMMAR_BYTES, MAX_GRAMMAR_BYTES_OF_TOKEN = 32 << 20, 1536
 MAX_ERRORS = 4096
 MAX_WAITING = 1024  # to be compiled
 MAX_OF_BODY = 16  # different ones
@@ -42,23 +43,23 @@ _Key = tuple[str, bytes]  # the kind, and the SHA-256 of the text, which may be 
 
 
 class _Grammar:
-    """One that is compiled, or being compiled. ``users``: how many requests of each party are being prepared and will
-    name it. ``place``: where it waits to be compiled; ``is_queued``: it does."""
+    """A grammar that is compiled or is being compiled. ``users``: how many requests of each tenant are being prepared
+    and will name it. ``queued``: its entry in the queue; ``is_queued``: whether it waits there."""
 
-    __slots__ = ("is_queued", "key", "num_bytes", "number", "place", "ready", "users")
+    __slots__ = ("is_queued", "key", "num_bytes", "number", "queued", "ready", "users")
 
-    def __init__(self, key: _Key, number: int, party: Party) -> None:
+    def __init__(self, key: _Key, number: int, tenant: Tenant) -> None:
         self.key = key
         self.number = number
-        self.place = Place(party)
+        self.queued = QueuedGrammar(tenant)
         self.is_queued = True
         self.ready: asyncio.Task[None] | None = None
         self.num_bytes = 0
-        self.users: Counter[Party] = Counter()
+        self.users: Counter[Tenant] = Counter()
 
     @property
     def is_done(self) -> bool:
-        """Whether it can be named, or there will be none."""
+        """Whether it is known if the grammar can be used: requests can name it, or compiling it has failed."""
         return self.ready is not None and self.ready.done()
 
 
@@ -73,34 +74,35 @@ class GrammarClient:
         self._grammars: OrderedDict[_Key, _Grammar] = OrderedDict()
         self._errors: OrderedDict[_Key, str] = OrderedDict()
         self._num_bytes = 0
+        self._max_bytes = MAX_GRAMMAR_BYTES + MAX_GRAMMAR_BYTES_OF_TOKEN * config.model.vocab_size
         self._num_made = 0
         self._forgotten: list[int] = []  # and not told yet
         self._process: CompileProcess | None = None
         self._vocabulary_sent = False
         # Half of the cores, so that generation has the others; two, so that nobody waits for one alone.
         self._num_children = min(8, max(2, num_usable_cores() // 2))
-        self._turns = CompileTurns(self._num_children)
+        self._queue = CompileQueue(self._num_children)
         self._loading = asyncio.Lock()  # one grammar is sent after the other
         self._closed = False
 
     @contextmanager
-    def using(self) -> Iterator[list[tuple[_Grammar, Party]]]:
+    def using(self) -> Iterator[list[tuple[_Grammar, Tenant]]]:
         """While requests are prepared, the grammars that :meth:`number_of` adds to the list are not forgotten. Those
         that wait to be compiled and have no user any more are dropped."""
-        used: list[tuple[_Grammar, Party]] = []
+        used: list[tuple[_Grammar, Tenant]] = []
         try:
             yield used
         finally:
-            for grammar, party in used:
-                grammar.users[party] -= 1
-                if grammar.users[party] == 0:
-                    del grammar.users[party]
-                if grammar.is_done or party in grammar.users:
+            for grammar, tenant in used:
+                grammar.users[tenant] -= 1
+                if grammar.users[tenant] == 0:
+                    del grammar.users[tenant]
+                if grammar.is_done or tenant in grammar.users:
                     continue
                 if grammar.is_queued and not grammar.users and self._grammars.get(grammar.key) is grammar:
                     self._drop(grammar)
                 else:
-                    self._turns.leave(grammar.place, party)
+                    self._queue.leave(grammar.queued, tenant)
 
     def check_all(self, specs: Collection[GrammarSpec]) -> None:
         """:meth:`check` those of one body, and how many they are."""
@@ -110,7 +112,7 @@ class GrammarClient:
             raise RequestError(400, f"a body may have {MAX_OF_BODY} different grammars, got {len(specs)}")
 
     def check(self, spec: GrammarSpec) -> None:
-        """Raise RequestError (400) for a grammar that cannot be had whatever it says."""
+        """Raise RequestError (400) for a grammar that this server cannot compile, whatever it says."""
         reason = self._config.refuses_grammars
         if reason is None and len(spec.text) > MAX_GRAMMAR_CHARS:
             reason = f"{spec.kind} may have {MAX_GRAMMAR_CHARS} characters, got {len(spec.text)}"
@@ -123,22 +125,22 @@ class GrammarClient:
                 400, f"{spec.kind} has half a surrogate pair: it is not Unicode text", param=spec.kind
             ) from None
 
-    async def number_of(self, spec: GrammarSpec, party: Party, used: list[tuple[_Grammar, Party]]) -> int:
+    async def number_of(self, spec: GrammarSpec, tenant: Tenant, used: list[tuple[_Grammar, Tenant]]) -> int:
         """The number under which the scheduler knows the compiled ``spec``, at least until ``used``, of :meth:`using`,
-        ends. ``party``: who asks for it. Raises RequestError: 400 with the reason where it cannot be compiled, 503
+        ends. ``tenant``: who asks for it. Raises RequestError: 400 with the reason where it cannot be compiled, 503
         where it could be later."""
         key = (spec.kind, hashlib.sha256(spec.text.encode()).digest())
         if (reason := self._errors.get(key)) is not None:
             self._errors.move_to_end(key)
             raise RequestError(400, f"{spec.kind}: {reason}", param=spec.kind)
-        grammar = self._grammars.get(key) or self._begin(key, spec, party)
+        grammar = self._grammars.get(key) or self._begin(key, spec, tenant)
         self._grammars.move_to_end(key)
-        grammar.users[party] += 1
-        used.append((grammar, party))
+        grammar.users[tenant] += 1
+        used.append((grammar, tenant))
         if not grammar.is_done:
-            self._turns.join(grammar.place, party)
+            self._queue.join(grammar.queued, tenant)
         assert grammar.ready is not None
-        # Others may wait for the same one: whoever leaves does not end it.
+        # Others may wait for the same grammar, so a client that leaves does not end the task.
         try:
             await asyncio.shield(grammar.ready)
         except asyncio.CancelledError:
@@ -148,34 +150,34 @@ class GrammarClient:
         return grammar.number
 
     def close(self) -> None:
-        """End the process that compiles. Who waits for it gets RequestError (503)."""
+        """End the process that compiles. Requests that wait for it get RequestError (503)."""
         self._closed = True
         if self._process is not None:
             self._process.close()
 
-    def _begin(self, key: _Key, spec: GrammarSpec, party: Party) -> _Grammar:
+    def _begin(self, key: _Key, spec: GrammarSpec, tenant: Tenant) -> _Grammar:
         if self._closed:
             raise shutting_down()
-        self._make_way(party)
+        self._make_room(tenant)
         self._num_made += 1
-        grammar = self._grammars[key] = _Grammar(key, self._num_made, party)
+        grammar = self._grammars[key] = _Grammar(key, self._num_made, tenant)
         grammar.ready = asyncio.get_running_loop().create_task(self._make(spec, grammar))
         grammar.ready.add_done_callback(_note_error)
         return grammar
 
-    def _make_way(self, party: Party) -> None:
-        """Where too many wait to be compiled, the last of those who have most of them must go. Raises RequestError
-        (503) where ``party`` would have as many."""
+    def _make_room(self, tenant: Tenant) -> None:
+        """If too many grammars wait to be compiled, drop the last one of the tenant that has the most. Raises
+        RequestError (503) if ``tenant`` would have as many as that one."""
         waiting = [grammar for grammar in self._grammars.values() if grammar.is_queued]
         if len(waiting) < MAX_WAITING:
             return
-        counts = Counter(one for grammar in waiting for one in grammar.place.parties)
+        counts = Counter(one for grammar in waiting for one in grammar.queued.tenants)
         largest, most = counts.most_common(1)[0]
-        if counts[party] + 1 >= most:
+        if counts[tenant] + 1 >= most:
             raise _queue_full()
-        theirs = [one for one in waiting if largest in one.place.parties]
-        # One that nobody else waits for, if there is one.
-        self._drop(max(theirs, key=lambda one: (len(one.place.parties) == 1, one.number)))
+        theirs = [one for one in waiting if largest in one.queued.tenants]
+        # Prefer one that nobody else waits for.
+        self._drop(max(theirs, key=lambda one: (len(one.queued.tenants) == 1, one.number)))
 
     def _drop(self, grammar: _Grammar) -> None:
         """It waits for its turn, and not any more."""
@@ -208,12 +210,12 @@ class GrammarClient:
             raise
 
     async def _compiled(self, process: CompileProcess, spec: GrammarSpec, grammar: _Grammar) -> Compiled:
-        """What comes of ``spec`` when it is its turn."""
+        """The result of compiling ``spec`` when it is its turn."""
         for is_long in (False, True):
             if is_long and not grammar.users:
-                raise RequestError(503, f"{spec.kind}: whoever asked for it has left")
+                raise RequestError(503, f"{spec.kind}: the client that asked for it has disconnected")
             grammar.is_queued = True
-            async with self._turns.turn(grammar.place, is_long):
+            async with self._queue.turn(grammar.queued, is_long):
                 grammar.is_queued = False
                 made = await process.compile(spec, self._max_whitespace, is_short=not is_long)
             if not made.is_given_up:
@@ -221,7 +223,8 @@ class GrammarClient:
         return made
 
     async def _load(self, number: int, data: bytes, vocabulary: bytes) -> None:
-        """Have the scheduler take it in, and forget those that it still has to forget: this one too, if it fails."""
+        """Have the scheduler load it, and forget the grammars that it still has to forget, including this one if it
+        fails."""
         forgotten, self._forgotten = self._forgotten, []
         try:
             first = b"" if self._vocabulary_sent else vocabulary
@@ -236,7 +239,7 @@ class GrammarClient:
     def _forget(self) -> None:
         """Drop those that have not been used for the longest time, until there are not too many."""
         for key, grammar in list(self._grammars.items()):
-            if len(self._grammars) <= MAX_GRAMMARS and self._num_bytes <= MAX_GRAMMAR_BYTES:
+            if len(self._grammars) <= MAX_GRAMMARS and self._num_bytes <= self._max_bytes:
                 return
             if not grammar.users and grammar.is_done:
                 del self._grammars[key]
@@ -259,14 +262,15 @@ class GrammarClient:
 
 
 def _note_error(task: asyncio.Task[None]) -> None:
-    """Whoever waits for the task gets its error; where nobody does any more, it is not to be logged."""
+    """Callers that wait for the task get its error. If nobody waits any more, the error must not be logged."""
     if not task.cancelled():
         task.exception()
 
 
 class CompileProcess:
-    """The process that compiles, seen from the event loop. ``vocabulary`` comes once it is ready; ``is_unusable``:
-    never, since it cannot be had of this tokenizer. It compiles ``num_children`` at a time."""
+    """The process that compiles, as the event loop sees it. ``vocabulary`` is set once the process is ready;
+    ``is_unusable``: it never will be, because this tokenizer does not provide one. The process compiles
+    ``num_children`` grammars at a time."""
 
     def __init__(self, source: VocabularySource, num_children: int) -> None:
         self._loop = asyncio.get_running_loop()
@@ -286,9 +290,9 @@ class CompileProcess:
         threading.Thread(target=self._read, args=(theirs,), name="grammar-compiler", daemon=True).start()
 
     async def compile(self, spec: GrammarSpec, max_whitespace: int | None, is_short: bool) -> Compiled:
-        """What comes of a CompileJob. Raises RequestError (503) if the process ends meanwhile."""
+        """The result of a CompileJob. Raises RequestError (503) if the process ends before."""
         if self.ended:
-            raise _gone()
+            raise _compiler_ended()
         self._num_jobs += 1
         job = CompileJob(self._num_jobs, spec, max_whitespace, is_short)
         future = self._waiting[job.id] = self._loop.create_future()
@@ -297,7 +301,7 @@ class CompileProcess:
             made: Compiled = await future
             return made
         except OSError as error:
-            raise _gone() from error
+            raise _compiler_ended() from error
         finally:
             self._waiting.pop(job.id, None)
 
@@ -353,15 +357,17 @@ class CompileProcess:
     def _fail(self) -> None:
         self.ended = True
         if not self.vocabulary.done():
-            self.vocabulary.set_exception(_gone())
+            self.vocabulary.set_exception(_compiler_ended())
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(_gone())
+                future.set_exception(_compiler_ended())
 
 
 def _queue_full() -> RequestError:
     return RequestError(503, f"{MAX_WAITING} grammars wait to be compiled; try again later")
 
 
-def _gone() -> RequestError:
-    return RequestError(503, "the grammar could not be compiled: the process that does it ended; try again")
+def _compiler_ended() -> RequestError:
+    return RequestError(
+        503, "the grammar could not be compiled: the process that compiles grammars ended; try again"
+    )

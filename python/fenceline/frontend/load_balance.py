@@ -1,5 +1,5 @@
-"""Which replica gets a request (--load-balance-method): in turn, the one with the shortest queue, or the one that has
-computed the longest part of its prompt."""
+"""Chooses the replica for a request (--load-balance-method): each in turn, the one with the shortest queue, or the one
+to which the longest part of the prompt has been sent before."""
 
 from __future__ import annotations
 
@@ -69,13 +69,14 @@ class LoadBalancer:
         return replica
 
     def _load(self, replica: int) -> tuple[int, int, int]:
-        """Of several with the same load the one whose turn it is."""
+        """Among replicas with the same load, the one whose turn it is."""
         turn = (replica - self._next) % len(self._num_reqs)
         return self._num_reqs[replica], self._num_tokens[replica], turn
 
 
 class PrefixIndex:
-    """Which replica was sent which prefixes lately. A replica may have evicted one since, and has what it generated."""
+    """Which prefixes have been sent to which replica lately. The replica may have evicted some of them since, and its
+    cache also has what it generated."""
 
     def __init__(self, num_replicas: int) -> None:
         self._num_replicas = num_replicas
@@ -97,7 +98,7 @@ class PrefixIndex:
         return known
 
     def add(self, replica: int) -> None:
-        """``replica`` is sent the prompt that was matched last."""
+        """The prompt that was matched last is sent to ``replica``."""
         for key in reversed(self._latest):  # the beginning of a prompt is forgotten last
             self._blocks[key] = self._blocks.pop(key, 0) | 1 << replica
         while len(self._blocks) > _MOST_BLOCKS:

@@ -194,7 +194,7 @@ class Metrics:
         yield self._histogram("queue_time_seconds", "From arrival to the first step.", self._queue_time)
 
     def _reported(self) -> Iterator[Metric]:
-        """What the schedulers report, each metric once with the samples of all."""
+        """The metrics that schedulers report, each once with the samples of all schedulers."""
         if len(self._states) == 1:
             if self._states[0] is not None:
                 yield from self._gauges(self._states[0])
@@ -221,12 +221,14 @@ class Metrics:
         yield self._gauge("cache_hit_rate", "Share of prompt tokens found cached.", state.cache_hit_rate)
         yield self._gauge("gen_throughput", "Generated tokens per second.", state.gen_throughput)
         if state.avg_spec_accept_length is not None:
-            what = "Tokens of a request's step, on average."
+            what = "Tokens per decode step of a request, on average."
             yield self._gauge("spec_accept_length", what, state.avg_spec_accept_length)
         if state.spec_steps_by_depth is not None:
-            what = "Decode steps by how many tokens their drafts proposed, one after the other."
+            what = "Decode steps by the number of tokens that the draft proposed one after the other."
             yield self._counters("spec_steps", what, "depth", state.spec_steps_by_depth)
-        yield self._gauge("new_token_ratio", "Share of the answers' room kept free.", state.new_token_ratio)
+        yield self._gauge(
+            "new_token_ratio", "Share of the possible output for which memory is kept.", state.new_token_ratio
+        )
         yield self._counter("num_retractions", "Requests sent back to the queue.", state.num_retractions)
         if state.cuda_graphs is not None:
             yield from self._graphs("", "Decode steps", state.cuda_graphs)
@@ -242,7 +244,7 @@ class Metrics:
         yield self._counter(f"{name}_replays", f"{steps} that were replays of a graph.", graphs.replays)
         text = f"{steps} that ran without a graph, by reason."
         yield self._counters(f"{name}_fallbacks", text, "reason", graphs.fallbacks)
-        text = f"{steps} before which something wrong had to be put right, by reason."
+        text = f"{steps} before which inputs of the graph had to be written again, by reason."
         yield self._counters(f"{name}_repairs", text, "reason", graphs.repairs)
 
     def _cached(self) -> Metric:
@@ -257,7 +259,7 @@ class Metrics:
         yield self._gauge("hicache_host_used_tokens", "Tokens whose KV the host tier holds.", used)
         yield self._gauge("hicache_host_total_tokens", "Size of the host tier in tokens.", total)
         family = GaugeMetricFamily(
-            _PREFIX + "hicache_pages", "The tree's pages by where they are.", labels=["model_name", "state"]
+            _PREFIX + "hicache_pages", "Pages of the prefix cache by tier.", labels=["model_name", "state"]
         )
         for name, value in state.pages.items():
             family.add_metric([self._model_name, name], float(value))
@@ -271,11 +273,11 @@ class Metrics:
         yield from self._transfers("backuped", "from host to storage", state.storage_write)
         text = "Reads ahead from the storage, by how they ended."
         yield self._counters("hicache_prefetches", text, "outcome", state.prefetches)
-        text = "Pages that were looked for in the storage in vain."
+        text = "Pages that were looked up in the storage and could not be found or read."
         yield self._counter("hicache_storage_misses", text, state.num_storage_misses)
         text = "Pages that could not be read from or written to the storage, by reason."
         yield self._counters("hicache_storage_errors", text, "reason", state.storage_errors)
-        text = "What was derived from pages that had moved since and was made anew, by reason."
+        text = "Values derived from pages that had moved since, which were computed again, by reason."
         yield self._counters("hicache_recomputes", text, "reason", state.recomputes)
 
     def _transfers(self, name: str, way: str, transfers: TransferState) -> Iterator[Metric]:

@@ -31,9 +31,9 @@ _OWN = -1  # in place of a replica's number: what the link answers itself
 
 
 class ReplicaLink:
-    """See :class:`SchedulerLink`. A request goes to one replica, and what ends it too; everything else goes to all.
-    Caches are flushed on all replicas or on none: all requests pass here, so it is known when no replica has one.
-    What comes from a replica carries its number; they are ready when all are."""
+    """See :class:`SchedulerLink`. A request, and the message that aborts it, go to one replica; everything else goes to
+    all. Caches are flushed on all replicas or on none: all requests pass through this link, so it knows when no replica
+    has one. Messages from a replica carry its number. The replicas are ready when each of them is."""
 
     def __init__(self, links: Sequence[SchedulerLink], config: EngineConfig) -> None:
         self._links = links
@@ -122,7 +122,8 @@ class ReplicaLink:
         return messages
 
     def _taken(self, replica: int, message: Message) -> list[Message]:
-        """What ``message`` of ``replica`` is to the TokenizerManager; nothing, of all but the last that is ready."""
+        """``message`` of ``replica`` as the TokenizerManager gets it; nothing for the messages that a replica is ready,
+        except the last one."""
         match message:
             case BatchStrOut():
                 self._note_ended([out.token for out in message.outs])
@@ -160,7 +161,7 @@ class ReplicaLink:
                 self._send_to_all(flush)
 
     def _all_ready(self) -> SchedulerReady:
-        """What holds whichever replica a request goes to; of running requests, all replicas' together."""
+        """The limits that hold on every replica; the number of running requests is the sum over all replicas."""
         limits = list(self._ready.values())
         return SchedulerReady(
             max_total_num_tokens=min(each.max_total_num_tokens for each in limits),

@@ -1,4 +1,4 @@
-"""Checks requests and makes the scheduler's messages of them. What needs no tokens is checked before tokenising."""
+"""Checks requests and turns them into messages to the scheduler. Checks that need no tokens come before tokenising."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_untokenised(
     Raises RequestError with the remedy for the first thing that is wrong."""
     vocab_size = config.model.vocab_size
     if (inp.text is None) == (inp.input_ids is None):
-        raise RequestError(400, "give either text or input_ids, not both and not neither", param="text")
+        raise RequestError(400, "give either text or input_ids, exactly one of them", param="text")
     if inp.text is not None and tokenizer is None:
         raise RequestError(
             400, "this server runs with --skip-tokenizer-init: send input_ids, not text", param="text"
@@ -168,7 +168,7 @@ def check_num_logprobs(messages: Sequence[TokenizedGenerateReq]) -> None:
         raise RequestError(
             400,
             f"the prompts have {total} logprobs together, alternatives and each sample counted, at most "
-            f"{MAX_BODY_LOGPROBS} are given for one body; send several",
+            f"{MAX_BODY_LOGPROBS} are allowed in one body; send several bodies",
             param="top_logprobs_num",
         )
 

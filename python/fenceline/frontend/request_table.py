@@ -133,8 +133,8 @@ class RequestTable:
         priorities: Sequence[int],
         limits: SchedulerReady,
     ) -> list[RequestEntry]:
-        """The waiting requests that must go before all these may be added: none, but where the queue is full and they
-        come before others by priority. No await lies between this and :meth:`add`.
+        """The waiting requests that must be aborted before all these may be added: none, unless the queue is full and
+        these have a better priority than others. There must be no await between this and :meth:`add`.
 
         Raises RequestError if these may not be added: 400 for a duplicate id, 503 beyond --max-queued-requests.
         """
@@ -149,7 +149,7 @@ class RequestTable:
         excess = self._num_queued(prompt_lens, ranks, limits) - self._max_queued
         if excess <= 0:
             return []
-        # Of the worst the latest go, as they came to the queue last.
+        # Among those of the lowest priority the latest are aborted, because they came to the queue last.
         worse = [entry for entry in self._waiting.values() if entry.rank > max(ranks) and not entry.displaced]
         if len(worse) < excess:
             raise RequestError(
@@ -163,8 +163,8 @@ class RequestTable:
         return 0 if self._priority is None else self._priority.rank(priority)
 
     def _num_queued(self, prompt_lens: Sequence[int], ranks: Sequence[int], limits: SchedulerReady) -> int:
-        """How many requests would wait if these came too: those that fit neither the free places nor the
-        free memory, in order of priority and arrival."""
+        """How many requests would wait if these were added: those that do not fit the free places or the free memory,
+        in order of priority and arrival."""
         waiting = [
             (entry.rank, entry.num_prompt_tokens) for entry in self._waiting.values() if not entry.displaced
         ]
@@ -275,7 +275,7 @@ class RequestLog:
         """The client of a request has left."""
         if self._level >= 0:
             logger.info(
-                "Abort: rid=%s the client went away after %d tokens", entry.rid, entry.completion_tokens
+                "Abort: rid=%s the client disconnected after %d tokens", entry.rid, entry.completion_tokens
             )
 
     def _cut(self, text: str) -> str:

@@ -1,4 +1,4 @@
-"""What callers of the TokenizerManager hand in and get back: inputs, chunks and the one request error."""
+"""The values that callers of the TokenizerManager pass in and get back: inputs, chunks and the error of a request."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new of one request since its last chunk. Chunks for a slow reader are merged, not queued.
+    """The new output of one request since its last chunk. Chunks for a slow reader are merged, not queued.
 
     ``text``, ``output_ids`` and ``output_logprobs`` are new ones only; the three token counts and
     ``e2e_latency`` (seconds since the request arrived) are totals. ``input_logprobs`` comes once, with
@@ -182,8 +182,8 @@ def check_num_requests(num_prompts: int, n: int) -> None:
     if num_prompts * n > MAX_REQUESTS:
         raise RequestError(
             400,
-            f"{num_prompts} prompts with n={n} are {num_prompts * n} requests, at most {MAX_REQUESTS} are taken in one "
-            "body; send several",
+            f"{num_prompts} prompts with n={n} are {num_prompts * n} requests, at most {MAX_REQUESTS} are allowed in "
+            "one body; send several bodies",
             param="n",
         )
 

@@ -29,7 +29,7 @@ _TRIM_BYTES, _TRIM_SOON_S, _TRIM_LATER_S = 8 << 20, 1.0, 4.0
 
 
 class TokenizePool:
-    """The threads in which a tokenizer works. Lives on one event loop."""
+    """The threads in which a tokenizer works. Belongs to one event loop."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -49,10 +49,10 @@ class TokenizePool:
     ) -> list[Sequence[int]]:
         """The token ids of each text: a list or, of long texts, an array with 4 bytes for each id (a list takes 40).
 
-        Raises RequestError as soon as a text that goes in pieces has more than ``max_tokens``, or all together more
-        than ``max_total``, and for what is no Unicode text.
+        Raises RequestError as soon as a text that is tokenised in pieces has more than ``max_tokens``, or all texts
+        together have more than ``max_total``, and for a string that is not valid Unicode.
 
-        ``truncate``: the first ``max_tokens`` of each text instead; what is behind them is not tokenised.
+        ``truncate``: return the first ``max_tokens`` of each text instead; the rest is not tokenised.
         """
         num_chars = sum(map(len, texts))
         inline = num_chars <= INLINE_CHARS and len(texts) <= _INLINE_TEXTS
@@ -177,7 +177,7 @@ class FreedMemory:
         self._timer: asyncio.TimerHandle | None = None
 
     def freed(self, num_bytes: int) -> None:
-        """So much has been freed, or is about to be."""
+        """``num_bytes`` have been freed, or are about to be."""
         self._num_bytes += num_bytes
         loop = asyncio.get_running_loop()
         when = loop.time() + (_TRIM_SOON_S if self._num_bytes >= _TRIM_BYTES else _TRIM_LATER_S)

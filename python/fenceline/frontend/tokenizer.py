@@ -59,8 +59,9 @@ class Tokenizer:
         return self._cut is not None
 
     def pieces(self, text: str) -> Iterator[str]:
-        """``text`` in parts of about :data:`PIECE_CHARS` characters, whose ids (:meth:`encode` without special tokens)
-        are together those of the whole, or as one part if that cannot be said of this tokenizer.
+        """``text`` in parts of about :data:`PIECE_CHARS` characters. The ids of the parts (:meth:`encode` without
+        special tokens), joined, are those of the whole text. It stays one part if this tokenizer does not guarantee
+        that.
 
         Raises ValueError where there is no place to cut for :data:`MAX_UNBROKEN_CHARS`.
         """
@@ -206,7 +207,7 @@ _FOLLOWERS = ' \n!"#$%&()*+,-./:;<=>?@[\\]_{|}~\u3001\u3002\uff0c\uff01\uff1f\uf
 
 
 def most_chars_per_token(backend: RustTokenizer) -> int | None:
-    """The most characters of any text that one token may stand for; None if that cannot be said."""
+    """The largest number of characters of any text that one token may stand for; None if it is not known."""
     shrink = _shrink(_state(backend.normalizer))
     if shrink is None or not all(_keeps_all(part) for part in _parts(_state(backend.pre_tokenizer))):
         return None

@@ -25,7 +25,7 @@ import msgspec
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.request_limits import MAX_BODY_TOKENS, MAX_TOKENIZE_TOKENS
 from fenceline.constrained.spec import GrammarSpec
-from fenceline.frontend.compile_turns import Party
+from fenceline.frontend.compile_queue import Tenant
 from fenceline.frontend.control import MAX_FLUSH_WAIT_S, ControlClient
 from fenceline.frontend.grammar_client import GrammarClient
 from fenceline.frontend.metrics import Metrics
@@ -137,7 +137,7 @@ class TokenizerManager:
         priorities = [default_priority if inp.priority is None else inp.priority for inp in inputs]
         await self._check_untokenised(inputs, limits)
         specs = {
-            inp.grammar: Party(0 if priority is None else priority.rank(value), inp.extra_key)
+            inp.grammar: Tenant(0 if priority is None else priority.rank(value), inp.extra_key)
             for inp, value in zip(inputs, priorities, strict=True)
             if inp.grammar is not None
         }
@@ -147,11 +147,11 @@ class TokenizerManager:
         prompts = await self._prompt_ids(inputs, limits)
         with self._grammars.using() as used:
             grammars = {
-                spec: await self._grammars.number_of(spec, party, used) for spec, party in specs.items()
+                spec: await self._grammars.number_of(spec, tenant, used) for spec, tenant in specs.items()
             }
             limits = self._require_serving()  # tokenising may have taken a while
             messages = await self._messages(inputs, prompts, limits, default_priority, grammars)
-            self._require_serving()  # after the end nothing would end new streams; there is no await from here on
+            self._require_serving()  # no await from here on: a stream added after the engine has ended would never end
             check_num_logprobs(messages)
             for entry in self._table.admit(rids, [len(ids) for ids in prompts], priorities, limits):
                 self._displace(entry)
@@ -301,8 +301,8 @@ class TokenizerManager:
         if total > most:
             raise RequestError(
                 400,
-                f"the prompts have {total} tokens together, each sample counted, at most {most} are taken in one body;"
-                " send several",
+                f"the prompts have {total} tokens together, each sample counted, at most {most} are allowed in one "
+                "body; send several bodies",
                 param="prompt",
             )
         return prompts
@@ -311,7 +311,7 @@ class TokenizerManager:
         stream = RequestStream(inp.rid, message.input_ids, self._abandon)
         self._table.add(message, stream, inp.family)
         self._link.send(message)
-        self._tell_time()
+        self._start_ticks()
         self._log.received(inp, message)
         return stream
 
@@ -324,8 +324,9 @@ class TokenizerManager:
         )
         self._link.send(AbortReq(rid=entry.wire_rid, message=message, status_code=503))
 
-    def _tell_time(self) -> None:
-        """While requests are in flight, tell the scheduler the time so often that it can end those that are overdue."""
+    def _start_ticks(self) -> None:
+        """While requests are in flight, send the scheduler the time often enough for it to end those whose time is
+        over."""
         if self._ticker is None and self._tick_s is not None:
             self._tick()
 
@@ -491,7 +492,7 @@ class TokenizerManager:
         return self.fatal
 
     def fail(self, reason: str) -> None:
-        """The engine died: end every stream and refuse everything from now on."""
+        """The engine has died: end every stream and refuse all further requests."""
         if self.fatal is not None:
             return
         self.fatal = reason

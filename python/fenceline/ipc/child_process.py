@@ -1,4 +1,4 @@
-"""What every child process does first."""
+"""The first steps of every child process: logging, signals, a heartbeat, and an end together with its parent."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def prepare_child(name: str, log_level: str, ports: PortArgs, log_name: str = ""
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Processes started within are deaf to the parent's signals from their first moment, long before
+    """Processes that are started inside this context ignore the parent's signals from the beginning, long before
     :func:`prepare_child` runs in them. Signals to this thread are delivered at the end."""
     resource_tracker.ensure_running()  # multiprocessing starts it with the first child, and unblocks signals then
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*PARENTS_SIGNALS, DUMP_SIGNAL))
@@ -98,14 +98,14 @@ def setup_logging(log_level: str, log_name: str = "") -> None:
 
 
 def freeze_garbage_collector() -> None:
-    """Before serving: what exists now (modules, tables, the model) lives as long as the process, and no collection,
-    which everybody waits for, needs to look at it again."""
+    """Call this before serving: everything that exists now (modules, tables, the model) lives as long as the process,
+    so garbage collections, which stop everything else, need not look at it again."""
     gc.collect()
     gc.freeze()
 
 
 class Silence:
-    """For how long something has not moved while its watcher looked.
+    """Measures for how long something has not changed while its watcher was running.
 
     A watcher that was itself stopped, or asleep with the whole machine, has not looked: between two looks at most
     ``interval_s``, the time that was planned, counts.
@@ -118,7 +118,7 @@ class Silence:
         self._seconds = 0.0
 
     def look(self, mark: object, now: float) -> float:
-        """Seconds for which ``mark`` has been what it is."""
+        """Seconds for which ``mark`` has been the same."""
         elapsed = min(now - self._looked_at, self._interval_s)
         self._seconds = self._seconds + elapsed if mark == self._mark else 0.0
         self._mark, self._looked_at = mark, now

@@ -1,4 +1,4 @@
-"""Memory that the C library keeps after it has been freed: how much it is, and giving it back to the system."""
+"""Measures the memory that the C library keeps after it has been freed, and returns it to the system."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ def unused_bytes() -> int:
 
 
 class FreeMemoryWatch:
-    """Gives memory back once 32 MiB more than ever are kept for nothing. For a process that has no event loop, and
-    asks :meth:`look` between its steps: a look costs 0.2 ms once a second, giving back about 0.1 ms for each MiB."""
+    """Returns memory to the system once the C library keeps 32 MiB more than ever before without use. For a process
+    without an event loop, which calls :meth:`look` between its steps: a look costs 0.2 ms once a second, returning
+    memory about 0.1 ms for each MiB."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class FreeMemoryWatch:
         self._least: int | None = None  # bytes unused, since the last trim
 
     def look(self) -> None:
-        """This is a good moment, if there is something to do."""
+        """Called when a pause does no harm: return memory if there is enough of it."""
         now = self._clock()
         if now < self._look_at:
             return

@@ -68,6 +68,12 @@ class LoadGrammarReq(Message):
     forgotten: list[int] = []
 
 
+class SlowGrammarsReq(Message):
+    """Among several ranks rank 0 says which ``grammars`` have taken too much time: their requests end. Not answered."""
+
+    grammars: list[int]
+
+
 class AbortReq(Message):
     """Abort one request (or all). ``silent`` True when the detokenizer ends it at a stop string: the
     request is then released silently, its last output is already on its way to the client. With ``message`` and
@@ -142,8 +148,8 @@ class ProfileReq(Message):
 
 
 class FlightRecorderReq(Message):
-    """Ask for what the flight recorder holds. Answered by :class:`ControlReply`: for a ``file`` its path is the reply's
-    ``message``; ``json`` and a ``trace`` of the last steps are its ``payload``."""
+    """Ask for the contents of the flight recorder. Answered by :class:`ControlReply`: for a ``file`` its path is the
+    reply's ``message``; ``json`` and a ``trace`` of the last steps are its ``payload``."""
 
     id: str
     form: Literal["file", "json", "trace"] = "file"
@@ -219,7 +225,7 @@ class TokenPairs(msgspec.Struct, array_like=True):
 
     @property
     def num_pairs(self) -> int:
-        """Of all positions together."""
+        """The number of pairs of all positions together."""
         return len(self.token_ids) // 4
 
     def __len__(self) -> int:
@@ -258,7 +264,7 @@ class CachedTokensDetails(msgspec.Struct, frozen=True, kw_only=True, array_like=
 
 
 class TokenOut(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """News of one request: the tokens since the last :class:`TokenOut` of the same request.
+    """The new tokens of one request since the last :class:`TokenOut` of the same request.
 
     The first one (``decode`` not None) carries what decoding needs. ``output_ids`` of a request over all
     its messages are its whole output, once each, in order. ``finish_reason`` not None: the last message.
@@ -369,7 +375,7 @@ class HiCacheState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InternalState(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler knows of itself; fields of /get_server_info and the gauges of /metrics."""
+    """The state of a scheduler: fields of /get_server_info and the gauges of /metrics."""
 
     num_running_reqs: int
     num_queue_reqs: int
@@ -437,6 +443,7 @@ class FatalError(Message):
 SchedulerInput = (
     TokenizedGenerateReq
     | LoadGrammarReq
+    | SlowGrammarsReq
     | AbortReq
     | TickReq
     | FlushCacheReq

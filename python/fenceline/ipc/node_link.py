@@ -1,7 +1,7 @@
-"""What the hosts (nodes) of one server tell each other beside collective operations, over zmq and TCP.
+"""Messages between the hosts (nodes) of one server apart from collective operations, over zmq and TCP.
 
 On each node the process of its first rank listens. It writes what ranks of other nodes post into its node's copy of the
-RankBoard, passes on why a node fails, and finds nodes of which nothing has been heard: all send a beat twice a second.
+RankBoard, passes on why a node fails, and detects nodes that are silent: all nodes send a heartbeat twice a second.
 Addresses are exchanged when the ranks have met. There is no authentication: the network must be private.
 """
 
@@ -22,7 +22,7 @@ from fenceline.ipc.io_struct import FatalError, PortArgs, encode
 from fenceline.ipc.rank_board import RankBoard
 from fenceline.ipc.sockets import bind_pull, connect_push
 
-BEAT_S = 0.5
+HEARTBEAT_S = 0.5
 
 
 class BoardWrite(msgspec.Struct, frozen=True, tag=True):
@@ -32,7 +32,7 @@ class BoardWrite(msgspec.Struct, frozen=True, tag=True):
     data: bytes
 
 
-class Beat(msgspec.Struct, frozen=True, tag=True):
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """``node`` runs."""
 
     node: int
@@ -44,7 +44,7 @@ class NodeFailed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-_DECODER = msgspec.msgpack.Decoder(BoardWrite | Beat | NodeFailed)
+_DECODER = msgspec.msgpack.Decoder(BoardWrite | Heartbeat | NodeFailed)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -90,7 +90,7 @@ class NodePeers:
         """Have the other nodes' boards show what this rank has written to its own."""
         self.send(BoardWrite(at, data))
 
-    def send(self, message: BoardWrite | Beat | NodeFailed) -> None:
+    def send(self, message: BoardWrite | Heartbeat | NodeFailed) -> None:
         """To all."""
         data = _ENCODER.encode(message)
         for each in self._sockets:
@@ -118,21 +118,21 @@ class NodeListener:
 
     def _run(self, others: Mapping[int, str]) -> None:
         peers = NodePeers(self._context, list(others.values()))
-        silences = {other: Silence(2 * BEAT_S) for other in others}
-        beats = dict.fromkeys(others, 0)
-        next_beat = 0.0
+        silences = {other: Silence(2 * HEARTBEAT_S) for other in others}
+        heartbeats = dict.fromkeys(others, 0)
+        next_heartbeat = 0.0
         while True:
-            if (now := time.monotonic()) >= next_beat:
-                next_beat = now + BEAT_S
-                peers.send(Beat(self._node))
+            if (now := time.monotonic()) >= next_heartbeat:
+                next_heartbeat = now + HEARTBEAT_S
+                peers.send(Heartbeat(self._node))
                 for other, silence in silences.items():
-                    if silence.look(beats[other], now) > self._timeout_s:
+                    if silence.look(heartbeats[other], now) > self._timeout_s:
                         self._tell(
                             f"nothing was heard of node {other} for {self._timeout_s:g} s (--watchdog-timeout): it has"
                             " ended, or the network fails"
                         )
                         return
-            if not self._inbox.poll(int(BEAT_S * 1000)):
+            if not self._inbox.poll(int(HEARTBEAT_S * 1000)):
                 continue
             try:
                 message = _DECODER.decode(self._inbox.recv())
@@ -141,9 +141,9 @@ class NodeListener:
             match message:
                 case BoardWrite():
                     self._board.copy_write(message.at, message.data)
-                case Beat():
-                    if message.node in beats:
-                        beats[message.node] += 1
+                case Heartbeat():
+                    if message.node in heartbeats:
+                        heartbeats[message.node] += 1
                 case NodeFailed():
                     self._tell(message.reason)
                     return

@@ -1,4 +1,4 @@
-"""RankBoard: what the ranks of a host tell each other without waiting for each other, in shared memory.
+"""RankBoard: shared memory by which the ranks of a host exchange their progress without waiting for each other.
 
 Each rank writes its own line and reads all of them: up to which step its results have arrived, how many transfers of
 its cache have ended, what its storage has done, and what it has decided in its latest steps. A file in the server's
@@ -63,8 +63,8 @@ def _path(ports: PortArgs) -> Path:
 
 
 class RankBoard:
-    """One rank's view. Of its own line each rank is the only writer. A number of 64 bits is read as it was written; a
-    record of several has a seal, and is not read while it is being written."""
+    """One rank's view. Of its own line each rank is the only writer. A 64-bit number is always read as it was written.
+    A record of several numbers has a seal (its CRC-32) and is not read while it is being written."""
 
     def __init__(self, ports: PortArgs, rank: int, num_ranks: int, here: Container[int] = ()) -> None:
         """``here``: the ranks of this host, where there are several."""
@@ -89,12 +89,17 @@ class RankBoard:
         """This rank has failed, and has written its flight record."""
         self._post(_FAILED, 1)
 
+    def any_failed(self) -> bool:
+        """Whether a rank has failed."""
+        return any(self._number(rank, _FAILED) for rank in range(self.num_ranks))
+
     def all_failed(self) -> bool:
         """Whether all ranks have failed, and have written their flight records."""
         return all(self._number(rank, _FAILED) for rank in range(self.num_ranks))
 
     def post_transfers(self, loads: int, stores: int) -> None:
-        """So many loads and stores of this rank's cache have ended since the start, in the order of submission."""
+        """Post how many loads and stores of this rank's cache have ended since the start, in the order of
+        submission."""
         self._post(_LOADS, loads)
         self._post(_STORES, stores)
 
@@ -106,7 +111,8 @@ class RankBoard:
         return min(loads), min(stores)
 
     def post_news(self, news: Iterable[News]) -> None:
-        """Tell rank 0 of ``news``, three numbers each, in order. What there is no room for is told by a later call."""
+        """Send rank 0 the ``news``, three numbers each, in order. If there is no room for some of them, a later call
+        sends them."""
         self._unposted.extend(news)
         if not self._unposted:
             return
@@ -118,7 +124,7 @@ class RankBoard:
             self._write(at, record + _SEAL.pack(zlib.crc32(record)))
 
     def read_news(self, rank: int) -> list[News]:
-        """What ``rank`` has told since the last call. Rank 0 alone reads."""
+        """What ``rank`` has sent since the last call. Only rank 0 reads this."""
         assert self.rank == 0, "rank 0 reads"
         where = _READ + 8 * rank
         first = number = self._number(0, where)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,9 @@ class Shard:
     rank: int = 0
     size: int = 1
     communicator: Communicator | None = None
-    ep_size: int = 1  # parts of a mixture's experts; ``size / ep_size`` ranks share the features of one
+    ep_size: int = (
+        1  # into how many groups the experts are divided; ``size / ep_size`` ranks share each expert
+    )
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size, f"rank {self.rank} of {self.size}"
@@ -41,58 +43,92 @@ class Shard:
         return total // self.size
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The ranks' partial sums ``x`` added up, in the memory of ``x``."""
+        """Adds up the ranks' partial sums ``x`` in place; returns ``x``, which is then the same on all ranks."""
         if self.size == 1:
             return x
         assert self.communicator is not None, "an all-reduce needs a communicator"
         return self.communicator.all_reduce(x)
 
+    def all_reduce_add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm
+    ) -> torch.Tensor | None:
+        """``residual`` += the sum of the ranks' ``x``, in place; returns norm(residual). Returns None, having done
+        nothing, if the communicator has no such fused operation for this case."""
+        assert self.communicator is not None, "an all-reduce needs a communicator"
+        return self.communicator.all_reduce_add_norm(x, residual, norm.weight, norm.eps)
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The ranks' columns ``x`` [..., n], concatenated."""
+        """The ranks' columns ``x`` [..., n], concatenated in the order of ranks: [..., size * n]."""
         if self.size == 1:
             return x
         assert self.communicator is not None, "an all-gather needs a communicator"
         return self.communicator.all_gather(x)
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """All ranks' ``data``, in the order of ranks, at start-up only."""
-        assert self.communicator is not None, "ranks talk through a communicator"
+        """All ranks' ``data``, in the order of ranks. The host waits for all of them, so this is used at start and for
+        updates of the weights, but not in steps."""
+        assert self.communicator is not None, "several ranks have a communicator"
         return self.communicator.exchange(data)
+
+    def of_first(self, data: bytes) -> bytes:
+        """Rank 0's ``data``, at start-up only."""
+        return data if self.size == 1 else self.exchange(data)[0]
 
     def smallest(self, value: int) -> int:
         """The smallest of the ranks' ``value``, at start-up only."""
         if self.size == 1:
             return value
-        assert self.communicator is not None, "ranks agree through a communicator"
+        assert self.communicator is not None, "several ranks have a communicator"
         return self.communicator.smallest(value)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """``dense`` and ``linear`` make the weight of a matrix [out_features, in_features], uninitialised, on the default
-    device: ``dense`` for embeddings and the head, ``linear`` for the projections, which may have another kind."""
+    """What layers are made with. ``dense`` and ``linear`` make the uninitialised weight of a matrix [out_features,
+    in_features] on the default device: ``dense`` for embeddings and the head, ``linear`` for the projections, which may
+    be quantised.
+
+    ``format`` is the number format of the projections, except for those that the checkpoint leaves plain; None: all are
+    plain. ``module`` is the prefix of the names in the checkpoint of layers that are made with this context, for
+    example ``model.layers.3.mlp.``"""
 
     shard: Shard  # which part of each matrix this process holds
     kernels: LayerKernels
     dtype: torch.dtype  # of activations, norms and biases
     dense: Callable[[int, int], DenseWeight]
-    linear: Callable[[int, int], Weight]
-    quantized: Callable[[QuantizedFormat], Weight] = QuantizedWeight  # a weight with a number format inside
+    quantized: Callable[[QuantizedFormat], Weight] = QuantizedWeight  # makes a weight that is stored so
 
     kv_dtype: torch.dtype | None = None  # of keys and values in the pool; None: ``dtype``
-    norm_offset: float = 0.0  # what is added to the weights of norms
-    format: QuantConfig | None = None  # of ``linear``; None: plain numbers
+    norm_offset: float = 0.0  # is added to the weights of norms
+    format: QuantConfig | None = None
+    module: str = ""
 
-    def with_format(self, config: QuantConfig | None) -> LayerContext:
-        """The context for a model whose linear layers have the format ``config``; None: this one."""
+    def inside(self, name: str) -> LayerContext:
+        """The context for layers inside the module ``name``."""
+        return dataclasses.replace(self, module=f"{self.module}{name}.")
+
+    def linear(self, out_features: int, in_features: int, names: Sequence[str]) -> Weight:
+        """The weight that holds the matrices ``names`` of the checkpoint, concatenated along their rows. Raises
+        ``ValueError`` for a matrix that its format cannot hold, and if only some of them are quantised."""
+        config = self.format_of(names)
         if config is None:
-            return self
-        quantized, dtype = self.quantized, self.dtype
+            return self.dense(out_features, in_features)
+        return self.quantized(make_format(config, out_features, in_features, self.dtype))
 
-        def linear(out_features: int, in_features: int) -> Weight:
-            return quantized(make_format(config, out_features, in_features, dtype))
-
-        return dataclasses.replace(self, linear=linear, format=config)
+    def format_of(self, names: Sequence[str]) -> QuantConfig | None:
+        """The format of the matrices ``names`` (relative to ``module``), which are multiplied as one; None: plain
+        numbers. Raises ``ValueError`` if only some of them are quantised."""
+        if self.format is None:
+            return None
+        plain = [name for name in names if self.format.leaves_plain(self.module + name)]
+        if plain and len(plain) < len(names):
+            other = next(name for name in names if name not in plain)
+            raise ValueError(
+                f"the checkpoint is quantised ({self.format.method}), but of {self.module.removesuffix('.')} it leaves"
+                f" {plain[0]} plain and {other} not, which are multiplied as one matrix; use a checkpoint in which they"
+                " agree, or the model's unquantised weights"
+            )
+        return None if plain else self.format
 
     def norm(self, size: int, eps: float) -> RMSNorm:
         """An RMSNorm over ``size`` features."""
@@ -100,8 +136,9 @@ class LayerContext:
 
 
 def make_layer_context(device: torch.device, shard: Shard, dtype: torch.dtype) -> LayerContext:
-    """Our own kernels on an NVIDIA GPU (compiled on first use, which takes seconds, once), their launches where a
-    device watches its memory, torch's operators elsewhere.
+    """The context for ``device``. An NVIDIA GPU gets our own kernels, which are compiled on first use (this takes
+    seconds, once). The virtual GPU, which watches its memory, gets launches that declare their accesses. Other devices
+    get torch's operators.
 
     Raises ``ValueError`` with the remedy for a GPU without Triton.
     """
@@ -125,12 +162,14 @@ def make_layer_context(device: torch.device, shard: Shard, dtype: torch.dtype) -
     def dense(out_features: int, in_features: int) -> DenseWeight:
         return CudaDenseWeight(out_features, in_features, dtype, products)
 
-    quantized_products = functools.cache(find_quantized_products)  # tried when the first such weight is made
+    quantized_products = functools.cache(
+        find_quantized_products
+    )  # the trial runs when the first such weight is made
 
     def quantized(stored: QuantizedFormat) -> Weight:
         return CudaQuantizedWeight(stored, quantized_products(device, stored.kind))
 
-    return LayerContext(shard, CudaLayerKernels(device), dtype, dense, dense, quantized)
+    return LayerContext(shard, CudaLayerKernels(device), dtype, dense, quantized)
 
 
 def _launched_context(shard: Shard, dtype: torch.dtype) -> LayerContext:
@@ -139,20 +178,20 @@ def _launched_context(shard: Shard, dtype: torch.dtype) -> LayerContext:
     def dense(out_features: int, in_features: int) -> DenseWeight:
         return LaunchedDenseWeight(out_features, in_features, dtype)
 
-    return LayerContext(shard, LaunchedLayerKernels(), dtype, dense, dense)
+    return LayerContext(shard, LaunchedLayerKernels(), dtype, dense)
 
 
 def torch_context(shard: Shard, dtype: torch.dtype) -> LayerContext:
-    """Torch's operators on any device. The CPU runs them, and they are the reference for our own kernels."""
+    """A context with torch's operators, for any device. The CPU uses it, and it is the reference for our kernels."""
 
     def dense(out_features: int, in_features: int) -> DenseWeight:
         return DenseWeight(out_features, in_features, dtype)
 
-    return LayerContext(shard, TorchLayerKernels(), dtype, dense, dense)
+    return LayerContext(shard, TorchLayerKernels(), dtype, dense)
 
 
 def fp8_kv_dtype(device: torch.device) -> torch.dtype:
-    """The type of a KV cache in FP8. Raises ``ValueError`` with the remedy for a GPU that cannot convert it."""
+    """The dtype of a KV cache in FP8. Raises ``ValueError`` with the remedy for a GPU that cannot convert FP8."""
     if not converts_fp8(device):
         raise ValueError(
             "--kv-cache-dtype fp8_e4m3 needs a GPU of compute capability 8.9 or more: leave it out"

@@ -1,24 +1,93 @@
-"""A decoder layer: attention, then a mixer of features: a dense MLP, or experts (``experts.py``)."""
+"""A decoder layer: attention and an MLP, which both add to the residual stream. The MLP is dense or a mixture of
+experts (``experts.py``)."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from fenceline.config.model_config import ModelConfig
 from fenceline.layers.attention.base import LayerRules
-from fenceline.layers.branch import Branch, BranchNorms
 from fenceline.layers.context import LayerContext
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.kernels.base import ONE, HeadLayout, KVScales, QKNorm
 from fenceline.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, WideNorm
 from fenceline.layers.rotary import RotaryEmbedding
-from fenceline.layers.weight import WeightSlot, WeightSlots
+from fenceline.layers.weight import RMSNorm, WeightSlot, WeightSlots
 from fenceline.mem_cache.kv_pool import KVRow, keys_and_values
 from fenceline.memory_order import ArenaField, Role
+
+
+@dataclass(frozen=True, slots=True)
+class BranchNorms:
+    """The norms before and after a branch, by their names in the checkpoint without the layer's prefix; None: the
+    branch has no such norm."""
+
+    before: str | None = None
+    after: str | None = None
+
+
+class Branch(ABC):
+    """x += scale * after(f(before(x))), where a subclass defines f and ``before`` and ``after`` are norms.
+
+    Most families have no norm ``after`` and a scale of 1. GLM-4 has both norms (sandwich norms), OLMo 2 has only the
+    second one, and Granite has a scale.
+    """
+
+    name: str  # in the checkpoint, below the layer's
+
+    def __init__(self, config: ModelConfig, context: LayerContext, norms: BranchNorms) -> None:
+        """Parameters are uninitialised."""
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.norms = norms
+        self.scale = config.multipliers.residual
+        self.input_norm: RMSNorm | None = None if norms.before is None else context.norm(size, eps)
+        self.output_norm: RMSNorm | None = None if norms.after is None else context.norm(size, eps)
+        self.next_norm: RMSNorm | None = (
+            None  # the norm of the branch that reads the stream next, if it is known
+        )
+        # Nothing comes between f and the residual stream, so a kernel may add its result.
+        self.adds_plainly = self.output_norm is None and self.scale == 1.0
+
+    @abstractmethod
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """The residual stream x [T, hidden_size], added to in place."""
+
+    def add_product(
+        self, x: torch.Tensor, linear: RowParallelLinear, y: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """x [T, hidden_size] += scale * after(linear(y)), in place; returns x. With several ranks the all-reduce may
+        compute the next branch's norm of x as well; the next branch finds it in ``batch.normed``."""
+        if not self.adds_plainly:
+            return self.add(x, linear.forward(y))
+        if self.next_norm is None or linear.shard.size == 1:
+            return linear.add_to(x, y)
+        normed = linear.add_normed(x, y, self.next_norm)
+        if normed is not None:
+            batch.normed[self.next_norm] = normed
+        return x
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden_size] += scale * after(y), in place; returns x."""
+        return x.add_(y if self.output_norm is None else self.output_norm.forward(y), alpha=self.scale)
+
+    @abstractmethod
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        """Slots by their names in the checkpoint, without those of the norms around the branch."""
+
+    def norm_slots(self, prefix: str) -> WeightSlots:
+        """The slots of the norms around the branch; ``prefix`` is the layer's."""
+        slots: WeightSlots = {}
+        if self.input_norm is not None:
+            slots |= self.input_norm.weight_slots(f"{prefix}{self.norms.before}")
+        if self.output_norm is not None:
+            slots |= self.output_norm.weight_slots(f"{prefix}{self.norms.after}")
+        return slots
+
 
 _BEFORE_ATTENTION = BranchNorms("input_layernorm")
 _BEFORE_MLP = BranchNorms("post_attention_layernorm")
@@ -30,6 +99,8 @@ class SelfAttention(Branch):
     Only ``attend`` depends on the requests' lengths, so what comes before and after it can be captured in graphs:
     ``project`` then ends one piece, ``add_output`` begins the next, and they share ``batch.buffers``.
     """
+
+    name = "self_attn"
 
     def __init__(
         self,
@@ -46,11 +117,13 @@ class SelfAttention(Branch):
         window: int | None = None,
         sinks: bool = False,
     ) -> None:
-        """``layer_id`` is its index in the KV pool. Without a norm before it, ``project`` takes its input as it is;
-        that has ``input_size`` features, hidden_size by default. ``qk_norm``: each query and key head is normalised,
-        ``wide_qk_norm``: all query heads together, and all key heads. ``window`` and ``sinks``: see ``LayerRules``;
-        a window that no sequence is longer than is none. Parameters are uninitialised."""
+        """``layer_id`` is the layer's index in the KV pool. ``input_size`` is the number of input features, hidden_size
+        by default; if there is no norm before the branch, ``project`` uses its input unchanged. ``qk_norm``: each query
+        and key head is normalised; ``wide_qk_norm``: all query heads are normalised together, and so are all key heads.
+        ``window`` and ``sinks``: see ``LayerRules``; a window at least as long as the context has no effect and is
+        left out. Parameters are uninitialised."""
         super().__init__(config, context, norms)
+        context = context.inside(self.name)
         head_dim, hidden_size, eps = config.head_dim, config.hidden_size, config.rms_norm_eps
         self.layer_id = layer_id
         self.score_scale = config.multipliers.attention or head_dim**-0.5
@@ -78,13 +151,18 @@ class SelfAttention(Branch):
         self._kernels = context.kernels
         self._dtype = context.dtype
         self._kv_dtype = context.kv_dtype or context.dtype
-        # Of a checkpoint: what keys and values are divided by in FP8. As numbers, for they are arguments of launches.
+        # A checkpoint may have scales by which keys and values are divided in FP8. They are kept as Python numbers,
+        # because they are arguments of kernel launches.
         quantization = config.quantization
         self._has_kv_scales = quantization is not None and quantization.has_kv_scales
         self._kv_scale_params = torch.ones(2, dtype=torch.float32)
         self._kv_scales = ONE
+        self._stored_score_scale = (
+            self.score_scale
+        )  # the factor of scores that are computed from stored (scaled) keys
         self._rotary = rotary
-        # Layers of one width share their buffers. Layers whose heads are laid out in the same way also share the views.
+        # Layers with the same width share their buffers. Layers whose heads are laid out in the same way also share the
+        # views.
         self._views_key = repr(self.heads)
         self._qkv_buffer = f"qkv_{sum(self.qkv_proj.sizes)}"
         self._attended_buffer = f"attended_{self.heads.num_heads * head_dim}"
@@ -97,15 +175,16 @@ class SelfAttention(Branch):
         """x → rotated queries, keys and values [T, size of ``heads``]; keys and values also go to the pool."""
         layer_id, pool, buffers = self.layer_id, batch.kv_pool, batch.buffers
         out = None if buffers is None else buffers.tensors[self._qkv_buffer]
-        if self.input_norm is None:
-            qkv = self.qkv_proj.forward(x, out)
+        normed = batch.normed.pop(self.input_norm, None)
+        if self.input_norm is None or normed is not None:
+            qkv = self.qkv_proj.forward(x if normed is None else normed, out)
         else:
             qkv = self.qkv_proj.forward_normed(x, self.input_norm, out)
         if self._wide_norms:
             for norm, x_part in zip(self._wide_norms, qkv.split(self.qkv_proj.sizes, 1), strict=False):
                 x_part.copy_(norm.forward(x_part))
         if batch.layer_ready is not None:
-            # Before storing as well: this batch may write to the last page that is being loaded.
+            # This must come before the store too, because this batch may write to the last page that is being loaded.
             batch.layer_ready(layer_id)
         self._kernels.rotate_and_store(
             qkv, self.heads, self._norms, self._rotary.table, batch.positions,
@@ -119,7 +198,7 @@ class SelfAttention(Branch):
         return self._as_values(attended).flatten(1)
 
     def attend_between_pieces(self, batch: ForwardBatch) -> None:
-        """``attend``, which reads its input from one buffer and writes its result to another."""
+        """``attend`` for a forward in pieces: it reads its input from one buffer and writes its result to another."""
         buffers = batch.buffers
         assert buffers is not None, "only a forward in pieces has buffers"
         views = buffers.views.get(self._views_key)
@@ -131,36 +210,33 @@ class SelfAttention(Branch):
         batch.attn.forward_into(self.layer_id, q, k, v, self._stored_score_scale, attended)
         self._as_values(attended)
 
-    @property
-    def _stored_score_scale(self) -> float:
-        """The factor of scores with keys as they are stored."""
-        return self.score_scale * self._kv_scales.k
-
     def _as_values(self, attended: torch.Tensor) -> torch.Tensor:
-        """Sums of values as they are stored → of the values, in place."""
+        """Undoes the values' FP8 scale in the attention's result, in place."""
         return attended if self._kv_scales.v == 1 else attended.mul_(self._kv_scales.v)
 
     def _take_kv_scales(self) -> None:
         k, v = self._kv_scale_params.tolist()
         self._kv_scales = KVScales(k, v)
+        self._stored_score_scale = self.score_scale * k
 
     def add_output(
         self, x: torch.Tensor, batch: ForwardBatch, attended: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x += the output projection of ``attended`` (None: of the buffer that attention has filled), in place;
-        returns x."""
+        """x += the output projection of ``attended``, in place; returns x. None: ``attended`` is the buffer that
+        ``attend_between_pieces`` has filled."""
         if attended is None:
             assert batch.buffers is not None, "only a forward in pieces has buffers"
             attended = batch.buffers.tensors[self._attended_buffer]
-        return self.add_product(x, self.o_proj, attended)
+        return self.add_product(x, self.o_proj, attended, batch)
 
     @property
     def kv_rows(self) -> tuple[KVRow, ...]:
-        """What each token keeps of this layer in the KV pool."""
+        """The shape and dtype of what the KV pool stores of this layer for each token."""
         return keys_and_values(self.heads.num_kv_heads, self.heads.head_dim, self._kv_dtype)
 
     def arena_fields(self) -> Sequence[ArenaField]:
-        """The buffers. Attention does not write rows of padded tokens, so those rows are zeroed before each step."""
+        """The arena fields of the buffers. Attention does not write rows of padded tokens, so these are zeroed before
+        each step."""
         widths = sum(self.qkv_proj.sizes), self.heads.num_heads * self.heads.head_dim
         return (
             ArenaField(self._attended_buffer, self._dtype, Role.INPUT, pad=0, shape=widths[1:]),
@@ -193,19 +269,23 @@ class SelfAttention(Branch):
 def _reordered(
     order: Sequence[int], convert: Callable[[torch.Tensor], torch.Tensor] | None, tensor: torch.Tensor
 ) -> torch.Tensor:
-    """``tensor``, after ``convert``, [heads * head_dim, ...] with the features of each head in ``order``."""
+    """``tensor`` [heads * head_dim, ...], after ``convert`` if there is one, with the features of each head in
+    ``order``."""
     tensor = tensor if convert is None else convert(tensor)
     heads = tensor.unflatten(0, (-1, len(order)))
     return heads.index_select(1, torch.tensor(order, device=tensor.device)).flatten(0, 1)
 
 
 class GatedMLP(Branch):
-    """x += down(activation(gate(norm(x))) * up(norm(x))), SwiGLU and its relatives (arXiv:2002.05202)."""
+    """x += down(activation(gate(norm(x))) * up(norm(x))): SwiGLU and similar MLPs (arXiv:2002.05202)."""
+
+    name = "mlp"
 
     def __init__(
         self, config: ModelConfig, context: LayerContext, bias: bool, norms: BranchNorms = _BEFORE_MLP
     ) -> None:
         super().__init__(config, context, norms)
+        context = context.inside(self.name)
         hidden_size, size = config.hidden_size, config.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(
             hidden_size, {"gate_proj": size, "up_proj": size}, bias, context
@@ -214,21 +294,24 @@ class GatedMLP(Branch):
         self.activation = config.activation
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        gated = self.gate_up_proj.forward_gated(x, self.input_norm, self.activation)
-        return self.add_product(x, self.down_proj, gated)
+        normed = batch.normed.pop(self.input_norm, None)
+        if normed is None:
+            gated = self.gate_up_proj.forward_gated(x, self.input_norm, self.activation)
+        else:
+            gated = self.gate_up_proj.forward_gated(normed, None, self.activation)
+        return self.add_product(x, self.down_proj, gated, batch)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         return {**self.gate_up_proj.weight_slots(prefix), **self.down_proj.weight_slots(prefix)}
 
 
 class DecoderLayer:
-    """x += attention(x), then x += mixer(x)."""
+    """x += attention(x), then x += mlp(x)."""
 
-    def __init__(self, self_attn: SelfAttention, mlp: Branch, mlp_name: str = "mlp") -> None:
-        """``mlp_name``: the mixer's in the checkpoint."""
+    def __init__(self, self_attn: SelfAttention, mlp: Branch) -> None:
         self.self_attn = self_attn
         self.mlp = mlp
-        self.mlp_name = mlp_name
+        self_attn.next_norm = mlp.input_norm
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """The residual stream x [T, hidden_size], added to in place."""
@@ -237,8 +320,8 @@ class DecoderLayer:
     def weight_slots(self, prefix: str) -> WeightSlots:
         """Slots by their names in the checkpoint."""
         return {
-            **self.self_attn.weight_slots(f"{prefix}self_attn."),
+            **self.self_attn.weight_slots(f"{prefix}{self.self_attn.name}."),
             **self.self_attn.norm_slots(prefix),
-            **self.mlp.weight_slots(f"{prefix}{self.mlp_name}."),
+            **self.mlp.weight_slots(f"{prefix}{self.mlp.name}."),
             **self.mlp.norm_slots(prefix),
         }

@@ -1,8 +1,8 @@
-"""A mixture of experts in place of an MLP (arXiv:1701.06538, arXiv:2401.04088): a router sends each token through a few
-of many small MLPs, and in some families all tokens through one more, the shared expert.
+"""A mixture of experts in place of an MLP (arXiv:1701.06538, arXiv:2401.04088). A router sends each token through a few
+of many small MLPs, the experts. In some families all tokens also go through one more MLP, the shared expert.
 
-No shape depends on the routing and the host never waits for it, so a graph can capture the whole. Padded tokens, whose
-keys go to the sink, go to no expert.
+No shape depends on the routing and the host never waits for it, so a graph can capture all of it. Padded tokens, whose
+keys go to the sink page, are sent to no expert.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 
 from fenceline.config.families import ExpertsConfig
 from fenceline.config.model_config import ModelConfig
-from fenceline.layers.branch import Branch, BranchNorms
-from fenceline.layers.context import LayerContext, converts_fp8
+from fenceline.config.quantization import QuantConfig
+from fenceline.layers.context import LayerContext
+from fenceline.layers.decoder_layer import Branch, BranchNorms
+from fenceline.layers.expert_matrices import ExpertMatrices
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.kernels.base import LayerKernels, Routing
 from fenceline.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from fenceline.layers.mxfp4 import mxfp4_slots
-from fenceline.layers.quantized import QuantizedFormat, make_format
 from fenceline.layers.weight import WeightSlot, WeightSlots, whole
 
 _BEFORE = BranchNorms("post_attention_layernorm")
@@ -27,22 +27,23 @@ _BEFORE = BranchNorms("post_attention_layernorm")
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Names in the checkpoint, below the mixer's. None: the family has no such tensor."""
+    """Names in the checkpoint: ``mixer`` is the MLP's, and the others follow it. None: the family has no such
+    tensor."""
 
+    mixer: str = "mlp"
     gate: str = "gate_proj"  # of each expert
     up: str = "up_proj"
     down: str = "down_proj"
-    correction: str | None = None  # of the scores when experts are chosen
+    correction: str | None = None  # a bias that is added to the scores when experts are chosen
     shared: str | None = None  # the shared expert
-    shared_gate: str | None = None  # how much of it a token takes
+    shared_gate: str | None = None  # the product whose sigmoid is the weight of the shared expert
     router: str = "gate"
-    together: bool = (
-        False  # all experts' matrices in one tensor each, gate and up row by row in turn, and biases
-    )
+    # One tensor has the matrices of all experts, the rows of gate and up alternate, and there are biases.
+    stacked: bool = False
 
 
 class Router:
-    """Which experts each token goes through, and how much each of them counts. Computed in float32."""
+    """Chooses the experts of each token and their weights. Computed in float32."""
 
     def __init__(
         self, experts: ExpertsConfig, hidden_size: int, names: ExpertNames, kernels: LayerKernels
@@ -53,11 +54,12 @@ class Router:
         self.experts, self.names = experts, names
         self._kernels = kernels
         self.weight = torch.empty(experts.num_experts, hidden_size, dtype=torch.float32)
-        self.bias = scores() if names.together else None
+        self.bias = scores() if names.stacked else None
         self.correction = None if names.correction is None else scores()
 
     def forward(self, x: torch.Tensor, out_slots: torch.Tensor, num_sink_slots: int) -> Routing:
-        """x [T, hidden_size]. Tokens whose ``out_slots`` [T] are among the first ``num_sink_slots`` go to no expert."""
+        """The routing of x [T, hidden_size]. Tokens whose ``out_slots`` [T] are among the first ``num_sink_slots`` are
+        padding and go to no expert."""
         logits = self._kernels.router_logits(x, self.weight)
         if self.bias is not None:
             logits.add_(self.bias)
@@ -74,21 +76,23 @@ class Router:
 
 
 class SharedExpert:
-    """The SwiGLU of all tokens, in some families weighted by the sigmoid of a product."""
+    """A SwiGLU MLP for all tokens. In some families its result is multiplied by the sigmoid of a product of x."""
 
     def __init__(self, config: ModelConfig, size: int, names: ExpertNames, context: LayerContext) -> None:
         hidden_size = config.hidden_size
         outputs = {"gate_proj": size, "up_proj": size}
         self.names = names
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, outputs, False, context)
-        self.down_proj = RowParallelLinear("down_proj", size, hidden_size, False, context)
+        inside = context.inside(str(names.shared))
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, outputs, False, inside)
+        self.down_proj = RowParallelLinear("down_proj", size, hidden_size, False, inside)
         self.gate: ReplicatedLinear | None = None
         if names.shared_gate is not None:
-            plain = replace(context, linear=context.dense)  # no format rounds it
+            plain = replace(context, format=None)  # no format rounds it
             self.gate = ReplicatedLinear(names.shared_gate, hidden_size, 1, False, plain)
 
     def add_to(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """y [T, hidden_size] += this rank's part of the expert of x, in place; returns y."""
+        """y [T, hidden_size] += this rank's part of the expert's result for x [T, hidden_size], in place; returns
+        y."""
         gated = self.gate_up_proj.forward_gated(x, None)
         if self.gate is not None:
             gated = gated * self.gate.forward(x).sigmoid()
@@ -101,40 +105,11 @@ class SharedExpert:
         return slots if self.gate is None else slots | self.gate.weight_slots(prefix)
 
 
-class ExpertMatrices:
-    """A matrix [rows, k] of each expert, in the number format of the model's linear layers. One format holds them all,
-    one below the other: ``data`` [num, rows, k] and, in FP8, ``scales`` [num, rows, groups]."""
-
-    def __init__(self, num: int, rows: int, k: int, context: LayerContext) -> None:
-        """Uninitialised, on the default device."""
-        self.shape = num, rows, k
-        self.scales: torch.Tensor | None = None
-        self._stored: QuantizedFormat | None = None
-        if context.format is None:
-            self.data = torch.empty(num, rows, k, dtype=context.dtype)
-        else:
-            self._stored = make_format(context.format, num * rows, k, context.dtype)
-            if not converts_fp8(self._stored.data.device):
-                raise ValueError(
-                    "experts in fp8 need a GPU of compute capability 8.9 or more: use the model's unquantised weights"
-                )
-            self.data = self._stored.data.view(num, rows, -1)
-            self.scales = self._stored.scales.view(num, rows, -1)
-
-    def slots(
-        self, name: str, expert: int, rows: slice, full_shape: tuple[int, int], dim: int, start: int
-    ) -> WeightSlots:
-        """Where the tensors of the matrix ``name`` go: into ``rows`` of that of ``expert``. See ``Weight.slots``."""
-        if self._stored is None:
-            return {f"{name}.weight": WeightSlot(self.data[expert, rows], full_shape, dim, start)}
-        first = expert * self.shape[1]
-        return self._stored.slots(name, slice(first + rows.start, first + rows.stop), full_shape, dim, start)
-
-
 class ExpertsMLP(Branch):
-    """x += sum of weight * expert(norm(x)) over each token's experts, + shared(norm(x)). Each rank holds a part of the
-    features of every expert, or with --ep-size of some of them, and sees all tokens. It adds up what its part gives, so
-    one sum over the ranks completes the result, however the tokens are spread over the experts."""
+    """x += the sum of weight * expert(norm(x)) over each token's experts, + shared(norm(x)).
+
+    Each rank holds a part of the features of every expert, or with --ep-size of some of the experts, and sees all
+    tokens. It adds up what its parts contribute, so one all-reduce completes the result, whatever the routing is."""
 
     def __init__(
         self,
@@ -144,16 +119,17 @@ class ExpertsMLP(Branch):
         norms: BranchNorms = _BEFORE,
     ) -> None:
         super().__init__(config, context, norms)
+        self.name = names.mixer
+        context = context.inside(self.name)
         assert config.experts is not None, "the family reads its experts from config.json"
         experts, hidden_size = config.experts, config.hidden_size
         self.names, self.shard, self._kernels = names, context.shard, context.kernels
         self.full_size = experts.intermediate_size
-        # This rank's experts, and its part of their features.
+        # Which experts this rank holds, and which part of their features.
         group, part = divmod(self.shard.rank, num_parts := self.shard.size // self.shard.ep_size)
         num_own = experts.num_experts // self.shard.ep_size
         self.own = range(group * num_own, (group + 1) * num_own)
         assert num_own * self.shard.ep_size == experts.num_experts, "the flags have been checked"
-        assert not (names.together and self.shard.ep_size > 1), "the flags have been checked"
         if self.full_size % num_parts:
             raise ValueError(
                 f"expert features {self.full_size} cannot be split over {num_parts} ranks; choose a tensor-parallel"
@@ -161,33 +137,33 @@ class ExpertsMLP(Branch):
             )
         self.size = self.full_size // num_parts
         self.start = part * self.size
+        self.adds_down_bias = part == 0  # only one rank adds it, because the ranks' results are summed
         self.router = Router(experts, hidden_size, names, context.kernels)
-        self.gate_up = ExpertMatrices(num_own, 2 * self.size, hidden_size, context)
-        self.down = ExpertMatrices(num_own, hidden_size, self.size, context)
+        all_experts = [f"experts.{expert}." for expert in range(experts.num_experts)]
+
+        def format_of(*matrices: str) -> QuantConfig | None:
+            names_of_all = [expert + matrix for expert in all_experts for matrix in matrices]
+            return experts.format or context.format_of(names_of_all)
+
+        up_format, down_format = format_of(names.gate, names.up), format_of(names.down)
+        self.gate_up = ExpertMatrices(num_own, 2 * self.size, hidden_size, context, up_format)
+        self.down = ExpertMatrices(num_own, hidden_size, self.size, context, down_format)
         self.shared = SharedExpert(config, experts.shared_size, names, context) if names.shared else None
-        self.limit, self.mxfp4 = experts.limit, experts.mxfp4
+        self.limit = experts.limit
         self.gate_up_bias = self.down_bias = None
-        if names.together:
-            self.gate_up_bias = torch.empty(experts.num_experts, 2 * self.size, dtype=context.dtype)
-            self.down_bias = torch.empty(experts.num_experts, hidden_size, dtype=context.dtype)
+        if names.stacked:
+            self.gate_up_bias = torch.empty(num_own, 2 * self.size, dtype=context.dtype)
+            self.down_bias = torch.empty(num_own, hidden_size, dtype=context.dtype)
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        h = x if self.input_norm is None else self.input_norm.forward(x)
+        h = batch.normed.pop(self.input_norm, None)
+        if h is None:
+            h = x if self.input_norm is None else self.input_norm.forward(x)
         routing = self.router.forward(h, batch.out_slots, batch.kv_pool.page_size)
         if self.shard.ep_size > 1:
             routing = routing.of_experts(self.own)
-        gate_up, down = self.gate_up, self.down
-        gated = self._kernels.grouped_product(
-            h,
-            gate_up.data,
-            routing,
-            gated=True,
-            bias=self.gate_up_bias,
-            limit=self.limit,
-            scales=gate_up.scales,
-        )
-        down_bias = self.down_bias if self.shard.rank == 0 else None  # the ranks' results are summed
-        product = self._kernels.grouped_product(gated, down.data, routing, bias=down_bias, scales=down.scales)
+        gated = self.gate_up.product(h, routing, gated=True, bias=self.gate_up_bias, limit=self.limit)
+        product = self.down.product(gated, routing, bias=self.down_bias if self.adds_down_bias else None)
         if self.shared is None and self.adds_plainly and self.shard.size == 1:
             return self._kernels.combine_experts(product, routing, x)
         y = self._kernels.combine_experts(product, routing)
@@ -197,8 +173,8 @@ class ExpertsMLP(Branch):
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         slots = self.router.weight_slots(prefix)
-        if self.names.together:
-            return slots | self._slots_together(f"{prefix}experts.")
+        if self.names.stacked:
+            return slots | self._stacked_slots(f"{prefix}experts.")
         _, hidden_size, size = self.down.shape
         start, names, full = self.start, self.names, (self.full_size, hidden_size)
         for expert in range(self.router.experts.num_experts):
@@ -209,42 +185,37 @@ class ExpertsMLP(Branch):
                 **self.gate_up.slots(inside + names.up, index, slice(size, 2 * size), full, 0, start),
                 **self.down.slots(inside + names.down, index, slice(0, hidden_size), full[::-1], 1, start),
             }
-            slots |= found if is_own else {name: _nothing_of(slot) for name, slot in found.items()}
+            slots |= found if is_own else {name: _empty_slot(slot) for name, slot in found.items()}
         return slots if self.shared is None else slots | self.shared.weight_slots(prefix)
 
-    def _slots_together(self, prefix: str) -> WeightSlots:
-        """The slots of all experts' matrices in one tensor each: plain ones, which are transposed, or MXFP4's."""
+    def _stacked_slots(self, prefix: str) -> WeightSlots:
+        """The slots of tensors that each hold the matrices or biases of all experts."""
         assert self.gate_up_bias is not None and self.down_bias is not None
-        (num, hidden_size, _), start = self.down.shape, self.shard.rank * self.size
-        both, down = 2 * self.full_size, self.down.data
-        gate_up, bias = self.gate_up.data.unflatten(1, (2, -1)), self.gate_up_bias.unflatten(1, (2, -1))
-        slots = {
-            f"{prefix}gate_up_proj_bias": WeightSlot(bias, (num, both), 2, start, _apart),
-            f"{prefix}down_proj_bias": whole(self.down_bias),
+        num, own, both = (
+            self.router.experts.num_experts,
+            slice(self.own.start, self.own.stop),
+            2 * self.full_size,
+        )
+        hidden_size, start = self.down.shape[1], self.start
+
+        def apart(x: torch.Tensor) -> torch.Tensor:
+            """Alternating rows of gate and up, [experts, 2 * features, ...] → [own experts, 2, features, ...]."""
+            return x[own].unflatten(1, (-1, 2)).transpose(1, 2)
+
+        bias = self.gate_up_bias.unflatten(1, (2, -1))
+        return {
+            f"{prefix}gate_up_proj_bias": WeightSlot(bias, (num, both), 2, start, apart),
+            f"{prefix}down_proj_bias": WeightSlot(self.down_bias, (num, hidden_size), 0, own.start),
+            **self.gate_up.stacked_slots(
+                f"{prefix}gate_up_proj", (num, both, hidden_size), apart, start, halves=True
+            ),
+            **self.down.stacked_slots(
+                f"{prefix}down_proj", (num, hidden_size, self.full_size), lambda x: x[own], start
+            ),
         }
-        if self.mxfp4:
-            rows = (num, both, hidden_size)
-            slots |= mxfp4_slots(
-                f"{prefix}gate_up_proj", gate_up, rows, 1, start, lambda x: _apart(x[None])[0]
-            )
-            return slots | mxfp4_slots(
-                f"{prefix}down_proj", down, (num, hidden_size, self.full_size), 1, start
-            )
-        slots[f"{prefix}gate_up_proj"] = WeightSlot(
-            gate_up, (num, hidden_size, both), 2, start, lambda x: _apart(x.transpose(1, 2))
-        )
-        slots[f"{prefix}down_proj"] = WeightSlot(
-            down, (num, self.full_size, hidden_size), 2, start, lambda x: x.transpose(1, 2)
-        )
-        return slots
 
 
-def _nothing_of(slot: WeightSlot) -> WeightSlot:
-    """For a tensor like that of ``slot``, of which this rank takes no part."""
+def _empty_slot(slot: WeightSlot) -> WeightSlot:
+    """A slot for a tensor like that of ``slot`` of which this rank keeps nothing."""
     empty = torch.empty(0, dtype=slot.dtype)
     return WeightSlot(empty, slot.full_shape, convert=lambda tensor: tensor.reshape(-1)[:0])
-
-
-def _apart(x: torch.Tensor) -> torch.Tensor:
-    """Rows of gate and up in turn, [experts, 2 features, ...] → [experts, 2, features, ...]."""
-    return x.unflatten(1, (-1, 2)).transpose(1, 2)

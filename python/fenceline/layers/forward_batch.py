@@ -1,10 +1,10 @@
-"""ForwardBatch: all inputs of a forward in one value. The model runner builds it once per step; it is frozen."""
+"""ForwardBatch: all inputs of a forward pass in one frozen value, which the model runner builds once per step."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 
 class ForwardMode(Enum):
-    """What a step computes: ``EXTEND`` computes new prompt tokens (after a cached prefix, if any), ``DECODE`` one token
-    for each request, ``VERIFY`` a few, of a chain or a tree, whose lengths the device alone knows."""
+    """What a step computes. ``EXTEND``: new prompt tokens, after a cached prefix if there is one. ``DECODE``: one token
+    for each request. ``VERIFY``: a few tokens for each request, which form a chain or a tree; only the device knows the
+    requests' lengths."""
 
     EXTEND = "extend"
     DECODE = "decode"
@@ -27,8 +28,8 @@ class ForwardMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """What an attention backend plans from. The query tokens of request i are the range of the T axis
-    ``query_lens_cpu[:i].sum()`` .. ``+ query_lens_cpu[i]``; they are the *last* tokens of its sequence."""
+    """What an attention backend plans from. The queries of request i are ``query_lens_cpu[i]`` entries of the T axis,
+    from ``query_lens_cpu[:i].sum()`` on. They are the *last* tokens of its sequence."""
 
     mode: ForwardMode
     page_table: torch.Tensor  # [num_rows, max_pages_per_req] int32, all request rows
@@ -41,8 +42,8 @@ class AttentionInputs:
 
 @dataclass(frozen=True, slots=True)
 class GraphDecodeInputs:
-    """What attention of a captured decode step reads: tensors at fixed addresses, whose *values* are read when the
-    graph is replayed. Padded requests have row 0, the sink, and length 1."""
+    """What the attention of a captured decode step reads: tensors at fixed addresses, whose *values* are read when the
+    graph is replayed. Padded requests have row 0 (the sink) and length 1."""
 
     page_table: torch.Tensor  # [num_rows, max_pages_per_req] int32, all request rows
     rows: torch.Tensor  # [B] int64
@@ -52,12 +53,11 @@ class GraphDecodeInputs:
 
 @dataclass(frozen=True, slots=True)
 class QueryTree:
-    """What the queries of each request attend to: they are its last ``num_queries`` tokens, and its last ``num_nodes``
-    are the nodes of a tree (or a chain), of which the queries are the last. Everything in front of the nodes is
-    visible to all queries.
+    """What the queries of each request attend to. The last ``num_nodes`` tokens of a request are the nodes of a tree or
+    a chain, and the last ``num_queries`` of these are the queries. All queries see all tokens before the nodes.
 
-    ``ancestors`` [B, num_queries] int64: bit n says that the query attends to node n. Its own node it attends to
-    whatever the bit says, so that 0 is a safe pad. None: the nodes are a chain, and attention is causal.
+    ``ancestors`` [B, num_queries] int64: bit n says that the query attends to node n. A query always attends to its
+    own node, whatever that bit says, so 0 is a safe pad value. None: the nodes are a chain, and attention is causal.
     """
 
     num_queries: int
@@ -65,7 +65,7 @@ class QueryTree:
     ancestors: torch.Tensor | None = None
 
     def check(self, batch: int) -> None:
-        """Assert that it is one for ``batch`` requests."""
+        """Assert that the sizes are valid for ``batch`` requests."""
         assert 1 <= self.num_queries <= self.num_nodes <= 64, (self.num_queries, self.num_nodes)
         if self.ancestors is not None:
             assert self.ancestors.shape == (batch, self.num_queries), (self.ancestors.shape, batch)
@@ -74,9 +74,9 @@ class QueryTree:
 
 @dataclass(frozen=True, slots=True)
 class VerifyInputs:
-    """What attention of a few tokens a request reads: tensors at fixed addresses, whose *values* are read when the step
-    runs. Lengths are known on the device only; the host knows bounds, which give shapes. The query tokens of request i
-    are ``[i * num_queries, (i + 1) * num_queries)`` of the T axis. Padded requests have row 0, the sink, and length
+    """What the attention of a verify step reads: tensors at fixed addresses, whose *values* are read when the step
+    runs. Only the device knows the lengths; the host knows bounds, which determine the shapes. The queries of request i
+    are ``[i * num_queries, (i + 1) * num_queries)`` of the T axis. Padded requests have row 0 (the sink) and length
     ``num_nodes``."""
 
     page_table: torch.Tensor  # [num_rows, max_pages_per_req] int32, with columns for all of seq_lens
@@ -88,11 +88,11 @@ class VerifyInputs:
 
 
 class AttentionPlan(ABC):
-    """One batch's attention, the same for all layers."""
+    """How the attention of one batch is computed. All layers use the same plan."""
 
     def prepare(self) -> None:
-        """Submit what all layers share. Called at the beginning of a step that a graph captures, so that each replay
-        does it again with the current values. Plans of eager steps do it when they are made."""
+        """Submit the work that all layers share. Called at the beginning of a step that a graph captures, so that each
+        replay does this work again with the current values. Plans of eager steps do it when they are made."""
         return
 
     @abstractmethod
@@ -114,14 +114,15 @@ class AttentionPlan(ABC):
         scale: float,
         out: torch.Tensor,
     ) -> None:
-        """``forward`` that writes its result to ``out``, contiguous [T, num_heads, head_dim] in q's dtype, which the
-        graph of the next piece reads."""
+        """Like ``forward``, but the result is written to ``out``, contiguous [T, num_heads, head_dim] in q's dtype,
+        where the graph of the next piece reads it."""
         out.copy_(self.forward(layer_id, q, k, v, scale))
 
 
 class PieceBuffers:
-    """The part of the arena through which the pieces of one step's forward pass on their results: tensors [T, features]
-    by the names of ``CausalLM.arena_fields``. In ``views`` layers keep views of them, made once per step."""
+    """The part of the arena through which the pieces of one forward pass hand on their results: tensors [T, features]
+    under the names of ``CausalLM.arena_fields``. Layers keep views of them in ``views``, so that these are made once
+    per step."""
 
     __slots__ = ("tensors", "views")
 
@@ -132,16 +133,17 @@ class PieceBuffers:
 
 @dataclass(frozen=True, slots=True)
 class AuxHiddenStates:
-    """The residual stream in front of chosen layers, side by side, for drafts that read it (EAGLE-3).
+    """The residual stream before chosen layers, concatenated, for draft models that read it (EAGLE-3).
 
-    Layer n of a model with n layers stands for the output of the last one. A layer may be named twice.
+    In a model with n layers, layer n stands for the output of the last one. A layer may be named twice.
     """
 
     layers: tuple[int, ...]
     out: torch.Tensor  # [T, len(layers) * hidden_size]
 
     def keep(self, layer: int, x: torch.Tensor) -> None:
-        """Copy x [T, hidden_size] to where ``layer`` belongs, if it does."""
+        """Copy x [T, hidden_size], the residual stream before ``layer``, to its place in ``out`` if the layer was
+        chosen."""
         if layer in self.layers:
             parts = self.out.chunk(len(self.layers), dim=1)
             for part in (part for part, wanted in zip(parts, self.layers, strict=True) if wanted == layer):
@@ -163,22 +165,20 @@ class ForwardBatch:
     attn: AttentionPlan  # how this batch's attention is computed, planned once for all layers
     kv_pool: KVPool  # where keys and values go
     logits_out: torch.Tensor | None = None  # [L, vocab_size]: where the logits go; None: memory of their own
-    # Called before each layer first reads or writes the pool, outside graphs. FORWARD then waits until that layer of
-    # the pages that are being loaded for this batch is complete. None: nothing is being loaded.
+    # Called before each layer first reads or writes the pool, outside graphs. It makes FORWARD wait until this layer of
+    # the pages that are being loaded for the batch is complete. None: nothing is being loaded.
     layer_ready: Callable[[int], None] | None = None
-    # Through these the pieces of a forward that is cut at attention pass on their results. None: the forward runs
-    # whole and allocates such tensors.
+    # If the forward is cut into pieces at attention, the pieces hand on their results in these. None: the forward runs
+    # as a whole and allocates these tensors.
     buffers: PieceBuffers | None = None
-    # Where the model leaves hidden states that a draft model reads. None: nobody reads any, and none are kept.
+    # Where the model writes hidden states that a draft model reads. None: nothing reads them, and none are kept.
     aux_hidden: AuxHiddenStates | None = None
-
-    def keep_aux_hidden(self, layer: int, x: torch.Tensor) -> None:
-        """Keep x [T, hidden_size], the residual stream in front of layer ``layer``, if somebody asks for it."""
-        if self.aux_hidden is not None:
-            self.aux_hidden.keep(layer, x)
+    # By norm: its result for the residual stream, if an all-reduce has computed it as well. The branch that has the
+    # norm takes the entry out.
+    normed: dict[object, torch.Tensor] = field(default_factory=dict, compare=False)
 
     def logits_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows of x [T, features] that logits are wanted of, [L, features]."""
+        """The rows of x [T, features] for which logits are computed, [L, features]."""
         return x if self.logits_index is None else x.index_select(0, self.logits_index)
 
     @property

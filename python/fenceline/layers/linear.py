@@ -1,6 +1,6 @@
 """Layers that hold a Weight and are split over ranks: linear layers, the embedding and the language-model head.
 
-Linear layers are Megatron-LM's column and row parallel products (arXiv:1909.08053), fused.
+The linear layers are Megatron-LM's column-parallel and row-parallel products (arXiv:1909.08053), fused.
 
 A column-parallel layer holds some of the output features, so the ranks' outputs are concatenated. A row-parallel layer
 holds some of the input features, so the ranks' outputs are summed. Its Weight defines how a matrix is stored and
@@ -22,9 +22,10 @@ from fenceline.layers.weight import RMSNorm, WeightSlot, WeightSlots
 
 @dataclass(frozen=True, slots=True)
 class ColumnPart:
-    """One output of a fused layer: this rank holds features ``[index * size, (index + 1) * size)`` of ``full``."""
+    """One output of a fused layer: this rank holds features ``[index * size, (index + 1) * size)`` of the ``full``
+    number of features."""
 
-    name: str  # in the checkpoint: gate_proj
+    name: str  # in the checkpoint, for example gate_proj
     full: int
     size: int
     index: int
@@ -42,7 +43,7 @@ class ColumnParallelLinear:
         self.parts = tuple(parts)
         self.sizes = [part.size for part in parts]
         self.in_features = in_features
-        self.weight = context.linear(sum(self.sizes), in_features)
+        self.weight = context.linear(sum(self.sizes), in_features, [part.name for part in parts])
         self.bias = torch.empty(sum(self.sizes), dtype=context.dtype) if bias else None
 
     def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -78,7 +79,7 @@ class ReplicatedLinear(ColumnParallelLinear):
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Parts that are all split alike: gate and up."""
+    """Several outputs that are all divided evenly over the ranks, for example gate and up."""
 
     def __init__(
         self, in_features: int, outputs: Mapping[str, int], bias: bool, context: LayerContext
@@ -93,15 +94,16 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         self.kernels = context.kernels
 
     def forward_gated(self, x: torch.Tensor, norm: RMSNorm | None, activation: str = SILU) -> torch.Tensor:
-        """For two equal parts, gate and up: activation(gate) * up of norm(x), or of x as it is, [T, size of one
-        part]."""
+        """activation(gate) * up, [T, size of one part], of norm(x), or of x if ``norm`` is None. The layer must have
+        two parts of the same size, gate and up."""
         if norm is None:
             return self.kernels.activate(self.forward(x), activation)
         return self.weight.gated_product(x, norm, self.bias, activation)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """Queries, keys and values, split by heads. With more ranks than key/value heads, adjacent ranks hold the same one.
+    """Queries, keys and values, split by heads. With more ranks than key/value heads, adjacent ranks hold the same
+    key/value head.
 
     ``num_heads`` and ``num_kv_heads`` are this rank's.
     """
@@ -155,7 +157,8 @@ class RowParallelLinear:
         self.name = name
         self.shard = context.shard
         self.in_features = in_features
-        self.weight = context.linear(out_features, self.shard.divide(in_features, f"{name} input features"))
+        size = self.shard.divide(in_features, f"{name} input features")
+        self.weight = context.linear(out_features, size, [name])
         self.bias = torch.empty(out_features, dtype=context.dtype) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -174,6 +177,15 @@ class RowParallelLinear:
             return self.weight.add_product(residual, x, self.bias)
         return residual.add_(self.forward(x))
 
+    def add_normed(self, residual: torch.Tensor, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor | None:
+        """Like ``add_to``, but returns norm(residual) if the all-reduce can compute it in the same operation, otherwise
+        None."""
+        y = self.weight.product(x, self.bias if self.shard.rank == 0 else None)
+        normed = self.shard.all_reduce_add_norm(y, residual, norm)
+        if normed is None:
+            residual.add_(self.shard.all_reduce(y))
+        return normed
+
     def weight_slots(self, prefix: str) -> WeightSlots:
         """Slots named ``{prefix}{name}.weight`` and ``.bias``."""
         out_features, size = self.weight.shape
@@ -185,7 +197,7 @@ class RowParallelLinear:
 
 
 class WideNorm:
-    """RMSNorm over all features of a part that is split over ranks."""
+    """RMSNorm over all features of a part (all query or all key heads) that is split over the ranks."""
 
     def __init__(self, name: str, part: ColumnPart, eps: float, context: LayerContext) -> None:
         self.name, self.part, self.eps = name, part, eps
@@ -198,7 +210,7 @@ class WideNorm:
             return self.kernels.rms_norm(x.contiguous(), self.weight, self.eps)
         wide = x.float()
         squares = self.shard.all_reduce(wide.square().sum(-1, keepdim=True))
-        # Ranks that share a head have each added its squares.
+        # If ranks share a head, each of them has added its squares. So the divisor counts the head as often.
         mean = squares / (self.part.size * self.shard.size)
         return (wide * (mean + self.eps).rsqrt()).to(x.dtype) * self.weight
 
@@ -224,8 +236,8 @@ class VocabParallelEmbedding:
         logits_scale: float = 1.0,
         logits_cap: float = 0.0,
     ) -> None:
-        """Embeddings and logits are multiplied by their scales; that of embeddings is a number of their type. With a
-        cap c above 0 a logit x then becomes c tanh(x / c)."""
+        """Embeddings and logits are multiplied by their scales. The scale of embeddings is rounded to their type first.
+        If the cap c is above 0, a scaled logit x then becomes c tanh(x / c)."""
         self.embedding_scale = torch.tensor(embedding_scale, dtype=context.dtype, device="cpu").item()
         self.logits_scale, self.logits_cap = logits_scale, logits_cap
         self.vocab_size = vocab_size
@@ -260,8 +272,8 @@ class VocabParallelEmbedding:
     def own_logits(
         self, x: torch.Tensor, norm: RMSNorm | None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """This rank's columns of ``logits``, as many on all ranks: of tokens ``first_row`` and following. Those of
-        padding are -inf."""
+        """This rank's columns of ``logits``, for the tokens from ``first_row`` on. All ranks have the same number of
+        columns; those of padding are -inf."""
         logits = self._product(x, norm, out)
         if self.num_live_rows < len(self.weight.data):
             logits[:, self.num_live_rows :] = -torch.inf

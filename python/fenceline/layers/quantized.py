@@ -1,7 +1,7 @@
 """Quantised weights: a Weight with its number format inside.
 
-A format says how a matrix is stored, where a checkpoint's tensors go, and what numbers they mean. All formats have one
-shape: numbers of few bits, and a float32 scale for each ``group`` of them along a row.
+A format says how a matrix is stored, where a checkpoint's tensors go, and which numbers they stand for. All formats
+store numbers of few bits, and a float32 scale for each ``group`` of them along a row.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from fenceline.config.quantization import FP8_BLOCK, INT4_GROUPS, QuantConfig
+from fenceline.config.quantization import FP8_BLOCK, INT4_GROUPS, ON_LINE_METHOD, QuantConfig
 from fenceline.layers.kernels.base import FP8_MAX
+from fenceline.layers.kernels.four_bit import pack_halves, unpack_halves
 from fenceline.layers.weight import Weight, WeightSlot, WeightSlots
 
 FP8 = torch.float8_e4m3fn
-_SMALLEST_SCALE = 1e-12  # of a group of zeros
+COLUMN_ORDER = "g_idx"  # a tensor of GPTQ: the group of each column
+_SMALLEST_SCALE = 1e-12  # the scale of a group that has only zeros
 
 
 class QuantizedFormat(ABC):
     """A stored matrix [out_features, in_features].
 
-    ``data`` [out_features, ...] holds its numbers, ``scales`` [out_features, ceil(in_features / group)] float32 what
-    each is multiplied by. ``group`` is ``in_features`` where a row has one scale. ``zeros`` [as scales] uint8 is what
-    is subtracted from each before; None: nothing. In memory the scales of a group of columns lie beside each other, as
-    a kernel reads them that multiplies with many rows at a time.
+    A number of the matrix is (stored number - zero point) * scale. ``data`` [out_features, ...] holds the stored
+    numbers, ``scales`` [out_features, ceil(in_features / group)] float32 the scale of each group, and ``zeros`` [as
+    scales] uint8 its zero point (None: there are none). If a row has one scale, ``group`` is ``in_features``. In memory
+    the scales of all rows for the same group of columns are adjacent, because kernels multiply many rows at a time.
     """
 
     kind: str
@@ -48,7 +50,7 @@ class QuantizedFormat(ABC):
 
     @abstractmethod
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix, [out_features, in_features]: what the stored numbers mean, rounded to ``dtype``."""
+        """The matrix that is stored, [out_features, in_features], rounded to ``dtype``."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -59,7 +61,7 @@ class QuantizedFormat(ABC):
         self._shape = (out_features, in_features)
 
     def group_start(self, name: str, full_shape: tuple[int, int], dim: int, start: int) -> int:
-        """Where this rank's part begins in a tensor that has one column for each group.
+        """Where this rank's part begins in a tensor with one column for each group.
 
         Raises ``ValueError`` where the ranks' parts would cut a group."""
         columns = self._shape[1]
@@ -74,11 +76,11 @@ class QuantizedFormat(ABC):
 
 
 class Fp8Format(QuantizedFormat):
-    """E4M3 numbers (arXiv:2209.05433) with a scale for each row, or for each 128 of a row.
+    """E4M3 numbers (arXiv:2209.05433) with a scale for each row, or for each 128 numbers of a row.
 
-    Checkpoints have scales for tensors, rows or blocks of 128 x 128. A scale of several rows is stored once for each of
-    them, so that fused layers and ranks may cut a matrix anywhere. ``input_scale`` is what a kernel that multiplies in
-    fp8 divides the input by; None: it measures each row.
+    Checkpoints have scales for tensors, rows or blocks of 128 x 128. A scale for several rows is stored once for each
+    of them, so that fused layers and ranks may cut a matrix anywhere. A kernel that multiplies in fp8 divides the input
+    by ``input_scale``; None: it computes a scale for each row.
     """
 
     kind = "fp8"
@@ -93,18 +95,18 @@ class Fp8Format(QuantizedFormat):
         self.scales = torch.empty(-(-in_features // self.group), out_features, dtype=torch.float32).t()
         self.has_whole_blocks = config.scales == "block"  # 128 rows, from any multiple of 128, have one scale
         self.input_scale = torch.empty((), dtype=torch.float32) if config.static_input else None
-        # The parts of a fused layer share their input, so the largest of their scales is used.
+        # The parts of a fused layer have the same input, so the largest of their input scales is used.
         self._input_scales = torch.empty(out_features if config.static_input else 0, dtype=torch.float32)
 
     def slots(self, name: str, rows: slice, full_shape: tuple[int, int], dim: int, start: int) -> WeightSlots:
         blocks = self.config.scales == "block"
         column = self.group_start(name, full_shape, dim, start) if blocks or dim == 0 else 0
-        # Else a block lies in two parts of this matrix, or begins in another rank's.
+        # Otherwise a block lies in two parts of this matrix, or begins in another rank's part.
         self.has_whole_blocks &= (
             blocks and not (rows.start or 0) % FP8_BLOCK and not (dim == 0 and start % FP8_BLOCK)
         )
         data, scales = self.data[rows], self.scales[rows]
-        if self.config.method == "on-line":
+        if self.config.method == ON_LINE_METHOD:
             return {
                 f"{name}.weight": QuantizingSlot(
                     dest=data,
@@ -117,19 +119,25 @@ class Fp8Format(QuantizedFormat):
                     plain_dtype=self._dtype,
                 )
             }
-        slots = {f"{name}.weight": WeightSlot(data, full_shape, dim, start)}
+        both = object()
+        slots = {f"{name}.weight": WeightSlot(data, full_shape, dim, start, together=both)}
         num_rows = full_shape[0]
         scale_name = f"{name}.weight_scale"
         if self.config.scales == "tensor":
             slots[scale_name] = WeightSlot(
-                scales, (), convert=lambda scale: scale.reshape(1, 1).expand(num_rows, 1)
+                scales, (), convert=lambda scale: scale.reshape(1, 1).expand(num_rows, 1), together=both
             )
         elif self.config.scales == "channel":
-            slots[scale_name] = WeightSlot(scales, (num_rows, 1), 0, start if dim == 0 else 0)
+            slots[scale_name] = WeightSlot(scales, (num_rows, 1), 0, start if dim == 0 else 0, together=both)
         else:
             shape = (-(-num_rows // FP8_BLOCK), -(-full_shape[1] // FP8_BLOCK))
             slots[scale_name + "_inv" * (self.config.method == "fp8")] = WeightSlot(
-                scales, shape, dim, column, lambda scale: scale.repeat_interleave(FP8_BLOCK, 0)[:num_rows]
+                scales,
+                shape,
+                dim,
+                column,
+                lambda scale: scale.repeat_interleave(FP8_BLOCK, 0)[:num_rows],
+                together=both,
             )
         if self.input_scale is not None:
             parts = self._input_scales[rows]
@@ -153,14 +161,24 @@ class Fp8Format(QuantizedFormat):
 
 
 class Int4Format(QuantizedFormat):
-    """Whole numbers of four bits, from 0 to 15, with a scale and a zero point for each group along a row.
+    """Integers of four bits, from 0 to 15, with a scale and a zero point for each group along a row.
 
-    ``data`` [out_features, in_features / 2] uint8: each eight numbers of a row are a little-endian word of 32 bits, in
-    whose bits from 4 j on is number 2 j, and from 16 + 4 j on number 2 j + 1, so that a shift and a mask yield two
-    adjacent numbers as the halves of a word.
+    ``data`` [out_features, in_features / 2] uint8: each eight numbers of a row are a little-endian word of 32 bits.
+    Number 2 j is in the four bits from bit 4 j on, and number 2 j + 1 in those from bit 16 + 4 j on. So a shift and a
+    mask yield two adjacent numbers, one in each half of a word.
     """
 
     kind = "int4"
+
+    @staticmethod
+    def pack(numbers: torch.Tensor) -> torch.Tensor:
+        """Numbers from 0 to 15, uint8 [N, K] → as they are stored [N, K / 2]."""
+        return pack_int4(numbers)
+
+    @staticmethod
+    def unpack(data: torch.Tensor) -> torch.Tensor:
+        """The inverse of ``pack``."""
+        return unpack_int4(data)
 
     def __init__(self, out_features: int, in_features: int, config: QuantConfig, dtype: torch.dtype) -> None:
         """Uninitialised but for the zero points, on the default device. Raises ``ValueError`` where groups do not
@@ -169,7 +187,7 @@ class Int4Format(QuantizedFormat):
         self.config = config
         self._dtype = dtype
         self.group = config.group_size
-        if config.method == "on-line":
+        if config.method == ON_LINE_METHOD:
             self.group = math.gcd(in_features, config.group_size)
         if in_features % self.group or self.group not in INT4_GROUPS:
             raise ValueError(
@@ -185,25 +203,26 @@ class Int4Format(QuantizedFormat):
         group_start = self.group_start(name, full_shape, dim, start)
         byte_start = start if dim == 0 else start // 2
         data, scales, zeros = self.data[rows], self.scales[rows], self.zeros[rows]
-        if self.config.method == "on-line":
+        if self.config.method == ON_LINE_METHOD:
             slot = QuantizingSlot(
                 dest=data,
                 full_shape=full_shape,
                 dim=dim,
                 parts=((data, byte_start), (scales, group_start), (zeros, group_start)),
-                round=lambda matrix: round_to_int4(matrix, self.group),
+                round=lambda matrix: round_to_int4(matrix, self.group, self.pack),
                 plain_dtype=self._dtype,
             )
             return {f"{name}.weight": slot}
         n, k = full_shape
-        groups = k // self.group
+        groups, all_of_them = k // self.group, object()
 
         def stored(dest: torch.Tensor, shape: tuple[int, int], convert: Convert | None) -> WeightSlot:
-            return WeightSlot(dest, shape, dim, byte_start if dest is data else group_start, convert)
+            first = byte_start if dest is data else group_start
+            return WeightSlot(dest, shape, dim, first, convert, together=all_of_them)
 
         if self.config.method == "compressed-tensors":
             slots = {
-                "weight_packed": stored(data, (n, k // 8), lambda words: pack_int4(_numbers(words, 1))),
+                "weight_packed": stored(data, (n, k // 8), lambda words: self.pack(_numbers(words, 1))),
                 "weight_scale": stored(scales, (n, groups), None),
                 "weight_shape": WeightSlot(torch.empty(0, dtype=torch.int64), (2,)),
             }
@@ -212,7 +231,7 @@ class Int4Format(QuantizedFormat):
         elif self.config.method == "awq":
             slots = {
                 "qweight": stored(
-                    data, (k, n // 8), lambda words: pack_int4(_numbers(words, 1, _AWQ_ORDER).t())
+                    data, (k, n // 8), lambda words: self.pack(_numbers(words, 1, _AWQ_ORDER).t())
                 ),
                 "qzeros": stored(zeros, (groups, n // 8), lambda words: _numbers(words, 1, _AWQ_ORDER).t()),
                 "scales": stored(scales, (groups, n), torch.Tensor.t),
@@ -220,10 +239,10 @@ class Int4Format(QuantizedFormat):
         else:
             offset = self.config.zero_offset
             slots = {
-                "qweight": stored(data, (k // 8, n), lambda words: pack_int4(_numbers(words, 0).t())),
+                "qweight": stored(data, (k // 8, n), lambda words: self.pack(_numbers(words, 0).t())),
                 "qzeros": stored(zeros, (groups, n // 8), lambda words: _numbers(words, 1).t() + offset),
                 "scales": stored(scales, (groups, n), torch.Tensor.t),
-                "g_idx": WeightSlot(
+                COLUMN_ORDER: WeightSlot(
                     torch.empty(0, dtype=torch.int64), (k,), convert=partial(_check_order, name, self.group)
                 ),
             }
@@ -233,18 +252,25 @@ class Int4Format(QuantizedFormat):
         assert self.zeros is not None
         columns = self._shape[1]
         zeros = spread(self.zeros, self.group, columns)
-        return ((unpack_int4(self.data).float() - zeros) * spread(self.scales, self.group, columns)).to(dtype)
+        return ((self.unpack(self.data).float() - zeros) * spread(self.scales, self.group, columns)).to(dtype)
+
+
+class Int4ExpertsFormat(Int4Format):
+    """The same for the matrices of experts, whose bytes are those of ``four_bit``."""
+
+    pack = staticmethod(pack_halves)
+    unpack = staticmethod(unpack_halves)
 
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
-# Of the eight numbers in a word, where each of its four bits, from the lowest, stands among them.
+# For each four bits of a word, from the lowest on, the index of their number among the word's eight numbers.
 _IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def _numbers(words: torch.Tensor, dim: int, order: Sequence[int] = _IN_ORDER) -> torch.Tensor:
-    """int32 ``words``, each eight numbers of four bits along ``dim`` → the numbers, uint8, eight times as many along
-    it."""
+    """``words`` int32, each with eight four-bit numbers along ``dim`` → the numbers, uint8, with ``dim`` eight times as
+    long."""
     parts: list[torch.Tensor] = [words] * len(order)
     for position, place in enumerate(order):
         parts[place] = (words >> 4 * position & 15).to(torch.uint8)
@@ -252,11 +278,11 @@ def _numbers(words: torch.Tensor, dim: int, order: Sequence[int] = _IN_ORDER) ->
 
 
 def _check_order(name: str, group: int, indices: torch.Tensor) -> torch.Tensor:
-    """Nothing to keep of gptq's group of each column. Raises ``ValueError`` unless groups are adjacent columns."""
+    """Checks GPTQ's tensor with the group of each column. Raises ``ValueError`` unless groups are adjacent columns."""
     expected = torch.arange(len(indices), device=indices.device) // group
     if not torch.equal(indices.to(expected.dtype), expected):
         raise ValueError(
-            f"{name}.g_idx: columns are in the order of activations (desc_act), which is not supported; use a"
+            f"{name}.{COLUMN_ORDER}: columns are in the order of activations (desc_act), which is not supported; use a"
             " checkpoint without it"
         )
     return indices
@@ -274,25 +300,30 @@ def unpack_int4(data: torch.Tensor) -> torch.Tensor:
     return torch.stack((words & 15, words >> 4), 4).permute(0, 1, 3, 4, 2).flatten(1)
 
 
-def round_to_int4(matrix: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """matrix [N, K] of any float type → ``Int4Format``'s data, scales and zeros. Each group's numbers reach from its
-    smallest to its largest, and zero is among them; each is off by half a step at most."""
+def round_to_int4(
+    matrix: torch.Tensor, group: int, pack: Convert = pack_int4
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """matrix [N, K] of any float type → ``Int4Format``'s data, packed by ``pack``, scales and zeros. The 16 numbers of
+    a group cover the range from its smallest to its largest number and include zero exactly; the rounding error is at
+    most half a step."""
     grouped = matrix.float().reshape(len(matrix), -1, group)
     low, high = grouped.amin(2).clamp_(max=0), grouped.amax(2).clamp_(min=0)
     scales = ((high - low) / 15).clamp_(min=_SMALLEST_SCALE)
     zeros = (-low / scales).round_()
     numbers = ((grouped / scales[:, :, None]).round_() + zeros[:, :, None]).clamp_(0, 15)
-    return pack_int4(numbers.to(torch.uint8).flatten(1)), scales, zeros.to(torch.uint8)
+    return pack(numbers.to(torch.uint8).flatten(1)), scales, zeros.to(torch.uint8)
 
 
 def spread(scales: torch.Tensor, group: int, num_columns: int) -> torch.Tensor:
-    """[N, groups] → [N, num_columns], or [N, 1] where a row has one group: what each number is multiplied by."""
-    return scales if scales.shape[1] == 1 else scales.repeat_interleave(group, 1)[:, :num_columns]
+    """The scale of each number: [N, groups] → [N, num_columns], or [N, 1] if a row has one group."""
+    if scales.shape[1] == 1:
+        return scales
+    return scales.unsqueeze(2).expand(-1, -1, group).flatten(1)[:, :num_columns]
 
 
 def round_to_fp8(matrix: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """matrix [N, K] of any float type → its nearest E4M3 numbers [N, K] and their scales [N, ceil(K / group)], which
-    take the largest number of each group to the largest of E4M3."""
+    """matrix [N, K] of any float type → the nearest E4M3 numbers [N, K] and their scales [N, ceil(K / group)], which
+    map the largest number of each group to the largest of E4M3."""
     num_rows, num_columns = matrix.shape
     padded = F.pad(matrix.float(), (0, -num_columns % group)).view(num_rows, -1, group)
     scales = (padded.abs().amax(2) / FP8_MAX).clamp_(min=_SMALLEST_SCALE)
@@ -300,15 +331,15 @@ def round_to_fp8(matrix: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.
     return numbers.view(num_rows, -1)[:, :num_columns], scales
 
 
-# A plain matrix [N, K], on the parameter's device → its numbers and scales, as a format stores them.
+# A plain matrix [N, K] on the parameter's device → its numbers and scales (and zero points) as a format stores them.
 Rounding = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizingSlot(WeightSlot):
-    """Takes a plain matrix of the model's type, rounds the whole of it, and keeps its part.
+    """A slot that takes a plain matrix of the model's type, rounds the whole matrix, and keeps its part.
 
-    ``parts``: for each tensor that ``round`` returns, the parameter, and where its part begins along ``dim``."""
+    ``parts``: for each tensor that ``round`` returns, the parameter and where its part begins along ``dim``."""
 
     parts: tuple[tuple[torch.Tensor, int], ...]
     round: Rounding
@@ -322,11 +353,15 @@ class QuantizingSlot(WeightSlot):
     def nbytes(self) -> int:
         return sum(param.nbytes for param, _ in self.parts)
 
+    def check_type(self, name: str, tensor: torch.Tensor) -> None:
+        """See ``WeightSlot.check_type``."""
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+            raise ValueError(f"weight {name} is {tensor.dtype}; use the model's unquantised weights")
+
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """See ``WeightSlot.load``."""
         self.check(name, tensor)
-        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
-            raise ValueError(f"weight {name} is {tensor.dtype}; use the model's unquantised weights")
+        self.check_type(name, tensor)
         tensor = tensor.to(self.dest.device)
         rounded = self.round(tensor if self.convert is None else self.convert(tensor))
         for (param, start), values in zip(self.parts, rounded, strict=True):
@@ -334,8 +369,8 @@ class QuantizingSlot(WeightSlot):
 
 
 class QuantizedWeight(Weight):
-    """A weight of few bits, multiplied by torch's operators as the plain matrix that it stands for: the reference on
-    any device."""
+    """A quantised weight. It is dequantised and multiplied by torch's operators, on any device; this is the reference
+    for kernels."""
 
     def __init__(self, stored: QuantizedFormat) -> None:
         super().__init__(*stored.shape)
@@ -356,10 +391,14 @@ class QuantizedWeight(Weight):
 
 
 def make_format(
-    config: QuantConfig, out_features: int, in_features: int, dtype: torch.dtype
+    config: QuantConfig, out_features: int, in_features: int, dtype: torch.dtype, of_experts: bool = False
 ) -> QuantizedFormat:
     """The storage of a matrix in the format ``config``, uninitialised, on the default device. ``dtype``: the model's.
+    ``of_experts``: grouped products read it.
 
     Raises ``ValueError`` for a matrix that the format cannot hold."""
-    formats: dict[str, type[Fp8Format] | type[Int4Format]] = {"fp8": Fp8Format, "int4": Int4Format}
+    formats: dict[str, type[Fp8Format] | type[Int4Format]] = {
+        "fp8": Fp8Format,
+        "int4": Int4ExpertsFormat if of_experts else Int4Format,
+    }
     return formats[config.kind](out_features, in_features, config, dtype)

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoFormer, arXiv:2104.09864) with the scalings that checkpoints ask for.
+"""Rotary position embedding (RoFormer, arXiv:2104.09864) with the scalings that checkpoints use.
 
 Frequencies are computed in float32 exactly as transformers does (``modeling_rope_utils``), because a checkpoint was
 trained with those roundings.
@@ -14,12 +14,13 @@ import torch
 
 from fenceline.config.model_config import ModelConfig, RopeScaling
 
-_MAX_STEP_ROWS = 64  # of a request in one speculative step
+_MAX_STEP_ROWS = 64  # most tokens of a request in one speculative step
 
 
 class RotaryEmbedding:
-    """Table of cosines and sines, float32, on the default device: for positions below ``max_positions``, and for those
-    of a speculative step that begins in front of the last of them, whose rows beyond it count for nothing."""
+    """A table of cosines and sines, float32, on the default device. It has the positions below ``max_positions`` and a
+    few more, because a speculative step near the end computes tokens past the last position; their results are not
+    used."""
 
     def __init__(
         self,
@@ -30,10 +31,11 @@ class RotaryEmbedding:
         partial: float = 1.0,
         interleaved: bool = False,
     ) -> None:
-        """``partial``: only the first part of a head's features rotates. ``interleaved``: pairs are neighbours in the
-        checkpoint. Either way pairs lie half a head apart here, with angles of zero for what does not rotate:
-        ``order`` says which of the checkpoint's features becomes which of ours, None if all stay. A score of attention
-        is the same in any order that queries and keys have in common."""
+        """``partial``: only this fraction of a head's features, from the first on, is rotated. ``interleaved``: the two
+        features of a pair are adjacent in the checkpoint. Here the features of a pair always lie half a head apart, and
+        features that are not rotated have angles of zero. ``order`` lists which of the checkpoint's features each of
+        ours is, None if all keep their places. Reordering does not change attention scores, because queries and keys
+        are reordered in the same way."""
         rotated = int(head_dim * partial)
         inv_freq, attention_factor = inverse_frequencies(rotated, theta, scaling)
         positions = torch.arange(max_positions + _MAX_STEP_ROWS, dtype=torch.float32, device="cpu")
@@ -42,15 +44,15 @@ class RotaryEmbedding:
         still = len(positions), (head_dim - rotated) // 2
         cos, sin = torch.cat((cos, cos.new_ones(still)), 1), torch.cat((sin, sin.new_zeros(still)), 1)
         self.head_dim = head_dim
-        # [positions, 3 * head_dim / 2]: cos twice, since it multiplies the whole head at once, then sin.
+        # [positions, 3 * head_dim / 2]: cos twice, because it multiplies the whole head at once, then sin.
         self.table = torch.cat((cos, cos, sin), dim=-1).to(torch.get_default_device())
         self.order = _order(head_dim, rotated, interleaved)
         self.local = self
-        """For layers with a sliding window, which in some families have other angles."""
+        """The table for layers with a sliding window, which in some families have other angles."""
 
     @cached_property
     def without_rotation(self) -> RotaryEmbedding:
-        """For layers that see no positions: the same form, in which all angles are zero."""
+        """A table of the same shape in which all angles are zero, for layers without position embedding."""
         other = copy(self)
         other.table = torch.cat(
             (
@@ -63,7 +65,7 @@ class RotaryEmbedding:
 
 
 def make_rotary(config: ModelConfig) -> RotaryEmbedding:
-    """The tables of a model."""
+    """The rotary embedding of a model, with ``local`` if layers with a window have other angles."""
 
     def make(theta: float, scaling: RopeScaling | None) -> RotaryEmbedding:
         partial, interleaved = config.partial_rotary_factor, config.rope_interleaved
@@ -99,7 +101,7 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     x1, x2 = x.chunk(2, dim=-1)
     rotated = x * cos
     first, second = rotated.chunk(2, dim=-1)
-    # In place on a tensor of our own: a third of the temporaries of the usual form, which is faster on a CPU.
+    # In place on a new tensor: this needs a third of the usual temporaries and is faster on a CPU.
     first.addcmul_(x2.to(rotated.dtype), sin, value=-1.0)
     second.addcmul_(x1.to(rotated.dtype), sin)
     return rotated.to(x.dtype)
@@ -108,7 +110,7 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 def inverse_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None
 ) -> tuple[torch.Tensor, float]:
-    """``([head_dim / 2] float32 on the CPU, factor on cos and sin)``."""
+    """``(frequencies [head_dim / 2] float32 on the CPU, factor of cos and sin)``."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     inv_freq = 1.0 / (theta**exponents)
     if scaling is None:

@@ -1,8 +1,8 @@
 """Parameters: where a checkpoint's tensors go, and the products that read them.
 
-A linear layer holds a Weight and uses its methods alone. A Weight says where a checkpoint's tensors go and how the
-matrix is multiplied. ``product`` is all that it must have. The other products are those of a decoder layer; a subclass
-whose kernels fuse them overrides them. Quantised weights, which have their number format inside, are in quantized.py.
+A linear layer holds a Weight and uses only its methods. A Weight says where a checkpoint's tensors go and how the
+matrix is multiplied. A subclass must implement ``slots`` and ``product``. The other products are those that a decoder
+layer needs; a subclass whose kernels fuse them overrides them. Quantised weights are in quantized.py.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ WeightSlots = dict[str, "WeightSlot"]
 
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
-    """``dest`` is a view into a parameter; it takes the ``[start, start + dest.shape[dim])`` part along ``dim`` of a
-    checkpoint tensor of ``full_shape``. ``dest`` may be empty: a rank past the end of a padded vocabulary.
+    """Where a tensor of the checkpoint goes. ``dest`` is a view into a parameter; it takes the range ``[start, start +
+    dest.shape[dim])`` along ``dim`` of a checkpoint tensor of ``full_shape``. ``dest`` may be empty, for example on a
+    rank that only holds padding of the vocabulary.
 
-    Where the checkpoint stores the values in another way, ``convert`` makes the whole tensor, of which ``dest`` takes
-    its part, from the checkpoint's. ``loaded`` is called when all slots of the model have been filled.
+    If the checkpoint stores the values in another way, ``convert`` makes the tensor of which ``dest`` takes its part
+    from the checkpoint's whole tensor. ``loaded`` is called when all slots of the model have been filled. Slots that
+    must all be filled if one of them is have the same object in ``together``; None: the slot is independent.
     """
 
     dest: torch.Tensor
@@ -36,25 +38,21 @@ class WeightSlot:
     start: int = 0
     convert: Callable[[torch.Tensor], torch.Tensor] | None = None
     loaded: Callable[[], None] | None = None
+    together: object | None = None
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the checkpoint's tensor, where it may be chosen: that of the parameter."""
+        """The type that a checkpoint's tensor for this slot is given where we choose it: the parameter's."""
         return self.dest.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameters that it fills."""
+        """Bytes of the parameters that the slot fills."""
         return self.dest.nbytes
 
-    @property
-    def together(self) -> object | None:
-        """The same object for all slots that are of use only if tensors come for all of them; None: it stands alone."""
-        return None
-
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy ``tensor`` (any float type and device) into place, converting to the parameter's type. A parameter of
-        whole numbers takes any integer type, one of FP8 its own type alone.
+        """Copy ``tensor`` (on any device) into the parameter and convert it to its type. A floating-point parameter
+        takes any type of at least 16 bits, one of FP8 only its own type, and one of integers any integer type.
 
         Raises ``ValueError`` for a wrong shape or a type that does not fit (a quantised checkpoint).
         """
@@ -79,7 +77,7 @@ class WeightSlot:
             raise ValueError(f"weight {name} is {tensor.dtype}; use the model's unquantised weights")
 
     def check(self, name: str, tensor: torch.Tensor) -> None:
-        """Raises ``ValueError`` for a wrong shape. A tensor of one number may have any."""
+        """Raises ``ValueError`` for a wrong shape. If one number is expected, it may have any shape."""
         if tuple(tensor.shape) == self.full_shape or (self.full_shape == () and tensor.numel() == 1):
             return
         raise ValueError(
@@ -100,12 +98,13 @@ def fill_slots(
     partly: bool = False,
     only_check: bool = False,
 ) -> None:
-    """Load each (name, tensor) pair into the slot of its name, one after the other.
+    """Load each (name, tensor) pair of ``weights`` into the slot with its name, one after the other.
 
-    Raises ``ValueError`` for a tensor that has no slot (unless its name is ``ignored``), one that comes twice, one of
-    the wrong shape, and slots that no tensor has filled, unless they are to be filled ``partly``: then one of several
-    that belong together (``WeightSlot.together``) must not come without the others. With ``only_check``
-    nothing is written, and tensors of the device ``meta`` will do.
+    Raises ``ValueError`` for a tensor that has no slot (unless its name is ``ignored``), comes twice or has the wrong
+    shape or type, and for slots that no tensor has filled. With ``partly`` slots may stay as they are, but of slots
+    that belong together (``WeightSlot.together``) either all or none must be filled. With ``only_check`` nothing is
+    written, and tensors on the device ``meta`` are enough. The values of tensors on other devices are then checked too
+    if none of their values are kept.
     """
     missing = set(slots)
     unexpected = []
@@ -119,7 +118,7 @@ def fill_slots(
         if only_check:
             slots[name].check_type(name, tensor)
             slots[name].check(name, tensor)
-        else:
+        if not only_check or (not tensor.is_meta and not slots[name].dest.numel()):
             slots[name].load(name, tensor)
         missing.discard(name)
     if unexpected:
@@ -137,7 +136,7 @@ def fill_slots(
     lacking = [name for name, group in parts if group is not None and id(group) in filled]
     if lacking:
         raise ValueError(
-            f"of weights that belong together some are missing: {_shorten(lacking)}; send all of them"
+            f"some weights that belong together are missing: {_shorten(lacking)}; send all of them"
         )
     for name, slot in slots.items():
         if slot.loaded is not None and name not in missing and not only_check:
@@ -150,8 +149,8 @@ def _shorten(names: Sequence[str]) -> str:
 
 
 class RMSNorm:
-    """x [..., size] → x / rms(x) * weight over the last axis. ``offset`` is added to the checkpoint's weights; the sum
-    is kept in float32, for it may have more digits than ``dtype`` holds."""
+    """x [..., size] → x / rms(x) * weight over the last axis. ``offset`` is added to the checkpoint's weights. The sum
+    is kept in float32, because rounding it to ``dtype`` would lose digits."""
 
     def __init__(
         self, size: int, eps: float, dtype: torch.dtype, kernels: LayerKernels, offset: float = 0.0
@@ -187,13 +186,14 @@ class Weight(ABC):
 
     @abstractmethod
     def slots(self, name: str, rows: slice, full_shape: tuple[int, int], dim: int, start: int) -> WeightSlots:
-        """Where the checkpoint's tensors of the matrix ``name`` go: into ``rows`` of this one.
+        """Where the checkpoint's tensors of the matrix ``name`` go: into ``rows`` of this weight.
 
         This rank keeps the part that begins at ``start`` along ``dim`` of the whole matrix of ``full_shape``.
         """
 
     def moves_rows(self, size: int) -> None:
-        """Rows of the checkpoint's matrix change places within every ``size`` of them when they are loaded."""
+        """Tells the weight that rows of the checkpoint's matrix are reordered when they are loaded, within groups of
+        ``size`` rows."""
         return
 
     @abstractmethod
@@ -209,14 +209,14 @@ class Weight(ABC):
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The product of norm(x)."""
+        """``product`` of norm(x)."""
         return self.product(norm.forward(x), bias, out)
 
     def gated_product(
         self, x: torch.Tensor, norm: RMSNorm, bias: torch.Tensor | None, activation: str = SILU
     ) -> torch.Tensor:
-        """The product of a gated MLP (arXiv:2002.05202) of norm(x): activation(gate) * up, [T, N / 2]. The first half
-        of the weight's rows makes gate, the second up. ``activation``: see ``LayerKernels.activate``."""
+        """activation(gate) * up for norm(x), as in a gated MLP (arXiv:2002.05202): [T, N / 2]. The first half of the
+        weight's rows makes gate, the second half up. ``activation``: see ``LayerKernels.activate``."""
         return norm.kernels.activate(self.normed_product(x, norm, bias), activation)
 
     def add_product(self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

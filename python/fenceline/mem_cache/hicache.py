@@ -2,7 +2,7 @@
 
 The tree decides, the controller moves bytes, storage's workers keep pages for later. This is where a decision becomes
 a transfer: all loads of the requests that one step admits are one transfer, and so are all backups of a step. Nothing
-here waits for the device: who touches a page next waits for the Points of the transfer, by the edges of its streams.
+here waits for the device: the stream that accesses a page next waits for the transfer's Points, by the declared edges.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Transfers(Protocol):
 
     @property
     def counts(self) -> Mapping[TransferKind, TransferCounts]:
-        """What has been moved."""
+        """Transfers, pages, bytes and seconds, for each direction."""
         ...
 
     @property
@@ -64,19 +64,20 @@ class Transfers(Protocol):
         ...
 
     def ended(self) -> tuple[int, int]:
-        """How many loads and how many stores have ended on the device since the start, in the order of submission."""
+        """How many loads and how many stores have ended on the device since the start."""
         ...
 
     def drain_acks(self, until: tuple[int, int] | None = None) -> Sequence[Ticket]:
-        """Transfers that have ended since the last call; of those only so many first loads and stores as ``until``."""
+        """Transfers that have ended since the last call. ``until`` (loads, stores): only those that are among so many
+        first loads and first stores."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadedTail:
-    """The last page of a retracted request, which no tree can hold since it is not full: one host page of its own.
+    """The last page of a retracted request, on a host page of its own, because the tree holds only full pages.
 
-    ``num_tokens``: tokens of the request up to and including those of this page that are right.
+    ``num_tokens``: how many of the request's tokens have their KV in this page and in the full pages before it.
     """
 
     host_page: int
@@ -86,7 +87,7 @@ class OffloadedTail:
 
 @dataclass(slots=True)
 class _Moves:
-    """The pages of one transfer while it is put together."""
+    """Collects the pages of one transfer before it is submitted."""
 
     ticket: Ticket
     moves: list[PageMove] = field(default_factory=list)
@@ -140,7 +141,7 @@ class HiCache:
     # --- host to device ------------------------------------------------------------------------------
 
     def usable(self, match: MatchResult) -> MatchResult:
-        """``match`` without its part on the host where loading it is not worth a transfer."""
+        """``match``, without its part on the host if that is too short to be worth a transfer."""
         if match.num_host_tokens == 0 or match.num_host_tokens >= self._load_back_threshold:
             return match
         return match.on_device()
@@ -177,7 +178,8 @@ class HiCache:
     # --- device to host ------------------------------------------------------------------------------
 
     def inserted(self, node: TreeNode) -> None:
-        """The tree got or confirmed pages on the path of ``node``: back them up soon if the write policy says so."""
+        """Note that the tree got pages on the path of ``node``, or was offered them again: :meth:`write_backups` backs
+        them up if the write policy says so."""
         self._inserted.append(node)
 
     def write_backups(self) -> None:
@@ -194,7 +196,7 @@ class HiCache:
         """Back up what a retracted request leaves behind: the path of ``node`` whatever the policy, and ``tail_page``,
         the partial page after it, which the request still owns and the steps up to ``after`` still write.
 
-        None where the request has no such page or the host is full. Whoever reuses ``tail_page`` waits for the ticket.
+        None if the request has no such page or the host is full. The next user of ``tail_page`` waits for the ticket.
         """
         ticket = self._ticket(TransferKind.STORE)
         nodes = self.tree.backup_candidates(node, force=True)
@@ -212,7 +214,7 @@ class HiCache:
         return tail
 
     def drop_tail(self, tail: OffloadedTail) -> None:
-        """A retracted request does not need its page any more: it has left, or continues without it."""
+        """Give back the page of a retracted request that has left, or that continues without it."""
         self._retire_tail(tail, tail.ticket.points)
 
     def _spill(self, nodes: Sequence[TreeNode]) -> None:
@@ -225,7 +227,7 @@ class HiCache:
             self._submit_store(_Moves(ticket, [self.tree.begin_backup(nodes, ticket)]), nodes)
 
     def _submit_store(self, batch: _Moves, nodes: Sequence[TreeNode]) -> None:
-        """``nodes``: those that were to be copied to the host. It may have had no room for some of them."""
+        """``nodes``: those that should be copied to the host, which may have had no room for some of them."""
         move = batch.whole()
         if len(move.host_pages) == 0:
             return
@@ -238,17 +240,17 @@ class HiCache:
 
     @property
     def counts(self) -> Mapping[TransferKind, TransferCounts]:
-        """What has been moved between device and host."""
+        """Transfers, pages, bytes and seconds between device and host, for each direction."""
         return self._transfers.counts
 
     @property
     def num_outstanding(self) -> int:
-        """Transfers and storage jobs whose end has not been taken in yet."""
+        """Transfers and storage jobs whose end has not been processed yet."""
         num_jobs = 0 if self.storage is None else self.storage.num_outstanding
         return self._transfers.num_in_flight + num_jobs
 
     def complete(self, transfers: Sequence[Ticket], storage: Sequence[Ack]) -> None:
-        """Take in which transfers have ended and what storage's workers have done. Called in every step (F6)."""
+        """Process the ``transfers`` that have ended and the acks of storage's workers. Called in every step (F6)."""
         for ticket in transfers:
             self.tree.finish(ticket)
         if self.storage is not None:
@@ -259,10 +261,9 @@ class HiCache:
         if self.storage is not None:
             self.storage.close()
 
-    def check_books(self) -> None:
-        """Check, when no request holds anything, that every host page is free, in the tree, or on its way from storage.
-
-        Raises ``RuntimeError`` if not."""
+    def check_memory(self) -> None:
+        """Check, while the engine is idle, that every host page is free, in the tree, held, part of a retracted
+        request, or being read from storage. Raises ``RuntimeError`` if not."""
         num_fetch_pages = 0 if self.storage is None else self.storage.num_fetch_pages
         num_held = self.tree.num_host_pages + self.tree.num_orphan_host_pages
         num_held += self._num_tail_pages + num_fetch_pages
@@ -298,7 +299,7 @@ class _Wanted:
     token_ids: IntArray  # the prefix, up to the last page that the keys name, and its lookahead
     first_page: int  # index in the prefix of the first page that the keys name
     extra_key: str  # its namespace
-    num_forgotten: int  # how often all pages had been forgotten before
+    num_forgotten: int  # how often :meth:`StorageTier.forget` had been called before
     num_settled: int = 0  # leading host pages that the tree has taken or that are free again
 
 
@@ -327,7 +328,7 @@ class StorageTier:
     # --- host to storage ----------------------------------------------------------------------------------------
 
     def write(self, nodes: Sequence[TreeNode], after: Points) -> None:
-        """Keep the host pages of ``nodes``, which hold their KV after ``after``."""
+        """Store the host pages of ``nodes``, which hold their KV after ``after``."""
         for node in nodes:
             hold = self._tree.hold_host(node)
             self._controller.write(hold.keys, hold.host_pages, after, hold.id)
@@ -335,8 +336,9 @@ class StorageTier:
     # --- storage to host ------------------------------------------------------------------------------------------
 
     def prefetch(self, token_ids: IntArray, match: MatchResult, extra_key: str = "") -> Prefetch | None:
-        """Look for what follows ``match`` of the prompt ``token_ids`` in the namespace ``extra_key``; None where it is
-        not worth it. The last token of a prompt is computed in any case."""
+        """Ask storage for the pages that follow ``match`` in the prompt ``token_ids`` [n], in the namespace
+        ``extra_key``. None if there are fewer tokens than the threshold. The last token of a prompt is computed in any
+        case."""
         num_known, lookahead = match.num_tokens + match.num_host_tokens, self._tree.lookahead
         num_whole = (len(token_ids) - max(lookahead, 1)) // self._page_size * self._page_size
         if num_whole - num_known < max(self._threshold, 1):
@@ -355,18 +357,19 @@ class StorageTier:
         return self._controller.may_schedule(op)
 
     def forget(self) -> None:
-        """No page that is being fetched is right any more: the weights have been replaced."""
+        """Drop all pages that are being fetched when they arrive, because the weights have been replaced."""
         self._num_forgotten += 1
 
     def cancel(self, op: Prefetch) -> None:
-        """The request runs without waiting, or has left: pages that have not come so far are not needed."""
+        """The request runs without waiting, or has left: it needs no pages beyond those that have arrived."""
         self._controller.cancel(op)
 
     # --- both ----------------------------------------------------------------------------------------
 
     @property
     def num_outstanding(self) -> int:
-        """Jobs that a worker has not done yet, or whose end has not been taken in: other ranks' may not have ended."""
+        """Jobs that have not ended, or whose end has not been processed, for example because it has not come on every
+        rank."""
         return max(self._controller.num_outstanding, len(self._wanted) + self._tree.num_host_holds)
 
     @property
@@ -375,7 +378,7 @@ class StorageTier:
         return sum(len(w.op.host_pages) - w.num_settled for w in self._wanted.values())
 
     def complete(self, acks: Sequence[Ack]) -> None:
-        """Take in what the workers have done. Every step."""
+        """Process what the workers have done. Called in every step."""
         for ack in acks:
             apply(ack)
             match ack:
@@ -404,7 +407,7 @@ class StorageTier:
 
     def _fetch(self, op: Prefetch) -> None:
         leased = None
-        # Of several ranks one may have found none, or the request has left while they agreed on how many there are.
+        # With several ranks, one may have found no page, or the request may have left before the ranks agreed.
         wanted = op.num_found > 0 and not op.cancelled
         if wanted and op.num_found * self._page_size >= self._threshold:
             leased = self._tree.alloc_host(op.num_found)
@@ -414,14 +417,15 @@ class StorageTier:
         self._controller.fetch(op, *leased)
 
     def _settle(self, op: Prefetch, num_pages: int) -> None:
-        """The next ``num_pages`` pages of a fetch hold their KV: the tree gets those that it lacks."""
+        """The next ``num_pages`` pages of a fetch hold their KV: give the tree those that it lacks, retire the
+        others."""
         wanted = self._wanted[op.handle]
         first = wanted.num_settled
         wanted.num_settled = end = first + num_pages
         pages = op.host_pages[first:end]
         num_tokens = (wanted.first_page + end) * self._page_size
         tokens = wanted.token_ids[: num_tokens + self._tree.lookahead]
-        # The worker has waited for these Points; the streams that touch the pages next have not.
+        # The worker has waited for these Points, but the streams that access the pages next have not.
         spare = pages
         if wanted.num_forgotten == self._num_forgotten:
             spare = self._tree.insert_host(tokens, pages, op.after, wanted.extra_key)

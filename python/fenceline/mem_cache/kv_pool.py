@@ -18,7 +18,7 @@ import torch
 from fenceline.config.engine_config import EngineConfig
 from fenceline.memory_order import Device, LeasePool
 
-# A CPU serves from the memory that everything else on the machine lives in, so the default stays modest.
+# On a CPU the cache shares memory with everything else on the machine, so by default it is small.
 _CPU_KV_BYTES = 4 << 30
 
 logger = logging.getLogger(__name__)
@@ -143,9 +143,9 @@ class KVPool:
     """The rows of all layers for ``num_pages * page_size`` token slots.
 
     Slot ``s`` is token ``s % page_size`` of page ``s // page_size``, in every tensor of every layer: ``layout`` says
-    which rows a slot has. Page 0 is the reserved sink: padding may write it, nobody reads it. A page is a page of *all*
-    layers, so one page id names the same tokens in each of them. Ownership of pages is the LeasePool's; this class
-    only holds the bytes. They begin as zeros.
+    which rows a slot has. Page 0 is the reserved sink: padding may write it, and its values are never used. A page is a
+    page of *all* layers, so one page id names the same tokens in each of them. Ownership of pages is the LeasePool's;
+    this class only holds the bytes. They begin as zeros.
 
     ``dtype`` is the type that attention computes in. Rows of FP8 become it when they are read.
     """
@@ -176,11 +176,11 @@ class KVPool:
         return self.num_pages * self.layout.page_nbytes
 
     def k(self, layer: int) -> torch.Tensor:
-        """Keys of one layer, [num_slots, num_kv_heads, head_dim]. Of a layer with one row: that row."""
+        """Keys of one layer, [num_slots, num_kv_heads, head_dim]. For a layer with one row (a latent): that row."""
         return self._k[layer]
 
     def v(self, layer: int) -> torch.Tensor:
-        """Values of one layer, [num_slots, num_kv_heads, head_dim]. Of a layer with one row: that row."""
+        """Values of one layer, [num_slots, num_kv_heads, head_dim]. For a layer with one row (a latent): that row."""
         return self._v[layer]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -191,7 +191,7 @@ class KVPool:
 
 class ReqPool:
     """``num_rows`` rows of device state, one for each running request: its page table and its last token. Row 0 is the
-    sink that padding names.
+    sink, which only padding uses.
 
     All of it lives on the device and is only written on FORWARD, in program order with the steps that read it. That is
     what makes a row safe to hand to another request while its former owner's last step is still in flight (F13).
@@ -219,7 +219,7 @@ def _allocate(
     """The tensors, [num_slots, *shape], of layers that are alike. Zeros: the sink is read by masked-out lanes of padded
     gathers, where NaN * 0 would still be NaN."""
     if device.type == "cuda" and len({(row.shape, row.dtype) for row in rows}) == 1:
-        # Evenly apart, so that the copy engine takes a page of all these layers in one copy.
+        # In one tensor the layers are evenly spaced, so that the copy engine copies a page of all of them at once.
         shape = (num_layers, len(rows), num_slots, *rows[0].shape)
         return [tuple(layer) for layer in torch.zeros(shape, dtype=rows[0].dtype, device=device)]
     return [
@@ -228,8 +228,8 @@ def _allocate(
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros. On the CPU the system gives memory to a page when it is first written: a pool of gigabytes costs
-    neither time at the start nor memory before it is used, as torch.zeros, which writes it all, would."""
+    """Zeros. On the CPU the system provides the memory of numpy's zeros when it is first written, so a pool of
+    gigabytes takes no time at the start and no memory before it is used; torch.zeros would write all of it."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     untouched = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
@@ -249,7 +249,8 @@ def check_row_bytes(config: EngineConfig, device: Device, nbytes: int) -> None:
 
 
 def num_kv_pages(config: EngineConfig, device: Device, layout: KVLayout, num_ranks: int = 1) -> int:
-    """Pages of the KV pool, the sink page included. ``num_ranks`` share the memory of a host whose CPU is the device.
+    """Number of pages of the KV pool, the sink page included. ``num_ranks``: how many ranks share the host's memory, if
+    the device is the CPU.
 
     ``--max-total-tokens`` if given; else what ``--mem-fraction-static`` leaves beside weights and page tables (which
     are loaded by now), but no more than all running requests can use. Raises ``ValueError`` with the

@@ -35,8 +35,9 @@ _INT32 = np.iinfo(np.int32)
 class PageFingerprint:
     """What two servers must have in common to read each other's pages.
 
-    ``model_id`` must change with the weights (path and revision, better a digest of the files); ``draft_id`` is the
-    draft model's, whose layers are in the page too. ``layout`` says what the bytes of a page are
+    ``model_id`` must change with the weights (path and revision, better a digest of the files), and with those of the
+    draft model, whose layers are in the page too. ``draft_id`` is empty in the server, whose :func:`model_id` covers
+    the draft; it remains because it is a part of every key. ``layout`` says what the bytes of a page are
     (``KVLayout.describe``), ``page_nbytes`` how many there are: one page, all layers, of this rank. How the host lays
     pages out in its memory is not part of it: the bytes of a page are the same.
     """
@@ -68,8 +69,8 @@ class PageFingerprint:
 
 
 class PageRoots:
-    """The parents of first pages (``PageFingerprint.root_key``): others once the weights have been replaced, so that no
-    page is found again that other weights have computed."""
+    """The parents of first pages (``PageFingerprint.root_key``). They change when the weights are replaced, so that
+    pages which other weights have computed are not found again."""
 
     def __init__(self, fingerprint: PageFingerprint) -> None:
         self._fingerprint = fingerprint
@@ -78,7 +79,7 @@ class PageRoots:
         return self._fingerprint.root_key(extra_key)
 
     def weights_replaced(self, model_id: str) -> None:
-        """``model_id``: of the new weights."""
+        """Use the keys of the new weights' ``model_id`` from now on."""
         self._fingerprint = replace(self._fingerprint, model_id=model_id)
 
 
@@ -106,7 +107,7 @@ def page_keys(
 
 
 def page_fingerprint(config: EngineConfig, layout: KVLayout, rank: int = 0) -> PageFingerprint:
-    """Of the pages that ``rank`` of a server with this configuration makes, which consist of ``layout``."""
+    """The fingerprint of the pages that ``rank`` of a server with this configuration makes, which have ``layout``."""
     return PageFingerprint(
         model_id=model_id(config),
         layout=layout.describe(),
@@ -121,8 +122,9 @@ def model_id(config: EngineConfig) -> str:
     as resolved (a longer context may scale its positions), the label of the weights, and of each weight file its name,
     size and time of the last change (those of what a link points to); the seed where weights are random.
 
-    The files are not read: that would take as long as a start. So a copy of a model elsewhere, or one that was merely
-    touched, finds none of the old pages; a file overwritten in place with its size and time kept is not noticed.
+    The files are not read, because that would take as long as a start. So a copy of a model elsewhere, or a model whose
+    files were touched, finds none of the old pages, and a file that was overwritten with its size and time kept is not
+    noticed.
     """
     directory = Path(config.model.model_path).resolve()
     args = config.server_args
@@ -143,7 +145,7 @@ def model_id(config: EngineConfig) -> str:
 
 
 def _model_facts(model: ModelConfig, config: EngineConfig) -> tuple[object, object]:
-    """What KV depends on of one model: its configuration, and its weights' files or the seed that makes them."""
+    """What the KV of one model depends on: its configuration, and its weights' files or the seed that makes them."""
     described = asdict(model)
     del described["model_path"]
     if config.server_args.load_format == "dummy":

@@ -1,8 +1,8 @@
 """Transfers of KV pages between device and host: what the tree hands to the controller, and how both refer to it.
 
 A :class:`Ticket` stands for one batched transfer. Nodes of the tree carry the tickets of the transfers that touch
-their pages, splits copy them to both halves, and whoever gives such a page back reads the Points *through* the
-ticket: so nobody has to find a node again when a transfer is done (F15).
+their pages, and splits copy them to both halves. Code that gives such a page back reads the Points *through* the
+ticket, so nothing has to find a node again when a transfer is done (F15).
 """
 
 from __future__ import annotations
@@ -54,22 +54,16 @@ class Ticket:
         return Ticket(id, TransferKind.STORE)
 
     @property
-    def submitted(self) -> bool:
-        """Whether the transfer has been handed to its stream."""
-        return self._points is not None
-
-    @property
     def points(self) -> Points:
-        """After these all pages of the transfer, on both sides, may be touched by others. Submitted tickets only."""
-        assert self._points is not None, f"{self!r} has not been submitted: nobody knows when it is done"
+        """The Points after which others may access the pages of the transfer, on both sides. The ticket must have been
+        submitted."""
+        assert self._points is not None, f"{self!r} has not been submitted, so it has no Points yet"
         return self._points
 
     @property
     def layer_points(self) -> tuple[Point, ...]:
         """Loads: one Point for each layer, after which that layer's pages are filled. Empty for stores."""
-        assert self._points is not None, (
-            f"{self!r} has not been submitted: nobody knows when its layers are done"
-        )
+        assert self._points is not None, f"{self!r} has not been submitted, so its layers have no Points yet"
         return self._layer_points
 
     def add_pages(self, num_pages: int) -> None:
@@ -78,7 +72,8 @@ class Ticket:
         self.num_pages += num_pages
 
     def submit(self, points: Points, layer_points: tuple[Point, ...] = ()) -> None:
-        """The transfer has been submitted: ``points`` are its end, ``layer_points`` (loads) its layers' ends."""
+        """Note that the transfer has been submitted: it ends with ``points``, its layers (loads) with
+        ``layer_points``."""
         assert self._points is None, f"{self!r} is submitted twice"
         self._points = points
         self._layer_points = layer_points

@@ -1,4 +1,4 @@
-"""The foundation: where memory lives, what runs in which order, and who owns it until when."""
+"""The foundation of the server: devices and their memory, streams and the order between them, leases on memory."""
 
 from collections.abc import Callable
 
@@ -24,8 +24,6 @@ from fenceline.memory_order.lease import (
     tokens_in_flight,
 )
 from fenceline.memory_order.relocation import (
-    RelocationClock,
-    Stamp,
     comparison,
     moves_of_nodes,
     table_of_step,
@@ -57,11 +55,9 @@ __all__ = [
     "PeerLostError",
     "Point",
     "Points",
-    "RelocationClock",
     "ResultLease",
     "ResultRing",
     "Role",
-    "Stamp",
     "Stream",
     "comparison",
     "forgetting_old_kv",
@@ -86,7 +82,8 @@ _registered: dict[str, DeviceFactory] = {}
 
 
 def register_device(kind: str, factory: DeviceFactory) -> None:
-    """Make another kind of device known to :func:`open_device` and the configuration; ``factory`` takes ``severed``."""
+    """Make another kind of device known to :func:`open_device` and the configuration; ``factory(severed)`` makes
+    one."""
     _registered[kind] = factory
     register_kind(kind)
 

@@ -11,7 +11,8 @@ by a function that names them one after the other::
 
 Readers of declarations call that function: the checker (``--memory-check order``) compares order, and the virtual GPU
 learns what the host does outside torch and which operations hold the multiprocessors. Without a reader the function is
-not called, so a declaration costs one call. (The flight recorder records a step's batch, from which its pages follow.)
+not called, so a declaration costs one call. (The flight recorder does not read declarations: it records a step's
+batch, from which the pages can be derived.)
 
 A Memory holds what the checker knows about it: which agent accessed which rows last, and when. An agent is the host or
 a stream, as a number (see ``checker``); its operations are numbered from 1, and such a number is a ``tick``. Of an
@@ -34,7 +35,7 @@ _Ticks = npt.NDArray[np.int64]
 
 _MAX_LOG = 256
 _MAX_RUNS = 6  # runs of consecutive rows that a report names
-NUMBERS = {name: number for number, name in enumerate(StreamName)}  # of the agents
+NUMBERS = {name: number for number, name in enumerate(StreamName)}  # each agent's number
 
 
 class Accesses(Protocol):
@@ -44,56 +45,56 @@ class Accesses(Protocol):
     """
 
     def read(self, memory: Memory, rows: Rows | None = None) -> None:
-        """It reads ``rows``."""
+        """The operation reads ``rows``."""
 
     def write(self, memory: Memory, rows: Rows | None = None) -> None:
-        """It writes ``rows``, and may read them."""
+        """The operation writes ``rows``, and may read them."""
 
     def read_pages(self, memory: PagedMemory, rows: Rows, lengths: Rows) -> None:
-        """It reads the first ``lengths`` [N] tokens of the distinct ``rows`` [N] through the page table."""
+        """The operation reads the first ``lengths`` [N] tokens of the distinct ``rows`` [N] through the page table."""
 
     def append_pages(self, memory: PagedMemory, rows: Rows, lengths: Rows) -> None:
-        """:meth:`read_pages`, and it writes the last token of each row, whose page lies in the table."""
+        """:meth:`read_pages`; the operation also writes the last token of each row, whose page is in the table."""
 
     def write_table(self, memory: PagedMemory, rows: Rows, columns: Rows, pages: Rows) -> None:
-        """It writes ``page_table[rows, columns] = pages``, all [N]."""
+        """The operation writes ``page_table[rows, columns] = pages``, all [N]."""
 
     def release(self, memory: Memory) -> None:
         """The host gives the memory back to its allocator, which may hand it out again."""
 
     def occupy_sm(self) -> None:
-        """From here on it holds all multiprocessors, until another stream is ordered after it (F2)."""
+        """The operation occupies all multiprocessors from now on, until another stream is ordered after it (F2)."""
 
 
 def reads(op: Accesses, memory: Memory) -> None:
-    """All of ``memory`` is read."""
+    """The operation reads all of ``memory``."""
     op.read(memory)
 
 
 def writes(op: Accesses, memory: Memory) -> None:
-    """All of ``memory`` is written."""
+    """The operation writes all of ``memory``."""
     op.write(memory)
 
 
 def copies(op: Accesses, source: Memory, target: Memory) -> None:
-    """All of ``source`` is copied to ``target``."""
+    """The operation copies all of ``source`` to ``target``."""
     op.read(source)
     op.write(target)
 
 
 def releases(op: Accesses, *memories: Memory) -> None:
-    """``memories`` go back to their allocators."""
+    """The host gives ``memories`` back to their allocators."""
     for memory in memories:
         op.release(memory)
 
 
 def occupies_sm(op: Accesses) -> None:
-    """Persistent attention, or page copies by kernels."""
+    """The operation occupies all multiprocessors: persistent attention, or page copies by kernels."""
     op.occupy_sm()
 
 
 class Past(NamedTuple):
-    """An earlier access, to ``rows`` (None: to all), after which nothing orders the present one."""
+    """An earlier access to ``rows`` (None: to all of them) that nothing orders before the present one."""
 
     agent: int
     tick: int
@@ -104,9 +105,9 @@ class Past(NamedTuple):
 class Memory:
     """Memory of ``num_rows`` rows under the name that reports give it; with one row it is watched as a whole.
 
-    ``tensor`` is the memory itself, if it is host memory that is used as a whole. ``last_reads`` and ``last_writes``
-    hold each agent's latest tick over all rows, which is enough to find most accesses clean. Accesses that repeat with
-    the same array of rows are written to the tables of rows only when another array comes.
+    ``tensor`` is the memory itself if it is used as a whole, else None. ``last_reads`` and ``last_writes`` hold each
+    agent's latest tick over all rows, which is enough to show that most accesses are ordered. While accesses repeat
+    with the same array of rows, only their tick is updated; the tables of rows are written when another array comes.
     """
 
     __slots__ = (
@@ -133,7 +134,7 @@ class Memory:
         self.is_exclusive = False  # True: not memory, but a resource for one user at a time
         self.last_reads: dict[int, int] = {}
         self.last_writes: dict[int, int] = {}
-        self._reads: dict[int, _Ticks] = {}  # agent → [num_rows], made at its first access
+        self._reads: dict[int, _Ticks] = {}  # agent → [num_rows], made at the agent's first access
         self._writes: dict[int, _Ticks] = {}
         self._pending: tuple[int, bool, Rows] | None = None  # not yet in the tables, nor is its tick
         self._pending_tick = 0
@@ -161,7 +162,8 @@ class Memory:
             self._table(agent, write)[rows] = self._pending_tick
 
     def unordered(self, agent: int, clock: Clock, write: bool, rows: Rows | None) -> Past | None:
-        """A conflicting access by another agent that is not before ``clock``: to the writes first, the earliest."""
+        """An access to ``rows`` by another agent that conflicts with this one and is not before ``clock``; None if
+        there is none. Writes are looked at before reads, and of one agent's accesses the earliest is returned."""
         self._write_out()
         kinds = [(True, self.last_writes)] + ([(False, self.last_reads)] if write else [])
         for was_write, latest in kinds:
@@ -176,7 +178,7 @@ class Memory:
         return None
 
     def describe(self, rows: npt.NDArray[np.int64] | None) -> str:
-        """``kv_pool pages 17-32``."""
+        """The memory and ``rows`` as reports name them, for example ``kv_pool pages 17-32``."""
         if rows is None:
             return self.name
         return f"{self.name} {self.row_name}{'s' * (len(rows) > 1)} {row_numbers(rows)}"
@@ -219,8 +221,8 @@ class PagedMemory(Memory):
         self._made: npt.NDArray[np.int32] | None = None
         self._covered = np.zeros(table[0], dtype=np.int64)  # pages of the row that were read at its tick
         self._row_ticks = np.zeros(table[0], dtype=np.int64)
-        self._latest: tuple[int, Rows, Rows] | None = None  # tick, rows, lengths: not yet in the two above
-        self._log: list[tuple[int, Rows, Rows]] = []  # the same of each decode step: last tokens written
+        self._latest: tuple[int, Rows, Rows] | None = None  # tick, rows, lengths: not yet entered above
+        self._log: list[tuple[int, Rows, Rows]] = []  # the same of each decode step, which writes last tokens
 
     @property
     def _page_table(self) -> npt.NDArray[np.int32]:
@@ -246,7 +248,8 @@ class PagedMemory(Memory):
     def note_rows(self, tick: int, rows: Rows, lengths: Rows, writes_last: bool) -> None:
         """The reader reads the first ``lengths`` [N] tokens of the distinct ``rows`` [N], and may write the last ones.
 
-        Neither array is changed later. The rows of the last time, the same array, come with no smaller lengths.
+        The caller must not change either array later. If ``rows`` is the same array as in the last call, no length may
+        be smaller than it was then.
         """
         self.last_reads[self._reader] = tick
         if self._latest is not None and self._latest[1] is not rows:
@@ -285,7 +288,7 @@ class PagedMemory(Memory):
         return super().unordered(agent, clock, write, rows)
 
     def _cover(self) -> None:
-        """Note the latest read at its rows."""
+        """Enter the latest read in ``_covered`` and ``_row_ticks``."""
         if self._latest is None:
             return
         (tick, rows, lengths), self._latest = self._latest, None
@@ -311,11 +314,13 @@ class PagedMemory(Memory):
             log, self._log = self._log, []
             pages = [self.last_pages_of(rows, lengths) for _, rows, lengths in log]
             ticks = np.repeat([tick for tick, _, _ in log], [len(ids) for ids in pages])
-            self._table(self._reader, True)[np.concatenate(pages)] = ticks  # named twice: the last tick
+            self._table(self._reader, True)[np.concatenate(pages)] = (
+                ticks  # of a page named twice: the last tick
+            )
 
 
 def row_numbers(rows: npt.NDArray[np.int64]) -> str:
-    """``17-32, 40`` for those numbers, ascending."""
+    """Ascending numbers as ranges, for example ``17-32, 40``."""
     breaks = np.flatnonzero(np.diff(rows) != 1) + 1
     runs = [(int(run[0]), int(run[-1])) for run in np.split(rows, breaks) if len(run)]
     shown = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:_MAX_RUNS]]

@@ -17,13 +17,14 @@ Both add in float32 in the order of ranks and round once, so both give the same 
 **Generations.** Each launch has the next generation, which a rank counts in its own memory, so a graph may bake in
 everything else. Flags hold 64 bits of it and never repeat. Words hold 32, so they would repeat after 2^32 launches,
 and a word that no launch has written for so long could be taken for a new one. So each launch also writes one word
-further on in the same half, where no one reads in it, and comes round to all of them (``REFRESH``). Nothing has to be
-reset.
+further on in the same half, which nobody reads in this launch, and so rewrites all words in turn (``REFRESH``). Nothing
+has to be reset.
 
-**When a buffer may be written again.** A launch writes half g % 2 of its peers' buffers. Who wrote there last was
-launch g - 2. A rank releases a flag at the beginning of each launch: it has ended all earlier ones, because kernels
-of a stream follow each other. In launch g - 1 this rank has acquired all peers' flags of g - 1, so all of them had
-read what g - 2 brought. One half would not do: a peer may be reading what g - 1 brought.
+**When a buffer may be written again.** A launch writes half g % 2 of its peers' buffers. The last to write there was
+launch g - 2. A rank releases a flag at the beginning of each launch, which says that it has ended all earlier ones,
+because kernels of a stream run one after the other. In launch g - 1 this rank has acquired all peers' flags of g - 1,
+so all of them had read what g - 2 wrote. A single half would not be enough: a peer may still be reading what g - 1
+wrote.
 
 **Blocks** are numbered alike on all ranks, and block b of a rank waits for block b of the others only. All blocks of a
 launch fit the GPU at once.
@@ -43,24 +44,24 @@ class Act(Enum):
     """What a step does. ``peer``: another rank. ``vector``: 16 bytes of the message, by number."""
 
     BEGIN = "begin"  # read the generation of this launch
-    ARRIVE = "arrive"  # this thread has read it; does not wait
-    TICKET = "ticket"  # all threads of the block have; the last block of the launch to come here counts the generation
-    RELEASE_START = "release_start"  # to peer: this rank has ended all launches before this one
-    ACQUIRE_START = "acquire_start"  # peer has
-    READ = "read"  # this rank's own vector of the input
-    PUSH_WORDS = "push_words"  # the vector, in words, to peer
-    REFRESH = "refresh"  # words of this launch to peer, where nobody reads in it
-    AWAIT_WORDS = "await_words"  # peer's vector
-    SUM = "sum"  # of all ranks' vectors, in the order of ranks, to the output
-    PUSH = "push"  # the vector to peer, whose slice it is in
-    BARRIER = "barrier"  # of the block
-    RELEASE = "release"  # to peer: what this block has pushed in shot 0 or 1 (``vector``)
-    ACQUIRE = "acquire"  # of peer, the same
-    LOAD = "load"  # peer's vector of this rank's slice, from this rank's buffer
-    PUSH_SUM = (
-        "push_sum"  # the vector of this rank's slice, added up, to peer: to its buffer, or to its output
+    ARRIVE = "arrive"  # this thread has read the generation; it does not wait for the others
+    TICKET = (
+        "ticket"  # all threads of the block have read it; the last block to get here counts the generation
     )
-    TAKE = "take"  # the vector of peer's slice, from this rank's buffer to the output
+    RELEASE_START = "release_start"  # tell peer that this rank has ended all launches before this one
+    ACQUIRE_START = "acquire_start"  # wait until peer has said the same
+    READ = "read"  # read this rank's own vector of the input
+    PUSH_WORDS = "push_words"  # write the vector, in words, to peer
+    REFRESH = "refresh"  # write words of this launch to peer, where nobody reads in this launch
+    AWAIT_WORDS = "await_words"  # wait for peer's vector, in words
+    SUM = "sum"  # add all ranks' vectors, in the order of ranks, and write the sum to the output
+    PUSH = "push"  # write the vector to peer, in whose slice it is
+    BARRIER = "barrier"  # wait for all threads for data of the block
+    RELEASE = "release"  # tell peer that this block has pushed its data of shot 0 or 1 (``vector``)
+    ACQUIRE = "acquire"  # wait until peer has said the same
+    LOAD = "load"  # read peer's vector of this rank's slice from this rank's buffer
+    PUSH_SUM = "push_sum"  # write the sum of a vector of this rank's slice to peer's buffer, or to its output
+    TAKE = "take"  # copy the vector of peer's slice from this rank's buffer to the output
 
 
 class Step(NamedTuple):
@@ -74,8 +75,8 @@ class Step(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Launch:
     """A launch on one rank: ``num_blocks`` blocks of ``num_threads`` threads for data, and one thread more in each for
-    flags. ``two_shots``: which way. ``registered``: peers' outputs are known, so sums are pushed there in the second
-    shot."""
+    flags. ``two_shots``: whether it takes two shots. ``registered``: peers' outputs are known, so sums are pushed
+    straight there in the second shot."""
 
     rank: int
     size: int
@@ -107,13 +108,13 @@ class Launch:
         return vector if self.two_shots or vector >= self.num_vectors else None
 
     def share(self, block: int, thread: int, count: int) -> range:
-        """Which of ``count`` vectors a thread has."""
+        """Which of ``count`` vectors a thread handles."""
         return range(block * self.num_threads + thread, count, self.num_blocks * self.num_threads)
 
 
 def flag_steps(launch: Launch, block: int) -> Iterator[Step]:
-    """The thread for flags of a block: of block 0 it tells the peers that the launch has begun, and learns when theirs
-    has. Nobody waits for it but the end of the launch."""
+    """What the thread for flags of a block does. In block 0 it tells the peers that the launch has begun, and waits
+    until theirs has. Only the end of the launch waits for this thread."""
     yield Step(Act.BEGIN)
     if block == 0:
         for peer in launch.peers:
@@ -127,7 +128,7 @@ def flag_steps(launch: Launch, block: int) -> Iterator[Step]:
 
 
 def one_shot_steps(launch: Launch, block: int, thread: int) -> Iterator[Step]:
-    """A thread for data, where everybody gets everything."""
+    """What a thread for data does in one shot: each rank gets all data and adds it up."""
     yield Step(Act.BEGIN)
     yield Step(Act.ARRIVE)
     mine = launch.share(block, thread, launch.num_vectors)
@@ -142,7 +143,7 @@ def one_shot_steps(launch: Launch, block: int, thread: int) -> Iterator[Step]:
 
 
 def two_shot_steps(launch: Launch, block: int, thread: int) -> Iterator[Step]:
-    """A thread for data, where each rank adds up a slice."""
+    """What a thread for data does in two shots: each rank adds up one slice."""
     yield Step(Act.BEGIN)
     yield Step(Act.ARRIVE)
     mine = launch.share(block, thread, launch.slice_size)
@@ -170,7 +171,7 @@ def two_shot_steps(launch: Launch, block: int, thread: int) -> Iterator[Step]:
 
 
 def _shot(launch: Launch, thread: int, shot: int) -> Iterator[Step]:
-    """All that the block has pushed is released to each peer's block, and the same of each peer acquired."""
+    """Release what the block has pushed to the same block of each peer, and acquire what theirs have pushed."""
     yield Step(Act.BARRIER)
     others = launch.peers[thread :: launch.num_threads]
     for peer in others:
@@ -185,17 +186,17 @@ def _shot(launch: Launch, thread: int, shot: int) -> Iterator[Step]:
 
 @dataclass(frozen=True, slots=True)
 class Generations:
-    """What follows from the number of a launch. Severed, for tests: ``flag_generation``: all launches have the same
-    generation; ``peer_halves``: all write the same half; ``peer_started``: no rank says that it has begun."""
+    """What follows from the number of a launch. A test may sever ``flag_generation`` (all launches then have the same
+    generation), ``peer_halves`` (all write the same half) or ``peer_started`` (no rank says that it has begun)."""
 
     severed: frozenset[str] = frozenset()
 
     def generation(self, number: int) -> int:
-        """Of the ``number``-th launch, from 1."""
+        """The generation of the ``number``-th launch, which is counted from 1."""
         return 1 if FLAG_GENERATION.name in self.severed else number
 
     def half(self, number: int) -> int:
-        """The half of the peers' buffers that the launch writes, and that it reads of its own."""
+        """The half that the launch writes in its peers' buffers, and reads in its own: 0 or 1."""
         return 0 if PEER_HALVES.name in self.severed else number % 2
 
     def keeps(self, step: Step) -> bool:

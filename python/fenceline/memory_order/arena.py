@@ -18,7 +18,7 @@ from fenceline.memory_order.device import Device, FillField
 from fenceline.memory_order.edges import ARENA_PAD, KEPT_HIDDEN, PLAN_SOURCE, SINK, TOTAL_BUCKETS, Guard
 from fenceline.memory_order.lease import LeaseError
 
-_SINK_ID = 0  # of rows, pages and slots
+_SINK_ID = 0  # the row, page and slot that only padding uses
 
 
 class Role(Enum):
@@ -31,7 +31,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ArenaField:
-    """``num_rows`` rows of ``shape``. ``pad`` is what a row without a request holds: of an index field ``SINK``."""
+    """A field whose rows have ``shape``. ``pad`` is what a row without a request holds; an index field has ``SINK``."""
 
     name: str
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class Arena:
         self.num_rows = num_rows
         self.fields: Mapping[str, ArenaField] = {field.name: field for field in fields}
         self.num_fills = 0
-        self.generation = 0  # of the outputs: counts replays
+        self.generation = 0  # of the outputs: the number of replays so far
         self._device = device
         self.pads = {field.name: _pad(device, field.pad) for field in fields}
         self._tensors: dict[str, torch.Tensor] = {}
@@ -65,9 +65,10 @@ class Arena:
         return self._tensors[name]
 
     def derived(self, name: str, source: str) -> torch.Tensor:
-        """INPUT field ``name``, which replays derive from PLAN field ``source``: memory of its own (F9).
+        """INPUT field ``name``, [num_rows, *shape], which replays derive from PLAN field ``source``. It has memory of
+        its own (F9).
 
-        Severed (``plan_source``), it is derived in place, over what the next step derives it from.
+        Severed (``plan_source``), it is written over ``source`` itself, from which the next replay derives it again.
         """
         return self._tensors[name if self._device.keeps(PLAN_SOURCE) else source]
 
@@ -98,7 +99,7 @@ class Arena:
         self._device.fill_rows(work)
 
     def begin_replay(self) -> ArenaOutputs:
-        """The outputs of the replay that is about to be submitted. Those of earlier ones end."""
+        """The outputs of the replay that is about to be submitted. This ends the leases of earlier replays' outputs."""
         self.generation += 1
         outputs = [self[field.name] for field in self.fields.values() if field.role is Role.OUTPUT]
         self._device.begin_fill(outputs, TOTAL_BUCKETS)  # rows beyond the captured size are not written
@@ -127,16 +128,16 @@ class ArenaOutputs:
 
 
 def keep_hidden(device: Device, kept: torch.Tensor, x: torch.Tensor) -> None:
-    """Keep ``x`` in ``kept``, both [T, features], on the current stream, for a graph that is replayed after the present
-    one (``kept_hidden``). Severed, what an earlier step has kept stays there."""
+    """Guard ``kept_hidden``: copy ``x`` to ``kept``, both [T, features], on the current stream, for a graph that is
+    replayed after the present one. Severed, ``kept`` holds what an earlier step has copied."""
     if device.keeps(KEPT_HIDDEN):
         kept.copy_(x)
 
 
 def _pad(device: Device, pad: int | float | Guard) -> int | float:
-    """The number that ``pad`` stands for: the sink's for ``SINK``, whose rows are kept for padding (F18).
+    """The number that ``pad`` stands for: for ``SINK`` the id of the row, page or slot that only padding uses (F18).
 
-    Severed, padding is named by -1, as upstream once did: the last row, which belongs to a request.
+    Severed, it is -1, as upstream once had it, which names the last row, and that belongs to a request.
     """
     if isinstance(pad, Guard):
         assert pad is SINK, f"{pad.name} is no pad"
@@ -145,10 +146,11 @@ def _pad(device: Device, pad: int | float | Guard) -> int | float:
 
 
 def size_lookup(device: Device, padding: bool) -> Callable[[Sequence[int], int], int | None]:
-    """How a batch finds its graph: from the captured sizes, ascending, and the batch's size to the smallest one that
-    holds it, exactly if not ``padding``; None if there is none, so that it runs without a graph (``total_buckets``).
+    """Guard ``total_buckets``: a function that finds the graph of a batch. It takes the captured sizes, ascending, and
+    the size of the batch, and returns the smallest size that holds the batch, or without ``padding`` only its exact
+    size. If there is none it returns None, and the batch runs without a graph.
 
-    Severed, a batch is cut to fit the next smaller graph.
+    Severed, a batch that is too large is cut to the largest graph that is not larger.
     """
     if not device.keeps(TOTAL_BUCKETS):
         return _cut_to_fit

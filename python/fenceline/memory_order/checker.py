@@ -3,7 +3,7 @@
 The host and each stream have a vector clock. A stream's clock takes over the host's whenever work is submitted to it,
 and another stream's where an edge is *applied* (``Stream.wait``); the host's takes over a stream's where the host waits
 for it (``Stream.synchronize``). Nothing else counts: a Point that has passed orders nothing unless the host waited for
-it, so that a fast device, or a synchronous one, hides no missing edge.
+it. So a missing edge is found on a fast device too, and on a synchronous one.
 
 It reads the declarations of all operations (``access``), just before they are submitted, and raises where nothing
 orders an access after the last one that it conflicts with. One host thread submits. Accesses are compared with the
@@ -50,7 +50,7 @@ class Operation(NamedTuple):
     step: int
 
     def describe(self, writes: bool) -> str:
-        """``pack of inputs writes it on host (host#7, step 3)``."""
+        """A line of a report, for example ``pack of inputs writes it on host (host#7, step 3)``."""
         where = _NAMES[self.agent].value
         verb = "writes" if writes else "reads"
         return f"{self.label} {verb} it on {where} ({where}#{self.tick}, step {self.step})"
@@ -66,7 +66,7 @@ class _Agent:
         self.number = number
         self.clock = _NEVER
         self.count = 0
-        self.host_clock: Clock | None = None  # the host's that was joined last
+        self.host_clock: Clock | None = None  # the clock of the host that was joined last
         self.history: list[Operation | None] = [None] * _REMEMBERED
 
     def now(self) -> Clock:
@@ -88,7 +88,7 @@ class OrderChecker(NoChecker):
     # --- order ---------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """What follows belongs to the next step; reports give its number, from 1."""
+        """Begin the next step of the loop: reports give the number of an operation's step, counted from 1."""
         self.step += 1
 
     def record(self, name: StreamName) -> Clock:
@@ -96,12 +96,12 @@ class OrderChecker(NoChecker):
         return self._submitted(NUMBERS[name]).now()
 
     def wait(self, name: StreamName, clock: Clock) -> None:
-        """What is submitted to the stream from now on happens after everything in ``clock``."""
+        """Note that what is submitted to the stream from now on happens after everything in ``clock``."""
         agent = self._agents[NUMBERS[name]]
         agent.clock = joined(agent.clock, clock)
 
     def host_waited(self, clock: Clock) -> None:
-        """The host has waited for everything in ``clock``."""
+        """Note that the host has waited for everything in ``clock``."""
         host = self._host
         after = joined(host.clock, clock)
         if after is not host.clock:
@@ -109,7 +109,7 @@ class OrderChecker(NoChecker):
             self._submitting = host.now()
 
     def host_waited_for_all(self) -> None:
-        """The host has waited for everything that was submitted."""
+        """Note that the host has waited for everything that was submitted."""
         for agent in self._agents:
             self.host_waited(agent.now())
 
@@ -123,11 +123,12 @@ class OrderChecker(NoChecker):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> None:
-        """An operation is about to be submitted to the stream, or done by the host. Raises :class:`OrderError`."""
+        """Compare and note the accesses of an operation that is about to be submitted to the stream, or done by the
+        host. Raises :class:`OrderError`."""
         accesses(_Compared(self, self.begin(name, label)), *args, **kwargs)
 
     def begin(self, name: StreamName, label: str) -> Operation:
-        """The next operation of a stream, about to be submitted, or of the host."""
+        """Begin the next operation of a stream, which is about to be submitted, or of the host."""
         agent = self._submitted(NUMBERS[name])
         agent.count += 1
         op = Operation(agent.number, agent.count, agent.clock, label, self.step)
@@ -137,34 +138,36 @@ class OrderChecker(NoChecker):
         return op
 
     def read(self, op: Operation, memory: Memory, rows: Rows | None = None) -> None:
-        """``op`` reads ``rows`` [N] (all if None) of ``memory``. Raises :class:`OrderError`."""
+        """Compare and note that ``op`` reads ``rows`` [N] (None: all) of ``memory``. Raises :class:`OrderError`."""
         if _beyond(memory.last_writes, op):
             self._compare(op, memory, False, rows)
         memory.note(op.agent, op.tick, False, rows)
 
     def write(self, op: Operation, memory: Memory, rows: Rows | None = None) -> None:
-        """``op`` writes ``rows`` [N] (all if None) of ``memory``, and may read them. Raises :class:`OrderError`."""
+        """Compare and note that ``op`` writes ``rows`` [N] (None: all) of ``memory``, and may read them. Raises
+        :class:`OrderError`."""
         if _beyond(memory.last_writes, op) or _beyond(memory.last_reads, op):
             self._compare(op, memory, True, rows)
         memory.note(op.agent, op.tick, True, rows)
 
     def read_pages(self, op: Operation, memory: PagedMemory, rows: Rows, lengths: Rows) -> None:
-        """``op``, on the pages' reader, reads the first ``lengths`` [N] tokens of the distinct ``rows`` [N].
+        """Compare and note that ``op``, which runs on the pages' reader, reads the first ``lengths`` [N] tokens of the
+        distinct ``rows`` [N].
 
-        Raises :class:`OrderError`. See :meth:`PagedMemory.note_rows` for what it asks of the arrays.
+        Raises :class:`OrderError`. :meth:`PagedMemory.note_rows` says what the arrays must be like.
         """
         if _beyond(memory.last_writes, op):
             self._compare(op, memory, False, memory.pages_of(rows, lengths))
         memory.note_rows(op.tick, rows, lengths, False)
 
     def append_pages(self, op: Operation, memory: PagedMemory, rows: Rows, lengths: Rows) -> None:
-        """:meth:`read_pages`, and ``op`` writes the last token of each row, whose page lies in the table."""
+        """:meth:`read_pages`; ``op`` also writes the last token of each row, whose page is in the table."""
         if _beyond(memory.last_writes, op) or _beyond(memory.last_reads, op):
             self._compare(op, memory, False, memory.pages_of(rows, lengths))
             self._compare(op, memory, True, memory.last_pages_of(rows, lengths))
         memory.note_rows(op.tick, rows, lengths, True)
 
-    # --- within --------------------------------------------------------------------------------------
+    # --- internals -----------------------------------------------------------------------------------
 
     def _submitted(self, number: int) -> _Agent:
         """The agent, whose clock has everything that the host has done until now."""
@@ -205,7 +208,7 @@ def _beyond(latest: dict[int, int], op: Operation) -> bool:
 
 
 class _Compared:
-    """``op`` with its accesses: see :class:`Accesses`."""
+    """Compares and notes the accesses of ``op`` that a declaration names: see :class:`Accesses`."""
 
     __slots__ = ("_checker", "_op")
 

@@ -2,10 +2,10 @@
 
 A rank is one of several processes, or devices, that compute parts of the same step. In a collective operation all ranks
 take part, and each waits for the others, so they must all submit the same ones in the same order. On one stream that
-order is the program's. With two streams it is the device's choice, and ranks whose devices choose differently wait for
-each other for ever. So a Communicator belongs to one stream, and raises where another is current.
+order is that of the program. With two streams each rank's device chooses the order, and ranks whose devices choose
+differently wait for each other for ever. So a Communicator belongs to one stream, and raises if another is current.
 
-How bytes go from rank to rank is the back end's affair (``distributed/``).
+How bytes get from rank to rank is decided by the back end (``distributed/``).
 """
 
 from __future__ import annotations
@@ -41,26 +41,45 @@ class CollectiveBackend(Protocol):
     size: int
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """``x`` becomes the sum of all ranks' ``x``: added in float32 in the order of ranks and rounded once, so that
-        all ranks get the same bits, and an element's do not depend on its place."""
+        """Replace ``x`` by the sum of all ranks' ``x``: added in float32 in the order of ranks and rounded once, so
+        that all ranks get the same bits, and an element's do not depend on its place."""
+        ...
+
+    def all_reduce_add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor | None:
+        """Add the sum of all ranks' ``x``, as ``all_reduce`` gives it, to ``residual``; return RMSNorm of the result
+        with ``weight`` [row], a new tensor. All are [rows, row]. If the back end cannot do this in one operation for
+        such tensors, all ranks return None and nothing has been done."""
         ...
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """``out`` [size, *shape of x] becomes all ranks' ``x`` in the order of ranks."""
+        """Write all ranks' ``x`` to ``out`` [size, *shape of x], in the order of ranks."""
         ...
 
     def register(self) -> None:
-        """The ranks tell each other what captured operations have noted since the last call: addresses in each one's
-        memory that the others need to run them. Ranks call it at the same place of their program."""
+        """Exchange the addresses that operations captured since the last call need of other ranks' memory. All ranks
+        call it at the same place of their program."""
+        ...
+
+    def give_up(self) -> None:
+        """Abort, because this rank or another one has failed: operations of this rank stop waiting for others, and as
+        far as the back end can do it those of the other ranks end too. May be called by any thread."""
+        ...
+
+    def check(self) -> None:
+        """Raises ``PeerLostError`` if an operation has ended without all ranks, so that what the device has computed
+        since then is wrong. Does not ask the device."""
         ...
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group. All ranks call it, with no operation in flight."""
         ...
 
 
 def sum_gathered(backend: CollectiveBackend, x: torch.Tensor) -> None:
-    """``CollectiveBackend.all_reduce`` by its all_gather, for libraries whose own sums are added in another order."""
+    """Do ``CollectiveBackend.all_reduce`` with the back end's all_gather, for libraries whose own all-reduce adds in
+    another order."""
     parts = x.new_empty((backend.size, *x.shape))
     backend.all_gather(x, parts)
     total = parts[0].float()
@@ -70,8 +89,8 @@ def sum_gathered(backend: CollectiveBackend, x: torch.Tensor) -> None:
 
 
 def of_all_ranks(device: Device, guard: Guard, agreed: T, own: Callable[[], T]) -> T:
-    """What decisions are made by: ``agreed``, which all ranks have from rank 0. Severed: ``own()``, what this rank's
-    device says, which may say something else on each rank."""
+    """``guard``: decisions are made by ``agreed``, which all ranks have received from rank 0. Severed, they are made by
+    ``own()``, the state of this rank's own device, which may differ from rank to rank."""
     return agreed if device.keeps(guard) else own()
 
 
@@ -87,7 +106,7 @@ class Communicator:
         self._stream = stream
         self._backend = backend
         device.communicators = (*device.communicators, self)
-        # What the ranks have in common: the order of operations. Each operation writes it.
+        # Stands for the order of operations, which all ranks have in common. Each operation writes it.
         self._order = Memory(f"communicator {name}")
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -97,8 +116,20 @@ class Communicator:
         self._backend.all_reduce(x)
         return x
 
+    def all_reduce_add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor | None:
+        """Add the sum of all ranks' ``x`` [rows, row] to ``residual`` [rows, row], in place; return RMSNorm of the
+        result with ``weight`` [row], computed in float32. None if the back end has no such operation for these tensors;
+        nothing has been done then."""
+        self._require_stream("all-reduce")
+        normed = self._backend.all_reduce_add_norm(x, residual, weight, eps)
+        if normed is not None:
+            self._declare("all-reduce")
+        return normed
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """All ranks' ``x`` [..., n] concatenated in the order of ranks, [..., size * n], new."""
+        """Concatenate all ranks' ``x`` [..., n] in the order of ranks: a new tensor [..., size * n]."""
         self._begin("all-gather")
         gathered = x.new_empty((self.size, *x.shape))
         self._backend.all_gather(x.contiguous(), gathered)
@@ -110,7 +141,8 @@ class Communicator:
         return int(values.min())
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """All ranks' ``data``, of any length, in the order of ranks, at start-up only; the host waits."""
+        """All ranks' ``data``, of any length, in the order of ranks. At start-up only: the host waits for the
+        device."""
         device = self._device.torch_device
         lengths = self.all_gather(torch.tensor([len(data)], dtype=torch.int64, device=device)).tolist()
         padded = bytearray(data.ljust(max(*lengths, 1), b"\0"))
@@ -119,20 +151,36 @@ class Communicator:
         return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 
     def register(self) -> None:
-        """Before a graph becomes REGISTERED (F10): the ranks exchange what its operations need to know of each other's
-        memory. All ranks have captured it."""
-        if self._device.keeps(REGISTERED_GRAPH):  # severed: the graph is replayed without
+        """Exchange the addresses of other ranks' memory that a captured graph uses, before the graph becomes REGISTERED
+        (F10). All ranks call it, when all have captured the graph."""
+        if self._device.keeps(REGISTERED_GRAPH):  # severed: the graph is replayed without these addresses
             self._backend.register()
 
+    def give_up(self) -> None:
+        """Abort, because a rank has failed: operations that wait for other ranks end, and their results are wrong. May
+        be called by any thread, on any stream. See :meth:`check`."""
+        self._backend.give_up()
+
+    def check(self) -> None:
+        """Raises ``PeerLostError`` if the device's results are wrong because an operation has been given up. Call it
+        when results have arrived and before they are used, on any stream."""
+        self._backend.check()
+
     def close(self) -> None:
-        """Leave the group; no operation follows."""
+        """Leave the group. All ranks call it; no operation may follow."""
         self._backend.close()
 
     def _begin(self, operation: str) -> None:
-        # Severed: whoever is not on its stream is not refused, and the operation goes to the stream that is current.
+        self._require_stream(operation)
+        self._declare(operation)
+
+    def _require_stream(self, operation: str) -> None:
+        # Severed, the operation is not refused, but goes to the stream that is current.
         if not self._stream.is_current and self._device.keeps(ONE_STREAM):
             raise CommunicatorError(
                 f"the communicator {self.name} belongs to {self._stream.name.value}, and another stream is current:"
-                f" two streams would run its operations in an order of their own ({operation}, rank {self.rank})"
+                f" its operations could then run in another order on each rank ({operation}, rank {self.rank})"
             )
+
+    def _declare(self, operation: str) -> None:
         self._device.declare(self._stream.name, f"{operation} of {self.name}", writes, self._order)

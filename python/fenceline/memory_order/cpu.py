@@ -15,20 +15,20 @@ from fenceline.memory_order.edges import StreamName
 from fenceline.memory_order.graph import Graph, GraphPool
 from fenceline.memory_order.stream import Point, Stream
 
-_current = threading.local()  # its ``stream``: the innermost that is active in this thread
+_current = threading.local()  # its ``stream`` is the innermost one that is active in this thread
 
 
 class CpuStream(Stream):
     """Work runs when it is submitted.
 
-    With the checker, Points pass only when the host waits for them or asks a second time, as on an asynchronous device,
-    so that memory is handed out and edges are applied as they would be there.
+    With the checker, a Point passes only when the host waits for it or asks for it a second time, so that memory is
+    handed out and edges are applied as on an asynchronous device.
     """
 
     def __init__(self, name: StreamName, severed: frozenset[str]) -> None:
         super().__init__(name, severed)
         self.lags = False  # True with the checker: Points do not pass at once
-        self._asked_serial = 0  # of the last Point when a query last had no success
+        self._asked_serial = 0  # of the latest Point at the time of the last query without success
 
     def record(self) -> Point:
         point = super().record()

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 # Smaller buffers come from torch's allocator, which is as good for them and reuses their memory.
 MIN_MAPPED_BYTES = 256 << 20
-_TOUCH_BYTES = 256 << 20  # by one thread at a time
+_TOUCH_BYTES = 256 << 20  # that a thread writes at a time
 _MAX_THREADS = 32
 
 
@@ -103,7 +103,8 @@ class CudaDevice(Device):
     kind = "cuda"
 
     def __init__(self, severed: frozenset[str] = frozenset(), index: int | None = None) -> None:
-        """``index``: which one becomes the current one; None leaves it as it is."""
+        """``index``: the CUDA device that becomes the process's current one; None keeps the current one. Raises
+        ``ValueError`` with the remedy if there is no such device."""
         if not torch.cuda.is_available():
             raise ValueError(
                 "no CUDA device is available: use --device cpu, or install a CUDA build of torch"
@@ -126,7 +127,7 @@ class CudaDevice(Device):
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def fill_rows(self, fields: Sequence[FillField]) -> None:
-        """One launch where fenceline_kernel is installed, one or two a field elsewhere."""
+        """See ``Device.fill_rows``. One launch with fenceline_kernel; without it one or two for each field."""
         if self._kernels is None:
             super().fill_rows(fields)
             return
@@ -135,7 +136,7 @@ class CudaDevice(Device):
         targets = (*(field.target.data_ptr() for field in fields), *(len(field.target) for field in fields))
         sources = [field.source for field in fields]
         plan = self._fills.get(targets)
-        if plan is None:  # checking takes longer than filling: once for each arena
+        if plan is None:  # made once for each arena, because its checks take longer than a fill
             plan = self._fills[targets] = fenceline_kernel.FillPlan(
                 [fenceline_kernel.FillField(field.target, None, field.pad) for field in fields],
                 self._kernels,
@@ -181,8 +182,8 @@ class CudaDevice(Device):
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """What the collector finds, such as an earlier engine's graphs with their memory, would be freed in the middle of a
-    capture and make it fail."""
+    """Suspends garbage collection: if it freed something in the middle of a capture, such as an earlier engine's graphs
+    and their memory, the capture would fail."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -205,16 +206,16 @@ def _load_kernels(device: torch.device) -> fenceline_kernel.KernelLibrary | None
 
 # --- large pinned memory ------------------------------------------------------------------------------
 
-# Pinned host memory of many gigabytes, within seconds. torch's pinned allocator rounds up to a power of two
-# and lets the driver fault in and clear page by page on one thread: tens of seconds for 60 GB. Here the
-# memory is an anonymous mapping that asks for huge pages. Many threads write to it first (the system provides
+# This makes pinned host memory of many gigabytes within seconds. torch's pinned allocator rounds up to a power of
+# two and lets the driver fault in and clear page by page on one thread, which takes tens of seconds for 60 GB. Here
+# the memory is an anonymous mapping that asks for huge pages. Many threads write to it first (the system provides
 # and clears a page at its first use), so that all pages exist when it is registered. It is not handed to child
 # processes: a fork would have to copy every pinned page. On a machine of several NUMA nodes the pages lie
 # where the threads ran: bind the process (numactl) to the GPU's node for the link's full rate.
 
 
 class _Pinned(mmap.mmap):
-    """A private mapping that is unregistered before it is freed, with the last tensor that uses it."""
+    """A private mapping. It is freed when the last tensor that uses it is gone, and unregistered just before."""
 
     unregister: Callable[[], object] | None = None
 

@@ -89,12 +89,12 @@ class Device(ABC):
     """One accelerator (or the CPU) with its named streams.
 
     ``severed`` names edges, parts of edges and guards that are left out: for tests that prove them necessary, never for
-    serving.
+    serving. Raises ``ValueError`` for an unknown name.
     """
 
     kind: str
     tolerates_repairs = True  # tests' devices raise where a replay's precondition had to be repaired
-    keeps_time = True  # whether how long something takes tells anything; tests' devices decide nothing by it
+    keeps_time = True  # whether measured times mean anything; with tests' devices nothing may depend on them
     watches_host = False  # whether calls of :meth:`host_access` have an effect
 
     def __init__(self, torch_device: torch.device, severed: frozenset[str] = frozenset()) -> None:
@@ -118,7 +118,8 @@ class Device(ABC):
         return (self.schedule, self.forward, self.copy, self.load, self.store)
 
     def check_order(self) -> None:
-        """Refuse races of declared accesses at submission from now on; before rings and pools are made."""
+        """From now on raise ``OrderError`` when an operation is submitted that races with an earlier one, as declared.
+        Call it before rings and pools are made."""
         if not isinstance(self.checker, OrderChecker):
             self.checker = OrderChecker()
             self._readers += (self.checker.declare,)
@@ -126,7 +127,7 @@ class Device(ABC):
                 stream.checker = self.checker
 
     def memory(self, name: str, tensor: torch.Tensor) -> Memory:
-        """The Memory of ``tensor``, which is used as a whole, for :meth:`declare`; ``name`` is for reports."""
+        """A Memory for :meth:`declare` that stands for all of ``tensor``; ``name`` is for reports."""
         self.name_memory(tensor, name)
         return Memory(name, tensor=tensor)
 
@@ -138,9 +139,10 @@ class Device(ABC):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> None:
-        """Say what an operation reads and writes that the scheduler thread is about to submit to ``stream``, or to do
-        itself: ``accesses(op, *args)`` names it. To be called after the operation's waits. Only accesses to memory that
-        outlives operations are declared. The virtual GPU takes from here only what it does not see by itself."""
+        """Declare what an operation reads and writes. The scheduler thread is about to submit it to ``stream``, or to
+        do it itself (HOST); ``accesses(op, *args)`` names the accesses. Call it after the operation's waits. Only
+        accesses to memory that outlives operations are declared. The virtual GPU takes from here only what it cannot
+        see."""
         for reader in self._readers:
             reader(stream, label, accesses, *args, **kwargs)
 
@@ -162,8 +164,9 @@ class Device(ABC):
 
     @abstractmethod
     def capture(self, name: str, pool: GraphPool, body: Callable[[], None]) -> Graph:
-        """Capture what ``body`` submits to FORWARD, which is current inside. ``body`` has run once before, outside,
-        so that nothing is set up or compiled inside. The host may not wait for the device in it."""
+        """Capture what ``body`` submits to FORWARD, which is current inside. The caller has run ``body`` once before,
+        so that nothing is set up or compiled during the capture. ``body`` must not make the host wait for the
+        device."""
 
     def start_worker(self, name: str, run: Callable[[], None]) -> HostWorker:
         """Start a thread of the host, which ends when ``run`` returns. It submits nothing and records no Points. It
@@ -185,7 +188,8 @@ class Device(ABC):
 
     @abstractmethod
     def write_host(self, host: torch.Tensor, source: torch.Tensor) -> None:
-        """On FORWARD: ``host``, uint8 of a :meth:`host_buffer`, gets the bytes of ``source``, uint8, a multiple of 8.
+        """Copy the bytes of ``source``, uint8 on the device, to ``host``, uint8 of a :meth:`host_buffer`, on FORWARD.
+        Their number must be a multiple of 8.
 
         A kernel on FORWARD does it, for a few kilobytes at most: the copy engine makes copies to the host in the order
         in which all streams have submitted them, so that this one might have to wait for a large backup.
@@ -197,26 +201,27 @@ class Device(ABC):
         self.checker.host_waited_for_all()
 
     def full_stop(self, guard: Guard) -> None:
-        """:meth:`synchronize`, which is what ``guard`` is. Severed, nobody waits."""
+        """``guard``: :meth:`synchronize`. Severed, the host does not wait."""
         if self.keeps(guard):
             self.synchronize()
 
     def keeps(self, guard: Guard) -> bool:
-        """Whether ``guard`` is in force; only a test can have severed it. Only for this package."""
+        """Whether ``guard`` is in force; only a test can have severed it. Only this package may ask."""
         return guard.name not in self.severed
 
     def name_memory(self, tensor: torch.Tensor, name: str, row_bytes: int | None = None) -> None:
-        """Name the memory of ``tensor`` for reports; it consists of rows of ``row_bytes`` bytes, if given.
+        """Name the memory of ``tensor`` for reports. ``row_bytes``: the bytes of one of its rows, if it has rows.
 
         For devices that watch their memory; others ignore it.
         """
         return
 
     def host_access(self, buffer: torch.Tensor, write: bool, what: str) -> None:
-        """The calling thread, of :meth:`start_worker`, reads or writes ``buffer``, from :meth:`host_buffer`, now.
+        """Declare that the calling thread, one of :meth:`start_worker`, now reads or writes ``buffer``, which is from
+        :meth:`host_buffer`. (The scheduler's thread uses :meth:`declare`.)
 
-        The scheduler's thread declares what it does by :meth:`declare`. Has an effect only on a device with
-        ``watches_host``; a caller that would have to make ``buffer`` first need not call it for other devices.
+        Has an effect only on a device with ``watches_host``, so a caller that would have to make a view for ``buffer``
+        need not call it on other devices.
         """
         return
 

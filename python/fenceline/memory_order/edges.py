@@ -3,8 +3,8 @@
 An edge orders two streams. A guard is anything else that the ordering relies on: a full stop, a private copy, a rule
 about when memory is handed out again. ``Device(severed=...)`` takes the names of both, so that a test can leave one
 out.
-What a guard does, and what happens in its place where a test has severed it, stands side by side in the file of this
-package that does it: other packages call it, and never ask whether it is severed.
+What a guard does, and what is done instead when a test has severed it, are side by side in one file of this package.
+Other packages call that function and never ask whether the guard is severed.
 
 An edge or guard enters its table with the commit that applies it; ``docs/edges.md`` is generated from the tables, with
 the workload that shows each to be necessary. A guard may be dormant instead: kept for a feature that does not exist
@@ -55,12 +55,12 @@ class Edge:
 
     @property
     def waiter(self) -> StreamName:
-        """The first pair's."""
+        """The waiter of the first pair."""
         return self.pairs[0][0]
 
     @property
     def source(self) -> StreamName:
-        """The first pair's."""
+        """The source of the first pair."""
         return self.pairs[0][1]
 
     def part(self, waiter: StreamName, source: StreamName, site: str = "") -> str:
@@ -70,7 +70,7 @@ class Edge:
 
     @property
     def parts(self) -> tuple[EdgePart, ...]:
-        """What has to be shown to be necessary: the edge, or each of its pairs and sites where it has several."""
+        """The parts that the proof severs separately: the edge, or each of its pairs and sites if it has several."""
         return tuple(
             EdgePart(self.part(*pair, site), *pair, site, covered)
             for pair in self.pairs
@@ -246,7 +246,7 @@ def edge_of(part: str) -> str:
 def pages_edge(waiter: StreamName, source: StreamName) -> Edge:
     """The edge by which ``waiter`` takes over KV pages, or host pages, that ``source`` has accessed.
 
-    Raises ``KeyError`` if there is none: one of the two accesses no pages.
+    Raises ``KeyError`` if there is none, because one of the two streams does not access pages.
     """
     return _PAGE_EDGE_OF[waiter, source]
 
@@ -255,7 +255,7 @@ def pages_edge(waiter: StreamName, source: StreamName) -> Edge:
 
 
 def hazard_of(first_writes: bool, second_writes: bool) -> Hazard:
-    """What may go wrong between two accesses to the same memory, in program order, of which at least one writes."""
+    """What may go wrong between two accesses to the same memory, given in program order. At least one is a write."""
     if first_writes:
         return Hazard.WAW if second_writes else Hazard.RAW
     return Hazard.WAR
@@ -472,8 +472,8 @@ GUARDS: dict[str, Guard] = {
         OLD_KV,
     )
 }
-# Those that are severed once more where the engine speculates, since its runner has an arena, graphs and results of its
-# own: rows of the proof, and what each severs.
+# Edges and guards that are also severed in an engine that speculates, since its runner has its own arena, graphs and
+# results: the row of the proof, and what it severs.
 UNDER_SPECULATION: dict[str, str] = {
     f"{name}/speculation": name
     for name in (
@@ -499,7 +499,7 @@ ROWS = (*EDGE_PARTS, *GUARDS, *UNDER_SPECULATION)
 
 # --- docs/edges.md -----------------------------------------------------------------------------------
 
-# What ``python -m fenceline.vgpu.prove --write-docs`` has found, in source trees only.
+# Written by ``python -m fenceline.vgpu.prove --write-docs``. Only source trees have it.
 PROOF_FILE = Path(__file__).with_name("proof.json")
 
 

@@ -1,6 +1,6 @@
 """Graph: work captured once and submitted again by one call; its memory and the stages of its life.
 
-A graph is CAPTURED, then REGISTERED (what other ranks must know of its addresses has been exchanged), then REPLAYABLE.
+A graph is CAPTURED, then REGISTERED (the ranks have exchanged the addresses that it uses), then REPLAYABLE.
 Replaying it earlier raises: upstream, graphs with unregistered all-reduce buffers were replayed and read whatever
 was in that memory (F10).
 """
@@ -22,10 +22,10 @@ class GraphState(IntEnum):
 
 
 class Registers(Protocol):
-    """A Communicator."""
+    """What a graph needs of a Communicator whose operations it may have captured."""
 
     def register(self) -> None:
-        """Exchange what operations that were captured need to know of other ranks' memory."""
+        """See ``Communicator.register``."""
 
 
 class GraphError(RuntimeError):
@@ -53,14 +53,16 @@ class Graph(ABC):
         self.state = GraphState.CAPTURED
 
     def register(self, *communicators: Registers) -> None:
-        """The other ranks know its addresses. ``communicators``: those of its device, whose operations it may have
-        captured; all ranks come here for the same graph."""
+        """Exchange with the other ranks the addresses that the graph uses, and make it REGISTERED. ``communicators``:
+        those of its device, whose operations it may have captured; all ranks call this for the same graph. Raises
+        :class:`GraphError` if it is registered already."""
         for communicator in communicators:
             communicator.register()
         self._step_to(GraphState.REGISTERED)
 
     def allow_replay(self) -> None:
-        """All graphs of its owner are captured and registered."""
+        """Make the graph REPLAYABLE: call it when all graphs of its owner are captured and registered. Raises
+        :class:`GraphError` if this one is not REGISTERED."""
         self._step_to(GraphState.REPLAYABLE)
 
     def replay(self) -> None:
@@ -70,8 +72,8 @@ class Graph(ABC):
 
     def bind(self) -> Callable[[], None]:
         """A function that does what :meth:`replay` does without its checks, for callers that replay many small graphs
-        in a row; to be called with FORWARD current. Raises :class:`GraphError` if the graph is not REPLAYABLE; one
-        that is stays so."""
+        in a row; it must be called with FORWARD current. Raises :class:`GraphError` if the graph is not REPLAYABLE;
+        a REPLAYABLE graph stays so, which is why the function need not check it."""
         self._check_replayable()
         return self._bound()
 

@@ -1,8 +1,7 @@
 """Declarations of what our kernels read and write: made once, in the kernel's own order.
 
-They have the form of ``access.Accesses``, with the tensors of a launch in place of
-Memory objects: a function that names the accesses one after the other, with the wait for the preceding kernel between
-them::
+They have the form of ``access.Accesses``, with the tensors of a launch in place of Memory objects: a function names the
+accesses one after the other, and the wait for the preceding kernel where it comes between them::
 
     @declare_kernel
     def rms_norm(op: KernelAccesses, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
@@ -83,13 +82,14 @@ _launchers: dict[str, Launcher] = {}
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """``accesses(op, *operands)`` names the accesses of a launch with these operands."""
+    """A kernel that has declared its accesses: ``accesses(op, *operands)`` names those of a launch with
+    ``operands``."""
 
     name: str
     accesses: Callable[..., None]
 
     def launch(self, compute: Compute, *operands: Any) -> None:
-        """Launch it on a device that watches its memory, :func:`is_watched`, on the current stream; or on the CPU.
+        """Launch it on the CPU, or on the current stream of a device that watches its memory (:func:`is_watched`).
 
         ``compute(*operands)`` computes the kernel's results with torch's operators. When the launch runs, on the CPU at
         once, it gets CPU tensors over the memory of the tensors among ``operands``.
@@ -107,7 +107,7 @@ def declare_kernel(accesses: Callable[..., None]) -> Kernel:
 
 
 def register_launcher(device_type: str, launcher: Launcher) -> None:
-    """Tensors of ``device_type`` are on a device that watches its memory; ``launcher`` runs :meth:`Kernel.launch`."""
+    """Say that devices of ``device_type`` watch their memory; ``launcher`` does :meth:`Kernel.launch` for them."""
     _launchers[device_type] = launcher
 
 

@@ -40,7 +40,7 @@ class LeasePool:
         self.observer: Callable[[Ids, Points], None] | None = None  # called for each retirement
         self._leased = np.zeros(size, dtype=np.bool_)
         self._order = np.arange(size, dtype=np.int32)
-        self._place = np.zeros(size, dtype=np.int32)  # of each id in the retirement that named it last
+        self._place = np.zeros(size, dtype=np.int32)  # each id's index in the retirement that named it last
         self._ready = np.arange(size - 1, reserved - 1, -1, dtype=np.int32)  # a stack: lowest id on top
         self._num_ready = size - reserved
         self._pending: deque[tuple[Ids, Points]] = deque()
@@ -103,7 +103,8 @@ class LeasePool:
         return np.flatnonzero(self._leased).astype(np.int32)
 
     def _check(self, ids: Ids) -> None:
-        """Runs in each retirement, so microseconds count: bytes are counted and compared faster than numpy reduces.
+        """Raise :class:`LeaseError` as :meth:`retire` says. It runs in each retirement, so microseconds count, and
+        bytes are counted and compared because that is faster than numpy's reductions.
 
         Not reentrant, since it writes to ``_place``: only one thread, and no signal handler, may retire to a pool.
         """
@@ -168,25 +169,25 @@ class _WithoutPoints(LeasePool):
 
 
 def tokens_in_flight(device: Device, max_step_tokens: int) -> int:
-    """How many tokens beyond those that are published a step in flight may write for a request, whose slots are nobody
-    else's until it is done (``in_flight``). Severed, none."""
+    """Guard ``in_flight``: how many slots behind its published tokens a request keeps while a step in flight may write
+    them. Severed, 0."""
     return max_step_tokens if device.keeps(IN_FLIGHT) else 0
 
 
 def slots_of_tree(device: Device, num_spare: int) -> int:
-    """How many slots behind those of its tokens a request has in a step, for the nodes of its tree (``tree_slots``).
-    Severed, none: these slots are nobody's, or somebody else's."""
+    """Guard ``tree_slots``: how many slots behind those of its tokens a request has in a step, for the nodes of its
+    draft tree. Severed, 0, so that the nodes are written to slots that belong to nobody or to another request."""
     return num_spare if device.keeps(TREE_SLOTS) else 0
 
 
 def layers_of_page(device: Device, num_layers: int, num_target_layers: int) -> int:
-    """How many of the first layers of a page a load brings: all ``num_layers``, the draft's too (``whole_page``).
-    Severed, the target's."""
+    """Guard ``whole_page``: how many layers of a page a load copies, counted from the first. These are all
+    ``num_layers``, the draft's included. Severed, only the target's."""
     return num_layers if device.keeps(WHOLE_PAGE) else num_target_layers
 
 
 def page_leases(device: Device, size: int) -> LeasePool:
-    """The leases of ``device``'s KV pages, of which page 0 is the sink; they are handed out with Points
-    (``retired_after``)."""
+    """Guard ``retired_after``: the leases of ``device``'s ``size`` KV pages, of which page 0 is the sink. Pages are
+    handed out with the Points after which they may be accessed. Severed, without Points."""
     kind = LeasePool if device.keeps(RETIRED_AFTER) else _WithoutPoints
     return kind("KV pages", size, reserved=1)

@@ -1,4 +1,4 @@
-"""Rings of leased memory by which values get from the host to the device and back.
+"""Rings of leased memory through which values get from the host to the device and back.
 
 Inputs: the host packs a step's arrays into one pinned slot, SCHEDULE copies it to a device slot, FORWARD
 takes its own copy. Results: FORWARD packs them into a device slot, COPY brings it to pinned memory, the
@@ -7,7 +7,7 @@ other memory (F16). If backups of KV pages may keep the copy engine busy, so tha
 FORWARD writes small results into pinned memory itself.
 
 Plans: libraries whose host side plans each batch (FlashInfer) keep one pinned buffer each, write it in ``plan()`` and
-copy it with cudaMemcpyAsync. They leave it to the caller that the copy of the last plan has run before the next plan is
+copy it with cudaMemcpyAsync. The caller has to ensure that the copy of the last plan has run before the next plan is
 written (F12). Here the ring owns the buffers and orders their use: a plan borrows a slot, the library writes the slot's
 pinned half and submits the copy to the device half itself, on SCHEDULE, where it need not wait for the step in flight.
 """
@@ -75,7 +75,8 @@ class Slot:
     def upload(
         self, on: Device, arrays: Mapping[str, npt.NDArray[np.generic]], what: str
     ) -> dict[str, torch.Tensor]:
-        """FORWARD's own copies of ``arrays``, whose bytes fit, in program order from now on."""
+        """Copy ``arrays``, whose bytes must fit, to the device. Returns FORWARD's own copies of them, which work that
+        is submitted to FORWARD from now on may use."""
         offsets, nbytes = _layout(arrays)
         self.begin_write(on, f"pack of {what}")
         _pack(self.host, arrays, offsets)
@@ -91,7 +92,7 @@ class Slot:
         return _views(block, arrays)
 
     def end_upload(self, on: Device) -> None:
-        """The copy has been submitted to SCHEDULE: FORWARD may read the device buffer from now on."""
+        """Call it when the copy has been submitted to SCHEDULE: FORWARD may read the device buffer from now on."""
         self.host_after = on.schedule.record()
         on.forward.wait(self.host_after, FORWARD_AFTER_SCHEDULE)  # RAW: the copy brings our inputs
 
@@ -103,7 +104,8 @@ def _aligned(nbytes: int) -> int:
 class _Ring:
     name: str
 
-    def __init__(self, device: Device, depth: int, nbytes: int = _MIN_SLOT_BYTES) -> None:
+    def __init__(self, device: Device, depth: int, nbytes: int | None = None) -> None:
+        nbytes = _MIN_SLOT_BYTES if nbytes is None else nbytes
         self._device = device
         self._slots = [self._make(index, nbytes) for index in range(depth)]
         self._next = 0
@@ -118,7 +120,8 @@ class _Ring:
         return Slot(host, device, make(names[0], host), make(names[1], device))
 
     def _take(self, nbytes: int) -> Slot:
-        """The next slot, made larger if need be. That waits for the device, but happens only a few times."""
+        """The next slot, made larger if necessary. Making it larger waits for the device, but happens only a few
+        times."""
         index = self._next
         self._next = (index + 1) % len(self._slots)
         if self._slots[index].host.numel() < nbytes:
@@ -134,9 +137,9 @@ class _Ring:
 class InputRing(_Ring):
     """Host arrays to FORWARD's tensors, through SCHEDULE.
 
-    One slot is enough, and costs no waiting: when a step is launched the last but one has been published, so
-    FORWARD has reached the last step, has copied its inputs first of all, and the slot is free. A second slot would
-    let the loop's own order of publishing hide that an edge is missing.
+    One slot is enough, and the host does not wait for it: when a step is launched the last but one has been published,
+    so FORWARD has reached the last step, which copies its inputs first of all, and the slot is free. With a second
+    slot the loop's own order of publishing would hide a missing edge.
     """
 
     name = "input_ring"
@@ -236,11 +239,14 @@ class ResultLease:
         self._copied = copied
 
     def arrived(self) -> bool:
-        """Whether :meth:`wait` would not block. Asks the device, so call it once a step; before :meth:`wait`."""
-        return self._copied.stream.poll(self._copied)
+        """Whether :meth:`wait` would not block. Asks the device, so call it once a step; before :meth:`wait`, by which
+        alone the host learns it: one rank's results may arrive before those of another, and both lease the same memory
+        next."""
+        return self._copied.stream.ask(self._copied)
 
     def wait(self) -> dict[str, npt.NDArray[np.generic]]:
-        """Block the host until the results are there; copies, which do not depend on the ring.
+        """Block the host until the results have arrived. Returns copies, with the shapes and dtypes of the tensors,
+        which stay valid when the ring's slot is used again.
 
         Raises :class:`LeaseError` when called again: the slot may by then hold another step's results.
         """
@@ -289,7 +295,7 @@ class ResultRing(_Ring):
         self._small_by_forward = small_by_forward
 
     def download(self, tensors: Mapping[str, torch.Tensor]) -> ResultLease:
-        """Start bringing ``tensors`` to the host; they may be overwritten on FORWARD right away.
+        """Start copying ``tensors`` to the host; work submitted to FORWARD from now on may overwrite them.
 
         Raises :class:`LeaseError` if the slot's earlier results have not been taken: more steps are in
         flight than the ring is deep.
@@ -300,7 +306,7 @@ class ResultRing(_Ring):
         slot = self._take(nbytes)
         slot.leased = True
         device = self._device
-        # The device slot needs no edge: its last copy was waited for by the host before the lease ended.
+        # The device slot needs no edge: the host waited for its last copy before the lease ended.
         if self._small_by_forward and nbytes <= _SMALL_BYTES and device.writes_host:
             return self._write(slot, layout, tensors, nbytes)
         device.declare(StreamName.FORWARD, "pack of the step's results", writes, slot.device_memory)
@@ -321,13 +327,15 @@ class ResultRing(_Ring):
         """:meth:`download` without COPY."""
         device = self._device
         label = "write of the step's results to the host"
-        device.declare(StreamName.FORWARD, label, writes, slot.host_memory)
+        if nbytes:  # a step in the middle of prompts has no results
+            device.declare(StreamName.FORWARD, label, writes, slot.host_memory)
         alone = next(iter(tensors.values()))
         with device.forward.active():
             if len(tensors) == 1 and alone.nbytes % _WORD == 0:
-                # FORWARD's program order keeps it until it has been written (F8).
+                # FORWARD's program order keeps the tensor as it is until it has been written to the host (F8).
                 place, block = slot.host[: alone.nbytes], alone.contiguous().view(-1).view(torch.uint8)
             else:
+                device.declare(StreamName.FORWARD, "pack of the step's results", writes, slot.device_memory)
                 self._pack(slot, layout, tensors, nbytes)
                 place, block = slot.host[:nbytes], slot.device[:nbytes]
         if block.nbytes:

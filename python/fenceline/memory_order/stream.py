@@ -16,7 +16,7 @@ import torch
 
 from fenceline.memory_order.edges import Edge, StreamName, pages_edge
 
-# What has happened before: how many operations of each agent (a stream, or the host); () without a checker.
+# What has happened before: a number of operations for each agent (a stream, or the host); () without a checker.
 Clock = tuple[int, ...]
 
 
@@ -45,7 +45,7 @@ class Stream(ABC):
     """One named, in-order queue of device work.
 
     ``serial`` counts the Points recorded; ``passed_serial`` is the last one the host knows to have
-    passed, learned from waits it had to make anyway and from :meth:`poll`, once a step. Only the
+    passed, learned from waits it had to make anyway and from :meth:`learn`, once a step. Only the
     scheduler thread changes them, because the pages that it hands out depend on them.
     """
 
@@ -100,24 +100,14 @@ class Stream(ABC):
         if not self._is_cut(edge, StreamName.HOST, self.name):
             self._block(point)
 
-    def poll(self, point: Point) -> bool:
-        """Ask the device, once, whether ``point``, which is on this stream, has passed; the host then knows it.
-
-        For completions that are drained once a step, oldest first. False orders nothing.
-        """
-        if not self.ask(point):
-            return False
-        self.learn(point)
-        return True
-
     def ask(self, point: Point) -> bool:
-        """Ask the device whether ``point``, which is on this stream, has passed. The host does not know it yet: it is
-        told by :meth:`learn`, of several ranks when the Point has passed on all of them."""
-        assert point.stream is self, "a Point is polled on its own stream"
+        """Ask the device, once, whether ``point``, which is on this stream, has passed. Nothing may depend on the
+        answer before a wait or :meth:`learn`, with several ranks when the Point has passed on all of them."""
+        assert point.stream is self, "a Point is asked for on its own stream"
         return point.passed or self._query(point)
 
     def learn(self, point: Point) -> None:
-        """The host knows from now on that ``point``, of which :meth:`ask` has said so, has passed."""
+        """Note that ``point``, for which :meth:`ask` has returned True, has passed: the host knows it from now on."""
         self.note_passed(point)
         self.checker.host_waited(point.clock)
 
@@ -143,8 +133,8 @@ class Stream(ABC):
         self.passed_serial = max(self.passed_serial, point.serial)
 
     def seconds_between(self, first: Point, last: Point) -> float | None:
-        """How long this stream took from ``first`` to ``last``, both of which are its own and have passed, by the
-        device's clock; None where it has none."""
+        """Seconds of the device's clock that this stream took from ``first`` to ``last``, which are both on it and have
+        passed; None if the device has no clock."""
         return None
 
     @abstractmethod
@@ -170,7 +160,7 @@ class Stream(ABC):
     def _block(self, point: Point) -> None: ...
 
     def _query(self, point: Point) -> bool:
-        """The device's answer. A stream without a device to ask gives what the host knows."""
+        """Ask the device. A stream without a device to ask returns what the host knows."""
         return point.passed
 
 
@@ -206,6 +196,8 @@ class Points:
     @staticmethod
     def of(*points: Point) -> Points:
         """The given Points, joined."""
+        if len(points) == 1:
+            return _NONE if points[0].passed else Points(points)
         latest: dict[StreamName, Point] = {}
         for point in points:
             if point.passed:
@@ -239,8 +231,8 @@ _NONE = Points()
 
 
 def joined(a: Clock, b: Clock) -> Clock:
-    """What has happened before either clock: the element-wise maximum. ``a`` itself, the same object, if ``b`` adds
-    nothing."""
+    """What has happened before one of two clocks: the element-wise maximum. Returns ``a`` itself, the same object, if
+    ``b`` adds nothing."""
     if a is b or not b:
         return a
     if len(a) < len(b):
@@ -252,7 +244,8 @@ def joined(a: Clock, b: Clock) -> Clock:
 
 
 def wait_for_pages(stream: Stream, after: Points) -> None:
-    """Before ``stream`` first accesses KV pages, or host pages, that come with ``after``: one edge for each Point.
+    """Make ``stream`` wait before it first accesses KV pages, or host pages, that were leased with ``after``. Applies
+    one edge for each Point.
 
     Points of ``stream`` itself need none. Raises ``KeyError`` for a Point on a stream that accesses no pages.
     """
@@ -262,14 +255,14 @@ def wait_for_pages(stream: Stream, after: Points) -> None:
 
 
 def applied_at() -> str:
-    """The function, ``Class.name``, that applies the edge, for tests: the innermost caller outside this file. For what
-    several rings share, methods of ``Slot``, it is the ring's function."""
+    """The function, as ``Class.name``, that applies the edge, for tests: the innermost caller outside this file.
+    Methods of ``Slot`` are shared by several rings; for these it is the ring's function."""
     frame = sys._getframe(1)
     while (
         frame.f_code.co_filename == __file__
         or frame.f_code.co_name == "_is_cut"
         or frame.f_code.co_qualname.startswith("Slot.")
     ):
-        assert frame.f_back is not None, "somebody has called"
+        assert frame.f_back is not None, "a test or the engine has applied the edge"
         frame = frame.f_back
     return frame.f_code.co_qualname.partition(".<locals>")[0]

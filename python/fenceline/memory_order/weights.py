@@ -1,4 +1,5 @@
-"""Weights are replaced in order: after the steps that read the old ones, and with all that was computed with them."""
+"""The order in which weights are replaced: after the steps that read the old ones. What was computed with the old ones
+is forgotten."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from fenceline.memory_order.edges import NEW_WEIGHTS, OLD_KV
 
 @contextmanager
 def writing_weights(device: Device) -> Iterator[None]:
-    """Inside, the current stream is that of the steps, so weights are written after those in flight have read them,
-    and before later ones do: which is what ``new_weights`` is. Severed, the default stream, which waits for nobody."""
+    """Guard ``new_weights``: inside, FORWARD is the current stream, so weights are written after the steps in flight
+    have read them and before later steps do. Severed, it is the default stream, which waits for no other."""
     if device.keeps(NEW_WEIGHTS):
         with device.forward.active():
             yield
@@ -21,8 +22,8 @@ def writing_weights(device: Device) -> Iterator[None]:
 
 
 def forgetting_old_kv(device: Device, forget: Callable[[], int]) -> Callable[[], int]:
-    """What is called when weights are replaced: ``forget``, which empties the caches of all tiers and returns how many
-    pages are free again. That is what ``old_kv`` is. Severed, they keep what they have."""
+    """Guard ``old_kv``: what is called when weights are replaced, ``forget``, which empties the caches of all tiers and
+    returns how many pages are free again. Severed, the caches keep what they have."""
     return forget if device.keeps(OLD_KV) else _keep
 
 

@@ -1,11 +1,11 @@
 """DecodeRunner: decode steps over an arena, captured once for each batch size in a list and replayed.
 
-The arena holds the batch. Its PLAN fields are written when the batch changes; every step derives its INPUT fields from
-them and from how many steps have run since, so that in steady decode the host submits nothing but the step. Padded
-requests have row 0: they read and write the sink alone.
+The arena holds the batch. Its PLAN fields are written when the batch changes. Every step derives its INPUT fields from
+them and from the number of steps since then, so that in steady decode the host submits nothing but the step itself.
+Padded requests have row 0: they read and write the sink only.
 
-A batch runs in the smallest captured size that holds it, its other rows padded; where there is none, the same step runs
-without a graph. Before each replay the host checks what it can know in a few microseconds: that the graph may be
+A batch runs in the smallest captured size that holds it; the remaining rows are padded. If no size is large enough, the
+step runs without a graph. Before each replay the host makes checks that take a few microseconds: that the graph may be
 replayed, that its memory has not moved, and that the arena holds this batch at this step.
 """
 
@@ -45,6 +45,7 @@ from fenceline.model_executor.step import DecodeBatch
 from fenceline.models.decoder import CausalLM
 from fenceline.sampling.kernels.sample import sample_tokens
 from fenceline.sampling.logprobs import OutputLogprobs
+from fenceline.sampling.rank_sampler import RankSampler
 from fenceline.sampling.sampling_batch import SamplingBatch, sampling_arrays
 
 Arrays = dict[str, npt.NDArray[np.generic]]
@@ -56,18 +57,19 @@ logger = logging.getLogger(__name__)
 
 
 class RepairError(AssertionError):
-    """The arena did not hold the batch that was to run. Raised where repairs are not tolerated: in tests."""
+    """The arena did not hold the batch to be run. Raised only if the device tolerates no repairs, as in tests;
+    otherwise the arena is filled again and the repair counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """What the first phase of a step, its forward, leaves for the second, which samples: S requests whose next tokens
-    are to be drawn. Good until the next step is submitted.
+    """The results of a step's first phase, the forward, from which the second phase samples the next tokens of S
+    requests. Valid until the next step is submitted.
 
-    ``tokens`` [S] int64: the forward has drawn them itself, which a replay can where requests need a temperature at
-    most. Else ``values`` [S, vocab_size] in the model's dtype (of several ranks each has its own columns),
-    ``positions`` and ``rows`` [S] int64, and the requests' ``sampling``. ``prompt_logprobs`` are of the prompts' tokens
-    that are scored, which no choice of tokens changes.
+    ``tokens`` [S] int64 is given if the forward has drawn them itself, as a replay does if all requests need at most a
+    temperature. Otherwise ``values`` [S, vocab_size] in the model's dtype (with several ranks, only this rank's
+    columns), ``positions`` and ``rows`` [S] int64, and the requests' ``sampling`` are given. ``prompt_logprobs``: of
+    the prompt tokens that are scored; they do not depend on the tokens that are drawn.
     """
 
     tokens: torch.Tensor | None = None
@@ -82,7 +84,7 @@ class Logits:
 
 
 def plan_arrays(batch: DecodeBatch, sampling: Mapping[str, npt.NDArray[np.generic]]) -> Arrays:
-    """What the PLAN fields hold for ``batch``, [B] each. ``sampling``: its ``sampling_arrays``; greedy where absent."""
+    """The values [B] of the PLAN fields for ``batch``. ``sampling``: its ``sampling_arrays``; if empty, greedy."""
     num = len(batch.rows)
     return {
         "plan_rows": batch.rows,
@@ -107,7 +109,7 @@ class _Filled:
     num_steps: int = 0
 
     def holds(self, batch: DecodeBatch) -> bool:
-        """Whether the device's lengths, advanced step by step, are the batch's."""
+        """Whether the lengths on the device, which each step has advanced by one, equal the batch's."""
         return np.array_equal(self.first_seq_lens + self.num_steps, batch.seq_lens)
 
 
@@ -121,8 +123,8 @@ class _Captured:
 class DecodeRunner(GraphRunner):
     """One device's decode steps for up to ``max_batch`` requests, and the graphs of some batch sizes.
 
-    It owns the pool of its graphs; their memory beside that is the arena's. All is submitted to FORWARD, which must be
-    current in all methods but :meth:`arrays`.
+    It owns the memory pool of its graphs and the arena with their static inputs and outputs. All work goes to FORWARD,
+    which must be current in every method except :meth:`arrays`.
     """
 
     def __init__(
@@ -136,11 +138,12 @@ class DecodeRunner(GraphRunner):
         sizes: Sequence[int] = (),
         padding: bool = True,
         debug: bool = False,
+        rank_sampler: RankSampler | None = None,
     ) -> None:
-        """``sizes``: ascending batch sizes of at most ``max_batch``, none to do without graphs. Nothing is captured
-        before :meth:`capture`.
+        """``sizes``: the batch sizes to capture, ascending, at most ``max_batch``; empty for no graphs. Nothing is
+        captured before :meth:`capture`. ``rank_sampler``: given if there are several ranks, which draw together.
 
-        Raises ``ValueError`` for a larger size: the arena has no rows for it.
+        Raises ``ValueError`` for a size above ``max_batch``, since the arena has no rows for it.
         """
         if sizes and sizes[-1] > max_batch:
             raise ValueError(
@@ -152,6 +155,7 @@ class DecodeRunner(GraphRunner):
         self._req_pool = req_pool
         self._attention = attention
         self._debug = debug
+        self._rank_sampler = rank_sampler
         self._same = comparison(device, SAME_COMPOSITION)
         self._filled: _Filled | None = None
         self._captured: dict[int, _Captured] = {}
@@ -174,11 +178,17 @@ class DecodeRunner(GraphRunner):
                 ArenaField("next_tokens", i64, Role.OUTPUT, pad=0),
             ),
         )
-        self._rows = self.arena["plan_rows"]  # [max_batch] int64, each request's row
+        # The arena's fields, [max_batch] each. They are looked up once, since every step uses them and they never move.
+        self._rows = self.arena["plan_rows"]
+        self._plan_seq_lens = self.arena["plan_seq_lens"]
+        self._num_steps = self.arena["num_steps"]
+        self._positions = self.arena["positions"]
+        self._out_slots = self.arena["out_slots"]
+        self._input_ids = self.arena["input_ids"]
         self._seq_lens = self.arena.derived("seq_lens", "plan_seq_lens")
         if self.has_graphs:
             self._logits = torch.empty(
-                (self._sizes[-1], model.config.vocab_size),
+                (self._sizes[-1], model.lm_head.weight.shape[0]),  # this rank's columns
                 dtype=model.context.dtype,
                 device=device.torch_device,
             )
@@ -193,7 +203,7 @@ class DecodeRunner(GraphRunner):
     # --- a batch -------------------------------------------------------------------------------------
 
     def arrays(self, batch: DecodeBatch) -> Arrays:
-        """What has to be uploaded before :meth:`forward`: nothing if the requests are those of the step before."""
+        """The arrays to upload before :meth:`forward`; none if the requests are those of the previous step."""
         filled = self._filled
         if filled is not None and self._same(filled.composition, batch.composition):
             if filled.holds(batch):
@@ -203,7 +213,8 @@ class DecodeRunner(GraphRunner):
         return sampling | plan_arrays(batch, sampling)
 
     def forward(self, batch: DecodeBatch, views: Views) -> Logits:
-        """Submit the step, as far as a draw that needs the whole sampler. ``views``: what ``arrays`` has told."""
+        """Submit the step. If the draw needs the full sampler, it is left to the second phase. ``views``: the uploaded
+        arrays of :meth:`arrays`."""
         if "plan_rows" in views:
             self._fill(batch, views)
         filled = self._filled
@@ -251,37 +262,36 @@ class DecodeRunner(GraphRunner):
             query_lens_cpu=np.ones(size, dtype=np.int64),
         )
         logits = self._forward(size, self._attention.plan(inputs))
-        self.arena["num_steps"][:size].add_(1)  # as _draw does
+        self._num_steps[:size].add_(1)  # as _draw does
         return Logits(None, logits, seq_lens, rows, filled.sampling)
 
     # --- the step itself, eager and captured ---------------------------------------------------------
 
     def _derive_inputs(self, size: int) -> None:
         """Write the INPUT fields of the first ``size`` requests for the step that is to run."""
-        arena, pool = self.arena, self._req_pool
+        pool = self._req_pool
         decode_prologue(
             self._rows[:size],
-            arena["plan_seq_lens"][:size],
-            arena["num_steps"][:size],
+            self._plan_seq_lens[:size],
+            self._num_steps[:size],
             pool.page_table,
             pool.last_tokens,
             self._kv_pool.page_size,
             self._seq_lens[:size],
-            arena["positions"][:size],
-            arena["out_slots"][:size],
-            arena["input_ids"][:size],
+            self._positions[:size],
+            self._out_slots[:size],
+            self._input_ids[:size],
         )
 
     def _forward(
         self, size: int, attn: AttentionPlan, logits_out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Logits [size, vocab_size] in the model's dtype, this rank's columns, after ``_derive_inputs(size)``."""
-        arena = self.arena
         batch = ForwardBatch(
             mode=ForwardMode.DECODE,
-            input_ids=arena["input_ids"][:size],
-            positions=arena["positions"][:size],
-            out_slots=arena["out_slots"][:size],
+            input_ids=self._input_ids[:size],
+            positions=self._positions[:size],
+            out_slots=self._out_slots[:size],
             logits_index=None,
             attn=attn,
             kv_pool=self._kv_pool,
@@ -290,14 +300,19 @@ class DecodeRunner(GraphRunner):
         return self._model.own_logits(self._model.hidden_states(batch), batch)
 
     def _draw(self, size: int, logits: torch.Tensor) -> None:
-        """Draw the next tokens of requests that need nothing but a temperature, keep them as the rows' last tokens,
-        and count the step. Others' tokens are drawn again by the Sampler, from the same logits."""
+        """Draw next tokens, considering temperatures only, store them as the rows' last tokens, and count the step.
+        If some request needs more than a temperature, the Sampler draws again from the same logits."""
         arena = self.arena
+        drawn = (arena["temperatures"][:size], arena["noise_scales"][:size], arena["seed_keys"][:size])
+        if self._rank_sampler is not None:
+            tokens = self._rank_sampler.draw(logits.float(), *drawn, self._seq_lens[:size])
+            self._req_pool.last_tokens[self._rows[:size]] = tokens
+            arena["next_tokens"][:size].copy_(tokens)
+            arena["num_steps"][:size].add_(1)
+            return
         sample_tokens(
             logits,
-            arena["temperatures"][:size],
-            arena["noise_scales"][:size],
-            arena["seed_keys"][:size],
+            *drawn,
             positions=self._seq_lens[:size],
             thresholds=None,
             rows=self._rows[:size],
@@ -336,7 +351,7 @@ class DecodeRunner(GraphRunner):
     def replay(self, size: int, seq_lens_cpu: I64) -> ArenaOutputs:
         """Submit the captured step of ``size`` rows, whose arena is filled; ``seq_lens_cpu`` [n] of its live requests.
 
-        Returns the lease on ``next_tokens``; :meth:`logits` are good as long.
+        Returns the lease on ``next_tokens``; :meth:`logits` is valid as long as the lease.
         """
         captured = self._captured[size]
         self._attention.before_replay(size, seq_lens_cpu)
@@ -350,7 +365,8 @@ class DecodeRunner(GraphRunner):
         return outputs
 
     def logits(self, num_reqs: int) -> torch.Tensor:
-        """Of the latest replay, [num_reqs, vocab_size] in the model's dtype."""
+        """The latest replay's logits [num_reqs, vocab_size] in the model's dtype; with several ranks, this rank's
+        columns."""
         return self._logits[:num_reqs]
 
     def _plan(self, size: int, max_seq_len: int) -> AttentionPlan | None:
@@ -364,7 +380,8 @@ class DecodeRunner(GraphRunner):
         )
 
     def _warm_up(self, size: int, plan: AttentionPlan) -> None:
-        """Compile and set up what the first call does: the arena is all padding, so only the sink is touched."""
+        """Run the step once, so that kernels are compiled and libraries set up before the capture. The arena holds only
+        padding, so only the sink is touched."""
         with self._device.forward.active():
             self._attention.before_replay(size, np.ones(0, dtype=np.int64))
             self._run(size, plan)
@@ -374,7 +391,7 @@ class DecodeRunner(GraphRunner):
     # --- --debug-cuda-graph ----------------------------------------------------------------------------
 
     def _compare(self, captured: _Captured) -> None:
-        """Run the step without its graph, take its traces back, replay, and compare every field."""
+        """Run the step without its graph, undo its effects, replay the graph, and compare every field."""
         arena, size = self.arena, captured.size
         fields = [name for name in arena.fields if not name.startswith("plan_")]
         last_tokens = self._req_pool.last_tokens

@@ -1,7 +1,7 @@
-"""What the runners of captured steps share: a list of sizes, their capture with a progress bar, and counts.
+"""GraphRunner: the base of the runners of CUDA graphs. It captures a list of sizes and counts replays and fallbacks.
 
-A step runs in the smallest captured size that holds it, its other rows padded. One runner is one owner: its graphs
-share a pool and overwrite each other's temporaries there, and nothing that outlives a replay lies in it.
+A step runs in the smallest captured size that holds it, with its remaining rows padded. All graphs of one runner share
+one memory pool and overwrite each other's temporaries there, so nothing that must outlive a replay is in that pool.
 """
 
 from __future__ import annotations
@@ -22,45 +22,49 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class GraphStats:
-    """Steps of one kind while graphs are on. ``fallbacks`` ran without a graph and ``repairs`` only after something
-    that was wrong had been put right, by reason; the aims are ``replays == eligible_steps`` and no repairs."""
+    """Counts of the steps of one kind while graphs are enabled.
+
+    ``fallbacks`` are eligible steps that ran without a graph, by reason. ``repairs`` are steps for which something had
+    to be corrected first, by reason. The goal is ``replays == eligible_steps`` and no repairs. ``capture_s`` and
+    ``capture_bytes`` are what the capture took."""
 
     eligible_steps: int = 0
     replays: int = 0
-    replays_by_size: dict[str, int] = field(default_factory=dict)  # captured sizes, as text
+    replays_by_size: dict[str, int] = field(default_factory=dict)  # the keys are captured sizes, as text
     fallbacks: dict[str, int] = field(default_factory=dict)
     repairs: dict[str, int] = field(default_factory=dict)
     capture_s: float = 0.0
     capture_bytes: int = 0
 
     def restart(self) -> None:
-        """Count steps from now on: those before were the warm-up's."""
+        """Start counting again, because the steps until now were those of the warm-up."""
         self.eligible_steps = self.replays = 0
         self.replays_by_size = dict.fromkeys(self.replays_by_size, 0)
         self.fallbacks.clear()
         self.repairs.clear()
 
     def count_replay(self, size: int) -> None:
-        """A step has been replayed in ``size``."""
+        """Count a step that has been replayed in ``size``."""
         self.replays += 1
         self.replays_by_size[str(size)] += 1
 
     def count_fallback(self, reason: str) -> None:
-        """An eligible step runs without a graph."""
+        """Count an eligible step that runs without a graph."""
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
 
 
 class GraphMismatch(RuntimeError):
-    """``--debug-cuda-graph``: a replay and the same step without its graph disagree."""
+    """``--debug-cuda-graph``: a replay and the same step without the graph have different results."""
 
 
 class GraphRunner(ABC):
-    """The captured sizes of one kind of step."""
+    """Captures graphs of one kind of step, for a list of sizes, and chooses the size for each step."""
 
     def __init__(
         self, device: Device, name: str, unit: str, sizes: Sequence[int], padding: bool = True
     ) -> None:
-        """``name`` of the steps and ``unit`` of their ``sizes``, which ascend, are for people to read."""
+        """``sizes`` ascend; they are counted in ``unit``, for example requests or tokens. ``name`` is the kind of step.
+        Both texts are for logs only. Without ``padding``, only a step of exactly a captured size is replayed."""
         assert list(sizes) == sorted(set(sizes)), "sizes ascend"
         self.stats = GraphStats()
         self.has_graphs = bool(sizes)
@@ -73,7 +77,7 @@ class GraphRunner(ABC):
 
     @abstractmethod
     def addresses(self) -> Sequence[int]:
-        """Where the memory lies now that captured graphs have baked in beside the weights."""
+        """The present addresses of the memory, other than weights, whose addresses are part of captured graphs."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -81,7 +85,8 @@ class GraphRunner(ABC):
         return tuple(self._sizes)
 
     def size_for(self, num: int) -> int | None:
-        """The size that a step of ``num`` is replayed in, None if it runs without a graph; total (F11)."""
+        """The captured size in which a step of size ``num`` is replayed. None, which is counted as a fallback, if there
+        is none. Defined for every ``num`` (F11)."""
         size = self._lookup(self._sizes, num)
         if size is None:
             fits = bool(self._sizes) and num <= self._sizes[-1]
@@ -89,15 +94,15 @@ class GraphRunner(ABC):
         return size
 
     def fits(self) -> bool:
-        """Whether captured graphs still name the memory that is in use; counted as a fallback if not."""
+        """Whether the memory is still at the addresses that the graphs contain; if not, a fallback is counted."""
         if self._captured_addresses == self.addresses():
             return True
         self.stats.count_fallback("address")
         return False
 
     def graph_size(self, num: int) -> int | None:
-        """The size whose graphs run a step of ``num``, which counts as eligible; None if it runs without, or if there
-        are no graphs at all."""
+        """Count a step of size ``num`` as eligible and return the captured size in which it is replayed, or None if it
+        runs without a graph. If there are no graphs at all, nothing is counted."""
         if not self.has_graphs:
             return None
         self.stats.eligible_steps += 1
@@ -107,8 +112,8 @@ class GraphRunner(ABC):
     def _capture_sizes(
         self, capture: Callable[[GraphPool, int], Sequence[Graph]], show_progress: bool
     ) -> None:
-        """``capture`` every size, the largest first so that smaller ones fit into its memory. A size without graphs is
-        left out. Waits for the device."""
+        """Call ``capture`` for every size, the largest first so that the smaller ones fit into its memory. A size for
+        which it returns no graphs is removed. Waits for the device."""
         begin, (free_before, _) = time.perf_counter(), self._device.memory_info()
         self._captured_addresses = self.addresses()
         pool = self._device.make_graph_pool(self._name)
@@ -116,7 +121,7 @@ class GraphRunner(ABC):
         bar = tqdm(
             sorted(self._sizes, reverse=True),
             desc=f"Capturing {self._name} graphs",
-            disable=None if show_progress else True,  # None: off a terminal
+            disable=None if show_progress else True,  # None: only if stderr is not a terminal
         )
         for size in bar:
             captured = capture(pool, size)

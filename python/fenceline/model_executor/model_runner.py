@@ -20,6 +20,7 @@ import torch
 
 from fenceline.config.draft_config import StepShape
 from fenceline.config.engine_config import EngineConfig, check_same_model, with_weights
+from fenceline.config.quantization import ON_LINE_METHOD
 from fenceline.layers.attention.backends import AttentionBackends, AttentionSetting, make_attention_backends
 from fenceline.layers.context import Shard, fp8_kv_dtype, make_layer_context
 from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
@@ -119,11 +120,10 @@ class ModelRunner:
             )
         self.max_step_tokens = largest.num_tokens
         num_rows = config.max_running_requests + 1  # with the sink
-        self.sampler: Sampler
-        if shard.size == 1:
-            self.sampler = Sampler(model.vocab_size, num_rows, device.torch_device)
-        else:
-            self.sampler = RankSampler(self.model.lm_head, num_rows, device.torch_device)
+        rank_sampler: RankSampler | None = None
+        if shard.size > 1:
+            rank_sampler = RankSampler(self.model.lm_head, num_rows, device.torch_device)
+        self.sampler = rank_sampler or Sampler(model.vocab_size, num_rows, device.torch_device)
         self._masks = (
             MaskTable(device, num_rows, model.vocab_size) if config.refuses_grammars is None else None
         )
@@ -170,6 +170,7 @@ class ModelRunner:
                 config.speculative,
                 config.cuda_graph_bs,
                 padding,
+                rank_sampler,
             )
         else:
             self.decode = DecodeRunner(
@@ -182,6 +183,7 @@ class ModelRunner:
                 config.cuda_graph_bs,
                 padding,
                 debug=config.server_args.debug_cuda_graph,
+                rank_sampler=rank_sampler,
             )
         self.prefill_graphs: PiecewiseCudaGraphRunner | None = None
         if config.piecewise_cuda_graph_tokens:
@@ -219,7 +221,9 @@ class ModelRunner:
                 warm_up(device, config, self.launch)
         self.step_costs: StepCosts | None = None  # None unless the depth of steps may change
         if config.speculative is not None and config.speculative.is_adaptive and device.keeps_time:
-            self.step_costs = measure_steps(config, self.launch)
+            costs = measure_steps(config, self.launch, self.req_pool.rows, self.pages)
+            with device.forward.active():
+                self.step_costs = StepCosts.decode(shard.of_first(costs.encode()))
             self.decode.stats.restart()
         if self.prefill_graphs is not None:
             self.prefill_graphs.begin_serving()
@@ -228,12 +232,18 @@ class ModelRunner:
         """The backends of the model's layers and of the draft's: the same ones where the heads are alike and no flag
         wants others, or if there is no draft."""
 
+        shard = self.model.context.shard
+
+        def agreed(name: str) -> str:  # what rank 0 has measured
+            with self.device.forward.active():
+                return shard.of_first(name.encode()).decode()
+
         model, draft, num_layers = self.model, self.draft, self.kv_pool.num_layers
         rules = model.attention_rules | ({} if draft is None else draft.attention_rules)
 
         def make(num_heads: int, layers: range, prefill: str, decode: str) -> AttentionBackends:
             length = config.model.context_length
-            setting = AttentionSetting(self.kv_pool, self.device, num_heads, length, layers, rules)
+            setting = AttentionSetting(self.kv_pool, self.device, num_heads, length, layers, rules, agreed)
             return make_attention_backends(prefill, decode, setting)
 
         prefill, decode = config.prefill_attention_backend, config.decode_attention_backend
@@ -277,7 +287,7 @@ class ModelRunner:
         return None if self.prefill_graphs is None else self.prefill_graphs.stats
 
     def completions(self, awaited: ForwardResult | None) -> Completions:
-        """What has ended since the last call; see ``Worker``. Asks the device, once a step."""
+        """See ``Worker``. Queries the device; to be called once a step."""
         return drain_completions(self.hicache, self.storage, awaited)
 
     def check_weights(self, weights: NewWeights) -> None:
@@ -286,8 +296,8 @@ class ModelRunner:
         try:
             self._check_weights(weights)
         except Exception as error:
-            # Of any type: what a stranger's files make libraries raise. Nothing has been touched, and the other ranks
-            # wait for this one's answer.
+            # Of any type: libraries may raise anything when they read a damaged file. Nothing has been touched, and the
+            # other ranks wait for this one's answer.
             text = str(error)
             if not isinstance(error, OSError | ValueError):
                 logger.warning("new weights could not be checked", exc_info=error)
@@ -302,41 +312,48 @@ class ModelRunner:
             raise ValueError(reason)
 
     def _check_weights(self, weights: NewWeights) -> None:
-        if self._config.model.quantization is not None:
+        format, args = self._config.model.quantization, self._config.server_args
+        if format is not None and format.method != ON_LINE_METHOD and args.load_format == "dummy":
             raise ValueError(
-                "weights of a quantised model are not replaced while it is served; start the server with the new ones"
+                f"dummy weights were rounded as on-line, not stored as the checkpoint's ({format.method}); start the"
+                " server with a checkpoint"
+            )
+        if format is not None and format.has_kv_scales and args.kv_cache_dtype == "fp8_e4m3":
+            raise ValueError(
+                "the scales of keys and values are constants of captured graphs (--kv-cache-dtype fp8_e4m3 with a"
+                " checkpoint that has some), so they cannot be replaced; start the server with the new weights"
             )
         if weights.directory is not None:
             check_same_model(self._config, weights.directory)
         check_weights(self.model, weights)
 
     def replace_weights(self, weights: NewWeights, one_more: Callable[[], None]) -> None:
-        """See ``Worker``. Parameters stay where they are, so that graphs and drafts that share some read the new ones.
-        A draft's own weights stay as they are."""
+        """See ``Worker``. The parameters keep their addresses, so that captured graphs, and a draft that shares some of
+        them, read the new values. A draft's own weights are not replaced."""
         with writing_weights(self.device):
             replace_weights(self.model, weights, one_more)
         self._config = with_weights(self._config, weights.directory, weights.label)
         if self.storage is not None:
-            # Of tensors no file tells. The number of the latest update stands for all of them.
-            update = f" {weights.number}" if weights.partly else ""
+            # No file describes single tensors: the id of the latest update stands for all of them.
+            update = f" {weights.update_id}" if weights.partly else ""
             self.storage.root_key.weights_replaced(model_id(self._config) + update)
 
     @torch.inference_mode()
     def launch(self, batch: ScheduleBatch) -> ForwardResult | HeldStep:
-        """Submit one step in its two phases: the forward, which leaves Logits, and the sampling of them. Does not wait
-        for the device.
+        """Submit one step in its two phases: the forward, which yields Logits, and the sampling from them. Does not
+        wait for the device.
 
-        Where nothing needs the CPU between the two, they are one submission. A decode step whose requests need a
-        temperature at most is one replay, which draws for itself. A step with masks is submitted as far as its logits.
+        If the CPU is not needed between the two phases, they are one submission. A decode step whose requests need at
+        most a temperature is a single replay, which includes the draw. Of a step with token masks only the forward is
+        submitted.
         """
         wait_for_pages(self.device.forward, batch.after)  # WAR, WAW: transfers may still use retired pages
         self.device.checker.begin_step()
-        mode = _mode(batch)
         exclusive = self.hicache
-        if exclusive is not None and not (
-            self._attention.persistent(mode) or self._draft_attention.persistent(mode)
-        ):
-            exclusive = None
+        if exclusive is not None:
+            mode = _mode(batch)
+            if not (self._attention.persistent(mode) or self._draft_attention.persistent(mode)):
+                exclusive = None
         if exclusive is not None:
             exclusive.before_persistent_forward()
         views = self._upload(batch)
@@ -358,14 +375,14 @@ class ModelRunner:
         self, batch: ScheduleBatch, logits: Logits, views: Views, masks: TokenMasks
     ) -> ForwardResult:
         """The second phase of a step with masks."""
-        assert logits.values is not None, "what is drawn without the host has no masks"
+        assert logits.values is not None, "tokens under masks are drawn from logits"
         assert self._masks is not None, "grammars are refused where there is no table for their masks"
         num_reqs = len(logits.values) // max(logits.num_verified, 1)
         exclusive = self.hicache
         if self.speculative is None or not self._draft_attention.persistent(_mode(batch)):
             exclusive = None
         if exclusive is not None:
-            exclusive.before_persistent_forward()  # the draft is extended
+            exclusive.before_persistent_forward()  # the second phase runs the draft's attention
         with self.device.forward.active():
             table = self._masks.write(masks.rows, masks.bits, num_reqs)
             result = self._sample(batch, logits, views, table)
@@ -374,7 +391,8 @@ class ModelRunner:
         return result
 
     def _upload(self, batch: ScheduleBatch) -> Views:
-        """The inputs of a step on the device, all in one upload; none where a decode step has nothing new."""
+        """Upload the inputs of a step in one copy and return their views on the device. Empty for a decode step that
+        needs no new inputs."""
         if isinstance(batch, ExtendBatch):
             arrays = _extend_arrays(batch)
             if self.speculative is not None:
@@ -388,8 +406,8 @@ class ModelRunner:
     # --- the two phases, both on FORWARD, which is current -------------------------------------------
 
     def _forward(self, batch: ScheduleBatch, views: Views) -> Logits:
-        """The first phase: write the page table and the KV, and compute what the second phase needs. ``views``: of
-        :meth:`_upload`."""
+        """The first phase: write the page table and the KV, and compute what the second phase needs. ``views``: what
+        :meth:`_upload` returned."""
         if isinstance(batch, ExtendBatch):
             return self._extend(batch, views)
         self.device.declare(StreamName.FORWARD, "decode step", self._accesses.decode, batch)
@@ -399,12 +417,12 @@ class ModelRunner:
     def _sample(
         self, batch: ScheduleBatch, logits: Logits, views: Views, masks: torch.Tensor | None = None
     ) -> ForwardResult:
-        """The second phase: draw the next tokens, unless the forward has, keep them as the last tokens of their rows,
-        and start to bring the results of both phases to the host."""
+        """The second phase: draw the next tokens unless the forward has drawn them, store them as the last tokens of
+        their rows, and start copying the results of both phases to the host."""
         tokens, logprobs = logits.tokens, None
         if tokens is None:
             assert logits.values is not None and logits.positions is not None and logits.sampling is not None
-            out = self.sampler.forward(logits.values.float(), logits.positions, logits.sampling, masks)
+            out = self.sampler.forward(logits.values, logits.positions, logits.sampling, masks)
             tokens, logprobs = out.next_tokens, out.logprobs
             if logits.rows is not None:
                 self.req_pool.last_tokens[logits.rows] = tokens
@@ -422,7 +440,9 @@ class ModelRunner:
             self._extended = None  # hidden states of a whole step
         if logits.prompt_logprobs is not None:
             results |= _logprob_results("prompt", logits.prompt_logprobs)
-        return ForwardResult(self._results.download(results))
+        communicator = self.model.context.shard.communicator
+        check = None if communicator is None else communicator.check
+        return ForwardResult(self._results.download(results), check)
 
     def _write_pages(self, views: Views) -> None:
         if "page_rows" in views:
@@ -457,7 +477,7 @@ class ModelRunner:
                 forward_batch = replace(forward_batch, attn=own)
             self._extended = forward_batch, x
         for ticket in batch.loads:
-            ticket.waited = True  # FORWARD has: what is submitted from now on comes after them
+            ticket.waited = True  # FORWARD has waited for it: all later submissions come after the load
         sampled = [seq.sampling for seq in batch.seqs if seq.sampling is not None]
         num_sampled = len(sampled)
         prompts = None
@@ -475,9 +495,10 @@ class ModelRunner:
         )
 
     def _layer_ready(self, batch: ExtendBatch) -> Callable[[int], None] | None:
-        """What makes FORWARD wait for ``batch.loads``, layer by layer; None if there are none.
+        """The function ``f(layer)`` that makes FORWARD wait for that layer of ``batch.loads``; None without loads.
 
-        Declares what the step touches: whole pages, so after the last layer's wait.
+        Also declares the step's accesses. These are of whole pages (all layers), so with loads they are declared after
+        the wait for the last layer.
         """
 
         def declare() -> None:
@@ -502,7 +523,7 @@ def _mode(batch: ScheduleBatch) -> ForwardMode:
 
 @contextmanager
 def _phase(done: str) -> Iterator[None]:
-    """A part of the start, named in the log when it is done."""
+    """Log the duration of a part of start-up when it is done."""
     begin = time.perf_counter()
     yield
     logger.info("%s in %.1f s", done, time.perf_counter() - begin)
@@ -510,7 +531,8 @@ def _phase(done: str) -> Iterator[None]:
 
 @contextmanager
 def _room_for(what: str, otherwise: str) -> Iterator[None]:
-    """Start-up that allocates beside the KV pool. Raises ``ValueError`` with the remedy where memory runs out."""
+    """For parts of start-up that allocate memory after the KV pool. Raises ``ValueError`` with the remedy if there is
+    not enough memory left."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -529,8 +551,8 @@ def _logprob_results(prefix: str, values: OutputLogprobs) -> Views:
 
 
 def _score_prompts(batch: ExtendBatch, views: Views, logits: torch.Tensor) -> OutputLogprobs:
-    """Logprobs of prompt tokens. ``logits`` [N, vocab_size] are not made float32 whole: of a chunk of 8,192 tokens that
-    would be 5 GB with a vocabulary of 150,000."""
+    """Logprobs of prompt tokens. ``logits`` [N, vocab_size] are not converted to float32 as a whole: for a chunk of
+    8,192 tokens and a vocabulary of 150,000 that would take 5 GB."""
     top_k = max(seq.prompt_top_logprobs for seq in batch.seqs)
     named_ids = None
     if "prompt_named_rows" in views:
@@ -544,7 +566,7 @@ def _page_write_arrays(batch: ScheduleBatch) -> Arrays:
 
 
 def _extend_arrays(batch: ExtendBatch) -> Arrays:
-    """The host inputs of an extend step, but for its page writes."""
+    """The host inputs of an extend step, except its page writes."""
     seqs = batch.seqs
     starts = np.cumsum([0] + [len(seq.token_ids) for seq in seqs])
     sampled = [i for i, seq in enumerate(seqs) if seq.sampling is not None]
@@ -579,7 +601,7 @@ def _extend_arrays(batch: ExtendBatch) -> Arrays:
 
 
 def _prompt_targets(seq: ExtendSeq, first: int, last: int) -> npt.NDArray[np.int64]:
-    """The tokens that the logits of chunk offsets ``first`` .. ``last - 1`` score: each one's successor."""
+    """The tokens that the logits at chunk offsets ``first`` .. ``last - 1`` score: those at the next positions."""
     tokens = np.concatenate([seq.token_ids[1:], np.array(seq.following[:1], dtype=np.int64)])
     return tokens[first:last]
 
@@ -597,10 +619,10 @@ def _extend_attention(batch: ExtendBatch, views: Views, page_table: torch.Tensor
 
 
 class StepAccesses:
-    """What a step reads and writes on FORWARD beside the rings: rows of requests and KV pages, each of all layers.
+    """Declares what a step reads and writes on FORWARD apart from the rings: request rows, and KV pages of all layers.
 
-    ``extend`` and ``decode`` are for ``Device.declare``. A decode step whose requests are those of the step before
-    costs no operation over its rows.
+    ``extend`` and ``decode`` are passed to ``Device.declare``. If a decode step has the same requests as the previous
+    one, its declaration needs no operation over its rows.
     """
 
     def __init__(self, kv_pool: KVPool, req_pool: ReqPool) -> None:
@@ -630,11 +652,11 @@ class StepAccesses:
         op.read(self.page_table, batch.rows)
         if batch.committed_lens is None:
             op.append_pages(self.pages, batch.rows, batch.seq_lens)
-        else:  # the host knows only where it ends at most, and that may be less than it thought a step before
+        else:  # the host knows only upper bounds of the lengths, and a bound may be lower than in the previous step
             op.read(self.pages, self.pages.pages_of(batch.rows, batch.seq_lens))
             written = self.pages.pages_between(batch.rows, batch.committed_lens, batch.seq_lens)
             op.write(self.pages, written)
-        op.write(self.last_tokens, batch.rows)  # and reads them: the tokens of the step before
+        op.write(self.last_tokens, batch.rows)  # it also reads them: the tokens of the previous step
 
     def _write_table(self, op: Accesses, batch: ExtendBatch | DecodeBatch) -> None:
         writes = batch.page_writes

@@ -1,16 +1,16 @@
-"""PiecewiseCudaGraphRunner: prefill steps whose stretches between attention calls are captured, for a list of sizes.
+"""PiecewiseCudaGraphRunner: prefill steps as CUDA graphs of the pieces between attention calls, for a list of sizes.
 
-Attention depends on the requests' lengths and runs as it is planned for each batch; everything else depends on the
-number of tokens alone. A step of few tokens takes the CPU longer to launch, kernel by kernel, than it takes the GPU, so
-it runs in the smallest captured size that holds its tokens, the rest padded::
+Attention depends on the requests' lengths and is launched as planned for each batch. Everything else depends on the
+number of tokens only. For a step of few tokens, launching each kernel takes the CPU longer than the GPU needs to run
+them. So such a step is replayed in the smallest captured size that holds its tokens, and the other rows are padded::
 
     piece 0    embedding, layer 0 until attention        graph
     attention of layer 0, of the step's tokens alone     launched
     piece 1    layer 0 from there, layer 1 until ...     graph
     ...        and the last piece ends the last layer
 
-Padded tokens write the sink and read rows of their own, which are zeroed before each step where attention, which leaves
-them out, would have written. Final norm and head run on the few rows that are asked for, without a graph.
+Padded tokens write their KV to the sink. Attention leaves them out, so the rows of its output that belong to them are
+zeroed before each step. Final norm and head run without a graph, on the few rows whose logits are needed.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ _AUX = "aux_hidden"
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """One size. ``graphs[i]`` is what precedes attention of layer i, the last what follows all of it."""
+    """The graphs of one size. ``graphs[i]`` is the piece before attention of layer i; the last piece follows attention
+    of the last layer."""
 
     graphs: Sequence[Graph]
-    replays: list[Piece]  # of these graphs
+    replays: list[Piece]  # the functions that replay these graphs
 
 
 class PiecewiseCudaGraphRunner(GraphRunner):
-    """The captured sizes of one model's prefill. Owns their pool; what the pieces hand each other is the arena's."""
+    """Runs the prefill steps of one model, with graphs where there are any. It owns the graphs' memory pool. Values
+    that pass from one piece to the next are in the arena."""
 
     def __init__(
         self,
@@ -58,8 +60,9 @@ class PiecewiseCudaGraphRunner(GraphRunner):
         debug: bool = False,
         aux_layers: tuple[int, ...] = (),
     ) -> None:
-        """``sizes``: ascending numbers of tokens. ``aux_layers``: the ``layers`` of ``ForwardBatch.aux_hidden``, if
-        batches have it. Nothing is captured before :meth:`capture`."""
+        """``sizes`` are ascending numbers of tokens. ``aux_layers`` are the ``layers`` of ``ForwardBatch.aux_hidden``,
+        empty if batches have none. ``debug`` compares each replay with the same step without graphs
+        (``--debug-cuda-graph``). Nothing is captured before :meth:`capture`."""
         super().__init__(device, "prefill", "tokens", sizes)
         self._model = model
         self._kv_pool = kv_pool
@@ -89,28 +92,30 @@ class PiecewiseCudaGraphRunner(GraphRunner):
         return [self._kv_pool.k(0).data_ptr(), self._kv_pool.v(0).data_ptr()]
 
     def capture(self, show_progress: bool) -> None:
-        """Capture every size. Waits for the device."""
+        """Capture every size, and replay each graph once. Waits for the device."""
         self._capture_sizes(self._capture_size, show_progress)
         for captured in self._captured.values():
             captured.replays.extend(graph.bind() for graph in captured.graphs)
-            # A graph is uploaded to the device when it is first replayed.
+            # The first replay of a graph uploads it to the device; no request should wait for that.
             with self._device.forward.active():
                 for replay in captured.replays:
                     replay()
         self._device.synchronize()
 
     def size_for(self, num: int) -> int | None:
-        """The size that a step of ``num`` tokens is replayed in, None if it runs without graphs; total (F11).
+        """The captured size in which a step of ``num`` tokens is replayed, None if it runs without graphs. Defined for
+        every ``num`` (F11).
 
-        Steps beyond the largest are not meant for graphs, so they count neither as eligible nor as a fallback."""
+        Steps larger than the largest size are not meant to use graphs, so they count neither as eligible nor as a
+        fallback."""
         if num > self._sizes[-1]:
             return None
         self.stats.eligible_steps += 1
         return super().size_for(num)
 
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
-        """``CausalLM.hidden_states`` [T, hidden_size], by graphs where there are some for so many tokens, with FORWARD
-        current. Good until the next step is submitted."""
+        """``CausalLM.hidden_states`` [T, hidden_size] of ``batch``, with graphs if there are some for T tokens. FORWARD
+        must be current. The result is valid until the next step is submitted."""
         num_tokens = batch.num_tokens
         size = self.size_for(num_tokens)
         if size is None or not self.fits():
@@ -130,17 +135,17 @@ class PiecewiseCudaGraphRunner(GraphRunner):
         return tensors["hidden"]
 
     def begin_serving(self) -> None:
-        """Count, and with ``--debug-cuda-graph`` compare, from now on. Not before: all tokens of a warm-up's step go to
-        the sink, where it is undefined which of them stays."""
+        """From now on count steps and, with ``--debug-cuda-graph``, compare them. Steps of the warm-up cannot be
+        compared: all their tokens write to the sink's one slot, and it is undefined which of them is written last."""
         self.stats.restart()
         self._compares = self._debug
 
     def _submit(self, pieces: Sequence[Piece], batch: ForwardBatch) -> None:
-        """All pieces, with attention of the batch's own tokens between them."""
+        """Submit all pieces, and between them attention of the batch's tokens (without padding)."""
         attend, ready = self._model.attend, batch.layer_ready
         for layer_id in range(self._model.num_layers):
             if ready is not None:
-                # Before the piece that stores: it may go on with the page that was loaded last.
+                # Wait before the piece that stores this layer's KV: it may write to a page that is still being loaded.
                 ready(layer_id)
             pieces[layer_id]()
             attend(layer_id, batch)
@@ -148,7 +153,7 @@ class PiecewiseCudaGraphRunner(GraphRunner):
 
     def _capture_size(self, pool: GraphPool, size: int) -> Sequence[Graph]:
         pieces = self._pieces(size)
-        # The first call compiles kernels and sets them up. It uses only the sink.
+        # The first call compiles and initialises kernels. The arena holds padding, so only the sink is written.
         with self._device.forward.active():
             for piece in pieces:
                 piece()
@@ -161,7 +166,7 @@ class PiecewiseCudaGraphRunner(GraphRunner):
         return graphs
 
     def _pieces(self, size: int) -> list[Piece]:
-        """The model's pieces over the first ``size`` rows of the arena."""
+        """Functions that run the model's pieces on the first ``size`` rows of the arena."""
         rows = {name: self.arena[name][:size] for name in self.arena.fields}
         batch = ForwardBatch(
             mode=ForwardMode.EXTEND,
@@ -177,7 +182,8 @@ class PiecewiseCudaGraphRunner(GraphRunner):
         return [partial(self._model.run_piece, index, batch) for index in range(self._model.num_layers + 1)]
 
     def _compare(self, size: int, batch: ForwardBatch, outputs: Mapping[str, torch.Tensor]) -> None:
-        """``--debug-cuda-graph``: the step without its graphs, then with them; every bit must agree."""
+        """``--debug-cuda-graph``: run the step without graphs and then with them. Raises ``GraphMismatch`` unless all
+        ``outputs`` are equal bit by bit."""
         self._submit(self._pieces(size), batch)
         eager = {name: output.clone() for name, output in outputs.items()}
         self._submit([graph.replay for graph in self._captured[size].graphs], batch)
@@ -193,7 +199,7 @@ class PiecewiseCudaGraphRunner(GraphRunner):
 
 
 class _NoAttention(AttentionPlan):
-    """Pieces are what lies between attention calls."""
+    """The attention plan of captured pieces, which never call attention."""
 
     def forward(
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float

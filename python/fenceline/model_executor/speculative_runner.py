@@ -2,27 +2,29 @@
 
 One step is a chain on FORWARD, and nothing in it needs the host:
 
-1. *draft*: from what the last step has left of each request, ``depth`` tokens, one after the other; a draft with a
-   layer for each step has proposed them already;
-2. *verify*: the target computes the request's last token and the drafted ones, ``depth + 1`` rows a request, in one
-   forward;
-3. *draw*: at each of these rows the token that the target itself draws there, with the noise of that position;
-4. *accept*: drafts count as long as they are what was drawn. The tokens drawn up to the first that differs are the
-   step's: 1 to ``depth + 1``. They are those of plain decoding, whatever the draft proposes;
-5. *draft-extend*: the draft computes its rows of the accepted tokens from the target's hidden states. With a layer for
-   each step, layer k computes row i from token i + 1 + k. So its last k rows stand for tokens that it has proposed, and
-   are computed again when the tokens are known; nobody else gets a page with such rows (``DraftConfig.lookahead``).
+1. *draft*: the draft proposes ``depth`` tokens for each request, one after the other, from the state that the last step
+   has left. A draft model with a layer for each step (NEXTN with several layers) has proposed them already;
+2. *verify*: the target computes the request's last token and the drafted ones in one forward, ``depth + 1`` rows per
+   request (of a tree, as many as it has nodes);
+3. *draw*: at each of these rows the target draws its own next token, with the noise of that token's position;
+4. *accept*: a draft token is accepted if it and all before it are equal to the tokens drawn there. The step yields the
+   drawn tokens up to and including the first that differs: 1 to ``depth + 1``. They are the tokens of decoding without
+   a draft, whatever the draft proposes;
+5. *draft-extend*: the draft computes its rows for the accepted tokens from the target's hidden states. In a draft with
+   a layer for each step, layer k computes row i from token i + 1 + k. So its last k rows are computed from tokens that
+   are only proposed. They are computed again when the tokens are known, and no page with such rows is shared
+   (``DraftConfig.lookahead``).
 
-The depth may be another in each step, one of a few (``SpeculativeConfig.shapes``), and 0: then nothing is proposed, and
-the draft computes its row of the last token, so that nothing that it will propose from is missing.
+The depth may change from step to step, among a few values (``SpeculativeConfig.shapes``). With depth 0 nothing is
+proposed. The draft then still computes its row of the last token, so that it can go on from there later.
 
-Drafts are chains, or trees where ``topk`` is above 1 (``speculative/tree.py``). The nodes of a tree lie in slots one
-after the other, from that of the last token on, and so do, in the draft's own layers, the rows that it computes while
-it proposes. The rows of an accepted path are moved to their tokens' slots in the step that accepts them.
+Drafts are chains, or trees if ``topk`` is above 1 (``speculative/tree.py``). The nodes of a tree have consecutive
+slots, beginning with that of the last token, and so do, in the draft's own layers, the rows that it computes while it
+proposes. The rows of an accepted path are moved to their tokens' slots in the step that accepts them.
 
-Lengths advance on the device (``SpeculativeState``); the host learns them one step later and only knows bounds.
-Rejected tokens leave KV in slots behind a request's length. They are written again before anybody reads them, and they
-are never shared, since only committed tokens are.
+Lengths advance on the device (``SpeculativeState``). The host learns them one step later; until then it knows only
+upper bounds. Rejected tokens leave KV in slots beyond a request's length. Those slots are written again before they are
+read, and they are never shared, because only committed tokens are.
 """
 
 from __future__ import annotations
@@ -67,13 +69,21 @@ from fenceline.models.decoder import CausalLM
 from fenceline.models.draft import DraftModel
 from fenceline.sampling.kernels.sample import sample_tokens
 from fenceline.sampling.logprobs import OutputLogprobs, select_logprobs
+from fenceline.sampling.rank_sampler import RankSampler
 from fenceline.sampling.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
 from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.speculative.accept import accept
 from fenceline.speculative.draws import Pieces, best_drafts, draw_draft, drawn_tokens
-from fenceline.speculative.kernels.operands import SINK_LEN, Begun, Kept, NextRow
-from fenceline.speculative.kernels.step import accept_chain, begin_step, keep_draft, keep_last_hidden
-from fenceline.speculative.kv_rows import KVMover, node_slots, slots_at
+from fenceline.speculative.kernels.operands import SINK_LEN, AcceptOutputs, BeginOutputs, NextRow
+from fenceline.speculative.kernels.step import (
+    accept_chain,
+    begin_step,
+    keep_draft,
+    keep_last_hidden,
+    keep_proposal,
+    place_rows,
+)
+from fenceline.speculative.kv_rows import KVMover, node_slots
 from fenceline.speculative.refuse import check_draft
 from fenceline.speculative.tree import (
     Candidates,
@@ -87,19 +97,23 @@ Arrays = dict[str, npt.NDArray[np.generic]]
 Views = Mapping[str, torch.Tensor]
 Move = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # see KVMover.move
 
-_VERIFY = "verify_"  # begins the names of the arrays that the draws of all rows of a step read
+_VERIFY = "verify_"  # prefix of the names of the arrays for the draws at all rows of a step
 
 
 class SpeculativeState:
-    """What the device keeps of each request between two steps, by row; row 0 is the sink that padding names.
+    """The state of each request that the device keeps between two steps, by row. Row 0 is the sink, the row of padding.
 
-    ``lens`` [num_rows] int64: tokens of the request, the last one of which has no KV yet. For a draft that reads hidden
-    states, ``hidden`` [num_rows, 1, hidden_size] is what it proposes from; with n layers for as many steps, ``drafts``
-    [num_rows, n] int64 are all its proposals, and ``hidden`` [num_rows, n - 1, hidden_size] at k is what layer k has
-    left of row ``lens - 2 - k``, the last one that stands for known tokens: layer k + 1 goes on from there. For one
-    that reads none, ``previous`` [num_rows] int64 is the token in front of the last one, and ``is_behind`` [num_rows]
-    bool says whether the draft has not computed that one yet. All of it is written on FORWARD alone, in program order
-    with the steps that read it.
+    ``lens`` [num_rows] int64: the number of tokens of the request, the last of which has no KV yet. The other tensors
+    depend on the kind of draft:
+
+    * A draft that reads hidden states: ``hidden`` [num_rows, 1, hidden_size] is the hidden state that it goes on from.
+    * One with n layers for as many steps: ``drafts`` [num_rows, n] int64 are all its proposals, and ``hidden``
+      [num_rows, n - 1, hidden_size] at k is the hidden state of layer k at row ``lens - 2 - k``, the last row that is
+      computed from known tokens. Layer k + 1 goes on from there.
+    * One that reads no hidden states: ``previous`` [num_rows] int64 is the token before the last one, and ``is_behind``
+      [num_rows] bool says whether the draft has not computed that token yet.
+
+    Everything is written on FORWARD only, in program order with the steps that read it.
     """
 
     def __init__(
@@ -118,29 +132,31 @@ class SpeculativeState:
 
 @dataclass(frozen=True, slots=True)
 class _Plans:
-    """Attention of a step of ``size`` requests."""
+    """The attention plans of a step of ``size`` requests."""
 
     size: int
     shape: StepShape
     is_tree: bool
-    verify: AttentionPlan  # the target's
-    extend: Sequence[AttentionPlan]  # the draft's, of as many rows, and for layer k of k more
-    # The draft's while it proposes, of a row for each request; of a tree, of topk rows in each step but the first.
+    verify: AttentionPlan  # of the target, for all rows that are verified
+    extend: Sequence[AttentionPlan]  # of the draft's layer k in draft-extend: depth + 1 + k rows per request
+    # Of the draft while it proposes: one row per request. For trees: topk rows per request, from the second step on.
     steps: Sequence[AttentionPlan]
-    two: AttentionPlan | None  # a draft's that reads no hidden states, of two
+    two: (
+        AttentionPlan | None
+    )  # of a draft that reads no hidden states, for the last two tokens of each request
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
     plans: _Plans
-    verify: Graph  # as far as the target's logits
-    accept: Graph  # from what has been drawn
+    verify: Graph  # the drafts, the target's logits, and plain draws from them
+    accept: Graph  # everything from the drawn tokens on
 
 
 class SpeculativeRunner(GraphRunner):
-    """One device's speculative decode steps for up to ``max_batch`` requests, and the graphs of some batch sizes and of
-    each depth: one as far as the target's logits, one from the draw on. Everything is submitted to FORWARD, which must
-    be current in all methods but :meth:`arrays`."""
+    """Runs speculative decode steps of up to ``max_batch`` requests on one device. For some batch sizes and each depth
+    it has two graphs: one up to the draws from the target's logits, and one from the drawn tokens on. Everything is
+    submitted to FORWARD, which must be current in all methods except :meth:`arrays` and :meth:`extend_arrays`."""
 
     def __init__(
         self,
@@ -155,12 +171,15 @@ class SpeculativeRunner(GraphRunner):
         config: SpeculativeConfig,
         sizes: Sequence[int] = (),
         padding: bool = True,
+        rank_sampler: RankSampler | None = None,
     ) -> None:
-        """``config`` says how steps speculate; ``sizes`` as of ``DecodeRunner``."""
+        """``config`` are the settings of speculation. ``sizes`` and ``rank_sampler``: see ``DecodeRunner``."""
         super().__init__(device, "speculative decode", "requests", sizes, padding)
         self.config = config
         self.reads_hidden = draft.hidden_size > 0
         self._model = model
+        self._num_heads = model.context.shard.divide(model.config.num_heads, "attention heads")
+        self._rank_sampler = rank_sampler
         self._draft = draft
         self._kv_pool = kv_pool
         self._req_pool = req_pool
@@ -175,46 +194,56 @@ class SpeculativeRunner(GraphRunner):
         self._same = comparison(device, SAME_COMPOSITION)
         self._table_of_step = table_of_step(device, req_pool.page_table)
         self._num_reqs = 0
-        self._sampling: dict[int, SamplingBatch] = {}  # of the present batch, by depth
-        self._plans: _Plans | None = None  # of the step whose draw is awaited
-        self._replayed: _Captured | None = None  # and its graphs, if it runs in them
+        self._sampling: dict[int, SamplingBatch] = {}  # for the present batch, by depth
+        self._plans: _Plans | None = None  # of the latest step
+        self._replayed: _Captured | None = None  # the graphs of the latest step, if it runs with graphs
         self._outputs: ArenaOutputs | None = None  # of the latest step
         dtype = model.context.dtype
-        self._num_layers = draft.max_steps or 1  # with a turn of their own
+        self._num_layers = draft.max_steps or 1  # layers that each run one step of the draft, or 1
         self.state = SpeculativeState(device, req_pool.num_rows, self._num_layers, draft.hidden_size, dtype)
         width = (largest.num_nodes,)
         i64, f32 = torch.int64, torch.float32
         fields = [
             ArenaField("plan_rows", i64, Role.PLAN, pad=SINK),
-            ArenaField("may_accept", torch.bool, Role.PLAN, pad=False),  # whether drafts may count
+            ArenaField("may_accept", torch.bool, Role.PLAN, pad=False),  # whether drafts may be accepted
             ArenaField("temperatures", f32, Role.PLAN, pad=1.0),
             ArenaField("noise_scales", f32, Role.PLAN, pad=0.0),
             ArenaField("seed_keys", i64, Role.PLAN, pad=0),
-            ArenaField("lens", i64, Role.INPUT, pad=SINK_LEN),  # as the step begins
-            ArenaField("seq_lens", i64, Role.INPUT, pad=SINK_LEN),  # with all rows of the step
-            ArenaField("draft_lens", i64, Role.INPUT, pad=SINK_LEN),  # of the draft's current forward
+            ArenaField("lens", i64, Role.INPUT, pad=SINK_LEN),  # the lengths when the step begins
             ArenaField(
-                "draft_ids", i64, Role.INPUT, pad=0
-            ),  # of a chain: the row that the draft computes next
+                "seq_lens", i64, Role.INPUT, pad=SINK_LEN
+            ),  # the lengths including all rows of the step
+            ArenaField(
+                "draft_lens", i64, Role.INPUT, pad=SINK_LEN
+            ),  # the lengths for the draft's current forward
+            # For chains: the row that the draft computes next.
+            ArenaField("draft_ids", i64, Role.INPUT, pad=0),
             ArenaField("draft_positions", i64, Role.INPUT, pad=0),
             ArenaField("draft_slots", i64, Role.INPUT, pad=SINK),
-            ArenaField("is_bad", torch.bool, Role.INPUT, pad=False),  # drafts that are not to be used
-            # Of the rows that the target verifies: the last token and the drafts. Where there are fewer than in the
-            # deepest steps, they lie one request's after the other's all the same, see _rows.
+            ArenaField(
+                "is_bad", torch.bool, Role.INPUT, pad=False
+            ),  # whether the draft is unusable, see check_draft
+            # The rows that the target verifies: the last token and the drafts. In steps that are not the deepest there
+            # are fewer per request; then, too, the rows of one request follow directly on those of another, see _rows.
             ArenaField("input_ids", i64, Role.INPUT, pad=0, shape=width),
             ArenaField("positions", i64, Role.INPUT, pad=0, shape=width),
             ArenaField("out_slots", i64, Role.INPUT, pad=SINK, shape=width),
-            ArenaField("drawn", i64, Role.INPUT, pad=0, shape=width),  # the target's own tokens there
-            ArenaField("counts", i64, Role.OUTPUT, pad=1),  # tokens of the step
-            ArenaField("num_bad", i64, Role.OUTPUT, pad=0),  # 1 where the draft could not be used
+            ArenaField(
+                "drawn", i64, Role.INPUT, pad=0, shape=width
+            ),  # the tokens that the target has drawn there
+            ArenaField("counts", i64, Role.OUTPUT, pad=1),  # the number of tokens that the step yields
+            ArenaField("num_bad", i64, Role.OUTPUT, pad=0),  # 1 if the draft was unusable
         ]
         if topk > 1:
             fields += _tree_fields(largest, topk)
         self.arena = Arena(device, "speculative", max_batch, fields)
-        # Of the draft's current forward; a plan of its own for each, though they share this field (F9).
+        # The lengths for the draft's current forward, which all its attention plans read. They have memory of their
+        # own, so that ``lens``, from which they are derived, is not overwritten (F9).
         self._draft_lens = self.arena.derived("draft_lens", "lens")
-        self._move_target: Move | None = None  # of trees
-        self._move_rows: Move | None = None  # of trees whose draft reads no hidden states: the draft's
+        self._move_target: Move | None = None  # for trees: moves the target's KV rows
+        self._move_rows: Move | None = (
+            None  # for trees of a draft that reads no hidden states: moves the draft's
+        )
         if topk > 1:
             parts = [tensor for _, tensor in kv_pool.tensors()]
             num_target_parts = len(kv_pool.layout.parts_of(range(model.num_layers)))
@@ -222,7 +251,7 @@ class SpeculativeRunner(GraphRunner):
             if not self.reads_hidden:
                 self._move_rows = moves_of_nodes(device, KVMover(parts[num_target_parts:]).move)
         self._zeros = torch.zeros(max_batch, 1, device=device.torch_device)
-        # What the target leaves of the rows that it verifies: hidden states, and those of further layers.
+        # The target's hidden states of the rows that it verifies: of its last layer, and of ``aux_layers``.
         num_rows, where, hidden_size = (
             max_batch * largest.num_nodes,
             device.torch_device,
@@ -231,7 +260,8 @@ class SpeculativeRunner(GraphRunner):
         self._hidden = torch.zeros(num_rows, hidden_size, dtype=dtype, device=where)
         self._aux = torch.zeros(num_rows, len(aux_layers) * hidden_size, dtype=dtype, device=where)
         num_rows = (sizes[-1] if sizes else 0) * largest.num_nodes
-        self._logits = torch.zeros(num_rows, model.config.vocab_size, dtype=dtype, device=where)
+        num_columns = model.lm_head.weight.shape[0]  # this rank's
+        self._logits = torch.zeros(num_rows, num_columns, dtype=dtype, device=where)
         for name, tensor in (("hidden", self._hidden), ("aux", self._aux), ("logits", self._logits)):
             if tensor.numel():
                 device.name_memory(tensor, f"speculative.target_{name}", tensor[0].nbytes)
@@ -247,8 +277,8 @@ class SpeculativeRunner(GraphRunner):
     # --- a batch
 
     def arrays(self, batch: DecodeBatch) -> Arrays:
-        """What has to be uploaded before :meth:`forward`: nothing if the requests are those of the step before, and
-        have had a step of this depth."""
+        """The arrays that must be uploaded before :meth:`forward`: nothing if the requests are those of the step before
+        and have had a step of this depth already."""
         arrays, is_same = {}, self._holds(batch)
         if not (is_same and batch.depth.depth in self._sampling):
             every_row = sampling_arrays(self._of_every_row(batch))
@@ -262,11 +292,12 @@ class SpeculativeRunner(GraphRunner):
         return plan | arrays
 
     def _holds(self, batch: DecodeBatch) -> bool:
-        """Whether the arena holds the batch's requests."""
+        """Whether the arena is filled with the requests of ``batch``."""
         return self._composition is not None and self._same(self._composition, batch.composition)
 
     def _of_every_row(self, batch: DecodeBatch) -> list[ReqSampling]:
-        """What the draws of all rows need, row after row. Only a request's first row is penalised and counted."""
+        """The sampling parameters for each row that is verified. Only the first row of a request has penalties and
+        counts its token, because the drafts of requests with penalties are not accepted."""
         rows, num_further = [], self._shapes[batch.depth.depth].num_nodes - 1
         for req in batch.sampling:
             further = replace(req, params=_without_penalties(req.params))
@@ -274,8 +305,10 @@ class SpeculativeRunner(GraphRunner):
         return rows
 
     def forward(self, batch: DecodeBatch, views: Views) -> Logits:
-        """Submit the step as far as verification. ``views``: what ``arrays`` has told. The draw is the sampler's; what
-        it has drawn goes to :meth:`accept`."""
+        """Submit the first part of the step: draft and verify. ``views`` are the uploaded :meth:`arrays`.
+
+        The Logits that are returned have either the tokens that a graph has drawn already, or the values from which
+        the sampler has to draw. The drawn tokens must then be given to :meth:`accept`."""
         if "plan_rows" in views:
             self._fill(batch, views)
         assert self._composition is not None, "the first batch fills the arena"
@@ -303,7 +336,7 @@ class SpeculativeRunner(GraphRunner):
         if captured is not None and sampling.is_plain:
             drawn = self._rows("drawn", num_reqs, num_nodes).flatten()
             return Logits(tokens=drawn, num_verified=num_nodes)
-        # Those of the tokens that are drawn.
+        # A drawn token is one position after the row that it is drawn from.
         positions = self._rows("positions", num_reqs, num_nodes).flatten() + 1
         return Logits(
             values=values[: num_reqs * num_nodes],
@@ -313,9 +346,11 @@ class SpeculativeRunner(GraphRunner):
         )
 
     def accept(self, drawn: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """End the step: ``drawn`` [B * num_nodes] int64 are the target's own tokens, None where the forward has drawn
-        them. The results, good until the next step is submitted: ``next_tokens`` [B, depth + 1], ``counts`` [B], how
-        many of them are the step's, and ``num_bad`` [B], 1 where the draft could not be used."""
+        """Submit the second part of the step: accept and draft-extend.
+
+        ``drawn`` [B * num_nodes] int64 are the target's own tokens, None if the graph in :meth:`forward` has drawn
+        them. The results are int64 and valid until the next step is submitted: ``next_tokens`` [B, depth + 1],
+        ``counts`` [B] (how many of them the step yields), and ``num_bad`` [B] (1 if the draft was unusable)."""
         num_reqs, plans = self._num_reqs, self._plans
         assert plans is not None
         tokens = self._rows("drawn", num_reqs, plans.shape.num_nodes)
@@ -333,7 +368,7 @@ class SpeculativeRunner(GraphRunner):
         }
 
     def logprobs_of_path(self, logprobs: OutputLogprobs) -> OutputLogprobs:
-        """Of the tokens that :meth:`accept` has returned, those of all nodes being given."""
+        """The logprobs of the tokens that :meth:`accept` has returned, taken from ``logprobs`` of all nodes' draws."""
         assert self._outputs is not None and self._plans is not None
         if not self._plans.is_tree:
             return logprobs
@@ -350,7 +385,8 @@ class SpeculativeRunner(GraphRunner):
         self._composition = batch.composition
 
     def _rows(self, name: str, size: int, width: int) -> torch.Tensor:
-        """``width`` rows of each of the first ``size`` requests, one after the other, [size, width]."""
+        """The values of arena field ``name`` for the first ``size`` requests with ``width`` rows each, [size, width].
+        It is a view; see :func:`_rows_of`."""
         return _rows_of(self.arena[name], size, width)
 
     # --- graphs
@@ -360,7 +396,8 @@ class SpeculativeRunner(GraphRunner):
         self._capture_sizes(lambda pool, size: self._capture_size(pool, size, max_seq_len), show_progress)
 
     def _capture_size(self, pool: GraphPool, size: int, max_seq_len: int) -> Sequence[Graph]:
-        """The arena is all padding meanwhile, so only the sink is touched."""
+        """Capture the graphs of all depths for one size. The arena holds only padding meanwhile, so only the sink is
+        accessed."""
         graphs: list[Graph] = []
         for shape in reversed(self._shapes.values()):
             graphs += self._capture_shape(pool, size, shape, max_seq_len)
@@ -370,9 +407,9 @@ class SpeculativeRunner(GraphRunner):
         self, pool: GraphPool, size: int, shape: StepShape, max_seq_len: int
     ) -> Sequence[Graph]:
         device, name = self._device, f"[{size}] of depth {shape.depth}"
-        with device.forward.active():  # what a plan allocates and writes, FORWARD then reads
+        with device.forward.active():  # FORWARD reads what a plan allocates and writes
             plans = self._make_plans(size, shape, np.full(size, max_seq_len + shape.num_slots - 1, np.int64))
-            self._verify_and_draw(plans)  # compiles and sets up what the first call does
+            self._verify_and_draw(plans)  # the first call compiles and initialises kernels
             self._accept(plans)
         device.synchronize()
         verify = device.capture(f"verify{name}", pool, lambda: self._verify_and_draw(plans))
@@ -381,9 +418,10 @@ class SpeculativeRunner(GraphRunner):
         return verify, accept
 
     def _make_plans(self, size: int, shape: StepShape, max_lens: npt.NDArray[np.int64]) -> _Plans:
-        """``max_lens`` [size] int64 bound the lengths with all rows of the step."""
+        """Plan the attention of a step of ``size`` requests. ``max_lens`` [size] int64 are upper bounds of the lengths
+        including all rows of the step."""
         arena = self.arena
-        target = self._attention, self._model.config.num_heads
+        target = self._attention, self._num_heads
         draft = self._draft_attention, self._draft.num_heads
 
         def plan(
@@ -405,14 +443,14 @@ class SpeculativeRunner(GraphRunner):
                     num_heads=num_heads,
                 )
             )
-            assert made is not None, "the backend was asked when it was chosen"
+            assert made is not None, "a backend without plan_verify is not chosen for speculation"
             return made
 
         topk, depth = self._topk, shape.depth
         is_tree = topk > 1 and depth > 0
         path_lens = arena["path_lens" if topk > 1 else "seq_lens"]
         if is_tree:
-            counts = [topk * step for step in range(1, depth)]  # of nodes
+            counts = [topk * step for step in range(1, depth)]  # nodes so far
             steps = [plan(topk, self._draft_lens, draft, count, "draft_ancestors") for count in counts]
         else:
             steps = [plan(1, self._draft_lens, draft)] * (depth - 1)
@@ -429,9 +467,10 @@ class SpeculativeRunner(GraphRunner):
     # --- the step
 
     def _begin(self, plans: _Plans) -> None:
-        """Derive the rows that are verified; their ids are still to be proposed."""
+        """Compute positions and slots of the rows that will be verified. Of their token ids only the first is known;
+        the others are still to be proposed."""
         arena, size, shape = self.arena, plans.size, plans.shape
-        begun = Begun(
+        outputs = BeginOutputs(
             lens=arena["lens"][:size],
             seq_lens=arena["seq_lens"][:size],
             path_lens=arena["path_lens"][:size] if self._topk > 1 else None,
@@ -443,19 +482,29 @@ class SpeculativeRunner(GraphRunner):
         begin_step(
             arena["plan_rows"][:size],
             self.state.lens,
-            self._table_of_step(),  # by the page table of this moment (F5)
+            self._table_of_step(),  # the page table as it is in this step (F5)
             self._req_pool.last_tokens,
             self._kv_pool.page_size,
             shape.depth,
-            begun,
+            outputs,
         )
 
     def _verify_and_draw(self, plans: _Plans) -> None:
-        """The step as far as the target's own tokens, drawn as requests need it that want a temperature at most.
-        Others' are drawn again by the Sampler, from the same logits."""
+        """The first part of a captured step: draft, verify, and draw. The draw applies a temperature only. If a request
+        needs more than that, the Sampler draws again from the same logits."""
         logits = self._propose_and_verify(plans, self._logits)
         size, num_nodes = plans.size, plans.shape.num_nodes
         temperatures, scales, keys = self._draw_inputs(size)
+        if self._rank_sampler is not None:
+            drawn = self._rank_sampler.draw(
+                logits.float(),
+                temperatures.repeat_interleave(num_nodes),
+                scales.repeat_interleave(num_nodes),
+                keys.repeat_interleave(num_nodes),
+                self._rows("positions", size, num_nodes).flatten() + 1,
+            )
+            self._rows("drawn", size, num_nodes).copy_(drawn.view(size, num_nodes))
+            return
         sample_tokens(
             logits,
             temperatures,
@@ -471,8 +520,8 @@ class SpeculativeRunner(GraphRunner):
         )
 
     def _propose_and_verify(self, plans: _Plans, logits_out: torch.Tensor | None = None) -> torch.Tensor:
-        """The drafts, and the target's logits of all rows, [size * num_nodes, vocab_size], in the first rows of
-        ``logits_out`` if given."""
+        """Propose the drafts and verify them. Returns the target's logits of all rows [size * num_nodes, this rank's
+        columns], which are written to the first rows of ``logits_out`` if that is given."""
         size, num_nodes = plans.size, plans.shape.num_nodes
         self._begin(plans)
         self._propose(plans)
@@ -487,10 +536,10 @@ class SpeculativeRunner(GraphRunner):
             batch = replace(batch, logits_out=logits_out[:num_rows])
         x = self._model.hidden_states(batch)
         keep_hidden(self._device, self._hidden[:num_rows], x)
-        return self._model.compute_logits(x, batch)
+        return self._model.own_logits(x, batch)
 
     def _propose(self, plans: _Plans) -> None:
-        """The drafts, one forward after the other."""
+        """Write the drafts to ``input_ids``, from one forward of the draft after the other."""
         if plans.is_tree:
             self._propose_tree(plans)
             return
@@ -507,7 +556,9 @@ class SpeculativeRunner(GraphRunner):
             return
         hidden = state.hidden[:, 0].index_select(0, rows)
         logits = self._first_logits(plans, hidden)
-        first = int(plans.two is not None)  # the row in which the draft's next forward lies
+        # A draft that reads hidden states begins with the row of the last token, which column 0 has; one that reads
+        # none has computed that row already (_compute_two).
+        first = int(plans.two is not None)
         names = ("draft_ids", "draft_positions", "draft_slots")
         ids, positions, slots = (arena[name][:size] for name in names)
         for step in range(1, depth):
@@ -527,25 +578,27 @@ class SpeculativeRunner(GraphRunner):
         self._keep(plans, depth, self._draw(logits, size, lens, depth - 1))
 
     def _first_logits(self, plans: _Plans, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits of the first drafts: of what the step before has left of a draft that reads hidden states
-        ``hidden`` [size, hidden_size], of one that reads none from its rows of the last two tokens."""
+        """The logits of the first draft token of each request. A draft that reads hidden states computes them from
+        ``hidden`` [size, hidden_size], which the step before has left; one that reads none computes its rows of the
+        last two tokens for them."""
         if plans.two is None:
             return self._draft.logits(hidden)
         return self._compute_two(plans, plans.two, torch.arange(plans.size, device=hidden.device) * 2 + 1)
 
     def _keep(self, plans: _Plans, column: int, drawn: Pieces, following: NextRow | None = None) -> None:
-        """The drafts in ``column`` are those ``drawn``, unless there is one that cannot be used."""
+        """Write the drafts ``drawn`` to ``column`` of ``input_ids``; an unusable draft is marked, see
+        ``keep_draft``."""
         size, vocab_size = plans.size, self._model.config.vocab_size
         input_ids = self._rows("input_ids", size, plans.shape.num_nodes)
         keep_draft(drawn, self.arena["is_bad"][:size], input_ids, column, vocab_size, following)
 
     def _propose_tree(self, plans: _Plans) -> None:
-        """The tree of the best drafts. Of each step's frontier the draft computes ``topk`` rows of each request, which
-        attend to their own ancestors among the rows of the steps before."""
+        """Build the tree of the best drafts. In each step the draft computes the ``topk`` rows of each request's
+        frontier, which attend to their own ancestors among the rows of the steps before."""
         size, shape, arena, topk = plans.size, plans.shape, self.arena, self._topk
         rows, lens, is_bad = (arena[name][:size] for name in ("plan_rows", "lens", "is_bad"))
         hidden = self.state.hidden[rows]
-        first = lens - int(self.reads_hidden)  # where the rows of the frontiers begin
+        first = lens - int(self.reads_hidden)  # the position of the first row of the frontiers
         drafts, scores = self._best(self._first_logits(plans, hidden[:, 0]), size, lens)
         hidden = hidden.expand(size, topk, -1)
         candidates = self._more(None, drafts.unsqueeze(1), scores.unsqueeze(1), is_bad)
@@ -559,9 +612,8 @@ class SpeculativeRunner(GraphRunner):
             hidden = hidden.gather(1, above.unsqueeze(2).expand(-1, -1, hidden.shape[2]))
             arena["draft_ancestors"][:size] = masks
             torch.add(first, topk * step, out=self._draft_lens[:size])
-            slots = slots_at(
-                self._req_pool.page_table, rows, first.unsqueeze(1) + nodes, self._kv_pool.page_size
-            )
+            slots = torch.empty(size, topk, dtype=torch.int64, device=rows.device)
+            self._place(rows, first, topk * (step - 1), None, slots)
             positions = (first + step - 1).unsqueeze(1).expand(size, topk)
             ids = candidates.frontier_tokens
             frontiers.append(candidates.frontier)
@@ -583,7 +635,7 @@ class SpeculativeRunner(GraphRunner):
         ):
             self._rows(name, size, shape.num_nodes).copy_(values)
         if not self.reads_hidden:
-            # The root's row is the draft's number 0; rows of frontiers follow.
+            # The draft's row 0 is that of the root, and the rows of the frontiers follow.
             by_candidate = torch.zeros_like(candidates.token_ids)
             if frontiers:
                 computed = torch.cat(frontiers, 1)
@@ -596,7 +648,8 @@ class SpeculativeRunner(GraphRunner):
     def _more(
         self, before: Candidates | None, drafts: torch.Tensor, scores: torch.Tensor, is_bad: torch.Tensor
     ) -> Candidates:
-        """With the children [B, parents, topk] of the frontier, unless there is one that cannot be used."""
+        """``before`` (None: the root alone) with the children of the frontier: ``drafts`` and ``scores``
+        [B, parents, topk]. Requests with an unusable draft are marked in ``is_bad``."""
         drafts, scores, bad = check_draft(drafts, scores, self._model.config.vocab_size, is_bad)
         is_bad.copy_(bad)
         if before is None:
@@ -604,8 +657,9 @@ class SpeculativeRunner(GraphRunner):
         return more_candidates(before, drafts, scores)
 
     def _compute_two(self, plans: _Plans, two: AttentionPlan, logits_index: torch.Tensor) -> torch.Tensor:
-        """The rows of the last two tokens of a draft without hidden states; the logits of those of ``logits_index``.
-        Where it has computed the first of the two already, that row goes to the sink: its page may be shared by now."""
+        """Compute the rows of the last two tokens in a draft that reads no hidden states. Returns the logits of the
+        rows ``logits_index``. If the draft has computed the first of the two tokens before, its KV is written to the
+        sink instead, because its page may be shared by now."""
         size, arena, state = plans.size, self.arena, self.state
         rows, lens = arena["plan_rows"][:size], arena["lens"][:size]
         last_tokens = self._rows("input_ids", size, plans.shape.num_nodes)[:, 0]
@@ -639,7 +693,7 @@ class SpeculativeRunner(GraphRunner):
         )
 
     def _accept(self, plans: _Plans) -> None:
-        """Count the drafts that were drawn, advance the rows, and let the draft go on from the tokens drawn."""
+        """Determine the accepted drafts, advance the requests' rows, and run draft-extend on the drawn tokens."""
         size, shape, arena, state = plans.size, plans.shape, self.arena, self.state
         rows, lens = arena["plan_rows"][:size], arena["lens"][:size]
         ids, positions, tokens = (
@@ -661,7 +715,7 @@ class SpeculativeRunner(GraphRunner):
                 rows,
                 lens,
                 self._simulated_accept_length,
-                Kept(
+                AcceptOutputs(
                     counts,
                     num_bad,
                     last_tokens,
@@ -693,8 +747,8 @@ class SpeculativeRunner(GraphRunner):
         state.is_behind[rows] = self._move_draft(plans)
 
     def _move_draft(self, plans: _Plans) -> torch.Tensor:
-        """Bring the rows that a draft without hidden states has computed for the path to their places. Returns whether
-        it has not computed the last one [B] bool: that was in no frontier."""
+        """Move the KV rows that a draft without hidden states has computed for the accepted path to their tokens'
+        slots. Returns whether it has not computed the last node of the path [B] bool, since that was in no frontier."""
         size, shape, arena = plans.size, plans.shape, self.arena
         rows, lens, counts = (arena[name][:size] for name in ("plan_rows", "lens", "counts"))
         path = self._rows("path", size, shape.num_tokens)
@@ -709,60 +763,72 @@ class SpeculativeRunner(GraphRunner):
         return is_behind
 
     def _extend_draft(self, plans: _Plans, tokens: torch.Tensor) -> None:
-        """The draft's rows of the drawn tokens, layer after layer where each has a turn, from the hidden states of the
-        target's. Rows of tokens that do not count are written again by the next step.
+        """Compute the draft's rows of the drawn ``tokens`` from the target's hidden states; if the draft has a layer
+        for each step, layer after layer. Rows of tokens that were not accepted are written again by the next step.
 
-        Layer k computes ``depth + 1 + k`` rows of each request from row ``lens - 1 - k`` on: from token ``lens`` on,
-        and where the drawn tokens end from those that the layers before it propose.
+        Layer k computes ``depth + 1 + k`` rows of each request, beginning with row ``lens - 1 - k``. Their tokens begin
+        with token ``lens``; after the drawn tokens come those that the layers before it have proposed.
         """
         size, arena, state, width = plans.size, self.arena, self.state, plans.shape.num_tokens
-        by_turns = self._num_layers > 1
+        layer_per_step = self._num_layers > 1
         rows, counts, lens = (arena[name][:size] for name in ("plan_rows", "counts", "lens"))
         num_nodes = plans.shape.num_nodes
         x, aux = self._hidden[: size * num_nodes], self._aux[: size * num_nodes]
-        requests = torch.arange(size if by_turns or plans.is_tree else 0, device=rows.device)
+        requests = torch.arange(size if layer_per_step or plans.is_tree else 0, device=rows.device)
         if plans.is_tree:
             nodes = (requests.unsqueeze(1) * num_nodes + self._rows("path", size, width)).flatten()
             x, aux = x[nodes], aux[nodes]
         hidden = self._draft.hidden_states_from(x, aux)
         ids, logits_index = tokens, requests[:0]
-        if by_turns:
-            before, last = state.hidden[rows], counts - 1  # of the step before
+        if layer_per_step:
+            before, last = state.hidden[rows], counts - 1  # ``before``: what the step before has left
+            next_positions = lens + counts
             ids = torch.cat((tokens, tokens.new_zeros(size, self._num_layers - 1)), dim=1)
         for layer, plan in enumerate(plans.extend):
             if layer > 0:
                 previous = before[:, layer - 1 : layer]
                 hidden = torch.cat((previous, hidden.view(size, width - 1, -1)), dim=1).flatten(0, 1)
             positions, slots = self._places(plans, layer, width)
-            if by_turns:
+            if layer_per_step:
                 logits_index = requests * width + last + layer
             batch = self._batch(
                 ids[:, :width].flatten(), positions.flatten(), slots.flatten(), plan, logits_index
             )
             logits, hidden = self._draft.forward(batch, hidden, layer)
-            if by_turns:
-                drafts = drawn_tokens(self._draw(logits, size, lens + counts, layer))
-                state.drafts[rows, layer] = drafts
+            if layer_per_step:
+                following = ids if layer + 1 < self._num_layers else None
+                drawn = self._draw(logits, size, next_positions, layer)
+                keep_proposal(drawn, rows, counts, state.drafts[:, layer], following, layer)
             if layer < state.hidden.shape[1]:
                 keep_last_hidden(hidden, counts, rows, state.hidden[:, layer])
-            if layer + 1 < self._num_layers:
-                ids.scatter_(1, (counts + layer).unsqueeze(1), drafts.clamp(min=0).unsqueeze(1))
-                width += 1
+            width += 1
 
     def _places(self, plans: _Plans, layer: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions and slots [size, width] of the rows that ``layer`` computes again: those of the verification where
-        they are the same rows. In front of the first token they are the sink's, for nobody."""
+        """Positions and slots [size, width] of the rows that ``layer`` computes in draft-extend. Layer 0 of a chain
+        uses the rows of the verification. Rows before a request's first token have position 0 and the sink's slot."""
         size = plans.size
         if layer == 0 and not plans.is_tree:
             return self._rows("positions", size, width), self._rows("out_slots", size, width)
         rows, lens = self.arena["plan_rows"][:size], self.arena["lens"][:size]
-        positions = (lens - 1 - layer).unsqueeze(1) + torch.arange(width, device=rows.device)
-        slots = slots_at(self._req_pool.page_table, rows, positions, self._kv_pool.page_size)
-        return positions.clamp(min=0), slots
+        positions, slots = (torch.empty(size, width, dtype=torch.int64, device=rows.device) for _ in range(2))
+        self._place(rows, lens, -1 - layer, positions, slots)
+        return positions, slots
+
+    def _place(
+        self,
+        rows: torch.Tensor,
+        lens: torch.Tensor,
+        first: int,
+        positions: torch.Tensor | None,
+        slots: torch.Tensor,
+    ) -> None:
+        """See ``place_rows``."""
+        table, page_size = self._req_pool.page_table, self._kv_pool.page_size
+        place_rows(rows, lens, first, table, page_size, positions, slots)
 
     def make_aux(self, num_tokens: int) -> AuxHiddenStates | None:
-        """Where the target leaves what the draft reads of a prefill step's tokens; None if that is its last layer's
-        output alone."""
+        """Memory for the hidden states of the target's ``aux_layers`` in a prefill step of ``num_tokens`` tokens. None
+        if the draft reads only the output of the last layer."""
         if not self._aux_layers:
             return None
         size = len(self._aux_layers) * self._model.config.hidden_size
@@ -773,11 +839,12 @@ class SpeculativeRunner(GraphRunner):
         return [self.arena[name][:size] for name in ("temperatures", "noise_scales", "seed_keys")]
 
     def _draw(self, logits: torch.Tensor, size: int, positions: torch.Tensor, ahead: int) -> Pieces:
-        """The draft's tokens at ``positions`` + ``ahead`` [B] int64, drawn with the noise that the target will draw
-        with there."""
+        """Draw the draft's tokens at ``positions`` + ``ahead`` [B] int64 from ``logits``, with the same noise with
+        which the target will draw there."""
         temperatures, scales, keys = self._draw_inputs(size)
         return draw_draft(
             logits,
+            self._draft.lm_head,
             self._draft.target_ids,
             self._model.config.vocab_size,
             temperatures,
@@ -790,7 +857,8 @@ class SpeculativeRunner(GraphRunner):
     def _best(
         self, logits: torch.Tensor, size: int, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As :meth:`_draw`, the best ``topk`` of each row and their scores, for as many rows of each request."""
+        """The best ``topk`` tokens of each row of ``logits`` and their scores, with the noise of ``positions`` [B]. All
+        requests have the same number of rows."""
         num = len(logits) // size
         temperatures, scales, keys, positions = (
             values.unsqueeze(1).expand(size, num).flatten()
@@ -798,6 +866,7 @@ class SpeculativeRunner(GraphRunner):
         )
         return best_drafts(
             logits,
+            self._draft.lm_head,
             self._draft.target_ids,
             self._model.config.vocab_size,
             temperatures,
@@ -810,8 +879,9 @@ class SpeculativeRunner(GraphRunner):
     # --- after prefill
 
     def extend_arrays(self, batch: ExtendBatch) -> Arrays:
-        """What :meth:`extend` needs beside the step's own inputs: for each layer the tokens that its rows are computed
-        from, as far as the prompts go; [layers * T] int64."""
+        """What :meth:`extend` needs in addition to the step's own inputs: for each layer the tokens that its rows are
+        computed from, ``draft_ids`` [layers * T] int64; 0 after the end of a prompt. Nothing for a draft that reads no
+        hidden states."""
         if not self.reads_hidden:
             return {}
         padding = np.zeros(self._num_layers, np.int64)
@@ -831,9 +901,11 @@ class SpeculativeRunner(GraphRunner):
         next_tokens: torch.Tensor,
         sampling: SamplingBatch | None,
     ) -> None:
-        """The draft's rows of a prefill step: ``forward_batch`` is the target's, ``x`` [T, hidden_size] what it has
-        left, and ``next_tokens`` [S] int64 what was drawn for the requests whose prompts are complete."""
-        state, num_sampled, by_turns = self.state, len(next_tokens), self._num_layers > 1
+        """Compute the draft's rows of a prefill step. ``forward_batch`` is the target's batch, ``x`` [T, hidden_size]
+        its hidden states, and ``next_tokens`` [S] int64 are the tokens drawn for the requests whose prompts are
+        complete. ``views`` are the step's uploaded arrays, and those of :meth:`extend_arrays`. ``sampling`` is needed
+        if the draft has a layer for each step."""
+        state, num_sampled, layer_per_step = self.state, len(next_tokens), self._num_layers > 1
         assert forward_batch.logits_index is not None
         ends = forward_batch.logits_index[:num_sampled]  # the last token of each complete prompt
         rows, lens = views["sample_rows"], views["sample_positions"] + 1
@@ -847,17 +919,17 @@ class SpeculativeRunner(GraphRunner):
         aux, positions = forward_batch.aux_hidden, forward_batch.positions
         hidden = self._draft.hidden_states_from(x, None if aux is None else aux.out)
         ids_by_layer = views["draft_ids"].view(self._num_layers, -1)
-        following = [next_tokens]  # what comes after the complete prompts
+        following = [next_tokens]  # the tokens after the complete prompts: the drawn one, then proposed ones
         for layer in range(self._num_layers):
             ids = ids_by_layer[layer].clone()
             for ahead, tokens in enumerate(following):
-                # The row so many tokens in front of the prompt's last one, if the prompt is as long.
+                # The row this many tokens before the prompt's last one, if the prompt is that long.
                 behind = layer - ahead
                 ids[torch.where(positions[ends] < behind, ends, ends - behind)] = tokens
             own = replace(
                 forward_batch,
                 input_ids=ids,
-                logits_index=ends if by_turns else ends[:0],
+                logits_index=ends if layer_per_step else ends[:0],
                 logits_out=None,
                 aux_hidden=None,
                 layer_ready=None,
@@ -865,10 +937,10 @@ class SpeculativeRunner(GraphRunner):
             logits, hidden = self._draft.forward(own, hidden, layer)
             if not num_sampled:
                 continue
-            if by_turns:
+            if layer_per_step:
                 assert sampling is not None
                 pieces = draw_draft(
-                    logits, self._draft.target_ids, self._model.config.vocab_size,
+                    logits, self._draft.lm_head, self._draft.target_ids, self._model.config.vocab_size,
                     sampling.temperatures, sampling.noise_scales, sampling.seed_keys, lens, layer,
                 )  # fmt: skip
                 drafts = state.drafts[rows, layer] = drawn_tokens(pieces)
@@ -885,14 +957,20 @@ def _rows_of(field: torch.Tensor, size: int, width: int) -> torch.Tensor:
 
 
 def _tree_fields(largest: StepShape, topk: int) -> list[ArenaField]:
-    """Those that only trees have: see ``DraftTree`` and ``Accepted``."""
+    """The arena's fields that only trees need: see ``DraftTree`` and ``Accepted``."""
     i64, width, path = torch.int64, (largest.num_nodes,), (largest.num_tokens,)
     return [
         ArenaField("parents", i64, Role.INPUT, pad=0, shape=width),
         ArenaField("ancestors", i64, Role.INPUT, pad=0, shape=width),
-        ArenaField("draft_nodes", i64, Role.INPUT, pad=0, shape=width),  # the draft's row of each, 0: none
-        ArenaField("draft_ancestors", i64, Role.INPUT, pad=0, shape=(topk,)),  # of its current forward
-        ArenaField("path_lens", i64, Role.INPUT, pad=SINK_LEN),  # with all rows that a path may have
+        ArenaField(
+            "draft_nodes", i64, Role.INPUT, pad=0, shape=width
+        ),  # the draft's row of each node; 0: none
+        ArenaField(
+            "draft_ancestors", i64, Role.INPUT, pad=0, shape=(topk,)
+        ),  # for the draft's current forward
+        ArenaField(
+            "path_lens", i64, Role.INPUT, pad=SINK_LEN
+        ),  # the lengths including the longest possible path
         ArenaField("path", i64, Role.OUTPUT, pad=0, shape=path),
         ArenaField("path_tokens", i64, Role.OUTPUT, pad=0, shape=path),
     ]

@@ -1,12 +1,13 @@
-"""A step as scheduler and worker see it: what is to be computed, what has come of it, what has ended meanwhile.
+"""A step as scheduler and worker see it: the batch to compute, its results, and what has ended on device and disk.
 
-All of them are host values and frozen once built. The scheduler builds a ScheduleBatch. The worker launches it and
-gives back a ForwardResult, which brings a StepOutput. Completions are what a turn of the loop learns of device and
-disk.
+Batches, outputs and completions are host values and frozen once built. The scheduler builds a ScheduleBatch. The worker
+launches it and returns a ForwardResult, whose ``wait`` returns a StepOutput. Completions are all that a turn of the
+loop learns about device and disk.
 """
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,23 +37,31 @@ _NO_PAGES: I32 = np.zeros(0, dtype=np.int32)
 class PageWrites:
     """Page-table entries to write before the step: ``page_table[rows, columns] = pages``, all [N]."""
 
-    rows: I64 = field(default_factory=lambda: _NO_IDS)
-    columns: I64 = field(default_factory=lambda: _NO_IDS)
-    pages: I32 = field(default_factory=lambda: _NO_PAGES)
+    rows: I64
+    columns: I64
+    pages: I32
+
+    @staticmethod
+    def none() -> PageWrites:
+        """No writes; always the same object."""
+        return _NO_WRITES
 
     def __len__(self) -> int:
         return len(self.rows)
 
 
+_NO_WRITES = PageWrites(_NO_IDS, _NO_IDS, _NO_PAGES)
+
+
 @dataclass(frozen=True, slots=True)
 class ExtendSeq:
-    """A request's part of an extend step: the tokens after its first ``prefix_len``, which are cached.
+    """A request's part of an extend step: the tokens after its first ``prefix_len`` ones, whose KV is there already.
 
-    ``sampling`` is None while the prompt goes on in a later chunk. ``prompt_logprobs_from`` is the first
-    position (not before ``prefix_len + 1``) whose token's logprob is wanted, None for none; the targets
-    are this chunk's own tokens and the one after it. ``following``: the prompt's tokens after the chunk, as many as
-    the step reads: one, or with a draft the ``DraftConfig.lookahead``.
-    ``history`` (prompt ids, output ids) goes with requests whose penalties start here.
+    ``sampling`` is None if the prompt continues in a later chunk. ``prompt_logprobs_from``: the first position (not
+    before ``prefix_len + 1``) whose token's logprob is wanted, None for none; the targets are this chunk's own tokens
+    and the one after it. ``following``: the prompt's tokens after the chunk that the step reads: at most one, or with a
+    draft ``DraftConfig.lookahead``. ``history`` (prompt ids, output ids) is given if the request has penalties and
+    samples its first token in this step.
     """
 
     row: int
@@ -72,7 +81,7 @@ class ExtendSeq:
         return self.prefix_len + len(self.token_ids)
 
     def prompt_logprob_offsets(self) -> tuple[int, int]:
-        """Range of chunk offsets whose logits score a prompt token; empty where none is wanted."""
+        """The range (first, last) of offsets in the chunk whose logits score a prompt token; empty if none do."""
         if self.prompt_logprobs_from is None:
             return 0, 0
         num_targets = len(self.token_ids) if self.following else len(self.token_ids) - 1
@@ -91,14 +100,16 @@ class ExtendBatch:
 
     @property
     def constrained(self) -> I64:
-        """See :class:`DecodeBatch`; places among the requests that sample."""
+        """See :class:`DecodeBatch`; indices among the requests that sample."""
         return constrained_rows([seq.sampling for seq in self.seqs])
 
 
 class DepthChoice(NamedTuple):
-    """How many tokens a decode step's draft proposes, one after the other, and ``why``: "fixed", the "best" of several
-    depths, "kept" because none is better by enough, or a "probe" of the greatest. ``rates``: the tokens in a second
-    that each depth promised, ascending."""
+    """The draft depth of a decode step: how many tokens the draft proposes one after the other.
+
+    ``why``: "fixed" if the engine has one depth; "best" if it is now better than the previous choice; "kept" if no
+    depth is better by enough; "probe" for a trial of the greatest depth; "memory" if the chosen depth does not fit and
+    this is the best that does. ``rates``: expected tokens per second of each depth, depths ascending."""
 
     depth: int
     why: str = "fixed"
@@ -107,36 +118,47 @@ class DepthChoice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Seconds that decode steps take: of batches of each of ``sizes``, which ascend, those of each depth, ascending."""
+    """Seconds that decode steps take. ``sizes``: batch sizes, ascending. ``seconds[i][j]``: for ``sizes[i]`` and the
+    j-th draft depth, depths ascending."""
 
     sizes: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]
 
     @staticmethod
     def measured(sizes: tuple[int, ...], seconds: Sequence[Sequence[float]]) -> StepCosts:
-        """Of measurements, to which whatever else runs only adds: a step takes no longer than a deeper one of as many
-        requests or more."""
+        """Costs from measurements. Noise only makes a measured step longer, so each entry is lowered to the smallest
+        among steps that are at least as deep and at least as large."""
         flipped = np.array(seconds)[::-1, ::-1]
         least = np.minimum.accumulate(np.minimum.accumulate(flipped, 0), 1)[::-1, ::-1]
         return StepCosts(sizes, tuple([tuple(of_size) for of_size in least.tolist()]))
 
+    def encode(self) -> bytes:
+        """As bytes, for other ranks."""
+        return json.dumps([self.sizes, self.seconds]).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> StepCosts:
+        """The inverse of :meth:`encode`."""
+        sizes, seconds = json.loads(data)
+        return StepCosts(tuple(sizes), tuple(map(tuple, seconds)))
+
     def of(self, num_reqs: int) -> tuple[float, ...]:
-        """Those of each depth, of ``num_reqs`` requests: as long as the next larger size takes, or the largest if there
-        is none."""
+        """Seconds of a step of ``num_reqs`` requests, by depth: those of the next larger measured size, or of the
+        largest if there is none."""
         return self.seconds[min(bisect_left(self.sizes, num_reqs), len(self.sizes) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """A decode step: new tokens for each request, ``Worker.max_step_tokens`` at most.
+    """A decode step: at least one new token for each request, ``Worker.max_step_tokens`` at most.
 
-    ``composition`` names the set and order of requests: while it stays the same the device's own rows,
-    lengths and sampling parameters advance there and nothing is uploaded. ``seq_lens`` [B] are the lengths after the
-    step, its tokens included: exact where a step yields one token, else the most that they can be, and no KV is written
-    beyond them. ``num_advanced``: by how much every length grew since the step before, of the same composition; 0 where
-    there is no such number. ``committed_lens`` [B], where a step yields several: no KV is written in front of them.
-    ``constrained``: the places of requests that sample under a mask. ``may_accept`` [B], where the engine speculates:
-    whether more than one of a request's tokens may be drawn in a step. ``depth``: what the draft proposes.
+    ``composition`` names the set and order of requests: while it stays the same, rows, lengths and sampling parameters
+    advance on the device and are not uploaded. ``seq_lens`` [B]: the lengths after the step, its tokens included. They
+    are exact if a step yields one token, else upper bounds; no KV is written beyond them. ``num_advanced``: by how much
+    every length has grown since the previous step of the same composition, 0 if they have not grown by the same.
+    ``committed_lens`` [B], given if a step may yield several tokens: no KV is written before them. ``constrained``: the
+    indices of requests that sample under a mask. ``may_accept`` [B], given if the engine speculates: whether a request
+    may get more than one token in a step. ``depth``: the draft's depth.
     """
 
     composition: int
@@ -156,15 +178,15 @@ ScheduleBatch = ExtendBatch | DecodeBatch
 
 
 def constrained_rows(sampling: Sequence[ReqSampling | None]) -> I64:
-    """The places, among the requests that sample, of those that do it under a mask."""
+    """The indices, among the requests that sample, of those that sample under a mask."""
     present = [one for one in sampling if one is not None]
     return np.flatnonzero(np.fromiter((one.constrained for one in present), np.bool_, len(present)))
 
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """Which tokens may be drawn: ``bits`` [M, ceil(V / 32)] int32 for the requests at places ``rows`` [M] int64 among
-    those that sample. The others' may be any."""
+    """Which tokens may be drawn: ``bits`` [M, ceil(V / 32)] int32, for the requests with indices ``rows`` [M] int64
+    among those that sample. All other requests may draw any token."""
 
     rows: I64
     bits: I32
@@ -172,8 +194,8 @@ class TokenMasks:
 
 @dataclass(frozen=True, slots=True)
 class LogprobValues:
-    """Logprobs of N tokens: the tokens' own [N] and the best alternatives' [N, K] with their ids; ``named`` [N, W] are
-    those of the tokens that each request names, where one does."""
+    """Logprobs of N tokens: ``chosen`` [N] of the tokens themselves, ``top`` and ``top_ids`` [N, K] of the most likely
+    ones, and ``named`` [N, W] of the tokens in the requests' ``token_ids_logprob``, None if no request has any."""
 
     chosen: F32
     top: F32
@@ -181,29 +203,28 @@ class LogprobValues:
     named: F32 | None = None
 
     def rows(self, kept: npt.NDArray[np.bool_]) -> LogprobValues:
-        """Those of some of the tokens, [N] bool."""
+        """The logprobs of the tokens for which ``kept`` [N] is True."""
         named = None if self.named is None else self.named[kept]
         return LogprobValues(self.chosen[kept], self.top[kept], self.top_ids[kept], named)
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Host values of a step. ``tokens`` [N]: those of each of the S requests that sampled, one request's after the
-    other's, in batch order. ``counts`` [S]: how many each has, at least one; None stands for one each.
+    """Host values of a step. ``tokens`` [N]: the new tokens of the S requests that sampled, request by request in batch
+    order. ``counts`` [S]: the number of tokens of each request, at least one; None if each has one.
 
-    ``logprobs`` are of N tokens; ``prompt_logprobs`` cover all wanted prompt positions of all requests, in batch order.
+    ``logprobs`` are those of ``tokens``; ``prompt_logprobs`` those of all wanted prompt positions, in batch order.
+    ``bad_drafts`` [S]: 1 for a request whose draft was unusable, because logits were not finite or ids were no tokens.
     """
 
     tokens: I64
     logprobs: LogprobValues | None
     prompt_logprobs: LogprobValues | None
     counts: I64 | None = None
-    bad_drafts: I64 | None = (
-        None  # [S], 1 for a request whose draft was not usable: not finite, or no ids of tokens
-    )
+    bad_drafts: I64 | None = None
 
     def token_counts(self, num_reqs: int) -> list[int]:
-        """``counts`` as ints, of the ``num_reqs`` requests that sampled."""
+        """``counts`` as a list; ``num_reqs``: how many requests sampled."""
         counts = [1] * num_reqs if self.counts is None else self.counts.tolist()
         assert len(counts) == num_reqs and sum(counts) == len(self.tokens), (
             "tokens and counts are of one step"
@@ -214,8 +235,10 @@ class StepOutput:
 class ForwardResult:
     """``done`` is the Point on FORWARD after which the step no longer touches any memory it was given."""
 
-    def __init__(self, lease: ResultLease) -> None:
+    def __init__(self, lease: ResultLease, check: Callable[[], None] | None = None) -> None:
+        """``check`` is called when the outputs have arrived; it raises if they are not valid results."""
         self._lease = lease
+        self._check = check
         self.done: Point = lease.produced
 
     def arrived(self) -> bool:
@@ -223,11 +246,14 @@ class ForwardResult:
         return self._lease.arrived()
 
     def wait(self) -> StepOutput:
-        """Block the host until the outputs are there. Raises LeaseError on a second call."""
+        """Block the host until the outputs have arrived. Raises ``LeaseError`` on a second call, and ``PeerLostError``
+        if another rank has failed meanwhile."""
         values = self._lease.wait()
+        if self._check is not None:
+            self._check()
         tokens, logprobs = np.asarray(values["next_tokens"], dtype=np.int64), _logprobs(values, "out")
         counts = bad_drafts = None
-        if "counts" in values:  # tokens [B, T]: of each request as many count as ``counts`` [B] says
+        if "counts" in values:  # tokens [B, T], of which the first counts[b] of each row b are valid
             counts = np.asarray(values["counts"], dtype=np.int64)
             bad_drafts = np.asarray(values["num_bad"], dtype=np.int64)
             kept = (np.arange(tokens.shape[1]) < counts[:, None]).ravel()
@@ -236,11 +262,11 @@ class ForwardResult:
 
 
 class HeldStep:
-    """A step whose forward has been submitted, and whose sampling waits for the host's masks: which tokens may come
-    depends on those of the step before, which the host reads meanwhile.
+    """A step whose forward has been submitted and whose sampling waits for token masks from the host. The masks depend
+    on the previous step's tokens, which the host reads while the forward runs.
 
-    ``done`` is the Point on FORWARD after the forward: what comes later touches the requests' rows, and KV only
-    where the engine speculates: then nothing is published between the two phases.
+    ``done`` is the Point on FORWARD after the forward. The sampling that follows touches the requests' rows, and the KV
+    only if the engine speculates; in that case nothing is published between the two phases.
     """
 
     def __init__(self, done: Point, sample: Callable[[TokenMasks], ForwardResult]) -> None:
@@ -248,7 +274,7 @@ class HeldStep:
         self._sample = sample
 
     def sample(self, masks: TokenMasks) -> ForwardResult:
-        """Submit the rest, once, before the next step."""
+        """Submit the sampling. To be called once, before the next step is launched."""
         return self._sample(masks)
 
 
@@ -266,11 +292,11 @@ def _logprobs(values: dict[str, npt.NDArray[np.generic]], prefix: str) -> Logpro
 
 @dataclass(frozen=True, slots=True)
 class Completions:
-    """All that a turn of the scheduler's loop learns of device and disk, drained once at its beginning. Between two of
-    them nobody asks, so that decisions are a function of messages and of these values alone.
+    """All that a turn of the scheduler's loop learns about device and disk, drained once at its beginning. The device
+    and the disk are not asked in between, so that decisions are a function of the messages and of these values alone.
 
-    ``transfers`` between device and host that have ended; ``storage``: what its workers have done; ``results_arrived``:
-    whether the results that were asked for are there, so that taking them does not block.
+    ``transfers``: transfers between device and host that have ended; ``storage``: what the storage workers have done;
+    ``results_arrived``: whether the awaited results have arrived, so that taking them does not block.
     """
 
     transfers: Sequence[Ticket] = ()
@@ -330,15 +356,16 @@ class Worker(Protocol):
         ...
 
     def check_weights(self, weights: NewWeights) -> None:
-        """Raises ``ValueError`` with the reason where ``weights`` cannot take the place of the model's: on all ranks
-        if on one."""
+        """Raises ``ValueError`` with the reason if ``weights`` cannot replace the model's. If one rank raises, all
+        ranks do."""
         ...
 
     def replace_weights(self, weights: NewWeights, one_more: Callable[[], None]) -> None:
-        """Replace the model's weights, after the steps in flight, by ``weights``, which have been checked. ``one_more``
-        is called for each tensor."""
+        """Replace the model's weights by ``weights``, which have been checked, after the steps in flight. ``one_more``
+        is called for each tensor that has been replaced."""
         ...
 
     def launch(self, batch: ScheduleBatch) -> ForwardResult | HeldStep:
-        """Submit one step without waiting for it; one with ``constrained`` requests as far as its logits."""
+        """Submit one step without waiting for it. With ``constrained`` requests only the forward is submitted, and a
+        HeldStep returned."""
         ...

@@ -1,9 +1,10 @@
-"""What a server does once before it serves: prefill steps and draws of the usual shapes, so that no kernel is compiled
-and none is loaded onto the GPU while a request waits for it. Decode steps are warmed up as they are captured.
+"""Warm-up: before a server serves, it runs prefill steps and draws of the usual shapes, so that no kernel has to be
+compiled or loaded onto the GPU while a request waits. Decode steps are warmed up when they are captured.
 
-Where decode steps may propose more or fewer drafts, it measures how long they take.
+These steps use only the sink: row 0, whose pages are page 0, and slot 0.
 
-All of it runs in the sink: row 0, whose pages are page 0, and slot 0.
+If the depth of drafts may vary, the decode steps of each depth are also timed. For this, requests with rows and pages
+of their own are used, because all tokens in the sink are the same and are not sent to any experts.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from fenceline.config.draft_config import StepShape
 from fenceline.config.engine_config import EngineConfig
-from fenceline.memory_order import Device, Points
+from fenceline.memory_order import Device, LeasePool, Point, Points
 from fenceline.model_executor.step import (
     DecodeBatch,
     DepthChoice,
@@ -35,9 +37,10 @@ from fenceline.sampling.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-# Tokens of a step: libraries choose another kernel for another size, and load it when it is first called.
+# Numbers of tokens in a step. Libraries choose kernels by size, and load each one when it is first called.
 _TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
-# Lengths of a step's requests, and the prefix that each has. Attention has other kernels for a prefix.
+# The lengths of a step's requests, and the length of the prefix that each of them has. Attention uses other kernels
+# for requests with a prefix.
 _BATCHES = (
     ((32,) * 4, 0), ((128,) * 8, 0), ((32,) * 32, 0), ((1, 7, 100, 500), 0),
     ((1,), 100), ((64,), 500), ((1024,), 1024), ((32,) * 4, 200), ((1, 7, 100, 500), 1000),
@@ -53,9 +56,10 @@ _SAMPLING: tuple[dict[str, object], ...] = (
     {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1},
     {"logit_bias": {0: 1.0}, "min_new_tokens": 1},
 )
+_NUM_PLAIN = 2  # the first ones of _SAMPLING, which set at most a temperature
 _TOP_LOGPROBS = 5
-# Steps of each size and depth that are measured at once, and how often: the best time counts, for whatever else runs on
-# the machine only adds to it. And the largest size if there are no graphs.
+# The number of steps of each size and depth that are timed together, and how often that is repeated. The shortest time
+# counts, because other work on the machine can only add to it. And the largest size that is timed without graphs.
 _MEASURED_STEPS, _MEASURED_ROUNDS = 4, 3
 _MOST_MEASURED = 32
 
@@ -63,7 +67,7 @@ Launch = Callable[[ScheduleBatch], ForwardResult | HeldStep]
 
 
 def warm_up(device: Device, config: EngineConfig, launch: Launch) -> None:
-    """Run prefill steps by ``launch`` and draws on FORWARD, and wait for them."""
+    """Run prefill steps with ``launch``, and draws on FORWARD, and wait for the device."""
     begin = time.perf_counter()
     num_steps = 0
     for batch in _extend_batches(config):
@@ -75,19 +79,33 @@ def warm_up(device: Device, config: EngineConfig, launch: Launch) -> None:
     logger.info("Warmed up with %d prefill steps in %.1f s", num_steps, time.perf_counter() - begin)
 
 
-def measure_steps(config: EngineConfig, launch: Launch) -> StepCosts:
-    """What decode steps of each depth take, in seconds from one to the next: of one request, of twice as many and so on
-    up to the largest graph. Requests are short, since what their keys take is much the same at each depth. They have a
-    temperature."""
+def measure_steps(config: EngineConfig, launch: Launch, rows: LeasePool, pages: LeasePool) -> StepCosts:
+    """Measure the time in seconds from one decode step to the next, for each depth and for batches of 1, 2, 4, ...
+    requests up to the largest graph.
+
+    The requests are short, because attention to a longer context takes about the same time at each depth. They are
+    sampled with a temperature, and each begins with a random token. Their memory is leased for the duration. If there
+    is not enough of it, the other requests are in the sink; such large batches cannot occur in the server either.
+    """
     assert config.speculative is not None, "steps have depths"
     begin, shapes, graphs = time.perf_counter(), config.speculative.shapes, config.cuda_graph_bs
     most = max(graphs) if graphs else min(config.max_running_requests, _MOST_MEASURED)
     sizes = tuple(dict.fromkeys([*(1 << n for n in range(most.bit_length())), most]))
     seconds = []
+    num_tokens = 1 + (_MEASURED_STEPS + 1) * config.speculative.largest.num_slots
+    reqs = _MeasuredRequests(
+        rows, pages, config.server_args.page_size, num_tokens, most, config.model.context_length
+    )
+    prompts = reqs.prompts(config)
     for number, size in enumerate(sizes):
-        batches = [_decode_batch(-1 - number, size, shape) for shape in shapes.values()]
-        rounds = [[_measure(launch, batch) for batch in batches] for _ in range(_MEASURED_ROUNDS)]
+        batches = [reqs.decode_batch(-1 - number, size, shape) for shape in shapes.values()]
+        rounds = []
+        for _ in range(_MEASURED_ROUNDS):
+            measured = [_measure(launch, prompts, batch) for batch in batches]
+            rounds.append([seconds_of_depth for seconds_of_depth, _ in measured])
+            done = measured[-1][1]
         seconds.append([min(of_depth) for of_depth in zip(*rounds, strict=True)])
+    reqs.release(done)
     costs = StepCosts.measured(sizes, seconds)
     by_depth = zip(shapes, zip(*costs.seconds, strict=True), strict=True)
     table = "; ".join(
@@ -100,8 +118,11 @@ def measure_steps(config: EngineConfig, launch: Launch) -> StepCosts:
     return costs
 
 
-def _measure(launch: Launch, batch: DecodeBatch) -> float:
-    """Seconds of a step, one after the other, the results of each taken while the next one runs."""
+def _measure(launch: Launch, prompts: Sequence[ExtendBatch], batch: DecodeBatch) -> tuple[float, Point]:
+    """Compute ``prompts``, then time decode steps of ``batch``. As when serving, each step's results are awaited while
+    the next step runs. Returns the mean seconds of a step, and the Point that ends the last one."""
+    for prompt in prompts:
+        _launched(launch, prompt).wait()
     _launched(launch, batch).wait()
     begin = time.perf_counter()
     result = _launched(launch, batch)
@@ -110,7 +131,7 @@ def _measure(launch: Launch, batch: DecodeBatch) -> float:
         result.wait()
         result = following
     result.wait()
-    return (time.perf_counter() - begin) / _MEASURED_STEPS
+    return (time.perf_counter() - begin) / _MEASURED_STEPS, result.done
 
 
 def _launched(launch: Launch, batch: ScheduleBatch) -> ForwardResult:
@@ -119,23 +140,72 @@ def _launched(launch: Launch, batch: ScheduleBatch) -> ForwardResult:
     return result
 
 
-def _decode_batch(composition: int, num_reqs: int, shape: StepShape) -> DecodeBatch:
-    in_sink = np.zeros(num_reqs, dtype=np.int64)
-    return DecodeBatch(
-        composition=composition,
-        rows=in_sink,
-        seq_lens=in_sink + 1 + shape.num_slots,
-        sampling=(_req_sampling({}, 1),) * num_reqs,
-        page_writes=PageWrites(),
-        after=Points.none(),
-        committed_lens=in_sink,
-        may_accept=np.ones(num_reqs, np.bool_),
-        depth=DepthChoice(shape.depth),
-    )
+class _MeasuredRequests:
+    """``most`` requests for :func:`measure_steps`. As many as memory allows have a row of their own and pages for
+    ``num_tokens`` tokens; the others are in the sink. ``longest`` is the model's context length."""
+
+    def __init__(
+        self, rows: LeasePool, pages: LeasePool, page_size: int, num_tokens: int, most: int, longest: int
+    ) -> None:
+        self._num_tokens, self._row_pool, self._page_pool = num_tokens, rows, pages
+        num_pages = -(-num_tokens // page_size)
+        num = min(most, rows.num_free, pages.num_free // num_pages) if num_tokens <= longest else 0
+        leased_rows, leased_pages = rows.alloc(num), pages.alloc(num * num_pages)
+        assert leased_rows is not None and leased_pages is not None, "there are as many"
+        (self._leased_rows, row_points), (self._leased_pages, page_points) = leased_rows, leased_pages
+        self._after = row_points.join(page_points)
+        self._rows = np.zeros(most, dtype=np.int64)
+        self._rows[:num] = self._leased_rows
+        self._writes = PageWrites(
+            np.repeat(self._leased_rows.astype(np.int64), num_pages),
+            np.tile(np.arange(num_pages, dtype=np.int64), num),
+            self._leased_pages,
+        )
+        self._first_slots = np.zeros(most, dtype=np.int64)
+        self._first_slots[:num] = self._leased_pages[::num_pages].astype(np.int64) * page_size
+
+    def prompts(self, config: EngineConfig) -> list[ExtendBatch]:
+        """Prefill steps with one token of each request."""
+        tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=len(self._rows))
+        size = min(config.chunked_prefill_size or config.max_prefill_tokens, len(self._rows))
+        seqs = [
+            ExtendSeq(row, tokens[i : i + 1], 0, self._first_slots[i : i + 1], self._sampling(i))
+            for i, row in enumerate(self._rows.tolist())
+        ]
+        firsts = range(0, len(seqs), size)
+        return [
+            ExtendBatch(tuple(seqs[i : i + size]), PageWrites.none() if i else self._writes, self._after)
+            for i in firsts
+        ]
+
+    def decode_batch(self, composition: int, num_reqs: int, shape: StepShape) -> DecodeBatch:
+        """A decode step of the first ``num_reqs`` requests."""
+        rows = self._rows[:num_reqs]
+        in_sink = rows == 0
+        return DecodeBatch(
+            composition=composition,
+            rows=rows,
+            seq_lens=np.where(in_sink, 1 + shape.num_slots, self._num_tokens),
+            sampling=tuple(self._sampling(i) for i in range(num_reqs)),
+            page_writes=PageWrites.none(),
+            after=Points.none(),
+            committed_lens=np.zeros(num_reqs, dtype=np.int64),
+            may_accept=np.ones(num_reqs, np.bool_),
+            depth=DepthChoice(shape.depth),
+        )
+
+    def _sampling(self, index: int) -> ReqSampling:
+        return replace(_req_sampling({}, 1), seed=index, row=int(self._rows[index]))
+
+    def release(self, done: Point) -> None:
+        """Give the memory back; ``done`` is the Point that ends the last step of any of the requests."""
+        points = Points.of(done)
+        self._row_pool.retire(self._leased_rows, after=points)
+        self._page_pool.retire(self._leased_pages, after=points)
 
 
 def _extend_batches(config: EngineConfig) -> Iterator[ExtendBatch]:
-    """Of the sizes that this configuration can meet."""
+    """Prefill steps of the sizes that are possible in this configuration."""
     longest = config.model.context_length - 1
     most = config.chunked_prefill_size or config.max_prefill_tokens
     sizes = [size for size in _TOKENS if size < most] + [most]
@@ -154,28 +224,35 @@ def _extend_batch(lens: Sequence[int], prefix_len: int) -> ExtendBatch:
         ExtendSeq(row=0, token_ids=zeros, prefix_len=prefix_len, out_slots=zeros, sampling=greedy)
         for zeros in in_sink
     )
-    return ExtendBatch(seqs, PageWrites(), Points.none())
+    return ExtendBatch(seqs, PageWrites.none(), Points.none())
 
 
 @torch.inference_mode()
 def _warm_up_sampler(device: Device, config: EngineConfig) -> None:
-    """With a Sampler of its own: the server's has no token counts before a request needs them."""
+    """Warm up sampling with a separate Sampler, because the server's Sampler should not allocate token counts before a
+    request needs them. If grammars are possible, plain draws are also made with masks, since on a GPU each combination
+    of operands is a kernel of its own."""
     vocab_size, place = config.model.vocab_size, device.torch_device
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
     sampler = Sampler(vocab_size, 1, place)
     no_ids = torch.zeros(0, dtype=torch.int64, device=place)
     sampler.begin_request(0, no_ids, no_ids)
     for num_reqs in _SAMPLED_ROWS:
         if num_reqs > config.max_running_requests:
             continue
-        logits = torch.zeros(num_reqs, vocab_size, device=place)
+        logits = torch.zeros(num_reqs, vocab_size, dtype=dtype, device=place)
+        masks = torch.full((num_reqs, -(-vocab_size // 32)), -1, dtype=torch.int32, device=place)
         positions = torch.ones(num_reqs, dtype=torch.int64, device=place)
         for number, fields in enumerate(_SAMPLING):
-            # Replaces one request of the batch, so that mixed batches are warmed up too.
+            # This greedy request replaces one of the batch, so that mixed batches are warmed up too.
             first = _req_sampling({"temperature": 0.0}, 1, logprobs=number % 2 == 1)
             rest = [_req_sampling(fields, 1)] * num_reqs
             for reqs in (rest, [first, *rest[1:]]):
                 views = {name: torch.from_numpy(a).to(place) for name, a in sampling_arrays(reqs).items()}
-                sampler.forward(logits, positions, SamplingBatch.from_views(reqs, views))
+                batch = SamplingBatch.from_views(reqs, views)
+                sampler.forward(logits, positions, batch)
+                if config.refuses_grammars is None and number < _NUM_PLAIN:
+                    sampler.forward(logits, positions, batch, masks)
 
 
 def _req_sampling(fields: dict[str, object], prompt_len: int, logprobs: bool = False) -> ReqSampling:

@@ -1,14 +1,16 @@
-"""The decoder that all model families share: a list of layers, which each family makes and which may differ."""
+"""The decoder that all model families share. Each family makes its layers, which may differ from one another."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 
 from fenceline.config.model_config import ModelConfig
+from fenceline.config.quantization import FUSED
 from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.context import LayerContext
 from fenceline.layers.decoder_layer import DecoderLayer
@@ -19,29 +21,29 @@ from fenceline.layers.weight import WeightSlots, fill_slots
 from fenceline.mem_cache.kv_pool import KVRow
 from fenceline.memory_order import ArenaField, Role
 
-ROTARY_TABLE = ".rotary_emb.inv_freq"  # old checkpoints store it
-KV_SCALES = (".self_attn.k_scale", ".self_attn.v_scale")  # of a KV cache in FP8, if there is one
-MTP_PREFIX = "model.mtp_layers."  # of the tensors that predict further tokens
+ROTARY_TABLE = ".rotary_emb.inv_freq"  # a tensor that old checkpoints store and that is not needed
+KV_SCALES = (".self_attn.k_scale", ".self_attn.v_scale")  # needed only if the KV cache is in FP8
+MTP_PREFIX = "model.mtp_layers."  # the prefix of the tensors of multi-token prediction layers
 
 
 class CausalLM(ABC):
     """Embedding, decoder layers, norm and language-model head.
 
-    A forward runs whole (``hidden_states``), or in pieces with attention between them::
+    A forward pass runs as a whole (``hidden_states``), or in pieces with attention between them::
 
-        run_piece(0)                embedding, layer 0 as far as attention
+        run_piece(0)                embedding, layer 0 up to attention
         attend(0)                   attention of layer 0
-        run_piece(1)                layer 0 from there, layer 1 as far as attention
+        run_piece(1)                layer 0 after attention, layer 1 up to attention
         ...
         run_piece(num_layers)       the end of the last layer
 
-    A piece depends on nothing but the number of tokens, so a graph can capture it. Pieces pass their results to each
-    other in ``batch.buffers``.
+    The kernels of a piece depend only on the number of tokens, so a graph can capture it. Pieces hand on their results
+    in ``batch.buffers``.
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext, first_layer: int = 0) -> None:
-        """Parameters are allocated, uninitialised, on the default device. ``first_layer`` is the index of the first
-        layer in the KV pool: the layers of a draft model follow those of the target."""
+        """Parameters are allocated on the default device and not initialised. ``first_layer`` is the index of the first
+        layer in the KV pool, where the layers of a draft model follow those of the target."""
         context = replace(context, norm_offset=config.norm_offset)
         self.config = config
         self.context = context
@@ -50,9 +52,13 @@ class CausalLM(ABC):
         self.embed_tokens = VocabParallelEmbedding(*sizes, context, *scales)
         self.rotary = make_rotary(config)
         self.layers = [
-            self.make_layer(config, context, self.rotary, first_layer + index, index)
+            self.make_layer(
+                config, context.inside(f"model.layers.{index}"), self.rotary, first_layer + index, index
+            )
             for index in range(config.num_layers)
         ]
+        for layer, following in pairwise(self.layers):
+            layer.mlp.next_norm = following.self_attn.input_norm
         self.norm = context.norm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = self.embed_tokens
         if not config.tie_word_embeddings:
@@ -66,19 +72,22 @@ class CausalLM(ABC):
         """Layer ``index`` of the family's model, whose keys and values are layer ``layer_id`` of the KV pool."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Logits [L, vocab_size] in the model's dtype of the rows ``batch.logits_index`` (all T where it is None).
+        """Logits [L, vocab_size] in the model's dtype for the rows ``batch.logits_index`` (for all T if it is None).
 
         Writes the batch's keys and values into ``batch.kv_pool``. Runs on the current stream.
         """
         return self.compute_logits(self.hidden_states(batch), batch)
 
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
-        """Output of the last layer before the final norm, [T, hidden_size]. Fills ``batch.aux_hidden``."""
-        x = self.embed_tokens.forward(batch.input_ids)
-        batch.keep_aux_hidden(0, x)
+        """The output of the last layer before the final norm, [T, hidden_size]. Fills ``batch.aux_hidden`` if it is
+        given."""
+        x, kept = self.embed_tokens.forward(batch.input_ids), batch.aux_hidden
+        if kept is not None:
+            kept.keep(0, x)
         for index, layer in enumerate(self.layers, start=1):
             x = layer.forward(x, batch)
-            batch.keep_aux_hidden(index, x)
+            if kept is not None:
+                kept.keep(index, x)
         return x
 
     def compute_logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -91,12 +100,12 @@ class CausalLM(ABC):
 
     @property
     def kv_rows(self) -> tuple[tuple[KVRow, ...], ...]:
-        """What each token keeps in the KV pool, layer by layer."""
+        """What the KV pool stores for each token, layer by layer."""
         return tuple(layer.self_attn.kv_rows for layer in self.layers)
 
     @property
     def attention_rules(self) -> dict[int, LayerRules]:
-        """Of the layers that do more than softmax(scale q k^T) v, by their place in the KV pool."""
+        """The rules of the layers that compute more than softmax(scale q k^T) v, by their index in the KV pool."""
         layers = [layer.self_attn for layer in self.layers]
         return {layer.layer_id: layer.rules for layer in layers if not layer.rules.plain}
 
@@ -108,8 +117,8 @@ class CausalLM(ABC):
         return len(self.layers)
 
     def run_piece(self, index: int, batch: ForwardBatch) -> None:
-        """Run what is between attention of layer ``index - 1`` and attention of layer ``index``. Leaves the residual
-        stream in the buffer ``hidden``; after the last piece that is what ``hidden_states`` returns."""
+        """Run what is between the attention of layer ``index - 1`` and that of layer ``index``. Leaves the residual
+        stream in the buffer ``hidden``, which after the last piece has what ``hidden_states`` returns."""
         assert batch.buffers is not None, "pieces meet in buffers"
         x = batch.buffers.tensors["hidden"]
         if index == 0:
@@ -117,16 +126,17 @@ class CausalLM(ABC):
         else:
             layer = self.layers[index - 1]
             layer.mlp.forward(layer.self_attn.add_output(x, batch), batch)
-        batch.keep_aux_hidden(index, x)
+        if batch.aux_hidden is not None:
+            batch.aux_hidden.keep(index, x)
         if index < len(self.layers):
             self.layers[index].self_attn.project(x, batch)
 
     def attend(self, index: int, batch: ForwardBatch) -> None:
-        """Attention of layer ``index`` over what ``run_piece(index)`` has left in the buffers."""
+        """Compute the attention of layer ``index`` from what ``run_piece(index)`` has left in the buffers."""
         self.layers[index].self_attn.attend_between_pieces(batch)
 
     def arena_fields(self) -> Sequence[ArenaField]:
-        """The buffers that pieces need, with one row for each token."""
+        """The arena fields of the buffers that pieces need, with one row for each token."""
         hidden_size = self.config.hidden_size
         fields = [ArenaField("hidden", self.context.dtype, Role.OUTPUT, pad=0, shape=(hidden_size,))]
         for layer in self.layers:
@@ -138,8 +148,8 @@ class CausalLM(ABC):
     def load_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], partly: bool = False, only_check: bool = False
     ) -> None:
-        """Fill every parameter from (name, tensor) pairs with Hugging Face's names, in any order; ``partly``: those
-        that come. With ``only_check`` nothing is written.
+        """Fill every parameter from (name, tensor) pairs with Hugging Face's names, in any order. With ``partly`` only
+        the parameters for which a tensor comes are filled. With ``only_check`` nothing is written.
 
         Raises ``ValueError`` for missing, unexpected, repeated and mis-shaped weights.
         """
@@ -149,8 +159,8 @@ class CausalLM(ABC):
         appended = tuple(f"model.layers.{first + index}." for index in range(more))
 
         def ignored(name: str) -> bool:
-            # Some checkpoints store a tied head a second time, and old ones store the rotary table. The layers that
-            # predict further tokens are a draft model (models/mtp.py).
+            # Some checkpoints store a tied head a second time, and old ones store the rotary table. Multi-token
+            # prediction layers are a draft model (models/mtp.py).
             return (
                 (tied and name == "lm_head.weight")
                 or name.endswith((ROTARY_TABLE, *KV_SCALES))
@@ -177,17 +187,13 @@ class CausalLM(ABC):
         return sum(slot.nbytes for slot in self.weight_slots().values())
 
 
-# Matrices that some checkpoints store as one, and its parts.
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-
-
 def _split_fused(
     slots: WeightSlots, weights: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """``weights``, with fused matrices taken apart where the model has slots for the parts."""
+    """``weights``, with fused matrices split if the model has slots for their parts."""
     for name, tensor in weights:
         module = name.rsplit(".", 2)[-2] if name.count(".") > 1 else ""
-        names = [name.replace(f".{module}.", f".{part}.") for part in _FUSED.get(module, ())]
+        names = [name.replace(f".{module}.", f".{part}.") for part in FUSED.get(module, ())]
         if not names or any(part not in slots for part in names):
             yield name, tensor
             continue
@@ -195,8 +201,9 @@ def _split_fused(
 
 
 def _parts(name: str, tensor: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[torch.Tensor]:
-    """Parts of ``shapes``, along whichever axis of the tensor they are: rows of most, columns of some packed ones. What
-    a quantised checkpoint says of all parts at once, such as a scale of the whole, each of them gets."""
+    """Splits a fused ``tensor`` into parts of ``shapes``, along the axis on which they are concatenated: the rows of
+    most tensors, the columns of some packed ones. A value of a quantised checkpoint that applies to all parts, such as
+    one scale, is given to each of them."""
     shape = tuple(tensor.shape)
     if all(part in ((), shape) for part in shapes):
         return [tensor] * len(shapes)

@@ -1,4 +1,4 @@
-"""DraftModel: proposes the tokens that a target model then verifies; what all kinds of drafts share."""
+"""DraftModel: the interface and the common parts of models that propose tokens, which a target model then verifies."""
 
 from __future__ import annotations
 
@@ -26,51 +26,54 @@ class DraftModel(ABC):
 
     A draft that reads hidden states computes row i of a request from token i + 1 and the hidden state of token i, at
     position i, and its logits are for token i + 2. In the first step the hidden states come from the target
-    (``hidden_states_from``), afterwards from the row before, which the draft has computed itself. With one layer for
-    each step, step k computes row i from token i + 1 + k and the hidden state that step k - 1 has left for row i.
-    STANDALONE reads none: its row i is computed from token i.
+    (``hidden_states_from``), afterwards from the preceding row, which the draft has computed itself. If the draft has
+    one layer for each step, step k computes row i from token i + 1 + k and the hidden state that step k - 1 has
+    computed for row i. A STANDALONE draft reads no hidden states: its row i is computed from token i.
     """
+
+    lm_head: VocabParallelEmbedding
+    """The head of the draft vocabulary, which may be the target's."""
 
     target_ids: torch.Tensor | None = None
     """[draft vocabulary] int64: the target's id of each token of the draft. None: the ids are the same."""
 
     max_steps: int | None = None
-    """How many steps this draft can predict; None: any number, each continuing from the one before."""
+    """How many steps this draft can predict; None: any number, where each step continues from the preceding one."""
 
     num_heads: int
-    """Attention heads of each layer."""
+    """This rank's number of attention heads in each layer."""
 
     hidden_size: int
     """Features of the hidden states that ``forward`` takes and returns; 0 for a draft that reads none."""
 
     @abstractmethod
     def hidden_states_from(self, x: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
-        """What the target has left of its tokens → the hidden states of the first step, [T, hidden_size].
+        """The hidden states for the draft's first step, [T, hidden_size], from what the target has computed.
 
-        x [T, target's hidden_size] is ``CausalLM.hidden_states``; ``aux`` is the tensor of ``ForwardBatch.aux_hidden``,
-        only needed by a draft whose config names ``aux_layers``.
+        x [T, target's hidden_size] is the result of ``CausalLM.hidden_states``. ``aux`` is the tensor of
+        ``ForwardBatch.aux_hidden``, which only a draft whose config names ``aux_layers`` needs.
         """
 
     @abstractmethod
     def forward(
         self, batch: ForwardBatch, hidden_states: torch.Tensor, step: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Step ``step`` for ``batch.input_ids`` at ``batch.positions`` and ``hidden_states`` [T, hidden_size], which
-        stay as they are → (logits [L, draft vocabulary] of the rows ``batch.logits_index``, the next hidden states
-        [T, hidden_size]).
+        """Compute step ``step`` from ``batch.input_ids`` at ``batch.positions`` and ``hidden_states`` [T, hidden_size],
+        which are not changed → (logits [L, this rank's columns of the draft vocabulary] of the rows
+        ``batch.logits_index``, as ``lm_head.own_logits`` gives them, and the next hidden states [T, hidden_size]).
 
         Writes the batch's keys and values into ``batch.kv_pool``. Runs on the current stream.
         """
 
     @abstractmethod
     def logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [L, draft vocabulary], in ``out`` if given, of hidden states [L, hidden_size] that ``forward`` has
-        returned. Not for drafts that read none."""
+        """This rank's logits, as :meth:`forward` returns them, in ``out`` if given, for hidden states [L, hidden_size]
+        that ``forward`` has returned. Must not be called for drafts that read no hidden states."""
 
     @property
     @abstractmethod
     def kv_rows(self) -> tuple[tuple[KVRow, ...], ...]:
-        """What each token keeps in the KV pool, layer by layer of the draft."""
+        """What the KV pool stores for each token, layer by layer of the draft."""
 
     @property
     def attention_rules(self) -> dict[int, LayerRules]:
@@ -79,11 +82,12 @@ class DraftModel(ABC):
 
     @abstractmethod
     def weight_slots(self) -> WeightSlots:
-        """Where each tensor of the checkpoint goes; those of the target that the draft shares are not among them."""
+        """Where each tensor of the checkpoint goes. Tensors of the target that the draft shares are not included."""
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Fill every parameter of the draft's own. Raises ``ValueError`` as ``CausalLM.load_weights`` does."""
+        """Fill all parameters that the draft does not share with the target. Raises ``ValueError`` as
+        ``CausalLM.load_weights`` does."""
 
     @property
     def nbytes(self) -> int:
@@ -92,13 +96,14 @@ class DraftModel(ABC):
 
 
 class StandaloneDraft(DraftModel):
-    """A whole model of the target's vocabulary. It reads nothing of the target but its tokens."""
+    """A whole model with the target's vocabulary. It reads only the target's tokens."""
 
     hidden_size = 0
 
     def __init__(self, model: CausalLM) -> None:
         self.model = model
-        self.num_heads = model.config.num_heads
+        self.lm_head = model.lm_head
+        self.num_heads = model.context.shard.divide(model.config.num_heads, "attention heads")
 
     def hidden_states_from(self, x: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
         return x[:, :0]
@@ -106,7 +111,7 @@ class StandaloneDraft(DraftModel):
     def forward(
         self, batch: ForwardBatch, hidden_states: torch.Tensor, step: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.model.forward(batch), hidden_states
+        return self.model.own_logits(self.model.hidden_states(batch), batch), hidden_states
 
     def logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         raise AssertionError("it leaves no hidden states")
@@ -127,20 +132,19 @@ class StandaloneDraft(DraftModel):
 
 
 class SharingDraft(DraftModel):
-    """A draft that uses the target's embedding and head, except where its checkpoint brings its own."""
+    """A draft that uses the target's embedding and head unless its checkpoint has its own."""
 
     layers: list[DecoderLayer]
-    head_norm: RMSNorm | None = None  # through which the head reads
-    ignored: frozenset[str] = frozenset()  # tensors that such checkpoints hold and nobody needs
+    head_norm: RMSNorm | None = None  # is applied before the head
+    ignored: frozenset[str] = frozenset()  # tensors in such checkpoints that are not needed
 
     def __init__(self, config: DraftConfig, context: LayerContext, target: CausalLM, names: Set[str]) -> None:
-        """``names``: the tensors of the draft's checkpoint, by which it is known what it brings. Parameters are
-        uninitialised, on the default device. Raises ``ValueError`` where embedding or head are neither brought nor
-        the target's, because they have another size."""
+        """``names``: the names of all tensors in the draft's checkpoint. Parameters are uninitialised, on the default
+        device. Raises ``ValueError`` if the checkpoint has no embedding or head and the target's has another size."""
         model = config.model
         self.config = config
         self.hidden_size = model.hidden_size
-        self.num_heads = model.num_heads
+        self.num_heads = context.shard.divide(model.num_heads, "attention heads")
         self.target = target
         self.kernels = context.kernels
         self.rotary = _rotary(model, target)
@@ -149,12 +153,13 @@ class SharingDraft(DraftModel):
         self.lm_head = self._table("lm_head", head_size, target.lm_head, context, names)
 
     def logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return self.lm_head.logits(hidden_states, self.head_norm, out)
+        return self.lm_head.own_logits(hidden_states, self.head_norm, out)
 
     def joined(
         self, ids: torch.Tensor, hidden_states: torch.Tensor, norms: JoinNorms | None = None
     ) -> torch.Tensor:
-        """The embeddings of ``ids`` [T] and ``hidden_states`` [T, hidden_size] side by side, through ``norms``."""
+        """The embeddings of ``ids`` [T] concatenated with ``hidden_states`` [T, hidden_size], each normalised if
+        ``norms`` is given: [T, 2 * hidden_size]."""
         table = self.embed_tokens
         if table.shard.size == 1 and table.embedding_scale == 1.0:
             return embed_and_join(ids, table.weight.data, hidden_states, norms)
@@ -199,7 +204,10 @@ class SharingDraft(DraftModel):
             self.weight_slots(), weights, lambda name: name in self.ignored or name.endswith(ROTARY_TABLE)
         )
         target = self.target
-        # Many drafts bring a copy of the target's embedding, as much as a gigabyte.
+        # Many drafts have a copy of the target's embedding, of up to a gigabyte. A single rank drops it. Several ranks
+        # keep it: each compares only its part, so some ranks might share the table while others do not.
+        if target.context.shard.size > 1:
+            return
         if _equal(self.embed_tokens, target.embed_tokens):
             self.embed_tokens = target.embed_tokens
         if _equal(self.lm_head, target.lm_head):
@@ -212,7 +220,8 @@ def _equal(own: VocabParallelEmbedding, shared: VocabParallelEmbedding) -> bool:
 
 
 def _rotary(model: ModelConfig, target: CausalLM) -> RotaryEmbedding:
-    """The target's table if it is the same one: it may be a hundred megabytes."""
+    """The target's rotary table if the draft's would be the same, because it may take a hundred megabytes; otherwise a
+    new one."""
 
     def parameters(config: ModelConfig) -> tuple[object, ...]:
         positions = config.context_length, config.rope_theta, config.rope_scaling

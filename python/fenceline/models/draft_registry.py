@@ -1,4 +1,4 @@
-"""Draft models by the algorithm that --speculative-algorithm names."""
+"""Makes the draft model for the algorithm that --speculative-algorithm names."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ _DRAFTS: Mapping[
 def make_draft_model(
     config: DraftConfig, context: LayerContext, target: CausalLM, names: Set[str]
 ) -> DraftModel:
-    """The draft of ``config.algorithm`` for ``target``, parameters uninitialised on the default device. ``names``: the
-    tensors that its checkpoint brings."""
+    """The draft of ``config.algorithm`` for ``target``, with uninitialised parameters on the default device. ``names``:
+    the names of the tensors in its checkpoint."""
     return _DRAFTS[config.algorithm](config, context, target, names)

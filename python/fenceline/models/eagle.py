@@ -1,4 +1,4 @@
-"""EAGLE (arXiv:2401.15077): decoder layers of the target's kind over embeddings and hidden states, for any family."""
+"""EAGLE (arXiv:2401.15077): decoder layers of the target's family that read embeddings and hidden states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fenceline.models.registry import MODELS
 class EagleDraft(SharingDraft):
     """x = fc([embedding, hidden state]), then the layers, the first of which does not normalise its input.
 
-    It continues the target's hidden states *after* the final norm, so the head multiplies them as they are.
+    It continues the target's hidden states *after* the final norm, so the head reads them without another norm.
     """
 
     def __init__(self, config: DraftConfig, context: LayerContext, target: CausalLM, names: Set[str]) -> None:
@@ -29,7 +29,8 @@ class EagleDraft(SharingDraft):
         first = target.num_layers
         make_layer = MODELS[model.architecture].make_layer
         self.layers = [
-            make_layer(model, context, self.rotary, first + index, index) for index in range(model.num_layers)
+            make_layer(model, context.inside(f"layers.{index}"), self.rotary, first + index, index)
+            for index in range(model.num_layers)
         ]
         self.layers[0].self_attn.input_norm = None
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 (arXiv:2503.01840): one layer over embeddings and hidden states of several depths of the target."""
+"""EAGLE-3 (arXiv:2503.01840): one layer that reads embeddings and hidden states from several depths of the target."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Iterable, Set
 import torch
 
 from fenceline.config.draft_config import DraftConfig
-from fenceline.layers.branch import BranchNorms
 from fenceline.layers.context import LayerContext
-from fenceline.layers.decoder_layer import DecoderLayer, GatedMLP, SelfAttention
+from fenceline.layers.decoder_layer import BranchNorms, DecoderLayer, GatedMLP, SelfAttention
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.kernels.embed_join import JoinNorms
 from fenceline.layers.linear import ReplicatedLinear
@@ -19,33 +18,33 @@ from fenceline.models.draft import SharingDraft
 
 
 class Eagle3Draft(SharingDraft):
-    """hidden = fc(the target's auxiliary hidden states); attention reads [norm(embedding), norm(hidden)] and adds to
-    hidden. What the layer returns continues before ``norm``, through which only the head reads.
+    """hidden = fc(the target's auxiliary hidden states). Attention reads [norm(embedding), norm(hidden)] and adds to
+    hidden. The next step continues with the layer's output before ``norm``, which is applied only for the head.
 
-    The head may know a part of the vocabulary, ``d2t`` of the checkpoint says which: the target's id of the draft's
+    The head may have only a part of the vocabulary. The checkpoint's ``d2t`` says which: the target's id of the draft's
     token i is i + d2t[i].
     """
 
-    ignored = frozenset({"t2d"})  # says again which tokens the head knows
+    ignored = frozenset({"t2d"})  # it also says which tokens the head has, like d2t
 
     def __init__(self, config: DraftConfig, context: LayerContext, target: CausalLM, names: Set[str]) -> None:
         super().__init__(config, context, target, names)
         model, size, eps = config.model, config.model.hidden_size, config.model.rms_norm_eps
         aux_size = len(config.aux_layers) * target.config.hidden_size
         self.fc = ReplicatedLinear("fc", aux_size, size, "fc.bias" in names, context)
-        bias = model.attention_bias
+        bias, inside = model.attention_bias, context.inside("midlayer")
         attention = SelfAttention(
-            model, context, target.num_layers, self.rotary,
+            model, inside, target.num_layers, self.rotary,
             qkv_bias=bias, o_bias=bias, norms=BranchNorms(), input_size=2 * size,
         )  # fmt: skip
-        self.midlayer = DecoderLayer(attention, GatedMLP(model, context, bias=model.mlp_bias))
+        self.midlayer = DecoderLayer(attention, GatedMLP(model, inside, bias=model.mlp_bias))
         self.layers = [self.midlayer]
         self.input_norm = context.norm(size, eps)
         self.hidden_norm = context.norm(size, eps)
         self.norm = self.head_norm = context.norm(size, eps)
         self._d2t: torch.Tensor | None = None
         if "d2t" in names or self.lm_head.vocab_size != model.vocab_size:
-            # The head of dummy weights is that of the first tokens.
+            # With dummy weights, the head has the first tokens of the vocabulary.
             self._d2t = torch.zeros(self.lm_head.vocab_size, dtype=torch.int64)
             self.target_ids = torch.arange(self.lm_head.vocab_size)
 

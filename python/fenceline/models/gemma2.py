@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from fenceline.config.model_config import ModelConfig
-from fenceline.layers.branch import BranchNorms
 from fenceline.layers.context import LayerContext
-from fenceline.layers.decoder_layer import DecoderLayer, GatedMLP, SelfAttention
+from fenceline.layers.decoder_layer import BranchNorms, DecoderLayer, GatedMLP, SelfAttention
 from fenceline.layers.rotary import RotaryEmbedding
 from fenceline.models.decoder import CausalLM
 

@@ -1,4 +1,4 @@
-"""Gemma 3, the text model (arXiv:2503.19786): most layers attend within a window and have angles of their own."""
+"""Gemma 3, the text model (arXiv:2503.19786): most layers have a window and their own rotary angles."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from fenceline.config.model_config import ModelConfig
-from fenceline.layers.branch import BranchNorms
 from fenceline.layers.context import LayerContext
-from fenceline.layers.decoder_layer import DecoderLayer, GatedMLP, SelfAttention
+from fenceline.layers.decoder_layer import BranchNorms, DecoderLayer, GatedMLP, SelfAttention
 from fenceline.layers.rotary import RotaryEmbedding
 from fenceline.models.decoder import CausalLM
 
@@ -31,7 +30,7 @@ class Gemma3ForCausalLM(CausalLM):
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
-    """The text model of one that sees images, without what it sees them with."""
+    """The text model of a checkpoint that also has a vision tower, which is left out."""
 
     def load_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], partly: bool = False, only_check: bool = False
@@ -40,7 +39,8 @@ class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
 
 
 def _of_text(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The text model's tensors, by their names in a model of texts alone. transformers 5 writes other ones."""
+    """The tensors of the text model, renamed as in a checkpoint of the text model alone. transformers 5 writes other
+    names than earlier versions."""
     for name, tensor in weights:
         if name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector.")):
             continue

@@ -1,11 +1,10 @@
-"""GLM-4-0414 (arXiv:2406.12793): sandwich norms; neighbouring features of half of each head rotate."""
+"""GLM-4-0414 (arXiv:2406.12793): sandwich norms; half of each head's features rotate, in pairs of adjacent ones."""
 
 from __future__ import annotations
 
 from fenceline.config.model_config import ModelConfig
-from fenceline.layers.branch import BranchNorms
 from fenceline.layers.context import LayerContext
-from fenceline.layers.decoder_layer import DecoderLayer, GatedMLP, SelfAttention
+from fenceline.layers.decoder_layer import BranchNorms, DecoderLayer, GatedMLP, SelfAttention
 from fenceline.layers.rotary import RotaryEmbedding
 from fenceline.models.decoder import CausalLM
 

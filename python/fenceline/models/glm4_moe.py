@@ -1,4 +1,4 @@
-"""GLM-4.5 and GLM-4.6 (arXiv:2508.06471): experts chosen by corrected sigmoids, and a shared one."""
+"""GLM-4.5 and GLM-4.6 (arXiv:2508.06471): experts chosen by sigmoids with a correction, and a shared expert."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fenceline.models.decoder import CausalLM
 
 
 class Glm4MoeForCausalLM(CausalLM):
-    """The first layers have an ordinary MLP. Heads are normalised where config.json says so."""
+    """The first layers have a dense MLP. Heads are normalised if config.json says so."""
 
     @staticmethod
     def make_layer(

@@ -12,11 +12,11 @@ from fenceline.layers.experts import ExpertNames, ExpertsMLP
 from fenceline.layers.rotary import RotaryEmbedding
 from fenceline.models.decoder import CausalLM
 
-_NAMES = ExpertNames(router="router", together=True)
+_NAMES = ExpertNames(router="router", stacked=True)
 
 
 class GptOssForCausalLM(CausalLM):
-    """Published in MXFP4, which is turned into the model's type."""
+    """Its experts are published in MXFP4 and kept in this format."""
 
     @staticmethod
     def make_layer(

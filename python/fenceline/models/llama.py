@@ -10,9 +10,9 @@ from fenceline.models.decoder import CausalLM
 
 
 class LlamaForCausalLM(CausalLM):
-    """One ``attention_bias`` for all four projections of attention, one ``mlp_bias`` for the three of the MLP.
+    """``attention_bias`` is for all four projections of attention, ``mlp_bias`` for all three of the MLP.
 
-    Granite 3 is the same with multipliers, which layers read from the config where they multiply."""
+    Granite 3 is the same model with multipliers, which the layers read from the config."""
 
     @staticmethod
     def make_layer(

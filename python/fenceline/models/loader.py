@@ -1,4 +1,4 @@
-"""load_model and load_draft_model: make a model on its device from a model directory; weights are read file by file."""
+"""load_model and load_draft_model: make a model on its device from a model directory, reading its files one by one."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from fenceline.config.model_config import ModelConfig
 from fenceline.config.model_files import CONVERT, CONVERT_DRAFT, weight_files
 from fenceline.config.quantization import QuantConfig
 from fenceline.layers.context import LayerContext
+from fenceline.layers.quantized import COLUMN_ORDER
 from fenceline.layers.weight import WeightSlots
 from fenceline.models.decoder import MTP_PREFIX, CausalLM
 from fenceline.models.draft import DraftModel
@@ -44,16 +45,15 @@ def load_model(
     """The model of ``config`` on ``device``, its layers made with ``context``.
 
     ``load_format``: ``auto`` and ``safetensors`` read ``*.safetensors`` from ``config.model_path``, ``dummy`` draws
-    random weights from ``seed`` and reads nothing. ``progress`` shows a bar on a terminal. Raises ``ValueError``, one
-    line with the remedy, for missing, damaged or unfitting files.
+    random weights from ``seed`` and reads no files. ``progress`` shows a progress bar on a terminal. Raises
+    ``ValueError``, one line with the remedy, for files that are missing or damaged or do not fit the model.
     """
     files = _files(config.model_path, load_format)
     begin = time.perf_counter()
-    # Parameters are allocated on the device at once: a large model may not fit host memory.
+    # Parameters are allocated directly on the device, because a large model may not fit in host memory.
     with torch.no_grad(), torch.device(device):
-        model = make_model(
-            _as_stored(config, load_format), context.with_format(_stored_format(config, load_format))
-        )
+        context = dataclasses.replace(context, format=_stored_format(config, load_format))
+        model = make_model(_as_stored(config, load_format), context)
         if load_format == "dummy":
             _randomise(model.weight_slots(), seed)
         else:
@@ -71,12 +71,14 @@ def load_draft_model(
     progress: bool,
     target: CausalLM,
 ) -> DraftModel:
-    """The draft of ``config`` for ``target``, on the target's device; otherwise as ``load_model``. Its KV layers follow
-    the target's. Raises ``ValueError`` also for a checkpoint without what the algorithm needs."""
+    """The draft of ``config`` for ``target``, on the target's device; otherwise like ``load_model``. In the KV pool its
+    layers follow the target's. Also raises ``ValueError`` for a checkpoint without the tensors that the algorithm
+    needs."""
+    config = dataclasses.replace(config, model=_as_stored(config.model, load_format))
     directory = config.model.model_path
     files = _files(directory, load_format, CONVERT_DRAFT)
     begin = time.perf_counter()
-    context = context.with_format(_stored_format(config.model, load_format))
+    context = dataclasses.replace(context, format=_stored_format(config.model, load_format))
     with torch.no_grad(), torch.device(device):
         if load_format == "dummy":
             draft = make_draft_model(config, context, target, _dummy_names(config, target))
@@ -93,22 +95,23 @@ def load_draft_model(
 
 
 class DraftNames:
-    """The names of tensors in the checkpoint of a draft."""
+    """How the tensors of a draft are named in its checkpoint."""
 
     def __init__(self, algorithm: SpeculativeAlgorithm) -> None:
         self._algorithm = algorithm
         self._eagle = algorithm in (SpeculativeAlgorithm.EAGLE, SpeculativeAlgorithm.EAGLE3)
 
     def wanted(self, name: str) -> bool:
-        """Whether it belongs to the draft: layers of NEXTN lie beside their target's."""
+        """Whether the tensor belongs to the draft. The layers of NEXTN are in the same files as the target's."""
         return self._algorithm is not SpeculativeAlgorithm.NEXTN or name.startswith(MTP_PREFIX)
 
     def inside(self, name: str) -> str:
-        """Its name in the draft model. Some conversions of EAGLE checkpoints say where in the model it is."""
+        """The tensor's name in the draft model. Some conversions of EAGLE checkpoints add the prefix ``model.``."""
         return name.removeprefix("model.") if self._eagle else name
 
     def check(self, present: Set[str], directory: str) -> None:
-        """Raises ``ValueError`` for a checkpoint that is something else altogether."""
+        """Raises ``ValueError`` for a checkpoint that is not a draft of this algorithm. ``present``: the names in the
+        draft model of the tensors that it has."""
         if self._eagle and "fc.weight" not in present:
             raise ValueError(
                 f"{directory}: no {self._algorithm.value} checkpoint, it lacks fc.weight; a whole model drafts with"
@@ -123,22 +126,22 @@ class DraftNames:
 
 @dataclass(frozen=True, slots=True)
 class NewWeights:
-    """Weights that take the place of a model's: a whole checkpoint in ``directory``, or ``file``, a safetensors file
-    with some of its tensors. ``label`` is --weight-version's, None: the one before. ``number`` names this update, and
-    so the weights that no checkpoint describes."""
+    """Weights that replace a model's: a whole checkpoint in ``directory``, or ``file``, a safetensors file with some
+    tensors. ``label`` is the new --weight-version; None: it does not change. ``update_id`` names this update and with
+    it weights that no checkpoint describes."""
 
-    number: str
+    update_id: str
     directory: str | None = None
     file: str | None = None
     label: str | None = None
 
     @property
     def partly(self) -> bool:
-        """Whether other weights stay as they are."""
+        """Whether only some of the weights are replaced."""
         return self.directory is None
 
     def files(self) -> list[Path]:
-        """Those to be read. Raises ``ValueError`` where there are none."""
+        """The files to read. Raises ``ValueError`` if there are none."""
         if self.directory is not None:
             return weight_files(Path(self.directory))
         assert self.file is not None, "a checkpoint or a file"
@@ -146,13 +149,15 @@ class NewWeights:
 
 
 def check_weights(model: CausalLM, weights: NewWeights) -> None:
-    """Raises ``ValueError`` where ``weights`` do not fit ``model``. Reads the files' headers alone."""
+    """Raises ``ValueError`` if ``weights`` do not fit ``model``. Reads the files' headers, and only those values that
+    decide whether a format is supported."""
     model.load_weights(_read_headers(weights.files()), weights.partly, only_check=True)
 
 
 def replace_weights(model: CausalLM, weights: NewWeights, one_more: Callable[[], None]) -> None:
-    """Copy ``weights``, which fit, into ``model``'s parameters, which stay where they are, on the current stream.
-    ``one_more`` is called for each tensor. If it raises, some weights are new and others are not."""
+    """Copy ``weights``, which must have passed ``check_weights``, into ``model``'s parameters, on the current stream.
+    The parameters keep their addresses. ``one_more`` is called before each tensor; if it raises, some weights are new
+    and others are not."""
     files = weights.files()
     begin = time.perf_counter()
 
@@ -167,20 +172,22 @@ def replace_weights(model: CausalLM, weights: NewWeights, one_more: Callable[[],
 
 
 def _stored_format(config: ModelConfig, load_format: str) -> QuantConfig | None:
-    """Random weights are drawn as plain numbers, whatever the checkpoint's format, and then rounded to it."""
+    """The format in which weights are read: the checkpoint's. Dummy weights are drawn as plain numbers and then rounded
+    to this format."""
     quantization = config.quantization
     return quantization.on_line() if quantization is not None and load_format == "dummy" else quantization
 
 
 def _as_stored(config: ModelConfig, load_format: str) -> ModelConfig:
-    """The same for experts in MXFP4, which become plain numbers anyway."""
-    if config.experts is None or load_format != "dummy":
+    """``config``, in which the same applies to experts with a format of their own."""
+    experts = config.experts
+    if experts is None or experts.format is None or load_format != "dummy":
         return config
-    return dataclasses.replace(config, experts=dataclasses.replace(config.experts, mxfp4=False))
+    return dataclasses.replace(config, experts=dataclasses.replace(experts, format=experts.format.on_line()))
 
 
 def _dummy_names(config: DraftConfig, target: CausalLM) -> frozenset[str]:
-    """What a checkpoint of such a draft has to bring because the target's has another size."""
+    """The tensors that a checkpoint of such a draft must have because the target's have another size."""
     model = config.model
     if model.hidden_size != target.config.hidden_size:
         return frozenset({"embed_tokens.weight", "lm_head.weight"})
@@ -209,7 +216,7 @@ def _names_in(path: Path) -> list[str]:
         return list(file.keys())
 
 
-# The types that safetensors names in headers.
+# The names of types in the headers of safetensors files.
 _HEADER_TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
@@ -219,10 +226,13 @@ _HEADER_TYPES = {
 
 
 def _read_headers(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor without values) for every tensor of ``files``."""
+    """(name, tensor without values) for every tensor of ``files``. The order of GPTQ's columns has values."""
     for path in files:
         with _naming(path), safe_open(path, framework="pt", device="cpu") as file:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                if name.endswith(COLUMN_ORDER):
+                    yield name, file.get_tensor(name)
+                    continue
                 described = file.get_slice(name)
                 dtype = _HEADER_TYPES.get(described.get_dtype())
                 if dtype is None:
@@ -232,7 +242,7 @@ def _read_headers(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Errors of reading ``path`` name it."""
+    """Turn errors of reading ``path`` into ``ValueError`` that name it."""
     try:
         yield
     except SafetensorError as error:
@@ -244,9 +254,9 @@ def _naming(path: Path) -> Iterator[None]:
 def read_weights(
     files: Sequence[Path], progress: bool, wanted: Callable[[str], bool] = lambda name: True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) for every ``wanted`` tensor of ``files``: memory-mapped on the CPU, valid until the next one is
-    taken. ``progress`` shows a bar on a terminal; in a log a line names every file that begins 10 s or more after the
-    last."""
+    """(name, tensor) for every ``wanted`` tensor of ``files``. Tensors are memory-mapped on the CPU and valid until the
+    next one is taken. ``progress`` shows a progress bar on a terminal; otherwise the log gets a line at the beginning
+    of a file, at most one every 10 s."""
     total_bytes = sum(path.stat().st_size for path in files)
     said = time.perf_counter()
     with tqdm(
@@ -254,7 +264,7 @@ def read_weights(
         unit="B",
         unit_scale=True,
         desc="Loading weights",
-        disable=None if progress else True,  # None: off a terminal
+        disable=None if progress else True,  # None: disabled unless the output is a terminal
     ) as bar:
         for number, path in enumerate(files, start=1):
             bar.set_postfix_str(f"file {number}/{len(files)}")
@@ -267,14 +277,14 @@ def read_weights(
                     tensor = file.get_tensor(name)
                     yield name, tensor
                     bar.update(tensor.nbytes)
-        bar.update(total_bytes - bar.n)  # the files' headers, and what was not wanted
+        bar.update(total_bytes - bar.n)  # the files' headers and the tensors that were not wanted
 
 
 def _randomise(slots: WeightSlots, seed: int) -> None:
-    """Fill the parameters so that activations stay of moderate size: ones for norms, zeros for biases, small noise
-    elsewhere.
+    """Fill the parameters so that activations stay of moderate size: norms with ones, biases with zeros, all others
+    with small noise.
 
-    A tensor's values depend on ``seed`` and its name alone, so the ranks of one model hold parts of the same matrices.
+    A tensor's values depend only on ``seed`` and its name, so the ranks of one model hold parts of the same matrices.
     """
     bound = _DUMMY_STD * 3**0.5
     for name, slot in slots.items():

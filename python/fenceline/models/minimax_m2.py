@@ -1,4 +1,4 @@
-"""MiniMax-M2 and M2.5 (2025): experts in every layer, chosen by corrected sigmoids; norms across all heads."""
+"""MiniMax-M2 and M2.5 (2025): experts in every layer, chosen by sigmoids with a correction; norms across all heads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fenceline.models.decoder import CausalLM
 
 
 class MiniMaxM2ForCausalLM(CausalLM):
-    """No biases; a part of each head rotates."""
+    """There are no biases, and only a part of each head rotates."""
 
     @staticmethod
     def make_layer(
@@ -20,5 +20,7 @@ class MiniMaxM2ForCausalLM(CausalLM):
         attention = SelfAttention(
             config, context, layer_id, rotary, qkv_bias=False, o_bias=False, wide_qk_norm=True
         )
-        names = ExpertNames(gate="w1", up="w3", down="w2", correction="e_score_correction_bias")
-        return DecoderLayer(attention, ExpertsMLP(config, context, names), mlp_name="block_sparse_moe")
+        names = ExpertNames(
+            "block_sparse_moe", gate="w1", up="w3", down="w2", correction="e_score_correction_bias"
+        )
+        return DecoderLayer(attention, ExpertsMLP(config, context, names))

@@ -21,5 +21,5 @@ class MixtralForCausalLM(CausalLM):
             config, context, layer_id, rotary, qkv_bias=False, o_bias=False,
             window=config.window(index),
         )  # fmt: skip
-        names = ExpertNames(gate="w1", up="w3", down="w2")
-        return DecoderLayer(attention, ExpertsMLP(config, context, names), mlp_name="block_sparse_moe")
+        names = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")
+        return DecoderLayer(attention, ExpertsMLP(config, context, names))

@@ -1,5 +1,5 @@
-"""Layers inside a target's checkpoint that predict further tokens (multi-token prediction), as MiMo has them
-(arXiv:2505.07608; the idea is DeepSeek-V3's, arXiv:2412.19437, section 2.2)."""
+"""Multi-token prediction: layers in the target's checkpoint that predict further tokens, as in MiMo (arXiv:2505.07608).
+The idea is DeepSeek-V3's (arXiv:2412.19437, section 2.2)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fenceline.models.registry import MODELS
 
 
 class MTPLayer:
-    """norm(block(input_proj([norm(hidden state), norm(embedding)]))): a block of the target's family. The token after
-    the first one is not seen: the embedding at position 0 is zero."""
+    """norm(block(input_proj([norm(hidden state), norm(embedding)]))), where ``block`` is a decoder layer of the
+    target's family. The embedding at position 0 is replaced by zero."""
 
     def __init__(
         self, config: DraftConfig, context: LayerContext, target: CausalLM, block: DecoderLayer
@@ -35,7 +35,8 @@ class MTPLayer:
     def forward(
         self, embedded: torch.Tensor, hidden_states: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
-        """Both [T, hidden_size] → the next hidden states, normalised, [T, hidden_size]."""
+        """``embedded`` and ``hidden_states`` [T, hidden_size] → the next hidden states, normalised, [T,
+        hidden_size]."""
         embedded = embedded.masked_fill((batch.positions == 0).unsqueeze(1), 0.0)
         both = self.hidden_norm.forward(hidden_states), self.token_norm.forward(embedded)
         x = self.input_proj.forward(torch.cat(both, dim=-1))
@@ -53,16 +54,21 @@ class MTPLayer:
 
 
 class MTPDraft(SharingDraft):
-    """Step k is run by layer k. A single layer runs them all, one after the other."""
+    """Layer k computes step k. If there is a single layer, it computes all steps, one after the other."""
 
     def __init__(self, config: DraftConfig, context: LayerContext, target: CausalLM, names: Set[str]) -> None:
         super().__init__(config, context, target, names)
         model, first = config.model, target.num_layers
         make_layer = MODELS[model.architecture].make_layer
+        contexts = [context.inside(f"{MTP_PREFIX}{index}") for index in range(model.num_layers)]
         self.layers = [
-            make_layer(model, context, self.rotary, first + index, index) for index in range(model.num_layers)
+            make_layer(model, inside, self.rotary, first + index, index)
+            for index, inside in enumerate(contexts)
         ]
-        self.mtp_layers = [MTPLayer(config, context, target, layer) for layer in self.layers]
+        self.mtp_layers = [
+            MTPLayer(config, inside, target, layer)
+            for inside, layer in zip(contexts, self.layers, strict=True)
+        ]
         self.max_steps = None if model.num_layers == 1 else model.num_layers
 
     def hidden_states_from(self, x: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:

@@ -1,17 +1,16 @@
-"""OLMo 2 (arXiv:2501.00656): norms behind each branch, none in front of it, and over all heads at once."""
+"""OLMo 2 (arXiv:2501.00656): norms after each branch and none before it; queries and keys are normalised too."""
 
 from __future__ import annotations
 
 from fenceline.config.model_config import ModelConfig
-from fenceline.layers.branch import BranchNorms
 from fenceline.layers.context import LayerContext
-from fenceline.layers.decoder_layer import DecoderLayer, GatedMLP, SelfAttention
+from fenceline.layers.decoder_layer import BranchNorms, DecoderLayer, GatedMLP, SelfAttention
 from fenceline.layers.rotary import RotaryEmbedding
 from fenceline.models.decoder import CausalLM
 
 
 class Olmo2ForCausalLM(CausalLM):
-    """Queries and keys are normalised across their heads."""
+    """Queries and keys are normalised over all heads at once."""
 
     @staticmethod
     def make_layer(

@@ -10,7 +10,7 @@ from fenceline.models.decoder import CausalLM
 
 
 class Phi3ForCausalLM(CausalLM):
-    """No biases; a part of each head's features may rotate."""
+    """There are no biases, and in some models only a part of each head rotates."""
 
     @staticmethod
     def make_layer(

@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-57B-A14B (arXiv:2407.10671): Qwen2 with experts and a shared one."""
+"""Qwen1.5-MoE and Qwen2-57B-A14B (arXiv:2407.10671): Qwen2 with experts and a shared expert."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fenceline.models.decoder import CausalLM
 
 
 class Qwen2MoeForCausalLM(CausalLM):
-    """A token takes the sigmoid of a product of the shared expert."""
+    """The shared expert's result is multiplied by a sigmoid, which is computed for each token."""
 
     @staticmethod
     def make_layer(

@@ -11,7 +11,7 @@ from fenceline.models.decoder import CausalLM
 
 
 class Qwen3MoeForCausalLM(CausalLM):
-    """Qwen3's attention; an ordinary MLP in the layers that config.json names."""
+    """Attention is Qwen3's. The layers that config.json names have a dense MLP."""
 
     @staticmethod
     def make_layer(

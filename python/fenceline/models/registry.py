@@ -1,4 +1,4 @@
-"""Model classes by the architecture that config.json names."""
+"""The model class for each architecture that config.json may name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import MappingProxyType
 from fenceline.config.model_config import ModelConfig
 from fenceline.layers.context import LayerContext
 from fenceline.models.decoder import CausalLM
+from fenceline.models.ernie4_5 import Ernie4_5_MoeForCausalLM, Ernie4_5ForCausalLM
 from fenceline.models.gemma2 import Gemma2ForCausalLM
 from fenceline.models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 from fenceline.models.glm4 import Glm4ForCausalLM
@@ -23,11 +24,14 @@ from fenceline.models.qwen2 import Qwen2ForCausalLM
 from fenceline.models.qwen2_moe import Qwen2MoeForCausalLM
 from fenceline.models.qwen3 import Qwen3ForCausalLM
 from fenceline.models.qwen3_moe import Qwen3MoeForCausalLM
+from fenceline.models.seed_oss import SeedOssForCausalLM
 from fenceline.models.smollm3 import SmolLM3ForCausalLM
 
 # The keys are those of fenceline.config.families.FAMILIES; a test compares the two.
 MODELS: Mapping[str, type[CausalLM]] = MappingProxyType(
     {
+        "Ernie4_5ForCausalLM": Ernie4_5ForCausalLM,
+        "Ernie4_5_MoeForCausalLM": Ernie4_5_MoeForCausalLM,
         "Gemma2ForCausalLM": Gemma2ForCausalLM,
         "Gemma3ForCausalLM": Gemma3ForCausalLM,
         "Gemma3ForConditionalGeneration": Gemma3ForConditionalGeneration,
@@ -46,16 +50,17 @@ MODELS: Mapping[str, type[CausalLM]] = MappingProxyType(
         "Qwen2MoeForCausalLM": Qwen2MoeForCausalLM,
         "Qwen3ForCausalLM": Qwen3ForCausalLM,
         "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+        "SeedOssForCausalLM": SeedOssForCausalLM,
         "SmolLM3ForCausalLM": SmolLM3ForCausalLM,
     }
 )
 
 
 def make_model(config: ModelConfig, context: LayerContext, first_layer: int = 0) -> CausalLM:
-    """The model of ``config.architecture``, parameters uninitialised on the default device. ``first_layer``: see
+    """The model of ``config.architecture``, with uninitialised parameters on the default device. ``first_layer``: see
     ``CausalLM``.
 
-    Raises ``ValueError`` naming the supported architectures.
+    Raises ``ValueError``, which names the supported architectures, for any other one.
     """
     if config.architecture not in MODELS:
         raise ValueError(

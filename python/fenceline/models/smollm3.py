@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face, 2025): Llama, in which some layers see no positions (NoPE, arXiv:2305.19466)."""
+"""SmolLM3 (Hugging Face, 2025): Llama with some layers that have no position embedding (NoPE, arXiv:2305.19466)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fenceline.models.decoder import CausalLM
 
 
 class SmolLM3ForCausalLM(CausalLM):
-    """Layers without positions attend to queries and keys that are not rotated."""
+    """In layers without position embedding, queries and keys are not rotated."""
 
     @staticmethod
     def make_layer(

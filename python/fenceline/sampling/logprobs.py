@@ -11,17 +11,17 @@ from fenceline.sampling.gumbel import row_chunks, take_rows
 
 @dataclass(frozen=True, slots=True)
 class OutputLogprobs:
-    """Logprobs of N tokens and of the K most likely alternatives of each, most likely first; with ``named`` those of W
-    tokens that each row names (``named_ids``), in its order.
+    """Logprobs of N tokens and of the K most likely alternatives of each, most likely first. ``named`` are those of the
+    W tokens that each row asks for by id (``named_ids``), in the same order.
 
-    Finite always: what has probability 0 (a masked token, a row of NaN) reads as float32's lowest number, so that
-    the values survive JSON. Alternatives with equal logprobs come in no particular order.
+    The values are always finite, so that they can be sent as JSON: a probability of 0 (a masked token, a row of NaN)
+    becomes float32's lowest number. Alternatives with equal logprobs are in no particular order.
     """
 
     chosen: torch.Tensor  # [N] float32
     top_logprobs: torch.Tensor  # [N, K] float32
     top_ids: torch.Tensor  # [N, K] int64
-    named: torch.Tensor | None = None  # [N, W] float32; None where no tokens are named
+    named: torch.Tensor | None = None  # [N, W] float32; None if no tokens are asked for by id
 
 
 def token_logprobs(
@@ -32,8 +32,8 @@ def token_logprobs(
     named_ids: torch.Tensor | None = None,
 ) -> OutputLogprobs:
     """Log-softmax of ``logits`` [M, V] (any float dtype; computed in float32; not changed) at ``token_ids`` [M] int64
-    and at its ``min(top_k, V)`` largest entries, for the N rows ``index`` [N] int64; None: for all, N = M.
-    ``named_ids`` [N, W] int64: at these entries too. A row's values do not depend on the other rows."""
+    and at its ``min(top_k, V)`` largest entries, for the N rows ``index`` [N] int64 (None: all rows, N = M). With
+    ``named_ids`` [N, W] int64 also at these entries. A row's values do not depend on the other rows."""
     num_rows = logits.shape[0] if index is None else index.shape[0]
     num_top = min(top_k, logits.shape[1])
     chosen, values, ids, named = [], [], [], []
@@ -62,14 +62,15 @@ def token_logprobs(
 def prompt_logprobs(
     logits: torch.Tensor, target_ids: torch.Tensor, top_k: int, named_ids: torch.Tensor | None = None
 ) -> OutputLogprobs:
-    """Logprobs of prompt tokens. ``logits`` [N, V]: raw rows of N prompt positions; ``target_ids`` [N] int64: the token
-    that follows each. No bias, penalty or temperature: they shape what is sampled, and the prompt is given. Works
-    through N in pieces; beside the result it needs a few float32 [V]-rows per piece, not [N, V]."""
+    """Logprobs of prompt tokens. ``logits`` [N, V] are the model's logits at N prompt positions, and ``target_ids`` [N]
+    int64 the token that follows each of them. Bias, penalties and temperature are not applied, because they concern
+    sampled tokens only. The rows are processed in pieces, so temporary memory is one piece in float32, not [N, V]."""
     return token_logprobs(logits, target_ids, top_k, named_ids=named_ids)
 
 
 def spread(part: OutputLogprobs, index: torch.Tensor, num_reqs: int) -> OutputLogprobs:
-    """Place the rows of ``part`` at batch positions ``index``; the other requests, which asked for none, get 0."""
+    """Put the rows of ``part`` at batch positions ``index`` of ``num_reqs`` rows. The other rows, whose requests asked
+    for no logprobs, are 0."""
 
     def place(values: torch.Tensor) -> torch.Tensor:
         return values.new_zeros((num_reqs, *values.shape[1:])).index_copy_(0, index, values)
@@ -79,7 +80,7 @@ def spread(part: OutputLogprobs, index: torch.Tensor, num_reqs: int) -> OutputLo
 
 
 def select_logprobs(logprobs: OutputLogprobs, index: torch.Tensor) -> OutputLogprobs:
-    """Of the rows ``index`` [N] int64."""
+    """The logprobs of the rows ``index`` [N] int64."""
     named = None if logprobs.named is None else logprobs.named[index]
     return OutputLogprobs(
         logprobs.chosen[index], logprobs.top_logprobs[index], logprobs.top_ids[index], named

@@ -1,18 +1,21 @@
-"""The sampler: logits in, tokens out, everything on the device and in program order on FORWARD.
+"""The sampler: it turns logits into tokens, on the device and in program order on FORWARD.
 
-Order of operations, as in vLLM and SGLang: logit_bias; repetition, frequency, presence penalty; the min_new_tokens
-mask; the grammars' masks; here the arg-max of greedy requests is taken; temperature; here logprobs are taken; top_k,
-top_p, min_p (jointly); the draw.
+The order of operations is that of vLLM and SGLang:
 
-Logprobs of outputs are, as SGLang's by default, those of the distribution after bias, penalties, mask and temperature
-and before top_k, top_p and min_p: a token's logprob is its chance in the unfiltered draw. A greedy request has
-temperature 1 there. With neutral parameters that is the model's own log-softmax.
+1. logit_bias; repetition, frequency and presence penalty; the min_new_tokens mask; the grammars' masks;
+2. the arg-max, for greedy requests;
+3. temperature; then the logprobs are computed;
+4. top_k, top_p and min_p (jointly); the draw.
 
-A request's token depends on its own logits, parameters, seed and position, bit by bit: not on its place in the batch
-nor on what else is in it. There is no host synchronisation and no shape that depends on data, so a step can be
-captured. On CUDA the draw is the kernel that captured decode steps draw with, so that a request gets the same tokens
-whether its batch replays a graph or needs something of this sampler. Scratch memory is at most two copies of the logits
-and a few pieces of ``CHUNK_ELEMENTS``.
+As in SGLang by default, logprobs of outputs are those of the distribution after bias, penalties, masks and temperature
+and before top_k, top_p and min_p. So a token's logprob is that of the unfiltered draw. For a greedy request the
+temperature is 1 there. With neutral parameters the logprobs are the model's own log-softmax.
+
+A request's token depends on its own logits, parameters, seed and position only, bit by bit: neither on its place in the
+batch nor on the other requests. There is no host synchronisation and no shape that depends on data, so a step can be
+captured. On CUDA the draw uses the same kernel as captured decode steps, so a request gets the same tokens whether its
+batch replays a graph or needs this sampler. Temporary memory is at most two copies of the logits and a few pieces of
+``CHUNK_ELEMENTS``.
 """
 
 from __future__ import annotations
@@ -22,36 +25,37 @@ from dataclasses import dataclass
 import torch
 
 from fenceline.sampling.gumbel import GumbelSampler, row_chunks, take_rows
-from fenceline.sampling.kernels.sample import sample_tokens
+from fenceline.sampling.kernels.sample import masked, sample_tokens
 from fenceline.sampling.logprobs import OutputLogprobs, prompt_logprobs, spread, token_logprobs
 from fenceline.sampling.sampling_batch import SamplingBatch
 
 __all__ = ["OutputLogprobs", "SampleOutput", "Sampler", "prompt_logprobs"]
 
 
-# One int16 per (row, token): bit 14 says "in the prompt", the bits below count outputs and stop at their maximum.
-# Zero means never seen.
+# One int16 per (row, token): bit 14 is set if the token is in the prompt, and the bits below count its occurrences in
+# the output, up to _MAX_COUNT. Zero means that the request does not contain the token.
 _IN_PROMPT = 1 << 14
 _MAX_COUNT = _IN_PROMPT - 1
 
-# Probabilities relative to the row's largest become integers of this unit. Sums of integers are exact in any order,
-# so top_p cuts at the same token whatever the batch's shape makes the device's reductions and scans do.
+# Probabilities, relative to the largest one of their row, are rounded to integer multiples of 1 / _UNIT. Sums of
+# integers are exact in any order, so top_p cuts at the same token, whatever the shape of the batch and however the
+# device orders its reductions and scans.
 _UNIT = float(1 << 40)
 
 
 @dataclass(frozen=True, slots=True)
 class SampleOutput:
-    """One token for each of B requests; tensors are fresh, the caller owns them."""
+    """One token for each of B requests. The tensors are newly allocated and belong to the caller."""
 
     next_tokens: torch.Tensor  # [B] int64
-    logprobs: OutputLogprobs | None  # None: no request asked
+    logprobs: OutputLogprobs | None  # None if no request asked for them
 
 
 class Sampler:
     """Samples for request rows ``0 .. num_rows - 1`` over ``vocab_size`` tokens on ``device``.
 
-    Penalty counts (``2 * num_rows * vocab_size`` bytes) are allocated when the first penalised request begins. All
-    methods must be called on the same stream.
+    Token counts for penalties (``2 * num_rows * vocab_size`` bytes) are allocated when the first request with penalties
+    begins. All methods must be called with the same stream current.
     """
 
     def __init__(self, vocab_size: int, num_rows: int, device: torch.device) -> None:
@@ -62,8 +66,9 @@ class Sampler:
         self._counts: TokenCounts | None = None
 
     def begin_request(self, row: int, prompt_ids: torch.Tensor, output_ids: torch.Tensor) -> None:
-        """(Re)initialise the counts of ``row``: before the first token of a request with ``needs_penalties``, and
-        again, with the tokens so far, when it resumes after retraction. Both 1-D int64 on the device."""
+        """Initialise the token counts of ``row``. Must be called before the first token of a request with
+        ``needs_penalties`` is sampled, and again when the request resumes after a retraction, with its outputs so far.
+        ``prompt_ids`` and ``output_ids`` are 1-D int64 tensors on the device."""
         if self._counts is None:
             self._counts = TokenCounts(self._num_rows, self._vocab_size, self._device)
         self._counts.begin(row, prompt_ids, output_ids)
@@ -75,17 +80,18 @@ class Sampler:
         batch: SamplingBatch,
         masks: torch.Tensor | None = None,
     ) -> SampleOutput:
-        """Sample one token per request and count it.
+        """Sample one token per request, and count it if the request has penalties.
 
-        ``logits`` [B, V] float32, not changed. ``positions`` [B] int64: the position the sampled token will have
-        in its sequence, prompt length plus outputs so far. Every sampled token is counted, so requests whose token
-        will be thrown away (an unfinished prompt chunk) and have penalties must not be in the batch. NaN logits
-        give some token of the vocabulary, never an id outside it. ``masks``: the bits of the tokens that may be drawn,
-        see :func:`masked`; None: all may.
+        ``logits`` [B, V] float32, bfloat16 or float16 are not changed. ``positions`` [B] int64: the position that the
+        sampled token will have in its sequence, which is the prompt length plus the outputs so far. Because sampled
+        tokens are counted, requests with penalties whose token will be dropped (those with an unfinished prompt) must
+        not be in the batch. ``masks``: which tokens may be drawn, see :func:`masked`; None: all. From NaN logits some
+        token of the vocabulary is drawn, never an id outside it.
         """
         assert logits.shape == (batch.num_reqs, self._vocab_size), (logits.shape, batch.num_reqs)
-        assert logits.dtype == torch.float32
-        logits = self._adjust(logits, positions, batch)
+        if self._device.type == "cuda" and not (self._needs_scaled(batch) or _adjusts(batch)):
+            return SampleOutput(_choose_fused(logits, None, positions, batch, masks), None)
+        logits = self._adjust(logits.float(), positions, batch)
         if masks is not None:
             logits = masked(logits, masks)
         scaled = _scale(logits, batch) if self._needs_scaled(batch) else None
@@ -100,8 +106,9 @@ class Sampler:
         return SampleOutput(next_tokens, _logprobs(scaled, next_tokens, batch))
 
     def _needs_scaled(self, batch: SamplingBatch) -> bool:
-        """On CUDA the draw scales the logits itself, and only logprobs and filters look at scaled ones."""
-        if batch.return_logprob or batch.all_greedy:
+        """Whether scaled logits must be computed. On CUDA the kernel of the draw scales the logits itself, so only
+        logprobs and filters need them."""
+        if batch.return_logprob or batch.seed_keys is None:
             return batch.return_logprob
         return self._device.type != "cuda" or batch.top_ks is not None or batch.min_p_logs is not None
 
@@ -120,8 +127,9 @@ class Sampler:
         return self._gumbel.draw(scaled, batch.seed_keys, positions, batch.noise_scales, thresholds)
 
     def _adjust(self, logits: torch.Tensor, positions: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Bias, penalties, mask. Returns ``logits`` itself where nothing is to be done, else a copy."""
-        if batch.bias_index is None and batch.penalty_rows is None and batch.stop_index is None:
+        """Apply bias, penalties and the min_new_tokens mask. Returns ``logits`` itself if there is nothing to do, else
+        a copy."""
+        if not _adjusts(batch):
             return logits
         logits = logits.clone()
         if batch.bias_index is not None:
@@ -155,36 +163,17 @@ class Sampler:
                 logits.index_copy_(0, batch.penalty_index[rows], penalized)
 
 
-def masked(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
-    """``logits`` [B, V], -inf where the token's bit in ``masks`` [B, ceil(V / 32)] int32 is not set; new.
-
-    With fewer masks, [B / n, ceil(V / 32)], they are those of every n-th row, from the first on: of a request's rows
-    that are verified only the first draws under its mask, since its drafts are not accepted."""
-    stride = len(logits) // len(masks)
-    if stride > 1:
-        made = logits.clone()
-        made[::stride] = masked(logits[::stride], masks)
-        return made
-    vocab_size = logits.shape[1]
-    places = torch.arange(32, dtype=torch.int32, device=masks.device)
-    pieces = []
-    for rows in row_chunks(*logits.shape):
-        bits = (masks[rows].unsqueeze(-1) >> places).bitwise_and_(1).flatten(1)[:, :vocab_size]
-        pieces.append(logits[rows].masked_fill(bits == 0, -torch.inf))
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
 class TokenCounts:
-    """Which tokens each penalised request has seen, for repetition, frequency and presence penalties.
+    """Counts the tokens of each request that has repetition, frequency or presence penalties.
 
-    Owns a [num_rows, V] int16 table (2 * num_rows * V bytes). All methods run on the current stream, in program
-    order with the sampler; none synchronises with the host."""
+    Owns a [num_rows, V] int16 table (2 * num_rows * V bytes). All methods submit to the current stream, in program
+    order with the sampler, and do not synchronise with the host."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._table = torch.zeros((num_rows, vocab_size), dtype=torch.int16, device=device)
 
     def begin(self, row: int, prompt_ids: torch.Tensor, output_ids: torch.Tensor) -> None:
-        """Forget what ``row`` held and count the given tokens (1-D int64, on the table's device)."""
+        """Clear ``row`` and count the given tokens (1-D int64, on the table's device)."""
         counts = torch.zeros(self._table.shape[1], dtype=torch.int32, device=self._table.device)
         counts.scatter_add_(0, output_ids, torch.ones_like(output_ids, dtype=torch.int32))
         counts.clamp_(max=_MAX_COUNT)
@@ -208,9 +197,9 @@ class TokenCounts:
     ) -> torch.Tensor:
         """Penalised copy of ``logits`` [P, V] float32 for request rows ``rows`` [P]; penalties are [P] float32.
 
-        Repetition first, on every token of prompt or output: a positive logit is divided, a negative multiplied
-        (Keskar et al. 2019, as in transformers). Then, on output tokens, ``frequency * count + presence`` is taken
-        off (OpenAI's formula). Neutral penalties change no bit.
+        First the repetition penalty, for every token of prompt or output: a positive logit is divided by it, a negative
+        one multiplied (Keskar et al. 2019, as in transformers). Then ``frequency * count + presence`` is subtracted
+        for output tokens (OpenAI's formula). Neutral penalties do not change any bit.
         """
         entries = self._table.index_select(0, rows)
         factor = repetition[:, None]
@@ -222,10 +211,19 @@ class TokenCounts:
         return logits
 
 
+def _adjusts(batch: SamplingBatch) -> bool:
+    """Whether some logits are changed before a token is drawn, other than by a mask."""
+    return batch.bias_index is not None or batch.penalty_rows is not None or batch.stop_index is not None
+
+
 def _choose_fused(
-    logits: torch.Tensor, scaled: torch.Tensor | None, positions: torch.Tensor, batch: SamplingBatch
+    logits: torch.Tensor,
+    scaled: torch.Tensor | None,
+    positions: torch.Tensor,
+    batch: SamplingBatch,
+    masks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    thresholds = None if scaled is None or batch.all_greedy else keep_thresholds(scaled, batch)
+    thresholds = None if scaled is None or batch.seed_keys is None else keep_thresholds(scaled, batch)
     next_tokens = torch.empty_like(positions)
     sample_tokens(
         logits,
@@ -238,12 +236,14 @@ def _choose_fused(
         last_tokens=None,
         next_tokens=next_tokens,
         maxima=None if thresholds is None else logits.amax(dim=-1),
+        masks=masks,
     )
     return next_tokens
 
 
 def _scale(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """(logits - row maximum) / temperature, new. The maximum goes first, so that no temperature overflows it."""
+    """(logits - row maximum) / temperature, as a new tensor. The maximum is subtracted first, so that a small
+    temperature does not overflow."""
     scaled = logits - logits.amax(dim=-1, keepdim=True)
     return scaled if batch.temperatures is None else scaled.div_(batch.temperatures[:, None])
 
@@ -257,18 +257,18 @@ def _logprobs(scaled: torch.Tensor, next_tokens: torch.Tensor, batch: SamplingBa
 
 
 def keep_thresholds(scaled: torch.Tensor, batch: SamplingBatch) -> torch.Tensor | None:
-    """The lowest score of each request that may still be drawn, after top_k, top_p and min_p: [B] float32 for
-    ``scaled`` [B, V] float32, whose rows have the maximum 0. None: keep everything.
+    """The lowest score of each request that may be drawn after top_k, top_p and min_p: [B] float32 for ``scaled`` [B,
+    V] float32, whose rows have the maximum 0. None: all tokens may be drawn.
 
-    Thresholds on values, not on ranks: which tokens stay depends on the row's values alone, never on how a sort or a
-    top-k happens to break ties, which are common with bf16 logits. Tokens tied with the last one kept are kept too, as
-    in transformers. As in SGLang the filters are joint: each looks at the full distribution after temperature, and a
-    token has to pass all of them. No full sort unless some request has top_p without top_k.
+    The filters are thresholds on values, not on ranks. So the tokens that are kept depend only on the row's values, not
+    on how a sort or a top-k breaks ties, which are common with bf16 logits. Tokens that tie with the last one kept are
+    kept too, as in transformers. As in SGLang the filters are joint: each is computed from the full distribution after
+    temperature, and a token must pass all of them. A full sort is done only if some request has top_p without top_k.
     """
     thresholds = _sorted_thresholds(scaled, batch)
     if batch.min_p_logs is None:
         return thresholds
-    # p >= min_p * p_max, and the largest score is 0
+    # p >= min_p * p_max; as the largest score is 0, that is score >= log(min_p).
     return batch.min_p_logs if thresholds is None else torch.maximum(thresholds, batch.min_p_logs)
 
 
@@ -289,7 +289,7 @@ def _sorted_thresholds(scaled: torch.Tensor, batch: SamplingBatch) -> torch.Tens
 def _lowest_kept(
     scaled: torch.Tensor, max_top_k: int, top_ks: torch.Tensor, top_ps: torch.Tensor | None
 ) -> torch.Tensor:
-    """[F] lowest score that top_k and top_p keep in each row of ``scaled`` [F, V]."""
+    """The lowest score [F] that top_k and top_p keep in each row of ``scaled`` [F, V]."""
     vocab_size = scaled.shape[1]
     if max_top_k < vocab_size:
         ordered = scaled.topk(max_top_k, dim=-1).values
@@ -302,13 +302,14 @@ def _lowest_kept(
 
 
 def _last_in_nucleus(scaled: torch.Tensor, ordered: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
-    """[F] int64 rank of the last token of the smallest set whose mass reaches ``top_p`` (Holtzman et al. 2020)."""
+    """The rank [F] int64 of the last token of the smallest set of tokens whose probability reaches ``top_p`` (Holtzman
+    et al. 2020)."""
     mass = _fixed_point(ordered)
     total = mass.sum(-1) if ordered.shape == scaled.shape else _fixed_point(scaled).sum(-1)
     limit = (total * top_ps).to(torch.int64).clamp_(min=1)
     before = mass.cumsum(-1) - mass
     num_kept = (before < limit[:, None]).sum(-1)
-    return (num_kept - 1).clamp_(min=0)  # a row of NaN has no mass: rank 0 keeps the index valid
+    return (num_kept - 1).clamp_(min=0)  # for a row of NaN, num_kept is 0; rank 0 keeps the index valid
 
 
 def _fixed_point(scaled: torch.Tensor) -> torch.Tensor:

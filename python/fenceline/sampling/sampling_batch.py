@@ -1,8 +1,10 @@
-"""SamplingBatch: what the sampler reads for one batch composition. Nothing in it depends on the step.
+"""SamplingBatch: the sampling parameters of one batch composition, as the sampler reads them. They are the same in each
+step of these requests.
 
-Host side: :func:`sampling_arrays` turns the requests into a few small arrays, which travel with the step's other
-inputs in one upload. Device side: :class:`SamplingBatch` names the views of that upload. An array that no request
-of the batch needs is absent, and its absence is the flag: nothing on the device is ever asked what to do.
+On the host, :func:`sampling_arrays` converts the requests' parameters to a few small arrays, which are uploaded
+together with the step's other inputs. On the device, :class:`SamplingBatch` has the views of that upload. An array that
+no request of the batch needs is None, so the host always knows which operations are needed, without reading from the
+device.
 """
 
 from __future__ import annotations
@@ -20,19 +22,19 @@ from fenceline.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
 Array = npt.NDArray[np.generic]
 
-# Temperatures outside are as good as their bound: the smallest is an arg-max with random ties, the largest is
-# uniform in float32; and -inf / temperature stays -inf.
+# Temperatures outside these bounds have the same effect as the bound: at the smallest the draw is an arg-max with
+# random ties, at the largest it is uniform in float32. And -inf / temperature remains -inf.
 MIN_TEMPERATURE = 1e-6
 MAX_TEMPERATURE = 1e6
 UNLIMITED_K = 2**31 - 1
-NO_TOP_P = 2.0  # more than all the mass: keeps every token
+NO_TOP_P = 2.0  # greater than the sum of all probabilities, so that every token is kept
 
 
 @dataclass(frozen=True, slots=True)
 class ReqSampling:
-    """Host facts of one request. ``seed`` is resolved (64 bits, signed or not). ``row`` indexes per-row device
-    tables. ``stop_ids`` are masked until ``params.min_new_tokens`` outputs exist, unless the request is
-    ``constrained``: then the masks that come with each step say which tokens may be drawn."""
+    """The sampling parameters of one request, on the host. ``seed`` has been chosen (64 bits, signed or not). ``row``
+    is the request's row in tables on the device. ``stop_ids`` are masked until ``params.min_new_tokens`` outputs exist,
+    unless the request is ``constrained``: then the masks of each step say which tokens may be drawn."""
 
     params: SamplingParams
     seed: int
@@ -46,22 +48,23 @@ class ReqSampling:
 
     @property
     def accepts_drafts(self) -> bool:
-        """Whether more than one of its tokens may be drawn in a step. Penalties and masks follow from all tokens in
-        front, drafts included, which counts and grammars do not hold."""
+        """Whether drafts of this request may be accepted. Penalties and grammar masks depend on all tokens before,
+        including drafts, but the token counts and grammars do not include drafts."""
         return not (self.constrained or self.params.needs_penalties)
 
 
 def padded_ids(lists: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
-    """Lists of token ids as one table, row after row: [len(lists) * longest], short rows filled up with token 0."""
+    """Lists of token ids as the rows of a table, flattened: [len(lists) * longest] int64. Shorter rows are padded with
+    token 0."""
     width = max(map(len, lists))
     return np.array([[*ids, *[0] * (width - len(ids))] for ids in lists], np.int64).ravel()
 
 
 def sampling_arrays(reqs: Sequence[ReqSampling]) -> dict[str, Array]:
-    """The arrays the device needs for ``reqs``, in batch order; dtypes int64, float32 and float64, all 1-D.
+    """The arrays that the device needs for ``reqs`` (in batch order); all are 1-D, of dtype int64, float32 or float64.
 
-    A key is the name of a :class:`SamplingBatch` field. A greedy request without penalties, bias, min_new_tokens
-    and logprobs adds nothing.
+    Keys are names of :class:`SamplingBatch` fields. A batch of greedy requests without penalties, bias, min_new_tokens
+    and logprobs needs none.
     """
     arrays: dict[str, Array] = {}
     _add_draw(arrays, reqs)
@@ -161,18 +164,20 @@ def _add_min_tokens(arrays: dict[str, Array], reqs: Sequence[ReqSampling]) -> No
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """Device views and host flags of B requests. ``None`` means: no request of the batch needs it.
+    """The sampling parameters of B requests: views on the device, and flags on the host. A tensor is None if no request
+    of the batch needs it.
 
-    F filtered, P penalised, M biased (request, token) pairs, S masked (request, token) pairs. Index tensors hold
-    positions in the batch; an index of ``None`` beside present values means all B requests, in order. The views
-    belong to the step's upload; they must stay valid as long as this batch is used.
+    F requests have filters, P have penalties and L ask for logprobs. M pairs (request, token) are biased, and S pairs
+    are masked. Index tensors contain positions in the batch; if an index is None but its values are not, the values are
+    those of all B requests in order. The views are part of the step's upload, and must remain valid as long as this
+    batch is used.
     """
 
     num_reqs: int  # B
     return_logprob: bool
-    constrained: bool  # some request is
+    constrained: bool  # whether some request is
     max_top_logprobs: int
-    max_top_k: int  # of the filtered requests; UNLIMITED_K if one of them has top_p only
+    max_top_k: int  # of the requests with filters; UNLIMITED_K if one of them has only top_p
     seed_keys: torch.Tensor | None = None  # [B] int64; None: every request is greedy
     temperatures: torch.Tensor | None = None  # [B] float32, 1 for greedy requests
     noise_scales: torch.Tensor | None = None  # [B] float32, 0 for greedy requests and 1 for others
@@ -192,12 +197,15 @@ class SamplingBatch:
     stop_ids: torch.Tensor | None = None  # [S] int64
     stop_until: torch.Tensor | None = None  # [S] int64, first position at which the token is allowed
     logprob_index: torch.Tensor | None = None  # [L] int64; None with return_logprob: all requests
-    logprob_named_ids: torch.Tensor | None = None  # [L * W] int64: the W tokens that each of these names
+    logprob_named_ids: torch.Tensor | None = None  # [L * W] int64: for each of the L requests, W tokens by id
 
     @staticmethod
     def from_views(reqs: Sequence[ReqSampling], views: Mapping[str, torch.Tensor]) -> SamplingBatch:
-        """``views`` hold the arrays of ``sampling_arrays(reqs)`` on the device, under the same names; other inputs
-        of the step may lie beside them."""
+        """``views`` has the arrays of ``sampling_arrays(reqs)`` on the device, under the same names. It may also
+        contain other inputs of the step and, for greedy requests, the inputs of random draws; these are not used."""
+        names = _ARRAY_NAMES
+        if all(r.params.is_greedy for r in reqs):
+            names = tuple([name for name in names if name not in _DRAW_NAMES])
         filtered = [r.params for r in reqs if not r.params.is_greedy]
         filtered = [p for p in filtered if _has_top_k(p) or _has_top_p(p)]
         return SamplingBatch(
@@ -206,12 +214,12 @@ class SamplingBatch:
             return_logprob=any(r.return_logprob for r in reqs),
             max_top_logprobs=max((r.top_logprobs_num for r in reqs if r.return_logprob), default=0),
             max_top_k=max((p.top_k if _has_top_k(p) else UNLIMITED_K for p in filtered), default=0),
-            **{name: views[name] for name in _ARRAY_NAMES if name in views},
+            **{name: views[name] for name in names if name in views},
         )
 
     @property
     def is_plain(self) -> bool:
-        """Every request needs a temperature and a draw at most: what a decode step can do by itself."""
+        """Whether every request needs at most a temperature and a draw, which a captured decode step includes."""
         beyond = (
             self.filter_index,
             self.top_ks,
@@ -222,11 +230,7 @@ class SamplingBatch:
         )
         return not (self.return_logprob or self.constrained) and all(part is None for part in beyond)
 
-    @property
-    def all_greedy(self) -> bool:
-        """No request draws: the arg-max is all there is to do."""
-        return self.seed_keys is None
-
 
 _HOST_FACTS = ("num_reqs", "return_logprob", "constrained", "max_top_logprobs", "max_top_k")
+_DRAW_NAMES = ("seed_keys", "temperatures", "noise_scales")
 _ARRAY_NAMES = tuple(f.name for f in fields(SamplingBatch) if f.name not in _HOST_FACTS)

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler. A message struct: it travels between processes as it is."""
+"""The sampling parameters of a request. They are a message struct, which is sent between processes as it is."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from fenceline.config.request_limits import (
 
 MAX_BIAS = 100.0
 TOP_K_ALL = -1
-MIN_REPETITION_PENALTY = 1e-3  # logits are divided by it, and must stay finite
-GREEDY_BELOW = 1e-6  # temperatures below are 0, as in SGLang
+MIN_REPETITION_PENALTY = 1e-3  # logits are divided by the penalty and must stay finite
+GREEDY_BELOW = 1e-6  # lower temperatures count as 0, as in SGLang
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling parameters of one request, with SGLang's names and meanings.
 
     ``temperature`` 0 (or below 1e-6) means greedy, and so does ``top_k`` 1. ``top_k`` -1 means the whole
-    vocabulary. ``top_k``, ``top_p`` and ``min_p`` each look at the full distribution after temperature; a token
-    has to pass all of them, and one that ties with the last token kept is kept. ``seed`` None lets the scheduler
-    draw one from the server's ``--random-seed``; the draw of a token depends on (seed, position) alone.
-    ``repetition_penalty`` looks at prompt and output, ``presence_penalty`` and ``frequency_penalty`` at the
-    output; ``logit_bias`` is added before them. Until ``min_new_tokens`` tokens exist, no end-of-sequence or stop
-    token is sampled. ``stop`` strings are found by the detokenizer, ``stop_token_ids`` by the scheduler; those outside
-    the vocabulary never match. ``max_new_tokens`` is clipped to what the context holds.
+    vocabulary. ``top_k``, ``top_p`` and ``min_p`` each apply to the full distribution after temperature; a token
+    must pass all of them, and a token that ties with the last one kept is kept too. If ``seed`` is None, the scheduler
+    draws one from the server's ``--random-seed``; the noise of a draw depends only on (seed, position).
+    ``repetition_penalty`` applies to the tokens of prompt and output, ``presence_penalty`` and ``frequency_penalty``
+    to those of the output; ``logit_bias`` is added before them. Until ``min_new_tokens`` tokens exist, no
+    end-of-sequence or stop token is sampled. ``stop`` strings are found by the detokenizer, ``stop_token_ids`` by the
+    scheduler; ids outside the vocabulary never match. ``max_new_tokens`` is reduced to what the context can hold.
     """
 
     max_new_tokens: int = 128
@@ -52,7 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the arg-max is taken: no random draw is made."""
+        """Whether the token is the arg-max, so that no random draw is made."""
         return self.temperature < GREEDY_BELOW or self.top_k == 1
 
     @property
@@ -61,12 +61,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     def verify(self, vocab_size: int) -> None:
-        """Raise ``ValueError`` with the remedy for the first value out of range."""
+        """Raise ``ValueError``, which names the remedy, for the first value that is out of range."""
         self.verify_numbers()
         self.verify_tokens(vocab_size)
 
     def verify_numbers(self) -> None:
-        """:meth:`verify` for all but stop strings, stop tokens and biases."""
+        """:meth:`verify` for everything except stop strings, stop tokens and biases."""
         numbers = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -121,7 +121,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_counts(num_stops: int, num_stop_token_ids: int, num_biases: int) -> None:
-    """Raise ValueError for more stop strings, stop tokens or biases than one request may have."""
+    """Raise ValueError if there are more stop strings, stop tokens or biases than one request may have."""
     _check(
         num_stops <= MAX_STOP_STRINGS, f"stop may have at most {MAX_STOP_STRINGS} strings, got {num_stops}"
     )

@@ -1,4 +1,4 @@
-"""SchedulerControl: how control messages are answered, and what of them only observes: profiles, dumps, the state."""
+"""SchedulerControl: answers control messages, and carries out those that only observe: profiles, dumps, the state."""
 
 from __future__ import annotations
 
@@ -35,31 +35,34 @@ _FOLDER_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 _MAX_FOLDER_DEPTH = 4
 _MAX_REPLY_CHARS = 1000
 _DUMP_PAUSE_S = 0.001
-TRACE_STEPS = 128  # of a trace over HTTP: with 256 requests 8 MB; a file can be made a trace of all
+# Steps in a trace that is asked for over HTTP, which has 8 MB with 256 requests. A dump in a file can be converted to a
+# trace of all its steps.
+TRACE_STEPS = 128
 
 
 class SchedulerControl:
-    """Answers control messages. Those that only observe are carried out here; those that change requests or memory are
-    the scheduler's, which has them answered by :meth:`answer`."""
+    """Answers control messages. Those that only observe are carried out here (:meth:`observe`). The scheduler carries
+    out those that change requests or memory, through :meth:`answer`."""
 
     def __init__(
         self, recorder: FlightRecorder, torch_profiler_dir: str | None, send: Callable[[Message], None]
     ) -> None:
-        """``send``: to the front end."""
+        """``send`` sends a message to the front end."""
         self.profiler = StepProfiler(torch_profiler_dir)
-        # How a dump is made; the scheduler's process has it made beside the steps, where ``send`` may be called too.
-        self.run_beside: Callable[[Callable[[], None]], None] = lambda work: work()
+        # Runs the work of making a dump, here at once. The scheduler's process uses a thread instead, so that steps go
+        # on meanwhile; ``send`` must then be safe to call from that thread.
+        self.run_in_background: Callable[[Callable[[], None]], None] = lambda work: work()
         self._recorder = recorder
         self._send = send
-        self._dumps: deque[FlightRecorderReq] = deque()  # asked for, and not begun
+        self._dumps: deque[FlightRecorderReq] = deque()  # requested, but not begun yet
         self._dumping = threading.Lock()
 
     def answer(self, id: str, carry_out: Callable[[], tuple[bool, str] | tuple[bool, str, bytes]]) -> None:
-        """Carry out something that changes requests or memory, and tell whether it succeeded, with a text, and with
-        what else was asked for.
+        """Call ``carry_out``, which changes requests or memory, and send the reply to control message ``id``.
 
-        It may fail for want of files and for wrong values. Any other exception (an assertion, a lease given up twice,
-        an OrderError) means that the books can no longer be trusted, and ends the scheduler.
+        ``carry_out`` returns whether it succeeded, a text, and optionally a payload. An OSError or a ValueError is
+        reported to the sender. Any other exception (an assertion, a lease given back twice, an OrderError) means that
+        the scheduler's state can no longer be trusted; it is passed on and ends the scheduler.
         """
         try:
             success, text, *payload = carry_out()
@@ -73,14 +76,14 @@ class SchedulerControl:
         message: ProfileReq | FlightRecorderReq | GetInternalStateReq,
         state: Callable[[], InternalState],
     ) -> None:
-        """Carry out a message that only observes; whatever goes wrong with it is its sender's affair.
+        """Carry out a message that only observes. Any error is reported to the sender, and the scheduler goes on.
 
-        ``state``: how things stand, asked for if the message wants to know.
+        ``state`` returns the scheduler's present state; it is called only for messages that ask for the state.
         """
         if isinstance(message, FlightRecorderReq):
             self._dumps.append(message)
             if len(self._dumps) == 1:
-                self.run_beside(self._dump)
+                self.run_in_background(self._dump)
             return
         try:
             match message:
@@ -108,10 +111,11 @@ class SchedulerControl:
         return False, f"unknown action {message.action!r}: use start or stop"
 
     def _dump(self) -> None:
-        """Answer the dumps that have been asked for: those of a kind by one dump, and one after the other."""
+        """Answer the requests for dumps, one form after the other. All requests for the same form get the same dump."""
         with self._dumping:
             asked: list[FlightRecorderReq] = []
-            while self._dumps:  # one that comes meanwhile is either taken too, or the first of the next
+            # A request that comes meanwhile is either taken here too, or finds the queue empty and starts a new call.
+            while self._dumps:
                 asked.append(self._dumps.popleft())
             for form in dict.fromkeys(message.form for message in asked):
                 ids = [message.id for message in asked if message.form == form]
@@ -141,14 +145,18 @@ class SchedulerControl:
 
 
 def _let_steps_run() -> None:
-    """A thread that works in Python keeps the interpreter for 5 ms each time that a step's operator has given it up,
-    which is hundreds of times a step. One that sleeps does not."""
+    """Sleep briefly, so that the scheduler's thread gets the interpreter lock.
+
+    A step releases the lock hundreds of times, in torch's operators. Each time, a thread that runs Python code without
+    a pause would keep it for 5 ms (Python's switch interval)."""
     time.sleep(_DUMP_PAUSE_S)
 
 
 def trace_folder(root: str | None, output_dir: str) -> list[str]:
-    """``output_dir`` as the names of folders below ``root``, the folder for traces (None: not made yet). It may also
-    be written as a path that begins with ``root``. Raises ValueError, one line, if it is anything else."""
+    """Return the names of the folders that lead from ``root``, the folder for traces, to ``output_dir``.
+
+    ``root`` is None if that folder has not been made yet. ``output_dir`` is a relative path, or a path that begins with
+    ``root``. Raises ValueError (one line) for anything else."""
     below = "" if output_dir == root else output_dir.removeprefix(f"{root}/")
     names = below.split("/") if below else []
     if len(names) > _MAX_FOLDER_DEPTH or not all(map(_FOLDER_NAME.fullmatch, names)):
@@ -160,19 +168,20 @@ def trace_folder(root: str | None, output_dir: str) -> list[str]:
 
 
 class StepProfiler:
-    """The torch profiler over a range of steps; the trace is a Chrome trace in a folder below ``root``, or without one
-    below a private folder that is made for the first trace."""
+    """Runs the torch profiler over a range of steps and writes a Chrome trace to a folder below ``root``.
+
+    If ``root`` is None, a private temporary folder is made for the first trace and used for all later ones."""
 
     def __init__(self, root: str | None) -> None:
         self._root = root
-        self._profile: Any = (
-            None  # torch.autograd.profiler.profile, whose methods have no types; None: there is none
-        )
+        # The running torch.autograd.profiler.profile, whose methods have no types; None while none runs.
+        self._profile: Any = None
         self._path = ""
-        self.steps_left: int | None = None  # until the trace ends by itself, None if it does not
+        self.steps_left: int | None = None  # steps until the trace ends by itself; None if it does not
 
     def start(self, output_dir: str, num_steps: int | None) -> tuple[bool, str]:
-        """Begin a trace below the folder for traces; with ``num_steps`` it ends by itself."""
+        """Begin a trace in ``output_dir`` (see :func:`trace_folder`). It ends after ``num_steps`` steps, or by
+        :meth:`stop` if that is None. Returns whether it has begun, and a text for the client."""
         if self._profile is not None:
             return False, "a profile is already running: stop it first"
         try:
@@ -185,8 +194,8 @@ class StepProfiler:
             return False, str(error)
         except OSError as error:
             return False, f"cannot make the folder for the trace: {error}"
-        # torch.profiler.profile is this one with a schedule, and its first start imports torch's compiler: 1.3 s of CPU
-        # time in which no step is launched, and 130 MB.
+        # torch.profiler.profile adds a schedule to this class, but its first start imports torch's compiler. That takes
+        # 130 MB, and 1.3 s of CPU time during which no step is launched.
         profile: Any = torch.autograd.profiler.profile(
             use_device="cuda" if torch.cuda.is_available() else None
         )
@@ -196,21 +205,21 @@ class StepProfiler:
         return True, f"profiling into {self._path}"
 
     def step(self) -> None:
-        """One of ``steps_left`` steps has been launched."""
-        assert self.steps_left is not None, "only a trace of so many steps counts them"
+        """Note that one of ``steps_left`` steps has been launched. The trace is written after the last one."""
+        assert self.steps_left is not None, "only a trace with a number of steps counts them"
         self.steps_left -= 1
         if self.steps_left <= 0:
             _, message = self.stop()
             logger.info("%s", message)
 
     def stop(self) -> tuple[bool, str]:
-        """End the trace and write it."""
+        """End the trace and write it. Returns whether that succeeded, and a text for the client."""
         if self._profile is None:
             return False, "no profile is running: start one first"
         profile, self._profile, self.steps_left = self._profile, None, None
         try:
             profile.__exit__(None, None, None)
             profile.export_chrome_trace(self._path)
-        except Exception as error:  # of the profiler, whatever it is; the steps go on
+        except Exception as error:  # whatever goes wrong in the profiler, the steps go on
             return False, f"the trace could not be written to {self._path}: {type(error).__name__}: {error}"
         return True, f"trace written to {self._path}"

@@ -1,7 +1,7 @@
-"""Core dumps of the GPU, written by the CUDA driver when a kernel fails: where, and what is in them.
+"""Core dumps of the GPU, which the CUDA driver writes when a kernel fails: their files and their contents.
 
-The variables are documented in NVIDIA's CUDA-GDB manual, "GPU core dump support". The driver reads them when CUDA is
-initialised, once for each process.
+The environment variables are documented in NVIDIA's CUDA-GDB manual, "GPU core dump support". The driver reads them
+once in each process, when CUDA is initialised.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-# Registers, program counters and stacks of every thread, and the kernels' arguments, take seconds and megabytes; global
-# memory is the whole KV pool. Driver 580 stops for ever in the middle of the constant banks of a server (not of a small
-# program). Without skip_abort the driver aborts the process, and the flight recorder with it.
+# What remains are the registers, program counters and stacks of every thread and the kernels' arguments, which take
+# seconds and megabytes. Global memory would include the whole KV pool. With constant banks, driver 580 hangs while it
+# dumps a server (not a small program). Without skip_abort the driver would abort the process before the flight
+# recorder has written its file.
 _FLAGS = (
     "skip_nonrelocated_elf_images",
     "skip_global_memory",
@@ -27,15 +28,16 @@ _FLAGS = (
 )
 _SUFFIX = ".nvcudmp"
 _POLL_S = 0.1
-PATIENCE_S = 10.0  # for the driver to begin a dump, and to go on with it
-LIMIT_S = 60.0  # for all of it: clients wait for the end
-_HEADER = struct.Struct("<40x Q 10x H H 2x")  # of an ELF file: e_shoff, e_shentsize, e_shnum
-_SECTION_SIZE_AT = 32  # sh_size in a section header
+PATIENCE_S = 10.0  # how long to wait for the driver to begin a dump, or to write more of it
+LIMIT_S = 60.0  # how long to wait in all: clients wait until the process ends
+_HEADER = struct.Struct("<40x Q 10x H H 2x")  # e_shoff, e_shentsize and e_shnum in an ELF file's header
+_SECTION_SIZE_AT = 32  # the offset of sh_size in a section header
 
 
 def core_dump_environment(directory: str) -> dict[str, str]:
-    """What a process's environment must hold before it initialises CUDA. ``%h`` is the host, ``%p`` the process, ``%t``
-    the time in seconds; all that the driver knows of patterns."""
+    """The environment variables that must be set before a process initialises CUDA. In the file's name the driver
+    replaces ``%h`` by the host's name, ``%p`` by the process id and ``%t`` by the time in seconds; it knows no other
+    patterns."""
     return {
         "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1",
         "CUDA_COREDUMP_FILE": str(Path(directory) / f"cuda-%h-%p-%t{_SUFFIX}"),
@@ -45,8 +47,8 @@ def core_dump_environment(directory: str) -> dict[str, str]:
 
 
 def is_complete(path: str) -> bool:
-    """Whether a dump is whole: an ELF file whose section headers, which come last, are there. False, too, if it cannot
-    be read."""
+    """Whether a dump is complete: it is an ELF file and contains its section headers, which are written last. False
+    if the file cannot be read."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -56,7 +58,7 @@ def is_complete(path: str) -> bool:
                 return False
             offset, entry_size, number = map(int, _HEADER.unpack(header))
             if offset and not number:
-                # 65,280 and more do not fit there: section 0 has their number for its size.
+                # The header has no room for 65,280 or more sections; their number is then the size of section 0.
                 file.seek(offset + _SECTION_SIZE_AT)
                 number = int.from_bytes(file.read(8), "little")
     except OSError:
@@ -65,8 +67,10 @@ def is_complete(path: str) -> bool:
 
 
 class CoreDumps:
-    """The dumps that the driver writes for this process, begun since this object was made: another process may have
-    had the same number, in a container nearly always. No method raises OSError; what cannot be read is left out."""
+    """The dumps that the driver writes for this process.
+
+    Dumps that existed when this object was made are ignored: they are of earlier processes with the same id, which in a
+    container is nearly always the same. No method raises OSError; files that cannot be read are left out."""
 
     def __init__(self, directory: str) -> None:
         self._directory = Path(directory)
@@ -75,7 +79,7 @@ class CoreDumps:
         self._earlier = frozenset(self.found())
 
     def found(self) -> dict[str, int]:
-        """Paths, oldest first (a name ends with the time), and the bytes written so far."""
+        """The paths of the dumps, oldest first (a name ends with the time), with their sizes in bytes so far."""
         sizes: dict[str, int] = {}
         with suppress(OSError):
             for name in sorted(filter(self._name.fullmatch, os.listdir(self._directory))):
@@ -93,9 +97,12 @@ class CoreDumps:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> list[str]:
-        """The dumps, once they are whole. The driver writes them in a thread of its own while calls that fail return at
-        once; a process that ended then would leave a piece that no debugger reads. Gives up when none is begun and
-        none ``may_come``, when nothing has been written for ``patience_s``, and after ``limit_s``."""
+        """Wait until the dumps are complete, and return their paths, oldest first.
+
+        The failing call returns at once, while the driver still writes the dump in a thread of its own. If the process
+        ended then, it would leave an incomplete file that no debugger can read. This method gives up when there is no
+        dump and ``may_come`` says that none will come, when nothing has been written for ``patience_s`` seconds, and
+        after ``limit_s`` seconds. Then the dumps may be incomplete (see :func:`is_complete`)."""
         begin = since = clock()
         sizes: dict[str, int] = {}
         while True:

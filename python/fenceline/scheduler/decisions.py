@@ -1,4 +1,4 @@
-"""What a step has decided, and the tokens before it, as a few numbers: ranks that do the same have the same ones."""
+"""Hashes of a step's decisions and of the tokens before it. Ranks that decide the same have the same hashes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from fenceline.ipc.rank_board import NUM_FIELDS
 from fenceline.model_executor.step import ExtendBatch, ScheduleBatch, StepOutput
 from fenceline.scheduler.req import Req
 
-# In the order in which a difference is looked for: what follows from what comes later.
+# The first field that differs is reported. A cause comes before its effects: other tokens may lead to another kind of
+# step, that to other requests, and so on.
 FIELDS = ("sampled tokens", "kind of step", "requests", "rows", "lengths", "pages", "loads")
 assert len(FIELDS) == NUM_FIELDS
 
@@ -20,7 +21,7 @@ _Array = npt.NDArray[np.generic]
 
 
 class Decisions:
-    """Makes the numbers. While a decode step has the requests of the step before, they are not hashed again."""
+    """Computes the hashes. The requests of a decode step are not hashed again if they are those of the step before."""
 
     def __init__(self) -> None:
         self._composition = -1
@@ -28,11 +29,11 @@ class Decisions:
         self._tokens = 0
 
     def published(self, out: StepOutput) -> None:
-        """The results of a step, which all ranks have computed for themselves: its tokens count for what follows."""
+        """Include the tokens of a published step. Each rank has computed them itself, so they may differ too."""
         self._tokens = zlib.crc32(out.tokens.tobytes(), self._tokens)
 
     def of(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> tuple[int, ...]:
-        """One number for each of ``FIELDS``: of ``batch`` and its requests, in batch order."""
+        """One number for each of ``FIELDS``, for ``batch`` and its requests ``reqs`` (in batch order)."""
         writes = batch.page_writes
         pages: list[_Array] = [writes.rows, writes.columns, writes.pages]
         if isinstance(batch, ExtendBatch):

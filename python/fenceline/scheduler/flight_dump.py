@@ -1,6 +1,7 @@
-"""What a FlightRecorder holds, as one JSON object in a file. Format and version are ``FORMAT`` and ``VERSION``.
+"""Dumps: the contents of a FlightRecorder as one JSON object, usually in a file.
 
-``python -m fenceline.vgpu.replay FILE`` reads it; ``docs/flight_recorder.md`` describes it.
+``docs/flight_recorder.md`` describes the format, which ``FORMAT`` and ``VERSION`` identify.
+``python -m fenceline.vgpu.replay FILE`` reads such a file.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from fenceline.ipc.child_process import DUMP_SIGNAL
 from fenceline.model_executor.step import DecodeBatch, ExtendSeq, PageWrites
 from fenceline.sampling.sampling_batch import ReqSampling
 from fenceline.scheduler.flight_recorder import (
-    WITHHELD,
+    REDACTED,
+    CompletionsEvent,
     Departure,
-    Ended,
     Event,
     FlightRecorder,
     Serials,
@@ -39,10 +40,12 @@ FORMAT = "fenceline-flight-recorder"
 VERSION = 2
 OFF = "the flight recorder is off: start the server with --flight-recorder-steps 512"
 
+# ``pause`` is called after this many bytes of JSON, or steps without JSON: about every millisecond.
 _PAUSE_BYTES = 32 << 10
 _PAUSE_STEPS = 8
-_NUMBERS = itertools.count()  # files of one process and second
-# What the sampler reads of a request. Stop strings are words, and the sampler does not see them.
+_NUMBERS = itertools.count()  # distinguish files that one process writes in the same second
+# The sampling parameters that the sampler reads. Stop strings are left out: the sampler does not use them, and they are
+# private text.
 _PARAMS = (
     "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
     "frequency_penalty", "repetition_penalty",
@@ -65,9 +68,9 @@ def read_dump(path: Path) -> dict[str, Any]:
 
 
 def dump_json(recorder: FlightRecorder, reason: str, pause: Callable[[], object] = lambda: None) -> bytes:
-    """The recorder's steps, the configuration they ran under and the requests alive, as JSON. Any thread may ask, and
-    let others run with ``pause``, which is called each time that a millisecond's worth has been encoded: steps of large
-    batches are many."""
+    """The recorder's steps, the configuration, and the requests that are alive, as JSON. ``reason`` says why the dump
+    is made. May be called from any thread. ``pause`` is called about once for each millisecond of encoding, so that it
+    can let other threads run; with large batches there is much to encode."""
     steps, events = recorder.snapshot()
     reqs = [_req(req) for req in list(recorder.reqs.values())]
     table = _Tables()
@@ -75,7 +78,7 @@ def dump_json(recorder: FlightRecorder, reason: str, pause: Callable[[], object]
     head = {
         "format": FORMAT,
         "version": VERSION,
-        **_occasion(reason),
+        **_origin(reason),
         "pid": os.getpid(),
         "config": recorder.config.public_dict(),
         "num_pages": memory.pages.size,
@@ -103,8 +106,8 @@ def dump_json(recorder: FlightRecorder, reason: str, pause: Callable[[], object]
 def dump_of_last(
     recorder: FlightRecorder, reason: str, last: int, pause: Callable[[], object] = lambda: None
 ) -> dict[str, Any]:
-    """The ``last`` steps as :func:`read_dump` has them, as far as a trace tells of them. Arrays are numpy's.
-    ``pause`` as for :func:`dump_json`."""
+    """The last ``last`` steps in the form of :func:`read_dump`, with those fields only that a trace needs. Arrays are
+    numpy arrays. ``pause`` as for :func:`dump_json`."""
     steps, events = recorder.snapshot(last)
     table = _Tables()
     records: list[dict[str, object]] = []
@@ -113,7 +116,7 @@ def dump_of_last(
         if len(records) % _PAUSE_STEPS == 0:
             pause()
     return {
-        **_occasion(reason),
+        **_origin(reason),
         "wrapped": recorder.wrapped or len(records) == last,
         "steps": records,
         "events": [_event(event) for event in events],
@@ -121,7 +124,7 @@ def dump_of_last(
     }
 
 
-def _occasion(reason: str) -> dict[str, object]:
+def _origin(reason: str) -> dict[str, object]:
     created = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     return {"reason": reason, "created": created, "server_version": __version__}
 
@@ -131,12 +134,13 @@ def _json(value: object) -> bytes:
 
 
 def write_dump(recorder: FlightRecorder, reason: str, pause: Callable[[], object] = lambda: None) -> Path:
-    """Write :func:`dump_json` into the configured folder, readable only by its owner; its path. Raises OSError."""
+    """Write :func:`dump_json` to a new file in the configured folder, readable by its owner only, and return its path.
+    Raises OSError if it cannot be written."""
     folder = Path(recorder.config.flight_recorder_dir)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid not in (os.getuid(), 0):
         raise PermissionError(
-            f"{folder} is another user's: name a folder of your own with --flight-recorder-dir"
+            f"{folder} belongs to another user: name a folder of your own with --flight-recorder-dir"
         )
     stamp = f"{os.getpid()}-{time.strftime('%Y%m%d-%H%M%S')}-{next(_NUMBERS)}"
     path = folder / f"flight-{stamp}.json"
@@ -147,21 +151,22 @@ def write_dump(recorder: FlightRecorder, reason: str, pause: Callable[[], object
 
 
 def dump_and_log(recorder: FlightRecorder | None, reason: str) -> None:
-    """The same for a moment at which nothing may go wrong any more: whatever does is logged and swallowed."""
+    """Like :func:`write_dump`, for use while the process fails: logs the path, and logs any error instead of raising
+    it. Does nothing if the recorder is None or disabled."""
     if recorder is None or not recorder.enabled:
         return
     try:
         path = write_dump(recorder, reason)
     except Exception as error:  # the reason for the dump must not be hidden by the dump's own failure
-        logger.error("flight recorder: nothing written (%s: %s)", type(error).__name__, error)
+        logger.error("flight recorder: no dump could be written (%s: %s)", type(error).__name__, error)
     else:
         logger.error("flight recorder: %s; the last steps are in %s", reason, path)
 
 
 def dump_on_signal(recorder: FlightRecorder) -> None:
-    """From now on ``DUMP_SIGNAL`` makes a dump, even while the scheduler's own thread hangs in a call.
+    """From now on write a dump whenever the process gets ``DUMP_SIGNAL``, even if the scheduler's thread hangs.
 
-    The signal must be blocked in every thread of the process (see ``prepare_child``); a daemon thread waits for it.
+    A daemon thread waits for the signal, which must be blocked in every thread of the process (see ``prepare_child``).
     """
 
     def watch() -> None:
@@ -176,15 +181,16 @@ def dump_on_signal(recorder: FlightRecorder) -> None:
 
 
 class _Tables:
-    """What many steps share, told once: decode batches' requests, and how requests sample."""
+    """Values that many steps share, each of which is written once: the requests of decode batches, and the sampling
+    parameters of requests."""
 
     def __init__(self) -> None:
         self.compositions: dict[int, dict[str, object]] = {}
         self.samplings: list[dict[str, object]] = []
-        self._numbers: dict[int, int] = {}  # of objects that the steps keep alive
+        self._numbers: dict[int, int] = {}  # index by id(); the steps keep these objects alive
 
     def composition(self, batch: DecodeBatch, rids: Sequence[str]) -> int:
-        """The name of a decode batch's requests, rows and sampling."""
+        """The number under which a decode batch's requests, rows and sampling parameters are written."""
         if batch.composition not in self.compositions:
             self.compositions[batch.composition] = {
                 "rids": rids,
@@ -194,7 +200,7 @@ class _Tables:
         return batch.composition
 
     def sampling(self, sampling: ReqSampling) -> int:
-        """The index of a request's sampling facts."""
+        """The index under which a request's sampling parameters are written."""
         number = self._numbers.get(id(sampling))
         if number is None:
             number = self._numbers[id(sampling)] = len(self.samplings)
@@ -226,7 +232,7 @@ def _step(step: StepRecord, tables: _Tables) -> dict[str, object]:
 
 
 def _seq(seq: ExtendSeq, rid: str, tables: _Tables) -> dict[str, object]:
-    known = len(seq.token_ids) == 0 or int(seq.token_ids[0]) != WITHHELD
+    known = len(seq.token_ids) == 0 or int(seq.token_ids[0]) != REDACTED
     history = None
     if seq.history is not None:
         prompt, output = seq.history
@@ -264,7 +270,7 @@ def _event(event: Event) -> dict[str, object]:
             "committed_len": event.committed_len,
             "after": _after(event.last_flight),
         }
-    if isinstance(event, Ended):
+    if isinstance(event, CompletionsEvent):
         return {
             "event": "completions",
             "transfers": event.transfers,

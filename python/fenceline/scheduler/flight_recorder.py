@@ -1,10 +1,10 @@
-"""FlightRecorder: the last steps of a scheduler as it decided them, kept for the moment when something goes wrong.
+"""FlightRecorder: keeps the scheduler's decisions of the last steps, for the case that something goes wrong.
 
-Recording keeps references to what is frozen anyway (batches, sampled tokens) and copies nothing in a decode step;
-:mod:`fenceline.scheduler.flight_dump` makes JSON of it when somebody asks. It holds no Points, whose events would live
-on, no requests, and no prompt unless told to: prompts are somebody's words, and long. The size is bounded: about
-8 bytes for each request and step, and 32 MiB of all else: where page-table writes, departures and the parameters of
-requests take more, fewer steps are kept.
+The recorder keeps references to values that are frozen anyway (batches, sampled tokens) and copies nothing in a decode
+step. :mod:`fenceline.scheduler.flight_dump` converts them to JSON on request. The recorder keeps no Points, because
+these would keep their events alive, and no requests. It keeps prompts only with --flight-recorder-prompts, because they
+are private and long. Its size is bounded: about 8 bytes for each request and step, and 32 MiB for everything else. If
+page-table writes, departures and the parameters of requests take more, fewer steps are kept.
 
 ``python -m fenceline.vgpu.replay FILE`` runs a dump's decisions again under the race detector.
 """
@@ -39,19 +39,20 @@ from fenceline.scheduler.request_memory import RequestMemory
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 
-# Of page ids, slots, prompts and parameters. 100 prompts of 4,000 tokens admitted one by one take 12 MB.
+# The limit for page ids, slots, prompts and parameters. 100 prompts of 4,000 tokens admitted one by one take 12 MB.
 _MAX_BYTES = 32 << 20
-_VALUE_BYTES = 100  # of an entry of a dict of parameters, or a tuple: Python's objects
-WITHHELD = -1  # stands for each token id of a prompt that is not recorded
-# One number with strides of 0, made once because broadcasting takes longer than slicing.
-_WITHHELD = np.broadcast_to(np.int64(WITHHELD), (1 << 20,))
+_VALUE_BYTES = 100  # the approximate size of one entry of a dict or tuple of parameters, as Python objects
+REDACTED = -1  # stands for each token id of a prompt that is not recorded
+# An array of one number with a stride of 0, made once because broadcasting takes longer than slicing.
+_REDACTED = np.broadcast_to(np.int64(REDACTED), (1 << 20,))
 
-Serials = tuple[tuple[str, int], ...]  # stream and serial of each Point
+Serials = tuple[tuple[str, int], ...]  # Points, each as the name of its stream and its serial
 
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """A request left: it was admitted to ``row`` and held ``pages``. ``why``: stop, length, abort, retract."""
+    """A request left, which had been admitted to ``row`` and held ``pages``. ``why`` is stop, length, abort or
+    retract."""
 
     rid: str
     row: int
@@ -63,33 +64,34 @@ class Departure:
 
 @dataclass(frozen=True, slots=True)
 class Retirement:
-    """KV pages went back to the pool, to be touched by others after ``after``."""
+    """KV pages went back to the pool; others may access them after ``after``."""
 
     pages: I32
     after: Serials
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """Completions that a turn of the loop began with: ``transfers`` between the tiers that had ended (kind, id, pages);
-    ``storage``: what its workers had done (kind, handle, pages); and whether the step in flight had brought its
-    results, which were then published before the next launch."""
+class CompletionsEvent:
+    """The Completions at the beginning of a turn of the loop: ``transfers`` between the tiers that had ended (kind, id,
+    number of pages), ``storage`` jobs that had ended (kind, handle, number of pages), and whether the results of the
+    step in flight had arrived, which are then published before the next launch."""
 
     transfers: tuple[tuple[str, int, int], ...]
     storage: tuple[tuple[str, int, int], ...]
     results_arrived: bool
 
 
-Event = Departure | Retirement | Ended
+Event = Departure | Retirement | CompletionsEvent
 
 
 class StepRecord(NamedTuple):
-    """One launched step. ``events`` happened since the launch before it. ``tokens`` is empty until they are published,
-    then has the step's tokens, and how many each request has where that is not one.
+    """One launched step.
 
-    ``batch`` is the step's own without its Points, which ``after`` names. ``done`` and ``passed`` are serials of the
-    stream that computes: of the Point that ends the step, and of the last one the host knew to have passed.
-    ``in_flight``: steps launched before and not published yet.
+    ``batch`` is the step's batch without its Points, which are in ``after``. ``rids`` are its requests, in batch order.
+    ``done`` and ``passed`` are serials of FORWARD: of the Point that ends the step, and of the last Point that the host
+    knew to have passed. ``in_flight`` is the number of earlier steps that were not published yet. ``events`` happened
+    between the launch before and this one. ``tokens`` is empty until the step is published. Then it has the step's
+    tokens and, in a speculative decode step, the number of tokens of each request.
     """
 
     batch: ScheduleBatch
@@ -103,7 +105,8 @@ class StepRecord(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """A step with something new in it. Decode steps that follow, if they only advance every request, refer to it."""
+    """The first step of a run. Decode steps that follow it and only advance every request are stored as a reference to
+    it."""
 
     batch: ScheduleBatch
     rids: Sequence[str]
@@ -111,15 +114,15 @@ class _Run(NamedTuple):
     events: Sequence[Event]
 
 
-# A step as the hot path notes it: its run, by how much lengths have grown in it, done, passed, in_flight, tokens.
-# What is kept for each step has left the caches when the ring drops it, so it is little.
+# A step as it is recorded, which must be fast: its run, by how much lengths have grown since the run began, done,
+# passed, in_flight, tokens. It is small, because it is no longer in the CPU's caches when the ring drops it.
 _Raw = tuple[_Run | None, int, int, int, int, list[I64]]
 
 
 class FlightRecorder:
-    """The last ``config.server_args.flight_recorder_steps`` steps of one scheduler; 0 records nothing.
+    """Records the last ``config.server_args.flight_recorder_steps`` steps of one scheduler; none if that is 0.
 
-    ``reqs`` are the scheduler's requests by id, ``memory`` is theirs: both are only looked at.
+    ``reqs`` are the scheduler's requests by id and ``memory`` is their memory; the recorder only reads both.
     """
 
     def __init__(self, config: EngineConfig, memory: RequestMemory, reqs: Mapping[str, Req]) -> None:
@@ -128,12 +131,16 @@ class FlightRecorder:
         self.reqs = reqs
         self._steps: deque[_Raw] = deque(maxlen=config.server_args.flight_recorder_steps)
         self._events: list[Event] = []  # since the last launch
-        self._awaited: deque[list[I64]] = deque()  # where the tokens of the steps in flight go
+        self._awaited: deque[list[I64]] = (
+            deque()
+        )  # StepRecord.tokens of the steps in flight, still to be filled
         self._composition = -1
         self._rids: Sequence[str] = ()
         self._run: _Run | None = None
-        self._advanced = 0  # lengths since the run began
-        self._num_bytes = 0  # of the runs that are kept; after some have left by themselves at most so many
+        self._advanced = 0  # by how much lengths have grown since the run began
+        self._num_bytes = (
+            0  # an upper bound of the bytes of the runs, some of which the ring may have dropped since
+        )
         self._was_cut = False
         if self.enabled:
             memory.pages.observer = self._retired
@@ -145,18 +152,19 @@ class FlightRecorder:
 
     @property
     def wrapped(self) -> bool:
-        """Whether earlier steps may have been forgotten."""
+        """Whether earlier steps may have been dropped."""
         return self._was_cut or len(self._steps) == self.config.server_args.flight_recorder_steps
 
     def snapshot(self, last: int = sys.maxsize) -> tuple[Iterator[StepRecord], list[Event]]:
-        """The steps, oldest first, the ``last`` of them, and what has happened since the last launch. May be called
-        from any thread; what takes long, a step in full, is made when it is asked for."""
-        steps, events = list(self._steps)[-last:], list(self._events)  # each in one turn of the interpreter
+        """The last ``last`` steps, oldest first, and the events since the last launch. May be called from any thread.
+        The iterator makes each record when it is asked for, since that takes time."""
+        # Each list() holds the interpreter lock throughout, so the scheduler's thread cannot change it meanwhile.
+        steps, events = list(self._steps)[-last:], list(self._events)
         return starmap(_record, steps), events
 
     def launched(self, batch: ScheduleBatch, reqs: Sequence[Req], done: Point) -> None:
-        """A step was handed to the worker, which ends at ``done``; ``reqs`` in batch order. Of what it refers to
-        nothing may change later."""
+        """A step with ``reqs`` (in batch order) has been launched; it ends at ``done``. The recorder keeps references,
+        so ``batch`` and the arrays in it must not change later."""
         if (
             type(batch) is not DecodeBatch
             or batch.composition != self._composition
@@ -178,13 +186,13 @@ class FlightRecorder:
         awaited.append(tokens)
 
     def sampled(self, done: Point) -> None:
-        """The latest step, of which only the forward had been launched, ends at ``done``."""
+        """The sampling of the latest step has been launched, after its forward; the step ends at ``done``."""
         if self._steps:
             run, advanced, _, passed, in_flight, tokens = self._steps[-1]
             self._steps[-1] = (run, advanced, done.serial, passed, in_flight, tokens)
 
     def published(self, out: StepOutput) -> None:
-        """The oldest step in flight has brought its tokens."""
+        """The results of the oldest step in flight have arrived."""
         if self._awaited:
             tokens = self._awaited.popleft()
             tokens.append(out.tokens)
@@ -192,16 +200,16 @@ class FlightRecorder:
                 tokens.append(out.counts)
 
     def completed(self, ended: Completions) -> None:
-        """A turn of the loop begins, and something had ended. Of tickets and prefetches only the numbers are kept."""
+        """A turn of the loop begins with ``ended``. Only the ids of tickets and prefetches are kept."""
         if self.enabled:
             transfers = tuple(
                 [(ticket.kind.value, ticket.id, ticket.num_pages) for ticket in ended.transfers]
             )
             storage = tuple([_storage_ack(ack) for ack in ended.storage])
-            self._events.append(Ended(transfers, storage, ended.results_arrived))
+            self._events.append(CompletionsEvent(transfers, storage, ended.results_arrived))
 
     def departed(self, req: Req, why: str) -> None:
-        """``req`` leaves and still holds its memory. Those that never had any are not recorded."""
+        """``req`` leaves and still holds its memory. A request that has no memory is not recorded."""
         if req.row and self.enabled:
             pages, flight = req.pages, _serials(req.last_flight)
             self._events.append(Departure(req.rid, req.row, why, pages, req.committed_len, flight))
@@ -215,7 +223,7 @@ class FlightRecorder:
         if not isinstance(batch, DecodeBatch):
             self._composition = -1
             self._rids = tuple([req.rid for req in reqs])
-            # Tickets hold the Points of their transfers, a layer each.
+            # Load tickets would keep the Points of their transfers alive, one for each layer.
             batch = replace(batch, seqs=tuple([self._seq(seq) for seq in batch.seqs]), loads=())
         elif batch.composition != self._composition:
             self._composition = batch.composition
@@ -229,7 +237,7 @@ class FlightRecorder:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Forget the oldest steps until a quarter of the bytes is free: this is asked for seldom then."""
+        """Drop the oldest steps until a quarter of the bytes is free, so that this is not needed again soon."""
         sizes = {id(step[0]): _num_bytes(step[0]) for step in self._steps if step[0] is not None}
         self._num_bytes = sum(sizes.values()) + _num_bytes(self._run)
         while self._num_bytes > _MAX_BYTES * 3 // 4 and self._steps:
@@ -239,25 +247,26 @@ class FlightRecorder:
                 self._num_bytes -= sizes[id(run)]
 
     def _seq(self, seq: ExtendSeq) -> ExtendSeq:
-        """``seq`` without a view into the whole prompt, and without words unless they were asked for."""
+        """``seq`` without a view into the whole prompt, and with its prompt tokens withheld unless
+        --flight-recorder-prompts is set."""
         history = seq.history
         if self.config.server_args.flight_recorder_prompts:
             if history is not None:
                 history = (history[0].copy(), history[1])
             return replace(seq, token_ids=seq.token_ids.copy(), history=history)
         if history is not None:
-            history = (withheld(len(history[0])), history[1])
-        following = (WITHHELD,) * len(seq.following)
-        return replace(seq, token_ids=withheld(len(seq.token_ids)), following=following, history=history)
+            history = (redacted(len(history[0])), history[1])
+        following = (REDACTED,) * len(seq.following)
+        return replace(seq, token_ids=redacted(len(seq.token_ids)), following=following, history=history)
 
 
 def _num_bytes(run: _Run | None) -> int:
-    """Of what grows with prompts, answers and parameters in ``run``, about."""
+    """The approximate number of bytes in ``run`` that grow with prompts, answers and parameters."""
     if run is None:
         return 0
     batch, writes = run.batch, run.batch.page_writes
     total = writes.rows.nbytes + writes.columns.nbytes + writes.pages.nbytes
-    total += sum(4 * len(event.pages) for event in run.events if not isinstance(event, Ended))
+    total += sum(4 * len(event.pages) for event in run.events if not isinstance(event, CompletionsEvent))
     if isinstance(batch, ExtendBatch):
         for seq in batch.seqs:
             total += seq.out_slots.nbytes
@@ -269,22 +278,22 @@ def _num_bytes(run: _Run | None) -> int:
     return total
 
 
-def withheld(num_tokens: int) -> I64:
-    """So many token ids that are not told; takes no memory."""
-    if num_tokens <= len(_WITHHELD):
-        return _WITHHELD[:num_tokens]
-    return np.broadcast_to(np.int64(WITHHELD), (num_tokens,))
+def redacted(num_tokens: int) -> I64:
+    """``num_tokens`` placeholders for token ids that are not recorded [num_tokens] int64, which take no memory."""
+    if num_tokens <= len(_REDACTED):
+        return _REDACTED[:num_tokens]
+    return np.broadcast_to(np.int64(REDACTED), (num_tokens,))
 
 
 def _record(
     run: _Run | None, advanced: int, done: int, passed: int, in_flight: int, tokens: list[I64]
 ) -> StepRecord:
-    """A step in full: while nothing else changes, every length grows by the same."""
+    """The full record of a step. In a run every length grows by the same amount, and nothing else changes."""
     assert run is not None, "the first step begins a run"
     if advanced == 0:
         return StepRecord(run.batch, run.rids, run.after, done, passed, in_flight, run.events, tokens)
     assert isinstance(run.batch, DecodeBatch), "a run goes on with decode steps"
-    batch = replace(run.batch, seq_lens=run.batch.seq_lens + advanced, page_writes=PageWrites())
+    batch = replace(run.batch, seq_lens=run.batch.seq_lens + advanced, page_writes=PageWrites.none())
     return StepRecord(batch, run.rids, (), done, passed, in_flight, (), tokens)
 
 

@@ -1,7 +1,7 @@
-"""A flight recorder's dump as a trace that Perfetto and chrome://tracing open: ``fenceline trace FILE``.
+"""Converts a flight recorder's dump to a trace for Perfetto or chrome://tracing: ``fenceline trace FILE``.
 
-The recorder keeps what was decided and in which order, and no times. The trace's time is therefore counted in steps:
-a step is a millisecond long, however long it took. What comes before what is true; how long anything took is not known.
+The recorder keeps what was decided and in which order, but no times. The trace's time axis therefore counts steps: each
+step is one millisecond long, however long it took. The order of events is real, their durations are not.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ Json = Mapping[str, Any]
 STREAMS, REQUESTS = 1, 2  # the trace's processes; their threads are the rows
 _ROWS = {name.value: row for row, name in enumerate(StreamName, 1)}
 _HOST, _FORWARD = StreamName.HOST.value, StreamName.FORWARD.value
-# Microseconds of the trace: from launch to launch, a launch, a step whose results the next launch waits for, and what
-# else the host does. Where the host did a great deal between two launches, they lie further apart.
+# Lengths in microseconds of the trace: from one launch to the next, a launch, a step whose results the next launch
+# waits for, and any other action of the host. If the host did much between two launches, they are further apart.
 _STEP, _LAUNCH, _WAITED, _BRIEF = 1000, 100, 500, 20
 
 
 def trace_of(dump: Json) -> dict[str, Any]:
-    """The dump in the Trace Event Format's JSON object form.
+    """The dump as a JSON object of the Trace Event Format.
 
-    Rows of the first process are the streams. Each step is a slice on FORWARD, and its end is a Point. A slice on HOST
-    is a launch, a publishing of results, a departure or a retirement of pages. Arrows say what waited for what: a step
-    for the Points of the memory that it took over, by the edge's name; the host for results. The second process has a
-    row for each request, by its id.
+    The rows of the first process are the streams. Each step is a slice on FORWARD, and its end is a Point. A slice on
+    HOST is a launch, a publication of results, a departure of a request or a retirement of pages. An arrow means that
+    its end waited for its start: a step waited for the Points of the memory that it reuses (the arrow has the edge's
+    name), or the host for results. The second process has a row for each request, named by its id.
     """
     return {"traceEvents": list(itertools.chain.from_iterable(_Trace(dump).parts())), **_about(dump)}
 
 
 def trace_json(dump: Json, pause: Callable[[], object]) -> bytes:
-    """:func:`trace_of` as JSON. Other threads can run with ``pause``, which is called after each step."""
+    """:func:`trace_of` as JSON. ``pause`` is called after each step, so that it can let other threads run."""
     encoded: list[bytes] = []
     for part in _Trace(dump).parts():
         if part:
@@ -63,20 +63,21 @@ def _about(dump: Json) -> dict[str, Any]:
 
 
 class _Trace:
-    """The trace of ``dump``."""
+    """Makes the events of the trace of ``dump``."""
 
     def __init__(self, dump: Json) -> None:
-        self._events: list[dict[str, Any]] = []  # of the part being made
+        self._events: list[dict[str, Any]] = []  # of the part that is being made
         self._dump, self._steps = dump, dump["steps"]
         self._request_rows: dict[str, int] = {}
         self._point_ends: dict[tuple[str, int], int] = {}  # (stream, serial) -> when its slice ends
         self._num_arrows = 0
-        self._launch_time = 0  # of the last step
-        self._host_time = 0  # until when HOST's row is taken
+        self._launch_time = 0  # when the last step was launched
+        self._host_time = 0  # when the last slice on HOST's row ends
         self._num_published = 0
 
     def parts(self) -> Iterator[list[dict[str, Any]]]:
-        """All events; those of a step are one part."""
+        """All events, in parts. Each part has the events of one step and of the host before it; the last one has what
+        the host did after the last step."""
         self._name_process(STREAMS, "streams")
         self._name_process(REQUESTS, "requests")
         for name, row in _ROWS.items():
@@ -96,7 +97,8 @@ class _Trace:
         return events
 
     def _between_launches(self, events: Sequence[Json], num_published: int) -> None:
-        """What the host did after the last launch."""
+        """Add what the host did after the last launch: the publication of steps up to ``num_published``, and
+        ``events``."""
         while self._num_published < num_published:
             self._publish(self._num_published)
             self._num_published += 1
@@ -116,7 +118,7 @@ class _Trace:
         self._arrow("results", (_FORWARD, done), _HOST, start)
 
     def _completions(self, event: Json) -> None:
-        """Transfers and storage jobs that the host learned to have ended."""
+        """Add transfers and storage jobs that have ended and were noticed by the host."""
         for kind, number, num_pages in event.get("transfers", ()):
             start = self._host(f"{kind} {number} has ended", {"pages": num_pages})
             self._slice(
@@ -136,7 +138,7 @@ class _Trace:
         for stream, serial in step["after"].items():
             self._take_over(number, stream, serial)
         args = {"step": number, "requests": [rid for rid, _, _ in facts], **told}
-        # It runs while the next launch is prepared if that does not wait for its results.
+        # If the next launch does not wait for this step's results, the step runs until then.
         overlaps = number + 1 < len(self._steps) and self._steps[number + 1]["in_flight"] > 0
         end = start + (_STEP - _BRIEF if overlaps else _WAITED)
         self._slice(STREAMS, _ROWS[_FORWARD], start, end - start, what, args)
@@ -146,7 +148,7 @@ class _Trace:
             self._slice(REQUESTS, self._request_row(rid), start, end - start, name, {"step": number, **args})
 
     def _facts(self, step: Json) -> Iterator[tuple[str, int, dict[str, Any]]]:
-        """Of each request in the step: its id, how many tokens are computed, and more about it."""
+        """For each request in the step: its id, the number of tokens computed for it, and further arguments."""
         sampled = iter(() if step["tokens"] is None else step["tokens"])
         if step["mode"] == "extend":
             for seq in step["seqs"]:
@@ -159,18 +161,16 @@ class _Trace:
             yield rid, 1, {"row": row, "seq_len": seq_len, "token": next(sampled, None)}
 
     def _take_over(self, number: int, stream: str, serial: int) -> None:
-        """The step takes over memory that ``stream`` has touched before its Point ``serial``."""
+        """Add an arrow to the step, which reuses memory that ``stream`` accessed before its Point ``serial``."""
         start = self._launch_time + _LAUNCH
         if stream == _FORWARD:
-            # Not every Point of FORWARD ends a step: the arrow comes from the last step in front of it.
+            # Not every Point of FORWARD ends a step: the arrow starts at the last step that ends at or before it.
             ends = [step["done"] for step in self._steps[:number] if step["done"] <= serial]
             if ends:
                 self._arrow(f"reuses memory after forward {serial}", (_FORWARD, ends[-1]), _FORWARD, start)
             return
-        if (
-            stream,
-            serial,
-        ) not in self._point_ends:  # its operations are not recorded: a short slice stands for them
+        # Operations of other streams are not recorded: a short slice stands for them.
+        if (stream, serial) not in self._point_ends:
             end = self._launch_time
             self._slice(STREAMS, _ROWS[stream], end - _BRIEF, _BRIEF, f"until {serial}", {})
             self._mark_point(stream, serial, end)
@@ -182,7 +182,7 @@ class _Trace:
         self._instant(STREAMS, _ROWS[stream], end, f"Point {stream} {serial}", {"serial": serial})
 
     def _host(self, name: str, args: Json) -> int:
-        """A short slice on HOST's row, behind what is there; when it starts."""
+        """Add a short slice at the end of HOST's row. Returns its start time."""
         start, self._host_time = self._host_time, self._host_time + _BRIEF
         self._slice(STREAMS, _ROWS[_HOST], start, _BRIEF, name, args)
         return start
@@ -194,7 +194,7 @@ class _Trace:
             self._name_row(REQUESTS, row, rid)
         return row
 
-    # --- the format's events
+    # --- events of the format
 
     def _slice(self, pid: int, tid: int, start: int, length: int, name: str, args: Json) -> None:
         event = {"ph": "X", "pid": pid, "tid": tid, "ts": start, "dur": length, "name": name}
@@ -205,7 +205,8 @@ class _Trace:
         self._events.append({**event, "args": dict(args)})
 
     def _arrow(self, name: str, source: tuple[str, int], stream: str, start: int) -> None:
-        """From the slice that a Point ends to the slice of ``stream`` that starts then."""
+        """Add an arrow from the slice that ends at the Point ``source`` (stream, serial) to the slice of ``stream``
+        that starts at ``start``."""
         stream_of, _ = source
         self._num_arrows += 1
         common = {"cat": "edge", "id": self._num_arrows, "name": name, "pid": STREAMS}
@@ -223,7 +224,7 @@ class _Trace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``fenceline trace``; the exit status."""
+    """Run ``fenceline trace`` and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="fenceline trace",
         description="Makes a trace of a flight recorder's file, to be opened in https://ui.perfetto.dev or in "

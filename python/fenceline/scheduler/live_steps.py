@@ -1,6 +1,7 @@
-"""The flight recorder's last steps in counts: what the web page draws, a few times a second while somebody looks.
+"""The flight recorder's last steps as counts, which the web page draws a few times a second while it is open.
 
-No ids, no tokens, no pages: whoever may ask the server anything may see it, and its size does not depend on the batch.
+The counts contain no request ids, tokens or page ids, so any client may see them, and their size does not depend on the
+batch.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import orjson
 from fenceline.memory_order.edges import StreamName, pages_edge
 from fenceline.model_executor.step import DecodeBatch
 from fenceline.scheduler.flight_recorder import (
+    CompletionsEvent,
     Departure,
-    Ended,
     Event,
     FlightRecorder,
     Retirement,
@@ -23,13 +24,17 @@ from fenceline.scheduler.flight_recorder import (
 
 
 def live_steps(recorder: FlightRecorder, num_steps: int) -> bytes:
-    """The last ``num_steps`` steps as JSON: ``steps``, oldest first, and ``events`` since the last launch.
+    """The last ``num_steps`` steps as a JSON object: ``steps``, oldest first, and the ``events`` since the last launch.
 
-    Of a step: ``mode`` (extend or decode), ``reqs``, ``tokens`` that are computed, ``done``, the serial of the Point
-    that ends it, which is its name; ``in_flight``, the steps launched before and not published then; ``published``,
-    whether its results have been; ``after``, the other streams whose pages it takes over, each with the edge's name;
-    ``events`` since the launch before, as counts: ``left`` by why, ``retired_pages``, ``transfers`` that had ended by
-    kind, and ``storage`` jobs.
+    Each step has
+
+    * ``mode`` (extend or decode), ``reqs`` (the number of requests) and ``tokens`` (the number of tokens computed);
+    * ``done``: the serial of the Point that ends the step, by which it is identified;
+    * ``in_flight``: how many earlier steps were not published yet when it was launched;
+    * ``published``: whether its own results have been published;
+    * ``after``: the other streams whose pages it reuses, each with the name of the edge;
+    * ``events`` between the launch before and this one, as counts: requests that ``left`` (by reason),
+      ``retired_pages``, ``transfers`` that had ended (by kind), and ``storage`` jobs. Counts of 0 are left out.
     """
     steps, events = recorder.snapshot(num_steps)
     return orjson.dumps({"steps": [_step(step) for step in steps], "events": _counts(events)})
@@ -67,7 +72,7 @@ def _counts(events: Sequence[Event]) -> dict[str, object]:
                 left[event.why] += 1
             case Retirement():
                 retired_pages += len(event.pages)
-            case Ended():
+            case CompletionsEvent():
                 transfers.update(kind for kind, _, _ in event.transfers)
                 storage += len(event.storage)
     counts = {"left": left, "retired_pages": retired_pages, "transfers": transfers, "storage": storage}

@@ -21,19 +21,20 @@ class OutputSender:
     """Collects the news of one step and sends them as one message."""
 
     def __init__(self, send: Callable[[BatchTokenOut], None], speculates: bool = False) -> None:
-        """``speculates``: whether what drafts have done is told."""
+        """``speculates``: whether each message carries the request's counts of drafts."""
         self._send = send
         self._speculates = speculates
         self._outs: list[TokenOut] = []
 
     def token(self, req: Req) -> None:
-        """``req`` goes on and has a new token; it is told to the detokenizer when its interval is full."""
+        """``req`` goes on and has a new token. The detokenizer is told at the first token, and then when
+        ``emit_interval`` tokens have been gathered."""
         emitted = req.num_emitted
         if emitted == 0 or len(req.output_ids) - emitted >= req.emit_interval:
             self._add(req, None)
 
     def finish(self, req: Req, reason: FinishReason) -> None:
-        """The last news of ``req``."""
+        """Add the last output of ``req``, with its finish reason."""
         self._add(req, reason)
 
     def flush(self) -> None:

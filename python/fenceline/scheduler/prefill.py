@@ -15,30 +15,31 @@ from fenceline.memory_order import Points
 from fenceline.model_executor.step import ExtendBatch, ExtendSeq, PageWrites
 from fenceline.scheduler.req import Prefix, Req
 from fenceline.scheduler.request_memory import Remap, RequestMemory
-from fenceline.scheduler.schedule_policy import ShortShare, StepSharing, loses_least
+from fenceline.scheduler.schedule_policy import PrefixWork, ShortShare, StepSharing, loses_least
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 
-# A request is not expected to use more new tokens than this when it is admitted, whatever it may.
+# A request is not expected to need more new tokens than this when it is admitted, even if its limit is higher.
 CLIP_NEW_TOKENS = 4096
 # Logits of prompt positions are a vocabulary wide: a step computes at most this many, of all prompts together.
 MAX_SCORED_TOKENS = 1024
-# Of so many that wait behind a half-way prompt the short ones are found: each may have to be looked up in the tree.
+# Short prompts are looked for among this many requests behind a half-way prompt: each may need a lookup in the tree.
 _MAX_LOOKED_AT = 128
-# Of so many that wait the short ones (see ShortShare) are found that pass one for which there is no memory.
+# Short requests (see ShortShare) that may pass one without memory are looked for among this many waiting requests.
 _MAX_PASSED = 1024
 
 
 @dataclass(slots=True)
 class _Budget:
-    """What is left of a step's tokens, of memory (in tokens), of what is kept for short requests, and of the tokens
-    whose prompt logprobs the step computes."""
+    """What is left of a step's tokens, of memory (in tokens), of what is kept for short requests, of the step's work
+    (see PrefixWork), and of the tokens whose prompt logprobs the step computes."""
 
     step_tokens: int
     memory_tokens: int
     share: ShortShare
-    scored_tokens: int = MAX_SCORED_TOKENS
+    work: float = 0.0
+    scored_tokens: int = field(default_factory=lambda: MAX_SCORED_TOKENS)
 
 
 @dataclass(slots=True)
@@ -51,14 +52,15 @@ class _Plan:
     after: Points = field(default_factory=Points.none)
     num_cached_tokens: int = 0
     num_step_tokens: int = 0
-    # Of the prompts that were admitted, prefixes included and without: what those that wait are taken to be like.
+    # Tokens of the admitted prompts, with and without their cached prefixes; their ratio is assumed to hold for the
+    # waiting prompts too.
     num_prompt_tokens: int = 0
     num_uncached_tokens: int = 0
 
     def page_writes(self) -> PageWrites:
         """Those of all requests that were admitted."""
         if not self.page_rows:
-            return PageWrites()
+            return PageWrites.none()
         return PageWrites(
             rows=np.concatenate(self.page_rows),
             columns=np.concatenate(self.page_columns),
@@ -73,8 +75,8 @@ _Victim = tuple[Req, float]
 def _largest_bodies_first(
     running: Iterable[_Victim], num_running: Callable[[Req], int], num_kept: int
 ) -> list[_Victim]:
-    """The order in which requests give way: the worst rank first, then of the body that runs most after those before,
-    then as in :func:`loses_least`. Each body keeps ``num_kept``."""
+    """The order in which running requests are retracted: the worst rank first, then the HTTP body that has most
+    requests left after the preceding retractions, then by :func:`loses_least`. Each body keeps ``num_kept``."""
     num_left: dict[int | str, int] = {}
     keyed: list[tuple[tuple[int, int], _Victim]] = []
     for victim in sorted(running, key=lambda v: (-v[0].rank, loses_least(v[0]))):
@@ -87,7 +89,7 @@ def _largest_bodies_first(
     return [victim for _, victim in sorted(keyed, key=lambda pair: pair[0])]
 
 
-class _Outlook:
+class _MemoryForecast:
     """What memory would be like if some running requests were retracted and some waiting ones admitted."""
 
     def __init__(
@@ -103,7 +105,7 @@ class _Outlook:
         self._pinned: set[TreeNode] = set()  # nodes that admitted ones would lock
 
     def pin(self, node: TreeNode) -> None:
-        """The path of ``node`` may not be evicted: it is a prefix of a request to be admitted."""
+        """Count the path of ``node`` as not evictable: it is the prefix of a request to be admitted."""
         for part in node.path():
             if part not in self._pinned:
                 self._pinned.add(part)
@@ -111,7 +113,7 @@ class _Outlook:
                     self._num_pages -= part.num_device_pages
 
     def release(self, req: Req, expected_tokens: float) -> None:
-        """``req``, which is running, gives back its row, its own pages and the locks on its prefix."""
+        """Count the row, the own pages and the locks of ``req``, which is running, as given back."""
         assert req.node is not None, f"{req.rid} does not run"
         self._num_pages += len(req.pages) - req.shared_len // self._page_size
         for part in req.node.path():
@@ -147,7 +149,7 @@ class _Outlook:
         return needed <= left or self._num_running == 0
 
     def admit(self, req: Req, num_pages: int, expected_tokens: int) -> None:
-        """``req``, which fits, gets its memory."""
+        """Count the memory of ``req``, which fits, as taken."""
         if req.is_short:
             self._share.take(num_pages * self._page_size, req.final_len)
         self._num_pages -= num_pages
@@ -161,8 +163,9 @@ def _has_row(req: Req, num_free: int, share: ShortShare) -> bool:
 
 
 def _left_for(req: Req, available: int, left: float, share: ShortShare) -> float:
-    """Of ``left``, which is ``available`` memory less what running requests are expected to need (all in tokens), what
-    ``req`` may take. A short one may take all that there is: others can be retracted, and it is nothing to them."""
+    """Memory that ``req`` may take, in tokens. ``left`` is ``available`` less what running requests are expected to
+    need. A short request within its share may take all of ``available``: it needs little, and long requests can be
+    retracted if memory runs short."""
     if share.has_room(req):
         return available
     return left if req.is_short else left - share.kept_tokens
@@ -186,10 +189,11 @@ class PrefillPlan:
 class PrefillPlanner:
     """Admits waiting requests in order, as long as step and memory have room for them.
 
-    ``chunk_size``: tokens of one step that prompts may take when split, None to never split;
-    ``max_prefill_tokens``: tokens of one step whatever the split (one whole prompt always goes); ``sharing``: how long
-    a step is beyond which no further prompt joins it; ``max_reqs``: prompts of one step, None for any number;
-    ``num_spare``: slots behind a request's last token that its last decode step writes.
+    ``chunk_size``: tokens of one step if prompts are split, None never to split them; ``max_prefill_tokens``: tokens of
+    one step in any case (without splitting, a single longer prompt is still admitted); ``sharing``: the length from
+    which no further prompt joins a step; ``max_reqs``: prompts of one step, None for any number; ``num_spare``: slots
+    after a request's last token that its last decode step writes; ``prefix_work``: a limit on the work of a step, in
+    addition to that on its tokens, None for none.
     """
 
     def __init__(
@@ -200,15 +204,18 @@ class PrefillPlanner:
         sharing: StepSharing,
         max_reqs: int | None = None,
         num_spare: int = 0,
+        prefix_work: PrefixWork | None = None,
     ) -> None:
         self._memory = memory
         self._page_size = memory.page_size
         self._chunk_size = chunk_size
-        # Most tokens of a step; without chunks one prompt alone may have more.
+        # The maximum number of tokens of a step. If prompts are not split, a single prompt may have more.
         self.step_tokens = max_prefill_tokens if chunk_size is None else min(max_prefill_tokens, chunk_size)
         self.sharing = sharing
         self._max_reqs = max_reqs
         self._num_spare = num_spare
+        # If prompts are not split, a prompt is computed as a whole, however long that takes.
+        self._prefix_work = None if chunk_size is None else prefix_work
 
     def plan(
         self,
@@ -216,31 +223,35 @@ class PrefillPlanner:
         step_tokens: int,
         chunked: Req | None,
         num_running: int,
+        is_alone: bool,
         reserved_tokens: int,
         num_waiting: Callable[[], int],
         share: ShortShare,
         num_short: int = 0,
     ) -> PrefillPlan | None:
-        """The next extend step, of ``step_tokens`` at most where prompts are split, or None if nothing fits. Those of
-        ``waiting``, which begins anew at each call, that are admitted get a row; no more of it is looked at than up to
-        the first that does not fit, but for the ``num_short`` short ones of it, which pass that one as long as they
-        leave a ``share`` of memory and rows to others.
+        """The next extend step, or None if nothing fits. It has at most ``step_tokens`` tokens if prompts are split.
+        ``waiting`` makes a new iterator at each call. Requests that are admitted get a row. The iteration ends at the
+        first request that does not fit, unless short requests wait (``num_short``): then it continues with short
+        requests that fit into what is left of their ``share`` of memory.
 
-        ``chunked`` is the request whose prompt an earlier step left half-way. It goes first, but where it would take
-        more than half of the step, waiting prompts that fit into the other half are computed beside it: they pass the
-        long ones that wait with them, and the half-way prompt goes on at half its pace at least.
-        ``reserved_tokens`` is the memory that running requests are expected to need, ``num_waiting`` counts the tokens
-        of all prompts that wait, and is asked when a second one might join the step.
+        ``chunked`` is the request whose prompt an earlier step left half-way. It comes first. If it would take more
+        than half of the step, waiting prompts that fit whole into the other half are computed in the same step: they
+        pass long prompts that wait with them, and the half-way prompt still gets at least half of the step.
+        ``is_alone``: the engine has one request only. ``reserved_tokens`` is the memory that running requests are
+        expected to need. ``num_waiting`` counts the tokens of all waiting prompts; it is called only if a second prompt
+        might join the step.
         """
         plan = _Plan()
         available = self._memory.num_available_pages * self._page_size
         budget = _Budget(step_tokens, available - reserved_tokens, share)
+        if self._prefix_work is not None:
+            budget.work = self._prefix_work.of_step(step_tokens, is_alone)
         if chunked is not None:
             if chunked.num_tokens - chunked.allocated_len > self.step_tokens - self.step_tokens // 2:
                 self._admit_beside(plan, waiting(), chunked, budget, num_short)
             is_shared = bool(plan.reqs)
             self._add_chunk(plan, chunked, budget)
-        # A half-way prompt has used up its step, or what others left of it; there is at most one such prompt.
+        # If the chunked prompt is still half-way, it has used up the step; there is at most one such prompt.
         if chunked is None or (chunked.allocated_len == chunked.num_tokens and not is_shared):
             self._admit_waiting(plan, waiting(), num_running, budget, num_waiting, num_short)
         if not plan.reqs:
@@ -263,12 +274,12 @@ class PrefillPlanner:
         threshold: int,
         share: ShortShare,
     ) -> list[Req]:
-        """Those of ``running``, which are ``expected`` to ask for so many tokens yet, that have to be retracted for the
-        next step to admit those of ``waiting`` whose rank is better by more than ``threshold``: as few as suffice, the
-        worst rank first, then of the bodies that run most, by ``num_running``. Nobody is retracted for a request that
-        does not fit even so.
+        """The requests of ``running`` to retract so that the next step can admit those of ``waiting`` whose rank is
+        better by more than ``threshold``. As few as suffice are chosen: the worst rank first, then those of the HTTP
+        bodies that run most (``num_running``). No request is retracted for one that would not fit even then.
 
-        ``waiting`` is in the order of its ranks; no more of it is looked at than fits a step.
+        ``expected`` [len(running)]: tokens that each is expected to ask for in future. ``waiting`` is ordered by rank;
+        no more of it is examined than fits into a step.
         """
         waiting = iter(waiting)
         req = next(waiting, None)
@@ -280,7 +291,7 @@ class PrefillPlanner:
             chain([req], waiting),
             candidates,
             lambda: _largest_bodies_first(candidates, num_running, 0),
-            _Outlook(self._memory, len(running), int(expected.sum()), share),
+            _MemoryForecast(self._memory, len(running), int(expected.sum()), share),
             lambda victim, req: victim.rank - req.rank > threshold,
         )
 
@@ -292,14 +303,14 @@ class PrefillPlanner:
         num_running: Callable[[Req], int],
         share: ShortShare,
     ) -> list[Req]:
-        """The same for ``newcomers`` of bodies that run nothing, by requests of bodies that run several, which keep one
-        each."""
+        """Like :meth:`preempted`, for ``newcomers`` of HTTP bodies that run nothing. Requests of bodies that run
+        several are retracted; each of these bodies keeps one."""
         candidates = [v for v in zip(running, expected.tolist(), strict=True) if num_running(v[0]) > 1]
         return self._victims(
             newcomers,
             candidates,
             lambda: _largest_bodies_first(candidates, num_running, 1),
-            _Outlook(self._memory, len(running), int(expected.sum()), share),
+            _MemoryForecast(self._memory, len(running), int(expected.sum()), share),
             lambda victim, req: True,
         )
 
@@ -308,12 +319,12 @@ class PrefillPlanner:
         waiting: Iterable[Req],
         candidates: Sequence[_Victim],
         ordered: Callable[[], Sequence[_Victim]],
-        outlook: _Outlook,
+        forecast: _MemoryForecast,
         gives_way: Callable[[Req, Req], bool],
     ) -> list[Req]:
-        """Of ``candidates``, as they are ``ordered``, as many from the first on as have to be retracted for the next
-        step to admit ``waiting``, up to the first that does not fit even so, or for whom the next one does not give
-        way."""
+        """The leading requests of ``ordered()`` (``candidates`` in order of retraction) that have to be retracted for
+        the next step to admit ``waiting``. It stops at the first waiting request that does not fit even then, or for
+        which the next candidate does not give way."""
         if not candidates:
             return []
         step_tokens = self.step_tokens
@@ -324,20 +335,20 @@ class PrefillPlanner:
             if step_tokens <= 0 or index == self._max_reqs:
                 break
             prefix = self._memory.match(req)
-            outlook.pin(prefix.match.host_node)
+            forecast.pin(prefix.match.host_node)
             num_pages, num_expected = self._new_memory(req, prefix)
             if victims is None:
-                # A request that waits for memory is asked about in every step: most such questions end here.
-                if not outlook.might_have_room(req, num_pages, num_expected, candidates):
+                # This is computed in every step while a request waits for memory; most such calls end here.
+                if not forecast.might_have_room(req, num_pages, num_expected, candidates):
                     return []
                 victims = iter(ordered())
-            while not outlook.has_room(req, num_pages, num_expected):
+            while not forecast.has_room(req, num_pages, num_expected):
                 victim, victim_expected = next(victims, (None, 0.0))
                 if victim is None or not gives_way(victim, req):
                     return taken[:num_taken]
-                outlook.release(victim, victim_expected)
+                forecast.release(victim, victim_expected)
                 taken.append(victim)
-            outlook.admit(req, num_pages, num_expected)
+            forecast.admit(req, num_pages, num_expected)
             num_taken = len(taken)
             step_tokens -= req.num_tokens - prefix.num_tokens
         return taken[:num_taken]
@@ -348,7 +359,7 @@ class PrefillPlanner:
         return num_pages, self._expected(req)
 
     def _expected(self, req: Req) -> int:
-        """Tokens that ``req`` is taken to ask for after it has been admitted."""
+        """Tokens that ``req`` is expected to ask for after it has been admitted."""
         return min(req.final_len - req.num_tokens + 1, CLIP_NEW_TOKENS) + self._num_spare
 
     def _admit_waiting(
@@ -372,6 +383,8 @@ class PrefillPlanner:
                     return
             if budget.step_tokens <= 0 or not self._memory.rows.num_free or len(plan.reqs) == self._max_reqs:
                 return
+            if plan.reqs and self._prefix_work is not None and budget.work <= 0:
+                return
             if plan.reqs:
                 if num_waiting_tokens is None:
                     num_waiting_tokens = num_waiting()
@@ -392,14 +405,16 @@ class PrefillPlanner:
     def _admit_beside(
         self, plan: _Plan, waiting: Iterable[Req], chunked: Req, budget: _Budget, num_short: int
     ) -> None:
-        """Those of ``waiting`` that fit whole into half of the step, which ``chunked`` leaves. Nobody passes one
-        of a better rank."""
+        """Admit requests of ``waiting`` that fit whole into the half of the step that ``chunked`` leaves. No request
+        passes one of a better rank."""
         blocked = False
         room, rank = self.step_tokens // 2, chunked.rank
-        # Of the tokens that are scored in a step it has its half too, if it needs them.
+        # If the chunked prompt is scored, half of the step's scored tokens is left to it as well.
         scored = budget.scored_tokens // 2 if chunked.scores_prompt else budget.scored_tokens
-        num_looked_at = 0
+        num_looked_at, least_work = 0, budget.work / 2
         for req in islice(waiting, _MAX_LOOKED_AT if num_short == 0 else _MAX_PASSED):
+            if self._prefix_work is not None and budget.work <= least_work:
+                return
             rank = min(rank, req.rank)
             is_full = self._max_reqs is not None and len(plan.reqs) + 1 >= self._max_reqs
             if is_full or room == 0 or req.rank > rank or not self._memory.rows.num_free:
@@ -413,6 +428,8 @@ class PrefillPlanner:
             num_new = req.num_tokens - self._memory.match(req).num_tokens
             if num_new > room or (req.scores_prompt and num_new > scored):
                 continue
+            if self._chunk_tokens(req, req.num_tokens - num_new, budget) < num_new:
+                continue  # its prefix is long
             if not self._admit(plan, req, budget, alone=False):
                 if num_short == 0 or req.is_short or self._must_be_alone(req, budget.share):
                     return
@@ -423,20 +440,22 @@ class PrefillPlanner:
             scored -= num_new if req.scores_prompt else 0
 
     def _must_be_alone(self, req: Req, share: ShortShare) -> bool:
-        """Whether ``req`` needs of the share of short ones too: those that passed it would keep it waiting for ever."""
+        """Whether ``req`` is so long that it also needs the share kept for short requests. Short requests may not pass
+        it, since otherwise it might wait for ever."""
         num_tokens = self._memory.num_pages * self._page_size - share.tokens
         num_pages = self._memory.num_pages_for(req.num_tokens)
         return num_pages * self._page_size + self._expected(req) > num_tokens
 
     def _shared_tokens(self, plan: _Plan, num_waiting: int) -> int:
-        """With so many tokens no further prompt joins the step. Prefixes that are cached are not computed: those of the
-        prompts that wait are not known yet and taken to be as long as those of the prompts that were admitted."""
+        """The number of tokens from which no further prompt joins the step. Cached prefixes need not be computed. Those
+        of the waiting prompts are not known yet; they are assumed to be as long as those of the admitted prompts."""
         if plan.num_prompt_tokens:
             num_waiting = num_waiting * plan.num_uncached_tokens // plan.num_prompt_tokens
         return self.sharing.tokens(num_waiting)
 
     def _admit(self, plan: _Plan, req: Req, budget: _Budget, alone: bool) -> bool:
-        """Give ``req`` its memory if step and memory have room. ``alone``: it may use whatever there is."""
+        """Give ``req`` its memory, and return True, if the step and the memory have room. ``alone``: nothing else runs,
+        so it may use all memory."""
         memory = self._memory
         prefix = memory.match(req)
         node = prefix.match.host_node
@@ -476,11 +495,14 @@ class PrefillPlanner:
         remaining = size = req.num_tokens - start
         if self._chunk_size is not None:
             size = min(size, budget.step_tokens)
+        if self._prefix_work is not None:
+            most = self._prefix_work.max_tokens(max(budget.work, 0.0), start)
+            size = min(size, max(most, self.step_tokens // 4, 1))
         if req.scores_prompt:
             size = min(size, max(req.source.logprob_start_len - start, 0) + budget.scored_tokens)
         if size == remaining:
             return size
-        # A draft's rows of a chunk are computed from tokens behind it, which are those of the prompt.
+        # The draft's KV of a chunk is computed from tokens that follow it; these must be tokens of the prompt.
         return max(min(size, remaining - self._memory.tree.lookahead), 0)
 
     def _add_chunk(self, plan: _Plan, req: Req, budget: _Budget) -> None:
@@ -496,6 +518,8 @@ class PrefillPlanner:
         plan.seqs.append(self._seq(req, tokens, start, end, done))
         req.allocated_len = end
         budget.step_tokens -= size
+        if self._prefix_work is not None:
+            budget.work -= self._prefix_work.of_tokens(size, start)
         plan.num_step_tokens += size
 
     def _seq(self, req: Req, tokens: I64, start: int, end: int, done: bool) -> ExtendSeq:

@@ -1,4 +1,4 @@
-"""The scheduler's process: sockets around a Scheduler, a watchdog beside it."""
+"""The scheduler's process: it connects a Scheduler to its sockets, and runs a watchdog beside it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import zmq
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.nodes import agreed, described
+from fenceline.distributed.shared_gpu import ranks_share_gpu
 from fenceline.ipc.child_process import Watchdog, freeze_garbage_collector, prepare_child
 from fenceline.ipc.free_memory import FreeMemoryWatch
 from fenceline.ipc.io_struct import (
@@ -50,14 +51,17 @@ from fenceline.scheduler.scheduler import InFlight, Scheduler
 logger = logging.getLogger(__name__)
 
 
-_QUIET_MS = 1000
-_LOST_S = 10.0  # much longer than the parent takes to notice the end of a process and to kill the others
-_RECORDS_S = 5.0  # for the flight records of ranks that differ
+_QUIET_MS = 1000  # freed memory is given back after this long without a message
+_PEER_LOST_WAIT_S = (
+    10.0  # much longer than the parent takes to notice that a process has ended, and to kill the others
+)
+_RECORDS_WAIT_S = 5.0  # how long a rank waits for the others to write their flight records when ranks differ
+_FAILED_POLL_S = 0.1  # the interval of checks whether another rank has failed
 
 
 class ZmqInbox:
-    """The scheduler's messages. Between steps, and when none has come for a second, freed memory is given back: a large
-    batch leaves hundreds of megabytes of it."""
+    """Receives the scheduler's messages. It also gives freed memory back to the operating system, between steps and
+    when no message has come for a second, because a large batch leaves hundreds of megabytes of it."""
 
     def __init__(self, inbox: Inbox, watchdog: Watchdog, memory: FreeMemoryWatch) -> None:
         self._inbox = inbox
@@ -83,7 +87,7 @@ class ZmqInbox:
 
 
 class TurnInbox:
-    """The turns of a rank that is not rank 0, from ``socket``. It gives memory back when :class:`ZmqInbox` does."""
+    """Receives the turns from ``socket``, on a rank other than 0. It gives memory back when :class:`ZmqInbox` does."""
 
     def __init__(self, socket: zmq.Socket[bytes], watchdog: Watchdog, memory: FreeMemoryWatch) -> None:
         self._socket = socket
@@ -91,7 +95,7 @@ class TurnInbox:
         self._memory = memory
 
     def receive(self) -> Turn:
-        """Wait for the next one."""
+        """Wait for the next turn."""
         self._watchdog.waiting()
         self._memory.look()
         if not self._socket.poll(_QUIET_MS):
@@ -102,14 +106,15 @@ class TurnInbox:
 
 
 class ZmqOutbox:
-    """The scheduler's news. Without a detokenizer tokens go straight to the tokenizer manager. Any thread may send."""
+    """Sends the scheduler's messages. Without a detokenizer, tokens go directly to the tokenizer manager. Any thread
+    may send."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], ports: PortArgs, skip_detokenizer: bool
     ) -> None:
         self._tokenizer = connect_push(context, ports.tokenizer)
         self._tokens = self._tokenizer if skip_detokenizer else connect_push(context, ports.detokenizer)
-        self._lock = threading.Lock()  # a socket of zmq belongs to one thread at a time
+        self._lock = threading.Lock()  # a zmq socket may be used by one thread at a time
 
     def to_detokenizer(self, message: BatchTokenOut | SchedulerReady) -> None:
         """See :class:`fenceline.scheduler.scheduler.Outbox`."""
@@ -131,7 +136,7 @@ class ZmqOutbox:
 
 
 def ready_message(config: EngineConfig, scheduler: Scheduler) -> SchedulerReady:
-    """What the front end must know of the scheduler's limits."""
+    """The message with the scheduler's limits, which the front end needs."""
     num_tokens = scheduler.memory.num_pages * config.server_args.page_size
     return SchedulerReady(
         max_total_num_tokens=num_tokens,
@@ -146,22 +151,22 @@ def ready_message(config: EngineConfig, scheduler: Scheduler) -> SchedulerReady:
 
 
 def run_loop(scheduler: Scheduler) -> None:
-    """Serve until told to stop and every request is done."""
+    """Serve until the scheduler has been told to stop and every request is done."""
     flight: InFlight | None = None
     while flight is not None or not scheduler.stopped:
         flight = scheduler.step(flight)
 
 
 def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) -> None:
-    """Entry of the scheduler's process, one for each rank: load the model, say so, serve.
+    """Entry point of a scheduler process, of which each rank has one: load the model, report that it is ready, serve.
 
-    Whatever goes wrong is told to the front end as :class:`FatalError` and ends the process with status 1.
+    Any error is reported to the front end as :class:`FatalError` and ends the process with status 1.
     """
     num_ranks = config.server_args.tp_size
     name, log_level = scheduler_name(rank), config.server_args.log_level
     if rank == 0:
         prepare_child(name, log_level, ports)
-    else:  # what goes well rank 0 says for all; what does not is this rank's own, and carries its name
+    else:  # rank 0 logs progress for all; warnings and errors of another rank carry that rank's name
         prepare_child(name, follower_log_level(log_level), ports, name)
     faulthandler.enable()
     dumps = enable_core_dumps(config)
@@ -171,82 +176,87 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
     link: RankLink | None = None
     watchdog = Watchdog(
         config.server_args.watchdog_timeout,
-        lambda reason: _die_of_hang(ports, rank, recorder, _explained(reason, link)),
+        lambda reason: _exit_hung(ports, rank, recorder, _root_cause(reason, link)),
     )
     try:
         messages = None if rank else Inbox(context, ports.scheduler, SCHEDULER_DECODER)
         outbox = ZmqOutbox(context, ports, config.server_args.skip_tokenizer_init)
         begin = time.perf_counter()
-        device = open_device(config.device, index=None if num_ranks == 1 else rank - config.local_ranks[0])
+        device = open_device(config.device, index=None if num_ranks == 1 else _device_of(rank, config))
         logger.info("Opened the device (%s) in %.1f s", config.device, time.perf_counter() - begin)
         if device.kind == "cpu" and config.num_sharing > 1:
             torch.set_num_threads(max(torch.get_num_threads() // config.num_sharing, 1))
-        shard = Shard() if num_ranks == 1 else _meet_ranks(config, ports, rank, device)
+        shard = Shard() if num_ranks == 1 else _join_ranks(config, ports, rank, device)
         if config.server_args.nnodes > 1:
             with device.forward.active():
                 config = agreed(config, shard.exchange(described(config)))
         worker = ModelRunner(config, device, show_progress=rank == 0, shard=shard)
         inbox = _NoInbox() if messages is None else ZmqInbox(messages, watchdog, FreeMemoryWatch())
         if num_ranks > 1:
-            nodes = _Nodes(context, config, ports, shard, device)
-            link = _link_ranks(context, nodes, worker, inbox, watchdog)
+            channels = _RankChannels(context, config, ports, shard, device)
+            link = _link_ranks(context, channels, worker, inbox, watchdog)
+            if device.kind == "cuda":
+                _watch_ranks(link, shard)
         scheduler = Scheduler(config, worker, inbox, outbox if rank == 0 else _NoOutbox(), link)
         recorder = scheduler.recorder
         dump_on_signal(recorder)
-        scheduler.control.run_beside = _run_in_thread
+        scheduler.control.run_in_background = _run_in_thread
         scheduler.still_working = watchdog.busy
-        scheduler.grammars.run_beside = ThreadPoolExecutor(1, thread_name_prefix="grammars").submit
+        scheduler.grammars.run_in_background = ThreadPoolExecutor(1, thread_name_prefix="grammars").submit
         if config.device == "cuda" and config.refuses_grammars is None:
-            scheduler.grammars.prepare()  # a server on a CPU starts at once, and its first grammar waits
+            # On a CPU this is left to the first grammar, so that the server starts sooner.
+            scheduler.grammars.prepare()
         with device.forward.active():
-            shard.smallest(0)  # all ranks have come so far
+            shard.smallest(0)  # wait until all ranks are here
         if rank == 0:
-            scheduler.report()  # an idle server's gauges are 0, not absent
+            scheduler.report()  # so that an idle server's gauges are 0 instead of absent
             outbox.to_detokenizer(ready_message(config, scheduler))
         freeze_garbage_collector()
         run_loop(scheduler)
         watchdog.waiting()
         scheduler.close()
+        if shard.communicator is not None:
+            shard.communicator.close()
         outbox.close()
     except Exception as error:
-        watchdog.waiting()  # the step has ended; what follows may take longer than one
-        logger.exception("the scheduler fails")
-        reason = _explained(f"{type(error).__name__}: {error}", link)
+        watchdog.waiting()  # the step has ended; what follows may take longer than a step may
+        logger.exception("the scheduler has failed")
+        reason = _root_cause(f"{type(error).__name__}: {error}", link)
         try:
             dump_and_log(recorder, reason)
             log_core_dumps(dumps, device)
             if link is not None:
-                _leave_ranks(link, shard, error)
+                _tell_ranks(link, shard, error)
             if isinstance(error, PeerLostError):
-                # Another rank has failed, perhaps while it loaded the model. It says why, or its end is noticed, and
-                # the parent ends this process long before the time is over.
-                time.sleep(_LOST_S)
+                # Another rank has failed, perhaps while it loaded the model. It reports the reason, or the parent
+                # notices that it has ended; then the parent ends this process, long before the sleep is over.
+                time.sleep(_PEER_LOST_WAIT_S)
         finally:
-            _tell_fatal(context, ports, rank, reason)
+            _send_fatal(context, ports, rank, reason)
         sys.exit(1)
     context.destroy(linger=1000)
 
 
 def follower_log_level(log_level: str) -> str:
-    """The level of ranks other than 0: ``log_level``, but "warning" at least."""
+    """The log level of ranks other than 0: ``log_level``, but at least "warning"."""
     levels = logging.getLevelNamesMapping()
     return max(log_level, "warning", key=lambda level: levels[level.upper()])
 
 
 def scheduler_name(rank: int) -> str:
-    """The name of a rank's process."""
+    """The name of the scheduler process of ``rank``, as in logs and errors."""
     return f"scheduler-{rank}" if rank else "scheduler"
 
 
 class _NoInbox:
-    """Of a rank to which nobody sends but rank 0."""
+    """The inbox of a rank other than 0. It is never read, because such a rank gets its messages in turns."""
 
     def drain(self, block: bool, timeout_ms: int | None = None) -> Sequence[Message]:
         raise AssertionError("messages come in turns")
 
 
 class _NoOutbox:
-    """Of a rank whose news rank 0 tells."""
+    """The outbox of a rank other than 0. It drops everything, because rank 0 sends the same messages."""
 
     def to_detokenizer(self, message: BatchTokenOut) -> None:
         return
@@ -255,24 +265,34 @@ class _NoOutbox:
         return
 
 
-def _meet_ranks(config: EngineConfig, ports: PortArgs, rank: int, device: Device) -> Shard:
-    """This rank's part of the model, once all ranks have come."""
+def _device_of(rank: int, config: EngineConfig) -> int:
+    """The index of the rank's device among those that are visible on this host (CUDA_VISIBLE_DEVICES)."""
+    return 0 if ranks_share_gpu() else rank - config.local_ranks[0]
+
+
+def _join_ranks(config: EngineConfig, ports: PortArgs, rank: int, device: Device) -> Shard:
+    """Wait for all ranks and connect to them. Returns this rank's Shard."""
     args = config.server_args
     num_ranks, meeting = args.tp_size, rank_meeting(ports).as_uri()
     interface = None
     if args.dist_init_addr is not None:
         interface = own_interface(own_address(args.dist_init_addr))
         meeting = f"tcp://{args.dist_init_addr}"
-        logger.info("Waiting until all %d ranks have come to %s", num_ranks, meeting)
+        logger.info("Waiting for all %d ranks at %s", num_ranks, meeting)
     backend: CollectiveBackend
     if device.kind == "cuda":
-        from fenceline.distributed.nccl import NcclBackend  # with one rank nobody needs it
+        # Imported here because a server with one rank does not need them.
+        from fenceline.distributed.gloo import GlooBackend
+        from fenceline.distributed.nccl import NcclBackend
+        from fenceline.distributed.peer import PeerBackend
+        from fenceline.distributed.staged import StagedBackend
 
-        backend = NcclBackend(rank, num_ranks, meeting, device.torch_device)
-        if args.nnodes == 1:
-            from fenceline.distributed.peer import PeerBackend
-
-            backend = PeerBackend(backend, device.torch_device)
+        others: NcclBackend | StagedBackend
+        if ranks_share_gpu():
+            others = StagedBackend(GlooBackend(rank, num_ranks, meeting, interface))
+        else:
+            others = NcclBackend(rank, num_ranks, meeting, device.torch_device)
+        backend = PeerBackend(others, device.torch_device) if args.nnodes == 1 else others
     else:
         from fenceline.distributed.gloo import GlooBackend
 
@@ -280,8 +300,9 @@ def _meet_ranks(config: EngineConfig, ports: PortArgs, rank: int, device: Device
     return Shard(rank, num_ranks, Communicator("tp", device, device.forward, backend), args.ep_size)
 
 
-class _Nodes:
-    """Where this rank receives turns, where the others do, and its board, which other hosts' ranks see too."""
+class _RankChannels:
+    """This rank's RankBoard, which is mirrored to other hosts if there are several; the socket on which it receives
+    turns; and the endpoints on which all ranks do."""
 
     def __init__(
         self,
@@ -319,14 +340,14 @@ class _Nodes:
 
 def _link_ranks(
     context: zmq.Context[zmq.Socket[bytes]],
-    nodes: _Nodes,
+    channels: _RankChannels,
     worker: ModelRunner,
     inbox: ZmqInbox | _NoInbox,
     watchdog: Watchdog,
 ) -> RankLink:
-    board, turns = nodes.board, nodes.turns
+    board, turns = channels.board, channels.turns
     if board.rank == 0:
-        sockets = [connect_push(context, endpoint) for endpoint in nodes.endpoints[1:]]
+        sockets = [connect_push(context, endpoint) for endpoint in channels.endpoints[1:]]
         return LeadingRank(
             board, worker, inbox.drain, [partial(socket.send, flags=zmq.NOBLOCK) for socket in sockets]
         )
@@ -334,19 +355,37 @@ def _link_ranks(
     return FollowingRank(board, worker, TurnInbox(turns, watchdog, FreeMemoryWatch()).receive)
 
 
-def _leave_ranks(link: RankLink, shard: Shard, error: Exception) -> None:
-    """Before this rank says why it fails: the server ends then, and the others with it, whatever they are doing."""
+def _watch_ranks(link: RankLink, shard: Shard) -> None:
+    """Start a thread that ends this rank's collective operations as soon as another rank has failed.
+
+    Otherwise the kernels on the device could wait for ever for the failed rank, and the host for the device."""
+    communicator = shard.communicator
+    assert communicator is not None, "several ranks have a communicator"
+
+    def watch() -> None:
+        while not link.board.any_failed():
+            time.sleep(_FAILED_POLL_S)  # the board is shared memory, which cannot wake a thread
+        communicator.give_up()
+
+    threading.Thread(target=watch, name="ranks-watch", daemon=True).start()
+
+
+def _tell_ranks(link: RankLink, shard: Shard, error: Exception) -> None:
+    """Tell the other ranks that this one fails. This comes before the report to the front end, which ends the server
+    and all ranks, whatever they are doing.
+
+    If ranks differ, the flight records of all of them are needed, so this waits until the others have failed too."""
     link.board.post_failed()
     if isinstance(error, RanksDifferError):
-        assert shard.communicator is not None, "one rank does not differ"
-        shard.communicator.close()  # who waits for this rank in a collective learns of it, and writes its record
-        deadline = time.monotonic() + _RECORDS_S
+        assert shard.communicator is not None, "several ranks have a communicator"
+        shard.communicator.give_up()  # a rank that waits for this one in a collective fails too, and writes its record
+        deadline = time.monotonic() + _RECORDS_WAIT_S
         while not link.board.all_failed() and time.monotonic() < deadline:
-            time.sleep(0.01)  # the board is shared memory, which wakes nobody
+            time.sleep(0.01)  # the board is shared memory, which cannot wake a thread
 
 
-def _explained(reason: str, link: RankLink | None) -> str:
-    """``reason``, or why ranks wait for each other in vain."""
+def _root_cause(reason: str, link: RankLink | None) -> str:
+    """``reason``; or, if ranks have made different decisions, that error instead, since it is the cause."""
     try:
         if link is not None:
             link.compare()
@@ -360,8 +399,9 @@ def _run_in_thread(work: Callable[[], None]) -> None:
 
 
 def enable_core_dumps(config: EngineConfig) -> CoreDumps | None:
-    """With --cuda-coredump-dir: have the driver dump the GPU when a kernel fails. Before CUDA is initialised. None if
-    there will be no dumps, or none in that folder."""
+    """With --cuda-coredump-dir, make the driver write a core dump of the GPU when a kernel fails.
+
+    Must be called before CUDA is initialised. Returns None if there will be no dumps, or none in that folder."""
     if config.cuda_coredump_dir is None:
         return None
     if config.device != "cuda":
@@ -369,7 +409,7 @@ def enable_core_dumps(config: EngineConfig) -> CoreDumps | None:
         return None
     ours = core_dump_environment(config.cuda_coredump_dir)
     for name, value in ours.items():
-        os.environ.setdefault(name, value)  # who has set one by hand knows why
+        os.environ.setdefault(name, value)  # a variable that the user has set is kept
     if os.environ["CUDA_ENABLE_COREDUMP_ON_EXCEPTION"].strip() in ("", "0"):
         logger.warning("--cuda-coredump-dir: CUDA_ENABLE_COREDUMP_ON_EXCEPTION turns the core dumps off")
         return None
@@ -377,27 +417,30 @@ def enable_core_dumps(config: EngineConfig) -> CoreDumps | None:
     logger.info("If a kernel fails, the driver dumps the GPU to %s", pattern)
     if pattern != ours["CUDA_COREDUMP_FILE"]:
         logger.warning(
-            "CUDA_COREDUMP_FILE is not in --cuda-coredump-dir: nobody waits until such a dump is whole"
+            "CUDA_COREDUMP_FILE is not in --cuda-coredump-dir: the server will not wait until a dump is complete"
         )
         return None
     return CoreDumps(config.cuda_coredump_dir)
 
 
 def log_core_dumps(dumps: CoreDumps | None, device: Device | None) -> None:
-    """After a failure: wait until the driver has written its dump, if one is begun or ``device`` is in error, and name
-    it. ``device`` is None where it could not be opened."""
+    """After a failure, wait until the driver has written its core dump, and log the file's path.
+
+    It waits if a dump has been begun or if ``device`` is in error. ``device`` is None if it could not be opened."""
     if dumps is None:
         return
     for path in dumps.wait(_may_be_in_error(device)):
         if is_complete(path):
             logger.error("GPU core dump: %s; look at it with cuda-gdb -ex 'target cudacore %s'", path, path)
         else:
-            logger.error("GPU core dump: %s is only begun: the driver stopped writing, or is too slow", path)
+            logger.error("GPU core dump: %s is incomplete: the driver stopped writing, or is too slow", path)
 
 
 def _may_be_in_error(device: Device | None) -> Callable[[], bool]:
-    """Whether ``device`` has failed, or has not said yet that it has not. Another thread asks it: after a failure of
-    the host, the device may be at work, or hang. What the error says does not tell, each library has its words."""
+    """Returns a function that says whether ``device`` may be in error: it is, or it is not known yet.
+
+    A thread synchronises with the device to find out, because the device may still be busy, or hang. The text of the
+    exception does not say it reliably, since each library has its own."""
     if device is None:
         return lambda: False
     sound = threading.Event()
@@ -405,7 +448,7 @@ def _may_be_in_error(device: Device | None) -> Callable[[], bool]:
     def ask() -> None:
         try:
             device.synchronize()
-        except Exception as error:  # of any kind: that the device fails is all that is asked
+        except Exception as error:  # any kind means that the device is in error
             logger.error("the device is in error: %s", error)
         else:
             sound.set()
@@ -414,16 +457,17 @@ def _may_be_in_error(device: Device | None) -> Callable[[], bool]:
     return lambda: not sound.is_set()
 
 
-def _tell_fatal(context: zmq.Context[zmq.Socket[bytes]], ports: PortArgs, rank: int, message: str) -> None:
+def _send_fatal(context: zmq.Context[zmq.Socket[bytes]], ports: PortArgs, rank: int, message: str) -> None:
     socket = connect_push(context, ports.tokenizer)
     socket.send(encode(FatalError(source=scheduler_name(rank), message=message)))
     context.destroy(linger=1000)
 
 
-def _die_of_hang(ports: PortArgs, rank: int, recorder: FlightRecorder | None, reason: str) -> None:
-    """From the watchdog's thread: say why, show where, and go. Sockets of the hung thread are not touched."""
+def _exit_hung(ports: PortArgs, rank: int, recorder: FlightRecorder | None, reason: str) -> None:
+    """Called by the watchdog's thread when a step hangs: log the stacks, write a dump, report the reason, and end the
+    process. The sockets of the hung thread are not used."""
     faulthandler.dump_traceback(all_threads=True)
     dump_and_log(recorder, reason)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    _tell_fatal(context, ports, rank, reason)
+    _send_fatal(context, ports, rank, reason)
     os._exit(1)

@@ -1,13 +1,14 @@
-"""The schedulers of several ranks, one in each process, decide the same because they see the same.
+"""Several ranks, each with a scheduler in its own process, make the same decisions because they get the same input.
 
-What a turn of the loop drains is one value, a :class:`Turn`. Rank 0 makes it, from its inbox and from what all ranks
-say on the RankBoard: whether results have reached them, which transfers have ended, what their storages have done. It
-sends it to the others before anybody decides anything. It waits for nobody: what has not reached a rank yet is in a
-later turn. The others wait for it, and ask no clock, device or disk of their
-own on the way to a decision.
+All input of one turn of the loop is one value, a :class:`Turn`. Rank 0 makes it from its inbox and from what all ranks
+have posted on the RankBoard: whether results have reached them, how many transfers have ended, and what their storages
+have done. It sends the Turn to the other ranks before it decides anything itself. Rank 0 does not wait for other ranks:
+what one of them has not posted yet becomes part of a later turn. The other ranks wait for the Turn, and do not consult
+a clock, device or disk of their own for a decision.
 
-Each rank posts a hash of a step's decisions before it launches the step, and compares those of this step and the last
-with whatever the others have posted by then. Of two that differ the later one sees it, and does not launch.
+Before a rank launches a step, it posts hashes of the step's decisions and compares those of this step and the one
+before with what the other ranks have posted so far. If two ranks differ, the one that posts later notices it, and does
+not launch the step.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fenceline.ipc.io_struct import (
     SchedulerInput,
 )
 from fenceline.ipc.rank_board import News, RankBoard
-from fenceline.mem_cache.storage.agreement import StorageAgreement, StorageVoice
+from fenceline.mem_cache.storage.agreement import StorageAckCodec, StorageAgreement
 from fenceline.memory_order import of_all_ranks
 from fenceline.memory_order.edges import ENDED_ON_ALL, RANK_RESULTS
 from fenceline.model_executor.step import Completions, ForwardResult, ScheduleBatch, Worker
@@ -38,16 +39,19 @@ Awaited = tuple[int, ForwardResult]  # a step's number and its results
 
 
 class RanksDifferError(RuntimeError):
-    """Ranks have decided differently; what they compute together is wrong from here on."""
+    """Ranks have made different decisions, so what they compute together is wrong from that step on."""
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
-    """All that the schedulers learn in one turn of the loop, from 1 on, the same on all ranks."""
+    """All input of the schedulers in one turn of the loop. It is the same on all ranks."""
 
-    number: int
-    messages: list[SchedulerInput]  # that decide something
-    results_arrived: bool  # on all ranks: those of the step in flight, if they were asked for
-    transfers: tuple[int, int] = (0, 0)  # that have ended on all ranks since the start: loads and stores
+    number: int  # counts from 1
+    messages: list[SchedulerInput]  # those that decisions depend on
+    results_arrived: bool  # whether the awaited results of the step in flight have arrived on all ranks
+    transfers: tuple[int, int] = (
+        0,
+        0,
+    )  # loads and stores that have ended on all ranks, counted since the start
     storage: list[News] = []  # what the ranks' storages have done since the last turn, see StorageAgreement
 
 
@@ -64,26 +68,37 @@ class RankLink(ABC):
         self._worker = worker
         self.decisions = Decisions()
         self._num_turns = 0
-        # The last two steps and their numbers. Replaced as a whole: the watchdog's thread compares too.
+        # The numbers and decisions of the last two steps. The tuple is replaced as a whole, because the watchdog's
+        # thread reads it too.
         self._latest: tuple[tuple[int, tuple[int, ...]], ...] = ()
-        self._voice = StorageVoice()
+        self._codec = StorageAckCodec()
 
     @abstractmethod
     def turn(
-        self, block: bool, timeout_ms: int | None, awaited: Awaited | None
+        self,
+        block: bool,
+        timeout_ms: int | None,
+        awaited: Awaited | None,
+        own: Sequence[SchedulerInput] = (),
     ) -> tuple[Sequence[Message], Completions]:
-        """What this turn drains. ``block``: wait until there is a message, ``timeout_ms`` at most; ``awaited``: the
-        results to ask for. The messages that only observe go to rank 0 alone."""
+        """The messages and completions of the next turn.
+
+        ``block``: rank 0 waits until there is a message, for at most ``timeout_ms`` milliseconds (None: without limit).
+        ``awaited``: the step whose results to check for, if any. ``own``: messages from this rank's scheduler to
+        itself; those of rank 0 come first on all ranks, and those of other ranks are dropped. Messages that only
+        observe are returned on rank 0 only."""
 
     def decided(self, step: int, batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
-        """``step``, from 1 on, is about to be launched. Raises ``RanksDifferError``."""
+        """Post the decisions of step number ``step`` (from 1), which is about to be launched, and compare them. Raises
+        ``RanksDifferError`` if another rank has decided differently."""
         fields = self.decisions.of(batch, reqs)
         self._latest = (*self._latest[-1:], (step, fields))
         self.board.post_decision(step, fields)
         self.compare()
 
     def compare(self) -> None:
-        """Compare this rank's last two steps with the other ranks'. Any thread may. Raises ``RanksDifferError``."""
+        """Compare this rank's last two steps with those of the other ranks. May be called from any thread. Raises
+        ``RanksDifferError`` if they differ."""
         board = self.board
         for step, ours in self._latest:
             for rank in range(board.num_ranks):
@@ -99,18 +114,18 @@ class RankLink(ABC):
                 )
 
     def post_progress(self, awaited: Awaited | None) -> None:
-        """Tell the others whether the results of ``awaited`` have reached this rank, which of its transfers have ended
-        and what its storage has done."""
+        """Post whether the results of ``awaited`` have reached this rank, how many of its transfers have ended, and
+        what its storage has done."""
         if awaited is not None and awaited[1].arrived():
             self.board.post_arrived(awaited[0])
         worker = self._worker
         if worker.hicache is not None:
             self.board.post_transfers(*worker.hicache.ended())
         if worker.storage is not None:
-            self.board.post_news(self._voice.told(worker.storage.controller.drain()))
+            self.board.post_news(self._codec.encode(worker.storage.controller.drain()))
 
     def _completions(self, turn: Turn, awaited: Awaited | None) -> Completions:
-        """What ``turn`` says of all ranks, of this rank's transfers and prefetches."""
+        """The completions that ``turn`` reports for all ranks, as this rank's own tickets and prefetches."""
         device, transfers = self._worker.device, self._worker.hicache
         arrived = of_all_ranks(
             device, RANK_RESULTS, turn.results_arrived, lambda: awaited is not None and awaited[1].arrived()
@@ -119,28 +134,33 @@ class RankLink(ABC):
             transfers=()
             if transfers is None
             else transfers.drain_acks(of_all_ranks(device, ENDED_ON_ALL, turn.transfers, transfers.ended)),
-            storage=self._voice.heard(turn.storage),
+            storage=self._codec.decode(turn.storage),
             results_arrived=arrived,
         )
 
 
 class LeadingRank(RankLink):
-    """Rank 0."""
+    """The link of rank 0, which makes the turns."""
 
     def __init__(
         self, board: RankBoard, worker: Worker, drain: Drain, send: Sequence[Callable[[bytes], None]]
     ) -> None:
-        """``drain``: of the inbox. ``send``: to each of the other ranks; never blocks."""
+        """``drain`` is the inbox's method. ``send`` has a function for each other rank, which sends it bytes and never
+        blocks."""
         super().__init__(board, worker)
         self._drain = drain
         self._send = send
         self._agreement = StorageAgreement(board.num_ranks)
 
     def turn(
-        self, block: bool, timeout_ms: int | None, awaited: Awaited | None
+        self,
+        block: bool,
+        timeout_ms: int | None,
+        awaited: Awaited | None,
+        own: Sequence[SchedulerInput] = (),
     ) -> tuple[Sequence[Message], Completions]:
         """See :class:`RankLink`."""
-        messages = self._drain(block, timeout_ms)
+        messages = [*own, *self._drain(block and not own, timeout_ms)]
         self.post_progress(awaited)
         board = self.board
         arrived = awaited is not None and board.all_arrived() >= awaited[0]
@@ -148,7 +168,7 @@ class LeadingRank(RankLink):
         storage: list[News] = []
         if self._worker.storage is not None:
             for rank in range(board.num_ranks):
-                storage += self._agreement.hear(rank, board.read_news(rank))
+                storage += self._agreement.add(rank, board.read_news(rank))
         self._num_turns += 1
         deciding = [message for message in messages if not isinstance(message, _OBSERVING)]
         turn = Turn(self._num_turns, cast("list[SchedulerInput]", deciding), arrived, transfers, storage)
@@ -159,15 +179,19 @@ class LeadingRank(RankLink):
 
 
 class FollowingRank(RankLink):
-    """Any other rank."""
+    """The link of any other rank, which receives the turns."""
 
     def __init__(self, board: RankBoard, worker: Worker, receive: Callable[[], Turn]) -> None:
-        """``receive`` waits for the next turn."""
+        """``receive`` waits for the next turn and returns it."""
         super().__init__(board, worker)
         self._receive = receive
 
     def turn(
-        self, block: bool, timeout_ms: int | None, awaited: Awaited | None
+        self,
+        block: bool,
+        timeout_ms: int | None,
+        awaited: Awaited | None,
+        own: Sequence[SchedulerInput] = (),
     ) -> tuple[Sequence[Message], Completions]:
         """See :class:`RankLink`."""
         self.post_progress(awaited)

@@ -27,7 +27,7 @@ I64 = npt.NDArray[np.int64]
 
 # Prompt tokens the detokenizer gets as context for decoding the first output tokens.
 _DECODE_CONTEXT = 8
-# Tokens between messages for a request that nobody watches.
+# Tokens between messages for a request whose tokens are not streamed or searched for stop strings.
 _QUIET_INTERVAL = 64
 
 
@@ -37,16 +37,16 @@ def no_pages() -> array[int]:
 
 
 def emit_interval(message: TokenizedGenerateReq, stream_interval: int) -> int:
-    """Tokens between two messages to the detokenizer: few where somebody looks at each of them, or where a
-    stop string may end the request."""
+    """Tokens between two messages to the detokenizer: ``stream_interval`` if the answer is streamed or a stop string
+    may end it, else more."""
     watched = message.stream or message.sampling_params.stop
     return stream_interval if watched else _QUIET_INTERVAL
 
 
 @dataclass(slots=True)
 class LogprobLog:
-    """Logprobs gathered since the last message: tokens, their logprobs, the alternatives, and the logprobs of the
-    tokens that the request names."""
+    """Logprobs gathered since the last message: tokens, their logprobs, the top alternatives, and the logprobs of the
+    tokens in ``token_ids_logprob``."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
@@ -55,8 +55,8 @@ class LogprobLog:
 
     @staticmethod
     def of_prompt(source: TokenizedGenerateReq, prompt_ids: I64) -> LogprobLog | None:
-        """The log of a prompt of which nothing is scored yet; None if nothing will be. As in SGLang, the first
-        position asked for has no logprob, wherever it is."""
+        """The log of a prompt before any of it is scored; None if no prompt logprobs are asked for. As in SGLang, the
+        first position asked for has no logprob, even if it is not the first of the prompt."""
         if not source.return_logprob or source.logprob_start_len < 0:
             return None
         first = prompt_ids[source.logprob_start_len : source.logprob_start_len + 1].tolist()
@@ -68,21 +68,22 @@ class LogprobLog:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What of a request's tokens is cached: ``match``, and the ``num_tail_tokens`` after it that a retracted request
-    left on the host in a page of its own."""
+    """The cached prefix of a request: ``match`` in the tree, followed by ``num_tail_tokens`` that the request left on
+    the host in a page of its own when it was retracted."""
 
     match: MatchResult
     num_tail_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that need not be computed."""
+        """Tokens whose KV need not be computed."""
         return self.match.num_tokens + self.match.num_host_tokens + self.num_tail_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedMatch:
-    """A waiting request's prefix, with the tree's counts of nodes made and of moves when it was found."""
+    """A waiting request's prefix, with the values that the tree's ``num_created`` and ``num_moves`` had when the prefix
+    was matched."""
 
     prefix: Prefix
     num_created: int
@@ -93,21 +94,23 @@ class QueuedMatch:
 class Req:
     """One request between its arrival and its departure.
 
-    Two lengths matter and differ while a step is in flight: ``committed_len`` counts tokens whose KV is there, by steps
-    that have been published; ``allocated_len`` what all steps in flight may touch at most (while a request decodes, the
-    RunningBatch's column says so instead). What lies between is nobody else's until those steps are done.
-    ``output_ids`` are published tokens only.
-    ``left`` is set once, when the request finishes, is aborted or retracted; a retracted one goes on as a
-    new Req (:meth:`resumed`), so tokens in flight for the old one fall away.
+    There are two lengths, which differ while a step is in flight. ``committed_len`` counts the tokens whose KV has been
+    computed by published steps. ``allocated_len`` is the upper bound of what all steps in flight may access (while a
+    request decodes, the column in RunningBatch is valid instead). No other request uses the memory between the two
+    until those steps are done. ``output_ids`` holds published tokens only.
+    ``left`` is set once, when the request finishes, is aborted or is retracted. A retracted request goes on as a new
+    Req (:meth:`resumed`), so tokens in flight for the old one are dropped.
     """
 
-    source: TokenizedGenerateReq  # without its token ids: a list takes five times the memory of prompt_ids
+    # Its input_ids are emptied: that list takes five times the memory of prompt_ids.
+    source: TokenizedGenerateReq
+    rid: str = field(init=False)
     prompt_ids: I64
     stop_ids: frozenset[int]
     seed: int
     max_new_tokens: int
     emit_interval: int  # tokens between two messages to the detokenizer
-    rank: int = 0  # of its priority: the smallest goes first
+    rank: int = 0  # of its priority: the smallest is scheduled first
     is_short: bool = False  # see ShortShare
     output_ids: list[int] = field(default_factory=list)
     grammar: RequestGrammar | None = None  # has accepted the tokens of output_ids
@@ -119,8 +122,9 @@ class Req:
     announced: bool = False  # the detokenizer knows this request
     prompt_log: LogprobLog | None = None
     output_log: LogprobLog | None = None
-    arrived_at: float = 0.0  # seconds of the statistics' clock, as the next one; nothing is decided by them
-    queue_time_s: float | None = None  # from its arrival to the first step that it was part of
+    # Seconds of the statistics' clock. No decision depends on it, nor on queue_time_s.
+    arrived_at: float = 0.0
+    queue_time_s: float | None = None  # from its arrival to its first step
 
     # Memory, while admitted
     row: int = 0
@@ -130,29 +134,28 @@ class Req:
     allocated_len: int = 0
     committed_len: int = 0
     last_flight: Points = field(default_factory=Points.none)
-    num_verified: int = 0  # decode steps, where the engine speculates
-    num_drafts: int = 0  # that were verified in them
-    num_accepted: int = 0  # of those
+    num_verified: int = 0  # decode steps of the request, if the engine speculates
+    num_drafts: int = 0  # draft tokens that were verified in them
+    num_accepted: int = 0  # how many of those were accepted
     has_bad_draft: bool = False
     last_step: int = 0  # number of the latest step that it is in
     queued_match: QueuedMatch | None = None  # while it waits
-    prefetch: Prefetch | None = None  # of what storage may have of its prompt, until it is admitted
-    # Its last page on the host, from a retraction until it is admitted again.
+    prefetch: Prefetch | None = None  # of its prompt's pages from storage, until it is admitted
+    # Its last, incomplete page on the host, from a retraction until it is admitted again.
     tail: OffloadedTail | None = None
-    tail_after: Points = field(default_factory=Points.none)  # of the backup of its last page
+    tail_after: Points = field(default_factory=Points.none)  # when the copy of that page to the host is done
     left: bool = False
-    # Whether the last tick found it running, None before the first; and since which tick that has been so
+    # Whether the last tick found it running (None before the first tick), and the time of the tick since which it has.
     clocked_running: bool | None = None
     clocked_since: float = 0.0
-    _sampling: ReqSampling | None = None  # as of the row it has
+    _sampling: ReqSampling | None = None  # for the row that it had when this was made
 
-    @property
-    def rid(self) -> str:
-        return self.source.rid
+    def __post_init__(self) -> None:
+        self.rid = self.source.rid
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and published output."""
+        """Number of tokens of prompt and published output."""
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
@@ -167,7 +170,7 @@ class Req:
 
     @property
     def spec_counts(self) -> SpecCounts:
-        """What speculation has done for it."""
+        """Verified steps, accepted drafts and all drafts of this request."""
         return SpecCounts(self.num_verified, self.num_accepted, self.num_drafts)
 
     def token_ids(self) -> I64:
@@ -177,7 +180,7 @@ class Req:
         return np.concatenate([self.prompt_ids, np.array(self.output_ids, dtype=np.int64)])
 
     def sampling(self) -> ReqSampling:
-        """What the sampler needs to know; the row must be assigned."""
+        """The request's sampling parameters as the sampler reads them; the row must be assigned."""
         if self._sampling is None or self._sampling.row != self.row:
             self._sampling = ReqSampling(
                 params=self.source.sampling_params,
@@ -193,7 +196,7 @@ class Req:
         return self._sampling
 
     def decode_info(self) -> DecodeInfo:
-        """What is told once, with the first token."""
+        """What the detokenizer is told once, with the first token."""
         return DecodeInfo(
             prompt_tail_ids=self.prompt_ids[-_DECODE_CONTEXT:].tolist(),
             sampling_params=self.source.sampling_params,
@@ -212,7 +215,7 @@ class Req:
         return None
 
     def resumed(self) -> Req:
-        """The request as it waits for memory again: all its published tokens, none of its memory."""
+        """A new Req for a retracted request: it has all published tokens, and no memory yet."""
         return Req(
             source=self.source,
             prompt_ids=self.prompt_ids,
@@ -234,7 +237,7 @@ class Req:
             num_accepted=self.num_accepted,
             has_bad_draft=self.has_bad_draft,
             announced=self.announced,
-            # A prompt that was left half-way is scored anew.
+            # If the prompt was not completed, all of it is scored again.
             prompt_log=self.prompt_log
             if self.output_ids
             else LogprobLog.of_prompt(self.source, self.prompt_ids),

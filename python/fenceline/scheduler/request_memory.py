@@ -1,7 +1,7 @@
-"""RequestMemory: which pages and rows each request holds, and how they come and go.
+"""RequestMemory: allocates and retires the KV pages and rows of requests, and moves whole pages into the prefix tree.
 
-All of a request's memory is retired after the request's own last flight, never freed: an in-flight step
-may still read the pages and write the row. The tree receives whole pages of published steps only.
+A request's memory is not freed but retired after the last step that the request was in, because a step in flight may
+still read the pages and write the row. The tree gets only whole pages of published steps.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ I64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Remap:
-    """Page-table columns of a request that now name the tree's pages instead of its own copies; with ``version`` its
-    row is up to date."""
+    """Columns of a request's page-table row, from ``first_column`` on, that must be rewritten to name the tree's
+    ``pages`` [n] int32 instead of the request's own copies. The writes bring the row to ``version``."""
 
     req: Req
     first_column: int
@@ -42,36 +42,37 @@ class Remap:
 
 
 class PageTables:
-    """Which rows of the device's page table say where their requests' pages are now (F5).
+    """Tracks which rows of the device's page table are up to date (F5).
 
-    A row's version moves with the decision that its request's pages are others: when the row is given to a request,
-    when a prompt moves onto the tree's pages, when the row is given back. The writes that follow carry the version that
-    they bring the row to. A step that is about to read a row behind its version has it written anew, and counted.
+    Each row has a version. It changes when the pages of the row change: when the row is given to a request, when a
+    prompt moves onto the tree's pages, and when the row is given back. Page-table writes carry the version to which
+    they bring the row. If a step is about to read a row that is behind its version, the row is written again as a
+    whole, and this is counted in ``num_rewritten``.
     """
 
     def __init__(self, num_rows: int) -> None:
         self._clock = RelocationClock(num_rows)
-        self._behind: set[int] = set()  # rows whose last move has not been written; mostly empty
+        self._behind: set[int] = set()  # rows whose latest change has not been written; mostly empty
         self.num_rewritten = 0
 
     def moved(self, row: int) -> int:
-        """``row``'s pages are others from now on. Returns the version that writes bring it to."""
+        """Note that the pages of ``row`` have changed. Returns the version that its page-table writes must carry."""
         self._clock.move(row)
         self._behind.add(row)
         return self._clock.version(row)
 
     def given_back(self, row: int) -> None:
-        """``row`` has no request: nobody reads it before it is written."""
+        """Note that ``row`` has no request any more. It is written before a step reads it again."""
         self._clock.move(row)
         self._behind.discard(row)
 
     def written(self, row: int, version: int) -> None:
-        """The next step writes ``row`` as it was decided with ``version``."""
+        """Note that the next step writes ``row`` as it is in ``version``."""
         if version == self._clock.version(row):
             self._behind.discard(row)
 
     def up_to_date(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> ScheduleBatch:
-        """``batch``, with the tables of those of ``reqs`` whose rows are behind written anew."""
+        """``batch`` with page-table writes for the whole rows of those of its ``reqs`` that are behind."""
         if not self._behind:
             return batch
         stale = [req for req in reqs if req.row in self._behind]
@@ -84,7 +85,7 @@ class PageTables:
 
 
 def _whole_tables(writes: PageWrites, reqs: Sequence[Req]) -> PageWrites:
-    """``writes`` of other rows, and all of ``reqs``' tables."""
+    """``writes`` with those for the rows of ``reqs`` replaced by the whole rows."""
     others = ~np.isin(writes.rows, [req.row for req in reqs])
     return PageWrites(
         rows=np.concatenate([writes.rows[others], *(_row(req) for req in reqs)]),
@@ -100,9 +101,10 @@ def _row(req: Req) -> I64:
 
 
 class RequestMemory:
-    """Hands out and takes back KV pages and request rows, with the prefix tree between.
+    """Allocates KV pages and rows for requests and takes them back; whole pages of prompts and outputs go to the prefix
+    tree.
 
-    ``tiers``: the tree's lower tiers, None where the device is the only one.
+    ``tiers`` are the tree's lower tiers, None if the device is the only tier.
     """
 
     def __init__(
@@ -115,15 +117,15 @@ class RequestMemory:
         same_version: Callable[[int, int], bool] = operator.eq,
         num_rows_behind: int = 0,
     ) -> None:
-        """``same_version`` compares the tree's count of moves with an earlier one (``memory_order.comparison``).
+        """``same_version`` compares the tree's ``num_moves`` with an earlier value (see ``memory_order.comparison``).
         ``num_rows_behind``: see ``DraftConfig``."""
         self.pages = pages
         self.rows = rows
         self.tree = tree
         self.page_size = page_size
         self.tiers = tiers
-        self.cached_tokens: Counter[str] = Counter()  # of prompts, by the tier they were found in
-        self.num_evicted_pages = 0  # from the device, since the start
+        self.cached_tokens: Counter[str] = Counter()  # prompt tokens by the tier where they were found
+        self.num_evicted_pages = 0  # evicted from the device since the start
         self.tables = PageTables(rows.size)
         self._num_stale_matches = 0
         self._same_version = same_version
@@ -131,12 +133,12 @@ class RequestMemory:
 
     @property
     def num_pages(self) -> int:
-        """Pages that requests and tree can hold together."""
+        """Device pages for requests and the tree together."""
         return self.pages.size - self.pages.reserved
 
     @property
     def num_available_pages(self) -> int:
-        """Pages that could be handed out now: free ones and those the tree would give up."""
+        """Device pages that could be allocated now: the free ones, and those that the tree could evict."""
         return self.pages.num_free + self.tree.num_evictable_pages
 
     def num_pages_for(self, num_tokens: int) -> int:
@@ -144,17 +146,17 @@ class RequestMemory:
         return -(-num_tokens // self.page_size)
 
     def prefetch(self, req: Req) -> None:
-        """Have storage look for the prefix of a request that has arrived."""
+        """Start a prefetch of the prefix of a request that has arrived, if there is a storage tier."""
         if self._storage is not None:
             usable = req.prompt_ids[: _most_cached(req) + max(self.tree.lookahead, 1)]
             req.prefetch = self._storage.prefetch(usable, self.match(req).match, req.source.extra_key)
 
     def may_schedule(self, req: Req) -> bool:
-        """Whether ``req`` need not wait for storage any more."""
+        """Whether ``req`` does not have to wait for its prefetch from storage any more."""
         return req.prefetch is None or self._storage is None or self._storage.may_schedule(req.prefetch)
 
     def _end_prefetch(self, req: Req) -> int:
-        """The request goes on with what has come; returns how many tokens that is."""
+        """End the prefetch of ``req``. Returns how many tokens have been fetched."""
         op, req.prefetch = req.prefetch, None
         if op is None or self._storage is None:
             return 0
@@ -167,13 +169,15 @@ class RequestMemory:
 
     @property
     def recomputes(self) -> dict[str, int]:
-        """What was derived from pages that had moved by the time of its use, and made anew, by what it was (F5)."""
+        """How often a value derived from page locations was stale when it was needed, and was computed again (F5), by
+        kind."""
         return {"queued_match": self._num_stale_matches, "page_table": self.tables.num_rewritten}
 
     def match(self, req: Req) -> Prefix:
-        """The cached prefix this request can use; at least one token is left to compute.
+        """The cached prefix that ``req`` can use. At least one token is left to compute.
 
-        What was found for it earlier is good as long as the tree has grown no more and the pages are where they were.
+        The result is kept in ``req.queued_match`` and used again as long as no nodes have been added to the tree and
+        the pages have not moved.
         """
         tree, queued = self.tree, req.queued_match
         if queued is not None and queued.num_created == tree.num_created:
@@ -197,10 +201,10 @@ class RequestMemory:
         return Prefix(match, min(tail.num_tokens, limit) - num_whole)
 
     def admit(self, req: Req, prefix: Prefix) -> Points:
-        """Give ``req`` a row, its cached prefix and pages for all its tokens; it must fit.
+        """Give ``req`` a row, its cached ``prefix`` and pages for all its other tokens. There must be enough memory.
 
-        The prefix's ``host_node`` is already locked for the request. Returns the Points of the memory; what lies on
-        the host is on its way once :meth:`start_loads` has been called.
+        The caller has locked the prefix's ``host_node`` for the request. Returns the Points after which the memory may
+        be accessed. Pages of the prefix that are only on the host are loaded by :meth:`start_loads`.
         """
         match = prefix.match
         loaded = self._begin_load(match)
@@ -225,7 +229,8 @@ class RequestMemory:
         assert leased is not None, "the caller has checked for a free row"
         row, row_after = leased
         req.row = int(row[0])
-        self.tables.written(req.row, self.tables.moved(req.row))  # by the step that admits it, whole
+        # The step that admits the request writes the whole row.
+        self.tables.written(req.row, self.tables.moved(req.row))
         req.pages = no_pages()
         req.pages.frombytes(match.pages.tobytes() + loaded.tobytes() + pages.tobytes())
         req.node, req.queued_match = match.host_node, None
@@ -234,21 +239,23 @@ class RequestMemory:
         return after.join(row_after)
 
     def start_loads(self) -> tuple[Ticket, ...]:
-        """Submit what the requests admitted since the last call need from the host; their batch waits for it."""
+        """Submit the loads from the host that the requests admitted since the last call need. Their batch must wait for
+        the tickets that are returned."""
         return () if self.tiers is None else self.tiers.start_loads()
 
     def grow(self, req: Req, num_pages: int) -> tuple[I32, Points]:
-        """``num_pages`` more pages for a running request; they must be available."""
+        """Give a running request ``num_pages`` more pages, which must be available. Returns the pages [num_pages] int32
+        and the Points after which they may be accessed."""
         pages, after = self._alloc(num_pages)
         req.pages.frombytes(pages.tobytes())
         return pages, after
 
     def cache_prompt(self, req: Req) -> Remap | None:
-        """Put the request's published whole pages into the tree while it runs on.
+        """Insert the published whole pages of a request into the tree. The request goes on.
 
-        Where another request brought the same tokens first, this one moves onto the tree's pages and its
-        own copies are retired after its last flight; the returned Remap must then reach the page table
-        before its next step.
+        If another request has inserted the same tokens first, this request moves onto the tree's pages, and its own
+        copies are retired after its last step. Then a Remap is returned, which must be written to the page table before
+        the request's next step.
         """
         result = self._insert(req)
         old_shared, shared = (
@@ -273,7 +280,7 @@ class RequestMemory:
         return Remap(req, first, pages, self.tables.moved(req.row))
 
     def release(self, req: Req) -> None:
-        """Give back all memory of a finished, aborted or retracted request. No other method does."""
+        """Give back all memory of a finished, aborted or retracted request. No other method does this."""
         assert req.left, "only requests that have left are released"
         self._end_prefetch(req)
         if req.row == 0:  # not admitted, or not again
@@ -295,8 +302,8 @@ class RequestMemory:
         req.row, req.pages, req.node = 0, no_pages(), None
 
     def flush(self, storage: bool = False) -> int:
-        """Empty the tree, with ``storage`` the storage tier too. No request holds anything. Returns how many device
-        pages are free again. Raises ValueError where there is no storage tier."""
+        """Empty the tree and, with ``storage``, the storage tier too. No request may hold memory. Returns the number of
+        device pages that have become free. Raises ValueError if ``storage`` is set and there is no storage tier."""
         below = self._storage
         if storage and below is None:
             raise ValueError("there is no storage tier")
@@ -306,10 +313,11 @@ class RequestMemory:
         return num_pages
 
     def forget(self, waiting: Iterable[Req]) -> int:
-        """Empty all tiers of what the weights have computed until now: the tree, and what the ``waiting`` requests had
-        on the host or on its way from storage. No request holds pages. Returns how many device pages are free again.
+        """Drop all KV that was computed with the weights until now, because the weights change: the tree, and what the
+        ``waiting`` requests have on the host or are fetching from storage. No request may hold pages. Returns the
+        number of device pages that have become free.
 
-        Storage keeps its pages, under keys that nobody asks for any more."""
+        Storage keeps its pages, but under keys that are not looked up any more."""
         for req in waiting:
             self._end_prefetch(req)
             req.queued_match = None
@@ -321,11 +329,12 @@ class RequestMemory:
         return self.flush()
 
     def offload(self, req: Req) -> OffloadedTail | None:
-        """Bring what ``req``, about to be retracted, has computed to the host: whole pages through the tree, the last
-        one as a page that the resumed request is given. The request is released as any other afterwards."""
+        """Copy the KV of ``req``, which is about to be retracted, to the host: whole pages through the tree, and the
+        last, incomplete page as a page of its own, which is returned for the resumed request (None if there is no such
+        page, or no room on the host). Afterwards the request is released like any other."""
         assert self.tiers is not None, "offloading needs a host tier"
         assert req.row != 0, f"{req.rid} has nothing to offload"
-        self.cache_prompt(req)  # nobody reads its page table any more
+        self.cache_prompt(req)  # the Remap is not needed: no step reads this row any more
         assert req.node is not None
         num_tokens = self._num_complete(req)
         tail_page = req.pages[num_tokens // self.page_size] if num_tokens % self.page_size else None
@@ -335,25 +344,26 @@ class RequestMemory:
         return tail
 
     def complete(self, completions: Completions) -> None:
-        """Take in which transfers between the tiers have ended, and what storage has done (F6)."""
+        """Process the transfers between the tiers and the storage jobs that have ended (F6)."""
         if self.tiers is not None:
             self.tiers.complete(completions.transfers, completions.storage)
 
     def write_backups(self) -> None:
-        """Back up what the tree has got in this step, as the write policy wants it."""
+        """Start the backups to the host that the write policy asks for, of pages added to the tree in this step."""
         if self.tiers is not None:
             self.tiers.write_backups()
 
     @property
     def num_outstanding(self) -> int:
-        """Transfers and storage jobs whose end nobody has noticed yet."""
+        """Transfers and storage jobs that have not been completed yet, see :meth:`complete`."""
         return 0 if self.tiers is None else self.tiers.num_outstanding
 
-    def check_books(self, every_page: bool = False) -> None:
-        """When no request holds anything: every page is free or in the tree, every row is free.
+    def check_memory(self, every_page: bool = False) -> None:
+        """Check, while no request holds memory, that every page is free or in the tree and that every row is free.
 
-        Compares counts, and page by page where they differ or with ``every_page``: half a million cached
-        pages take 50 ms, for which the next request would wait. Raises ``RuntimeError`` naming what is lost.
+        Compares the numbers of pages. Single pages are compared only if these differ, or with ``every_page``: with half
+        a million cached pages that takes 50 ms, for which the next request would wait. Raises ``RuntimeError`` that
+        names what is leaked.
         """
         if every_page or self.pages.num_leased != self.tree.num_pages:
             self._check_pages()
@@ -362,7 +372,7 @@ class RequestMemory:
         if self.tree.num_locked_nodes:
             raise RuntimeError(f"{self.tree.num_locked_nodes} nodes of the tree are locked while idle")
         if self.tiers is not None:
-            self.tiers.check_books()
+            self.tiers.check_memory()
 
     def _check_pages(self) -> None:
         held, cached = self.pages.owned(), self.tree.all_pages()
@@ -375,7 +385,8 @@ class RequestMemory:
             )
 
     def _begin_load(self, match: MatchResult) -> I32:
-        """Device pages for the part of ``match`` that is on the host only; they are the tree's."""
+        """Allocate device pages for the part of ``match`` that is only on the host, and begin to load it. The pages
+        belong to the tree."""
         if match.num_host_tokens == 0:
             return np.empty(0, dtype=np.int32)
         assert self.tiers is not None, "only a host tier has host tokens"
@@ -384,7 +395,8 @@ class RequestMemory:
         return pages
 
     def _take_tail(self, req: Req, prefix: Prefix, pages: I32, after: Points) -> None:
-        """Load the last page that a retracted request left, into its first own page, or give it up."""
+        """Load the incomplete last page that ``req`` left on the host when it was retracted into the first of its new
+        ``pages``, or drop it if ``prefix`` does not use it."""
         assert req.tail is not None and self.tiers is not None
         if prefix.num_tail_tokens > 0:
             self.tiers.begin_load_tail(req.tail, int(pages[0]), after)
@@ -401,8 +413,8 @@ class RequestMemory:
         return leased
 
     def _num_complete(self, req: Req) -> int:
-        """Leading tokens of ``req`` whose KV is there, of target and draft, and is computed from tokens that are known:
-        what others may have of it."""
+        """The number of leading tokens of ``req`` that other requests may share: their KV of target and draft model has
+        been computed, and from published tokens only."""
         num_computed = req.committed_len - self._num_rows_behind
         return max(min(num_computed, req.num_tokens - self.tree.lookahead), req.shared_len)
 
@@ -414,16 +426,16 @@ class RequestMemory:
 
 
 def _most_cached(req: Req) -> int:
-    """How many leading tokens of ``req`` need not be computed if they are cached; at least one is."""
+    """The number of leading tokens of ``req`` that need not be computed if they are cached. At least one must be."""
     limit = req.num_tokens - 1
     if req.scores_prompt:
-        # The first token asked for has no logprob, that of the next one comes from computing it.
+        # The first scored token has no logprob itself, but it must be computed for the logprob of the next one.
         return min(limit, req.source.logprob_start_len)
     return limit
 
 
 def make_request_memory(config: EngineConfig, worker: Worker) -> RequestMemory:
-    """The books over a worker's memory, with the lower tiers that it has."""
+    """Make the RequestMemory for ``worker``'s pages and rows, with its lower tiers if it has any."""
     pages, rows, page_size = worker.pages, worker.req_pool.rows, config.server_args.page_size
     same_version = comparison(worker.device, QUEUED_MATCH)
     draft = None if config.speculative is None else config.speculative.draft

@@ -25,13 +25,16 @@ _AHEAD_TOKENS = 16
 
 
 class RunningBatch:
-    """Requests whose prompts are computed (or in flight), in order of arrival here.
+    """Requests whose prompts are computed (or in flight), in the order in which they were added.
 
     Columns [B]: ``allocated_lens`` (the length once all steps in flight are done, at most), ``capacity`` (tokens that
     its pages hold), ``final_lens`` (the length after its last step), ``is_short`` (see ShortShare). ``composition``
-    changes with membership and with nothing else. A step yields as many tokens for each request as its ``StepShape``
-    says, at most, and writes its spare slots as well. Where the ``largest`` shape yields one token, lengths are exact.
-    ``num_rewritten``: of how many committed tokens, the last ones, a step computes KV again.
+    changes with membership and with nothing else. A step yields at most as many tokens per request as its ``StepShape``
+    says, and writes its spare slots as well. If the ``largest`` shape yields one token, lengths are exact.
+    ``num_rewritten`` is the number of the last committed tokens whose KV a step computes again.
+
+    Most steps of one token per request only add one to every length. How many such steps follow is computed once, after
+    each step that was different, so that they need not examine the columns.
     """
 
     def __init__(
@@ -42,16 +45,19 @@ class RunningBatch:
         slots_of_tree: Callable[[int], int],
         num_rewritten: int = 0,
     ) -> None:
-        """``tokens_in_flight``, ``slots_of_tree``: see ``memory_order``, of the device."""
+        """``tokens_in_flight``, ``slots_of_tree``: the functions of these names in ``memory_order``, for the device."""
         self.page_size = page_size
         self.largest = largest
-        self.is_exact = largest.num_tokens == 1  # lengths are: every step yields one token
+        self.is_exact = largest.num_tokens == 1  # lengths are exact because every step yields one token
         self.num_rewritten = num_rewritten
         self.num_drafting = 0  # requests whose drafts may be accepted
         self._tokens_in_flight = tokens_in_flight
         self._slots_of_tree = slots_of_tree
         self._num_in_flight = 0  # of the latest step
         self._num_advanced = 0  # of the next step, see DecodeBatch
+        # The number of next steps in which no request ends or needs pages, if none leaves before.
+        self._num_plain_steps = 0
+        self._some_left = False  # since the last ``drop_departed``
         self.reqs: list[Req] = []
         self.composition = 0
         self._rows = _column()
@@ -72,17 +78,18 @@ class RunningBatch:
         return int(self._allocated_lens.sum())
 
     def expected_tokens(self, ratio: float, clip: int) -> F64:
-        """Tokens each of these requests is expected to ask for yet: ``ratio`` of what it may, ``clip`` at most."""
+        """The number of tokens [B] float64 for which each request is expected to need memory in future: ``ratio`` times
+        its remaining tokens, of which at most ``clip`` count."""
         left = np.maximum(self._final_lens - self._allocated_lens, 0)
         expected: F64 = np.minimum(left, clip) * ratio
         return expected
 
     def reserved_tokens(self, ratio: float, clip: int) -> int:
-        """:meth:`expected_tokens` of all."""
+        """The sum of :meth:`expected_tokens`."""
         return int(self.expected_tokens(ratio, clip).sum())
 
     def short_share(self, share: ShortShare) -> ShortShare:
-        """``share`` with what the short ones of these requests have of it."""
+        """``share``, with what the short requests among these hold of it."""
         if not share.tokens:
             return share
         short = self._is_short
@@ -94,7 +101,7 @@ class RunningBatch:
         )
 
     def add(self, reqs: Sequence[Req]) -> None:
-        """Requests whose whole prompt has been submitted and that may sample more than one token."""
+        """Add requests whose whole prompt has been submitted and that may sample more than one token."""
         if not reqs:
             return
         self.reqs.extend(reqs)
@@ -105,10 +112,18 @@ class RunningBatch:
         self._is_short = np.append(self._is_short, [req.is_short for req in reqs])
         self._changed()
 
+    def departed(self) -> None:
+        """Note that a request has left, perhaps one of these."""
+        self._some_left = True
+
     def drop_departed(self) -> None:
         """Remove requests that have left, and those whose last token is already in flight."""
+        if self._num_plain_steps and not self._some_left:
+            return
         keep = self._allocated_lens < self._final_lens
-        keep &= np.fromiter((not req.left for req in self.reqs), dtype=np.bool_, count=len(self.reqs))
+        if self._some_left:
+            keep &= np.fromiter([not req.left for req in self.reqs], dtype=np.bool_, count=len(self.reqs))
+            self._some_left = False
         if not keep.all():
             self._keep(keep)
 
@@ -119,9 +134,9 @@ class RunningBatch:
         self._keep(keep)
 
     def settle(self, reqs: Sequence[Req], number: int) -> list[Req]:
-        """Step ``number``, of ``reqs``, has been published: those that go on and got fewer tokens than
-        they might have are shorter than they were taken to be. Returns those that are not here, since the step might
-        have been their last; they are to be added again.
+        """Correct the lengths after step ``number``, of ``reqs``, has been published: a request that got fewer tokens
+        than it might have is shorter than was assumed. Returns the requests that go on although they were removed
+        because the step might have been their last; the caller adds them again.
         """
         places = {req: index for index, req in enumerate(self.reqs)}
         again = []
@@ -140,16 +155,18 @@ class RunningBatch:
         return again
 
     def next_lens(self, shape: StepShape) -> I64:
-        """The lengths [B] after a step of ``shape``, at most."""
+        """The greatest lengths [B] that a step of ``shape`` can lead to."""
         lens = self._allocated_lens + shape.num_tokens
         if not self.is_exact:
-            # A request's last step computes as many rows as any, and those beyond its end need slots as well.
+            # A request's last step computes as many rows as any other, and rows beyond its end need slots as well.
             np.minimum(lens, self._final_lens + shape.num_tokens - 1, out=lens)
             self._num_advanced = 0
         return lens
 
     def num_pages_needed(self, lens: I64, shape: StepShape) -> int:
-        """Pages without which a step of ``shape`` cannot bring the requests to ``lens``."""
+        """Further pages that a step of ``shape`` needs to bring the requests to ``lens``."""
+        if self._num_plain_steps:
+            return 0
         missing = lens + shape.num_spare - self._capacity
         short = missing > 0
         if not short.any():
@@ -164,17 +181,26 @@ class RunningBatch:
         num_available_pages: int,
         grow: Callable[[Req, int], tuple[npt.NDArray[np.int32], Points]],
     ) -> DecodeBatch:
-        """A step of ``shape``, by ``choice``, that brings the requests to ``lens``, their :meth:`next_lens`; pages come
-        from ``grow``, as many at least as are needed."""
+        """Make a step of ``shape``, by ``choice``, that brings the requests to ``lens`` (from :meth:`next_lens`).
+        ``grow(req, n)`` gives a request ``n`` more pages; a request gets at least the pages that it needs."""
         ends = lens + shape.num_spare if shape.num_spare else lens
         kept = lens + self._slots_of_tree(shape.num_spare) if shape.num_spare else lens
-        writes, after = self._grow(kept, num_available_pages, grow)
+        if self._num_plain_steps:
+            self._num_plain_steps -= 1
+            writes, after = PageWrites.none(), Points.none()
+        else:
+            writes, after = self._grow(kept, num_available_pages, grow)
+            if self.is_exact:
+                self._num_plain_steps = int((np.minimum(self._capacity, self._final_lens) - lens).min())
         self._allocated_lens = lens
         num_advanced, self._num_advanced = self._num_advanced, shape.num_tokens
         committed = None
         if not self.is_exact:
             self._num_in_flight = self._tokens_in_flight(shape.num_tokens)
-            committed = np.array([req.committed_len for req in self.reqs], dtype=np.int64)
+            # A request whose prompt step is still in flight has no published length; all its prompt counts.
+            committed = np.array(
+                [max(req.committed_len, len(req.prompt_ids)) for req in self.reqs], dtype=np.int64
+            )
             committed = np.maximum(committed - self.num_rewritten, 0)
         return DecodeBatch(
             composition=self.composition,
@@ -198,7 +224,7 @@ class RunningBatch:
     ) -> tuple[PageWrites, Points]:
         short = np.flatnonzero(lens > self._capacity)
         if len(short) == 0:
-            return PageWrites(), Points.none()
+            return PageWrites.none(), Points.none()
         size = self.page_size
         ahead = max(_AHEAD_TOKENS // size, 1)
         plentiful = num_available_pages >= 2 * ahead * len(self.reqs)
@@ -232,7 +258,7 @@ class RunningBatch:
 
     def _changed(self) -> None:
         self.composition += 1
-        self._num_advanced = 0
+        self._num_advanced = self._num_plain_steps = 0
         self._sampling = tuple(req.sampling() for req in self.reqs)
         self._constrained = constrained_rows(self._sampling)
         if not self.is_exact:
@@ -243,8 +269,8 @@ class RunningBatch:
 class NewTokenRatio:
     """The share of its remaining tokens that a running request is expected to ask for.
 
-    Starts at 0.7 of ``conservativeness``, sinks to a seventh of that over 600 decode steps, and jumps to
-    what the running requests really needed when memory ran short.
+    Starts at 0.7 times ``conservativeness`` (1 at most) and sinks to 14 % of that over 600 decode steps. When memory
+    runs short it is set from what the running requests have really needed.
     """
 
     _INITIAL, _MIN_FACTOR, _DECAY_STEPS = 0.7, 0.14, 600
@@ -256,11 +282,12 @@ class NewTokenRatio:
         self.value = self._initial
 
     def decay(self) -> None:
-        """One decode step went well."""
+        """Lower the ratio a little; called for each decode step."""
         self.value = max(self.value - self._decay, self._min)
 
     def after_retraction(self, num_decoded: int, num_running: int, num_max_new: int) -> None:
-        """Memory ran short with ``num_running`` requests left, ``num_decoded`` of ``num_max_new`` tokens in."""
+        """Requests were retracted. The ``num_running`` that are left have decoded ``num_decoded`` tokens of the
+        ``num_max_new`` that they may."""
         self.value = min((num_decoded + 20 * num_running) / max(num_max_new, 1), 1.0)
 
 

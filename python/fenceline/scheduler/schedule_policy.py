@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
-from math import isqrt
+from math import isqrt, sqrt
 from random import Random
 
 from fenceline.config.model_config import ModelConfig
 from fenceline.mem_cache.tree.radix_cache import TreeNode
 from fenceline.scheduler.req import Prefix, Req
 
-# As in SGLang: looking up the prefixes of a longer queue costs more than it wins, fcfs takes over.
+# As in SGLang, a longer queue is served first come, first served: looking up all its prefixes would cost too much.
 _LPM_MAX_QUEUE = 128
 # A request that shares at least this many more tokens with one ahead of it than with the tree goes after all
 # those that do not: by then the other's prompt may be cached.
@@ -24,58 +24,104 @@ _IN_BATCH_MIN_SHARED = 32
 # the whole burst, and decode after it, 1 % sooner.
 _STEP_FLOP, _STEP_TOKENS = 15 * 10**11, 250
 _MIN_SHARED_TOKENS = 512
-# Of a longer queue the rest is taken to be like its beginning.
+# The tokens of a longer queue are estimated from this many requests at its beginning.
 _MAX_COUNTED = 256
 
-# Long requests leave a 16th of memory to short ones, which are those of which four fit into it, and a 32nd of the rows.
-# Where four fit only if they are shorter than this, nothing is left to anybody.
+# Long requests leave 1/16 of the memory and 1/32 of the rows to short ones. A request is short if four like it fit into
+# that memory. If four requests of _LEAST_SHORT_TOKENS do not fit into it, nothing is kept for short requests.
 _SHORT_MEMORY, _SHORT_ROWS, _NUM_SHORT = 16, 32, 4
 _LEAST_SHORT_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class StepSharing:
-    """How many tokens the prompts that share a prefill step have. With so many no further prompt joins it.
+    """From how many tokens on no further prompt joins a prefill step.
 
-    First tokens come with the end of their step. Of ``w`` waiting tokens in steps of ``s`` a prompt waits for half of
-    the ``w / s`` steps and for half a step of its own. With a step as long as ``s + cost_tokens`` tokens that is least
-    for ``s = sqrt(w * cost_tokens)``: a burst begins with long steps, which use the GPU best, and ends with short ones.
+    A prompt's first token comes at the end of its step. If ``w`` tokens wait and are computed in steps of ``s`` tokens,
+    a prompt waits on average for half of the ``w / s`` steps and for half of its own step. A step takes as long as
+    ``s + cost_tokens`` tokens, so the wait is shortest for ``s = sqrt(w * cost_tokens)``. A burst therefore begins with
+    long steps, which use the GPU best, and ends with short ones.
     """
 
     cost_tokens: int
-    min_tokens: int = _MIN_SHARED_TOKENS
+    min_tokens: int = field(default_factory=lambda: _MIN_SHARED_TOKENS)
 
     @classmethod
     def of(cls, model: ModelConfig) -> StepSharing:
-        """For ``model``: the 8B's steps cost as much as 357 tokens, the 0.6B's as 1,952; a tiny model's cost more than
-        any prompts, so that all that fit go together."""
-        queries = model.num_heads * model.head_dim
-        qkv = queries + 2 * model.num_kv_heads * model.head_dim
-        layer = model.hidden_size * (qkv + queries + 3 * model.active_mlp_size)
-        return cls(_STEP_TOKENS + _STEP_FLOP // (2 * layer * model.num_layers))
+        """For ``model``. The fixed cost of a step corresponds to 357 tokens for the 8B and 1,952 for the 0.6B. For a
+        tiny model it exceeds any prompts, so that all prompts that fit share a step."""
+        return cls(_STEP_TOKENS + _STEP_FLOP // (2 * _layer_work(model) * model.num_layers))
 
     def tokens(self, num_waiting: int) -> int:
-        """For the next step while so many tokens are to be computed."""
+        """The limit for the next step if ``num_waiting`` tokens are to be computed."""
         return max(isqrt(num_waiting * self.cost_tokens), self.min_tokens)
+
+
+def _layer_work(model: ModelConfig) -> int:
+    """Multiplications per token in the matrix products of a layer."""
+    queries = model.num_heads * model.head_dim
+    qkv = queries + 2 * model.num_kv_heads * model.head_dim
+    return model.hidden_size * (qkv + queries + 3 * model.active_mlp_size)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixWork:
+    """A limit on the work of a prefill step on a CPU, where attention to a long prefix takes longer than all else and
+    noticeably delays other requests. Work is counted in tokens: a token without a prefix counts one. With a prefix of
+    ``even_tokens`` its attention takes as many multiplications as its matrix products, and it counts two.
+
+    The limit is 1.25 times the work of a full step without prefixes; for a request that is alone, twice that work:
+    nobody waits for its steps, and longer steps are more efficient. But a prompt always gets a quarter of the step's
+    tokens, so that it is completed however long it is.
+    """
+
+    even_tokens: int
+
+    @classmethod
+    def of(cls, model: ModelConfig, device: str) -> PrefixWork | None:
+        """For ``model`` (the demo model has 1,632 ``even_tokens``); None on a GPU, where only tokens are limited."""
+        if device != "cpu":
+            return None
+        return cls(max(_layer_work(model) // (2 * model.num_heads * model.head_dim), 1))
+
+    def of_step(self, step_tokens: int, is_alone: bool) -> float:
+        """The work that a step of at most ``step_tokens`` may have. ``is_alone``: the engine has one request only."""
+        return self.of_tokens(step_tokens, 0) * (2.0 if is_alone else 1.25)
+
+    def of_tokens(self, num_tokens: int, prefix_len: int) -> float:
+        """The work of ``num_tokens`` tokens after a prefix of ``prefix_len``."""
+        return num_tokens * (1 + (prefix_len + num_tokens / 2) / self.even_tokens)
+
+    def max_tokens(self, work: float, prefix_len: int) -> int:
+        """The greatest number of tokens after a prefix of ``prefix_len`` whose work is at most ``work`` (>= 0)."""
+        slope = 1 + prefix_len / self.even_tokens
+        return int(self.even_tokens * (sqrt(slope**2 + 2 * work / self.even_tokens) - slope))
+
+
+def max_of_body(device: str) -> int | None:
+    """How many requests of one HTTP body may run at once, None for any number: each makes every decode step longer, and
+    all others wait for it. On a CPU a step of 64 requests with a long prompt takes 60 % of the time of one of 150, and
+    a fifth more per token."""
+    return 64 if device == "cpu" else None
 
 
 def max_prefills_in_row(device: str) -> int:
     """Full prefill steps that may follow one another while other requests wait to decode.
 
-    One on a CPU, where each takes a time that a reader notices. On a GPU 16, which take 2.6 s of an H200 for the 8B
-    and 0.7 s for the 0.6B: bursts of prompts mostly end before that. With four for the 8B each burst is interrupted by
-    decode steps of few requests: time to the first token is 22 % better, time per output token 11 % worse.
+    One on a CPU, where each step takes noticeably long. 16 on a GPU, which take 2.6 s on an H200 for the 8B and 0.7 s
+    for the 0.6B; most bursts of prompts end before that. With a limit of four, decode steps of few requests interrupt
+    each burst: for the 8B the time to the first token is 22 % better, the time per output token 11 % worse.
     """
     return 16 if device == "cuda" else 1
 
 
 @dataclass(slots=True)
 class ShortShare:
-    """What long requests leave to short ones, so that a short one need not wait until a long one ends: ``tokens`` of
-    memory and ``rows``; and what of it short ones have: ``held_tokens`` in the pages of those that run,
-    ``final_tokens`` that these have at their ends, ``held_rows``.
+    """Memory (``tokens``) and ``rows`` that long requests leave to short ones, so that a short request need not wait
+    until a long one ends. Running short requests hold ``held_tokens`` in their pages and ``held_rows``, and will have
+    at most ``final_tokens`` when they end.
 
-    A request is short by what it may need at most, its prompt and its ``max_new_tokens``.
+    Whether a request is short depends on its maximum length: its prompt and its ``max_new_tokens``.
     """
 
     tokens: int
@@ -86,55 +132,56 @@ class ShortShare:
 
     @classmethod
     def of(cls, num_tokens: int, num_rows: int) -> ShortShare:
-        """For a KV cache of so many tokens, and so many rows."""
+        """The share for a KV cache of ``num_tokens`` tokens and ``num_rows`` rows."""
         tokens = num_tokens // _SHORT_MEMORY
         if tokens < _NUM_SHORT * _LEAST_SHORT_TOKENS:
             return cls(0, 0)
         return cls(tokens, num_rows // _SHORT_ROWS)
 
     def is_short(self, final_len: int) -> bool:
-        """Whether a request that may come to ``final_len`` tokens is."""
+        """Whether a request with a maximum length of ``final_len`` tokens is short."""
         return _NUM_SHORT * final_len <= self.tokens
 
     def take(self, num_held: int, final_len: int) -> None:
-        """A short one runs from now on; with negative numbers, it does not any more."""
+        """Count a short request that starts to run. With negative numbers, count one that stops."""
         self.held_tokens += num_held
         self.final_tokens += final_len
         self.held_rows += 1 if final_len > 0 else -1
 
     def has_room(self, req: Req) -> bool:
-        """Whether ``req`` is short and all of it fits into what short ones have not asked for yet."""
+        """Whether ``req`` is short and, at its maximum length, fits into the share together with the running short
+        requests."""
         return req.is_short and self.final_tokens + req.final_len <= self.tokens
 
     @property
     def kept_tokens(self) -> int:
-        """That long ones may not take now."""
+        """Tokens of memory that long requests may not take now."""
         return max(self.tokens - self.held_tokens, 0)
 
     @property
     def kept_rows(self) -> int:
-        """That long ones may not take now."""
+        """Rows that long requests may not take now."""
         return max(self.rows - self.held_rows, 0)
 
 
 def num_waiting_tokens(waiting: Iterable[Req], num_waiting: int) -> int:
-    """Of all prompts of ``num_waiting`` requests, cached prefixes included."""
+    """The tokens of all ``num_waiting`` waiting requests, cached prefixes included; an estimate for a long queue."""
     counted = list(islice(waiting, _MAX_COUNTED))
     total = sum(req.num_tokens for req in counted)
     return total * num_waiting // max(len(counted), 1)
 
 
 def loses_least(req: Req) -> tuple[int, int]:
-    """Key by which running requests of one rank are retracted, the smallest first: as in SGLang those with the fewest
-    outputs lose least, among them the longest prompt."""
+    """Sort key for the retraction of running requests of one rank; the smallest goes first. As in SGLang, these are the
+    requests with the fewest outputs, and among them those with the longest prompts."""
     return len(req.output_ids), -len(req.prompt_ids)
 
 
 def order_waiting(
     waiting: list[Req], policy: str, match: Callable[[Req], Prefix], random: Random
 ) -> list[Req]:
-    """The waiting requests, which are given in turn, in the order of a policy other than fcfs. Retracted ones go first:
-    they have run already, and newcomers must not pass them for ever."""
+    """The ``waiting`` requests, which are given in the order of their turns, in the order of a ``policy`` other than
+    fcfs. Retracted requests go first, because they have run already and new ones must not pass them for ever."""
     retracted = [req for req in waiting if req.num_retractions]
     fresh = [req for req in waiting if not req.num_retractions]
     if policy == "random":
@@ -151,24 +198,26 @@ def order_waiting(
 
 
 def _by_weight(waiting: list[Req], match: Callable[[Req], Prefix]) -> list[Req]:
-    """In the order of a walk through the tree that goes first where most of the requests are, and to what is below a
-    node before those that end at it: who shares a prefix runs together, while it is there."""
+    """The requests in the order of a depth-first walk through the tree, which visits the children with the most
+    requests first, and a node's children before the requests that end at the node. So requests that share a prefix run
+    together, while the prefix is cached."""
     own: defaultdict[TreeNode, list[Req]] = defaultdict(list)
     # All are matched first, because a match may split nodes.
     for node, req in [(match(req).match.host_node, req) for req in waiting]:
         own[node].append(req)
     children: defaultdict[TreeNode, list[TreeNode]] = defaultdict(list)  # in order of arrival
-    tops: list[TreeNode] = []  # the root, if anybody waits
-    # Each node once, and below its parent: this runs in every step, and the ways up are long and mostly shared.
+    tops: list[TreeNode] = []  # the root, if there are waiting requests
+    # Each node once, after its parent. The walk up stops at nodes that are known, because this runs in every step, and
+    # paths to the root are long and mostly shared.
     weights: dict[TreeNode, int] = {}
     for end in own:
-        way: list[TreeNode] = []
+        path: list[TreeNode] = []
         above: TreeNode | None = end
         while above is not None and above not in weights:
             (tops if above.parent is None else children[above.parent]).append(above)
-            way.append(above)
+            path.append(above)
             above = above.parent
-        weights |= {node: len(own.get(node, ())) for node in reversed(way)}
+        weights |= {node: len(own.get(node, ())) for node in reversed(path)}
     for node in reversed(weights):
         if node.parent is not None:
             weights[node.parent] += weights[node]

@@ -1,9 +1,9 @@
 """Scheduler: decides, step by step, what the device computes, and publishes what it has computed.
 
-Decisions are a function of the inbox's messages and of Completions (what has ended on device and disk), each drained
-once a step; of several ranks all drain the same (``ranks``). There is no wall clock and no unordered iteration in them,
-so that ranks and replays that see the same decide the same. ``step`` is the only place that sequences a step; in-flight
-state is its argument and its return value::
+Decisions are a function of the inbox's messages and of Completions (what has ended on device and disk). Both are
+drained once a step; with several ranks, all ranks drain the same values (``ranks``). Decisions read no wall clock and
+iterate over nothing unordered, so that ranks and replays with the same inputs decide the same. ``step`` is the only
+place that sequences a step; in-flight state is its argument and its return value::
 
     step k-1:  launch k-1 | publish k-2 ...            the CPU
     step k  :               launch k    | publish k-1
@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from fenceline.config.draft_config import StepShape
 from fenceline.config.engine_config import EngineConfig
-from fenceline.constrained.matcher import GrammarStore, RequestGrammar, all_tokens
+from fenceline.constrained.matcher import GrammarStore, RequestGrammar, accept_tokens
 from fenceline.ipc.io_struct import (
     AbortReq,
     BatchTokenOut,
@@ -42,7 +42,9 @@ from fenceline.ipc.io_struct import (
     Message,
     PauseGenerationReq,
     ProfileReq,
+    SchedulerInput,
     ShutdownReq,
+    SlowGrammarsReq,
     StatsReport,
     TickReq,
     TokenizedGenerateReq,
@@ -51,6 +53,7 @@ from fenceline.ipc.io_struct import (
 from fenceline.memory_order import Points, forgetting_old_kv, slots_of_tree, tokens_in_flight
 from fenceline.model_executor.step import (
     DecodeBatch,
+    DepthChoice,
     ExtendBatch,
     ForwardResult,
     HeldStep,
@@ -61,25 +64,22 @@ from fenceline.model_executor.step import (
     Worker,
 )
 from fenceline.models.loader import NewWeights
+from fenceline.scheduler import prefill
 from fenceline.scheduler.control import SchedulerControl
-from fenceline.scheduler.draft_depth import AdaptiveDepth, DraftDepth, FixedDepth
+from fenceline.scheduler.draft_depth import AdaptiveDepth, DraftDepth
 from fenceline.scheduler.flight_recorder import FlightRecorder
 from fenceline.scheduler.output import OutputSender, log_output, log_prompt
-from fenceline.scheduler.prefill import (
-    CLIP_NEW_TOKENS,
-    MAX_SCORED_TOKENS,
-    PrefillPlan,
-    PrefillPlanner,
-    remap_writes,
-)
+from fenceline.scheduler.prefill import PrefillPlan, PrefillPlanner, remap_writes
 from fenceline.scheduler.ranks import RankLink
 from fenceline.scheduler.req import LogprobLog, Req, emit_interval
 from fenceline.scheduler.request_memory import Remap, make_request_memory
 from fenceline.scheduler.running_batch import NewTokenRatio, RunningBatch
 from fenceline.scheduler.schedule_policy import (
+    PrefixWork,
     ShortShare,
     StepSharing,
     loses_least,
+    max_of_body,
     max_prefills_in_row,
     num_waiting_tokens,
     order_waiting,
@@ -89,11 +89,11 @@ from fenceline.scheduler.waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
-# So many bodies that run nothing are looked at for one with a short prompt.
+# When a short prompt is looked for among HTTP bodies that run nothing, at most this many bodies are examined.
 _MAX_NEWCOMERS = 16
 _TOO_SLOW = "its grammar takes too long for each token: make it less ambiguous"
-# How long a loop without anything to compute waits for messages while transfers of the cache or jobs of its storage
-# have not ended: briefly where a request waits for them.
+# How long the loop waits for messages when it has nothing to compute but transfers of the cache or storage jobs are
+# still running: the short time if there are requests, which may be waiting for them, else the long one.
 _ACK_INTERVAL_MS = 1
 _QUIET_ACK_INTERVAL_MS = 50
 
@@ -107,7 +107,7 @@ class Inbox(Protocol):
 
 
 class Outbox(Protocol):
-    """Where news go."""
+    """Where the scheduler's outgoing messages go."""
 
     def to_detokenizer(self, message: BatchTokenOut) -> None:
         """Tokens."""
@@ -120,17 +120,17 @@ class Outbox(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A launched step: its batch, its requests in batch order, its result to come: a HeldStep while only its forward
-    has been launched, until :meth:`Scheduler.sample_held`."""
+    """A launched step: its batch, its requests in batch order, and its future result. ``result`` is a HeldStep while
+    only the forward has been launched; :meth:`Scheduler.sample_held` replaces it."""
 
     batch: ScheduleBatch
     reqs: Sequence[Req]
     result: ForwardResult | HeldStep
-    number: int  # of steps launched, this one included
+    number: int  # the number of steps launched so far, including this one
 
     @property
-    def brings(self) -> ForwardResult:
-        """Its result, once it has been launched as a whole."""
+    def forward_result(self) -> ForwardResult:
+        """``result`` of a step whose sampling has been launched too."""
         assert not isinstance(self.result, HeldStep), "its sampling has been submitted"
         return self.result
 
@@ -146,7 +146,8 @@ class Scheduler:
         outbox: Outbox,
         ranks: RankLink | None = None,
     ) -> None:
-        """``ranks``: with several ranks, what a turn drains comes from there, and not from ``inbox`` and worker."""
+        """``ranks``: given if there are several ranks. Messages and completions are then taken from it instead of from
+        ``inbox`` and ``worker``."""
         self.config = config
         self.worker = worker
         self.inbox = inbox
@@ -158,7 +159,8 @@ class Scheduler:
         if speculative is not None:
             self.shapes = speculative.shapes
             num_rewritten = max(speculative.draft.lookahead - 1, speculative.draft.num_rows_behind)
-        self.draft_depth: DraftDepth = FixedDepth(most - 1)
+        self.greatest_depth = DepthChoice(most - 1)
+        self.draft_depth: DraftDepth | None = None  # None: always the greatest
         if worker.step_costs is not None:
             self.draft_depth = AdaptiveDepth(tuple(self.shapes), worker.step_costs)
         largest = self.shapes[most - 1]
@@ -176,8 +178,9 @@ class Scheduler:
             StepSharing.of(config.model),
             config.prefill_max_requests,
             largest.num_slots - 1,
+            PrefixWork.of(config.model, config.device),
         )
-        # Prompts go before decoding, but whoever decodes waits for no more than this between two of its steps.
+        # Prompts are computed before decode steps, but between two decode steps at most this many prompt tokens are.
         self.max_prefill_in_row = max_prefills_in_row(config.device) * self.planner.step_tokens
         self.output = OutputSender(outbox.to_detokenizer, speculates=most > 1)
         self.stats = SchedulerStats(self.memory, worker, config.server_args.decode_log_interval)
@@ -186,31 +189,38 @@ class Scheduler:
         num_tokens = self.memory.num_pages * config.server_args.page_size
         self.share = ShortShare.of(num_tokens, self.memory.rows.size)
         self.seeds = Random(config.random_seed)
-        self.shuffler = Random(config.random_seed)  # its own: how often the queue is shuffled moves no seed
+        # A generator of its own, so that shuffling the queue does not change the requests' seeds.
+        self.shuffler = Random(config.random_seed)
         self.reqs: dict[str, Req] = {}  # all that have not left, by rid
-        self.num_constrained = 0  # of them, by a grammar
+        self.num_constrained = 0  # how many of them have a grammar
         self.recorder = FlightRecorder(config, self.memory, self.reqs)
         self.control = SchedulerControl(self.recorder, config.torch_profiler_dir, outbox.to_tokenizer)
-        self.still_working: Callable[[], None] = lambda: None  # tells a watchdog that a long turn goes on
+        self.still_working: Callable[[], None] = lambda: None  # called during a long turn, for the watchdog
         self.flushes: list[FlushCacheReq] = []  # that wait for the last request to leave
         args = config.server_args
-        self.waiting = WaitingQueue(None if args.disable_radix_cache else args.page_size)
-        self.grammars = GrammarStore(config.model.vocab_size, config.model.eos_token_ids)
+        self.waiting = WaitingQueue(
+            None if args.disable_radix_cache else args.page_size, max_of_body(config.device)
+        )
+        self.grammars = GrammarStore(
+            config.model.vocab_size, config.model.eos_token_ids, decides=ranks is None
+        )
+        # The last prompt that came in an HTTP body with several requests, after the number of that body.
         self.latest_prompt = (
             0,
             np.empty(0, dtype=np.int64),
-        )  # that has come in a body of several, and its body
+        )
         self.chunked: Req | None = None
         self.num_launched = 0  # steps
-        self.joining: list[Req] = []  # they decode from the next step on: prompts just submitted whole
+        # Requests that decode from the next step on: the last part of their prompt has just been submitted.
+        self.joining: list[Req] = []
         self.departed: list[Req] = []
         self.remaps: list[Remap] = []
         # Tokens of prefill since the last decode step; short steps count for more, see plan_prefill.
         self.prefill_in_row = 0
-        self.let_newcomer_in = False  # since the last decode step, see plan_prefill
+        self.newcomer_admitted = False  # since the last decode step, see plan_prefill
         self.paused = False
         self.draining = False
-        self.books_checked = True
+        self.memory_checked = True
 
     @property
     def idle(self) -> bool:
@@ -223,13 +233,14 @@ class Scheduler:
 
     @property
     def speculates_under_masks(self) -> bool:
-        """Whether the step before is published before the next launch: the second phase of a speculative step touches
-        KV, so nothing may be retired between its two phases."""
+        """Whether the engine speculates while some request has a grammar. The previous step is then published before
+        the next launch: the second phase of a speculative step touches KV, so nothing may be retired between the two
+        phases."""
         return not self.running.is_exact and self.num_constrained > 0
 
     @property
     def stopped(self) -> bool:
-        """Whether the loop should end: told so, and no request is left."""
+        """Whether the loop should end: it has been told to, and no request is left."""
         return self.draining and not self.reqs
 
     def step(self, prev: InFlight | None) -> InFlight | None:
@@ -238,25 +249,30 @@ class Scheduler:
         timeout_ms = None
         if block and self.memory.num_outstanding:
             timeout_ms = _ACK_INTERVAL_MS if self.reqs else _QUIET_ACK_INTERVAL_MS
-        if block and self.grammars.num_loading:
+        if block and self.grammars.loading:
             timeout_ms = _ACK_INTERVAL_MS
-        awaited = prev if prev is not None and isinstance(prev.batch, ExtendBatch) else None
+        awaited = prev if prev is not None and self.may_publish_early(prev) else None
         if self.ranks is None:
             self.ingest(self.inbox.drain(block, timeout_ms))
-            ended = self.worker.completions(None if awaited is None else awaited.brings)
+            ended = self.worker.completions(None if awaited is None else awaited.forward_result)
         else:
-            asked = None if awaited is None else (awaited.number, awaited.brings)
-            messages, ended = self.ranks.turn(block, timeout_ms, asked)
+            asked = None if awaited is None else (awaited.number, awaited.forward_result)
+            messages, ended = self.ranks.turn(block, timeout_ms, asked, self.own_messages())
             self.ingest(messages)
-        for id, error in self.grammars.loaded():
-            self.control.answer(id, partial(_loaded, error))
+        if self.grammars.loading:
+            for id, error in self.grammars.loaded():
+                self.control.answer(id, partial(_loaded, error))
         if ended:
             self.recorder.completed(ended)
             self.memory.complete(ended)  # every step, decode included (F6)
-        if prev is not None and (ended.results_arrived or self.speculates_under_masks):
-            self.publish(prev)  # the device has nothing to do, and first tokens would wait for the launch
+        if prev is not None and (
+            ended.results_arrived or (self.num_constrained and self.speculates_under_masks)
+        ):
+            # The results are there already (first tokens need not wait for the launch), or the next step's masks
+            # depend on them.
+            self.publish(prev)
             prev = None
-        self.retire_departed()  # what those that have ended by now hold is there for the next step
+        self.retire_departed()  # so that the next step can use the memory of requests that have ended by now
         flight = self.launch_next()
         if prev is not None:
             self.publish(prev)
@@ -269,11 +285,22 @@ class Scheduler:
         self.memory.write_backups()
         if flight is None and not self.reqs:
             self.flush_when_idle()
-            self.check_books()
+            self.check_memory()
         return flight
 
+    def own_messages(self) -> list[SchedulerInput]:
+        """What this rank has to tell the others. What rank 0 says holds for all."""
+        overdue = self.grammars.overdue()
+        return [SlowGrammarsReq(grammars=overdue)] if overdue else []
+
+    def may_publish_early(self, flight: InFlight) -> bool:
+        """Whether a step is published before the next launch if its results have arrived by then: first tokens, which
+        would wait for the launch. On a CPU everything, since a launch is the whole step: tokens would wait for all of
+        the next one."""
+        return isinstance(flight.batch, ExtendBatch) or self.config.device == "cpu"
+
     def close(self) -> None:
-        """The loop has ended: end what works beside it."""
+        """Stop the lower tiers' threads; the loop must have ended."""
         if self.memory.tiers is not None:
             self.memory.tiers.close()
 
@@ -281,7 +308,9 @@ class Scheduler:
 
     def ingest(self, messages: Sequence[Message]) -> None:
         """Take in everything that has arrived."""
-        # The last tick alone: who came between two of them has had no chance to be scheduled yet.
+        if not messages:
+            return
+        # Only the last tick counts: requests that arrived between two ticks have had no chance to be scheduled yet.
         ticks = [number for number, message in enumerate(messages) if isinstance(message, TickReq)]
         for number, message in enumerate(messages):
             match message:
@@ -300,14 +329,14 @@ class Scheduler:
         params = message.sampling_params
         eos = () if params.ignore_eos else self.config.model.eos_token_ids
         num_tokens = self.memory.num_pages * self.config.server_args.page_size
-        # The last step computes as many rows as any, whether tokens of the request come of them or not.
+        # A request's last step writes as many slots as any other step, even if it yields fewer tokens.
         capacity = min(self.config.model.context_length, num_tokens - self.running.largest.num_slots + 1)
-        # Three times as fast as np.array.
+        # frombuffer is three times as fast as np.array.
         prompt_ids = np.frombuffer(array("q", message.input_ids), dtype=np.int64)
         if message.body:
             body, latest = self.latest_prompt
             if body == message.body and np.array_equal(latest, prompt_ids):
-                prompt_ids = latest  # samples of one prompt: a copy for each would take memory
+                prompt_ids = latest  # samples of one prompt share the array, which saves memory
             self.latest_prompt = message.body, prompt_ids
         req = Req(
             source=msgspec.structs.replace(message, input_ids=[]),
@@ -336,7 +365,7 @@ class Scheduler:
         self.output.flush()
 
     def enter(self, req: Req) -> None:
-        """The request is there, until :meth:`depart`."""
+        """Add the request to ``reqs``, where it stays until :meth:`depart`."""
         self.reqs[req.rid] = req
         self.num_constrained += req.grammar is not None
 
@@ -359,8 +388,8 @@ class Scheduler:
         self.finish(req, FinishReason(type="abort", message=message, status_code=status_code))
 
     def end_overdue(self, now: float) -> None:
-        """End requests that have waited or run for too long. Each one's time begins with the first tick that finds it
-        waiting, or running: nobody is ended early. It begins anew after a pause, and after a retraction."""
+        """End requests that have waited or run for too long. A request's time starts at the first tick that finds it
+        waiting or running, so no request is ended early; it restarts after a pause and after a retraction."""
         if self.paused:
             return
         for req in list(self.reqs.values()):
@@ -377,10 +406,12 @@ class Scheduler:
     # --- launch --------------------------------------------------------------------------------------
 
     def launch_next(self) -> InFlight | None:
-        """Submit the next step: prompts first, up to their share, else new tokens for every running request."""
+        """Submit the next step: a prefill step if prompts are to be computed and ``max_prefill_in_row`` allows it, else
+        a decode step of every running request."""
         self.running.drop_departed()
-        self.running.add([req for req in self.joining if not req.left])
-        self.joining = []
+        if self.joining:
+            self.running.add([req for req in self.joining if not req.left])
+            self.joining = []
         if self.paused:
             return None
         plan = self.plan_prefill()
@@ -391,34 +422,40 @@ class Scheduler:
         return None
 
     def plan_prefill(self) -> PrefillPlan | None:
-        """Choose among chunked and waiting requests; None if there is nothing to compute, or decoding has its turn."""
+        """Choose among the chunked request and the waiting ones. Returns None if there is no prompt to compute, or if a
+        decode step has to come first."""
+        if self.chunked is None and not self.waiting:
+            return None
         priority = self.config.priority
         threshold = None if priority is None else priority.preemption_threshold
         may_retract = threshold is not None or self.may_displace
         has_place = may_retract or self.memory.rows.num_free > 0
-        if self.chunked is None and not (self.waiting and has_place):
+        if self.chunked is None and not has_place:
             return None
         step_tokens, queued, chunked = self.planner.step_tokens, self.candidates, self.chunked
         if not len(self.running):
-            self.prefill_in_row, self.let_newcomer_in = 0, False  # nobody waits for it
+            # No running request waits for a decode step.
+            self.prefill_in_row, self.newcomer_admitted = 0, False
         elif self.prefill_in_row + step_tokens > self.max_prefill_in_row:
-            # A decode step of a body's many requests takes long: once, somebody who comes before it goes first.
-            if self.let_newcomer_in or not self.may_displace:
+            # A decode step of the many requests of one HTTP body takes long. Once before it, a short prompt of a body
+            # that runs nothing may be computed.
+            if self.newcomer_admitted or not self.may_displace:
                 return None
             step_tokens //= 4
             newcomer = self.short_newcomer(step_tokens)
             if newcomer is None:
                 return None
-            self.let_newcomer_in, queued, chunked = True, partial(self.noted, (newcomer,)), None
+            self.newcomer_admitted, queued, chunked = True, partial(self.track_admissions, (newcomer,)), None
         if may_retract and self.chunked is None:
-            self.make_way(threshold)
-        reserved = self.running.reserved_tokens(self.ratio.value, CLIP_NEW_TOKENS)
+            self.retract_for_waiting(threshold)
+        reserved = self.running.reserved_tokens(self.ratio.value, prefill.CLIP_NEW_TOKENS)
         queue = partial(num_waiting_tokens, self.waiting, len(self.waiting))
         plan = self.planner.plan(
             queued,
             step_tokens,
             chunked,
             len(self.running),
+            len(self.reqs) == 1,
             reserved,
             queue,
             self.short_share(),
@@ -432,35 +469,36 @@ class Scheduler:
                 self.chunked = plan.chunked
             else:
                 assert plan.chunked is None, "a newcomer beside a half-way prompt fits whole into its step"
-            # A step takes time however short it is: a quarter of a full one. Where prompts come one by one, each could
-            # still have a step of its own, so those that leave nothing to be computed count a quarter of the limit.
+            # Even a short step takes time, so it counts as a quarter of a full one. Where prompts arrive one by one,
+            # each would still get a step of its own, so a step after which no prompt is left counts as a quarter of
+            # the limit.
             is_last = self.chunked is None and not self.waiting
             least = (self.max_prefill_in_row if is_last else step_tokens) // 4
             self.prefill_in_row += max(plan.num_new_tokens, least)
         return plan
 
     def candidates(self) -> Iterator[Req]:
-        """The waiting requests that may be admitted now, in the order of the policy; of those that come before the one
-        asked for it is known whether they have been admitted."""
+        """The waiting requests that may be admitted now, in the order of the policy. Whether a request has been
+        admitted is noted before the next one is yielded."""
         policy = self.config.server_args.schedule_policy
         if policy == "fcfs":
             reqs = self.waiting.in_turn(self.may_schedule)
         else:
             ordered = order_waiting(list(self.waiting), policy, self.memory.match, self.shuffler)
             reqs = filter(self.may_schedule, ordered)
-        return self.noted(reqs)
+        return self.track_admissions(reqs)
 
     def short_newcomer(self, num_tokens: int) -> Req | None:
-        """The first waiting request of a body that runs nothing of which at most ``num_tokens`` are to be computed, so
-        that it fits whole into a step of so many."""
+        """The first waiting request that needs at most ``num_tokens`` computed, and so fits whole into a step of that
+        many, among those of HTTP bodies that run nothing."""
         for req in islice(self.waiting.newcomers(self.may_schedule), _MAX_NEWCOMERS):
             num_new = req.num_tokens - self.memory.match(req).num_tokens
-            if num_new <= (min(num_tokens, MAX_SCORED_TOKENS) if req.scores_prompt else num_tokens):
+            if num_new <= (min(num_tokens, prefill.MAX_SCORED_TOKENS) if req.scores_prompt else num_tokens):
                 return req
         return None
 
-    def noted(self, reqs: Iterable[Req]) -> Iterator[Req]:
-        """``reqs``; of each it is noted before the next one whether it has been admitted."""
+    def track_admissions(self, reqs: Iterable[Req]) -> Iterator[Req]:
+        """Yields ``reqs``. If the consumer has admitted a request, the queue is told before the next one is yielded."""
         for req in reqs:
             yield req
             if req.row != 0:
@@ -472,30 +510,31 @@ class Scheduler:
 
     @property
     def may_displace(self) -> bool:
-        """Whether a body that runs nothing may take the place of a request of one that runs several. Priorities, and
-        the policies that look at the cache, have rules of their own."""
+        """Whether a request of an HTTP body that runs nothing may displace one of a body that runs several. This holds
+        for fcfs without priorities only: other policies have rules of their own."""
         takes_turns = self.config.server_args.schedule_policy == "fcfs" and self.config.priority is None
         return takes_turns and self.waiting.is_shared
 
     def short_share(self) -> ShortShare:
-        """What is left to short requests, and what those have of it that run or are half-way through their prompt."""
+        """The share of memory and rows that is kept for short requests, with what running ones and the chunked one hold
+        of it."""
         share = self.running.short_share(self.share)
         if self.chunked is not None and self.chunked.is_short:
             share = replace(share)
             share.take(len(self.chunked.pages) * self.memory.page_size, self.chunked.final_len)
         return share
 
-    def make_way(self, threshold: int | None) -> None:
-        """Retract running requests for waiting ones whose priority is better by more than ``threshold``, and those of
-        bodies that run several for bodies that run none."""
+    def retract_for_waiting(self, threshold: int | None) -> None:
+        """Retract running requests in favour of waiting ones: of better priority (by more than ``threshold``), and of
+        HTTP bodies that run nothing."""
         if threshold is not None:
             self.preempt(threshold)
         if self.may_displace:
             self.displace()
 
     def displace(self) -> None:
-        """Retract requests of bodies that run several for bodies that run none."""
-        expected = self.running.expected_tokens(self.ratio.value, CLIP_NEW_TOKENS)
+        """Retract requests of HTTP bodies that run several in favour of bodies that run nothing."""
+        expected = self.running.expected_tokens(self.ratio.value, prefill.CLIP_NEW_TOKENS)
         newcomers = self.waiting.newcomers(self.may_schedule)
         num_running = self.waiting.num_running
         victims = self.planner.displaced(
@@ -507,8 +546,8 @@ class Scheduler:
             self.stats.displaced(len(victims))
 
     def preempt(self, threshold: int) -> None:
-        """Retract running requests for waiting ones whose priority is better by more than ``threshold``."""
-        expected = self.running.expected_tokens(self.ratio.value, CLIP_NEW_TOKENS)
+        """Retract running requests in favour of waiting ones whose priority is better by more than ``threshold``."""
+        expected = self.running.expected_tokens(self.ratio.value, prefill.CLIP_NEW_TOKENS)
         waiting = self.waiting.in_turn(self.may_schedule)
         victims = self.planner.preempted(
             waiting,
@@ -524,7 +563,7 @@ class Scheduler:
             self.stats.preempted(len(victims))
 
     def launch_prefill(self, plan: PrefillPlan) -> InFlight:
-        """Submit prompts; those that are complete decode from the next step on."""
+        """Submit a prefill step. Requests whose prompt it completes decode from the next step on."""
         batch = replace(plan.batch, page_writes=self.with_remaps(plan.batch.page_writes))
         self.joining = [
             req for req in plan.reqs if req is not plan.chunked and req.allocated_len < req.final_len
@@ -535,24 +574,28 @@ class Scheduler:
         return flight
 
     def launch_decode(self) -> InFlight | None:
-        """Submit a step of all running requests; None while requests that are ending hold the memory that it takes."""
-        choice = self.draft_depth.choose(len(self.running), self.running.num_drafting)
+        """Submit a decode step of all running requests. Returns None if there is no memory for it yet because requests
+        that are about to end still hold it."""
+        running, choice = self.running, self.greatest_depth
+        if self.draft_depth is not None:
+            most = self.deepest_with_room()
+            choice = self.draft_depth.choose(len(running), running.num_drafting, most)
         shape = self.shapes[choice.depth]
-        lens = self.make_room(shape)
-        if lens is None:
+        room = self.make_room(shape)
+        if room is None:
             return None
-        self.prefill_in_row, self.let_newcomer_in = 0, False
-        available = self.memory.num_available_pages - self.share.tokens // self.memory.page_size
-        batch = self.running.schedule_step(lens, shape, choice, available, self.memory.grow)
-        writes = self.with_remaps(batch.page_writes)
-        if writes is not batch.page_writes:
-            batch = replace(batch, page_writes=writes)
+        lens, available = room
+        self.prefill_in_row, self.newcomer_admitted = 0, False
+        batch = running.schedule_step(lens, shape, choice, available, self.memory.grow)
+        if self.remaps:
+            batch = replace(batch, page_writes=self.with_remaps(batch.page_writes))
         self.ratio.decay()
-        self.stats.decode(self.running.num_tokens, len(self.running), len(self.waiting), choice.depth)
-        return self.launch(batch, list(self.running.reqs))
+        if self.stats.decode(choice.depth):
+            self.stats.log_decode(running.num_tokens, len(running), len(self.waiting), choice.depth)
+        return self.launch(batch, list(running.reqs))
 
     def launch(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> InFlight:
-        """Hand a batch to the worker and note it as its requests' last flight."""
+        """Hand a batch to the worker and note it as the last step of its requests."""
         batch = self.memory.tables.up_to_date(batch, reqs)
         if self.ranks is not None:
             self.ranks.decided(self.num_launched + 1, batch, reqs)
@@ -561,15 +604,16 @@ class Scheduler:
         self.num_launched += 1
         for req in reqs:
             req.last_flight, req.last_step = done, self.num_launched
-        self.books_checked = False
+        self.memory_checked = False
         self.recorder.launched(batch, reqs, result.done)
         if self.control.profiler.steps_left is not None:
             self.control.profiler.step()
         return InFlight(batch, reqs, result, self.num_launched)
 
     def sample_held(self, flight: InFlight, held: HeldStep) -> InFlight:
-        """Submit the sampling of a step whose forward runs: the step before has been published, so that it is known
-        which tokens may come. What has left meanwhile keeps its row until this step is done too."""
+        """Submit the sampling of a step whose forward has been launched. The previous step has been published, so the
+        grammars know which tokens may follow. Requests that left since the launch keep their rows until this step's
+        sampling is done as well."""
         masks = self.fill_masks(flight)
         result = held.sample(masks)
         done = Points.of(result.done)
@@ -580,49 +624,78 @@ class Scheduler:
         return replace(flight, result=result)
 
     def fill_masks(self, flight: InFlight) -> TokenMasks:
-        """The masks of a step's constrained requests. One for which no token may come ends."""
+        """Compute the token masks of a step's constrained requests. A request is ended if its grammar allows no token
+        or has become too slow."""
         batch, reqs = flight.batch, flight.reqs
         if isinstance(batch, ExtendBatch):
             reqs = [req for seq, req in zip(batch.seqs, reqs, strict=True) if seq.sampling is not None]
         rows = batch.constrained
-        bits = all_tokens(len(rows), self.grammars.num_words)
-        for index, row in enumerate(rows.tolist()):
-            req = reqs[row]
-            if req.left:
-                continue  # nobody reads what is drawn for it
-            assert req.grammar is not None, "who is constrained has a grammar"
-            least_more = req.source.sampling_params.min_new_tokens - len(req.output_ids)
-            if req.grammar.is_too_slow:  # by what another request of the same grammar has taken
+        asked = [reqs[row] for row in rows.tolist()]
+        # Requests that have left need no mask: their draws are not read.
+        grammars = [None if req.left else req.grammar for req in asked]
+        least_more = [req.source.sampling_params.min_new_tokens - len(req.output_ids) for req in asked]
+        bits, may_go_on = self.grammars.fill(grammars, least_more)
+        for index, (req, grammar, goes_on) in enumerate(zip(asked, grammars, may_go_on, strict=True)):
+            if grammar is None:
+                assert req.left, "a constrained request has a grammar"
+            elif grammar.is_too_slow:
                 self.end(req, _TOO_SLOW, 400)
-            elif not req.grammar.fill(bits[index : index + 1], least_more):
+            elif not goes_on:
                 bits[index] = -1
                 self.end(req, "no token of the vocabulary can follow in its grammar", 400)
-            elif req.grammar.is_too_slow:
-                self.end(req, _TOO_SLOW, 400)
         self.output.flush()
         return TokenMasks(rows, bits)
 
-    def make_room(self, shape: StepShape) -> npt.NDArray[np.int64] | None:
-        """Retract requests, running ones or the one that is half-way through its prompt, until a step of ``shape`` for
-        the others fits; and long ones, while there are several, until they leave what they should to short ones. The
-        lengths [B] that the step brings them to; None if memory is about to be free without that, with the step in
-        flight, or if only the half-way prompt is left."""
+    def deepest_with_room(self) -> int:
+        """The greatest draft depth for which there is memory, or the smallest depth if there is memory for none. A
+        shallower step comes before a retraction: it only loses a chance of more tokens, whereas a retracted request
+        has to compute its tokens again."""
+        depths = tuple(self.shapes)  # they ascend
+        for depth in depths[:0:-1]:
+            shape = self.shapes[depth]
+            num_needed = self.running.num_pages_needed(self.running.next_lens(shape), shape)
+            num_available = self.memory.num_available_pages
+            if self.has_room(num_needed, num_available):
+                return depth
+            if num_needed <= num_available and not self.may_retract_long():
+                return depth
+        return depths[0]
+
+    def may_retract_long(self) -> bool:
+        """Whether a long request may be retracted to restore the share kept for short ones: not while some request is
+        about to end, and never the last long one."""
+        holders = self.running.reqs if self.chunked is None else [*self.running.reqs, self.chunked]
+        if len(self.reqs) > len(self.waiting) + len(holders):
+            return False
+        return sum(not req.is_short for req in holders) > 1
+
+    def has_room(self, num_pages: int, num_available: int) -> bool:
+        """Whether taking ``num_pages`` of the ``num_available`` leaves the share that is kept for short requests."""
+        page_size = self.memory.page_size
+        if num_pages <= num_available - self.share.tokens // page_size:
+            return True
+        return num_pages <= num_available - self.short_share().kept_tokens // page_size
+
+    def make_room(self, shape: StepShape) -> tuple[npt.NDArray[np.int64], int] | None:
+        """Retract requests (running ones, or the chunked one) until a decode step of ``shape`` fits for the others.
+        Long requests are also retracted, while there are several, until the share kept for short ones is left.
+
+        Returns the lengths [B] after the step, and the number of available pages apart from the short requests' share.
+        Returns None if the step has to wait: memory is about to become free because a request ends with the step in
+        flight, or only the chunked request is left."""
         retracted = 0
         lens = self.running.next_lens(shape)
         while True:
             num_needed = self.running.num_pages_needed(lens, shape)
-            num_available, page_size = self.memory.num_available_pages, self.memory.page_size
-            if num_needed <= num_available - self.share.tokens // page_size:
-                break
-            if num_needed <= num_available - self.short_share().kept_tokens // page_size:
+            num_available = self.memory.num_available_pages
+            if self.has_room(num_needed, num_available):
                 break
             holders = self.running.reqs if self.chunked is None else [*self.running.reqs, self.chunked]
-            is_ending = len(self.reqs) > len(self.waiting) + len(holders)
             if num_needed <= num_available:
-                holders = [req for req in holders if not req.is_short]
-                if is_ending or len(holders) < 2:
+                if not self.may_retract_long():
                     break
-            elif is_ending:
+                holders = [req for req in holders if not req.is_short]
+            elif len(self.reqs) > len(self.waiting) + len(holders):  # one is about to end
                 return None
             assert len(holders) > 1, "one request alone always fits: its length was limited on arrival"
             self.retract(min(holders, key=self.loses_least))
@@ -635,16 +708,16 @@ class Scheduler:
             decoded = sum(len(req.output_ids) for req in reqs)
             self.ratio.after_retraction(decoded, len(reqs), sum(req.max_new_tokens for req in reqs))
             self.stats.retracted(retracted, self.ratio.value)
-        return lens
+        return lens, num_available - self.share.tokens // self.memory.page_size
 
     def loses_least(self, req: Req) -> tuple[int, int, tuple[int, int]]:
-        """Key by which those that hold memory are retracted, the smallest first: of the lowest priority, then of the
-        body that runs most, then those that lose least."""
+        """Sort key for retraction; the smallest goes first: the lowest priority, then the HTTP body that runs most
+        requests, then the request that loses least."""
         return -req.rank, -self.waiting.num_running(req), loses_least(req)
 
     def retract(self, req: Req) -> None:
-        """Take all memory from ``req``; it waits at the head of the queue and computes its tokens again, or with
-        ``--retract-policy offload`` brings them back from the host."""
+        """Take all memory from ``req`` and put it back at the head of the queue. When it is admitted again it computes
+        its tokens again, or with ``--retract-policy offload`` loads their KV from the host."""
         if req in self.running.reqs:
             self.running.remove(req)
         offloads = self.config.hicache is not None and self.config.server_args.retract_policy == "offload"
@@ -657,7 +730,8 @@ class Scheduler:
         self.waiting.put_back(resumed)
 
     def with_remaps(self, writes: PageWrites) -> PageWrites:
-        """``writes`` and those that move requests onto the tree's pages, before anybody reads their rows."""
+        """``writes`` together with the page-table writes of pending remaps, which move requests onto the tree's pages;
+        they are made before any step reads those rows."""
         live = [remap for remap in self.remaps if not remap.req.left]
         self.remaps = []
         if not live:
@@ -675,7 +749,7 @@ class Scheduler:
 
     def publish(self, flight: InFlight) -> None:
         """Take a step's results: append tokens, end requests, tell the detokenizer."""
-        out = flight.brings.wait()
+        out = flight.forward_result.wait()
         self.recorder.published(out)
         if self.ranks is not None:
             self.ranks.decisions.published(out)
@@ -688,7 +762,8 @@ class Scheduler:
             self.report()
 
     def publish_decode(self, batch: DecodeBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
-        """The new tokens of each request that has not left since. The hot loop: what is rare is elsewhere."""
+        """Append the new token of each request that has not left since the launch. This is the hot loop of plain
+        decoding; the rarer cases are in :meth:`publish_counted`."""
         if not self.running.is_exact or out.logprobs is not None or len(batch.constrained):
             self.publish_counted(batch, reqs, number, out)
             return
@@ -710,28 +785,33 @@ class Scheduler:
         self.stats.num_generated_tokens += len(reqs) - num_dropped
 
     def publish_counted(self, batch: DecodeBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
-        """The same for a step with several tokens a request, with logprobs, or with grammars."""
+        """Like :meth:`publish_decode`, for steps with several tokens per request, with logprobs, or with grammars."""
         tokens, counts = out.tokens.tolist(), out.token_counts(len(reqs))
         shape, is_exact, last = self.shapes[batch.depth.depth], self.running.is_exact, 0
-        for req, length, count in zip(reqs, batch.seq_lens.tolist(), counts, strict=True):
+        accepted: list[bool | None] = [None] * len(reqs)
+        if is_exact and len(batch.constrained):  # one token for each request
+            accepted = accept_tokens([None if req.left else req.grammar for req in reqs], tokens)
+        for req, length, count, goes_on in zip(reqs, batch.seq_lens.tolist(), counts, accepted, strict=True):
             first, last = last, last + count
             if not req.left:
                 if not is_exact:
                     self.stats.verified(req, count - 1, shape.depth)
-                self.publish_tokens(req, tokens[first:last], out, first)
+                self.publish_tokens(req, tokens[first:last], out, first, goes_on)
                 assert req.committed_len <= length - shape.num_spare and count <= shape.num_tokens, (
                     f"{req.rid} got more tokens than it may"
                 )
         if out.counts is not None:
             assert batch.may_accept is not None, "the engine speculates"
-            self.draft_depth.published(shape.depth, out.counts[batch.may_accept])
+            if self.draft_depth is not None:
+                self.draft_depth.published(shape.depth, out.counts[batch.may_accept])
         if out.bad_drafts is not None and out.bad_drafts.any():
             self.stats.bad_drafts([reqs[index] for index in np.flatnonzero(out.bad_drafts).tolist()])
         if not is_exact:
             self.joining += self.running.settle(reqs, number)
 
     def publish_extend(self, batch: ExtendBatch, reqs: Sequence[Req], out: StepOutput) -> None:
-        """First tokens of completed prompts, prompt logprobs, and whole prompts into the tree."""
+        """Append the first tokens of completed prompts, log prompt logprobs, and put completed prompts into the
+        tree."""
         tokens = out.tokens.tolist()
         counts = iter(out.token_counts(sum(seq.sampling is not None for seq in batch.seqs)))
         num_tokens = num_scored = 0
@@ -752,10 +832,18 @@ class Scheduler:
                     self.remaps.append(remap)
                 self.publish_tokens(req, tokens[sampled:num_tokens], out, sampled)
 
-    def publish_tokens(self, req: Req, tokens: Sequence[int], out: StepOutput, first: int) -> None:
-        """Append a step's new tokens, of which the first is ``out``'s number ``first``, up to the request's end if it
-        is among them: what comes after it is dropped."""
-        if req.max_new_tokens == 0:  # only the prompt was wanted
+    def publish_tokens(
+        self,
+        req: Req,
+        tokens: Sequence[int],
+        out: StepOutput,
+        first: int,
+        accepted: bool | None = None,
+    ) -> None:
+        """Append a step's new tokens; tokens after the one that ends the request are dropped. ``first``: the index in
+        ``out`` of the first of them. ``accepted``: whether the grammar has accepted the only token, None if the
+        grammar has not been asked yet."""
+        if req.max_new_tokens == 0:  # only the prompt was to be computed
             self.finish(req, FinishReason(type="length", length=0))
             return
         for index, token in enumerate(tokens, first):
@@ -763,32 +851,34 @@ class Scheduler:
             if out.logprobs is not None:
                 log_output(req, token, out.logprobs, index)
             self.stats.num_generated_tokens += 1
-            if req.grammar is not None and not self.goes_on(req, req.grammar, token):
+            if req.grammar is not None and not self.goes_on(req, req.grammar, token, accepted):
                 return
             reason = req.finish_reason_after(token)
             if reason is not None:
                 break
-        # The last token's own KV is computed by the step after it.
+        # The KV of the last token is computed by the next step.
         req.committed_len = req.num_tokens - 1
         if reason is None:
             self.output.token(req)
         else:
             self.finish(req, reason)
 
-    def goes_on(self, req: Req, grammar: RequestGrammar, token: int) -> bool:
-        """Advance its grammar by a new token; False if it has ended for that."""
-        if grammar.is_too_slow:
-            if req.finish_reason_after(token) is not None:
-                return True  # the answer is complete without it
-            self.end(req, _TOO_SLOW, 400)
-            return False
-        if not grammar.accept(token):
+    def goes_on(self, req: Req, grammar: RequestGrammar, token: int, accepted: bool | None) -> bool:
+        """Advance the request's grammar by a new token, unless ``accepted`` says that this has been done. Returns False
+        if the request has been ended because of its grammar."""
+        if accepted is None:
+            if grammar.is_too_slow:
+                if req.finish_reason_after(token) is not None:
+                    return True  # the answer is complete without it
+                self.end(req, _TOO_SLOW, 400)
+                return False
+            accepted = grammar.accept(token)
+        if not accepted:
             self.end(req, "a token was drawn that its grammar does not allow: logits are not finite", 500)
-            return False
-        return True
+        return accepted
 
     def finish(self, req: Req, reason: FinishReason | None) -> None:
-        """End a request with its last news."""
+        """Send a request's last output with its finish reason, and let it depart."""
         assert reason is not None, f"{req.rid} has no reason to end"
         self.output.finish(req, reason)
         self.depart(req, reason.type)
@@ -803,6 +893,8 @@ class Scheduler:
                 self.grammars.load(
                     message.id, message.grammar, message.data, message.vocabulary, message.forgotten
                 )
+            case SlowGrammarsReq():
+                self.grammars.end(message.grammars)
             case FlushCacheReq():
                 if message.wait and self.reqs:
                     self.flushes.append(message)
@@ -829,7 +921,7 @@ class Scheduler:
                 raise AssertionError(f"the scheduler does not take a {type(message).__name__}")
 
     def flush(self, storage: bool) -> tuple[bool, str]:
-        """Empty the prefix cache, with ``storage`` the storage tier too, if no request is there."""
+        """Empty the prefix cache, and with ``storage`` the storage tier too. Fails while there are requests."""
         self.retire_departed()  # requests aborted by the messages just before still lock their prefixes
         if self.reqs:
             return False, f"cache not flushed: {len(self.reqs)} requests are pending"
@@ -840,9 +932,9 @@ class Scheduler:
         return True, f"cache flushed: {num_pages} pages are free again"
 
     def update_weights(self, message: UpdateWeightsReq) -> tuple[bool, str, bytes]:
-        """Replace the model's weights. Requests that run give up their memory first, and all tiers forget what the old
-        weights have computed; they go on with new ones, from their published tokens. Nothing is changed where the new
-        weights do not fit."""
+        """Replace the model's weights. First all running requests are retracted and all cache tiers forget the KV that
+        the old weights computed; the requests then go on with the new weights from their published tokens. If the new
+        weights do not fit the model, nothing is changed."""
         weights = NewWeights(message.id, message.model_path, message.file, message.weight_version)
         try:
             self.worker.check_weights(weights)
@@ -852,7 +944,7 @@ class Scheduler:
             self.abort(AbortReq(abort_all=True))
         running = self.give_back_all()
         self.retire_departed()
-        # The step in flight belongs to requests that have left, so its tokens fall away.
+        # All requests of the step in flight have left, so its tokens are dropped.
         forgetting_old_kv(self.worker.device, partial(self.memory.forget, self.waiting))()
         try:
             self.worker.replace_weights(weights, self.still_working)
@@ -862,21 +954,22 @@ class Scheduler:
         return True, "weights updated", str(running).encode()
 
     def give_back_all(self) -> int:
-        """Retract whatever holds memory. Returns how many requests that are."""
-        # Newest first: each goes to the head of the queue, so they resume in their old order.
+        """Retract every request that holds memory. Returns how many there were."""
+        # Newest first: each one goes to the head of the queue, so they resume in their old order.
         holders = [req for req in reversed(list(self.reqs.values())) if req.row]
         for req in holders:
             self.retract(req)
         return len(holders)
 
     def flush_when_idle(self) -> None:
-        """No request is left: flush where somebody has waited for that."""
+        """Carry out the flushes that have waited until no request is left."""
         flushes, self.flushes = self.flushes, []
         for flush in flushes:
             self.control.answer(flush.id, partial(self.flush, flush.storage))
 
     def pause(self, mode: str) -> tuple[bool, str]:
-        """Compute nothing until told to continue; ``mode``: what happens to the requests that run."""
+        """Launch nothing until a ContinueGenerationReq. ``mode`` says what happens to running requests: ``abort``,
+        ``retract``, or ``in_place``."""
         if mode not in ("abort", "retract", "in_place"):
             return False, f"unknown mode {mode!r}: use abort, retract or in_place"
         if self.draining:
@@ -891,19 +984,21 @@ class Scheduler:
         return True, f"paused ({mode}); /continue_generation resumes"
 
     def state(self) -> InternalState:
-        """How things stand, for the front end."""
+        """The scheduler's counters and gauges, for the front end."""
         num_running = sum(1 for req in self.reqs.values() if req.row)
         return self.stats.state(num_running, len(self.waiting), self.ratio.value, self.paused)
 
     def report(self) -> None:
-        """Tell the front end how things stand."""
+        """Send :meth:`state` to the front end."""
         self.tell_frontend(StatsReport(state=self.state()))
 
     # --- out -----------------------------------------------------------------------------------------
 
     def depart(self, req: Req, why: str) -> None:
-        """The request leaves; its memory follows in :meth:`retire_departed`, after its last flight."""
+        """Remove the request. :meth:`retire_departed` gives back its memory, which others may use after the request's
+        last step in flight."""
         req.left = True
+        self.running.departed()
         self.recorder.departed(req, why)
         del self.reqs[req.rid]
         self.num_constrained -= req.grammar is not None
@@ -916,24 +1011,24 @@ class Scheduler:
         self.departed.append(req)
 
     def retire_departed(self) -> None:
-        """Give back what departed requests held, each after its own last flight (F13)."""
+        """Retire the memory of departed requests; each one's may be used again after its own last step (F13)."""
         for req in self.departed:
             self.memory.release(req)
         self.departed.clear()
 
-    def check_books(self) -> None:
-        """Once each time the engine falls idle: every page and row is accounted for."""
-        if not self.books_checked:
-            self.memory.check_books()
+    def check_memory(self) -> None:
+        """Check, once each time the engine becomes idle, that every page and row is accounted for."""
+        if not self.memory_checked:
+            self.memory.check_memory()
             assert self.num_constrained == 0, (
                 f"{self.num_constrained} requests with a grammar have left unnoticed"
             )
-            self.books_checked = True
+            self.memory_checked = True
             self.report()
 
 
 def _loaded(error: BaseException | None) -> tuple[bool, str]:
-    """What is told of a grammar that has been taken apart."""
+    """The answer to a LoadGrammarReq: success and error text."""
     return error is None, "" if error is None else f"{type(error).__name__}: {error}"
 
 

@@ -1,4 +1,4 @@
-"""SchedulerStats: counters, batch log lines in SGLang's style, and the state other processes are told."""
+"""SchedulerStats: counters, batch log lines in SGLang's style, and the state that is reported to the front end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NO_STORAGE = StorageTierStats(backend=StorageStats())
 
 
 class SchedulerStats:
-    """Counts what happens. The clock is read for rates, reports and waiting times, and nothing is decided by it."""
+    """Counts what happens. The clock is read only for rates, reports and waiting times; no decision depends on it."""
 
     def __init__(self, memory: RequestMemory, worker: Worker, decode_log_interval: int) -> None:
         self._memory = memory
@@ -36,11 +36,11 @@ class SchedulerStats:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_generated_tokens = 0
-        self.num_verified = 0  # requests' decode steps, where the engine speculates
-        self.num_accepted = 0  # drafts
+        self.num_verified = 0  # decode steps, counted for each request, if the engine speculates
+        self.num_accepted = 0  # draft tokens that were accepted in them
         self.num_bad_drafts = 0
         self._speculates = worker.max_step_tokens > 1
-        self.num_steps_by_depth: Counter[int] = Counter()  # of a draft
+        self.num_steps_by_depth: Counter[int] = Counter()  # decode steps by the depth of their draft
         self.num_retractions = 0
         self.num_aborts = 0
         self.num_computed_prompt_tokens = 0
@@ -52,7 +52,7 @@ class SchedulerStats:
 
     @property
     def token_usage(self) -> float:
-        """Share of the KV pool that requests hold; the tree's unlocked pages do not count."""
+        """Share of the KV pool that requests use, 0 to 1. Cached pages that could be evicted do not count."""
         return self._num_used_pages / self._memory.num_pages
 
     @property
@@ -61,7 +61,7 @@ class SchedulerStats:
 
     @property
     def accept_length(self) -> float:
-        """Tokens that a request got in a decode step, on average since the start; 0 before the first one."""
+        """Mean number of tokens that a decode step has yielded for a request, since the start; 0 before the first."""
         return 1 + self.num_accepted / self.num_verified if self.num_verified else 0.0
 
     def arrived(self, req: Req) -> None:
@@ -70,7 +70,7 @@ class SchedulerStats:
         req.arrived_at = time.perf_counter()
 
     def verified(self, req: Req, num_accepted: int, num_drafts: int) -> None:
-        """A decode step of ``req`` with ``num_drafts`` in a row, of which so many were accepted."""
+        """A decode step of ``req`` verified ``num_drafts`` draft tokens and accepted ``num_accepted`` of them."""
         req.num_verified += 1
         req.num_drafts += num_drafts
         req.num_accepted += num_accepted
@@ -78,13 +78,14 @@ class SchedulerStats:
         self.num_accepted += num_accepted
 
     def bad_drafts(self, reqs: Sequence[Req]) -> None:
-        """The draft model has proposed what is no token to these; its drafts were rejected, and no token changes."""
+        """The draft model proposed unusable tokens for ``reqs``. They were rejected, so the output is not affected."""
         self.num_bad_drafts += len(reqs)
         for req in reqs:
             if not req.has_bad_draft:
                 req.has_bad_draft = True
                 logger.warning(
-                    "Unusable drafts for request %s: logits that are not finite, or ids of no token", req.rid
+                    "Unusable drafts for request %s: logits are not finite, or token ids are out of range",
+                    req.rid,
                 )
 
     def prefill(self, plan: PrefillPlan, num_running: int, num_queued: int) -> None:
@@ -107,12 +108,15 @@ class SchedulerStats:
                 num_queued,
             )
 
-    def decode(self, num_tokens: int, num_running: int, num_queued: int, depth: int) -> None:
-        """A decode step was planned, with a draft of ``depth``; every so many of them a line is logged."""
+    def decode(self, depth: int) -> bool:
+        """A decode step with a draft of ``depth`` was planned. Returns whether :meth:`log_decode` is due, which is the
+        case after every ``decode_log_interval`` such steps."""
         self._num_decode_steps += 1
         self.num_steps_by_depth[depth] += 1
-        if not self._decode_log_interval or self._num_decode_steps % self._decode_log_interval:
-            return
+        return self._decode_log_interval > 0 and self._num_decode_steps % self._decode_log_interval == 0
+
+    def log_decode(self, num_tokens: int, num_running: int, num_queued: int, depth: int) -> None:
+        """Log the state of decoding, with the rate of generated tokens since the last such line."""
         now = time.perf_counter()
         generated = self.num_generated_tokens - self._last_generated
         self._throughput = generated / max(now - self._last_log, 1e-9)
@@ -130,7 +134,7 @@ class SchedulerStats:
         )
 
     def _all_replayed(self) -> bool:
-        """Whether every decode step since the last line was replayed."""
+        """Whether every decode step since the last log line was replayed from a graph."""
         if self._graphs is None:
             return False
         before, self._last_fallbacks = self._last_fallbacks, sum(self._graphs.fallbacks.values())
@@ -147,12 +151,12 @@ class SchedulerStats:
         logger.info("retracted %d requests for waiting ones of a higher priority", count)
 
     def displaced(self, count: int) -> None:
-        """``count`` requests were retracted for others, of which none of their body ran."""
+        """``count`` requests were retracted in favour of HTTP bodies of which no request ran."""
         self.num_retractions += count
         logger.info("retracted %d requests of a body that runs several, for bodies that ran none", count)
 
     def report_is_due(self) -> bool:
-        """Whether the front end should be told how things stand: about once a second."""
+        """Whether a report to the front end is due; True about once a second."""
         now = time.perf_counter()
         if now - self._last_report < _REPORT_INTERVAL_S:
             return False
@@ -162,7 +166,7 @@ class SchedulerStats:
     def state(
         self, num_running: int, num_waiting: int, new_token_ratio: float, paused: bool
     ) -> InternalState:
-        """How things stand; the arguments are what the scheduler alone knows."""
+        """The present state. The arguments are values that only the scheduler knows."""
         prompt = self.num_cached_tokens + self.num_computed_prompt_tokens
         return InternalState(
             num_running_reqs=num_running,
@@ -207,7 +211,7 @@ def _graph_state(stats: GraphStats | None) -> CudaGraphState | None:
 
 
 def _hicache_state(memory: RequestMemory) -> HiCacheState | None:
-    """How the tiers under the prefix cache stand, None where the device is the only tier."""
+    """The state of the lower tiers of the prefix cache; None if the device is the only tier."""
     tiers, size = memory.tiers, memory.page_size
     if tiers is None:
         return None

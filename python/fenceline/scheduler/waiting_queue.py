@@ -1,4 +1,4 @@
-"""WaitingQueue: the requests that wait, and whose turn it is, so that none waits for another body's thousands."""
+"""WaitingQueue: waiting requests, in turn by HTTP body, so that a body of thousands does not delay the others."""
 
 from __future__ import annotations
 
@@ -6,48 +6,51 @@ from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 
 from fenceline.scheduler.req import Req
 
-# A prompt of which at least this many tokens are being computed for one sample is waited for by the others.
+# While one sample computes at least this many tokens of a prompt, the other samples of the prompt wait for it.
 _MIN_SHARED_TOKENS = 32
 
 
 @dataclass(slots=True, eq=False)
-class _Line:
-    """The waiting requests of one body that have the same rank, in their order, and when it is their turn."""
+class _BodyQueue:
+    """The waiting requests of one HTTP body that have the same rank, in order. ``turn`` says when it is their turn."""
 
     body: int
     rank: int
     turn: int
     reqs: deque[Req] = field(default_factory=deque)
-    # Requests that have been admitted from here and compute a prompt that others may have as well, by that prompt.
+    # Admitted requests of this body that compute a prompt which others of it may share, by the id of that prompt.
     computing: dict[int, Req] = field(default_factory=dict)
 
     @property
-    def place(self) -> tuple[int, int]:
-        """The smallest goes first."""
+    def precedence(self) -> tuple[int, int]:
+        """The order of the bodies: the smallest goes first."""
         return self.rank, self.turn
 
 
 class WaitingQueue:
-    """Waiting requests, by the bodies that they came in.
+    """Waiting requests, grouped by the HTTP bodies that they came in.
 
-    The bodies take turns: when a request is admitted, the next one of its body goes behind the first ones of all the
-    others. A body that runs nothing goes before those that run something. So a body that is new waits for at most one
-    request of each body that came before it and has not run either, and nobody waits for ever: what runs comes to an
-    end. Requests that came alone are bodies of one, and go in order of arrival.
+    The bodies take turns: when a request is admitted, the next one of its body goes behind the first ones of all other
+    bodies. Bodies that run nothing go before those that run something. A new body therefore waits for at most one
+    request of each earlier body that runs nothing either, and no request waits for ever, since running ones end.
+    A request that came alone is a body of one; such requests go in order of arrival.
 
-    A better rank goes first, whatever else is said here. A change costs little however many wait: only bodies are kept
-    in order, and a body moves at each change of its own requests at most.
+    At most ``max_of_body`` requests of a body run, if that is given, since each makes every decode step longer.
+
+    A better rank goes first in any case. Changes are cheap however many requests wait: only the bodies are kept in
+    order, and a body moves only when its own requests change.
     """
 
-    def __init__(self, page_size: int | None = None) -> None:
-        """``page_size`` of the prefix cache; None if there is none, and nobody waits for another one's prompt."""
+    def __init__(self, page_size: int | None = None, max_of_body: int | None = None) -> None:
+        """``page_size``: of the prefix cache, None if it is disabled; then no sample waits for another's prompt."""
         self._page_size = page_size
-        self._lines: list[_Line] = []  # in the order of their places
-        self._line_of: dict[tuple[int, int | str], _Line] = {}
+        self._max_of_body = max_of_body
+        self._queues: list[_BodyQueue] = []  # sorted by precedence
+        self._queue_of: dict[tuple[int, int | str], _BodyQueue] = {}
         self._num_running: Counter[int] = Counter()  # admitted requests of each body that is larger than one
         self._num_turns = 0
         self._num_reqs = 0
@@ -57,81 +60,87 @@ class WaitingQueue:
         return self._num_reqs
 
     def __iter__(self) -> Iterator[Req]:
-        """In the order in which they would be admitted."""
-        return self.in_turn(lambda req: True)
+        """All, in the order in which they would be admitted."""
+        return self._ordered(lambda req: True, None)
 
     # --- changes
 
     def add(self, req: Req) -> None:
-        """One that has arrived: behind those of its body, or a body that goes behind the others."""
-        self._line(req, self._num_turns + 1).reqs.append(req)
+        """Add a request that has arrived: behind those of its body, or as a new body behind the others."""
+        self._queue(req, self._num_turns + 1).reqs.append(req)
         self._num_reqs += 1
         self.num_short += req.is_short
 
     def put_back(self, req: Req) -> None:
-        """One that has run already: before those of its body, which goes before the others if nobody else of it waits.
-        Newcomers must not pass it for ever."""
-        self._line(req, -self._num_turns - 1).reqs.appendleft(req)
+        """Add a request that was retracted: before the others of its body. If none of them waits, the body goes before
+        the other bodies, so that newcomers cannot pass the request for ever."""
+        self._queue(req, -self._num_turns - 1).reqs.appendleft(req)
         self._num_reqs += 1
         self.num_short += req.is_short
 
     def remove(self, req: Req) -> None:
-        """One that does not wait any more."""
-        line = self._line_of[_key(req)]
-        line.reqs.remove(req)
+        """Remove a request that does not wait any more."""
+        queue = self._queue_of[_key(req)]
+        queue.reqs.remove(req)
         self._num_reqs -= 1
         self.num_short -= req.is_short
-        if not line.reqs:
-            del self._line_of[_key(req)]
-            del self._lines[bisect_left(self._lines, line.place, key=lambda other: other.place)]
+        if not queue.reqs:
+            del self._queue_of[_key(req)]
+            del self._queues[bisect_left(self._queues, queue.precedence, key=lambda other: other.precedence)]
 
     def admit(self, req: Req) -> None:
-        """One that has a row from now on. Its body's next turn comes after everybody else's."""
-        line = self._line_of[_key(req)]
+        """Remove a request that has got a row. The next turn of its body comes after those of all other bodies."""
+        queue = self._queue_of[_key(req)]
         self.computes(req)
         self.remove(req)
-        if line.body:
-            self._num_running[line.body] += 1
-        if line.reqs:
-            del self._lines[bisect_left(self._lines, line.place, key=lambda other: other.place)]
+        if queue.body:
+            self._num_running[queue.body] += 1
+        if queue.reqs:
+            del self._queues[bisect_left(self._queues, queue.precedence, key=lambda other: other.precedence)]
             self._num_turns += 1
-            line.turn = self._num_turns
-            insort(self._lines, line, key=lambda other: other.place)
+            queue.turn = self._num_turns
+            insort(self._queues, queue, key=lambda other: other.precedence)
 
     def release(self, req: Req) -> None:
-        """One that had been admitted has left."""
+        """Note that an admitted request has left."""
         body = req.source.body
         if body:
             self._num_running[body] -= 1
             if not self._num_running[body]:
                 del self._num_running[body]
 
-    def _line(self, req: Req, turn: int) -> _Line:
+    def _queue(self, req: Req, turn: int) -> _BodyQueue:
         key = _key(req)
-        line = self._line_of.get(key)
-        if line is None:
+        queue = self._queue_of.get(key)
+        if queue is None:
             self._num_turns += 1
-            line = self._line_of[key] = _Line(req.source.body, req.rank, turn)
-            insort(self._lines, line, key=lambda other: other.place)
-        return line
+            queue = self._queue_of[key] = _BodyQueue(req.source.body, req.rank, turn)
+            insort(self._queues, queue, key=lambda other: other.precedence)
+        return queue
 
     # --- whose turn it is
 
     def in_turn(self, may_schedule: Callable[[Req], bool]) -> Iterator[Req]:
-        """Those that ``may_schedule``, in the order in which they would be admitted if each of them had room. No more
-        is looked at than is asked for, and ``may_schedule`` is asked as late as possible."""
-        for _, lines in groupby(self._lines, key=lambda line: line.rank):
+        """Yield the requests that ``may_schedule``, in the order in which they are admitted if all of them fit. Lazy:
+        ``may_schedule`` is called as late as possible, and for no more requests than are taken."""
+        return self._ordered(may_schedule, self._max_of_body)
+
+    def _ordered(self, may_schedule: Callable[[Req], bool], max_of_body: int | None) -> Iterator[Req]:
+        for _, queues in groupby(self._queues, key=lambda queue: queue.rank):
             again: deque[Iterator[Req]] = deque()
             begun: list[Iterator[Req]] = []
-            for line in lines:
-                reqs: Iterator[Req] = filter(may_schedule, line.reqs)
-                if self._num_running[line.body]:
+            for queue in queues:
+                reqs: Iterator[Req] = filter(may_schedule, queue.reqs)
+                num_running = self._num_running[queue.body]
+                if max_of_body is not None:
+                    reqs = islice(reqs, max(max_of_body - num_running, 0))
+                if num_running:
                     again.append(reqs)
                     continue
                 req = next(reqs, None)
                 if req is not None:
                     yield req
-                    if line.body:
+                    if queue.body:
                         begun.append(reqs)
             again.extend(begun)
             while again:
@@ -142,10 +151,10 @@ class WaitingQueue:
                     again.append(reqs)
 
     def newcomers(self, may_schedule: Callable[[Req], bool]) -> Iterator[Req]:
-        """Of each body that runs nothing the first that ``may_schedule``, in turn."""
-        for line in self._lines:
-            if not self._num_running[line.body]:
-                req = next(filter(may_schedule, line.reqs), None)
+        """Yield, for each body that runs nothing, its first request that ``may_schedule``; the bodies in turn."""
+        for queue in self._queues:
+            if not self._num_running[queue.body]:
+                req = next(filter(may_schedule, queue.reqs), None)
                 if req is not None:
                     yield req
 
@@ -162,20 +171,20 @@ class WaitingQueue:
 
     def computes(self, req: Req) -> None:
         """``req`` has just been admitted: the other samples of its prompt should wait until it is cached."""
-        line = self._line_of[_key(req)]
-        if line.body:
-            line.computing = {
-                key: other for key, other in line.computing.items() if self._is_computing(other)
+        queue = self._queue_of[_key(req)]
+        if queue.body:
+            queue.computing = {
+                key: other for key, other in queue.computing.items() if self._is_computing(other)
             }
-            line.computing[id(req.prompt_ids)] = req
+            queue.computing[id(req.prompt_ids)] = req
 
     def waits_for_sample(self, req: Req) -> bool:
         """Whether another sample of the same prompt computes what ``req`` would find in the cache afterwards."""
-        other = self._line_of[_key(req)].computing.get(id(req.prompt_ids))
+        other = self._queue_of[_key(req)].computing.get(id(req.prompt_ids))
         return other is not None and other is not req and self._is_computing(other) and not req.scores_prompt
 
     def _is_computing(self, req: Req) -> bool:
-        """Whether ``req`` is there and computes a part of its prompt, in whole pages, that is worth waiting for."""
+        """Whether ``req`` is still computing its prompt, and enough whole pages of it that waiting is worthwhile."""
         num_prompt, size = len(req.prompt_ids), self._page_size
         if size is None or req.left or req.committed_len >= num_prompt:
             return False

@@ -1,1 +1,1 @@
-"""Speculative decoding on the device: trees of draft tokens, what the target accepts of them, and their KV rows."""
+"""Speculative decoding on the device: trees of draft tokens, which of them the target accepts, and their KV rows."""

@@ -1,16 +1,17 @@
-"""What the target accepts of a tree of draft tokens.
+"""Decides which tokens of a draft tree the target accepts.
 
 The target draws its own token at every node, with the noise of the position that the token will have
-(``sampling/gumbel.py``). The path goes on to the child whose token is the one drawn. So the tokens of a step are the
-target's own draws, those of decoding without a draft (drafter-invariant: Daliri, Musco, Suresh, arXiv:2408.07978), and
-a draft decides only how many a step yields.
+(``sampling/gumbel.py``). The accepted path begins at the root, and goes on from a node to the child whose token is the
+one drawn at that node. So the tokens of a step are the target's own draws, which are those of decoding without a draft
+(drafter-invariant: Daliri, Musco, Suresh, arXiv:2408.07978). A draft only decides how many tokens a step yields.
 
-The draws come from the caller, so whatever changes a draw belongs in front of it: penalties, logit_bias, min_tokens
-and filters apply to the [B * N, V] logits of the nodes. Those that depend on earlier tokens take them from the node's
-own path: ``DraftTree.token_ids`` at the bits of ``DraftTree.ancestors``, without the root, which has been counted when
-it was drawn. A draw at node n has position ``DraftTree.positions[n] + 1``.
+The caller makes the draws. Whatever changes a draw (logit_bias, min_new_tokens, filters) must therefore have been
+applied to the [B * N, V] logits of the nodes before. The draw at node n has position ``DraftTree.positions[n] + 1``.
+Requests whose draws depend on earlier tokens (penalties, grammars) have no drafts accepted, see
+``ReqSampling.accepts_drafts``.
 
-Static shapes, no host synchronisation. B requests, N nodes, S = ``num_steps`` < N, the most draft tokens of a path.
+Shapes are static, and there is no host synchronisation. B requests, N nodes, S = ``num_steps`` < N: the maximum number
+of draft tokens on a path.
 """
 
 from __future__ import annotations
@@ -25,18 +26,21 @@ from fenceline.speculative.tree import DraftTree
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The path of each request through its tree. What lies beyond ``counts`` is 0."""
+    """The accepted path of each request through its tree. Entries beyond ``counts`` are 0."""
 
     token_ids: torch.Tensor  # [B, S + 1] int64: accepted draft tokens, then the target's own next token
-    counts: torch.Tensor  # [B] int64, 1 to S + 1: how many tokens there are, and nodes of the path
-    path: torch.Tensor  # [B, S + 1] int64: nodes, the root first; their keys and values are the ones to keep
-    last_tokens: torch.Tensor  # [B] int64: the last of the tokens, the next step's root
+    counts: (
+        torch.Tensor
+    )  # [B] int64, 1 to S + 1: the number of tokens, which is also that of the path's nodes
+    path: torch.Tensor  # [B, S + 1] int64: the path's nodes, the root first; their KV is kept
+    last_tokens: torch.Tensor  # [B] int64: the last token of each request, which is the root of the next step
 
 
 def accept(tree: DraftTree, draws: torch.Tensor, num_steps: int) -> Accepted:
     """Follow ``draws`` [B, N] int64, the target's tokens at the nodes, from the root on.
 
-    Of several children with the drawn token the first is taken; a request that ``is_rejected`` keeps to its root.
+    If several children have the drawn token, the first one is taken. If a request ``is_rejected``, its path is the root
+    alone.
     """
     assert draws.shape == tree.token_ids.shape, (draws.shape, tree.token_ids.shape)
     assert 0 <= num_steps < draws.shape[1], (num_steps, draws.shape)
@@ -52,30 +56,30 @@ def accept(tree: DraftTree, draws: torch.Tensor, num_steps: int) -> Accepted:
 def simulate_drafts(
     tree: DraftTree, draws: torch.Tensor, rows: torch.Tensor, accept_length: float
 ) -> DraftTree:
-    """The chain ``tree`` with other drafts, of which :func:`accept` takes so many that a step yields ``accept_length``
-    tokens on average: the whole numbers next to it, by a hash of request row and position; no more than N, of which a
-    shorter chain yields fewer. For measuring speed at a known acceptance.
+    """The chain ``tree`` with other drafts, such that :func:`accept` yields ``accept_length`` tokens per step on
+    average. This is for measuring speed at a known acceptance.
 
-    ``draws`` [B, N] int64 as for ``accept``, ``rows`` [B] int64.
+    Each step yields one of the two whole numbers next to ``accept_length``, chosen by a hash of request row and
+    position, but at most N tokens. ``draws`` [B, N] int64 as for ``accept``, ``rows`` [B] int64.
     """
     assert tree.parents is None and accept_length >= 1, accept_length
-    sure = int(accept_length)
-    more = uniform(rows, tree.positions[:, 0]) < accept_length - sure
-    num_tokens = sure + more.long()
+    min_count = int(accept_length)
+    has_extra = uniform(rows, tree.positions[:, 0]) < accept_length - min_count
+    num_tokens = min_count + has_extra.long()
     nodes = torch.arange(1, draws.shape[1], device=draws.device)
-    drafts = torch.where(nodes < num_tokens[:, None], draws[:, :-1], -1)  # -1: no token is that
+    drafts = torch.where(nodes < num_tokens[:, None], draws[:, :-1], -1)  # -1 is not equal to any token
     return replace(tree, token_ids=torch.cat([tree.token_ids[:, :1], drafts], 1))
 
 
 def _may_go_on(tree: DraftTree) -> torch.Tensor:
-    """[B, 1] bool."""
+    """Whether drafts of each request may be accepted [B, 1] bool."""
     if tree.is_rejected is None:
         return torch.ones_like(tree.token_ids[:, :1], dtype=torch.bool)
     return ~tree.is_rejected[:, None]
 
 
 def _follow_chain(tree: DraftTree, draws: torch.Tensor, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which steps, the root's among them, are on the path [B, num_steps + 1] bool, and their nodes."""
+    """Which steps are on the path, the root being step 0 [B, num_steps + 1] bool, and their nodes (int64)."""
     agrees = tree.token_ids[:, 1 : num_steps + 1] == draws[:, :num_steps]
     on_path = torch.cat([torch.ones_like(_may_go_on(tree)), agrees & _may_go_on(tree)], 1)
     path = torch.arange(num_steps + 1, device=draws.device).expand_as(on_path)
@@ -83,9 +87,10 @@ def _follow_chain(tree: DraftTree, draws: torch.Tensor, num_steps: int) -> tuple
 
 
 def _follow_tree(tree: DraftTree, draws: torch.Tensor, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`_follow_chain`."""
+    """Like :func:`_follow_chain`, for trees."""
     assert tree.parents is not None
-    # Nodes whose token the target has drawn at their parent. The root, whatever this says of it, is nobody's child.
+    # Nodes whose token the target has drawn at their parent. The value for the root does not matter, because it is not
+    # the child of any node.
     agrees = tree.token_ids == draws.gather(1, tree.parents.clamp(min=0))
     parents = torch.where(agrees & _may_go_on(tree), tree.parents, -1)
     node = torch.zeros_like(draws[:, :1])

@@ -1,11 +1,12 @@
-"""The KV rows of a step's nodes: where they lie, and how those of accepted nodes come to their place.
+"""The KV rows of a step's nodes: their slots, and how the rows of accepted nodes are moved to their tokens' slots.
 
 Node n of a request is computed at the slot of token ``seq_len + n``, whatever its depth. The tokens of an accepted path
-come one after the other, so token i of the path moves from the slot of its node to that of token ``seq_len + i``, in
-all layers, those of a draft model among them. Slots are derived on the device in the step that uses them, so that none
-outlives a change of the page table (F5).
+have consecutive slots, so token i of the path moves from the slot of its node to that of token ``seq_len + i``, in
+all layers, including those of a draft model. Slots are computed on the device in the step that uses them, so that they
+are never used after the page table has changed (F5).
 
-The move has a reference of torch operators (cpu, vgpu) and a Triton kernel (cuda) that is imported when first used.
+The move has a reference implementation in torch operators (cpu, vgpu) and a Triton kernel (cuda), which is imported
+when it is first used.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _WORD = 4  # bytes, the unit of a move
 def node_slots(
     page_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, num_nodes: int, page_size: int
 ) -> torch.Tensor:
-    """KV slots [B * num_nodes] int64 of each request's next tokens, request after request.
+    """KV slots [B * num_nodes] int64 of the next ``num_nodes`` tokens of each request, request after request.
 
-    ``page_table`` [R, max_pages] int32 with columns for ``seq_lens`` + num_nodes tokens: torch reports an index beyond
-    it. ``rows`` [B] int64, of which 0 is the sink, that of padding; ``seq_lens`` [B] int64: committed tokens.
+    ``page_table`` [R, max_pages] int32 must have columns for ``seq_lens`` + num_nodes tokens; torch reports an index
+    beyond it. ``rows`` [B] int64; row 0 is the sink, the row of padding. ``seq_lens`` [B] int64: committed tokens.
     """
     positions = seq_lens[:, None] + torch.arange(num_nodes, device=seq_lens.device)
     return slots_at(page_table, rows, positions, page_size).flatten()
@@ -34,8 +35,8 @@ def node_slots(
 def slots_at(
     page_table: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, page_size: int
 ) -> torch.Tensor:
-    """KV slots [B, N] int64 of tokens at ``positions`` [B, N] int64; as of :func:`node_slots`. A position in front of
-    the first token has the sink's slot 0."""
+    """KV slots [B, N] int64 of tokens at ``positions`` [B, N] int64; for the rest see :func:`node_slots`. A negative
+    position has the sink's slot 0."""
     pages = page_table[rows[:, None], positions.clamp(min=0) // page_size].long()
     return (pages * page_size + positions % page_size).masked_fill(positions < 0, 0)
 
@@ -54,9 +55,9 @@ KERNEL = Kernel("move_accepted", _accesses)
 
 
 class KVMover:
-    """Moves rows of the tensors of a KV pool, which it refers to as long as it lives.
+    """Moves rows of the tensors of a KV pool. It keeps a reference to these tensors.
 
-    ``parts``: tensors [num_slots, ...] of one device, contiguous, rows of a multiple of 4 bytes:
+    ``parts`` are contiguous tensors [num_slots, ...] on one device, whose rows have a multiple of 4 bytes:
     ``[tensor for _, tensor in pool.tensors()]``.
     """
 
@@ -65,7 +66,7 @@ class KVMover:
         assert all(_row_bytes(part) % _WORD == 0 for part in parts), "rows of whole words"
         self._parts = tuple(parts)
         device = parts[0].device
-        # Constants of the kernel: each part's address, and the words of its rows.
+        # Operands of the kernel: each part's address, and the number of 4-byte words in one of its rows.
         self._addresses = torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64, device=device)
         num_words = [_row_bytes(part) // _WORD for part in parts]
         self._num_words = torch.tensor(num_words, dtype=torch.int64, device=device)
@@ -76,8 +77,10 @@ class KVMover:
 
         ``slots`` [B * N] int64 as from :func:`node_slots`, ``path`` [B, W] int64 and ``counts`` [B] int64 as in
         ``Accepted``, W <= N. All rows of a request are read before any is written, so sources and targets may overlap
-        in any order; the slots of different requests are distinct, but for the sink's. Current stream, one launch on
-        CUDA whose size depends on B alone, no host synchronisation, fit for capture. Chains need no move.
+        in any order. The slots of different requests must be distinct, except for the sink's. Chains need no move.
+
+        It is submitted to the current stream, on CUDA as one launch whose size depends only on B. There is no host
+        synchronisation, and it may be captured.
         """
         assert path.shape[0] == counts.shape[0] and slots.shape[0] % path.shape[0] == 0
         assert path.shape[1] <= slots.shape[0] // path.shape[0], (path.shape, slots.shape)
@@ -96,7 +99,7 @@ def _row_bytes(part: torch.Tensor) -> int:
 
 
 def _move(slots: torch.Tensor, path: torch.Tensor, counts: torch.Tensor, *parts: torch.Tensor) -> None:
-    """By torch's operators."""
+    """The reference implementation."""
     batch, width = path.shape
     by_request = slots.view(batch, -1)
     steps = torch.arange(width, device=path.device)

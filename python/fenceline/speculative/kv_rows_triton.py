@@ -22,7 +22,8 @@ def launch(
     num_words: torch.Tensor,
     most_words: int,
 ) -> None:
-    """See ``KVMover``. ``addresses`` [P] and ``num_words`` [P] int64 of the parts, ``most_words`` the largest."""
+    """See ``KVMover``. ``addresses`` [P] and ``num_words`` [P] int64 describe the parts; ``most_words`` is the largest
+    of ``num_words``."""
     tensors = (slots, path, counts, addresses, num_words)
     assert all(t.dtype == torch.int64 and t.is_contiguous() for t in tensors)
     batch, width = path.shape
@@ -57,6 +58,6 @@ def _move_kernel(
     columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     live = moves[:, None] & (columns < words)[None, :]
     values = tl.load(rows + source[:, None] * words + columns[None, :], mask=live, other=0)
-    # Another thread's target may be this thread's source: all have read before any writes.
+    # One thread's target may be another thread's source, so all threads read before any writes.
     tl.debug_barrier()
     tl.store(rows + target[:, None] * words + columns[None, :], values, mask=live)

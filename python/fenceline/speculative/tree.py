@@ -1,15 +1,16 @@
 """The tree of draft tokens that a target model verifies in one step.
 
-A draft model proposes the ``topk`` likeliest children of each node of a frontier, step after step, and its frontier
-goes on with the ``topk`` best of them. Of all candidates the ``num_draft_tokens - 1`` with the best cumulative
-scores become nodes (EAGLE-2: Li, Wei, Zhang, Zhang, arXiv:2406.16858). Node 0 is the root: the request's last token,
-which has been drawn but not yet computed.
+In each step a draft model proposes the ``topk`` likeliest children of each node of its frontier. The ``topk`` best of
+these candidates are the frontier of the next step. In the end, the ``num_draft_tokens - 1`` candidates with the best
+cumulative scores become the nodes of the tree (EAGLE-2: Li, Wei, Zhang, Zhang, arXiv:2406.16858). Node 0 is the root:
+the request's last token, which has been drawn but has no KV yet.
 
-A cumulative score is never above its parent's, and of equal ones the earlier candidate wins. Parents are proposed
-before their children, so the best candidates always contain their own parents, and parents come first.
+The cumulative score of a candidate is never higher than that of its parent, and of equal scores that of the earlier
+candidate counts as better. Since parents are proposed before their children, the best candidates always include their
+own parents, and parents come first.
 
 All functions have static shapes and no host synchronisation, and may be captured. B requests, N nodes, K = ``topk``,
-M candidates: K of the first step and K * K of every later one.
+M candidates: K from the first step and K * K from every later one.
 """
 
 from __future__ import annotations
@@ -25,32 +26,33 @@ MAX_NODES = 64  # bits of an ancestor mask
 class DraftTree:
     """The nodes that a step verifies, parents before children.
 
-    ``parents`` and ``ancestors`` are None for chains, where node n's parent is n - 1: attention is causal then.
-    ``is_rejected`` marks requests none of whose draft tokens may be accepted; their root is verified as any other.
+    ``parents`` and ``ancestors`` are None for chains: there the parent of node n is n - 1, and attention is causal.
+    ``is_rejected`` marks requests of which no draft token may be accepted. Their root is verified as usual.
     """
 
     token_ids: torch.Tensor  # [B, N] int64, within the vocabulary
-    positions: (
-        torch.Tensor
-    )  # [B, N] int64, of the tokens in their sequences: the root's plus the node's depth
+    # [B, N] int64: the position of the node's token in its sequence, which is that of the root plus the node's depth
+    positions: torch.Tensor
     parents: torch.Tensor | None  # [B, N] int64, -1 for the root
     ancestors: torch.Tensor | None  # [B, N] int64, bit m: m is the node itself or one of its ancestors
     is_rejected: torch.Tensor | None = None  # [B] bool
-    chosen: torch.Tensor | None = None  # [B, N - 1] int64, the candidate that each node but the root has been
+    chosen: torch.Tensor | None = (
+        None  # [B, N - 1] int64: the candidate that has become each node, without the root
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """What the draft has proposed so far, and the frontier that it goes on from."""
+    """What the draft has proposed so far, and the frontier from which it goes on."""
 
     token_ids: torch.Tensor  # [B, M] int64
-    scores: torch.Tensor  # [B, M] float32, log-probabilities from the root on
-    parents: torch.Tensor  # [B, M] int64, the candidate whose child it is, -1 for the root's
-    frontier: torch.Tensor  # [B, K] int64, candidates
+    scores: torch.Tensor  # [B, M] float32, cumulative: sums of the log-probabilities from the root on
+    parents: torch.Tensor  # [B, M] int64, the candidate that is the parent, -1 if that is the root
+    frontier: torch.Tensor  # [B, K] int64, indices of candidates
 
     @property
     def num_steps(self) -> int:
-        """Steps of the draft so far: the depth of the deepest candidate."""
+        """The number of steps of the draft so far, which is the depth of the deepest candidate."""
         topk = self.frontier.shape[1]
         return 1 + (self.token_ids.shape[1] - topk) // (topk * topk)
 
@@ -61,7 +63,8 @@ class Candidates:
 
     @property
     def frontier_rows(self) -> torch.Tensor:
-        """[B, K] int64: which row of the frontier before, 0 to K - 1, each row's parent was. Not for the first step."""
+        """[B, K] int64: for each row of the frontier, the row of its parent in the frontier before (0 to K - 1). Not
+        defined for the first step."""
         topk = self.frontier.shape[1]
         return (self.frontier - (self.token_ids.shape[1] - topk * topk)) // topk
 
@@ -73,10 +76,10 @@ def first_candidates(token_ids: torch.Tensor, logprobs: torch.Tensor) -> Candida
 
 
 def more_candidates(before: Candidates, token_ids: torch.Tensor, logprobs: torch.Tensor) -> Candidates:
-    """With the children of the frontier: ``token_ids`` [B, K, K] int64, ``logprobs`` [B, K, K] float32 as for
-    :func:`first_candidates`, the K children of each row of the frontier."""
+    """``before`` with the K children of each row of its frontier added: ``token_ids`` [B, K, K] int64 and ``logprobs``
+    [B, K, K] float32, finite or -inf."""
     num_before, topk = before.token_ids.shape[1], before.frontier.shape[1]
-    # Rounding may make a probability exceed 1: a child's score must not exceed its parent's.
+    # Rounding may make a log-probability positive, but a child's score must not be higher than its parent's.
     scores = (before.scores.gather(1, before.frontier).unsqueeze(2) + logprobs.clamp(max=0)).flatten(1)
     parents = before.frontier.unsqueeze(2).expand(-1, -1, topk).flatten(1)
     return Candidates(
@@ -92,12 +95,12 @@ def build_tree(
 ) -> DraftTree:
     """The root and the best ``num_draft_tokens - 1`` candidates, in the order in which they were proposed.
 
-    ``root_ids`` [B] int64; ``seq_lens`` [B] int64: committed tokens of each request, which is the root's position. At
-    most 64 tokens, and no more than there are.
+    ``root_ids`` [B] int64; ``seq_lens`` [B] int64: the number of committed tokens of each request, which is the root's
+    position. ``num_draft_tokens`` includes the root; it may be at most 64, and at most one more than the candidates.
     """
     assert 1 <= num_draft_tokens <= min(MAX_NODES, 1 + candidates.token_ids.shape[1]), num_draft_tokens
     chosen = _best(candidates.scores, num_draft_tokens - 1).sort(dim=1).values
-    # The node that each candidate has become; the last column, which is index -1, is the root.
+    # The node that each candidate has become. The last column stands for the root.
     nodes = chosen.new_zeros(chosen.shape[0], candidates.token_ids.shape[1] + 1)
     numbers = torch.arange(num_draft_tokens, device=chosen.device)
     nodes.scatter_(1, chosen, numbers[1:].expand_as(chosen))
@@ -113,15 +116,6 @@ def build_tree(
     return DraftTree(token_ids, seq_lens[:, None] + depths, parents, ancestors, chosen=chosen)
 
 
-def build_chain(root_ids: torch.Tensor, seq_lens: torch.Tensor, token_ids: torch.Tensor) -> DraftTree:
-    """The tree of a draft with topk = 1: ``token_ids`` [B, N - 1] int64, each the child of the one before it, the first
-    one of the root; ``root_ids`` and ``seq_lens`` as for :func:`build_tree`."""
-    num_nodes = token_ids.shape[1] + 1
-    assert num_nodes <= MAX_NODES, num_nodes
-    positions = seq_lens[:, None] + torch.arange(num_nodes, device=seq_lens.device)
-    return DraftTree(torch.cat([root_ids[:, None], token_ids], 1), positions, None, None)
-
-
 def _best(scores: torch.Tensor, num: int) -> torch.Tensor:
-    """Indices [B, num] of the highest ``scores`` [B, M], best first, of equal ones the first."""
+    """Indices [B, num] of the highest ``scores`` [B, M], best first; of equal scores the first comes first."""
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :num]

@@ -186,7 +186,7 @@ class Watch:
         writer: Operation | None = self._writers[units[0]]
         written = "never written since it is watched" if writer is None else f"last written by {who(writer)}"
         lines = [
-            f"freshness: {memory} read, which nobody has written since the fill began",
+            f"freshness: {memory} read, but not written since the fill began",
             f"  read by {who(op)}",
             f"  {written}",
             f"  the fill began at {fill.place}",
@@ -221,8 +221,8 @@ def _out_of_bounds(op: Operation, bound: Bound, values: Rows, writer: Operation 
             lines.append(f"  written by {who(writer)}")
     negative = bool((values < 0).any())
     if negative:
-        lines.append("  torch counts negative indices from the end, where a row is somebody's")
-        lines.append("  missing guard: sink (padding names a row that is kept for it)")
+        lines.append("  torch counts negative indices from the end, where a row belongs to another user")
+        lines.append("  missing guard: sink (padding names a row that is reserved for it)")
     return BoundsError("\n".join(lines), "sink" if negative else "", memory, (str(op.place),), op.seq)
 
 

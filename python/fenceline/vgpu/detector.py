@@ -32,6 +32,8 @@ class Detector:
         self._stream_of = stream_of
         self.pairs: PairsMet | None = None  # if they are to be noted
         self.num_accesses = 0
+        # By two agents, whether each of them writes, and whether the memory may have one user at a time.
+        self._joined: dict[tuple[int, int, bool, bool, bool], bool] = {}
 
     def check(self, op: Operation) -> Sequence[RaceError]:
         """Compare and record the accesses of ``op``, just before it runs, when its index values are known."""
@@ -106,10 +108,17 @@ class Detector:
     ) -> bool:
         """Whether an edge joins the stream of ``op`` and that of another agent in ``latest``, which ``wrote`` or
         read. Most memory is used by streams that none joins, and which units of it were used costs more to find out."""
-        mine = self._stream_of(op.agent)[1]
+        agent = op.agent
         for other in latest:
-            name, device = self._stream_of(other)
-            if other != op.agent and device == mine and pairs.may_join(name, wrote, op, write, tag):
+            if other == agent:
+                continue
+            key = (agent, other, wrote, write, tag.is_exclusive)
+            joined = self._joined.get(key)
+            if joined is None:
+                name, device = self._stream_of(other)
+                mine = self._stream_of(agent)[1]
+                joined = self._joined[key] = device == mine and pairs.may_join(name, wrote, op, write, tag)
+            if joined:
                 return True
         return False
 

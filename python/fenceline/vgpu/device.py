@@ -11,6 +11,7 @@ import torch
 
 from fenceline.memory_order import register_device
 from fenceline.memory_order.access import Accesses, Memory, PagedMemory, Rows, occupies_sm
+from fenceline.memory_order.checker import OrderChecker
 from fenceline.memory_order.device import (
     Device,
     FillField,
@@ -26,7 +27,8 @@ from fenceline.memory_order.stream import Point, Stream, applied_at
 from fenceline.vgpu.factories import use
 from fenceline.vgpu.gpu import Graph as VirtualGraph
 from fenceline.vgpu.gpu import VirtualGpu
-from fenceline.vgpu.memory import whole
+from fenceline.vgpu.memory import Tag, whole
+from fenceline.vgpu.order_record import OrderRecord
 from fenceline.vgpu.place import here
 from fenceline.vgpu.streams import Operation, VirtualStream
 
@@ -41,6 +43,7 @@ class VgpuStream(Stream):
         super().__init__(name, severed)
         self.gpu = gpu
         self.raw: VirtualStream = gpu.stream(name.value)  # of the calling thread's device
+        self.recorded: Callable[[StreamName], None] | None = None  # is told of each Point
 
     def _is_cut(self, edge: Edge, waiter: StreamName, source: StreamName) -> bool:
         self.gpu.edges_met.add((edge.part(waiter, source), applied_at()))
@@ -62,6 +65,8 @@ class VgpuStream(Stream):
             dst.copy_(src, non_blocking=True)
 
     def _record_event(self) -> object:
+        if self.recorded is not None:
+            self.recorded(self.name)
         return self.gpu.record(self.raw)
 
     def _wait_event(self, point: Point) -> None:
@@ -134,6 +139,9 @@ class VgpuDevice(Device):
 
     def __init__(self, severed: frozenset[str] = frozenset(), gpu: VirtualGpu | None = None) -> None:
         self.gpu = VirtualGpu() if gpu is None else gpu
+        # Those that are declared as a whole. Not where something is severed: what is kept here never goes back to the
+        # allocator, and ``growth_stop`` is about what goes back.
+        self.whole_memories: dict[Tag, Memory] = {}
         super().__init__(use(self.gpu), severed)
         self._sm = whole(self.gpu.resource("sm"))
         self._by_name = {stream.name: stream for stream in self.streams}
@@ -200,6 +208,17 @@ class VgpuDevice(Device):
                 self.gpu.submit("work on all SMs", lambda: None, writes=(self._sm,))
         for reader in self._readers:
             reader(stream, label, accesses, *args, **kwargs)
+
+    def check_order(self) -> None:
+        super().check_order()
+        assert isinstance(self.checker, OrderChecker), "it has just been made"
+        self._readers += (OrderRecord(self.checker).declared,)
+
+    def memory(self, name: str, tensor: torch.Tensor) -> Memory:
+        memory = super().memory(name, tensor)
+        if not self.severed:
+            self.whole_memories[self.gpu.tag_of(tensor)] = memory
+        return memory
 
     def name_memory(self, tensor: torch.Tensor, name: str, row_bytes: int | None = None) -> None:
         self.gpu.name_memory(tensor, name, row_bytes or 0)

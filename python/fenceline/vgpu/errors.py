@@ -90,6 +90,12 @@ class OwnershipError(CheckError):
     checker = "ownership"
 
 
+class FootprintError(CheckError):
+    """An operation accesses something else than it has declared, or ``--memory-check order`` remembers it wrongly."""
+
+    checker = "footprint"
+
+
 class RaceError(VgpuError):
     """Two operations touch the same memory and nothing orders them.
 

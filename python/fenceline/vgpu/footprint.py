@@ -1,38 +1,41 @@
-"""Footprints: the KV pages that a decode step accesses, compared with those that it has declared.
+"""Footprints: what operations access, compared with what they have declared.
 
-``--memory-check order`` knows of a step what is declared of it (``StepAccesses.decode``), and orders transfers by that.
-A page that is accessed and not declared would be unknown to it.
+``--memory-check order`` knows only what an operation has declared. So it would not know of memory that is accessed but
+not declared, and memory that is declared but not accessed would make other operations wait.
+
+The memory of rings is compared between two Points of a stream: whoever waits for a Point is ordered after what was
+declared before it. Pages are compared by step and by transfer, with those of its requests and of its copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
-
-import numpy as np
 
 from fenceline.memory_order.access import Memory, PagedMemory, Rows
 from fenceline.memory_order.edges import StreamName
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.vgpu.device import VgpuDevice
+from fenceline.vgpu.device import VgpuDevice, VgpuStream
+from fenceline.vgpu.errors import FootprintError
+from fenceline.vgpu.order_record import numbers
+from fenceline.vgpu.streams import Operation, VirtualStream
 from fenceline.vgpu.tags import Tags
 
 
 class _Declared:
-    """The pages of one operation: see ``memory_order.access.Accesses``."""
+    """The accesses of one operation, in order: see ``memory_order.access.Accesses``."""
 
-    def __init__(self, pages: PagedMemory) -> None:
-        self._pages = pages
-        self.read_there: set[int] = set()
-        self.written_there: set[int] = set()
+    def __init__(self) -> None:
+        self.accesses: list[
+            tuple[Memory, bool, frozenset[int]]
+        ] = []  # memory, whether it is written, its rows
 
     def read(self, memory: Memory, rows: Rows | None = None) -> None:
-        if memory is self._pages:
-            self.read_there |= _numbers(rows)
+        self.accesses.append((memory, False, frozenset(numbers(memory, rows))))
 
     def write(self, memory: Memory, rows: Rows | None = None) -> None:
-        if memory is self._pages:
-            self.written_there |= _numbers(rows)
+        self.accesses.append((memory, True, frozenset(numbers(memory, rows))))
 
     def read_pages(self, memory: PagedMemory, rows: Rows, lengths: Rows) -> None:
         self.read(memory, memory.pages_of(rows, lengths))
@@ -50,22 +53,147 @@ class _Declared:
     def occupy_sm(self) -> None:
         return
 
+    def pages(self, memory: Memory, written: bool) -> frozenset[int]:
+        """The rows of ``memory`` that are read, or ``written``."""
+        found = (rows for one, write, rows in self.accesses if one is memory and write is written)
+        return frozenset().union(*found)
 
-def _numbers(rows: Rows | None) -> set[int]:
-    assert rows is not None, "a step names its pages"
-    return set(np.unique(rows).tolist())
+
+class Footprints:
+    """Reads the declarations of ``device`` from now on.
+
+    Of a device of which something is severed, only the pages of decode steps are compared: a severed guard lets other
+    memory be accessed, and it is the race that must be reported.
+    """
+
+    def __init__(self, device: VgpuDevice, runner: ModelRunner, tags: Tags) -> None:
+        self._tags = tags
+        self._accesses = runner._accesses
+        self._memories = device.whole_memories
+        self._declared: dict[StreamName, set[tuple[Memory, bool]]] = {}  # since the stream's latest Point
+        self._touched: dict[StreamName, dict[tuple[Memory, bool], Operation]] = {}
+        self._read_by: dict[Memory, Operation] = {}  # FORWARD's reads that have not been declared yet
+        self._of_transfer: _Declared | None = None
+        # Of pinned memory: who used it last, and since which Point, if the host has not declared its own use since.
+        self._used_by: dict[Memory, tuple[Operation, int]] = {}
+        self._num_points = 0
+        self._only_pages = bool(device.severed)
+        self._names = {stream.raw: stream.name for stream in device.streams if isinstance(stream, VgpuStream)}
+        device._readers += (self._read,)
+        if self._only_pages:
+            return
+        tags.compares_declared = True
+        device.gpu.submitted = self._submitted
+        for stream in device.streams:
+            assert isinstance(stream, VgpuStream), "made by this device"
+            stream.recorded = self._recorded
+        if runner.hicache is not None:
+            controller: Any = runner.hicache
+            for name in ("store", "load"):
+                setattr(controller, name, self._watched(getattr(controller, name)))
+
+    # --- declarations
+
+    def _read(self, stream: StreamName, label: str, names: Callable[..., None], *args: Any) -> None:
+        op = _Declared()
+        names(op, *args)
+        accesses = self._accesses
+        if names in (accesses.decode, accesses.extend):
+            written = op.pages(accesses.pages, True)
+            self._tags.declared(op.pages(accesses.pages, False) | written, written)
+            return
+        if self._only_pages:
+            return
+        if self._of_transfer is not None:
+            self._of_transfer.accesses += op.accesses
+        if stream is StreamName.HOST:
+            for memory, _, _ in op.accesses:
+                self._used_by.pop(memory, None)
+        else:
+            whole = self._declared.setdefault(stream, set())
+            whole.update((memory, write) for memory, write, _ in op.accesses if memory.tensor is not None)
+            for memory, write, _ in op.accesses:
+                reader = self._read_by.get(memory)
+                if stream is StreamName.FORWARD:
+                    self._read_by.pop(memory, None)
+                elif write and reader is not None:
+                    raise _undeclared(reader, memory, False)
+
+    # --- memory of rings
+
+    def _submitted(self, stream: VirtualStream, op: Operation) -> None:
+        name = self._names.get(stream)
+        if name is None:
+            return
+        for accesses, write in ((op.reads, False), (op.writes, True)):
+            for access in accesses:
+                memory = self._memories.get(access.tag)
+                if memory is not None:
+                    self._touched.setdefault(name, {}).setdefault((memory, write), op)
+                    if access.tag.is_host:
+                        self._check_turn(memory, op)
+
+    def _check_turn(self, memory: Memory, op: Operation) -> None:
+        """Between two uses by a stream the host fills pinned memory, or takes what is there."""
+        before, since = self._used_by.setdefault(memory, (op, self._num_points))
+        if since != self._num_points:
+            raise FootprintError(
+                f"footprint: {op.label} uses {memory.name}, and the host has not since {before.label} at {before.place}"
+            )
+
+    def _recorded(self, name: StreamName) -> None:
+        self._num_points += 1
+        declared, touched = self._declared.pop(name, set()), self._touched.pop(name, {})
+        for (memory, write), op in touched.items():
+            if (memory, write) in declared or (memory, True) in declared:
+                continue
+            if write or name is not StreamName.FORWARD:
+                raise _undeclared(op, memory, write)
+            self._read_by[memory] = op  # of a plan it is declared before the next one is uploaded
+        for memory, write in declared:
+            if name is StreamName.FORWARD and not write:
+                continue  # of a plan it is declared that work which has been submitted may read it
+            if not any(one is memory for one, _ in touched):
+                raise FootprintError(
+                    f"footprint: {memory.name} is declared on {name.value}, and nothing uses it"
+                )
+
+    # --- pages of transfers
+
+    def _watched(self, submit: Callable[..., None]) -> Callable[..., None]:
+        def submitted(ticket: Any, device_pages: Rows, host_pages: Rows, after: Any) -> None:
+            with self._transfer(submit.__name__, device_pages, host_pages):
+                submit(ticket, device_pages, host_pages, after)
+
+        return submitted
+
+    @contextmanager
+    def _transfer(self, kind: str, device_pages: Rows, host_pages: Rows) -> Iterator[None]:
+        self._of_transfer = op = _Declared()
+        yield
+        self._of_transfer = None
+        device, host = (frozenset(pages.tolist()) for pages in (device_pages, host_pages))
+        if not device:
+            return
+        to_device = kind == "load"
+        for memory, write, rows in op.accesses:
+            right = host if write != to_device else device
+            if rows != right:
+                raise FootprintError(
+                    f"footprint: a {kind} declares {memory.name} {sorted(rows)}, not {sorted(right)}"
+                )
+        named = {(memory.name.partition(".")[0], write) for memory, write, _ in op.accesses}
+        if named != {("host_pool", not to_device), ("kv_pool", to_device)}:
+            raise FootprintError(f"footprint: a {kind} declares no more than {sorted(named)}")
+
+
+def _undeclared(op: Operation, memory: Memory, write: bool) -> FootprintError:
+    verb, where = "writes" if write else "reads", str(op.place)
+    return FootprintError(
+        f"footprint: {op.label} {verb} {memory.name}, which is not declared\n  {where}", places=(where,)
+    )
 
 
 def check_footprints(device: VgpuDevice, runner: ModelRunner, tags: Tags) -> None:
-    """From now on give each decode step of ``tags`` the pages that ``runner`` declares for it."""
-    accesses = runner._accesses
-
-    def declared(stream: StreamName, label: str, names: Callable[..., None], *args: Any) -> None:
-        if names != accesses.decode and names != accesses.extend:
-            return
-        op = _Declared(accesses.pages)
-        names(op, *args)
-        if names == accesses.decode:
-            tags.declared(frozenset(op.read_there | op.written_there), frozenset(op.written_there))
-
-    device._readers += (declared,)
+    """From now on compare what is accessed with what is declared."""
+    Footprints(device, runner, tags)

@@ -96,6 +96,8 @@ class VirtualGpu:
         self.trace: list[Turn] = []
         # (edge, function that applies it) of each edge that was reached, severed or not.
         self.edges_met: set[tuple[str, str]] = set()
+        # Is told of each operation that is submitted and accesses memory, also of those of a replay.
+        self.submitted: Callable[[VirtualStream, Operation], None] | None = None
 
     # --- agents --------------------------------------------------------------------------------------
 
@@ -192,10 +194,15 @@ class VirtualGpu:
 
     def name_memory(self, tensor: torch.Tensor, name: str, row_bytes: int = 0) -> None:
         """Give the memory of ``tensor``, on the device or pinned, a ``name`` for reports, and rows of ``row_bytes``."""
+        tag = self.tag_of(tensor)
+        tag.name, tag.row_bytes = name, row_bytes
+
+    def tag_of(self, tensor: torch.Tensor) -> Tag:
+        """The use of memory that ``tensor``, on the device or pinned, is in."""
         tag = getattr(tensor, "allocation", None) or self.pinned.find(tensor)
         tag = tag.tag if isinstance(tag, Allocation) else tag
         assert tag is not None, "only device memory and pinned memory have names"
-        tag.name, tag.row_bytes = name, row_bytes
+        return tag
 
     def resource(self, name: str) -> Tag:
         """A resource that may have one user at a time, such as ``sm``: use it with ``using``."""
@@ -290,6 +297,8 @@ class VirtualGpu:
     def _queue(self, stream: VirtualStream, op: Operation) -> None:
         thread = self.thread
         op.seq, op.purpose = self._moment(), None if stream.is_ahead_of else thread.purpose
+        if self.submitted is not None and (op.reads or op.writes):
+            self.submitted(stream, op)
         stream.append(op, thread.submitting)
 
     def record(self, stream: VirtualStream) -> Operation:
@@ -502,8 +511,8 @@ class VirtualGpu:
         allocation.tag.opened_by |= {self.thread.device}
 
     def _look_ahead(self) -> list[RaceError]:
-        """Races of work that is queued: a schedule may show an effect before the cause. Not with several devices: what
-        queued work will have acquired before it runs is not known yet."""
+        """Races of work that is queued, because a schedule may show an effect before its cause. There are none with
+        several devices, where it is not known yet what queued work will have acquired before it runs."""
         if self.detector is None or self.num_devices > 1:
             return []
         queued = [op for stream in self.streams for op in stream.queue if op.run is not None]
@@ -521,7 +530,7 @@ class VirtualGpu:
 
 
 def unopened(op: Operation, tag: Tag) -> PeerError:
-    """The report of an access to another device's memory that the operation's has not opened."""
+    """The report of an access to another device's memory that the operation's own device has not opened."""
     assert op.stream is not None, "it runs on a stream"
     return PeerError(
         f"peers: {tag} of device {tag.device} is not open to device {op.stream.device}\n  {who(op)}",

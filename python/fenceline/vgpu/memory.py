@@ -83,7 +83,7 @@ class Tag:
         # By hazard, the guards without which accesses to it are not ordered; for memory that no edge protects.
         self.guards: Mapping[Hazard, tuple[str, ...]] = {}
         self.opened_by: frozenset[int] = frozenset()  # the devices besides that one that may access it
-        self.is_exclusive = False  # a resource that bears one user at a time, not memory
+        self.is_exclusive = False  # a resource that allows one user at a time, not memory
 
     def __str__(self) -> str:
         if self.name:

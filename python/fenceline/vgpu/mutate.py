@@ -262,7 +262,7 @@ def _campaign(
         while running or (waiting and time.monotonic() < last_start):
             while waiting and len(running) < jobs and time.monotonic() < last_start:
                 mutant = waiting.pop()
-                workloads = _workloads(mutant, reached)
+                workloads = reached.get(mutant.path, {}).get(mutant.statement, [])
                 if not workloads:
                     file.write(_line(mutant, UNREACHED))
                     bar.update()
@@ -310,10 +310,6 @@ def _run_mutant(mutant: Mutant, workloads: Sequence[str], cpu_limit_s: float, wr
         _try_mutant(mutant, workloads, cpu_limit_s, out)
         out.flush()
         os._exit(0)
-
-
-def _workloads(mutant: Mutant, reached: Reached) -> list[str]:
-    return reached.get(mutant.path, {}).get(mutant.statement, [])
 
 
 def _line(mutant: Mutant, state: str, **more: object) -> str:

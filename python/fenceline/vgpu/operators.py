@@ -26,6 +26,7 @@ _SYNCHRONISING = {
     "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
     "aten::bincount", "aten::equal", "aten::_local_scalar_dense", "aten::repeat_interleave", "aten::histc",
 }  # fmt: skip
+_KNOWN_TO_THE_HOST = {"aten.repeat_interleave.self_int"}  # their overloads for which it need not wait
 # In-place operators that do not read the old values.
 _OVERWRITING = {
     "zero_",
@@ -102,7 +103,7 @@ class Operator:
             return Kind.COPY
         if name == "aten::_to_copy":
             return Kind.TO_COPY
-        if name in _SYNCHRONISING:
+        if name in _SYNCHRONISING and str(self.func) not in _KNOWN_TO_THE_HOST:
             return Kind.SYNC
         if name in _VIEWS_BY_NATURE:
             return Kind.VIEW

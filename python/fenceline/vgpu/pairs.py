@@ -1,4 +1,4 @@
-"""The pairs of conflicting accesses that a run meets, ordered or not: what each edge has had to do.
+"""The pairs of conflicting accesses in a run, ordered or not, which show what each edge had to order.
 
 An edge that orders nothing in a run is not tested by it. So the detector notes every two accesses to the same memory,
 on two streams that an edge joins, of which one writes. Beside the pair it matters whether the edge was needed: if the
@@ -65,8 +65,8 @@ class PairsMet:
 
 
 def missed(pairs: Iterable[Pair]) -> list[str]:
-    """What of the table of edges no pair is of: an edge between two streams; a hazard of an edge; an edge between two
-    streams that nothing has had to wait for."""
+    """The parts of the table of edges to which no pair belongs: an edge between two streams; a hazard of an edge; an
+    edge between two streams at which nothing had to wait."""
     pairs = list(pairs)
     met = {(pair.edge, pair.waiter, pair.source) for pair in pairs}
     waited = {(pair.edge, pair.waiter, pair.source) for pair in pairs if pair.waited}

@@ -3,8 +3,8 @@
 A step of a kernel's thread is an operation on a stream of that thread, which runs when the seed says. Flags order: what
 a thread releases with a flag happened before what follows the acquire that reads it, and nothing else orders two
 devices. Words are written and read in one access, so a reader that finds its launch's generation in a word has read
-what was written with it; that orders nothing else. What is written too early, over words that somebody has yet to
-read, is a race.
+what was written with it; that orders nothing else. A write that comes too early, over words that another rank has not
+read yet, is a race.
 
 Ranks whose launches of the same number differ, or that wait for a launch that another rank never makes, are reported
 with the lines that have submitted both.
@@ -64,7 +64,7 @@ class Grain(NamedTuple):
 
 
 class Group:
-    """What the ranks of one group share: each one's buffer, which all others have opened, and its flags."""
+    """The state that the ranks of one group share: each rank's buffer, which all others have opened, and its flags."""
 
     def __init__(self, gpu: VirtualGpu, size: int, grain: Grain = Grain()) -> None:
         self.gpu = gpu
@@ -127,7 +127,7 @@ class PeerRank:
         self.registered: dict[
             int, list[VTensor | None]
         ] = {}  # all ranks' outputs, by the slot that a graph uses
-        self.noted: list[tuple[int, VTensor]] = []  # slots of captured launches, not registered yet
+        self.unregistered: list[tuple[int, VTensor]] = []  # slots of captured launches, not registered yet
         self._num_slots = 0
         assert group.ranks[rank] is None, f"rank {rank} has joined already"
         group.ranks[rank] = self
@@ -150,19 +150,31 @@ class PeerRank:
         """See ``memory_order.CollectiveBackend``."""
         self._launch("all-reduce", x, x)
 
+    def all_reduce_add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor | None:
+        """See ``memory_order.CollectiveBackend``. There is no such operation."""
+        return None
+
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """See ``memory_order.CollectiveBackend``."""
         self._launch("all-gather", x, out)
 
     def register(self) -> None:
         """See ``memory_order.CollectiveBackend``: the others learn where the outputs of captured launches lie."""
-        for slot, tensor in self.noted:
+        for slot, tensor in self.unregistered:
             self.group.gpu.collect_released()
             for rank in range(self.size):
                 known = self.group.rank(rank).registered.setdefault(slot, [None] * self.size)
                 known[self.rank] = tensor
             _share(tensor, self.group.gpu)
-        self.noted = []
+        self.unregistered = []
+
+    def give_up(self) -> None:
+        """See ``memory_order.CollectiveBackend``. A virtual GPU reports waits that do not end."""
+
+    def check(self) -> None:
+        """See ``memory_order.CollectiveBackend``. Nothing is given up."""
 
     def close(self) -> None:
         """See ``memory_order.CollectiveBackend``."""
@@ -179,7 +191,7 @@ class PeerRank:
         slot = -1
         if two_shots and stream.is_captured:
             slot, self._num_slots = self._num_slots, self._num_slots + 1
-            self.noted.append((slot, x))
+            self.unregistered.append((slot, x))
         shape = Launch(
             self.rank, self.size, num_vectors, grain.num_blocks, grain.num_threads, two_shots, slot >= 0
         )
@@ -327,7 +339,7 @@ class _Spin:
 
     @property
     def what(self) -> str:
-        """In reports: whom it waits for, and how far that one has come."""
+        """For reports: the rank for which it waits, and how far that rank has come."""
         mine, step = self._mine, self.step
         latest = mine.group.rank(step.peer).latest
         before = (

@@ -24,10 +24,10 @@ class Policy(ABC):
 
     @abstractmethod
     def pick(self, runnable: Sequence[VirtualStream], needed: VirtualStream | None) -> VirtualStream | None:
-        """The stream whose head runs next, or None: the host goes on.
+        """The stream whose head runs next, or None if the host continues.
 
-        ``needed`` is None while the host is free to go on; otherwise the host is blocked and one of ``runnable``
-        must be chosen; running ``needed`` brings the host closer to going on. ``runnable`` is never empty.
+        ``needed`` is None while the host can continue. Otherwise the host is blocked, one of ``runnable`` must be
+        chosen, and running ``needed`` brings the host closer to continuing. ``runnable`` is never empty.
         """
 
 

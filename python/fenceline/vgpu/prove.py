@@ -40,8 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--seeds-per-edge", type=int, metavar="N",
-        help=f"runs of each severed edge and guard; unless given {_SEEDS_PER_ARM}, or a fortieth of --seeds if that is"
-        " more",
+        help=f"runs of each severed edge and guard; unless given up to {_SEEDS_PER_ARM}, or a fortieth of --seeds if"
+        " that is more, until one fails as it must",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--edge", metavar="NAME", help="sever this edge or guard and do nothing else")
@@ -105,14 +105,16 @@ def _plan(args: argparse.Namespace, parser: argparse.ArgumentParser, bar: tqdm) 
     if args.edge is not None:
         num_per_arm, num_intact = args.seeds or _SEEDS_PER_ARM, 0
     everything = args.edge is None and args.workload is None
+    until_shown = everything and args.seeds_per_edge is None
     if num_intact is not None and not args.exhaustive:
-        bar.total = num_intact + sum(arm.num_runs(num_per_arm) for arm in arms)
+        bar.total = num_intact + sum(1 if until_shown else arm.num_runs(num_per_arm) for arm in arms)
     return Plan(
         arms=tuple(arms),
         workloads=tuple(workloads) if args.workload is None else (args.workload,),
         first_seed=args.seed,
         num_intact=num_intact,
         num_per_arm=num_per_arm,
+        until_shown=until_shown,
         jobs=max(args.jobs or (num_usable_cores() if everything else 1), 1),
         detect=not args.blind,
         deadline=math.inf if args.budget is None else time.monotonic() + args.budget,

@@ -59,7 +59,7 @@ class Shadow:
         # The log: an access to the same bytes by the same agent replaces its earlier ones.
         self._plain: dict[tuple[int, bool, Layout], int] = {}
         self._rows: list[_Entry] = []
-        self._past: deque[_Entry] = deque(maxlen=_MAX_LOG)  # no longer needed but for reports
+        self._past: deque[_Entry] = deque(maxlen=_MAX_LOG)  # needed only for reports
         self._reads: npt.NDArray[np.int32] | None = None  # [agents, units]
         self._writes: npt.NDArray[np.int32] | None = None
 

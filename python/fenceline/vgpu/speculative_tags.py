@@ -1,9 +1,9 @@
-"""The shadow tags of speculative steps: which slots the draft's and the target's rows go to, and what they stand for.
+"""The shadow tags of speculative steps: the slots to which the rows of draft and target go, and their tags.
 
-A step makes several forwards over the same slots, and the device alone knows where they begin. What they must be
-follows from the request's tokens so far (``tags.Account``) and from the tokens that the step has proposed and drawn at
-that moment: a row stands for the tokens in front of it on its own path. A row of a rejected token so stands for a
-prefix that no request has, and whoever reads it as a token of a request is reported.
+A step makes several forwards over the same slots, and only the device knows where they begin. The required tags follow
+from the request's tokens so far (``tags.Account``) and from the tokens that the step has proposed and drawn at that
+moment: the tag of a row is the tokens before it on its own path. So the tag of a rejected token's row is a prefix that
+no request has, and any read of it as a token of a request is reported.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SpeculativeStep(Step):
     hidden states stores a row each time, from L - 1 on, computed from its own hidden states; afterwards it stores all
     n + 1 rows again, from the target's. One that reads none begins with two rows, at L - 2 and L - 1, the first of
     which goes to the sink unless the row is missing; it has no row of the last of n accepted tokens. n, the depth, may
-    be 0. Where each layer of a draft has a turn, layer k stores the rows from L - 1 - k on, and nothing before.
+    be 0. If a draft has a layer for each step, layer k stores the rows from L - 1 - k on, and nothing before.
 
     Of a tree the rows are those of its nodes, in the order of the slots from L - 1 on. The draft stores rows of each
     frontier, one frontier behind the other. What of them is accepted is then moved to its tokens' slots.
@@ -45,7 +45,7 @@ class SpeculativeStep(Step):
         self._shape = shape
         self._num_rows = shape.num_nodes
         self._reads_hidden = runner.reads_hidden
-        self._by_turns = max(tags.shifts) > 1
+        self._layer_per_step = max(tags.shifts) > 1
         arena = runner.arena
         self._topk = runner.config.topk if shape.depth else 1
         names = ["input_ids", "drawn", "counts"]
@@ -84,7 +84,7 @@ class SpeculativeStep(Step):
         number, depth, topk = self._num_stores[part] - 1, self._shape.depth, self._topk
         if part < self._tags.num_target_parts:
             rows = [(0, self._num_rows)]
-        elif self._by_turns:
+        elif self._layer_per_step:
             behind = self._tags.shifts[part] - 1
             rows = [(-behind, depth + 1 + behind)]
         elif self._reads_hidden:
@@ -105,14 +105,14 @@ class SpeculativeStep(Step):
         return path
 
     def _rows_of(self, index: int, part: int) -> list[int]:
-        """What the rows of the request in the forward that stores ``part`` stand for."""
+        """The tags of the request's rows in the forward that stores ``part``."""
         (first, num_rows), prefixes = self._forward(part), self._tags.prefixes
         is_target = part < self._tags.num_target_parts
         if is_target or (first < 0 and not self._reads_hidden):
             path = self._path(index, first + num_rows)
             return path if is_target else [int(self._ends_of(index)[-2]), *path]
         proposes = not self._reads_hidden or (
-            not self._by_turns and self._num_stores[part] < self._shape.depth
+            not self._layer_per_step and self._num_stores[part] < self._shape.depth
         )
         if proposes and self._topk > 1:
             root = int(self._ends_of(index)[-1])
@@ -204,9 +204,16 @@ class SpeculativeStep(Step):
             expected = self._expected(self.seqs.index(seq), part)
             right = slots[: len(expected)]
             if not np.array_equal(memory.held[right], expected):
-                self._misread_as(op, memory, slots, seq, expected)
+                first = self._first_attended(self.seqs.index(seq), part)
+                self._misread_as(op, memory, slots, seq, expected, first)
                 return
             slots = slots[len(expected) :]
+
+    def _first_attended(self, index: int, part: int) -> int:
+        """The first token that the request's rows of the latest forward attend to: the first row's window begins there.
+        The nodes of a tree are in every window."""
+        first, window = self._base(index) + self._forward(part)[0], self._tags.windows[part]
+        return 0 if window is None else max(first - window + 1, 0)
 
     def _expected(self, index: int, part: int) -> I64:
         """The tags of all slots that the request's rows of the latest forward attend to."""
@@ -219,7 +226,7 @@ class SpeculativeStep(Step):
         for position, tag in self._stored[part][index].items():
             if position < length:
                 expected[position] = tag
-        return expected
+        return expected[self._first_attended(index, part) :]
 
     def _check_read_by_all(self, op: Operation, part: int) -> None:
         """The forward before has read ``part`` of every request."""
@@ -262,6 +269,10 @@ class SpeculativeStep(Step):
         """The draft's row of each node of the accepted path, 0 where it has none but for the root."""
         nodes = self._row("draft_nodes", index, self._num_rows)
         return [nodes[node] for node in self._row("path", index, self._shape.num_tokens)]
+
+    def declare(self, accessed: frozenset[int], written: frozenset[int]) -> None:
+        """It has declared these pages. The host does not know where it begins, so they may be more than its own."""
+        self.declared = accessed, written
 
     def ran(self, op: Operation) -> None:
         """See ``streams.Purpose``."""

@@ -35,7 +35,7 @@ from fenceline.model_executor.step import DecodeBatch, ExtendBatch, ScheduleBatc
 from fenceline.models.loader import NewWeights
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.scheduler import Scheduler
-from fenceline.vgpu.errors import CheckError, TagError
+from fenceline.vgpu.errors import CheckError, FootprintError, TagError
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.layout import Layout, layout_of
 from fenceline.vgpu.memory import Access, Tag, row_values
@@ -240,6 +240,9 @@ class Step:
         # Pages that it has declared: to be accessed, and to be written; None: nobody asks.
         self.declared: tuple[frozenset[int], frozenset[int]] | None = None
         self._unread: dict[int, list[Seq]] = {}
+        self._in_order: dict[
+            int, bool
+        ] = {}  # of each part: whether all requests are read at once, in their order
         self._ends: dict[int, list[I64]] = {}
 
     def ran(self, op: Operation) -> None:
@@ -273,8 +276,29 @@ class Step:
             ]
         return found[self.seqs.index(seq)]
 
+    def declare(self, accessed: frozenset[int], written: frozenset[int]) -> None:
+        """It has declared these pages: those of its requests, and to be written those of their new tokens."""
+        self.declared = accessed, written
+        if not self._tags.compares_declared:
+            return
+        new = {
+            page
+            for seq in self.seqs
+            for page in seq.pages[
+                seq.first // self._tags.page_size : -(-seq.length // self._tags.page_size)
+            ].tolist()
+        }
+        if accessed != self._pages or written != new:
+            declared, right = (sorted(accessed), sorted(written)), (sorted(self._pages), sorted(new))
+            raise FootprintError(f"footprint: a {self._kind} declares pages {declared}, {right} are its own")
+
+    def check_declared(self) -> None:
+        """It has been submitted."""
+        if self.declared is None and self._tags.compares_declared:
+            raise FootprintError(f"footprint: a {self._kind} has declared no pages")
+
     def _check_declared(self, op: Operation, memory: SlotMemory, slots: I64, writes: bool) -> None:
-        if self.declared is None:
+        if self.declared is None:  # pages that arrive layer by layer are declared behind the last layer
             return
         declared = self.declared[writes]
         pages = np.unique(memory.page[slots]).tolist()
@@ -296,11 +320,12 @@ class Step:
             self._tags.pages.refuse(foreign, self._readers(), op)
         part = int(memory.part[slots[0]])
         unread = self._unread.setdefault(part, [])
+        window = self._tags.windows[part]
         if not unread:
             unread += self.seqs
-        window = self._tags.windows[part]
-        num_unread = sum(seq.length - seq.first_read(window) for seq in unread)
-        in_order = not self._decodes or len(slots) >= num_unread
+            num_unread = sum(seq.length - seq.first_read(window) for seq in unread)
+            self._in_order[part] = not self._decodes or len(slots) >= num_unread
+        in_order = self._in_order[part]
         while len(slots):
             seq = next(
                 (seq for seq in self._candidates(unread, in_order) if self._fits(memory, slots, part, seq)),
@@ -538,10 +563,10 @@ class Tags:
         num_layers = runner.model.num_layers
         self.shifts = [max(min(part.layer + 1 - num_layers, most), 0) for part in pool.layout.parts]
         # How many tokens, its own among them, a query reads of each part; None: all in front of it.
-        layers = [part.layer for part in pool.layout.parts]
-        self.windows = [runner.model.config.window(i) if i < num_layers else None for i in layers]
+        self.windows = [_window(runner, part.layer) for part in pool.layout.parts]
         self.memories: dict[Tag, SlotMemory] = {}
-        # With something severed a race must be reported by its edge: Points that miss an edge tell less.
+        self.compares_declared = False  # with its requests' pages what a step declares, and that it does
+        # With something severed, a race must be reported by its edge; a report of missing Points says less.
         whole = not runner.device.severed
         self._streams = {stream.name: stream for stream in gpu.streams}
         self.pages = Leases(gpu, runner.pages, self.add, whole)
@@ -621,6 +646,7 @@ class Tags:
         self._submitted = self._purpose(seqs, batch)
         with self._gpu.submitting_for(self._submitted):
             yield
+        self._submitted.check_declared()
         self._used_by_step()
 
     def _used_by_step(self) -> None:
@@ -639,7 +665,7 @@ class Tags:
     def declared(self, accessed: frozenset[int], written: frozenset[int]) -> None:
         """The step that is being submitted has declared these pages."""
         if self._submitted is not None:
-            self._submitted.declared = accessed, written
+            self._submitted.declare(accessed, written)
 
     def _purpose(self, seqs: Sequence[Seq], batch: ScheduleBatch) -> Step:
         return Step(self, seqs, decodes=isinstance(batch, DecodeBatch))
@@ -825,6 +851,15 @@ class Tags:
             self._gpu.findings.errors.append(error)
         else:
             self._gpu.findings.add_errors([error])
+
+
+def _window(runner: ModelRunner, layer: int) -> int | None:
+    """The window of a layer of the KV pool. Of drafts a whole model alone has layers with windows."""
+    num_layers, speculative = runner.model.num_layers, runner.speculative
+    if layer < num_layers:
+        return runner.model.config.window(layer)
+    assert speculative is not None, "layers behind the target's are a draft's"
+    return None if speculative.reads_hidden else speculative.config.draft.model.window(layer - num_layers)
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[Tag, Layout]:

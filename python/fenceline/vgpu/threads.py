@@ -25,11 +25,11 @@ _PATIENCE = 8  # unsuccessful polls of a channel, after which another thread run
 
 
 class _Turn:
-    """A thread's entry in the rotation: it runs while it holds ``baton``."""
+    """A thread's entry in the rotation: it runs once ``may_run`` has been released."""
 
     def __init__(self, agent: HostThread) -> None:
         self.agent = agent
-        self.baton = threading.Semaphore(0)
+        self.may_run = threading.Semaphore(0)
         self.ready: Callable[[], bool] | None = None  # what it is blocked on, None: it could run
         self.finished = False
         self.thread: threading.Thread | None = None
@@ -68,7 +68,7 @@ class Rotation:
 
         def body() -> None:
             self._local.agent = agent
-            turn.baton.acquire()
+            turn.may_run.acquire()
             try:
                 if not self._is_over:
                     run()
@@ -90,7 +90,7 @@ class Rotation:
         caller = getattr(self._local, "agent", None)
         for turn in self._turns.values():
             if turn.agent is not caller and not turn.finished:
-                turn.baton.release()
+                turn.may_run.release()
                 if turn.thread is not None:
                     turn.thread.join(_GRACE_S)
 
@@ -128,21 +128,21 @@ class Rotation:
         return [turn for turn in turns if not turn.finished and (turn.ready is None or turn.ready())]
 
     def _switch(self, me: _Turn, other: _Turn) -> None:
-        other.baton.release()
-        me.baton.acquire()
+        other.may_run.release()
+        me.may_run.acquire()
         if self._is_over:
             raise _Abandoned
 
     def _hand_on(self) -> None:
         able = self._able()
         if able:
-            self._random.choice(able).baton.release()
-        else:  # all others are blocked: let one find out that this is a deadlock
+            self._random.choice(able).may_run.release()
+        else:  # all others are blocked: let one of them detect the deadlock
             for turn in reversed(
                 self._turns.values()
             ):  # not one that waits for another one's end, if possible
                 if not turn.finished:
-                    turn.baton.release()
+                    turn.may_run.release()
                     return
 
 

@@ -1,8 +1,9 @@
-// All-reduce of 2 to 8 GPUs of one host over memory that they have opened for each other: the memory of a rank, what a
-// launch needs, and which vectors a thread has. python/fenceline/memory_order/all_reduce.py says how it works and why
+// All-reduce of 2 to 8 GPUs of one host over memory that they have opened for each other: the memory of a rank, the
+// arguments of a launch, and the slices. python/fenceline/memory_order/all_reduce.py says how it works and why
 // flags and buffers can be used again.
 //
-// x [n] becomes the sum of all ranks' x, added in float32 in the order of ranks and rounded once.
+// x [n] becomes the sum of all ranks' x, added in float32 in the order of ranks and rounded once; or a rank gets all
+// ranks' x as they are (kind 3).
 #pragma once
 
 #include "fenceline/common.h"
@@ -14,8 +15,9 @@ constexpr uint32_t kMaxBlocks = 128;      // of a launch; they must all fit the 
 constexpr uint32_t kMaxThreads = 512;     // for data, of a block
 constexpr uint32_t kVectorBytes = 16;     // of the message that a thread handles at a time
 constexpr uint32_t kWordsBytes = 32;      // the same as words of 4 bytes of data and 4 of the generation
+constexpr uint32_t kPolls = 4096;         // of a wait, between two checks whether to give it up
 
-// At the beginning of a rank's memory, zero at first. Peers write `start` and `flags`, the rank itself the rest.
+// At the beginning of a rank's memory, zero at first. Peers write `start` and `shots`, the rank itself the rest.
 struct PeerFlags {
   uint64_t start[kMaxRanks];                        // by peer: the generation that it has begun
   uint64_t launched;                                // generations that this rank has counted
@@ -25,6 +27,12 @@ struct PeerFlags {
 };
 static_assert(sizeof(PeerFlags) == 128 + 2 * kMaxBlocks * kMaxRanks * 8, "flags of a peer are a line apart");
 
+// In pinned host memory: through it a launch that waits and the process communicate.
+struct PeerWatch {
+  uint32_t given_up;  // not 0: no launch waits for a peer any more; set by the process, or by a wait beyond its limit
+  uint32_t lost;      // not 0: a launch has given up a wait, so its results, and all that follow, are no sums
+};
+
 // Part of the C ABI: python/fenceline_kernel/all_reduce.py mirrors it.
 struct AllReduceRequest {
   char* buffers[kMaxRanks];  // all ranks' memory as this process sees it
@@ -32,8 +40,10 @@ struct AllReduceRequest {
   char* const* outputs;      // all ranks' x of this launch, if peers may write there in the second shot; else null
   const char* residual;      // fused only: [rows, row] of the type of x
   const char* weight;        // [row]
-  char* hidden;              // [rows, row]: sum + residual; may be `residual`
+  char* hidden;              // [rows, row]: sum + residual; may be `residual`. Kind 3: all ranks' x [size, n]
   char* normed;              // [rows, row]: RMSNorm of hidden
+  PeerWatch* watch;          // null: waits have no end
+  uint64_t limit_ns;         // of one wait; 0: only the process ends it
   uint32_t num_vectors;
   uint32_t row_vectors;      // fused only: vectors of a row
   uint32_t words_capacity;   // vectors that the words of one rank and half hold
@@ -42,17 +52,17 @@ struct AllReduceRequest {
   uint32_t num_threads;      // for data, a multiple of 32; 32 more are for flags
   int32_t rank, size;
   int32_t dtype;             // 0 bfloat16, 1 float16, 2 float32
-  int32_t kind;              // 0 one shot, 1 two shots, 2 one shot fused with residual and RMSNorm
+  int32_t kind;              // 0 one shot, 1 two shots, 2 one shot fused with residual and RMSNorm, 3 gather
   float eps;
   uint32_t reserved;
 };
-static_assert(sizeof(AllReduceRequest) == 160, "mirrored in Python");
+static_assert(sizeof(AllReduceRequest) == 176, "mirrored in Python");
 
 FENCELINE_HD uint32_t slice_size(const AllReduceRequest& r) {
   return (r.num_vectors + static_cast<uint32_t>(r.size) - 1) / static_cast<uint32_t>(r.size);
 }
 
-// Vectors of the slice that `rank` adds up in two shots begin at rank * slice_size.
+// How many vectors the slice has that `rank` adds up in two shots. It begins at vector rank * slice_size.
 FENCELINE_HD uint32_t slice_length(const AllReduceRequest& r, int rank) {
   const uint32_t size = slice_size(r), start = static_cast<uint32_t>(rank) * size;
   if (start >= r.num_vectors) return 0;
@@ -70,7 +80,7 @@ FENCELINE_HD uint32_t slice_capacity(const AllReduceRequest& r) {
   return (r.sums_capacity + static_cast<uint32_t>(r.size) - 1) / static_cast<uint32_t>(r.size);
 }
 
-// What `from` has pushed of this rank's slice: vector number `offset` of it.
+// Vector number `offset` of this rank's slice, as `from` has pushed it.
 FENCELINE_HD uint64_t staged_at(const AllReduceRequest& r, uint32_t half, int from, uint32_t offset) {
   return words_end(r) + ((uint64_t{half} * r.size + from) * slice_capacity(r) + offset) * kVectorBytes;
 }
@@ -87,7 +97,7 @@ inline const char* check_all_reduce(const AllReduceRequest& r) {
   if (r.num_vectors == 0) return "there is nothing to add up";
   if (r.num_blocks == 0 || r.num_blocks > kMaxBlocks) return "1 to 128 blocks";
   if (r.num_threads == 0 || r.num_threads % 32 || r.num_threads > kMaxThreads) return "32 to 512 threads, a multiple of 32";
-  if (r.kind < 0 || r.kind > 2 || r.dtype < 0 || r.dtype > 2) return "no such kind or type";
+  if (r.kind < 0 || r.kind > 3 || r.dtype < 0 || r.dtype > 2) return "no such kind or type";
   if (r.kind != 1 && r.num_vectors > r.words_capacity) return "the message is too long for one shot";
   if (r.kind == 1 && r.num_vectors > r.sums_capacity) return "the message is too long for two shots";
   if (r.kind == 2) {
@@ -95,6 +105,7 @@ inline const char* check_all_reduce(const AllReduceRequest& r) {
     if (r.row_vectors > 4 * r.num_threads) return "a row is too long for its threads";
     if (!r.residual || !r.weight || !r.hidden || !r.normed) return "fused needs a residual, a weight and outputs";
   }
+  if (r.kind == 3 && !r.hidden) return "a gather needs an output";
   return nullptr;
 }
 

@@ -1,5 +1,5 @@
-// Definitions that the headers share. They include neither torch nor CUDA headers, so a host compiler reads them as well,
-// and the tests run the kernels' own address arithmetic on the CPU.
+// Definitions that the headers share. They include neither torch nor CUDA headers, so a host compiler reads them as
+// well, and the tests run the kernels' own address arithmetic on the CPU.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,7 @@ struct FastDivisor {
   }
 };
 
-// The widest of 16, 8, 4, 2, 1 bytes of which every number joined into `bits` with | is a multiple.
+// The largest of 16, 8, 4, 2 and 1 that divides every number that was joined into `bits` with |.
 inline uint32_t widest_unit(uint64_t bits) {
   uint32_t width = 16;
   while (bits & (width - 1)) width >>= 1;

@@ -25,7 +25,7 @@ constexpr int kMaxPageCopyCtas = 1024;
 // Part of the C ABI: python/fenceline_kernel/pages.py mirrors it.
 struct PageCopyRequest {
   char* const* buffers;         // host array [2 * num_layers] of device pointers: k0, v0, k1, v1, ...
-  char* host;                   // pinned, of the first layer copied
+  char* host;                   // pinned; begins with the first layer that is copied
   const int32_t* device_pages;  // host array [num_pages]
   const int32_t* host_pages;    // the same
   int64_t host_page_stride;     // bytes
@@ -39,7 +39,7 @@ struct PageCopyRequest {
   int32_t num_layers;
   int32_t num_ctas;             // SMs only: upper bound, so that other kernels can use the other SMs
   int32_t to_host;              // 1: device -> host, 0: host -> device
-  int32_t min_rows;             // copy engine only: from how many pages in a row one strided copy takes them
+  int32_t min_rows;             // copy engine only: the fewest consecutive pieces that one strided copy takes
 };
 static_assert(sizeof(PageCopyRequest) == 112, "mirrored in Python");
 

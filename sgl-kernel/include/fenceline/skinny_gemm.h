@@ -1,6 +1,7 @@
 // Skinny GEMM: few rows times a large weight, bfloat16 in and out, float32 sums. Its time is that of reading the weight
-// once at memory bandwidth; everything else overlaps with that. The weight's numbers are bfloat16, E4M3 or whole numbers of
-// four bits, as layers/quantized.py stores them; in registers they become bfloat16 for the tensor core, without rounding.
+// once at memory bandwidth; everything else overlaps with that. The weight's numbers are bfloat16, E4M3 or whole
+// numbers of four bits, as layers/quantized.py stores them; in registers they become bfloat16 for the tensor core,
+// without rounding.
 //
 //   y[m, n] = sum_k norm(x)[m, k] * weight[n, k] + bias[n]        m < rows <= 16
 //   out[m, n] = y[m, n]                                           plain:    weight [num_out, k]
@@ -8,14 +9,15 @@
 //             = silu(y[m, n]) * y[m, num_out + n]                 gated:    weight [2 * num_out, k], gates first
 // norm is absent or RMSNorm over k: x / sqrt(mean(x^2) + eps) * norm_weight.
 //
-// A CTA of warps_n * warps_k warps processes warps_n * tiles * 8 rows of the weight (a block) at a time and takes blocks
-// blockIdx, blockIdx + num_ctas, ... The warps_k warps of a row divide K among them, 128 bytes of it in turn; `cluster`
-// CTAs may divide it further. Each warp copies the 16-byte pieces that it will multiply itself into its own ring of
-// `depth` stages in shared memory, so the loads need no barrier but the warp's own and continue across blocks. The partial
-// sums are added in shared memory in a fixed order: results do not depend on timing, nor one row on the others.
+// A CTA of warps_n * warps_k warps processes warps_n * tiles * 8 rows of the weight (a block) at a time and takes
+// blocks blockIdx, blockIdx + num_ctas, ... The warps_k warps of a row take pieces of 128 bytes along K in turn;
+// `cluster` CTAs may divide K further. Each warp copies the 16-byte pieces that it will multiply itself into its own
+// ring of `depth` stages in shared memory, so the loads need no barrier but the warp's own and continue across blocks.
+// The partial sums are added in shared memory in a fixed order: results do not depend on timing, nor does a row on the
+// other rows.
 //
-// A scale of a whole row multiplies its sum at the end, a scale of a group the group's sum, from which the zero point times
-// the sum of x has been subtracted: a scale is never rounded.
+// The scale of a whole row multiplies the row's sum at the end. The scale of a group multiplies the group's sum, from
+// which the zero point times the sum of x has been subtracted. So a scale is never rounded.
 //
 // With `pdl` the launch may begin while the preceding kernel of the stream is still running. The weight, norm_weight
 // and bias are read at once, and must have been written before that kernel; x, residual and out are accessed
@@ -28,7 +30,7 @@ namespace fenceline {
 
 constexpr int kMaxSkinnyRows = 16;
 
-// How the weight is stored. A group is that of a scale along K.
+// How the weight is stored. A group: the numbers along K that have a scale in common.
 enum class Numbers {
   kBf16,
   kFp8,         // E4M3, a scale for each row

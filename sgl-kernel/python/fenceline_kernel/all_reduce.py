@@ -1,4 +1,5 @@
-"""All-reduce of 2 to 8 GPUs of one host over memory that they open for each other (include/fenceline/all_reduce.h)."""
+"""All-reduce and all-gather of 2 to 8 GPUs of one host over memory that they open for each other
+(include/fenceline/all_reduce.h)."""
 
 from __future__ import annotations
 
@@ -12,12 +13,14 @@ from fenceline_kernel.errors import KernelUnavailable
 from fenceline_kernel.library import KernelLibrary, load
 
 MAX_RANKS = 8
-MAX_SLOTS = 1 << 14  # captured launches whose outputs peers write; any more copy what peers have added up
+MAX_SLOTS = (
+    1 << 14
+)  # captured launches in which peers write sums straight to the outputs; in any more, sums are copied
 _MAX_BLOCKS, _MAX_THREADS, _VECTOR = 128, 512, 16
 _HANDLE = 64  # bytes of a cudaIpcMemHandle_t
 _UNIT = "all_reduce"
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-_ONE_SHOT, _TWO_SHOTS, _FUSED = 0, 1, 2
+_ONE_SHOT, _TWO_SHOTS, _FUSED, _GATHER = range(4)
 
 
 class AllReduceRequest(ctypes.Structure):
@@ -26,6 +29,8 @@ class AllReduceRequest(ctypes.Structure):
     _fields_ = (
         ("buffers", ctypes.c_void_p * MAX_RANKS),
         *((name, ctypes.c_void_p) for name in ("x", "outputs", "residual", "weight", "hidden", "normed")),
+        ("watch", ctypes.c_void_p),
+        ("limit_ns", ctypes.c_uint64),
         *(
             (name, ctypes.c_uint32)
             for name in ("num_vectors", "row_vectors", "words_capacity", "sums_capacity")
@@ -40,8 +45,10 @@ class AllReduceRequest(ctypes.Structure):
 class PeerAllReduce:
     """The all-reduce of one rank. Every rank makes the same calls in the same order, on one stream each.
 
-    ``exchange(data)`` returns all ranks' bytes, in the order of ranks; it is called here, by :meth:`register` and
-    nowhere else. ``one_shot_bytes`` and ``max_bytes``: the largest messages in one shot and in two. Raises
+    ``exchange(data)`` returns all ranks' bytes, in the order of ranks. It is called by the constructor,
+    :meth:`register` and :meth:`close` only. ``one_shot_bytes`` and ``max_bytes``: the largest messages in one shot and
+    in two. ``max_blocks``: of a launch; all blocks that wait for each other must fit their GPUs at once. ``limit_s``:
+    how long a launch waits for a peer before it gives up (see :attr:`lost`), 0: until :meth:`give_up`. Raises
     ``KernelUnavailable`` on all ranks alike where a GPU cannot reach another one's memory.
     """
 
@@ -54,6 +61,8 @@ class PeerAllReduce:
         one_shot_bytes: int = 512 << 10,
         max_bytes: int = 8 << 20,
         library: KernelLibrary | None = None,
+        max_blocks: int = _MAX_BLOCKS,
+        limit_s: float = 0.0,
     ) -> None:
         if not 2 <= size <= MAX_RANKS:
             raise KernelUnavailable(
@@ -61,15 +70,17 @@ class PeerAllReduce:
             )
         self.rank, self.size, self.device = rank, size, device
         self.one_shot_bytes, self.max_bytes = one_shot_bytes, max_bytes
+        self._max_blocks, self._limit_ns = max_blocks, round(limit_s * 1e9)
+        self._watch = torch.zeros(0, dtype=torch.int32)
         self._exchange = exchange
-        self._opened: dict[bytes, int] = {}  # by handle: where it lies in this process
-        self._noted: list[tuple[int, int]] = []  # lines of the table, and the addresses of their x
+        self._opened: dict[bytes, int] = {}  # by handle: the address in this process
+        self._unregistered: list[tuple[int, int]] = []  # lines of the table, each with the address of its x
         self._num_slots = 0
         self._own = 0
         problem = self._set_up(library)
         problems = [text.decode() for text in exchange(problem.encode())]
         if any(problems):
-            self._give_back()  # nobody has opened it, and a rank without memory would not answer an exchange
+            self._give_back()  # not close(): it exchanges bytes, and no rank has opened this memory yet
             number = next(i for i, text in enumerate(problems) if text)
             raise KernelUnavailable(f"our own all-reduce cannot be used on rank {number}: {problems[number]}")
         own = self._handle_of(self._own)[0]
@@ -89,7 +100,7 @@ class PeerAllReduce:
         self._base = self._request()
 
     def _set_up(self, library: KernelLibrary | None) -> str:
-        """Compile the kernels and make this rank's memory; what is wrong, "" if nothing is."""
+        """Compile the kernels and allocate this rank's memory. Returns the problem, "" if there is none."""
         try:
             self._library = load(self.device) if library is None else library
             self._launch = self._function("all_reduce", ctypes.c_void_p, ctypes.c_void_p)
@@ -106,7 +117,8 @@ class PeerAllReduce:
                 "peer_allocate", allocate, num_bytes(ctypes.byref(request)), ctypes.byref(memory), handle
             )
             self._own = memory.value or 0
-        except Exception as error:  # whatever it is: the other ranks wait to hear of it
+            self._watch = torch.zeros(2, dtype=torch.int32, pin_memory=True)  # fenceline::PeerWatch
+        except Exception as error:  # of any kind: the other ranks wait for this rank's answer
             return str(error) or type(error).__name__
         return ""
 
@@ -127,16 +139,18 @@ class PeerAllReduce:
             size=self.size,
             words_capacity=self.one_shot_bytes // _VECTOR,
             sums_capacity=self.max_bytes // _VECTOR,
+            watch=self._watch.data_ptr() or None,
+            limit_ns=self._limit_ns,
         )
 
     def _handle_of(self, address: int) -> tuple[bytes, int]:
-        """The handle of the allocation that ``address`` lies in, and where in it."""
+        """The handle of the allocation in which ``address`` is, and the offset in it in bytes."""
         handle, offset = ctypes.create_string_buffer(_HANDLE), ctypes.c_uint64()
         self._call("peer_locate", self._locate, address, handle, ctypes.byref(offset))
         return handle.raw, offset.value
 
     def _open(self, handle: bytes) -> int:
-        """Another process's memory; each allocation is opened once, and closed by :meth:`close`."""
+        """The address of another process's memory. Each allocation is opened once, and closed by :meth:`close`."""
         if handle not in self._opened:
             memory = ctypes.c_void_p()
             self._call("peer_open", self._open_handle, handle, ctypes.byref(memory))
@@ -146,8 +160,8 @@ class PeerAllReduce:
     # --- launches ---------------------------------------------------------------------------------------
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Whether ``x`` can be added up here: contiguous, of a type of its own kernels, whole vectors of 16 bytes,
-        and not too large."""
+        """Whether ``x`` can be added up here: contiguous, bfloat16, float16 or float32, whole vectors of 16 bytes at an
+        address that is a multiple of 16, at most ``max_bytes``."""
         return (
             x.dtype in _TYPES
             and 0 < x.nbytes <= self.max_bytes
@@ -164,17 +178,17 @@ class PeerAllReduce:
         num_blocks: int = 0,
         num_threads: int = 0,
     ) -> None:
-        """``x``, of which :meth:`takes` is true, becomes the sum over ranks, on the current stream.
+        """Replace ``x``, for which :meth:`takes` must be true, by the sum of all ranks' ``x``, on the current stream.
 
-        ``two_shots``: None takes one shot up to ``one_shot_bytes``. ``registered``, in a capture: the second shot goes
-        straight to the peers' ``x``, which they learn of by :meth:`register`; ``x`` must lie there at every replay.
-        ``num_blocks`` and ``num_threads``: 0 lets them follow from the size; the same on all ranks.
+        ``two_shots``: None takes one shot up to ``one_shot_bytes``. ``registered``, in a capture: the second shot
+        writes straight to the peers' ``x``, whose addresses :meth:`register` exchanges; ``x`` must be at the same
+        address at every replay. ``num_blocks`` and ``num_threads``: the same on all ranks; 0 chooses them by the size.
         """
         two_shots = x.nbytes > self.one_shot_bytes if two_shots is None else two_shots
         request = self._filled(x, _TWO_SHOTS if two_shots else _ONE_SHOT)
         share = -(-request.num_vectors // self.size) if two_shots else request.num_vectors
         request.num_threads = num_threads or min(_MAX_THREADS, max(32, -(-share // 32) * 32))
-        request.num_blocks = num_blocks or min(_MAX_BLOCKS, -(-share // request.num_threads))
+        request.num_blocks = num_blocks or min(self._max_blocks, -(-share // request.num_threads))
         if two_shots and registered and self._num_slots < MAX_SLOTS:
             request.outputs = self._slot(x)
         self._run(request)
@@ -205,7 +219,18 @@ class PeerAllReduce:
         request.row_vectors = x[0].nbytes // _VECTOR
         request.eps = eps
         request.num_threads = min(_MAX_THREADS, -(-request.row_vectors // 32) * 32)
-        request.num_blocks = min(_MAX_BLOCKS, len(x))
+        request.num_blocks = min(self._max_blocks, len(x))
+        self._run(request)
+
+    def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Write all ranks' ``x`` to ``out`` [size, *shape of x], contiguous, in the order of ranks, in one launch on
+        the current stream. :meth:`takes` must be true for ``x``, which has at most ``one_shot_bytes``."""
+        assert out.is_contiguous() and out.nbytes == self.size * x.nbytes, "a place for each rank's"
+        assert x.nbytes <= self.one_shot_bytes, "gathered in one shot"
+        request = self._filled(x, _GATHER)
+        request.hidden = out.data_ptr()
+        request.num_threads = min(_MAX_THREADS, -(-request.num_vectors // 32) * 32)
+        request.num_blocks = min(self._max_blocks, -(-request.num_vectors // request.num_threads))
         self._run(request)
 
     def _filled(self, x: torch.Tensor, kind: int) -> AllReduceRequest:
@@ -220,20 +245,39 @@ class PeerAllReduce:
         call = functools.partial(self._launch, ctypes.byref(request))
         self._library.call("all_reduce", call, self.device, None)
 
+    def limit(self, limit_s: float) -> None:
+        """From now on a launch waits for a peer for at most ``limit_s`` seconds; 0: until :meth:`give_up`."""
+        self._base.limit_ns = round(limit_s * 1e9)
+
+    # --- ranks that are lost ------------------------------------------------------------------------------
+
+    def give_up(self) -> None:
+        """Make all launches stop waiting for peers, the running one and later ones; any thread may call it. Launches in
+        flight end within milliseconds, and all results are wrong from now on."""
+        self._watch[0] = 1
+
+    @property
+    def lost(self) -> bool:
+        """Whether a launch has stopped waiting for a peer. Does not ask the device."""
+        return bool(self._watch[1])
+
     # --- graphs -----------------------------------------------------------------------------------------
 
     def _slot(self, x: torch.Tensor) -> int:
-        """Where the launch that is being captured will find all ranks' ``x``: the address of a line of the table."""
+        """The address of the table's line in which the launch that is being captured will find all ranks' ``x``."""
         slot, self._num_slots = self._num_slots, self._num_slots + 1
-        self._noted.append((slot, x.data_ptr()))  # not x: the graph's pool keeps its memory and may share it
+        self._unregistered.append(
+            (slot, x.data_ptr())
+        )  # not x: the graph's pool keeps its memory and may share it
         return self._outputs[slot].data_ptr()
 
     def register(self) -> None:
-        """The ranks tell each other where the ``x`` of captured launches lie, and open that memory. Graphs are replayed
-        only after it. Waits for the device. Raises ``RuntimeError`` with the remedy where memory cannot be shared."""
-        noted, self._noted = self._noted, []
+        """Exchange the addresses of the ``x`` of captured launches between the ranks, and open that memory. Graphs may
+        be replayed only after it. Waits for the device. Raises ``RuntimeError`` with the remedy if ranks have captured
+        different graphs or memory cannot be shared."""
+        captured, self._unregistered = self._unregistered, []
         entries = []
-        for slot, own in noted:
+        for slot, own in captured:
             handle, offset = self._handle_of(own)
             entries.append(slot.to_bytes(4, "little") + offset.to_bytes(8, "little") + handle)
         for number, data in enumerate(self._exchange(b"".join(entries))):
@@ -243,7 +287,7 @@ class PeerAllReduce:
                     f"rank {number} has captured {len(data) // size} launches, rank {self.rank} {len(entries)}:"
                     " all ranks must capture the same graphs"
                 )
-            for (slot, own), start in zip(noted, range(0, len(data), size), strict=True):
+            for (slot, own), start in zip(captured, range(0, len(data), size), strict=True):
                 theirs = int.from_bytes(data[start : start + 4], "little")
                 assert theirs == slot, "ranks capture in one order"
                 offset = int.from_bytes(data[start + 4 : start + 12], "little")
@@ -252,15 +296,15 @@ class PeerAllReduce:
         torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Close the peers' memory and free this rank's, once no rank uses it any more: the caller has made sure that
-        all have ended their launches."""
+        """Close the peers' memory and free this rank's own. The caller has made sure that all ranks have ended their
+        launches."""
         if self._own == 0:
             return
         torch.cuda.synchronize(self.device)
         for address in self._opened.values():
             self._call("peer_close", self._close_handle, address)
         self._opened.clear()
-        self._exchange(b"")  # nobody's memory is freed while another rank has it open
+        self._exchange(b"")  # so that no memory is freed while another rank has it open
         self._give_back()
 
     def _give_back(self) -> None:

@@ -121,7 +121,8 @@ def arena_fill(
     stream: int | None = None,
     library: KernelLibrary | None = None,
 ) -> None:
-    """``FillPlan(fields).fill(num_live)``: for fields that are filled once. A FillPlan kept is several times faster."""
+    """``FillPlan(fields).fill(num_live)``: for fields that are filled once. Filling a FillPlan again is several
+    times faster."""
     FillPlan(fields, library).fill(num_live, stream=stream)
 
 
@@ -182,7 +183,8 @@ def _check_source(target: _Target, src: torch.Tensor, device: torch.device) -> N
 
 @functools.lru_cache(maxsize=1024)
 def pad_pattern(pad: int | float | bool, dtype: torch.dtype, name: str = "field") -> int:
-    """``pad`` repeated to eight bytes, as a little-endian number. Raises ValueError if it is no ``dtype``."""
+    """``pad`` repeated to eight bytes, as a little-endian number. Raises ValueError if ``dtype`` cannot hold
+    it."""
     if dtype.is_complex or dtype.itemsize > 8:
         raise ValueError(f"{name}: {dtype} has no pad pattern of 8 bytes: view it as a smaller dtype")
     if not dtype.is_floating_point:

@@ -21,7 +21,7 @@ from fenceline_kernel.library import KernelLibrary, load
 HostLayout = Literal["layer_first", "page_first"]
 IoBackend = Literal["kernel", "direct"]
 Pages = npt.NDArray[np.int32]
-# These reach over 92 % of the link's rate; more would take SMs from kernels that run at the same time.
+# This many reach over 92 % of the link's rate; more would take SMs from kernels that run at the same time.
 DEFAULT_NUM_CTAS = 4
 MAX_NUM_CTAS = 1024
 # From this many consecutive pages on, one strided copy takes less time than as many plain ones of a batch.
@@ -63,7 +63,7 @@ class PagePools:
     ``host``: pinned, same dtype, either ``layer_first`` [num_layers, 2, num_host_slots, num_kv_heads, head_dim] or
     ``page_first`` [num_host_pages, num_layers, 2, page_size, num_kv_heads, head_dim]; a page of one layer's keys or
     values is contiguous, all other strides are free (target and draft may share a page_first buffer).
-    Keeps the tensors alive but owns no page: callers of ``copy`` hold the leases of the pages that they pass.
+    It keeps the tensors alive but owns no page: callers of ``copy`` must hold the leases of the pages that they pass.
     """
 
     def __init__(
@@ -95,11 +95,6 @@ class PagePools:
         self._first_buffer = ctypes.addressof(self._pointers)
         self._function = self.library.function(*_FUNCTIONS[io_backend])
         self._function.argtypes = (ctypes.POINTER(PageCopyRequestC), ctypes.c_void_p)
-
-    @property
-    def bytes_per_page(self) -> int:
-        """Bytes of one page over all layers, keys and values."""
-        return 2 * self.num_layers * self.chunk_bytes
 
     def copy(
         self,

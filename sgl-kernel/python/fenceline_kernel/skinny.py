@@ -1,5 +1,5 @@
-"""Few rows times a large weight at memory bandwidth (include/fenceline/skinny_gemm.h): bfloat16, float32 sums; the
-weight's numbers are bfloat16, E4M3 or whole numbers of four bits."""
+"""Few rows times a large weight at memory bandwidth (include/fenceline/skinny_gemm.h): bfloat16 in and out, float32
+sums. The weight's numbers are bfloat16, E4M3 or whole numbers of four bits."""
 
 from __future__ import annotations
 
@@ -49,11 +49,10 @@ class SkinnyConfig:
     """How the product is divided over the GPU; every choice gives the same sums except for their order.
 
     A CTA of ``warps_n * warps_k`` warps takes ``warps_n * tiles * 8`` rows of the weight at a time; its ``warps_k``
-    warps, and ``cluster`` CTAs, share K. ``tiles`` is 2 or 4, for bfloat16 or up to 8 rows of x also 6
-    (not for int4 in groups of less than 128), and for both 3. ``depth`` stages of 128
-    bytes of each row are in flight for each warp. ``num_ctas``: upper bound of the grid (0: none). ``prefetch_bytes``
-    of each row of a CTA's first block are prefetched into L2 before the preceding kernel has ended. ``pdl``: start
-    before it has ended.
+    warps, and ``cluster`` CTAs, share K. ``tiles`` is 2 or 4; 6 is also possible for bfloat16, and for up to 8 rows of
+    x unless int4 has groups of less than 128; 3 for up to 8 rows of bfloat16. ``depth`` stages of 128 bytes of each row
+    are in flight for each warp. ``num_ctas``: upper bound of the grid (0: none). ``prefetch_bytes`` of each row of a
+    CTA's first block are prefetched into L2 before the preceding kernel has ended. ``pdl``: start before it has ended.
     """
 
     tiles: int = 4
@@ -68,12 +67,12 @@ class SkinnyConfig:
 
 @dataclass(frozen=True, slots=True)
 class StoredNumbers:
-    """What the bytes of a quantised weight [N, K] mean: E4M3 numbers, or with ``zeros`` whole ones of four bits,
-    [N, K / 2] bytes, each eight of which are a little-endian word with number 2 j from bit 4 j on and number 2 j + 1
-    from bit 16 + 4 j on.
+    """What the bytes of a quantised weight [N, K] mean: E4M3 numbers, or with ``zeros`` whole numbers of four bits,
+    [N, K / 2] bytes. Eight of these are a little-endian word, in which number 2 j begins at bit 4 j and number 2 j + 1
+    at bit 16 + 4 j.
 
-    ``scales`` float32 and ``zeros`` uint8, [N, K / group] with the numbers of a column beside each other in memory:
-    each number, less its zero, is multiplied by its scale. ``group``: 0 (a whole row, for E4M3) or 128, for four bits
+    ``scales`` float32 and ``zeros`` uint8, [N, K / group], whose columns are contiguous in memory: each number of the
+    weight, minus its zero, is multiplied by its scale. ``group``: 0 (a whole row, for E4M3) or 128, for four bits
     also 64 or 32.
     """
 
@@ -89,7 +88,7 @@ class SkinnyGemm:
     """The kernel on one GPU, for weights whose numbers have ``bits`` bits: 16, 8 or 4."""
 
     def __init__(self, library: KernelLibrary | None = None, bits: int = 16) -> None:
-        """``library``: of ``load``, compiled on first use (None: the current GPU's). Raises KernelUnavailable."""
+        """``library``: from ``load``; None: the current GPU's, compiled on first use. Raises KernelUnavailable."""
         unit = _UNITS[bits]
         function = (library or load()).function(unit, f"fenceline_{unit}")
         function.argtypes = (ctypes.POINTER(SkinnyGemmRequestC), ctypes.c_void_p)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import anthropic
 import httpx
 import pytest
 from chat_answer import ANSWER, TEMPLATE, prompt_of
 
 from fenceline.ipc.io_struct import FinishReason
+
+anthropic = pytest.importorskip("anthropic", reason="the extra 'test' is not installed: no anthropic")
 
 HI = [{"role": "user", "content": "Hi"}]
 WEATHER = {
@@ -24,7 +25,7 @@ def template(tmp_path):
     return str(path)
 
 
-def client_of(server) -> anthropic.AsyncAnthropic:
+def client_of(server):
     url = str(server.client.base_url).removesuffix("/v1/")
     return anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0)
 

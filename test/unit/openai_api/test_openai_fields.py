@@ -122,8 +122,8 @@ async def test_strict_fields_refuses_what_nobody_knows(serve):
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("max_new_tokens", "; it belongs into sampling_params"),
-        ("temperature", "; it belongs into sampling_params"),
+        ("max_new_tokens", "; it belongs in sampling_params"),
+        ("temperature", "; it belongs in sampling_params"),
         ("max_tokens", "; did you mean max_new_tokens in sampling_params?"),
         ("retrun_logprob", "; did you mean return_logprob?"),
         ("mood", ""),

@@ -8,10 +8,10 @@ import json
 from typing import Any
 
 import pytest
-from published_formats import CALLS, NOW, PUBLISHED, WEATHER, Published
+from published_formats import ARGUMENTS, CALLS, NOW, PUBLISHED, WEATHER, Published
 from tokenizers import AddedToken
 
-from fenceline.entrypoints.openai.chat_reader import ChatReader, Reasoning
+from fenceline.entrypoints.openai.chat_reader import ChatReader
 from fenceline.entrypoints.openai.chat_template import ChatTemplate
 from fenceline.entrypoints.openai.reasoning_parser import REASONING_FORMATS, ReasoningParser
 from fenceline.entrypoints.openai.tool_call_parser import (
@@ -19,6 +19,7 @@ from fenceline.entrypoints.openai.tool_call_parser import (
     Arguments,
     CallBegun,
     Content,
+    Reasoning,
     ToolCallParser,
 )
 from fenceline.frontend.request_types import GenerateChunk
@@ -63,6 +64,8 @@ def read(
     calls = ToolCallParser(TOOL_CALL_FORMATS[model.parser], TOOLS)
     thought = None if inside is None else ReasoningParser(REASONING_FORMATS[model.thinks], inside)
     reader = ChatReader(thought, calls, one_call=False)
+    if TOOL_CALL_FORMATS[model.parser].reads_reasoning:
+        reader = ChatReader(calls, None, one_call=False, separates_reasoning=inside is not None)
     reasoning, content, found = "", "", []
     for index, text in enumerate(texts):
         finish = FinishReason(type="stop") if index == len(texts) - 1 else None
@@ -118,7 +121,7 @@ def test_calls_are_the_same_cut_at_every_byte(name):
     assert read(model, pieces(data, *range(1, len(data)))) == whole
 
 
-@names
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "gpt-oss"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_thought_in_front_is_cut_off_at_every_byte(name, inside):
     """It may speak of calls in their own words. A pythonic or Llama call has to be all of the answer, and the thought
@@ -133,6 +136,216 @@ def test_a_thought_in_front_is_cut_off_at_every_byte(name, inside):
     for cut in range(1, data.index(form.end.encode()) + len(form.end) + 20):  # the rest is cut above
         assert read(model, pieces(data, cut), inside) == whole, cut
     assert read(model, pieces(data, *range(1, len(data))), inside) == whole
+
+
+def harmony(text: str, tools: bool = True, cut: int | None = None) -> tuple[str, str, list[tuple[str, str]]]:
+    """What gpt-oss's answer ``text`` is read as; ``cut``: in pieces of so many bytes."""
+    data = text.encode()
+    texts = [text] if cut is None else pieces(data, *range(cut, len(data), cut))
+    calls = ToolCallParser(TOOL_CALL_FORMATS["gpt-oss"], TOOLS if tools else {})
+    reader = ChatReader(calls, None, one_call=False, separates_reasoning=True)
+    reasoning, content, found = "", "", []
+    for index, piece in enumerate(texts):
+        for event in reader.read(
+            chunk(piece, FinishReason(type="stop") if index == len(texts) - 1 else None)
+        ):
+            match event:
+                case Reasoning(text):
+                    reasoning += text
+                case Content(text):
+                    content += text
+                case CallBegun(name):
+                    found.append((name, ""))
+                case Arguments(text):
+                    found[-1] = (found[-1][0], found[-1][1] + text)
+    return reasoning, content, found
+
+
+ANALYSIS = "<|channel|>analysis<|message|>Zürich?\n\n1 < 2 <|x<|end|>"
+NEXT = "<|start|>assistant"
+FINAL = "<|channel|>final<|message|>Rain é."
+HARMONY = [
+    (ANALYSIS + NEXT + FINAL, "Zürich?\n\n1 < 2 <|x", "Rain é.", []),
+    (ANALYSIS + NEXT + FINAL + "<|return|>", "Zürich?\n\n1 < 2 <|x", "Rain é.", []),
+    (FINAL + "<|return|>", "", "Rain é.", []),
+    ("<|channel|>analysis<|message|>a<|end|>" + NEXT + "<|channel|>analysis<|message|>b<|end|>" + NEXT + FINAL,
+     "a\n\nb", "Rain é.", []),
+    # a preamble, and the recipient in front of the channel or behind it
+    (NEXT + "<|channel|>commentary<|message|>Let me see.<|end|>" + NEXT
+     + ' to=functions.now<|channel|>commentary json<|message|>{"x": "<|end"}<|call|>', "", "Let me see.",
+     [("now", '{"x": "<|end"}')]),
+    ('<|channel|>commentary to=functions.now <|constrain|>json<|message|>{"x": 1}<|call|>', "", "",
+     [("now", '{"x": 1}')]),
+    ('<|channel|>commentary to=functions.now<|constrain|>json<|message|>{"x": 1}', "", "", [("now", '{"x": 1}')]),
+    ("<|channel|>commentary to=now json<|message|>{}", "", "", [("now", "{}")]),
+    ('<|channel|>analysis to=functions.now code<|message|>{"x": 1}<|call|>', "", "", [("now", '{"x": 1}')]),
+    ("<|channel|>commentary to=functions.now <|constrain|>json<|message|><|call|>", "", "", [("now", "{}")]),
+    ("<|channel|>commentary to=functions.now <|constrain|>json<|message|>", "", "", [("now", "{}")]),
+    ("<|channel|>commentary to=functions.now code<|message|>print(1)<|call|>", "", "", [("now", "print(1)")]),
+    ('<|channel|>commentary to=functions.gone json<|message|>{"x"', "", "", [("gone", '{"x"')]),
+    # the first message, which begins with its recipient
+    (' to=functions.now<|channel|>commentary json<|message|>{"x": 1}<|call|>', "", "", [("now", '{"x": 1}')]),
+    ('to=functions.now code<|message|>{"x": 1}', "", "", [("now", '{"x": 1}')]),
+    (" \nto=functions.now<|channel|>comm", "", "", []),
+    # and what only looks like one
+    (" to=functions.now", "", " to=functions.now", []),
+    (" to be <|return|>", "", " to be", []),
+    (" to=x<|return|>", "", " to=x", []),
+    (" t", "", " t", []),
+    ("to=" + "x" * 400 + "<|channel|>final<|message|>a", "", "to=" + "x" * 400 + "\n\na", []),
+    ("to=x<|channel|>" + "x" * 400, "", "to=x<|channel|>" + "x" * 400, []),
+    ("<|channel|>final" + "x" * 400 + "<|message|>a", "", "<|channel|>final" + "x" * 400 + "\n\na", []),
+    # no call: a recipient that is no function of the client
+    ('<|channel|>commentary to=browser.search code<|message|>{"q": 1}<|call|>', "", '{"q": 1}', []),
+    ('<|channel|>analysis to=python code<|message|>1 + 1<|call|>', "1 + 1", "", []),
+    # cut off by the limit of tokens
+    ("<|channel|>analysis<|message|>so", "so", "", []),
+    ("<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>fi", "so", "", []),
+    # without headers, as an answer that is continued; and what is none
+    ("Rain.", "", "Rain.", []),
+    ("Rain. <|return|>", "", "Rain.", []),
+    ("<|channel|>" + "x" * 400, "", "<|channel|>" + "x" * 400, []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "reasoning", "content", "calls"), HARMONY)
+def test_harmony_messages_cut_at_every_byte(text, reasoning, content, calls):
+    assert harmony(text) == (reasoning, content, calls)
+    for size in (1, 2, 3, 5, 7):
+        assert harmony(text, cut=size) == (reasoning, content, calls)
+    data = text.encode()
+    for at in range(1, len(data)):
+        parser = ToolCallParser(TOOL_CALL_FORMATS["gpt-oss"], TOOLS)
+        found = [event for piece in pieces(data, at) for event in parser.feed(piece)] + parser.finish()
+        assert "".join(event.text for event in found if isinstance(event, Content)) == content
+        assert "".join(event.text for event in found if isinstance(event, Arguments)) == "".join(
+            a for _, a in calls
+        )
+
+
+def test_harmony_calls_of_a_client_without_tools_are_content():
+    text = '<|channel|>commentary to=functions.now <|constrain|>json<|message|>{"x": 1}'
+    assert harmony(text, tools=False) == ("", '{"x": 1}', [])
+
+
+def test_harmony_text_arrives_as_it_is_written_at_the_same_cost():
+    parser = ToolCallParser(TOOL_CALL_FORMATS["gpt-oss"], TOOLS)
+    assert parser.feed("<|channel|>analysis<|message|>so ") == [Reasoning("so")]
+    assert parser.feed("it <") == [Reasoning(" it")]
+    assert parser.feed("b") == [Reasoning(" <b")]
+    assert parser.feed("<|end|><|start|>assistant to=functions.now<|channel|>commentary json<|message|>") == [
+        CallBegun("now")
+    ]
+    assert parser.feed('{"x": "Par') == [Arguments('{"x": "Par')]
+    for begin, piece in (
+        ("analysis", "\n "),
+        ("analysis", "a "),
+        ("commentary to=functions.now", '{"a":1} '),
+    ):
+        parser, work = ToolCallParser(TOOL_CALL_FORMATS["gpt-oss"], TOOLS), 0
+        parser.feed(f"<|channel|>{begin}<|message|>")
+        for _ in range(10_000):
+            work += len(parser._source.text) + len(piece)
+            parser.feed(piece)
+        assert work < 200_000, begin
+
+
+async def test_harmony_of_a_server_is_taken_apart_unless_the_client_wants_it_whole(serve, tmp_path):
+    """The template tells the form; a client without tools gets reasoning and answer, too."""
+    model = PUBLISHED["gpt-oss"]
+    path = tmp_path / "template.jinja"
+    path.write_text(model.template)
+    async with serve(chat_template=str(path)) as server:
+        create = server.client.chat.completions.create
+        ask = {"model": "byte", "messages": [{"role": "user", "content": "And?"}]}
+        server.script.pieces = [*model.thought, *FINAL]
+        [choice] = (await create(**ask)).choices
+        assert (choice.message.reasoning_content, choice.message.content) == ("so", "Rain é.")
+        assert not server.link.sent[-1].sampling_params.skip_special_tokens
+        [choice] = (await create(**ask, extra_body={"separate_reasoning": False})).choices
+        assert choice.message.content == model.thought + FINAL
+        # Without the marks its parts would run into each other.
+        assert not server.link.sent[-1].sampling_params.skip_special_tokens
+        [choice] = (await create(**ask, tools=[NOW], extra_body={"separate_reasoning": False})).choices
+        assert choice.message.content == "soRain é."
+        server.script.pieces = [
+            *model.thought,
+            *'<|channel|>final<|message|>[{"name": "now", "parameters": {}}]',
+        ]
+        [choice] = (await create(**ask, tools=[NOW], tool_choice="required")).choices
+        assert [call.function.name for call in choice.message.tool_calls] == ["now"]
+        assert choice.message.reasoning_content == "so"
+        # The grammar begins with the text of an answer's message, or a call's.
+        think = server.link.sent[-1].think
+        assert think.is_open and server.tokenizer.decode(list(think.end)) == "<|channel|>final"
+        assert [server.tokenizer.decode(list(end)) for end in think.or_end] == ["<|channel|>commentary"]
+        assert server.tokenizer.decode(list(think.header_end)) == "<|message|>"
+        server.script.pieces = [
+            *model.thought,
+            *'<|channel|>commentary to=functions.now <|constrain|>json<|message|>[{"name": "now", "parameters": {}}]',
+        ]
+        [choice] = (await create(**ask, tools=[NOW], tool_choice="required")).choices
+        assert [call.function.name for call in choice.message.tool_calls] == ["now"]
+        await create(**ask, response_format={"type": "json_object"})
+        assert server.link.sent[-1].think.or_end == ()  # a preamble is no answer
+
+
+def test_a_gpt_oss_template_gets_what_it_takes():
+    """Calls one by one, a description of each tool, and one thought in front of a call."""
+    model = PUBLISHED["gpt-oss"]
+    template = ChatTemplate(model.template, model.special_tokens)
+    messages = history(Published("gpt-oss", "", "", "", ""), ("a", "b"))
+    text = template.render([*messages, *history(Published("gpt-oss", "", "", "", ""), ("b", "a"))])
+    turn = [
+        f"to=functions.weather<|channel|>commentary json<|message|>{json.dumps(ARGUMENTS, ensure_ascii=False)}<|call|>"
+    ]
+    turn += ['<|start|>functions.weather to=assistant<|channel|>commentary<|message|>"rain"<|end|>']
+    turn += ["to=functions.now<|channel|>commentary json<|message|>{}<|call|>"]
+    turn += ['<|start|>functions.now to=assistant<|channel|>commentary<|message|>"noon"<|end|>']
+    for part in 2 * turn:
+        _, found, text = text.partition(part)
+        assert found
+    messages = history(model, ("a", "b"), content="Let me see.", reasoning_content="so")
+    text = template.render(messages, tools=[NOW])
+    assert "<|start|>assistant<|channel|>analysis<|message|>so\n\nLet me see.<|end|>" in text
+    assert "// \ntype now" in text
+
+
+def test_what_gpt_oss_s_template_takes_less_of_is_left_out_of_no_other_prompt():
+    """A template that cannot do without a tool's description refuses it, and does not render a conversation whose text
+    has become a thought, which it leaves out."""
+    source = (
+        "{% for tool in tools or [] %}{{ 'T: ' + tool.function.description }}{% endfor %}"
+        "{% for message in messages %}{{ message.content }}"
+        "{% for call in message.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    messages = history(Published("", "", "", "", ""), IDS, content="Let me see.", reasoning_content="so")
+    described = {"type": "function", "function": {"name": "now", "description": "The time."}}
+    text = ChatTemplate(source, {}).render(messages, tools=[described])
+    assert text.startswith("T: The time.And?Let me see.{")
+    with pytest.raises(ValueError, match="description"):
+        ChatTemplate(source, {}).render(messages, tools=[{"type": "function", "function": {"name": "now"}}])
+
+
+def test_a_gpt_oss_template_that_refuses_a_conversation_says_why_when_its_tools_are_described():
+    source = (
+        "{# <|channel|> #}{{ 'T: ' + tools[0].function.description }}"
+        "{{ raise_exception('two thoughts') if messages[0].content == 'x' }}{{ messages[0].content }}"
+    )
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    template = ChatTemplate(source, {})
+    assert template.render([{"role": "user", "content": "And?"}], tools=tools) == "T: And?"
+    with pytest.raises(ValueError, match="two thoughts"):
+        template.render([{"role": "user", "content": "x"}], tools=tools)
+
+
+def test_granite_s_templates_get_tools_under_their_name_unless_the_client_gives_others():
+    model = PUBLISHED["Granite 3.2"]
+    template = ChatTemplate(model.template, model.special_tokens)
+    ask = [{"role": "user", "content": "And?"}]
+    assert "weather" in template.render(ask, tools=[WEATHER])
+    text = template.render(ask, tools=[WEATHER], variables={"available_tools": [NOW]})
+    assert "weather" not in text and "now" in text
 
 
 def test_a_mistral_template_gets_ids_that_it_takes_and_others_what_the_client_sent():
@@ -185,11 +398,13 @@ async def test_a_client_sends_back_what_it_got(serve, tmp_path, name, stream):
         + "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         "mistral": '[TOOL_CALLS] [{"name": "now", "arguments": {"x": "é"}}]',
         "glm45": "<tool_call>now\n<arg_key>x</arg_key>\n<arg_value>é</arg_value>\n</tool_call>",
+        "gpt-oss": '<|channel|>commentary to=functions.now <|constrain|>json<|message|>{"x": "é"}',
+        "granite": '<|tool_call|>[{"name": "now", "arguments": {"x": "é"}}]',
         "minimax-m2": '<minimax:tool_call>\n<invoke name="now">\n<parameter name="x">é</parameter>\n</invoke>\n'
         "</minimax:tool_call>",
     }[model.parser]  # fmt: skip
     async with serve(chat_template=str(path), reasoning_parser=model.thinks) as server:
-        server.script.pieces = ["<think>", "so", "</think>", "\n\n", *written]
+        server.script.pieces = [*model.thought, *written]
         messages: list[dict[str, Any]] = [{"role": "user", "content": "And?"}]
         create = server.client.chat.completions.create
         answer = await create(model="byte", messages=messages, tools=tools, stream=stream)

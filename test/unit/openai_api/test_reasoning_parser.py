@@ -85,6 +85,59 @@ def test_nothing_is_held_back_longer_than_a_tag(inside, text):
     assert len(held) < len("</think>")
 
 
+class CountedText(str):
+    """Text that counts the characters of the texts that are made of it."""
+
+    work = 0
+
+    def _made(self, text: str) -> CountedText:
+        CountedText.work += len(text)
+        return CountedText(text)
+
+    def __add__(self, other: str) -> CountedText:
+        return self._made(str.__add__(self, other))
+
+    def __radd__(self, other: str) -> CountedText:
+        return self._made(str.__add__(str(other), str(self)))
+
+    def __getitem__(self, key: object) -> CountedText:
+        return self._made(str.__getitem__(self, key))  # type: ignore[index]
+
+    def lstrip(self, chars: str | None = None) -> CountedText:
+        return self._made(str.lstrip(self, chars))
+
+    def rstrip(self, chars: str | None = None) -> CountedText:
+        return self._made(str.rstrip(self, chars))
+
+
+@pytest.mark.parametrize(
+    ("inside", "begin", "end", "whole"),
+    [
+        (False, "", "B", ("", "BLANKB")),
+        (False, "", "<think>A</think>B", ("A", "B")),
+        (True, "", "A</think>B", ("A", "B")),
+        (False, "<think>A", "b</think>B", ("ABLANKb", "B")),
+        (False, "<think>A", "</think>B", ("A", "B")),
+        (False, "<think>A", "", ("A", "")),
+        (False, "<think>A</think>", "B", ("A", "B")),
+    ],
+)
+def test_white_space_costs_as_much_late_as_early(inside, begin, end, whole):
+    """It may turn out to be dropped, so it is kept; but what is kept is not copied with each piece."""
+    blank = "\n " * 20_000
+    parser, CountedText.work = ReasoningParser(QWEN3, inside), 0
+    splits = [
+        parser.feed(CountedText(piece))
+        for piece in (begin, *(blank[i : i + 2] for i in range(0, len(blank), 2)))
+    ]
+    work = CountedText.work
+    splits += [parser.feed(CountedText(end)), parser.finish()]
+    assert work < 10 * len(blank)
+    assert ("".join(s.reasoning for s in splits), "".join(s.content for s in splits)) == tuple(
+        part.replace("BLANK", blank) for part in whole
+    )
+
+
 def test_text_arrives_as_early_as_it_can():
     parser = ReasoningParser(QWEN3, inside=False)
     fed = [
@@ -101,6 +154,8 @@ def test_text_arrives_as_early_as_it_can():
         ("qwen3", "<|im_start|>assistant\n<think>\n", True),
         ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
         ("qwen3-thinking", "<|im_start|>assistant\n", True),
+        ("seed_oss", "<seed:bos>assistant\n", False),
+        ("seed_oss", "<seed:bos>assistant\n<seed:think>", True),
         ("deepseek-r1", "<|Assistant|>", True),
         ("deepseek-r1", "<|Assistant|><think>\n\n</think>\n\n", False),
         ("qwen3", "what does <think> mean?<|im_end|>assistant\n", False),

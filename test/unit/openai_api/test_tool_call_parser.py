@@ -94,6 +94,14 @@ CASES = [
     ),
     ("qwen3_coder", "<function=now></function>", "", BOTH[1:]),
     (
+        "seed_oss",
+        "Let me see.\n<seed:tool_call>\n<function=weather>\n<parameter=city>Paris</parameter>\n"
+        "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=now>\n</function>\n"
+        "</seed:tool_call>",
+        "Let me see.",
+        [("weather", {"city": "Paris", "days": 3}), ("now", {})],
+    ),
+    (
         "qwen3_coder",
         "<tool_call><function=weather><parameter=days>many</parameter></function></tool_call>",
         "",
@@ -115,6 +123,10 @@ CASES = [
         "Let me see.Done.",
         [("weather", {"city": "</invoke>\n", "note": None, "days": 3}), ("now", {})],
     ),
+    ("granite", f"<tool_call>[{WEATHER_JSON}, {NOW_JSON}]</tool_call>", "", BOTH),
+    ("granite", f"Hm. <tool_call>{WEATHER_JSON}</tool_call>\n<tool_call> [{NOW_JSON}] \n</tool_call>\n So.", "Hm.So.",
+     BOTH),
+    ("granite", f"<|tool_call|>[{NOW_JSON}]", "", BOTH[1:]),
     ("pythonic", f"[weather(city={PARIS['city']!r}, days=3), now()]", "", BOTH),
     ("pythonic", "<|python_start|>[now()]<|python_end|>", "", BOTH[1:]),
     ("pythonic", "[weather(at=-1.5, fields=['(', ')]'], hourly=True, note=None)]", "", [
@@ -133,6 +145,7 @@ PLAIN = [
     ("llama3", '{"answer": 5}'),
     ("llama3", '{"name": "Anna", "parameters": 5}'),
     ("llama3", "<|python_tag|>print(1)"),
+    ("granite", "<tool_call>[5]</tool_call>"),
     ("mistral", "[1, 2]"),
     ("mistral", "[TOOL_CALLS] [5]"),
     ("deepseekv3", f"<｜tool▁call▁begin｜>x{SEP}"),
@@ -304,6 +317,7 @@ def test_a_piece_costs_as_much_late_as_early(name: str, begin: str, long: str, e
 def test_formats_are_told_from_templates() -> None:
     assert tool_call_format_of("... <tool_call>\n{{ x }} ...") == "qwen25"
     assert tool_call_format_of("<tool_call>\n<function=example>") == "qwen3_coder"
+    assert tool_call_format_of("<seed:tool_call>\n<function=example>") == "seed_oss"
     assert tool_call_format_of("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>") == "glm45"
     assert tool_call_format_of('"<minimax:tool_call>"\n<invoke name="tool-name-1">') == "minimax-m2"
     assert tool_call_format_of("[TOOL_CALLS][") == "mistral"

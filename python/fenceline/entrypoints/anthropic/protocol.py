@@ -1,4 +1,4 @@
-"""What a client of Anthropic's Messages API may send, and the chat request that it stands for.
+"""The bodies of Anthropic's Messages API, and the chat completions that they are turned into.
 
 A request becomes the body of a chat completion: ``system`` and the blocks of messages become messages with text,
 reasoning, calls and the tools' results. Types are strict, as of :mod:`fenceline.entrypoints.openai.protocol`.
@@ -73,7 +73,7 @@ def _not_too_many(messages: object) -> object:
         num_blocks = sum(len(content) for content in contents if isinstance(content, list))
         if max(len(messages), num_blocks) > MAX_MESSAGES:
             raise ValueError(
-                f"has {len(messages)} messages with {num_blocks} blocks, at most {MAX_MESSAGES} of each are taken"
+                f"has {len(messages)} messages with {num_blocks} blocks, at most {MAX_MESSAGES} of each are allowed"
             )
     return messages
 

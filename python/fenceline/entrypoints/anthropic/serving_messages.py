@@ -19,11 +19,11 @@ from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.json_body import json_response
 from fenceline.entrypoints.middleware import REQUEST_ID
 from fenceline.entrypoints.openai.answer import Generator, ServedModel
-from fenceline.entrypoints.openai.chat_reader import ChatReader, Piece, Reasoning
+from fenceline.entrypoints.openai.chat_reader import ChatReader
 from fenceline.entrypoints.openai.parsing import check_arguments, parse_model, readable
 from fenceline.entrypoints.openai.protocol import ChatBody
 from fenceline.entrypoints.openai.serving_chat import ChatServing, functions_of
-from fenceline.entrypoints.openai.tool_call_parser import Arguments, CallBegun, Content
+from fenceline.entrypoints.openai.tool_call_parser import Arguments, CallBegun, Content, Found, Reasoning
 from fenceline.entrypoints.sse import EventStream, collect_or_abort
 from fenceline.frontend.request_stream import StreamGroup
 from fenceline.frontend.request_types import GenerateChunk, RequestError, check_num_params, error_of, new_rid
@@ -137,10 +137,10 @@ class _Message:
 
     # --- both
 
-    def _begins_block(self, piece: Piece) -> bool:
+    def _begins_block(self, piece: Found) -> bool:
         return isinstance(piece, CallBegun) or _kind_of(piece) != self._kind
 
-    def _new_block(self, piece: Piece, no_input: object = None) -> dict[str, Any]:
+    def _new_block(self, piece: Found, no_input: object = None) -> dict[str, Any]:
         self._kind = _kind_of(piece)
         match piece:
             case CallBegun():
@@ -180,7 +180,7 @@ def _event(kind: str, **fields: object) -> bytes:
     return f"event: {kind}\ndata: ".encode() + orjson.dumps({"type": kind, **fields}) + b"\n\n"
 
 
-def _kind_of(piece: Piece) -> str:
+def _kind_of(piece: Found) -> str:
     match piece:
         case Reasoning():
             return "thinking"

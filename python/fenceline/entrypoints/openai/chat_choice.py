@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from fenceline.entrypoints.openai.answer import TokenIds, finish_fields
-from fenceline.entrypoints.openai.chat_reader import ChatReader, Reasoning
+from fenceline.entrypoints.openai.chat_reader import ChatReader
 from fenceline.entrypoints.openai.delivery import StreamShape, TextFrame
 from fenceline.entrypoints.openai.logprobs import chat_logprobs
 from fenceline.entrypoints.openai.protocol import ChatBody
 from fenceline.entrypoints.openai.token_texts import TokenTexts
-from fenceline.entrypoints.openai.tool_call_parser import CallBegun, Content
+from fenceline.entrypoints.openai.tool_call_parser import CallBegun, Content, Reasoning
 from fenceline.frontend.request_types import GenerateChunk
 from fenceline.ipc.io_struct import FinishReason
 
@@ -53,8 +53,8 @@ class ChatChoice:
         }
 
     def _read(self, chunk: GenerateChunk) -> tuple[str, str, list[dict[str, Any]]]:
-        """What ``chunk`` brings: reasoning, content, and the calls that begin or go on in it, as a stream's delta has
-        them."""
+        """What ``chunk`` adds: reasoning, content, and the calls that begin or continue in it, in the form of a
+        stream's delta."""
         reasoning: list[str] = []
         content: list[str] = []
         calls: list[dict[str, Any]] = []

@@ -3,71 +3,84 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from fenceline.entrypoints.openai.reasoning_parser import ReasoningParser, Split
-from fenceline.entrypoints.openai.tool_call_parser import Arguments, CallBegun, Content, Found, ToolCallParser
+from fenceline.entrypoints.openai.reasoning_parser import ReasoningParser
+from fenceline.entrypoints.openai.tool_call_parser import (
+    Arguments,
+    CallBegun,
+    Content,
+    Found,
+    Reasoning,
+    ToolCallParser,
+)
 from fenceline.frontend.request_types import GenerateChunk
 
 
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    """Text of the reasoning in front of the answer."""
-
-    text: str
-
-
-Piece = Reasoning | Found
-
-
 class ChatReader:
-    """The state of one answer. ``reasoning`` is None if reasoning is not separated from the answer, ``calls`` if the
-    model was given no tools. ``one_call``: calls after the first are left out."""
+    """The state of one answer. ``front`` reads its text first: it separates the reasoning from the rest, or reads all
+    messages of which the answer consists; None if the text is used as it is. ``calls`` finds the calls in the content
+    that remains; None if there cannot be any. ``separates_reasoning``: whether :meth:`read` returns reasoning
+    separately; otherwise it is content. ``one_call``: calls after the first are left out."""
 
-    __slots__ = ("_calls", "_one_call", "_reasoning", "num_calls")
+    __slots__ = ("_calls", "_front", "_make_id", "_one_call", "num_calls", "separates_reasoning")
 
     def __init__(
-        self, reasoning: ReasoningParser | None, calls: ToolCallParser | None, one_call: bool
+        self,
+        front: ReasoningParser | ToolCallParser | None,
+        calls: ToolCallParser | None,
+        one_call: bool,
+        separates_reasoning: bool | None = None,
     ) -> None:
-        self._reasoning = reasoning
+        self._front = front
         self._calls = calls
         self._one_call = one_call
+        self.separates_reasoning = front is not None if separates_reasoning is None else separates_reasoning
         self.num_calls = 0
 
     @property
     def is_plain(self) -> bool:
         """Whether the answer is nothing but its text."""
-        return self._reasoning is None and self._calls is None
-
-    @property
-    def separates_reasoning(self) -> bool:
-        """Whether :meth:`read` tells reasoning from content."""
-        return self._reasoning is not None
+        return self._front is None and self._calls is None
 
     def new_call_id(self) -> str:
         """An id for a call, of the form that the model's template takes."""
-        assert self._calls is not None
-        return self._calls.make_id()
+        parser = self._front if self._calls is None else self._calls
+        assert isinstance(parser, ToolCallParser)
+        return parser.make_id()
 
-    def read(self, chunk: GenerateChunk) -> Iterator[Piece]:
-        """What the next chunk of the answer brings, the last with all that was kept back."""
-        split, finished = self._split(chunk), chunk.finish_reason is not None
-        if split.reasoning:
-            yield Reasoning(split.reasoning)
-        if self._calls is None:
-            if split.content:
-                yield Content(split.content)
-            return
-        for found in self._calls.feed(split.content) + (self._calls.finish() if finished else []):
+    def read(self, chunk: GenerateChunk) -> Iterator[Found]:
+        """What the next chunk of the answer adds; with the last chunk also everything that was held back."""
+        finished = chunk.finish_reason is not None
+        for found in self._read(chunk.text, finished):
             self.num_calls += isinstance(found, CallBegun)
-            if not (self._one_call and self.num_calls > 1 and isinstance(found, CallBegun | Arguments)):
-                yield found
+            if self._one_call and self.num_calls > 1 and isinstance(found, CallBegun | Arguments):
+                continue
+            if isinstance(found, Reasoning) and not self.separates_reasoning:
+                found = Content(found.text)
+            yield found
 
-    def _split(self, chunk: GenerateChunk) -> Split:
-        if self._reasoning is None:
-            return Split("", chunk.text)
-        split = self._reasoning.feed(chunk.text)
-        if chunk.finish_reason is None:
-            return split
-        rest = self._reasoning.finish()
-        return Split(split.reasoning + rest.reasoning, split.content + rest.content)
+    def _read(self, text: str, finished: bool) -> Iterator[Found]:
+        calls = self._calls
+        for found in self._read_front(text, finished):
+            if calls is not None and isinstance(found, Content):
+                yield from calls.feed(found.text)
+            else:
+                yield found
+        if calls is not None and finished:
+            yield from calls.finish()
+
+    def _read_front(self, text: str, finished: bool) -> Iterator[Found]:
+        match self._front:
+            case None:
+                if text:
+                    yield Content(text)
+            case ToolCallParser() as messages:
+                yield from messages.feed(text)
+                if finished:
+                    yield from messages.finish()
+            case ReasoningParser() as thought:
+                for split in (thought.feed(text), *((thought.finish(),) if finished else ())):
+                    if split.reasoning:
+                        yield Reasoning(split.reasoning)
+                    if split.content:
+                        yield Content(split.content)

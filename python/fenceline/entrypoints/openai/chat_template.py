@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import NoReturn
@@ -52,8 +53,12 @@ class ChatTemplate:
             self._template = environment.from_string(source)
             tree = environment.parse(source)
             self.loops_over_content = _loops_over_content(tree)
-            self.has_tools = any(node.name == "tools" for node in tree.find_all(nodes.Name))
+            names = {node.name for node in tree.find_all(nodes.Name)}
+            self.has_tools = bool(names & {"tools", "available_tools"})  # the latter is what Granite's read
             self.tool_call_format = tool_call_format_of(source)
+            # Granite's templates have no place for calls, and the first ones another name for their answers.
+            self._calls_as_content = self.tool_call_format == "granite" and "tool_calls" not in source
+            self._tool_role = "tool_response" if "'tool_response'" in source else "tool"
             self._no_content = None if _tests_content_for_none(tree) else ""
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"not a valid Jinja template, line {error.lineno}: {error.message}") from error
@@ -76,6 +81,8 @@ class ChatTemplate:
         deeply.
         """
         messages = _linked(messages, short_ids=self.tool_call_format == "mistral")
+        if self.tool_call_format == "gpt-oss":
+            messages = _one_call_each(messages)
         variables = dict(variables or {})
         if taken := _RESERVED.intersection(variables):
             raise ValueError(f"chat_template_kwargs cannot set {', '.join(sorted(taken))}")
@@ -85,6 +92,7 @@ class ChatTemplate:
                 raise ValueError("continue_final_message needs a last message with content to go on with")
             conversation[-1] = _marked(conversation[-1])
         context = {
+            "available_tools": list(tools) or None,
             **self._special_tokens,
             **variables,
             "messages": conversation,
@@ -95,15 +103,26 @@ class ChatTemplate:
         try:
             text = self._render(context)
         except ValueError:
-            if not any(message.get("tool_calls") for message in messages):
+            if not (tools or any(message.get("tool_calls") for message in messages)):
                 raise
-            # A few templates want a call's arguments as the text that the client sent.
+            text = self._render_otherwise(context, messages)
+        return _cut(text) if continue_final_message else text
+
+    def _render_otherwise(self, context: dict[str, object], messages: Sequence[Message]) -> str:
+        """The prompt text of a template that refuses the usual form of tools and calls."""
+        conversation, tools = context["messages"], context["tools"]
+        assert isinstance(conversation, list)
+        if self.tool_call_format == "gpt-oss":
+            # It wants each tool to have a description, and a call's preamble as a part of the thought. Others may leave
+            # the thought out, and the text with it.
+            context["tools"] = [_described(tool) for tool in tools] if isinstance(tools, list) else None
+            context["messages"] = [_with_one_thought(message) for message in conversation]
+        else:  # a few want a call's arguments as the text that the client sent
             context["messages"] = [
                 {**plain, **({"tool_calls": sent["tool_calls"]} if sent.get("tool_calls") else {})}
                 for plain, sent in zip(conversation, messages, strict=True)
             ]
-            text = self._render(context)
-        return _cut(text) if continue_final_message else text
+        return self._render(context)
 
     def _render(self, context: Mapping[str, object]) -> str:
         try:
@@ -139,7 +158,12 @@ class ChatTemplate:
             plain.setdefault("thinking", plain["reasoning_content"])  # the name that some templates read
         calls = plain.get("tool_calls")
         if isinstance(calls, list):
-            plain["tool_calls"] = [_plain_call(call) for call in calls]
+            plain["tool_calls"] = objects = [_plain_call(call) for call in calls]
+            if self._calls_as_content:
+                functions = [call["function"] for call in objects if "function" in call]
+                plain["content"] = f"{plain['content'] or ''}<|tool_call|>{_to_json(functions)}"
+        if plain.get("role") == "tool":
+            plain["role"] = self._tool_role
         return plain
 
 
@@ -192,6 +216,46 @@ def _linked(messages: Sequence[Message], short_ids: bool) -> Sequence[Message]:
             message = {**message, "tool_calls": calls}
         linked.append(message)
     return linked
+
+
+def _one_call_each(messages: Sequence[Message]) -> Sequence[Message]:
+    """``messages`` with one call in each, and the call's answer behind it: gpt-oss's template leaves out others."""
+    apart: list[Message] = []
+    answers: dict[
+        str, deque[int]
+    ] = {}  # where they are, by the call's id, which may come again in a later turn
+    for place, message in enumerate(messages):
+        if message.get("role") == "tool" and isinstance(message.get("tool_call_id"), str):
+            answers.setdefault(str(message["tool_call_id"]), deque()).append(place)
+    moved: set[int] = set()
+    for place, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        if not (isinstance(calls, list) and len(calls) > 1):
+            if place not in moved:
+                apart.append(message)
+            continue
+        for index, call in enumerate(calls):
+            apart.append({**(message if index == 0 else {"role": "assistant"}), "tool_calls": [call]})
+            places = answers.get(str(call.get("id")) if isinstance(call, Mapping) else "", deque())
+            while places and places[0] < place:
+                places.popleft()
+            if places:
+                moved.add(places[0])
+                apart.append(messages[places.popleft()])
+    return apart
+
+
+def _described(tool: Mapping[str, object]) -> Mapping[str, object]:
+    function = tool.get("function")
+    return {**tool, "function": {"description": "", **function}} if isinstance(function, Mapping) else tool
+
+
+def _with_one_thought(message: Mapping[str, object]) -> Mapping[str, object]:
+    """If the calls of a message follow both reasoning and text, both become its reasoning."""
+    thought, text = message.get("thinking"), message.get("content")
+    if not (message.get("tool_calls") and isinstance(thought, str) and isinstance(text, str) and text):
+        return message
+    return {**message, "thinking": f"{thought}\n\n{text}", "content": ""}
 
 
 def _short_id(id: str) -> str:

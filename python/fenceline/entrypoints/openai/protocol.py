@@ -54,7 +54,7 @@ def parse_prompts(value: object) -> list[Prompt]:
         return [value]
     if len(value) > MAX_REQUESTS:
         raise ValueError(
-            f"has {len(value)} prompts, at most {MAX_REQUESTS} are taken in one body; send several"
+            f"has {len(value)} prompts, at most {MAX_REQUESTS} are allowed in one body; send several bodies"
         )
     if all(isinstance(item, str) for item in value):
         return [_checked_text(item) for item in value]
@@ -187,7 +187,7 @@ def _not_too_many(messages: object) -> object:
         num_parts = sum(len(content) for content in contents if isinstance(content, list))
         if max(len(messages), num_parts) > MAX_MESSAGES:
             raise ValueError(
-                f"has {len(messages)} messages with {num_parts} parts, at most {MAX_MESSAGES} of each are taken"
+                f"has {len(messages)} messages with {num_parts} parts, at most {MAX_MESSAGES} of each are allowed"
             )
     return messages
 
@@ -243,7 +243,7 @@ def _not_too_many_tools(tools: object) -> object:
     """Check the number and the size of the tools before any of them is validated."""
     if isinstance(tools, list):
         if len(tools) > MAX_TOOLS:
-            raise ValueError(f"has {len(tools)} tools, at most {MAX_TOOLS} are taken")
+            raise ValueError(f"has {len(tools)} tools, at most {MAX_TOOLS} are allowed")
         if tools and len(msgspec.json.encode(tools)) > MAX_TOOLS_BYTES:
             raise ValueError(f"has more than {MAX_TOOLS_BYTES >> 10} KiB as JSON")
     return tools

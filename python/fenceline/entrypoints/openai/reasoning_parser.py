@@ -14,11 +14,20 @@ from enum import Enum, auto
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a model marks its reasoning. ``assumed``: the output begins with reasoning even without a start tag."""
+    """How a model marks its reasoning. ``assumed``: the output begins with reasoning even without a start tag.
+    ``in_messages``: the answer is a list of messages, of which the reasoning is one, and only the last begins after
+    ``end``; the tool-call format of that name reads them all. Headers of messages may say more than ``start`` and
+    ``end`` do: ``answer_header`` and ``call_header`` are how those of an answer and of a call begin, and
+    ``header_end`` is how each ends.
+    """
 
     start: str
     end: str
     assumed: bool
+    in_messages: bool = False
+    answer_header: str = ""
+    call_header: str = ""
+    header_end: str = ""
 
     def is_open_after(self, prompt: str) -> bool:
         """Whether output that follows ``prompt`` begins inside the reasoning.
@@ -32,6 +41,8 @@ class ReasoningFormat:
 
     def is_open_within(self, text: str) -> bool:
         """Whether ``text``, the beginning of an answer that is to be continued, ends inside the reasoning."""
+        if self.in_messages:
+            return False  # what is continued is the text of the last
         if self.start in text or self.end in text:
             return text.rfind(self.start) > text.rfind(self.end)
         return self.assumed
@@ -39,15 +50,25 @@ class ReasoningFormat:
 
 _THINK = ReasoningFormat("<think>", "</think>", assumed=False)
 _THINK_ASSUMED = ReasoningFormat("<think>", "</think>", assumed=True)
-# SGLang's names.
+# SGLang's names, and vLLM's where they differ.
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "deepseek-r1": _THINK_ASSUMED,
     "deepseek-v3": _THINK,
     "glm45": _THINK,
+    "gpt-oss": ReasoningFormat(
+        "<|channel|>analysis<|message|>",
+        "<|channel|>final<|message|>",
+        assumed=True,
+        in_messages=True,
+        answer_header="<|channel|>final",
+        call_header="<|channel|>commentary",
+        header_end="<|message|>",
+    ),
     "mimo": _THINK,
     "minimax": _THINK,
     "qwen3": _THINK,
     "qwen3-thinking": _THINK_ASSUMED,
+    "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>", assumed=False),
 }
 
 
@@ -70,14 +91,15 @@ class _Stage(Enum):
 class ReasoningParser:
     """The state of one output. Feed it all text in order, then call :meth:`finish` once."""
 
-    __slots__ = ("_format", "_held", "_inside", "_stage")
+    __slots__ = ("_blanks", "_format", "_held", "_inside", "_stage")
 
     def __init__(self, form: ReasoningFormat, inside: bool) -> None:
         """``inside``: the output begins inside the reasoning. A start tag may come all the same and is dropped."""
         self._format = form
         self._inside = inside
         self._stage = _Stage.START
-        self._held = ""
+        self._blanks: list[str] = []  # white space that belongs to a part if more of it follows
+        self._held = ""  # what follows it: less than a tag, except while a piece is read
 
     def feed(self, text: str) -> Split:
         """Add ``text``; returns what can now be assigned to either part."""
@@ -91,11 +113,11 @@ class ReasoningParser:
         reasoning = self._take_reasoning() if self._stage is _Stage.REASONING else ""
         if self._stage is _Stage.CONTENT_START:
             self._skip_blank(_Stage.CONTENT)
-        return Split(reasoning, self._take_held() if self._stage is _Stage.CONTENT else "")
+        return Split(reasoning, self._take_all() if self._stage is _Stage.CONTENT else "")
 
     def finish(self) -> Split:
         """The text that was kept back. No more text comes after this."""
-        rest = self._take_held()
+        rest = self._take_all()
         match self._stage:
             case _Stage.START:
                 return Split(rest.strip(), "") if self._inside else Split("", rest)
@@ -104,8 +126,9 @@ class ReasoningParser:
         return Split("", "")
 
     def _try_start(self) -> None:
-        tag = self._format.start
-        text = self._held.lstrip()
+        tag, text = self._format.start, self._held.lstrip()
+        self._blanks.append(self._held[: len(self._held) - len(text)])
+        self._held = text
         if text.startswith(tag):
             self._held = text[len(tag) :]
             self._stage = _Stage.REASONING_START
@@ -113,6 +136,7 @@ class ReasoningParser:
             self._stage = _Stage.REASONING_START if self._inside else _Stage.CONTENT
 
     def _skip_blank(self, then: _Stage) -> None:
+        self._blanks.clear()
         self._held = self._held.lstrip()
         if self._held:
             self._stage = then
@@ -120,16 +144,23 @@ class ReasoningParser:
     def _take_reasoning(self) -> str:
         text, end = self._held, self._format.end
         found = text.find(end)
+        ready = found if found >= 0 else len(text) - _tag_begun(text, end)
+        self._held = text[ready:]
+        shown = text[:ready].rstrip()
+        blank = text[len(shown) : ready]
+        if shown:
+            shown = "".join([*self._blanks, shown])
+            self._blanks.clear()
+        self._blanks.append(blank)
         if found >= 0:
             self._held = text[found + len(end) :]
             self._stage = _Stage.CONTENT_START
-            return text[:found].rstrip()
-        ready = len(text[: len(text) - _tag_begun(text, end)].rstrip())
-        self._held = text[ready:]
-        return text[:ready]
+        return shown
 
-    def _take_held(self) -> str:
-        text, self._held = self._held, ""
+    def _take_all(self) -> str:
+        text = "".join([*self._blanks, self._held])
+        self._blanks.clear()
+        self._held = ""
         return text
 
 

@@ -1,4 +1,4 @@
-"""What a client may send to /v1/responses, and the chat completion that it stands for."""
+"""The body of /v1/responses, and the chat completion that it is turned into."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _known_items(value: object) -> object:
     if not isinstance(value, list):
         raise ValueError("must be a string or a list of items")
     if len(value) > MAX_MESSAGES:
-        raise ValueError(f"has {len(value)} items, at most {MAX_MESSAGES} are taken")
+        raise ValueError(f"has {len(value)} items, at most {MAX_MESSAGES} are allowed")
     for index, item in enumerate(value):
         try:
             _check_item(item)
@@ -166,7 +166,8 @@ def input_messages(items: str | list[JsonObject]) -> list[Message]:
 
 
 def _messages(items: list[JsonObject]) -> Iterator[Message]:
-    """What the model has said since the last message of somebody else is one message: reasoning, text and calls."""
+    """Everything that the model has written since the last message of another role is one message: reasoning, text and
+    calls."""
     own: Message = {}
     for item in items:
         kind = item.get("type", "message")

@@ -37,12 +37,14 @@ def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) 
     """
     model = ServedModel.from_config(config)
     texts = TokenTexts(manager.tokenizer) if manager.tokenizer is not None else None
-    parser_name = config.server_args.reasoning_parser
-    reasoning = REASONING_FORMATS[parser_name] if parser_name is not None else None
     template = chat_template_of(manager.tokenizer, config)
     shown = None if isinstance(template, str) else template.tool_call_format
     calls_name = config.server_args.tool_call_parser or shown
     calls = TOOL_CALL_FORMATS[calls_name] if calls_name is not None else None
+    thinks = config.server_args.reasoning_parser
+    if thinks is None and calls is not None and calls.reads_reasoning:
+        thinks = calls_name  # nothing of such an answer can be read without
+    reasoning = REASONING_FORMATS[thinks] if thinks is not None else None
     completions = CompletionServing(manager, model, texts)
     chat = ChatServing(manager, model, texts, template, reasoning, calls)
     router = APIRouter()

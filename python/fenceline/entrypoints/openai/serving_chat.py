@@ -36,6 +36,7 @@ from fenceline.entrypoints.openai.reasoning_parser import ReasoningFormat, Reaso
 from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.entrypoints.openai.tool_call_parser import (
     JSON_CALLS,
+    TOOL_CALL_FORMATS,
     CallTexts,
     ToolCallFormat,
     ToolCallParser,
@@ -44,6 +45,7 @@ from fenceline.entrypoints.sse import while_connected
 from fenceline.frontend.request_stream import StreamGroup
 from fenceline.frontend.request_types import GenerateInput, RequestError, expand_samples, have_grammars
 
+_MESSAGES = "gpt-oss"  # the format of answers that are lists of messages
 # Conversations up to this size are rendered on the event loop, which takes a millisecond or two.
 _INLINE_CHARS, _INLINE_MESSAGES = 1 << 15, 64
 
@@ -147,13 +149,23 @@ class ChatServing:
         self, body: ChatBody, prompt: str | list[int], functions: Mapping[str, Mapping[str, object]]
     ) -> ChatReader:
         """What reads one answer to ``body``; ``functions``: :func:`functions_of` it."""
-        calls = None
-        if may_call(body) and self._tool_calls is not None:
-            form = self._tool_calls
-            if must_call(body):
-                form = replace(JSON_CALLS, make_id=form.make_id)
-            calls = ToolCallParser(form, functions)
-        return ChatReader(self._parser(body, prompt), calls, not body.parallel_tool_calls)
+        form = self._tool_calls if may_call(body) else None
+        if form is not None and must_call(body):
+            form = replace(JSON_CALLS, make_id=form.make_id)
+        front: ReasoningParser | ToolCallParser | None = self._parser(body, prompt)
+        if self._reads_messages(body):
+            messages = TOOL_CALL_FORMATS[_MESSAGES]
+            front = ToolCallParser(messages, functions if form is messages else {})
+            form = None if form is messages else form
+        calls = None if form is None else ToolCallParser(form, functions)
+        separates = self._reasoning is not None and body.separate_reasoning
+        return ChatReader(front, calls, not body.parallel_tool_calls, separates and front is not None)
+
+    def _reads_messages(self, body: ChatBody) -> bool:
+        """Whether answers are lists of messages, which have to be taken apart for ``body``."""
+        if may_call(body) and self._tool_calls is not None and self._tool_calls.reads_reasoning:
+            return True
+        return self._reasoning is not None and self._reasoning.in_messages and body.separate_reasoning
 
     async def _prompt(self, body: ChatBody) -> str | list[int]:
         """The text of the conversation, or its token ids if the client sent those."""
@@ -165,7 +177,9 @@ class ChatServing:
         asked = body.max_completion_tokens or body.max_tokens
         # Without a limit the answer may fill the context: the tokenizer manager reduces it to what the prompt leaves.
         params = sampling_params(body, asked or self._model.context_length, self._model.sampling_defaults)
-        if may_call(body) and self._calls_have_special_tokens():
+        # Messages are separated by special tokens.
+        in_messages = self._reasoning is not None and self._reasoning.in_messages
+        if in_messages or (may_call(body) and self._calls_have_special_tokens()):
             params = msgspec.structs.replace(params, skip_special_tokens=False)
         grammar, texts = answer_grammar(body), self._call_texts(body)
         if grammar is None and texts is not None and _is_strict(body):
@@ -196,7 +210,7 @@ class ChatServing:
 
     def _parser(self, body: ChatBody, prompt: str | list[int]) -> ReasoningParser | None:
         form = self._reasoning
-        if form is None or not body.separate_reasoning:
+        if form is None or form.in_messages or not body.separate_reasoning:
             return None
         begun = self._begun(body, prompt)
         if begun is not None:
@@ -210,15 +224,22 @@ class ChatServing:
             return None
         begun = self._begun(body, prompt)
         if begun is not None:
-            return self._think_tokens(form, is_open=True) if form.is_open_within(begun) else None
+            return self._think_tokens(body, form, is_open=True) if form.is_open_within(begun) else None
         tail = self._tail(prompt).rstrip()
         if tail.endswith(form.end):
             return None  # the template has switched it off
-        return self._think_tokens(form, form.is_open_after(tail))
+        return self._think_tokens(body, form, form.is_open_after(tail))
 
-    def _think_tokens(self, form: ReasoningFormat, is_open: bool) -> ThinkTokens:
-        token_to_id = required_tokenizer(self._generator).backend.token_to_id
-        start, end = token_to_id(form.start), token_to_id(form.end)
+    def _think_tokens(self, body: ChatBody, form: ReasoningFormat, is_open: bool) -> ThinkTokens:
+        tokenizer = required_tokenizer(self._generator)
+        if form.in_messages:  # several tokens; an answer begins with one of its messages
+            answer, call, header_end = (
+                tuple(tokenizer.encode(text, False))
+                for text in (form.answer_header, form.call_header, form.header_end)
+            )
+            # A model that has to call begins with the header of a call; the grammar's calls follow all the same.
+            return ThinkTokens(-1, answer, True, (call,) if must_call(body) else (), header_end)
+        start, end = tokenizer.backend.token_to_id(form.start), tokenizer.backend.token_to_id(form.end)
         if end is None:
             raise RequestError(
                 400,
@@ -226,7 +247,7 @@ class ChatServing:
                 "the server without --reasoning-parser",
                 param="response_format",
             )
-        return ThinkTokens(-1 if start is None else start, end, is_open)
+        return ThinkTokens(-1 if start is None else start, (end,), is_open)
 
     def _tail(self, prompt: str | list[int]) -> str:
         if isinstance(prompt, str):
@@ -242,7 +263,7 @@ class ChatServing:
 
 
 def may_call(body: ChatBody) -> bool:
-    """Whether the model learns of the request's tools and may call them."""
+    """Whether the request's tools are shown to the model and it may call them."""
     return bool(body.tools) and body.tool_choice != "none"
 
 

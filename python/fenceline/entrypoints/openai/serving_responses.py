@@ -22,7 +22,7 @@ from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.json_body import json_response
 from fenceline.entrypoints.openai.answer import ServedModel
-from fenceline.entrypoints.openai.chat_reader import ChatReader, Piece, Reasoning
+from fenceline.entrypoints.openai.chat_reader import ChatReader
 from fenceline.entrypoints.openai.parsing import check_arguments, parse_model, readable
 from fenceline.entrypoints.openai.responses_protocol import (
     RULES,
@@ -32,7 +32,7 @@ from fenceline.entrypoints.openai.responses_protocol import (
     input_messages,
 )
 from fenceline.entrypoints.openai.serving_chat import ChatServing, functions_of
-from fenceline.entrypoints.openai.tool_call_parser import CallBegun, Content
+from fenceline.entrypoints.openai.tool_call_parser import CallBegun, Content, Found, Reasoning
 from fenceline.entrypoints.sse import EventStream, collect_or_abort
 from fenceline.frontend.request_stream import StreamGroup
 from fenceline.frontend.request_types import GenerateChunk, RequestError, error_of, new_rid
@@ -282,7 +282,7 @@ class _Answer:
         item: dict[str, Any] = self.fields["output"][-1]
         return item
 
-    def _continues(self, piece: Piece) -> bool:
+    def _continues(self, piece: Found) -> bool:
         output = self.fields["output"]
         kind = output[-1]["type"] if output and output[-1]["status"] == "in_progress" else None
         match piece:
@@ -292,7 +292,7 @@ class _Answer:
                 return bool(kind == "message")
         return bool(kind == "function_call")
 
-    def _begin_item(self, piece: Piece) -> Iterator[dict[str, Any]]:
+    def _begin_item(self, piece: Found) -> Iterator[dict[str, Any]]:
         output = self.fields["output"]
         id = f"{self._id.removeprefix('resp_')}_{len(output)}"
         match piece:

@@ -3,8 +3,8 @@
 Each format is a generator that reads the output from front to back: it yields what it has found, and None where it
 needs more text. Text is passed on as early as possible; only what may still turn out to begin a call, or to be the
 white space around one, is kept back. The result does not depend on how the text was cut into chunks. Text that begins
-like a call and turns out to be none is content. A call that the output's end cuts off keeps the arguments that there
-are, as OpenAI clients expect of an answer that reached its limit.
+like a call but is not one is content. A call that is cut off by the end of the output keeps the arguments that have
+arrived, as OpenAI clients expect of an answer that reached its limit.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import re
 import uuid
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 JsonObject = Mapping[str, object]
@@ -23,6 +24,13 @@ JsonObject = Mapping[str, object]
 @dataclass(frozen=True, slots=True)
 class Content:
     """Text of the answer itself."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text of the reasoning in front of the answer."""
 
     text: str
 
@@ -41,9 +49,9 @@ class Arguments:
     text: str
 
 
-Found = Content | CallBegun | Arguments
+Found = Content | Reasoning | CallBegun | Arguments
 T = TypeVar("T")
-# What a piece of a format is: it yields what it has found, None for more text, and returns a T.
+# The type of a part of a format: it yields what it has found, or None to get more text, and returns a T.
 Reading = Generator[Found | None, None, T]
 
 
@@ -121,7 +129,7 @@ class ToolCallFormat:
     ``marks``: texts in a chat template that tell the format. ``has_special_tokens``: what marks a call is a special
     token, or may be; of other formats the tokenizer tells whether one of ``marks`` is. ``make_id`` makes the id of a
     call. ``texts``: None where a grammar cannot tell by text alone that a call begins, or where its arguments are no
-    JSON.
+    JSON. ``reads_reasoning``: the form is that of whole answers, of which the reasoning is a part.
     """
 
     read: Callable[[Source], Reading[None]]
@@ -129,6 +137,7 @@ class ToolCallFormat:
     has_special_tokens: bool = False
     texts: CallTexts | None = None
     make_id: Callable[[], str] = lambda: f"call_{uuid.uuid4().hex[:24]}"
+    reads_reasoning: bool = False
 
 
 class ToolCallParser:
@@ -143,7 +152,7 @@ class ToolCallParser:
         self._events = form.read(self._source)
 
     def feed(self, text: str) -> list[Found]:
-        """Add ``text``; returns what it brings."""
+        """Add ``text``; returns what has been found in it."""
         found: list[Found] = []
         for first in range(0, len(text), _FEED_CHARS):  # reading copies what is left of a piece at each mark
             self._source.text += text[first : first + _FEED_CHARS]
@@ -151,7 +160,7 @@ class ToolCallParser:
         return found
 
     def finish(self) -> list[Found]:
-        """What was kept back. No more text comes after this."""
+        """What was held back. No more text comes after this."""
         self._source.ended = True
         return self._read()
 
@@ -199,7 +208,7 @@ def _content_until(source: Source, *marks: str) -> Reading[bool]:
 
 
 def _rest(source: Source) -> Reading[None]:
-    """All that is left is content."""
+    """Everything that is left is content."""
     while True:
         if source.text:
             yield Content(source.text)
@@ -257,6 +266,8 @@ def _until(source: Source, *marks: str, most: int | None = None) -> Reading[tupl
     while True:
         found = begin.search(source.text, source.pos)
         if found:
+            if most is not None and found.start() - first > most:
+                raise _NotACallError
             source.pos = found.start()
             return "".join(parts) + source.text[first : found.start()], found.group()
         if most is None:  # what was searched is not searched again, but for what may begin a mark
@@ -274,7 +285,7 @@ _SCALAR_END = re.compile(r"[\s,\]}]")
 
 
 class _Nesting:
-    """Finds the end of something in brackets that arrives in pieces, without checking its inside."""
+    """Finds the end of a bracketed text that arrives in pieces, without checking its contents."""
 
     __slots__ = ("_depth", "_marks", "_quote")
 
@@ -467,6 +478,19 @@ def _hermes_call(source: Source) -> Reading[None]:
     yield from _takes(source, "</tool_call>")
 
 
+def _granite(source: Source) -> Reading[None]:
+    """``<|tool_call|>[{"name": ..., "arguments": {...}}, ...]``; Granite 3.1 also writes ``<tool_call>`` in front, and
+    ``</tool_call>`` behind."""
+    while (yield from _content_until(source, "<|tool_call|>", "<tool_call>")):
+        if (yield from _blank(source)) == "[":
+            is_call = yield from _list(source, lambda: _json_call(source))
+        else:
+            is_call = yield from _block(source, _json_call(source))
+        if is_call and (yield from _takes(source, "</tool_call>")):
+            yield from _blank(source)
+            source.drop()
+
+
 def _llama3(source: Source) -> Reading[None]:
     """``{"name": ..., "parameters": {...}}``, with ``;`` between calls: an answer that begins so, or what follows
     ``<|python_tag|>``."""
@@ -503,8 +527,8 @@ def _named_call(source: Source) -> Reading[None]:
     yield from _arguments(source)
 
 
-def _list(source: Source, call: Callable[[], Reading[None]]) -> Reading[None]:
-    """Read ``[call, call, ...]``."""
+def _list(source: Source, call: Callable[[], Reading[None]]) -> Reading[bool]:
+    """Read ``[call, call, ...]``, and the white space that follows; whether it ends so."""
     source.pos += 1
     yield from _blank(source)
     while (yield from _block(source, call())):
@@ -512,8 +536,9 @@ def _list(source: Source, call: Callable[[], Reading[None]]) -> Reading[None]:
             source.pos += 1
             yield from _blank(source)
             source.drop()
-            return
+            return True
         source.drop()
+    return False
 
 
 def _json_list(source: Source) -> Reading[None]:
@@ -588,6 +613,93 @@ def _deepseek_call(source: Source) -> Reading[None]:
     source.pos += len(_CALL_END)
 
 
+def _harmony(source: Source) -> Reading[None]:
+    """Messages, each ``<|start|>assistant<|channel|>CHANNEL<|message|>text`` up to a mark of its end. The first has no
+    ``<|start|>assistant``, which the prompt ends with. A call is a message ``to=functions.NAME``, which stands before
+    or after the channel; the channel ``analysis`` is the reasoning. Text without a header is content."""
+    kind: type[Content | Reasoning | Arguments] | None = Content
+    shown: set[object] = set()
+    in_header = yield from _recipient_in_front(source)
+    while in_header or (yield from _shown_as(kind, shown, _content_until(source, *_HARMONY_MARKS))):
+        ended = not in_header and source.text.startswith(_HARMONY_ENDS)
+        in_header, kind = False, Content
+        if not ended:
+            try:
+                kind = yield from _harmony_header(source)
+            except _NotACallError:
+                if source.ended:  # it was cut off
+                    source.pos = len(source.text)
+                else:
+                    yield Content(source.read_text())
+        source.drop()
+
+
+_HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|message|>", *_HARMONY_ENDS)
+_RECIPIENT = re.compile(r"(?<!\S)to=([^\s<]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+def _recipient_in_front(source: Source) -> Reading[bool]:
+    """Read ``to=RECIPIENT``, with which the first message's header begins where the recipient stands before the
+    channel, up to the mark that follows. Reads nothing where there is none."""
+    try:
+        if (yield from _blank(source)) and (yield from _takes(source, "to=")):
+            _, mark = yield from _until(source, *_HARMONY_MARKS, most=2 * _MAX_NAME_CHARS)
+            if mark in ("<|channel|>", "<|message|>"):
+                return True
+    except _NotACallError:
+        pass
+    source.unread()
+    return False
+
+
+def _harmony_header(source: Source) -> Reading[type[Content | Reasoning | Arguments] | None]:
+    """Read a header, which begins with the mark or the recipient that has been read. Returns what the message's text
+    is, None for what follows a call's arguments."""
+    header = source.text[: source.pos]
+    if header != "<|message|>":
+        rest, _ = yield from _until(source, "<|message|>", most=2 * _MAX_NAME_CHARS)
+        source.pos += len("<|message|>")
+        header += rest
+    header = header.replace("<|channel|>", " <|channel|>")
+    to, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
+    recipient = "" if to is None else to[1]
+    name = recipient.removeprefix("functions.")
+    if not source.tools or (name == recipient and name not in source.tools):
+        return Reasoning if channel is not None and channel[1] == "analysis" else Content
+    yield _call(source, name, known=False)
+    source.drop()
+    opening = yield from _blank(source)
+    if opening == "{":
+        yield from _arguments(source)
+        return None
+    if opening in ("", "<"):
+        yield Arguments("{}")
+        return None
+    return Arguments
+
+
+def _shown_as(
+    kind: type[Content | Reasoning | Arguments] | None, shown: set[object], reading: Reading[T]
+) -> Reading[T]:
+    """``reading`` with its content as ``kind``; None: left out. Where there has been text of the kind, a blank line
+    separates what follows from it."""
+    first = True
+    while True:
+        try:
+            found = next(reading)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        if found is None:
+            yield None
+        elif kind is not None and isinstance(found, Content) and found.text:
+            yield kind(("\n\n" if first and kind in shown and kind is not Arguments else "") + found.text)
+            first = False
+            shown.add(kind)
+
+
 class ArgumentTags(NamedTuple):
     """What stands around arguments that are tagged one by one: ``key_begin`` KEY ``key_end`` ``value_begin`` VALUE and
     the first of ``value_ends``, which is read, or left where it begins what follows. A text is written as it is, other
@@ -651,10 +763,10 @@ def _tagged_text(source: Source, tags: ArgumentTags) -> Reading[None]:
         yield from source.more()
 
 
-def _qwen3_coder(source: Source) -> Reading[None]:
-    """``<function=name><parameter=key>value</parameter>...</function>``, usually between the tags of ``tool_call``."""
-    while (yield from _content_until(source, "<tool_call>", "<function=")):
-        yield from _block(source, _qwen3_coder_call(source))
+def _qwen3_coder(source: Source, tag: str = "tool_call>") -> Reading[None]:
+    """``<function=name><parameter=key>value</parameter>...</function>``, usually between a ``tag`` and its end."""
+    while (yield from _content_until(source, f"<{tag}", "<function=")):
+        yield from _block(source, _qwen3_coder_call(source, tag))
 
 
 _QWEN3_CODER_TAGS = ArgumentTags(
@@ -662,8 +774,8 @@ _QWEN3_CODER_TAGS = ArgumentTags(
 )
 
 
-def _qwen3_coder_call(source: Source) -> Reading[None]:
-    if source.text.startswith("<tool_call>"):
+def _qwen3_coder_call(source: Source, tag: str) -> Reading[None]:
+    if source.text.startswith(f"<{tag}"):
         yield from _blank(source)
         yield from _expect(source, "<function=")
     name, _ = yield from _until(source, ">", most=_MAX_NAME_CHARS)
@@ -673,7 +785,7 @@ def _qwen3_coder_call(source: Source) -> Reading[None]:
     yield from _tagged_arguments(source, name, _QWEN3_CODER_TAGS)
     yield from _takes(source, "</function>")
     yield from _blank(source)
-    yield from _takes(source, "</tool_call>")
+    yield from _takes(source, f"</{tag}")
 
 
 def _glm(source: Source) -> Reading[None]:
@@ -776,8 +888,10 @@ def _mistral_id() -> str:
 
 # SGLang's names, and vLLM's where they differ.
 TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
+    "seed_oss": ToolCallFormat(partial(_qwen3_coder, tag="seed:tool_call>"), ("<seed:tool_call>",)),
     "qwen3_coder": ToolCallFormat(_qwen3_coder, ("<function=",)),
     "glm45": ToolCallFormat(_glm, ("<arg_key>",)),
+    "granite": ToolCallFormat(_granite, ("<|tool_call|>",), has_special_tokens=True),
     "minimax-m2": ToolCallFormat(_minimax, ("<minimax:tool_call>",)),
     "qwen25": ToolCallFormat(_hermes, ("<tool_call>",), texts=_HERMES_TEXTS),
     "hermes": ToolCallFormat(_hermes, (), texts=_HERMES_TEXTS),
@@ -785,6 +899,7 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     "deepseekv3": ToolCallFormat(_deepseek, (_CALLS_BEGIN,), has_special_tokens=True),
     "deepseekv31": ToolCallFormat(_deepseek, (), has_special_tokens=True),
     "pythonic": ToolCallFormat(_pythonic, ("<|python_start|>", "[func_name1(param"), has_special_tokens=True),
+    "gpt-oss": ToolCallFormat(_harmony, ("<|channel|>",), has_special_tokens=True, reads_reasoning=True),
     "llama3": ToolCallFormat(
         _llama3, ("<|python_tag|>", '"parameters": dictionary of argument name'), has_special_tokens=True
     ),

@@ -48,8 +48,8 @@ function showDialog(kind, refused) {
   const isAdmin = kind === "admin";
   document.getElementById("key-title").textContent = isAdmin ? "Admin API key" : "API key";
   document.getElementById("key-why").textContent =
-    `This ${isAdmin ? "needs the server's admin key" : "server asks for a key"}. It is kept in this tab and sent to ` +
-    "this server alone.";
+    `This ${isAdmin ? "needs the server's admin key" : "server asks for a key"}. It is kept in this tab and sent only to ` +
+    "this server.";
   document.getElementById("key-error").hidden = !refused || (isAdmin && !sessionStorage.getItem(STORED.admin));
   field.value = "";
   dialog.showModal();

@@ -1,5 +1,5 @@
-"""The attention backends by name. ``auto`` takes the one that is fastest on this GPU, measured once at start with the
-shapes of the model."""
+"""The attention backends by name. ``auto`` chooses the one that is fastest on this GPU. It measures them once at start,
+with the shapes of the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fenceline.memory_order import Device
 
 _AUTO = "auto"
 _REFERENCE = "torch"
-_READ_FP8 = ("triton", _REFERENCE)  # a KV cache in FP8
+_READ_FP8 = ("triton", _REFERENCE)  # these can read a KV cache in FP8
 # Tried in this order; flashinfer last, because it may have to compile for a minute.
 _CANDIDATES = ("triton", "fa3", "flashinfer")
 
@@ -30,14 +30,17 @@ logger = logging.getLogger(__name__)
 # Therefore one without a plan step is taken unless its kernels are slower by more than this factor.
 _PLAN_STEP_CREDIT = 1.1
 _PLAN_STEP = frozenset({"flashinfer"})
-_NUM_CALLS = (8, 32)  # a step's attention calls, one for each layer, at least and at most
+_NUM_CALLS = (8, 32)  # minimum and maximum of the attention calls in a measured step, one for each layer
 _NUM_ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSetting:
-    """What a backend is made for: the pool and those of its layers that it attends in, with heads alike (None: all of
-    them), its device, this rank's query heads and the longest sequence. ``rules``: of the layers that have any."""
+    """What a backend is made for: the KV pool, its device, this rank's number of query heads and the longest sequence.
+
+    ``layers``: the layers of the pool in which the backend attends (None: all); their heads have the same number and
+    size. ``rules``: those of the layers that have any. ``agreed`` takes the name that this rank has chosen by
+    measurement and returns the name that all ranks use."""
 
     kv_pool: KVPool
     device: Device
@@ -45,6 +48,7 @@ class AttentionSetting:
     context_length: int
     layers: Sequence[int] | None = None
     rules: Mapping[int, LayerRules] = field(default_factory=dict)
+    agreed: Callable[[str], str] = str
 
     @property
     def own_layers(self) -> Sequence[int]:
@@ -53,7 +57,7 @@ class AttentionSetting:
 
     @property
     def by_window(self) -> list[AttentionSetting]:
-        """The same for the layers of each window alone."""
+        """One setting for each window, with only the layers that have this window."""
         parts: dict[int | None, list[int]] = {}
         for layer in self.own_layers:
             rules = self.rules.get(layer)
@@ -119,7 +123,8 @@ _registered: dict[str, Callable[[AttentionSetting], AttentionBackend]] = {}
 
 
 def register_attention_backend(name: str, factory: Callable[[AttentionSetting], AttentionBackend]) -> None:
-    """Make another backend available by name, on any device; ``auto`` does not try it. For the devices of tests."""
+    """Make another backend available by name, on any device; ``auto`` does not try it. The proof uses this for the
+    backends of the virtual GPU."""
     _registered[name] = factory
 
 
@@ -138,10 +143,10 @@ class AttentionBackends:
 
 
 def make_attention_backends(prefill: str, decode: str, setting: AttentionSetting) -> AttentionBackends:
-    """The backends called ``prefill`` and ``decode``, or for ``auto`` the fastest of those that are installed.
+    """The backends named ``prefill`` and ``decode``; for ``auto`` the fastest of those that are installed.
 
-    To be called at start, before any step: ``auto`` measures on the device and reads the pool. Raises ValueError with
-    the remedy for a name that is unknown or cannot run here.
+    Call it at start, before any step, because ``auto`` measures on the device and reads the pool. Raises ValueError
+    with the remedy for a name that is unknown or cannot run here.
     """
     prefill = _chosen(prefill, ForwardMode.EXTEND, setting)
     decode = _chosen(decode, ForwardMode.DECODE, setting)
@@ -196,7 +201,7 @@ def _chosen(name: str, mode: ForwardMode, setting: AttentionSetting) -> str:
         else:
             times_us[candidate] = result
             notes.append(f"{candidate} {result:.1f} us")
-    chosen = choose(times_us, mode) if times_us else _REFERENCE
+    chosen = setting.agreed(choose(times_us, mode) if times_us else _REFERENCE)
     batch = BATCHES[mode]
     logger.info(
         "Attention of %s steps: %s (%d requests of %d tokens, one layer: %s)",
@@ -210,8 +215,8 @@ def _chosen(name: str, mode: ForwardMode, setting: AttentionSetting) -> str:
 
 
 def _try(name: str, mode: ForwardMode, setting: AttentionSetting, compile_cold: bool) -> float | str:
-    """Microseconds of one layer, or the reason why it cannot run here. FlashInfer's prefill is worth a minute of
-    compiling, once on each machine; its decode is not if there is another backend."""
+    """Microseconds that one layer takes, or the reason why the backend cannot run here. FlashInfer's prefill is worth
+    compiling for a minute, once on each machine. Its decode is compiled only if no other backend works."""
     from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBackend
 
     try:
@@ -222,7 +227,7 @@ def _try(name: str, mode: ForwardMode, setting: AttentionSetting, compile_cold: 
         parts = backend.backends if isinstance(backend, BackendsByWindow) else (backend,)
         if any(isinstance(p, FlashInferAttentionBackend) and not p.is_compiled(mode) for p in parts):
             if not compile_cold:
-                return "not compiled yet (name it to have it)"
+                return "not compiled yet (choose it by name to compile it)"
             logger.info("Compiling FlashInfer's kernels, about a minute, once on this machine")
         return measure_us(backend, setting, mode)
     except Exception as error:  # a candidate that fails, for whatever reason, must not stop the others
@@ -231,7 +236,8 @@ def _try(name: str, mode: ForwardMode, setting: AttentionSetting, compile_cold: 
 
 
 def choose(times_us: Mapping[str, float], mode: ForwardMode) -> str:
-    """The fastest of the measured backends; in decode one without a plan step may be slower by _PLAN_STEP_CREDIT."""
+    """The fastest of the measured backends. For decode, a backend without a plan step is preferred if it takes at most
+    _PLAN_STEP_CREDIT times as long."""
     best = min(times_us, key=lambda name: times_us[name])
     free = {name: us for name, us in times_us.items() if name not in _PLAN_STEP}
     if mode is ForwardMode.DECODE and free:
@@ -305,7 +311,7 @@ def _plan(
     pool, num_requests = setting.kv_pool, batch.num_requests
     torch_device = pool.k(0).device
     columns = -(-setting.context_length // pool.page_size)
-    # Distinct pages as far as the pool has them, so that no request finds another's keys in the L2 cache.
+    # The pages are distinct if the pool has enough of them, so that no request finds another's keys in the L2 cache.
     pages = torch.arange(num_requests * columns, device=torch_device) % (pool.num_pages - 1) + 1
     page_table = pages.view(num_requests, columns).int()
     num_shared = batch.shared_len // pool.page_size

@@ -21,11 +21,11 @@ from fenceline.layers.forward_batch import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerRules:
-    """What attention of a layer does beside softmax(scale q k^T) v.
+    """What a layer's attention computes in addition to softmax(scale q k^T) v.
 
     ``window``: a query attends to its own token and the ``window - 1`` before it (None: to all). ``soft_cap`` c: a
-    score s becomes c tanh(s / c), 0 means that it does not. ``sinks`` [num_heads] float32: of each head one more score,
-    of no token and with a value of zero. A soft cap does not cap the sinks.
+    score s becomes c tanh(s / c); 0 means no cap. ``sinks`` [num_heads] float32: one more score for each head, which
+    belongs to no token and has a value of zero. The soft cap is not applied to the sinks.
     """
 
     window: int | None = None
@@ -34,7 +34,7 @@ class LayerRules:
 
     @property
     def plain(self) -> bool:
-        """Whether there is nothing beside."""
+        """Whether the layer has none of these, so that attention is softmax(scale q k^T) v."""
         return self.window is None and self.soft_cap == 0.0 and self.sinks is None
 
 
@@ -43,27 +43,27 @@ NO_RULES: Mapping[int, LayerRules] = {}
 
 
 def window_of(rules: Mapping[int, LayerRules]) -> int | None:
-    """The window that all of some layers have. Plans depend on it; see ``by_window``."""
+    """The one window that all layers in ``rules`` have. Plans depend on it; see ``by_window``."""
     windows = {rule.window for rule in rules.values()}
     assert len(windows) <= 1, f"a backend attends with one window, not with {windows}"
     return next(iter(windows), None)
 
 
 class AttentionBackend(ABC):
-    """Makes plans and owns the workspace that they share. It attends in layers of one window; ``rules`` in its
-    constructor are those of layers by their place in the pool, and layers that are not there have none."""
+    """Makes plans and owns the workspace that they share. All its layers have the same window. ``rules`` in its
+    constructor maps layers, by their index in the pool, to their rules; layers that are not in it have none."""
 
     @abstractmethod
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         """Prepare one eager batch. No host synchronisation."""
 
     def persistent(self, mode: ForwardMode) -> bool:
-        """Whether kernels of that mode are persistent: they hold their SMs until all tiles are done, so that no other
-        kernel may need SMs at the same time (edge sm_exclusive)."""
+        """Whether the kernels for ``mode`` are persistent: they hold their SMs until all tiles are done, so no other
+        kernel that needs SMs may run at the same time (edge sm_exclusive)."""
         return False
 
     def warm_up(self) -> None:
-        """Load what only some batches need, so that none of them waits for a compiler. Called once, at start-up."""
+        """Load the kernels that only some batches need, so that no step waits for a compiler. Called once at start."""
         return
 
     def plan_graph(self, inputs: GraphDecodeInputs) -> AttentionPlan | None:
@@ -74,13 +74,15 @@ class AttentionBackend(ABC):
         return None
 
     def plan_verify(self, inputs: VerifyInputs) -> AttentionPlan | None:
-        """A plan for a few queries of each request, of a chain or a tree, that a graph can capture and eager steps can
-        use; None if this backend has none. A window is at least as long as a tree has nodes. The first plan of a shape
-        may allocate, so it is made outside captures. ``prepare`` is called at the beginning of each step.
+        """A plan for a few queries of each request, which form a chain or a tree; None if this backend has none. A
+        graph can capture it, and eager steps can use it. If there is a window, it has at least as many tokens as the
+        tree has nodes. The first plan of a shape may allocate, so it is made outside captures. ``prepare`` is called
+        at the beginning of each step.
 
-        A backend whose plan is made on the host from lengths cannot serve here, for the host learns the lengths of
-        speculative steps one step late: so FlashInfer (its kernels split the keys by a plan, and its packed mask covers
-        all keys and would be written again in each step) and FA3 (no mask by token) do not.
+        A backend that plans on the host from the lengths cannot do this, because the host learns the lengths of
+        speculative steps one step late. This rules out FlashInfer, whose kernels split the keys by such a plan and
+        whose packed mask covers all keys and would have to be written again in each step. FA3 has no mask for single
+        tokens.
         """
         return None
 

@@ -1,4 +1,4 @@
-"""Layers of one model with different windows: a backend, and in each step a plan, for every window."""
+"""For models whose layers have different windows: each window has its own backend, and its own plan in each step."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fenceline.layers.forward_batch import (
 
 
 class BackendsByWindow(AttentionBackend):
-    """One backend for some layers of the pool, another for others."""
+    """Several backends, each of which attends in some layers of the pool."""
 
     def __init__(self, parts: Sequence[tuple[Sequence[int], AttentionBackend]]) -> None:
-        """Each backend with the layers that it attends in."""
+        """``parts``: each backend with the layers in which it attends, as indices in the pool."""
         self.backends = tuple(backend for _, backend in parts)
         self._index = {layer: index for index, (layers, _) in enumerate(parts) for layer in layers}
 

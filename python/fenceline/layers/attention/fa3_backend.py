@@ -22,7 +22,7 @@ _TABLE_ALIGN = 16  # columns; aligned rows of the table can be read several ids 
 
 
 class FlashAttention(Protocol):
-    """The part of flash_attn_with_kvcache's signature that is used."""
+    """The part of flash_attn_with_kvcache's signature that this backend uses."""
 
     def __call__(
         self,
@@ -42,7 +42,8 @@ class FlashAttention(Protocol):
 
 
 def load_flash_attention() -> FlashAttention:
-    """The function, from sglang-kernel (formerly sgl-kernel). Raises ValueError with the remedy."""
+    """flash_attn_with_kvcache from sglang-kernel (formerly sgl-kernel). Raises ValueError with the remedy if it is
+    missing or does not support this GPU."""
     try:
         module = import_module("sgl_kernel.flash_attn")
     except ImportError as error:
@@ -59,9 +60,11 @@ def load_flash_attention() -> FlashAttention:
 
 
 class Fa3AttentionBackend(AttentionBackend):
-    """Plans over one KV pool. Keeps no state between batches. ``attend``: None takes that of the installed package.
+    """Plans over one KV pool. Keeps no state between batches. ``attend``: the function to call; None: that of the
+    installed package.
 
-    Raises ValueError with the remedy if it is missing or does not support the pool's dtype, and for layers with sinks.
+    Raises ValueError with the remedy if the package is missing, for an unsupported dtype of the pool, and for layers
+    with sinks.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class Fa3AttentionBackend(AttentionBackend):
     ) -> None:
         if any(rule.sinks is not None for rule in rules.values()):
             raise ValueError(
-                "--attention-backend fa3 serves no attention sinks: use --attention-backend triton"
+                "--attention-backend fa3 does not support attention sinks: use --attention-backend triton"
             )
         dtype = kv_pool.k(0).dtype
         if dtype not in (torch.bfloat16, torch.float16):
@@ -85,7 +88,7 @@ class Fa3AttentionBackend(AttentionBackend):
         self.attend = load_flash_attention() if attend is None else attend
 
     def persistent(self, mode: ForwardMode) -> bool:
-        """Both modes launch as many blocks as there are SMs, and each takes tile after tile."""
+        """The kernels for both modes launch one block for each SM, and each block computes tile after tile."""
         return True
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
@@ -116,7 +119,7 @@ class Fa3AttentionBackend(AttentionBackend):
 
 
 class _Plan(AttentionPlan):
-    """The batch's rows of the page table and its lengths, written by ``prepare`` to memory that stays."""
+    """The batch's rows of the page table and its lengths. ``prepare`` writes them to memory that the plan keeps."""
 
     def __init__(
         self,
@@ -131,7 +134,7 @@ class _Plan(AttentionPlan):
         page_size, size = backend.kv_pool.page_size, len(self._rows)
         columns = -(-max_seq_len // page_size)
         columns = -(-columns // _TABLE_ALIGN) * _TABLE_ALIGN
-        # Zeros: entries that are not written yet name the sink page.
+        # Zeros, so that entries that have not been written name the sink page.
         self.table = torch.zeros((size, columns), dtype=torch.int32, device=starts.device)
         self.seq_lens = torch.ones(size, dtype=torch.int32, device=starts.device)
 

@@ -47,9 +47,10 @@ Lens = npt.NDArray[np.int64]
 class FlashInferAttentionBackend(AttentionBackend):
     """Plans over one KV pool. A plan is valid until the next is made: they share the ring and the workspaces.
 
-    ``num_heads`` is the number of this rank's query heads. To compare kernels, ``prefill`` names FlashInfer's fa2 or
-    fa3 and ``tensor_cores`` says what decode runs on; None chooses what fits the GPU and the model. ``library``: the
-    installed package unless given.
+    ``num_heads`` is the number of this rank's query heads. Benchmarks that compare kernels set ``prefill`` to
+    FlashInfer's fa2 or fa3 and ``tensor_cores`` to whether decode uses them; None chooses what suits the GPU and the
+    model. ``library``: None stands for the installed package.
+
     Raises ValueError with the remedy if FlashInfer is missing or has no kernels for the model.
     """
 
@@ -73,7 +74,7 @@ class FlashInferAttentionBackend(AttentionBackend):
         library.check(device, self.shape)
         self.kv_pool = kv_pool
         pages = (kv_pool.num_pages, kv_pool.page_size, *keys.shape[1:])
-        # Views made once: prefill needs them for each layer, and a short prompt is bound by the CPU.
+        # These views are made once, because prefill needs them in each layer and the CPU limits short prompts.
         self._layer_pages = {
             layer: (kv_pool.k(layer).view(pages), kv_pool.v(layer).view(pages)) for layer in layers
         }
@@ -81,7 +82,7 @@ class FlashInferAttentionBackend(AttentionBackend):
         fa3_or_fa2 = prefill or library.prefill_generation(device.torch_device, self.shape.dtype)
         self.prefill = PrefillKernels(self.shape, fa3_or_fa2, library)
         # fa3 has one block for each tile of queries and does not split the keys, so a few new tokens after a long
-        # prefix leave most of the GPU idle. fa2 splits the keys.
+        # prefix would leave most of the GPU idle. fa2 splits the keys.
         self._few_queries = PrefillKernels(self.shape, "fa2", library) if prefill is None else self.prefill
         self.decode: DecodeKernels | PrefillKernels = DecodeKernels(self.shape, library)
         if self.shape.group > _MAX_CUDA_CORE_GROUP if tensor_cores is None else tensor_cores:
@@ -94,11 +95,12 @@ class FlashInferAttentionBackend(AttentionBackend):
         self._buckets: dict[int, _Bucket] = {}
 
     def is_compiled(self, mode: ForwardMode) -> bool:
-        """Whether the first step of that kind costs no compilation."""
+        """Whether a step of this mode can run without compiling kernels first."""
         return (self.prefill if mode is ForwardMode.EXTEND else self.decode).is_compiled
 
     def persistent(self, mode: ForwardMode) -> bool:
-        """The fa3 kernels are persistent; only prefill uses them. fa2 and decode kernels have a block for each tile."""
+        """The fa3 kernels are persistent, and only prefill uses them. The fa2 and decode kernels have a block for each
+        tile."""
         return mode is ForwardMode.EXTEND and self.prefill.generation == "fa3"
 
     def warm_up(self) -> None:
@@ -111,7 +113,7 @@ class FlashInferAttentionBackend(AttentionBackend):
 
     @property
     def num_plans(self) -> int:
-        """Plans made so far; see ``_EagerPlan``."""
+        """How many plans have been made; see ``_EagerPlan``."""
         return self._ring.num_plans
 
     def layer_pages(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,7 +167,7 @@ class FlashInferAttentionBackend(AttentionBackend):
         starts: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """One query a request: q [B, num_heads, head_dim] → the same shape."""
+        """Decode attention, one query for each request: q [B, num_heads, head_dim] → the same shape."""
         k, v = self.layer_pages(layer_id)
         if isinstance(self.decode, DecodeKernels):
             return self.decode.run(space, info, q, k, v, pages, scale)
@@ -174,7 +176,7 @@ class FlashInferAttentionBackend(AttentionBackend):
     # --- graphs ------------------------------------------------------------------------------------------
 
     def plan_graph(self, inputs: GraphDecodeInputs) -> AttentionPlan | None:
-        """See ``AttentionBackend.plan_graph``. The bucket begins with the plan of padding alone, lengths of 1."""
+        """See ``AttentionBackend.plan_graph``. The bucket's first plan is for padding only: all lengths are 1."""
         size = len(inputs.rows)
         assert size not in self._buckets, f"bucket {size} has its plan already"
         max_pages = -(-inputs.max_seq_len // self.shape.page_size)
@@ -189,7 +191,8 @@ class FlashInferAttentionBackend(AttentionBackend):
             return _GraphDecodePlan(self, inputs, space, info, pages, max_pages)
 
     def before_replay(self, bucket: int, seq_lens_cpu: Lens) -> None:
-        """Plan for these lengths, padded with 1, and copy the plan to where the graph reads it, on FORWARD."""
+        """Plan for these lengths, padded with 1 to the bucket's size, and copy the plan on FORWARD to where the graph
+        reads it."""
         known = self._buckets[bucket]
         lens = np.ones(bucket, dtype=np.int64)
         lens[: len(seq_lens_cpu)] = seq_lens_cpu
@@ -206,15 +209,16 @@ class FlashInferAttentionBackend(AttentionBackend):
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._device.torch_device)
 
     def _grow(self, float_bytes: int, num_indices: int) -> None:
-        """Make the buffers that all graphs share, since only one runs at a time: partial results and page indices. A
-        larger bucket gets new buffers. Graphs captured before use the old ones, which their plans keep alive."""
+        """Make the buffers for partial results and page indices. All graphs share them, since only one runs at a time.
+        A larger bucket gets new buffers. Graphs captured earlier use the old ones, which their plans keep alive."""
         if self._floats.numel() < float_bytes:
             self._floats = self._bytes(float_bytes)
         if self._indices.numel() < num_indices:
             self._indices = _ints(num_indices, self._device.torch_device)
 
     def _float_bytes(self, tiles: int, query_tile: int) -> int:
-        """Bytes of partial results and log-sums, float32, of ``tiles`` of ``query_tile`` queries for each head."""
+        """Bytes of the partial results and log-sums, in float32, of ``tiles`` tiles with ``query_tile`` queries each,
+        for every head."""
         return self.shape.num_heads * tiles * query_tile * (self.shape.head_dim + 1) * 4 + 1024
 
     def _eager_float_bytes(self) -> int:
@@ -228,13 +232,14 @@ class FlashInferAttentionBackend(AttentionBackend):
         return max(32 * self._num_sms // self.shape.num_kv_heads + 1, size)
 
     def _tensor_core_tiles(self, size: int) -> int:
-        """Tiles of a graph's launch: two for each multiprocessor, or as many as the requests need without splits."""
+        """Tiles of a graph's launch: two for each multiprocessor, or as many as the requests need when no keys are
+        split, whichever is more."""
         group, tile = self.shape.group, self._query_tile
         return max(2 * self._num_sms // self.shape.num_kv_heads, -(-size * group // tile) + size - 1)
 
     @property
     def _query_tile(self) -> int:
-        """Rows of a tile of one query a request, with all heads of a group (FA2DetermineCtaTileQ)."""
+        """Rows of a decode tile, which has one query of a request with all heads of a group (FA2DetermineCtaTileQ)."""
         return next(tile for tile in (16, 64, _MAX_QUERY_TILE) if self.shape.group <= tile)
 
     def _graph_float_bytes(self, size: int) -> int:
@@ -243,13 +248,14 @@ class FlashInferAttentionBackend(AttentionBackend):
         return self._float_bytes(self._tensor_core_tiles(size), self._query_tile)
 
     def _graph_int_bytes(self, size: int) -> int:
-        """Bytes of three indices and a flag for each tile and two offsets for each request, in arrays aligned to 16."""
+        """Bytes of three indices and a flag for each tile and of two offsets for each request, in arrays aligned to 16
+        bytes."""
         tiles = max(self._cuda_core_tiles(size), self._tensor_core_tiles(size))
         return (13 * tiles + 8 * (size + 1) + 512 + 15) // 16 * 16
 
 
 def _soft_cap_of(rules: Mapping[int, LayerRules]) -> float:
-    """The soft cap that all layers have. Raises ValueError with the remedy for what the kernels cannot do."""
+    """The one soft cap that all layers have. Raises ValueError with the remedy for layers with sinks."""
     if any(rule.sinks is not None for rule in rules.values()):
         raise ValueError(
             "--attention-backend flashinfer has no kernels with attention sinks: use --attention-backend triton"
@@ -290,7 +296,8 @@ def _gather_into(
 
 
 class _EagerPlan(AttentionPlan):
-    """Uses a slot of the ring, so it is invalid once another plan is made; using it then raises."""
+    """It uses a slot of the ring, so it is invalid once another plan has been made. Using it then fails an
+    assertion."""
 
     def __init__(self, backend: FlashInferAttentionBackend, space: Workspace, info: PlanInfo) -> None:
         self.backend, self.space, self.info = backend, space, info
@@ -319,8 +326,8 @@ class _DecodePlan(_EagerPlan):
 
 
 class _ExtendPlan(_EagerPlan):
-    """Any number of queries a request. ``pages`` is None if no request has a prefix: then this step's own k and v are
-    all keys and values, and the kernels read them contiguously instead of page by page."""
+    """Any number of queries for each request. ``pages`` is None if no request has a prefix: then this step's own k and
+    v are all the keys and values, and the kernels read them contiguously instead of page by page."""
 
     def __init__(
         self,
@@ -370,7 +377,7 @@ class _ExtendPlan(_EagerPlan):
 
 
 class _GraphDecodePlan(AttentionPlan):
-    """A bucket's decode step. Its memory lives as long as the plan, which the graph's owner keeps."""
+    """The attention of a bucket's decode step. Its memory lives as long as this plan, which the graph's owner keeps."""
 
     def __init__(
         self,

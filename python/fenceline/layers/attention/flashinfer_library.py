@@ -1,10 +1,12 @@
 """FlashInfer's compiled kernels, called with memory that we own.
 
-Each of FlashInfer's wrapper classes has a pinned buffer that ``plan()`` rewrites whether or not the last copy from it
-has run (F12), and copies index arrays from the host that are on the device already. The wrappers call modules with two
-kinds of functions, and those are called here: ``plan``, which reads host lengths, writes its result to a pinned buffer
-and submits one cudaMemcpyAsync of it to an integer workspace on the current stream (flashinfer/attention/scheduler.cuh:
-DecodePlan, PrefillPlan, PrefillSM90Plan; nothing else of it is asynchronous), and ``run``, which launches.
+FlashInfer's wrapper classes are not used, for two reasons. Each has a pinned buffer that ``plan()`` rewrites even if
+the last copy from it has not run yet (F12), and they copy index arrays from the host that are already on the device.
+
+The wrappers call modules with two functions, and this file calls these directly. ``plan`` reads lengths on the host,
+writes its result to a pinned buffer and submits one cudaMemcpyAsync of it to an integer workspace on the current stream
+(flashinfer/attention/scheduler.cuh: DecodePlan, PrefillPlan, PrefillSM90Plan); nothing else in it is asynchronous.
+``run`` launches the kernels.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from fenceline.memory_order import Device
 REMEDY = "install the extra with pip install 'fenceline[cuda]', or use --attention-backend triton"
 _VERSIONS = ("0.6.",)  # versions whose plan and run functions have the signatures used here
 _HEAD_DIMS = (64, 128, 256)
-_NHD, _NON_CAUSAL, _CAUSAL, _NO_POSITIONS, _WHOLE_WINDOW = 0, 0, 1, 0, -1  # its enums' values
-# Programmatic dependent launch lets a kernel begin before the preceding one has ended. Its reads are then ordered by a
-# wait inside the kernel and not by the stream, and this code relies on the order of the stream.
+_NHD, _NON_CAUSAL, _CAUSAL, _NO_POSITIONS, _WHOLE_WINDOW = 0, 0, 1, 0, -1  # values of FlashInfer's enums
+# Programmatic dependent launch lets a kernel begin before the preceding one has ended. Then a wait inside the kernel
+# orders its reads and not the stream, but this code relies on the order of the stream.
 _DEPENDENT_LAUNCH = False
 
-# Offsets into the integer workspace, and sizes of the launch; as the library returns it.
+# What ``plan`` returns and ``run`` takes: offsets into the integer workspace, and sizes of the launch.
 PlanInfo = Sequence[int]
 Lens = npt.NDArray[np.int64]
 
@@ -50,12 +52,12 @@ class AttentionShape:
 
     @property
     def window_left(self) -> int:
-        """How many tokens before its own a query attends to, as the library counts; -1: all."""
+        """The window as FlashInfer counts it: how many tokens before its own a query attends to; -1: all."""
         return _WHOLE_WINDOW if self.window is None else self.window - 1
 
     @property
     def group(self) -> int:
-        """Query heads of one key/value head."""
+        """Query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
 
 
@@ -79,7 +81,7 @@ class Pages:
 
 
 def load_library() -> None:
-    """Import FlashInfer. Raises ValueError with the remedy if it is missing or of another version."""
+    """Import FlashInfer. Raises ValueError with the remedy if it is missing or its version is not supported."""
     try:
         installed = version("flashinfer-python")
         import_module("flashinfer")
@@ -108,11 +110,12 @@ def check_shape(shape: AttentionShape) -> None:
 
 
 class Module(Protocol):
-    """A module of kernels."""
+    """A module of kernels, which may have to be compiled first."""
 
     @property
     def is_compiled(self) -> bool:
-        """Whether it can be used without compiling it. This may write its sources to the cache, nothing else."""
+        """Whether it can be used without compiling it. This call may write the module's sources to the cache, and has
+        no other effect."""
 
     @property
     def functions(self) -> Any:
@@ -120,10 +123,11 @@ class Module(Protocol):
 
 
 class Library(Protocol):
-    """FlashInfer as the backend needs it. The proof has another, for devices without its kernels."""
+    """What the backend needs of FlashInfer. The proof implements it for the virtual GPU, which cannot run FlashInfer's
+    kernels."""
 
-    plan_bytes: int  # of a batch's plan, at most
-    plan_slots: int  # plans that may be in use or on their way
+    plan_bytes: int  # the largest size of a batch's plan
+    plan_slots: int  # how many plans may be in use or being copied at the same time
 
     def check(self, device: Device, shape: AttentionShape) -> None:
         """Raise ValueError with the remedy if there are no kernels for ``shape`` on ``device``."""
@@ -132,17 +136,17 @@ class Library(Protocol):
         """Multiprocessors of ``device``."""
 
     def prefill_generation(self, device: torch.device, dtype: torch.dtype) -> str:
-        """The prefill kernels for ``device``: fa2 or fa3."""
+        """Which prefill kernels ``device`` uses: fa2 or fa3."""
 
     def prefill_module(self, shape: AttentionShape, generation: str) -> Module:
-        """The kernels for any number of queries a request."""
+        """The kernels for any number of queries for each request."""
 
     def decode_module(self, shape: AttentionShape) -> Module:
-        """The kernels for one query a request, on CUDA cores."""
+        """The kernels for one query for each request, on CUDA cores."""
 
 
 class _CompiledModule:
-    """See ``Module``: compiled when it is first needed, and kept in ~/.cache/flashinfer."""
+    """A module of the installed package. It is compiled when it is first needed and kept in ~/.cache/flashinfer."""
 
     def __init__(self, module: str, generate: str, get: str, args: tuple[object, ...]) -> None:
         self._module, self._generate, self._get, self._args = module, generate, get, args
@@ -167,8 +171,8 @@ class _CompiledModule:
 class InstalledLibrary:
     """The package ``flashinfer-python``."""
 
-    plan_bytes = 8 << 20  # as in FlashInfer's own wrappers; larger batches use more of it
-    plan_slots = 2  # a plan is copied while the step before still reads its own
+    plan_bytes = 8 << 20  # as in FlashInfer's own wrappers
+    plan_slots = 2  # one plan is copied while the preceding step still reads another
 
     def check(self, device: Device, shape: AttentionShape) -> None:
         """See ``Library``."""
@@ -208,7 +212,7 @@ def _module_args(shape: AttentionShape) -> tuple[object, ...]:
 
 
 class PrefillKernels:
-    """Attention of any number of queries a request: ``fa3`` on Hopper, else ``fa2``. On tensor cores."""
+    """Attention of any number of queries for each request, on tensor cores: ``fa3`` on Hopper, else ``fa2``."""
 
     def __init__(self, shape: AttentionShape, generation: str, library: Library) -> None:
         self.shape, self.generation = shape, generation
@@ -221,7 +225,7 @@ class PrefillKernels:
 
     @property
     def functions(self) -> Any:
-        """The module's functions. Compiles for up to a minute the first time on a machine."""
+        """The module's functions. The first call on a machine compiles them, for up to a minute."""
         return self._module.functions
 
     def plan(
@@ -236,7 +240,7 @@ class PrefillKernels:
     ) -> PlanInfo:
         """Plan on the host and submit the copy to ``space.ints`` to the current stream.
 
-        ``graph``: the launch and the plan's layout depend on the number of requests alone.
+        ``graph``: the launch and the plan's layout then depend on nothing but the number of requests.
         """
         shape = self.shape
         page_size = shape.page_size if paged else 1
@@ -316,8 +320,8 @@ class PrefillKernels:
 
 
 class DecodeKernels:
-    """Attention of one query a request on CUDA cores. For small groups they are faster than tensor cores, which would
-    be half empty."""
+    """Attention of one query for each request on CUDA cores. For small groups of query heads this is faster than on
+    tensor cores, whose tiles would be mostly padding."""
 
     def __init__(self, shape: AttentionShape, library: Library) -> None:
         self.shape = shape
@@ -407,7 +411,7 @@ def _ints(values: Sequence[int] | Lens) -> torch.Tensor:
 
 
 def _starts(lens: Lens) -> torch.Tensor:
-    """Lengths [n] → [n + 1] int32 on the host: where each begins."""
+    """Lengths [n] → [n + 1] int32 on the host: where each begins, then the sum."""
     starts = np.zeros(len(lens) + 1, dtype=np.int32)
     np.cumsum(lens, out=starts[1:])
     return torch.from_numpy(starts)

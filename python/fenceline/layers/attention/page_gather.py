@@ -1,7 +1,7 @@
-"""Gathers the batch's pages on the device in one launch, in the forms that attention libraries take.
+"""Gathers the batch's page ids on the device in one launch, in the layouts that attention libraries take.
 
-The page table and the current lengths are on the device alone, so the host cannot gather them. Inside a graph the
-launch is replayed and reads the values of that replay.
+The page table and the current lengths are only on the device, so the host cannot do this. In a graph the launch is
+part of each replay and reads the values of that replay.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 512  # pages that a program copies at a time
+_BLOCK = 512  # page ids that a program copies at a time
 _MAX_PROGRAMS = 1024
 
 
@@ -34,7 +34,7 @@ def _gather_kernel(
     seq_len = tl.load(seq_lens + request).to(tl.int32)
     num_pages = (seq_len + PAGE_SIZE - 1) // PAGE_SIZE
     if RAGGED:
-        # Each program adds up the pages of the requests before its own: a few loads are cheaper than a separate scan.
+        # Each program counts the pages of the requests before its own: a few loads are cheaper than a separate scan.
         start = request * 0
         first = request * 0
         while first < request:
@@ -59,7 +59,7 @@ def _gather_kernel(
         pages = tl.load(source + columns, mask=columns < num_pages, other=0)
         if RAGGED:
             tl.store(target + columns, pages, mask=columns < num_pages)
-        else:  # the sink after the last page, because the kernel reads page ids a tile at a time
+        else:  # the sink page after the last one, because the attention kernel reads page ids a tile at a time
             tl.store(target + columns, pages, mask=columns < out_stride)
         column += tl.num_programs(1) * BLOCK
 
@@ -74,10 +74,11 @@ def gather_page_indices(
     indices: torch.Tensor,
     last_page_lens: torch.Tensor,
 ) -> None:
-    """The batch's pages, request after request, as FlashInfer takes them. On the current stream.
+    """Gather the batch's page ids in FlashInfer's layout, one request after the other. On the current stream.
 
-    page_table [num_rows, columns] int32, rows and seq_lens [B] int64, every length >= 1 and of at most ``max_pages``
-    pages → indptr [B + 1], indices [>= all pages], last_page_lens [B], all int32, written.
+    Reads page_table [num_rows, columns] int32, rows and seq_lens [B] int64; every length is at least 1 and needs at
+    most ``max_pages`` pages. Writes indptr [B + 1], indices [at least the sum of pages] and last_page_lens [B], all
+    int32.
     """
     _launch(page_table, rows, seq_lens, page_size, max_pages, indices, (indptr, last_page_lens), None)
 
@@ -90,10 +91,11 @@ def gather_page_rows(
     out: torch.Tensor,
     seq_lens_32: torch.Tensor,
 ) -> None:
-    """The batch's rows of the page table, as FlashAttention takes them. On the current stream.
+    """Gather the batch's rows of the page table, as FlashAttention takes them. On the current stream.
 
-    page_table, rows, seq_lens as above → out [B, pages] int32: a request's pages, then the sink up to a multiple of 512
-    columns; later columns are not written and must not be read. seq_lens_32 [B] int32.
+    page_table, rows and seq_lens as in ``gather_page_indices``. Writes out [B, pages] int32: a request's pages, then
+    the sink page up to a multiple of 512 columns. Later columns are not written and must not be read. Also writes the
+    lengths as int32 to seq_lens_32 [B].
     """
     _launch(page_table, rows, seq_lens, page_size, out.shape[1], out, None, seq_lens_32)
 

@@ -1,4 +1,4 @@
-"""Which requests of a batch have the same pages at the beginning, so that these can be read once for all of them."""
+"""Finds the requests of a batch that begin with the same pages, so that these can be read once for all of them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import numpy.typing as npt
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 
-# A prefix is worth an extra call if that saves at least so many (query, token) pairs: those of all queries but one.
+# A shared prefix takes an extra call. It is worth it if it saves the reads of at least this many (query, token) pairs,
+# which are those of all queries but one.
 _WORTH_PAIRS = 2048
-# Prefixes within prefixes are looked into so far. It bounds the work, whatever a client sends.
+# Prefixes within prefixes are searched to this depth, which bounds the work, whatever a client sends.
 _MAX_DEPTH = 16
-_BLOCK = 64  # columns that are compared at a time
+_BLOCK = 64  # columns of the page table that are compared at a time
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """The first ``num_pages`` pages of all of ``requests``, ascending indices into the batch."""
+    """``num_pages`` pages with which all of ``requests`` begin; these are ascending indices into the batch."""
 
     requests: tuple[int, ...]
     num_pages: int
@@ -30,15 +31,15 @@ class SharedPrefix:
 def find_shared_prefixes(
     page_table: I32, num_pages: I64, num_queries: I64, page_size: int
 ) -> list[SharedPrefix]:
-    """The prefixes that are worth being attended to by all queries of several requests (or one's many) at once.
+    """The prefixes to which all queries of several requests (or the many queries of one) should attend in one call.
 
-    ``page_table`` [B, columns]; ``num_pages`` [B]: how many pages of each request lie wholly before its first query, so
-    that all its queries see all their tokens; ``num_queries`` [B]. No request is in two prefixes. Where requests
-    share a short prefix and some of them a longer one, whatever leaves fewer tokens to be read is taken.
+    ``page_table`` [B, columns]; ``num_pages`` [B]: how many pages of each request lie wholly before its first query,
+    so that all its queries see all their tokens; ``num_queries`` [B]. No request is in two prefixes. If requests share
+    a short prefix and some of them a longer one, the choice is the one with which fewer tokens are read.
     """
     if int((num_pages * num_queries).sum()) * page_size < _WORTH_PAIRS:
         return []
-    # Most requests of most batches share nothing: those cost no Python.
+    # Most requests of most batches share nothing. NumPy filters them out, so that they take no time in Python loops.
     _, branch, sizes = np.unique(page_table[:, 0], return_inverse=True, return_counts=True)
     candidates = np.flatnonzero((num_pages > 0) & ((sizes[branch] > 1) | (num_queries > 1)))
     if len(candidates) == 0:
@@ -58,8 +59,9 @@ class _Grouping:
         self._num_pages = num_pages.tolist()
 
     def best(self, requests: Sequence[int], depth: int, levels: int) -> tuple[int, list[SharedPrefix]]:
-        """The cheapest grouping of ``requests``, whose first ``depth`` pages are the same, and the pages that are read
-        with it: of each request those that it shares with its group once, and the others."""
+        """The number of pages that are read with the cheapest grouping of ``requests``, and this grouping. The first
+        ``depth`` pages of the requests are the same; at most ``levels`` more levels are searched. The pages that a
+        group shares are counted once, the other pages of each request on their own."""
         first, nums = requests[0], [self._num_pages[i] for i in requests]
         if len(requests) == 1:
             return nums[0], [SharedPrefix((first,), nums[0])]
@@ -74,7 +76,7 @@ class _Grouping:
             # A request that ends here is a branch of its own; page ids are not negative.
             branches.setdefault(column[request] if num > shared else -1 - request, []).append(request)
         if len(branches) == len(requests) and shared:
-            return together, groups  # nobody shares more than all do
+            return together, groups  # no two requests share more than all of them do
         parts = [self.best(branch, shared, levels - 1) for branch in branches.values()]
         apart = sum(cost for cost, _ in parts)
         if apart < together or not shared:

@@ -6,9 +6,9 @@ shares its key/value head, either as further query rows (decode) or through a st
 Nothing here makes the host wait for the device: shapes come from the ``*_cpu`` arrays, indices are computed on the
 device, and what depends on the batch alone is computed once in ``plan``, not once for each layer.
 
-Where the page table is in the host's own memory, planning reads it. The pages with which several requests begin are
-then read once for all of them, and each request attends separately to what follows. A softmax over two sets of keys is
-the mean of those over each, weighted by the sums of their exponentials, whose logarithms attention returns too.
+On a CPU, planning can read the page table. Pages with which several requests begin are then read once for all of them,
+and each request attends separately to the tokens that follow. The results over two sets of keys are averaged, weighted
+by the sums of their exponentials; attention also returns the logarithms of these sums.
 
 Layers with a window gather the tokens of the window only. With a soft cap or sinks attention is computed step by step,
 because scaled_dot_product_attention has neither.
@@ -42,13 +42,13 @@ from fenceline.mem_cache.kv_pool import KVPool
 _GATHER_BYTES = {"cpu": 2 << 20}
 _GATHER_BYTES_DEFAULT = 256 << 20
 _GRAPH_GATHERS = 4  # a graph gathers all requests at once; it may gather this many times as much
-# Requests share a gather if padding them to its longest adds at most a quarter, or these few tokens.
+# Requests share a gather if padding them to its longest adds at most a quarter of that length, or this many tokens.
 _SLACK_TOKENS = 64
 # Rows of the causal mask in extend; longer chunks take several calls, each over only the keys its rows can see.
 _QUERY_BLOCK = 256
-# So many requests of an extend step that have one query each are attended to together, as in decode.
+# If at least this many requests of an extend step have one query, their attention is computed together, as in decode.
 _MIN_SINGLES = 8
-# Masked elements of a gather read the sink page, never a page that may belong to another request by now.
+# Masked elements of a gather read the sink page and never a page that may belong to another request by now.
 _SINK_SLOT = 0
 
 
@@ -58,8 +58,8 @@ class TorchAttentionBackend(AttentionBackend):
     def __init__(self, kv_pool: KVPool, rules: Mapping[int, LayerRules] = NO_RULES) -> None:
         self._source = _Source(kv_pool, rules, window_of(rules))
         if kv_pool.k(0).is_cuda:
-            # cuDNN's attention builds a plan for each new shape, tens of milliseconds each, and every step here
-            # has new shapes: on an H200 a bf16 evaluation took 86 s with it and as long as fp32's 5 s without.
+            # cuDNN's attention builds a plan for each new shape, which takes tens of milliseconds, and every step here
+            # has new shapes. On an H200 a bf16 evaluation took 86 s with cuDNN and 5 s (as in fp32) without.
             torch.backends.cuda.enable_cudnn_sdp(False)
 
     def plan_graph(self, inputs: GraphDecodeInputs) -> AttentionPlan | None:
@@ -92,39 +92,40 @@ class TorchAttentionBackend(AttentionBackend):
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The pool that plans read, and how its layers attend."""
+    """The pool that plans read, and the rules of its layers."""
 
     kv_pool: KVPool
     rules: Mapping[int, LayerRules]
     window: int | None
 
     def scores(self, layer_id: int, scale: float) -> _Scores:
-        """How scores of ``layer_id`` become weights."""
+        """How ``layer_id`` turns products of queries and keys into attention weights."""
         rules = self.rules.get(layer_id, PLAIN)
         return _Scores(scale, rules.soft_cap, rules.sinks)
 
     def num_attended(self, num_tokens: int) -> int:
-        """How many tokens the last of ``num_tokens`` attends to."""
+        """To how many tokens the last of ``num_tokens`` attends."""
         return num_tokens if self.window is None else min(num_tokens, self.window)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Scores:
-    """See ``LayerRules``; ``sinks`` have the form [batch, heads, queries] of a call, or one that expands to it."""
+    """The scale, and the soft cap and sinks of ``LayerRules``. ``sinks`` has the shape [batch, heads, queries] of a
+    call or one that expands to it."""
 
     scale: float
     soft_cap: float = 0.0
     sinks: torch.Tensor | None = None
 
     def by_rows(self, num_kv_heads: int, repeats: int = 1) -> _Scores:
-        """For calls whose query rows are the query heads that share a KV head, each ``repeats`` times."""
+        """For calls whose query rows are the query heads that share a KV head, with ``repeats`` rows for each."""
         if self.sinks is None:
             return self
         sinks = self.sinks.view(num_kv_heads, -1).repeat_interleave(repeats, 1)
         return replace(self, sinks=sinks)
 
     def by_group(self, num_kv_heads: int) -> _Scores:
-        """For calls whose batch are the query heads that share a KV head."""
+        """For calls whose batch axis has the query heads that share a KV head."""
         if self.sinks is None:
             return self
         return replace(self, sinks=self.sinks.view(num_kv_heads, -1).t().unsqueeze(-1))
@@ -137,8 +138,8 @@ def _token_slots(
     page_size: int,
     first: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """KV slots of positions 0..num_tokens of ``rows`` [B], or of those from ``first`` [B] on → [B, num_tokens] int32;
-    undefined past a row's length."""
+    """The KV slots of ``num_tokens`` positions of ``rows`` [B], from 0 or from ``first`` [B] on → [B, num_tokens]
+    int32. Past a row's length they are undefined."""
     if first is not None:
         positions = first.unsqueeze(1) + torch.arange(num_tokens, device=first.device)
         columns = (positions // page_size).clamp_(max=page_table.shape[1] - 1)
@@ -154,7 +155,7 @@ def _token_slots(
 
 
 class _Part(AttentionPlan):
-    """A plan that may be a part of another: some of the queries, or some of their keys."""
+    """A plan that may be part of another plan: for some of the queries, or for some of their keys."""
 
     source: _Source
 
@@ -168,8 +169,8 @@ class _Part(AttentionPlan):
         scores: _Scores,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``AttentionPlan.forward``, which also writes to ``lse`` [T, num_heads] float32, if that is given, the
-        logarithms of the sums of exponentials. Only on a CPU."""
+        """Like ``AttentionPlan.forward``. If ``lse`` [T, num_heads] float32 is given, which is possible on a CPU only,
+        the logarithms of the sums of exponentials are written to it."""
 
     def forward(
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -187,13 +188,14 @@ def _attention(
     mask: torch.Tensor | None = None,
     causal: bool = False,
 ) -> torch.Tensor:
-    """scaled_dot_product_attention of [batch, heads, queries or tokens, head_dim]; ``lse`` [batch, heads, queries].
-    ``mask`` is additive, or true where a key is visible."""
+    """scaled_dot_product_attention, or the same step by step for a soft cap or sinks. q, k and v are [batch, heads,
+    queries or tokens, head_dim]; ``lse`` [batch, heads, queries] is written. ``mask`` is additive, or true where a key
+    is visible."""
     if scores.soft_cap or scores.sinks is not None:
         return _attention_by_steps(q, k, v, scores, lse, mask, causal)
     if lse is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scores.scale)
-    # What the function above calls on a CPU.
+    # scaled_dot_product_attention calls this on a CPU; it also returns the log-sums.
     output, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scores.scale
     )
@@ -210,7 +212,7 @@ def _attention_by_steps(
     mask: torch.Tensor | None,
     causal: bool,
 ) -> torch.Tensor:
-    """``_attention`` with a soft cap and sinks, which are in ``lse``, too. Softmax is computed in float32."""
+    """``_attention`` with a soft cap and sinks; ``lse`` includes the sinks. Softmax is computed in float32."""
     products = (q @ k.transpose(2, 3)).float() * scores.scale
     if scores.soft_cap:
         products = products.div_(scores.soft_cap).tanh_().mul_(scores.soft_cap)
@@ -233,7 +235,8 @@ def _attention_by_steps(
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
-    """Requests ``[first, last)``, longest first, attended together over ``num_tokens`` keys each."""
+    """Requests ``[first, last)`` in the order of falling lengths. Their attention is computed in one call, with
+    ``num_tokens`` keys for each."""
 
     first: int
     last: int
@@ -316,7 +319,8 @@ def _plan_decode(source: _Source, inputs: AttentionInputs) -> _DecodePlan:
     ranges = decode_groups(lens, _max_gather_tokens(kv_pool))
     order, rows, seq_lens = None, inputs.rows, inputs.seq_lens
     if len(ranges) > 1:
-        # Sorted on both sides, so that neither waits for the other: the host needs lengths, the device indices.
+        # Host and device both sort, so that neither waits for the other: the host needs the lengths, the device the
+        # indices.
         order = torch.argsort(seq_lens, descending=True)
         rows, seq_lens = rows.index_select(0, order), seq_lens.index_select(0, order)
     groups = []
@@ -335,8 +339,8 @@ def _plan_decode(source: _Source, inputs: AttentionInputs) -> _DecodePlan:
 def _attended_slots(
     source: _Source, page_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The slots [G, num_tokens] that the last tokens of ``rows`` [G] attend to, and how many of them each does; the
-    others are undefined."""
+    """The slots [G, num_tokens] to which the last tokens of ``rows`` [G] attend, and how many of them are valid for
+    each row; the others are undefined."""
     if source.window is None:
         return _token_slots(page_table, rows, num_tokens, source.kv_pool.page_size), seq_lens
     first = (seq_lens - source.window).clamp_(min=0)
@@ -346,8 +350,8 @@ def _attended_slots(
 def _masked(
     kv_pool: KVPool, slots: torch.Tensor, seq_lens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``slots`` [G, tokens], replaced by the sink's past a request's ``seq_lens``, and the additive mask [G, 1, 1,
-    tokens] in the pool's dtype that hides those."""
+    """``slots`` [G, tokens] with the sink's slot past each request's ``seq_lens``, and the additive mask [G, 1, 1,
+    tokens] in the pool's dtype that hides those tokens."""
     positions = torch.arange(slots.shape[1], device=slots.device)
     beyond = positions >= seq_lens.unsqueeze(1)
     mask = torch.zeros(beyond.shape, dtype=kv_pool.dtype, device=slots.device)
@@ -386,9 +390,9 @@ class _GraphDecodePlan(AttentionPlan):
 
 
 def decode_groups(lens: npt.NDArray[np.int64], max_tokens: int) -> list[tuple[int, int]]:
-    """Cut requests with ``lens`` (descending) into ranges ``[first, last)`` to be padded to their longest.
+    """Cut requests with ``lens`` (descending) into ranges ``[first, last)``, each of which is padded to its longest.
 
-    In a range each request is padded by at most a quarter of the longest (or ``_SLACK_TOKENS``), so that a few long
+    In a range each request is padded by at most a quarter of the longest or by ``_SLACK_TOKENS``, so that a few long
     requests do not make the others expensive. A range gathers at most ``max_tokens`` tokens unless it is one request.
     """
     groups = []
@@ -414,7 +418,8 @@ def _max_gather_tokens(kv_pool: KVPool) -> int:
 
 
 class _VerifyPlan(AttentionPlan):
-    """A few queries of each request, of a chain or a tree. Shapes follow from the bounds that the host knows."""
+    """A few queries of each request, which form a chain or a tree. Shapes follow from the bounds that the host
+    knows."""
 
     def __init__(self, source: _Source, inputs: VerifyInputs) -> None:
         inputs.tree.check(len(inputs.rows))
@@ -424,7 +429,7 @@ class _VerifyPlan(AttentionPlan):
         if source.window is not None:
             self._most = np.minimum(self._most, source.window + inputs.tree.num_nodes - 1)
         self._ranges = _verify_ranges(self._most, _max_gather_tokens(source.kv_pool))
-        # Of each range: slots [requests * tokens] int32, additive mask [requests, 1, queries, tokens].
+        # For each range: slots [requests * tokens] int32, additive mask [requests, 1, queries, tokens].
         self._gathers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def prepare(self) -> None:
@@ -489,7 +494,8 @@ def _visible(
         if window is not None:
             seen = seen & (nodes > own - window)
         nowhere = seq_lens - tree.num_nodes + own < 0
-        return seen | nowhere & (positions == 0)  # a query in front of the first token attends to that one
+        # A query before the first token attends to the first one, so that its softmax has a key.
+        return seen | nowhere & (positions == 0)
     bits = tree.ancestors[requests, :, None] >> nodes.clamp(0, 63)
     in_front = nodes < 0
     if window is not None:
@@ -509,8 +515,8 @@ def _depths(tree: QueryTree, requests: slice) -> torch.Tensor:
 
 
 def _verify_ranges(max_seq_lens: npt.NDArray[np.int64], max_tokens: int) -> list[tuple[int, int]]:
-    """Cut requests, in their order, into ranges ``[first, last)`` that gather at most ``max_tokens`` tokens when padded
-    to their longest, unless a range is one request."""
+    """Cut requests, in their order, into ranges ``[first, last)``. Padded to its longest, a range gathers at most
+    ``max_tokens`` tokens unless it is one request."""
     ranges: list[tuple[int, int]] = []
     first = longest = 0
     for i, length in enumerate(max_seq_lens.tolist()):
@@ -532,8 +538,8 @@ class _ExtendRequest:
     first: int
     last: int
     num_tokens: int
-    # int32 into the pool, of the last tokens, all that the queries attend to. None: there is no prefix and all of them
-    # lie in the window, so this step's k and v are all keys and values.
+    # int32: the slots of all tokens to which the queries attend, which are the last ones of the sequence. None: there
+    # is no prefix and all tokens lie in the window, so this step's k and v are all the keys and values.
     slots: torch.Tensor | None
 
 
@@ -548,9 +554,9 @@ class _ExtendPlan(_Part):
     ) -> None:
         self.source = source
         self.requests = requests
-        # [rows, width], true or 0 where visible, with the causal triangle in its bottom right corner and, with a
-        # window, another in front of it. Any block of queries over any number of keys has as its mask the part in that
-        # corner, so one mask serves the whole batch.
+        # [rows, width], true or 0 where a key is visible. The causal triangle is in the bottom right corner; with a
+        # window there is another triangle to its left. The mask of any block of queries over any number of keys is the
+        # bottom right part of this mask, so one mask is enough for the whole batch.
         self.mask = mask
 
     def attend(
@@ -608,15 +614,15 @@ class _ExtendPlan(_Part):
 
     def _causal_mask(self, num_queries: int, num_tokens: int) -> torch.Tensor | None:
         if num_queries == 1:
-            return None  # one query, the last token: it sees all of these keys
+            return None  # one query, which is the last token: it sees all of these keys
         assert self.mask is not None
         rows, width = self.mask.shape
         return self.mask[rows - num_queries :, width - num_tokens :]
 
 
-# The group is the *batch* axis of the calls below, where its stride 0 is harmless. As the heads' axis it is not: with
-# heads at stride 0 torch's memory-efficient CUDA kernel takes a last block of one query for single-token decoding
-# and puts wrong values into that row (65, 129, 193, ... queries with a mask; seen with torch 2.11 on an H200).
+# The group is the *batch* axis of the calls below, where its stride of 0 does no harm. It must not be the heads' axis:
+# if heads have stride 0, torch's memory-efficient CUDA kernel treats a last block of one query as single-token decoding
+# and writes wrong values to that row (with a mask and 65, 129, 193, ... queries; seen with torch 2.11 on an H200).
 
 
 def _heads_first(x: torch.Tensor, group: int) -> torch.Tensor:
@@ -638,7 +644,7 @@ def _plan_extend(source: _Source, inputs: AttentionInputs) -> _ExtendPlan:
     ):
         num_queries, num_tokens = int(num_queries), int(num_tokens)
         slots = None
-        # Of the tokens that no query attends to.
+        # The number of leading tokens to which no query attends.
         num_out = 0 if window is None else max(num_tokens - num_queries - window + 1, 0)
         if num_queries < num_tokens or source.num_attended(num_tokens) < num_tokens:
             slots = _token_slots(inputs.page_table, inputs.rows[i : i + 1], num_tokens, page_size)[
@@ -660,7 +666,7 @@ def _corner_mask(rows: int, width: int, source: _Source) -> torch.Tensor | None:
     if source.window is not None:
         visible &= key > last - source.window
     if device.type != "cpu":
-        return visible  # made additive on each use: a new tensor has the alignment that the kernel needs
+        return visible  # it is made additive on each use, because a new tensor has the alignment that the kernel needs
     return torch.zeros(visible.shape, dtype=source.kv_pool.dtype).masked_fill_(~visible, float("-inf"))
 
 
@@ -669,14 +675,15 @@ def _corner_mask(rows: int, width: int, source: _Source) -> torch.Tensor | None:
 
 @dataclass(frozen=True, slots=True)
 class _Prefix:
-    """Tokens that all queries of some requests see."""
+    """Tokens at the beginning of some requests, which all queries of these requests see."""
 
     queries: torch.Tensor | slice  # of the T axis, int64
     slots: torch.Tensor  # [tokens] int32
 
 
 class _PrefixPlan(AttentionPlan):
-    """Prefixes, each attended to once for all its queries, and what remains of each request."""
+    """For each shared prefix one call with all its queries, and a plan ``rest`` for the remaining tokens of each
+    request."""
 
     def __init__(self, source: _Source, prefixes: Sequence[_Prefix], rest: _Part) -> None:
         self.source = source
@@ -690,7 +697,7 @@ class _PrefixPlan(AttentionPlan):
         lse = torch.empty(q.shape[:2], dtype=torch.float32)
         scores = self.source.scores(layer_id, scale)
         output = self.rest.attend(layer_id, q, k, v, scores, lse)
-        scores = replace(scores, sinks=None)  # they belong to the rest
+        scores = replace(scores, sinks=None)  # sinks count once, and the rest contains them
         num_kv_heads, head_dim = k.shape[1:]
         for prefix in self.prefixes:
             queries = q[prefix.queries]
@@ -711,11 +718,12 @@ class _PrefixPlan(AttentionPlan):
 
 
 class _SplitPlan(_Part):
-    """Requests of an extend step that have one query, which are attended to as in decode, and all others."""
+    """An extend step in which the attention of requests with one query is computed as in decode, apart from that of all
+    other requests."""
 
     def __init__(self, source: _Source, parts: Sequence[tuple[torch.Tensor, _Part]]) -> None:
         self.source = source
-        self.parts = parts  # each with the tokens of the T axis that are its queries, int64
+        self.parts = parts  # each with its queries, int64 indices into the T axis
 
     def attend(
         self,
@@ -739,7 +747,7 @@ class _SplitPlan(_Part):
 
 def _plan_on_cpu(source: _Source, inputs: AttentionInputs) -> AttentionPlan:
     if source.window is not None:
-        return _plan_parts(source, inputs)  # a query attends to a part of a prefix only
+        return _plan_parts(source, inputs)  # with a window, queries do not see all tokens of a prefix
     size = source.kv_pool.page_size
     num_pages = -(-inputs.seq_lens_cpu // size)
     table = inputs.page_table[:, : int(num_pages.max())].index_select(0, inputs.rows)
@@ -761,7 +769,7 @@ def _plan_on_cpu(source: _Source, inputs: AttentionInputs) -> AttentionPlan:
                 np.concatenate([np.arange(starts[i], starts[i] + inputs.query_lens_cpu[i]) for i in requests])
             )
         prefixes.append(_Prefix(queries, slots.view(-1)))
-    # The rest of a request is planned for as if its pages began after the prefix.
+    # The rest of a request is planned as if its pages began after the prefix.
     columns = taken[:, None] + np.arange(int((num_pages - taken).max()))
     np.minimum(columns, table.shape[1] - 1, out=columns)
     rest = replace(
@@ -775,7 +783,7 @@ def _plan_on_cpu(source: _Source, inputs: AttentionInputs) -> AttentionPlan:
 
 
 def _plan_parts(source: _Source, inputs: AttentionInputs) -> _Part:
-    """A plan of the whole batch without sharing."""
+    """A plan for the whole batch without shared prefixes."""
     lens = inputs.query_lens_cpu
     if inputs.mode is ForwardMode.DECODE:
         return _plan_decode(source, inputs)

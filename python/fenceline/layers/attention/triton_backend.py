@@ -30,7 +30,7 @@ from fenceline.layers.kernels.decode_attention import (
 from fenceline.layers.kernels.extend_attention import ExtendConfig, ExtendGrid, extend_attention, extend_grid
 from fenceline.mem_cache.kv_pool import KVPool
 
-# Workers of a batch for each multiprocessor: as many as run on it at once, so that all end at the same time.
+# At most this many workers for each multiprocessor: as many as can run on it at once, so that all end at the same time.
 _MAX_WORKERS_PER_SM = 4
 _LARGE_SHARED = (9, 10)  # compute capabilities with 227 KiB of shared memory, enough for blocks of 128 tokens
 
@@ -39,7 +39,8 @@ _ONE_TILE = (1, MAX_GROUP)
 
 
 class TritonAttentionBackend(AttentionBackend):
-    """Plans over the layers of one KV pool that are alike; all of them share workspaces, so they run on one stream.
+    """Plans over layers of one KV pool whose heads have the same number and size. All plans share workspaces, so they
+    must run on one stream.
 
     Raises ValueError for head sizes that are not a power of two.
     """
@@ -47,19 +48,19 @@ class TritonAttentionBackend(AttentionBackend):
     def __init__(
         self, kv_pool: KVPool, first_layer: int = 0, rules: Mapping[int, LayerRules] = NO_RULES
     ) -> None:
-        """``first_layer``: of the layers that it attends in, which are alike."""
+        """``first_layer``: the first of these layers."""
         keys = self._keys = kv_pool.k(first_layer)
         head_dim = keys.shape[2]
         if head_dim < 16 or head_dim & (head_dim - 1):
             raise ValueError(
-                f"--attention-backend triton serves head sizes 16, 32, 64, 128, ..., not {head_dim}: use "
+                f"--attention-backend triton supports head sizes 16, 32, 64, 128, ..., not {head_dim}: use "
                 "--attention-backend flashinfer or torch"
             )
         self.kv_pool = kv_pool
         self.rules, self.window = rules, window_of(rules)
         self.num_sms = 1
         self._launch_pdl = False
-        self._wide = head_dim > 128  # heads of which fewer fit shared memory and registers
+        self._wide = head_dim > 128  # fewer of these fit in shared memory and registers
         self._large_blocks = False
         if keys.is_cuda:
             device = torch.cuda.get_device_properties(keys.device)
@@ -82,7 +83,7 @@ class TritonAttentionBackend(AttentionBackend):
         if inputs.mode is ForwardMode.DECODE:
             assert bool((inputs.query_lens_cpu == 1).all()), "decode has one query for each request"
             return self._plan_decode(requests)
-        assert inputs.query_starts is not None, "EXTEND names where each request's queries start"
+        assert inputs.query_starts is not None, "EXTEND says where each request's queries start"
         return _ExtendPlan(self, requests, inputs)
 
     def plan_graph(self, inputs: GraphDecodeInputs) -> AttentionPlan | None:
@@ -91,21 +92,21 @@ class TritonAttentionBackend(AttentionBackend):
 
     def plan_verify(self, inputs: VerifyInputs) -> AttentionPlan | None:
         """See ``AttentionBackend.plan_verify``."""
-        group = inputs.num_heads // self._keys.shape[1]
-        tiles = query_tiles(inputs.tree.num_queries * group)
-        config = self.verify_config(len(inputs.rows), tiles)
-        requests = self.requests_of(inputs)
-        return _DecodePlan(self, requests, self._workspace(tiles), config, inputs.tree)
+        num_queries, group = inputs.tree.num_queries, inputs.num_heads // self._keys.shape[1]
+        config = self.verify_config(len(inputs.rows), num_queries, group)
+        workspace = self._workspace(query_tiles(num_queries * group))
+        return _DecodePlan(self, self.requests_of(inputs), workspace, config, inputs.tree)
 
     def requests_of(self, inputs: AttentionInputs | GraphDecodeInputs | VerifyInputs) -> PagedRequests:
-        """What the kernels read of a batch."""
+        """The tensors of a batch that the kernels read."""
         return PagedRequests(inputs.page_table, inputs.rows, inputs.seq_lens, self.kv_pool.page_size)
 
     def decode_config(self, batch: int) -> DecodeConfig:
-        """How decode of ``batch`` requests is cut; ``benchmark/kernels/sweep_triton_attention.py`` compares choices.
+        """How decode of ``batch`` requests is divided; ``benchmark/kernels/sweep_triton_attention.py`` compares
+        choices.
 
-        The lengths are not known here, so any batch may have long requests. A single request is bound by latency; all
-        other batches get enough stages to keep the memory busy.
+        The lengths are not known here, so any batch may have long requests. A single request is limited by latency;
+        all other batches get enough pipeline stages to keep the memory busy.
         """
         if self._keys.element_size() > 2:
             return DecodeConfig(32, self._num_workers(2), 4, 2, self._launch_pdl)
@@ -117,9 +118,15 @@ class TritonAttentionBackend(AttentionBackend):
             return DecodeConfig(128, self._num_workers(1), 8, 5, self._launch_pdl)
         return DecodeConfig(64, self._num_workers(2), 4, 5, self._launch_pdl)
 
-    def verify_config(self, batch: int, tiles: tuple[int, int]) -> DecodeConfig:
-        """How a verify step is cut, given its :func:`query_tiles`. One tile of 16 rows costs what decode costs."""
+    def verify_config(self, batch: int, num_queries: int, group: int) -> DecodeConfig:
+        """How a verify step is divided. Each request has ``num_queries`` queries, and ``group`` query heads share a KV
+        head. A tile of 16 rows takes as long as in decode, except for a single request: it is cut into many pieces,
+        each has several times as many rows as in decode, and one worker merges all of them. So it is cut into
+        fewer."""
+        tiles = query_tiles(num_queries * group)
         if tiles == _ONE_TILE:
+            if batch == 1 and num_queries > 1 and self._large_blocks and self._keys.element_size() <= 2:
+                return DecodeConfig(128, self._num_workers(1), 4, 1, self._launch_pdl)
             return self.decode_config(batch)
         num_workers = max(self._num_workers(2) // tiles[0], 1)
         if self._keys.element_size() > 2:
@@ -129,7 +136,7 @@ class TritonAttentionBackend(AttentionBackend):
         return DecodeConfig(64, num_workers, 4, 3, self._launch_pdl)
 
     def extend_config(self, max_rows: int) -> ExtendConfig:
-        """How a prefill is cut whose longest request has ``max_rows`` query rows for each KV head."""
+        """How a prefill is divided whose longest request has ``max_rows`` query rows for each KV head."""
         if self._keys.element_size() > 2:
             return ExtendConfig(32, 32, 4, 2)
         if self._wide:
@@ -158,7 +165,7 @@ class TritonAttentionBackend(AttentionBackend):
 
 
 class _DecodePlan(AttentionPlan):
-    """One query for each request, or a few of a tree, eager or in a graph."""
+    """One query for each request, or the few queries of a verify step; eager or in a graph."""
 
     def __init__(
         self,
@@ -195,7 +202,7 @@ class _ExtendPlan(AttentionPlan):
         self._backend = backend
         self._requests = requests
         self._inputs = inputs
-        self._cut: tuple[ExtendConfig, ExtendGrid] | None = None  # the same in every layer
+        self._cut: tuple[ExtendConfig, ExtendGrid] | None = None  # computed by the first layer, used by all
 
     def forward(
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -239,7 +246,7 @@ def _group(q: torch.Tensor, keys: torch.Tensor) -> int:
     group = q.shape[1] // keys.shape[1]
     if group > MAX_GROUP:
         raise ValueError(
-            f"--attention-backend triton serves at most {MAX_GROUP} query heads for each KV head, this model has "
+            f"--attention-backend triton supports at most {MAX_GROUP} query heads for each KV head, this model has "
             f"{group}: use --attention-backend flashinfer or torch"
         )
     return group

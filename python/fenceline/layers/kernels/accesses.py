@@ -1,5 +1,5 @@
-"""The declared accesses of the layers' kernels, in Triton and in CUDA: what they read and write, and what they read
-before they wait for the preceding kernel. See ``memory_order.kernel``."""
+"""The declared accesses of the layers' kernels in Triton and in CUDA. They say what a kernel reads and writes, and what
+it reads before it waits for the preceding kernel. See ``memory_order.kernel``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rms_norm(op: KernelAccesses, x: torch.Tensor, weight: torch.Tensor, out: tor
 
 @declare_kernel
 def silu_and_mul(op: KernelAccesses, gate_up: torch.Tensor, out: torch.Tensor) -> None:
-    """See ``activation.silu_and_mul``, with gelu too."""
+    """See ``activation.silu_and_mul``; ``gelu_and_mul`` has the same accesses."""
     op.wait()
     op.start_dependents()
     op.read(gate_up)
@@ -105,7 +105,7 @@ def route(
     order: torch.Tensor,
     ends: torch.Tensor,
 ) -> None:
-    """See ``routing.route``, for as many tokens as one program has."""
+    """See ``routing.route``: its only kernel if there are no more tokens than one program handles."""
     _read_scores(op, logits, correction, out_slots)
     op.write(ids)
     op.write(weights)
@@ -163,15 +163,16 @@ def grouped_product(
     out: torch.Tensor,
     bias: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
+    zeros: torch.Tensor | None = None,
 ) -> None:
-    """See ``grouped_gemm.grouped_product``. Of the experts it reads those alone that some token goes through."""
+    """See ``grouped_gemm.grouped_product``. It reads only the experts to which some token goes."""
     op.wait()
     op.start_dependents()
     op.read(ends)
     op.read(order)
     op.read(x)
     op.read_rows(weight, _experts_hit, ends)
-    for of_experts in (bias, scales):
+    for of_experts in (bias, scales, zeros):
         if of_experts is not None:
             op.read_rows(of_experts, _experts_hit, ends)
     op.write(out)
@@ -187,8 +188,8 @@ def combine_experts(
     num_experts: int,
     adds: bool,
 ) -> None:
-    """See ``grouped_gemm.combine_experts``. ``out`` is the residual if it ``adds``. Rows of y that belong to no expert
-    are not read: nobody has written them."""
+    """See ``grouped_gemm.combine_experts``. ``out`` is the residual if ``adds``. Rows of y that belong to no expert are
+    not read, because no kernel has written them."""
     op.wait()
     op.start_dependents()
     op.read(ids)
@@ -211,8 +212,8 @@ def quantized_linear(
     residual: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """``quantized_gemm.quantized_linear`` and fenceline_kernel's ``SkinnyGemm``, which reads early what is read here
-    before the wait. ``out`` is the residual if there is one."""
+    """``quantized_gemm.quantized_linear`` and fenceline_kernel's ``SkinnyGemm``. Only the latter reads anything before
+    its wait. ``out`` is the residual if there is one."""
     for operand in (data, scales, zeros, norm_weight):
         op.read(operand)
     op.start_dependents()

@@ -1,4 +1,4 @@
-"""The products of gated MLPs (arXiv:2002.05202) in Triton, where they are not fused with the projection."""
+"""The activations of gated MLPs (arXiv:2002.05202) in Triton, for when they are not fused with the projection."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _ELEMENTS_A_THREAD = 8
 
 
 def silu_and_mul(gate_up: torch.Tensor, pdl: bool = False, gelu: bool = False) -> torch.Tensor:
-    """gate_up [T, 2 I], gate then up → silu(gate) * up, new [T, I] in its dtype; float32 inside.
+    """gate_up [T, 2 I], gate then up → silu(gate) * up, a new tensor [T, I] in its dtype, computed in float32.
 
-    Contiguous, bfloat16, float16 or float32. Current stream, no host synchronisation. ``pdl``: see ``rms_norm``.
+    gate_up is contiguous, in bfloat16, float16 or float32. Runs on the current stream, without host synchronisation.
+    ``pdl``: see ``rms_norm``.
     """
     num_rows, width = gate_up.shape
     assert gate_up.is_contiguous() and width % 2 == 0
@@ -32,7 +33,7 @@ def silu_and_mul(gate_up: torch.Tensor, pdl: bool = False, gelu: bool = False) -
 
 
 def gelu_and_mul(gate_up: torch.Tensor, pdl: bool = False) -> torch.Tensor:
-    """``silu_and_mul`` with gelu in its approximation by tanh in place of silu."""
+    """Like ``silu_and_mul``, with the tanh approximation of gelu in place of silu."""
     return silu_and_mul(gate_up, pdl, gelu=True)
 
 

@@ -1,7 +1,7 @@
-"""What layers compute besides products with one matrix: normalisation, activation, rotation and storing keys and
-values, and the products of a mixture of experts, where each row has a matrix of its own.
+"""What layers compute besides products with one matrix: normalisation, activation, rotation and storing of keys and
+values, and the products of a mixture of experts.
 
-LayerKernels says what each of them does. TorchLayerKernels does it with torch's operators.
+LayerKernels defines these operations. TorchLayerKernels computes them with torch's operators.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from fenceline.config.families import ExpertsConfig
+from fenceline.layers.kernels.four_bit import four_bit_numbers
 from fenceline.layers.rotary import apply_rotary, rotary_angles
 
 
@@ -28,7 +29,7 @@ class HeadLayout:
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views of qkv [T, size]: q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]."""
         sizes = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        # These methods are not written in Python, which is faster: this runs once for each layer.
+        # This runs once for each layer, so it uses methods of torch that are not written in Python, which are faster.
         heads = qkv.view(qkv.shape[0], sum(sizes), self.head_dim)
         return heads.split_with_sizes(sizes, 1)  # type: ignore[return-value]
 
@@ -37,12 +38,12 @@ CLAMPED_ALPHA = 1.702  # of the clamped SwiGLU in gpt-oss's experts
 SILU, GELU_TANH = "silu", "gelu_tanh"
 
 FP8_MAX = 448.0  # the largest number of E4M3
-FP8_GROUP = 128  # numbers of a row that have one scale, where a row has several
+FP8_GROUP = 128  # how many numbers of a row share a scale, if a row has several scales
 
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
-    """What keys and values are divided by before they are stored in FP8."""
+    """The numbers by which keys and values are divided before they are stored in FP8."""
 
     k: float = 1.0
     v: float = 1.0
@@ -62,31 +63,32 @@ class QKNorm:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The experts of T tokens, ``top_k`` each. Pair ``t * top_k + j`` is token t with its j-th expert; pairs of padded
-    tokens have the expert ``num_experts``, which does not exist."""
+    """Which experts T tokens go through, ``top_k`` each. Pair ``t * top_k + j`` is token t with its j-th expert. Pairs
+    of padded tokens have the expert id ``num_experts``, which stands for no expert."""
 
     ids: torch.Tensor  # [T, top_k] int64
-    weights: torch.Tensor  # [T, top_k] float32, how much each expert counts
-    order: torch.Tensor  # [T * top_k] int64, the pairs by expert, those of padded tokens last
-    ends: torch.Tensor  # [num_experts] int32, how many pairs belong to an expert and those before it
+    weights: torch.Tensor  # [T, top_k] float32, the weight of each expert's result
+    order: torch.Tensor  # [T * top_k] int64, the pairs sorted by expert, those of padded tokens last
+    ends: torch.Tensor  # [num_experts] int32, where the pairs of each expert end in ``order``
 
     @classmethod
     def group(cls, ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> Routing:
-        """Sort the pairs, without the host learning anything of them."""
+        """Sort the pairs by expert, without host synchronisation."""
         by_expert, order = ids.flatten().sort(stable=True)
         experts = torch.arange(num_experts, device=ids.device)
         ends = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
         return cls(ids, weights, order, ends)
 
     def of_experts(self, own: range) -> Routing:
-        """The pairs of the experts ``own`` alone, which are numbered from 0; the others have no expert."""
+        """The routing for a rank that holds only the experts ``own``, which are then numbered from 0. All other pairs
+        have no expert."""
         ids = self.ids - own.start
         return Routing.group(ids.masked_fill((ids < 0) | (ids >= len(own)), len(own)), self.weights, len(own))
 
 
 class LayerKernels(ABC):
-    """All run on the current stream and never make the host wait. Activations are contiguous [T, features] in the
-    model's dtype; sums are at least float32."""
+    """All operations run on the current stream and never make the host wait. Activations are contiguous [T, features]
+    in the model's dtype; sums are at least float32."""
 
     @abstractmethod
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -98,10 +100,10 @@ class LayerKernels(ABC):
 
     @abstractmethod
     def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """The same with gelu (arXiv:1606.08415) in its approximation by tanh."""
+        """Like ``silu_and_mul``, with the tanh approximation of gelu (arXiv:1606.08415) in place of silu."""
 
     def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        """The one of the two that ``activation`` names, SILU or GELU_TANH."""
+        """``silu_and_mul`` or ``gelu_and_mul``, as ``activation`` says (SILU or GELU_TANH)."""
         return self.gelu_and_mul(gate_up) if activation == GELU_TANH else self.silu_and_mul(gate_up)
 
     @abstractmethod
@@ -119,8 +121,8 @@ class LayerKernels(ABC):
     ) -> None:
         """Normalise (if ``norms``) and rotate q and k in place, and write k and v to the pool.
 
-        Where the caches are FP8, k and v are divided by ``kv_scales`` and rounded, in qkv too: so attention sees the
-        same numbers before and after a prefix has been cached.
+        If the caches are FP8, k and v are divided by ``kv_scales`` and rounded, and the rounded numbers are also
+        written to qkv. So attention sees the same numbers before and after a prefix has been cached.
 
         qkv [T, size of ``heads``]; ``table`` [max_positions, 3 * head_dim / 2] float32, cos twice then sin (see
         ``RotaryEmbedding``); positions [T] int64; caches [num_slots, num_kv_heads, head_dim]; out_slots [T] int64.
@@ -128,7 +130,8 @@ class LayerKernels(ABC):
 
     @abstractmethod
     def router_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x [T, K] of any floating type times ``weight`` [num_experts, K] float32 → [T, num_experts] float32."""
+        """x [T, K] of any floating type times the transpose of ``weight`` [num_experts, K] float32 → [T, num_experts]
+        float32."""
 
     @abstractmethod
     def route(
@@ -139,11 +142,11 @@ class LayerKernels(ABC):
         num_sink_slots: int,
         experts: ExpertsConfig,
     ) -> Routing:
-        """The experts of each token and their weights, as ``experts`` says.
+        """Choose the experts of each token and their weights by the rules in ``experts``.
 
         logits [T, num_experts] float32; ``correction`` [num_experts] float32 is added to the scores when experts are
-        chosen, not when they are weighed. Tokens whose keys go to the sink, of which ``out_slots`` [T] int64 are less
-        than ``num_sink_slots``, fill a captured size and go to no expert.
+        chosen, but not when their weights are computed. Tokens whose ``out_slots`` [T] int64 are less than
+        ``num_sink_slots``, that is, whose keys go to the sink page, are padding and go to no expert.
         """
 
     @abstractmethod
@@ -156,29 +159,38 @@ class LayerKernels(ABC):
         bias: torch.Tensor | None = None,
         limit: float = 0.0,
         scales: torch.Tensor | None = None,
+        zeros: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Each pair's row times its expert's matrix, ``weight`` [num_experts, N, K], plus its ``bias`` [num_experts, N]
-        → [T * top_k, N] in x's dtype. Rows of padded tokens are undefined.
+        """Each pair's row of x times the transpose of its expert's matrix in ``weight`` [num_experts, N, K], plus the
+        expert's ``bias`` [num_experts, N] → [T * top_k, N] in x's dtype. Rows of padded tokens are undefined.
 
-        x [T, K] has a row for each token, or [T * top_k, K] one for each pair. ``gated``: the first half of a matrix's
-        rows makes gate, the second up, and the result is silu(gate) * up [T * top_k, N / 2]. With a ``limit`` c above 0
-        gate is at most c, up lies in [-c, c], and the result is gate * sigmoid(CLAMPED_ALPHA * gate) * (up + 1).
+        x is [T, K], with a row for each token, or [T * top_k, K], with a row for each pair. ``gated``: the first half
+        of a matrix's rows makes gate, the second up, and the result is silu(gate) * up [T * top_k, N / 2]. With a
+        ``limit`` c above 0, gate is clamped to at most c and up to [-c, c], and the result is
+        gate * sigmoid(CLAMPED_ALPHA * gate) * (up + 1).
 
-        ``weight`` may be FP8 with float32 ``scales`` [num_experts, N, groups]: of the whole of a row, groups being 1,
-        or of each FP8_GROUP numbers of it. They are multiplied by x as they are, in x's type; then their sums are
-        scaled.
+        ``weight`` may be FP8 with float32 ``scales`` [num_experts, N, groups]. A row has one scale (groups is 1) or one
+        for each FP8_GROUP numbers. The unscaled numbers are converted to x's type and multiplied by x, and the sums are
+        scaled. ``weight`` may also have four bits for each number, uint8 [num_experts, N, K / 2], with ``scales`` and
+        ``zeros`` for groups: see ``four_bit.four_bit_numbers``.
         """
+
+    def prepare_four_bits(self, group: int, has_zeros: bool) -> None:
+        """Called when a matrix of four-bit numbers is made, with groups of ``group`` numbers: int4 if ``has_zeros``,
+        else MXFP4. An implementation may try its kernels for such matrices here."""
+        return
 
     @abstractmethod
     def combine_experts(
         self, y: torch.Tensor, routing: Routing, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """y [T * top_k, N] → the weighted sum of each token's pairs, a new tensor [T, N], or added to ``residual`` in
-        place, which is returned. It is zero for padded tokens."""
+        """y [T * top_k, N] → the weighted sum of each token's pairs, zero for padded tokens. It is a new tensor [T, N],
+        or it is added in place to ``residual`` [T, N], which is returned."""
 
 
 class TorchLayerKernels(LayerKernels):
-    """The CPU runs these; they are the reference for our own kernels, and the values of the virtual GPU's launches."""
+    """The CPU uses these. They are the reference for our own kernels, and the virtual GPU's launches compute their
+    values with them."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if weight.dtype == x.dtype:
@@ -220,7 +232,7 @@ class TorchLayerKernels(LayerKernels):
                 cache.index_copy_(0, out_slots, x)
             else:
                 rounded = (x.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(cache.dtype)
-                # torch copies rows of bytes where it does not copy rows of FP8.
+                # torch has no index_copy_ for FP8, so the rows are copied as bytes.
                 cache.view(torch.uint8).index_copy_(0, out_slots, rounded.view(torch.uint8))
                 x.copy_(rounded)
 
@@ -259,8 +271,9 @@ class TorchLayerKernels(LayerKernels):
         bias: torch.Tensor | None = None,
         limit: float = 0.0,
         scales: torch.Tensor | None = None,
+        zeros: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        # On the CPU, where the host may look at the routing; only the experts that are hit are read.
+        # On a CPU the host may read the routing, so only the experts to which a token goes are read.
         tokens = routing.order if len(x) == len(routing.order) else routing.order // routing.ids.shape[1]
         products = x.new_empty(len(routing.order), weight.shape[1])
         start = 0
@@ -269,7 +282,11 @@ class TorchLayerKernels(LayerKernels):
                 own_bias = None if bias is None else bias[expert]
                 rows = x.index_select(0, tokens[start:end])
                 matrix = weight[expert]
-                if scales is not None:
+                if matrix.dtype == torch.uint8:
+                    assert scales is not None
+                    own_zeros = None if zeros is None else zeros[expert]
+                    matrix = four_bit_numbers(matrix, scales[expert], own_zeros, x.dtype)
+                elif scales is not None:
                     matrix = _scaled(matrix, scales[expert]).to(x.dtype)
                 products[start:end] = F.linear(rows, matrix, own_bias)
             start = end
@@ -291,7 +308,8 @@ class TorchLayerKernels(LayerKernels):
 
 
 def _of_best_groups(scores: torch.Tensor, experts: ExpertsConfig) -> torch.Tensor:
-    """``scores`` [T, num_experts], -inf outside the groups whose two best experts have the highest sums."""
+    """``scores`` [T, num_experts] with -inf outside the chosen groups of experts, which are those whose two best
+    experts have the highest sum of scores."""
     groups = scores.unflatten(1, (experts.num_groups, -1))
     sums = groups.topk(min(2, groups.shape[2]), dim=-1).values.sum(-1)
     best = sums.topk(experts.top_groups, dim=-1).indices
@@ -300,7 +318,7 @@ def _of_best_groups(scores: torch.Tensor, experts: ExpertsConfig) -> torch.Tenso
 
 
 def _scaled(matrix: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """FP8 numbers [N, K] with scales [N, groups] → what they mean, float32."""
+    """FP8 numbers [N, K] times their scales [N, groups] → [N, K] float32."""
     if scales.shape[1] > 1:
         scales = scales.repeat_interleave(FP8_GROUP, 1)[:, : matrix.shape[1]]
     return matrix.float() * scales

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from fenceline.config.families import ExpertsConfig
 from fenceline.layers.kernels.activation import gelu_and_mul, silu_and_mul
 from fenceline.layers.kernels.base import ONE, SILU, HeadLayout, KVScales, LayerKernels, QKNorm, Routing
+from fenceline.layers.kernels.cuda_four_bit import four_bits_agree, product_by_parts
 from fenceline.layers.kernels.grouped_gemm import combine_experts, grouped_product
 from fenceline.layers.kernels.rms_norm import rms_norm
 from fenceline.layers.kernels.rotate_store import rotate_and_store
@@ -35,27 +36,31 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TOLERANCE = 0.02  # of the trial at start, relative to the product's size: bfloat16 rounds by 0.004
-
-_TOLERANCE = 0.02  # of the trial at start, relative to the product's size: bfloat16 rounds by 0.004
+_TOLERANCE = (
+    0.02  # of the trial at start, relative to the result's norm: rounding to bfloat16 makes an error of 0.004
+)
 _FEW_ROWS = ROW_BUCKETS[-1]  # the skinny kernels never multiply more rows than this
 
-# x, cut, fusion, output: a product with one weight, see ``is_right``
+# Arguments: x, configuration, fusion, output. A product with one weight, see ``is_right``.
 Trial = Callable[[torch.Tensor, CudaConfig, Fusion, torch.Tensor], object]
 
-# x, weight, cut, fusion, output (None: a new one) -> output
+# x, weight, configuration, fusion, output (None: a new tensor) → output
 CudaProduct = Callable[[torch.Tensor, torch.Tensor, CudaConfig, Fusion, torch.Tensor | None], torch.Tensor]
 
 
 class CudaLayerKernels(LayerKernels):
-    """Triton kernels that start before the kernel before them has ended, on GPUs that can do so (from sm_90 on).
+    """Triton kernels. From sm_90 on they may start before the preceding kernel has ended.
 
-    Before waiting for that kernel they read weights and, in ``rotate_and_store``, also the table, positions and
-    out_slots. So between the kernel that writes those and the one that reads them there must be another kernel.
+    Before they wait for that kernel they read weights; ``rotate_and_store`` also reads the table, positions and
+    out_slots. So there must be another kernel between the one that writes these and the one that reads them.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._pdl = torch.cuda.get_device_capability(device) >= (9, 0)
+        self._device = device
+        # By group size and whether there are zero points: whether the grouped products of such numbers passed the
+        # trial.
+        self._four_bits: dict[tuple[int, bool], bool] = {}
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, weight, eps, pdl=self._pdl)
@@ -104,10 +109,22 @@ class CudaLayerKernels(LayerKernels):
         bias: torch.Tensor | None = None,
         limit: float = 0.0,
         scales: torch.Tensor | None = None,
+        zeros: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if weight.dtype == torch.uint8:
+            assert scales is not None
+            if not self._four_bits[x.shape[1] // scales.shape[2], zeros is not None]:
+                return product_by_parts(
+                    self.grouped_product, x, weight, routing, gated, bias, limit, scales, zeros
+                )
         return grouped_product(
-            x, weight, routing, gated, bias=bias, limit=limit, scales=scales, pdl=self._pdl
+            x, weight, routing, gated, bias=bias, limit=limit, scales=scales, pdl=self._pdl, zeros=zeros
         )
+
+    def prepare_four_bits(self, group: int, has_zeros: bool) -> None:
+        if (group, has_zeros) not in self._four_bits:
+            product = partial(grouped_product, pdl=self._pdl)
+            self._four_bits[group, has_zeros] = four_bits_agree(self._device, product, group, has_zeros)
 
     def combine_experts(
         self, y: torch.Tensor, routing: Routing, residual: torch.Tensor | None = None
@@ -117,8 +134,8 @@ class CudaLayerKernels(LayerKernels):
 
 class SkinnyProducts:
     """Our own products of few rows with a dense weight, fused with the operations before and after them. The table of
-    measurements says which kernel is used for a shape, if any. The choice depends on the number of rows, so a captured
-    graph keeps the choice for its size."""
+    measurements says which of our kernels is used for a shape, if any. The choice depends on the number of rows, so a
+    captured graph keeps the choice for its size."""
 
     def __init__(self, cuda_product: CudaProduct | None, table: SkinnyTable) -> None:
         """``cuda_product`` is fenceline_kernel's. If it is None, ``table`` must not name it."""
@@ -141,7 +158,7 @@ class SkinnyProducts:
 
 
 class CudaDenseWeight(DenseWeight):
-    """A dense weight whose products of few rows are computed by fused kernels of our own where those are faster."""
+    """A dense weight. Products of few rows are computed by our own fused kernels where these are faster."""
 
     def __init__(
         self, out_features: int, in_features: int, dtype: torch.dtype, products: SkinnyProducts
@@ -209,7 +226,7 @@ def find_skinny_products(device: torch.device) -> SkinnyProducts:
 
 
 def gpu_traits(device: torch.device, has_cuda_kernels: bool) -> GpuTraits:
-    """Of ``device``."""
+    """The traits of ``device`` on which a guess depends."""
     return GpuTraits(
         name=torch.cuda.get_device_name(device),
         num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
@@ -237,7 +254,7 @@ def find_skinny_gemm(device: torch.device, bits: int) -> SkinnyGemm | None:
 
 @functools.cache
 def skinny_cut(config: CudaConfig) -> SkinnyConfig:
-    """The same in fenceline_kernel's type."""
+    """``config`` in fenceline_kernel's type."""
     from fenceline_kernel.skinny import SkinnyConfig
 
     return SkinnyConfig(**asdict(config))
@@ -277,8 +294,9 @@ def _is_product_right(device: torch.device, product: CudaProduct) -> bool:
 
 
 def is_right(name: str, product: Trial, weight: torch.Tensor, cuts: Iterable[tuple[int, int]]) -> bool:
-    """Whether ``product`` yields what torch's operators do with ``weight`` [N, K] float32, on its device: gated behind
-    a norm, and added to a residual. ``cuts``: rows, and tiles of the cut. If not, the log says so of ``name``."""
+    """Whether ``product`` and torch's operators have the same result for ``weight`` [N, K] float32, on its device: once
+    with a norm and a gate, once added to a residual. ``cuts``: pairs of the number of rows and the ``tiles`` of the
+    configuration. If not, this is logged with ``name``."""
     device, (n, k) = weight.device, weight.shape
     draw = partial(torch.randn, device=device, generator=torch.Generator(device).manual_seed(1))
     norm = (1 + 0.1 * draw(k)).bfloat16()

@@ -1,5 +1,6 @@
-"""Quantised weights on an NVIDIA GPU: for few rows our products in CUDA C++ or in Triton, for many the GPU's own FP8
-product where it has one, and cuBLAS with the plain matrix otherwise."""
+"""Quantised weights on an NVIDIA GPU, with a choice of kernels for their products. Those of few rows use our kernels in
+CUDA C++ or in Triton. Those of many rows use the FP8 product of torch where there is one, otherwise cuBLAS with the
+dequantised matrix."""
 
 from __future__ import annotations
 
@@ -37,28 +38,28 @@ from fenceline.layers.weight import RMSNorm, fill_slots
 
 logger = logging.getLogger(__name__)
 
-_CUDA_ROWS = 16  # of one launch of the CUDA product
-# Without a measurement it is used up to this many rows, of int4 in two launches: the plain matrix has four times the
-# bytes.
+_CUDA_ROWS = 16  # most rows in one launch of the CUDA product
+# Without a measurement the CUDA product is used up to this many rows. For int4 this may take two launches, which still
+# pays, because the plain matrix has four times as many bytes.
 _GUESSED_CUDA_ROWS = {"fp8": 4, "int4": 32}
-_TRITON_ROWS = 64  # of fp8, where the GPU has no product of its own
+_TRITON_ROWS = 64  # most rows in Triton for fp8, if torch has no FP8 product for the GPU
 _BITS = {"fp8": 8, "int4": 4}
-_MULTIPLE = 16  # of both sides of a matrix that _scaled_mm takes
-_ROW_MULTIPLE = 4  # of rows, where scales are for blocks
+_MULTIPLE = 16  # both sides of a matrix must be multiples of this for _scaled_mm
+_ROW_MULTIPLE = 4  # with scales for blocks, the number of rows must be a multiple of this
 _TOLERANCE = (
     0.02  # of the probe, relative to the product's size; a wrong layout of scales is off by tens of percent
 )
 
-# numbers [T, K] and scales [T, groups] of the input, numbers [N, K] and scales [N, groups] of the weight, both FP8, the
-# result's type -> [T, N]
+# FP8 numbers [T, K] and scales [T, groups] of the input, FP8 numbers [N, K] and scales [N, groups] of the weight, the
+# result's dtype → [T, N]
 ScaledProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
-# x (at most 16 rows), weight, cut, fusion, output
+# Arguments: x (at most 16 rows), weight, configuration, fusion, output
 CudaQuantizedProduct = Callable[[torch.Tensor, QuantizedFormat, CudaConfig, Fusion, torch.Tensor], None]
 
 
 class QuantizedProducts:
-    """Chooses the kernel for a product by its number of rows and its format. A captured graph keeps the choice for its
-    size."""
+    """Chooses the kernel for a product by its number of rows and the weight's format. A captured graph keeps the choice
+    for its size."""
 
     def __init__(
         self,
@@ -69,12 +70,14 @@ class QuantizedProducts:
         cuda_product: CudaQuantizedProduct | None = None,
         table: SkinnyTable | None = None,
     ) -> None:
-        """``row_scaled``, ``block_scaled``: the GPU's products for weights with a scale for each row, or block of 128 x
-        128; ``cuda_product``: fenceline_kernel's. None: it has none. ``table``: the measurements, if there are any."""
+        """``row_scaled``, ``block_scaled``: torch's FP8 products for weights with a scale for each row or for each
+        block of 128 x 128; ``cuda_product``: that of fenceline_kernel. None: there is none for this GPU. ``table``: the
+        measurements, if there are any."""
         self._num_sms = num_sms
         self._pdl = capability >= (9, 0)
-        self._converts_fp8 = capability >= (8, 9)  # in one instruction, without which Triton does not compile
-        # Others have 99 KiB for a block, and gate and up of 32 columns each take 120.
+        self._converts_fp8 = capability >= (8, 9)  # Triton needs the GPU's instruction for this conversion
+        # Whether a block has enough shared memory for gate and up with 32 columns each, which take 120 KiB. Other GPUs
+        # have 99 KiB.
         self._has_large_blocks = capability == (8, 0) or capability[0] in (9, 10)
         self._row_scaled, self._block_scaled = row_scaled, block_scaled
         self._cuda_product = cuda_product
@@ -111,7 +114,7 @@ class QuantizedProducts:
         return out
 
     def _choose(self, x: torch.Tensor, stored: QuantizedFormat, gated: bool) -> SkinnyChoice:
-        """A kernel of ours; None: ``many_rows``'s."""
+        """The configuration of one of our kernels; None: ``many_rows`` computes the product."""
         (n, k), rows = stored.shape, len(x)
         guess: SkinnyChoice = None
         has_cuda = self._cuda_product is not None and cuda_takes(x, stored)
@@ -137,7 +140,7 @@ class QuantizedProducts:
         return TritonConfig(block_n, block_k=128, num_warps=4, num_stages=3, launch_pdl=self._pdl)
 
     def _library_product(self, stored: QuantizedFormat) -> ScaledProduct | None:
-        """The GPU's own for such a weight."""
+        """Torch's FP8 product for such a weight, if there is one."""
         if not isinstance(stored, Fp8Format) or any(size % _MULTIPLE for size in stored.shape):
             return None
         if stored.scales.shape[1] == 1:
@@ -201,7 +204,7 @@ class CudaQuantizedWeight(QuantizedWeight):
 def row_scaled_product(
     x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """torch._scaled_mm with scales for rows, which yields bfloat16. See ``ScaledProduct``."""
+    """torch._scaled_mm with scales for rows; it computes bfloat16. See ``ScaledProduct``."""
     y = torch._scaled_mm(x, weight.t(), scale_a=x_scales, scale_b=scales.t(), out_dtype=torch.bfloat16)
     return y.to(dtype)
 
@@ -209,8 +212,8 @@ def row_scaled_product(
 def block_scaled_product(
     x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """torch._scaled_mm with scales for 1 x 128 of the input and 128 x 128 of the weight, whose rows in a block have one
-    scale. See ``ScaledProduct``."""
+    """torch._scaled_mm with scales for 1 x 128 numbers of the input and 128 x 128 of the weight; all rows of the
+    weight's block have the same scale. See ``ScaledProduct``."""
     padding, groups = -len(x) % _ROW_MULTIPLE, scales.shape[1]
     x, x_scales = (
         F.pad(x.view(torch.uint8), (0, 0, 0, padding)).view(FP8),
@@ -220,7 +223,7 @@ def block_scaled_product(
         x,
         weight.t(),
         scale_a=x_scales.t().contiguous().t(),
-        # A row of blocks begins at a multiple of four of them.
+        # The scales of a row of blocks must begin at a multiple of four.
         scale_b=F.pad(scales[::FP8_BLOCK], (0, -groups % 4))[:, :groups].t(),
         out_dtype=torch.bfloat16,
     )
@@ -241,7 +244,7 @@ def cuda_takes(x: torch.Tensor, stored: QuantizedFormat) -> bool:
 
 
 def guess_cuda(rows: int, stored: QuantizedFormat, num_sms: int, pdl: bool) -> CudaConfig:
-    """A cut for ``rows`` rows, at most 16, that every GPU with fenceline_kernel can launch."""
+    """A configuration for ``rows`` rows, at most 16, that every GPU with fenceline_kernel can launch."""
     n, k = stored.shape
     bits = _BITS[stored.kind]
     tiles = 4 if n >= 32 * num_sms else 2
@@ -255,8 +258,8 @@ def guess_cuda(rows: int, stored: QuantizedFormat, num_sms: int, pdl: bool) -> C
 
 
 def find_quantized_products(device: torch.device, kind: str) -> QuantizedProducts:
-    """The products with weights of ``kind`` for ``device``. What torch._scaled_mm can do depends on GPU, CUDA and
-    torch, so it is tried. Compiles fenceline_kernel on first use where it is installed (a minute at most, once)."""
+    """The products with weights of ``kind`` for ``device``. What torch._scaled_mm supports depends on GPU, CUDA and
+    torch, so it is tried. Compiles fenceline_kernel on first use if it is installed (a minute at most, once)."""
     find = partial(_working, device)
     product = find_cuda_quantized(device, kind)
     if product is not None and not _agrees(device, product, kind):
@@ -293,8 +296,8 @@ def find_cuda_quantized(device: torch.device, kind: str) -> CudaQuantizedProduct
 
 
 def _agrees(device: torch.device, product: CudaQuantizedProduct, kind: str) -> bool:
-    """Whether ``product`` runs on ``device`` and its results are right, for every format of ``kind``, with few rows and
-    more, and each of its fusions. If not, the log says so."""
+    """Whether ``product`` runs on ``device`` and its results are right for every format of ``kind``, for different
+    numbers of rows and with each of its fusions. If not, this is logged."""
     formats = [QuantConfig(method="on-line", kind="int4", group_size=size) for size in INT4_GROUPS]
     if kind == "fp8":
         formats = [
@@ -330,11 +333,13 @@ def _multiply(
 
 
 def _working(device: torch.device, product: ScaledProduct, group: int) -> ScaledProduct | None:
-    """``product`` if it runs there and its result is right, else None."""
+    """``product`` if it runs on ``device`` and its result is right, otherwise None."""
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(20, 256, device=device, generator=generator)
     weight = torch.randn(256, 256, device=device, generator=generator)
-    weight *= torch.arange(1, 257, device=device)[:, None]  # rows differ, so that exchanged scales show
+    weight *= torch.arange(1, 257, device=device)[
+        :, None
+    ]  # rows differ, so that scales in the wrong order are noticed
     numbers, scales = round_to_fp8(weight, group)
     if group < 256:
         scales = scales.view(-1, FP8_BLOCK, scales.shape[1]).amax(1).repeat_interleave(FP8_BLOCK, 0)

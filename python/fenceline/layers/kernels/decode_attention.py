@@ -1,13 +1,13 @@
 """Attention of a few query tokens per request over paged keys and values, in Triton: one launch, whatever the lengths.
 
-Decode has one query for each request. A verify step has several: the tokens of a draft, a chain or a tree, each of
-which attends to its own ancestors.
+Decode has one query for each request. A verify step has several, the tokens of a draft, which form a chain or a tree;
+each attends to its own ancestors.
 
-Its time is that of reading K and V once, so the kernel spreads these reads evenly over the GPU. Every request is cut
-into blocks of ``block_n`` tokens. All blocks of the batch, request after request, form one sequence, and each of the
-workers that share a KV head takes an equally long section of it. A worker computes its section from ``seq_lens`` in
-device memory alone. So the grid never changes, a captured graph stays balanced when lengths change, and nothing is
-planned on the host.
+The time is mostly that of reading K and V once, so the kernel spreads these reads evenly over the GPU. Every request is
+cut into blocks of ``block_n`` tokens. All blocks of the batch, one request after the other, form one sequence, and each
+of the workers that share a KV head takes an equally long section of it. A worker finds its section from ``seq_lens`` in
+device memory. So the grid never changes, a captured graph stays balanced when lengths change, and nothing is planned on
+the host.
 
 If a request lies within one section, its worker computes the result. Otherwise each worker writes a partial result for
 its piece of the request to the workspace. The worker that ends last, which an atomic counter shows, merges them in the
@@ -17,11 +17,12 @@ With ``launch_pdl`` a worker starts while the preceding kernel still runs, finds
 keys and values of it into L2. It reads q and everything else after the wait. See ``decode_attention`` for what the
 preceding kernel must and must not do.
 
-The rows of a worker's matrix products are the query heads that share its KV head, of all queries. Where there are more
-than ``_MAX_ROWS``, tiles of them are attended to by workers of their own, which find the keys and values in L2.
+The rows of a worker's matrix products are the query heads that share its KV head, for all queries of a request. If
+there are more than ``_MAX_ROWS`` rows, they are cut into tiles with workers of their own. These read the same keys and
+values, mostly from L2.
 
-With a window the blocks of a request begin at the first token that one of its queries may attend to. A sink is one more
-score, with which the piece that has a request's first block begins.
+With a window, the blocks of a request begin at the first token to which one of its queries may attend. A sink is one
+more score; the piece that has a request's first block begins with it.
 """
 
 from __future__ import annotations
@@ -38,10 +39,9 @@ from fenceline.layers.forward_batch import QueryTree
 
 # The query heads of one KV head are the rows of a matrix product, which has at least 16 rows.
 MAX_GROUP = 16
-_MAX_ROWS = 64  # whose sums a worker holds in registers
+_MAX_ROWS = 64  # the sums of this many rows fit in a worker's registers
 _LOG2_E = 1.4426950408889634
-_MERGE_ELEMENTS = 2048  # partial results that a merging warp holds in registers at once
-_SECTOR_BYTES = tl.constexpr(32)  # the least that a cache fetches
+_SECTOR_BYTES = tl.constexpr(32)  # the smallest unit that a cache fetches
 _NO_SCORE = tl.constexpr(-1.0e30)  # below every score, and finite so that differences are not NaN
 _LOG2_E_IN_KERNEL = tl.constexpr(_LOG2_E)
 _ONE_QUERY = QueryTree(1, 1)
@@ -49,11 +49,12 @@ _ONE_QUERY = QueryTree(1, 1)
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """How a batch is cut: blocks of ``block_n`` tokens (a power of two >= 16), ``num_workers`` for each KV head.
+    """How a batch is divided: blocks of ``block_n`` tokens (a power of two >= 16), ``num_workers`` for each KV head.
 
-    ``launch_pdl``: overlap the launch with the end of the preceding kernel (sm_90 and later), and fetch the first
-    ``num_prefetched`` blocks of each worker into L2 meanwhile. ``max_registers``: the most that a thread may use; with
-    fewer, more workers run on a multiprocessor at once.
+    ``launch_pdl``: overlap the launch with the end of the preceding kernel (sm_90 and later), and meanwhile fetch the
+    first ``num_prefetched`` blocks of each worker into L2. ``max_registers``: how many registers a thread may use; with
+    fewer, more workers run on a multiprocessor at once. ``merge_elements`` (a power of two): how many elements of
+    partial results each warp holds in registers at once while it merges.
     """
 
     block_n: int
@@ -63,13 +64,15 @@ class DecodeConfig:
     launch_pdl: bool = False
     max_registers: int | None = None
     num_prefetched: int = 2
+    merge_elements: int = 2048
 
 
 class DecodeWorkspace:
-    """Partial results of up to ``max_workers`` workers for each KV head and tile, the same memory for every launch.
+    """Memory for the partial results of up to ``max_workers`` workers for each KV head and tile. Every launch uses the
+    same memory.
 
-    ``tiles``: how the query rows are cut, see :func:`query_tiles`. Launches that share it must be on one stream. Only
-    cut requests use it, and only within a launch.
+    ``tiles``: how the query rows are cut, see :func:`query_tiles`. Launches that share a workspace must be on one
+    stream. Only requests that several workers share use it, and only within a launch.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class DecodeWorkspace:
         self.max_workers = max_workers
         self.shape = num_kv_heads, head_dim, tiles
         num_tiles, rows = tiles
-        # Of a worker's section, at most the first and the last request are incomplete.
+        # In a worker's section at most the first and the last request are incomplete.
         pieces = num_tiles * num_kv_heads * max_workers * 2
         self.partial = torch.empty(pieces * rows * head_dim, dtype=torch.float32, device=device)
         self.stats = torch.empty(pieces * 2 * rows, dtype=torch.float32, device=device)
@@ -94,14 +97,15 @@ class DecodeWorkspace:
 
 
 def query_tiles(num_rows: int) -> tuple[int, int]:
-    """How ``num_rows`` = queries x group rows of a request and KV head are cut: number of tiles, rows of each."""
+    """How the rows of a request and KV head, ``num_rows`` = queries x group, are cut: (number of tiles, rows of
+    each)."""
     rows = min(max(triton.next_power_of_2(num_rows), MAX_GROUP), _MAX_ROWS)
     return -(-num_rows // rows), rows
 
 
 @dataclass(frozen=True, slots=True)
 class PagedRequests:
-    """Where the tokens of B requests are. Read on the device, when a launch runs.
+    """Where the tokens of B requests are. The tensors are read on the device when a launch runs.
 
     Token p of request b is slot ``page_table[rows[b], p // page_size] * page_size + p % page_size``; columns past a
     request's pages are never read.
@@ -125,18 +129,18 @@ def decode_attention(
     rules: LayerRules = PLAIN,
 ) -> torch.Tensor:
     """softmax(scale * q k^T) v for each request's last tokens → contiguous [B * num_queries, H, D] in q's dtype.
-    ``rules``: what the layer does beside; sinks contiguous.
+    ``rules``: see ``LayerRules``; sinks are contiguous.
 
-    q [B * num_queries, H, D], request after request, its heads contiguous, tokens maybe strided; k_cache, v_cache
-    [num_slots, Hkv, D], contiguous, in q's dtype or FP8; H / Hkv <= 16, D a power of two >= 16. ``tree`` says which
-    tokens each query attends to; the keys and values of all of them must be finite. Softmax statistics and sums are
-    float32. A query that attends to nothing, as in a request shorter than its queries, gets finite numbers. One launch
-    on the current stream, which a graph may capture; no host synchronisation.
+    q [B * num_queries, H, D], one request after the other, its heads contiguous, tokens possibly strided; k_cache,
+    v_cache [num_slots, Hkv, D], contiguous, in q's dtype or FP8; H / Hkv <= 16, D a power of two >= 16. ``tree`` says
+    to which tokens each query attends; the keys and values of all of them must be finite. Softmax statistics and sums
+    are float32. A query that attends to no token (in a request shorter than its queries) gets finite numbers. One
+    launch on the current stream, which a graph may capture; no host synchronisation.
 
-    With ``config.launch_pdl``, ``requests`` and the slots of all tokens but each request's queries are read before the
-    preceding kernel has ended. So of these that kernel may write q and the queries' slots only. If it lets its
-    dependents start early, it must do so after its own wait, so that all kernels before it have ended.
-    ``rotate_and_store`` is such a kernel, and so is every kernel that does not use dependent launches.
+    With ``config.launch_pdl``, ``requests`` and the slots of all tokens except each request's queries may be read
+    before the preceding kernel has ended. So of this function's inputs, that kernel may write only q and the queries'
+    slots. If it lets its dependents start early, it must do so after its own wait, so that all kernels before it have
+    ended. ``rotate_and_store`` is such a kernel, and so is every kernel that does not use dependent launches.
     """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[1]
@@ -168,7 +172,7 @@ def decode_attention(
         NUM_QUERIES=tree.num_queries, NUM_NODES=tree.num_nodes, TREE=tree.ancestors is not None, ROWS=rows,
         WINDOW=window, CAPS=rules.soft_cap != 0, SINKS=sinks is not None,
         MERGED_ROWS=merged_rows, PAGE_SIZE=requests.page_size, BATCH_PAD=padded_batch(batch), BLOCK_N=config.block_n,
-        MERGE=max(_MERGE_ELEMENTS * config.num_warps // (merged_rows * head_dim), 1),
+        MERGE=max(config.merge_elements * config.num_warps // (merged_rows * head_dim), 1),
         PDL=config.launch_pdl, NUM_PREFETCHED=config.num_prefetched if config.launch_pdl else 0,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.launch_pdl,
         maxnreg=config.max_registers,
@@ -177,7 +181,8 @@ def decode_attention(
 
 
 def padded_batch(batch: int) -> int:
-    """``batch`` rounded up: the number of lengths that a worker reads. Few values, since each compiles a kernel."""
+    """``batch`` rounded up: the number of lengths that a worker reads. There are few values, because each compiles a
+    kernel."""
     return next((size for size in (1, 64, 256) if batch <= size), 0) or triton.next_power_of_2(batch)
 
 
@@ -199,7 +204,7 @@ def _decode_kernel(
         head, first_row = lane % NUM_KV_HEADS, lane // NUM_KV_HEADS * ROWS
     if PDL:
         tl_cuda.gdc_launch_dependents()
-    # Before the wait nothing may be written, and nothing read that the preceding kernel writes.
+    # Before the wait the kernel may write nothing, and may not read what the preceding kernel writes.
     if BATCH_PAD == 1:  # no search is needed, which lowers the latency of a single request
         request, request_first = 0, 0
         seq_len = tl.load(seq_lens_ptr).to(tl.int32)
@@ -299,7 +304,7 @@ def _decode_kernel(
 
 @triton.jit
 def _first_visible(seq_len, NUM_NODES: tl.constexpr, WINDOW: tl.constexpr):
-    """The first token that a query of a request may attend to."""
+    """The first token to which a query of a request may attend."""
     if WINDOW > 0:
         first = tl.maximum(seq_len - (NUM_NODES + WINDOW - 1), 0)
     else:
@@ -309,7 +314,7 @@ def _first_visible(seq_len, NUM_NODES: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _num_blocks(seq_len, NUM_NODES: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The blocks of a request that are read."""
+    """How many blocks of a request are read."""
     last = (seq_len + BLOCK_N - 1) // BLOCK_N
     return last - _first_visible(seq_len, NUM_NODES, WINDOW) // BLOCK_N
 
@@ -318,8 +323,8 @@ def _num_blocks(seq_len, NUM_NODES: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N:
 def _row_offsets(
     rows, head, token_stride, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_QUERIES: tl.constexpr
 ):
-    """Where rows begin, from a request's first query on: row r is head r % GROUP of KV head ``head``'s in query
-    r // GROUP."""
+    """Where rows begin, relative to a request's first query. Row r is query r // GROUP, and head r % GROUP of those
+    that share KV head ``head``."""
     if NUM_QUERIES == 1:  # rows past the group are not live
         offsets = (head * GROUP + rows) * HEAD_DIM
     else:
@@ -332,7 +337,7 @@ def _prefetch(
     k_ptr, v_ptr, table_ptr, first_block, last_block, seq_len, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     NUM_QUERIES: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, NUM_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Prefetch the first ``NUM_BLOCKS`` of a range of a request's blocks into L2, without the request's queries.
+    """Prefetch the first ``NUM_BLOCKS`` of a range of a request's blocks into L2, except the tokens of its queries.
 
     All multiprocessors share L2, so data that is written after the prefetch is read correctly.
     """
@@ -364,11 +369,11 @@ def _attend(
     TREE: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, CAPS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """q [ROWS, HEAD_DIM] over some blocks of a request → sums [ROWS, HEAD_DIM], largest scores and norms [ROWS], which
-    begin as ``top`` and ``norm``.
+    """Attention of q [ROWS, HEAD_DIM] over some blocks of a request → sums [ROWS, HEAD_DIM], largest scores [ROWS] and
+    norms [ROWS]. The latter two start with the values of ``top`` and ``norm``.
 
-    Row r attends as query ``queries[r]`` with the mask ``ancestors[r]``, both [ROWS]. One that attends to nothing in
-    these blocks keeps ``_NO_SCORE`` as its largest score, and so has no weight in a merge."""
+    Row r is query ``queries[r]`` with the mask ``ancestors[r]``, both [ROWS]. A row that attends to no token in these
+    blocks keeps ``_NO_SCORE`` as its largest score, and so has no weight in a merge."""
     dims = tl.arange(0, HEAD_DIM)
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     if WINDOW > 0:
@@ -404,7 +409,7 @@ def _attend(
             else:
                 visible = nodes[None, :] <= own[:, None]
             if WINDOW > 0:
-                # Ancestors of a node of a tree are never further away than the window is long.
+                # A tree has at most as many nodes as the window has tokens, so a node's ancestors are always in it.
                 near = nodes[None, :] > depths[:, None] - WINDOW
                 visible = visible & (near | (nodes >= 0)[None, :]) if TREE else visible & near
                 visible = visible & live[None, :]
@@ -426,7 +431,7 @@ def soft_capped(scores, cap):
 
 @triton.jit
 def _count_bits(x):
-    """How many of the lowest 32 bits of x, an int64 without others, are set."""
+    """How many bits of x are set; x is int64 and only its lowest 32 bits may be set."""
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F
@@ -437,7 +442,8 @@ def _count_bits(x):
 def token_slots(
     table_ptr, block, positions, live, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr
 ):
-    """KV slots [BLOCK_N] int64 of the ``positions`` of a block of one request, slots of the sink where not ``live``."""
+    """KV slots [BLOCK_N] int64 of the ``positions`` of a block of one request; slots of the sink page where not
+    ``live``."""
     if PAGE_SIZE % BLOCK_N == 0:
         pages = tl.load(table_ptr + block // (PAGE_SIZE // BLOCK_N))  # one page holds the whole block
     elif MASKED:
@@ -449,7 +455,8 @@ def token_slots(
 
 @triton.jit
 def _piece(lane, worker, begins, NUM_WORKERS: tl.constexpr):
-    """Index of a piece's partial result. A worker may have two: the end of one request and the beginning of another."""
+    """The index of a piece's partial result. A worker may have two: the end of one request and the beginning of
+    another."""
     return (lane * NUM_WORKERS + worker) * 2 + tl.where(begins, 1, 0)
 
 
@@ -459,14 +466,14 @@ def _merge(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_QUERIES: tl.constexpr,
     ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the pieces of a request's tile and store its result; ``out_ptr`` is the result of the first query."""
+    """Merge the pieces of a request's tile and store the result; ``out_ptr`` points to that of the first query."""
     rows = tl.arange(0, MERGED_ROWS)
     dims = tl.arange(0, HEAD_DIM)
     row_live = first_row + rows < NUM_QUERIES * GROUP
     acc = tl.zeros([MERGED_ROWS, HEAD_DIM], tl.float32)
     top = tl.full([MERGED_ROWS], _NO_SCORE, tl.float32)
     norm = tl.zeros([MERGED_ROWS], tl.float32)
-    # Rows are the first axis, so that each warp has its own rows and a thread adds up pieces without other threads.
+    # Rows are the first axis, so each warp has its own rows, and a thread adds up pieces without exchanging data.
     for first in tl.range(first_worker, last_worker + 1, MERGE, num_stages=1):
         workers = first + tl.arange(0, MERGE)
         pieces = _piece(lane, workers, workers == first_worker, NUM_WORKERS)

@@ -1,6 +1,7 @@
-"""What a draft's first product reads: embeddings and hidden states side by side, in one launch.
+"""Concatenates embeddings and hidden states for the first product of a draft model, in one launch.
 
-It has a reference of torch operators (cpu, vgpu) and a Triton kernel (cuda) that is imported when first used.
+The reference with torch's operators is used on the CPU and the virtual GPU. The Triton kernel for CUDA is imported when
+it is first used.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _TORCH = TorchLayerKernels()
 
 
 class JoinNorms(NamedTuple):
-    """The weights of RMSNorms of embeddings and of hidden states, [E] and [H]."""
+    """The weights of the RMSNorms of embeddings [E] and of hidden states [H], and their eps."""
 
     embeddings: torch.Tensor
     hidden: torch.Tensor
@@ -48,10 +49,10 @@ KERNEL = Kernel("embed_and_join", _accesses)
 def embed_and_join(
     ids: torch.Tensor, table: torch.Tensor, hidden: torch.Tensor, norms: JoinNorms | None = None
 ) -> torch.Tensor:
-    """Row t is ``table[ids[t]]``, then ``hidden[t]``, each through its norm if there are ``norms``: [T, E + H], new.
+    """A new tensor [T, E + H]. Row t is ``table[ids[t]]``, then ``hidden[t]``, each normalised if ``norms`` is given.
 
-    ``ids`` [T] int64 within the table, not checked; ``table`` [V, E] and ``hidden`` [T, H] contiguous, of one dtype.
-    Current stream, one launch on CUDA, no host synchronisation, fit for capture.
+    ``ids`` [T] int64, in [0, V) (not checked); ``table`` [V, E] and ``hidden`` [T, H] contiguous, of one dtype. On the
+    current stream; on CUDA it is one launch. No host synchronisation; a graph may capture it.
     """
     out = hidden.new_empty(len(ids), table.shape[1] + hidden.shape[1])
     if ids.is_cuda:

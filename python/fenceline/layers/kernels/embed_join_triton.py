@@ -1,4 +1,4 @@
-"""``embed_and_join`` in Triton: two programs for each token, the embedding's and the hidden state's."""
+"""``embed_and_join`` in Triton: two programs for each token, one for the embedding and one for the hidden state."""
 
 from __future__ import annotations
 

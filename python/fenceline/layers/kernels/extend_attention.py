@@ -1,10 +1,11 @@
-"""Causal attention of new tokens after a prefix, both in the paged pool, in Triton: ragged requests in one launch.
+"""Causal attention of new tokens after a prefix in Triton, in one launch for requests of different lengths.
 
-A tile is up to ``block_m`` query rows of one request and one KV head, a row being one query head of one token. Heads
-that share a KV head are adjacent in a tile, so that even a few new tokens fill it. Which request a tile belongs to is
-found on the device from ``query_starts``. A few new tokens after a long prefix make too few tiles to fill a GPU: then
-the keys of each tile are split as well, and a second launch merges the results. With a window a tile's keys begin at
-the first that its first row attends to. A sink is one more score, with which the first split of a row begins.
+Keys and values of the prefix and of the new tokens are in the paged pool. A tile is up to ``block_m`` query rows of one
+request and one KV head, where a row is one query head of one token. Heads that share a KV head are adjacent in a tile,
+so that even a few new tokens fill it. The device finds a tile's request from ``query_starts``. A few new tokens after a
+long prefix make too few tiles to fill a GPU. Then the keys of each tile are split as well, and a second launch merges
+the results. With a window, a tile's keys begin at the first one to which its first row attends. A sink is one more
+score; the first split of a row begins with it.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ _LOG2_E_IN_KERNEL = tl.constexpr(_LOG2_E)
 _NO_SCORE = tl.constexpr(-1.0e30)  # below every score, and finite so that differences are not NaN
 
 
-# A split has at least this many keys, because partial results cost memory traffic and a launch.
+# A split has at least this many keys, because merging partial results takes memory traffic and a launch.
 _SPLIT_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class ExtendConfig:
-    """``block_m`` query rows against ``block_n`` keys at a time; powers of two >= 16."""
+    """A tile has ``block_m`` query rows and reads ``block_n`` keys at a time; both are powers of two >= 16."""
 
     block_m: int
     block_n: int
@@ -41,7 +42,8 @@ class ExtendConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExtendGrid:
-    """How many programs a batch takes: ``num_tiles`` for each KV head, the keys of each tile in ``num_splits``."""
+    """The programs of a batch: ``num_tiles`` tiles for each KV head, with the keys of each tile in ``num_splits``
+    parts."""
 
     num_tiles: int
     num_splits: int
@@ -55,7 +57,8 @@ def extend_grid(
     num_sms: int,
     window: int | None = None,
 ) -> ExtendGrid:
-    """The grid of a batch of ``heads`` (H, Hkv) that leaves as few of ``num_sms`` multiprocessors idle as it can."""
+    """The grid for a batch with ``heads`` = (H, Hkv). Its splits leave as few of the ``num_sms`` multiprocessors idle
+    as possible."""
     if window is not None:
         seq_lens_cpu = np.minimum(seq_lens_cpu, window + config.block_m)
     group = heads[0] // heads[1]
@@ -76,13 +79,13 @@ def extend_attention(
     out: torch.Tensor | None = None,
     rules: LayerRules = PLAIN,
 ) -> torch.Tensor:
-    """Attention of each request's last tokens over all its tokens up to their own → contiguous [T, H, D], q's dtype,
-    in ``out`` if given.
+    """Causal attention of each request's last tokens over all its tokens → contiguous [T, H, D] in q's dtype, in
+    ``out`` if given.
 
-    q [T, H, D], its heads contiguous, tokens maybe strided; queries of request b are q[query_starts[b] :
+    q [T, H, D], its heads contiguous, tokens possibly strided; the queries of request b are q[query_starts[b] :
     query_starts[b + 1]], query_starts [B + 1] int32 on the device; k_cache, v_cache [num_slots, Hkv, D], contiguous,
-    in q's dtype or FP8; D a power of two >= 16. ``grid`` of this batch and ``config`` (more tiles are harmless).
-    Softmax statistics and sums are float32. ``rules``: what the layer does beside; sinks contiguous. On the current
+    in q's dtype or FP8; D a power of two >= 16. ``grid`` must be that of this batch and ``config``; more tiles do no
+    harm. Softmax statistics and sums are float32. ``rules``: see ``LayerRules``; sinks are contiguous. On the current
     stream, no host synchronisation.
     """
     num_heads, head_dim = q.shape[1:]
@@ -127,7 +130,7 @@ def _extend_kernel(
     WINDOW: tl.constexpr, CAPS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
-    # Late tiles attend to the most keys, so they start first.
+    # The last tiles of a request attend to the most keys, so tiles start in reverse order.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     ids = tl.arange(0, BATCH_PAD)
     starts = tl.load(query_starts_ptr + ids, mask=ids < batch, other=0)
@@ -176,7 +179,7 @@ def _extend_kernel(
         top = tl.where(begins, tl.load(sinks_ptr + heads) * _LOG2_E_IN_KERNEL, top)
         norm += tl.where(begins, 1.0, 0.0)
     if WINDOW > 0:
-        # Blocks that only some of the rows still see the end of.
+        # These blocks are not in the windows of all rows, so they are masked.
         in_all_windows = tl.maximum(num_visible - WINDOW, 0)
         edge = tl.minimum((in_all_windows + BLOCK_N - 1) // BLOCK_N, last_block)
         acc, top, norm = _attend(
@@ -213,7 +216,8 @@ def _merge_kernel(
     partial_ptr, stats_ptr, out_ptr, num_splits, num_tokens,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one token's heads of one KV head. A split in which a row attends to no key has weight 0."""
+    """Merge the splits of one token's heads that share a KV head. A split in which a row attends to no key has weight
+    0."""
     group = tl.arange(0, GROUP_PAD)
     live = group < GROUP
     rows = tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1) * GROUP + group
@@ -242,10 +246,10 @@ def _attend(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, CAPS: tl.constexpr,
 ):  # fmt: skip
-    """q [BLOCK_M, HEAD_DIM] over some blocks of keys; row r attends to those up to ``last_visible`` [BLOCK_M]. No row
-    attends to keys outside ``first_visible`` .. ``num_visible``, which are not read.
+    """Attention of q [BLOCK_M, HEAD_DIM] over some blocks of keys. Row r attends to keys up to ``last_visible[r]``. No
+    row attends to keys outside ``first_visible`` .. ``num_visible``; these are not read.
 
-    A row that attends to none of them keeps ``_NO_SCORE`` as its maximum, and so has no weight in a merge."""
+    A row that attends to no key in these blocks keeps ``_NO_SCORE`` as its maximum, and so has no weight in a merge."""
     dims = tl.arange(0, HEAD_DIM)
     for block in tl.range(first_block, last_block):
         positions = block * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,5 +1,5 @@
-"""Layers on a device that watches its memory (the virtual GPU): the same launches as on a GPU, with the kernels'
-declared accesses and the values of torch's operators."""
+"""Layers on the virtual GPU, a device that watches its memory. They make the same launches as on a GPU. These declare
+the kernels' accesses and compute their values with torch's operators."""
 
 from __future__ import annotations
 
@@ -150,20 +150,23 @@ class LaunchedLayerKernels(LayerKernels):
         bias: torch.Tensor | None = None,
         limit: float = 0.0,
         scales: torch.Tensor | None = None,
+        zeros: torch.Tensor | None = None,
     ) -> torch.Tensor:
         def compute(
             x: torch.Tensor, weight: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, out: torch.Tensor,
-            bias: torch.Tensor | None, scales: torch.Tensor | None,
+            bias: torch.Tensor | None, scales: torch.Tensor | None, zeros: torch.Tensor | None,
         ) -> None:  # fmt: skip
             top_k = len(order) // len(x)  # 1 where x has a row for each pair
             shape = len(x), top_k
             sorted_pairs = Routing(order.new_empty(shape), x.new_empty(shape), order, ends)
             live = order[: ends[-1]]
-            out[live] = _TORCH.grouped_product(x, weight, sorted_pairs, gated, bias, limit, scales)[live]
+            product = _TORCH.grouped_product(x, weight, sorted_pairs, gated, bias, limit, scales, zeros)
+            out[live] = product[live]
 
         num_pairs = len(routing.order)
         out = x.new_empty(num_pairs, weight.shape[1] // (2 if gated else 1))
-        accesses.grouped_product.launch(compute, x, weight, routing.order, routing.ends, out, bias, scales)
+        operands = (x, weight, routing.order, routing.ends, out, bias, scales, zeros)
+        accesses.grouped_product.launch(compute, *operands)
         return out
 
     def combine_experts(
@@ -185,8 +188,8 @@ class LaunchedLayerKernels(LayerKernels):
 
 
 class LaunchedDenseWeight(DenseWeight):
-    """Products of few rows as one launch each, as in ``CudaDenseWeight`` where our kernels are faster. Others use
-    torch's operators, where a GPU uses cuBLAS."""
+    """Products of few rows are one launch each, as in ``CudaDenseWeight`` where our kernels are faster. Other products
+    use torch's operators, as a GPU uses cuBLAS."""
 
     def product(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None

@@ -1,9 +1,9 @@
-"""Launches Triton kernels with little CPU time. Triton's own launch finds out each time which compiled variant fits,
-which takes the CPU longer than many kernels run on the GPU. Here a variant is found once and then launched directly.
+"""Launches Triton kernels with little CPU time. Triton's own launch looks up the compiled variant each time, which
+takes the CPU longer than many kernels run on the GPU. Here a variant is looked up once and then launched directly.
 
 A kernel launched this way takes its tensors first, then its numbers, then its constants (``tl.constexpr``). Its
-integers are listed under ``do_not_specialize``, so that a variant depends on constants and types alone and none is
-compiled because a number has a new value.
+integers are listed under ``do_not_specialize``, so that a variant depends only on constants and types, and no new one
+is compiled when a number has a new value.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Grid = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """``function(x, y, z, stream, *before, *addresses, *scalars, *after)`` launches."""
+    """A compiled kernel; ``function(x, y, z, stream, *before, *addresses, *scalars, *after)`` launches it."""
 
     function: Callable[..., None]
     before: tuple[object, ...]
@@ -49,7 +49,7 @@ class KernelVariant:
         num_stages: int | None = None,
     ) -> None:
         """``kernel``: a ``triton.jit`` function. ``pdl``: programmatic dependent launch, see ``rms_norm``.
-        ``num_stages``: of its loops; None leaves them to Triton."""
+        ``num_stages``: pipeline stages of its loops; None: Triton's default."""
         self.constants = dict(constants)
         self._kernel = kernel
         self._options: dict[str, int | bool] = {"num_warps": num_warps, "launch_pdl": pdl}
@@ -79,11 +79,12 @@ class KernelVariant:
     def _launch_by_triton(
         self, grid: Grid, tensors: Tensors, scalars: tuple[float, ...], key: tuple[object, ...]
     ) -> None:
-        """Let Triton find the variant, compiling it if necessary, and remember it for the next launch of the kind."""
+        """Launch by Triton, which compiles the variant if necessary, and remember the variant for the next launch with
+        the same ``key``."""
         compiled = self._kernel[grid](*tensors, *scalars, **self.constants, **self._options)
         aligned = all(tensor is None or tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors)
         if compiled is None or not aligned:
-            return  # run by the interpreter, or an unaligned address, which hardly comes again
+            return  # the interpreter runs it, or an address is not aligned, which is too rare to remember
         numbers = self._kernel.params[len(tensors) : len(tensors) + len(scalars)]
         for number, value in zip(numbers, scalars, strict=True):
             assert isinstance(value, float) or number.do_not_specialize, f"{number.name} chooses a variant"
@@ -93,8 +94,8 @@ class KernelVariant:
 
 
 def _bind(compiled: Any, num_constants: int) -> _Bound | None:
-    """How to launch ``compiled`` directly; None if this version of Triton or this kernel is not known here, in which
-    case Triton launches it."""
+    """How to launch ``compiled`` directly. None if this file does not know this version of Triton or the kernel's
+    format; then Triton launches it."""
     try:
         from triton.backends.nvidia import driver
 

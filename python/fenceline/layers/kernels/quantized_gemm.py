@@ -1,7 +1,7 @@
-"""Products with quantised weights, in Triton: weights are read as they are stored and become numbers in registers.
+"""Products with quantised weights in Triton: weights are read as they are stored and dequantised in registers.
 
-For few rows the time is that of reading the weight, so that is where its bytes are saved. Each program computes
-``block_n`` output features of up to 64 rows over the whole of K, so no sum is split over programs and a result depends
+With few rows, a product takes as long as reading the weight, so fewer bytes make it faster. Each program computes
+``block_n`` output features of up to 64 rows over the whole of K. So no sum is split over programs, and a result depends
 neither on timing nor on the other rows. RMSNorm is fused as in ``skinny_gemm``.
 """
 
@@ -31,9 +31,9 @@ def quantized_linear(
     """x [T, K] times the weight [N, K] that ``data``, ``scales`` and ``zeros`` store (``quantized.QuantizedFormat``:
     int4 if there are ``zeros``, else fp8), with ``fusion`` around it → [T, N] ([T, N / 2] if gated), in x's dtype.
 
-    The result is ``fusion.residual`` or ``out`` (contiguous; not both are given) or a new tensor. T ≥ 1; all but scales
-    and zeros, which have equal strides, are contiguous; all on one device; the weight's numbers are multiplied in x's
-    dtype (float32 for one row), sums are float32. Current stream, no host synchronisation.
+    The result is in ``fusion.residual`` or ``out`` (contiguous, at most one is given) or in a new tensor. T ≥ 1. All
+    tensors are on one device and contiguous, except scales and zeros, which have equal strides. The weight's numbers
+    are multiplied in x's dtype (float32 for one row); sums are float32. Current stream, no host synchronisation.
     """
     num_rows, k = x.shape
     num_out = data.shape[0] // 2 if fusion.gated else data.shape[0]
@@ -64,17 +64,17 @@ def _tile(
     data_ptr, scales_ptr, zeros_ptr, row_stride, group_stride, features, k, K: tl.constexpr, GROUP: tl.constexpr,
     INT4: tl.constexpr,
 ):  # fmt: skip
-    """The numbers of ``features`` at ``k``, two index tensors that broadcast to the tile; float32. Those of fp8 are
-    without scales of whole rows, which are applied to sums."""
+    """The weight's numbers of ``features`` at inputs ``k``, float32; the two index tensors broadcast to the tile. For
+    fp8 with one scale for a row the scale is not applied here but to the sums."""
     inside = k < K
     at = features * row_stride + k // GROUP * group_stride
     if INT4:
-        # Two numbers share a byte, which is loaded for each: from the cache the second time.
+        # Two numbers share a byte. It is loaded for each of them, the second time from the cache.
         place = features * (K // 2) + k // 8 * 4 + k % 2 * 2 + k % 8 // 4
         both = tl.load(data_ptr + place, mask=inside, other=0, eviction_policy="evict_first").to(tl.int32)
         zeros = tl.load(zeros_ptr + at, mask=inside, other=0).to(tl.int32)
         number = (both >> (k // 2 % 2 * 4)) & 15
-        # The bits of 2^23 + number as a float32: quicker than a conversion.
+        # The bits of 2^23 + number as a float32; this is faster than a conversion.
         numbers = (number | 0x4B000000).to(tl.float32, bitcast=True) - (zeros + 8388608).to(tl.float32)
         numbers *= tl.load(scales_ptr + at, mask=inside, other=0.0)
     else:
@@ -146,7 +146,7 @@ def _rows_kernel(
     HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x [num_rows, K] → out [num_rows, num_out]; a program has ROWS rows."""
+    """x [num_rows, K] → out [num_rows, num_out]; a program computes up to ROWS rows."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     live_n = n < num_out
     # A feature past the end computes the first one again, which is in bounds, and is not stored.
@@ -239,7 +239,8 @@ def quantize_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [T, K], contiguous → its nearest E4M3 numbers [T, K] and their scales [T, ceil(K / group)] float32.
 
-    The scale is ``scale``, a number on the device, or takes the largest number of each group to the largest of E4M3.
+    The scale is ``scale``, a number on the device. If that is None, it maps the largest number of each group to the
+    largest of E4M3.
     """
     num_rows, k = x.shape
     groups = triton.cdiv(k, group)

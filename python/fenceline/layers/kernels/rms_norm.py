@@ -1,10 +1,11 @@
-"""RMSNorm in Triton: one pass, every element is read once and written once.
+"""RMSNorm in Triton: one pass that reads and writes every element once.
 
 ``pdl`` in Triton launchers means programmatic dependent launch (sm_90 and later). The kernel may start before the
 preceding kernel has ended, which hides the time of the launch. Before it writes anything, and before it reads what a
 forward computes, it waits with ``griddepcontrol.wait`` until all preceding kernels have ended and their writes are
 visible. A kernel's docstring names what it reads *before* its wait. Between the kernel that writes such data and the
-one that reads it there must be a kernel launched without pdl, which begins only when all kernels before it have ended.
+one that reads it there must be a kernel launched without pdl, because that one begins only when all kernels before it
+have ended.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ _MAX_WARPS = 16
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, pdl: bool = False) -> torch.Tensor:
-    """x [T, D] / sqrt(mean of squares over D + eps) * weight [D] → new [T, D] in x's dtype; float32 inside.
+    """x [T, D] / sqrt(mean of squares over D + eps) * weight [D] → a new tensor [T, D] in x's dtype, computed in
+    float32.
 
-    x contiguous, bfloat16, float16 or float32; D at most 16384; T of any size. Current stream, no host synchronisation.
-    ``pdl``: see the module; reads ``weight`` before its wait.
+    x is contiguous, in bfloat16, float16 or float32; D is at most 16384; T is any size. Current stream, no host
+    synchronisation. ``pdl``: see the module's docstring; reads ``weight`` before its wait.
     """
     num_rows, size = x.shape
     assert x.is_contiguous() and weight.is_contiguous() and weight.shape == (size,)

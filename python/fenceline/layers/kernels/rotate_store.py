@@ -1,4 +1,5 @@
-"""One launch between projection and attention: normalise and rotate queries and keys, store keys and values."""
+"""The one launch between projection and attention: it normalises and rotates queries and keys and stores keys and
+values."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from triton.language.extra import cuda as tl_cuda
 from fenceline.layers.kernels.base import ONE, HeadLayout, KVScales, QKNorm
 from fenceline.layers.kernels.launcher import KernelVariant
 
-# Up to this many tokens the kernel is bound by latency, so a program is one warp with few heads. With more tokens it is
-# bound by the number of bytes in flight.
+# Up to this many tokens the kernel is limited by latency, so a program is one warp with few heads. With more tokens it
+# is limited by the number of bytes in flight.
 _FEW_TOKENS = 256
 _SMALL_TILE, _LARGE_TILE = 512, 1024
 _ELEMENTS_A_THREAD = 16  # half of them in each half of a head
@@ -31,13 +32,13 @@ def rotate_and_store(
     pdl: bool = False,
     kv_scales: KVScales = ONE,
 ) -> None:
-    """``LayerKernels.rotate_and_store``: in place on qkv [T, size of ``heads``], keys and values also into the pool.
+    """See ``LayerKernels.rotate_and_store``.
 
-    qkv and both caches [num_slots, num_kv_heads, head_dim] contiguous, of one dtype or the caches in FP8; table
-    [max_positions, 3 * head_dim / 2] float32 contiguous; positions and out_slots [T] int64, in range (not checked).
-    Slots of padded tokens may repeat: which token's bytes stay there is undefined. Current stream, no host
-    synchronisation.
-    ``pdl``: see ``rms_norm``; reads positions, out_slots, table and the norms' weights before its wait.
+    qkv [T, size of ``heads``] and both caches [num_slots, num_kv_heads, head_dim] are contiguous, of one dtype or the
+    caches in FP8; table [max_positions, 3 * head_dim / 2] float32 is contiguous; positions and out_slots [T] int64 must
+    be in range (not checked). Slots of padded tokens may repeat; it is undefined which token's bytes stay there.
+    Current stream, no host synchronisation. ``pdl``: see ``rms_norm``; reads positions, out_slots, table and the norms'
+    weights before its wait.
     """
     num_tokens, width = qkv.shape
     head_dim = heads.head_dim
@@ -67,7 +68,7 @@ def rotate_and_store(
 def _variant(
     num_heads: int, num_kv_heads: int, half: int, tile: int, has_norms: bool, rounds: bool, pdl: bool
 ) -> tuple[int, KernelVariant]:
-    """Programs for each token, and what they run."""
+    """The number of programs for each token, and the kernel that they run."""
     block_half = triton.next_power_of_2(half)
     most_heads = triton.next_power_of_2(max(num_heads, num_kv_heads))
     block_heads = min(max(1, tile // (2 * block_half)), most_heads)
@@ -108,7 +109,8 @@ def _rotate_and_store_kernel(
     ROUNDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: some heads of one kind (query, key or value) of one token, as two tiles [heads, half a head]."""
+    """One program computes some heads of one kind (query, key or value) of one token, as two tiles [heads, half of
+    head_dim]."""
     Q_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     KV_BLOCKS: tl.constexpr = (NUM_KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     BLOCKS: tl.constexpr = Q_BLOCKS + 2 * KV_BLOCKS
@@ -127,7 +129,8 @@ def _rotate_and_store_kernel(
     elements = heads[:, None] * HEAD_DIM + lanes[None, :]
     source = qkv + token * ROW + first * HEAD_DIM + elements
 
-    # Written at the beginning of the step, so it can be read before the wait, where it costs no time.
+    # Positions and slots were written at the beginning of the step, so they can be read before the wait, where this
+    # takes no extra time.
     stored = tl.load(out_slots + token) * (NUM_KV_HEADS * HEAD_DIM) + elements
     angles = table + tl.load(positions + token) * (3 * HALF) + lanes
     cos = tl.load(angles, mask=in_half, other=0.0)[None, :]
@@ -162,7 +165,7 @@ def _rotate_and_store_kernel(
         f1, f2 = x1.to(tl.float32), x2.to(tl.float32)
         if HAS_NORMS:
             factor = tl.rsqrt(tl.sum(f1 * f1 + f2 * f2, axis=1) / HEAD_DIM + eps)[:, None]
-            # Rounded in between, for the same result as with two operators.
+            # Rounded after the norm, so that the result is the same as with two operators.
             f1 = (f1 * factor * w1.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
             f2 = (f2 * factor * w2.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
         y1 = (f1 * cos - f2 * sin).to(dtype)

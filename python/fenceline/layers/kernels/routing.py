@@ -1,9 +1,9 @@
-"""The router of a mixture of experts in Triton: logits of few tokens, and the experts of any number of tokens sorted by
-expert, in one kernel for up to 32 tokens and in two beyond.
+"""The router of a mixture of experts in Triton. It computes the logits of few tokens, and chooses the experts of any
+number of tokens and sorts them by expert, in one kernel for up to 32 tokens and in two for more.
 
-Pairs are sorted by counting, so that neither depends on timing: a program has 32 tokens, and the place of a pair is the
-number of pairs with smaller experts, of the same expert in programs in front, and of the same expert among its own
-tokens.
+Pairs of token and expert are sorted by counting, so that the order does not depend on timing. A program has 32 tokens.
+The place of a pair is the number of pairs that come before it: those with smaller experts, those with the same expert
+in preceding programs, and those with the same expert among the preceding tokens of its own program.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from fenceline.layers.kernels.base import Routing, TorchLayerKernels
 from fenceline.layers.kernels.launcher import KernelVariant
 
 TOKENS_A_PROGRAM = 32
-_FEW_TOKENS = 16  # beyond, cuBLAS reads the router's weights once for all of them
+_FEW_TOKENS = (
+    16  # with more tokens cuBLAS computes the logits, which reads the router's weights once for all of them
+)
 _EXPERTS_A_PROGRAM = 4
 _LEAST: tl.constexpr = tl.constexpr(-3.0e38)  # of all scores; what does not exist is less
 
@@ -78,7 +80,7 @@ def choose_experts(
     counts: torch.Tensor,
     pdl: bool = False,
 ) -> None:
-    """Write ids and weights of ``Routing``, and how many pairs of each ``TOKENS_A_PROGRAM`` tokens an expert has:
+    """Write ids and weights of ``Routing``, and for each ``TOKENS_A_PROGRAM`` tokens how many pairs each expert has:
     ``counts`` [ceil(T / TOKENS_A_PROGRAM), num_experts] int32."""
     _launch(logits, correction, out_slots, num_sink_slots, experts, ids, weights, None, None, counts, pdl)
 
@@ -183,8 +185,9 @@ def _logits_kernel(
 def _store_order(
     order, tokens, live, padded, slot, start, start_padded, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Write the pairs of these tokens. ``slot`` [ROWS, BLOCK_E]: which of its experts one is to a token, -1: none.
-    ``start`` [BLOCK_E]: the place of the first pair of each expert; ``start_padded``: of the first padded token."""
+    """Write the pairs of these tokens to ``order``. ``slot`` [ROWS, BLOCK_E]: for each token and expert j if this is
+    the token's j-th expert, -1 if it is none of them. ``start`` [BLOCK_E]: the place of the first pair of each expert;
+    ``start_padded``: that of the first padded token's."""
     taken = (slot >= 0) & (live & (padded == 0))[:, None]
     ones = taken.to(tl.int32)
     place = start[None, :] + tl.cumsum(ones, 0) - ones
@@ -205,7 +208,8 @@ def _route_kernel(
     ROWS: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, CORRECTED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Without ``counts`` one program does all; else each writes how many pairs of its tokens an expert has."""
+    """If ``counts`` is None, one program handles all tokens. Otherwise each program writes how many pairs of its tokens
+    each expert has."""
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = tokens < num_tokens
     experts = tl.arange(0, BLOCK_E)
@@ -224,7 +228,7 @@ def _route_kernel(
     chosen_by = scores
     if CORRECTED:
         chosen_by += tl.load(correction + experts, mask=exists, other=0.0)[None, :]
-    # A score that is no number never leads outside of the experts.
+    # NaN scores become the lowest score, so that the chosen expert always exists.
     chosen_by = tl.where(chosen_by >= _LEAST, chosen_by, _LEAST)
     chosen_by = tl.where(exists[None, :], chosen_by, float("-inf"))
     padded = (tl.load(out_slots + tokens, mask=live, other=0) < num_sink_slots).to(tl.int32)

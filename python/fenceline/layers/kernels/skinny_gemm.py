@@ -1,9 +1,8 @@
-"""Products of few rows with a large weight, in Triton. Their time is that of reading the weight once.
+"""Products of few rows with a large weight in Triton. They take about as long as reading the weight once.
 
-Each program computes ``block_n`` output features of all rows over the whole of K, so no sum is split over programs and
+Each program computes ``block_n`` output features of all rows over the whole of K. So no sum is split over programs, and
 a result depends neither on timing nor on the other rows. RMSNorm needs no pass of its own: its weight is applied to x
-when x is loaded, the squares are summed together with the product, and 1 / rms, one factor for the row, scales the
-result.
+when x is loaded, the squares are summed together with the product, and the row's result is multiplied by 1 / rms.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ MAX_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class TritonConfig:
-    """How a product is cut: ``block_n`` features and ``block_k`` inputs at a time, both powers of two.
+    """How a product is divided: ``block_n`` features and ``block_k`` inputs at a time, both powers of two.
 
-    ``launch_pdl``: start before the preceding kernel has ended and fetch the first weights meanwhile (programmatic
-    dependent launch, sm_90 and later).
+    ``launch_pdl``: the kernel starts before the preceding one has ended and loads its first weights meanwhile
+    (programmatic dependent launch, sm_90 and later).
     """
 
     block_n: int
@@ -35,11 +34,11 @@ class TritonConfig:
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """The operations before and after the product; each is absent by default.
+    """The operations before and after the product. By default there are none.
 
-    ``norm_weight`` [K] with ``eps``: the product is that of rms_norm(x). ``bias`` [N]. ``gated``: the first half of the
-    weight's rows makes gate, the second up, and the result is silu(gate) * up [T, N / 2]. ``residual`` [T, N],
-    contiguous: the product is added to it in place, and it is the result.
+    ``norm_weight`` [K] with ``eps``: x is normalised first, as by rms_norm. ``bias`` [N] is added. ``gated``: the first
+    half of the weight's rows makes gate, the second up, and the result is silu(gate) * up [T, N / 2]. ``residual``
+    [T, N], contiguous: the product is added to it in place, and it is the result.
     """
 
     norm_weight: torch.Tensor | None = None
@@ -53,8 +52,9 @@ PLAIN = Fusion()
 
 
 def may_fuse_norm(x: torch.Tensor, norm_weight: torch.Tensor) -> bool:
-    """Whether products take the norm of ``x`` [T, K] along. Of several rows they round x * weight to x's type before
-    they divide it by the size of its row, and float16 ends at 65,504. They read weights of x's type only."""
+    """Whether the norm of ``x`` [T, K] can be fused with the product. With several rows the kernels round x * weight to
+    x's type before they divide by the row's rms, and this could exceed float16's largest number, 65,504. They also need
+    norm weights of x's type."""
     return norm_weight.dtype == x.dtype and (len(x) == 1 or x.dtype != torch.float16)
 
 
@@ -67,7 +67,7 @@ def skinny_linear(
 ) -> torch.Tensor:
     """x [T, K] times weight [N, K] with ``fusion`` around it → [T, N] ([T, N / 2] if gated), in x's dtype.
 
-    The result is ``fusion.residual`` or ``out`` (contiguous; not both are given) or a new tensor.
+    The result is in ``fusion.residual`` or ``out`` (contiguous, at most one is given) or in a new tensor.
 
     1 ≤ T ≤ 64; x and weight contiguous, of one floating dtype, on one device; sums are float32. Current stream, no host
     synchronisation.

@@ -1,10 +1,11 @@
-"""Which kernel multiplies few rows with a weight, and in which configuration: measured for some GPUs, else a guess.
+"""Chooses the kernel that multiplies few rows with a weight, and its configuration: by measurements for some GPUs,
+otherwise by a guess.
 
-The measurements are made by benchmark/kernels/bench_skinny_gemm.py, for quantised weights by bench_quantized_gemm.py
-beside it, one JSON file for each GPU in ``skinny_configs``: ``{"entries": {"1x6144x4096": {"kernel": "cuda", "tiles":
-4, ...}, ...}}``. Keys are rows, the weight's rows and K, with ``g`` at the end for a gated product, and for quantised
-weights the kind of their numbers and how many have one scale: ``1x6144x4096 int4/128``. ``{"kernel": "cublas"}`` stands
-where the GPU's own library is faster than our kernels.
+benchmark/kernels/bench_skinny_gemm.py makes the measurements, and bench_quantized_gemm.py in the same folder those for
+quantised weights. ``skinny_configs`` has one JSON file for each GPU: ``{"entries": {"1x6144x4096": {"kernel": "cuda",
+"tiles": 4, ...}, ...}}``. A key consists of the number of rows, the weight's rows and K, and ``g`` at the end for a
+gated product. For quantised weights the format and its group size follow: ``1x6144x4096 int4/128``. ``{"kernel":
+"cublas"}`` means that the library product is faster than our kernels.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from fenceline.layers.kernels.skinny_gemm import TritonConfig
 ROW_BUCKETS = (1, 2, 4, 8, 16)  # with more rows cuBLAS is faster, measured on an H200
 QUANTIZED_ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 
-# Shared memory per block that the skinny GEMM's configurations may need: sm_80, 90 and 100 have it, sm_86, 89 and 120
-# do not.
+# How much shared memory per block the skinny GEMM's configurations may need. sm_80, 90 and 100 have this much; sm_86,
+# 89 and 120 do not.
 SHARED_BYTES = 160 << 10
 
 
@@ -39,8 +40,9 @@ class CudaConfig:
 
 
 def shared_bytes(config: CudaConfig, rows: int, bits: int = 16, group: int = 128) -> int:
-    """At most how much shared memory a block takes for ``rows`` rows and a weight whose numbers have ``bits`` bits,
-    ``group`` with one scale (``skinny_shared_bytes`` in sgl-kernel/include/fenceline/skinny_gemm.h)."""
+    """An upper bound of the shared memory that a block takes for ``rows`` rows and a weight whose numbers have ``bits``
+    bits, with one scale for each ``group`` of them (``skinny_shared_bytes`` in
+    sgl-kernel/include/fenceline/skinny_gemm.h)."""
     scale_bytes = {16: 0, 8: 4, 4: 10 if group == 128 else 40}[bits]
     stage = config.tiles * (1024 + 8 * scale_bytes) + (rows + 1) * 2048 // bits
     sums = config.warps_k * rows * (config.warps_n * config.tiles * 8 + 9) * 4
@@ -55,13 +57,14 @@ _CONFIG_TYPES: Mapping[str, type[CudaConfig] | type[TritonConfig]] = {
     "cuda": CudaConfig,
     "triton": TritonConfig,
 }
-# Without a measurement: up to this many rows the time is that of reading the weight, so that our kernels are faster.
+# Without a measurement our kernels are used up to this many rows, because then a product takes as long as reading the
+# weight.
 _GUESSED_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class GpuTraits:
-    """What a guess depends on. ``has_cuda_kernels``: fenceline_kernel can be used there."""
+    """The properties of a GPU on which a guess depends. ``has_cuda_kernels``: fenceline_kernel can be used on it."""
 
     name: str
     num_sms: int
@@ -70,7 +73,7 @@ class GpuTraits:
 
 
 class SkinnyTable:
-    """The choice for each product, fixed when it is made."""
+    """The choice for each product; it does not change after the table has been made."""
 
     def __init__(self, gpu: GpuTraits, entries: Mapping[str, SkinnyChoice]) -> None:
         """``entries`` by ``table_key``."""
@@ -95,7 +98,8 @@ class SkinnyTable:
     def choose_quantized(
         self, rows: int, weight_rows: int, k: int, gated: bool, numbers: str, guess: SkinnyChoice
     ) -> SkinnyChoice:
-        """The same for a quantised weight; ``guess`` without a measurement. None leaves it to the GPU's library."""
+        """Like ``choose``, for a quantised weight. ``guess`` is returned if there is no measurement. None: the library
+        computes the product."""
         bucket = next((size for size in QUANTIZED_ROW_BUCKETS if rows <= size), None)
         if bucket is None:
             return guess
@@ -115,13 +119,13 @@ class SkinnyTable:
 
 
 def table_key(rows: int, weight_rows: int, k: int, gated: bool, numbers: str = "") -> str:
-    """The name of a product in a file of measurements; ``rows`` is one of ROW_BUCKETS, or for a quantised weight, whose
-    ``numbers`` are named, one of QUANTIZED_ROW_BUCKETS."""
+    """The key of a product in a file of measurements. ``rows`` is one of ROW_BUCKETS. For a quantised weight, whose
+    format is given in ``numbers``, it is one of QUANTIZED_ROW_BUCKETS."""
     return f"{rows}x{weight_rows}x{k}{'g' if gated else ''}{' ' * bool(numbers)}{numbers}"
 
 
 def load_table(gpu: GpuTraits, folder: Path = _CONFIGS) -> SkinnyTable:
-    """The table for ``gpu``: its measurements if there is a file with its name, otherwise guesses alone."""
+    """The table for ``gpu``: its measurements if there is a file with its name, otherwise only guesses."""
     path = folder / f"{gpu.name.replace(' ', '_')}.json"
     if not path.exists():
         return SkinnyTable(gpu, {})

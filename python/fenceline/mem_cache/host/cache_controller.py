@@ -1,11 +1,11 @@
 """HiCacheController: moves KV pages between device and host, one batched transfer after the other.
 
-It owns LOAD and STORE: nobody else submits to them. Before a transfer touches its pages the stream waits for whoever
-used them last, by the edge of each pair of streams (store_after_forward, load_after_forward, load_after_store,
+It owns LOAD and STORE: no other code submits to them. Before a transfer accesses its pages its stream waits for their
+last users, by the edge of each pair of streams (store_after_forward, load_after_forward, load_after_store,
 store_after_load); afterwards the ticket's Points are what others wait for. Nothing here blocks the host.
 
 A load goes layer by layer, so that a step runs its first layers while the last ones are on their way
-(forward_after_load); a store goes in one piece, since nobody waits for part of it.
+(forward_after_load). A store is one piece, since nothing waits for a part of it.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class HiCacheController:
         pages: Memory | None = None,
         num_target_layers: int | None = None,
     ) -> None:
-        """``pages`` are the device's, as steps declare them: of all layers together. What a load has brought of each
-        layer is declared beside that, since a step may read layers that are there while others are on their way.
-        ``num_target_layers``: those in front of a draft's; None: there is no draft."""
+        """``pages``: the Memory of the device's pages that steps declare, which stands for all layers together. Loads
+        also declare each layer separately, because a step may read some layers while others are still being loaded.
+        ``num_target_layers``: layers of the target, which come before the draft's; None if there is no draft."""
         self.host_pool = host_pool
         self.host_pages: LeasePool = host_pool.pages
         self.counts: dict[TransferKind, TransferCounts] = {kind: TransferCounts() for kind in TransferKind}
@@ -124,8 +124,8 @@ class HiCacheController:
     def load(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points) -> None:
         """Copy host page ``host_pages[i]`` to device page ``device_pages[i]``, layer by layer, on LOAD after ``after``.
 
-        As :meth:`store`. The ticket gets a Point for each layer: whoever reads the pages waits for them by
-        :meth:`layer_ready`.
+        The arguments are those of :meth:`store`. The ticket gets a Point for each layer; a step that reads the pages
+        waits for these by :meth:`layer_ready`.
         """
         if _is_empty(ticket, device_pages, host_pages):
             return
@@ -145,16 +145,16 @@ class HiCacheController:
         self._submitted(ticket, device_pages, begin, layer_points[-1], time.perf_counter() - begin_s)
 
     def ended(self) -> tuple[int, int]:
-        """How many loads and how many stores have ended since the start, as the device says; it is asked once or twice.
-        Nobody learns of it before :meth:`drain_acks`."""
+        """How many loads and how many stores have ended since the start. Asks the device for each kind until it names
+        one that has not ended. Nothing else learns of the answer before :meth:`drain_acks`."""
         num_loads, num_stores = (self._num_ended(kind) for kind in TransferKind)
         return num_loads, num_stores
 
     def drain_acks(self, until: tuple[int, int] | None = None) -> list[Ticket]:
         """Transfers that have ended since the last call: loads, then stores, each in the order of their submission.
-        ``until``: only those that are among so many first loads and stores, which have ended (:meth:`ended`).
+        ``until`` (loads, stores): only those among so many first loads and first stores, which must have ended.
 
-        To be called every step, whatever the step is (F6).
+        Call it in every step, whatever the step does (F6).
         """
         ended: list[Ticket] = []
         for kind, num_ended in zip(TransferKind, self.ended() if until is None else until, strict=True):
@@ -170,11 +170,11 @@ class HiCacheController:
     def layer_ready(
         self, loads: Sequence[Ticket], num_layers: int, arrived: Callable[[], None] | None = None
     ) -> Callable[[int], None]:
-        """What a step that reads the pages of ``loads`` calls before each layer first touches the pool: FORWARD then
-        waits until that layer has arrived. Every other step runs undisturbed (F4).
+        """A function of the layer's number, which a step that reads the pages of ``loads`` calls before the layer first
+        accesses the pool: FORWARD then waits until that layer has been loaded. Other steps do not wait (F4).
 
-        ``num_layers`` of the step's model: the pool may hold a draft's layers behind them. At the last one FORWARD
-        waits until the pages are there as a whole, and then ``arrived`` is called.
+        ``num_layers``: those of the step's model; a draft's layers may follow them in the pool. At the last one FORWARD
+        waits until all layers of the pages have been loaded, and then ``arrived`` is called.
         """
         device, forward = self._device, self._device.forward
         loads = [ticket for ticket in loads if ticket.layer_points]
@@ -191,9 +191,10 @@ class HiCacheController:
         return ready
 
     def before_persistent_forward(self) -> None:
-        """A step with persistent attention is about to be submitted: it starts when no backup runs on SMs (F2).
+        """Call it before a step with persistent attention is submitted: the step waits for backups that run on SMs
+        (F2).
 
-        Loads may run beside it: they neither wait for it nor it for them. A test on a GPU has the evidence.
+        Loads may run at the same time; neither waits for the other (test/gpu/test_load_beside_attention.py).
         """
         if not self._copier.uses_sm:
             return
@@ -202,11 +203,11 @@ class HiCacheController:
         self._device.declare(StreamName.FORWARD, "persistent attention", occupies_sm)
 
     def after_persistent_forward(self, done: Point) -> None:
-        """That step has been submitted; it ends with ``done``, on FORWARD. Backups on SMs start after it."""
+        """Call it after that step has been submitted: backups on SMs start after ``done``, its end on FORWARD."""
         if self._copier.uses_sm:
             self._last_persistent = done
 
-    # --- what they read and write --------------------------------------------------------------------
+    # --- declarations --------------------------------------------------------------------------------
 
     def _store_accesses(self, op: Accesses, device_pages: I32, host_pages: I32) -> None:
         op.read(self._device_memory, device_pages)
@@ -221,13 +222,13 @@ class HiCacheController:
     def _layer_accesses(self, op: Accesses, layer: int, loads: Sequence[Ticket]) -> None:
         op.read(self._layers[layer], self._pages_of(loads))
 
-    # --- within --------------------------------------------------------------------------------------
+    # --- internals -----------------------------------------------------------------------------------
 
     def _stream(self, kind: TransferKind) -> Stream:
         return self._device.load if kind is TransferKind.LOAD else self._device.store
 
     def _pages_of(self, loads: Sequence[Ticket]) -> I32:
-        """Device pages that ``loads`` fill, of those that are still in flight."""
+        """Device pages of those ``loads`` that are still in flight."""
         queue = self._in_flight[TransferKind.LOAD]
         pages = [flight.device_pages for flight in queue if flight.ticket in loads]
         return np.concatenate(pages) if pages else np.zeros(0, dtype=np.int32)
@@ -268,10 +269,10 @@ def _is_empty(ticket: Ticket, device_pages: I32, host_pages: I32) -> bool:
 def make_hicache_controller(
     config: EngineConfig, device: Device, kv_pool: KVPool, pages: Memory, room: int
 ) -> HiCacheController:
-    """A host tier for ``kv_pool``, whose ``pages`` steps declare. ``room``: bytes of host memory that are there for it.
+    """A host tier for ``kv_pool``, whose ``pages`` steps declare. ``room``: bytes of host memory available for it.
 
-    Copies the sink page there and back on a GPU, so that nothing is compiled or loaded while a request waits. Waits for
-    the device. Raises ``ValueError`` with the remedy where the host has no room for it.
+    On a GPU the sink page is copied to the host and back, so that nothing has to be compiled or loaded while a request
+    waits; this waits for the device. Raises ``ValueError`` with the remedy if the host has no room for the tier.
     """
     assert config.hicache is not None
     io_backend = config.hicache.io_backend
@@ -290,8 +291,8 @@ def make_hicache_controller(
 
 
 def num_host_pages(config: EngineConfig, kv_pool: KVPool) -> int:
-    """Pages of the host tier: as many as fit ``host_bytes`` if that is given, else --hicache-ratio times as many as
-    the device has."""
+    """Number of pages of the host tier: as many as fit ``host_bytes`` if that is given, else --hicache-ratio times as
+    many as the device has."""
     assert config.hicache is not None
     if config.hicache.host_bytes is None:
         return int((kv_pool.num_pages - 1) * config.server_args.hicache_ratio)

@@ -24,14 +24,16 @@ class HostPool:
 
     ``mem_layout`` says how the parts of all pages lie:
 
-    * ``layer_first``: the same part of all pages together, so pages that follow each other are one piece for each part:
-      large copies where pages lie in order.
-    * ``page_first``: all parts of a page together, so a page is one piece: what storage wants.
+    * ``layer_first``: the same part of all pages together. Consecutive pages are then one piece for each part, so
+    copies
+      of them are large.
+    * ``page_first``: all parts of a page together. A page is then one piece, which is best for storage.
 
-    ``pages`` leases page ids, none reserved. The bytes are not initialised. Whoever copies or lets storage threads
-    work on a page holds its lease; the host says so with :meth:`host_access` before it touches bytes past torch.
+    ``pages`` leases page ids, of which none is reserved. The bytes are not initialised. Whoever copies a page, or lets
+    storage threads work on it, must hold its lease. A thread of the host calls :meth:`host_access` before it accesses
+    bytes without torch.
 
-    How the memory is pinned is the device's business (``Device.host_buffer``): there it takes seconds for 60 GB.
+    The memory is pinned by ``Device.host_buffer``, which takes seconds for 60 GB.
     """
 
     def __init__(
@@ -42,9 +44,9 @@ class HostPool:
         mem_layout: MemLayout,
         room: int | None = None,
     ) -> None:
-        """``room``: bytes of host memory that are there for it; all that can be had unless given.
+        """``room``: bytes of host memory available for it; None: all that this process can still take.
 
-        Raises ``ValueError`` with the remedy where that much memory is not there or cannot be pinned."""
+        Raises ``ValueError`` with the remedy if there is not enough memory or it cannot be pinned."""
         if mem_layout not in ("layer_first", "page_first"):
             raise ValueError(f"--hicache-mem-layout {mem_layout}: use layer_first or page_first")
         if num_pages < 1:
@@ -62,7 +64,7 @@ class HostPool:
         # Each part of the layout, all pages: uint8 [num_pages, nbytes of the part], one page's contiguous.
         self.parts = [self._part(part) for part in layout.parts]
         self._areas = self._make_areas()
-        # In reports a row is a part where all are equally large, else a page.
+        # In reports a row is one part if all parts are equally large, else a page.
         sizes = {part.nbytes for part in layout.parts}
         device.name_memory(self.buffer, "host_pool", sizes.pop() if len(sizes) == 1 else self.page_nbytes)
         self.pages = LeasePool("host KV pages", num_pages, reserved=0)
@@ -74,7 +76,7 @@ class HostPool:
         return self.buffer.nbytes
 
     def page(self, page: int) -> list[npt.NDArray[np.uint8]]:
-        """The bytes of a page as storage takes them: one piece where ``page_first``, one for each part elsewhere.
+        """The bytes of a page as storage takes them: with ``page_first`` one piece, else one piece for each part.
 
         Their concatenation is the same for both: the parts in the layout's order."""
         assert 0 <= page < self.num_pages, f"there is no host page {page}"
@@ -86,7 +88,8 @@ class HostPool:
         return [self._bytes[start : start + nbytes] for start, nbytes in starts]
 
     def host_access(self, page: int, write: bool, what: str) -> None:
-        """Declare that the calling thread reads or writes the bytes of ``page`` now. Free without a checker."""
+        """Declare that the calling thread reads or writes the bytes of ``page`` now. Costs nothing on a device that
+        does not watch the host."""
         for area in self._areas if self.device.watches_host else ():
             self.device.host_access(area[:, page], write, what)
 
@@ -97,8 +100,8 @@ class HostPool:
         return self.buffer[start : start + part.nbytes * self.num_pages].view(self.num_pages, part.nbytes)
 
     def _make_areas(self) -> list[torch.Tensor]:
-        """Views [n, num_pages, nbytes] of which each page is ``area[:, page]``: a single one where parts are equally
-        large."""
+        """Views [n, num_pages, nbytes]; a page is ``area[:, page]`` of all of them. There is one view if all parts are
+        equally large."""
         if self.mem_layout == "page_first":
             return [self.buffer.view(1, self.num_pages, self.page_nbytes)]
         areas = []
@@ -111,7 +114,8 @@ class HostPool:
 
 
 def available_host_bytes() -> int:
-    """Bytes of host memory that this process can still take: the machine's, or less where its control group says so."""
+    """Bytes of host memory that this process can still take: what the machine has available, or less if the process's
+    control group limits it."""
     available = int(psutil.virtual_memory().available)
     for limit, usage, stat in _CGROUP_FILES:
         try:
@@ -135,7 +139,7 @@ def _allocate(device: Device, nbytes: int, available: int) -> torch.Tensor:
     room = int(available * (1 - _KEPT_FREE))
     if nbytes > room:
         raise ValueError(
-            f"the host tier wants {nbytes / 1e9:.1f} GB, but only {room / 1e9:.1f} GB of host memory can be taken: "
+            f"the host tier needs {nbytes / 1e9:.1f} GB, but only {room / 1e9:.1f} GB of host memory are available: "
             f"{_REMEDY}"
         )
     try:

@@ -1,7 +1,7 @@
 """PageCopier: moves KV pages of all layers between the device's pool and the host's.
 
-A copier only submits. Which Points the stream has waited for, who holds the pages, and the Points of the copies are the
-cache controller's.
+A copier only submits copies. The cache controller holds the pages, makes the stream wait for their last users, and
+records the Points of the copies.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ PageIds = npt.NDArray[np.int64]
 class PageCopier(ABC):
     """Copies pages pairwise: ``device_pages[i]`` and ``host_pages[i]`` become equal.
 
-    Lists are int32 [n], read during the call; no page is named twice as a destination. ``uses_sm``: copies are work of
-    SMs (edge sm_exclusive), not of a copy engine.
+    Lists are int32 [n] and are read during the call; no page may be named twice as a destination. ``uses_sm``: copies
+    run on SMs (edge sm_exclusive), not on a copy engine.
     """
 
     uses_sm: bool
@@ -50,7 +50,7 @@ class PageCopier(ABC):
 
 
 class Run(NamedTuple):
-    """``num_pages`` pages that follow each other on both sides."""
+    """``num_pages`` pages that are consecutive on both sides."""
 
     device_page: int
     host_page: int
@@ -58,7 +58,7 @@ class Run(NamedTuple):
 
 
 def runs_of(device_pages: Pages, host_pages: Pages) -> Iterator[Run]:
-    """The pairs, in order, as few runs."""
+    """The pairs in their order, combined into as few runs as possible."""
     if len(device_pages) == 0:
         return
     breaks = np.flatnonzero((np.diff(device_pages) != 1) | (np.diff(host_pages) != 1)) + 1
@@ -68,10 +68,10 @@ def runs_of(device_pages: Pages, host_pages: Pages) -> Iterator[Run]:
 
 
 class RunCopier(PageCopier):
-    """One ``stream.copy`` for each run of pages and part: on any device, with nothing but torch.
+    """One ``stream.copy`` for each run of pages and each part. Works on any device and needs only torch.
 
-    ``strided``: pages in a row of a page_first host pool are one strided copy. torch's CUDA copies of strided host
-    memory go through pageable memory, so there each page is a copy of its own.
+    ``strided``: consecutive pages of a page_first host pool are one strided copy. torch's CUDA copies of strided host
+    memory go through pageable memory, so there each page has to be a separate copy.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RunCopier(PageCopier):
         self, stream: Stream, device_pages: Pages, host_pages: Pages, layers: range | None = None
     ) -> None:
         if self.uses_sm and len(device_pages) > 0:
-            # Loads do not: they run beside persistent attention.
+            # Loads do not declare it: they may run at the same time as persistent attention.
             self._device.declare(stream.name, "backup of KV pages by kernels", occupies_sm)
         layers = range(self._kv_pool.num_layers) if layers is None else layers
         self._submit(stream, device_pages, host_pages, layers, to_host=True)
@@ -143,8 +143,8 @@ def _check(pages: Pages, num_pages: int, side: str) -> None:
 def copy_pages(
     op: KernelAccesses, to_host: bool, device_pages: PageIds, host_pages: PageIds, *parts: torch.Tensor
 ) -> None:
-    """fenceline_kernel's ``PagePools.copy`` by SMs: one launch, which takes the lists of pages with it. ``parts``: of
-    each layer's keys and values the pages [n, bytes] on the device and those on the host, in turns."""
+    """fenceline_kernel's ``PagePools.copy`` by SMs: one launch, which has the lists of pages as arguments. ``parts``:
+    for each layer's keys, then its values, the pages [n, bytes] on the device and those on the host."""
     for device_part, host_part in zip(parts[::2], parts[1::2], strict=True):
         if to_host:
             op.read(device_part, device_pages)
@@ -198,8 +198,8 @@ class CudaCopier(PageCopier):
         io_backend: IoBackend,
         library: fenceline_kernel.KernelLibrary | None = None,
     ) -> None:
-        """``library``: the kernels, unless those of the device. Raises ``ImportError`` or ``RuntimeError`` where there
-        are none."""
+        """``library``: the kernels; None: those for the device. Raises ``ImportError`` or ``RuntimeError`` if there are
+        none."""
         self.uses_sm = io_backend == "kernel"
         self._device = device
         self._num_layers = kv_pool.num_layers
@@ -256,8 +256,8 @@ def make_page_pools(
     io_backend: IoBackend,
     library: fenceline_kernel.KernelLibrary | None = None,
 ) -> fenceline_kernel.PagePools:
-    """Both ends of copies of ``layers``, which are alike, as fenceline_kernel takes them: as bytes, one head as wide as
-    a row. Raises ``ImportError`` or ``RuntimeError`` where there are no kernels."""
+    """Both ends of copies of ``layers``, which are alike, as fenceline_kernel takes them: as bytes, with one head that
+    is as wide as a row. Raises ``ImportError`` or ``RuntimeError`` if there are no kernels."""
     import fenceline_kernel
 
     parts = kv_pool.layout.parts_of(layers)
@@ -283,8 +283,8 @@ def make_page_copier(
     """The copier of ``--hicache-io-backend``: ``kernel`` copies by SMs, ``direct`` by the copy engine.
 
     On a GPU both need fenceline_kernel; without it ``direct`` falls back to torch's copies, one for each run of pages
-    and part, and ``kernel`` raises ``ValueError`` with the remedy. On the CPU both copy alike. On a device that
-    watches its memory ``kernel`` is one launch for each transfer, and occupies the resource ``sm``.
+    and part, and ``kernel`` raises ``ValueError`` with the remedy. On the CPU both copy in the same way. On a device
+    that watches its memory ``kernel`` is one launch for each transfer, and a backup occupies the resource ``sm``.
     """
     uses_sm = io_backend == "kernel"
     if uses_sm and is_watched(device.torch_device):

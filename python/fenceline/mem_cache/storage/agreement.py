@@ -1,9 +1,9 @@
-"""What the storages of several ranks have done, as far as all of them have done it.
+"""Acks of storage that hold for all of several ranks.
 
-Each rank keeps its own part of a page, under keys that name its rank, so a page is there when every rank has its part.
-A rank's storage says what it has done (``StorageVoice.told``); rank 0 puts together what holds for all
-(``StorageAgreement``), without waiting for anybody; each rank hears that in place of its own storage's acks
-(``StorageVoice.heard``). So a failure on one rank is a miss on all.
+Each rank keeps its own part of a page, under keys that name its rank, so a page is in storage when every rank has its
+part. A rank sends its own storage's acks (``StorageAckCodec.encode``). Rank 0 combines them, without waiting for any
+rank, into acks that hold for all (``StorageAgreement``). Each rank uses these in place of its own
+(``StorageAckCodec.decode``). So a failure on one rank is a miss on all.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ class NewsKind(IntEnum):
 
 
 class StorageNews(NamedTuple):
-    """An ack as ranks tell each other: ``handle`` is that of the write or the prefetch, the same on all ranks."""
+    """An ack as ranks send it to each other. ``handle``: that of the write or the prefetch, the same on all ranks."""
 
     kind: int
     handle: int
-    num: int = 0  # pages written, found or fetched; of DONE the outcome's place in ``Outcome``
+    num: int = 0  # pages written, found or fetched; for DONE the index of the outcome in ``Outcome``
 
 
 _OUTCOMES = list(Outcome)
 
 
-class StorageVoice:
-    """Translates a rank's acks to news and back. All ranks have said something of a prefetch before it is agreed on, so
-    the rank knows every prefetch that it hears of."""
+class StorageAckCodec:
+    """Translates a rank's acks to news and back. Nothing is agreed on about a prefetch before every rank has sent an
+    ack of it, so the rank knows the prefetch of all news that it receives."""
 
     def __init__(self) -> None:
         self._ops: dict[int, Prefetch] = {}
-        self._num_fetched: Counter[int] = Counter()  # pages that were heard of, by handle
+        self._num_fetched: Counter[int] = Counter()  # pages of the news received, by handle
 
-    def told(self, acks: Iterable[Ack]) -> list[StorageNews]:
-        """What this rank says about its own storage's ``acks``, in their order."""
+    def encode(self, acks: Iterable[Ack]) -> list[StorageNews]:
+        """The ``acks`` of this rank's own storage, as news for rank 0, in their order."""
         news = []
         for ack in acks:
             if not isinstance(ack, Written):
@@ -66,8 +66,8 @@ class StorageVoice:
                     news.append(StorageNews(NewsKind.DONE, op.handle, _OUTCOMES.index(outcome)))
         return news
 
-    def heard(self, news: Iterable[tuple[int, int, int]]) -> list[Ack]:
-        """The acks that the ranks have agreed on, of this rank's prefetches."""
+    def decode(self, news: Iterable[tuple[int, int, int]]) -> list[Ack]:
+        """The ``news`` that the ranks have agreed on, as acks of this rank's writes and prefetches."""
         return [self._ack(*each) for each in news]
 
     def _ack(self, kind: int, handle: int, num: int) -> Ack:
@@ -83,31 +83,31 @@ class StorageVoice:
             first = self._num_fetched[handle]
             self._num_fetched[handle] += num
             return Fetched(op, first, num)
-        assert kind == NewsKind.TIMED_OUT, f"no news of storage are of kind {kind}"
+        assert kind == NewsKind.TIMED_OUT, f"storage has no news of kind {kind}"
         return TimedOut(op)
 
 
 @dataclass(slots=True)
 class _Progress:
-    """Of one prefetch on one rank."""
+    """How far one prefetch is on one rank."""
 
-    num_found: int | None = None  # None: it has not said
+    num_found: int | None = None  # None: not known yet
     num_fetched: int = 0
     timed_out: bool = False
-    outcome: int | None = None  # None: it is not over
+    outcome: int | None = None  # None: it has not ended
 
 
 class _AgreedPrefetch:
     """A prefetch on all ranks, and what has been agreed on."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.ranks: list[_Progress | None] = [None] * num_ranks  # None: it has said nothing yet
+        self.ranks: list[_Progress | None] = [None] * num_ranks  # None: it has sent no ack yet
         self.found = False
         self.num_fetched = 0
         self.timed_out = False
 
     def news(self, handle: int) -> list[StorageNews]:
-        """What holds now and has not been agreed on."""
+        """What holds on all ranks now and has not been returned before."""
         ranks = [progress for progress in self.ranks if progress is not None]
         if len(ranks) < len(self.ranks):
             return []
@@ -125,7 +125,7 @@ class _AgreedPrefetch:
         if not self.timed_out and not over and any(progress.timed_out for progress in ranks):
             self.timed_out = True
             news.append(StorageNews(NewsKind.TIMED_OUT, handle))
-        if over:  # one rank's failure is all ranks'
+        if over:  # if one rank fails, all do
             complete = _OUTCOMES.index(Outcome.COMPLETE)
             outcome = next((outcome for outcome in outcomes if outcome != complete), complete)
             news.append(StorageNews(NewsKind.DONE, handle, outcome))
@@ -133,11 +133,11 @@ class _AgreedPrefetch:
 
 
 class StorageAgreement:
-    """Rank 0's: hears every rank, in any order between ranks, and says once of each thing that it holds for all.
+    """Rank 0 combines the acks of all ranks, which may come in any order between ranks, and returns each result once.
 
-    Of a write: that all have ended it. Of a prefetch, once all have said something of it: the fewest pages found, 0
-    where one rank has none; pages fetched when all have them; that the request need not wait any longer, as soon as one
-    rank says so; its end, when it is over on all.
+    A write has ended when it has ended on all ranks. For a prefetch, once every rank has sent an ack of it: the number
+    of pages found is the smallest of all ranks, 0 if one has none; a page is fetched when all ranks have it; the
+    request need not wait any longer as soon as one rank says so; it has ended when it has ended on all ranks.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -145,8 +145,8 @@ class StorageAgreement:
         self._writes: dict[int, list[int]] = {}  # by handle: the pages that ranks have written
         self._prefetches: dict[int, _AgreedPrefetch] = {}
 
-    def hear(self, rank: int, news: Iterable[tuple[int, int, int]]) -> list[StorageNews]:
-        """Take in what ``rank`` says, in its order. Returns what is agreed on by that."""
+    def add(self, rank: int, news: Iterable[tuple[int, int, int]]) -> list[StorageNews]:
+        """Process ``rank``'s news, in their order. Returns what all ranks agree on because of them."""
         agreed = []
         for kind, handle, num in news:
             if kind == NewsKind.WRITTEN:

@@ -21,7 +21,7 @@ PageParts = Sequence[NDArray[np.uint8] | memoryview]
 class Reason(StrEnum):
     """Why a page was not read or not written."""
 
-    FULL = "full"  # the size bound is reached and nothing may leave
+    FULL = "full"  # the size bound is reached and nothing may be evicted
     NO_SPACE = "no_space"  # the disk (or the user's quota) is full
     BUSY = "busy"  # another process held the directory's lock for too long
     IO = "io"  # the system refused; not one of the above
@@ -60,7 +60,7 @@ class StorageStats:
     errors: Counter[Reason] = field(default_factory=Counter)
 
     def add(self, other: StorageStats) -> None:
-        """Take the counts of ``other`` in."""
+        """Add the counts of ``other``."""
         for name in (entry.name for entry in fields(self)):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
@@ -103,5 +103,5 @@ class StorageBackend(Protocol):
 
 
 def num_leading(found: Sequence[bool]) -> int:
-    """How many leading pages are there without a gap, which is what a prefix can use."""
+    """How many pages before the first missing one: a prefix can use only these."""
     return next((i for i, there in enumerate(found) if not there), len(found))

@@ -1,7 +1,8 @@
 """StorageController: the scheduler's side of the storage tier.
 
-The scheduler thread puts jobs and drains acks, once a step, and never waits for a disk. Host pages that a job names
-belong to its worker until the ack. Everything that can go wrong below costs a miss and is counted.
+The scheduler thread puts jobs in queues, drains acks once a step, and never waits for a disk. Host pages that a job
+names belong to its worker until the ack. Whatever goes wrong below is a miss, or a page that is not written, and is
+counted.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from fenceline.memory_order.stream import Points
 
 logger = logging.getLogger(__name__)
 
+_BATCH_BYTES = 8 << 20
 _LOOK_EVERY_S = 0.01
 _PAUSE_S = 0.001
 
@@ -63,7 +65,7 @@ class Written:
 @dataclass(frozen=True, slots=True)
 class Found:
     """Storage has the first ``num_pages`` of the keys: call ``fetch`` with that many host pages, or fewer, or
-    ``cancel``. At least one; none where another rank's storage has none."""
+    ``cancel``. ``num_pages`` is at least 1, or 0 if the storage of another rank has none."""
 
     op: Prefetch
     num_pages: int
@@ -89,7 +91,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class TimedOut:
-    """The request need not wait any longer: its time is up, or storage does not answer. ``op`` goes on."""
+    """The request need not wait any longer, because its time is up or storage does not answer. ``op`` continues."""
 
     op: Prefetch
 
@@ -98,8 +100,8 @@ Ack = Written | Found | Fetched | Done | TimedOut
 
 
 def apply(ack: Ack) -> None:
-    """Update the :class:`Prefetch` of ``ack``. The receiver of acks calls it for each of them, in order, so that the
-    scheduler learns of storage only by acks."""
+    """Update the :class:`Prefetch` of ``ack``. The receiver of acks calls it for each of them, in order: the scheduler
+    learns of storage only by acks."""
     match ack:
         case Found(op, num_pages):
             op.num_found = num_pages
@@ -116,17 +118,17 @@ def apply(ack: Ack) -> None:
 
 @dataclass(slots=True)
 class StorageTierStats:
-    """Counts since the start, of pages unless named otherwise; of what ``drain`` has returned. Seconds are summed over
+    """Counts of what ``drain`` has returned since the start, in pages unless named otherwise. Seconds are summed over
     worker threads."""
 
     backend: StorageStats = field(default_factory=StorageStats)
-    prefetches: Counter[Outcome] = field(default_factory=Counter)  # that have ended, by how they ended
+    prefetches: Counter[Outcome] = field(default_factory=Counter)  # that have ended, by outcome
     num_prefetching: int = 0  # that have not ended
-    timeouts: int = 0  # prefetches that a request has ceased to wait for
+    timeouts: int = 0  # prefetches for which a request has stopped waiting
     found: int = 0
     fetched: int = 0
-    fetched_in_vain: int = 0  # after the request continued without them
-    missed: int = 0  # wanted, but not there, behind one that is not there, or unreadable
+    fetched_in_vain: int = 0  # after the request had continued without them
+    missed: int = 0  # wanted, but missing or unreadable, or after a page that is
     written: int = 0  # in storage now, or before
     unwritten: int = 0  # tried and not kept
     dropped: int = 0  # not tried: the queue was full, or storage does not answer
@@ -147,7 +149,7 @@ class StorageTierStats:
 
 
 class _State(StrEnum):
-    """Where a prefetch stands, as far as events have been taken in."""
+    """The state of a prefetch according to the events that have been processed."""
 
     QUERYING = "querying"  # a worker asks which pages are there
     FOUND = "found"  # the caller is to call fetch or cancel
@@ -156,7 +158,7 @@ class _State(StrEnum):
 
 @dataclass(slots=True)
 class _Progress:
-    """What is known of a prefetch that is not over: ahead of what acks have told the scheduler."""
+    """What is known of a prefetch that has not ended. This may be more than acks have told the scheduler."""
 
     deadline: float  # seconds of the controller's clock, like heard_at
     state: _State = _State.QUERYING
@@ -167,8 +169,8 @@ class _Progress:
 
 
 class _Queue:
-    """Jobs of one kind on their way to worker threads: a channel that ``num_workers`` threads read, and since when
-    they were last heard from. Only the scheduler's thread uses it."""
+    """Jobs of one kind: a channel that ``num_workers`` threads read, and when these threads last sent an event. Only
+    the scheduler's thread uses it."""
 
     def __init__(self, device: Device, name: str, num_workers: int) -> None:
         self.name = name
@@ -179,36 +181,37 @@ class _Queue:
         self._heard_at = 0.0
 
     def put(self, job: Job, now: float) -> None:
-        """Hand a job over. ``now``: seconds of the controller's clock."""
+        """Queue a job. ``now``: seconds of the controller's clock."""
         if self.num_jobs == 0:
             self._heard_at = now
         self.num_jobs += 1
         self.jobs.put(job)
 
     def heard(self, now: float, finished: bool) -> None:
-        """A worker has sent an event. ``finished``: it says that a job is done."""
+        """Note that a worker has sent an event. ``finished``: the event says that a job is done."""
         self._heard_at = now
         self.is_stalled = False
         self.num_jobs -= finished
         assert self.num_jobs >= 0, f"storage jobs to {self.name}: a job ended twice"
 
     def look(self, now: float, stall_s: float) -> bool:
-        """Note whether there is work and nothing was heard for ``stall_s``. True if that has just become so."""
+        """Note whether there are jobs and no event has come for ``stall_s``. True if this has just become so."""
         was_stalled = self.is_stalled
         self.is_stalled = self.num_jobs > 0 and now - self._heard_at > stall_s
         return self.is_stalled and not was_stalled
 
     def end(self) -> None:
-        """One None for each worker, behind what is queued: they end there."""
+        """Queue a None for each worker after all jobs; a worker ends when it receives it."""
         for _ in range(self.num_workers):
             self.jobs.put(None)
 
 
 @dataclass(frozen=True, slots=True)
 class StorageLimits:
-    """Limits on memory and time that the storage tier may take. None: a share of the host pool."""
+    """Limits on memory and time that the storage tier may take. None stands for 8 MiB for ``batch_bytes``, and for a
+    share of the host pool elsewhere."""
 
-    batch_bytes: int = 8 << 20  # of one call to the backend; a cancelled fetch ends after the call
+    batch_bytes: int | None = None  # of one call to the backend; a cancelled fetch ends after the call
     max_write_pages: int | None = None  # queued or being written; a quarter of the pool
     max_fetch_pages: int | None = None  # found or being fetched; half the pool
     max_prefetches: int = 256
@@ -233,8 +236,8 @@ class StorageController:
         limits: StorageLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``num_workers``: threads that move pages, of which one writes; one more answers queries. ``timeout_s``: of
-        policy ``timeout``. ``clock``: seconds, of timeouts and figures."""
+        """``num_workers``: threads that move pages, of which one writes; one more answers queries. ``timeout_s``: how
+        long a request waits with policy ``timeout``. ``clock``: seconds, for time-outs and stalls."""
         assert num_workers >= 2, f"one worker writes, the others read: {num_workers} are too few"
         assert backend.page_nbytes == host_pool.page_nbytes, "storage and host pool differ in what a page is"
         assert (timeout_s is not None) or policy != "timeout", "policy timeout needs a time"
@@ -262,7 +265,8 @@ class StorageController:
         self._fetches = _Queue(device, "fetch", num_workers - 1)
         self._queues = (self._writes, self._queries, self._fetches)
         self._workers: list[HostWorker] = []
-        batch_pages = max(1, limits.batch_bytes // host_pool.page_nbytes)
+        batch_bytes = _BATCH_BYTES if limits.batch_bytes is None else limits.batch_bytes
+        batch_pages = max(1, batch_bytes // host_pool.page_nbytes)
         for queue in self._queues:
             for _ in range(queue.num_workers):
                 worker = StorageWorker(
@@ -273,10 +277,11 @@ class StorageController:
     # --- host to storage -----------------------------------------------------------------------------
 
     def write(self, keys: Sequence[PageKey], host_pages: I32, after: Points, handle: int) -> None:
-        """Keep ``host_pages`` [n], whose transfers end at ``after``, under ``keys``, a piece of a prefix in order.
+        """Store ``host_pages`` [n], whose transfers end at ``after``, under ``keys``, which are consecutive pages of a
+        prefix.
 
-        They must stay leased and unchanged until :class:`Written` names ``handle``. What the queue has no room for is
-        dropped, from the end."""
+        The pages must stay leased and unchanged until :class:`Written` names ``handle``. If the queue has not enough
+        room, the last ones are dropped."""
         assert len(keys) == len(host_pages), f"{len(keys)} keys for {len(host_pages)} pages"
         assert not self._stop.is_set, "storage is closed"
         room = 0 if self._writes.is_stalled else self._max_write_pages - self._num_write_pages
@@ -309,7 +314,7 @@ class StorageController:
     def fetch(self, op: Prefetch, host_pages: I32, after: Points) -> None:
         """Fill ``host_pages`` [1 .. op.num_found], leased with ``after``, with the leading pages found.
 
-        They belong to a worker until the closing ack, but for those that :class:`Fetched` names."""
+        Each page belongs to a worker until :class:`Fetched` names it, or until the closing ack."""
         progress = self._active.get(op)
         assert progress is not None and progress.state is _State.FOUND, f"{op!r} has nothing to fetch"
         assert 1 <= len(host_pages) <= progress.num_found, f"{op!r}: {len(host_pages)} host pages"
@@ -322,8 +327,8 @@ class StorageController:
         self._fetches.put(job, self._clock())
 
     def cancel(self, op: Prefetch) -> None:
-        """No request waits for ``op`` any more. The pages fetched so far stay good; the closing ack says when its other
-        pages are free. Does nothing if ``op`` has ended."""
+        """No request waits for ``op`` any more. The pages fetched so far stay valid; the closing ack says when its
+        other pages are free. Does nothing if ``op`` has ended."""
         progress = self._active.get(op)
         if progress is None or op.cancelled:
             return
@@ -332,18 +337,18 @@ class StorageController:
             self._end(op, Outcome.CANCELLED, self._own_acks)
 
     def may_schedule(self, op: Prefetch) -> bool:
-        """Whether the policy lets the request that waits for ``op`` be scheduled now, with what is there."""
+        """Whether the policy lets the request that waits for ``op`` be scheduled now, with the pages that have come."""
         return op.over or op.timed_out or self._policy == "best_effort"
 
     # --- both ----------------------------------------------------------------------------------------
 
     @property
     def num_outstanding(self) -> int:
-        """Jobs and prefetches of which an ack is still to come."""
+        """Jobs and prefetches whose last ack has not been returned yet."""
         return len(self._active) + self._writes.num_jobs + len(self._own_acks)
 
     def drain(self) -> list[Ack]:
-        """What has happened since the last call, in the order in which it did. Once a step."""
+        """The acks of what has happened since the last call, in order. Called once a step."""
         acks, self._own_acks = self._own_acks, []
         if not self._active and not self._writes.num_jobs:
             return acks
@@ -366,10 +371,11 @@ class StorageController:
         )
 
     def clear(self) -> int:
-        """Empty storage of this model, whatever is still queued for it included. Returns how many pages were removed.
+        """Remove all pages of this model from storage, including those that are still queued to be written. Returns how
+        many were removed.
 
-        Blocks for ``limits.clear_s`` at most, then raises ``ValueError``: storage is cleared all the same as soon as it
-        answers, and prefetches find nothing until it is."""
+        Blocks for ``limits.clear_s`` at most, then raises ``ValueError``. Storage is then cleared as soon as it
+        answers, and prefetches find nothing until it has been."""
         assert not self._stop.is_set, "storage is closed"
         before = self._num_cleared
         self._num_clears += 1
@@ -488,13 +494,13 @@ class StorageController:
     # --- time ----------------------------------------------------------------------------------------
 
     def _look(self, now: float, acks: list[Ack]) -> None:
-        """Find the prefetches that requests need not wait for any longer. The clock is read only here, and its effect
-        is acks, which are inputs like the others."""
+        """Find the prefetches that requests need not wait for any longer. This is the only place where time has an
+        effect on requests, and the effect is acks, which are inputs like all others."""
         for queue in self._queues:
             if queue.look(now, self._limits.stall_s):
                 self._stats.stalls += 1
                 logger.warning(
-                    "The storage does not answer (%s): nobody waits for it until it does", queue.name
+                    "The storage does not answer (%s): requests do not wait for it until it does", queue.name
                 )
         if self._policy == "best_effort":
             return  # no request waits
@@ -509,7 +515,7 @@ class StorageController:
             return self._queries.is_stalled
         if progress.state is not _State.FETCHING:
             return False
-        if progress.heard_at is None:  # its turn has not come
+        if progress.heard_at is None:  # no worker has begun it yet
             return self._fetches.is_stalled
         return now - progress.heard_at > self._limits.stall_s
 
@@ -519,7 +525,7 @@ class StorageController:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A running storage: its controller, and what the keys of a namespace's pages start from."""
+    """A running storage: its controller, and the root keys, from which the keys of a namespace's pages are computed."""
 
     controller: StorageController
     root_key: PageRoots
@@ -534,8 +540,8 @@ def make_storage(
 ) -> Storage | None:
     """The storage that ``config`` asks for, its threads running; None if it asks for none. The caller closes it.
 
-    ``clock``: seconds, of timeouts; a run that is to be repeated gives one that counts its steps. ``rank``: whose part
-    of a page the pool holds.
+    ``clock``: seconds, for time-outs; a run that has to be repeatable gives one that counts its steps. ``rank``: the
+    rank whose part of a page the pool holds.
 
     Raises ``ValueError`` with the remedy for a directory that cannot be used or holds not even one page.
     """

@@ -5,14 +5,14 @@
     ROOT/MODEL/xx/KEY.page           pages; MODEL 32, KEY 64 hex digits, xx the key's first two
 
 The number in ``usage`` is never less than the truth: bytes are added before a file is made, files are removed and bytes
-subtracted under the lock alone, and whoever dies between two steps leaves the number too high. A scan puts it right.
-A file is renamed from ``tmp`` without the lock, so a scan reads ``tmp`` first: it may see a file twice, never miss it.
-The system drops the locks of a process however that ends.
+subtracted only under the lock, and a process that dies between two steps leaves the number too high. A scan corrects
+it. A file is renamed from ``tmp`` without the lock, so a scan reads ``tmp`` first: it may see a file twice, never miss
+it. The system drops the locks of a process however that ends.
 
-Whatever has one of our names without being ours (see ``config.private_files``) is never followed, read, written or
-waited for: it is removed and counted as ``foreign``. Only a directory that holds something stays where it is. Names are
-looked up from a descriptor of ROOT. The folders below are judged when they are first met: nobody else can exchange them
-later, as nobody else may write to the ones above.
+An entry that has one of our names but is not ours (see ``config.private_files``) is never followed, read, written or
+waited for: it is removed and counted as ``foreign``. Only a directory that is not empty stays. Names are looked up from
+a descriptor of ROOT. The folders below it are checked when they are first used; nobody else can exchange them later,
+because nobody else may write to the folders above them.
 """
 
 from __future__ import annotations
@@ -65,21 +65,21 @@ class PageFile:
 
 @dataclass(frozen=True, slots=True)
 class TempFile:
-    """A file being written by its owner, who closes ``fd``."""
+    """A file that is being written; its writer closes ``fd``."""
 
     fd: int
     path: str
 
 
-class Books:
-    """The number of bytes in use, for the holder of the lock."""
+class UsageCount:
+    """The number of bytes in use. Only the holder of the directory's lock may use it."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     @property
     def used(self) -> int | None:
-        """Bytes in use; None where the number is lost and only a scan can tell."""
+        """Bytes in use; None if the file is damaged, so that a scan is needed."""
         data = os.pread(self._fd, _USAGE.size, 0)
         if len(data) != _USAGE.size:
             return None
@@ -92,7 +92,7 @@ class Books:
         os.pwrite(self._fd, data + zlib.crc32(data).to_bytes(4, "little"), 0)
 
     def subtract(self, nbytes: int) -> None:
-        """Bytes that were given back."""
+        """Subtract ``nbytes`` of files that have been removed."""
         used = self.used
         if used is not None:
             self.write(max(0, used - nbytes))
@@ -105,14 +105,14 @@ class StorageDirectory:
     def __init__(
         self, root: Path, lock_timeout_s: float, report: Callable[[Reason], None] = lambda reason: None
     ) -> None:
-        """Makes the directories. ``report`` hears of foreign entries. Raises ``OSError``."""
+        """Makes the directories. ``report`` is called for each foreign entry. Raises ``OSError``."""
         self.root = root.absolute()
         self._lock_timeout_s = lock_timeout_s
         self._report = report
         self._has_warned = False
         # Pages contain users' conversations, so only the owner may read them.
         self._root_fd = make_private_folder(str(self.root))
-        self._folders: set[str] = set()  # those in it that are known to be ours
+        self._folders: set[str] = set()  # those below ``root`` that are known to be ours
         self._make_folder(_TEMPS)
 
     def __del__(self) -> None:
@@ -120,7 +120,7 @@ class StorageDirectory:
             os.close(self._root_fd)
 
     def _make_again(self) -> None:
-        """Somebody removed the directory, or ``tmp`` in it."""
+        """Make the directory and ``tmp`` in it again, after one of them has been removed."""
         fd = make_private_folder(str(self.root))
         # The descriptor keeps its number. Other threads may be in the middle of a call with it, and must find neither a
         # closed descriptor nor another file that was given the number.
@@ -130,11 +130,12 @@ class StorageDirectory:
         self._make_folder(_TEMPS)
 
     @contextlib.contextmanager
-    def locked(self, timeout_s: float | None = None) -> Iterator[Books]:
-        """Keep all other threads and processes out. Raises ``StorageError`` if they do not leave in time."""
+    def locked(self, timeout_s: float | None = None) -> Iterator[UsageCount]:
+        """Lock the directory against all other threads and processes. Raises ``StorageError`` if another one holds the
+        lock for longer than ``timeout_s``."""
         fd = self._lock(self._lock_timeout_s if timeout_s is None else timeout_s)
         try:
-            yield Books(fd)
+            yield UsageCount(fd)
         finally:
             os.close(fd)
 
@@ -165,7 +166,7 @@ class StorageDirectory:
             return self._replace_usage(flags, deadline)
 
     def _replace_usage(self, flags: int, deadline: float) -> int:
-        # ROOT itself is locked meanwhile, and the file is looked at again. Otherwise a server might remove the file
+        # ROOT itself is locked meanwhile, and the file is checked again. Otherwise a server might remove the file
         # that another server has just made in its place and locked.
         lock_fd = open_folder(".", self._root_fd)
         try:
@@ -213,13 +214,13 @@ class StorageDirectory:
     # --- one file ------------------------------------------------------------------------------------
 
     def page_path(self, model: str, key: bytes) -> str:
-        """Where the page lies, if it is there."""
+        """The path that the page has if it is stored."""
         name = key.hex()
         return f"{model}/{name[:2]}/{name}.page"
 
     def open(self, path: str) -> int:
-        """A descriptor to read the file by. Raises ``FileNotFoundError`` if it is not there, or was no file of ours
-        and is gone now, and ``OSError``."""
+        """Open the file for reading; returns the descriptor. Raises ``FileNotFoundError`` if there is none, or if it
+        was not ours and has been removed, and ``OSError``."""
         if not self._has_folders(path):
             raise FileNotFoundError
         try:
@@ -229,7 +230,7 @@ class StorageDirectory:
             raise FileNotFoundError from error
 
     def touch(self, path: str, used_ns: int) -> bool:
-        """Note the use of a file; whether anything has its name. A link is not followed."""
+        """Set the time of a file's last use. Returns whether there is an entry of its name. A link is not followed."""
         try:
             if not self._has_folders(path):
                 return False
@@ -254,7 +255,7 @@ class StorageDirectory:
         return False
 
     def publish(self, temp: str, path: str) -> None:
-        """Give a finished file its name, in place of whatever has it. Raises ``OSError``."""
+        """Rename the finished file ``temp`` to ``path``, replacing what is there. Raises ``OSError``."""
         fd = self._root_fd
         try:
             self._make_folders(path)
@@ -265,7 +266,7 @@ class StorageDirectory:
             os.rename(temp, path, src_dir_fd=fd, dst_dir_fd=fd)
 
     def unlink(self, path: str) -> int:
-        """Remove a file; the bytes that it had. Raises ``OSError``."""
+        """Remove a file. Returns its bytes. Raises ``OSError``."""
         nbytes = os.stat(path, dir_fd=self._root_fd, follow_symlinks=False).st_size
         os.unlink(path, dir_fd=self._root_fd)
         return nbytes
@@ -273,12 +274,13 @@ class StorageDirectory:
     # --- folders and what is not ours ----------------------------------------------------------------
 
     def _has_folders(self, path: str) -> bool:
-        """Whether the folders that lead to a file are there and ours. Those in the way are removed."""
+        """Whether the folders that lead to a file exist and are ours. An entry that has the name of one but is not ours
+        is removed."""
         return all(self._has_folder(folder) for folder in _folders(path))
 
     def _has_folder(self, folder: str) -> bool:
-        judged = self._folders
-        if folder in judged:
+        known = self._folders
+        if folder in known:
             return True
         try:
             os.close(open_folder(folder, self._root_fd))
@@ -287,7 +289,7 @@ class StorageDirectory:
         except ForeignEntryError:
             self._remove_foreign(folder)
             return False
-        judged.add(folder)
+        known.add(folder)
         return True
 
     def _make_folders(self, path: str) -> None:
@@ -296,17 +298,17 @@ class StorageDirectory:
                 self._make_folder(folder)
 
     def _make_folder(self, folder: str) -> None:
-        judged = self._folders
+        known = self._folders
         try:
             os.close(make_folder(folder, self._root_fd))
         except ForeignEntryError:
             self._remove_foreign(folder)
             os.close(make_folder(folder, self._root_fd))
-        judged.add(folder)
+        known.add(folder)
 
     def _remove_foreign(self, path: str) -> None:
-        """Remove what has one of our names and is not ours: the name, never what a link leads to. A directory that
-        holds something stays."""
+        """Remove an entry that has one of our names but is not ours, and of a link only the link. A directory that is
+        not empty stays."""
         fd = self._root_fd
         removed = True
         try:
@@ -317,7 +319,7 @@ class StorageDirectory:
         except OSError:
             removed = False
         self._report(Reason.FOREIGN)
-        if not self._has_warned:  # only the first is logged, the others are counted
+        if not self._has_warned:  # the others are only counted
             self._has_warned = True
             what = "it was removed" if removed else "it cannot be removed: do so by hand"
             logger.warning("%s is not a file of this server's: %s", self.root / path, what)
@@ -325,7 +327,8 @@ class StorageDirectory:
     # --- all files -----------------------------------------------------------------------------------
 
     def sweep_temps(self) -> dict[int, int]:
-        """Remove what dead writers left; bytes of the others' files by inode. The directory must be locked."""
+        """Remove the files of dead writers. Returns the bytes of the other temporary files by inode. The directory must
+        be locked."""
         alive: dict[int, int] = {}
         for name, seen in self._entries(_TEMPS):
             path = f"{_TEMPS}/{name}"
@@ -338,7 +341,7 @@ class StorageDirectory:
             except ForeignEntryError:
                 self._remove_foreign(path)
                 continue
-            except OSError:  # whose it is cannot be told, so its bytes count
+            except OSError:  # its owner may be alive, so its bytes count
                 alive[seen.st_ino] = seen.st_size
                 continue
             try:
@@ -354,7 +357,8 @@ class StorageDirectory:
         return alive
 
     def scan(self) -> tuple[int, list[PageFile]]:
-        """Bytes of all our files, and the pages of all models. Removes what dead writers left. Must be locked."""
+        """Bytes of all our files, and the pages of all models. Removes the files of dead writers. The directory must be
+        locked."""
         alive = self.sweep_temps()
         pages: list[PageFile] = []
         for model, _ in self._entries("."):
@@ -384,7 +388,7 @@ class StorageDirectory:
                 yield status.st_ino, PageFile(path, status.st_size, status.st_mtime_ns)
 
     def _entries(self, folder: str) -> list[tuple[str, os.stat_result]]:
-        """What lies in a folder, nothing if it is none of ours. Links are not followed out of the directory."""
+        """The entries of a folder with their status; none if the folder is not ours. Links are not followed."""
         try:
             fd = open_folder(folder, self._root_fd)
         except (FileNotFoundError, ForeignEntryError):
@@ -401,7 +405,7 @@ class StorageDirectory:
 
 
 def _folders(path: str) -> list[str]:
-    """``a/b/c`` lies in ``a`` and ``a/b``."""
+    """The folders that a path leads through: ``a`` and ``a/b`` for ``a/b/c``."""
     parts = path.split("/")
     return ["/".join(parts[:n]) for n in range(1, len(parts))]
 
@@ -423,7 +427,7 @@ def _try_lock(fd: int, deadline: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Cleaner:
-    """Which pages leave when a directory is full: the least recently used ones, of any model.
+    """Evicts the least recently used pages, of any model, when a directory is full.
 
     Keeps ``directory`` within ``max_bytes``. A scan costs about 9 us a page, so each one makes room down to
     ``low_bytes``.
@@ -434,24 +438,24 @@ class Cleaner:
     low_bytes: int
 
     def make_room(
-        self, books: Books, nbytes: int, now_ns: int, keep_since_ns: int | None, stats: StorageStats
+        self, usage: UsageCount, nbytes: int, now_ns: int, keep_since_ns: int | None, stats: StorageStats
     ) -> bool:
-        """Whether ``nbytes`` more fit, after evicting what was last used before ``keep_since_ns`` if need be (None:
-        all may go): without that bound a batch larger than the directory would push out its own first pages.
-        The directory must be locked by the caller, who holds ``books``. Raises ``OSError``."""
-        used = books.used
+        """Whether ``nbytes`` more fit, if necessary after evicting pages that were last used before ``keep_since_ns``
+        (None: any page): without that bound a batch larger than the directory would evict its own first pages. The
+        caller has locked the directory and so has ``usage``. Raises ``OSError``."""
+        used = usage.used
         if used is not None and used + nbytes <= self.max_bytes:
             return True
-        return self.clean(books, nbytes, now_ns, keep_since_ns, stats)
+        return self.clean(usage, nbytes, now_ns, keep_since_ns, stats)
 
     def clean(
-        self, books: Books, nbytes: int, now_ns: int, keep_since_ns: int | None, stats: StorageStats
+        self, usage: UsageCount, nbytes: int, now_ns: int, keep_since_ns: int | None, stats: StorageStats
     ) -> bool:
         """Like ``make_room``, but it always scans, which corrects the number of bytes in use."""
         used, pages = self.directory.scan()
         if used + nbytes > self.max_bytes:
             used = self._evict(used, nbytes, _oldest_first(pages, now_ns, keep_since_ns), stats)
-        books.write(used)
+        usage.write(used)
         return used + nbytes <= self.max_bytes
 
     def _evict(self, used: int, nbytes: int, pages: list[PageFile], stats: StorageStats) -> int:
@@ -463,7 +467,7 @@ class Cleaner:
             except FileNotFoundError:
                 used -= page.nbytes
                 continue
-            except OSError:  # it stays, and its bytes count
+            except OSError:  # the file stays, so its bytes count
                 continue
             used -= page.nbytes
             stats.evictions += 1
@@ -472,8 +476,8 @@ class Cleaner:
 
 
 def _oldest_first(pages: list[PageFile], now_ns: int, keep_since_ns: int | None) -> list[PageFile]:
-    """The pages that may leave. Where the clock was set back, a page's time lies in the future and says nothing of its
-    age. Such a page goes first; otherwise it would stay for ever."""
+    """The pages that may be evicted, in that order. If the clock was set back, a page's time may be in the future and
+    says nothing about its age. Such a page is evicted first; otherwise it would stay for ever."""
     limit = now_ns + _FUTURE_NS
 
     def age(page: PageFile) -> tuple[int, str]:

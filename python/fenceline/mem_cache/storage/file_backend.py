@@ -18,8 +18,8 @@ from fenceline.mem_cache.storage import page_file
 from fenceline.mem_cache.storage.backend import PageParts, Reason, StorageError, StorageStats
 from fenceline.mem_cache.storage.directory import Cleaner, StorageDirectory, TempFile
 
-# A page's time of last use is its file's mtime. Pages of one call get times this far apart, the first the latest: a
-# prefix loses its last pages first, as a later page is of no use without the ones before.
+# A page's time of last use is its file's mtime. Pages of one call get times this far apart, and the first page the
+# latest: a prefix then loses its last pages first, since a page is of no use without those before it.
 _STEP_NS = 1000
 _START_TIMEOUT_S = 30.0  # another server may be making room
 _OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -28,9 +28,9 @@ _OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class FileBackend:
     """The ``StorageBackend`` that keeps each page in a file (see ``page_file`` and ``directory`` for the layout).
 
-    A page appears under its name complete or not at all, whenever its writer dies; what cannot be verified is a miss
-    and is removed. The files of all models in the directory together never exceed ``max_bytes`` (of the server that
-    writes). Threads and processes may use a directory at the same time; there are no threads in here.
+    A page appears under its name complete or not at all, even if its writer dies; a page that cannot be verified is a
+    miss and is removed. The files of all models in the directory together never exceed ``max_bytes`` (of the server
+    that writes). Threads and processes may use a directory at the same time; the backend starts no thread itself.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class FileBackend:
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
         """``secret``: the storage key, by which each page is authenticated; servers with another one, or none, keep
-        pages of their own beside these. ``fsync``: a page is on the disk before it appears; without, the system writes
-        it when it likes, and what a power failure tears is a miss by its checksum. ``clean_to``: share of ``max_bytes``
-        that is left when the least recently used pages have made room. ``clock``: wall-clock time in ns.
+        pages of their own beside these. ``fsync``: a page is on the disk before it appears; without it the system
+        decides when to write the page, and one that a power failure has damaged is a miss because of its checksum.
+        ``clean_to``: the share of ``max_bytes`` down to which pages are evicted. ``clock``: wall-clock time in ns.
 
-        Takes stock of the directory. Raises ``ValueError`` if it cannot be used."""
+        Scans the directory. Raises ``ValueError`` if it cannot be used."""
         self._page_nbytes = fingerprint.page_nbytes
         self._file_nbytes = page_file.header_nbytes(secret) + fingerprint.page_nbytes
         if max_bytes < self._file_nbytes:
@@ -67,7 +67,7 @@ class FileBackend:
         try:
             self._directory = StorageDirectory(Path(root), lock_timeout_s, self._note)
             self._cleaner = Cleaner(self._directory, max_bytes, int(max_bytes * clean_to))
-            self._take_stock(fingerprint)
+            self._open(fingerprint)
         except ForeignEntryError as error:
             raise ValueError(
                 f"cannot use the storage directory {os.fspath(root)}: {error.filename} {error.strerror}; name one that"
@@ -102,7 +102,7 @@ class FileBackend:
         return [self._directory.touch(self._path(key), now - i * _STEP_NS) for i, key in enumerate(keys)]
 
     def get(self, keys: Sequence[PageKey], pages: Sequence[PageParts]) -> list[bool]:
-        """See ``StorageBackend``. The disk's bytes go straight to the parts."""
+        """See ``StorageBackend``. The bytes are read from the disk straight into the parts."""
         now, stats = self._clock(), StorageStats()
         found = [
             self._get_page(key, page, now - i * _STEP_NS, stats)
@@ -115,8 +115,8 @@ class FileBackend:
         return found
 
     def set(self, keys: Sequence[PageKey], pages: Sequence[PageParts]) -> list[bool]:
-        """See ``StorageBackend``. The first page for which there is no room ends the call: those behind it would fare
-        no better, and a prefix cannot use them."""
+        """See ``StorageBackend``. The first page for which there is no room ends the call: there is no room for those
+        after it either, and a prefix could not use them."""
         now, stats = self._clock(), StorageStats()
         keep_since = now - len(keys) * _STEP_NS
         stored = [False] * len(keys)
@@ -139,12 +139,12 @@ class FileBackend:
         """See ``StorageBackend``. Other servers of this model lose their pages too."""
         num_removed = 0
         try:
-            with self._directory.locked() as books:
+            with self._directory.locked() as usage:
                 for page in self._directory.pages_of(self._model):
                     with contextlib.suppress(FileNotFoundError):  # another process has removed it
                         self._directory.unlink(page.path)
                         num_removed += 1
-                books.write(self._directory.scan()[0])
+                usage.write(self._directory.scan()[0])
         except (OSError, StorageError) as error:
             self._note(_reason(error))
         return num_removed
@@ -200,24 +200,24 @@ class FileBackend:
         """A temporary file for one page, its bytes counted. Raises ``StorageError``, ``OSError``."""
         if self._directory.num_free_bytes() < self._file_nbytes:
             raise StorageError(Reason.NO_SPACE, "the disk is full")
-        with self._directory.locked() as books:
-            if not self._cleaner.make_room(books, self._file_nbytes, self._clock(), keep_since_ns, stats):
+        with self._directory.locked() as usage:
+            if not self._cleaner.make_room(usage, self._file_nbytes, self._clock(), keep_since_ns, stats):
                 raise StorageError(Reason.FULL, "every page is newer than this call")
-            used = books.used
-            assert used is not None, "making room leaves the books in order"
-            books.write(used + self._file_nbytes)
+            used = usage.used
+            assert used is not None, "make_room has written the number"
+            usage.write(used + self._file_nbytes)
             try:
                 return self._directory.make_temp(self._file_nbytes)
             except OSError:
-                books.write(used)
+                usage.write(used)
                 raise
 
     def _remove(self, path: str) -> None:
-        """Remove a file that is no good, and its bytes from the books, if it is still there."""
+        """Remove an unusable file, if it is still there, and subtract its bytes from the bytes in use."""
         try:
-            with self._directory.locked() as books:
+            with self._directory.locked() as usage:
                 # Somebody may have changed the file's length: never subtract more than was counted.
-                books.subtract(min(self._directory.unlink(path), self._file_nbytes))
+                usage.subtract(min(self._directory.unlink(path), self._file_nbytes))
         except (OSError, StorageError):
             # It cannot be removed now. The file stays and is counted; the next read or scan tries again.
             pass
@@ -227,7 +227,7 @@ class FileBackend:
             os.utime(fd, ns=(used_ns, used_ns))
 
     def _add(self, stats: StorageStats) -> None:
-        """Take one call's counts in. Several threads call."""
+        """Add the counts of one call. Several threads call this."""
         with self._stats_lock:
             self._stats.add(stats)
 
@@ -239,19 +239,19 @@ class FileBackend:
     def _path(self, key: PageKey) -> str:
         return self._directory.page_path(self._model, key)
 
-    def _take_stock(self, fingerprint: PageFingerprint) -> None:
-        """Put the books in order after whatever happened to the last server; see that we may write."""
+    def _open(self, fingerprint: PageFingerprint) -> None:
+        """Correct the number of bytes in use, whatever happened to the last server, and check that we may write."""
         stats = StorageStats()
-        with self._directory.locked(_START_TIMEOUT_S) as books:
-            self._cleaner.clean(books, 0, self._clock(), None, stats)
+        with self._directory.locked(_START_TIMEOUT_S) as usage:
+            self._cleaner.clean(usage, 0, self._clock(), None, stats)
             temp = self._directory.make_temp(0)
             try:
                 os.write(temp.fd, fingerprint.describe().encode() + b"\n")
-                # For people who wonder what the hexadecimal directory is.
+                # Tells people what the hexadecimal directory is.
                 self._directory.publish(temp.path, f"{self._model}/fingerprint.json")
             except OSError as error:
                 self._directory.unlink(temp.path)
-                if _reason(error) is not Reason.NO_SPACE:  # what is there can be read on a full disk too
+                if _reason(error) is not Reason.NO_SPACE:  # on a full disk the pages can still be read
                     raise
             finally:
                 os.close(temp.fd)
@@ -259,8 +259,8 @@ class FileBackend:
 
 
 def _folder_of(fingerprint: PageFingerprint, secret: bytes | None) -> str:
-    """Where pages of a fingerprint lie. With a key it is another place for each: servers with different keys would only
-    remove each other's pages."""
+    """The folder of a fingerprint's pages. Each storage key has a folder of its own, because servers with different
+    keys would remove each other's pages as damaged."""
     if secret is None:
         return fingerprint.directory_name()
     return hmac.new(secret, b"folder" + fingerprint.root_key(), hashlib.sha256).hexdigest()[:32]

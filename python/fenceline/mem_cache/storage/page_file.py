@@ -17,7 +17,8 @@ With a storage key the version is 2, the header has 96 bytes, and bytes 64 .. 96
 
 A CRC-32 finds every error within 32 consecutive bits, so no damaged byte passes; arbitrary damage passes with a chance
 of one in 2^32. It is the fastest sum that the standard library has (3.6 GB/s where SHA-1 makes 1.6 and BLAKE2b 0.6). It
-stops nobody who changes a page on purpose; HMAC-SHA256 does (1.6 GB/s where the processor has instructions for it).
+does not detect a page that was changed on purpose; HMAC-SHA256 does (1.6 GB/s if the processor has instructions for
+it).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _KEYED_VERSION = 2
 _MAC_NBYTES = 32
 _FIELDS = struct.Struct("<8sII32sQI")
 _SUM = struct.Struct("<I")
-# The least that a system must take in one vectored call is 16, Linux and macOS take 1024.
+# Buffers in one vectored call. POSIX guarantees 16; Linux and macOS take 1024.
 _MAX_PARTS = 1024
 
 
@@ -57,7 +58,7 @@ def header_nbytes(secret: bytes | None) -> int:
 
 
 def write_page(fd: int, key: PageKey, parts: Sequence[memoryview], secret: bytes | None = None) -> None:
-    """Write a whole page file from where ``fd`` stands. ``secret``: the storage key. Raises ``OSError``."""
+    """Write a whole page file at the position of ``fd``. ``secret``: the storage key. Raises ``OSError``."""
     header = _header(key, parts, secret)
     if secret is not None:
         header += _mac(secret, header, parts)
@@ -107,7 +108,7 @@ def _crc(parts: Sequence[memoryview]) -> int:
 
 
 def _mac(secret: bytes, header: bytes, parts: Sequence[memoryview]) -> bytes:
-    # Of long parts the interpreter's lock is given back meanwhile.
+    # hashlib releases the GIL while it hashes long parts.
     mac = hmac.new(secret, header, hashlib.sha256)
     for part in parts:
         mac.update(part)
@@ -134,7 +135,7 @@ def _verify(header: bytes, key: PageKey, parts: Sequence[memoryview], secret: by
 
 
 def _after(parts: Sequence[memoryview], nbytes: int) -> Sequence[memoryview]:
-    """What is left of ``parts`` behind the first ``nbytes``; a call may move fewer bytes than asked for."""
+    """What is left of ``parts`` after the first ``nbytes``, since a call may transfer fewer bytes than asked for."""
     for i, part in enumerate(parts):
         if nbytes < part.nbytes:
             return [part[nbytes:], *parts[i + 1 :]]

@@ -1,7 +1,7 @@
-"""What moves pages between host memory and the storage backend: prefetches, jobs and events, and the threads.
+"""The workers that move pages between host memory and the storage backend: their threads, jobs, events and prefetches.
 
-A worker reads channels and the bytes of host pages that a job lends it, and nothing else of the scheduler's. It tells
-by events what it has done. Before it touches a host page it waits for the transfers that may still use it
+Of the scheduler's data a worker accesses only its channels and the host pages that a job names. It sends events to say
+what it has done. Before it accesses a host page it waits for the transfers that may still use the page
 (host_page_reuse).
 """
 
@@ -46,14 +46,14 @@ class Outcome(StrEnum):
 
 
 class Prefetch:
-    """A prefix that a waiting request would like to have, as the scheduler knows it: what has become of it is what acks
-    have said (``StorageController.drain``), each when it was taken in (``controller.apply``).
+    """The part of a waiting request's prefix that is looked for in storage. Its fields show what the acks of
+    ``StorageController.drain`` have said; ``controller.apply`` updates them when an ack is processed.
 
-    ``keys``: of the pages wanted, in order, the first right behind what device and host have. Pages come in order, so
-    at any time ``host_pages[:num_fetched]`` hold their KV. After ``cancel`` no more come than had come by then. All of
-    ``host_pages`` stay leased until the closing ack (:class:`Done`); those not used are then retired after ``after``,
-    which the worker may not have waited for. Those used keep it: the worker has waited, the streams that touch them
-    next have not.
+    ``keys``: of the pages wanted, in order; the first is the page after those that device and host have. Pages come in
+    order, so at any time ``host_pages[:num_fetched]`` hold their KV. After ``cancel`` no further page comes. All of
+    ``host_pages`` stay leased until the closing ack (:class:`Done`). The unused ones are then retired with ``after``,
+    for which the worker may not have waited. The used ones keep ``after`` too: the worker has waited, but the streams
+    that access them next have not.
     """
 
     __slots__ = (
@@ -68,9 +68,9 @@ class Prefetch:
         self.num_fetched = 0
         self.timed_out = False
         self.outcome: Outcome | None = None  # set by the closing ack
-        self.host_pages: I32 = np.empty(0, dtype=np.int32)  # these two by ``fetch``
+        self.host_pages: I32 = np.empty(0, dtype=np.int32)  # set by ``fetch``, like ``after``
         self.after = Points.none()
-        self.cancelled = False  # of the fields that change the only one that a worker reads, between batches
+        self.cancelled = False  # the only changing field that a worker reads; it does so between batches
 
     @property
     def over(self) -> bool:
@@ -87,7 +87,7 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True)
 class WriteJob:
-    """Keep ``host_pages``, readable after ``after``, under ``keys``."""
+    """Store ``host_pages``, which may be read after ``after``, under ``keys``."""
 
     handle: int
     keys: tuple[PageKey, ...]
@@ -97,14 +97,15 @@ class WriteJob:
 
 @dataclass(frozen=True, slots=True)
 class QueryJob:
-    """Ask how many of the keys are there."""
+    """Find out how many of the first keys are in storage."""
 
     op: Prefetch
 
 
 @dataclass(frozen=True, slots=True)
 class FetchJob:
-    """Fill ``host_pages``, writable after ``after``, from ``keys``, in order and until the first that is missing."""
+    """Fill ``host_pages``, which may be written after ``after``, with the pages of ``keys``, in order, and stop at the
+    first one that is missing."""
 
     op: Prefetch
     keys: tuple[PageKey, ...]
@@ -114,7 +115,7 @@ class FetchJob:
 
 @dataclass(frozen=True, slots=True)
 class ClearJob:
-    """Remove everything."""
+    """Remove all pages of this model."""
 
 
 Job = WriteJob | QueryJob | FetchJob | ClearJob
@@ -132,8 +133,8 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Wrote:
-    """``num_pages`` of a write were tried or given up, ``num_written`` of them kept. ``total`` counts those kept since
-    the write began."""
+    """``num_pages`` pages of a write have been tried or given up; ``num_written`` of them are stored. ``total`` counts
+    the stored ones since the write began. ``last``: the write has ended."""
 
     handle: int
     num_pages: int
@@ -145,7 +146,7 @@ class Wrote:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The first ``num_pages`` of the keys are there."""
+    """The first ``num_pages`` of the keys are in storage."""
 
     op: Prefetch
     num_pages: int
@@ -154,14 +155,15 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """A worker has taken up a fetch."""
+    """A worker has begun a fetch."""
 
     op: Prefetch
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The next ``num_pages`` are in host memory. ``short``: the one after them cannot be had."""
+    """The next ``num_pages`` are in host memory. ``short``: the page after them could not be read. ``last``: the fetch
+    has ended."""
 
     op: Prefetch
     num_pages: int
@@ -189,7 +191,7 @@ Event = Wrote | Asked | Began | Read | Cleared | Gone
 
 
 class StopFlag:
-    """Tells workers to leave what is queued. Never cleared."""
+    """Tells workers not to begin any further job. It is never cleared."""
 
     __slots__ = ("is_set",)
 
@@ -302,14 +304,16 @@ class StorageWorker:
         return [self._host_pool.page(page) for page in pages]
 
     def _call(self, call: Callable[[], T], otherwise: T) -> tuple[T, Cost]:
-        """What the backend answers, or ``otherwise`` if it raises, which it promises not to do: then the pages are
-        merely missing."""
+        """The result of ``call``, or ``otherwise`` if the backend raises, in spite of its contract: the pages are then
+        treated as missing. Also its cost."""
         started = time.perf_counter()
         try:
             answer, crashed = call(), False
         except Exception:
             answer, crashed = otherwise, True
-            if not self._has_crashed:  # only the first is logged, the others are counted
-                logger.exception("The storage backend failed; what it does not give is computed")
+            if not self._has_crashed:  # the others are only counted
+                logger.exception(
+                    "The storage backend raised an error; pages that it does not return are computed"
+                )
             self._has_crashed = True
         return answer, Cost(time.perf_counter() - started, crashed)

@@ -74,11 +74,11 @@ class HiRadixCache(RadixCache):
 
         ``spill(nodes)`` (write_back) is called inside :meth:`evict` with all nodes that are about to lose their
         only copy; it calls :meth:`begin_backup` for them and submits the transfer before it returns. What it does
-        not back up is lost.
+        not back up is lost. Raises ``ValueError`` for an unknown policy.
         """
         if write_policy not in _BACKUP_HITS:
             raise ValueError(f"write policy {write_policy!r} is none of {', '.join(_BACKUP_HITS)}")
-        assert spill or write_policy != "write_back", "write_back needs somebody to spill to the host"
+        assert spill or write_policy != "write_back", "write_back needs a spill function"
         self._host = HostTier(host_pages, self._drop)
         self._transit = InTransit()
         super().__init__(pages, page_size, lookahead=lookahead)
@@ -90,8 +90,8 @@ class HiRadixCache(RadixCache):
     # --- lookup --------------------------------------------------------------------------------------
 
     def match_prefix(self, token_ids: IntArray, extra_key: str = "") -> MatchResult:
-        """As in :class:`RadixCache`; the result says how much follows that is only on the host, and which loads of
-        the path FORWARD has not waited for."""
+        """As in :class:`RadixCache`. The result also says how many tokens follow that are only on the host, and for
+        which loads of the path FORWARD has not waited."""
         path = self._walk(self._whole_pages(token_ids), extra_key)
         device = [node for node in path if node.on_device]
         pages = self._pages_of(device)
@@ -107,8 +107,8 @@ class HiRadixCache(RadixCache):
         )
 
     def is_current(self, match: MatchResult) -> bool:
-        """As in :class:`RadixCache`, the part on the host included: also False when some of it has been loaded
-        for another request, or has gone."""
+        """As in :class:`RadixCache`, also for the part on the host: False too if some of that has been loaded for
+        another request, or has gone."""
         if match.node.version != match.version or not self._is_attached(match.host_node):
             return False
         if match.host_node is match.node:
@@ -140,14 +140,14 @@ class HiRadixCache(RadixCache):
         return PageMove(pages, host_pages_of(nodes), after)
 
     def finish(self, ticket: Ticket) -> None:
-        """``ticket``'s Points are known to have passed: its pages, wherever they are now, are not in transit."""
+        """Call it when ``ticket``'s Points are known to have passed: nodes do not carry the ticket any longer."""
         self._transit.finish(ticket)
 
     # --- device -> host ------------------------------------------------------------------------------
 
     def backup_candidates(self, *nodes: TreeNode, force: bool = False) -> list[TreeNode]:
         """The nodes on the paths of ``nodes`` that the write policy wants on the host now and that are not there,
-        parents before children, each once. ``force``: whatever the policy. Nodes that have left the tree have none.
+        parents before children, each once. ``force``: whatever the policy. Nodes that have left the tree are left out.
         """
         threshold = 0 if force else _BACKUP_HITS[self.write_policy]
         if threshold is None:
@@ -159,9 +159,9 @@ class HiRadixCache(RadixCache):
         """Give ``nodes`` (parents before children) host pages, as part of ``ticket``; those that have some already
         or are not on the device are skipped.
 
-        Makes room on the host by evicting there, but nothing locked or held, and nothing on the paths of ``nodes``.
-        Nodes that still do not fit are left out, and those below them. The caller submits the store (unless
-        there is nothing to copy) before it makes another call that may evict.
+        Makes room on the host by evicting there, but evicts nothing that is locked or held, and nothing on the paths of
+        ``nodes``. Nodes that still do not fit are left out, and so are those below them. The caller submits the store
+        (unless there is nothing to copy) before it makes another call that may evict.
         """
         assert ticket.kind is TransferKind.STORE, f"{ticket!r} does not store"
         protected = self._leaving.union(*(node.path() for node in nodes))
@@ -231,10 +231,10 @@ class HiRadixCache(RadixCache):
         self._clear()
         return num_retired
 
-    # --- host pages that come and go by other ways -----------------------------------------------------
+    # --- host pages from storage, and holds ------------------------------------------------------------
 
     def alloc_host(self, num_pages: int) -> tuple[Int32Array, Points] | None:
-        """Lease host pages for the caller, evicting from the host where needed; None if that does not suffice."""
+        """Lease host pages for the caller, evicting from the host if necessary; None if that does not free enough."""
         return self._host.alloc(num_pages, ())
 
     def insert_host(
@@ -242,8 +242,8 @@ class HiRadixCache(RadixCache):
     ) -> Int32Array:
         """Offer ``host_pages`` [n] with the KV of the *last* n pages of ``token_ids`` (whole pages, with lookahead).
 
-        The tree takes those that it has on no tier, none if the prefix before them is not there any more. Returns
-        the pages not taken, int32: they remain the caller's. ``after``: who wrote them. The arrays are copied.
+        The tree takes those that it has on no tier, or none if it no longer has the prefix before them. Returns the
+        pages that it has not taken, int32, which remain the caller's. ``after``: their writers. The arrays are copied.
         """
         tokens, offered = as_tokens(token_ids), np.array(host_pages, dtype=np.int32)
         num_pages = self._num_pages(tokens)
@@ -260,16 +260,16 @@ class HiRadixCache(RadixCache):
         return offered[:num_known].copy()
 
     def hold_host(self, node: TreeNode) -> HostHold:
-        """Pin the host pages of ``node``, which has some, until :meth:`release_hold`, whatever becomes of it."""
+        """Pin the host pages of ``node``, which has some, until :meth:`release_hold`, whatever happens to the node."""
         return self._host.hold(node, self.keys(node) if self._root_key is not None else [])
 
     def release_hold(self, hold_id: int) -> None:
-        """Give back a hold, whose user touches the pages no more."""
+        """Release a hold, whose user no longer accesses the pages."""
         self._host.release(hold_id)
 
     def keys(self, node: TreeNode) -> list[PageKey]:
         """The storage keys of ``node``'s pages, in token order; none for the root or a node that has left the tree.
-        They are computed when somebody first asks for them, then kept on the nodes."""
+        They are computed at the first call and then kept on the nodes."""
         assert self._root_key is not None, "the tree was made without storage"
         before: PageKey | None = None
         for part in node.path():
@@ -280,7 +280,7 @@ class HiRadixCache(RadixCache):
             before = part.keys[-1]
         return list(node.keys or ())
 
-    # --- books ---------------------------------------------------------------------------------------
+    # --- counts --------------------------------------------------------------------------------------
 
     @property
     def num_host_pages(self) -> int:
@@ -299,7 +299,7 @@ class HiRadixCache(RadixCache):
 
     @property
     def num_evicted_host_pages(self) -> int:
-        """Host pages that had to make room since the start."""
+        """Host pages that were evicted to make room, since the start."""
         return self._host.num_evicted_pages
 
     @property
@@ -324,10 +324,10 @@ class HiRadixCache(RadixCache):
         self._transit.check(nodes)
         assert not self._leaving, "nodes are left over from an eviction"
 
-    # --- inner parts ---------------------------------------------------------------------------------
+    # --- internals -----------------------------------------------------------------------------------
 
     def _bind(self, node: TreeNode, pages: Int32Array, after: Points) -> None:
-        """``node``, only on the host so far, gets device ``pages``; the nodes above are on the device."""
+        """Give device ``pages`` to ``node``, which was only on the host; the nodes above it are on the device."""
         assert node.parent is not None and node.parent.on_device, "the device holds whole prefixes"
         node.pages, node.after, node.on_device = pages, after, True
         node.parent.num_device_children += 1
@@ -340,7 +340,8 @@ class HiRadixCache(RadixCache):
         self._lru.push_if_evictable(node)
 
     def _adopt(self, path: list[TreeNode], pages: Int32Array, after: Points) -> int:
-        """Computed again before they were loaded: the caller's pages serve as well as a load."""
+        """As in :class:`RadixCache`. The tokens of nodes that are only on the host have been computed again, so the
+        caller's pages take the place of a load."""
         pos = 0
         for node in path:
             if not node.on_device:
@@ -352,8 +353,8 @@ class HiRadixCache(RadixCache):
         return loads_of(path)
 
     def _spill_all(self, victims: list[TreeNode]) -> None:
-        """Under write_back, let the owner back up the victims without a host copy: the parents and the most
-        recently used first, who matter most where the host is full."""
+        """Under write_back, have the victims without a host copy backed up: parents and the most recently used nodes
+        first, which matter most if the host is full."""
         nodes = [node for node in reversed(victims) if node.host_pages is None]
         if self._spill is None or not nodes:
             return
@@ -362,7 +363,8 @@ class HiRadixCache(RadixCache):
         self._leaving = frozenset()
 
     def _leave_device(self, node: TreeNode) -> None:
-        """Retire the device pages of ``node``, whose parent does not count it any more; it stays or leaves."""
+        """Retire the device pages of ``node``, which its parent no longer counts. The node stays in the tree if it has
+        a host copy."""
         in_flight = transfer_points(node)
         self._pool.retire(node.pages, node.after.join(in_flight))
         self._num_evictable_pages -= len(node.pages)
@@ -370,7 +372,8 @@ class HiRadixCache(RadixCache):
         if node.host_pages is None:
             self._drop(node)
             return
-        # A transfer that still runs uses the host pages too. Who takes them next no longer finds its ticket here.
+        # A transfer that still runs uses the host pages too, and their next user does not find its ticket here any
+        # more.
         node.host_after = node.host_after.join(in_flight)
         self._host.num_both_pages -= len(node.pages)
         node.pages, node.after, node.on_device = np.empty(0, dtype=np.int32), Points.none(), False
@@ -378,7 +381,7 @@ class HiRadixCache(RadixCache):
         self._host.lru.push_if_evictable(node)
 
     def _drop(self, node: TreeNode) -> None:
-        """``node`` leaves the tree with all that is below it, which is on the host alone."""
+        """Remove ``node`` from the tree, with all nodes below it, which are only on the host."""
         parent = node.parent
         assert parent is not None, "the root never leaves"
         for below in reversed(list(self._nodes(node))):
@@ -401,7 +404,7 @@ class HiRadixCache(RadixCache):
         return leaf
 
     def _split(self, node: TreeNode, num_pages: int) -> TreeNode:
-        """As in :class:`RadixCache`; what belongs to the whole node (tickets, holds, Points) belongs to both."""
+        """As in :class:`RadixCache`; tickets, holds and Points of the node belong to both halves."""
         upper = super()._split(node, num_pages)
         self._host.split(upper, node, num_pages)
         self._transit.split(upper, node)
@@ -419,10 +422,10 @@ class HiRadixCache(RadixCache):
 
 
 class HostTier:
-    """Writes the host side of nodes; :class:`HiRadixCache` decides which."""
+    """Gives nodes their host pages and takes them back; :class:`HiRadixCache` decides which nodes."""
 
     def __init__(self, pool: LeasePool, drop: Callable[[TreeNode], None]) -> None:
-        """``pool`` leases the host pages. ``drop`` takes a node out of the tree that is now on no tier."""
+        """``pool`` leases the host pages. ``drop`` removes a node from the tree that is on no tier any more."""
         self.pool = pool
         self._drop = drop
         self.lru = LruQueue(attrgetter("is_host_evictable"))
@@ -444,7 +447,7 @@ class HostTier:
         return len(self._holds)
 
     def add(self, node: TreeNode, pages: Int32Array, after: Points) -> None:
-        """``node`` gets ``pages`` [node.num_pages], leased from the pool; ``after``: their users so far."""
+        """Give ``node`` the ``pages`` [node.num_pages], leased from the pool; ``after``: their users so far."""
         assert node.host_pages is None, f"node {node.id} is on the host already"
         assert node.parent is not None, f"node {node.id} is in no tree"
         node.host_pages = pages
@@ -470,7 +473,7 @@ class HostTier:
         return len(pages)
 
     def split(self, upper: TreeNode, lower: TreeNode, num_pages: int) -> None:
-        """``upper`` has been cut from ``lower``, whose first ``num_pages`` host pages it takes."""
+        """Note a split: ``upper`` has been cut from ``lower`` and takes its first ``num_pages`` host pages."""
         if lower.host_pages is None:
             return
         upper.host_pages = lower.host_pages[:num_pages].copy()
@@ -482,8 +485,8 @@ class HostTier:
             hold.nodes.append(upper)
 
     def alloc(self, num_pages: int, protected: Collection[TreeNode]) -> tuple[Int32Array, Points] | None:
-        """Lease pages, evicting where needed, but nothing ``protected``; None, and nothing is evicted, if that does
-        not suffice."""
+        """Lease pages, evicting nodes that are not ``protected`` if necessary. If that would not free enough, nothing
+        is evicted and the result is None."""
         missing = num_pages - self.pool.num_free
         if missing > self.num_pages:
             return None  # not even by evicting all
@@ -497,13 +500,15 @@ class HostTier:
         return self.pool.alloc(num_pages)
 
     def evict(self, num_pages: int) -> int:
-        """Retire at least ``num_pages`` pages, the least recently used first, or all that may go; returns how many."""
+        """Retire at least ``num_pages`` pages, the least recently used first, or all that may be evicted. Returns how
+        many."""
         victims, _ = self._choose(num_pages, ())
         return self._evict_all(victims)
 
     def _choose(self, num_pages: int, protected: Collection[TreeNode]) -> tuple[list[TreeNode], int]:
-        """Nodes with at least ``num_pages`` pages in all, the least recently used first, children before parents, as
-        if each had gone when the next is chosen; their pages. They have left the queue."""
+        """Choose nodes with at least ``num_pages`` pages in all, the least recently used first, children before
+        parents: each is chosen as if the ones before had been evicted. Returns them, removed from the queue, and the
+        number of their pages."""
         victims: list[TreeNode] = []
         kept: list[TreeNode] = []
         num_found = 0
@@ -517,10 +522,10 @@ class HostTier:
             assert node.parent is not None, "the root has no pages"
             victims.append(node)
             num_found += node.num_host_pages
-            node.parent.num_host_children -= 1  # so that the parent may be chosen next
+            node.parent.num_host_children -= 1  # the parent may be chosen next
             self.lru.push_if_evictable(node.parent)
         for node in victims:
-            assert node.parent is not None, "nobody has left yet"
+            assert node.parent is not None, "no node has been removed yet"
             node.parent.num_host_children += 1
         for node in kept:
             self.lru.push_if_evictable(node)
@@ -548,7 +553,7 @@ class HostTier:
         return hold
 
     def release(self, hold_id: int) -> None:
-        """Give back a hold, whose user touches the pages no more."""
+        """Release a hold, whose user no longer accesses the pages."""
         assert hold_id in self._holds, f"hold {hold_id} is released twice or was never taken"
         hold = self._holds.pop(hold_id)
         for node in hold.nodes:
@@ -568,7 +573,7 @@ class HostTier:
         self._num_orphan_pages += len(pages)
 
     def check(self, nodes: Sequence[TreeNode]) -> None:
-        """AssertionError if the books disagree with the ``nodes`` of the tree."""
+        """Raises AssertionError if the counts disagree with the ``nodes`` of the tree."""
         self.lru.check()
         for node in nodes:
             name = f"node {node.id}"
@@ -588,8 +593,8 @@ class HostTier:
 
 
 class InTransit:
-    """The books of tickets and nodes. Splits and departures keep them, so an acknowledgement looks up its ticket
-    and nobody else has to remember a node (F15)."""
+    """Which nodes carry which tickets. Splits and departures update it, so that an acknowledgement looks up its ticket
+    here and no other code has to remember a node (F15)."""
 
     def __init__(self) -> None:
         self._nodes: dict[Ticket, list[TreeNode]] = {}
@@ -601,26 +606,27 @@ class InTransit:
         return self._num_pages
 
     def add(self, node: TreeNode, ticket: Ticket) -> None:
-        """``node``'s pages are part of ``ticket``'s transfer."""
+        """Note that ``node``'s pages are part of ``ticket``'s transfer."""
         if not node.transfers:
             self._num_pages += node.num_pages
         node.transfers += (ticket,)
         self._nodes.setdefault(ticket, []).append(node)
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """``upper`` has been cut from the front of ``lower``: both were in the same transfers."""
+        """Note a split: ``upper`` has been cut from the front of ``lower``, and both are in the same transfers."""
         upper.transfers = lower.transfers
         for ticket in lower.transfers:
             self._nodes[ticket].append(upper)
 
     def remove(self, node: TreeNode) -> None:
-        """``node`` has left, or its pages' Points have been taken over by others."""
+        """Forget the tickets of ``node``, which has left the tree or the device, and whose Points have been passed
+        on."""
         if node.transfers:
             self._num_pages -= node.num_pages
             node.transfers = ()
 
     def finish(self, ticket: Ticket) -> None:
-        """``ticket``'s Points are known to have passed, so nodes need not carry it any longer."""
+        """Forget ``ticket``: its Points are known to have passed, so nodes need not carry it any longer."""
         assert ticket.points.passed, f"{ticket!r} is finished before it is done"
         for node in self._nodes.pop(ticket, ()):
             if ticket in node.transfers:
@@ -629,7 +635,7 @@ class InTransit:
                     self._num_pages -= node.num_pages
 
     def check(self, nodes: Sequence[TreeNode]) -> None:
-        """AssertionError if the books disagree with the ``nodes`` of the tree."""
+        """Raises AssertionError if the counts disagree with the ``nodes`` of the tree."""
         for node in nodes:
             assert node.on_device or not node.transfers, f"node {node.id}: in transit to no device page"
             for ticket in node.transfers:

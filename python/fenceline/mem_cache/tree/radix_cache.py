@@ -22,7 +22,7 @@ The life of a request in terms of this class::
 
 A node handle stays valid while it is locked. Splitting keeps the handle on the *lower* half, so that a lock
 taken before the split still covers both halves. An unlocked handle may be evicted at any time; locking it then
-fails an assertion instead of reading somebody else's page.
+fails an assertion, so it cannot lead to another request's page.
 
 One thread (the scheduler's) uses a cache; nothing here depends on wall-clock time or unordered iteration, so
 ranks that make the same calls own the same trees.
@@ -51,8 +51,8 @@ class TreeNode:
     """A run of whole pages that follows the parent's. Only the tree writes the fields.
 
     ``edge`` is the key under which ``parent.children`` holds the node. ``lock_ref`` counts the locks on this
-    node and on all nodes below. ``after`` joins the Points of everybody who let go of the device pages, and
-    ``host_after`` of the host pages: whoever reuses them waits for it. ``parent`` is None for the root and for a
+    node and on all nodes below. ``after`` joins the Points of all users that have released the device pages, and
+    ``host_after`` those of the host pages: the next user waits for them. ``parent`` is None for the root and for a
     node that has left the tree. The pages are on the device, on the host, or on both; the lower fields stay
     at their defaults in a tree without a host tier.
     """
@@ -66,7 +66,7 @@ class TreeNode:
     after: Points
     children: dict[bytes, TreeNode] = field(default_factory=dict)
     lock_ref: int = 0
-    hit_count: int = 0  # matches and inserts that went through
+    hit_count: int = 0  # how many matches and inserts have used the node
     version: int = 0  # counts moves of the device pages, and the departure from the tree
     on_device: bool = True
     num_device_children: int = 0  # children on the device
@@ -93,7 +93,7 @@ class TreeNode:
         return 0 if self.host_pages is None else len(self.host_pages)
 
     def path(self) -> list[TreeNode]:
-        """From the top down to this node, the root left out; empty for a node that has left the tree."""
+        """The nodes from the top down to this one, without the root; empty for a node that has left the tree."""
         nodes: list[TreeNode] = []
         node = self
         while node.parent is not None:
@@ -126,10 +126,10 @@ class TreeNode:
 
 
 class HostHold:
-    """Somebody outside the tree uses these host pages: until the release they are neither evicted nor handed out.
+    """Host pages that are used outside the tree: until the release they are neither evicted nor handed out.
 
-    ``host_pages`` int32 [n] in token order, ``keys`` their storage keys (empty without storage). ``id`` stays good
-    whatever becomes of the node: splits are followed, and pages whose node has left are retired at the last release.
+    ``host_pages`` int32 [n] in token order, ``keys`` their storage keys (empty without storage). ``id`` stays valid
+    whatever happens to the node: splits are followed, and pages whose node has left are retired at the last release.
     """
 
     __slots__ = ("host_pages", "id", "keys", "nodes", "orphans")
@@ -188,7 +188,7 @@ class InsertResult:
     request onto ``pages`` and retires the duplicates among ``[:e]``. ``pages`` int32 (a copy) are those that
     hold the inserted range for everybody: the tree's, or the caller's own if the cache is disabled, so that
     remapping is then the identity. ``node`` is the deepest node of the range; lock it to keep using ``pages``.
-    ``loading``: as in :class:`MatchResult`, for who moves onto pages that are being loaded for somebody else.
+    ``loading``: as in :class:`MatchResult`; the range may include pages that are being loaded for another request.
     """
 
     num_existing_tokens: int
@@ -207,13 +207,13 @@ class LruQueue:
     """
 
     def __init__(self, is_candidate: Callable[[TreeNode], bool]) -> None:
-        """``is_candidate``: whether a node may be given up now."""
+        """``is_candidate``: whether a node may be evicted now."""
         self._is_candidate = is_candidate
         self._heap: list[tuple[int, int, TreeNode]] = []
         self._members: set[TreeNode] = set()  # never iterated: the order of a set is not deterministic
 
     def __len__(self) -> int:
-        """Entries, those of nodes that are no candidates any more included."""
+        """Number of entries, including those of nodes that are no longer candidates."""
         return len(self._heap)
 
     def __contains__(self, node: TreeNode) -> bool:
@@ -243,7 +243,7 @@ class LruQueue:
         self._heap = []
 
     def check(self) -> None:
-        """AssertionError naming the entry that breaks the rules above."""
+        """Raises AssertionError that names an entry which breaks the rules above."""
         seen: set[TreeNode] = set()
         for tick, _, node in self._heap:
             assert node not in seen, f"node {node.id}: queued twice"
@@ -264,8 +264,8 @@ class RadixCache:
     """
 
     def __init__(self, pages: LeasePool, page_size: int, disabled: bool = False, lookahead: int = 0) -> None:
-        """``pages``: the pool that evicted pages are retired to. ``page_size``: tokens per page. ``lookahead``: tokens
-        behind a page that its bytes depend on."""
+        """``pages``: the pool to which evicted pages are retired. ``page_size``: tokens per page. ``lookahead``: tokens
+        behind a page on which its bytes depend. Raises ``ValueError`` if ``page_size`` is less than 1."""
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
         self.page_size = page_size
@@ -301,7 +301,8 @@ class RadixCache:
         """Whether ``match`` still says where its prefix is. False once any of its pages has moved or gone (F5):
         match again before using it. True does not promise that it is still the longest. Constant time.
 
-        One node's version stands for the whole path: pages go from the leaves up, so the deepest goes first.
+        One node's version stands for the whole path: pages are evicted from the leaves up, so the deepest node of the
+        path loses its pages first.
         """
         return match.node.version == match.version
 
@@ -311,7 +312,7 @@ class RadixCache:
         """Offer ``pages`` [n] holding the KV of ``token_ids`` [n * page_size + lookahead]; the tree takes what it
         lacks.
 
-        ``after``: the caller's own writes and reads of the taken pages so far; whoever reuses them waits for
+        ``after``: the caller's own writes and reads of the taken pages so far; their next user waits for
         it. See :class:`InsertResult` for who owns what afterwards. Makes the inserted path the most recently
         used. The arrays are copied.
         """
@@ -389,14 +390,14 @@ class RadixCache:
         return num_retired
 
     def _clear(self) -> None:
-        """All nodes have been detached."""
+        """Set the counts to those of an empty tree, after all nodes have been detached."""
         self._root.children = {}
         self._root.num_device_children = self._root.num_host_children = 0
         self._lru.clear()
         self._num_nodes = 0
         self._num_evictable_pages = 0
 
-    # --- books ---------------------------------------------------------------------------------------
+    # --- counts --------------------------------------------------------------------------------------
 
     @property
     def root(self) -> TreeNode:
@@ -425,12 +426,12 @@ class RadixCache:
 
     @property
     def num_created(self) -> int:
-        """Nodes made so far, by growth and by splits: while it stands still, no match has become longer."""
+        """Nodes made so far, by growth and by splits. While this does not change, no match has become longer."""
         return self._num_created
 
     @property
     def num_moves(self) -> int:
-        """How often the pages of a node moved or left: while it stands still, every match is current."""
+        """How often the pages of a node have moved or left. While this does not change, every match is current."""
         return self._num_moves
 
     @property
@@ -443,7 +444,7 @@ class RadixCache:
         return np.sort(np.concatenate([self._root.pages, *(node.pages for node in self._nodes())]))
 
     def check(self) -> None:
-        """Recompute every counter and structural invariant the slow way; AssertionError names what is wrong."""
+        """Recompute all counts and check all structural invariants. Raises AssertionError that names what is wrong."""
         self._lru.check()
         assert self._root.parent is None and self._root.num_pages == 0, "the root holds pages or has a parent"
         assert self._root.lock_ref == 0, "the root is locked"
@@ -465,18 +466,18 @@ class RadixCache:
             assert counted == number, f"{number} {what}, counted {counted}"
         check_owned(self.all_pages(), self._pool)
 
-    # --- inner parts ---------------------------------------------------------------------------------
+    # --- internals -----------------------------------------------------------------------------------
 
     def namespace(self, node: TreeNode) -> str:
-        """The ``extra_key`` of the prefixes of ``node``, which is of the first level."""
+        """The ``extra_key`` of the prefixes of ``node``, which is a child of the root."""
         return node.edge[: -4 * (self.page_size + self.lookahead)].decode("utf-8", "surrogatepass")
 
     def _num_pages(self, tokens: Int32Array) -> int:
-        """Whole pages of ``tokens`` whose lookahead is among them."""
+        """Number of whole pages of ``tokens`` whose lookahead is in ``tokens`` too."""
         return max(tokens.size - self.lookahead, 0) // self.page_size
 
     def _whole_pages(self, token_ids: IntArray) -> Int32Array:
-        """The tokens of its whole pages, with their lookahead."""
+        """The tokens of the whole pages of ``token_ids``, with their lookahead."""
         tokens = as_tokens(token_ids)
         return tokens[: self._num_pages(tokens) * self.page_size + self.lookahead]
 
@@ -559,7 +560,7 @@ class RadixCache:
         return leaf
 
     def _adopt(self, path: list[TreeNode], pages: Int32Array, after: Points) -> int:
-        """Use the first of the caller's ``pages`` for nodes of ``path`` that lack device pages; how many."""
+        """Give the first of the caller's ``pages`` to nodes of ``path`` that lack device pages. Returns how many."""
         return 0
 
     def _loading(self, path: list[TreeNode]) -> tuple[Ticket, ...]:
@@ -567,7 +568,7 @@ class RadixCache:
         return ()
 
     def _offer(self, node: TreeNode) -> None:
-        """``node`` has no lock any more: it may be given up."""
+        """``node`` has no lock any more: it may be evicted."""
         self._lru.push_if_evictable(node)
 
     def _evict_leaf(self, node: TreeNode) -> int:
@@ -584,14 +585,15 @@ class RadixCache:
         return len(node.pages)
 
     def _detach(self, node: TreeNode) -> None:
-        """``node`` has left the tree: its version changes, so that matches of it are found to be stale."""
+        """Clear the links of ``node``, which has left the tree, and change its version, so that matches of it are found
+        to be stale."""
         node.parent = None
         node.children = {}
         node.num_device_children = node.num_host_children = 0
         self._note_move(node)
 
     def _note_move(self, node: TreeNode) -> None:
-        """The place of ``node``'s pages has changed."""
+        """Note that ``node``'s pages are elsewhere now, or have gone."""
         node.version += 1
         self._num_moves += 1
 
@@ -625,7 +627,8 @@ def as_tokens(token_ids: IntArray) -> Int32Array:
 
 
 def check_node(node: TreeNode, root: TreeNode, page_size: int, lookahead: int) -> None:
-    """AssertionError naming what is wrong with ``node``, which is below ``root``, or between it and its parent."""
+    """Raises AssertionError that names what is wrong with ``node``, which is below ``root``, or between it and its
+    parent."""
     name, parent = f"node {node.id}", node.parent
     assert parent is not None, f"{name}: in the tree without a parent"
     assert parent.children.get(node.edge) is node, f"{name}: its parent does not know it by its edge"
@@ -651,7 +654,7 @@ def check_node(node: TreeNode, root: TreeNode, page_size: int, lookahead: int) -
 
 
 def check_owned(pages: Int32Array, pool: LeasePool) -> None:
-    """AssertionError unless ``pages`` (ascending) are all different and all leased from ``pool``."""
+    """Raises AssertionError unless ``pages`` (ascending) are all different and all leased from ``pool``."""
     again = np.unique(pages[1:][pages[1:] == pages[:-1]])
     assert again.size == 0, f"{pool.name} held twice: {again.tolist()}"
     lost = np.setdiff1d(pages, np.asarray(pool.owned(), dtype=np.int32))

@@ -1,4 +1,5 @@
-"""The kernel before the model's forward: what a decode step derives on the device.
+"""The kernel before the model's forward, which computes the inputs of a decode step on the device.
 
-It has a reference of torch operators (cpu, vgpu) and a Triton kernel (cuda) that is imported when first used.
+It has a reference implementation in torch operators (cpu, vgpu) and a Triton kernel (cuda), which is imported when it
+is first used.
 """

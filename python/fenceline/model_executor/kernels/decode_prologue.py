@@ -1,10 +1,10 @@
-"""The start of a decode step: everything the model reads, derived on the device from the plan and the request rows."""
+"""The start of a decode step: computes the model's inputs on the device from the plan and the request rows."""
 
 from __future__ import annotations
 
 import torch
 
-from fenceline.memory_order.kernel import Kernel, KernelAccesses, is_watched
+from fenceline.memory_order.kernel import Kernel, KernelAccesses
 
 
 def _accesses(
@@ -42,13 +42,13 @@ def decode_prologue(
 ) -> None:
     """Write the inputs of a decode step of B requests. A request in row 0, the sink, is padding.
 
-    ``rows``, ``plan_seq_lens``, ``num_steps`` [B] int64: the request rows, their lengths at step 0 including that
-    step's token, and the steps since. ``page_table`` [R, max_pages] int32, ``last_tokens`` [R] int64. All outputs are
-    [B] int64: length (plan + steps; 1 for padding), position (length - 1), KV slot of that position, and the row's last
-    token.
-    ``out_seq_lens`` may be ``plan_seq_lens`` itself. Positions beyond the page table are not checked.
+    ``rows``, ``plan_seq_lens``, ``num_steps`` [B] int64: the request rows, their lengths in the first step of the plan
+    including that step's token, and the number of steps since then. ``page_table`` [R, max_pages] int32,
+    ``last_tokens`` [R] int64. All outputs are [B] int64: the length (plan + steps; 1 for padding), the position
+    (length - 1), the KV slot of that position, and the row's last token. ``out_seq_lens`` may be ``plan_seq_lens``
+    itself. It is not checked that positions are inside the page table.
 
-    One launch on the current stream, no host synchronisation, fit for capture.
+    One launch on the current stream, without host synchronisation. It may be captured.
     """
     outputs = (out_seq_lens, out_positions, out_slots, out_input_ids)
     assert all(t.shape == rows.shape for t in (plan_seq_lens, num_steps, *outputs))
@@ -59,10 +59,10 @@ def decode_prologue(
         launch((rows, plan_seq_lens, num_steps), (page_table, last_tokens), page_size, outputs)
         return
     operands = (rows, plan_seq_lens, num_steps, page_table, last_tokens, page_size, *outputs)
-    if is_watched(rows.device):
-        KERNEL.launch(_derive, *operands)
-    else:
+    if rows.is_cpu:
         _derive(*operands)
+    else:  # on the virtual GPU, which checks accesses to memory
+        KERNEL.launch(_derive, *operands)
 
 
 def _derive(
@@ -77,7 +77,7 @@ def _derive(
     out_slots: torch.Tensor,
     out_input_ids: torch.Tensor,
 ) -> None:
-    """By torch's operators."""
+    """The reference implementation."""
     out_seq_lens.copy_(torch.where(rows == 0, 1, plan_seq_lens + num_steps))
     out_positions.copy_(out_seq_lens - 1)
     pages = page_table[rows, out_positions // page_size].long()

@@ -1,11 +1,11 @@
-"""The end of a step: one token for each request, drawn on the device, and the state that the next step reads."""
+"""The end of a step: draws one token for each request on the device, and updates the state that the next step reads."""
 
 from __future__ import annotations
 
 import torch
 
 from fenceline.memory_order.kernel import Kernel, KernelAccesses, is_watched
-from fenceline.sampling.gumbel import GumbelSampler
+from fenceline.sampling.gumbel import GumbelSampler, row_chunks
 
 
 def _pieces(
@@ -18,11 +18,22 @@ def _pieces(
     thresholds: torch.Tensor | None,
     maxima: torch.Tensor | None,
     token_ids: torch.Tensor | None,
+    masks: torch.Tensor | None,
     best_scores: torch.Tensor,
     best_ids: torch.Tensor,
     largest: torch.Tensor | None,
 ) -> None:
-    for read in (logits, temperatures, noise_scales, seed_keys, positions, thresholds, maxima, token_ids):
+    for read in (
+        logits,
+        temperatures,
+        noise_scales,
+        seed_keys,
+        positions,
+        thresholds,
+        maxima,
+        token_ids,
+        masks,
+    ):
         op.read(read)
     op.write(best_scores)
     op.write(best_ids)
@@ -45,8 +56,9 @@ def _combine(
     op.write(steps)
 
 
-# The two launches of a draw. Their winners lie in two tensors [B, pieces of the vocabulary], float32 and int32. Drafts
-# are kept by another second launch (speculative/kernels/step.py), which also reads the largest logits of the pieces.
+# The two launches of a draw. The first writes the best score (float32) and token (int32) of each piece of the
+# vocabulary to tensors [B, pieces], and the second compares them. For drafts, the second launch is another kernel
+# (keep_draft in speculative/kernels/step.py), which also reads the largest logit of each piece.
 PIECES = Kernel("draw_from_pieces", _pieces)
 COMBINE = Kernel("combine_pieces", _combine)
 
@@ -65,52 +77,71 @@ def sample_tokens(
     maxima: torch.Tensor | None = None,
     rows_each: int = 1,
     ahead: int = 0,
+    masks: torch.Tensor | None = None,
 ) -> None:
-    """Write to ``next_tokens`` [B] int64 a draw from each row of softmax(logits / temperature).
+    """Draw one token from each row of softmax(logits / temperature) and write it to ``next_tokens`` [B] int64.
 
-    ``logits`` [B, V] bfloat16, float16 or float32, not changed. Absent (None): ``temperatures`` [B] float32 are 1;
-    ``noise_scales`` [B] float32 are 1 (0: the arg-max, ties to the lowest id); ``seed_keys`` [B] int64
-    (``gumbel.mix_seeds``): every row is greedy; ``thresholds`` [B] float32: all tokens may be drawn. With thresholds,
-    ``maxima`` [B] float32 (required) are the rows' maxima, and tokens with (logit - maximum) / temperature below the
-    threshold are not drawn while any other is left. ``positions`` + ``ahead`` [B] int64 are those the sampled tokens
-    will have. With ``rows_each`` of several, as many rows of logits, one after the other, share temperature, scale and
-    key: those are [B / rows_each].
+    ``logits`` [B, V] bfloat16, float16 or float32 are not changed. ``positions`` + ``ahead`` [B] int64 are the
+    positions that the drawn tokens will have. The other inputs may be None:
 
-    ``last_tokens[rows]`` is set to the tokens where both are given (rows [B] int64; padding repeats row 0, the sink);
-    ``steps`` [B] int64 grow by one. NaN logits give some id of the vocabulary.
+    * ``temperatures`` [B] float32; None: 1.
+    * ``noise_scales`` [B] float32; None: 1. With 0 a row's token is the arg-max (of equal logits the lowest id).
+    * ``seed_keys`` [B] int64 (``gumbel.mix_seeds``); None: all rows are greedy.
+    * ``thresholds`` [B] float32; None: all tokens may be drawn. Otherwise ``maxima`` [B] float32, the rows' largest
+      logits, are required, and tokens with (logit - maximum) / temperature below the threshold are not drawn as long
+      as there is another.
+    * ``masks``, contiguous, not together with thresholds: see :func:`masked`; None: all tokens may be drawn.
 
-    The draw is that of gumbel.py: a function of (logits row, temperature, seed, position) alone, whatever else is in
-    the batch. On the CPU and on vgpu it equals the eager sampler's bit by bit. On CUDA the sampler calls this; there
-    scores are logit / temperature in float32. The maximum is not subtracted first, which saves a pass over the logits.
+    If ``rows_each`` is above 1, that many consecutive rows share temperature, scale and key, which then are
+    [B / rows_each].
 
-    Current stream, two launches on CUDA, no host synchronisation, fit for capture.
+    If ``rows`` [B] int64 and ``last_tokens`` are given, ``last_tokens[rows]`` is set to the tokens; padding has row 0,
+    the sink. If ``steps`` [B] int64 is given, it is incremented. From NaN logits some id of the vocabulary is drawn.
+
+    The draw is that of gumbel.py: it depends only on (logits row, temperature, seed, position). On the CPU and on vgpu
+    it equals the eager sampler's bit by bit. On CUDA the sampler calls this function. There scores are
+    logit / temperature in float32, without subtracting the maximum first, which saves a pass over the logits.
+
+    It is submitted to the current stream, on CUDA as two launches, without host synchronisation. It may be captured.
     """
     assert logits.shape[0] == positions.shape[0] == next_tokens.shape[0]
     assert (rows is None) == (last_tokens is None)
-    assert thresholds is None or maxima is not None, "thresholds count from the maximum"
+    assert thresholds is None or maxima is not None, "thresholds are relative to the maximum"
+    assert thresholds is None or masks is None, (
+        "thresholds are relative to the maximum of the tokens that masks allow"
+    )
     if logits.is_cuda:
         from fenceline.sampling.kernels.sample_triton import DrawInputs, launch
 
         inputs = DrawInputs(
-            temperatures, noise_scales, seed_keys, positions, thresholds, maxima, None, rows_each, ahead
+            temperatures,
+            noise_scales,
+            seed_keys,
+            positions,
+            thresholds,
+            maxima,
+            None,
+            rows_each,
+            ahead,
+            masks,
         )
         launch(logits, inputs, rows, last_tokens, next_tokens, steps)
         return
     drawn = (logits, temperatures, noise_scales, seed_keys, positions, thresholds)
     kept = (rows, last_tokens, next_tokens, steps)
-    if is_watched(logits.device):  # as on CUDA, with a vocabulary in one piece
+    if is_watched(logits.device):  # two launches, as on CUDA, with the vocabulary as one piece
 
         def draw(*operands: torch.Tensor) -> None:
-            *drawn, _, _, best_scores, best_ids, _ = operands
-            best_ids[:, 0] = _draw(*drawn, rows_each=rows_each, ahead=ahead)
+            *drawn, _, _, masks, best_scores, best_ids, _ = operands
+            best_ids[:, 0] = _draw(*drawn, masks=masks, rows_each=rows_each, ahead=ahead)
             best_scores.zero_()
 
         best_scores = logits.new_empty(logits.shape[0], 1, dtype=torch.float32)
         best_ids = positions.new_empty(logits.shape[0], 1, dtype=torch.int32)
-        PIECES.launch(draw, *drawn, maxima, None, best_scores, best_ids, None)
+        PIECES.launch(draw, *drawn, maxima, None, masks, best_scores, best_ids, None)
         COMBINE.launch(_keep_whole, best_scores, best_ids, *kept)
     else:
-        _keep(_draw(*drawn, rows_each=rows_each, ahead=ahead), *kept)
+        _keep(_draw(*drawn, masks=masks, rows_each=rows_each, ahead=ahead), *kept)
 
 
 def draw_pieces(
@@ -123,23 +154,25 @@ def draw_pieces(
     token_ids: torch.Tensor | None,
     vocab_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The first launch of :func:`sample_tokens` alone: of each piece of each row the best score with noise [B, P]
-    float32, its token [B, P] int32, and the largest logit [B, P] float32, +inf where one is NaN.
+    """The first launch of :func:`sample_tokens`. Returns, for each of the P pieces of each row, the best score with
+    noise [B, P] float32, its token [B, P] int32, and the largest logit [B, P] float32, which is +inf if a logit is NaN.
 
-    Operands as of :func:`sample_tokens`. ``token_ids`` [V] int64: which token of a vocabulary of ``vocab_size`` each
-    column is, all different; None: the columns are the vocabulary. Of equal scores the lowest token is the best.
+    For the operands see :func:`sample_tokens`. ``token_ids`` [V] int64, which are distinct, are the columns' tokens in
+    a vocabulary of ``vocab_size``; None: the columns are the vocabulary. Of equal scores that of the lowest token wins.
     """
     num = len(logits)
     if logits.is_cuda:
         from fenceline.sampling.kernels.sample_triton import DrawInputs, launch_pieces
 
-        inputs = DrawInputs(temperatures, noise_scales, seed_keys, positions, None, None, token_ids, 1, ahead)
+        inputs = DrawInputs(
+            temperatures, noise_scales, seed_keys, positions, None, None, token_ids, ahead=ahead
+        )
         return launch_pieces(logits, inputs)
 
     def draw(
         logits: torch.Tensor, temperatures: torch.Tensor | None, scales: torch.Tensor | None,
         keys: torch.Tensor | None, positions: torch.Tensor, _1: None, _2: None, token_ids: torch.Tensor | None,
-        best_scores: torch.Tensor, best_ids: torch.Tensor, largest: torch.Tensor,
+        _3: None, best_scores: torch.Tensor, best_ids: torch.Tensor, largest: torch.Tensor,
     ) -> None:  # fmt: skip
         best = logits.float().amax(dim=-1)
         largest[:, 0] = best.masked_fill(best.isnan(), torch.inf)
@@ -149,7 +182,7 @@ def draw_pieces(
 
     best_scores, largest = (logits.new_empty(num, 1, dtype=torch.float32) for _ in range(2))
     best_ids = positions.new_empty(num, 1, dtype=torch.int32)
-    operands = (logits, temperatures, noise_scales, seed_keys, positions, None, None, token_ids)
+    operands = (logits, temperatures, noise_scales, seed_keys, positions, None, None, token_ids, None)
     if is_watched(logits.device):
         PIECES.launch(draw, *operands, best_scores, best_ids, largest)
     else:
@@ -157,8 +190,28 @@ def draw_pieces(
     return best_scores, best_ids, largest
 
 
+def masked(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    """A copy of ``logits`` [B, V] that is -inf where the token's bit in ``masks`` [B, ceil(V / 32)] int32 is not set.
+
+    If there are fewer masks, [B / n, ceil(V / 32)], they apply to every n-th row, beginning with the first: a request's
+    n rows are verified, and only the first needs its mask, because its drafts are not accepted."""
+    stride = len(logits) // len(masks)
+    if stride > 1:
+        made = logits.clone()
+        made[::stride] = masked(logits[::stride], masks)
+        return made
+    vocab_size = logits.shape[1]
+    places = torch.arange(32, dtype=torch.int32, device=masks.device)
+    pieces = []
+    for rows in row_chunks(*logits.shape):
+        bits = (masks[rows].unsqueeze(-1) >> places).bitwise_and_(1).flatten(1)[:, :vocab_size]
+        pieces.append(logits[rows].masked_fill(bits == 0, -torch.inf))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
 def whole_vocabulary(logits: torch.Tensor, token_ids: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
-    """Logits [B, vocab_size] of which ``logits`` [B, V] are those of ``token_ids`` [V] int64; of others -inf."""
+    """Logits [B, vocab_size] with ``logits`` [B, V] at ``token_ids`` [V] int64 and -inf elsewhere. ``logits`` itself if
+    ``token_ids`` is None."""
     if token_ids is None:
         return logits
     whole = logits.new_full((len(logits), vocab_size), -torch.inf)
@@ -192,11 +245,12 @@ def _draw(
     positions: torch.Tensor,
     thresholds: torch.Tensor | None,
     *,
+    masks: torch.Tensor | None = None,
     rows_each: int = 1,
     ahead: int = 0,
 ) -> torch.Tensor:
-    """The same operations as the sampler's, in the same order."""
-    scores = logits.float()
+    """Draw with the same operations as the sampler, in the same order."""
+    scores = logits.float() if masks is None else masked(logits.float(), masks)
     if seed_keys is None:
         return scores.argmax(dim=-1)
     if rows_each > 1:

@@ -1,7 +1,8 @@
-"""``sample_tokens`` in Triton: the vocabulary is split over programs, then the best tokens of the pieces are compared.
+"""``sample_tokens`` in Triton: the programs of a first kernel draw from pieces of the vocabulary, and a second kernel
+compares the best tokens of the pieces.
 
-How the vocabulary is split does not depend on the batch. Logarithms are libdevice's, which torch's CUDA operators use
-too, so the noise equals bit by bit what ``GumbelSampler`` computes on the same GPU.
+The pieces do not depend on the batch. Logarithms are computed by libdevice, as in torch's CUDA operators, so the noise
+equals that of ``GumbelSampler`` on the same GPU bit by bit.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from triton.language.extra import libdevice
 
 from fenceline.layers.kernels.launcher import KernelVariant
 
-_BLOCK = 1024  # 149 programs for the largest vocabularies: one request alone fills a large GPU
+# The size of a piece. The largest vocabularies need 149 programs per row, so even one request uses all of a large GPU.
+_BLOCK = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class DrawInputs:
-    """What a draw depends on besides the logits; see ``sample_tokens`` and, for ``token_ids``, ``draw_pieces``."""
+    """The inputs of a draw other than the logits; see ``sample_tokens`` and, for ``token_ids``, ``draw_pieces``."""
 
     temperatures: torch.Tensor | None
     noise_scales: torch.Tensor | None
@@ -32,6 +34,7 @@ class DrawInputs:
     token_ids: torch.Tensor | None = None
     rows_each: int = 1
     ahead: int = 0
+    masks: torch.Tensor | None = None
 
 
 def launch(
@@ -54,7 +57,7 @@ def launch(
 def launch_pieces(
     logits: torch.Tensor, inputs: DrawInputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See ``draw_pieces``; of at least one row."""
+    """See ``draw_pieces``. There must be at least one row."""
     pieces = _variants(logits.shape[1], logits.stride(0))[0]
     largest = torch.empty(len(logits), pieces, dtype=torch.float32, device=logits.device)
     scores, ids, _ = _launch_pieces(logits, inputs, largest)
@@ -66,7 +69,12 @@ def _launch_pieces(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
-    pieces, draw, _ = _variants(vocab_size, logits.stride(0), inputs.rows_each)
+    masks = inputs.masks
+    rows_each_mask = 0
+    if masks is not None:
+        rows_each_mask = num_rows // len(masks)
+        assert masks.is_contiguous() and masks.shape[1] == -(-vocab_size // 32), masks.shape
+    pieces, draw, _ = _variants(vocab_size, logits.stride(0), inputs.rows_each, rows_each_mask)
     best_scores = torch.empty(num_rows, pieces, dtype=torch.float32, device=logits.device)
     best_ids = torch.empty(num_rows, pieces, dtype=torch.int32, device=logits.device)
     tensors = (
@@ -78,6 +86,7 @@ def _launch_pieces(
         inputs.thresholds,
         inputs.maxima,
         inputs.token_ids,
+        masks,
         best_scores,
         best_ids,
         largest,
@@ -87,11 +96,14 @@ def _launch_pieces(
 
 
 @cache
-def _variants(vocab_size: int, stride: int, rows_each: int = 1) -> tuple[int, KernelVariant, KernelVariant]:
+def _variants(
+    vocab_size: int, stride: int, rows_each: int = 1, rows_each_mask: int = 0
+) -> tuple[int, KernelVariant, KernelVariant]:
     """The number of pieces, the kernel that draws in each of them, and the kernel that compares them."""
     block = min(_BLOCK, max(32, triton.next_power_of_2(vocab_size)))
     pieces = -(-vocab_size // block)
     constants = {"STRIDE": stride, "VOCAB": vocab_size, "BLOCK": block, "ROWS_EACH": rows_each}
+    constants["ROWS_EACH_MASK"] = rows_each_mask
     draw = KernelVariant(_piece_kernel, constants, max(1, block // 256))
     block = max(32, triton.next_power_of_2(pieces))
     constants = {"PIECES": pieces, "BLOCK": block}
@@ -108,6 +120,7 @@ def _piece_kernel(
     thresholds,
     maxima,
     token_ids,
+    masks,
     best_scores,
     best_ids,
     largest,
@@ -116,8 +129,9 @@ def _piece_kernel(
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS_EACH: tl.constexpr,
+    ROWS_EACH_MASK: tl.constexpr,
 ):
-    """One program: the best among BLOCK consecutive columns of one row."""
+    """A program finds the best token among BLOCK consecutive columns of one row."""
     PIECES: tl.constexpr = (VOCAB + BLOCK - 1) // BLOCK
     row = tl.program_id(0) // PIECES
     piece = tl.program_id(0) % PIECES
@@ -149,7 +163,13 @@ def _piece_kernel(
     if thresholds is not None:
         distance = tl.div_rn(values - maximum, tl.zeros_like(values) + temperature)
         scores = tl.where(distance < threshold, -float("inf"), scores)
-    # NaN is drawn only if there is nothing else, and ids beyond the vocabulary are never drawn.
+    if masks is not None:
+        WORDS: tl.constexpr = (VOCAB + 31) // 32
+        has_mask = row % ROWS_EACH_MASK == 0
+        words = masks + (row // ROWS_EACH_MASK).to(tl.int64) * WORDS + columns // 32
+        bits = tl.load(words, mask=live & has_mask, other=-1) >> (columns % 32)
+        scores = tl.where((bits & 1) != 0, scores, -float("inf"))
+    # A NaN is drawn only if there is nothing else. Columns beyond the vocabulary are never drawn.
     scores = tl.where(live & (scores == scores), scores, -float("inf"))
     out = row.to(tl.int64) * PIECES + piece
     if token_ids is None:
@@ -175,7 +195,7 @@ def _combine_kernel(
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: the best token of one request's pieces; of equals the one of the lowest piece."""
+    """A program finds the best token of all pieces of one row; of equal scores the one with the lowest id."""
     req = tl.program_id(0)
     pieces = tl.arange(0, BLOCK)
     live = pieces < PIECES
@@ -195,7 +215,7 @@ def _combine_kernel(
 
 @triton.jit
 def _row_keys(seed_key, position):
-    """splitmix64's finaliser of (seed, position), as its upper and lower half, uint32. See gumbel.py."""
+    """The upper and lower half (uint32) of splitmix64's finaliser of (seed, position). See gumbel.py."""
     z = seed_key.to(tl.uint64, bitcast=True) + position.to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -205,7 +225,7 @@ def _row_keys(seed_key, position):
 
 @triton.jit
 def _gumbel(ids, key_a, key_b):
-    """Standard Gumbel noise of token ids int32 → float32, finite; the operations of GumbelSampler one by one."""
+    """Standard Gumbel noise (float32, finite) of token ids (int32), with exactly the operations of GumbelSampler."""
     x = ids.to(tl.uint32) * 0x9E3779B1 + key_a
     x = ((x ^ (x >> 16)) * 0x7FEB352D) ^ key_b
     x = (x ^ (x >> 15)) * 0x846CA68B

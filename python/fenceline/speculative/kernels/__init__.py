@@ -1,4 +1,5 @@
-"""What a speculative step computes between its forwards, in a few launches.
+"""The kernels of a speculative step between its forwards.
 
-Each kernel has a reference of torch operators (cpu, vgpu) and a Triton kernel (cuda) that is imported when first used.
+Each one has a reference implementation in torch operators (cpu, vgpu) and a Triton kernel (cuda), which is imported
+when it is first used.
 """

@@ -1,4 +1,4 @@
-"""What the kernels of a speculative step read and write, by name: see ``step``."""
+"""Named operands of the kernels of a speculative step, see ``step``. Tensors are int64 unless stated otherwise."""
 
 from __future__ import annotations
 
@@ -9,47 +9,50 @@ import torch
 
 Tensor = torch.Tensor
 
-SINK_LEN = 2  # of the sink's row: a last token and one before it
+SINK_LEN = 2  # the length of the sink's row: a last token and one before it
 
 
-class Begun(NamedTuple):
-    """Where the begin of a step goes."""
+class BeginOutputs(NamedTuple):
+    """Outputs of ``begin_step``."""
 
-    lens: Tensor  # [B]
-    seq_lens: Tensor  # [B], with all N rows
-    path_lens: Tensor | None  # [B], with all rows that a path may have; None: nobody needs it
-    positions: Tensor  # [B, N], from that of the last token on
-    out_slots: Tensor  # [B, N]
-    input_ids: Tensor  # [B, N], of which the first column is written: the last tokens
-    is_bad: Tensor  # [B] bool: false
+    lens: Tensor  # [B]: the requests' lengths, including the last token, which has no KV yet
+    seq_lens: Tensor  # [B]: the lengths including all N rows
+    path_lens: Tensor | None  # [B]: the lengths including the longest possible path; None: not needed
+    positions: Tensor  # [B, N]: consecutive positions, beginning with that of the last token
+    out_slots: Tensor  # [B, N]: the KV slots of these positions
+    input_ids: Tensor  # [B, N]: only the first column is written, with the last tokens
+    is_bad: Tensor  # [B] bool: set to false
 
 
 class NextRow(NamedTuple):
-    """The row of each request that the draft computes next: column ``at`` of ``positions`` and ``out_slots`` [B, N],
-    where the request has ``lens`` + ``at`` tokens, and where all that goes."""
+    """The row of each request that the draft computes next, and the outputs of ``keep_draft`` for it.
+
+    The row is column ``at`` of ``positions`` and ``out_slots`` [B, N]. The request then has ``lens`` + ``at``
+    tokens."""
 
     at: int
     lens: Tensor  # [B]
     positions: Tensor
     out_slots: Tensor
-    draft_lens: Tensor  # [B]
-    draft_ids: Tensor  # [B]
-    draft_positions: Tensor  # [B]
-    draft_slots: Tensor  # [B]
+    draft_lens: Tensor  # [B], output: lens + at
+    draft_ids: Tensor  # [B], output: the drafted token
+    draft_positions: Tensor  # [B], output
+    draft_slots: Tensor  # [B], output
 
 
-class Kept(NamedTuple):
-    """Where the end of a step goes: of the requests [B], and of their rows [R]."""
+class AcceptOutputs(NamedTuple):
+    """Outputs of ``accept_chain``: for each request [B], or for each request row [R]."""
 
-    counts: Tensor  # [B]: the step's tokens, 1 to N
-    num_bad: Tensor  # [B]: 1 where the draft could not be used
+    counts: Tensor  # [B]: the number of tokens that the step yields, 1 to N
+    num_bad: Tensor  # [B]: 1 if the draft was unusable
     last_tokens: Tensor  # [R]
-    state_lens: Tensor  # [R]: that of the sink remains
-    previous: Tensor | None  # [R]: the token in front of the last one. None: nobody needs it
-    is_behind: Tensor | None  # [R] bool: whether the draft has not computed that one yet
+    state_lens: Tensor  # [R]: the new lengths; that of the sink stays SINK_LEN
+    previous: Tensor | None  # [R]: the token before the last one; None: not needed
+    is_behind: Tensor | None  # [R] bool: whether the draft has not computed that token yet; None: not needed
 
 
-def sure_and_more(accept_length: float) -> tuple[int, int]:
-    """The tokens that each simulated step has, and of 2**31 hashes how many give it one more."""
-    sure = int(accept_length)
-    return sure, math.ceil((accept_length - sure) * 2**31)
+def simulated_counts(accept_length: float) -> tuple[int, int]:
+    """For ``simulate_drafts``: the minimum number of tokens that a step yields, and the bound below which a hash in
+    [0, 2**31) makes it yield one more."""
+    min_count = int(accept_length)
+    return min_count, math.ceil((accept_length - min_count) * 2**31)

@@ -1,8 +1,9 @@
-"""What a speculative step computes between its forwards, one launch each: the begin of a step, a draft that is kept,
-the end of a chain, and the hidden states that the next step begins with.
+"""What a speculative step computes between its forwards, one launch each: the begin of a step, the positions and slots
+of the draft's rows, the storing of drafts, the end of a chain, and the hidden states from which the next step goes on.
 
-B requests, of which the ones in row 0, the sink, are padding; N rows of each that are verified. All is int64 if nothing
-else is said. Current stream, no host synchronisation, fit for capture.
+B requests, of which those in row 0, the sink, are padding. N rows of each request are verified. Tensors are int64
+unless stated otherwise. All functions submit to the current stream, do not synchronise with the host, and may be
+captured.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from fenceline.memory_order.kernel import Kernel, KernelAccesses, is_watched
 from fenceline.speculative.accept import accept, simulate_drafts
 from fenceline.speculative.draws import Pieces, drawn_tokens
-from fenceline.speculative.kernels.operands import SINK_LEN, Begun, Kept, NextRow
+from fenceline.speculative.kernels.operands import SINK_LEN, AcceptOutputs, BeginOutputs, NextRow
 from fenceline.speculative.kv_rows import slots_at
 from fenceline.speculative.refuse import check_draft
 from fenceline.speculative.tree import DraftTree
@@ -30,11 +31,11 @@ def _begin_accesses(
     last_tokens: Tensor,
     page_size: int,
     depth: int,
-    *begun: Tensor | None,
+    *outputs: Tensor | None,
 ) -> None:
     for state in (state_lens, page_table, last_tokens):
         op.read(state, rows)
-    lens, seq_lens, path_lens, positions, out_slots, input_ids, is_bad = begun
+    lens, seq_lens, path_lens, positions, out_slots, input_ids, is_bad = outputs
     for written in (lens, seq_lens, path_lens, positions, out_slots, _column(input_ids, 0), is_bad):
         op.write(written)
 
@@ -49,18 +50,18 @@ def begin_step(
     last_tokens: Tensor,
     page_size: int,
     depth: int,
-    begun: Begun,
+    outputs: BeginOutputs,
 ) -> None:
-    """Derive the rows that a step verifies, which proposes ``depth`` tokens one after the other.
+    """Compute the rows that a step of ``depth`` verifies, except for the drafts, and write them to ``outputs``.
 
-    ``rows`` [B]; by row ``state_lens`` [R], the tokens of each request, the last one of which has no KV yet,
-    ``page_table`` [R, max_pages] int32 with columns for all rows of the step, and ``last_tokens`` [R].
+    ``rows`` [B] are the request rows. By row: ``state_lens`` [R], the number of tokens, the last of which has no KV
+    yet; ``page_table`` [R, max_pages] int32 with columns for all rows of the step; and ``last_tokens`` [R].
     """
-    operands = (rows, state_lens, page_table, last_tokens, page_size, depth, *begun)
+    operands = (rows, state_lens, page_table, last_tokens, page_size, depth, *outputs)
     if rows.is_cuda:
         from fenceline.speculative.kernels.step_triton import launch_begin
 
-        launch_begin(rows, state_lens, page_table, last_tokens, page_size, depth, begun)
+        launch_begin(rows, state_lens, page_table, last_tokens, page_size, depth, outputs)
     elif is_watched(rows.device):
         BEGIN.launch(_begin, *operands)
     else:
@@ -82,7 +83,7 @@ def _begin(
     input_ids: Tensor,
     is_bad: Tensor,
 ) -> None:
-    """By torch's operators."""
+    """The reference implementation."""
     num_rows = positions.shape[1]
     lens.copy_(state_lens[rows])
     seq_lens.copy_(lens - 1 + num_rows)
@@ -92,6 +93,67 @@ def _begin(
     out_slots.copy_(slots_at(page_table, rows, positions, page_size))
     input_ids[:, 0] = last_tokens[rows]
     is_bad.fill_(False)
+
+
+# --- rows of the draft
+
+
+def _place_accesses(
+    op: KernelAccesses,
+    rows: Tensor,
+    lens: Tensor,
+    first: int,
+    page_table: Tensor,
+    page_size: int,
+    positions: Tensor | None,
+    slots: Tensor,
+) -> None:
+    op.read(lens)
+    op.read(page_table, rows)
+    op.write(positions)
+    op.write(slots)
+
+
+PLACE = Kernel("place_rows", _place_accesses)
+
+
+def place_rows(
+    rows: Tensor,
+    lens: Tensor,
+    first: int,
+    page_table: Tensor,
+    page_size: int,
+    positions: Tensor | None,
+    slots: Tensor,
+) -> None:
+    """Write the slots, and if given the positions, of W consecutive tokens of each request to ``slots`` and
+    ``positions`` [B, W]. The first of these tokens is number ``lens`` [B] + ``first``. If that is negative, the
+    position is 0 and the slot is the sink's. ``rows`` [B] and ``page_table`` as for :func:`begin_step`."""
+    operands = (rows, lens, first, page_table, page_size, positions, slots)
+    if rows.is_cuda:
+        from fenceline.speculative.kernels.step_triton import launch_place
+
+        launch_place(*operands)
+    elif is_watched(rows.device):
+        PLACE.launch(_place, *operands)
+    else:
+        _place(*operands)
+
+
+def _place(
+    rows: Tensor,
+    lens: Tensor,
+    first: int,
+    page_table: Tensor,
+    page_size: int,
+    positions: Tensor | None,
+    slots: Tensor,
+) -> None:
+    """The reference implementation."""
+    places = (lens + first).unsqueeze(1) + torch.arange(slots.shape[1], device=rows.device)
+    slots.copy_(slots_at(page_table, rows, places, page_size))
+    if positions is not None:
+        positions.copy_(places.clamp(min=0))
 
 
 # --- a draft
@@ -140,10 +202,11 @@ def keep_draft(
     vocab_size: int,
     following: NextRow | None,
 ) -> None:
-    """Write the drafts that have been drawn to ``column`` of ``input_ids`` [B, N], and the draft's next row.
+    """Write the drafts that have been drawn to ``column`` of ``input_ids`` [B, N], and fill the draft's next row
+    (``following``), if given.
 
-    Where a logit has been NaN or infinite, none of the draft counts, and the same holds for a token outside the
-    vocabulary of ``vocab_size``: ``is_bad`` [B] bool becomes true, and the token 0. See ``check_draft``.
+    If a logit was NaN or the largest infinite, or the token is outside the vocabulary of ``vocab_size``, the whole
+    draft of the request is unusable: ``is_bad`` [B] bool becomes true, and the token is 0. See ``check_draft``.
     """
     operands = (*pieces, is_bad, input_ids, column, vocab_size, *(following or _NO_NEXT))
     if is_bad.is_cuda:
@@ -173,7 +236,7 @@ def _keep(
     draft_positions: Tensor | None,
     draft_slots: Tensor | None,
 ) -> None:
-    """By torch's operators."""
+    """The reference implementation."""
     tokens = drawn_tokens(Pieces(best_scores, best_ids, largest))
     no_logprobs = torch.zeros_like(best_scores[:, :1])
     usable, _, bad = check_draft(tokens.unsqueeze(1), no_logprobs, vocab_size, is_bad)
@@ -187,6 +250,64 @@ def _keep(
     draft_ids.copy_(usable[:, 0])
     draft_positions.copy_(positions[:, at])
     draft_slots.copy_(out_slots[:, at])
+
+
+def _proposal_accesses(
+    op: KernelAccesses,
+    best_scores: Tensor,
+    best_ids: Tensor,
+    largest: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    kept: Tensor,
+    ids: Tensor | None,
+    ahead: int,
+) -> None:
+    for read in (best_scores, best_ids, largest):
+        op.read(read)
+    op.write(kept, rows)
+    if ids is not None:
+        op.read(counts)
+        op.write(ids)
+
+
+PROPOSAL = Kernel("keep_proposal", _proposal_accesses)
+
+
+def keep_proposal(
+    pieces: Pieces, rows: Tensor, counts: Tensor, kept: Tensor, ids: Tensor | None, ahead: int
+) -> None:
+    """Store the tokens that one layer of a draft with a layer for each step proposes for the next step.
+
+    They are written to ``kept`` [R] at ``rows`` [B], -1 if a logit was NaN or the largest infinite. If ``ids`` [B, W],
+    the input of the next layer, is given, they are also written there, at column ``counts`` [B] + ``ahead``, with 0 in
+    place of -1."""
+    operands = (*pieces, rows, counts, kept, ids, ahead)
+    if rows.is_cuda:
+        from fenceline.speculative.kernels.step_triton import launch_proposal
+
+        launch_proposal(pieces, rows, counts, kept, ids, ahead)
+    elif is_watched(rows.device):
+        PROPOSAL.launch(_keep_proposal, *operands)
+    else:
+        _keep_proposal(*operands)
+
+
+def _keep_proposal(
+    best_scores: Tensor,
+    best_ids: Tensor,
+    largest: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    kept: Tensor,
+    ids: Tensor | None,
+    ahead: int,
+) -> None:
+    """The reference implementation."""
+    tokens = drawn_tokens(Pieces(best_scores, best_ids, largest))
+    kept[rows] = tokens
+    if ids is not None:
+        ids.scatter_(1, (counts + ahead).unsqueeze(1), tokens.clamp(min=0).unsqueeze(1))
 
 
 # --- the end of a chain
@@ -223,13 +344,14 @@ def accept_chain(
     rows: Tensor,
     lens: Tensor,
     accept_length: float | None,
-    kept: Kept,
+    kept: AcceptOutputs,
 ) -> None:
-    """Count the drafts of a chain that were drawn, and advance the rows.
+    """Determine the accepted drafts of a chain, and advance the request rows.
 
-    ``input_ids`` and ``drawn`` [B, N]: each request's last token with its drafts, and the target's own tokens there;
-    ``is_bad`` and ``may_accept`` [B] bool: whose drafts cannot be used, whose may count; ``lens`` [B] as the step
-    begins. ``accept_length``: with other drafts, see ``simulate_drafts``; None: these.
+    ``input_ids`` and ``drawn`` [B, N]: each request's last token and its drafts, and the tokens that the target has
+    drawn there. ``is_bad`` and ``may_accept`` [B] bool: whether the request's draft is unusable, and whether its drafts
+    may be accepted. ``lens`` [B]: the lengths when the step begins. ``accept_length``: simulate this mean number of
+    tokens per step (see ``simulate_drafts``), None not to.
     """
     operands = (input_ids, drawn, is_bad, may_accept, rows, lens, accept_length, *kept)
     if rows.is_cuda:
@@ -257,7 +379,7 @@ def _accept(
     previous: Tensor | None,
     is_behind: Tensor | None,
 ) -> None:
-    """By torch's operators."""
+    """The reference implementation."""
     depth = input_ids.shape[1] - 1
     drafts = DraftTree(input_ids, (lens - 1).unsqueeze(1), None, None, is_bad | ~may_accept)
     if accept_length is not None:
@@ -270,7 +392,8 @@ def _accept(
     if previous is not None:
         previous[rows] = drafts.token_ids.gather(1, (counts - 1).unsqueeze(1)).squeeze(1)
     if is_behind is not None:
-        # It has computed rows of all that it has proposed but the last; without proposals that of the last token.
+        # The draft has computed the rows of all its proposals except the last; if it proposed nothing, that of the last
+        # token.
         is_behind[rows] = counts > max(depth, 1)
 
 
@@ -287,8 +410,8 @@ HIDDEN = Kernel("keep_last_hidden", _hidden_accesses)
 
 
 def keep_last_hidden(hidden: Tensor, counts: Tensor, rows: Tensor, kept: Tensor) -> None:
-    """``kept`` [R, H] at ``rows`` [B] becomes what ``hidden`` [B * W, H], W rows of each request, has of the request's
-    last token of the step, row ``counts`` [B] - 1."""
+    """Copy the hidden state of each request's last accepted token to ``kept`` [R, H] at ``rows`` [B]. It is row
+    ``counts`` [B] - 1 of the W rows that the request has in ``hidden`` [B * W, H]. Both have the model's dtype."""
     if rows.is_cuda:
         from fenceline.speculative.kernels.step_triton import launch_hidden
 
@@ -300,7 +423,7 @@ def keep_last_hidden(hidden: Tensor, counts: Tensor, rows: Tensor, kept: Tensor)
 
 
 def _keep_hidden(hidden: Tensor, counts: Tensor, rows: Tensor, kept: Tensor) -> None:
-    """By torch's operators."""
+    """The reference implementation."""
     size = len(rows)
     kept[rows] = hidden.view(size, -1, hidden.shape[1])[torch.arange(size, device=rows.device), counts - 1]
 

@@ -1,5 +1,8 @@
-"""``step`` in Triton: a tile of requests with all their rows for each program; a request for each program where pieces
-of a vocabulary are compared; and pieces of a row of hidden states."""
+"""The kernels of ``step`` in Triton.
+
+Most programs process a tile of requests with all their rows. Where pieces of a vocabulary are compared, each program
+processes one request, and where hidden states are copied, a part of one row.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,16 @@ import triton.language as tl
 from fenceline.layers.kernels.launcher import KernelVariant
 from fenceline.sampling.kernels.sample_triton import _row_keys
 from fenceline.speculative.draws import Pieces
-from fenceline.speculative.kernels.operands import SINK_LEN, Begun, Kept, NextRow, sure_and_more
+from fenceline.speculative.kernels.operands import (
+    SINK_LEN,
+    AcceptOutputs,
+    BeginOutputs,
+    NextRow,
+    simulated_counts,
+)
 
-_TILE = 128  # places of a program: requests times rows of each
-_FEATURES = 2048  # of a row of hidden states that a program copies
+_TILE = 128  # elements of a program's tile: requests times the rows of each
+_FEATURES = 2048  # the maximum number of elements of a hidden state that a program copies
 
 Tensor = torch.Tensor
 
@@ -27,14 +36,14 @@ def launch_begin(
     last_tokens: Tensor,
     page_size: int,
     depth: int,
-    begun: Begun,
+    outputs: BeginOutputs,
 ) -> None:
     """See ``begin_step``."""
-    size, num_rows = begun.positions.shape
+    size, num_rows = outputs.positions.shape
     assert page_table.dtype == torch.int32 and page_table.stride(1) == 1
     if size == 0:
         return
-    tensors = (rows, state_lens, page_table, last_tokens, *begun[:-1], begun.is_bad.view(torch.uint8))
+    tensors = (rows, state_lens, page_table, last_tokens, *outputs[:-1], outputs.is_bad.view(torch.uint8))
     assert all(t is None or t.is_contiguous() for t in tensors if t is not page_table)
     block, width = _tile(num_rows)
     variant = _begin_variant(page_size, block, width)
@@ -57,6 +66,39 @@ def launch_keep(
     _keep_variant(num_pieces).launch((size,), tensors, numbers)
 
 
+def launch_place(
+    rows: Tensor,
+    lens: Tensor,
+    first: int,
+    page_table: Tensor,
+    page_size: int,
+    positions: Tensor | None,
+    slots: Tensor,
+) -> None:
+    """See ``place_rows``."""
+    size, num_rows = slots.shape
+    assert page_table.dtype == torch.int32 and page_table.stride(1) == 1
+    if size == 0:
+        return
+    assert all(t is None or t.is_contiguous() for t in (rows, lens, positions, slots))
+    block, width = _tile(num_rows)
+    tensors = (rows, lens, page_table, positions, slots)
+    numbers = (size, num_rows, first, page_table.stride(0))
+    _place_variant(page_size, block, width).launch((-(-size // block),), tensors, numbers)
+
+
+def launch_proposal(
+    pieces: Pieces, rows: Tensor, counts: Tensor, kept: Tensor, ids: Tensor | None, ahead: int
+) -> None:
+    """See ``keep_proposal``."""
+    size, num_pieces = pieces.best_ids.shape
+    if size == 0:
+        return
+    assert all(t is None or t.is_contiguous() for t in (*pieces, rows, counts, ids))
+    numbers = (kept.stride(0), 0 if ids is None else ids.shape[1], ahead)
+    _proposal_variant(num_pieces).launch((size,), (*pieces, rows, counts, kept, ids), numbers)
+
+
 def launch_accept(
     input_ids: Tensor,
     drawn: Tensor,
@@ -65,7 +107,7 @@ def launch_accept(
     rows: Tensor,
     lens: Tensor,
     accept_length: float | None,
-    kept: Kept,
+    kept: AcceptOutputs,
 ) -> None:
     """See ``accept_chain``."""
     size, num_rows = input_ids.shape
@@ -92,7 +134,7 @@ def launch_hidden(hidden: Tensor, counts: Tensor, rows: Tensor, kept: Tensor) ->
 
 
 def _tile(num_rows: int) -> tuple[int, int]:
-    """The requests of a program, and the places of each."""
+    """The number of requests in a program's tile, and the padded number of rows of each."""
     width = triton.next_power_of_2(num_rows)
     return max(_TILE // width, 1), width
 
@@ -110,9 +152,27 @@ def _keep_variant(num_pieces: int) -> KernelVariant:
 
 
 @cache
+def _place_variant(page_size: int, block: int, width: int) -> KernelVariant:
+    constants = {"PAGE_SIZE": page_size, "BLOCK": block, "WIDTH": width}
+    return KernelVariant(_place_kernel, constants, _num_warps(block * width))
+
+
+@cache
+def _proposal_variant(num_pieces: int) -> KernelVariant:
+    block = max(32, triton.next_power_of_2(num_pieces))
+    return KernelVariant(_proposal_kernel, {"PIECES": num_pieces, "BLOCK": block}, _num_warps(block))
+
+
+@cache
 def _accept_variant(accept_length: float | None, block: int, width: int) -> KernelVariant:
-    sure, more = (0, 0) if accept_length is None else sure_and_more(accept_length)
-    constants = {"SURE": sure, "MORE": more, "SINK_LEN": SINK_LEN, "BLOCK": block, "WIDTH": width}
+    min_count, extra_below = (0, 0) if accept_length is None else simulated_counts(accept_length)
+    constants = {
+        "MIN_COUNT": min_count,
+        "EXTRA_BELOW": extra_below,
+        "SINK_LEN": SINK_LEN,
+        "BLOCK": block,
+        "WIDTH": width,
+    }
     return KernelVariant(_accept_kernel, constants, _num_warps(block * width))
 
 
@@ -167,6 +227,38 @@ def _begin_kernel(
     tl.store(out_slots + at, page * PAGE_SIZE + (position - column * PAGE_SIZE), mask=live)
 
 
+@triton.jit(do_not_specialize=["size", "num_rows", "first", "max_pages"])
+def _place_kernel(
+    rows,
+    lens,
+    page_table,
+    positions,
+    slots,
+    size,
+    num_rows,
+    first,
+    max_pages,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    req = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = req < size
+    row = tl.load(rows + req, mask=inside, other=0)
+    length = tl.load(lens + req, mask=inside, other=1)
+    places = tl.arange(0, WIDTH)
+    live = inside[:, None] & (places < num_rows)[None, :]
+    place = (length + first)[:, None] + places[None, :]
+    position = tl.maximum(place, 0)
+    column = position // PAGE_SIZE
+    page = tl.load(page_table + row[:, None] * max_pages + column, mask=live, other=0).to(tl.int64)
+    slot = page * PAGE_SIZE + (position - column * PAGE_SIZE)
+    at = (req * num_rows)[:, None] + places[None, :]
+    tl.store(slots + at, tl.where(place < 0, 0, slot), mask=live)
+    if positions is not None:
+        tl.store(positions + at, position, mask=live)
+
+
 @triton.jit(do_not_specialize=["num_rows", "column", "vocab_size", "at"])
 def _keep_kernel(
     best_scores,
@@ -214,6 +306,37 @@ def _keep_kernel(
         tl.store(draft_slots + req, slot)
 
 
+@triton.jit(do_not_specialize=["kept_stride", "num_rows", "ahead"])
+def _proposal_kernel(
+    best_scores,
+    best_ids,
+    largest,
+    rows,
+    counts,
+    kept,
+    ids,
+    kept_stride,
+    num_rows,
+    ahead,
+    PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    req = tl.program_id(0)
+    pieces = tl.arange(0, BLOCK)
+    live = pieces < PIECES
+    offsets = req.to(tl.int64) * PIECES + pieces
+    scores = tl.load(best_scores + offsets, mask=live, other=-float("inf"))
+    tokens = tl.load(best_ids + offsets, mask=live, other=2147483647)
+    best = tl.max(tl.load(largest + offsets, mask=live, other=-float("inf")), axis=0)
+    row = tl.load(rows + req)
+    token = tl.min(tl.where(scores == tl.max(scores, axis=0), tokens, 2147483647), axis=0).to(tl.int64)
+    token = tl.where((best < float("inf")) & (best > -float("inf")), token, -1)
+    tl.store(kept + row * kept_stride, token)
+    if ids is not None:
+        column = tl.load(counts + req) + ahead
+        tl.store(ids + req.to(tl.int64) * num_rows + column, tl.maximum(token, 0))
+
+
 @triton.jit(do_not_specialize=["size", "num_rows"])
 def _accept_kernel(
     input_ids,
@@ -230,8 +353,8 @@ def _accept_kernel(
     is_behind,
     size,
     num_rows,
-    SURE: tl.constexpr,
-    MORE: tl.constexpr,
+    MIN_COUNT: tl.constexpr,
+    EXTRA_BELOW: tl.constexpr,
     SINK_LEN: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -242,12 +365,12 @@ def _accept_kernel(
     length = tl.load(lens + req, mask=inside, other=1)
     bad = tl.load(is_bad + req, mask=inside, other=0)
     may_go_on = (bad == 0) & (tl.load(may_accept + req, mask=inside, other=0) != 0)
-    if SURE > 0:  # simulated: so many tokens, and one more by a hash
+    if MIN_COUNT > 0:  # simulated drafts: MIN_COUNT tokens, and one more depending on a hash
         key, _ = _row_keys(row, length - 1)
-        num = SURE + ((key & 0x7FFFFFFF).to(tl.int64) < MORE).to(tl.int64)
+        num = MIN_COUNT + ((key & 0x7FFFFFFF).to(tl.int64) < EXTRA_BELOW).to(tl.int64)
         count = tl.where(may_go_on, tl.minimum(num, num_rows), 1)
     else:
-        # The first draft that was not drawn ends the step; beyond the last one there is none.
+        # The first draft that differs from the drawn token ends the step. Beyond the last draft there is none.
         places = tl.arange(0, WIDTH)
         live = inside[:, None] & (places < num_rows - 1)[None, :]
         at = (req * num_rows)[:, None] + places[None, :]
@@ -262,7 +385,8 @@ def _accept_kernel(
     tl.store(last_tokens + row, tl.load(drawn + last, mask=inside, other=0), mask=inside)
     tl.store(state_lens + row, tl.where(row == 0, SINK_LEN, length + count), mask=inside)
     if previous is not None:
-        # The draft in front is the token drawn there, and the first row's is its own.
+        # The token before the last: an accepted draft is equal to the token drawn for its position. If only one token
+        # was drawn, it is the root.
         has_more = inside & (count > 1)
         token = tl.load(input_ids + req * num_rows, mask=inside, other=0)
         before = tl.load(drawn + last - 1, mask=has_more, other=0)

@@ -134,7 +134,7 @@ def _by_name(name: str) -> Callable[[Outcome], bool]:
 
 
 def _by_ranks(outcome: Outcome) -> bool:
-    """Ranks have decided differently, and say so, or wait for different collectives."""
+    """Ranks have decided differently and report it, or wait for different collective operations."""
     return bool(re.search("have decided differently|wait for different collectives", outcome.report))
 
 

@@ -38,13 +38,15 @@ _MAX_PREEMPTIONS = 2  # answers that differ from the usual one in a schedule tha
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``num_intact`` None: as many as there is time for. ``deadline`` is of ``time.monotonic``."""
+    """``num_intact`` None: as many as there is time for. ``num_per_arm``: runs of each arm; with ``until_shown`` at
+    most so many, up to the first that fails as it must. ``deadline`` is of ``time.monotonic``."""
 
     arms: tuple[Arm, ...]
     workloads: tuple[str, ...]
     first_seed: int
     num_intact: int | None
     num_per_arm: int
+    until_shown: bool
     jobs: int
     detect: bool
     deadline: float
@@ -65,6 +67,10 @@ class _Tally:
             self.by_arm.setdefault(arm, []).append(outcome)
         else:
             self.intact.append(outcome)
+
+    def of(self, arm: Arm) -> Sequence[Outcome]:
+        """The arm's runs so far."""
+        return self.by_arm.get((arm.severs, arm.workload), ())
 
     @property
     def num_everything(self) -> int:
@@ -90,13 +96,7 @@ def carry_out(plan: Plan) -> Proof:
         first.append(_Job(measured_trials, with_branches=True))
     if plan.with_unarmed and plan.detect:
         first.append(_Job((Trial(PROCESSES, plan.first_seed),)))
-    severed = (
-        arm.trial(plan.first_seed + i, plan.detect)
-        for i in range(plan.num_per_arm)
-        for arm in plan.arms
-        if i < arm.num_runs(plan.num_per_arm)
-    )
-    for done in _results(chain(first, _jobs(chain(severed, intact))), plan):
+    for done in _results(chain(first, _jobs(chain(_severed_trials(plan, tally), intact))), plan):
         proof.branches = {**proof.branches, **done.branches}
         for outcome in done.outcomes:
             tally.add(outcome)
@@ -152,8 +152,7 @@ def _judge(plan: Plan, tally: _Tally, proof: Proof) -> None:
     def by_seed(outcomes: Iterable[Outcome]) -> list[Outcome]:
         return sorted(outcomes, key=lambda outcome: outcome.trial.seed)
 
-    arms = plan.arms if plan.detect else [replace(arm, names=_any_failure) for arm in plan.arms]
-    rows = {arm.name: judge(arm, by_seed(tally.by_arm.get((arm.severs, arm.workload), ()))) for arm in arms}
+    rows = {arm.name: judge(arm, by_seed(tally.of(arm))) for arm in _arms(plan)}
     if plan.with_unarmed:
         rows |= {row.name: row for row in unarmed_rows()}
     proof.rows = [rows[name] for name in ROWS if name in rows]
@@ -192,8 +191,22 @@ def _any_failure(outcome: Outcome) -> bool:
     return not outcome.clean
 
 
+def _arms(plan: Plan) -> Sequence[Arm]:
+    """The plan's. Without the detector nothing is named, so any failure counts."""
+    return plan.arms if plan.detect else [replace(arm, names=_any_failure) for arm in plan.arms]
+
+
+def _severed_trials(plan: Plan, tally: _Tally) -> Iterator[Trial]:
+    """Seed by seed: a run of each arm, unless ``tally`` has one already that is enough."""
+    for i in range(plan.num_per_arm):
+        for arm in _arms(plan):
+            shown = plan.until_shown and any(arm.names(outcome) for outcome in tally.of(arm))
+            if i < arm.num_runs(plan.num_per_arm) and not shown:
+                yield arm.trial(plan.first_seed + i, plan.detect)
+
+
 def _intact_trials(plan: Plan) -> Iterator[Trial]:
-    """Round by round: first one run of each workload, then as many as its share says."""
+    """The runs of the intact engine in rounds: first one run of each workload, then as many as its share says."""
     for round_no in count():
         for name in plan.workloads:
             seeds = 1 if round_no < _MEASURED_ROUNDS or name == PROCESSES else WORKLOADS[name].share

@@ -1,6 +1,6 @@
 """Collective operations of two or three ranks on virtual GPUs of one host: eager ones, ones in graphs, and small and
-large sums, between steps of their own. Each rank is a thread, as it would be a process: nothing orders two of them but
-what they tell each other through the GPUs' memory, and when they meet to exchange addresses."""
+large sums, between steps of their own. Each rank is a thread, which stands for its process: two ranks are ordered only
+by what they write to each other's GPU memory, and by the meetings at which they exchange addresses."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Ranks:
                 self.wanted.append(torch.cat(inputs) if act.kind == "gather" else in_order(inputs))
 
     def _meet(self, rank: int) -> None:
-        """All ranks have come here."""
+        """Wait until all ranks have arrived here."""
         self._met[rank] += 1
         mine = self._met[rank]
         self.gpu.rotation.block_until(lambda: min(self._met) >= mine, "the other ranks")

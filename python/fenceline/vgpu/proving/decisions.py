@@ -116,6 +116,9 @@ def execute(
     """
     if config.hicache is not None:  # what storage returned is recorded, so no storage is needed
         config = dataclasses.replace(config, hicache=dataclasses.replace(config.hicache, storage=None))
+    # One after the other they need no waits, so their order is not the one that is declared.
+    args = dataclasses.replace(config.server_args, memory_check="off")
+    config = dataclasses.replace(config, server_args=args)
     runner = ModelRunner(config, open_device("cpu"), show_progress=False)
     prepare(runner)
     execution = _Execution(runner)

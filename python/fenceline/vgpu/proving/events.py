@@ -1,8 +1,8 @@
-"""Events that must have happened in the runs of the workload ``everything``, and how they are seen.
+"""Events that must happen in the runs of the workload ``everything``, and how they are observed.
 
-Each event is a decision, or a coincidence of several, that could go wrong in its own way. Events are seen from outside,
-by wrapping methods of the engine here and from what was replayed; the engine contains no counters for this. To add one:
-a line in :data:`EVENTS`, and a call of ``note`` where it can be seen.
+Each event is a decision, or a coincidence of several, that could go wrong in its own way. Events are observed from
+outside, by wrapping methods of the engine and by looking at what was replayed; the engine contains no counters for
+this. To add one: a line in :data:`EVENTS`, and a call of ``note`` where it can be seen.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ EVENTS: dict[str, str] = {
     "steps of our attention kernels": "by their declared accesses",
     "planned steps": "each batch's attention is planned on the host while the last step may still run",
     "planned decode replay": "the plan is copied to the graph's own memory before it is replayed",
+    "replay compared with its step": "--debug-cuda-graph computes the step without its graph as well",
+    "steps of a quantised model": "of numbers of eight bits or four",
     "a step for a request that has left": "it left while the step was in flight, so its results are dropped",
     # speculation
     "verification replay": "a speculative step replayed, exactly as large as its graphs",
@@ -71,6 +73,7 @@ EVENTS: dict[str, str] = {
     "accepted draft of a tree": "its nodes' rows are moved",
     "accepted draft of several layers": "each of which proposes one token",
     "drafts of another depth": "than those of the step before",
+    "drafts under a window": "verified for a request that is longer than the window of some layers",
     "draft behind": "all proposals of a draft without hidden states are accepted: it lacks the row of the last one",
     "penalties beside drafts": "a request whose drafts may not count, in a step with others",
     "tokens after an end": "a request ends in the middle of what a step yields; the rest is dropped",
@@ -113,6 +116,12 @@ EVENTS: dict[str, str] = {
     "prefetch cut short": "a request is admitted while pages are still being read",
     "prefetch out of time": "a request has waited for storage as long as it may",
     "a held page leaves the tree": "while a worker still writes it to storage",
+    "eviction from storage": "its directory is full",
+    "nothing may leave storage": "for a write that is larger than its directory",
+    "the disk is full": "so pages are not written",
+    "storage refuses a write": "of one page",
+    "storage raises": "which costs the call's pages",
+    "the books of storage are lost": "the number of bytes in use",
     # retraction
     "retraction for memory": "",
     "retraction by pause": "",
@@ -219,6 +228,7 @@ class Watch:
             "planned steps", planned and not self._scheduler.config.server_args.disable_overlap_schedule
         )
         self.note("planned decode replay", planned and replayed and isinstance(batch, DecodeBatch))
+        self.note("steps of a quantised model", self._scheduler.config.model.quantization)
         if isinstance(batch, DecodeBatch):
             self._decode(batch, [name for name in replayed if name.startswith(("decode", "verify"))])
         else:
@@ -237,6 +247,7 @@ class Watch:
             self.note("decode beyond the graphs", self._scheduler.config.cuda_graph_bs)
             return
         full = _size(replayed[0]) == len(batch.rows)
+        self.note("replay compared with its step", self._scheduler.config.server_args.debug_cuda_graph)
         if self._speculates:
             self.note("verification replay" if full else "padded verification replay")
         self.note("decode replay" if full else "padded decode replay")
@@ -288,6 +299,8 @@ class Watch:
         assert config is not None, "the engine speculates"
         self._depth: int | None = None  # of the latest step that was published
         self._has_trees, self._has_several_layers = config.topk > 1, config.draft.lookahead > 1
+        windows = [window for window in scheduler.config.model.windows if window is not None]
+        self._window = min(windows, default=None)
         self._reads_hidden = config.draft.algorithm is not SpeculativeAlgorithm.STANDALONE
         around(scheduler, "publish_counted", before=self._counted)
         around(scheduler, "publish_tokens", before=self._yields)
@@ -304,11 +317,13 @@ class Watch:
         self.note("drafts of another depth", self._depth not in (None, depth))
         self._depth = depth
         self.note("rejected draft", min(counts) <= depth)
+        longest = max(req.committed_len for req in reqs)
+        self.note("drafts under a window", depth and self._window is not None and longest > self._window)
         self.note("draft behind", not self._reads_hidden and 0 < depth < max(counts))
         penalised = [req.params.needs_penalties for req in batch.sampling]
         self.note("penalties beside drafts", any(penalised) and not all(penalised))
 
-    def _yields(self, req: Req, tokens: Sequence[int], out: StepOutput, first: int) -> None:
+    def _yields(self, req: Req, tokens: Sequence[int], *_: object) -> None:
         ends = (len(req.output_ids) + i >= req.max_new_tokens for i in range(1, len(tokens)))
         self.note("tokens after an end", any(ends) or any(token in req.stop_ids for token in tokens[:-1]))
 

@@ -6,6 +6,7 @@ new feature is one more line in one of them, and an event or two in ``events.EVE
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -20,10 +21,11 @@ from fenceline.ipc.io_struct import (
 from fenceline.vgpu.proving.events import STATES
 from fenceline.vgpu.proving.flashinfer_library import FLASHINFER, FLASHINFER_TENSOR_CORES
 from fenceline.vgpu.proving.grammars import choose, load_grammars
+from fenceline.vgpu.proving.hicache_workloads import with_storage_limits
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
 from fenceline.vgpu.proving.persistent_attention import PERSISTENT
 from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Flag, Flags, Scenario, Script, Workload
-from fenceline.vgpu.proving.speculative_workloads import draft_flags, several_layers
+from fenceline.vgpu.proving.speculative_workloads import chains_of_models, draft_flags, several_layers
 from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
 
 _RARE_STATES = ("retracted", "retracted with a tail", "waiting for storage")
@@ -103,7 +105,7 @@ def _some(
             num_tokens = random.choice((0, 1, 3, 5, 9, 14))
             if num_tokens > 1 and random.random() < 0.2:
                 options["min_new_tokens"] = random.randrange(2, num_tokens + 1)
-                options["stop_token_ids"] = tuple(range(16, VOCAB_SIZE))  # which it would say before that
+                options["stop_token_ids"] = tuple(range(16, VOCAB_SIZE))  # which it would draw before
             if constrained and random.random() < 0.6:
                 options["grammar"] = choose(random)
             if options.get("logprob_start_len", -1) >= len(prompt):
@@ -152,6 +154,7 @@ def _flags(random: Random, page_size: int, most: int, tiers: bool = False) -> Fl
     if random.random() < 0.85:
         flags["cuda_graph_bs"] = random.choice(((1, 2), (2,), (1, most), (most,)))
         flags["disable_cuda_graph_padding"] = random.random() < 0.15
+        flags["debug_cuda_graph"] = random.random() < 0.2
     if random.random() < 0.75:
         flags["piecewise_cuda_graph_tokens"] = random.choice(((2, 8), (4,), (8,)))
     backend = _ATTENTION[int(random.random() * len(_ATTENTION))]
@@ -298,6 +301,11 @@ _SET_PIECES = (_loads_meet, _overtaken, _from_storage, _from_storage, _paused_tw
 
 
 def _everything(random: Random) -> Scenario:
+    scenario = _product(random)
+    return replace(scenario, flags=with_storage_limits(random, scenario.flags))
+
+
+def _product(random: Random) -> Scenario:
     script = Script(random)
     page_size = random.choice((1, 2, 4, 4, 8))
     script.decode_lag = random.randrange(3)
@@ -312,13 +320,34 @@ def _everything(random: Random) -> Scenario:
         flags = _flags(random, page_size, most, tiers=True)
         if "draft" in piece:  # the other draft's go with it
             flags = {name: value for name, value in flags.items() if not name.startswith("speculative_")}
-        return script.scenario(**{**flags, **piece})
+        return script.scenario(**_fitting({**flags, **piece}))
     _requests(script, page_size)
     _control(script)
     flags = _flags(random, page_size, most=random.randint(2, 4))
     if random.random() < 0.4:
-        script.new_weights(random.randrange(3, 24), misfits=0.3)
-    return script.scenario(**flags)
+        script.new_weights(random.randrange(3, 24), misfits=0.3)  # which are the plain model's
+    elif random.random() < 0.6:
+        flags = _with_another_model(random, flags)
+    return script.scenario(**_fitting(flags))
+
+
+def _fitting(flags: Flags) -> Flags:
+    """Without --debug-cuda-graph beside drafts: it computes prefill steps in pieces twice and the draft's rows once,
+    and the tags expect one after the other."""
+    return {**flags, "debug_cuda_graph": False} if "draft" in flags else flags
+
+
+def _with_another_model(random: Random, flags: Flags) -> Flags:
+    """Another model in the place of the plain one, often with a draft. FlashInfer's replacement has no windows: our own
+    kernels attend instead."""
+    model = random.choice(("windows", "windows", "experts", "fp8", "int4"))
+    if model == "windows" and flags.get("attention_backend") in (FLASHINFER, FLASHINFER_TENSOR_CORES):
+        flags = {**flags, "attention_backend": LAUNCHED}
+    if "draft" not in flags and random.random() < 0.6:
+        return {**flags, "model": model}
+    others = ("speculative_", "depth_seed")  # the other draft's
+    flags = {name: value for name, value in flags.items() if not name.startswith(others)}
+    return {**flags, **chains_of_models(random), "model": model}
 
 
 EVERYTHING = Workload("everything", "a random product of all features", _everything, share=10)

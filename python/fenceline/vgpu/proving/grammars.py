@@ -43,8 +43,8 @@ def choose(random: Random) -> int:
 
 
 def _grammars(random: Random) -> Scenario:
-    """Rows change hands between requests with a grammar and others, which ignore the end of the sequence: what they
-    say is not what a mask allows. Steps with masks follow steps without."""
+    """Rows are used in turn by requests with a grammar and by requests that ignore the end of the sequence, whose
+    tokens no mask would allow. Steps with masks follow steps without."""
     script = Script(random)
     load_grammars(script)
     for index in range(7):

@@ -11,10 +11,11 @@ from random import Random
 from fenceline.ipc.io_struct import AbortReq, ContinueGenerationReq, FlushCacheReq, PauseGenerationReq
 from fenceline.vgpu.proving.persistent_attention import PERSISTENT
 from fenceline.vgpu.proving.script import Flag, Flags, Scenario, Script, Workload
-from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
+from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE, storage_secret
 
 _POLICIES = ("write_through", "write_through_selective", "write_back")
 _LAYOUTS = ("layer_first", "page_first")
+_MOST_TOKEN_BYTES = 512  # of the KV of a token of a tiny model, its draft's included
 
 
 def tier_flags(random: Random, **flags: Flag) -> Flags:
@@ -159,7 +160,7 @@ def _storage(random: Random) -> Scenario:
         if random.random() < 0.5:
             script.send(step, AbortReq(abort_all=True))
             script.send(step, FlushCacheReq(id=f"flush-{step}"))
-    return script.scenario(
+    scenario = script.scenario(
         max_total_tokens=40,
         max_running_requests=2,
         chunked_prefill_size=32,
@@ -168,6 +169,24 @@ def _storage(random: Random) -> Scenario:
         **tier_flags(random, hicache_ratio=random.choice((0.5, 0.8))),
         **script.graphs(1, 2),
     )
+    return replace(scenario, flags=with_storage_limits(random, scenario.flags))
+
+
+def with_storage_limits(random: Random, flags: Flags) -> Flags:
+    """``flags``, and if they ask for storage in some of the runs a small directory, a key, and bad days."""
+    if flags.get("hicache_storage_backend", "none") == "none":
+        return flags
+    more: dict[str, Flag] = {}
+    if random.random() < 0.5:
+        page_bytes = (
+            _MOST_TOKEN_BYTES * int(str(flags["page_size"])) + 96
+        )  # with a header and an authentication code
+        more["hicache_storage_size"] = random.uniform(1.1, 4.0) * page_bytes / 1e9
+    if random.random() < 0.3:
+        more["hicache_storage_key"] = f"file:{storage_secret()}"
+    if random.random() < 0.5:
+        more["bad_days"] = random.randrange(1 << 16)
+    return {**flags, **more}
 
 
 def _swap_flags(script: Script, **flags: Flag) -> Flags:

@@ -3,7 +3,7 @@
 It is one forward over plain arrays for one request, without cache, batch, graphs or scheduler, and the sampling formula
 as it is documented. Nothing is imported from the package (scripts/tidy.py checks it): if the engine and the oracle
 agree, two independent implementations agree. Weights are read from the model's folder by their names in the checkpoint
-(Qwen3's, those of its mixtures of experts, and Gemma 2's).
+(Qwen3's, those of its mixtures of experts, Gemma 2's, and SmolLM3's).
 
 The arithmetic is float64, so that the only difference from the engine's float32 is the engine's rounding. Angles of
 rotary positions are float32 by definition.
@@ -67,12 +67,13 @@ class Query:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One token of an answer: the ``token``, the ids that rounding could have made of it, and the log-probabilities
-    [V] of the unfiltered draw."""
+    """One token of an answer: the ``token``, the ids that rounding could have made of it, the log-probabilities [V] of
+    the unfiltered draw, and its scores [V], of which the largest that is not filtered is drawn."""
 
     token: int
     close: frozenset[int]
     logprobs: F64
+    scores: F64
 
 
 class Model:
@@ -80,8 +81,11 @@ class Model:
 
     def __init__(self, folder: str | Path, rounds_kv: bool = False) -> None:
         config = json.loads((Path(folder) / "config.json").read_text())
-        assert config["model_type"] in ("qwen3", "qwen3_moe", "gemma2"), "the oracle knows two families"
+        families = ("qwen3", "qwen3_moe", "gemma2", "smollm3", "olmo2")
+        assert config["model_type"] in families, f"the oracle knows {families}"
         self.is_gemma = config["model_type"] == "gemma2"
+        self.norms_branches = config["model_type"] in ("gemma2", "olmo2")  # what they add is normalised
+        self.norms_heads = config["model_type"] != "olmo2"  # each alone, not all together
         self.windows: list[int | None] = [None] * config["num_hidden_layers"]
         self.score_scale = 1 / math.sqrt(config["head_dim"])
         self.score_cap = self.logit_cap = 0.0
@@ -91,6 +95,7 @@ class Model:
             self.score_scale = 1 / math.sqrt(config["query_pre_attn_scalar"])
             self.score_cap = config["attn_logit_softcapping"]
             self.logit_cap = config["final_logit_softcapping"]
+        self.rotates = [bool(one) for one in config.get("no_rope_layers", [])] or [True] * len(self.windows)
         self.top_k: int = config.get("num_experts_per_tok", 0)
         self.num_layers: int = config["num_hidden_layers"]
         self.num_heads: int = config["num_attention_heads"]
@@ -211,7 +216,7 @@ class Answer:
             h = model.norm(x, f"{name}.input_layernorm")
             attended = self._attend(layer, h, f"{name}.self_attn", first)
             attended = model.linear(attended.reshape(num, -1), f"{name}.self_attn.o_proj")
-            if model.is_gemma:
+            if model.norms_branches:
                 x = x + model.norm(attended, f"{name}.post_attention_layernorm")
                 h = model.norm(x, f"{name}.pre_feedforward_layernorm")
                 x = x + model.norm(model.mix(h, f"{name}.mlp"), f"{name}.post_feedforward_layernorm")
@@ -227,10 +232,14 @@ class Answer:
         model, num = self._model, len(h)
 
         def heads(kind: str, count: int) -> F64:
-            return model.linear(h, f"{name}.{kind}_proj").reshape(num, count, model.head_dim)
+            flat = model.linear(h, f"{name}.{kind}_proj")
+            if model.norms_heads:
+                return model.norm(flat.reshape(num, count, model.head_dim), f"{name}.{kind}_norm")
+            return model.norm(flat, f"{name}.{kind}_norm").reshape(num, count, model.head_dim)
 
-        q = model.rotate(model.norm(heads("q", model.num_heads), f"{name}.q_norm"), first)
-        k = model.rotate(model.norm(heads("k", model.num_kv_heads), f"{name}.k_norm"), first)
+        q, k = heads("q", model.num_heads), heads("k", model.num_kv_heads)
+        if model.rotates[layer]:
+            q, k = model.rotate(q, first), model.rotate(k, first)
         v = heads("v", model.num_kv_heads)
         self._keys[layer].append(_e4m3(k) if model.rounds_kv else k)
         self._values[layer].append(_e4m3(v) if model.rounds_kv else v)
@@ -300,7 +309,7 @@ def _choose(logits: F64, query: Query, outputs: list[int]) -> Step:
     token = int(np.where(nominal, scores, -np.inf).argmax())
     best = np.where(surely, scores, -np.inf).max()
     close = np.flatnonzero(perhaps & (scores >= best - TOLERANCE))
-    return Step(token, frozenset(close.tolist()), _log_softmax(scaled))
+    return Step(token, frozenset(close.tolist()), _log_softmax(scaled), scores)
 
 
 def _adjusted(logits: F64, query: Query, outputs: list[int]) -> F64:

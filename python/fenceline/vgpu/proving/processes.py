@@ -1,10 +1,10 @@
 """The workload ``processes``: a whole server but for HTTP. Requests travel from clients through the tokenizer manager,
 zmq, the scheduler's process on a virtual GPU and the detokenizer's process, and back.
 
-Everything is what ships; only the device is virtual, with the seed's schedule and all checks. When messages arrive is
-the machine's affair, so the same seed may give other batches. The answers must not depend on that: what every client
-gets, text, tokens and finish reason, is compared with the oracle's answer to its request. An aborted answer must be a
-beginning of it.
+Everything is the code of the real server; only the device is virtual, with the seed's schedule and all checks. The
+machine decides when messages arrive, so the same seed may give other batches. The answers must not depend on that: the
+text, tokens and finish reason that each client gets are compared with the oracle's answer to its request. An aborted
+answer must be a beginning of it.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _STOP_STRINGS = ("a", "th", "on", "ne", "é", "r.")
 
 @dataclass(frozen=True, slots=True)
 class _Client:
-    """One request, and what its client does. ``is_text``: the prompt is sent as text. ``gives_up_after`` so many parts
-    of the answer it aborts the request, or closes the stream if it ``leaves``. With the first part it aborts
-    ``aborts``, another request, which may still wait."""
+    """One request, and what its client does. ``is_text``: the prompt is sent as text. ``gives_up_after``: the number of
+    parts of the answer after which the client aborts the request, or closes the stream if it ``leaves``. ``aborts``:
+    another request, which may still wait, and which the client aborts when it gets the first part."""
 
     rid: str
     query: Query
@@ -113,7 +113,7 @@ def run_processes(seed: int, policy: str, severed: frozenset[str]) -> Findings:
 def _serve_on_vgpu(
     seed: int, policy: str, severed: frozenset[str], report: str, config: EngineConfig, ports: PortArgs
 ) -> None:
-    """The entry of the scheduler's process. What is found after the last request is written to ``report``."""
+    """The main function of the scheduler's process. Findings after the last request are written to ``report``."""
     logging.disable(logging.ERROR)
     torch.set_num_threads(1)
     devices: list[VgpuDevice] = []

@@ -1,4 +1,4 @@
-"""Drafts whose depth is another one in every step, by a seed: no answer may depend on it."""
+"""Chooses the depth of the draft at random in every step, from a seed: no answer may depend on it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from fenceline.model_executor.step import DepthChoice
 
 
 class RandomDepths:
-    """A ``DraftDepth`` that notes what has come of its choices: how often a request got how many tokens, by depth."""
+    """A ``DraftDepth`` that counts the results of its choices: for each depth how often a request got how many
+    tokens."""
 
     def __init__(self, depths: Sequence[int], seed: int) -> None:
         self.counts: dict[int, Counter[int]] = {depth: Counter() for depth in depths}
         self._depths = depths
         self._random = Random(seed)
 
-    def choose(self, num_reqs: int, num_drafting: int) -> DepthChoice:
+    def choose(self, num_reqs: int, num_drafting: int, most: int) -> DepthChoice:
         """See ``DraftDepth``."""
-        return DepthChoice(self._random.choice(self._depths), "random")
+        depth = self._random.choice(self._depths)
+        if depth > most:
+            return DepthChoice(max(one for one in self._depths if one <= most), "memory")
+        return DepthChoice(depth, "random")
 
     def published(self, depth: int, counts: npt.NDArray[np.int64]) -> None:
         """See ``DraftDepth``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -12,7 +13,15 @@ import numpy.typing as npt
 
 from fenceline.mem_cache.host.cache_controller import HiCacheController, TransferCounts
 from fenceline.mem_cache.page_hash import PageKey
-from fenceline.mem_cache.storage.controller import Ack, Storage, StorageController, StorageTierStats
+from fenceline.mem_cache.storage.controller import (
+    Ack,
+    Done,
+    Found,
+    Storage,
+    StorageController,
+    StorageTierStats,
+    TimedOut,
+)
 from fenceline.mem_cache.storage.controller import Fetched as FetchedAck
 from fenceline.mem_cache.storage.worker import Prefetch
 from fenceline.mem_cache.transfer import Ticket, TransferKind
@@ -47,10 +56,12 @@ class RecordedWorker:
         self.memory_bytes = runner.memory_bytes
         self.hicache: RecordedTransfers | None = None
         self.storage: Storage | None = None
+        self.recorded_storage: RecordedStorage | None = None
         if runner.hicache is not None:
             self.hicache = RecordedTransfers(runner.hicache, events, tags)
             if runner.storage is not None:
                 recorded = RecordedStorage(runner.storage.controller, runner.hicache, events)
+                self.recorded_storage = recorded
                 self.storage = Storage(cast(StorageController, recorded), runner.storage.root_key)
         self._runner = runner
         self._events = events
@@ -96,7 +107,7 @@ class RecordedWorker:
         self._runner.replace_weights(weights, one_more)
 
     def _sample(self, held: HeldStep, decision: Decision, masks: TokenMasks) -> ForwardResult:
-        decision.masks = masks
+        decision.masks = TokenMasks(masks.rows, masks.bits.copy())  # the next step fills the same memory
         return cast(ForwardResult, _RecordedResult(held.sample(masks), decision))
 
 
@@ -164,7 +175,8 @@ class RecordedTransfers:
 
 
 class RecordedStorage:
-    """A StorageController that records what is written to storage and what is read from it."""
+    """A StorageController that records what is written to storage and what is read from it. ``outcomes``: how
+    prefetches have ended; ``num_found``: pages that it has reported."""
 
     def __init__(
         self, controller: StorageController, transfers: HiCacheController, events: list[Event]
@@ -172,6 +184,8 @@ class RecordedStorage:
         self._controller = controller
         self._host_pool = transfers.host_pool
         self._events = events
+        self.outcomes: Counter[str] = Counter()
+        self.num_timeouts = self.num_found = 0
 
     def write(self, keys: Sequence[PageKey], host_pages: I32, after: Points, handle: int) -> None:
         """See StorageController."""
@@ -204,6 +218,10 @@ class RecordedStorage:
         can be read now."""
         acks = self._controller.drain()
         for ack in acks:
+            self.num_found += ack.num_pages if isinstance(ack, Found) else 0
+            self.num_timeouts += isinstance(ack, TimedOut)
+            if isinstance(ack, Done):
+                self.outcomes[ack.outcome] += 1
             if isinstance(ack, FetchedAck):
                 pages = slice(ack.first, ack.first + ack.num_pages)
                 host_pages = ack.op.host_pages[pages].copy()

@@ -233,7 +233,7 @@ class _Reader:
                     yield f"step {number}: {rid} in row {row} uses pages {stale[:8]}, which are retired"
 
     def _late_results(self) -> Iterable[str]:
-        """Steps launched before results that had arrived were published: first tokens waited without need."""
+        """Steps launched before results that had arrived were published: tokens waited without need."""
         for number, step in enumerate(self._steps):
             arrived = [e for e in step["events"] if e["event"] == "completions" and e["results_arrived"]]
             if arrived and step["in_flight"]:
@@ -296,7 +296,7 @@ class _Reader:
     def _page_writes(self, step: Mapping[str, Any]) -> PageWrites:
         writes = step["page_writes"]
         if writes is None:
-            return PageWrites()
+            return PageWrites.none()
         pages = np.array([self._ids[page] for page in writes["pages"]], dtype=np.int32)
         return PageWrites(_ints(writes["rows"]), _ints(writes["columns"]), pages)
 

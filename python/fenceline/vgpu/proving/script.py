@@ -146,7 +146,7 @@ class Script:
         return flags | ({"disable_cuda_graph_padding": True} if self.random.random() < 0.2 else {})
 
     def in_turn(self) -> Flags:
-        """In a few of the runs, each step is finished before the next one begins."""
+        """In a few of the runs, each step ends before the next one begins."""
         return {"disable_overlap_schedule": True} if self.random.random() < 0.15 else {}
 
     def options(self) -> dict[str, object]:

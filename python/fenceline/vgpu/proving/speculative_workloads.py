@@ -28,6 +28,12 @@ def draft_flags(random: Random) -> Flags:
     return flags | _depths(random)
 
 
+def chains_of_models(random: Random) -> Flags:
+    """A whole model as the draft, which any target of ``tiny_model`` has, and no trees, which need long windows."""
+    num_steps = random.choice((1, 2, 3))
+    return {"draft": random.choice(("NEAR", "ITSELF")), "speculative_num_steps": num_steps, **_depths(random)}
+
+
 def several_layers(random: Random) -> Flags:
     """A draft with a layer for each of its steps."""
     return {"draft": "NEXTN2", "speculative_num_steps": 2, **_depths(random)}
@@ -44,7 +50,10 @@ def _tree_flags(random: Random, draft: str) -> dict[str, Flag]:
         "draft": draft,
         "speculative_num_steps": num_steps,
         "speculative_eagle_topk": topk,
-        "speculative_num_draft_tokens": random.randint(num_steps + 1, min(most, 7)),
+        # All nodes of a small tree, so that the proof can tell which of them must be accepted.
+        "speculative_num_draft_tokens": random.choice(
+            (min(most, 7), random.randint(num_steps + 1, min(most, 7)))
+        ),
     }
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from random import Random
 
 import msgspec
 import numpy as np
 
+from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.frontend.detokenizer_manager import Detokenizer
@@ -21,27 +23,32 @@ from fenceline.ipc.io_struct import (
     UpdateWeightsReq,
 )
 from fenceline.mem_cache.hicache import HiCache
+from fenceline.mem_cache.storage.file_backend import FileBackend
 from fenceline.memory_order import Device
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.scheduler.scheduler import InFlight
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.footprint import check_footprints
 from fenceline.vgpu.proving.answers import Findings, Setting, Transcript
-from fenceline.vgpu.proving.decisions import Event, Owned, device_bytes, host_bytes
+from fenceline.vgpu.proving.backups import Backups
+from fenceline.vgpu.proving.decisions import Event, Fetched, Kept, Owned, device_bytes, host_bytes
+from fenceline.vgpu.proving.drafts import compare_drafts
 from fenceline.vgpu.proving.events import Watch, around, state_of
+from fenceline.vgpu.proving.figures import Evictions, compare_figures, compare_storage
 from fenceline.vgpu.proving.flashinfer_library import FLASHINFER, FLASHINFER_TENSOR_CORES
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
 from fenceline.vgpu.proving.oracle import Oracle
 from fenceline.vgpu.proving.random_depths import RandomDepths
 from fenceline.vgpu.proving.recorded_worker import RecordedWorker
 from fenceline.vgpu.proving.script import Arrival, Flags, FollowUp, Reaction, Scenario
-from fenceline.vgpu.proving.tiny_model import PLAIN, tiny_draft, tiny_model_path, tiny_tokenizer
+from fenceline.vgpu.proving.storage_record import StorageRecord
+from fenceline.vgpu.proving.tiny_model import PLAIN, plain_path, tiny_draft, tiny_model_path, tiny_tokenizer
 from fenceline.vgpu.proving.watched import WatchedScheduler
 from fenceline.vgpu.speculative_tags import make_tags
 from fenceline.vgpu.tags import Tags
 
 _MAX_STEPS = 2000
-_STEP_S = 0.01
+STEP_S = 0.01
 _PLANNED = (FLASHINFER, FLASHINFER_TENSOR_CORES)
 
 
@@ -49,10 +56,11 @@ _PLANNED = (FLASHINFER, FLASHINFER_TENSOR_CORES)
 def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineConfig:
     args = dict(flags)
     backend, draft = args.pop("attention_backend", None), args.pop("draft", None)
+    model = str(args.pop("model", PLAIN))
     if draft is not None:
-        algorithm, folder = tiny_draft(str(draft))
+        algorithm, folder = tiny_draft(str(draft), model)
         args |= {"speculative_algorithm": algorithm, "speculative_draft_model_path": folder}
-    folder = tiny_model_path(str(args.pop("model", PLAIN)))
+    folder = tiny_model_path(model)
     config = resolve(ServerArgs(model_path=folder, random_seed=1, log_level="error", **args))  # type: ignore[arg-type]
     if isinstance(backend, str):
         # FlashInfer plans on the host and so cannot verify drafts: our own kernels do, as on a GPU.
@@ -68,15 +76,16 @@ def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineCo
 
 @lru_cache
 def _oracle(model_path: str, rounds_kv: bool) -> Oracle:
-    return Oracle(model_path, rounds_kv=rounds_kv)
+    return Oracle(plain_path(model_path), rounds_kv=rounds_kv)
 
 
 def make_config(flags: Flags, device: str) -> EngineConfig:
     """The engine's configuration with the tiny model. Beyond the command line it allows smaller pages, the attention
     backends of the proof, loads of prefixes of any length from a lower tier, and ``draft``, one of
     ``tiny_model.DRAFTS``; with ``depth_seed`` its depth is another in each step. ``model``
-    is one of ``tiny_model.MODELS``."""
+    is one of ``tiny_model.MODELS``. With ``bad_days``, a seed, storage fails at random (``StorageRecord``)."""
     flags = {"device": device, **flags}
+    flags.pop("bad_days", None)
     if flags.pop("depth_seed", None) is not None:
         flags["speculative_adaptive"] = True
     return _config(tuple(sorted(flags.items())))
@@ -107,17 +116,28 @@ class Loop:
         self.watch = Watch(device)
         self.runner = ModelRunner(config, device, show_progress=False)
         self._tags: Tags | None = None
+        self._storage_record: StorageRecord | None = None
+        self._wrong_storage = ""
         if isinstance(device, VgpuDevice):
             self._tags = make_tags(device.gpu, self.runner)
-            check_footprints(device, self.runner, self._tags)
+            if device.gpu.detector is not None:  # without it only wrong answers are to be found
+                check_footprints(device, self.runner, self._tags)
         if self.runner.storage is not None:
             controller = self.runner.storage.controller
             controller._clock = self._clock
+            days = scenario.flags.get("bad_days")
+            assert isinstance(controller._backend, FileBackend), "the one that the flags can ask for"
+            self._storage_record = StorageRecord(
+                controller._backend, config, None if days is None else Random(int(str(days)))
+            )
             if self._tags is not None:
                 around(controller._backend, "set", before=self._tags.storing)
                 around(controller._backend, "get", after=self._tags.fetched)
-        worker = RecordedWorker(self.runner, self.decisions, self._tags)
+        self._worker = worker = RecordedWorker(self.runner, self.decisions, self._tags)
         self.scheduler = WatchedScheduler(config, worker, self, self, self._tags)
+        self._evictions = Evictions(self.scheduler.memory.tree)
+        memory = self.scheduler.memory
+        self._backups = None if memory.tiers is None else Backups(memory, memory.tiers)
         if "depth_seed" in scenario.flags:
             depths = tuple(self.scheduler.shapes)
             self.scheduler.draft_depth = RandomDepths(depths, int(str(scenario.flags["depth_seed"])))
@@ -153,7 +173,7 @@ class Loop:
     def _clock(self) -> float:
         """Seconds, computed from the number of steps so that runs are repeatable. Each call returns a later time."""
         self._num_readings += 1
-        return self.step_no * _STEP_S + self._num_readings * 1e-6
+        return self.step_no * STEP_S + self._num_readings * 1e-6
 
     def send(self, message: Message) -> None:
         """Put a message into the inbox as of now."""
@@ -241,6 +261,11 @@ class Loop:
         self._flight = self.scheduler.step(self._flight)
         self.step_no += 1
         self.scheduler.memory.tree.check()
+        waiting = self.scheduler.waiting
+        num_short = sum(req.is_short for req in waiting)
+        assert waiting.num_short == num_short, (
+            f"{waiting.num_short} short ones are said to wait, {num_short} do"
+        )
 
     def run(self) -> None:
         """Run until all requests are answered and every transfer has ended. Raises what the engine raises."""
@@ -249,7 +274,9 @@ class Loop:
         tiers = self.scheduler.memory.tiers
         if tiers is not None:
             self._settle(tiers)
-        self.scheduler.memory.check_books(every_page=True)
+        self.scheduler.memory.check_memory(every_page=True)
+        if self._storage_record is not None:  # while its directory is there
+            self._wrong_storage = self._compare_storage(self._storage_record)
         if self._tags is not None:
             self.runner.device.synchronize()
             self._tags.audit()
@@ -260,8 +287,37 @@ class Loop:
         rounds_kv = config.server_args.kv_cache_dtype != "auto"
         found = self.transcript.compare(_oracle(config.model.model_path, rounds_kv))
         shared = self.scheduler.sharing.compare(self.transcript.exchanges.values())
-        parts = (found.wrong, shared, *self.scheduler.wrong)
+        figures = compare_figures(
+            self.scheduler.config, self.scheduler.state(), self.runner, self.decisions, self._evictions
+        )
+        parts = (
+            found.wrong,
+            shared,
+            *self.scheduler.wrong,
+            *(() if self._backups is None else self._backups.wrong),
+            self._compare_drafts(rounds_kv),
+            figures,
+            self._wrong_storage,
+        )
         return replace(found, wrong="\n".join(part for part in parts if part))
+
+    def _compare_storage(self, record: StorageRecord) -> str:
+        tiers, recorded = self.scheduler.memory.tiers, self._worker.recorded_storage
+        assert tiers is not None and tiers.storage is not None and recorded is not None, "there is storage"
+        for event in record.events:
+            self.watch.note(event)
+        kept = sum(len(event.keys) for event in self.decisions if isinstance(event, Kept))
+        fetched = sum(len(event.keys) for event in self.decisions if isinstance(event, Fetched))
+        wrong = compare_storage(tiers.storage.stats(), record, recorded, kept, fetched)
+        return "\n".join(part for part in (record.finish(), wrong) if part)
+
+    def _compare_drafts(self, rounds_kv: bool) -> str:
+        """Of a draft that is a whole model, how many tokens each step has yielded."""
+        config = self.scheduler.config.speculative
+        if config is None or config.draft.algorithm is not SpeculativeAlgorithm.STANDALONE:
+            return ""
+        oracle = _oracle(config.draft.model.model_path, rounds_kv)
+        return compare_drafts(self.scheduler.verified, self.transcript.exchanges, oracle, config.topk)
 
     def _settle(self, tiers: HiCache) -> None:
         """F6: all transfers end, their acks are drained, and then nothing is held."""

@@ -52,7 +52,7 @@ class Proof:
 
     @property
     def unseen(self) -> list[str]:
-        """Events that should have happened and did not."""
+        """Events that should have happened but did not."""
         return [event for event, count in self.events.items() if count == 0]
 
     @property
@@ -74,13 +74,13 @@ def as_text(proof: Proof) -> str:
         which = "all" if proof.explored and not proof.failures else "NOT ALL"
         total = sum(proof.schedules.values())
         lines.append(f"{which} schedules with up to two preemptions: {total}, {verdict} ({parts})")
-        lines.append(f"answers: {proof.num_tokens} tokens held against each request alone")
+        lines.append(f"answers: {proof.num_tokens} tokens compared with each request computed alone")
     if proof.num_intact:
         verdict = "clean" if not proof.failures else f"{len(proof.failures)} FAILED"
         parts = ", ".join(f"{name} {count}" for name, count in proof.runs_by_workload.items())
         lines.append(f"intact engine: {proof.num_intact} seeds, {verdict} ({parts})")
-        close = f"{proof.num_close} settled otherwise by rounding" + ("" if proof.few_close else ": TOO MANY")
-        lines.append(f"answers: {proof.num_tokens} tokens held against each request alone, {close}")
+        close = f"{proof.num_close} differ because of rounding" + ("" if proof.few_close else ": TOO MANY")
+        lines.append(f"answers: {proof.num_tokens} tokens compared with each request computed alone, {close}")
     if proof.events:
         lines.append(f"events: {len(proof.events) - len(proof.unseen)} of {len(proof.events)} seen")
         lines += [f"  NOT SEEN: {event} ({EVENTS[event]})".replace(" ()", "") for event in proof.unseen]

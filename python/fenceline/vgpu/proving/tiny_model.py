@@ -1,5 +1,5 @@
-"""Models so small that hundreds of engine runs take a minute: a Qwen3, one with experts, a Gemma 2 with windows; drafts
-for the first, and a tokenizer.
+"""Models so small that hundreds of engine runs take a minute: a Qwen3, one with experts, one in FP8, a Gemma 2 with
+windows, an OLMo 2, a SmolLM3 in INT4 of which one layer sees no positions; drafts, and a tokenizer.
 
 The weights are random and written to a folder once. The tokenizer is byte-level: letters, pairs of letters, and bytes
 of longer characters.
@@ -71,9 +71,24 @@ _WINDOWS = {
     "attn_logit_softcapping": 3.0,
     "final_logit_softcapping": 5.0,
 }
+# OLMo 2's layers: norms behind each branch, and of queries and keys over all heads at once.
+_WIDE = {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
+_UNROTATED = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "no_rope_layers": [1, 0]}
+_BLOCK = 128  # of FP8, rows and columns
+_GROUP = 32  # of INT4, columns
+_FP8 = {"quant_method": "fp8", "weight_block_size": [_BLOCK, _BLOCK]}
+_INT4 = {"quant_method": "gptq", "bits": 4, "group_size": _GROUP, "desc_act": False, "sym": False}
 PLAIN = "plain"
-_MODELS = {PLAIN: _CONFIG, "experts": _CONFIG | _EXPERTS, "windows": _CONFIG | _WINDOWS}
+_MODELS = {
+    PLAIN: _CONFIG,
+    "experts": _CONFIG | _EXPERTS,
+    "windows": _CONFIG | _WINDOWS,
+    "wide": _CONFIG | _WIDE,
+    "fp8": _CONFIG | {"intermediate_size": 160, "quantization_config": _FP8},  # a block and a part of one
+    "int4": _CONFIG | _UNROTATED | {"intermediate_size": 64, "quantization_config": _INT4},
+}
 MODELS = tuple(_MODELS)
+_MEANT = "dequantised"  # the folder in a quantised model's
 _NUM_KNOWN = 40  # tokens of EAGLE3's vocabulary
 
 # What is told of a draft beside the target's own sizes, by its name.
@@ -88,7 +103,8 @@ _DRAFTS: dict[str, dict[str, object]] = {
     },
     "NEXTN": {"num_nextn_predict_layers": 1},
     "NEXTN2": {"num_nextn_predict_layers": 2},  # a layer for each step
-    # Nearly the target, and the target itself: half of what the one proposes is drawn, and all of what the other does.
+    # Nearly the target, and the target itself: half of the first one's proposals are accepted, and all of the second
+    # one's.
     "NEAR": {},
     "ITSELF": {},
 }
@@ -99,11 +115,85 @@ _NEAR = 0.1  # how much the weights of NEAR differ from the target's
 @lru_cache
 def tiny_model_path(name: str = PLAIN) -> str:
     """The folder of one of :data:`MODELS`, the same in every call of a process and deleted when it ends."""
+    if "quantization_config" in _MODELS[name]:
+        return str(_quantised(name))
     folder = _folder(name, _MODELS[name])
     model = resolve(ServerArgs(model_path=str(folder), device="cpu", load_format="dummy")).model
     slots = make_model(model, torch_context(Shard(), torch.float32)).weight_slots()
     save_file(_random(slots, 11), folder / "model.safetensors")
     return str(folder)
+
+
+def plain_path(folder: str) -> str:
+    """The folder of the plain numbers that the model in ``folder`` stands for: itself if it is not quantised."""
+    meant = Path(folder) / _MEANT
+    return str(meant) if meant.exists() else folder
+
+
+def _quantised(name: str) -> Path:
+    """The folder of a quantised model; the numbers that it stands for are in a folder in it."""
+    config = dict(_MODELS[name])
+    del config["quantization_config"]
+    folder = _folder(name, config)  # plain at first
+    model = resolve(ServerArgs(model_path=str(folder), device="cpu", load_format="dummy")).model
+    tensors = _random(make_model(model, torch_context(Shard(), torch.float32)).weight_slots(), 11)
+    stored: dict[str, torch.Tensor] = {}
+    for key, tensor in list(tensors.items()):
+        if not key.endswith("_proj.weight"):
+            stored[key] = tensor
+            continue
+        module = key.removesuffix(".weight")
+        parts, tensors[key] = (_in_fp8 if name == "fp8" else _in_int4)(tensor)
+        stored |= {f"{module}.{suffix}": part.contiguous() for suffix, part in parts.items()}
+    (folder / _MEANT).mkdir()
+    save_file(
+        {key: tensor.contiguous() for key, tensor in tensors.items()}, folder / _MEANT / "model.safetensors"
+    )
+    (folder / _MEANT / "config.json").write_text(json.dumps(config))
+    save_file(stored, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(_MODELS[name]))
+    return folder
+
+
+def _in_fp8(matrix: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """matrix [N, K] → a checkpoint's tensors, with a scale for each block, and the numbers that they stand for."""
+    num_rows, num_columns = (-(-size // _BLOCK) for size in matrix.shape)
+    scales = torch.empty(num_rows, num_columns)
+    numbers, meant = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn), torch.empty_like(matrix)
+    for row in range(num_rows):
+        for column in range(num_columns):
+            rows, columns = (
+                slice(row * _BLOCK, (row + 1) * _BLOCK),
+                slice(column * _BLOCK, (column + 1) * _BLOCK),
+            )
+            block = matrix[rows, columns]
+            scale = scales[row, column] = block.abs().max() / 448
+            numbers[rows, columns] = (block / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+            meant[rows, columns] = numbers[rows, columns].float() * scale
+    return {"weight": numbers, "weight_scale_inv": scales}, meant
+
+
+def _in_int4(matrix: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """matrix [N, K] → gptq's tensors, with a scale and a zero point for each group of columns, and the numbers that
+    they stand for. Zero points are stored as one less, which its first version does."""
+    grouped = matrix.view(len(matrix), -1, _GROUP)
+    low, high = grouped.amin(2, keepdim=True), grouped.amax(2, keepdim=True)
+    scales = ((high - low) / 15).half().float()
+    zeros = (-low / scales).round().clamp(1, 15)
+    numbers = ((grouped / scales).round() + zeros).clamp(0, 15)
+    parts = {
+        "qweight": _words(numbers.view_as(matrix)).t(),
+        "qzeros": _words(zeros.squeeze(2).t() - 1),
+        "scales": scales.squeeze(2).t().half(),
+        "g_idx": (torch.arange(matrix.shape[1]) // _GROUP).int(),
+    }
+    return parts, ((numbers - zeros) * scales).view_as(matrix)
+
+
+def _words(numbers: torch.Tensor) -> torch.Tensor:
+    """Each eight numbers of four bits along a row as an int32, the first in its lowest bits."""
+    words = (numbers.long().unflatten(1, (-1, 8)) << 4 * torch.arange(8)).sum(2)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
 
 
 @lru_cache
@@ -134,23 +224,27 @@ def tiny_misfit(kind: str) -> str:
 
 
 @lru_cache
-def tiny_draft(name: str) -> tuple[str, str]:
-    """One of :data:`DRAFTS`: the algorithm that it is for, and its folder, as :func:`tiny_model_path`."""
+def tiny_draft(name: str, model: str = PLAIN) -> tuple[str, str]:
+    """One of :data:`DRAFTS`: the algorithm that it is for, and its folder, as :func:`tiny_model_path`. ``model``: its
+    target; of another than the plain one there are whole models alone, NEAR and ITSELF."""
     if name == "ITSELF":
-        return "STANDALONE", tiny_model_path()
-    folder = _folder(f"draft-{name.lower()}", _CONFIG | _DRAFTS[name])
-    weights = load_file(Path(tiny_model_path()) / "model.safetensors")
+        return "STANDALONE", tiny_model_path(model)
+    assert model == PLAIN or name == "NEAR", f"a draft {name} of {model} has not been written"
+    folder = _folder(f"draft-{name.lower()}", _MODELS[model] | _DRAFTS[name])
+    target = Path(plain_path(tiny_model_path(model)))
+    weights = load_file(target / "model.safetensors")
     if name == "NEAR":
+        (folder / "config.json").write_text((target / "config.json").read_text())  # of plain numbers
         generator = torch.Generator().manual_seed(12)
         weights = {n: t + _NEAR * torch.randn(t.shape, generator=generator) for n, t in weights.items()}
         save_file(weights, folder / "model.safetensors")
         return "STANDALONE", str(folder)
     algorithm = SpeculativeAlgorithm(name.removesuffix("2"))
-    target = resolve(ServerArgs(model_path=tiny_model_path(), device="cpu")).model
+    model_config = resolve(ServerArgs(model_path=tiny_model_path(), device="cpu")).model
     context = torch_context(Shard(), torch.float32)
-    config = read_draft_config(algorithm, str(folder), target)
+    config = read_draft_config(algorithm, str(folder), model_config)
     names = {"lm_head.weight", "d2t"} if name == "EAGLE3" else set[str]()
-    slots = make_draft_model(config, context, make_model(target, context), names).weight_slots()
+    slots = make_draft_model(config, context, make_model(model_config, context), names).weight_slots()
     weights = _random(slots, 13)
     if name == "EAGLE3":
         known = torch.arange(_NUM_KNOWN)
@@ -159,9 +253,23 @@ def tiny_draft(name: str) -> tuple[str, str]:
     return algorithm.value, str(folder)
 
 
-def _folder(name: str, config: dict[str, object]) -> Path:
+@lru_cache
+def storage_secret() -> str:
+    """A file with a secret, for --hicache-storage-key."""
+    path = _temporary_folder("secret") / "key"
+    path.write_text("5e" * 32)
+    path.chmod(0o600)
+    return str(path)
+
+
+def _temporary_folder(name: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=f"fenceline-tiny-{name}-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _folder(name: str, config: dict[str, object]) -> Path:
+    folder = _temporary_folder(name)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

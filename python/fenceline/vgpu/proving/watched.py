@@ -12,30 +12,41 @@ from contextlib import nullcontext
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.ipc.io_struct import TokenizedGenerateReq
-from fenceline.model_executor.step import ExtendBatch, HeldStep, ScheduleBatch, Worker
+from fenceline.model_executor.step import (
+    DecodeBatch,
+    ExtendBatch,
+    HeldStep,
+    ScheduleBatch,
+    StepOutput,
+    Worker,
+)
 from fenceline.scheduler.prefill import PrefillPlan
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.scheduler import Inbox, InFlight, Outbox, Scheduler
 from fenceline.vgpu.proving.answers import Sharing
+from fenceline.vgpu.proving.drafts import Verified
 from fenceline.vgpu.proving.events import around
 from fenceline.vgpu.tags import Tags
 
 
 class WatchedScheduler(Scheduler):
     """Tells ``sharing`` when a prefix is cached, when one may be found, and when some are given up. ``wrong``: choices
-    that are not those that were promised."""
+    that are not those that were promised. ``verified``: what has come of drafts."""
 
     def __init__(
         self, config: EngineConfig, worker: Worker, inbox: Inbox, outbox: Outbox, tags: Tags | None = None
     ) -> None:
         super().__init__(config, worker, inbox, outbox)
         self.wrong: list[str] = []
+        self.verified: list[Verified] = []
         self._arrivals: dict[str, int] = {}
-        self._since: dict[tuple[float, object], int] = {}  # of who waits: since when it has had no turn
+        self._since: dict[tuple[float, object], int] = {}  # of each waiting request: when it last had a turn
         self._num_moments = 0
         self._all_give_back = False
-        self._half_way: Sequence[Req] = ()  # whose prompts the latest prefill step left so
-        self._may_take_all: Sequence[Req] = ()  # who wait, and for whom all that run give way if need be
+        self._half_way: Sequence[Req] = ()  # whose prompts the latest prefill step left unfinished
+        self._may_retract_all: Sequence[
+            Req
+        ] = ()  # waiting requests for which all running ones may be retracted
         self._tags = tags
         if tags is not None:
             tags.watch(self)
@@ -76,6 +87,17 @@ class WatchedScheduler(Scheduler):
             if seq.sampling is not None:
                 self._cached(req, seq.seq_len, seq.seq_len)
 
+    def publish_counted(self, batch: DecodeBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
+        """See Scheduler."""
+        if out.counts is not None:
+            shape = self.shapes[batch.depth.depth]
+            self.verified += [
+                Verified(req.rid, len(req.output_ids), count, shape)
+                for req, count in zip(reqs, out.counts.tolist(), strict=True)
+                if not req.left
+            ]
+        super().publish_counted(batch, reqs, number, out)
+
     def retire_departed(self) -> None:
         """See Scheduler."""
         for req in self.departed:
@@ -88,11 +110,11 @@ class WatchedScheduler(Scheduler):
     def accept(self, message: TokenizedGenerateReq) -> None:
         """See Scheduler."""
         self._arrivals[message.rid] = len(self._arrivals)
-        waiting = {self._party(req) for req in self.waiting}
+        waiting = {self._turn_key(req) for req in self.waiting}
         super().accept(message)
         req = self.reqs.get(message.rid)
-        if req is not None and self._party(req) not in waiting:
-            self._since[self._party(req)] = self._next_moment()
+        if req is not None and self._turn_key(req) not in waiting:
+            self._since[self._turn_key(req)] = self._next_moment()
 
     def give_back_all(self) -> int:
         """See Scheduler. Whose turn it would be does not matter then."""
@@ -102,35 +124,39 @@ class WatchedScheduler(Scheduler):
         return num_given_back
 
     def retract(self, req: Req) -> None:
-        """See Scheduler. Of those that run the lowest priority goes first, of one priority who came with most of those
-        that run; a pause takes all."""
+        """See Scheduler. The running request of the lowest priority is retracted first; within a priority, one of the
+        body with the most running requests. A pause retracts all."""
         running = [] if self._all_give_back else self.running.reqs
         if any(self._rank(other) > self._rank(req) for other in running):
             self.wrong.append(f"{req.rid} is retracted, and a request of a worse priority runs on")
         equals = [other for other in running if self._rank(other) == self._rank(req)]
         if any(self._num_rows(other) > self._num_rows(req) for other in equals):
             self.wrong.append(f"{req.rid} is retracted, and a larger body runs on")
-        alone = self._party(req) not in {self._party(other) for other in self.waiting}
+        alone = self._turn_key(req) not in {self._turn_key(other) for other in self.waiting}
         super().retract(req)
         if alone:
-            self._since[self._party(req)] = -self._next_moment()
+            self._since[self._turn_key(req)] = -self._next_moment()
 
     def plan_prefill(self) -> PrefillPlan | None:
-        """See Scheduler. A request that all others may give way to does not wait: alone it has room."""
-        self._may_take_all = ()
+        """See Scheduler. A request for which all others may be retracted does not wait, because it fits if it is
+        alone."""
+        self._may_retract_all = ()
         plan = super().plan_prefill()
-        if self._may_take_all and not any(req.row for req in self._may_take_all):
-            names = ", ".join(req.rid for req in self._may_take_all)
+        if self._may_retract_all and not any(req.row for req in self._may_retract_all):
+            names = ", ".join(req.rid for req in self._may_retract_all)
             self.wrong.append(f"nobody gives way to {names}, and all that run are of a worse priority")
         return plan
 
     def preempt(self, threshold: int) -> None:
-        """See Scheduler. Who gives way does so for a waiting request that is better by more than ``threshold``."""
+        """See Scheduler. A request is retracted only for a waiting one whose priority is better by more than
+        ``threshold``, and not if its last token is or may be in flight: its memory becomes free in any case, mostly a
+        step later."""
         running, best = list(self.running.reqs), min(map(self._rank, self.waiting), default=math.inf)
         holders = [req for req in self.reqs.values() if req.row]
-        if not self.departed and all(self._rank(req) - best > threshold for req in holders):
+        none_ends = not self.departed and len(holders) == len(running)
+        if none_ends and all(self._rank(req) - best > threshold for req in holders):
             ready = [req for req in self.waiting if self._rank(req) == best and self.may_schedule(req)]
-            self._may_take_all = ready if ready and holders else ()
+            self._may_retract_all = ready if ready and holders else ()
         super().preempt(threshold)
         for req in running:
             if req.left and not self._rank(req) - best > threshold:
@@ -139,7 +165,8 @@ class WatchedScheduler(Scheduler):
                 )
 
     def displace(self) -> None:
-        """See Scheduler. Who gives way leaves others of its body running, for one of whose body none runs."""
+        """See Scheduler. A request is retracted for one of a body without running requests only if others of its own
+        body keep running."""
         running = list(self.running.reqs)
         super().displace()
         is_newcomer = any(not self._num_rows(req) for req in self.waiting)
@@ -151,8 +178,8 @@ class WatchedScheduler(Scheduler):
         self._num_moments += 1
         return self._num_moments
 
-    def _party(self, req: Req) -> tuple[float, object]:
-        """Whom ``req`` takes turns with: those of one body and priority."""
+    def _turn_key(self, req: Req) -> tuple[float, object]:
+        """The key of the group that takes turns as one: requests of the same body and priority."""
         return self._rank(req), req.source.body or req.rid
 
     def _num_rows(self, req: Req) -> int:
@@ -186,11 +213,11 @@ class WatchedScheduler(Scheduler):
             if passed is not None:
                 self.wrong.append(f"{req.rid} is admitted before {passed.rid}, whose turn it is")
             running.add(req.source.body or req.rid)
-            self._since[self._party(req)] = self._next_moment()
+            self._since[self._turn_key(req)] = self._next_moment()
 
     def _room_beside(self, batch: ExtendBatch, reqs: Sequence[Req], most: int) -> int | None:
-        """Of a step in which a half-way prompt has more than half, the tokens that the other half has left; None for
-        any other step, where nobody is passed for being too long."""
+        """If a half-way prompt has more than half of the step, the number of tokens left in the other half. None for
+        any other step, in which no request is overtaken because it is too long."""
         half = most - most // 2
         sizes = {req: len(seq.token_ids) for seq, req in zip(batch.seqs, reqs, strict=True)}
         for seq, req in zip(batch.seqs, reqs, strict=True):
@@ -201,20 +228,21 @@ class WatchedScheduler(Scheduler):
         return None
 
     def _fits(self, left: Req, req: Req, room: int) -> bool:
-        """Whether ``left`` would have fitted beside the half-way prompt as well, or is better than ``req``."""
+        """Whether ``left`` would also have fitted next to the half-way prompt, or has a better priority than
+        ``req``."""
         return left.num_tokens <= room or self._rank(left) < self._rank(req)
 
     def _is_before(self, left: Req, req: Req, running: Collection[object]) -> bool:
-        """Whether ``left``, which waits, would have had to be admitted before ``req``, where that is settled: by
-        priority; then who is of a body of which nothing was ``running``; then the body that has waited longer since it
-        came or was admitted from; of one body who has been retracted, then by arrival. The other policies look at what
-        is cached, and retracted ones go first."""
+        """Whether ``left``, which waits, had to be admitted before ``req`` by the documented order: by priority; then
+        requests of bodies without a ``running`` request; then the body that has waited longer since it arrived or since
+        a request of it was admitted; within a body retracted requests first, then by arrival. Other policies also
+        depend on the cache, and only their rule that retracted requests go first is checked."""
         if self._rank(left) != self._rank(req):
             return self._rank(left) < self._rank(req)
         is_fresh, came_fresh = not left.num_retractions, not req.num_retractions
         if self.config.server_args.schedule_policy != "fcfs":
             return is_fresh < came_fresh
-        one, other = self._party(left), self._party(req)
+        one, other = self._turn_key(left), self._turn_key(req)
         if one == other:
             by_arrival = not left.num_retractions and self._arrivals[left.rid] < self._arrivals[req.rid]
             return is_fresh < came_fresh or (is_fresh == came_fresh and by_arrival)
@@ -223,7 +251,7 @@ class WatchedScheduler(Scheduler):
         return self._since[one] < self._since[other]
 
     def _has_twin(self, req: Req) -> bool:
-        """Whether a request of its body computes the same prompt: it waits for that."""
+        """Whether another request of its body computes the same prompt, for which it waits."""
         return any(
             other.row
             and other.source.body == req.source.body != 0
@@ -244,6 +272,6 @@ class WatchedScheduler(Scheduler):
     # --- prefixes
 
     def _cached(self, req: Req, num_computed: int, num_known: int) -> None:
-        """Of ``req`` the KV of ``num_computed`` tokens has been computed when ``num_known`` of them are known."""
+        """The KV of ``num_computed`` tokens of ``req`` has been computed, and ``num_known`` of its tokens are known."""
         tokens = req.token_ids()[:num_known].tolist()
         self.sharing.cache(req.source.extra_key, tokens, num_computed - self._num_rows_behind)

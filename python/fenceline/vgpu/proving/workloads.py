@@ -22,7 +22,7 @@ from fenceline.vgpu.proving.grammars import GRAMMARS
 from fenceline.vgpu.proving.hicache_workloads import HICACHE_WORKLOADS, tier_flags
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
 from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Flags, Scenario, Script, Workload
-from fenceline.vgpu.proving.speculative_workloads import SPECULATIVE_WORKLOADS
+from fenceline.vgpu.proving.speculative_workloads import SPECULATIVE_WORKLOADS, chains_of_models
 from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
 
 
@@ -47,15 +47,30 @@ def _prefixes(random: Random) -> Scenario:
     for turn in range(6):
         prompt = random.choice(families) + script.prompt(1, 6)
         script.add(turn * random.randint(1, 3), prompt, random.randint(1, 4))
+    branches = random.random() < 0.5
+    if branches:
+        _branches(script)
     return script.scenario(
-        max_total_tokens=48,
-        max_running_requests=3,
+        max_total_tokens=80 if branches else 48,
+        max_running_requests=4 if branches else 3,
         chunked_prefill_size=16,
         page_size=4,
         schedule_policy=random.choice(("fcfs", "lpm")),
         **script.graphs(2, 3),
         **script.in_turn(),
     )
+
+
+def _branches(script: Script) -> None:
+    """Four requests that are computed in one step: all share some pages that are cached, and in pairs they share
+    more."""
+    random = script.random
+    stem = script.prompt(4, 12)
+    branches = [stem + script.prompt(4, 12) for _ in range(2)]
+    for step, prompt in ((24, branches[0]), (26, branches[1])):
+        script.add(step, prompt + script.prompt(1, 1), 1)
+    for index in range(4):
+        script.add(40, branches[index // 2] + script.prompt(1, 2), random.randint(1, 3))
 
 
 def _aborts(random: Random) -> Scenario:
@@ -290,10 +305,12 @@ def _experts(random: Random) -> Scenario:
 
 
 def _windows(random: Random) -> Scenario:
-    """Layers that read what lies in their window and layers that read all, by either kind of attention."""
+    """Layers that read what lies in their window and layers that read all, by either kind of attention; in half of the
+    runs drafts are verified, of a model whose layers are as the target's."""
     scenario = random.choice((_mixed, _prefixes, _aborts, _graphs, _retraction))(random)
     ours = {"attention_backend": LAUNCHED} if random.random() < 0.7 else {}
-    return replace(scenario, flags={**scenario.flags, **ours, "model": "windows"})
+    drafts = chains_of_models(random) if random.random() < 0.5 else {}
+    return replace(scenario, flags={**scenario.flags, **ours, **drafts, "model": "windows"})
 
 
 def _new_weights(random: Random) -> Scenario:
@@ -334,6 +351,7 @@ def _no_script(random: Random) -> Scenario:
 ENGINE = "engine"
 COLLECTIVES = "collectives"  # of several devices, without an engine
 RANKS = "ranks"
+RANKS_STORAGE = "ranks_storage"
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
@@ -375,6 +393,7 @@ WORKLOADS: dict[str, Workload] = {
         *SPECULATIVE_WORKLOADS,
         Workload(COLLECTIVES, "F10, F19: sums of several ranks, eager and in graphs", _no_script),
         Workload(RANKS, "F19: the engine on two ranks, with prefixes on the host", _no_script),
+        Workload(RANKS_STORAGE, "two ranks whose storages differ in time and in failures", _no_script),
         Workload(ENGINE, "rounds of prompts through fenceline.Engine", _no_script),
     )
 }

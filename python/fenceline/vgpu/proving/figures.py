@@ -1,0 +1,150 @@
+"""The engine's figures at the end of a run, compared with counts that the proof makes from outside.
+
+The figures are those of ``/get_server_info`` and ``/metrics``. The counts come from the steps and
+transfers that were launched.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.ipc.io_struct import CudaGraphState, HiCacheState, InternalState, TransferState
+from fenceline.mem_cache.storage.controller import StorageTierStats
+from fenceline.mem_cache.transfer import TransferKind
+from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.model_executor.step import DecodeBatch, ExtendBatch
+from fenceline.vgpu.proving.decisions import Decision, Event, Transfer
+from fenceline.vgpu.proving.events import around
+from fenceline.vgpu.proving.recorded_worker import RecordedStorage
+from fenceline.vgpu.proving.storage_record import StorageRecord
+
+
+class _Tree(Protocol):
+    @property
+    def num_pages(self) -> int: ...
+
+
+class Evictions:
+    """Counts the pages that leave ``tree``, which holds those of the device, to make room."""
+
+    def __init__(self, tree: _Tree) -> None:
+        self.num_pages = 0
+        before = 0
+
+        def begin(num_pages: int) -> None:
+            nonlocal before
+            before = tree.num_pages
+
+        def end(num_evicted: int, num_pages: int) -> None:
+            gone = before - tree.num_pages
+            self.num_pages += gone
+            assert num_evicted == gone, (
+                f"{num_evicted} pages are said to be evicted, and {gone} have left the tree"
+            )
+
+        around(tree, "evict", before=begin, after=end)
+
+
+def compare_figures(
+    config: EngineConfig,
+    state: InternalState,
+    runner: ModelRunner,
+    events: Sequence[Event],
+    evictions: Evictions,
+) -> str:
+    """The first figure that is not right, "" if all are. All requests have ended and all transfers too."""
+    batches = [event.batch for event in events if isinstance(event, Decision)]
+    wrong = _Wrong()
+    wrong.compare("used tokens", state.num_used_tokens, 0)
+    wrong.compare("requests", state.num_running_reqs + state.num_queue_reqs, 0)
+    most, page_size = config.server_args.max_total_tokens, config.server_args.page_size
+    if most is not None:
+        wrong.compare("capacity", state.max_total_num_tokens, most // page_size * page_size)
+    decodes = [len(batch.rows) for batch in batches if isinstance(batch, DecodeBatch)]
+    if state.cuda_graphs is not None:
+        _compare_graphs("decode", state.cuda_graphs, decodes, wrong)
+    if state.piecewise_cuda_graphs is not None:
+        sizes = [int(size) for size in state.piecewise_cuda_graphs.replays_by_size]
+        tokens = [
+            sum(len(seq.token_ids) for seq in batch.seqs)
+            for batch in batches
+            if isinstance(batch, ExtendBatch)
+        ]
+        within = [num for num in tokens if num <= max(sizes, default=0)]
+        _compare_graphs("prefill", state.piecewise_cuda_graphs, within, wrong)
+    if state.hicache is not None:
+        _compare_tiers(state.hicache, runner, events, wrong)
+        evicted = evictions.num_pages * runner.kv_pool.page_size
+        wrong.compare("tokens evicted from the device", state.hicache.evicted_tokens["device"], evicted)
+    return wrong.first
+
+
+class _Wrong:
+    def __init__(self) -> None:
+        self.first = ""
+
+    def compare(self, what: str, said: object, right: object) -> None:
+        if said != right and not self.first:
+            self.first = f"figures: {what}: {said} is reported, {right} is right"
+
+
+def _compare_graphs(kind: str, said: CudaGraphState, nums: Sequence[int], wrong: _Wrong) -> None:
+    """``nums``: requests or tokens of each step that may be replayed."""
+    num_fallbacks = sum(said.fallbacks.values())
+    wrong.compare(f"{kind} steps", said.eligible_steps, len(nums))
+    wrong.compare(f"{kind} replays", said.replays + num_fallbacks, len(nums))
+    sizes = sorted(map(int, said.replays_by_size))
+    if said.fallbacks.get("padding"):
+        return  # only steps exactly as large as a graph are replayed
+    right = Counter(next((str(size) for size in sizes if num <= size), "") for num in nums)
+    wrong.compare(f"{kind} steps beyond all graphs", said.fallbacks.get("size", 0), right.pop("", 0))
+    wrong.compare(
+        f"{kind} replays by size", {k: v for k, v in said.replays_by_size.items() if v}, dict(right)
+    )
+
+
+def _compare_tiers(said: HiCacheState, runner: ModelRunner, events: Sequence[Event], wrong: _Wrong) -> None:
+    pool, size = runner.kv_pool, runner.kv_pool.page_size
+    page_bytes = sum(part[1].nbytes for part in pool.parts)
+    transfers = [event for event in events if isinstance(event, Transfer) and len(event.device_pages)]
+    for kind, state in ((TransferKind.LOAD, said.load), (TransferKind.STORE, said.store)):
+        nums = [len(event.device_pages) for event in transfers if event.kind is kind]
+        _compare_transfers(kind.value, state, nums, size, page_bytes, wrong)
+
+
+def compare_storage(
+    said: StorageTierStats, record: StorageRecord, recorded: RecordedStorage, num_kept: int, num_fetched: int
+) -> str:
+    """The first figure of the storage that is not right, "" if all are. ``num_kept``: pages that it was to keep;
+    ``num_fetched``: those that came from it. No job is left."""
+    wrong = _Wrong()
+    wrong.compare("pages queued for storage", (said.num_queued, said.num_prefetching), (0, 0))
+    wrong.compare("pages in storage", said.written, record.num_stored)
+    wrong.compare("pages not in storage", said.unwritten + said.dropped, num_kept - record.num_stored)
+    # A write ends at its first failure, so pages behind it are given up and not tried.
+    untried = num_kept - record.num_tried
+    right = untried if record.num_failed_writes == 0 else min(said.dropped, untried)
+    wrong.compare("pages dropped before storage", said.dropped, right)
+    wrong.compare("writes to storage", said.num_writes, record.num_calls["set"])
+    wrong.compare("crashes of storage", said.crashes, record.num_crashes)
+    wrong.compare("stalls of storage", said.stalls, 0)
+    wrong.compare("pages found in storage", said.found, recorded.num_found)
+    wrong.compare("pages read from storage", said.fetched, num_fetched)
+    read = said.fetched + said.fetched_in_vain
+    # Of a batch those are in vain that lie behind a missing one.
+    wrong.compare("pages read from storage, in vain or not", read, record.num_read)
+    wrong.compare("prefetches by outcome", dict(said.prefetches), dict(recorded.outcomes))
+    wrong.compare("prefetches out of time", said.timeouts, recorded.num_timeouts)
+    return wrong.first
+
+
+def _compare_transfers(
+    kind: str, said: TransferState, nums: Sequence[int], page_size: int, page_bytes: int, wrong: _Wrong
+) -> None:
+    told = (said.num_transfers, said.num_tokens, said.num_bytes)
+    wrong.compare(
+        f"{kind}s, their tokens and bytes", told, (len(nums), sum(nums) * page_size, sum(nums) * page_bytes)
+    )

@@ -1,0 +1,56 @@
+"""Small limits: values for the sizes above which the engine divides its work or works differently, and which small runs
+would never reach.
+
+A quarter of the runs of the intact engine use these limits. No answer may depend on them. Attention in parts sums in
+another order, so in these runs only the answers are compared, not the bytes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+
+# By module and name: the value in those runs.
+SMALL: Mapping[str, Mapping[str, object]] = {
+    "layers.attention.torch_backend": {
+        "_GATHER_BYTES": {},
+        "_GATHER_BYTES_DEFAULT": 3000,  # the keys and values of a few tokens at a time
+        "_GRAPH_GATHERS": 1 << 20,  # or nothing would be captured
+        "_SLACK_TOKENS": 2,
+        "_QUERY_BLOCK": 4,
+        "_MIN_SINGLES": 2,
+    },
+    "layers.attention.shared_prefixes": {"_WORTH_PAIRS": 4, "_BLOCK": 2, "_MAX_DEPTH": 1},
+    "mem_cache.storage.controller": {"_BATCH_BYTES": 1500},  # some pages of a token, one of four
+    "memory_order.access": {"_MAX_LOG": 4, "_MAX_RUNS": 2},
+    "memory_order.staging": {"_MIN_SLOT_BYTES": 512, "_SMALL_BYTES": 64},
+    "sampling.gumbel": {"CHUNK_ELEMENTS": 100},
+    "scheduler.prefill": {"MAX_SCORED_TOKENS": 16, "CLIP_NEW_TOKENS": 4},
+    "scheduler.running_batch": {"_AHEAD_TOKENS": 2},
+    "scheduler.schedule_policy": {
+        "_LPM_MAX_QUEUE": 3,
+        "_IN_BATCH_MIN_SHARED": 4,
+        "_STEP_FLOP": 0,  # or a tiny model's step costs more than all prompts, and all go together
+        "_STEP_TOKENS": 8,
+        "_MIN_SHARED_TOKENS": 8,
+        "_MAX_COUNTED": 3,
+    },
+}
+
+
+@contextmanager
+def small_limits() -> Iterator[None]:
+    """Inside, the engine has these limits."""
+    before: list[tuple[ModuleType, str, object]] = []
+    for name, values in SMALL.items():
+        module = importlib.import_module(f"fenceline.{name}")
+        for limit, value in values.items():
+            before.append((module, limit, getattr(module, limit)))
+            setattr(module, limit, value)
+    try:
+        yield
+    finally:
+        for module, limit, value in before:
+            setattr(module, limit, value)

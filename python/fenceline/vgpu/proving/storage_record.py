@@ -1,0 +1,394 @@
+"""What a storage directory must hold and answer, by what it was asked to do; and the bad days that it may have.
+
+The record does what docs/storage.md promises of a directory: pages by key, the size bound, who leaves first, what a
+failure costs. It looks at no code of the storage. Each answer of the storage is compared with the record's, and at the
+end so are the files and the counts.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.mem_cache.storage.backend import Reason, StorageStats
+from fenceline.mem_cache.storage.file_backend import FileBackend
+
+Keys = Sequence[bytes]
+Pages = Sequence[Sequence[npt.NDArray[np.uint8]]]
+
+_HEADER_NBYTES, _KEYED_HEADER_NBYTES = 64, 96
+_LEFT_SHARE = 0.9  # of the bound, when the least recently used pages have made room
+_TICK_NS = 10**6
+_OTHER_MODEL = "0123456789abcdef" * 2
+_ALWAYS = ("gone", "books", "crash")
+_BAD_DAYS = {
+    "exists": ("damage", *_ALWAYS),
+    "get": ("refusal", "refusal", "damage", "damage", *_ALWAYS),
+    "set": ("full", "refusal", "refusal", "damage", *_ALWAYS),
+}
+_LOGGER = logging.getLogger("fenceline.mem_cache.storage")
+
+
+class CrashError(Exception):
+    """What a backend raises, which it promises not to do."""
+
+
+@dataclass(slots=True)
+class _File:
+    """A page's file. ``used``: the number of the call that used it last, and its place in it, the first the latest."""
+
+    nbytes: int
+    used: tuple[int, int]
+    fault: str = ""  # what reading it will say, "" if it is sound
+
+
+class StorageRecord:
+    """Compares ``backend`` with what it must do. With ``bad_days`` it fails as disks and people make it fail, at random
+    calls: full, unreadable, damaged or gone pages, lost books, calls that raise. ``wrong``: what it did that it must
+    not do."""
+
+    def __init__(self, backend: FileBackend, config: EngineConfig, bad_days: Random | None) -> None:
+        """``backend`` is that of a server with ``config`` and has not been asked for anything yet."""
+        assert config.hicache is not None and config.hicache.storage is not None, "there is storage"
+        has_key = config.server_args.hicache_storage_key is not None
+        max_bytes = config.hicache.storage.max_bytes
+        self.wrong: list[str] = []
+        self.events: set[str] = set()
+        # Pages that writes have tried and stored, and those that reads have brought in front of a missing one; calls by
+        # method, those that have not stored all, and those that have raised.
+        self.num_tried = self.num_stored = self.num_read = 0
+        self.num_calls: Counter[str] = Counter()
+        self.num_failed_writes = self.num_crashes = 0
+        self._backend = backend
+        self._root = Path(config.hicache.storage.directory)
+        self._payload = backend.page_nbytes
+        self._nbytes = (_KEYED_HEADER_NBYTES if has_key else _HEADER_NBYTES) + self._payload
+        self._max_bytes, self._has_key, self._bad_days = max_bytes, has_key, bad_days
+        self._files: dict[str, _File] = {}  # by path in the directory
+        self._num_calls = 0
+        self._expected = StorageStats()
+        self._before = backend.stats()  # of the start
+        self._books_are_exact = True
+        self._is_full = False  # the disk, during a call
+        self._refuses: frozenset[int] = (
+            frozenset()
+        )  # pages of a call that the system refuses to write or read
+        self._num_refusals = 0
+        self._start_ns = time.time_ns()
+        for path, status in self._pages().items():  # another model's
+            # A time in the future comes from a clock that was wrong: the page goes before all others.
+            age = status.st_mtime_ns - self._start_ns
+            self._files[path] = _File(status.st_size, (age if age <= 0 else -self._start_ns, 0))
+        self._check(self._num_bytes() <= max_bytes, "holds more than its bound allows when it starts")
+        self._compare_books()
+        self._attach()
+
+    # --- calls ---------------------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        backend = self._backend
+        # Times of use must have an order, and the machine's clock may stand still between two calls.
+        backend._clock = lambda: self._start_ns + self._num_calls * _TICK_NS
+        for name, expected in (("exists", self._exists), ("get", self._get), ("set", self._set)):
+            setattr(backend, name, self._compared(name, getattr(backend, name), expected))
+        clear = backend.clear
+
+        def cleared() -> int:
+            num = self._clear()
+            got = clear()
+            self._check(got == num, f"clears {got} pages of {num}")
+            return got
+
+        backend.clear = cleared  # type: ignore[method-assign]
+        if self._bad_days is not None:
+            self._break(backend)
+
+    def _compared(
+        self, name: str, call: Callable[..., list[bool]], expected: Callable[[Keys], list[bool]]
+    ) -> Callable[..., list[bool]]:
+        def compared(keys: Keys, *pages: Pages) -> list[bool]:
+            self._num_calls += 1
+            self.num_calls[name] += 1
+            self._begin_bad_day(name, keys)
+            right = expected(keys)
+            got = call(keys, *pages)
+            self._check(got == right, f"{name} of {len(keys)} pages answers {got}, {right} is right")
+            self._is_full, self._refuses = False, frozenset()
+            self._check(self._num_bytes() <= self._max_bytes, "holds more than its bound allows")
+            return got
+
+        return compared
+
+    def _exists(self, keys: Keys) -> list[bool]:
+        found = [self._path(key) in self._files for key in keys]
+        for index, key in enumerate(keys):
+            if found[index]:
+                self._touch(key, index)
+        return found
+
+    def _get(self, keys: Keys) -> list[bool]:
+        found = []
+        for index, key in enumerate(keys):
+            file = self._files.get(self._path(key))
+            if index in self._refuses:
+                self._expected.errors[Reason.IO] += 1
+                found.append(False)
+            elif file is None:
+                found.append(False)
+            elif file.fault:
+                self._expected.errors[Reason(file.fault)] += 1
+                del self._files[self._path(key)]
+                found.append(False)
+            else:
+                self._touch(key, index)
+                found.append(True)
+        self._expected.hits += sum(found)
+        self._expected.misses += len(found) - sum(found)
+        self._expected.read_bytes += sum(found) * self._payload
+        self.num_read += found.index(False) if False in found else len(found)
+        return found
+
+    def _set(self, keys: Keys) -> list[bool]:
+        stored = [False] * len(keys)
+        num_new = 0
+        for index, key in enumerate(keys):
+            if self._path(key) in self._files:
+                self._touch(key, index)
+                self._expected.duplicates += 1
+                stored[index] = True
+                continue
+            reason = Reason.NO_SPACE if self._is_full else None if self._make_room() else Reason.FULL
+            if reason is not None:
+                self._expected.errors[reason] += len(keys) - index
+                self.events.add("the disk is full" if self._is_full else "nothing may leave storage")
+                break
+            if num_new in self._refuses:
+                self._expected.errors[Reason.IO] += 1
+                self.events.add("storage refuses a write")
+            else:
+                self._files[self._path(key)] = _File(self._nbytes, (self._num_calls, -index))
+                self._expected.writes += 1
+                self._expected.written_bytes += self._payload
+                stored[index] = True
+            num_new += 1
+        self._expected.unwritten += len(keys) - sum(stored)
+        self.num_tried += len(keys)
+        self.num_stored += sum(stored)
+        self.num_failed_writes += not all(stored)
+        return stored
+
+    def _make_room(self) -> bool:
+        """Whether one page more fits, after the least recently used have left. None leaves of those that this call has
+        used, and none before it must."""
+        if self._num_bytes() + self._nbytes > self._max_bytes:
+            low = max(int(self._max_bytes * _LEFT_SHARE), self._nbytes)
+            old = [path for path, file in self._files.items() if file.used[0] < self._num_calls]
+            for path in sorted(old, key=lambda path: (self._files[path].used, path)):
+                if self._num_bytes() + self._nbytes <= low:
+                    break
+                self._expected.evictions += 1
+                self._expected.evicted_bytes += self._files.pop(path).nbytes
+                self.events.add("eviction from storage")
+        return self._num_bytes() + self._nbytes <= self._max_bytes
+
+    def _clear(self) -> int:
+        mine = [path for path in self._files if self._is_mine(path)]
+        for path in mine:
+            del self._files[path]
+        return len(mine)
+
+    def _touch(self, key: bytes, index: int) -> None:
+        self._files[self._path(key)].used = (self._num_calls, -index)
+
+    def _path(self, key: bytes) -> str:
+        name = key.hex()
+        return f"{self._backend._model}/{name[:2]}/{name}.page"
+
+    def _is_mine(self, path: str) -> bool:
+        return not path.startswith(_OTHER_MODEL)
+
+    def _num_bytes(self) -> int:
+        return sum(file.nbytes for file in self._files.values())
+
+    # --- bad days ------------------------------------------------------------------------------------
+
+    def _begin_bad_day(self, name: str, keys: Keys) -> None:
+        """Something may go wrong before or during a call."""
+        random = self._bad_days
+        if random is None or random.random() > 0.4:
+            return
+        kind = random.choice(_BAD_DAYS[name])
+        # What is about to be read, or anything.
+        named = {self._path(key) for key in keys} if name == "get" else self._files
+        mine = sorted(path for path in named if path in self._files and self._is_mine(path))
+        mine = [path for path in mine if not self._files[path].fault]
+        self._num_refusals = 0
+        if kind == "full":
+            self._is_full = True
+        elif kind == "refusal":
+            self._refuses = frozenset(random.sample(range(len(keys)), random.randint(1, len(keys))))
+        elif kind == "damage" and mine:
+            self._damage(random.choice(mine), random)
+        elif kind == "gone" and mine:
+            path = random.choice(mine)
+            os.unlink(self._root / path)
+            del self._files[path]
+            self._books_are_exact = False
+        elif kind == "books":
+            self._lose_books(random)
+        elif kind == "crash":
+            self.num_crashes += 1
+            self.events.add("storage raises")
+            if name == "set":
+                self.num_tried += len(keys)
+                self.num_failed_writes += 1
+            raise CrashError("a call of the storage raises")
+
+    def _damage(self, path: str, random: Random) -> None:
+        """Cut a page's file off, or change one byte of it."""
+        file, place = self._files[path], self._root / path
+        data, status = bytearray(place.read_bytes()), place.stat()
+        index = random.randrange(len(data))
+        if random.random() < 0.3:
+            del data[index:]
+            file.fault = "length"
+            self._books_are_exact = False
+        else:
+            data[index] ^= random.randrange(1, 256)
+            payload = "mac" if self._has_key else "checksum"
+            file.fault = "header" if index < _HEADER_NBYTES else payload
+        place.write_bytes(data)
+        os.utime(place, ns=(status.st_atime_ns, status.st_mtime_ns))
+        file.nbytes = len(data)
+
+    def _lose_books(self, random: Random) -> None:
+        """The number of bytes in use is lost: its file is gone, has other bytes, or is a link to another file."""
+        usage, kind = self._root / "usage", random.randrange(3)
+        usage.unlink(missing_ok=True)
+        if kind == 1:
+            usage.write_bytes(random.randbytes(random.randrange(24)))
+            usage.chmod(0o600)
+        elif kind == 2:
+            usage.symlink_to("/dev/null")
+            self._expected.errors[Reason.FOREIGN] += 1
+            with self._backend._directory.locked():
+                self._check(not usage.is_symlink(), "follows a link in the place of its books")
+        self.events.add("the books of storage are lost")
+        self._books_are_exact = False
+
+    def _break(self, backend: FileBackend) -> None:
+        directory = backend._directory
+        num_free_bytes, publish, open_page = directory.num_free_bytes, directory.publish, directory.open
+
+        def free_bytes() -> int:
+            return 0 if self._is_full else num_free_bytes()
+
+        def refuse() -> None:
+            self._num_refusals += 1
+            if self._num_refusals - 1 in self._refuses:
+                raise OSError(errno.EIO, "refused")
+
+        def published(temp: str, path: str) -> None:
+            refuse()
+            publish(temp, path)
+
+        def opened(path: str) -> int:
+            refuse()
+            return open_page(path)
+
+        directory.num_free_bytes = free_bytes  # type: ignore[method-assign]
+        directory.publish = published  # type: ignore[method-assign]
+        directory.open = opened  # type: ignore[method-assign]
+
+    # --- the end -------------------------------------------------------------------------------------
+
+    def finish(self) -> str:
+        """What is wrong at the end, when no call is left; "" if nothing is."""
+        pages = self._pages()
+        files = {path: status.st_size for path, status in pages.items()}
+        right = {path: file.nbytes for path, file in self._files.items()}
+        self._check(files == right, f"holds {_some(files, right)} too many, and lacks {_some(right, files)}")
+        if files == right:
+            mine = [path for path in files if self._is_mine(path)]
+            # Pages of one call are less than a tick apart, the first the latest.
+            calls = [-(-(pages[path].st_mtime_ns - self._start_ns) // _TICK_NS) for path in mine]
+            used = [self._files[path].used[0] for path in mine]
+            self._check(calls == used, f"says that pages were last used by calls {calls}, {used} is right")
+        self._compare_books()
+        said = self._backend.stats()
+        for name in (entry.name for entry in fields(said)):
+            mine, before = getattr(self._expected, name), getattr(self._before, name)
+            got = getattr(said, name) - before
+            self._check(got == mine, f"counts {name}: {got}, {mine} is right")
+        return "\n".join(self.wrong)
+
+    def _compare_books(self) -> None:
+        """The number of bytes in use is never less than the truth, and no more either if nothing went wrong."""
+        num_bytes = self._num_bytes()
+        data = (self._root / "usage").read_bytes() if (self._root / "usage").exists() else b""
+        if self._books_are_exact:
+            used = int.from_bytes(data[:8], "little")
+            self._check(used == num_bytes, f"says that {used} bytes are in use, {num_bytes} are")
+        temps = os.listdir(self._root / "tmp")
+        self._check(not temps, f"leaves {len(temps)} files that nobody writes any more")
+
+    def _pages(self) -> dict[str, os.stat_result]:
+        """The pages' files that are there, by path."""
+        paths = sorted(self._root.glob("*/*/*.page"))
+        return {path.relative_to(self._root).as_posix(): path.lstat() for path in paths}
+
+    def _check(self, holds: bool, text: str) -> None:
+        if not holds and len(self.wrong) < 10:
+            self.wrong.append(f"storage: call {self._num_calls}: {text}")
+
+
+def _some(these: dict[str, int], others: dict[str, int]) -> list[str]:
+    return [path for path, size in these.items() if others.get(path) != size][:3]
+
+
+def leave_behind(folder: str, random: Random) -> None:
+    """What other servers have left in a directory: pages of another model, some of them from a clock that was wrong,
+    a file that was being written when its writer died, and a folder that anybody may write to."""
+    root = Path(folder)
+    root.chmod(stat.S_IRWXU)
+    now_ns = time.time_ns()
+    for _ in range(random.randrange(4)):
+        name = random.randbytes(32).hex()
+        page = root / _OTHER_MODEL / name[:2] / f"{name}.page"
+        page.parent.mkdir(parents=True, exist_ok=True, mode=stat.S_IRWXU)
+        page.parent.parent.chmod(stat.S_IRWXU)
+        page.write_bytes(bytes(random.choice((100, 600))))
+        page.chmod(stat.S_IRUSR | stat.S_IWUSR)
+        used_ns = now_ns + random.choice((-1, -1, 1)) * random.randrange(10**12, 10**13)
+        os.utime(page, ns=(used_ns, used_ns))
+    if random.random() < 0.5:
+        temp = root / "tmp" / f"{random.randbytes(16).hex()}.tmp"
+        temp.parent.mkdir(mode=stat.S_IRWXU)
+        temp.write_bytes(bytes(300))
+        temp.chmod(stat.S_IRUSR | stat.S_IWUSR)
+
+
+@contextmanager
+def without_logs() -> Iterator[None]:
+    """Inside, the storage's warnings of what goes wrong in it are not printed."""
+    handler, propagates = logging.NullHandler(), _LOGGER.propagate
+    _LOGGER.addHandler(handler)
+    _LOGGER.propagate = False
+    try:
+        yield
+    finally:
+        _LOGGER.removeHandler(handler)
+        _LOGGER.propagate = propagates

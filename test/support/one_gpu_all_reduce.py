@@ -1,0 +1,186 @@
+"""Runs the compiled all-reduce of 2 or 4 ranks, which are streams of one GPU, as a process: ``python
+one_gpu_all_reduce.py CASE SIZE``. It prints its results as JSON; its status is not 0 if a sum was wrong or a launch
+gave up."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+
+import torch
+from fenceline_kernel.one_process import OneProcessRanks
+
+ROW = 4096  # elements
+ONE_SHOT, MOST = 1 << 20, 64 << 20
+LIMIT_S = 5.0
+# Bytes of a message, and how often its graphs are replayed.
+REPLAYS = (
+    (16, 100),
+    (8 << 10, 400),
+    (64 << 10, 300),
+    (1 << 20, 300),
+    (1040 << 10, 100),
+    (8 << 20, 60),
+    (MOST, 12),
+)
+
+DEVICE = torch.device("cuda", 0)
+
+
+def open_ranks(size: int) -> OneProcessRanks:
+    return OneProcessRanks(size, DEVICE, ONE_SHOT, MOST, LIMIT_S)
+
+
+def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+class Rounds:
+    """Graphs that check themselves. Each replay sums other numbers than the preceding one, with every algorithm, and
+    counts the differences from the sum in the order of ranks."""
+
+    def __init__(self, ranks: OneProcessRanks, nbytes: int) -> None:
+        self.ranks, self.nbytes = ranks, nbytes
+        generator = torch.Generator(DEVICE).manual_seed(nbytes)
+        numel = nbytes // 2
+        self.sources = [
+            torch.randn(numel, generator=generator, device=DEVICE).bfloat16() for _ in range(ranks.size)
+        ]
+        self.residual = torch.randn(numel, generator=generator, device=DEVICE).bfloat16()
+        self.weight = 1 + 0.1 * torch.randn(ROW, generator=generator, device=DEVICE).bfloat16()
+        self.turns = [torch.zeros((), device=DEVICE) for _ in range(ranks.size)]
+        self.wrong = [torch.zeros(6, dtype=torch.int64, device=DEVICE) for _ in range(ranks.size)]
+
+    def body(self, rank: int) -> None:
+        own, turn, wrong = self.ranks.ranks[rank], self.turns[rank], self.wrong[rank]
+        turn.add_(1)
+        parts = [source * turn.bfloat16() for source in self.sources]
+        wanted = in_order(parts)
+        mine = parts[rank]
+        num_launches = 0
+        for place, (two, registered) in enumerate(((False, False), (True, False), (True, True))):
+            if self.nbytes > ONE_SHOT and not two:
+                continue
+            x = mine.clone()
+            own.all_reduce(x, two, registered)
+            wrong[place].add_((x.view(torch.int16) != wanted.view(torch.int16)).sum())
+            num_launches += 1
+        if self.nbytes <= ONE_SHOT:
+            gathered = mine.new_empty((self.ranks.size, *mine.shape))
+            own.all_gather(mine, gathered)
+            wrong[3].add_((gathered.view(torch.int16) != torch.stack(parts).view(torch.int16)).sum())
+            num_launches += 1
+            if self.nbytes % (2 * ROW) == 0:
+                self._fused(rank, mine, wanted)
+                num_launches += 1
+        if num_launches % 2 == 0:  # so that each launch uses the other half of the buffers in the next replay
+            own.all_reduce(mine.clone(), True)
+
+    def _fused(self, rank: int, mine: torch.Tensor, wanted: torch.Tensor) -> None:
+        wrong, x, residual = self.wrong[rank], mine.clone().view(-1, ROW), self.residual.view(-1, ROW)
+        hidden, normed = residual.clone(), torch.empty_like(x)
+        self.ranks.ranks[rank].all_reduce_add_norm(x, hidden, self.weight, 1e-6, hidden, normed)
+        added = wanted.view(-1, ROW) + residual
+        wrong[4].add_((hidden.view(torch.int16) != added.view(torch.int16)).sum())
+        exact = (
+            added.float()
+            * (added.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+            * self.weight.float()
+        )
+        wrong[5].add_(((normed.float() - exact).abs() > 1e-2 * exact.abs() + 1e-2).sum())
+
+
+def ways(ranks: OneProcessRanks) -> dict[str, object]:
+    """One shot and two shots, both also with registered memory, gather and fused, in graphs; sometimes one rank is
+    late."""
+    found: dict[str, object] = {}
+    for nbytes, num_replays in REPLAYS:
+        rounds = Rounds(ranks, nbytes)
+        graphs = ranks.capture(rounds.body)
+        for turn in range(num_replays):
+            if turn % 10 == 3:
+                with torch.cuda.stream(ranks.streams[turn // 10 % ranks.size]):
+                    torch.cuda._sleep(200_000)
+            ranks.replay(graphs)
+        torch.cuda.synchronize()
+        wrong = [each.tolist() for each in rounds.wrong]
+        assert not ranks.lost, f"{nbytes} bytes: a launch has waited for {LIMIT_S} s"
+        assert [int(turn) for turn in rounds.turns] == [num_replays] * ranks.size
+        assert not any(map(any, wrong)), (
+            f"{nbytes} bytes: {wrong} differ (one, two, registered, gather, fused, norm)"
+        )
+        found[str(nbytes)] = num_replays
+        del graphs, rounds
+    return found
+
+
+def types(ranks: OneProcessRanks) -> dict[str, object]:
+    """Sums of every type, eagerly, with sizes around the boundaries of blocks and slices."""
+    num = 0
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for nbytes in (
+            16,
+            48,
+            1024,
+            1025 * 16,
+            512 * 16 - 16,
+            64 * 512 * 16 + 16,
+            ONE_SHOT,
+            ONE_SHOT + 16,
+            8 << 20,
+        ):
+            parts = [torch.randn(nbytes // dtype.itemsize, device=DEVICE).to(dtype) for _ in ranks.ranks]
+            wanted = in_order(parts)
+            torch.cuda.synchronize()
+            for own, stream, part in zip(ranks.ranks, ranks.streams, parts, strict=True):
+                with torch.cuda.stream(stream):
+                    own.all_reduce(part)
+            torch.cuda.synchronize()
+            assert not ranks.lost
+            for rank, part in enumerate(parts):
+                assert torch.equal(part, wanted), f"{dtype}, {nbytes} bytes, rank {rank}"
+                num += 1
+    return {"sums": num}
+
+
+def alone(ranks: OneProcessRanks) -> dict[str, object]:
+    """A rank whose peers never take part waits in a kernel, is told to give up, and ends, and so does every later
+    launch. If it is not told, the time limit ends it."""
+    own, x = ranks.ranks[0], torch.ones(1 << 20, device=DEVICE)
+    done = torch.cuda.Event()
+    with torch.cuda.stream(ranks.streams[0]):
+        own.all_reduce(x, True)
+        done.record()
+    assert not done.query() and not own.lost
+    own.give_up()
+    done.synchronize()
+    assert own.lost
+    other = ranks.ranks[1]
+    with torch.cuda.stream(ranks.streams[1]):
+        other.all_reduce(torch.ones(64, device=DEVICE), False)
+        done.record()
+    done.synchronize()
+    assert other.lost
+    return {"ended": 2}
+
+
+CASES: dict[str, Callable[[OneProcessRanks], dict[str, object]]] = {
+    "ways": ways,
+    "types": types,
+    "alone": alone,
+}
+
+
+def main() -> None:
+    ranks = open_ranks(int(sys.argv[2]))
+    found = CASES[sys.argv[1]](ranks)
+    ranks.close()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

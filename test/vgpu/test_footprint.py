@@ -1,0 +1,221 @@
+"""What is declared is compared with what is accessed, the checker with a plain record, and figures with counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fenceline.layers.attention import torch_backend
+from fenceline.mem_cache.host.cache_controller import HiCacheController
+from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
+from fenceline.memory_order import access, checker
+from fenceline.memory_order.access import Memory, PagedMemory
+from fenceline.memory_order.checker import OrderChecker
+from fenceline.memory_order.edges import StreamName
+from fenceline.model_executor.graph_runner import GraphStats
+from fenceline.model_executor.model_runner import StepAccesses
+from fenceline.vgpu.device import VgpuDevice
+from fenceline.vgpu.proving.limits import small_limits
+from fenceline.vgpu.proving.runs import ANSWERS, INVARIANTS, Outcome, Trial, run, verdict_of
+
+torch.set_num_threads(1)
+
+
+def first_failure(*workloads: str, seeds: range = range(6)) -> Outcome:
+    """The first run of these that fails."""
+    outcomes = (run(Trial(name, seed)) for seed in seeds for name in workloads)
+    return next(outcome for outcome in outcomes if not outcome.clean)
+
+
+def without(monkeypatch: pytest.MonkeyPatch, label: str) -> None:
+    """Nothing whose label begins so is declared."""
+    declare = VgpuDevice.declare
+
+    def declared(self: VgpuDevice, stream: StreamName, said: str, *args: Any, **kwargs: Any) -> None:
+        if not said.startswith(label):
+            declare(self, stream, said, *args, **kwargs)
+
+    monkeypatch.setattr(VgpuDevice, "declare", declared)
+
+
+@pytest.mark.parametrize(
+    ("label", "workload", "says"),
+    [
+        ("decode step", "mixed", "a decode step has declared no pages"),
+        ("prefill step", "mixed", "a prefill step has declared no pages"),
+        ("upload of", "mixed", "reads input_ring.pinned[0], which is not declared"),
+        ("FORWARD's own copy", "mixed", "reads input_ring.device[0], which is not declared"),
+        ("read of the step's results", "mixed", "the host has not since"),
+        ("copy of the step's results", "graphs", "which is not declared"),
+        ("load of KV pages", "spill", "a load declares no more than []"),
+        ("backup of KV pages", "spill", "a store declares no more than []"),
+    ],
+)
+def test_what_is_not_declared_is_found(
+    monkeypatch: pytest.MonkeyPatch, label: str, workload: str, says: str
+) -> None:
+    without(monkeypatch, label)
+    found = first_failure(workload)
+    assert found.checker == "footprint" and says in found.report
+
+
+def test_memory_that_nothing_uses_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    declare = VgpuDevice.declare
+
+    def declared(self: VgpuDevice, stream: StreamName, label: str, *args: Any) -> None:
+        declare(self, stream, label, *args)
+        if label.startswith("copy of the step's results"):
+            other = next(
+                one for one in self.whole_memories.values() if one.name.startswith("input_ring.device")
+            )
+            declare(self, stream, label, access.writes, other)
+
+    monkeypatch.setattr(VgpuDevice, "declare", declared)
+    found = first_failure("mixed")
+    assert (
+        found.checker == "footprint"
+        and "input_ring.device[0] is declared on copy, and nothing uses it" in found.report
+    )
+
+
+def test_pages_of_a_step_and_of_a_transfer_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    extend = StepAccesses.extend
+
+    def beginning(self: StepAccesses, op: Any, batch: Any) -> None:
+        extend(self, op, batch)
+        op.write(self.pages, np.array([1, 2]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StepAccesses, "extend", beginning)
+        found = first_failure("mixed")
+        assert found.checker == "footprint" and "a prefill step declares pages" in found.report
+
+    def shorter(self: HiCacheController, op: Any, layers: range, device_pages: Any, host_pages: Any) -> None:
+        op.read(self._host_memory, host_pages)
+        op.write(self._device_memory, device_pages[1:])
+
+    monkeypatch.setattr(HiCacheController, "_load_accesses", shorter)
+    found = first_failure("spill")
+    assert found.checker == "footprint" and "a load declares kv_pool" in found.report
+
+
+def forgets(self: Memory, agent: int, tick: int, write: bool, rows: Any) -> None:
+    """Only of memory used as a whole is anything noted."""
+    if self.num_rows == 1:
+        (self.last_writes if write else self.last_reads)[agent] = tick
+
+
+def knows_too_much(self: OrderChecker, name: StreamName, clock: Any) -> None:
+    wait(self, name, tuple(tick + 1 for tick in clock))
+
+
+wait = OrderChecker.wait
+
+
+def blind(stream: StreamName, is_write: bool) -> Callable[..., Any]:
+    """Nothing is found too early of one agent's reads, or of its writes."""
+
+    def found(self: Memory, agent: int, clock: Any, write: bool, rows: Any) -> access.Past | None:
+        if agent == access.NUMBERS[stream] and write is is_write:
+            return None
+        return unordered(self, agent, clock, write, rows)
+
+    return found
+
+
+unordered = Memory.unordered
+
+
+def other_report(self: OrderChecker, op: Any, memory: Memory, write: bool, past: Any) -> Exception:
+    return checker.OrderError(f"race on {memory.name}", (), checker.Hazard.RAW, memory.name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [
+        (Memory, "note", forgets),
+        (PagedMemory, "_settle", lambda self, rows: None),
+        (PagedMemory, "_write_log", lambda self: self._log.clear()),
+        (OrderChecker, "wait", knows_too_much),
+        (OrderChecker, "_compare", lambda self, op, memory, write, rows: None),
+        (OrderChecker, "_error", other_report),
+        (OrderChecker, "begin_step", lambda self: None),
+        (access, "row_numbers", lambda rows: "0-9"),
+        *((Memory, "unordered", blind(stream, write)) for stream in StreamName for write in (False, True)),
+    ],
+)
+def test_the_checker_is_held_against_a_plain_record(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Callable[..., Any]
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    found = first_failure("spill", "mixed", seeds=range(1, 8, 2))
+    assert found.checker == "footprint", found.report
+
+
+def test_a_race_that_the_checker_finds_names_its_edge() -> None:
+    error = checker.OrderError("memory order: RAW", ("forward_after_load",), checker.Hazard.RAW, "kv_pool")
+    verdict = verdict_of(error)
+    assert (verdict.checker, verdict.edges, verdict.memory) == (
+        "memory-check",
+        ("forward_after_load",),
+        "kv_pool",
+    )
+
+
+def one_more(self: HiRadixCache, num_pages: int) -> int:
+    return evict(self, num_pages) + 1
+
+
+evict = HiRadixCache.evict
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault", "checks"),
+    [
+        (GraphStats, "count_replay", lambda self, size: None, "figures: decode replays"),
+        (GraphStats, "count_fallback", lambda self, reason: None, "figures: decode replays"),
+        (HiRadixCache, "evict", one_more, "pages are said to be evicted"),
+    ],
+)
+def test_figures_are_compared_with_counts(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Callable[..., Any], checks: str
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    found = first_failure("graphs", "spill")
+    assert found.checker in (ANSWERS, INVARIANTS) and checks in found.report, found.report
+
+
+def test_bytes_of_transfers_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted = HiCacheController._submitted
+
+    def counted(self: HiCacheController, ticket: Any, *args: Any) -> None:
+        submitted(self, ticket, *args)
+        self.counts[ticket.kind].num_bytes -= 1
+
+    monkeypatch.setattr(HiCacheController, "_submitted", counted)
+    found = first_failure("spill")
+    assert found.checker == ANSWERS and "s, their tokens and bytes" in found.report
+
+
+def test_small_limits_reach_what_large_batches_alone_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests attend in groups, of which the last one leaves out a request."""
+    decode_groups = torch_backend.decode_groups
+
+    def groups_of(*args: Any) -> list[tuple[int, int]]:
+        groups = decode_groups(*args)
+        if len(groups) > 1:
+            first, last = groups.pop()
+            groups.append((first, last - 1))
+        return groups
+
+    monkeypatch.setattr(torch_backend, "decode_groups", groups_of)
+    assert first_failure("mixed", seeds=range(8)).trial.has_small_limits
+    before = torch_backend._GATHER_BYTES_DEFAULT
+    with small_limits():
+        assert before > torch_backend._GATHER_BYTES_DEFAULT
+    assert before == torch_backend._GATHER_BYTES_DEFAULT

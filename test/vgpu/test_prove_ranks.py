@@ -1,0 +1,110 @@
+"""Two ranks with storage, and backups: faults of one line each, and what reports them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+import pytest
+import torch
+
+from fenceline.mem_cache.hicache import HiCache
+from fenceline.mem_cache.storage import agreement
+from fenceline.mem_cache.tree.radix_cache import RadixCache, TreeNode
+from fenceline.memory_order.staging import ResultLease
+from fenceline.vgpu.proving.runs import Trial, run
+from fenceline.vgpu.proving.workloads import WORKLOADS
+
+torch.set_num_threads(1)
+
+
+def _learns_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank takes its own results to be there for everything that it decides."""
+    arrived = ResultLease.arrived
+
+    def learned(self: ResultLease) -> bool:
+        found = arrived(self)
+        if found:
+            self._copied.stream.learn(self._copied)
+        return found
+
+    monkeypatch.setattr(ResultLease, "arrived", learned)
+
+
+def _agrees_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has been fetched is agreed on with the end alone."""
+    news = agreement._AgreedPrefetch.news
+
+    def at_the_end(self: agreement._AgreedPrefetch, handle: int) -> Sequence[agreement.StorageNews]:
+        found = news(self, handle)
+        return [one for one in found if one.kind != agreement.NewsKind.FETCHED]
+
+    monkeypatch.setattr(agreement._AgreedPrefetch, "news", at_the_end)
+
+
+def _one_rank_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write has ended when one rank has ended it."""
+    start = agreement.StorageAgreement.__init__
+
+    def alone(self: agreement.StorageAgreement, num_ranks: int) -> None:
+        start(self, num_ranks)
+        self._num_ranks = 1
+
+    monkeypatch.setattr(agreement.StorageAgreement, "__init__", alone)
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        (_learns_alone, "ranks 0 and 1 have decided differently"),
+        (_agrees_late, "storages of the ranks: rank 1 says ('fetched'"),
+        (_one_rank_suffices, ""),
+    ],
+)
+def test_a_fault_of_ranks_with_storage_is_reported(
+    monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None], said: str
+) -> None:
+    plant(monkeypatch)
+    outcomes = (run(Trial("ranks_storage", seed)) for seed in range(6))
+    outcome = next((outcome for outcome in outcomes if not outcome.clean), None)
+    assert outcome is not None and said in outcome.report, outcome
+
+
+def test_ranks_with_storage_are_clean() -> None:
+    """In the first run the results of one rank arrive before those of the other, and pages are leased in between."""
+    outcomes = [run(Trial("ranks_storage", seed)) for seed in range(2)]
+    assert all(outcome.clean for outcome in outcomes), [outcome.report for outcome in outcomes]
+    assert all(outcome.num_tokens for outcome in outcomes)
+
+
+def _nothing_is_backed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HiCache, "write_backups", lambda self: self._inserted.clear())
+
+
+def _uses_uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
+    walk = RadixCache._walk
+
+    def uncounted(self: RadixCache, *args: object) -> list[TreeNode]:
+        path = walk(self, *args)  # type: ignore[arg-type]
+        for node in path[1:]:
+            node.hit_count -= 1
+        return path
+
+    monkeypatch.setattr(RadixCache, "_walk", uncounted)
+
+
+@pytest.mark.parametrize(
+    ("plant", "workload", "policy"),
+    [
+        (_nothing_is_backed_up, "persistent", "write_through"),
+        (_uses_uncounted, "conversations", "write_through_selective"),
+    ],
+)
+def test_a_page_that_the_write_policy_does_not_copy_is_reported(
+    monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None], workload: str, policy: str
+) -> None:
+    plant(monkeypatch)
+    make = WORKLOADS[workload].make
+    seeds = [seed for seed in range(24) if make(Random(seed)).flags["hicache_write_policy"] == policy]
+    reports = (run(Trial(workload, seed)).report for seed in seeds)
+    assert any(f"{policy}: pages" in report and "the host, which has room" in report for report in reports)

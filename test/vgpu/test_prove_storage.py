@@ -1,0 +1,120 @@
+"""The record of what a storage directory must do: faults of one line each in the storage, and what reports them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from itertools import islice
+from random import Random
+
+import pytest
+import torch
+
+from fenceline.mem_cache.storage import directory, file_backend, page_file, worker
+from fenceline.mem_cache.storage.controller import StorageController
+from fenceline.vgpu.proving.runs import Trial, run
+from fenceline.vgpu.proving.workloads import WORKLOADS
+
+torch.set_num_threads(1)
+
+
+@cache
+def _seeds(*flags: str) -> list[int]:
+    """Runs of ``storage`` with all of these flags."""
+    workload = WORKLOADS["storage"]
+    found = (seed for seed in range(1000) if set(flags) <= set(workload.make(Random(seed)).flags))
+    return list(islice(found, 16))
+
+
+SMALL, BAD, KEYED = ("hicache_storage_size",), ("bad_days",), ("hicache_storage_key", "bad_days")
+
+
+def _newest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    oldest_first = directory._oldest_first
+    monkeypatch.setattr(directory, "_oldest_first", lambda *args: oldest_first(*args)[::-1])
+
+
+def _evicts_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory.Cleaner, "low_bytes", property(lambda self: 0, lambda self, value: None))
+
+
+def _unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory.Cleaner, "make_room", lambda *args: True)
+
+
+def _use_unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_backend.FileBackend, "_touch", lambda *args: None)
+
+
+def _books_kept_low(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = directory.UsageCount.write
+    monkeypatch.setattr(directory.UsageCount, "write", lambda self, used: write(self, max(used - 1, 0)))
+
+
+def _temporary_files_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_backend.FileBackend, "_remove", lambda *args: None)
+
+
+def _goes_on_when_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory.StorageDirectory, "num_free_bytes", lambda self: 1 << 40)
+    monkeypatch.setattr(file_backend, "_reason", lambda error: file_backend.Reason.IO)
+
+
+def _counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = file_backend.FileBackend._add
+
+    def twice(self: file_backend.FileBackend, stats: file_backend.StorageStats) -> None:
+        add(self, stats)
+        add(self, stats)
+
+    monkeypatch.setattr(file_backend.FileBackend, "_add", twice)
+
+
+def _given_up_uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = StorageController._take_wrote
+
+    def fewer(self: StorageController, event: worker.Wrote, *rest: object) -> None:
+        take(self, event, *rest)  # type: ignore[arg-type]
+        self._stats.unwritten -= event.num_pages - event.num_written
+
+    monkeypatch.setattr(StorageController, "_take_wrote", fewer)
+
+
+def _unverified(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_file, "_verify", lambda *args: None)
+
+
+@pytest.mark.parametrize(
+    ("plant", "flags", "said"),
+    [
+        (_newest_first, SMALL, "storage: call"),
+        (_evicts_more, SMALL, "storage: call"),
+        (_unbounded, SMALL, "storage: call"),
+        (_use_unnoticed, SMALL, "storage: call"),
+        (_books_kept_low, (), "bytes are in use"),
+        (_temporary_files_left, BAD, "that nobody writes any more"),
+        (_goes_on_when_full, BAD, "storage: call"),
+        (_counted_twice, (), "storage: call"),
+        (_given_up_uncounted, BAD, "pages not in storage"),
+        (_unverified, KEYED, "storage"),
+    ],
+)
+def test_a_fault_of_the_storage_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+    plant: Callable[[pytest.MonkeyPatch], None],
+    flags: tuple[str, ...],
+    said: str,
+) -> None:
+    plant(monkeypatch)
+    reports = (run(Trial("storage", seed)).report for seed in _seeds(*flags))
+    report = next((report for report in reports if report), "")
+    assert said in report, report
+
+
+def test_a_storage_with_bad_days_is_clean() -> None:
+    outcomes = [run(Trial("storage", seed)) for seed in _seeds(*SMALL, *BAD)[:4]]
+    assert all(outcome.clean for outcome in outcomes), [outcome.report for outcome in outcomes]
+    assert set.union(*(set(outcome.events) for outcome in outcomes)) >= {
+        "storage raises",
+        "eviction from storage",
+    }
