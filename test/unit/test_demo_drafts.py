@@ -124,7 +124,7 @@ def evict_device(driver: Driver) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("algorithm", ["EAGLE3"])
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "NEXTN"])
 def test_the_shipped_drafts_are_accepted_on_cold_and_on_cached_prefixes(
     algorithm: str, tmp_path: Path
 ) -> None:
