@@ -41,6 +41,7 @@ from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.server_args import parse_args
 from fenceline.entrypoints.supervisor import serve_until_stopped
 from fenceline.ipc.child_process import Watchdog, freeze_garbage_collector, prepare_child
+from fenceline.ipc.free_memory import FreeMemoryWatch
 from fenceline.ipc.io_struct import SCHEDULER_DECODER, PortArgs
 from fenceline.ipc.sockets import Inbox
 from fenceline.scheduler.process import ZmqInbox, ZmqOutbox, ready_message, run_loop
@@ -56,7 +57,8 @@ def run_scheduler(config: EngineConfig, ports: PortArgs) -> None:
     """The entry of the scheduler process."""
     prepare_child("scheduler", config.server_args.log_level, ports)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    inbox = ZmqInbox(Inbox(context, ports.scheduler, SCHEDULER_DECODER), Watchdog(0.0, lambda reason: None))
+    messages = Inbox(context, ports.scheduler, SCHEDULER_DECODER)
+    inbox = ZmqInbox(messages, Watchdog(0.0, lambda reason: None), FreeMemoryWatch())
     outbox = ZmqOutbox(context, ports, config.server_args.skip_tokenizer_init)
     scheduler = Scheduler(config, NullWorker(NUM_PAGES, config.max_running_requests), inbox, outbox)
     outbox.to_tokenizer(ready_message(config, scheduler))
@@ -202,6 +204,9 @@ def serve(args: argparse.Namespace) -> int:
     """The server process."""
     model = make_model_dir("tiny", Path(tempfile.gettempdir()) / "fenceline-bench-models")
     flags = ["--model-path", str(model), "--port", "0", "--device", "cpu", "--log-level", args.log_level]
+    # Prompts as long, and steps as large, as on a GPU.
+    flags += ["--load-format", "dummy", "--chunked-prefill-size", "8192", "--max-prefill-tokens", "16384"]
+    flags += ["--json-model-override-args", '{"max_position_embeddings": 32768}']
     return serve_until_stopped(resolve(parse_args(flags)), run_scheduler)
 
 

@@ -1,24 +1,28 @@
 #!/usr/bin/env python3
-"""Asks the demo model held-out items in several number formats, greedily, one engine after the other, and compares each
-format with the first, item by item.
+"""Asks the demo model held-out items in several number formats or with several sets of flags, greedily, one engine
+after the other, and compares each with the first, item by item.
 
     python benchmark/eval_formats.py
     python benchmark/eval_formats.py --formats none fp8 --num-items 1200 --max-loss 2
+    python benchmark/eval_formats.py --formats none --flags "--tp-size 2" "--speculative-algorithm EAGLE3"
 
 ``perplexity`` is that of all tokens of the prompts and their right answers; it changes before an answer becomes wrong.
 (The demo model is nearly certain of the answers alone.)
-Exit code: 1 when a format loses more than --max-loss points, 2 for bad arguments.
+Exit code: 1 when one of them loses more than --max-loss points, 2 for bad arguments.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import fenceline
+from fenceline.config.server_args import parse_args as parse_server_args
 from fenceline.demo.client import Reply
 from fenceline.demo.evaluation import CATEGORIES, Answer, EvalItem, accuracy, compare, held_out_items, score
 
@@ -60,6 +64,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--formats", nargs="+", default=["none", "fp8", "int4"], help="values of --quantization; none: plain"
     )
+    parser.add_argument(
+        "--flags", nargs="+", default=[], metavar="LINE", help="flags of a further engine, in one string"
+    )
     parser.add_argument("--num-items", type=int, default=400)
     parser.add_argument(
         "--categories", nargs="+", default=list(CATEGORIES), metavar="NAME", choices=CATEGORIES
@@ -75,12 +82,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     items = held_out_items(args.seed, args.num_items, tuple(args.categories))
     first: list[Answer] | None = None
     worst = 0.0
-    print(f"{'format':<8}{'right':>7}{'accuracy':>10}{'perplexity':>12}{'changed':>9}{'loss, points':>14}")
-    for name in args.formats:
+    width = max(len(name) for name in [*args.formats, *args.flags, "format"]) + 2
+    print(
+        f"{'format':<{width}}{'right':>7}{'accuracy':>10}{'perplexity':>12}{'changed':>9}{'loss, points':>14}"
+    )
+    for name in [*args.formats, *args.flags]:
+        line = ["--model-path", args.model_path, "--device", args.device, "--log-level", "error"]
+        if name in args.formats:
+            line += [] if name == "none" else ["--quantization", name]
+        else:
+            line += shlex.split(name)
         try:
-            engine = fenceline.Engine(
-                model_path=args.model_path, device=args.device, quantization=None if name == "none" else name
-            )
+            engine = fenceline.Engine(**asdict(parse_server_args(line)))
         except ValueError as error:
             print(f"eval_formats: {error}", file=sys.stderr)
             return 2
@@ -91,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         worst = max(worst, paired.loss_points)
         right = sum(answer.correct for answer in answers)
         print(
-            f"{name:<8}{right:>7}{accuracy(answers):>10.2%}{perplexity:>12.4f}{len(paired.changed):>9}"
+            f"{name:<{width}}{right:>7}{accuracy(answers):>10.2%}{perplexity:>12.4f}{len(paired.changed):>9}"
             f"{paired.loss_points:>+14.2f}",
             flush=True,
         )

@@ -233,8 +233,12 @@ def _number(value: object, *keys: str) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
-def failures(result: Mapping[str, object], tiers: bool) -> list[str]:
-    """The failures of the run, one line each. ``tiers``: the server had HiCache."""
+def failures(result: Mapping[str, object], flags: Sequence[str]) -> list[str]:
+    """The failures of the run, one line each. ``flags``: those of the server, which say what must have happened."""
+    tiers, stores, speculates = (
+        any(flag.partition("=")[0] == name for flag in flags)
+        for name in ("--enable-hierarchical-cache", "--hicache-storage-backend", "--speculative-algorithm")
+    )
     state, tally, windows = result["settled"], result["tally"], result["windows"]
     assert isinstance(state, dict) and isinstance(tally, dict) and isinstance(windows, list)
     graphs = state.get("cuda_graphs") or {}
@@ -244,6 +248,8 @@ def failures(result: Mapping[str, object], tiers: bool) -> list[str]:
     found += [f"the server's log: {line[:200]}" for line in result["log_errors"][:5]]  # type: ignore[index]
     if state["flushed"] is not True:
         found.append(f"the cache could not be flushed: {state['flushed']}")
+    if speculates and not _number(state, "avg_spec_accept_length") > 1.0:
+        found.append("no draft was ever accepted")
     if not tiers:
         return found
     still, locked = num_still_windows(windows), _number(state, "hicache", "num_locked_nodes")
@@ -253,17 +259,10 @@ def failures(result: Mapping[str, object], tiers: bool) -> list[str]:
         found.append(f"eviction stopped in {still} of {len(windows)} windows: make the pool smaller")
     found += [
         f"no prefix came back from the {tier}: make the population larger"
-        for tier in ("host", *(["storage"] if hicache_stores(state) else []))
+        for tier in ("host", *(["storage"] if stores else []))
         if not tally["hit_tokens"].get(tier)
     ]
-    if state.get("avg_spec_accept_length") == 1.0:
-        found.append("no draft was ever accepted")
     return found
-
-
-def hicache_stores(state: Mapping[str, object]) -> bool:
-    """Whether the server had a third tier: it wrote pages to it."""
-    return _number(state, "hicache", "storage_write", "num_transfers") > 0
 
 
 def report(result: Mapping[str, object]) -> str:
@@ -335,7 +334,7 @@ def _run(args: argparse.Namespace, storage_dir: str) -> int:
             print(f"{' '.join(server.command[1:])}: ready after {server.start_s:.1f} s", flush=True)
             result = asyncio.run(run_load(server, preset, args))
             result["command"] = server.command
-        found = failures(result, not args.without_hicache)
+        found = failures(result, flags)
     except (ServerDied, RequestFailed) as error:
         found = [str(error)]
     if "tally" in result:

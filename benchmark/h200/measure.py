@@ -8,8 +8,8 @@
 A rented GPU is often available for a few minutes at a time. So a job begins only if its limit fits into the time that
 is left, and is stopped at its limit. DIR/logs.tar.xz is written again after every job, with the logs and files of all
 jobs so far. Jobs that need only the CPU run beside the others, on cores of their own. The jobs that show whether
-something works come first and share the GPU; then the timed jobs have it to themselves, one after the other. For each
-job the list says what its result decides.
+something works come first and share the GPUs; then each timed job has a GPU to itself, and those of several GPUs have
+all of them. For each job the list says what its result decides.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LIST = HERE / "measurements.toml"
-_GPU_CORES = 8  # cores for jobs that use the GPU, on a machine with many; the others are for jobs that do not
-_AT_ONCE = 4  # jobs that share the GPU
+_GPU_CORES = 8  # cores for jobs that use a GPU, on a machine with more; the others are for jobs that use none
+_AT_ONCE = 4  # jobs that share a GPU
 _STOP_S = 5.0  # the time between SIGTERM and SIGKILL
 _USES = ("timed", "gpu", "cpu")
 
@@ -46,9 +46,10 @@ class Job:
     """One entry of the list.
 
     ``command``: a line for bash. {python} is this interpreter, {out} a folder for the job's files, and {before} the
-    root of the checkout to compare with; without such a checkout the job is not begun. ``use``: "timed" has the GPU to
-    itself, "gpu" shares it, and "cpu" does not use it and has ``cores`` cores. ``seconds``: the job's limit. ``show``:
-    a regular expression; lines of the log that match it are printed at the end. ``decides``: what the result is for.
+    root of the checkout to compare with; without such a checkout the job is not begun. ``use``: "timed" has ``gpus``
+    GPUs to itself, "gpu" shares them, and "cpu" uses none and has ``cores`` cores. On a machine with fewer GPUs the job
+    is not begun. ``seconds``: the job's limit. ``show``: a regular expression; lines of the log that match it are
+    printed at the end. ``decides``: what the result is for.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Job:
     decides: str
     show: str = ""
     cores: int = 2
+    gpus: int = 1
     env: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -95,13 +97,17 @@ def read_list(path: Path) -> list[Job]:
 class Measurement:
     """All jobs that are run into one folder within one time."""
 
-    def __init__(self, out: Path, seconds: float, before: Path | None, cores: Sequence[int]) -> None:
+    def __init__(
+        self, out: Path, seconds: float, before: Path | None, cores: Sequence[int], num_gpus: int
+    ) -> None:
         """``cores``: the numbers of the CPU cores that may be used."""
         self._out, self._before = out, before
         self._end = time.monotonic() + seconds
-        shared = len(cores) > _GPU_CORES
-        self._gpu_cores = list(cores[:_GPU_CORES])
-        self._free = list(cores[_GPU_CORES:]) if shared else list(cores)
+        self._num_gpus = num_gpus
+        num = _GPU_CORES * num_gpus
+        shared = len(cores) <= num
+        self._gpu_cores = list(cores if shared else cores[:num])
+        self._free = list(cores if shared else cores[num:])
         self._num_beside = len(self._free)
         self._changed = threading.Condition()
         self._packing = threading.Lock()
@@ -113,12 +119,35 @@ class Measurement:
         by_use = {use: [job for job in jobs if job.use == use] for use in _USES}
         with ThreadPoolExecutor(max_workers=len(jobs) + 1) as beside:
             alone = [beside.submit(self._on_free_cores, job) for job in by_use["cpu"]]
-            with ThreadPoolExecutor(max_workers=_AT_ONCE) as sharing:
-                list(sharing.map(lambda job: self._run(job, self._gpu_cores), by_use["gpu"]))
-            for job in by_use["timed"]:
-                self._run(job, self._gpu_cores)
+            self._on_gpus(by_use["gpu"], _AT_ONCE)
+            timed = [job for job in by_use["timed"] if job.gpus > 1]
+            for job in timed:
+                self._on_gpus([job], 1)
+            self._on_gpus([job for job in by_use["timed"] if job.gpus == 1], 1)
             for future in alone:
                 future.result()
+
+    def _on_gpus(self, jobs: Sequence[Job], at_once: int) -> None:
+        """Run the jobs in their order, ``at_once`` on each GPU, and wait for all of them."""
+        waiting, taking = list(jobs), threading.Lock()
+
+        def work(gpu: int) -> None:
+            while True:
+                with taking:
+                    job = waiting.pop(0) if waiting else None
+                if job is None:
+                    return
+                if job.gpus > self._num_gpus:
+                    self._end_of(Result(job, "not begun", 0.0))
+                elif job.gpus > 1 or self._num_gpus == 1:
+                    self._run(job, self._gpu_cores)
+                else:
+                    cores = self._gpu_cores[gpu * _GPU_CORES :][:_GPU_CORES] or self._gpu_cores
+                    self._run(job, cores, {"CUDA_VISIBLE_DEVICES": str(gpu)})
+
+        workers = [gpu for _ in range(at_once) for gpu in range(self._num_gpus)]
+        with ThreadPoolExecutor(max_workers=len(workers)) as sharing:
+            list(sharing.map(work, workers))
 
     def _on_free_cores(self, job: Job) -> None:
         """Wait until as many cores as the job needs are free, and run it on them."""
@@ -221,6 +250,7 @@ def main() -> int:
     parser.add_argument(
         "--before", type=Path, help="root of another checkout, for jobs that compare with one"
     )
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of this machine to use")
     parser.add_argument("--list", action="store_true", help="print the jobs and what each decides")
     args = parser.parse_args()
     try:
@@ -235,7 +265,8 @@ def main() -> int:
     if not jobs or args.out is None:
         parser.error("no job has such a name" if not jobs else "--out DIR is needed")
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    measurement = Measurement(args.out.resolve(), args.seconds, args.before and args.before.resolve(), cores)
+    before = args.before and args.before.resolve()
+    measurement = Measurement(args.out.resolve(), args.seconds, before, cores, args.gpus)
     measurement.run(jobs)
     return int(any(result.status != "0" for result in measurement.results))
 

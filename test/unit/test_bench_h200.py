@@ -148,6 +148,10 @@ def test_scores_tell_a_wrong_page_from_rounding() -> None:
     assert len(verdicts(groups | {"soak": [scored(0.5)]}, bounds)[1]) == 1
 
 
+TIERS = ["--enable-hierarchical-cache"]
+EVERYTHING = [*TIERS, "--hicache-storage-backend", "file", "--speculative-algorithm", "EAGLE3"]
+
+
 def test_a_soak_is_in_order_only_if_everything_is() -> None:
     from hicache_soak import failures, num_still_windows
 
@@ -163,7 +167,7 @@ def test_a_soak_is_in_order_only_if_everything_is() -> None:
         "windows": windows,
         "log_errors": [],
     }
-    assert failures(good, tiers=True) == []
+    assert failures(good, TIERS) == []
     assert num_still_windows([*windows, windows[-1]]) == 1
     for change in (
         {"windows": [*windows, windows[-1]]},
@@ -175,7 +179,7 @@ def test_a_soak_is_in_order_only_if_everything_is() -> None:
         {"settled": state | {"flushed": "HTTP 400"}},
         {"log_errors": ["ERROR"]},
     ):
-        assert len(failures(good | change, tiers=True)) == 1, change
+        assert len(failures(good | change, TIERS)) == 1, change
 
 
 def test_a_soak_with_drafts_and_storage_must_have_met_both() -> None:
@@ -188,13 +192,20 @@ def test_a_soak_with_drafts_and_storage_must_have_met_both() -> None:
         "windows": [],
         "log_errors": [],
     }
-    assert failures(good, tiers=True) == []
+    assert failures(good, EVERYTHING) == []
     without = good | {"tally": {"errors": [], "hit_tokens": {"host": 3}}}
-    assert failures(without, tiers=True) == [
+    assert failures(without, EVERYTHING) == [
         "no prefix came back from the storage: make the population larger"
     ]
-    never = good | {"settled": good["settled"] | {"avg_spec_accept_length": 1.0}}
-    assert failures(never, tiers=True) == ["no draft was ever accepted"]
+    unstored = {"storage_write": {"num_transfers": 0}, "evicted_tokens": {"device": 9}}
+    assert failures(without | {"settled": good["settled"] | {"hicache": unstored}}, EVERYTHING) == [
+        "no prefix came back from the storage: make the population larger"
+    ]
+    assert failures(without, TIERS) == []
+    for length in (1.0, None):  # None: the server did not speculate at all
+        never = good | {"settled": good["settled"] | {"avg_spec_accept_length": length}}
+        assert failures(never, EVERYTHING) == ["no draft was ever accepted"]
+        assert failures(never, TIERS) == []
 
 
 @pytest.mark.parametrize("name", ["demo", "demo-cpu"])

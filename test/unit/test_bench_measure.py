@@ -66,6 +66,22 @@ def test_jobs_are_chosen_by_name_and_another_checkout_is_given(tmp_path: Path) -
     assert "page.py" in done.stdout and "fails" not in done.stdout
 
 
+def test_timed_jobs_have_a_gpu_each_and_those_of_several_all_of_them(tmp_path: Path) -> None:
+    meet = "touch {out}/../here-%s; for i in $(seq 600); do [ -e {out}/../here-%s ] && exit 0; sleep 0.1; done; exit 1"
+    jobs = (
+        _job("one", "timed", 70, "echo GPU $CUDA_VISIBLE_DEVICES; " + meet % (1, 2), "GPU")
+        + _job("two", "timed", 70, "echo GPU $CUDA_VISIBLE_DEVICES; " + meet % (2, 1), "GPU")
+        + _job("both", "timed", 60, "ls {out}/../here-1 || echo first", "first").replace(
+            "use", "gpus = 2\nuse"
+        )
+        + _job("all", "gpu", 60, "true").replace("use", "gpus = 3\nuse")
+    )
+    done = _measure(tmp_path, jobs, "--seconds", "300", "--gpus", "2")
+    ends = dict(re.findall(r"^(\w+) +(not begun|stopped|\d+) ", done.stdout, re.MULTILINE))
+    assert ends == {"one": "0", "two": "0", "both": "0", "all": "not begun"}, done.stdout
+    assert "    first\n" in done.stdout and "GPU 0" in done.stdout and "GPU 1" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("jobs", "reason"),
     [
@@ -84,7 +100,30 @@ def test_the_list_names_files_that_exist(monkeypatch: pytest.MonkeyPatch) -> Non
     import measure
 
     for job in measure.read_list(measure.LIST):
-        files = re.findall(r"(?:benchmark|test|scripts|python)/[\w/]+\.\w+", job.command)
+        files = re.findall(r"(?:benchmark|test|scripts|python)/[\w/]+(?:\.\w+)?", job.command)
         missing = [file for file in files if not (ROOT / file).exists()]
         assert not missing, f"{job.name}: {missing}"
         assert files or "-m fenceline" in job.command, job.name
+
+
+def test_a_job_that_takes_what_time_there_is_ends_before_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof and the campaign of mutants would go on for hours. One that is stopped prints no result."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import measure
+
+    jobs = [job for job in measure.read_list(measure.LIST) if "fenceline.vgpu" in job.command]
+    assert len(jobs) >= 3
+    for job in jobs:
+        found = re.search(r"--(budget|minutes) ([\d.]+)", job.command)
+        assert found is not None, job.name
+        assert float(found[2]) * (60 if found[1] == "minutes" else 1) < job.seconds, job.name
+
+
+def test_the_sweep_of_a_chain_offers_models_with_all_products_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixture of experts has no products of an MLP, so that its sweep would end with a KeyError."""
+    pytest.importorskip("triton")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmark" / "kernels"))
+    import sweep_chain
+
+    with pytest.raises(SystemExit):
+        sweep_chain.main(["--models", "30B-A3B"])

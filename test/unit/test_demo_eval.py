@@ -236,9 +236,9 @@ class FormatEngine:
     """Knows every answer but the first of three in int4; each token of an answer has one probability by format."""
 
     def __init__(self, quantization: str | None, **flags: object) -> None:
-        assert flags == {"model_path": "demo", "device": "auto"}
-        if quantization == "fp4":
-            raise ValueError("--quantization fp4: choose one of fp8, int4")
+        assert flags["model_path"] == "demo" and flags["device"] == "auto"
+        if flags["tp_size"] == 2:
+            quantization = "int4"
         self._quantization = quantization
         self._answers = {item.prompt(): item.item.answer for item in held_out_items(0, 3)}
 
@@ -284,7 +284,14 @@ def test_formats_are_compared_with_the_first(
         ["int4", "2", "66.67%", "2.0000", "1", "+33.33"],
     ]
     assert FORMATS.main([*call, "--max-loss", "2"]) == 1
+    capsys.readouterr()
+    assert (
+        FORMATS.main(["--num-items", "3", "--formats", "none", "--flags", "--tp-size 2", "--max-loss", "2"])
+        == 1
+    )
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.split() == ["--tp-size", "2", "2", "66.67%", "2.0000", "1", "+33.33"]
     assert FORMATS.main(["--num-items", "3", "--formats", "none", "fp8", "--max-loss", "2"]) == 0
     capsys.readouterr()
     assert FORMATS.main(["--num-items", "3", "--formats", "fp4"]) == 2
-    assert capsys.readouterr().err == "eval_formats: --quantization fp4: choose one of fp8, int4\n"
+    assert capsys.readouterr().err.startswith("eval_formats: --quantization fp4: choose one of fp8, int4")
