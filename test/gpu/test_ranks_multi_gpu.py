@@ -1,5 +1,5 @@
-"""Ranks on several GPUs of one host, one process each: sums in every way, eager and in graphs, and what F10, F11 and
-F19 are about. With the guard taken out each fails."""
+"""Ranks on several GPUs of one host, one process each: sums in every way, eager and in graphs; a server of two ranks;
+and what F10, F11 and F19 are about. With the guard taken out each fails."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from rank_processes import Ended
+from rank_server import check_two_ranks_answer_as_one
 
 SIZES = [size for size in (2, 4, 8) if size <= torch.cuda.device_count()]
 
@@ -18,10 +19,14 @@ pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(240)]
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("case", ["sums", "ways", "graphs", "two_streams", "gives_up"])
 def test_it_works(case: str, size: int, tmp_path: Path) -> None:
-    """``sums``: F11, sizes around every boundary; ``graphs``: F10; ``two_streams``: F19."""
+    """``sums``: F11, sizes around every boundary; ``graphs``: F10, and NCCL in a capture; ``two_streams``: F19."""
     ended = Ended(case, size, tmp_path)
     assert ended.well, (ended.statuses, ended.text)
     assert all(found == ended.found[0] for found in ended.found)
+
+
+def test_a_server_of_two_ranks_answers_as_one_does_with_graphs_of_both_kinds() -> None:
+    check_two_ranks_answer_as_one()
 
 
 def test_f10_without_the_exchange_a_replay_writes_where_nobody_is(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from fenceline.distributed.shared_gpu import VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = ROOT / "test" / "support" / "multi_gpu_cases.py"
+OTHERS_S = 10.0  # for the other ranks when one has failed: they may wait for it for ever
 
 
 class Ended:
@@ -34,13 +35,13 @@ class Ended:
                 command = [sys.executable, str(CASES), case, str(rank), str(size), str(folder)]
                 ranks.append(subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT))
         deadline = time.monotonic() + limit_s
-        self.statuses: list[int | None] = []
+        self.statuses: list[int | None] = [None] * size
         try:
-            for process in ranks:
-                try:
-                    self.statuses.append(process.wait(max(deadline - time.monotonic(), 0.1)))
-                except subprocess.TimeoutExpired:
-                    self.statuses.append(None)
+            while None in self.statuses and time.monotonic() < deadline:
+                time.sleep(0.05)
+                before, self.statuses = self.statuses, [process.poll() for process in ranks]
+                if not any(before) and any(self.statuses):  # the first that has failed
+                    deadline = min(deadline, time.monotonic() + OTHERS_S)
         finally:
             for process in ranks:
                 process.kill()

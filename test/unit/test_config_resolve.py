@@ -134,15 +134,15 @@ def test_sizes_of_prefill_graphs_go_as_far_as_they_pay(model_dir: Path) -> None:
         *(640, 768, 896, 1024, 1280, 1536, 1792, 2048),
     )
 
-    def largest(hidden_size: int, intermediate_size: int) -> int:
+    def largest(hidden_size: int, intermediate_size: int, tp_size: int = 1) -> int:
         width = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "head_dim": 128}
         heads = {"num_attention_heads": hidden_size // 64, "num_key_value_heads": 8}
         overrides = json.dumps(width | heads)
-        return resolved(model_dir, gpu=True, json_model_override_args=overrides).piecewise_cuda_graph_tokens[
-            -1
-        ]
+        config = resolved(model_dir, gpu=True, json_model_override_args=overrides, tp_size=tp_size)
+        return config.piecewise_cuda_graph_tokens[-1]
 
     assert [largest(1024, 3072), largest(2560, 9728), largest(65536, 262144)] == [2048, 1024, 16]
+    assert [largest(2560, 9728), largest(4096, 12288), largest(4096, 12288, tp_size=2)] == [1024, 512, 1280]
     asked = resolved(model_dir, gpu=True, piecewise_cuda_graph_max_tokens=3500).piecewise_cuda_graph_tokens
     assert asked == (*sizes, 2560, 3072, 3500)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +24,20 @@ class FakeDistributed:
         self.calls: list[tuple[object, ...]] = []
         self.fails: str | None = None
         self.others: dict[int, torch.Tensor] = {}
-        self.group = SimpleNamespace(WORLD=SimpleNamespace(abort=lambda: self.calls.append(("abort",))))
+        self.group = SimpleNamespace(WORLD=SimpleNamespace(abort=self.abort))
+        self.no_graphs = threading.Event()  # that contain NCCL's operations
+        self.no_graphs.set()
+
+    def abort(self) -> None:
+        self.calls.append(("abort",))
+        assert self.no_graphs.wait(60)
+        self.calls.append(("aborted",))
+
+    def wait_for(self, *call: object) -> None:
+        deadline = time.monotonic() + 60
+        while call not in self.calls:
+            assert time.monotonic() < deadline, call
+            time.sleep(0.001)
 
     def init_process_group(self, backend: str, **flags: object) -> None:
         if self.fails:
@@ -57,12 +72,26 @@ def test_the_communicator_is_made_at_once_on_the_rank_s_gpu_and_waits_without_li
     with pytest.raises(PeerLostError, match="rank 1 of 3: another rank has failed"):
         backend.check()
     backend.close()
-    assert fake.calls[-1] == ("abort",) and fake.calls.count(("abort",)) == 1
+    fake.wait_for("aborted")
+    assert fake.calls[1:] == [("abort",), ("aborted",)]
     fake.fails = "The server socket has failed to listen\nmore"
     with pytest.raises(
         ValueError, match=r"cannot meet at tcp://h:1 with NCCL \(The server socket has failed to listen\)"
     ):
         NcclBackend(1, SIZE, "tcp://h:1", DEVICE)
+
+
+def test_to_give_up_does_not_wait_for_graphs_that_contain_operations(fake: FakeDistributed) -> None:
+    """NCCL's abort waits until all of them have been destroyed, which a rank never does: it would not report why it
+    ends, and a server that is told to end would have to be killed."""
+    backend = NcclBackend(1, SIZE, "tcp://h:1", DEVICE)
+    fake.no_graphs.clear()
+    backend.give_up()
+    backend.close()
+    fake.wait_for("abort")
+    assert ("aborted",) not in fake.calls
+    fake.no_graphs.set()
+    fake.wait_for("aborted")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

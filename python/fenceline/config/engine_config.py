@@ -67,8 +67,9 @@ _SMALLEST_PREFILL = 16
 _MAX_GRAPH_TOKENS = 2048
 # Launching a layer takes the CPU about 0.2 ms. A token takes the GPU two operations for each weight, at 6e14 operations
 # per second (H200). Above twice the number of tokens that the GPU computes in that time, padding costs more than
-# launching.
+# launching. A rank multiplies by its part of the weights only, and launches two sums more in each layer.
 _WORTHWHILE_WEIGHT_TOKENS = 2 * 0.2e-3 * 6e14 / 2
+_LAUNCHES_OF_RANKS = 1.25  # the CPU's time for a layer with sums over ranks, compared with one rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -716,7 +717,8 @@ def piecewise_cuda_graph_tokens(
         sizes = _prefill_sizes(min(args.piecewise_cuda_graph_max_tokens, max_step_tokens))
         _check_number(sizes, "--piecewise-cuda-graph-max-tokens")
         return sizes
-    worthwhile = int(_WORTHWHILE_WEIGHT_TOKENS / _layer_weights(model))
+    ranks = args.tp_size * (_LAUNCHES_OF_RANKS if args.tp_size > 1 else 1)
+    worthwhile = int(_WORTHWHILE_WEIGHT_TOKENS * ranks / _layer_weights(model))
     sizes = _prefill_sizes(min(_MAX_GRAPH_TOKENS, max_step_tokens))
     return tuple(size for size in sizes if size <= max(worthwhile, sizes[0]))
 

@@ -1,8 +1,8 @@
 """The back end of ranks on NVIDIA GPUs: torch.distributed's NCCL. It has not been run on several GPUs yet.
 
-torch runs NCCL's kernels on a stream of the process group. That stream waits for the current one before them, and the
-current one waits for it after them, so in program order they are operations of the current stream. This holds in a CUDA
-graph too, because the capture follows both waits.
+torch runs NCCL's kernels on the current stream, or, depending on its version, on a stream of the process group. That
+stream waits for the current one before them, and the current one waits for it after them. In both cases they are in
+program order operations of the current stream. This holds in a CUDA graph too, because the capture follows both waits.
 
 With the first operation of a kind NCCL sets up memory and connections, which is not possible in a capture. So an
 operation may be captured only after one of the same size has run.
@@ -11,6 +11,7 @@ operation may be captured only after one of the same size has run.
 from __future__ import annotations
 
 import datetime
+import threading
 
 import torch
 import torch.distributed as dist
@@ -75,13 +76,16 @@ class NcclBackend:
 
     def give_up(self) -> None:
         """See ``memory_order.CollectiveBackend``. Aborts the group; destroying it would wait for operations that never
-        end."""
+        end.
+
+        NCCL ends all operations as soon as the abort begins. But the abort returns only when no CUDA graph that
+        contains one of them exists any more, so a thread makes it, and nothing waits for that thread."""
         if self._given_up:
             return
         self._given_up = True
         group = dist.group.WORLD
         assert group is not None, "the group exists until it is closed"
-        group.abort()
+        threading.Thread(target=group.abort, name="nccl-abort", daemon=True).start()
 
     def check(self) -> None:
         """See ``memory_order.CollectiveBackend``."""
