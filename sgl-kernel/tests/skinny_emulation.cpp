@@ -1,9 +1,10 @@
 // The skinny GEMM on the CPU, with the same code except skinny_device.cuh: every CUDA thread of a cluster is a fiber.
-// Where the GPU allows several orders, the emulation takes the one in which an error shows.   eager 0: an asynchronous
-// copy ends when it is waited for, and until then its destination holds NaN   eager 1: it ends at once, and overwrites
-// what still had to be read there x and the residual hold NaN until every thread of a cluster waits for the preceding
-// kernel. FENCELINE_NUMBERS is one of fenceline::Numbers.   g++ -std=c++17 -O1 -DFENCELINE_NUMBERS=kBf16 -shared -fPIC
-// -I include -I csrc tests/skinny_emulation.cpp
+// Where the GPU allows several orders, the emulation takes the one in which an error shows.
+//   eager 0: an asynchronous copy ends when it is waited for, and until then its destination holds NaN
+//   eager 1: it ends at once, and overwrites what still had to be read there
+// x and the residual hold NaN until every thread of a cluster waits for the preceding kernel.
+// FENCELINE_NUMBERS is one of fenceline::Numbers.
+//   g++ -std=c++17 -O1 -DFENCELINE_NUMBERS=kBf16 -shared -fPIC -I include -I csrc tests/skinny_emulation.cpp
 #include <ucontext.h>
 
 #include <algorithm>

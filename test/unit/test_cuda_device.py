@@ -105,7 +105,7 @@ def test_what_is_known_to_have_passed_is_not_waited_for_again(machine: Machine) 
     device.copy.synchronize(second, HOST_AFTER_COPY)
     machine.take()
     device.copy.synchronize(first, HOST_AFTER_COPY)
-    assert device.copy.poll(first) and machine.take() == []
+    assert device.copy.ask(first) and machine.take() == []
     done = device.forward.record()
     device.forward.note_passed(done)
     machine.take()
@@ -124,14 +124,16 @@ def test_a_worker_blocks_whatever_the_scheduler_knows(machine: Machine) -> None:
     assert machine.take() == [("block", event(point))]
 
 
-def test_a_poll_asks_and_does_not_block(machine: Machine) -> None:
+def test_asking_does_not_block_and_the_host_learns_it_when_it_is_told(machine: Machine) -> None:
     device = open_cuda(machine)
     point = device.load.record()
     machine.take()
-    assert not device.load.poll(point) and not point.passed
+    assert not device.load.ask(point) and not point.passed
     machine.passed.add(event(point))
-    assert device.load.poll(point) and point.passed
+    assert device.load.ask(point) and not point.passed
     assert machine.take() == [("query", event(point))] * 2
+    device.load.learn(point)
+    assert point.passed and device.load.ask(point) and machine.take() == []
 
 
 def test_inside_active_the_stream_is_current(machine: Machine) -> None:

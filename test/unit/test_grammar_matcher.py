@@ -188,7 +188,7 @@ def test_a_grammar_with_a_slow_token_now_and_then_is_not_too_slow(monkeypatch: p
 def test_many_requests_of_several_grammars_are_advanced_at_once() -> None:
     """As each of them would be alone: of those that think, have left or take another token too."""
     store, other = _store("(ab)+x?"), _store("[ab]x")
-    think = ThinkTokens(_START, _END, is_open=False)
+    think = ThinkTokens(_START, (_END,), is_open=False)
     grammars = [
         *(store.begin(7, None) for _ in range(20)), None, store.begin(7, think),
         *(other.begin(7, None) for _ in range(3)),

@@ -179,7 +179,7 @@ def test_bad_construction() -> None:
     pools = LeasePool("KV pages", 4), LeasePool("host KV pages", 4, reserved=0)
     with pytest.raises(ValueError, match="write_through, write_through_selective, write_back"):
         HiRadixCache(pools[0], PAGE, pools[1], "write_around")
-    with pytest.raises(AssertionError, match="somebody to spill"):
+    with pytest.raises(AssertionError, match="needs a spill function"):
         HiRadixCache(pools[0], PAGE, pools[1], "write_back")
 
 

@@ -1,4 +1,4 @@
-"""--memory-check order where pages change tiers: LOAD, STORE, the SMs, and what a poll tells the host."""
+"""--memory-check order where pages change tiers: LOAD, STORE, the SMs, and what the host learns by asking."""
 
 from __future__ import annotations
 
@@ -65,16 +65,18 @@ def test_the_sm_bears_one_user(first: StreamName, second: StreamName, severed: s
     assert caught.value.edges == ("sm_exclusive",) and caught.value.hazard is Hazard.EXCLUSIVE
 
 
-def test_the_host_hears_a_poll_that_says_passed_and_no_other() -> None:
+def test_the_host_may_read_what_it_has_learned_is_there_and_not_what_it_has_only_asked_for() -> None:
     device = open_checked()
     checker = device.checker
     assert isinstance(checker, OrderChecker)
     host = Memory("host_pool", 8, "page")
     checker.write(checker.begin(STORE, "backup"), host, PAGES)
     copied = device.store.record()
-    assert not device.store.poll(copied)
-    with pytest.raises(OrderError, match="missing edge: host_page_reuse"):
-        checker.read(checker.begin(HOST, "look"), host, PAGES)
-    assert device.store.poll(copied)
+    for _ in range(2):  # the second time the answer is that it has passed
+        passed = device.store.ask(copied)
+        with pytest.raises(OrderError, match="missing edge: host_page_reuse"):
+            checker.read(checker.begin(HOST, "look"), host, PAGES)
+    assert passed
+    device.store.learn(copied)
     checker.read(checker.begin(HOST, "look"), host, PAGES)
     checker.write(checker.begin(LOAD, "what the host submits after it"), host, PAGES)

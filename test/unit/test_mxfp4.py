@@ -10,6 +10,7 @@ import pytest
 import torch
 from model_parity import PagedModel, check_parity, save_checkpoint
 from safetensors.torch import load_file, save_file
+from scheduler_driver import make_model_driver
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fenceline.config.engine_config import resolve
@@ -108,7 +109,7 @@ def test_one_half_of_a_packed_matrix_is_refused_without_the_other(
     for half in HALVES:
         other = f"{name}_{HALVES[1 - HALVES.index(half)]}"
         one = [(f"{name}_{half}", both[f"{name}_{half}"].to("meta"))]
-        with pytest.raises(ValueError, match=f"belong together some are missing: {other};"):
+        with pytest.raises(ValueError, match=f"that belong together are missing: {other};"):
             model.load_weights(one, partly=True, only_check=True)
     model.load_weights(both.items(), partly=True, only_check=True)
     norm = "model.norm.weight"
@@ -198,6 +199,13 @@ def test_dummy_weights_are_packed_too(published: tuple[Path, torch.nn.Module]) -
     assert down.data.dtype == down.scales.dtype == torch.uint8
     numbers = four_bit_numbers(down.data, down.scales, None, torch.float32)
     assert 0.01 < numbers.std() < 0.03 and abs(numbers.mean()) < 0.001
+
+
+def test_dummy_weights_are_not_replaced_by_published_ones(published: tuple[Path, torch.nn.Module]) -> None:
+    directory, _ = published
+    runner = make_model_driver(model_path=str(directory), load_format="dummy").worker
+    with pytest.raises(ValueError, match=r"not stored as the checkpoint's \(mxfp4\); start the server"):
+        runner.check_weights(NewWeights("1", directory=str(directory)))
 
 
 def test_numbers_are_rounded_to_the_nearest() -> None:

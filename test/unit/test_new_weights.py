@@ -239,7 +239,7 @@ def test_quantised_weights_are_replaced_by_ones_of_their_format(
             continue
         save_file({key: parts[key]}, tmp_path / "one.safetensors")
         refused = update(driver, f"one{number}", file=str(tmp_path / "one.safetensors"))
-        assert not refused.success and "of weights that belong together some are missing" in refused.message
+        assert not refused.success and "some weights that belong together are missing" in refused.message
     save_file(parts, tmp_path / "some.safetensors")
     assert update(driver, "some", file=str(tmp_path / "some.safetensors")).success
     save_file(load_file(Path(new, "model.safetensors")) | parts, tmp_path / "mixed.safetensors")

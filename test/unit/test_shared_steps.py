@@ -373,6 +373,19 @@ def test_a_prompt_comes_to_its_end_however_long_it_is() -> None:
     assert_right(driver, long)
 
 
+def test_a_prompt_comes_to_its_end_also_if_the_draft_looks_further_ahead_than_a_quarter_of_a_step() -> None:
+    """A chunk other than the last ends that many tokens before the prompt's end, so the last has as many at least."""
+    driver = make_driver(400, 1, 4, chunked_prefill_size=4)
+    driver.scheduler.memory.tree.lookahead = 2
+    driver.scheduler.planner._prefix_work = PrefixWork(1)
+    steps = rids_of_steps(driver)
+    long = request("long", [1] * 50, max_new_tokens=1)
+    driver.send(long)
+    driver.run()
+    assert steps[0] == {"long": 4} and steps[-1] == {"long": 2}
+    assert_right(driver, long)
+
+
 @given(even=st.integers(1, 10_000), prefix=st.integers(0, 100_000), work=st.floats(0, 1e6))
 def test_as_many_tokens_as_the_work_allows_and_not_one_more(even: int, prefix: int, work: float) -> None:
     of = PrefixWork(even)

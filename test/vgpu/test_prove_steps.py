@@ -20,7 +20,7 @@ from fenceline.vgpu.proving.hicache_workloads import HICACHE_WORKLOADS
 from fenceline.vgpu.proving.persistent_attention import PERSISTENT
 from fenceline.vgpu.proving.schedule import shrink
 from fenceline.vgpu.proving.steps import Loop, make_config
-from fenceline.vgpu.proving.workloads import COLLECTIVES, ENGINE, RANKS, WORKLOADS
+from fenceline.vgpu.proving.workloads import SCRIPTED, WORKLOADS
 
 torch.set_num_threads(1)
 _FOLDER = tempfile.TemporaryDirectory()
@@ -36,7 +36,7 @@ def make_loop(name: str, seed: int, device: VgpuDevice | None = None) -> Loop:
     return Loop(config, device or open_device(kind), scenario=scenario)
 
 
-@pytest.mark.parametrize("name", [name for name in WORKLOADS if name not in (COLLECTIVES, RANKS, ENGINE)])
+@pytest.mark.parametrize("name", SCRIPTED)
 def test_a_scenario_is_a_function_of_its_seed(name: str) -> None:
     make = WORKLOADS[name].make
     assert make(Random(1)) == make(Random(1)) != make(Random(2))
@@ -63,10 +63,9 @@ def test_workloads_reach_what_they_are_for() -> None:
 def test_workloads_visit_graphs_padding_and_what_lies_beyond() -> None:
     """Every scripted workload meets graphs, but for the one with prompts of thousands of tokens and those that decode
     nothing."""
-    without = {COLLECTIVES, RANKS, ENGINE, "growth", "overwritten", "gone", "refill"}
-    without |= {"bodies", "cancelled", "held", "together"}
+    without = {"growth", "overwritten", "gone", "refill", "bodies", "cancelled", "held", "together"}
     replayed, fallbacks = set(), set()
-    for name in sorted(WORKLOADS.keys() - without):
+    for name in sorted(set(SCRIPTED) - without):
         for seed in range(8):
             loop = make_loop(name, seed)
             loop.run()
@@ -77,7 +76,7 @@ def test_workloads_visit_graphs_padding_and_what_lies_beyond() -> None:
                 if stats.replays:
                     replayed.add(name)
                     break
-    assert replayed == WORKLOADS.keys() - without
+    assert replayed == set(SCRIPTED) - without
     assert fallbacks == {"size", "padding"}
 
 

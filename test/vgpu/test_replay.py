@@ -22,7 +22,7 @@ from fenceline.vgpu.proving.hicache_workloads import HICACHE_WORKLOADS
 from fenceline.vgpu.proving.recording import read_recording
 from fenceline.vgpu.proving.speculative_workloads import SPECULATIVE_WORKLOADS
 from fenceline.vgpu.proving.steps import Loop, make_config
-from fenceline.vgpu.proving.workloads import COLLECTIVES, ENGINE, RANKS, WORKLOADS
+from fenceline.vgpu.proving.workloads import SCRIPTED, WORKLOADS
 from fenceline.vgpu.replay import main, replay
 
 torch.set_num_threads(1)
@@ -30,9 +30,7 @@ torch.set_num_threads(1)
 TIERED = [workload.name for workload in (*HICACHE_WORKLOADS, EVERYTHING)]
 SPECULATIVE = [workload.name for workload in SPECULATIVE_WORKLOADS]
 NAMES = [  # recordings hold no weights
-    name
-    for name in WORKLOADS
-    if name not in (COLLECTIVES, RANKS, ENGINE, "growth", "new_weights", *TIERED, *SPECULATIVE)
+    name for name in SCRIPTED if name not in ("growth", "new_weights", *TIERED, *SPECULATIVE)
 ]
 
 

@@ -312,7 +312,10 @@ class ModelRunner:
             raise ValueError(reason)
 
     def _check_weights(self, weights: NewWeights) -> None:
-        format, args = self._config.model.quantization, self._config.server_args
+        model, args = self._config.model, self._config.server_args
+        format = model.quantization
+        if format is None and model.experts is not None:
+            format = model.experts.format
         if format is not None and format.method != ON_LINE_METHOD and args.load_format == "dummy":
             raise ValueError(
                 f"dummy weights were rounded as on-line, not stored as the checkpoint's ({format.method}); start the"

@@ -497,7 +497,8 @@ class PrefillPlanner:
             size = min(size, budget.step_tokens)
         if self._prefix_work is not None:
             most = self._prefix_work.max_tokens(max(budget.work, 0.0), start)
-            size = min(size, max(most, self.step_tokens // 4, 1))
+            # Not less than the lookahead: so many tokens may be left of the prompt, and they cannot be split.
+            size = min(size, max(most, self.step_tokens // 4, self._memory.tree.lookahead, 1))
         if req.scores_prompt:
             size = min(size, max(req.source.logprob_start_len - start, 0) + budget.scored_tokens)
         if size == remaining:

@@ -72,7 +72,7 @@ class PrefixWork:
 
     The limit is 1.25 times the work of a full step without prefixes; for a request that is alone, twice that work:
     nobody waits for its steps, and longer steps are more efficient. But a prompt always gets a quarter of the step's
-    tokens, so that it is completed however long it is.
+    tokens, and at least as many as the draft looks ahead, so that it is completed however long it is.
     """
 
     even_tokens: int

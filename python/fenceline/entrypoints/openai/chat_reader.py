@@ -22,7 +22,7 @@ class ChatReader:
     that remains; None if there cannot be any. ``separates_reasoning``: whether :meth:`read` returns reasoning
     separately; otherwise it is content. ``one_call``: calls after the first are left out."""
 
-    __slots__ = ("_calls", "_front", "_make_id", "_one_call", "num_calls", "separates_reasoning")
+    __slots__ = ("_calls", "_front", "_one_call", "num_calls", "separates_reasoning")
 
     def __init__(
         self,

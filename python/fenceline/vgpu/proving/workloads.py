@@ -22,7 +22,11 @@ from fenceline.vgpu.proving.grammars import GRAMMARS
 from fenceline.vgpu.proving.hicache_workloads import HICACHE_WORKLOADS, tier_flags
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
 from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Flags, Scenario, Script, Workload
-from fenceline.vgpu.proving.speculative_workloads import SPECULATIVE_WORKLOADS, chains_of_models
+from fenceline.vgpu.proving.speculative_workloads import (
+    SPECULATIVE_WORKLOADS,
+    chains_of_models,
+    trees_under_windows,
+)
 from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
 
 
@@ -306,10 +310,13 @@ def _experts(random: Random) -> Scenario:
 
 def _windows(random: Random) -> Scenario:
     """Layers that read what lies in their window and layers that read all, by either kind of attention; in half of the
-    runs drafts are verified, of a model whose layers are as the target's."""
+    runs drafts are verified, of a model whose layers are as the target's, and in some of these trees of drafts."""
     scenario = random.choice((_mixed, _prefixes, _aborts, _graphs, _retraction))(random)
     ours = {"attention_backend": LAUNCHED} if random.random() < 0.7 else {}
     drafts = chains_of_models(random) if random.random() < 0.5 else {}
+    if drafts and random.random() < 0.3:
+        scenario = trees_under_windows(random)
+        return replace(scenario, flags={**scenario.flags, **ours})
     return replace(scenario, flags={**scenario.flags, **ours, **drafts, "model": "windows"})
 
 
@@ -397,3 +404,4 @@ WORKLOADS: dict[str, Workload] = {
         Workload(ENGINE, "rounds of prompts through fenceline.Engine", _no_script),
     )
 }
+SCRIPTED = tuple(name for name, workload in WORKLOADS.items() if workload.make is not _no_script)
