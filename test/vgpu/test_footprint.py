@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from fenceline.layers.attention import torch_backend
+from fenceline.layers.attention import shared_prefixes, torch_backend
 from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
-from fenceline.memory_order import access, checker
+from fenceline.memory_order import access, arena, checker
 from fenceline.memory_order.access import Memory, PagedMemory
 from fenceline.memory_order.checker import OrderChecker
 from fenceline.memory_order.edges import StreamName
@@ -178,7 +178,7 @@ evict = HiRadixCache.evict
     ("owner", "name", "fault", "checks"),
     [
         (GraphStats, "count_replay", lambda self, size: None, "figures: decode replays"),
-        (GraphStats, "count_fallback", lambda self, reason: None, "figures: decode replays"),
+        (GraphStats, "count_fallback", lambda self, reason: None, "figures: decode steps without a graph"),
         (HiRadixCache, "evict", one_more, "pages are said to be evicted"),
     ],
 )
@@ -188,6 +188,13 @@ def test_figures_are_compared_with_counts(
     monkeypatch.setattr(owner, name, fault)
     found = first_failure("graphs", "spill")
     assert found.checker in (ANSWERS, INVARIANTS) and checks in found.report, found.report
+
+
+def test_a_step_that_could_be_replayed_and_is_not_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding is allowed, yet steps smaller than a graph run without one; the engine itself counts that as right."""
+    monkeypatch.setattr(arena, "_padded", lambda sizes, num: num if num in sizes else None)
+    found = first_failure("graphs")
+    assert found.checker == ANSWERS and "figures: decode replays" in found.report, found.report
 
 
 def test_bytes_of_transfers_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,3 +226,17 @@ def test_small_limits_reach_what_large_batches_alone_would(monkeypatch: pytest.M
     with small_limits():
         assert before > torch_backend._GATHER_BYTES_DEFAULT
     assert before == torch_backend._GATHER_BYTES_DEFAULT
+
+
+def test_with_small_limits_the_engine_runs_on_the_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where requests share a prefix, and some of them a longer one, only the CPU's attention reads it once for all."""
+    trial = Trial("prefixes", 23)
+    assert trial.has_small_limits and run(trial).clean
+    num_alike = shared_prefixes._Grouping._num_alike
+
+    def too_many(self: shared_prefixes._Grouping, requests: Any, first: int, last: int) -> int:
+        return num_alike(self, requests, first, last) + 2 * first
+
+    monkeypatch.setattr(shared_prefixes._Grouping, "_num_alike", too_many)
+    found = run(trial)
+    assert found.checker == ANSWERS and found.report.startswith("on the CPU: "), found.report

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from fenceline.speculative.kv_rows import KVMover
 from fenceline.vgpu.errors import OwnershipError, TagError
 from fenceline.vgpu.proving.runs import ANSWERS, Trial, run
 from fenceline.vgpu.proving.script import Flags, Scenario, Script, Workload
+from fenceline.vgpu.proving.speculative_workloads import trees_under_windows
 from fenceline.vgpu.proving.workloads import WORKLOADS
 
 torch.set_num_threads(1)
@@ -213,6 +215,41 @@ def test_a_verification_reads_the_window_and_nothing_in_front_of_it(
     outcome = run(Trial("two", 2))
     assert outcome.checker == TAGS, outcome.report
     assert re.search(report, outcome.report), outcome.report
+
+
+def _half_a_window(patch: pytest.MonkeyPatch) -> None:
+    """The nodes of a tree attend to half of the tokens in the window."""
+    right = torch_backend._depths
+    patch.setattr(torch_backend, "_depths", lambda tree, requests: right(tree, requests) + 32)
+
+
+def _from_the_token_before(patch: pytest.MonkeyPatch) -> None:
+    """All reads of a tree begin a token too early."""
+    right = TorchAttentionBackend.plan_verify
+
+    def wrong(self: TorchAttentionBackend, inputs: VerifyInputs) -> AttentionPlan | None:
+        source = self._source
+        if source.window is None or inputs.tree.ancestors is None:
+            return right(self, inputs)
+        return torch_backend._VerifyPlan(replace(source, window=source.window + 1), inputs)
+
+    patch.setattr(TorchAttentionBackend, "plan_verify", wrong)
+
+
+@pytest.mark.parametrize(
+    ("fault", "checker"), [(_half_a_window, ANSWERS), (_from_the_token_before, TAGS)], ids=["half", "before"]
+)
+def test_trees_are_verified_under_windows(
+    monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None], checker: str
+) -> None:
+    """The requests grow longer than the window. Drafts of three steps attend to frontiers of several depths."""
+    monkeypatch.setitem(WORKLOADS, "trees", Workload("trees", "", trees_under_windows))
+    makes = ((seed, trees_under_windows(Random(seed)).flags) for seed in range(100))
+    seed = next(seed for seed, flags in makes if flags["speculative_num_steps"] == 3)
+    outcome = run(Trial("trees", seed))
+    assert outcome.clean and "drafts under a window" in outcome.events, outcome.report
+    fault(monkeypatch)
+    assert run(Trial("trees", seed)).checker == checker
 
 
 def _found_by_their_own_tokens(patch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import fenceline
 from fenceline.memory_order import open_device
 from fenceline.memory_order.staging import InputRing
 from fenceline.vgpu.proving.limits import SMALL, small_limits
-from fenceline.vgpu.proving.runs import Trial
+from fenceline.vgpu.proving.runs import Trial, run
 
 PACKAGE = Path(fenceline.__file__).parent
 
@@ -82,6 +82,13 @@ def test_little_is_kept_for_answers(small: bool) -> None:
         num_after = len(driver.scheduler.running)
         driver.run()
     assert (num_before, num_after) == ((2, 3) if small else (1, 1))
+
+
+def test_a_prompt_that_is_scored_may_get_less_than_half_of_a_step() -> None:
+    """In this run half of a step is 32 tokens, and half of the tokens that a step scores is 8."""
+    trial = Trial("windows", 126)
+    assert trial.has_small_limits
+    assert run(trial).clean
 
 
 @pytest.mark.parametrize(("name", "limit"), [(name, limit) for name in SMALL for limit in SMALL[name]])

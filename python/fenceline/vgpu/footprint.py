@@ -62,8 +62,8 @@ class _Declared:
 class Footprints:
     """Reads the declarations of ``device`` from now on.
 
-    Of a device of which something is severed, only the pages of decode steps are compared: a severed guard lets other
-    memory be accessed, and it is the race that must be reported.
+    Of a device of which something is severed, only the pages that steps access are compared with those that they have
+    declared: a severed guard lets other memory be accessed, and it is the race that must be reported.
     """
 
     def __init__(self, device: VgpuDevice, runner: ModelRunner, tags: Tags) -> None:

@@ -211,9 +211,12 @@ class SpeculativeStep(Step):
 
     def _first_attended(self, index: int, part: int) -> int:
         """The first token that the request's rows of the latest forward attend to: the first row's window begins there.
-        The nodes of a tree are in every window."""
-        first, window = self._base(index) + self._forward(part)[0], self._tags.windows[part]
-        return 0 if window is None else max(first - window + 1, 0)
+        The nodes of a tree are in every window, and all frontiers of a draft read from where the window of the first
+        one begins."""
+        first, window = self._forward(part)[0], self._tags.windows[part]
+        if self._topk > 1:
+            first = min(first, 1)
+        return 0 if window is None else max(self._base(index) + first - window + 1, 0)
 
     def _expected(self, index: int, part: int) -> I64:
         """The tags of all slots that the request's rows of the latest forward attend to."""

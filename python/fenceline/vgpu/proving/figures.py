@@ -64,17 +64,14 @@ def compare_figures(
     if most is not None:
         wrong.compare("capacity", state.max_total_num_tokens, most // page_size * page_size)
     decodes = [len(batch.rows) for batch in batches if isinstance(batch, DecodeBatch)]
-    if state.cuda_graphs is not None:
-        _compare_graphs("decode", state.cuda_graphs, decodes, wrong)
-    if state.piecewise_cuda_graphs is not None:
-        sizes = [int(size) for size in state.piecewise_cuda_graphs.replays_by_size]
-        tokens = [
-            sum(len(seq.token_ids) for seq in batch.seqs)
-            for batch in batches
-            if isinstance(batch, ExtendBatch)
-        ]
-        within = [num for num in tokens if num <= max(sizes, default=0)]
-        _compare_graphs("prefill", state.piecewise_cuda_graphs, within, wrong)
+    has_padding = not config.server_args.disable_cuda_graph_padding
+    _compare_graphs("decode", state.cuda_graphs, config.cuda_graph_bs, has_padding, decodes, wrong)
+    sizes = config.piecewise_cuda_graph_tokens
+    tokens = [
+        sum(len(seq.token_ids) for seq in batch.seqs) for batch in batches if isinstance(batch, ExtendBatch)
+    ]
+    within = [num for num in tokens if num <= max(sizes, default=0)]
+    _compare_graphs("prefill", state.piecewise_cuda_graphs, sizes, True, within, wrong)
     if state.hicache is not None:
         _compare_tiers(state.hicache, runner, events, wrong)
         evicted = evictions.num_pages * runner.kv_pool.page_size
@@ -91,19 +88,31 @@ class _Wrong:
             self.first = f"figures: {what}: {said} is reported, {right} is right"
 
 
-def _compare_graphs(kind: str, said: CudaGraphState, nums: Sequence[int], wrong: _Wrong) -> None:
-    """``nums``: requests or tokens of each step that may be replayed."""
-    num_fallbacks = sum(said.fallbacks.values())
+def _compare_graphs(
+    kind: str,
+    said: CudaGraphState | None,
+    sizes: Sequence[int],
+    has_padding: bool,
+    nums: Sequence[int],
+    wrong: _Wrong,
+) -> None:
+    """``sizes``: those that are to be captured, ascending. ``nums``: requests or tokens of each step that may be
+    replayed. All of this is known without what the engine says."""
+    wrong.compare(f"graphs for {kind}", said is not None, bool(sizes))
+    if said is None or not sizes:
+        return
+    replays, fallbacks = Counter[str](), Counter[str]()
+    for num in nums:
+        size = next((size for size in sizes if num == size or (has_padding and num < size)), None)
+        if size is not None:
+            replays[str(size)] += 1
+        else:
+            fallbacks["size" if num > sizes[-1] else "padding"] += 1
     wrong.compare(f"{kind} steps", said.eligible_steps, len(nums))
-    wrong.compare(f"{kind} replays", said.replays + num_fallbacks, len(nums))
-    sizes = sorted(map(int, said.replays_by_size))
-    if said.fallbacks.get("padding"):
-        return  # only steps exactly as large as a graph are replayed
-    right = Counter(next((str(size) for size in sizes if num <= size), "") for num in nums)
-    wrong.compare(f"{kind} steps beyond all graphs", said.fallbacks.get("size", 0), right.pop("", 0))
-    wrong.compare(
-        f"{kind} replays by size", {k: v for k, v in said.replays_by_size.items() if v}, dict(right)
-    )
+    wrong.compare(f"{kind} replays", said.replays, replays.total())
+    wrong.compare(f"{kind} replays by size", {k: v for k, v in said.replays_by_size.items() if v}, replays)
+    wrong.compare(f"{kind} steps without a graph", said.fallbacks, fallbacks)
+    wrong.compare(f"repairs of {kind} steps", said.repairs, {})
 
 
 def _compare_tiers(said: HiCacheState, runner: ModelRunner, events: Sequence[Event], wrong: _Wrong) -> None:

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from fenceline.memory_order import LeaseError, OrderError
+from fenceline.memory_order import LeaseError, OrderError, open_device
 from fenceline.memory_order.edges import edge_of
 from fenceline.scheduler.ranks import RanksDifferError
 from fenceline.vgpu.device import VgpuDevice
@@ -202,7 +202,7 @@ def _run_in_one_thread(trial: Trial, policy: Policy, only_races: bool) -> tuple[
         return _run_devices(trial, policy, only_races)
     gpus: list[VirtualGpu] = []
 
-    def open_device() -> VgpuDevice:
+    def open_gpu() -> VgpuDevice:
         gpu = VirtualGpu(seed=trial.seed, policy=policy, detect=trial.detect, collect=only_races)
         if gpu.detector is not None and not trial.severed:
             gpu.detector.pairs = PairsMet()
@@ -211,9 +211,9 @@ def _run_in_one_thread(trial: Trial, policy: Policy, only_races: bool) -> tuple[
 
     try:
         if trial.workload == ENGINE:
-            loop = run_engine(Random(trial.seed), VgpuDevice.kind, open_device)
+            loop = run_engine(Random(trial.seed), VgpuDevice.kind, open_gpu)
         else:
-            loop = _run_steps(trial, open_device())
+            loop = _run_steps(trial, open_gpu())
         outcome = Outcome(trial) if only_races else _judge(trial, loop, gpus[0])
     except Exception as error:
         if not gpus:  # the run has not begun, so this is not a finding
@@ -230,11 +230,12 @@ def _run_in_one_thread(trial: Trial, policy: Policy, only_races: bool) -> tuple[
 def _judge(trial: Trial, loop: Loop, gpu: VirtualGpu) -> Outcome:
     """Make both comparisons. If the same decisions in order give other tokens, bytes went wrong during execution; if
     only the answers are wrong, decisions are wrong. Without the detector wrong tags have not stopped the run; then the
-    first of them is reported."""
+    first of them is reported. With small limits the engine runs on the CPU instead, with decisions of its own."""
     report = "" if trial.has_small_limits else execute(loop.scheduler.config, loop.decisions)
     found = loop.compare_answers()
-    checker = TOKENS if report else ANSWERS if found.wrong else ""
-    wrong = [part for part in (report, found.wrong) if part]
+    on_cpu = _wrong_on_cpu(trial) if trial.has_small_limits and not found.wrong else ""
+    checker = TOKENS if report else ANSWERS if found.wrong or on_cpu else ""
+    wrong = [part for part in (report, found.wrong, on_cpu) if part]
     if wrong and gpu.findings.errors:
         wrong.append(f"the first wrong slot: {gpu.findings.errors[0]}")
     return Outcome(
@@ -264,6 +265,21 @@ def _run_steps(trial: Trial, device: VgpuDevice) -> Loop:
         loop.run()
         device.synchronize()
     return loop
+
+
+def _wrong_on_cpu(trial: Trial) -> str:
+    """The engine's answers to the same requests on the CPU, where attention has plans of its own: what is wrong with
+    them, "" if nothing is. Not with storage, whose threads would run as the machine lets them."""
+    if trial.workload == ENGINE:
+        return ""
+    scenario = trial.scenarios.make(Random(trial.seed))
+    if scenario.flags.get("hicache_storage_backend", "none") != "none":
+        return ""
+    flags = {name: value for name, value in scenario.flags.items() if name != "attention_backend"}
+    loop = Loop(make_config(flags, "cpu"), open_device("cpu"), scenario=scenario)
+    loop.run()
+    found = loop.compare_answers()
+    return found.wrong and f"on the CPU: {found.wrong}"
 
 
 @contextmanager

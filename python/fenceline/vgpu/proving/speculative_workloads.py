@@ -34,6 +34,24 @@ def chains_of_models(random: Random) -> Flags:
     return {"draft": random.choice(("NEAR", "ITSELF")), "speculative_num_steps": num_steps, **_depths(random)}
 
 
+def trees_under_windows(random: Random) -> Scenario:
+    """Trees of drafts, verified for requests that are a little shorter than the window of some layers, and grow longer
+    than it."""
+    script = Script(random)
+    family = script.prompt(52, 60)
+    for step in range(3):
+        prompt = family + script.prompt(1, 6)
+        script.add(step * random.randint(1, 4), prompt, random.randint(6, 14), **_options(script))
+    return script.scenario(
+        model="long_windows",
+        max_total_tokens=256,
+        max_running_requests=2,
+        chunked_prefill_size=64,
+        page_size=random.choice((2, 4)),
+        **_tree_flags(random, random.choice(("NEAR", "ITSELF"))),
+    )
+
+
 def several_layers(random: Random) -> Flags:
     """A draft with a layer for each of its steps."""
     return {"draft": "NEXTN2", "speculative_num_steps": 2, **_depths(random)}

@@ -83,6 +83,8 @@ _MODELS = {
     PLAIN: _CONFIG,
     "experts": _CONFIG | _EXPERTS,
     "windows": _CONFIG | _WINDOWS,
+    # The shortest windows under which there may be trees of drafts.
+    "long_windows": _CONFIG | _WINDOWS | {"sliding_window": 64},
     "wide": _CONFIG | _WIDE,
     "fp8": _CONFIG | {"intermediate_size": 160, "quantization_config": _FP8},  # a block and a part of one
     "int4": _CONFIG | _UNROTATED | {"intermediate_size": 64, "quantization_config": _INT4},
