@@ -224,7 +224,7 @@ def test_no_more_of_a_body_run_than_make_a_decode_step_long() -> None:
         driver.step()
     driver.send(*others)
     driver.run()
-    assert max(counts[1] for counts in running) == 64
+    assert max(counts[1] for counts in running) == 32
     assert max(counts[2] for counts in running) == 20
     assert_right(driver, *flood, *others)
 

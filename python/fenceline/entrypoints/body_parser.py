@@ -43,10 +43,10 @@ Parse = Callable[[bytes, UnknownFields], T]
 logger = logging.getLogger(__name__)
 
 _TINY_BYTES = 8 << 10  # bodies that are parsed as they come
-_SMALL_BYTES = 32 << 10  # whose values are not counted
 # A body of no more bytes and values is parsed on the event loop, which takes some milliseconds.
 _INLINE_BYTES = 512 << 10
 _INLINE_VALUES = 1 << 15
+_SMALL_BYTES = 2 * _INLINE_VALUES  # not counted: a value takes two bytes at least, with its comma
 # Longer strings and lists of whole numbers are handed over one by one, lists in pieces: others run in between.
 _APART_CHARS = 4096
 _APART_IDS = 1024

@@ -136,8 +136,8 @@ def _check_counts(body: GenerateBody) -> None:
     for one in params if isinstance(params, list) else [params]:
         if one is not None:
             check_num_params(one.stop, one.stop_token_ids, one.logit_bias)
-    if set(map(type, body.input_ids or ())) == {list}:
-        check_num_requests(len(body.input_ids or ()), 1)
+    if body.input_ids and isinstance(body.input_ids[0], list):  # a mixture is refused later, see _prompts
+        check_num_requests(len(body.input_ids), 1)
 
 
 def _amend_sampling(fields: dict[str, msgspec.Raw]) -> None:

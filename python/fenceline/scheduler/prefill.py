@@ -223,7 +223,6 @@ class PrefillPlanner:
         step_tokens: int,
         chunked: Req | None,
         num_running: int,
-        is_alone: bool,
         reserved_tokens: int,
         num_waiting: Callable[[], int],
         share: ShortShare,
@@ -237,15 +236,14 @@ class PrefillPlanner:
         ``chunked`` is the request whose prompt an earlier step left half-way. It comes first. If it would take more
         than half of the step, waiting prompts that fit whole into the other half are computed in the same step: they
         pass long prompts that wait with them, and the half-way prompt still gets at least half of the step.
-        ``is_alone``: the engine has one request only. ``reserved_tokens`` is the memory that running requests are
-        expected to need. ``num_waiting`` counts the tokens of all waiting prompts; it is called only if a second prompt
-        might join the step.
+        ``reserved_tokens`` is the memory that running requests are expected to need. ``num_waiting`` counts the tokens
+        of all waiting prompts; it is called only if a second prompt might join the step.
         """
         plan = _Plan()
         available = self._memory.num_available_pages * self._page_size
         budget = _Budget(step_tokens, available - reserved_tokens, share)
         if self._prefix_work is not None:
-            budget.work = self._prefix_work.of_step(step_tokens, is_alone)
+            budget.work = self._prefix_work.of_step(step_tokens)
         if chunked is not None:
             if chunked.num_tokens - chunked.allocated_len > self.step_tokens - self.step_tokens // 2:
                 self._admit_beside(plan, waiting(), chunked, budget, num_short)

@@ -455,7 +455,6 @@ class Scheduler:
             step_tokens,
             chunked,
             len(self.running),
-            len(self.reqs) == 1,
             reserved,
             queue,
             self.short_share(),
