@@ -29,6 +29,7 @@ from fenceline.ipc.io_struct import (
     FlushCacheReq,
     Message,
     PauseGenerationReq,
+    StrOut,
     TickReq,
     TokenizedGenerateReq,
     TokenOut,
@@ -201,6 +202,29 @@ def test_a_stop_string_found_after_an_abort_is_too_late(pause_first: bool) -> No
     assert transcript.exchanges["r"].ended is not pause_first
 
 
+@pytest.mark.parametrize(
+    ("text", "reason", "right"),
+    [("", FinishReason(type="abort", message="still running after 4 s", status_code=503), True),
+     ("a", FinishReason(type="abort", message="still running after 4 s", status_code=503), False),
+     ("", FinishReason(type="length", length=1), False),
+     ("", None, False)],
+)  # fmt: skip
+def test_a_request_whose_time_is_up_may_have_ended_at_a_stop_string(
+    text: str, reason: FinishReason | None, right: bool
+) -> None:
+    """The detokenizer passes on the end that the scheduler gave it before it heard of the stop string, and no more."""
+    transcript = Transcript(SETTING)
+    transcript.received(_request())
+    said = msgspec.structs.replace(_ended(""), finish_reason=None, output_ids=[7], completion_tokens=1)
+    stop = msgspec.structs.replace(said, finish_reason=FinishReason(type="stop", matched="th"))
+    transcript.decoded(StrOut(token=said, text="on"))
+    transcript.decoded(StrOut(token=stop, text=""))
+    late = msgspec.structs.replace(said, finish_reason=reason, decode=None)
+    transcript.decoded(StrOut(token=late, text=text))
+    wrong = transcript.compare(Oracle(tiny_model_path())).wrong
+    assert (f"r has text after its end: {text!r}" not in wrong) == right
+
+
 def _may_be_ended(limit_s: float | None, said: str, *messages: Message) -> bool:
     """Whether a request that has waited while these came may be told so."""
     transcript = Transcript(dataclasses.replace(SETTING, timeouts_s={"waiting": limit_s, "running": None}))
@@ -276,10 +300,15 @@ def test_what_has_left_the_device_is_used_from_a_number_of_tokens_on(threshold: 
     assert "though 6 were there" in sharing.compare([Exchange(request, 0, [out])])
 
 
-@pytest.mark.parametrize(("workload", "seed"), [("engine", 1170), ("speculation_tiers", 13)])
+@pytest.mark.parametrize(
+    ("workload", "seed"),
+    [("engine", 1170), ("speculation_tiers", 13), ("everything", 100_012), ("everything", 100_085),
+     ("everything", 100_595), ("everything", 100_070), ("bodies", 51)],
+)  # fmt: skip
 def test_seeds_that_failed_once(workload: str, seed: int) -> None:
     """A prefix of one token that only the host had, which is not worth loading; a draft extended under masks while a
-    backup ran on SMs."""
+    backup ran on SMs; prefill steps that are compared with their replays (three seeds); a time-out before the scheduler
+    heard of a stop string; a short prompt of a body whose first ones did not fit beside a half-way prompt."""
     outcome = run(Trial(workload, seed))
     assert outcome.clean, outcome.report
 
@@ -688,6 +717,23 @@ def _bodies_in_turn(random: Random) -> Scenario:
     return dataclasses.replace(scenario, flags=flags)
 
 
+def _passed_in_turn(random: Random) -> Scenario:
+    """Beside a half-way prompt a step has room for one other. Of a body the first two prompts do not fit there, and the
+    third one does, but then it is the turn of a request that came alone, behind the body."""
+    script = Script(random)
+    script.add(0, script.prompt(40, 40), 2)
+    for length in (8, 5, 1):
+        script.add(1, script.prompt(length, length), 2, body=1)
+    script.add(1, script.prompt(1, 1), 2)
+    return script.scenario(
+        max_total_tokens=128,
+        max_running_requests=8,
+        chunked_prefill_size=8,
+        page_size=4,
+        prefill_max_requests=2,
+    )
+
+
 def _crowd(random: Random) -> Scenario:
     """A body that outgrows the memory, and one request that came alone and has fewer outputs."""
     script = Script(random)
@@ -720,6 +766,7 @@ MORE_WORKLOADS = {
     "better_at_the_end": _better_at_the_end,
     "better_at_the_end_of_drafts": partial(_better_at_the_end, draft="NEAR", speculative_num_steps=2),
     "bodies_in_turn": _bodies_in_turn,
+    "passed_in_turn": _passed_in_turn,
     "crowd": _crowd,
     "twins": _twins,
     "retracted": _retracted,
@@ -751,6 +798,8 @@ WRONG = [
     (_the_last_one_first, "priorities", r"r\d is admitted before r\d, whose turn it is"),
     (_all_of_a_step_for_short_prompts, "bodies_in_turn", r"r\d+ gets \d tokens of a step, \d are its half"),
     (_the_last_short_prompt_first, "bodies_in_turn", r"r\d+ is admitted before r\d+, whose turn it is"),
+    (_the_last_short_prompt_first, "passed_in_turn", r"r3 is admitted before r4, whose turn it is"),
+    (_no_turns, "passed_in_turn", r"r3 is admitted before r4, whose turn it is"),
     (_no_turns, "bodies_in_turn", r"r\d+ is admitted before r\d+, whose turn it is"),
     (_runners_before_newcomers, "bodies_in_turn", r"r\d+ is admitted before r\d+, whose turn it is"),
     (_small_bodies_give_way, "crowd", r"r\d+ is retracted, and a larger body runs on"),

@@ -34,7 +34,7 @@ from fenceline.scheduler.request_memory import RequestMemory
 from fenceline.scheduler.scheduler import Scheduler
 from fenceline.vgpu.errors import OwnershipError, TagError
 from fenceline.vgpu.proving.runs import ANSWERS, TOKENS, Outcome, Trial, run
-from fenceline.vgpu.proving.script import Scenario, Script
+from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Scenario, Script
 
 torch.set_num_threads(1)
 
@@ -324,6 +324,21 @@ def _a_key_without_the_pages_before(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(hiradix_cache, "page_keys", wrong)
 
 
+def _no_attention_in_a_step_without_graphs(patch: pytest.MonkeyPatch) -> None:
+    """Of the two passes of ``--debug-cuda-graph``, the first one skips it in the second step."""
+    right, passes = PiecewiseCudaGraphRunner._submit, []
+
+    def wrong(self: PiecewiseCudaGraphRunner, pieces: Any, batch: Any) -> None:
+        passes.append(pieces)
+        if len(passes) != 3:
+            right(self, pieces, batch)
+            return
+        for piece in pieces:
+            piece()
+
+    patch.setattr(PiecewiseCudaGraphRunner, "_submit", wrong)
+
+
 def _the_tree_has_pages_in_another_order(patch: pytest.MonkeyPatch) -> None:
     """Nobody asks for that prefix again, so nobody reads them."""
     right = RadixCache._add_leaf
@@ -395,6 +410,18 @@ def _pieces(random: Random) -> Scenario:
     )  # fmt: skip
 
 
+def _computed_twice(random: Random) -> Scenario:
+    """Prefill steps that are compared with their replays. The second step computes the rest of a prompt and then the
+    beginning of one that has nothing before it, so that attention reads no slots of this one, in either pass."""
+    script = Script(random)
+    for length in (14, 6):
+        script.add(0, script.prompt(length, length), 2)
+    return script.scenario(
+        max_total_tokens=96, max_running_requests=4, chunked_prefill_size=8, page_size=4,
+        piecewise_cuda_graph_tokens=(8,), cuda_graph_bs=(4,), context_length=GRAPH_CONTEXT, debug_cuda_graph=True,
+    )  # fmt: skip
+
+
 def _twins(random: Random) -> Scenario:
     """The same prompt at the same time, computed twice; afterwards one of the two gives its pages back."""
     script = Script(random)
@@ -421,6 +448,7 @@ MORE_WORKLOADS = {
     "tags_stored": _stored,
     "tags_stored_apart": _stored_apart,
     "tags_pieces": _pieces,
+    "tags_computed_twice": _computed_twice,
     "tags_twins": _twins,
     "tags_crowd": _crowd,
 }
@@ -449,7 +477,9 @@ PLANTED = [
     (_attention_reads_another_request, "tags_crowd", TAGS,
      rf"tags: {K0} .* holds token 0 of (?P<one>{R}), .*: decode step reads it as token 0 of (?!(?P=one))"),
     (_attention_reads_nothing_of_the_last_request, "tags_crowd", TAGS,
-     rf"tags: decode step samples for {R} and has not read its layer0\.k\n  sampled by "),
+     rf"tags: decode step has not read layer0\.k of {R}\n  by the time of "),
+    (_no_attention_in_a_step_without_graphs, "tags_computed_twice", TAGS,
+     r"tags: prefill step has not read layer0\.k of r0\n  by the time of rotate_and_store in prefill\[8\]\.0 on "),
     (_attention_leaves_out_the_last_token, "tags_reloaded", TAGS,
      rf"tags: {K0} .* holds token \d+ of (?P<one>{R}) .*: decode step: token \d+ of (?P=one) .* is left out\n"
      r"  by index_select on forward"),

@@ -239,6 +239,8 @@ class Step:
         self._next_part = 0  # to be stored
         # Pages that it has declared: to be accessed, and to be written; None: nobody asks.
         self.declared: tuple[frozenset[int], frozenset[int]] | None = None
+        self._begun: set[int] = set()  # parts that it has stored
+        # Of each part: the requests whose slots its latest pass has not read.
         self._unread: dict[int, list[Seq]] = {}
         self._in_order: dict[
             int, bool
@@ -386,11 +388,21 @@ class Step:
                 self._not_read(op, seq, part)
                 return
 
+    def _begin_pass(self, op: Operation, part: int) -> None:
+        """``op`` stores ``part``, and attention reads it afterwards. With ``--debug-cuda-graph`` a step computes all
+        layers twice: what the first pass has not read must be what may be left out."""
+        unread = self._unread.pop(part, self.seqs) if part in self._begun else ()
+        self._begun.add(part)
+        for seq in unread:
+            if self._decodes or seq.first > 0:
+                self._not_read(op, seq, part)
+                return
+
     def _not_read(self, op: Operation, seq: Seq, part: int) -> None:
         name = self._tags.part_names[part]
         lines = [
-            f"tags: {self._kind} samples for {seq.account.name} and has not read its {name}",
-            f"  sampled by {who(op)}",
+            f"tags: {self._kind} has not read {name} of {seq.account.name}",
+            f"  by the time of {who(op)}",
         ]
         self._tags.add(TagError("\n".join(lines), "", name, (str(op.place),), op.seq))
 
@@ -408,6 +420,7 @@ class Step:
             names = tags.part_names
             text = f"{self._kind} stores {names[part]} in {names[int(memory.part[slots[0]])]}"
             tags.found(memory, int(slots[0]), text, op)
+        self._begin_pass(op, part)
         ends = np.concatenate([self._prefixes(seq, part)[seq.first :] for seq in self.seqs])
         meant = np.concatenate([seq.slots(size)[seq.first :] for seq in self.seqs])
         num_live = min(len(ends), len(slots), len(meant))

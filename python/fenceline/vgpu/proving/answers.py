@@ -287,9 +287,9 @@ class Transcript:
         exchange = self.exchanges[out.token.rid]
         if not exchange.texts or exchange.texts[-1].token.finish_reason is None:
             exchange.texts.append(out)
-        elif (
-            out.text or not exchange.aborted
-        ):  # the abort of a request that has met a stop string may be sent as well
+        elif out.text or out.token.finish_reason is None or out.token.finish_reason.type != "abort":
+            # The end of a request that was aborted, or whose time was up, before the scheduler heard of its stop string
+            # is sent as well.
             self._wrong.append(f"{out.token.rid} has text after its end: {out.text!r}")
 
     def compare(self, oracle: Oracle) -> Findings:

@@ -7,7 +7,7 @@ admission, and which requests are retracted.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 
 from fenceline.config.engine_config import EngineConfig
@@ -20,6 +20,7 @@ from fenceline.model_executor.step import (
     StepOutput,
     Worker,
 )
+from fenceline.scheduler import prefill
 from fenceline.scheduler.prefill import PrefillPlan
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.scheduler import Inbox, InFlight, Outbox, Scheduler
@@ -207,23 +208,52 @@ class WatchedScheduler(Scheduler):
         running = {
             req.source.body or req.rid for req in self.reqs.values() if req.row and req not in admitted
         }
+        turns = dict(self._since)
         for req in admitted:
-            before = (left for left in waiting if self._is_before(left, req, running))
-            passed = next((left for left in before if room is None or self._fits(left, req, room)), None)
+            passed = self._wrongly_passed(req, waiting, running, turns, room)
             if passed is not None:
                 self.wrong.append(f"{req.rid} is admitted before {passed.rid}, whose turn it is")
             running.add(req.source.body or req.rid)
-            self._since[self._turn_key(req)] = self._next_moment()
+            turns[self._turn_key(req)] = self._since[self._turn_key(req)] = self._next_moment()
+
+    def _wrongly_passed(
+        self,
+        req: Req,
+        waiting: list[Req],
+        running: set[int | str],
+        turns: dict[tuple[float, object], int],
+        room: int | None,
+    ) -> Req | None:
+        """The first request of ``waiting`` that had to be admitted before ``req``, if there is one. Those that may be
+        passed because ``room`` is too small for them have then had a turn of their body in this step: they are removed
+        from ``waiting``, and the next request of the body is tried after the first ones of all other bodies."""
+        while True:
+            before = [left for left in waiting if self._is_before(left, req, running, turns)]
+            if not before:
+                return None
+            first = [
+                left
+                for left in before
+                if not any(self._is_before(other, left, running, turns) for other in before)
+            ]
+            too_long = (left for left in first if room is not None and not self._fits(left, req, room))
+            passed = next(too_long, None)
+            if passed is None:
+                return first[0]
+            waiting.remove(passed)
+            running.add(passed.source.body or passed.rid)
+            turns[self._turn_key(passed)] = self._next_moment()
 
     def _room_beside(self, batch: ExtendBatch, reqs: Sequence[Req], most: int) -> int | None:
         """If a half-way prompt has more than half of the step, the number of tokens left in the other half. None for
         any other step, in which no request is overtaken because it is too long."""
-        half = most - most // 2
+        half, scored = most - most // 2, prefill.MAX_SCORED_TOKENS
         sizes = {req: len(seq.token_ids) for seq, req in zip(batch.seqs, reqs, strict=True)}
         for seq, req in zip(batch.seqs, reqs, strict=True):
             if req in self._half_way and (seq.sampling is None or sizes[req] > half):
-                if len(reqs) > 1 and sizes[req] < half:
-                    self.wrong.append(f"{req.rid} gets {sizes[req]} tokens of a step, {half} are its half")
+                least = min(half, scored - scored // 2) if req.scores_prompt else half
+                if len(reqs) > 1 and sizes[req] < least:
+                    self.wrong.append(f"{req.rid} gets {sizes[req]} tokens of a step, {least} are its half")
                 return most - half - (sum(sizes.values()) - sizes[req])
         return None
 
@@ -232,11 +262,13 @@ class WatchedScheduler(Scheduler):
         ``req``."""
         return left.num_tokens <= room or self._rank(left) < self._rank(req)
 
-    def _is_before(self, left: Req, req: Req, running: Collection[object]) -> bool:
+    def _is_before(
+        self, left: Req, req: Req, running: Collection[object], turns: Mapping[tuple[float, object], int]
+    ) -> bool:
         """Whether ``left``, which waits, had to be admitted before ``req`` by the documented order: by priority; then
-        requests of bodies without a ``running`` request; then the body that has waited longer since it arrived or since
-        a request of it was admitted; within a body retracted requests first, then by arrival. Other policies also
-        depend on the cache, and only their rule that retracted requests go first is checked."""
+        requests of bodies without a ``running`` request; then the body that has waited longer since it arrived or had a
+        turn (``turns``); within a body retracted requests first, then by arrival. Other policies also depend on the
+        cache, and only their rule that retracted requests go first is checked."""
         if self._rank(left) != self._rank(req):
             return self._rank(left) < self._rank(req)
         is_fresh, came_fresh = not left.num_retractions, not req.num_retractions
@@ -248,7 +280,7 @@ class WatchedScheduler(Scheduler):
             return is_fresh < came_fresh or (is_fresh == came_fresh and by_arrival)
         if (one[1] in running) != (other[1] in running):
             return one[1] not in running
-        return self._since[one] < self._since[other]
+        return turns[one] < turns[other]
 
     def _has_twin(self, req: Req) -> bool:
         """Whether another request of its body computes the same prompt, for which it waits."""
