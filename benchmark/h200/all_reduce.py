@@ -5,7 +5,9 @@
 
 Each is captured in a CUDA graph of 64 calls, which all ranks replay. The figure is microseconds per call: the median
 over replays of the slowest rank. Before that, all results of our own are compared with the sum in the order of ranks,
-bit by bit. ``--sweep`` also tries other numbers of blocks and threads. It takes about two minutes on two GPUs.
+bit by bit. ``one shot 512``: with blocks of 512 threads, so on fewer SMs. Our own small ones are then measured again
+with ``pdl``, where a launch starts while the preceding kernel ends. ``--sweep`` also tries other numbers of blocks and
+threads. It takes about two minutes on two GPUs.
 
 ``--one-gpu``: 2 and 4 ranks are streams of one GPU, so no data crosses a link. The time is a lower bound of the time of
 a call on several GPUs: launch, flags and passes over memory. The table also has torch's copy of as many bytes.
@@ -62,6 +64,8 @@ class Rank:
         )
         self.stream = torch.cuda.Stream()
         self.own = PeerAllReduce(rank, size, self.device, self.exchange, 1 << 20, _MAX_BYTES)
+        # Peers have opened this memory, which must not be freed before they close it.
+        self.registered: list[torch.Tensor] = []
 
     def exchange(self, data: bytes) -> list[bytes]:
         parts: list[object] = [None] * self.size
@@ -115,9 +119,10 @@ class Rank:
             total += part.float()
         return total.to(x.dtype)
 
-    def check(self) -> None:
+    def check(self, pdl: bool) -> None:
         generator = torch.Generator(self.device).manual_seed(self.rank)
         num_checked = 0
+        self.own.pdl = pdl
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             for numel in (8, 24, 1000, 4096, 5 * 4096, 33 * 4096 + 8, 200_000):
                 for two_shots in (False, True):
@@ -145,6 +150,7 @@ class Rank:
         # In graphs, replayed with other values while one rank is late.
         x = torch.zeros(300_000, device=self.device).bfloat16()
         small = torch.zeros(4096, device=self.device).bfloat16()
+        self.registered.append(x)
         source, small_source = torch.zeros_like(x), torch.zeros_like(small)
 
         def step() -> None:
@@ -168,21 +174,25 @@ class Rank:
             self.stream.synchronize()
             assert torch.equal(x, wanted) and torch.equal(small, twice), f"replay {turn}"
             num_checked += 2
-        self.say(f"{num_checked} sums of {self.size} ranks equal the sum in the order of ranks")
+        self.say(
+            f"{num_checked} sums of {self.size} ranks equal the sum in the order of ranks{', with pdl' * pdl}"
+        )
 
     # --- time ---------------------------------------------------------------------------------------------
 
-    def ways(self, nbytes: int) -> dict[str, tuple[Way, bool]]:
+    def ways(self, nbytes: int, others_too: bool = True) -> dict[str, tuple[Way, bool]]:
         """The all-reduces that are compared: name → (a function that makes one call, whether its addresses must be
         exchanged)."""
         x = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=self.device)
         found: dict[str, tuple[Way, bool]] = {}
         if nbytes <= self.own.one_shot_bytes:
             found["one shot"] = (lambda: self.own.all_reduce(x, False), False)
+            found["one shot 512"] = (lambda: self.own.all_reduce(x, False, num_threads=512), False)
         if nbytes >= 32 << 10:
             found["two shots"] = (lambda: self.own.all_reduce(x, True), False)
             capturing = torch.cuda.is_current_stream_capturing
             found["registered"] = (lambda: self.own.all_reduce(x, True, registered=capturing()), True)
+            self.registered.append(x)
         if nbytes <= self.own.one_shot_bytes and nbytes % (2 * ROW) == 0:
             rows = x.view(-1, ROW)
             others = [torch.zeros_like(rows) for _ in range(3)]
@@ -191,8 +201,9 @@ class Rank:
                 lambda: self.own.all_reduce_add_norm(rows, others[0], weight, 1e-6, others[1], others[2]),
                 False,
             )
-        found["NCCL"] = (lambda: dist.all_reduce(x), False)
-        found |= self.symmetric(nbytes)
+        if others_too:
+            found["NCCL"] = (lambda: dist.all_reduce(x), False)
+            found |= self.symmetric(nbytes)
         return found
 
     def symmetric(self, nbytes: int) -> dict[str, tuple[Way, bool]]:
@@ -213,6 +224,18 @@ class Rank:
             found["torch one shot"] = (lambda: one(x, "sum", group), False)
         return found
 
+    def measured(self, nbytes: int, pdl: bool = False) -> dict[str, object]:
+        """Microseconds of each way. ``pdl``: only of our own in one launch."""
+        self.own.pdl = pdl
+        line: dict[str, object] = {
+            name: round(self.time_us(way, register, nbytes), 2)
+            for name, (way, register) in self.ways(nbytes, not pdl).items()
+            if not pdl or name in ("one shot", "fused")
+        }
+        figures = ", ".join(f"{name} {us}" for name, us in line.items())
+        self.say(f"{nbytes:>9} bytes: {figures} us{', with pdl' * pdl}")
+        return {"bytes": nbytes, **line}
+
     def sweep(self) -> list[dict[str, object]]:
         rows: list[dict[str, object]] = []
         for nbytes in (8 << 10, 64 << 10, 256 << 10, 1 << 20, 16 << 20):
@@ -221,7 +244,7 @@ class Rank:
                 if (nbytes > self.own.one_shot_bytes and not two_shots) or (two_shots and nbytes < 64 << 10):
                     continue
                 for blocks in (1, 2, 4, 8, 16, 32, 64, 128):
-                    for threads in (128, 256, 512):
+                    for threads in (32, 64, 128, 256, 512):
                         share = nbytes // 16 // (self.size if two_shots else 1)
                         if not threads <= share <= blocks * threads * 16 or blocks * threads > 2 * share:
                             continue
@@ -237,14 +260,14 @@ class Rank:
 def run(rank: int, args: argparse.Namespace, meeting: str) -> None:
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     me = Rank(rank, args.gpus, meeting)
-    me.check()
-    results: list[dict[str, object]] = []
-    for nbytes in QUICK if args.quick else SIZES:
-        line = {}
-        for name, (way, register) in me.ways(nbytes).items():
-            line[name] = round(me.time_us(way, register, nbytes), 2)
-        results.append({"bytes": nbytes, **line})
-        me.say(f"{nbytes:>9} bytes: " + ", ".join(f"{name} {us}" for name, us in line.items()) + " us")
+    sizes = QUICK if args.quick else SIZES
+    me.check(False)
+    results = [me.measured(nbytes) for nbytes in sizes]
+    me.check(True)
+    for nbytes, result in zip(sizes, results, strict=True):
+        if nbytes <= me.own.one_shot_bytes:
+            result["pdl"] = me.measured(nbytes, True)
+    me.own.pdl = False
     swept = me.sweep() if args.sweep else []
     me.own.close()
     if rank == 0 and args.json is not None:

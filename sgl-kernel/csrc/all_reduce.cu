@@ -2,125 +2,37 @@
 
 #include <cstring>
 
-#include "all_reduce_device.cuh"
+#include "all_reduce_device.cuh"  // before all_reduce_thread.cuh
+#include "all_reduce_thread.cuh"
 #include "fenceline/abi.h"
-#include "launch.cuh"
 
 namespace fenceline {
 namespace {
 
-template <typename T, int kSize>
-__global__ void __launch_bounds__(kMaxThreads + 32) one_shot_kernel(const __grid_constant__ AllReduceRequest r) {
-  GpuThread<T, kSize> thread(r);
-  if (threadIdx.x >= r.num_threads) {
-    flag_steps(thread, r);
-  } else {
-    one_shot_steps(thread, r);
-  }
+const char* text_of(cudaError_t error) {
+  if (error == cudaSuccess) return nullptr;
+  cudaGetLastError();  // clears the error: it is reported here, not by a later call
+  return cudaGetErrorString(error);
 }
 
-template <typename T, int kSize>
-__global__ void __launch_bounds__(kMaxThreads + 32) two_shot_kernel(const __grid_constant__ AllReduceRequest r) {
-  GpuThread<T, kSize> thread(r);
-  if (threadIdx.x >= r.num_threads) {
-    flag_steps(thread, r);
-  } else {
-    two_shot_steps(thread, r);
-  }
-}
-
-// The sum of `value` over the threads for data of a block, the same for all of them.
-__device__ __forceinline__ float block_sum(float value, uint32_t num_threads, float* parts) {
-  for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(0xffffffffu, value, lanes);
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
-  named_sync(kShot, num_threads);
-  float total = 0.0f;
-  for (uint32_t i = 0; i < num_threads / 32; ++i) total += parts[i];
-  return total;
-}
-
-// One shot, a block for each row: hidden = round(sum) + residual, normed = hidden / sqrt(mean of squares + eps) *
-// weight.
-template <typename T, int kSize>
-__global__ void __launch_bounds__(kMaxThreads + 32) fused_kernel(const __grid_constant__ AllReduceRequest r) {
-  constexpr int kMost = 4;  // vectors of a row that a thread has
-  constexpr int kCount = Values<T>::kCount;
-  __shared__ float parts[2][32];
-  GpuThread<T, kSize> thread(r);
-  if (threadIdx.x >= r.num_threads) {
-    flag_steps(thread, r);
-    return;
-  }
-  const uint32_t num_rows = r.num_vectors / r.row_vectors;
-  thread.begin();
-  thread.arrive();
-  for (uint32_t row = blockIdx.x; row < num_rows; row += gridDim.x) {
-    for (uint32_t c = threadIdx.x; c < r.row_vectors; c += r.num_threads) {
-      const uint32_t v = row * r.row_vectors + c;
-      push_vector(thread, r, thread.read(v), v);
-    }
-  }
-  uint32_t turn = 0;
-  for (uint32_t row = blockIdx.x; row < num_rows; row += gridDim.x, ++turn) {
-    uint4 hidden[kMost];
-    float squares = 0.0f;
-#pragma unroll
-    for (int k = 0; k < kMost; ++k) {
-      const uint32_t c = threadIdx.x + k * r.num_threads;
-      if (c >= r.row_vectors) break;
-      const uint32_t v = row * r.row_vectors + c;
-      const uint4 residual = reinterpret_cast<const uint4*>(r.residual)[v];  // read while words are on their way
-      const typename GpuThread<T, kSize>::Sum sum = thread.sum_of_words(thread.own(v), v);
-      float rounded[kCount], added[kCount];
-      Values<T>::unpack(Values<T>::pack(sum.values), rounded);
-      Values<T>::unpack(residual, added);
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) added[i] += rounded[i];
-      hidden[k] = Values<T>::pack(added);
-      reinterpret_cast<uint4*>(r.hidden)[v] = hidden[k];
-      Values<T>::unpack(hidden[k], added);
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) squares += added[i] * added[i];
-    }
-    const float mean = block_sum(squares, r.num_threads, parts[turn % 2]) / (r.row_vectors * kCount);
-    const float scale = rsqrtf(mean + r.eps);
-#pragma unroll
-    for (int k = 0; k < kMost; ++k) {
-      const uint32_t c = threadIdx.x + k * r.num_threads;
-      if (c >= r.row_vectors) break;
-      float weight[kCount], values[kCount];
-      Values<T>::unpack(reinterpret_cast<const uint4*>(r.weight)[c], weight);
-      Values<T>::unpack(hidden[k], values);
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) values[i] = values[i] * scale * weight[i];
-      reinterpret_cast<uint4*>(r.normed)[row * r.row_vectors + c] = Values<T>::pack(values);
-    }
-  }
-}
-
-// One shot without a sum: a rank gets all ranks' vectors, in the order of ranks.
-__global__ void __launch_bounds__(kMaxThreads + 32) gather_kernel(const __grid_constant__ AllReduceRequest r) {
-  GpuThread<__nv_bfloat16, 0> thread(r);
-  if (threadIdx.x >= r.num_threads) {
-    flag_steps(thread, r);
-    return;
-  }
-  thread.begin();
-  thread.arrive();
-  const uint32_t first = blockIdx.x * r.num_threads + threadIdx.x, step = gridDim.x * r.num_threads;
-  for (uint32_t v = first; v < r.num_vectors; v += step) push_vector(thread, r, thread.read(v), v);
-  uint4* out = reinterpret_cast<uint4*>(r.hidden);
-  for (uint32_t v = first; v < r.num_vectors; v += step) {
-    for (int rank = 0; rank < r.size; ++rank) {
-      out[uint64_t{r.num_vectors} * rank + v] = rank == r.rank ? thread.own(v) : thread.words_of(rank, v);
-    }
-  }
+const char* launch(void (*kernel)(AllReduceRequest), AllReduceRequest& r, void* stream) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(r.num_blocks);
+  config.blockDim = dim3(r.num_threads + 32);
+  config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = r.pdl ? 1 : 0;
+  void* arguments[] = {&r};
+  return text_of(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments));
 }
 
 template <typename T, int kSize>
 const char* launch_kind(AllReduceRequest& r, void* stream) {
   void (*const kernels[])(AllReduceRequest) = {one_shot_kernel<T, kSize>, two_shot_kernel<T, kSize>, fused_kernel<T, kSize>};
-  return launch(kernels[r.kind], dim3(r.num_blocks), r.num_threads + 32, r, stream);
+  return launch(kernels[r.kind], r, stream);
 }
 
 template <typename T>
@@ -131,12 +43,6 @@ const char* launch_size(AllReduceRequest& r, void* stream) {
     case 8: return launch_kind<T, 8>(r, stream);
     default: return launch_kind<T, 0>(r, stream);
   }
-}
-
-const char* text_of(cudaError_t error) {
-  if (error == cudaSuccess) return nullptr;
-  cudaGetLastError();  // clears the error: it is reported here, not by a later call
-  return cudaGetErrorString(error);
 }
 
 }  // namespace
@@ -150,7 +56,7 @@ static_assert(sizeof(cudaIpcMemHandle_t) == 64, "mirrored in Python");
 extern "C" const char* fenceline_all_reduce(const AllReduceRequest* request, void* stream) {
   AllReduceRequest r = *request;
   if (const char* wrong = check_all_reduce(r)) return wrong;
-  if (r.kind == 3) return launch(gather_kernel, dim3(r.num_blocks), r.num_threads + 32, r, stream);
+  if (r.kind == 3) return launch(gather_kernel, r, stream);
   switch (r.dtype) {
     case 0: return launch_size<__nv_bfloat16>(r, stream);
     case 1: return launch_size<__half>(r, stream);

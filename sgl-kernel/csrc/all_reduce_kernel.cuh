@@ -1,5 +1,5 @@
 // The steps of the all-reduce for one thread, the same and in the same order as in memory_order/all_reduce.py.
-// `Machine` carries them out: the GPU (all_reduce_device.cuh), or the trace of tests/all_reduce_trace.cpp, which is
+// `Machine` carries them out: the GPU (all_reduce_thread.cuh), or the trace of tests/all_reduce_trace.cpp, which is
 // compared with Python's.
 #pragma once
 
@@ -8,35 +8,44 @@
 namespace fenceline {
 
 // Other ranks, beginning with the next one.
-FENCELINE_HD int peer_number(const AllReduceRequest& r, int i) { return (r.rank + i) % r.size; }
+FENCELINE_HD int peer_number(const AllReduceRequest& r, int i) {
+  const int number = r.rank + i;
+  return number < r.size ? number : number - r.size;
+}
 
-// A thread for flags of a block. If there are several, they divide the peers among themselves.
+// The thread of a block that counts the launch. If there are several, they divide the peers among themselves.
 template <typename Machine>
-FENCELINE_HD void flag_steps(Machine& m, const AllReduceRequest& r) {
+FENCELINE_HD void count_steps(Machine& m, const AllReduceRequest& r) {
   m.begin();
   const bool first = m.block() == 0;
-  const int lane = m.flag_thread(), step = m.num_flag_threads();
   if (first) {
-    for (int i = 1 + lane; i < r.size; i += step) m.release_start(peer_number(r, i));
+    for (int i = 1 + m.count_thread(); i < r.size; i += m.num_count_threads()) m.refresh(peer_number(r, i));
   }
-  m.ticket();
-  if (first) {
-    for (int i = 1 + lane; i < r.size; i += step) m.refresh(peer_number(r, i));
-    for (int i = 1 + lane; i < r.size; i += step) m.acquire_start(peer_number(r, i));
-  }
+  m.count();
+  if (first) m.count_absent();
 }
 
 template <typename Machine>
 FENCELINE_HD void push_vector(Machine& m, const AllReduceRequest& r, const typename Machine::Vector& own, uint32_t v) {
-  for (int i = 1; i < r.size; ++i) m.push_words(peer_number(r, i), v, own);
+  for (int i = 1; i < m.num_ranks(); ++i) m.push_words(peer_number(r, i), v, own);
+}
+
+// Pushes vectors first, first + step, ... to all peers. The first one is read before the generation, so that the thread
+// waits for both at once.
+template <typename Machine>
+FENCELINE_HD void push_all(Machine& m, const AllReduceRequest& r, uint32_t first, uint32_t step) {
+  typename Machine::Vector own{};
+  if (first < r.num_vectors) own = m.read(first);
+  m.begin();
+  m.arrive();
+  if (first < r.num_vectors) push_vector(m, r, own, first);
+  for (uint32_t v = first + step; v < r.num_vectors; v += step) push_vector(m, r, m.read(v), v);
 }
 
 template <typename Machine>
 FENCELINE_HD void one_shot_steps(Machine& m, const AllReduceRequest& r) {
-  m.begin();
-  m.arrive();
   const uint32_t first = m.block() * m.num_threads() + m.thread(), step = m.num_blocks() * m.num_threads();
-  for (uint32_t v = first; v < r.num_vectors; v += step) push_vector(m, r, m.read(v), v);
+  push_all(m, r, first, step);
   for (uint32_t v = first; v < r.num_vectors; v += step) m.store(v, m.sum_of_words(m.own(v), v));
 }
 

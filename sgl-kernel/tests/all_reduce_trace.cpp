@@ -21,14 +21,14 @@ class Trace {
   uint32_t num_blocks() const { return r_.num_blocks; }
   uint32_t thread() const { return thread_; }
   uint32_t num_threads() const { return r_.num_threads; }
-  int flag_thread() const { return 0; }
-  int num_flag_threads() const { return 1; }
+  int num_ranks() const { return r_.size; }
+  int count_thread() const { return 0; }
+  int num_count_threads() const { return 1; }
 
   void begin() { note("begin"); }
   void arrive() { note("arrive"); }
-  void ticket() { note("ticket"); }
-  void release_start(int peer) { note("release_start", peer); }
-  void acquire_start(int peer) { note("acquire_start", peer); }
+  void count() { note("count"); }
+  void count_absent() { note("count_absent"); }
   void refresh(int peer) { note("refresh", peer); }
   Vector own(uint32_t) { return {}; }
   Vector read(uint32_t v) { return note("read", -1, v), Vector{}; }
@@ -62,13 +62,13 @@ class Trace {
 
 }  // namespace
 
-// The steps of `thread` of `block`; thread `num_threads` is the one for flags. Returns how many bytes the text has, and
+// The steps of `thread` of `block`; thread `num_threads` is the one that counts. Returns how many bytes the text has, and
 // writes those that fit.
 extern "C" uint64_t fenceline_trace_all_reduce(const AllReduceRequest* request, uint32_t block, uint32_t thread, char* out,
                                                uint64_t room) {
   Trace trace(*request, block, thread);
   if (thread == request->num_threads) {
-    flag_steps(trace, *request);
+    count_steps(trace, *request);
   } else if (request->kind == 1) {
     two_shot_steps(trace, *request);
   } else {
@@ -80,10 +80,14 @@ extern "C" uint64_t fenceline_trace_all_reduce(const AllReduceRequest* request, 
 
 extern "C" uint64_t fenceline_peer_bytes(const AllReduceRequest* request) { return peer_bytes(*request); }
 
-// Where the parts of a rank's memory lie: words, staging, sums.
+// Where things lie in a rank's memory: the first and the second part of words, staging, sums.
 extern "C" uint64_t fenceline_place(const AllReduceRequest* request, int32_t part, uint32_t half, int32_t from, uint32_t at) {
-  if (part == 0) return words_at(*request, half, from, at);
-  return part == 1 ? staged_at(*request, half, from, at) : sums_at(*request, half, at);
+  if (part < 2) return words_at(*request, half, from, part, at);
+  return part == 2 ? staged_at(*request, half, from, at) : sums_at(*request, half, at);
+}
+
+extern "C" uint32_t fenceline_refreshed(const AllReduceRequest* request, uint64_t generation) {
+  return refreshed(*request, generation);
 }
 
 extern "C" const char* fenceline_check_all_reduce(const AllReduceRequest* request) { return check_all_reduce(*request); }

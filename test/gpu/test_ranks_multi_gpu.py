@@ -17,9 +17,11 @@ pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(240)]
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("case", ["sums", "ways", "graphs", "two_streams", "gives_up"])
+@pytest.mark.parametrize("case", ["sums", "ways", "mixed", "mixed_pdl", "graphs", "two_streams", "gives_up"])
 def test_it_works(case: str, size: int, tmp_path: Path) -> None:
-    """``sums``: F11, sizes around every boundary; ``graphs``: F10, and NCCL in a capture; ``two_streams``: F19."""
+    """``sums``: F11, sizes around every boundary; ``mixed``: all kinds and sizes in turn in one graph, while the last
+    32 bits of the generation begin at 0 again, ``mixed_pdl`` also with programmatic dependent launches; ``graphs``:
+    F10, and NCCL in a capture; ``two_streams``: F19."""
     ended = Ended(case, size, tmp_path)
     assert ended.well, (ended.statuses, ended.text)
     assert all(found == ended.found[0] for found in ended.found)

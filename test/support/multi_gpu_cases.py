@@ -9,10 +9,12 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from peer_memory import NEAR_THE_END, begin_at, launches_of
 
 from fenceline.distributed.gloo import GlooBackend
 from fenceline.distributed.nccl import NcclBackend
@@ -63,11 +65,25 @@ class Rank:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return self.communicator.all_reduce(x)
 
+    def meet(self) -> None:
+        """Wait until all ranks are here."""
+        mine = torch.zeros(1, device=self.device.torch_device)
+        self.nccl.all_gather(mine, mine.new_empty(self.size))
+        self.device.synchronize()
+
 
 def sizes_of(rank: Rank) -> list[int]:
     """Sizes in bytes around every boundary at which another algorithm is used, like batches around a bucket (F11)."""
     found = [16, 48, 1024, 1025 * 16]
-    for limit in (rank.own.one_shot_bytes, MAX_BYTES, 512 * 16, 64 * 512 * 16, 128 * 512 * 16):
+    for limit in (
+        rank.own.one_shot_bytes,
+        MAX_BYTES,
+        128 * 16,
+        512 * 16,
+        128 * 128 * 16,
+        64 * 512 * 16,
+        128 * 512 * 16,
+    ):
         found += [limit - 16, limit, limit + 16]
     return sorted({*found, 6, MAX_BYTES + 2})
 
@@ -103,14 +119,77 @@ def ways(rank: Rank) -> Found:
     return {"ways": 3}
 
 
+def mixed(rank: Rank, pdl: bool = False) -> Found:
+    """All kinds of launches, of different sizes in turn, in one graph that is replayed while one rank is late, at first
+    while the last 32 bits of the generation begin at 0 again. ``pdl``: launches may start while the preceding kernel
+    ends."""
+    own, device = rank.own, rank.device
+    begin_at(own, NEAR_THE_END)
+    rank.meet()
+    own.pdl = pdl
+    sizes = (8 << 10, 16, 64 << 10, own.one_shot_bytes, 48, 2048 + 16, (128 << 10) + 16)
+    sources = [torch.zeros(n // 2, dtype=torch.bfloat16, device=device.torch_device) for n in sizes]
+    sums = [torch.zeros_like(source) for source in sources]
+    twice = [torch.zeros_like(source) for source in sources]
+    parts = [source.new_zeros((rank.size, len(source))) for source in sources]
+    rows, weight = sources[0].view(1, -1), torch.ones_like(sources[0])
+    residual, hidden, normed = torch.ones_like(rows), torch.zeros_like(rows), torch.zeros_like(rows)
+
+    def body() -> None:
+        for source, one, two, part in zip(sources, sums, twice, parts, strict=True):
+            one.copy_(source)
+            two.copy_(source)
+            own.all_reduce(one, False)
+            own.all_reduce(two, True, registered=torch.cuda.is_current_stream_capturing())
+            own.all_gather(source, part)
+            own.all_reduce_add_norm(rows, residual, weight, 1e-6, hidden, normed)
+
+    with device.forward.active():
+        body()
+        device.synchronize()
+        graph = device.capture("mixed", device.make_graph_pool("case"), body)
+        graph.register(*device.communicators)
+        graph.allow_replay()
+        num_replays = 60
+        for turn in range(num_replays):
+            for source in sources:
+                source.normal_(generator=rank.generator)
+            wanted = [rank.in_order(source) for source in sources]
+            device.synchronize()
+            if turn % rank.size == rank.rank:
+                torch.cuda._sleep(2_000_000)
+            graph.replay()
+            for n, one, two, part, total, source in zip(
+                sizes, sums, twice, parts, wanted, sources, strict=True
+            ):
+                assert torch.equal(one, total), f"replay {turn}, one shot of {n} bytes"
+                assert torch.equal(two, total), f"replay {turn}, two shots of {n} bytes"
+                assert torch.equal(part[rank.rank], source), f"replay {turn}, gather of {n} bytes"
+                added = part[0].float()
+                for other in part[1:]:
+                    added += other.float()
+                assert torch.equal(added.to(total.dtype), total), f"replay {turn}, gather of {n} bytes"
+            assert torch.equal(hidden, wanted[0].view(1, -1) + residual), f"replay {turn}, fused"
+        assert not own.lost and launches_of(own) > 1 << 32
+    return {"replays": num_replays}
+
+
+def mixed_pdl(rank: Rank) -> Found:
+    """See ``mixed``."""
+    return mixed(rank, True)
+
+
 def graphs(rank: Rank) -> Found:
     """F10: sums of all sizes are captured, registered and replayed while one rank is late. Each is compared, with eager
-    sums in between."""
+    sums in between. The largest goes through NCCL, which ranks that share a GPU do not have."""
     device = rank.device
+    sizes = [8 << 10, one_shot_bytes(rank.size) + 16, 1 << 20, 1025 * 2048, MAX_BYTES]
+    if not ranks_share_gpu():
+        sizes.append(2 * MAX_BYTES)
     pool = device.make_graph_pool("case")
     captured = []
     with device.forward.active():
-        for nbytes in (8 << 10, one_shot_bytes(rank.size) + 16, 1 << 20, 1025 * 2048, MAX_BYTES):
+        for nbytes in sizes:
             source = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=device.torch_device)
             given, twice = torch.zeros_like(source), torch.zeros_like(source)
 
@@ -241,6 +320,8 @@ def gives_up(rank: Rank) -> Found:
 CASES: dict[str, tuple[Callable[[Rank], Found], frozenset[str]]] = {
     "sums": (sums, frozenset()),
     "ways": (ways, frozenset()),
+    "mixed": (mixed, frozenset()),
+    "mixed_pdl": (mixed_pdl, frozenset()),
     "graphs": (graphs, frozenset()),
     "unregistered": (unregistered, frozenset({REGISTERED_GRAPH.name})),
     "two_streams": (two_streams, frozenset()),
@@ -261,15 +342,22 @@ def main() -> None:
 
     threading.Thread(target=watch, daemon=True).start()
     case, severed = CASES[name]
-    with torch.inference_mode():
-        me = Rank(rank, size, folder, severed)
-        found = case(me)
-        me.device.synchronize()
-        with me.device.forward.active():
-            me.own.close()
-        found["open"] = len(me.own._opened)  # how many pieces of other ranks' memory are open
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    os._exit(0)  # NCCL's threads may hang in a destructor
+    status = 1
+    try:
+        with torch.inference_mode():
+            me = Rank(rank, size, folder, severed)
+            found = case(me)
+            me.device.synchronize()
+            with me.device.forward.active():
+                me.communicator.close()
+            found["open"] = len(me.own._opened)  # how many pieces of other ranks' memory are open
+        (folder / f"{rank}.json").write_text(json.dumps(found))
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)  # NCCL's threads may hang in a destructor
 
 
 if __name__ == "__main__":

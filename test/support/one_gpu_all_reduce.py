@@ -1,6 +1,6 @@
 """Runs the compiled all-reduce of 2 or 4 ranks, which are streams of one GPU, as a process: ``python
-one_gpu_all_reduce.py CASE SIZE``. It prints its results as JSON; its status is not 0 if a sum was wrong or a launch
-gave up."""
+one_gpu_all_reduce.py CASE SIZE [pdl]``. It prints its results as JSON; its status is not 0 if a sum was wrong or a
+launch gave up."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from fenceline_kernel.one_process import OneProcessRanks
+from peer_memory import NEAR_THE_END, begin_at, launches_of
 
 ROW = 4096  # elements
 ONE_SHOT, MOST = 1 << 20, 64 << 20
@@ -24,12 +25,14 @@ REPLAYS = (
     (8 << 20, 60),
     (MOST, 12),
 )
+# Bytes of messages in one graph: of one block and of many, of one shot and of two.
+MIXED = (64 << 10, 16, 8 << 10, ONE_SHOT + 16, 48, (128 << 10) + 16, ONE_SHOT, 2048 + 16)
 
 DEVICE = torch.device("cuda", 0)
 
 
-def open_ranks(size: int) -> OneProcessRanks:
-    return OneProcessRanks(size, DEVICE, ONE_SHOT, MOST, LIMIT_S)
+def open_ranks(size: int, pdl: bool) -> OneProcessRanks:
+    return OneProcessRanks(size, DEVICE, ONE_SHOT, MOST, LIMIT_S, pdl)
 
 
 def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -118,6 +121,46 @@ def ways(ranks: OneProcessRanks) -> dict[str, object]:
     return found
 
 
+def mixed(ranks: OneProcessRanks) -> dict[str, object]:
+    """All kinds of launches of different sizes in turn in one graph; sometimes one rank is late."""
+    rounds = [Rounds(ranks, nbytes) for nbytes in MIXED]
+
+    def body(rank: int) -> None:
+        for each in rounds:
+            each.body(rank)
+        # Launches one directly after another, for programmatic dependent launches.
+        for source in (rounds[1].sources[0], rounds[2].sources[0], rounds[0].sources[0]):
+            ranks.ranks[rank].all_reduce(source.clone(), False)
+            for _ in range(3):
+                ranks.ranks[rank].all_gather(source, source.new_empty((ranks.size, *source.shape)))
+
+    before = [launches_of(own) for own in ranks.ranks]
+    graphs = ranks.capture(body)
+    num_replays = 120
+    for turn in range(num_replays):
+        if turn % 10 == 3:
+            with torch.cuda.stream(ranks.streams[turn // 10 % ranks.size]):
+                torch.cuda._sleep(200_000)
+        ranks.replay(graphs)
+    torch.cuda.synchronize()
+    assert not ranks.lost, f"a launch has waited for {LIMIT_S} s"
+    for nbytes, each in zip(MIXED, rounds, strict=True):
+        wrong = [found.tolist() for found in each.wrong]
+        assert not any(map(any, wrong)), f"{nbytes} bytes: {wrong} differ"
+    launches = {launches_of(own) - start for own, start in zip(ranks.ranks, before, strict=True)}
+    assert len(launches) == 1 and launches.pop() % num_replays == 0
+    return {"replays": num_replays}
+
+
+def wraps(ranks: OneProcessRanks) -> dict[str, object]:
+    """The same while the last 32 bits of the generation, which words hold, begin at 0 again."""
+    for own in ranks.ranks:
+        begin_at(own, NEAR_THE_END)
+    found = mixed(ranks)
+    assert launches_of(ranks.ranks[0]) > 1 << 32
+    return found
+
+
 def types(ranks: OneProcessRanks) -> dict[str, object]:
     """Sums of every type, eagerly, with sizes around the boundaries of blocks and slices."""
     num = 0
@@ -126,6 +169,10 @@ def types(ranks: OneProcessRanks) -> dict[str, object]:
             16,
             48,
             1024,
+            2048 - 16,
+            2048 + 16,
+            64 * 128 * 16,
+            64 * 128 * 16 + 16,
             1025 * 16,
             512 * 16 - 16,
             64 * 512 * 16 + 16,
@@ -145,6 +192,34 @@ def types(ranks: OneProcessRanks) -> dict[str, object]:
                 assert torch.equal(part, wanted), f"{dtype}, {nbytes} bytes, rank {rank}"
                 num += 1
     return {"sums": num}
+
+
+def rows(ranks: OneProcessRanks) -> dict[str, object]:
+    """Sum, residual and norm of rows of every length: of one to four vectors for each thread."""
+    num = 0
+    for numel in (8, 264, 4096, 4104, 8192, 12288, 16384):
+        for count in (1, 3, 32):
+            parts = [torch.randn(count, numel, device=DEVICE).bfloat16() for _ in ranks.ranks]
+            residual, weight = torch.randn_like(parts[0]), torch.randn_like(parts[0][0])
+            added = in_order(parts) + residual
+            scale = (added.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+            exact = added.float() * scale * weight.float()
+            hidden = [residual.clone() for _ in parts]
+            normed = [torch.zeros_like(residual) for _ in parts]
+            torch.cuda.synchronize()
+            for rank, (own, stream) in enumerate(zip(ranks.ranks, ranks.streams, strict=True)):
+                with torch.cuda.stream(stream):
+                    own.all_reduce_add_norm(
+                        parts[rank], hidden[rank], weight, 1e-6, hidden[rank], normed[rank]
+                    )
+            torch.cuda.synchronize()
+            assert not ranks.lost
+            for rank in range(ranks.size):
+                assert torch.equal(hidden[rank], added), f"{count} rows of {numel}, rank {rank}"
+                assert torch.equal(normed[rank], normed[0]), f"{count} rows of {numel}: ranks differ"
+                assert torch.allclose(normed[rank].float(), exact, rtol=1e-2, atol=1e-2)
+                num += 1
+    return {"rows": num}
 
 
 def alone(ranks: OneProcessRanks) -> dict[str, object]:
@@ -170,13 +245,16 @@ def alone(ranks: OneProcessRanks) -> dict[str, object]:
 
 CASES: dict[str, Callable[[OneProcessRanks], dict[str, object]]] = {
     "ways": ways,
+    "mixed": mixed,
+    "wraps": wraps,
     "types": types,
+    "rows": rows,
     "alone": alone,
 }
 
 
 def main() -> None:
-    ranks = open_ranks(int(sys.argv[2]))
+    ranks = open_ranks(int(sys.argv[2]), sys.argv[3:] == ["pdl"])
     found = CASES[sys.argv[1]](ranks)
     ranks.close()
     print(json.dumps(found))

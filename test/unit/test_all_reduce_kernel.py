@@ -17,7 +17,14 @@ from fenceline_kernel.cache import Sources
 from fenceline_kernel.errors import KernelUnavailable
 from fenceline_kernel.toolchain import find_nvcc
 
-from fenceline.memory_order.all_reduce import Launch, Step, flag_steps, one_shot_steps, two_shot_steps
+from fenceline.memory_order.all_reduce import (
+    REFRESH_EVERY,
+    Launch,
+    Step,
+    count_steps,
+    one_shot_steps,
+    two_shot_steps,
+)
 
 ROOT = Path(__file__).resolve().parents[2] / "sgl-kernel"
 _SHAPES = (*itertools.product((2, 3, 4, 8), (1, 2, 7, 16, 64, 65), ((1, 32), (3, 32), (2, 64))),)
@@ -36,6 +43,7 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library))
     for name in ("fenceline_trace_all_reduce", "fenceline_peer_bytes", "fenceline_place"):
         getattr(loaded, name).restype = ctypes.c_uint64
+    loaded.fenceline_refreshed.restype = ctypes.c_uint32
     loaded.fenceline_check_all_reduce.restype = ctypes.c_char_p
     return loaded
 
@@ -85,7 +93,7 @@ def test_the_kernel_makes_the_steps_that_virtual_gpus_have_tried(
         for block in range(num_blocks):
             for thread in {0, 1, 5, num_threads - 1}:
                 assert traced(code, made, block, thread) == named(steps(launch, block, thread))
-            assert traced(code, made, block, num_threads) == named(flag_steps(launch, block))
+            assert traced(code, made, block, num_threads) == named(count_steps(launch, block))
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -93,17 +101,37 @@ def test_no_two_things_lie_at_one_place(code: ctypes.CDLL, size: int) -> None:
     made = request(size=size, words_capacity=5, sums_capacity=17)
     slice_capacity = -(-17 // size)
     places = [
-        (code.fenceline_place(ctypes.byref(made), part, half, rank, at), 32 if part == 0 else 16)
-        for part, ranks, most in ((0, size, 5), (1, size, slice_capacity), (2, 1, 17))
+        (code.fenceline_place(ctypes.byref(made), part, half, rank, at), 16)
+        for part, ranks, most in ((0, size, 5), (1, size, 5), (2, size, slice_capacity), (3, 1, 17))
         for half in range(2)
         for rank in range(ranks)
         for at in range(most)
     ]
     places.sort()
     assert all(start + length <= after for (start, length), (after, _) in itertools.pairwise(places))
-    flags = 128 + 2 * 128 * 8 * 8
+    flags = 128 * 8 + 2 * 128 * 8 * 8
     assert places[0][0] == flags and places[-1][0] + 16 == code.fenceline_peer_bytes(ctypes.byref(made))
     assert all(start % 16 == 0 for start, _ in places)
+    words = [code.fenceline_place(ctypes.byref(made), 0, 1, size - 1, at) for at in range(5)]
+    assert all(after - start == 16 for start, after in itertools.pairwise(words)), "a warp writes whole lines"
+
+
+def test_every_word_is_rewritten_long_before_its_generation_repeats(code: ctypes.CDLL) -> None:
+    capacity, vectors = 7, 3
+    for kind in (0, 1):
+        made = request(words_capacity=capacity, num_vectors=vectors, kind=kind)
+        launch = Launch(0, 2, vectors, 1, 32, bool(kind))
+        cycle = 2 * REFRESH_EVERY * capacity
+        for first in (1, 2**32 - cycle // 2, 2**32 + 1, 2**33 - 5):
+            seen = set()
+            for generation in range(first, first + cycle):
+                found = code.fenceline_refreshed(ctypes.byref(made), ctypes.c_uint64(generation))
+                wanted = launch.refreshed(generation, capacity)
+                assert found == (capacity if wanted is None else wanted), generation
+                seen.add((generation % 2, found))
+            left_out = set() if kind else {(half, v) for half in (0, 1) for v in range(vectors)}
+            every = set(itertools.product((0, 1), range(capacity)))
+            assert seen - {(0, capacity), (1, capacity)} == every - left_out
 
 
 @pytest.mark.parametrize(
@@ -116,6 +144,8 @@ def test_no_two_things_lie_at_one_place(code: ctypes.CDLL, size: int) -> None:
         ({"num_vectors": 65}, b"too long for one shot"),
         ({"num_vectors": 65, "kind": 1}, None),
         ({"num_vectors": 101, "kind": 1}, b"too long for two shots"),
+        ({"words_capacity": (1 << 25) - 1}, None),
+        ({"words_capacity": 1 << 25}, b"would not be rewritten in time"),
         ({"num_blocks": 129}, b"1 to 128 blocks"),
         ({"num_threads": 33}, b"a multiple of 32"),
         ({"kind": 2, "row_vectors": 3}, b"whole rows"),
@@ -130,6 +160,77 @@ def test_a_launch_that_cannot_be_made_says_why(
     made = request(**fields)
     found = code.fenceline_check_all_reduce(ctypes.byref(made))
     assert found is None if text is None else text in found
+
+
+# --- the kernels on the CPU, every CUDA thread a thread --------------------------------------------------
+
+
+def emulated(folder: Path, ranks: int, size: int, code: Path = ROOT / "csrc") -> Path:
+    """The program of tests/all_reduce_emulation.cpp, with the kernels of ``code``."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++: install it")
+    program = folder / "emulation"
+    command = [
+        compiler,
+        "-std=c++20",
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        "-Wno-unknown-pragmas",
+        "-Werror",
+        "-pthread",
+    ]
+    command += [
+        f"-DFENCELINE_RANKS={ranks}",
+        f"-DFENCELINE_SIZE={size}",
+        f"-I{ROOT / 'include'}",
+        f"-I{code}",
+    ]
+    command += [str(ROOT / "tests" / "all_reduce_emulation.cpp"), "-o", str(program)]
+    subprocess.run(command, check=True)
+    return program
+
+
+@pytest.mark.parametrize("ranks, size", [(2, 2), (3, 0), (4, 4)])
+def test_launches_of_all_kinds_are_right_while_the_generation_passes_2_to_the_32(
+    tmp_path: Path, ranks: int, size: int
+) -> None:
+    done = subprocess.run([emulated(tmp_path, ranks, size)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout
+
+
+_THREAD = "all_reduce_thread.cuh"
+_SEVERED = {
+    "only the first part of a vector is waited for": (
+        (_THREAD, " | (uint32_t(c >> 32) ^ tag) | (uint32_t(d >> 32) ^ tag);", ";"),
+    ),
+    "all words have one generation": (
+        (_THREAD, "const uint64_t tag = generation_ << 32;", "const uint64_t tag = uint64_t{7} << 32;"),
+        (_THREAD, "const uint32_t tag = static_cast<uint32_t>(generation_);", "const uint32_t tag = 7;"),
+    ),
+    "all launches write the same half": ((_THREAD, "static_cast<uint32_t>(generation_ & 1);", "0;"),),
+    "blocks that a launch does not have lag behind": (
+        ("all_reduce_kernel.cuh", "if (first) m.count_absent();", ""),
+    ),
+}
+
+
+@pytest.mark.parametrize("changes", _SEVERED.values(), ids=list(_SEVERED))
+def test_without_what_words_rely_on_the_kernels_are_wrong(
+    tmp_path: Path, changes: tuple[tuple[str, str, str], ...]
+) -> None:
+    """A sum is wrong, or a rank waits for words that have been overwritten."""
+    code = Path(shutil.copytree(ROOT / "csrc", tmp_path / "csrc"))
+    for name, old, new in changes:
+        text = (code / name).read_text()
+        assert text.count(old) == 1, name
+        (code / name).write_text(text.replace(old, new))
+    try:
+        done = subprocess.run([emulated(tmp_path, 2, 2, code)], capture_output=True, text=True, timeout=10)
+    except subprocess.TimeoutExpired:
+        return
+    assert done.returncode == 1 and "is wrong" in done.stdout
 
 
 # --- the compiled kernels -----------------------------------------------------------------------------
@@ -171,20 +272,60 @@ def machine_code(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str
     return kernels
 
 
+def accesses(code: list[str]) -> list[str]:
+    """The instructions that access global memory, in order."""
+    return [op for op in code if op.startswith(("LDG", "STG", "ATOM", "RED", "LD.", "ST."))]
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_flags_are_released_and_acquired_for_the_whole_system(machine_code: dict[str, list[str]]) -> None:
     """On sm_90 st.release.sys is MEMBAR.ALL.SYS and then the store; ld.acquire.sys the load and then CCTL.IVALL, which
-    empties L1. Words need neither: 64 bits of a strong access in system scope each."""
+    empties L1. Only two shots have flags."""
     assert len(machine_code) == 2 * 4 * 3 + 3 + 1
     for name, code in machine_code.items():
         releases = [i for i, op in enumerate(code) if op == "STG.E.64.STRONG.SYS"]
         acquires = [i for i, op in enumerate(code) if op == "LDG.E.64.STRONG.SYS"]
-        assert releases and acquires, name
+        assert bool(releases) == bool(acquires) == ("two_shot" in name), name
         for i in releases:
             assert "MEMBAR.ALL.SYS" in code[max(0, i - 6) : i], (name, code[i - 6 : i + 1])
         for i in acquires:
             assert "CCTL.IVALL" in code[i : i + 12], (name, code[i : i + 12])
-        words = any(op == "LDG.E.128.STRONG.SYS" for op in code)
-        assert words == ("two_shot" not in name), name
-        assert any(op.startswith("ATOMG") and "STRONG.GPU" in op for op in code), name
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_words_are_single_strong_accesses_without_a_fence(machine_code: dict[str, list[str]]) -> None:
+    """128 bits of a strong access in system scope hold two words, each of which arrives whole. Where words are all that
+    ranks exchange, nothing waits for a fence, and no block for another one."""
+    for name, code in machine_code.items():
+        assert "STG.E.128.STRONG.SYS" in code, name
+        if "two_shot" in name:
+            assert "LDG.E.128.STRONG.SYS" not in code, name
+            continue
+        assert "LDG.E.128.STRONG.SYS" in code, name
+        assert not any(op.startswith(("MEMBAR", "CCTL", "ATOM", "RED", "ERRBAR")) for op in code), name
+        peers = [op for op in accesses(code) if "STRONG.SYS" in op]
+        # 32 bits: the words of PeerWatch.
+        assert set(peers) <= {
+            "STG.E.128.STRONG.SYS",
+            "LDG.E.128.STRONG.SYS",
+            "LDG.E.STRONG.SYS",
+            "STG.E.STRONG.SYS",
+        }, name
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_nothing_is_accessed_before_the_preceding_kernel_has_ended(
+    machine_code: dict[str, list[str]],
+) -> None:
+    """griddepcontrol.wait is ACQBULK. No kernel lets the next one start early (PREEXIT): it would take the place of
+    blocks that the launch waits for where ranks share a GPU."""
+    for name, code in machine_code.items():
+        waits = [i for i, op in enumerate(code) if op == "ACQBULK"]
+        first = min(i for i, op in enumerate(code) if op in accesses(code))
+        assert waits and waits[0] < first, name
+        branches = [i for i, op in enumerate(code) if op in ("BRA", "EXIT", "BRX", "JMP")]
+        assert waits[0] < branches[0], "all threads wait"
+        assert "PREEXIT" not in code, name

@@ -55,7 +55,7 @@ CHECKERS = {
     "one_stream": "happens-before",
     "flag_generation": "happens-before",
     "peer_halves": "happens-before",
-    "peer_started": "happens-before",
+    "peer_words": "happens-before",
     "arena_pad/speculation": "freshness",
     "total_buckets/speculation": "freshness",
     "graph_pool/speculation": "lifetime",
@@ -79,7 +79,7 @@ HARDLY_SEEN = {
     "one_stream",
     "flag_generation",
     "peer_halves",
-    "peer_started",
+    "peer_words",
     *UNDER_SPECULATION,
     # Other edges cover them.
     *(name for name, part in EDGE_PARTS.items() if part.covered),

@@ -8,23 +8,30 @@ own, because a write to another GPU takes half as long as a read. There are two 
 
 * **one shot**: every rank pushes all of its data to every peer, and adds up what it gets. A word of 8 bytes is
   written in one access and holds 4 bytes of data and the generation of the launch, so a reader that finds the
-  generation has the data too. Nothing else is waited for: for few bytes this is the fastest.
+  generation has the data too. Two words are written by one instruction, but may arrive one by one; each is waited for.
+  There is no flag and no fence: data crosses the link once, and for few bytes this is the fastest.
 * **two shots**: rank r gets slice r of all ranks, adds it up and pushes the sum to all. What is pushed is released by a
   flag and acquired by the reader, once for each block and shot, so only data is moved.
 
 Both add in float32 in the order of ranks and round once, so both give the same bits on all ranks.
 
 **Generations.** Each launch has the next generation, which a rank counts in its own memory, so a graph may bake in
-everything else. Flags hold 64 bits of it and never repeat. Words hold 32, so they would repeat after 2^32 launches,
-and a word that no launch has written for so long could be taken for a new one. So each launch also writes one word
-further on in the same half, which nobody reads in this launch, and so rewrites all words in turn (``REFRESH``). Nothing
+everything else. Each block has a counter of its own, so that blocks need not wait for each other; block 0 also counts
+for blocks that the launch does not have. Flags hold 64 bits of the generation and never repeat. Words hold 32, so they
+would repeat after 2^32 launches, and a word that no launch has written for so long could be taken for a new one. So
+some launches write words without data, which nobody reads in that launch, and so rewrite all words in turn
+(``REFRESH``), each at least once in 2 * 64 * capacity launches, which is less than 2^32. This is also why words that
+were zeros at first are safe: when generation 2^32, whose last 32 bits are 0, comes, no word is left as it was. Nothing
 has to be reset.
 
-**When a buffer may be written again.** A launch writes half g % 2 of its peers' buffers. The last to write there was
-launch g - 2. A rank releases a flag at the beginning of each launch, which says that it has ended all earlier ones,
-because kernels of a stream run one after the other. In launch g - 1 this rank has acquired all peers' flags of g - 1,
-so all of them had read what g - 2 wrote. A single half would not be enough: a peer may still be reading what g - 1
-wrote.
+**When a buffer may be written again.** A launch g of this rank writes half g % 2 of its peers' buffers. The last to
+write there was launch g - 2, if not an earlier one. A peer has read what it wrote when its own launch g - 2 has ended,
+since a launch reads everything before it ends. In launch g - 1 this rank has received something from every peer: in one
+shot and in a gather all words, in two shots a flag. The peer sent it in its launch g - 1, which began when its launch
+g - 2 had ended, because kernels of a stream run one after the other. So a rank is never more than one launch ahead of a
+peer, of whatever kinds and sizes the launches are, and two halves are enough. A single half would not be: a peer may
+still be reading what g - 1 wrote. Two launches of a rank never overlap: one that is launched early waits for the end of
+the preceding one before it accesses memory.
 
 **Blocks** are numbered alike on all ranks, and block b of a rank waits for block b of the others only. All blocks of a
 launch fit the GPU at once.
@@ -37,7 +44,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from fenceline.memory_order.edges import FLAG_GENERATION, PEER_HALVES, PEER_STARTED
+from fenceline.memory_order.edges import FLAG_GENERATION, PEER_HALVES, PEER_WORDS
+
+REFRESH_EVERY = 64  # a pair of launches of so many refreshes a vector's words
 
 
 class Act(Enum):
@@ -45,15 +54,14 @@ class Act(Enum):
 
     BEGIN = "begin"  # read the generation of this launch
     ARRIVE = "arrive"  # this thread has read the generation; it does not wait for the others
-    TICKET = (
-        "ticket"  # all threads of the block have read it; the last block to get here counts the generation
-    )
-    RELEASE_START = "release_start"  # tell peer that this rank has ended all launches before this one
-    ACQUIRE_START = "acquire_start"  # wait until peer has said the same
+    COUNT = "count"  # wait until all threads of the block have read it, and count the launch for the block
+    COUNT_ABSENT = "count_absent"  # count it for the blocks that the launch does not have
     READ = "read"  # read this rank's own vector of the input
     PUSH_WORDS = "push_words"  # write the vector, in words, to peer
-    REFRESH = "refresh"  # write words of this launch to peer, where nobody reads in this launch
-    AWAIT_WORDS = "await_words"  # wait for peer's vector, in words
+    REFRESH = (
+        "refresh"  # some launches: write words of this launch to peer, where nobody reads in this launch
+    )
+    AWAIT_WORDS = "await_words"  # wait for all words of peer's vector
     SUM = "sum"  # add all ranks' vectors, in the order of ranks, and write the sum to the output
     PUSH = "push"  # write the vector to peer, in whose slice it is
     BARRIER = "barrier"  # wait for all threads for data of the block
@@ -62,6 +70,9 @@ class Act(Enum):
     LOAD = "load"  # read peer's vector of this rank's slice from this rank's buffer
     PUSH_SUM = "push_sum"  # write the sum of a vector of this rank's slice to peer's buffer, or to its output
     TAKE = "take"  # copy the vector of peer's slice from this rank's buffer to the output
+    # No instruction: the launch has ended. The next one happens after what peers had done before they began the
+    # launches whose words this one has received.
+    END = "end"
 
 
 class Step(NamedTuple):
@@ -74,8 +85,8 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A launch on one rank: ``num_blocks`` blocks of ``num_threads`` threads for data, and one thread more in each for
-    flags. ``two_shots``: whether it takes two shots. ``registered``: peers' outputs are known, so sums are pushed
+    """A launch on one rank: ``num_blocks`` blocks of ``num_threads`` threads for data, and one thread more in each that
+    counts. ``two_shots``: whether it takes two shots. ``registered``: peers' outputs are known, so sums are pushed
     straight there in the second shot."""
 
     rank: int
@@ -101,10 +112,14 @@ class Launch:
         start = rank * self.slice_size
         return range(min(start, self.num_vectors), min(start + self.slice_size, self.num_vectors))
 
-    def refreshed(self, number: int, capacity: int) -> int | None:
+    def refreshed(self, number: int, capacity: int, every: int = REFRESH_EVERY) -> int | None:
         """The vector whose words the ``number``-th launch refreshes, of ``capacity`` in a half: all in turn, so that
-        each is written at least once in ``2 * capacity`` launches. None where it belongs to the message."""
-        vector = number // 2 % capacity
+        each is written at least once in ``2 * every * capacity`` launches. None where it belongs to the message, and in
+        launches that refresh nothing."""
+        pair = number // 2
+        if pair % every:
+            return None
+        vector = pair // every % capacity
         return vector if self.two_shots or vector >= self.num_vectors else None
 
     def share(self, block: int, thread: int, count: int) -> range:
@@ -112,28 +127,28 @@ class Launch:
         return range(block * self.num_threads + thread, count, self.num_blocks * self.num_threads)
 
 
-def flag_steps(launch: Launch, block: int) -> Iterator[Step]:
-    """What the thread for flags of a block does. In block 0 it tells the peers that the launch has begun, and waits
-    until theirs has. Only the end of the launch waits for this thread."""
+def count_steps(launch: Launch, block: int) -> Iterator[Step]:
+    """What the thread of a block does that counts the launch. Only the end of the launch waits for this thread."""
     yield Step(Act.BEGIN)
-    if block == 0:
-        for peer in launch.peers:
-            yield Step(Act.RELEASE_START, peer)
-    yield Step(Act.TICKET)
     if block == 0:
         for peer in launch.peers:
             yield Step(Act.REFRESH, peer)
-        for peer in launch.peers:
-            yield Step(Act.ACQUIRE_START, peer)
+    yield Step(Act.COUNT)
+    if block == 0:
+        yield Step(Act.COUNT_ABSENT)
 
 
 def one_shot_steps(launch: Launch, block: int, thread: int) -> Iterator[Step]:
-    """What a thread for data does in one shot: each rank gets all data and adds it up."""
+    """What a thread for data does in one shot: each rank gets all data and adds it up. It reads the first vector before
+    the generation, so that it waits for both at once."""
+    mine = launch.share(block, thread, launch.num_vectors)
+    if mine:
+        yield Step(Act.READ, vector=mine[0])
     yield Step(Act.BEGIN)
     yield Step(Act.ARRIVE)
-    mine = launch.share(block, thread, launch.num_vectors)
     for vector in mine:
-        yield Step(Act.READ, vector=vector)
+        if vector != mine[0]:
+            yield Step(Act.READ, vector=vector)
         for peer in launch.peers:
             yield Step(Act.PUSH_WORDS, peer, vector)
     for vector in mine:
@@ -187,19 +202,19 @@ def _shot(launch: Launch, thread: int, shot: int) -> Iterator[Step]:
 @dataclass(frozen=True, slots=True)
 class Generations:
     """What follows from the number of a launch. A test may sever ``flag_generation`` (all launches then have the same
-    generation), ``peer_halves`` (all write the same half) or ``peer_started`` (no rank says that it has begun)."""
+    generation), ``peer_halves`` (all write the same half) or ``peer_words`` (only the first word of a vector is waited
+    for)."""
 
     severed: frozenset[str] = frozenset()
 
     def generation(self, number: int) -> int:
-        """The generation of the ``number``-th launch, which is counted from 1."""
-        return 1 if FLAG_GENERATION.name in self.severed else number
+        """The generation of the ``number``-th launch, which is counted from 1; 0 is what memory holds at first."""
+        return min(number, 1) if FLAG_GENERATION.name in self.severed else number
 
     def half(self, number: int) -> int:
         """The half that the launch writes in its peers' buffers, and reads in its own: 0 or 1."""
         return 0 if PEER_HALVES.name in self.severed else number % 2
 
-    def keeps(self, step: Step) -> bool:
-        """Whether the step is made."""
-        starts = step.act in (Act.RELEASE_START, Act.ACQUIRE_START)
-        return not (starts and PEER_STARTED.name in self.severed)
+    def awaits(self, word: int) -> bool:
+        """Whether a word of a vector, counted from 0, is waited for before it is read."""
+        return word == 0 or PEER_WORDS.name not in self.severed

@@ -415,9 +415,9 @@ PEER_HALVES = Guard(
     name="peer_halves",
     protects="a rank's buffer that it still reads for the last collective operation: the next one has the other half",
 )
-PEER_STARTED = Guard(
-    name="peer_started",
-    protects="the half of a rank's buffer that is written again: the rank has said that it has read it",
+PEER_WORDS = Guard(
+    name="peer_words",
+    protects="a vector that a peer sends in several words: each of them is waited for, not only the first",
 )
 NEW_WEIGHTS = Guard(
     name="new_weights",
@@ -465,7 +465,7 @@ GUARDS: dict[str, Guard] = {
         ONE_STREAM,
         FLAG_GENERATION,
         PEER_HALVES,
-        PEER_STARTED,
+        PEER_WORDS,
         RANK_RESULTS,
         ENDED_ON_ALL,
         NEW_WEIGHTS,

@@ -2,9 +2,11 @@
 
 A step of a kernel's thread is an operation on a stream of that thread, which runs when the seed says. Flags order: what
 a thread releases with a flag happened before what follows the acquire that reads it, and nothing else orders two
-devices. Words are written and read in one access, so a reader that finds its launch's generation in a word has read
-what was written with it; that orders nothing else. A write that comes too early, over words that another rank has not
-read yet, is a race.
+devices within a launch. Words are written and read in one access each, in any order, so a reader that finds its
+launch's generation in a word has read what was written with it. That orders nothing else until the launch ends: the end
+of a kernel and the beginning of the next one are fences, so the next launch happens after all that the sender had done
+before the launch that sent the word. A write that comes too early, over words that another rank has not read yet, is a
+race.
 
 Ranks whose launches of the same number differ, or that wait for a launch that another rank never makes, are reported
 with the lines that have submitted both.
@@ -19,11 +21,12 @@ from typing import NamedTuple
 import torch
 
 from fenceline.memory_order.all_reduce import (
+    REFRESH_EVERY,
     Act,
     Generations,
     Launch,
     Step,
-    flag_steps,
+    count_steps,
     one_shot_steps,
     two_shot_steps,
 )
@@ -31,11 +34,11 @@ from fenceline.memory_order.edges import (
     FLAG_GENERATION,
     ONE_STREAM,
     PEER_HALVES,
-    PEER_STARTED,
+    PEER_WORDS,
     REGISTERED_GRAPH,
     Hazard,
 )
-from fenceline.memory_order.stream import Clock
+from fenceline.memory_order.stream import Clock, joined
 from fenceline.vgpu.errors import DeadlockError, FreshnessError, PeerError
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.layout import layout_of
@@ -51,16 +54,25 @@ class Grain(NamedTuple):
     """How finely operations are divided. The default is one block of one thread, with the whole message as a vector:
     for the engine's runs. Smaller vectors, more blocks and threads are for the algorithm's own tests.
 
-    ``two_shots_from``: elements from which on a sum takes two shots. ``num_tags``: generations that a word can tell
-    apart, small to see what happens when they repeat. ``capacity``: vectors of a half."""
+    ``two_shots_from``: elements from which on a sum takes two shots. ``word``: bytes that are written and read in one
+    access, with a generation, 0: all of a vector. ``num_tags``: generations that a word can tell apart, small to see
+    what happens when they repeat. ``capacity``: vectors of a half. ``refresh_every``: see ``Launch.refreshed``.
+    A launch has fewer blocks than ``num_blocks`` if its vectors do not fill them."""
 
     vector: int = 0  # elements of one, 0: all of the message
     num_blocks: int = 1
     num_threads: int = 1
     two_shots_from: int = 1 << 62
+    word: int = 0
     num_tags: int = _TAGS
     capacity: int = 4
     vector_bytes: int = 1 << 12
+    refresh_every: int = REFRESH_EVERY
+
+    def words(self, num_bytes: int) -> list[slice]:
+        """The bytes of each word of a vector of ``num_bytes``."""
+        size = self.word or self.vector_bytes
+        return [slice(start, min(start + size, num_bytes)) for start in range(0, max(num_bytes, 1), size)]
 
 
 class Group:
@@ -94,6 +106,16 @@ class _Flag:
         self.clock: Clock = ()
 
 
+class _Word(NamedTuple):
+    """What is written with a word of a rank's memory: the number of the launch, and the clock of its beginning."""
+
+    number: int
+    clock: Clock
+
+
+_ZERO = _Word(0, ())  # what memory holds at first
+
+
 class PeerRank:
     """``memory_order.CollectiveBackend`` of one rank, on the device of the thread that makes it.
 
@@ -115,13 +137,12 @@ class PeerRank:
         self.resource = whole(gpu.resource(f"communicator of rank {rank}"))
         self.resource.tag.guards = {Hazard.EXCLUSIVE: (ONE_STREAM.name,)}
         shape = (2, group.size, grain.capacity, grain.vector_bytes)
-        self.words = self._buffer("words", shape)
+        self.words = self._buffer("words", shape, grain.word)
         self.staged = self._buffer("staging", shape)
         self.sums = self._buffer("sums", shape)
-        self.numbers: dict[tuple[int, int, int], int] = {}  # the launch that has written a vector's words
+        self.written: dict[tuple[int, int, int, int], _Word] = {}  # by half, sender, vector and word
         self.flags: dict[tuple[object, ...], _Flag] = {}
-        self.launched = 0  # launches counted
-        self.num_begun = 0  # blocks of the present one
+        self.launched = [0] * grain.num_blocks  # by block: launches counted
         self.latest: _Record | None = None
         self._threads: list[list[VirtualStream]] = []
         self.registered: dict[
@@ -132,11 +153,12 @@ class PeerRank:
         assert group.ranks[rank] is None, f"rank {rank} has joined already"
         group.ranks[rank] = self
 
-    def _buffer(self, name: str, shape: tuple[int, ...]) -> VTensor:
+    def _buffer(self, name: str, shape: tuple[int, ...], unit: int = 0) -> VTensor:
+        """``unit``: bytes that are accessed at once, 0: those of a vector."""
         gpu = self.group.gpu
         tensor = torch.empty(shape, dtype=torch.uint8, device="vgpu")
         assert isinstance(tensor, VTensor)
-        gpu.name_memory(tensor, f"{name} of rank {self.rank}", shape[-1])
+        gpu.name_memory(tensor, f"{name} of rank {self.rank}", unit or shape[-1])
         _share(tensor, gpu)
         return tensor
 
@@ -192,19 +214,19 @@ class PeerRank:
         if two_shots and stream.is_captured:
             slot, self._num_slots = self._num_slots, self._num_slots + 1
             self.unregistered.append((slot, x))
-        shape = Launch(
-            self.rank, self.size, num_vectors, grain.num_blocks, grain.num_threads, two_shots, slot >= 0
-        )
+        num_blocks = max(1, min(grain.num_blocks, num_vectors // grain.num_threads))
+        shape = Launch(self.rank, self.size, num_vectors, num_blocks, grain.num_threads, two_shots, slot >= 0)
         what = f"{kind} of {list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
         running = _Running(self, kind, what, shape, x, out, size, slot, here())
         gpu.submit(f"launch of {what}", running.open, writes=(self.resource,))
         alone = grain.num_blocks == grain.num_threads == 1
         steps = two_shot_steps if two_shots else one_shot_steps
-        if alone:  # the data's steps and the flags' by turns on the stream itself
-            self._submit(_Held(running, 0, 0), stream, _merged(steps(shape, 0, 0), flag_steps(shape, 0)))
+        if alone:  # the steps of both threads on the stream itself
+            self._submit(_Held(running, 0, 0), stream, _merged(steps(shape, 0, 0), count_steps(shape, 0)))
+            self._submit(_Held(running, 0, 0), stream, (Step(Act.END),))
             return
         start, ends = gpu.record(stream), []
-        for block in range(grain.num_blocks):
+        for block in range(num_blocks):
             branches = [self._thread(block, thread) for thread in range(grain.num_threads + 1)]
             for branch in branches:
                 gpu.wait(branch, start)
@@ -219,10 +241,11 @@ class PeerRank:
                             gpu.wait(branch, mark)
                 for thread, mine in enumerate(part):
                     arrived += self._submit(held[thread], branches[thread], mine)
-            self._submit(held[-1], branches[-1], flag_steps(shape, block), arrived)
+            self._submit(held[-1], branches[-1], count_steps(shape, block), arrived)
             ends += [gpu.record(branch) for branch in branches]
         for end in ends:
             gpu.wait(stream, end)
+        self._submit(_Held(running, 0, 0), stream, (Step(Act.END),))
 
     def _thread(self, block: int, thread: int) -> VirtualStream:
         while len(self._threads) <= block:
@@ -240,35 +263,27 @@ class PeerRank:
         """``arrived``: marks where the block's threads for data have read the generation. Returns its own."""
         gpu, running, marks = self.group.gpu, held.running, []
         for step in steps:
-            if step.act is Act.TICKET and Act.ARRIVE not in self.left_out:
+            if step.act is Act.COUNT and Act.ARRIVE not in self.left_out:
                 for mark in arrived:
                     gpu.wait(stream, mark)
-            if step.act in self.left_out or not self.generations.keeps(step):
+            if step.act in self.left_out:
                 continue
             if step.act is Act.ARRIVE:
                 marks.append(gpu.record(stream))
                 continue
-            spin = _Spin(held, step)
-            op = Operation(f"{running.kind}: {step.act.value}", running.place, spin.run)
-            op.spin = spin
-            gpu.enqueue(stream, op)
+            by_word = step.act in (Act.PUSH_WORDS, Act.AWAIT_WORDS)
+            for word in range(len(running.words(step.vector)) if by_word else 1):
+                spin = _Spin(held, step, word)
+                op = Operation(f"{running.kind}: {step.act.value}", running.place, spin.run)
+                op.spin = spin
+                gpu.enqueue(stream, op)
         return marks
 
 
-def _merged(data: Iterator[Step], flags: Iterator[Step]) -> Iterator[Step]:
-    """The steps of one thread that has both jobs: flags that tell come first, those that are waited for last."""
-    last = []
-    for step in flags:
-        if step.act is Act.ACQUIRE_START:
-            last.append(step)
-        elif step.act is Act.TICKET:
-            last.insert(0, step)
-        elif step.act is Act.REFRESH:
-            last.append(step)
-        else:
-            yield step
-    yield from (step for step in data if step.act not in (Act.BEGIN, Act.ARRIVE, Act.BARRIER))
-    yield from last
+def _merged(data: Iterator[Step], count: Iterator[Step]) -> Iterator[Step]:
+    """The steps of one thread that has both jobs."""
+    yield from (step for step in data if step.act not in (Act.ARRIVE, Act.BARRIER))
+    yield from (step for step in count if step.act is not Act.BEGIN)
 
 
 def _between_barriers(steps: Iterable[Step]) -> list[list[Step]]:
@@ -299,11 +314,17 @@ class _Running:
         self.mine, self.kind, self.what, self.shape, self.place = mine, kind, what, shape, place
         self.x, self.out, self.vector, self.slot = x, out, vector, slot
         self.number = 0
+        self.received: Clock = ()  # what happened before the launches whose words this one has received
+
+    def words(self, vector: int) -> list[slice]:
+        """The bytes of each word of a vector of the message."""
+        size = min(self.vector, self.x.numel() - vector * self.vector) * self.x.element_size()
+        return self.mine.group.grain.words(size)
 
     def open(self) -> None:
         """The launch begins: it must be the one that the other ranks make under its number."""
         mine, group = self.mine, self.mine.group
-        self.number = mine.launched + 1
+        self.number, self.received = mine.launched[0] + 1, ()
         record = mine.latest = _Record(mine.rank, self.what, self.place)
         other = group.launches.setdefault(self.number, record)
         if other.what != record.what:
@@ -323,15 +344,19 @@ class _Held:
     def __init__(self, running: _Running, block: int, thread: int) -> None:
         self.running, self.block, self.thread = running, block, thread
         self.number = 0  # of the launch, as the thread has read it
+        self.began: Clock = ()  # what had happened when it read that
         self.vectors: dict[tuple[int, int], torch.Tensor] = {}  # rank, vector
+        self.words: dict[
+            tuple[int, int], list[torch.Tensor]
+        ] = {}  # the same: the words that have come, in order
 
 
 class _Spin:
-    """One step: see ``streams.Spin``. Stateless, so that a graph can replay it."""
+    """One step, or that for one word of a vector: see ``streams.Spin``. Stateless, so that a graph can replay it."""
 
-    def __init__(self, held: _Held, step: Step) -> None:
-        self.held, self.step = held, step
-        self.reads_what_it_waits_for = step.act is Act.AWAIT_WORDS
+    def __init__(self, held: _Held, step: Step, word: int = 0) -> None:
+        self.held, self.step, self.word = held, step, word
+        self.reads_what_it_waits_for = step.act is Act.AWAIT_WORDS and self._mine.generations.awaits(word)
 
     @property
     def _mine(self) -> PeerRank:
@@ -355,13 +380,12 @@ class _Spin:
         mine, held, step = self._mine, self.held, self.step
         gens, number = mine.generations, held.number
         match step.act:
-            case Act.ACQUIRE_START:
-                return mine.flag("start", step.peer).value >= gens.generation(number)
             case Act.ACQUIRE:
                 return mine.flag(step.vector, held.block, step.peer).value >= gens.generation(number)
             case Act.AWAIT_WORDS:
-                written = mine.numbers.get((gens.half(number), step.peer, step.vector))
-                return written is not None and self._tag(written) == self._tag(number)
+                if not gens.awaits(self.word):
+                    return True
+                return self._tag(self._written.number) == self._tag(number)
         return True
 
     def _tag(self, number: int) -> int:
@@ -378,25 +402,25 @@ class _Spin:
         op.reads = op.writes = ()
         match step.act:
             case Act.BEGIN:
-                held.number = mine.launched + 1
-                held.vectors.clear()
-            case Act.ACQUIRE_START:
-                return mine.flag("start", step.peer).clock
+                held.number = mine.launched[held.block] + 1
+            case Act.END:
+                return running.received
             case Act.ACQUIRE:
                 return mine.flag(step.vector, held.block, step.peer).clock
             case Act.READ:
                 op.reads = (self._part(running.x, step.vector),)
             case Act.PUSH_WORDS:
-                op.writes = (self._place(group.rank(step.peer).words, half, mine.rank, step.vector),)
+                op.writes = (self._word(group.rank(step.peer).words, half, mine.rank),)
             case Act.REFRESH:
-                refreshed = running.shape.refreshed(number, group.grain.capacity)
+                refreshed = running.shape.refreshed(number, group.grain.capacity, group.grain.refresh_every)
                 if refreshed is not None:
                     op.writes = (self._place(group.rank(step.peer).words, half, mine.rank, refreshed),)
             case Act.AWAIT_WORDS:
-                written = mine.numbers[half, step.peer, step.vector]
-                if written != number:
-                    group.gpu.checks.found(_old_words(self, op, written))
-                op.reads = (self._place(mine.words, half, step.peer, step.vector),)
+                written = self._written
+                if written.number != number and mine.generations.awaits(self.word):
+                    group.gpu.checks.found(_old_words(self, op, written.number))
+                running.received = joined(running.received, written.clock)
+                op.reads = (self._word(mine.words, half, step.peer),)
             case Act.SUM:
                 op.writes = self._outputs(step.vector)
             case Act.PUSH:
@@ -438,6 +462,22 @@ class _Spin:
         """A vector's place in a buffer."""
         return Access(buffer.allocation.tag, layout_of(buffer.plain[half, rank, vector]))
 
+    def _word(self, buffer: VTensor, half: int, rank: int) -> Access:
+        """The place of a word in a buffer."""
+        place = buffer.plain[half, rank, self.step.vector]
+        return Access(buffer.allocation.tag, layout_of(place[self._bytes]))
+
+    @property
+    def _written(self) -> _Word:
+        """What was written last with the word that it waits for."""
+        mine, step = self._mine, self.step
+        half = mine.generations.half(self.held.number)
+        return mine.written.get((half, step.peer, step.vector, self.word), _ZERO)
+
+    @property
+    def _bytes(self) -> slice:
+        return self.held.running.words(self.step.vector)[self.word]
+
     # --- running --------------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -447,21 +487,31 @@ class _Spin:
         number, half = held.number, mine.generations.half(held.number)
         vectors, key = held.vectors, (step.peer, step.vector)
         match step.act:
-            case Act.TICKET:
-                mine.num_begun += 1
-                if mine.num_begun == running.shape.num_blocks:
-                    mine.num_begun, mine.launched = 0, mine.launched + 1
+            case Act.COUNT:
+                mine.launched[held.block] = number
+            case Act.COUNT_ABSENT:
+                for block in range(running.shape.num_blocks, group.grain.num_blocks):
+                    mine.launched[block] = number
             case Act.READ:
                 vectors[mine.rank, step.vector] = self._values(running.x, step.vector).clone()
             case Act.PUSH_WORDS:
-                self._write(group.rank(step.peer).words, half, step.vector, vectors[mine.rank, step.vector])
-                group.rank(step.peer).numbers[half, mine.rank, step.vector] = number
+                peer, data = group.rank(step.peer), vectors[mine.rank, step.vector]
+                room = peer.words.plain[half, mine.rank, step.vector]
+                room[self._bytes].copy_(data.view(torch.uint8)[self._bytes])
+                peer.written[half, mine.rank, step.vector, self.word] = _Word(number, held.began)
             case Act.REFRESH:
-                refreshed = running.shape.refreshed(number, group.grain.capacity)
+                grain = group.grain
+                refreshed = running.shape.refreshed(number, grain.capacity, grain.refresh_every)
                 if refreshed is not None:
-                    group.rank(step.peer).numbers[half, mine.rank, refreshed] = number
+                    for word in range(len(grain.words(grain.vector_bytes))):
+                        place = (half, mine.rank, refreshed, word)
+                        group.rank(step.peer).written[place] = _Word(number, held.began)
             case Act.AWAIT_WORDS:
-                vectors[key] = self._stored(mine.words, half, step.peer, step.vector)
+                if self.word == 0:
+                    held.words[key] = []
+                words = held.words[key]
+                words.append(mine.words.plain[half, step.peer, step.vector][self._bytes].clone())
+                vectors[key] = torch.cat(words).view(running.x.dtype)
             case Act.SUM:
                 self._add_up(step.vector)
             case Act.PUSH:
@@ -514,24 +564,21 @@ class _Spin:
     def ran(self, op: Operation) -> None:
         """See ``streams.Spin``."""
         step, mine = self.step, self._mine
-        if step.act not in (Act.RELEASE_START, Act.RELEASE):
-            return
-        peer = mine.group.rank(step.peer)
-        if step.act is Act.RELEASE_START:
-            flag = peer.flag("start", mine.rank)
-        else:
-            flag = peer.flag(step.vector, self.held.block, mine.rank)
-        flag.value = mine.generations.generation(self.held.number)
-        flag.clock = op.passed
+        if step.act is Act.BEGIN:
+            self.held.began = op.passed
+        elif step.act is Act.RELEASE:
+            flag = mine.group.rank(step.peer).flag(step.vector, self.held.block, mine.rank)
+            flag.value = mine.generations.generation(self.held.number)
+            flag.clock = op.passed
 
 
 def _share(tensor: VTensor, gpu: VirtualGpu) -> None:
     """All devices may access it; what orders their accesses are generations and halves."""
     tag = tensor.allocation.tag
     tag.opened_by = frozenset(range(gpu.num_devices))
-    late = (PEER_HALVES.name, PEER_STARTED.name)
+    late = (PEER_HALVES.name, PEER_WORDS.name)
     tag.guards = {
-        Hazard.RAW: (FLAG_GENERATION.name,),
+        Hazard.RAW: (FLAG_GENERATION.name, PEER_WORDS.name),
         Hazard.WAR: (FLAG_GENERATION.name, *late),
         Hazard.WAW: (FLAG_GENERATION.name, *late),
     }

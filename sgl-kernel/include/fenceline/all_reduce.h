@@ -14,18 +14,15 @@ constexpr int kMaxRanks = 8;
 constexpr uint32_t kMaxBlocks = 128;      // of a launch; they must all fit the GPU at once
 constexpr uint32_t kMaxThreads = 512;     // for data, of a block
 constexpr uint32_t kVectorBytes = 16;     // of the message that a thread handles at a time
-constexpr uint32_t kWordsBytes = 32;      // the same as words of 4 bytes of data and 4 of the generation
+constexpr uint32_t kParts = 2;            // of 16 bytes that a vector becomes: words of 4 bytes of data, 4 of the generation
 constexpr uint32_t kPolls = 4096;         // of a wait, between two checks whether to give it up
 
-// At the beginning of a rank's memory, zero at first. Peers write `start` and `shots`, the rank itself the rest.
+// At the beginning of a rank's memory, zero at first. Peers write `shots`, the rank itself the rest.
 struct PeerFlags {
-  uint64_t start[kMaxRanks];                        // by peer: the generation that it has begun
-  uint64_t launched;                                // generations that this rank has counted
-  uint32_t ticket;                                  // blocks of the present launch that have read it
-  uint32_t reserved[13];
-  uint64_t shots[2][kMaxBlocks][kMaxRanks];         // by shot, block and peer: the generation that has been pushed
+  uint64_t launched[kMaxBlocks];             // by block: launches so far, also those that had fewer blocks
+  uint64_t shots[2][kMaxBlocks][kMaxRanks];  // by shot, block and peer: the generation that has been pushed
 };
-static_assert(sizeof(PeerFlags) == 128 + 2 * kMaxBlocks * kMaxRanks * 8, "flags of a peer are a line apart");
+constexpr uint32_t kRefresh = 64;  // a pair of launches of so many refreshes a vector's words
 
 // In pinned host memory: through it a launch that waits and the process communicate.
 struct PeerWatch {
@@ -49,12 +46,12 @@ struct AllReduceRequest {
   uint32_t words_capacity;   // vectors that the words of one rank and half hold
   uint32_t sums_capacity;    // vectors of the largest message in two shots
   uint32_t num_blocks;
-  uint32_t num_threads;      // for data, a multiple of 32; 32 more are for flags
+  uint32_t num_threads;      // for data, a multiple of 32; 32 more count the launch
   int32_t rank, size;
   int32_t dtype;             // 0 bfloat16, 1 float16, 2 float32
   int32_t kind;              // 0 one shot, 1 two shots, 2 one shot fused with residual and RMSNorm, 3 gather
   float eps;
-  uint32_t reserved;
+  int32_t pdl;               // launch while the preceding kernel ends; the kernel waits for it before it reads anything
 };
 static_assert(sizeof(AllReduceRequest) == 176, "mirrored in Python");
 
@@ -69,12 +66,24 @@ FENCELINE_HD uint32_t slice_length(const AllReduceRequest& r, int rank) {
   return r.num_vectors - start < size ? r.num_vectors - start : size;
 }
 
-// Where things lie in a rank's memory; `half` is the generation's last bit.
-FENCELINE_HD uint64_t words_at(const AllReduceRequest& r, uint32_t half, int from, uint32_t vector) {
-  return sizeof(PeerFlags) + ((uint64_t{half} * r.size + from) * r.words_capacity + vector) * kWordsBytes;
+// Words hold 32 bits of the generation. So that no word is older than 2^32 launches, some launches write the words of a
+// vector without data: all vectors in turn. Returns which vector launch `generation` writes, words_capacity if none; a
+// launch in one shot leaves out those of its message.
+FENCELINE_HD uint32_t refreshed(const AllReduceRequest& r, uint64_t generation) {
+  const uint64_t pair = generation / 2;
+  if (pair % kRefresh != 0) return r.words_capacity;
+  const uint32_t vector = static_cast<uint32_t>(pair / kRefresh % r.words_capacity);
+  return r.kind == 1 || vector >= r.num_vectors ? vector : r.words_capacity;
 }
 
-FENCELINE_HD uint64_t words_end(const AllReduceRequest& r) { return words_at(r, 2, 0, 0); }
+// Where things lie in a rank's memory; `half` is the generation's last bit. The first parts of all vectors are followed
+// by the second ones, so that the threads of a warp write whole lines.
+FENCELINE_HD uint64_t words_at(const AllReduceRequest& r, uint32_t half, int from, uint32_t part, uint32_t vector) {
+  return sizeof(PeerFlags) +
+         (((uint64_t{half} * r.size + from) * kParts + part) * r.words_capacity + vector) * kVectorBytes;
+}
+
+FENCELINE_HD uint64_t words_end(const AllReduceRequest& r) { return words_at(r, 2, 0, 0, 0); }
 
 FENCELINE_HD uint32_t slice_capacity(const AllReduceRequest& r) {
   return (r.sums_capacity + static_cast<uint32_t>(r.size) - 1) / static_cast<uint32_t>(r.size);
@@ -98,6 +107,7 @@ inline const char* check_all_reduce(const AllReduceRequest& r) {
   if (r.num_blocks == 0 || r.num_blocks > kMaxBlocks) return "1 to 128 blocks";
   if (r.num_threads == 0 || r.num_threads % 32 || r.num_threads > kMaxThreads) return "32 to 512 threads, a multiple of 32";
   if (r.kind < 0 || r.kind > 3 || r.dtype < 0 || r.dtype > 2) return "no such kind or type";
+  if (uint64_t{2} * kRefresh * r.words_capacity >= uint64_t{1} << 32) return "words would not be rewritten in time";
   if (r.kind != 1 && r.num_vectors > r.words_capacity) return "the message is too long for one shot";
   if (r.kind == 1 && r.num_vectors > r.sums_capacity) return "the message is too long for two shots";
   if (r.kind == 2) {

@@ -17,6 +17,7 @@ MAX_SLOTS = (
     1 << 14
 )  # captured launches in which peers write sums straight to the outputs; in any more, sums are copied
 _MAX_BLOCKS, _MAX_THREADS, _VECTOR = 128, 512, 16
+_ONE_SHOT_THREADS = 128  # of a block, if the blocks suffice: several SMs send a small message faster than one
 _HANDLE = 64  # bytes of a cudaIpcMemHandle_t
 _UNIT = "all_reduce"
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -38,7 +39,7 @@ class AllReduceRequest(ctypes.Structure):
         *((name, ctypes.c_uint32) for name in ("num_blocks", "num_threads")),
         *((name, ctypes.c_int32) for name in ("rank", "size", "dtype", "kind")),
         ("eps", ctypes.c_float),
-        ("reserved", ctypes.c_uint32),
+        ("pdl", ctypes.c_int32),
     )
 
 
@@ -48,8 +49,10 @@ class PeerAllReduce:
     ``exchange(data)`` returns all ranks' bytes, in the order of ranks. It is called by the constructor,
     :meth:`register` and :meth:`close` only. ``one_shot_bytes`` and ``max_bytes``: the largest messages in one shot and
     in two. ``max_blocks``: of a launch; all blocks that wait for each other must fit their GPUs at once. ``limit_s``:
-    how long a launch waits for a peer before it gives up (see :attr:`lost`), 0: until :meth:`give_up`. Raises
-    ``KernelUnavailable`` on all ranks alike where a GPU cannot reach another one's memory.
+    how long a launch waits for a peer before it gives up (see :attr:`lost`), 0: until :meth:`give_up`. ``pdl``: a
+    launch may start while the preceding kernel of its stream ends (programmatic dependent launch); it waits for that
+    kernel before it reads or writes anything. Raises ``KernelUnavailable`` on all ranks alike where a GPU cannot reach
+    another one's memory.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class PeerAllReduce:
         library: KernelLibrary | None = None,
         max_blocks: int = _MAX_BLOCKS,
         limit_s: float = 0.0,
+        pdl: bool = False,
     ) -> None:
         if not 2 <= size <= MAX_RANKS:
             raise KernelUnavailable(
@@ -70,7 +74,7 @@ class PeerAllReduce:
             )
         self.rank, self.size, self.device = rank, size, device
         self.one_shot_bytes, self.max_bytes = one_shot_bytes, max_bytes
-        self._max_blocks, self._limit_ns = max_blocks, round(limit_s * 1e9)
+        self._max_blocks, self._limit_ns, self.pdl = max_blocks, round(limit_s * 1e9), pdl
         self._watch = torch.zeros(0, dtype=torch.int32)
         self._exchange = exchange
         self._opened: dict[bytes, int] = {}  # by handle: the address in this process
@@ -187,8 +191,9 @@ class PeerAllReduce:
         two_shots = x.nbytes > self.one_shot_bytes if two_shots is None else two_shots
         request = self._filled(x, _TWO_SHOTS if two_shots else _ONE_SHOT)
         share = -(-request.num_vectors // self.size) if two_shots else request.num_vectors
-        request.num_threads = num_threads or min(_MAX_THREADS, max(32, -(-share // 32) * 32))
-        request.num_blocks = num_blocks or min(self._max_blocks, -(-share // request.num_threads))
+        self._divide(
+            request, share, _MAX_THREADS if two_shots else _ONE_SHOT_THREADS, num_blocks, num_threads
+        )
         if two_shots and registered and self._num_slots < MAX_SLOTS:
             request.outputs = self._slot(x)
         self._run(request)
@@ -229,9 +234,17 @@ class PeerAllReduce:
         assert x.nbytes <= self.one_shot_bytes, "gathered in one shot"
         request = self._filled(x, _GATHER)
         request.hidden = out.data_ptr()
-        request.num_threads = min(_MAX_THREADS, -(-request.num_vectors // 32) * 32)
-        request.num_blocks = min(self._max_blocks, -(-request.num_vectors // request.num_threads))
+        self._divide(request, request.num_vectors, _ONE_SHOT_THREADS)
         self._run(request)
+
+    def _divide(
+        self, request: AllReduceRequest, share: int, threads: int, num_blocks: int = 0, num_threads: int = 0
+    ) -> None:
+        """Divide ``share`` vectors among blocks of ``threads`` threads, or of more if there would be too many blocks.
+        ``num_blocks`` and ``num_threads``: instead of those."""
+        threads = min(_MAX_THREADS, max(threads, -(-share // self._max_blocks)), share)
+        request.num_threads = num_threads or -(-threads // 32) * 32
+        request.num_blocks = num_blocks or min(self._max_blocks, -(-share // request.num_threads))
 
     def _filled(self, x: torch.Tensor, kind: int) -> AllReduceRequest:
         assert self.takes(x), f"{x.dtype} {tuple(x.shape)} is not for this all-reduce"
@@ -239,6 +252,7 @@ class PeerAllReduce:
         request.buffers = self._buffers
         request.x, request.kind, request.dtype = x.data_ptr(), kind, _TYPES[x.dtype]
         request.num_vectors = x.nbytes // _VECTOR
+        request.pdl = self.pdl
         return request
 
     def _run(self, request: AllReduceRequest) -> None:

@@ -57,9 +57,15 @@ class OneProcessRanks:
     that exchange bytes (:meth:`register`, :meth:`close`) are called here, for all ranks at once."""
 
     def __init__(
-        self, size: int, device: torch.device, one_shot_bytes: int, max_bytes: int, limit_s: float
+        self,
+        size: int,
+        device: torch.device,
+        one_shot_bytes: int,
+        max_bytes: int,
+        limit_s: float,
+        pdl: bool = False,
     ) -> None:
-        """The last three: see ``PeerAllReduce``. A launch that waits longer than ``limit_s`` gives up."""
+        """The last four: see ``PeerAllReduce``. A launch that waits longer than ``limit_s`` gives up."""
         self.size = size
         self.streams = [torch.cuda.Stream(device) for _ in range(size)]
         self._parts = [b""] * size
@@ -70,7 +76,7 @@ class OneProcessRanks:
             exchange = functools.partial(self._exchange, rank)
             blocks = _BLOCKS // size
             return PeerAllReduce(
-                rank, size, device, exchange, one_shot_bytes, max_bytes, library, blocks, limit_s
+                rank, size, device, exchange, one_shot_bytes, max_bytes, library, blocks, limit_s, pdl
             )
 
         self.ranks = self._in_threads(make)

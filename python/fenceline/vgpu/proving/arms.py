@@ -176,7 +176,7 @@ _GUARD_ARMS = (
     Arm("one_stream", "guard", "collectives", _by_guard(HAPPENS_BEFORE, "one_stream")),
     Arm("flag_generation", "guard", "collectives", _by_name("flag_generation")),
     Arm("peer_halves", "guard", "collectives", _by_guard(HAPPENS_BEFORE, "peer_halves")),
-    Arm("peer_started", "guard", "collectives", _by_guard(HAPPENS_BEFORE, "peer_started")),
+    Arm("peer_words", "guard", "collectives", _by_guard(HAPPENS_BEFORE, "peer_words")),
     Arm("rank_results", "guard", "ranks", _by_ranks),
     Arm("ended_on_all", "guard", "ranks", _by_ranks),
 )

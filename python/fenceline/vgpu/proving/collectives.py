@@ -17,7 +17,7 @@ from fenceline.vgpu.peers import Grain, Group, PeerRank
 from fenceline.vgpu.threads import join_all
 
 _SMALL, _LARGE = 8, 24  # elements; a sum of the latter takes two shots
-GRAIN = Grain(two_shots_from=_LARGE)
+GRAIN = Grain(two_shots_from=_LARGE, word=8)
 
 
 class Act(NamedTuple):
