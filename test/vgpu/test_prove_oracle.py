@@ -303,12 +303,13 @@ def test_what_has_left_the_device_is_used_from_a_number_of_tokens_on(threshold: 
 @pytest.mark.parametrize(
     ("workload", "seed"),
     [("engine", 1170), ("speculation_tiers", 13), ("everything", 100_012), ("everything", 100_085),
-     ("everything", 100_595), ("everything", 100_070), ("bodies", 51)],
+     ("everything", 100_595), ("everything", 100_070), ("bodies", 51), ("bodies", 5310)],
 )  # fmt: skip
 def test_seeds_that_failed_once(workload: str, seed: int) -> None:
     """A prefix of one token that only the host had, which is not worth loading; a draft extended under masks while a
     backup ran on SMs; prefill steps that are compared with their replays (three seeds); a time-out before the scheduler
-    heard of a stop string; a short prompt of a body whose first ones did not fit beside a half-way prompt."""
+    heard of a stop string; a short prompt of a body whose first ones did not fit beside a half-way prompt; a short
+    prompt that goes before a decode step and passes a longer one."""
     outcome = run(Trial(workload, seed))
     assert outcome.clean, outcome.report
 
@@ -586,6 +587,34 @@ def _runners_before_newcomers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WaitingQueue, "in_turn", wrong)
 
 
+def _the_last_newcomer_before_decode(patch: pytest.MonkeyPatch) -> None:
+    def wrong(self: Scheduler, num_tokens: int) -> Req | None:
+        short = [
+            req for req in self.waiting.newcomers(self.may_schedule) if len(req.prompt_ids) <= num_tokens
+        ]
+        return short[-1] if short else None
+
+    patch.setattr(Scheduler, "short_newcomer", wrong)
+
+
+def _any_number_before_decode(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "newcomer_admitted", property(lambda _: False, lambda *_: None), raising=False)
+
+
+def _before_decode_of_anybody(patch: pytest.MonkeyPatch) -> None:
+    """Also if each body runs one request."""
+    patch.setattr(Scheduler, "may_displace", True)
+
+
+def _short_prompts_first(patch: pytest.MonkeyPatch) -> None:
+    right = WaitingQueue.in_turn
+    patch.setattr(
+        WaitingQueue,
+        "in_turn",
+        lambda *args: iter(sorted(right(*args), key=lambda req: len(req.prompt_ids))),
+    )
+
+
 def _small_bodies_give_way(patch: pytest.MonkeyPatch) -> None:
     right = Scheduler.loses_least
     patch.setattr(
@@ -734,6 +763,23 @@ def _passed_in_turn(random: Random) -> Scenario:
     )
 
 
+def _before_decode(random: Random, long: int = 4, body: int = 1, scored: int = 0, **flags: Flag) -> Scenario:
+    """While a body runs several requests it is the turn of a decode step, since a prompt of ``long`` tokens has had one
+    that another need not share. One that is short may go before it and pass a longer one, or one of ``scored`` tokens
+    that are scored, which may be more than a step scores. No second one may."""
+    script = Script(random)
+    for _ in range(3):
+        script.add(0, script.prompt(3, 3), 30, body=body, ignore_eos=True)
+    if long:
+        script.add(6, script.prompt(long, long), 2)
+    scores = {"return_logprob": True, "logprob_start_len": 0} if scored else {}
+    script.add(7, script.prompt(scored or 12, scored or 12), 2, **scores)
+    for length in (3, 2):
+        script.add(7, script.prompt(length, length), 2)
+    limits = {"max_running_requests": 8, "chunked_prefill_size": 16, "prefill_max_requests": 64, **flags}
+    return script.scenario(max_total_tokens=400, page_size=4, **limits)
+
+
 def _crowd(random: Random) -> Scenario:
     """A body that outgrows the memory, and one request that came alone and has fewer outputs."""
     script = Script(random)
@@ -767,6 +813,11 @@ MORE_WORKLOADS = {
     "better_at_the_end_of_drafts": partial(_better_at_the_end, draft="NEAR", speculative_num_steps=2),
     "bodies_in_turn": _bodies_in_turn,
     "passed_in_turn": _passed_in_turn,
+    "before_decode": _before_decode,
+    "before_decode_half_way": partial(_before_decode, long=40),
+    "before_decode_scored": partial(_before_decode, scored=20, chunked_prefill_size=-1),
+    "before_decode_alone": partial(_before_decode, body=0),
+    "before_decode_not_due": partial(_before_decode, long=0, prefill_max_requests=1),
     "crowd": _crowd,
     "twins": _twins,
     "retracted": _retracted,
@@ -802,6 +853,10 @@ WRONG = [
     (_no_turns, "passed_in_turn", r"r3 is admitted before r4, whose turn it is"),
     (_no_turns, "bodies_in_turn", r"r\d+ is admitted before r\d+, whose turn it is"),
     (_runners_before_newcomers, "bodies_in_turn", r"r\d+ is admitted before r\d+, whose turn it is"),
+    (_the_last_newcomer_before_decode, "before_decode", "r6 is admitted before r5, whose turn it is"),
+    (_any_number_before_decode, "before_decode", "r6 is admitted before r4, whose turn it is"),
+    (_before_decode_of_anybody, "before_decode_alone", "r5 is admitted before r4, whose turn it is"),
+    (_short_prompts_first, "before_decode_not_due", "r5 is admitted before r3, whose turn it is"),
     (_small_bodies_give_way, "crowd", r"r\d+ is retracted, and a larger body runs on"),
     (_displaced_for_anybody, "bodies_in_turn",
      r"r\d+ is (displaced, and it is not for a body that runs nothing|admitted before r\d+, whose turn it is)"),

@@ -44,7 +44,10 @@ class WatchedScheduler(Scheduler):
         self._since: dict[tuple[float, object], int] = {}  # of each waiting request: when it last had a turn
         self._num_moments = 0
         self._all_give_back = False
-        self._half_way: Sequence[Req] = ()  # whose prompts the latest prefill step left unfinished
+        self._half_way: Sequence[Req] = ()  # whose prompts prefill steps have left unfinished
+        self._num_prefills = 0  # since the latest decode step, or since nobody ran
+        self._went_before_decode = False  # a short prompt, since then
+        self._may_go_before_decode = False  # one may in the step that is being planned
         self._may_retract_all: Sequence[
             Req
         ] = ()  # waiting requests for which all running ones may be retracted
@@ -70,6 +73,9 @@ class WatchedScheduler(Scheduler):
             for req in reqs:
                 if req.rid not in self.sharing.admitted:
                     self.sharing.admit(req.source, req.prompt_ids.tolist())
+            self._num_prefills += 1
+        else:
+            self._num_prefills, self._went_before_decode = 0, False
         with nullcontext() if self._tags is None else self._tags.step(batch, reqs):
             return super().launch(batch, reqs)
 
@@ -142,6 +148,11 @@ class WatchedScheduler(Scheduler):
         """See Scheduler. A request for which all others may be retracted does not wait, because it fits if it is
         alone."""
         self._may_retract_all = ()
+        if not len(self.running):
+            self._num_prefills, self._went_before_decode = 0, False
+        is_decode_due = self._num_prefills > 0 and not self._went_before_decode
+        # Before any request is retracted: afterwards the body may run only one.
+        self._may_go_before_decode = is_decode_due and self._takes_turns and self._some_body_runs_several()
         plan = super().plan_prefill()
         if self._may_retract_all and not any(req.row for req in self._may_retract_all):
             names = ", ".join(req.rid for req in self._may_retract_all)
@@ -192,6 +203,14 @@ class WatchedScheduler(Scheduler):
             if other.row and (other.rid == req.rid or (body and other.source.body == body))
         )
 
+    @property
+    def _takes_turns(self) -> bool:
+        args = self.config.server_args
+        return args.schedule_policy == "fcfs" and not args.enable_priority_scheduling
+
+    def _some_body_runs_several(self) -> bool:
+        return any(req.row and self._num_rows(req) > 1 for req in self.reqs.values())
+
     def _check_prefill(self, batch: ExtendBatch, reqs: Sequence[Req]) -> None:
         chunk, most = self.config.chunked_prefill_size, self.config.max_prefill_tokens
         num_tokens = sum(len(seq.token_ids) for seq in batch.seqs)
@@ -203,11 +222,17 @@ class WatchedScheduler(Scheduler):
             self.wrong.append(f"a prefill step computes {len(reqs)} prompts, {most_reqs} are allowed")
         admitted = [req for req in reqs if req not in self._half_way]
         room = self._room_beside(batch, reqs, most)
-        self._half_way = [req for seq, req in zip(batch.seqs, reqs, strict=True) if seq.sampling is None]
+        unfinished = [req for seq, req in zip(batch.seqs, reqs, strict=True) if seq.sampling is None]
+        # A step that goes before a decode step leaves out a prompt that is half-way.
+        left_out = [req for req in self._half_way if req not in reqs and not req.left]
         waiting = [req for req in self.waiting if req.prefetch is None and not self._has_twin(req)]
         running = {
             req.source.body or req.rid for req in self.reqs.values() if req.row and req not in admitted
         }
+        is_newcomer = len(reqs) == len(admitted) == 1 and (reqs[0].source.body or reqs[0].rid) not in running
+        if self._may_go_before_decode and is_newcomer and not unfinished and num_tokens <= most // 4:
+            self._went_before_decode, room = True, most // 4
+        self._half_way = left_out + unfinished
         turns = dict(self._since)
         for req in admitted:
             passed = self._wrongly_passed(req, waiting, running, turns, room)
@@ -225,8 +250,9 @@ class WatchedScheduler(Scheduler):
         room: int | None,
     ) -> Req | None:
         """The first request of ``waiting`` that had to be admitted before ``req``, if there is one. Those that may be
-        passed because ``room`` is too small for them have then had a turn of their body in this step: they are removed
-        from ``waiting``, and the next request of the body is tried after the first ones of all other bodies."""
+        passed because ``room`` is too small for them (None: nobody) have then had a turn of their body in this
+        step: they are removed from ``waiting``, and the next request of the body is tried after the first ones of all
+        other bodies."""
         while True:
             before = [left for left in waiting if self._is_before(left, req, running, turns)]
             if not before:
@@ -245,8 +271,8 @@ class WatchedScheduler(Scheduler):
             turns[self._turn_key(passed)] = self._next_moment()
 
     def _room_beside(self, batch: ExtendBatch, reqs: Sequence[Req], most: int) -> int | None:
-        """If a half-way prompt has more than half of the step, the number of tokens left in the other half. None for
-        any other step, in which no request is overtaken because it is too long."""
+        """If a half-way prompt has more than half of the step, the number of tokens left in the other half, else
+        None."""
         half, scored = most - most // 2, prefill.MAX_SCORED_TOKENS
         sizes = {req: len(seq.token_ids) for seq, req in zip(batch.seqs, reqs, strict=True)}
         for seq, req in zip(batch.seqs, reqs, strict=True):
@@ -258,9 +284,9 @@ class WatchedScheduler(Scheduler):
         return None
 
     def _fits(self, left: Req, req: Req, room: int) -> bool:
-        """Whether ``left`` would also have fitted next to the half-way prompt, or has a better priority than
-        ``req``."""
-        return left.num_tokens <= room or self._rank(left) < self._rank(req)
+        """Whether ``left`` would also have fitted into ``room``, or has a better priority than ``req``."""
+        most = min(room, prefill.MAX_SCORED_TOKENS) if left.scores_prompt else room
+        return left.num_tokens <= most or self._rank(left) < self._rank(req)
 
     def _is_before(
         self, left: Req, req: Req, running: Collection[object], turns: Mapping[tuple[float, object], int]
