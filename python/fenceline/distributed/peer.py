@@ -23,10 +23,11 @@ logger = logging.getLogger(__name__)
 
 # Bytes of a message, by the number of ranks, up to which one shot is faster than two: it sends all data to all ranks,
 # in words of which only half is data.
-ONE_SHOT_BYTES = {2: 512 << 10, 3: 256 << 10, 4: 128 << 10}
+ONE_SHOT_BYTES = {2: 1 << 20, 3: 256 << 10, 4: 128 << 10}
 _ONE_SHOT_OF_MANY = 64 << 10
-# For larger messages NCCL is used, which then moves data at its full rate and straight between the ranks' tensors.
-MAX_BYTES = 8 << 20
+# Larger messages go through NCCL, which gathers all parts, so that they are added in the order of ranks: twice as many
+# bytes cross the links, and torch's operators add them. The largest prefill step of an 8B takes all of it.
+MAX_BYTES = 64 << 20
 _MAX_ROW_BYTES = 32 << 10  # of a row to normalise: four vectors for each thread of a block
 _EPS = 1e-6  # of the norm in the trial
 _TRIAL_S = 30.0  # limit for each launch of the trial, which the ranks begin together
