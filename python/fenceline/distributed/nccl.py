@@ -1,4 +1,4 @@
-"""The back end of ranks on NVIDIA GPUs: torch.distributed's NCCL. It has not been run on several GPUs yet.
+"""The back end of ranks on NVIDIA GPUs: torch.distributed's NCCL.
 
 torch runs NCCL's kernels on the current stream, or, depending on its version, on a stream of the process group. That
 stream waits for the current one before them, and the current one waits for it after them. In both cases they are in

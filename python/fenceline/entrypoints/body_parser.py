@@ -46,7 +46,7 @@ _TINY_BYTES = 8 << 10  # bodies that are parsed as they come
 # A body of no more bytes and values is parsed on the event loop, which takes some milliseconds.
 _INLINE_BYTES = 512 << 10
 _INLINE_VALUES = 1 << 15
-_SMALL_BYTES = 2 * _INLINE_VALUES  # not counted: a value takes two bytes at least, with its comma
+_SMALL_BYTES = 2 * _INLINE_VALUES  # not counted: nearly all values take two bytes at least, with their comma
 # Longer strings and lists of whole numbers are handed over one by one, lists in pieces: others run in between.
 _APART_CHARS = 4096
 _APART_IDS = 1024
