@@ -52,6 +52,11 @@ ROW = 4096  # elements of a row in fused operations
 Way = Callable[[], object]
 
 
+def with_pdl(pdl: int) -> str:
+    """A remark for a line of output."""
+    return f", with pdl {pdl}" if pdl else ""
+
+
 class Rank:
     """The work of one process."""
 
@@ -119,7 +124,7 @@ class Rank:
             total += part.float()
         return total.to(x.dtype)
 
-    def check(self, pdl: bool) -> None:
+    def check(self, pdl: int) -> None:
         generator = torch.Generator(self.device).manual_seed(self.rank)
         num_checked = 0
         self.own.pdl = pdl
@@ -175,7 +180,7 @@ class Rank:
             assert torch.equal(x, wanted) and torch.equal(small, twice), f"replay {turn}"
             num_checked += 2
         self.say(
-            f"{num_checked} sums of {self.size} ranks equal the sum in the order of ranks{', with pdl' * pdl}"
+            f"{num_checked} sums of {self.size} ranks equal the sum in the order of ranks{with_pdl(pdl)}"
         )
 
     # --- time ---------------------------------------------------------------------------------------------
@@ -224,7 +229,7 @@ class Rank:
             found["torch one shot"] = (lambda: one(x, "sum", group), False)
         return found
 
-    def measured(self, nbytes: int, pdl: bool = False) -> dict[str, object]:
+    def measured(self, nbytes: int, pdl: int = 0) -> dict[str, object]:
         """Microseconds of each way. ``pdl``: only of our own in one launch."""
         self.own.pdl = pdl
         line: dict[str, object] = {
@@ -233,7 +238,7 @@ class Rank:
             if not pdl or name in ("one shot", "fused")
         }
         figures = ", ".join(f"{name} {us}" for name, us in line.items())
-        self.say(f"{nbytes:>9} bytes: {figures} us{', with pdl' * pdl}")
+        self.say(f"{nbytes:>9} bytes: {figures} us{with_pdl(pdl)}")
         return {"bytes": nbytes, **line}
 
     def sweep(self) -> list[dict[str, object]]:
@@ -261,13 +266,13 @@ def run(rank: int, args: argparse.Namespace, meeting: str) -> None:
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     me = Rank(rank, args.gpus, meeting)
     sizes = QUICK if args.quick else SIZES
-    me.check(False)
+    me.check(0)
     results = [me.measured(nbytes) for nbytes in sizes]
-    me.check(True)
+    me.check(2)
     for nbytes, result in zip(sizes, results, strict=True):
         if nbytes <= me.own.one_shot_bytes:
-            result["pdl"] = me.measured(nbytes, True)
-    me.own.pdl = False
+            result["pdl"] = me.measured(nbytes, 2)
+    me.own.pdl = 0
     swept = me.sweep() if args.sweep else []
     me.own.close()
     if rank == 0 and args.json is not None:

@@ -1,7 +1,7 @@
 """Runs the scheduler without HTTP: the real loop and model runner, and a process that receives their messages.
 
 Messages are encoded and sent over the same sockets as in a server, so a step takes as long as in a server's scheduler
-process.
+process. With --tp-size the other ranks run in processes of their own, as in a server, and this one is rank 0.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import gc
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ import zmq
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import parse_args
 from fenceline.ipc.io_struct import AbortReq, FlushCacheReq, Message, PortArgs, TokenizedGenerateReq
-from fenceline.ipc.sockets import bind_pull, make_ports, remove_ports
+from fenceline.ipc.rank_board import RankBoard, create_rank_board, rank_endpoint
+from fenceline.ipc.sockets import bind_pull, connect_push, make_ports, remove_ports
+from fenceline.layers.context import Shard
 from fenceline.memory_order import open_device
 from fenceline.model_executor.decode_runner import DecodeRunner
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.sampling.sampling_params import SamplingParams
-from fenceline.scheduler.process import ZmqOutbox
+from fenceline.scheduler.process import ZmqOutbox, join_ranks, run_scheduler_process
+from fenceline.scheduler.ranks import LeadingRank
 from fenceline.scheduler.scheduler import InFlight, Scheduler
 
 _VOCAB = 151643
@@ -66,14 +70,36 @@ class InProcessEngine:
         self.config = resolve(parse_args([*argv, *flags]))
         self._ports = make_ports()
         context = multiprocessing.get_context("spawn")
-        self._taker = context.Process(target=_take_everything, args=(self._ports,), daemon=True)
-        self._taker.start()
+        num_ranks = self.config.server_args.tp_size
+        if num_ranks > 1:
+            create_rank_board(self._ports, num_ranks)
+        self._children = [
+            context.Process(target=_take_everything, args=(self._ports,), daemon=True),
+            *(
+                context.Process(
+                    target=run_scheduler_process, args=(self.config, self._ports, rank), daemon=True
+                )
+                for rank in range(1, num_ranks)
+            ),
+        ]
+        for child in self._children:
+            child.start()
         self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._inbox = _Inbox()
-        self.device = open_device(self.config.device)
-        self.runner = ModelRunner(self.config, self.device, show_progress=False)
+        self.device = open_device(self.config.device, index=None if num_ranks == 1 else 0)
+        shard = Shard() if num_ranks == 1 else join_ranks(self.config, self._ports, 0, self.device)
+        self.runner = ModelRunner(self.config, self.device, show_progress=False, shard=shard)
         outbox = ZmqOutbox(self._zmq, self._ports, skip_detokenizer=False)
-        self.scheduler = Scheduler(self.config, self.runner, self._inbox, outbox)
+        link = None
+        if num_ranks > 1:
+            sockets = [
+                connect_push(self._zmq, rank_endpoint(self._ports, rank)) for rank in range(1, num_ranks)
+            ]
+            send = [partial(socket.send, flags=zmq.NOBLOCK) for socket in sockets]
+            link = LeadingRank(RankBoard(self._ports, 0, num_ranks), self.runner, self._inbox.drain, send)
+        self.scheduler = Scheduler(self.config, self.runner, self._inbox, outbox, link)
+        with self.device.forward.active():
+            shard.smallest(0)  # wait until all ranks are here
         self._flight: InFlight | None = None
         self._num_submitted = 0
         self.blocked_s = 0.0
@@ -86,8 +112,9 @@ class InProcessEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._taker.kill()
-        self._taker.join()
+        for child in self._children:
+            child.kill()
+            child.join()
         self._zmq.destroy(linger=0)
         remove_ports(self._ports)
 

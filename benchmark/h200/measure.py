@@ -8,8 +8,8 @@
 A rented GPU is often available for a few minutes at a time. So a job begins only if its limit fits into the time that
 is left, and is stopped at its limit. DIR/logs.tar.xz is written again after every job, with the logs and files of all
 jobs so far. Jobs that need only the CPU run beside the others, on cores of their own. The jobs that show whether
-something works come first and share the GPUs; then each timed job has a GPU to itself, and those of several GPUs have
-all of them. For each job the list says what its result decides.
+something works come first and share the GPUs; then each timed job has as many GPUs as it needs to itself, and jobs
+begin in the order of the list as GPUs become free. For each job the list says what its result decides.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import tarfile
 import threading
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -120,34 +121,36 @@ class Measurement:
         with ThreadPoolExecutor(max_workers=len(jobs) + 1) as beside:
             alone = [beside.submit(self._on_free_cores, job) for job in by_use["cpu"]]
             self._on_gpus(by_use["gpu"], _AT_ONCE)
-            timed = [job for job in by_use["timed"] if job.gpus > 1]
-            for job in timed:
-                self._on_gpus([job], 1)
-            self._on_gpus([job for job in by_use["timed"] if job.gpus == 1], 1)
+            self._on_gpus(by_use["timed"], 1)
             for future in alone:
                 future.result()
 
     def _on_gpus(self, jobs: Sequence[Job], at_once: int) -> None:
-        """Run the jobs in their order, ``at_once`` on each GPU, and wait for all of them."""
-        waiting, taking = list(jobs), threading.Lock()
+        """Begin the jobs in their order, each as soon as enough GPUs have fewer than ``at_once`` jobs, and wait for all
+        of them."""
+        places = Counter(dict.fromkeys(range(self._num_gpus), at_once))
+        changed = threading.Condition()
 
-        def work(gpu: int) -> None:
-            while True:
-                with taking:
-                    job = waiting.pop(0) if waiting else None
-                if job is None:
-                    return
+        def run(job: Job, gpus: list[int]) -> None:
+            cores = [core for gpu in gpus for core in self._gpu_cores[gpu * _GPU_CORES :][:_GPU_CORES]]
+            env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if self._num_gpus > 1 else None
+            try:
+                self._run(job, cores or self._gpu_cores, env)
+            finally:
+                with changed:
+                    places.update(gpus)
+                    changed.notify_all()
+
+        with ThreadPoolExecutor(max_workers=at_once * self._num_gpus) as running:
+            for job in jobs:
                 if job.gpus > self._num_gpus:
                     self._end_of(Result(job, "not begun", 0.0))
-                elif job.gpus > 1 or self._num_gpus == 1:
-                    self._run(job, self._gpu_cores)
-                else:
-                    cores = self._gpu_cores[gpu * _GPU_CORES :][:_GPU_CORES] or self._gpu_cores
-                    self._run(job, cores, {"CUDA_VISIBLE_DEVICES": str(gpu)})
-
-        workers = [gpu for _ in range(at_once) for gpu in range(self._num_gpus)]
-        with ThreadPoolExecutor(max_workers=len(workers)) as sharing:
-            list(sharing.map(work, workers))
+                    continue
+                with changed:
+                    changed.wait_for(lambda: len(+places) >= job.gpus)  # noqa: B023
+                    gpus = sorted(gpu for gpu, _ in (+places).most_common(job.gpus))
+                    places.subtract(gpus)
+                running.submit(run, job, gpus)
 
     def _on_free_cores(self, job: Job) -> None:
         """Wait until as many cores as the job needs are free, and run it on them."""

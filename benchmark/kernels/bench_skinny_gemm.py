@@ -1,7 +1,7 @@
 """Products of few rows on a GPU: compares cuBLAS with our kernels on the shapes of some models, in captured graphs.
 
-Usage: bench_skinny_gemm.py [--models 0.6B 8B Llama-8B 30B-A3B] [--rows 1 2 ...] [--seconds 2] [--triton] [--table FILE]
-    [--skip-sweep]
+Usage: bench_skinny_gemm.py [--models 0.6B 8B Llama-8B 30B-A3B 8B/2 ...] [--rows 1 2 ...] [--seconds 2] [--triton]
+    [--table FILE] [--skip-sweep]
 
 The sweep looks for the best configuration of each product. A graph runs it over 400 MB of copies of the weight, so that
 each copy is read from memory. If cuBLAS is faster there, our best configuration is also tried in the model's chain, in
@@ -9,8 +9,9 @@ which our products begin before the preceding ones have ended, and the faster ch
 every layer has its own weights, is timed with cuBLAS, with Triton alone (guessed configurations) and with the best
 configurations. Times are medians over replays. The floor is the weights' bytes divided by the rate of a
 device-to-device copy, measured in the same run. The best configurations are written to --table, in the format of
-layers/kernels/skinny_table.py. They replace the file's entries for the same products; other entries stay. Products that
-only a draft of the model has are in the sweep but not in the chain.
+layers/kernels/skinny_table.py. They replace the file's entries for the same products; other entries stay. A model
+called NAME/2 has the products of one of two ranks, whose norms and sums belong to the all-reduce between them.
+Products that only a draft of the model has are in the sweep but not in the chain.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ class Product:
     name: str
     weight_rows: int
     k: int
-    function: str  # product | normed_product | gated_product | add_product
+    function: str  # product | normed_product | gated_product | add_product; plain_gated: a gated product without norm
 
     @property
     def gated(self) -> bool:
-        return self.function == "gated_product"
+        return self.function in ("gated_product", "plain_gated")
 
     @property
     def num_out(self) -> int:
@@ -119,6 +120,21 @@ _LLAMA_DRAFTS = (
     Product("qkv", 6144, 8192, "product"),  # EAGLE-3's
     Product("d_head", 32_000, 4096, "normed_product"),
 )
+
+
+def part_of(model: Model, size: int) -> Model:
+    """The products of one of ``size`` ranks."""
+
+    def part(product: Product) -> Product:
+        if product.function == "add_product":
+            return replace(product, k=product.k // size, function="product")
+        rows, function = -(-product.weight_rows // size), "plain_gated" if product.gated else "product"
+        return replace(product, weight_rows=rows, function=function)
+
+    layer = tuple(part(product) for product in model.layer)
+    return Model(f"{model.name}, a rank of {size}", model.num_layers, layer, part(model.head))
+
+
 MODELS = {
     "0.6B": make_model("Qwen3-0.6B", 28, 1024, 4096, 2048, 3072),
     "8B": make_model("Qwen3-8B", 36, 4096, 6144, 4096, 12_288),
@@ -130,6 +146,9 @@ MODELS = {
         (Product("qkv", 5120, 2048, "normed_product"), Product("o", 2048, 4096, "add_product")),
         Product("lm_head", 151_936, 2048, "normed_product"),
     ),
+}
+MODELS |= {
+    f"{name}/{size}": part_of(MODELS[name], size) for name in ("0.6B", "8B", "Llama-8B") for size in (2, 4)
 }
 
 
@@ -218,7 +237,8 @@ class Activations:
         if product.function == "add_product":
             weight.add_product(self.residuals[product.num_out], x, None)
         elif product.gated:
-            weight.gated_product(x, self.norms[product.k], None)
+            norm = self.norms[product.k]
+            weight.gated_product(x, norm if product.function == "gated_product" else None, None, norm.kernels)
         elif product.function == "product":
             weight.product(x)
         else:

@@ -44,6 +44,13 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
+// Lets the next kernel of the stream start as soon as all blocks have called this.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // The words of PeerWatch, which lie in the host's memory.
 __device__ __forceinline__ uint32_t load_watch(const uint32_t* from) {
   uint32_t value;

@@ -20,6 +20,7 @@ class GpuThread {
 
   // No thread may touch memory before this: the launch may have begun while the preceding kernel was still running.
   __device__ GpuThread(const AllReduceRequest& request) : r_(request), flags_(own_flags(request)) {
+    if (request.pdl > 1) let_next_kernel_start();
     wait_for_previous_kernel();
   }
 

@@ -102,6 +102,7 @@ inline void load_words(const char* from, uint64_t& a, uint64_t& b) {
 }
 inline uint64_t load_relaxed(const uint64_t* from) { return Word(*const_cast<uint64_t*>(from)).load(std::memory_order_relaxed); }
 inline void wait_for_previous_kernel() {}
+inline void let_next_kernel_start() {}
 inline uint32_t load_watch(const uint32_t*) { return 0; }
 inline void store_watch(uint32_t*) {}
 inline uint64_t nanoseconds() { return 0; }

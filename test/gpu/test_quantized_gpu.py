@@ -96,11 +96,16 @@ def test_products(name: str, shape: tuple[int, int]) -> None:
         wide = x.double()
         normed = F.rms_norm(wide, (k,), norm.weight.double(), 1e-6)
         gate, up = F.linear(normed, plain, bias.double()).chunk(2, -1)
+        plain_gate, plain_up = F.linear(wide, plain, bias.double()).chunk(2, -1)
         pairs = {
             "plain": (weight.product(x), F.linear(wide, plain)),
             "bias": (weight.product(x, bias), F.linear(wide, plain, bias.double())),
             "norm": (weight.normed_product(x, norm, bias), F.linear(normed, plain, bias.double())),
-            "gated": (weight.gated_product(x, norm, bias), F.silu(gate) * up),
+            "gated": (weight.gated_product(x, norm, bias, norm.kernels), F.silu(gate) * up),
+            "gated, without norm": (
+                weight.gated_product(x, None, bias, norm.kernels),
+                F.silu(plain_gate) * plain_up,
+            ),
             "residual": (
                 weight.add_product(residual.clone(), x, None),
                 residual.double() + F.linear(wide, plain),

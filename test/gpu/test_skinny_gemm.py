@@ -153,7 +153,8 @@ def test_fused_products_agree_with_torch(rows: int) -> None:
                 "into": ours.product(x, bias, into),
                 "add": ours.add_product(residual.clone(), x, bias),
                 "normed": ours.normed_product(x, norm, bias, out),
-                "gated": ours.gated_product(x, norm, bias),
+                "gated": ours.gated_product(x, norm, bias, norm.kernels),
+                "gated, without norm": ours.gated_product(x, None, bias, norm.kernels),
             }
             assert products["normed"] is out and products["into"] is into
             results.append(products | {"normed": out.clone()})

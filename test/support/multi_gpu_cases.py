@@ -119,10 +119,10 @@ def ways(rank: Rank) -> Found:
     return {"ways": 3}
 
 
-def mixed(rank: Rank, pdl: bool = False) -> Found:
+def mixed(rank: Rank, pdl: int = 0) -> Found:
     """All kinds of launches, of different sizes in turn, in one graph that is replayed while one rank is late, at first
-    while the last 32 bits of the generation begin at 0 again. ``pdl``: launches may start while the preceding kernel
-    ends."""
+    while the last 32 bits of the generation begin at 0 again. ``pdl``: see
+    ``PeerAllReduce``; with 2 a launch starts while the preceding one waits for its peers."""
     own, device = rank.own, rank.device
     begin_at(own, NEAR_THE_END)
     rank.meet()
@@ -176,7 +176,7 @@ def mixed(rank: Rank, pdl: bool = False) -> Found:
 
 def mixed_pdl(rank: Rank) -> Found:
     """See ``mixed``."""
-    return mixed(rank, True)
+    return mixed(rank, 2)
 
 
 def graphs(rank: Rank) -> Found:

@@ -66,12 +66,12 @@ def test_jobs_are_chosen_by_name_and_another_checkout_is_given(tmp_path: Path) -
     assert "page.py" in done.stdout and "fails" not in done.stdout
 
 
-def test_timed_jobs_have_a_gpu_each_and_those_of_several_all_of_them(tmp_path: Path) -> None:
+def test_timed_jobs_have_as_many_gpus_to_themselves_as_they_need(tmp_path: Path) -> None:
     meet = "touch {out}/../here-%s; for i in $(seq 600); do [ -e {out}/../here-%s ] && exit 0; sleep 0.1; done; exit 1"
     jobs = (
         _job("one", "timed", 70, "echo GPU $CUDA_VISIBLE_DEVICES; " + meet % (1, 2), "GPU")
         + _job("two", "timed", 70, "echo GPU $CUDA_VISIBLE_DEVICES; " + meet % (2, 1), "GPU")
-        + _job("both", "timed", 60, "ls {out}/../here-1 || echo first", "first").replace(
+        + _job("both", "timed", 60, "ls {out}/../here-1 && echo GPUs $CUDA_VISIBLE_DEVICES", "GPUs").replace(
             "use", "gpus = 2\nuse"
         )
         + _job("all", "gpu", 60, "true").replace("use", "gpus = 3\nuse")
@@ -79,7 +79,7 @@ def test_timed_jobs_have_a_gpu_each_and_those_of_several_all_of_them(tmp_path: P
     done = _measure(tmp_path, jobs, "--seconds", "300", "--gpus", "2")
     ends = dict(re.findall(r"^(\w+) +(not begun|stopped|\d+) ", done.stdout, re.MULTILINE))
     assert ends == {"one": "0", "two": "0", "both": "0", "all": "not begun"}, done.stdout
-    assert "    first\n" in done.stdout and "GPU 0" in done.stdout and "GPU 1" in done.stdout
+    assert "GPUs 0,1\n" in done.stdout and "GPU 0" in done.stdout and "GPU 1" in done.stdout
 
 
 @pytest.mark.parametrize(

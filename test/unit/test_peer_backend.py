@@ -59,8 +59,10 @@ class FakeAllReduce:
         exchange: Callable[[bytes], Sequence[bytes]],
         one: int,
         most: int,
+        pdl: int,
     ) -> None:
         assert (rank, size, one, most) == (1, 2, one_shot_bytes(2), MAX_BYTES)
+        self.pdl = pdl
         assert list(exchange(b"a\0b")) == [b"a\0b", b"a\0b"] and list(exchange(b"")) == [b"", b""]
         self.calls: list[tuple[int, bool]] = []
         self.gathered: list[int] = []
@@ -190,6 +192,20 @@ def test_kernels_that_give_another_sum_than_torch_are_not_used(
     assert x.tolist() == [2.0] * 4
 
 
+def test_only_ranks_with_gpus_of_their_own_let_the_next_kernel_start_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU that ranks share, the next kernel of one would take the place of blocks that another one waits for."""
+
+    class Sharing(FakeNccl, StagedBackend):
+        def __init__(self) -> None:
+            FakeNccl.__init__(self)
+
+    assert make(monkeypatch)[2].pdl == 2
+    own = PeerBackend(Sharing(), CPU)._own
+    assert isinstance(own, FakeAllReduce) and own.pdl == 1
+
+
 class Meeting:
     """The collectives of two ranks in threads. One that the other does not join, or joins with another number of
     bytes, is an error, where NCCL's would wait."""
@@ -229,7 +245,7 @@ def test_one_rank_that_finds_the_kernels_wrong_turns_them_off_on_all(
     class OneWrong:
         lost = False
 
-        def __init__(self, rank: int, *given: object) -> None:
+        def __init__(self, rank: int, *given: object, pdl: int) -> None:
             self.rank = rank
 
         def all_reduce(self, x: torch.Tensor, registered: bool = False) -> None:
@@ -307,7 +323,7 @@ def test_rows_of_one_shot_are_summed_and_normed_in_one_launch(monkeypatch: pytes
 def test_without_peer_access_everything_goes_through_nccl(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def unavailable(*given: object) -> None:
+    def unavailable(*given: object, pdl: int) -> None:
         raise KernelUnavailable("rank 0 cannot reach the other GPUs' memory")
 
     monkeypatch.setattr(peer, "PeerAllReduce", unavailable)

@@ -143,14 +143,16 @@ def check_choice() -> None:
             residual = torch.randn(rows, 32)
             normed = norm.forward(x)
             gate, up = F.linear(normed, plain, bias).chunk(2, -1)
+            plain_gate, plain_up = F.linear(x, plain, bias).chunk(2, -1)
             pairs = (
                 (weight.product(x, bias), F.linear(x, plain, bias)),
                 (weight.product(x, None, torch.empty(rows, 32)), F.linear(x, plain)),
                 (weight.normed_product(x, norm, bias), F.linear(normed, plain, bias)),
-                (weight.gated_product(x, norm, bias), F.silu(gate) * up),
+                (weight.gated_product(x, norm, bias, norm.kernels), F.silu(gate) * up),
+                (weight.gated_product(x, None, bias, norm.kernels), F.silu(plain_gate) * plain_up),
                 (weight.add_product(residual.clone(), x, bias), residual + F.linear(x, plain, bias)),
             )
-            assert calls == ([called] * 5 if rows > 1 else [])
+            assert calls == ([called] * 6 if rows > 1 else [])
             calls.clear()
             for got, want in pairs:
                 # The input is rounded too where the GPU multiplies in fp8, and badly by the interpreter (see above).
@@ -238,7 +240,7 @@ def check_float16() -> None:
         torch.testing.assert_close(
             weight.normed_product(x[:rows], norm).float(), want[:rows], rtol=0.02, atol=1.0
         )
-        assert weight.gated_product(x[:rows], norm, None).isfinite().all()
+        assert weight.gated_product(x[:rows], norm, None, norm.kernels).isfinite().all()
 
 
 def check_cuda_choice() -> None:
@@ -290,7 +292,7 @@ def check_cuda_choice() -> None:
         x = torch.randn(rows, 256).to(dtype)
         launches.clear()
         if gated:
-            got = weight.gated_product(x, norm, None)
+            got = weight.gated_product(x, norm, None, norm.kernels)
             gate, up = F.linear(norm.forward(x).float(), stored.dequantized(torch.float32)).chunk(2, -1)
             want = F.silu(gate) * up
         else:

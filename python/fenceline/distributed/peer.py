@@ -52,7 +52,13 @@ class PeerBackend:
             return
         try:
             self._own = PeerAllReduce(
-                self.rank, self.size, device, self._exchange, one_shot_bytes(self.size), MAX_BYTES
+                self.rank,
+                self.size,
+                device,
+                self._exchange,
+                one_shot_bytes(self.size),
+                MAX_BYTES,
+                pdl=1 if isinstance(others, StagedBackend) else 2,
             )
         except KernelUnavailable as error:
             logger.warning("Sums of ranks go through NCCL, which is slower for few rows: %s", error)

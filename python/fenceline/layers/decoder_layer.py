@@ -295,10 +295,8 @@ class GatedMLP(Branch):
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         normed = batch.normed.pop(self.input_norm, None)
-        if normed is None:
-            gated = self.gate_up_proj.forward_gated(x, self.input_norm, self.activation)
-        else:
-            gated = self.gate_up_proj.forward_gated(normed, None, self.activation)
+        read, norm = (x, self.input_norm) if normed is None else (normed, None)
+        gated = self.gate_up_proj.forward_gated(read, norm, self.activation)
         return self.add_product(x, self.down_proj, gated, batch)
 
     def weight_slots(self, prefix: str) -> WeightSlots:

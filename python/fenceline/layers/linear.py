@@ -96,9 +96,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     def forward_gated(self, x: torch.Tensor, norm: RMSNorm | None, activation: str = SILU) -> torch.Tensor:
         """activation(gate) * up, [T, size of one part], of norm(x), or of x if ``norm`` is None. The layer must have
         two parts of the same size, gate and up."""
-        if norm is None:
-            return self.kernels.activate(self.forward(x), activation)
-        return self.weight.gated_product(x, norm, self.bias, activation)
+        return self.weight.gated_product(x, norm, self.bias, self.kernels, activation)
 
 
 class QKVParallelLinear(ColumnParallelLinear):

@@ -213,11 +213,18 @@ class Weight(ABC):
         return self.product(norm.forward(x), bias, out)
 
     def gated_product(
-        self, x: torch.Tensor, norm: RMSNorm, bias: torch.Tensor | None, activation: str = SILU
+        self,
+        x: torch.Tensor,
+        norm: RMSNorm | None,
+        bias: torch.Tensor | None,
+        kernels: LayerKernels,
+        activation: str = SILU,
     ) -> torch.Tensor:
-        """activation(gate) * up for norm(x), as in a gated MLP (arXiv:2002.05202): [T, N / 2]. The first half of the
-        weight's rows makes gate, the second half up. ``activation``: see ``LayerKernels.activate``."""
-        return norm.kernels.activate(self.normed_product(x, norm, bias), activation)
+        """activation(gate) * up for norm(x), or for x if ``norm`` is None, as in a gated MLP (arXiv:2002.05202):
+        [T, N / 2]. The first half of the weight's rows makes gate, the second half up. ``kernels`` computes the
+        activation where the product does not; ``activation``: see ``LayerKernels.activate``."""
+        product = self.product(x, bias) if norm is None else self.normed_product(x, norm, bias)
+        return kernels.activate(product, activation)
 
     def add_product(self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``residual`` [T, N] += the product of x, in place; returns ``residual``."""

@@ -186,7 +186,7 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
         logger.info("Opened the device (%s) in %.1f s", config.device, time.perf_counter() - begin)
         if device.kind == "cpu" and config.num_sharing > 1:
             torch.set_num_threads(max(torch.get_num_threads() // config.num_sharing, 1))
-        shard = Shard() if num_ranks == 1 else _join_ranks(config, ports, rank, device)
+        shard = Shard() if num_ranks == 1 else join_ranks(config, ports, rank, device)
         if config.server_args.nnodes > 1:
             with device.forward.active():
                 config = agreed(config, shard.exchange(described(config)))
@@ -270,7 +270,7 @@ def _device_of(rank: int, config: EngineConfig) -> int:
     return 0 if ranks_share_gpu() else rank - config.local_ranks[0]
 
 
-def _join_ranks(config: EngineConfig, ports: PortArgs, rank: int, device: Device) -> Shard:
+def join_ranks(config: EngineConfig, ports: PortArgs, rank: int, device: Device) -> Shard:
     """Wait for all ranks and connect to them. Returns this rank's Shard."""
     args = config.server_args
     num_ranks, meeting = args.tp_size, rank_meeting(ports).as_uri()

@@ -51,7 +51,10 @@ struct AllReduceRequest {
   int32_t dtype;             // 0 bfloat16, 1 float16, 2 float32
   int32_t kind;              // 0 one shot, 1 two shots, 2 one shot fused with residual and RMSNorm, 3 gather
   float eps;
-  int32_t pdl;               // launch while the preceding kernel ends; the kernel waits for it before it reads anything
+  // From sm_90 on. 1: launch while the preceding kernel ends; the kernel waits for it before it reads anything. 2: also let
+  // the next kernel of the stream start early, which must wait in the same way. Its blocks start when all blocks of this
+  // one run, so they take the place of none on this GPU; but where ranks share a GPU, they could take that of a peer's.
+  int32_t pdl;
 };
 static_assert(sizeof(AllReduceRequest) == 176, "mirrored in Python");
 

@@ -49,10 +49,11 @@ class PeerAllReduce:
     ``exchange(data)`` returns all ranks' bytes, in the order of ranks. It is called by the constructor,
     :meth:`register` and :meth:`close` only. ``one_shot_bytes`` and ``max_bytes``: the largest messages in one shot and
     in two. ``max_blocks``: of a launch; all blocks that wait for each other must fit their GPUs at once. ``limit_s``:
-    how long a launch waits for a peer before it gives up (see :attr:`lost`), 0: until :meth:`give_up`. ``pdl``: a
-    launch may start while the preceding kernel of its stream ends (programmatic dependent launch); it waits for that
-    kernel before it reads or writes anything. Raises ``KernelUnavailable`` on all ranks alike where a GPU cannot reach
-    another one's memory.
+    how long a launch waits for a peer before it gives up (see :attr:`lost`), 0: until :meth:`give_up`. ``pdl``,
+    from sm_90 on: 1: a launch may start while the preceding kernel of its stream ends (programmatic dependent launch);
+    it waits for that kernel before it reads or writes anything. 2: in the same way the next kernel may also start while
+    a launch waits for its peers; each rank must then have a GPU of its own. Raises ``KernelUnavailable`` on all ranks
+    alike where a GPU cannot reach another one's memory.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class PeerAllReduce:
         library: KernelLibrary | None = None,
         max_blocks: int = _MAX_BLOCKS,
         limit_s: float = 0.0,
-        pdl: bool = False,
+        pdl: int = 0,
     ) -> None:
         if not 2 <= size <= MAX_RANKS:
             raise KernelUnavailable(
@@ -74,7 +75,8 @@ class PeerAllReduce:
             )
         self.rank, self.size, self.device = rank, size, device
         self.one_shot_bytes, self.max_bytes = one_shot_bytes, max_bytes
-        self._max_blocks, self._limit_ns, self.pdl = max_blocks, round(limit_s * 1e9), pdl
+        self._max_blocks, self._limit_ns = max_blocks, round(limit_s * 1e9)
+        self.pdl = pdl if torch.cuda.get_device_capability(device) >= (9, 0) else 0
         self._watch = torch.zeros(0, dtype=torch.int32)
         self._exchange = exchange
         self._opened: dict[bytes, int] = {}  # by handle: the address in this process

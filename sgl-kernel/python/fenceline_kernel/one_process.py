@@ -63,7 +63,7 @@ class OneProcessRanks:
         one_shot_bytes: int,
         max_bytes: int,
         limit_s: float,
-        pdl: bool = False,
+        pdl: int = 0,
     ) -> None:
         """The last four: see ``PeerAllReduce``. A launch that waits longer than ``limit_s`` gives up."""
         self.size = size

@@ -157,6 +157,13 @@ class SkinnyProducts:
         return skinny_linear(x, weight, choice, fusion, out)
 
 
+def gated_fusion(norm: RMSNorm | None, bias: torch.Tensor | None) -> Fusion:
+    """What ``Weight.gated_product`` does around the product."""
+    if norm is None:
+        return Fusion(bias=bias, gated=True)
+    return Fusion(norm.weight, norm.eps, bias, gated=True)
+
+
 class CudaDenseWeight(DenseWeight):
     """A dense weight. Products of few rows are computed by our own fused kernels where these are faster."""
 
@@ -199,15 +206,21 @@ class CudaDenseWeight(DenseWeight):
         return self.product(norm.forward(x), bias, out)
 
     def gated_product(
-        self, x: torch.Tensor, norm: RMSNorm, bias: torch.Tensor | None, activation: str = SILU
+        self,
+        x: torch.Tensor,
+        norm: RMSNorm | None,
+        bias: torch.Tensor | None,
+        kernels: LayerKernels,
+        activation: str = SILU,
     ) -> torch.Tensor:
         if activation != SILU:
-            return super().gated_product(x, norm, bias, activation)
-        if x.shape[0] <= _FEW_ROWS and may_fuse_norm(x, norm.weight):
-            done = self._products.multiply(x, self.data, Fusion(norm.weight, norm.eps, bias, gated=True))
+            return super().gated_product(x, norm, bias, kernels, activation)
+        few = x.shape[0] <= _FEW_ROWS and x.is_contiguous()
+        if few and (norm is None or may_fuse_norm(x, norm.weight)):
+            done = self._products.multiply(x, self.data, gated_fusion(norm, bias))
             if done is not None:
                 return done
-        return norm.kernels.silu_and_mul(F.linear(norm.forward(x), self.data, bias))
+        return kernels.silu_and_mul(F.linear(x if norm is None else norm.forward(x), self.data, bias))
 
     def add_product(self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if x.shape[0] <= _FEW_ROWS:

@@ -14,8 +14,14 @@ import torch
 import torch.nn.functional as F
 
 from fenceline.config.quantization import FP8_BLOCK, INT4_GROUPS, QuantConfig
-from fenceline.layers.kernels.base import SILU
-from fenceline.layers.kernels.cuda_kernels import find_skinny_gemm, gpu_traits, is_right, skinny_cut
+from fenceline.layers.kernels.base import SILU, LayerKernels
+from fenceline.layers.kernels.cuda_kernels import (
+    find_skinny_gemm,
+    gated_fusion,
+    gpu_traits,
+    is_right,
+    skinny_cut,
+)
 from fenceline.layers.kernels.quantized_gemm import dequantize, quantize_rows, quantized_linear
 from fenceline.layers.kernels.skinny_gemm import PLAIN, Fusion, TritonConfig, may_fuse_norm
 from fenceline.layers.kernels.skinny_table import (
@@ -189,12 +195,17 @@ class CudaQuantizedWeight(QuantizedWeight):
         return self.product(norm.forward(x), bias, out) if done is None else done
 
     def gated_product(
-        self, x: torch.Tensor, norm: RMSNorm, bias: torch.Tensor | None, activation: str = SILU
+        self,
+        x: torch.Tensor,
+        norm: RMSNorm | None,
+        bias: torch.Tensor | None,
+        kernels: LayerKernels,
+        activation: str = SILU,
     ) -> torch.Tensor:
-        fusion, done = Fusion(norm.weight, norm.eps, bias, gated=True), None
+        done = None
         if activation == SILU:
-            done = self._products.few_rows(x, self.stored, fusion)
-        return super().gated_product(x, norm, bias, activation) if done is None else done
+            done = self._products.few_rows(x, self.stored, gated_fusion(norm, bias))
+        return super().gated_product(x, norm, bias, kernels, activation) if done is None else done
 
     def add_product(self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         done = self._products.few_rows(x, self.stored, Fusion(bias=bias, residual=residual))

@@ -210,10 +210,15 @@ class LaunchedDenseWeight(DenseWeight):
         return self._launch(x, norm, bias, out, gated=False)
 
     def gated_product(
-        self, x: torch.Tensor, norm: RMSNorm, bias: torch.Tensor | None, activation: str = SILU
+        self,
+        x: torch.Tensor,
+        norm: RMSNorm | None,
+        bias: torch.Tensor | None,
+        kernels: LayerKernels,
+        activation: str = SILU,
     ) -> torch.Tensor:
         if x.shape[0] > _FEW_ROWS or activation != SILU:
-            return super().gated_product(x, norm, bias, activation)
+            return super().gated_product(x, norm, bias, kernels, activation)
         return self._launch(x, norm, bias, None, gated=True)
 
     def add_product(self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
