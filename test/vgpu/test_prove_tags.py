@@ -422,6 +422,16 @@ def _computed_twice(random: Random) -> Scenario:
     )  # fmt: skip
 
 
+def _one_begins_like_another(random: Random) -> Scenario:
+    """The second step computes a prompt of one token, whose slots attention does not read, before the rest of a longer
+    one that begins with the same token. Prove had this with --workload engine --seed 300890."""
+    script = Script(random)
+    prompt = script.prompt(13, 13)
+    for length in (13, 1):
+        script.add(0, prompt[:length], 2)
+    return script.scenario(max_total_tokens=96, max_running_requests=4, chunked_prefill_size=8, page_size=4)
+
+
 def _twins(random: Random) -> Scenario:
     """The same prompt at the same time, computed twice; afterwards one of the two gives its pages back."""
     script = Script(random)
@@ -449,6 +459,7 @@ MORE_WORKLOADS = {
     "tags_stored_apart": _stored_apart,
     "tags_pieces": _pieces,
     "tags_computed_twice": _computed_twice,
+    "tags_one_begins_like_another": _one_begins_like_another,
     "tags_twins": _twins,
     "tags_crowd": _crowd,
 }

@@ -327,18 +327,40 @@ class Step:
             unread += self.seqs
             num_unread = sum(seq.length - seq.first_read(window) for seq in unread)
             self._in_order[part] = not self._decodes or len(slots) >= num_unread
-        in_order = self._in_order[part]
-        while len(slots):
-            seq = next(
-                (seq for seq in self._candidates(unread, in_order) if self._fits(memory, slots, part, seq)),
-                None,
-            )
-            if seq is None:
-                self._misread(op, memory, slots, part, next(self._candidates(unread, in_order), self.seqs[0]))
-                return
-            index = unread.index(seq)
-            del unread[0 if in_order else index : index + 1]
-            slots = slots[seq.length - seq.first_read(window) :]
+        left = self._left_of(unread, memory, slots, part)
+        if left is not None:
+            unread[:] = left
+            return
+        while fitting := list(self._fitting(unread, memory, slots, part)):
+            unread, slots = fitting[0]
+        first = next(self._candidates(unread, self._in_order[part]), self.seqs[0])
+        self._misread(op, memory, slots, part, first)
+
+    def _left_of(
+        self, unread: Sequence[Seq], memory: SlotMemory, slots: I64, part: int
+    ) -> Sequence[Seq] | None:
+        """What is left of ``unread`` behind a read of ``slots``; None if these are not the slots of requests. All ways
+        to divide the slots are tried: a request that may be left out can fit where a longer one with the same first
+        tokens is read."""
+        if not len(slots):
+            return unread
+        fitting = self._fitting(unread, memory, slots, part)
+        ways = (self._left_of(rest, memory, others, part) for rest, others in fitting)
+        return next((left for left in ways if left is not None), None)
+
+    def _fitting(
+        self, unread: Sequence[Seq], memory: SlotMemory, slots: I64, part: int
+    ) -> Iterator[tuple[Sequence[Seq], I64]]:
+        """For each request whose slots may come first: the requests that are then unread, and the other slots. Of
+        several with the same slots to read it is the first."""
+        in_order, window = self._in_order[part], self._tags.windows[part]
+        nums = set[int]()
+        for seq in self._candidates(unread, in_order):
+            num = seq.length - seq.first_read(window)
+            if num not in nums and self._fits(memory, slots, part, seq):
+                nums.add(num)
+                index = unread.index(seq)
+                yield [*unread[: 0 if in_order else index], *unread[index + 1 :]], slots[num:]
 
     def _candidates(self, unread: Sequence[Seq], in_order: bool) -> Iterator[Seq]:
         """The requests that may be read next: the first; in prefill steps those without a prefix may be left out; a
@@ -347,7 +369,7 @@ class Step:
             yield seq
             if self._decodes or seq.first > 0:
                 break
-        if not in_order:
+        if unread and not in_order:
             longest = max(seq.length for seq in unread)
             yield from (seq for seq in unread[1:] if seq.length == longest)
 
