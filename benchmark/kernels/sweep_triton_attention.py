@@ -1,6 +1,6 @@
 """Finds the fastest configurations of our Triton attention on this GPU: each is timed as one layer in captured graphs.
 
-    python benchmark/kernels/sweep_triton_attention.py [--models 0.6B 8B] [--page-size 1] [--batches 1x1150 8x512]
+    python benchmark/kernels/sweep_triton_attention.py [--models 8B 8B/2 ...] [--page-size 1] [--batches 1x1150 8x512]
         [--queries 1] [--jobs 8] [--top 4]
 
 Prints, for each batch, the fastest configurations, and the backend's own choice (marked ``*``) with its rank. Decode is
@@ -47,7 +47,13 @@ class Heads:
     head_dim: int
 
 
-MODELS = {"0.6B": Heads(16, 8, 128), "8B": Heads(32, 8, 128)}
+MODELS = {
+    "0.6B": Heads(16, 8, 128),
+    "8B": Heads(32, 8, 128),
+    "8B/2": Heads(16, 4, 128),  # one of two ranks
+    "30B-A3B": Heads(32, 4, 128),
+    "gpt-oss-20b": Heads(64, 8, 64),
+}
 LATENCY_BOUND = (1, 2)  # batches for which the configurations for few requests are tried
 DECODE = (
     (1, 512), (1, 1150), (1, 4096), (4, 1150), (8, 512), (8, 16384), (16, 1150), (32, 384), (32, 1150), (64, 1150),
@@ -70,6 +76,7 @@ FEW_OF_CHAINS = (
     (128, 8, 2, 1, None, 2), (128, 8, 3, 1, None, 2),
 )  # fmt: skip
 MERGED = (2048, 4096)  # elements that a warp merges at once, for few requests
+LEAST = (1, 2, 3, 4, 6)  # blocks of each worker, for a single request
 MANY = (
     (64, 4, 3, 2, None, 2), (64, 4, 5, 2, None, 2), (64, 4, 5, 2, None, 0), (64, 4, 5, 2, None, 4),
     (64, 4, 7, 2, None, 2), (32, 2, 5, 4, None, 2), (32, 4, 5, 3, None, 2), (64, 8, 5, 2, 128, 2),
@@ -197,10 +204,11 @@ def decode_configs(batch: int, num_sms: int, heads: Heads, num_queries: int) -> 
     return [
         DecodeConfig(
             block_n, max(int(num_sms * per_sm) // heads.kv, 1), num_warps, num_stages, True, registers, ahead,
-            elements,
+            elements, least,
         )
         for block_n, num_warps, num_stages, per_sm, registers, ahead in cuts
         for elements in merged
+        for least in (LEAST if batch == 1 else LEAST[:1])
     ]  # fmt: skip
 
 
@@ -221,7 +229,7 @@ def describe(config: Config) -> str:
     if isinstance(config, ExtendConfig):
         return f"{config.block_m}x{config.block_n}/w{config.num_warps}/s{config.num_stages}"
     cut = f"{config.block_n}/w{config.num_warps}/s{config.num_stages}/p{config.num_workers}/f{config.num_prefetched}"
-    cut += f"/m{config.merge_elements}"
+    cut += f"/m{config.merge_elements}/b{config.min_blocks}"
     return cut + (f"/r{config.max_registers}" if config.max_registers else "")
 
 
