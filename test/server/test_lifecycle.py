@@ -21,7 +21,10 @@ import zmq
 from fake_scheduler import RELEASE, Seed
 from live_server import WAIT_S, WATCHDOG_S, LiveServer, wait_for
 
-from fenceline.entrypoints.supervisor import bind_socket, listen
+from fenceline.config.engine_config import resolve
+from fenceline.config.server_args import ServerArgs
+from fenceline.entrypoints import supervisor
+from fenceline.entrypoints.supervisor import bind_socket, listen, serve_until_stopped
 from fenceline.ipc.io_struct import BatchStrOut, ShutdownReq, encode
 from fenceline.ipc.sockets import connect_push
 
@@ -361,3 +364,17 @@ def test_busy_port_is_refused_in_one_line(sockets_dir: Path) -> None:
             assert f"port {port} on 127.0.0.1 is in use" in server.output
             assert "--port" in server.output
     assert socket_folders(sockets_dir) == []
+
+
+def test_threads_beside_the_event_loop_have_short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a thread writes logprobs, the loop waits for its turn several times for each answer."""
+    for name in ("setup_logging", "raise_descriptor_limit"):  # of the process, which here is the tests'
+        monkeypatch.setattr(supervisor, name, lambda *_: None)
+    before = sys.getswitchinterval()
+    try:
+        with bind_socket(LOCALHOST, 0) as taken:
+            port = taken.getsockname()[1]
+            assert serve_until_stopped(resolve(ServerArgs(model_path="demo", device="cpu", port=port))) == 1
+        assert sys.getswitchinterval() <= 0.0005
+    finally:
+        sys.setswitchinterval(before)
