@@ -118,6 +118,33 @@ async def test_a_large_answer_is_sent_in_pieces_a_turn_of_the_loop_each(num_part
         assert sum(len(message["body"]) for at, message in bodies if at == turn) <= PIECE_BYTES
 
 
+@pytest.mark.parametrize("num_parts", [0, 1, 700])
+async def test_a_large_event_is_sent_in_pieces_a_turn_of_the_loop_each(num_parts: int) -> None:
+    size = 3 * PIECE_BYTES // max(num_parts, 1)
+    parts = [bytes([number % 251]) * size for number in range(max(num_parts, 1))]
+    turns, sizes, sent = 0, [0] * 1000, bytearray()
+
+    async def events() -> AsyncIterator[bytes | list[bytes]]:
+        yield parts if num_parts else parts[0]
+        yield b"small"
+        yield [b"in ", b"parts"]
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError("nobody leaves")
+
+    async def send(message: Message) -> None:
+        sizes[turns] += len(message.get("body", b""))
+        sent.extend(message.get("body", b""))
+
+    task = asyncio.ensure_future(EventStream(events(), lambda: None)({"type": "http"}, receive, send))
+    while not task.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert bytes(sent) == b"".join([*parts, b"small", b"in parts"])
+    assert max(sizes) <= PIECE_BYTES
+
+
 async def test_a_small_answer_is_one_message() -> None:
     sent: list[Message] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import AsyncIterator
 
@@ -14,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.generate_api import AnswerWriter, stream_answers
+from fenceline.entrypoints.json_body import PIECE_BYTES
 from fenceline.entrypoints.middleware import BODY_BYTES
 from fenceline.entrypoints.native_api import NativeApi
 from fenceline.entrypoints.sse import while_connected, written
@@ -94,12 +96,9 @@ async def test_who_is_cancelled_himself_is_cancelled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_top", "repeats", "beside"),
-    [(1, 20, False, False), (100, 128, False, True), (5000, 0, False, True), (1, 20, True, True)],
+    ("num_tokens", "num_top", "beside"), [(1, 20, False), (100, 128, True), (5000, 0, True)]
 )
-async def test_many_logprobs_are_written_beside_the_loop(
-    num_tokens: int, num_top: int, repeats: bool, beside: bool
-) -> None:
+async def test_many_logprobs_are_written_beside_the_loop(num_tokens: int, num_top: int, beside: bool) -> None:
     logprobs = TokenLogprobs(
         token_ids=[1] * num_tokens,
         logprobs=[-1.0] * num_tokens,
@@ -109,20 +108,17 @@ async def test_many_logprobs_are_written_beside_the_loop(
         rid="r", text="", output_ids=[], prompt_tokens=1, completion_tokens=0, cached_tokens=0, e2e_latency=0.0,
         input_logprobs=logprobs,
     )  # fmt: skip
-    num_bytes = 1 << 20 if repeats else 0
-    threads = await asyncio.gather(*(written(chunk, threading.get_ident, num_bytes) for _ in range(20)))
+    threads = await asyncio.gather(*(written(chunk, threading.get_ident) for _ in range(20)))
     assert len(set(threads)) == 1, "each thread that works in Python makes the loop wait for it"
     assert (threads[0] != threading.get_ident()) == beside
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-@pytest.mark.parametrize("num_positions", [1, 20_000])
-async def test_an_event_that_repeats_many_logprobs_is_made_beside_the_loop(
-    num_positions: int, incremental: bool
-) -> None:
-    """The prompt's come with the first event, and each later one repeats them: none is copied on the loop."""
+async def test_an_event_that_repeats_many_logprobs_copies_none_of_them(incremental: bool) -> None:
+    """The prompt's come with the first event and are written beside the loop; each later event repeats them."""
+    num_positions, num_top = 5000, 20
     config = demo_config()
-    inp = GenerateInput(input_ids=[1], return_logprob=True)
+    inp = GenerateInput(input_ids=[1], return_logprob=True, top_logprobs_num=num_top)
     writer = AnswerWriter(inp, config, ServedWeights("demo", "default"), None, None, None, thinking_end=None)
 
     async def chunks() -> AsyncIterator[tuple[int, GenerateChunk]]:
@@ -130,24 +126,51 @@ async def test_an_event_that_repeats_many_logprobs_is_made_beside_the_loop(
             num_input = 0 if index else num_positions
             yield 0, GenerateChunk(
                 rid="r", text="a", output_ids=[5], prompt_tokens=1, completion_tokens=index + 1, cached_tokens=0,
-                e2e_latency=0.0, output_logprobs=logprobs_of(1), input_logprobs=logprobs_of(num_input),
+                e2e_latency=0.0, output_logprobs=logprobs_of(1), input_logprobs=logprobs_of(num_input, num_top),
             )  # fmt: skip
 
-    threads = []
-
-    def framed(parts: list[bytes]) -> bytes:
-        threads.append(threading.get_ident())
-        return b"".join(parts)
-
     events = [
-        orjson.loads(event)
-        async for event in stream_answers(chunks(), [writer], incremental, framed)  # type: ignore[arg-type]
+        parts
+        async for parts in stream_answers(chunks(), [writer], incremental, list)  # type: ignore[arg-type]
     ]
-    inputs = [len(event["meta_info"]["input_token_logprobs"]) for event in events]
-    assert inputs == [num_positions] * 4
-    is_loop = [thread == threading.get_ident() for thread in threads]
-    assert is_loop == [num_positions == 1] * 4
+    known: set[int] = set()  # of the parts, by id; all of them are alive
+    num_copied = []
+    for parts in events:
+        num_copied.append(sum(len(part) for part in parts if id(part) not in known))
+        known.update(map(id, parts))
+        info = orjson.loads(b"".join(parts))["meta_info"]
+        assert info["input_token_logprobs"] == [[-1.25, 1, None]] * num_positions
+        assert info["input_top_logprobs"] == [[[-1.25, 1, None]] * num_top] * num_positions
+    assert num_copied[0] > 1 << 20
+    assert max(num_copied[1:]) <= 3 * PIECE_BYTES, "the ends that may still grow"
 
 
-def logprobs_of(num: int) -> TokenLogprobs:
-    return TokenLogprobs(token_ids=[1] * num, logprobs=[-1.25] * num, top_logprobs=TokenPairs.of([[]] * num))
+def test_writing_many_logprobs_takes_few_calls_of_python() -> None:
+    """Each call costs more than the logprob, and while a thread makes them the event loop waits for it."""
+    config = demo_config()
+    inp = GenerateInput(input_ids=[1], return_logprob=True, top_logprobs_num=128)
+    writer = AnswerWriter(inp, config, ServedWeights("demo", "default"), None, None, None, thinking_end=None)
+    chunk = GenerateChunk(
+        rid="r", text="a", output_ids=[5], prompt_tokens=1, completion_tokens=1, cached_tokens=0, e2e_latency=0.0,
+        output_logprobs=logprobs_of(1), input_logprobs=logprobs_of(100, 128),
+    )  # fmt: skip
+    num_calls = 0
+
+    def count(frame: object, event: str, arg: object) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        writer.so_far(chunk)
+    finally:
+        sys.setprofile(None)
+    assert num_calls < 1000, "of 12,900 logprobs, at 101 positions"
+
+
+def logprobs_of(num: int, num_top: int = 0) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_ids=[1] * num,
+        logprobs=[-1.25] * num,
+        top_logprobs=TokenPairs.of([[(-1.25, 1)] * num_top] * num),
+    )

@@ -146,7 +146,8 @@ class Engine:
 
     def _iterate(self, body: GenerateBody) -> Iterator[Answer]:
         group, writers, _ = self._run(self._submit(body))
-        answers = stream_answers(group, writers, self.config.server_args.incremental_streaming_output)
+        incremental = self.config.server_args.incremental_streaming_output
+        answers = stream_answers(group, writers, incremental, b"".join)
         try:
             while (answer := self._run(_next(answers))) is not None:
                 yield orjson.loads(answer)
@@ -156,7 +157,8 @@ class Engine:
 
     async def _aiterate(self, body: GenerateBody) -> AsyncIterator[Answer]:
         group, writers, _ = await self._await(self._submit(body))
-        answers = stream_answers(group, writers, self.config.server_args.incremental_streaming_output)
+        incremental = self.config.server_args.incremental_streaming_output
+        answers = stream_answers(group, writers, incremental, b"".join)
         try:
             while (answer := await self._await(_next(answers))) is not None:
                 yield orjson.loads(answer)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from itertools import repeat
+from typing import TypeVar
 
 import msgspec
 import orjson
@@ -14,11 +16,12 @@ from starlette.responses import Response
 from fenceline.config.engine_config import EngineConfig
 from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.generate_body import Expanded, GenerateBody, expand, parse_generate
-from fenceline.entrypoints.json_body import PartsResponse
+from fenceline.entrypoints.json_body import PIECE_BYTES, PartsResponse
 from fenceline.entrypoints.middleware import REQUEST_ID
 from fenceline.entrypoints.openai.reasoning_parser import REASONING_FORMATS
 from fenceline.entrypoints.sse import (
     DONE,
+    Event,
     EventStream,
     collect_or_abort,
     error_event,
@@ -38,7 +41,11 @@ from fenceline.frontend.request_types import (
 )
 from fenceline.frontend.tokenizer import Tokenizer
 from fenceline.frontend.tokenizer_manager import TokenizerManager
-from fenceline.ipc.io_struct import FinishReason, TokenLogprobs, TokenPairs
+from fenceline.ipc.io_struct import FinishReason, TokenLogprobs
+
+T = TypeVar("T")
+
+_WRITTEN_AT_ONCE = 1024  # logprobs that are encoded by one call, during which no other thread runs
 
 
 async def generate(
@@ -112,10 +119,10 @@ async def stream_answers(
     group: StreamGroup,
     writers: Sequence[AnswerWriter],
     incremental: bool,
-    frame: Callable[[list[bytes]], bytes] = b"".join,
-) -> AsyncIterator[bytes]:
-    """The JSON objects of a stream as they come, each joined by ``frame`` where it was written. Raises the RequestError
-    that ends one of its requests."""
+    frame: Callable[[list[bytes]], T],
+) -> AsyncIterator[T]:
+    """The JSON objects of a stream as they come, each in parts to be joined, as ``frame`` makes them. Raises the
+    RequestError that ends one of its requests."""
     async for index, chunk in group:
         error = error_of(chunk)
         if error is not None:
@@ -125,34 +132,27 @@ async def stream_answers(
         if chunk.output_logprobs is None and chunk.input_logprobs is None:
             yield frame(write(chunk))
         else:
-            yield await written(chunk, partial(_framed, frame, write, chunk), writer.num_logprob_bytes)
-
-
-def _framed(
-    frame: Callable[[list[bytes]], bytes],
-    write: Callable[[GenerateChunk], list[bytes]],
-    chunk: GenerateChunk,
-) -> bytes:
-    return frame(write(chunk))
+            yield frame(await written(chunk, partial(write, chunk)))
 
 
 async def _events(
     group: StreamGroup, writers: Sequence[AnswerWriter], incremental: bool
-) -> AsyncIterator[bytes]:
+) -> AsyncIterator[Event]:
     async for event in stream_answers(group, writers, incremental, _event):
         yield event
     yield DONE
 
 
-def _event(parts: list[bytes]) -> bytes:
-    return b"".join((b"data: ", *parts, b"\n\n"))
+def _event(parts: list[bytes]) -> list[bytes]:
+    return [b"data: ", *parts, b"\n\n"]
 
 
 class AnswerWriter:
     """Writes the answers of one request as JSON, in pieces to be joined.
 
-    Streams repeat the whole text and all ids in each event, as SGLang's do. Encoding all of it anew each
-    time would cost time quadratic in the answer's length; what was encoded before is kept and only copied.
+    Streams repeat the whole text, all ids and all logprobs in each event, as SGLang's do. Encoding or copying all of it
+    anew each time would cost time quadratic in the answer's length; what was encoded before is kept, and all events
+    have it in common.
     """
 
     def __init__(
@@ -176,39 +176,33 @@ class AnswerWriter:
         self._with_named = bool(inp.token_ids_logprob)
         self._with_times = config.server_args.enable_metrics
         self._tokenizer = tokenizer
-        self._text = bytearray()
-        self._ids = bytearray()
+        self._text = _GrowingText()
+        self._ids = _GrowingText()
         self._input = _LogprobText()
         self._output = _LogprobText()
         self._prompt_ids = prompt_ids
         self._thinking_end = thinking_end
         self._reasoning_tokens = 0
 
-    @property
-    def num_logprob_bytes(self) -> int:
-        """The size of the logprobs that the next event repeats."""
-        return self._input.num_bytes + self._output.num_bytes
-
     def so_far(self, chunk: GenerateChunk) -> list[bytes]:
         """The event for ``chunk`` that repeats everything before it."""
-        self._text += orjson.dumps(chunk.text)[1:-1]
-        ids = orjson.dumps(chunk.output_ids)[1:-1]
-        if ids:
-            self._ids += b"," + ids if self._ids else ids
-        return self._write(chunk, bytes(self._text), bytes(self._ids))
+        self._text.add(orjson.dumps(chunk.text)[1:-1])
+        self._ids.add_items(orjson.dumps(chunk.output_ids)[1:-1])
+        return self._write(chunk, self._text.parts(), self._ids.parts())
 
     def piece(self, chunk: GenerateChunk) -> list[bytes]:
         """The event for ``chunk`` alone (--incremental-streaming-output)."""
         self._output = _LogprobText()
-        return self._write(chunk, orjson.dumps(chunk.text)[1:-1], orjson.dumps(chunk.output_ids)[1:-1])
+        return self._write(chunk, [orjson.dumps(chunk.text)[1:-1]], [orjson.dumps(chunk.output_ids)[1:-1]])
 
-    def _write(self, chunk: GenerateChunk, text: bytes, ids: bytes) -> list[bytes]:
-        parts = [b'{"text":"', text, b'","output_ids":['] if self._has_text else [b'{"output_ids":[']
+    def _write(self, chunk: GenerateChunk, text: list[bytes], ids: list[bytes]) -> list[bytes]:
+        parts = [b'{"text":"', *text, b'","output_ids":['] if self._has_text else [b'{"output_ids":[']
+        parts += ids
         if self._prompt_ids is not None:
-            parts += (ids, b'],"prompt_token_ids":', orjson.dumps(list(self._prompt_ids)), b",", self._head)
+            parts += (b'],"prompt_token_ids":', orjson.dumps(list(self._prompt_ids)), b",", self._head)
             self._prompt_ids = None
         else:
-            parts += (ids, b"],", self._head)
+            parts += (b"],", self._head)
         if self._thinking_end is not None:
             self._count_reasoning(chunk.output_ids, self._thinking_end)
         parts.append(
@@ -263,53 +257,66 @@ class AnswerWriter:
             self._reasoning_tokens += len(ids)
 
 
+class _GrowingText:
+    """JSON that grows at its end. What has been written is kept in blocks that are never copied, because each event of
+    a stream repeats it."""
+
+    def __init__(self) -> None:
+        self._blocks: list[bytes] = []
+        self._end = bytearray()
+
+    def add(self, data: bytes) -> None:
+        """Append ``data``."""
+        self._end += data
+        if len(self._end) >= PIECE_BYTES:
+            self._blocks.append(bytes(self._end))
+            self._end.clear()
+
+    def add_items(self, items: bytes) -> None:
+        """Append items of a list, with a comma between them and those before."""
+        if items:
+            self.add(b"," + items if self._end or self._blocks else items)
+
+    def parts(self) -> list[bytes]:
+        """All of it, to be joined."""
+        return [*self._blocks, bytes(self._end)]
+
+
 class _LogprobText:
     """Logprobs as JSON, growing: ``[[logprob, id, text], ...]`` and a list of such lists for alternatives."""
 
     def __init__(self) -> None:
-        self._chosen = bytearray()
-        self._top = bytearray()
-        self._named = bytearray()
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all of it."""
-        return len(self._chosen) + len(self._top) + len(self._named)
+        self._chosen = _GrowingText()
+        self._top = _GrowingText()
+        self._named = _GrowingText()
 
     def add(self, logprobs: TokenLogprobs | None, tokenizer: Tokenizer | None) -> None:
-        """Append the logprobs of consecutive positions."""
-        if logprobs is None or not logprobs.token_ids:
+        """Append the logprobs of consecutive positions, a part at a time: others may run in between."""
+        if logprobs is None:
             return
-        chosen = [
-            _entry(value, index, tokenizer)
-            for value, index in zip(logprobs.logprobs, logprobs.token_ids, strict=True)
-        ]
-        self._chosen += (b"," if self._chosen else b"") + orjson.dumps(chosen)[1:-1]
-        _append_pairs(self._top, logprobs.top_logprobs, tokenizer)
-        _append_pairs(self._named, logprobs.token_ids_logprobs, tokenizer)
+        for start in range(0, len(logprobs.token_ids), _WRITTEN_AT_ONCE):
+            part = slice(start, start + _WRITTEN_AT_ONCE)
+            chosen = _entries(logprobs.logprobs[part], logprobs.token_ids[part], tokenizer)
+            self._chosen.add_items(orjson.dumps(chosen)[1:-1])
+        for text, pairs in ((self._top, logprobs.top_logprobs), (self._named, logprobs.token_ids_logprobs)):
+            for values, ids in pairs.columns():
+                text.add_items(orjson.dumps(_entries(values, ids, tokenizer) or None))
 
     def fields(self, side: bytes, with_top: bool, with_named: bool) -> list[bytes]:
         """The fields of meta_info."""
-        parts = [b',"%b_token_logprobs":[' % side, bytes(self._chosen), b"]"]
+        parts = [b',"%b_token_logprobs":[' % side, *self._chosen.parts(), b"]"]
         if with_top:
-            parts += (b',"%b_top_logprobs":[' % side, bytes(self._top), b"]")
+            parts += (b',"%b_top_logprobs":[' % side, *self._top.parts(), b"]")
         if with_named:
-            parts += (b',"%b_token_ids_logprobs":[' % side, bytes(self._named), b"]")
+            parts += (b',"%b_token_ids_logprobs":[' % side, *self._named.parts(), b"]")
         return parts
 
 
-def _append_pairs(text: bytearray, positions: TokenPairs, tokenizer: Tokenizer | None) -> None:
-    """Write a list for each position, position by position: others may run in between."""
-    for pairs in positions:
-        if text:
-            text += b","
-        text += orjson.dumps([_entry(value, index, tokenizer) for value, index in pairs] or None)
-
-
-def _entry(
-    value: float | None, index: int, tokenizer: Tokenizer | None
-) -> tuple[float | None, int, str | None]:
-    return value, index, None if tokenizer is None else tokenizer.token_text(index)
+def _entries(
+    values: Sequence[float | None], ids: Sequence[int], tokenizer: Tokenizer | None
+) -> list[tuple[float | None, int, str | None]]:
+    texts = repeat(None, len(ids)) if tokenizer is None else map(tokenizer.token_text, ids)
+    return list(zip(values, ids, texts, strict=True))
 
 
 def _times(times: RequestTimes) -> bytes:

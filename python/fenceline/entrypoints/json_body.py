@@ -40,13 +40,13 @@ class PartsResponse(Response):
             return
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         await send(start)
-        for piece in _pieces(self._parts):
+        for piece in pieces(self._parts):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
             await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _pieces(parts: Sequence[bytes]) -> Iterator[bytes]:
+def pieces(parts: Sequence[bytes]) -> Iterator[bytes]:
     """``parts`` again, cut and joined into pieces of :data:`PIECE_BYTES`; the last is shorter."""
     held: list[memoryview] = []
     room = PIECE_BYTES

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fenceline.entrypoints.errors import error_bytes, internal_error
-from fenceline.entrypoints.json_body import PIECE_BYTES
+from fenceline.entrypoints.json_body import PIECE_BYTES, pieces
 from fenceline.entrypoints.middleware import BODY_BYTES, BODY_SEND, LARGE_BYTES
 from fenceline.frontend.request_stream import StreamGroup
 from fenceline.frontend.request_types import GenerateChunk, RequestError
@@ -22,12 +22,12 @@ from fenceline.frontend.request_types import GenerateChunk, RequestError
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Event = bytes | Sequence[bytes]
 
 DONE = b"data: [DONE]\n\n"
 HEAD_PATIENCE_S = 1.0
 _SHORT_WORK_BYTES = 1 << 15
 _INLINE_LOGPROBS = 2048
-_INLINE_BYTES = 1 << 17
 _LOGPROB_THREAD = ThreadPoolExecutor(1, thread_name_prefix="logprobs")
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -37,7 +37,9 @@ _HEADERS = [
 
 
 class EventStream(Response):
-    """Sends each item of ``events`` as it comes; an item is one or more whole events (``data: ...\\n\\n``).
+    """Sends each item of ``events`` as it comes; an item is one or more whole events (``data: ...\\n\\n``), or the
+    parts that make these when they are joined. A large one is sent in pieces, each in a turn of the event loop of its
+    own, like a large :class:`fenceline.entrypoints.json_body.PartsResponse`.
 
     ``close`` is called exactly once at the end, at once if the client disconnects, and must make ``events``
     end: ``StreamGroup.close``. A RequestError raised by ``events`` becomes an error event, then ``[DONE]``.
@@ -49,7 +51,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        events: AsyncIterator[bytes],
+        events: AsyncIterator[Event],
         close: Callable[[], None],
         write_error: Callable[[RequestError], bytes] | None = None,
     ) -> None:
@@ -67,9 +69,16 @@ class EventStream(Response):
             send_body: Send = scope.get(BODY_SEND, send)
             async for event in self._guarded():
                 await head.sent()
-                if len(event) > PIECE_BYTES:
-                    scope[LARGE_BYTES] = scope.get(LARGE_BYTES, 0) + len(event)
-                await send_body({"type": "http.response.body", "body": event, "more_body": True})
+                parts = (event,) if isinstance(event, bytes) else event
+                num_bytes = sum(map(len, parts))
+                if num_bytes <= PIECE_BYTES:
+                    body = event if isinstance(event, bytes) else b"".join(event)
+                    await send_body({"type": "http.response.body", "body": body, "more_body": True})
+                    continue
+                scope[LARGE_BYTES] = scope.get(LARGE_BYTES, 0) + num_bytes
+                for piece in pieces(parts):
+                    await send_body({"type": "http.response.body", "body": piece, "more_body": True})
+                    await asyncio.sleep(0)
             await head.sent()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
@@ -77,7 +86,7 @@ class EventStream(Response):
             gone.cancel()
             self._close()
 
-    async def _guarded(self) -> AsyncIterator[bytes]:
+    async def _guarded(self) -> AsyncIterator[Event]:
         try:
             async for event in self._events:
                 yield event
@@ -133,12 +142,12 @@ async def collect_or_abort(request: Request, group: StreamGroup) -> list[Generat
         group.close()
 
 
-async def written(chunk: GenerateChunk, write: Callable[[], T], num_bytes: int = 0) -> T:
-    """The result of ``write(chunk)``, in a thread if the chunk has many logprobs, which take microseconds each, or if
-    ``num_bytes``, which are repeated with it, are many.
+async def written(chunk: GenerateChunk, write: Callable[[], T]) -> T:
+    """The result of ``write()``, which writes ``chunk``: in a thread if it has many logprobs, which take a microsecond
+    each or less.
 
     Chunks are written there one after the other, because every thread that runs Python makes the event loop wait."""
-    if num_logprobs(chunk) <= _INLINE_LOGPROBS and num_bytes <= _INLINE_BYTES:
+    if num_logprobs(chunk) <= _INLINE_LOGPROBS:
         return write()
     return await asyncio.get_running_loop().run_in_executor(_LOGPROB_THREAD, write)
 

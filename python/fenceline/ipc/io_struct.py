@@ -232,11 +232,15 @@ class TokenPairs(msgspec.Struct, array_like=True):
         return len(self.counts)
 
     def __iter__(self) -> Iterator[list[tuple[float, int]]]:
+        for logprobs, token_ids in self.columns():
+            yield list(zip(logprobs, token_ids, strict=True))
+
+    def columns(self) -> Iterator[tuple[array[float], array[int]]]:
+        """For each position its logprobs and their token ids."""
         start = 0
         for count in self.counts:
             end = start + 4 * count
-            logprobs, token_ids = array("f", self.logprobs[start:end]), array("i", self.token_ids[start:end])
-            yield list(zip(logprobs, token_ids, strict=True))
+            yield array("f", self.logprobs[start:end]), array("i", self.token_ids[start:end])
             start = end
 
 
