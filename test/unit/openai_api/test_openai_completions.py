@@ -6,9 +6,15 @@ import asyncio
 from itertools import chain
 
 import openai
+import orjson
 import pytest
 
-from fenceline.ipc.io_struct import FinishReason
+from fenceline.config.engine_config import resolve
+from fenceline.config.server_args import ServerArgs
+from fenceline.entrypoints.openai.logprobs import LegacyLogprobsWriter, chat_logprobs
+from fenceline.entrypoints.openai.token_texts import TokenTexts
+from fenceline.frontend.tokenizer import load_tokenizer
+from fenceline.ipc.io_struct import FinishReason, TokenLogprobs, TokenPairs
 
 
 async def test_text_prompt(serve):
@@ -150,6 +156,42 @@ async def test_logprobs_stream_like_the_whole(serve):
         text = whole.choices[0].text
         at = expected.tokens.index("He")
         assert text[expected.text_offset[at] :].startswith("Hello")
+
+
+@pytest.mark.parametrize("api", ["completions", "chat"])
+def test_many_logprobs_are_encoded_position_by_position(api, monkeypatch):
+    """No thread runs while one call encodes, so the event loop would wait until all of them are encoded."""
+    num_positions, num_top = 2000, 20
+    positions = TokenLogprobs(
+        token_ids=[300] * num_positions,
+        logprobs=[-0.5] * num_positions,
+        top_logprobs=TokenPairs.of([[(-0.5, 300 + i) for i in range(num_top)]] * num_positions),
+    )
+    texts = TokenTexts(load_tokenizer(resolve(ServerArgs(model_path="demo", device="cpu")).tokenizer_path))
+    num_values = []
+    dumps = orjson.dumps
+
+    def count(value, *args, **kwargs):
+        num_values.append(_num_values(value))
+        return dumps(value, *args, **kwargs)
+
+    monkeypatch.setattr(orjson, "dumps", count)
+    if api == "chat":
+        written = orjson.dumps(chat_logprobs(texts, positions, num_top))
+        tops = [entry["top_logprobs"] for entry in orjson.loads(written)["content"]]
+    else:
+        written = orjson.dumps(
+            LegacyLogprobsWriter(texts, num_top, skip_special_tokens=True).write(positions)
+        )
+        tops = orjson.loads(written)["top_logprobs"]
+    assert [len(top) for top in tops] == [num_top] * num_positions
+    assert max(num_values) <= 5 * num_positions
+
+
+def _num_values(value):
+    if isinstance(value, dict):
+        return sum(map(_num_values, value.values()))
+    return sum(map(_num_values, value)) if isinstance(value, list) else 1
 
 
 async def test_logprobs_zero_reports_chosen_tokens_only(serve):

@@ -1,9 +1,15 @@
-"""Logprobs in OpenAI's two shapes: the legacy object of completions and the list of chat completions."""
+"""Logprobs in OpenAI's two shapes: the legacy object of completions and the list of chat completions.
+
+The alternatives of each position are encoded as JSON at once. Those of a long answer encoded by one call would keep the
+event loop waiting for as long as the call takes.
+"""
 
 from __future__ import annotations
 
 import codecs
 from typing import TypedDict
+
+import orjson
 
 from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.ipc.io_struct import TokenLogprobs
@@ -17,7 +23,7 @@ class LegacyLogprobs(TypedDict):
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
+    top_logprobs: list[orjson.Fragment | None] | None  # each a dict of texts and logprobs
     text_offset: list[int]
 
 
@@ -66,7 +72,7 @@ class LegacyLogprobsWriter:
             self._text_start = ""
         self._offset += len(self._decoder.decode(raw))
 
-    def _tops(self, positions: TokenLogprobs) -> list[dict[str, float] | None]:
+    def _tops(self, positions: TokenLogprobs) -> list[orjson.Fragment | None]:
         return [
             # the first token of a prompt follows nothing, so it has no logprob
             None if logprob is None else self._top(top, token_id, logprob)
@@ -75,11 +81,11 @@ class LegacyLogprobsWriter:
             )
         ]
 
-    def _top(self, top: list[tuple[float, int]], chosen: int, logprob: float) -> dict[str, float]:
+    def _top(self, top: list[tuple[float, int]], chosen: int, logprob: float) -> orjson.Fragment:
         found = {self._texts.look_up(token_id)[0]: _finite(value) for value, token_id in top[: self._num_top]}
         # As with OpenAI, the chosen token is always listed, even if it is not among the best.
         found.setdefault(self._texts.look_up(chosen)[0], _finite(logprob))
-        return found
+        return orjson.Fragment(orjson.dumps(found))
 
 
 def join_legacy(first: LegacyLogprobs | None, then: LegacyLogprobs | None) -> LegacyLogprobs | None:
@@ -99,13 +105,13 @@ def join_legacy(first: LegacyLogprobs | None, then: LegacyLogprobs | None) -> Le
 
 def chat_logprobs(texts: TokenTexts, positions: TokenLogprobs, num_top: int) -> dict[str, object]:
     """``logprobs`` of a chat choice or delta."""
-    content: list[dict[str, object]] = []
+    content: list[orjson.Fragment] = []
     for token_id, logprob, top in zip(
         positions.token_ids, positions.logprobs, positions.top_logprobs, strict=True
     ):
         entry = _entry(texts, token_id, 0.0 if logprob is None else logprob)
         entry["top_logprobs"] = [_entry(texts, other, value) for value, other in top[:num_top]]
-        content.append(entry)
+        content.append(orjson.Fragment(orjson.dumps(entry)))
     return {"content": content, "refusal": None}
 
 
