@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -110,15 +109,22 @@ class GrammarStore:
             self._masks = all_tokens(num, self.num_words)
         self._batch = self._batch or xgrammar.BatchGrammarMatcher(max_threads=1)
         masks = self._masks[:num]
-        masks.fill(_ALL)
+        turns = _in_turns(grammars)
+        if sum([len(places) for _, places in turns]) < num:
+            masks.fill(_ALL)  # for those that have no turn
         fill = self._batch.batch_fill_next_token_bitmask
-        for clock, places in _in_turns(grammars):
-            with clock.running(len(places)):
-                fill([grammars[place].matcher for place in places], masks, places)  # type: ignore[union-attr]
+        for clock, places in turns:
+            if clock.is_over:
+                masks[places] = _ALL
+                continue
+            begin = time.thread_time()
+            fill([grammars[place].matcher for place in places], masks, places)  # type: ignore[union-attr]
+            clock.count(len(places), time.thread_time() - begin)
         for place, (grammar, least) in enumerate(zip(grammars, least_more, strict=True)):
             if grammar is not None and (least > 0 or grammar.may_think):
                 grammar.adjust(masks[place], least)
-        return masks, (np.bitwise_or.reduce(masks, axis=1) != 0).tolist()
+        # Of booleans, this reads only as far as the first that is set.
+        return masks, np.logical_or.reduce(masks.view(np.bool_), axis=1).tolist()
 
     def _read(self, data: bytes, vocabulary: bytes, future: Future[xgrammar.CompiledGrammar]) -> None:
         try:
@@ -151,13 +157,10 @@ class GrammarClock:
         """Whether its requests have to end."""
         return self.is_ended or (self._decides and self.is_used_up)
 
-    @contextmanager
-    def running(self, num: int = 1) -> Iterator[None]:
-        """Counts the CPU time of what is done inside for ``num`` tokens: their masks are filled, or they are accepted.
+    def count(self, num: int, seconds: float) -> None:
+        """Count the CPU time of what has been done for ``num`` tokens: their masks were filled, or they were accepted.
         Each of the two may take half of ``TOKEN_S`` for a token."""
-        begin = time.thread_time()
-        yield
-        self._excess_s = max(0.0, self._excess_s + time.thread_time() - begin - num * TOKEN_S / 2)
+        self._excess_s = max(0.0, self._excess_s + seconds - num * TOKEN_S / 2)
 
 
 class RequestGrammar:
@@ -187,6 +190,10 @@ class RequestGrammar:
         """Whether the answer is complete and its end has been accepted."""
         return bool(self.matcher.is_terminated())
 
+    def may_end_with(self, token: int) -> bool:
+        """Whether the answer may have ended with ``token``, its latest: False means that :attr:`ended` is False."""
+        return not self._eos or token in self._eos
+
     @property
     def may_think(self) -> bool:
         """Whether the reasoning has not ended, or may still begin."""
@@ -200,8 +207,10 @@ class RequestGrammar:
     def accept(self, token: int) -> bool:
         """Advance by a sampled token. Returns False if this token may not come."""
         if self._takes(token):
-            with self.clock.running():
-                return bool(self.matcher.accept_token(token))
+            begin = time.thread_time()
+            accepted = bool(self.matcher.accept_token(token))
+            self.clock.count(1, time.thread_time() - begin)
+            return accepted
         return not self._in_thought or token not in self._eos
 
     def _takes(self, token: int) -> bool:
@@ -248,32 +257,37 @@ class RequestGrammar:
 def accept_tokens(grammars: Sequence[RequestGrammar | None], tokens: Sequence[int]) -> list[bool | None]:
     """:meth:`RequestGrammar.accept` for many requests at once, with one token each. None for a request that has no
     grammar, one that is too slow, or that may think: there the caller has to use that method."""
-    import xgrammar
-
     accepted: list[bool | None] = [None] * len(grammars)
-    accept = xgrammar.BatchGrammarMatcher.batch_accept_token
-    plain = [grammar if grammar is not None and not grammar.may_think else None for grammar in grammars]
-    for clock, places in _in_turns(plain):
-        matchers = [plain[place].matcher for place in places]  # type: ignore[union-attr]
-        with clock.running(len(places)):
-            taken = accept(matchers, [tokens[place] for place in places])
-        for place, one in zip(places, taken, strict=True):
-            accepted[place] = one
+    for clock, places in _in_turns(grammars, plain=True):
+        if clock.is_over:
+            continue
+        begin = time.thread_time()
+        for place in places:  # one by one, which takes no longer than the library's function for many
+            accepted[place] = grammars[place].matcher.accept_token(tokens[place])  # type: ignore[union-attr]
+        clock.count(len(places), time.thread_time() - begin)
     return accepted
 
 
-def _in_turns(grammars: Sequence[RequestGrammar | None]) -> Iterator[tuple[GrammarClock, list[int]]]:
-    """The indices of the requests whose next token the grammar decides on: those of one grammar together, a few at a
-    time, until the grammar has taken too much time."""
+def _in_turns(
+    grammars: Sequence[RequestGrammar | None], plain: bool = False
+) -> list[tuple[GrammarClock, list[int]]]:
+    """The indices of the requests whose next token the grammar decides on, or with ``plain`` of those that will not
+    think any more: those of one grammar together, a few at a time. Who takes a turn first checks whether the grammar
+    has taken too much time."""
     by_clock: dict[GrammarClock, list[int]] = {}
     for place, grammar in enumerate(grammars):
-        if grammar is not None and grammar.is_matching:
-            by_clock.setdefault(grammar.clock, []).append(place)
-    for clock, places in by_clock.items():
-        for first in range(0, len(places), _AT_ONCE):
-            if clock.is_over:
-                break
-            yield clock, places[first : first + _AT_ONCE]
+        if grammar is None or (grammar.may_think if plain else not grammar.is_matching):
+            continue
+        places = by_clock.get(grammar.clock)
+        if places is None:
+            by_clock[grammar.clock] = [place]
+        else:
+            places.append(place)
+    return [
+        (clock, places[first : first + _AT_ONCE])
+        for clock, places in by_clock.items()
+        for first in range(0, len(places), _AT_ONCE)
+    ]
 
 
 def all_tokens(num_rows: int, num_words: int) -> I32:

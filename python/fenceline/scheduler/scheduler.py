@@ -634,6 +634,9 @@ class Scheduler:
         grammars = [None if req.left else req.grammar for req in asked]
         least_more = [req.source.sampling_params.min_new_tokens - len(req.output_ids) for req in asked]
         bits, may_go_on = self.grammars.fill(grammars, least_more)
+        clocks = {grammar.clock for grammar in grammars if grammar is not None}
+        if all(may_go_on) and not any(clock.is_over for clock in clocks):
+            return TokenMasks(rows, bits)
         for index, (req, grammar, goes_on) in enumerate(zip(asked, grammars, may_go_on, strict=True)):
             if grammar is None:
                 assert req.left, "a constrained request has a grammar"
@@ -761,16 +764,21 @@ class Scheduler:
             self.report()
 
     def publish_decode(self, batch: DecodeBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
-        """Append the new token of each request that has not left since the launch. This is the hot loop of plain
-        decoding; the rarer cases are in :meth:`publish_counted`."""
-        if not self.running.is_exact or out.logprobs is not None or len(batch.constrained):
+        """Append the new token of each request that has not left since the launch. This is the hot loop of decoding;
+        the rarer cases are in :meth:`publish_counted` and :meth:`publish_tokens`."""
+        if not self.running.is_exact or out.logprobs is not None:
             self.publish_counted(batch, reqs, number, out)
             return
-        num_dropped = 0
-        for req, length, token in zip(reqs, batch.seq_lens.tolist(), out.tokens.tolist(), strict=True):
+        num_published = 0
+        tokens, accepted = out.tokens.tolist(), self.accept_tokens(batch, reqs, out)
+        for req, length, token, goes_on in zip(reqs, batch.seq_lens.tolist(), tokens, accepted, strict=True):
             if req.left:
-                num_dropped += 1
                 continue
+            grammar = req.grammar
+            if grammar is not None and (not goes_on or grammar.may_end_with(token)):
+                self.publish_tokens(req, [token], out, 0, goes_on)
+                continue
+            num_published += 1
             req.committed_len = length
             req.output_ids.append(token)
             if token not in req.stop_ids and len(req.output_ids) < req.max_new_tokens:
@@ -781,15 +789,19 @@ class Scheduler:
                 self.output.token(req)
             else:
                 self.finish(req, reason)
-        self.stats.num_generated_tokens += len(reqs) - num_dropped
+        self.stats.num_generated_tokens += num_published
+
+    def accept_tokens(self, batch: DecodeBatch, reqs: Sequence[Req], out: StepOutput) -> list[bool | None]:
+        """Advance the grammars of a step with one token for each request. See :func:`accept_tokens`."""
+        if not len(batch.constrained):
+            return [None] * len(reqs)
+        return accept_tokens([None if req.left else req.grammar for req in reqs], out.tokens.tolist())
 
     def publish_counted(self, batch: DecodeBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
-        """Like :meth:`publish_decode`, for steps with several tokens per request, with logprobs, or with grammars."""
+        """Like :meth:`publish_decode`, for steps with several tokens per request or with logprobs."""
         tokens, counts = out.tokens.tolist(), out.token_counts(len(reqs))
         shape, is_exact, last = self.shapes[batch.depth.depth], self.running.is_exact, 0
-        accepted: list[bool | None] = [None] * len(reqs)
-        if is_exact and len(batch.constrained):  # one token for each request
-            accepted = accept_tokens([None if req.left else req.grammar for req in reqs], tokens)
+        accepted = self.accept_tokens(batch, reqs, out) if is_exact else [None] * len(reqs)
         for req, length, count, goes_on in zip(reqs, batch.seq_lens.tolist(), counts, accepted, strict=True):
             first, last = last, last + count
             if not req.left:
