@@ -8,16 +8,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path
 
 import psutil
 import pytest
 
 from fenceline.vgpu import mutate
-from fenceline.vgpu.mutate import Result, read_results, report
-from fenceline.vgpu.proving.mutants import FOLDERS, LEFT_OUT, PACKAGE, all_mutants, mutants_of
+from fenceline.vgpu.mutate import Result, Traced, read_results, report, runs_for
+from fenceline.vgpu.proving.mutants import FOLDERS, LEFT_OUT, PACKAGE, Mutant, all_mutants, mutants_of
 
 SOURCE = '''
 def move(stream, pool, pages, after, start):
@@ -95,6 +97,28 @@ def key_of(pages, after):
     }
 
 
+def test_runs_that_execute_a_line_come_first_the_fastest_before_all() -> None:
+    """Then other seeds of their workloads, and of a workload that comes to the line more often, or has a larger share
+    of the proof's runs, more of them. Workloads that do not come there are left out."""
+    line, elsewhere = {"x.py": frozenset({7, 8})}, {"x.py": frozenset({8}), "y.py": frozenset({7})}
+    traced = [
+        Traced("slow", 0, 1, 4.0, line),
+        Traced("slow", 1, 1, 4.0, line),
+        Traced("seldom", 0, 1, 1.0, elsewhere),
+        Traced("seldom", 1, 1, 1.0, line),
+        Traced("often", 0, 2, 1.0, line),
+        Traced("often", 1, 2, 0.8, line),
+        Traced("never", 0, 9, 0.1, elsewhere),
+    ]
+    first = list(islice(runs_for(("x.py", 7), traced), 12))
+    assert first[:4] == [("often", 1), ("often", 0), ("seldom", 1), ("often", 2)]
+    assert ("slow", 0) in first and not {("seldom", 0), ("never", 0)} & set(first)
+    assert first.count(("often", 5)) == 1 and len(set(first)) == 12
+    numbers = {name: sum(one == name for one, _ in first) for name in ("often", "seldom", "slow")}
+    assert numbers["often"] > numbers["seldom"] > numbers["slow"] > 0
+    assert list(runs_for(("x.py", 9), traced)) == []
+
+
 def test_every_mutant_of_the_engine_is_a_program_of_the_same_lines() -> None:
     mutants = all_mutants()
     sources = {
@@ -133,15 +157,18 @@ def test_a_campaign_ends_in_time_and_keeps_nothing_of_what_it_stops(
 ) -> None:
     """Of mutants whose runs never end two are running when the time is over; one is reached by no run."""
     mutants = mutants_of("sampling/sampler.py", SOURCE)[:4]
-    reached = {"sampling/sampler.py": {mutant.statement: ["mixed"] for mutant in mutants}}
     unreached = replace(mutants[0], path="sampling/filters.py")
+
+    def runs(mutant: Mutant) -> Iterator[tuple[str, int]]:
+        return iter([] if mutant is unreached else [("mixed", 0)])
+
     monkeypatch.setattr(mutate, "_run_mutant", lambda *args: signal.pause())
     results = tmp_path / "results.jsonl"
     before, began = psutil.Process().children(), time.monotonic()
-    mutate._campaign([unreached, *mutants], reached, 2, 0.1, results, began + 1)
+    mutate._campaign([unreached, *mutants], runs, 2, 0.1, results, began + 1)
     assert [one.state for one in read_results(results).values()] == ["unreached"]
     assert psutil.Process().children() == before
-    mutate._campaign(mutants, reached, 2, 60, results, time.monotonic() + 60)  # too late for one to begin
+    mutate._campaign(mutants, runs, 2, 60, results, time.monotonic() + 60)  # too late for one to begin
     assert len(read_results(results)) == 1
 
 
@@ -203,10 +230,12 @@ def test_the_report_counts_what_is_not_equivalent() -> None:
         ),
         "2": Result(id="2", ordering=True, state="killed", killed_by="tokens", **fields),
         "3": Result(id="3", ordering=False, state="survived", **fields),
-        "4": Result(id="4", ordering=False, state="unreached", **fields),
+        "4": Result(id="4", ordering=False, state="unreached", function="Tree.evict", **fields),
     }
     page = report(results, {"3": {"verdict": "equivalent", "why": "Nobody reads it."}}, 3000)
     assert "| mem_cache | 4 | 2 | 1 | 66.7% | 2 | 50% |" in page
     assert "equivalent. Nobody reads it." in page
     assert "4 of 3,000 mutants" in page and "20.8% to 93.9% are killed" in page  # Wilson's interval of 2 of 3
     assert "not reviewed (unreached)" in page
+    assert "* `mem_cache/x.py` `Tree.evict`: 1\n" in page, "what no run has come to, by function"
+    assert "| drop | 4 | 2 | 1 |" in page and "| mem_cache/x.py | 4 | 2 | 1 |" in page

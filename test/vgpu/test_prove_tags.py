@@ -247,6 +247,18 @@ def _a_page_given_back_too_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RequestMemory, "admit", wrong)
 
 
+def _a_row_without_the_points_of_its_last_step(patch: pytest.MonkeyPatch) -> None:
+    right = RequestMemory.release
+
+    def wrong(self: RequestMemory, req: Any) -> None:
+        retire = self.rows.retire
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(self.rows, "retire", lambda ids, after: retire(ids, Points.none()))
+            right(self, req)
+
+    patch.setattr(RequestMemory, "release", wrong)
+
+
 def _storage_forgets_the_salt(patch: pytest.MonkeyPatch) -> None:
     right = PageFingerprint.root_key
     patch.setattr(PageFingerprint, "root_key", lambda self, extra_key="": right(self))
@@ -507,6 +519,9 @@ PLANTED = [
      r"footprint: a decode step declares pages \(\[[\d, ]+\], \[[\d, ]+\]\), \(\[[\d, ]+\], \[[\d, ]+\]\) are its own"),
     (_a_page_given_back_too_early, "tags_pieces", OWNERSHIP,
      rf"ownership: KV pages \d+: {R} uses it after it was retired\n  submitted at .*\n  leased at .*\n  retired at "),
+    (_a_row_without_the_points_of_its_last_step, "tags_crowd", OWNERSHIP,
+     rf"ownership: request rows \d+: is retired with Points \[\], and a step of {R} on forward may still use it\n"
+     r"  submitted at .*\n  retired at .*\n  missing edge: a Point on forward"),
     (_a_node_leaves_without_its_transfers, "tags_reloaded", OWNERSHIP,
      r"ownership: (host )?KV pages \d+: is retired with Points \[.*\], and a store on store may still use it\n"
      r"  submitted at .* in _submit_store: .*\n  retired at .* in \w+: .*\n  missing edge: (\w+ or )?a Point on store"),

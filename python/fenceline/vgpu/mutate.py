@@ -1,8 +1,9 @@
 """``python -m fenceline.vgpu.mutate``: tests the proof with faults made by rules, one at a time, until a run fails.
 
-Each mutant (``proving/mutants.py``) runs in a separate process, in which the changed file is imported: the workloads
-whose intact runs execute that line, seed after seed, until a check fails or the mutant has used its CPU time. In the
-second case it is a survivor, and so is one whose line no run executes. A person reviews survivors
+First some runs of the intact engine are traced, to know which of them execute which line. Each mutant
+(``proving/mutants.py``) runs in a separate process, in which the changed file is imported: those runs that execute its
+line, and more seeds of their workloads, until a check fails or the mutant has used its CPU time. In the second case it
+is a survivor, and so is one whose line no traced run executes. A person reviews survivors
 (``docs/mutation_review.json``) as equivalent (no run can tell it from the original), benign (it costs work, but changes
 no answer) or a hole in the proof. Results are added to a file as they come, so a campaign can be stopped, continued and
 divided over machines.
@@ -25,10 +26,12 @@ import signal
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from heapq import heappop, heappush
+from itertools import chain, count
 from pathlib import Path
 from random import Random
 from types import CodeType, ModuleType
@@ -80,6 +83,7 @@ class Result:
     num_runs: int = 0
     cpu_s: float = 0.0
     report: str = ""
+    function: str = ""
 
     @property
     def killed(self) -> bool:
@@ -90,7 +94,8 @@ class Result:
     def place(self) -> str:
         """Where, and what was changed."""
         old, new = (" ".join(text.split()) for text in (self.old, self.text))
-        return f"{self.path}:{self.line} [{self.rule}] {old}  ->  {new}"
+        name = f" {self.function}" if self.function else ""
+        return f"{self.path}:{self.line}{name} [{self.rule}] {old}  ->  {new}"
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -123,32 +128,32 @@ class _Finder(importlib.abc.MetaPathFinder):
         )
 
 
-_tracer: coverage.Coverage  # of a process that ``_begin_tracing`` has set up
-# By path and line: the workloads that run this line, the fastest first.
-Reached = dict[str, dict[int, list[str]]]
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A run of the intact engine: its workload's share of the proof's runs, the seconds of CPU time that it takes when
+    it is traced, and the lines that it executes, by the path below the package."""
+
+    workload: str
+    seed: int
+    share: int
+    seconds: float
+    lines: Mapping[str, frozenset[int]]
 
 
-def reached_lines(seeds: int, jobs: int) -> Reached:
-    """Which workloads execute which lines of the folders, in ``seeds`` runs of each (five times as many of
-    ``everything``), made by ``jobs`` processes. Needs ``coverage``; a minute or two of CPU time."""
-    seconds: dict[str, list[float]] = defaultdict(list)
-    names: dict[tuple[str, int], set[str]] = defaultdict(set)
+def trace_runs(seeds: int, jobs: int) -> list[Traced]:
+    """Which lines of the folders are executed by which of ``seeds`` runs of each workload (five times as many of
+    ``everything``), made by ``jobs`` processes. Needs ``coverage``; two seconds of CPU time for a run."""
     # In processes of their own, because this one must not load the engine.
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _begin_tracing) as pool:
         trials = [
-            (name, seed)
-            for name in pool.submit(_workload_names).result()
+            (name, seed, share)
+            for name, share in pool.submit(_shares).result().items()
             for seed in range(5 * seeds if name == "everything" else seeds)
         ]
-        for (name, _), (lines, took_s) in zip(trials, pool.map(_lines_of, trials), strict=True):
-            seconds[name].append(took_s)
-            for line in lines:
-                names[line].add(name)
-    mean_s = {name: sum(took) / len(took) for name, took in seconds.items()}
-    reached: Reached = defaultdict(dict)
-    for (path, number), found in names.items():
-        reached[path][number] = sorted(found, key=mean_s.__getitem__)
-    return reached
+        return list(tqdm(pool.map(_traced, trials), total=len(trials), unit="traced run", disable=None))
+
+
+_tracer: coverage.Coverage  # of a process that ``_begin_tracing`` has set up
 
 
 def _begin_tracing() -> None:
@@ -164,32 +169,64 @@ def _begin_tracing() -> None:
     prepare()
 
 
-def _workload_names() -> list[str]:
+def _shares() -> dict[str, int]:
+    """Each workload's share of the proof's runs."""
     from fenceline.vgpu.proving.workloads import WORKLOADS
 
-    return list(WORKLOADS)
+    return {name: workload.share for name, workload in WORKLOADS.items()}
 
 
-def _lines_of(trial: tuple[str, int]) -> tuple[set[tuple[str, int]], float]:
-    """The lines, each with its path, that a run of a workload executes, and its seconds of CPU time. The first run in a
-    process is longer and executes more: it also loads the engine."""
+def _traced(trial: tuple[str, int, int]) -> Traced:
+    """The first run in a process is longer and executes more: it also loads the engine."""
     from fenceline.vgpu.proving.runs import Trial, run
 
-    context = f"{trial[0]} {trial[1]}"
-    _tracer.switch_context(context)
+    _tracer.erase()  # also what the run before has left
+    _tracer.start()
     began = time.process_time()
-    run(Trial(*trial))
+    run(Trial(*trial[:2]))
     took_s = time.process_time() - began
+    _tracer.stop()
     data = _tracer.get_data()
-    return {
-        (Path(file).relative_to(PACKAGE).as_posix(), line)
+    lines = {
+        Path(file).relative_to(PACKAGE).as_posix(): frozenset(data.lines(file) or ())
         for file in data.measured_files()
-        for line, contexts in data.contexts_by_lineno(file).items()
-        if context in contexts
-    }, took_s
+    }
+    return Traced(*trial, round(took_s, 2), lines)
 
 
-def _try_mutant(mutant: Mutant, workloads: Sequence[str], cpu_limit_s: float, out: IO[str]) -> None:
+def runs_for(place: tuple[str, int], traced: Sequence[Traced]) -> Iterator[tuple[str, int]]:
+    """The runs to make for a mutant at ``place`` (path and line), each a workload and a seed, without end; none if no
+    traced run executes the line.
+
+    Of each workload first the traced runs that execute the line, the fastest first, then other seeds. Workloads share
+    the time until a run executes it as the proof's runs are shared, so that a workload that seldom comes to the line,
+    or slowly, does not keep the others waiting.
+    """
+    path, line = place
+    by_workload: dict[str, list[Traced]] = defaultdict(list)
+    for one in traced:
+        by_workload[one.workload].append(one)
+    known: dict[str, list[Traced]] = {}
+    waiting: list[
+        tuple[float, str, int]
+    ] = []  # by a workload's time when its next run, of this number, is made
+    for name, mine in by_workload.items():
+        reaching = [one for one in mine if line in one.lines.get(path, ())]
+        if reaching:
+            known[name] = sorted(reaching, key=lambda one: (one.seconds, one.seed))
+            heappush(waiting, (known[name][0].seconds / mine[0].share, name, 0))
+    while waiting:
+        past, name, number = heappop(waiting)
+        first, mine = known[name], by_workload[name]
+        yield name, first[number].seed if number < len(first) else len(mine) + number - len(first)
+        number += 1
+        # Of the seeds that have not been traced as many execute the line as of those that have.
+        later_s = sum(one.seconds for one in mine) / len(first)
+        next_s = first[number].seconds if number < len(first) else later_s
+        heappush(waiting, (past + next_s / mine[0].share, name, number))
+
+
+def _try_mutant(mutant: Mutant, runs: Iterable[tuple[str, int]], cpu_limit_s: float, out: IO[str]) -> None:
     """In the mutant's own process: make runs until one fails or the time is over, and write the result."""
     began = time.process_time()
     for name in [name for name in sys.modules if name.partition(".")[0] == "fenceline"]:
@@ -206,7 +243,7 @@ def _try_mutant(mutant: Mutant, workloads: Sequence[str], cpu_limit_s: float, ou
         from fenceline.vgpu.proving.runs import Trial, run
 
         prepare()
-        for trial in (Trial(name, seed) for seed in range(100_000) for name in workloads):
+        for trial in (Trial(name, seed) for name, seed in runs):
             outcome = run(trial)
             num_runs += 1
             if not outcome.clean:
@@ -239,14 +276,14 @@ def _by_name(mutant: Mutant, checker: str, named: tuple[str, ...]) -> bool:
 
 def _campaign(
     mutants: Sequence[Mutant],
-    reached: Reached,
+    runs: Callable[[Mutant], Iterator[tuple[str, int]]],
     jobs: int,
     cpu_limit_s: float,
     results: Path,
     deadline: float,
 ) -> None:
-    """Fork a process for each mutant whose line is reached, ``jobs`` at a time, until ``deadline`` of
-    ``time.monotonic``.
+    """Fork a process for each mutant for which there are ``runs``, each a workload and a seed, ``jobs`` at a time,
+    until ``deadline`` of ``time.monotonic``.
 
     A mutant begins only if there is time for it to use up its CPU time. If slow ones were cut off at the end, most of
     these would be survivors, and the results would look better than they are.
@@ -262,8 +299,9 @@ def _campaign(
         while running or (waiting and time.monotonic() < last_start):
             while waiting and len(running) < jobs and time.monotonic() < last_start:
                 mutant = waiting.pop()
-                workloads = reached.get(mutant.path, {}).get(mutant.statement, [])
-                if not workloads:
+                mine = runs(mutant)
+                first = next(mine, None)
+                if first is None:
                     file.write(_line(mutant, UNREACHED))
                     bar.update()
                     continue
@@ -273,7 +311,7 @@ def _campaign(
                 child = os.fork()
                 if child == 0:
                     os.close(read_end)
-                    _run_mutant(mutant, workloads, cpu_limit_s, write_end)
+                    _run_mutant(mutant, chain((first,), mine), cpu_limit_s, write_end)
                 os.close(write_end)
                 running[read_end] = (child, mutant)
             left_s = None if deadline == math.inf else max(deadline - time.monotonic(), 0)
@@ -297,7 +335,7 @@ def _campaign(
                 running.clear()
 
 
-def _run_mutant(mutant: Mutant, workloads: Sequence[str], cpu_limit_s: float, write_end: int) -> None:
+def _run_mutant(mutant: Mutant, runs: Iterable[tuple[str, int]], cpu_limit_s: float, write_end: int) -> None:
     """Run a mutant in a forked process. Never returns: a mutant may break anything, so nothing is cleaned up."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     limit = int(cpu_limit_s + _GRACE_S)
@@ -307,7 +345,7 @@ def _run_mutant(mutant: Mutant, workloads: Sequence[str], cpu_limit_s: float, wr
     os.dup2(null, 1)
     os.dup2(null, 2)
     with open(write_end, "w", encoding="utf-8") as out:
-        _try_mutant(mutant, workloads, cpu_limit_s, out)
+        _try_mutant(mutant, runs, cpu_limit_s, out)
         out.flush()
         os._exit(0)
 
@@ -315,7 +353,8 @@ def _run_mutant(mutant: Mutant, workloads: Sequence[str], cpu_limit_s: float, wr
 def _line(mutant: Mutant, state: str, **more: object) -> str:
     """A result as a line of the results' file."""
     fields = {
-        name: getattr(mutant, name) for name in ("id", "path", "line", "rule", "ordering", "old", "text")
+        name: getattr(mutant, name)
+        for name in ("id", "path", "line", "rule", "ordering", "old", "text", "function")
     }
     return json.dumps(asdict(Result(**fields, state=state, **more))) + "\n"  # type: ignore[arg-type]
 
@@ -328,37 +367,52 @@ def read_results(*paths: Path) -> dict[str, Result]:
 
 
 def report(results: dict[str, Result], reviews: dict[str, dict[str, str]], num_mutants: int) -> str:
-    """The table by folder, and each survivor with its review: Markdown. ``num_mutants``: all that the rules make."""
-    by_folder: dict[str, list[Result]] = defaultdict(list)
-    for result in results.values():
-        by_folder[result.path.partition("/")[0]].append(result)
-    by_folder = {**dict(sorted(by_folder.items())), "**all**": list(results.values())}
-    heads = (
-        "folder",
-        "mutants",
-        "killed",
-        "equivalent",
-        "killed of the others",
-        "killed in ordering",
-        "of these by name",
-    )
-    lines = ["".join(f"| {head} " for head in heads) + "|", "|---" * len(heads) + "|"]
-    lines += [_row(folder, mine, reviews) for folder, mine in by_folder.items()]
-    counted = [one for one in results.values() if reviews.get(one.id, {}).get("verdict") != "equivalent"]
+    """What the results say, as Markdown: tables by folder, file and rule, what has killed the mutants, the functions
+    that no traced run has come to, and each survivor with its review. ``num_mutants``: all that the rules make."""
+    tried = list(results.values())
+    lines = _table("folder", tried, lambda one: one.path.partition("/")[0], reviews)
+    counted = [one for one in tried if reviews.get(one.id, {}).get("verdict") != "equivalent"]
     low, high = _interval(sum(one.killed for one in counted), len(counted))
     lines += [
         "",
         f"{len(results)} of {num_mutants:,} mutants were tried, in random order. So of all that are not equivalent"
         f" {low:.1%} to {high:.1%} are killed (95% confidence).",
     ]
-    checkers = Counter(result.killed_by for result in results.values() if result.killed)
+    killed, survivors = [one for one in tried if one.killed], [one for one in tried if not one.killed]
+    checkers = Counter(one.killed_by for one in killed)
     lines += ["", "Killed by: " + ", ".join(f"{name} {num}" for name, num in checkers.most_common()) + "."]
+    workloads = Counter(one.workload for one in killed if one.workload)
+    lines += ["", "In: " + ", ".join(f"{name} {num}" for name, num in workloads.most_common()) + "."]
+    verdicts = Counter(_verdict(one, reviews) for one in survivors)
+    lines += ["", "Survivors: " + ", ".join(f"{name} {num}" for name, num in verdicts.most_common()) + "."]
+    lines += ["", *_table("rule", tried, lambda one: one.rule, reviews)]
+    lines += ["", *_table("file", tried, lambda one: one.path, reviews)]
+    unreached = Counter((one.path, one.function) for one in survivors if one.state == UNREACHED)
+    lines += ["", "## Not reached", ""]
+    lines += [f"* `{path}` `{name}`: {num}" for (path, name), num in sorted(unreached.items())]
     lines += ["", "## Survivors", ""]
-    for result in sorted(results.values(), key=lambda one: (one.path, one.line)):
-        if not result.killed:
-            review = reviews.get(result.id, {"verdict": f"not reviewed ({result.state})", "why": ""})
-            lines.append(f"* `{result.id}` `{result.place}`: {review['verdict']}. {review['why']}".rstrip())
+    for one in sorted(survivors, key=lambda one: (one.path, one.line)):
+        why = reviews.get(one.id, {}).get("why", "")
+        lines.append(f"* `{one.id}` `{one.place}`: {_verdict(one, reviews)}. {why}".rstrip())
     return "\n".join(lines) + "\n"
+
+
+def _verdict(survivor: Result, reviews: dict[str, dict[str, str]]) -> str:
+    return reviews.get(survivor.id, {}).get("verdict", f"not reviewed ({survivor.state})")
+
+
+def _table(
+    name: str, results: Sequence[Result], group: Callable[[Result], str], reviews: dict[str, dict[str, str]]
+) -> list[str]:
+    heads = (
+        name, "mutants", "killed", "equivalent", "killed of the others", "killed in ordering", "of these by name",
+    )  # fmt: skip
+    groups: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        groups[group(result)].append(result)
+    rows = [*sorted(groups.items()), ("**all**", results)]
+    lines = ["".join(f"| {head} " for head in heads) + "|", "|---" * len(heads) + "|"]
+    return lines + [_row(name, mine, reviews) for name, mine in rows]
 
 
 def _interval(num_killed: int, num: int) -> tuple[float, float]:
@@ -371,7 +425,7 @@ def _interval(num_killed: int, num: int) -> tuple[float, float]:
     return (middle - spread) / (1 + z * z / num), (middle + spread) / (1 + z * z / num)
 
 
-def _row(name: str, results: list[Result], reviews: dict[str, dict[str, str]]) -> str:
+def _row(name: str, results: Sequence[Result], reviews: dict[str, dict[str, str]]) -> str:
     survivors = [result for result in results if not result.killed]
     equivalent = sum(reviews.get(one.id, {}).get("verdict") == "equivalent" for one in survivors)
     num_killed = len(results) - len(survivors)
@@ -406,6 +460,24 @@ def _chosen(args: argparse.Namespace) -> list[Mutant]:
     return mutants[int(number) - 1 :: int(shards)]
 
 
+def _runs(args: argparse.Namespace) -> Callable[[Mutant], Iterator[tuple[str, int]]]:
+    """The runs to make for a mutant."""
+    if args.workload:
+        return lambda mutant: ((name, seed) for seed in count() for name in args.workload)
+    if args.traced is not None and args.traced.exists():
+        lines = [json.loads(line) for line in args.traced.read_text(encoding="utf-8").splitlines()]
+        traced = [
+            Traced(**{**one, "lines": {path: frozenset(some) for path, some in one["lines"].items()}})
+            for one in lines
+        ]
+    else:
+        traced = trace_runs(args.trace_seeds, args.jobs)
+    if args.traced is not None and not args.traced.exists():
+        texts = (json.dumps(asdict(one), default=sorted) + "\n" for one in traced)
+        args.traced.write_text("".join(texts), encoding="utf-8")
+    return lambda mutant: runs_for((mutant.path, mutant.statement), traced)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fenceline.vgpu.mutate",
@@ -423,8 +495,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--shard", default="1/1", metavar="I/N", help="every N-th of them, from the I-th on")
     add("--cpu-limit", type=float, default=60.0, metavar="SECONDS", help="CPU time for a mutant")
     add(
-        "--reach-seeds", type=int, default=2, metavar="N",
-        help="intact runs of each workload that tell which lines it comes to",
+        "--trace-seeds", type=int, default=3, metavar="N",
+        help="runs of each workload that are traced, to know which lines they execute",
+    )  # fmt: skip
+    add(
+        "--traced", type=Path, metavar="FILE",
+        help="take the traced runs from this file, or write them there if there is none; to be removed when the source"
+        " changes",
     )  # fmt: skip
     add("--workload", nargs="+", metavar="NAME", help="these workloads, whether they come to the line or not")
     add("--jobs", type=int, default=1, metavar="N", help="mutants at a time")
@@ -463,15 +540,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.report:
         known = read_results(args.results)
         mutants = [mutant for mutant in _chosen(args) if mutant.id not in known]
-        if args.workload:
-            reached: Reached = {mutant.path: {} for mutant in mutants}
-            for mutant in mutants:
-                reached[mutant.path][mutant.statement] = args.workload
-        else:
-            reached = reached_lines(args.reach_seeds, args.jobs) if mutants else {}
+        runs = _runs(args) if mutants else iter
         for name in _LOADED_BEFORE:
             importlib.import_module(name)
-        _campaign(mutants, reached, args.jobs, args.cpu_limit, args.results, deadline)
+        _campaign(mutants, runs, args.jobs, args.cpu_limit, args.results, deadline)
     reviews = json.loads(_REVIEW.read_text(encoding="utf-8"))
     results = read_results(args.results)
     table = report(results, reviews, len(all_mutants()))

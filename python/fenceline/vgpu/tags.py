@@ -605,6 +605,7 @@ class Tags:
         whole = not runner.device.severed
         self._streams = {stream.name: stream for stream in gpu.streams}
         self.pages = Leases(gpu, runner.pages, self.add, whole)
+        self.rows = Leases(gpu, req_pool.rows, self.add, whole)
         self.page_table, self.table_layout = memory_of(req_pool.page_table)
         self.last_tokens, self.last_layout = memory_of(req_pool.last_tokens)
         self._gpu = gpu
@@ -677,6 +678,7 @@ class Tags:
             num_shared = req.shared_len // size
             self.pages.share(pages[:num_shared].tolist(), account.name, shared)
             self.pages.claim(pages[num_shared:].tolist(), account.name, account, shared)
+            self.rows.claim([row], account.name, account)
             seqs.append(Seq(account, row, first, length, samples, pages))
         self._submitted = self._purpose(seqs, batch)
         with self._gpu.submitting_for(self._submitted):
@@ -687,7 +689,9 @@ class Tags:
     def _used_by_step(self) -> None:
         assert self._submitted is not None, "a step has been launched"
         for seq in self._submitted.seqs:
-            self.pages.used(seq.pages.tolist(), self._streams["forward"], f"a step of {seq.account.name}")
+            forward, who = self._streams["forward"], f"a step of {seq.account.name}"
+            self.pages.used(seq.pages.tolist(), forward, who)
+            self.rows.used([seq.row], forward, who)
 
     @contextmanager
     def rest_of_step(self) -> Iterator[None]:

@@ -75,6 +75,7 @@ class Mutant:
     text: str
     ordering: bool
     occurrence: int
+    function: str = ""  # that it is in, with its class
 
     @property
     def id(self) -> str:
@@ -116,6 +117,9 @@ class _File:
     statements: list[tuple[int, int, int]] = field(default_factory=list)  # each one's start, end and line
     found: list[Mutant] = field(default_factory=list)
     seen: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    names: list[str] = field(
+        default_factory=list
+    )  # of the classes and functions around the node that is read
 
     def __post_init__(self) -> None:
         self.line_starts = [0]
@@ -149,7 +153,19 @@ class _File:
         occurrence = self.seen[rule, old, text]
         self.seen[rule, old, text] += 1
         self.found.append(
-            Mutant(self.path, line, statement, rule, start, end, old, text, ordering, occurrence)
+            Mutant(
+                self.path,
+                line,
+                statement,
+                rule,
+                start,
+                end,
+                old,
+                text,
+                ordering,
+                occurrence,
+                ".".join(self.names),
+            )
         )
 
 
@@ -398,6 +414,9 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
             ):
                 return
             inside = True
+        is_named = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+        if is_named:
+            file.names.append(node.name)
         if inside:
             for rule in RULES:
                 rule(file, node)
@@ -407,6 +426,8 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
                     visit(child, inside)
+        if is_named:
+            file.names.pop()
 
     visit(tree, False)
     return sorted(file.found, key=lambda mutant: (mutant.start, mutant.rule, mutant.text))
