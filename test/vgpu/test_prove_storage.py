@@ -6,12 +6,17 @@ from collections.abc import Callable
 from functools import cache
 from itertools import islice
 from random import Random
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from fenceline.mem_cache import hicache, page_hash
 from fenceline.mem_cache.storage import directory, file_backend, page_file, worker
 from fenceline.mem_cache.storage.controller import StorageController
+from fenceline.mem_cache.tree import hiradix_cache
+from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.vgpu.proving.runs import Trial, run
 from fenceline.vgpu.proving.storage_record import StorageRecord
 from fenceline.vgpu.proving.workloads import WORKLOADS
@@ -92,6 +97,41 @@ def _unverified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_file, "_verify", lambda *args: None)
 
 
+def _keys_of_the_next_token_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page is then found again only if the same token follows it."""
+    right = page_hash.page_keys
+
+    def longer(parent: bytes, token_ids: np.ndarray, page_size: int, lookahead: int = 0) -> list[bytes]:
+        shorter = len(right(parent, token_ids, page_size, lookahead + 1))
+        some = right(parent, token_ids, page_size, lookahead + 1)
+        return some + right(
+            some[-1] if some else parent, token_ids[shorter * page_size :], page_size, lookahead
+        )
+
+    for module in (page_hash, hiradix_cache, hicache):
+        monkeypatch.setattr(module, "page_keys", longer)
+
+
+def _fetched_pages_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HiRadixCache, "insert_host", lambda self, tokens, pages, *rest: pages)
+
+
+def _one_page_less_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = hicache.StorageTier.prefetch
+
+    def shorter(self: hicache.StorageTier, token_ids: np.ndarray, *rest: Any) -> object:
+        return right(self, token_ids[: -self._page_size], *rest)
+
+    monkeypatch.setattr(hicache.StorageTier, "prefetch", shorter)
+
+
+def _the_first_node_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = hicache.StorageTier.write
+    monkeypatch.setattr(
+        hicache.StorageTier, "write", lambda self, nodes, after: right(self, nodes[1:], after)
+    )
+
+
 @pytest.mark.parametrize(
     ("plant", "flags", "said"),
     [
@@ -106,6 +146,10 @@ def _unverified(monkeypatch: pytest.MonkeyPatch) -> None:
         (_counted_twice, (), "storage: call"),
         (_given_up_uncounted, BAD, "pages not in storage"),
         (_unverified, KEYED, "storage"),
+        (_keys_of_the_next_token_too, (), "under keys that are not theirs"),
+        (_fetched_pages_given_back, (), "storage's use: gives back"),
+        (_one_page_less_is_looked_for, (), "storage's use: asks for"),
+        (_the_first_node_is_not_written, (), "pages not in storage"),
     ],
 )
 def test_a_fault_of_the_storage_is_reported(

@@ -540,7 +540,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.report:
         known = read_results(args.results)
         mutants = [mutant for mutant in _chosen(args) if mutant.id not in known]
-        runs = _runs(args) if mutants else iter
+        runs = _runs(args) if mutants else lambda mutant: iter(())
         for name in _LOADED_BEFORE:
             importlib.import_module(name)
         _campaign(mutants, runs, args.jobs, args.cpu_limit, args.results, deadline)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from fenceline.config.hicache import IoBackend
+from fenceline.config.server_args import MemLayout
 from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.kv_pool import KVPool, KVRow
 from fenceline.memory_order import Device, Stream
@@ -154,17 +155,49 @@ def copy_pages(
             op.write(device_part, device_pages)
 
 
-class LaunchedCopier(RunCopier):
-    """Copies by SMs on a device that watches its memory (the virtual GPU): one launch for each transfer, as by
-    ``CudaCopier``."""
+class WatchedPools:
+    """In the place of ``fenceline_kernel.PagePools`` on a device that watches its memory (the virtual GPU): the same
+    arguments, and one launch by SMs for each transfer."""
 
-    def __init__(self, device: Device, kv_pool: KVPool, host_pool: HostPool) -> None:
-        super().__init__(device, kv_pool, host_pool, uses_sm=True, strided=True)
-
-    def _submit(
-        self, stream: Stream, device_pages: Pages, host_pages: Pages, layers: range, to_host: bool
+    def __init__(
+        self,
+        k: Sequence[torch.Tensor],
+        v: Sequence[torch.Tensor],
+        host: torch.Tensor,
+        page_size: int,
+        layout: MemLayout,
     ) -> None:
-        self._check(device_pages, host_pages)
+        """As ``PagePools`` takes them: ``k[i]``, ``v[i]`` [num_slots, 1, width]; ``host`` [num_layers, 2, num_slots, 1,
+        width] with layout layer_first, [num_pages, num_layers, 2, page_size, 1, width] with page_first."""
+        self.chunk_bytes = page_size * k[0][0].nbytes
+        self._num_pages = len(k[0]) // page_size, host.nbytes // (2 * len(k) * self.chunk_bytes)
+        self._num_layers = len(k)
+        # For each layer's keys, then its values, the pages [n, bytes] on the device and those on the host.
+        self._parts: list[torch.Tensor] = []
+        for layer, pair in enumerate(zip(k, v, strict=True)):
+            for half, side in enumerate(pair):
+                part = host[layer, half] if layout == "layer_first" else host[:, layer, half]
+                shape = (self._num_pages[1], page_size, 1, side.shape[2])
+                assert part.numel() == np.prod(shape), f"host memory {tuple(host.shape)} is not for {layout}"
+                self._parts += [side.view(self._num_pages[0], -1), part.view(shape).flatten(1)]
+
+    def copy(
+        self,
+        device_pages: Pages,
+        host_pages: Pages,
+        *,
+        to_host: bool,
+        layers: range | None = None,
+        num_ctas: int = 1,
+    ) -> None:
+        """See ``PagePools``; the launch is on the current stream."""
+        layers = range(self._num_layers) if layers is None else layers
+        assert layers.step == 1 and 0 <= layers.start < layers.stop <= self._num_layers, f"layers is {layers}"
+        assert num_ctas >= 1, "a launch has a block"
+        _check(device_pages, self._num_pages[0], "device")
+        _check(host_pages, self._num_pages[1], "host")
+        if len(device_pages) == 0:
+            return
 
         def compute(to_host: bool, device_pages: PageIds, host_pages: PageIds, *parts: torch.Tensor) -> None:
             for device_part, host_part in zip(parts[::2], parts[1::2], strict=True):
@@ -173,17 +206,13 @@ class LaunchedCopier(RunCopier):
                 else:
                     device_part[device_pages] = host_part[host_pages]
 
-        numbers = self._kv_pool.layout.parts_of(layers)
-        parts = [pool.parts[part] for part in numbers for pool in (self._kv_pool, self._host_pool)]
-        if len(device_pages) > 0 and parts:
-            with stream.active():
-                lists = device_pages.astype(np.int64), host_pages.astype(np.int64)
-                copy_pages.launch(compute, to_host, *lists, *parts)
+        lists = device_pages.astype(np.int64), host_pages.astype(np.int64)
+        copy_pages.launch(compute, to_host, *lists, *self._parts[4 * layers.start : 4 * layers.stop])
 
 
 class CudaCopier(PageCopier):
-    """Copies by fenceline_kernel: one call for each transfer, an SM kernel's launch or a batch for the copy engine. The
-    page lists travel with the call, so nothing is uploaded.
+    """Copies by fenceline_kernel, on the virtual GPU by ``WatchedPools``: one call for each transfer, an SM kernel's
+    launch or a batch for the copy engine. The page lists travel with the call, so nothing is uploaded.
 
     The kernels take neighbouring layers of two rows that are equally large, such as keys and values. Where layers
     differ, each range of layers that are alike takes a call of its own, and layers of other rows (a latent) are
@@ -203,7 +232,7 @@ class CudaCopier(PageCopier):
         self.uses_sm = io_backend == "kernel"
         self._device = device
         self._num_layers = kv_pool.num_layers
-        self._pools: list[tuple[range, fenceline_kernel.PagePools, int]] = []
+        self._pools: list[tuple[range, fenceline_kernel.PagePools | WatchedPools, int]] = []
         self._others: list[range] = []
         self._run_copier = RunCopier(device, kv_pool, host_pool, uses_sm=False, strided=False)
         for layers in kv_pool.layout.alike:
@@ -255,11 +284,9 @@ def make_page_pools(
     layers: range,
     io_backend: IoBackend,
     library: fenceline_kernel.KernelLibrary | None = None,
-) -> fenceline_kernel.PagePools:
+) -> fenceline_kernel.PagePools | WatchedPools:
     """Both ends of copies of ``layers``, which are alike, as fenceline_kernel takes them: as bytes, with one head that
     is as wide as a row. Raises ``ImportError`` or ``RuntimeError`` if there are no kernels."""
-    import fenceline_kernel
-
     parts = kv_pool.layout.parts_of(layers)
     first, num_slots = kv_pool.layout.parts[parts.start], kv_pool.num_pages * kv_pool.page_size
     width = first.row.nbytes
@@ -272,6 +299,10 @@ def make_page_pools(
         start = first.offset * host_pool.num_pages
         host = host_pool.buffer[start : start + length * host_pool.num_pages]
         host = host.view(len(layers), 2, host_pool.num_pages * kv_pool.page_size, 1, width)
+    if is_watched(kv_pool.parts[0].device):
+        return WatchedPools(sides[::2], sides[1::2], host, kv_pool.page_size, host_pool.mem_layout)
+    import fenceline_kernel
+
     return fenceline_kernel.PagePools(
         sides[::2], sides[1::2], host, kv_pool.page_size, host_pool.mem_layout, io_backend, library
     )
@@ -288,7 +319,7 @@ def make_page_copier(
     """
     uses_sm = io_backend == "kernel"
     if uses_sm and is_watched(device.torch_device):
-        return LaunchedCopier(device, kv_pool, host_pool)
+        return CudaCopier(device, kv_pool, host_pool, io_backend)
     if device.kind != "cuda":
         return RunCopier(device, kv_pool, host_pool, uses_sm, strided=True)
     try:

@@ -414,9 +414,8 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
             ):
                 return
             inside = True
-        is_named = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-        if is_named:
-            file.names.append(node.name)
+        names = [node.name] if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) else []
+        file.names += names
         if inside:
             for rule in RULES:
                 rule(file, node)
@@ -426,8 +425,7 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
                     visit(child, inside)
-        if is_named:
-            file.names.pop()
+        del file.names[len(file.names) - len(names) :]
 
     visit(tree, False)
     return sorted(file.found, key=lambda mutant: (mutant.start, mutant.rule, mutant.text))

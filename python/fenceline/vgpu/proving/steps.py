@@ -31,7 +31,7 @@ from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.footprint import check_footprints
 from fenceline.vgpu.proving.answers import Findings, Setting, Transcript
 from fenceline.vgpu.proving.backups import Backups
-from fenceline.vgpu.proving.decisions import Event, Fetched, Kept, Owned, device_bytes, host_bytes
+from fenceline.vgpu.proving.decisions import Event, Fetched, Owned, device_bytes, host_bytes
 from fenceline.vgpu.proving.drafts import compare_drafts
 from fenceline.vgpu.proving.events import Watch, around, state_of
 from fenceline.vgpu.proving.figures import Evictions, compare_figures, compare_storage
@@ -42,6 +42,7 @@ from fenceline.vgpu.proving.random_depths import RandomDepths
 from fenceline.vgpu.proving.recorded_worker import RecordedWorker
 from fenceline.vgpu.proving.script import Arrival, Flags, FollowUp, Reaction, Scenario
 from fenceline.vgpu.proving.storage_record import StorageRecord
+from fenceline.vgpu.proving.storage_use import StorageUse
 from fenceline.vgpu.proving.tiny_model import PLAIN, plain_path, tiny_draft, tiny_model_path, tiny_tokenizer
 from fenceline.vgpu.proving.watched import WatchedScheduler
 from fenceline.vgpu.speculative_tags import make_tags
@@ -138,6 +139,10 @@ class Loop:
         self._evictions = Evictions(self.scheduler.memory.tree)
         memory = self.scheduler.memory
         self._backups = None if memory.tiers is None else Backups(memory, memory.tiers)
+        self._storage_use: StorageUse | None = None
+        if memory.tiers is not None and memory.tiers.storage is not None:
+            assert config.hicache is not None and config.hicache.storage is not None
+            self._storage_use = StorageUse(memory.tiers, config.hicache.storage.prefetch_threshold)
         if "depth_seed" in scenario.flags:
             depths = tuple(self.scheduler.shapes)
             self.scheduler.draft_depth = RandomDepths(depths, int(str(scenario.flags["depth_seed"])))
@@ -306,10 +311,11 @@ class Loop:
         assert tiers is not None and tiers.storage is not None and recorded is not None, "there is storage"
         for event in record.events:
             self.watch.note(event)
-        kept = sum(len(event.keys) for event in self.decisions if isinstance(event, Kept))
+        assert self._storage_use is not None
+        kept = self._storage_use.num_to_keep
         fetched = sum(len(event.keys) for event in self.decisions if isinstance(event, Fetched))
         wrong = compare_storage(tiers.storage.stats(), record, recorded, kept, fetched)
-        return "\n".join(part for part in (record.finish(), wrong) if part)
+        return "\n".join(part for part in (record.finish(), wrong, *self._storage_use.wrong) if part)
 
     def _compare_drafts(self, rounds_kv: bool) -> str:
         """Of a draft that is a whole model, how many tokens each step has yielded."""
