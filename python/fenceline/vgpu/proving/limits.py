@@ -27,7 +27,12 @@ SMALL: Mapping[str, Mapping[str, object]] = {
     "memory_order.access": {"_MAX_LOG": 4, "_MAX_RUNS": 2},
     "memory_order.staging": {"_MIN_SLOT_BYTES": 512, "_SMALL_BYTES": 64},
     "sampling.gumbel": {"CHUNK_ELEMENTS": 100},
-    "scheduler.prefill": {"MAX_SCORED_TOKENS": 16, "CLIP_NEW_TOKENS": 4},
+    "scheduler.prefill": {
+        "MAX_SCORED_TOKENS": 16,
+        "CLIP_NEW_TOKENS": 4,
+        "_MAX_LOOKED_AT": 2,
+        "_MAX_PASSED": 4,
+    },
     "scheduler.running_batch": {"_AHEAD_TOKENS": 2},
     "scheduler.schedule_policy": {
         "_LPM_MAX_QUEUE": 3,
@@ -36,7 +41,14 @@ SMALL: Mapping[str, Mapping[str, object]] = {
         "_STEP_TOKENS": 8,
         "_MIN_SHARED_TOKENS": 8,
         "_MAX_COUNTED": 3,
+        # A third of the memory and of the rows is kept for requests of a sixth of the memory at most.
+        "_SHORT_MEMORY": 3,
+        "_SHORT_ROWS": 3,
+        "_NUM_SHORT": 2,
+        "_LEAST_SHORT_TOKENS": 1,
     },
+    "scheduler.scheduler": {"_MAX_NEWCOMERS": 2},
+    "scheduler.waiting_queue": {"_MIN_SHARED_TOKENS": 4},
 }
 
 

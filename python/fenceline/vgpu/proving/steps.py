@@ -29,6 +29,7 @@ from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.scheduler.scheduler import InFlight
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.footprint import check_footprints
+from fenceline.vgpu.proving.admission import Admissions
 from fenceline.vgpu.proving.answers import Findings, Setting, Transcript
 from fenceline.vgpu.proving.backups import Backups
 from fenceline.vgpu.proving.decisions import Event, Fetched, Owned, device_bytes, host_bytes
@@ -137,6 +138,7 @@ class Loop:
         self._worker = worker = RecordedWorker(self.runner, self.decisions, self._tags)
         self.scheduler = WatchedScheduler(config, worker, self, self, self._tags)
         self._evictions = Evictions(self.scheduler.memory.tree)
+        self._admissions = Admissions(self.scheduler)
         memory = self.scheduler.memory
         self._backups = None if memory.tiers is None else Backups(memory, memory.tiers)
         self._storage_use: StorageUse | None = None
@@ -299,6 +301,7 @@ class Loop:
             found.wrong,
             shared,
             *self.scheduler.wrong,
+            *self._admissions.wrong,
             *(() if self._backups is None else self._backups.wrong),
             self._compare_drafts(rounds_kv),
             figures,

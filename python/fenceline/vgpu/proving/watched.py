@@ -134,6 +134,8 @@ class WatchedScheduler(Scheduler):
         """See Scheduler. The running request of the lowest priority is retracted first; within a priority, one of the
         body with the most running requests. A pause retracts all."""
         running = [] if self._all_give_back else self.running.reqs
+        if not req.is_short:  # it may be retracted because it has memory that is kept for short ones
+            running = [other for other in running if not other.is_short]
         if any(self._rank(other) > self._rank(req) for other in running):
             self.wrong.append(f"{req.rid} is retracted, and a request of a worse priority runs on")
         equals = [other for other in running if self._rank(other) == self._rank(req)]
@@ -250,7 +252,8 @@ class WatchedScheduler(Scheduler):
         room: int | None,
     ) -> Req | None:
         """The first request of ``waiting`` that had to be admitted before ``req``, if there is one. Those that may be
-        passed because ``room`` is too small for them (None: nobody) have then had a turn of their body in this
+        passed because ``room`` is too small for them (None: nobody), or because they are long and ``req``, which is
+        short, has memory of its own, have then had a turn of their body in this
         step: they are removed from ``waiting``, and the next request of the body is tried after the first ones of all
         other bodies."""
         while True:
@@ -262,7 +265,12 @@ class WatchedScheduler(Scheduler):
                 for left in before
                 if not any(self._is_before(other, left, running, turns) for other in before)
             ]
-            too_long = (left for left in first if room is not None and not self._fits(left, req, room))
+            too_long = (
+                left
+                for left in first
+                if (room is not None and not self._fits(left, req, room))
+                or (req.is_short and not left.is_short and self._rank(left) == self._rank(req))
+            )
             passed = next(too_long, None)
             if passed is None:
                 return first[0]

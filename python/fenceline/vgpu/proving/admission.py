@@ -1,0 +1,163 @@
+"""Whether requests are admitted and wait as the memory rule says, computed again from the requests alone.
+
+A waiting request is admitted if its pages can be allocated, and if these and all that it may still ask for fit into
+what is available less the share of their remaining tokens that running requests are expected to ask for. Nothing of
+this changes an answer: a wrong sum makes requests wait, or retracts them, for nothing. With drafts only the number of
+available pages is compared, because how many tokens of a step count is known when it has run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from fenceline.model_executor.step import ExtendBatch, ScheduleBatch
+from fenceline.scheduler import prefill, schedule_policy
+from fenceline.scheduler.req import Req
+from fenceline.scheduler.scheduler import Scheduler
+from fenceline.vgpu.proving.events import around
+
+
+class Admissions:
+    """Follows the planner of ``scheduler``. ``wrong``: what it decided wrongly."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.wrong: list[str] = []
+        self._scheduler = scheduler
+        self._size = scheduler.memory.page_size
+        num_pages, num_rows = scheduler.memory.num_pages, scheduler.memory.rows.size
+        # What is kept for short requests: tokens and rows.
+        self._kept = (
+            num_pages * self._size // schedule_policy._SHORT_MEMORY,
+            num_rows // schedule_policy._SHORT_ROWS,
+        )
+        if self._kept[0] < schedule_policy._NUM_SHORT * schedule_policy._LEAST_SHORT_TOKENS:
+            self._kept = 0, 0
+        self._left = 0.0  # tokens that the present plan may still give away
+        self._short: list[Req] = []  # that run, or that the present plan has admitted
+        self._lengths: dict[str, int] = {}  # of each request after its latest step
+        around(scheduler, "launch", before=self._launched)
+        around(scheduler, "accept", after=self._accepted)
+        self._num_victims = 0  # running requests that the present plan has retracted for waiting ones
+        self._num_admitted = 0
+        around(scheduler, "retract_for_waiting", before=self._begin_retraction, after=self._end_retraction)
+        planner: Any = scheduler.planner
+        around(planner, "plan", before=self._begin, after=self._end)
+        admit: Callable[..., bool] = planner._admit
+
+        def admitted(plan: Any, req: Req, budget: Any, alone: bool) -> bool:
+            match = scheduler.memory.match(req).match
+            right, needed = self._fits(req, match, alone)
+            could = self._has_turn(req, plan, budget)
+            got = admit(plan, req, budget, alone)
+            if got != right and (could or got) and scheduler.config.speculative is None:
+                self._tell(
+                    f"{req.rid} {'is admitted' if got else 'waits'}: it needs {needed} tokens of {self._left}"
+                )
+            self._num_admitted += got
+            if got:
+                self._left -= needed
+                self._short += [req] if req.is_short else []
+            return got
+
+        planner._admit = admitted
+
+    def _accepted(self, _: object, message: Any) -> None:
+        req = self._scheduler.reqs.get(message.rid)
+        if req is not None:
+            is_short = schedule_policy._NUM_SHORT * self._final(req) <= self._kept[0]
+            if req.is_short != is_short:
+                self._tell(f"{req.rid} of {self._final(req)} tokens is {'' if req.is_short else 'not '}short")
+
+    def _launched(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
+        extends = isinstance(batch, ExtendBatch)
+        lengths = [seq.seq_len for seq in batch.seqs] if extends else batch.seq_lens.tolist()
+        self._lengths.update(zip((req.rid for req in reqs), lengths, strict=True))
+
+    def _begin_retraction(self, threshold: int | None) -> None:
+        self._num_victims = len(self._scheduler.running)
+
+    def _end_retraction(self, _: object, threshold: int | None) -> None:
+        self._num_victims -= len(self._scheduler.running)
+
+    def _end(self, _: object, *args: Any, **kwargs: Any) -> None:
+        """Requests are retracted for waiting ones only if one of these is admitted then."""
+        if self._num_victims and not self._num_admitted:
+            self._tell(f"{self._num_victims} requests are retracted for nobody")
+        self._num_victims = 0
+
+    def _check_batch(self) -> None:
+        """What the running batch says of its requests."""
+        running, exact = self._scheduler.running, self._scheduler.config.speculative is None
+        for name, said, right in (
+            ("rows", running._rows, [req.row for req in running.reqs]),
+            ("capacities", running._capacity, [len(req.pages) * self._size for req in running.reqs]),
+            ("final lengths", running._final_lens, [self._final(req) for req in running.reqs]),
+            ("short ones", running._is_short, [req.is_short for req in running.reqs]),
+            ("lengths", running._allocated_lens, [self._lengths[req.rid] for req in running.reqs if exact]),
+        ):
+            if said.tolist() != right and (exact or name != "lengths"):
+                self._tell(f"the running batch has {name} {said.tolist()}, {right} are right")
+
+    def _begin(self, waiting: object, step_tokens: int, *args: Any, **kwargs: Any) -> None:
+        scheduler = self._scheduler
+        self._num_admitted = 0
+        self._check_batch()
+        available = self._num_available(scheduler.reqs.values())
+        if scheduler.memory.num_available_pages != available:
+            said = scheduler.memory.num_available_pages
+            self._tell(f"{said} pages are said to be available, {available} are")
+        expected = sum(
+            min(max(self._final(req) - self._lengths[req.rid], 0), prefill.CLIP_NEW_TOKENS)
+            for req in scheduler.running.reqs
+        )
+        self._left = available * self._size - int(expected * scheduler.ratio.value + 1e-6)
+        chunked = [] if scheduler.chunked is None else [scheduler.chunked]
+        self._short = [req for req in (*scheduler.running.reqs, *chunked) if req.is_short]
+
+    def _fits(self, req: Req, match: Any, alone: bool) -> tuple[bool, int]:
+        """Whether the memory rule admits ``req``, and the tokens that it needs."""
+        available = self._num_available(self._scheduler.reqs.values())
+        used = {page for other in self._scheduler.reqs.values() for page in self._shared(other)}
+        num_pinned = len(set(match.pages.tolist()) - used)
+        num_pages = math.ceil(req.num_tokens / self._size) - len(match.pages)
+        spare = self._scheduler.running.largest.num_slots - 1
+        later = min(self._final(req) - req.num_tokens + 1, prefill.CLIP_NEW_TOKENS) + spare
+        needed = (num_pages + num_pinned) * self._size + later
+        held = sum(len(other.pages) for other in self._short) * self._size
+        has_row = self._scheduler.memory.rows.num_free > (
+            0 if req.is_short else max(self._kept[1] - len(self._short), 0)
+        )
+        final = sum(self._final(other) for other in (*self._short, req))
+        if req.is_short and final <= self._kept[0]:
+            left: float = available * self._size
+        else:
+            left = self._left - (0 if req.is_short else max(self._kept[0] - held, 0))
+        return has_row and num_pages + num_pinned <= available and (needed <= left or alone), needed
+
+    def _has_turn(self, req: Req, plan: Any, budget: Any) -> bool:
+        """Whether the step has room for ``req``, or a part of it."""
+        planner, prefix = self._scheduler.planner, self._scheduler.memory.match(req)
+        whole = planner._chunk_size is None and plan.reqs
+        if whole and req.num_tokens - prefix.num_tokens > budget.step_tokens:
+            return False
+        return planner._chunk_tokens(req, prefix.num_tokens, budget) > 0
+
+    def _num_available(self, reqs: Iterable[Req]) -> int:
+        """Pages that no admitted request uses."""
+        departed = [req for req in self._scheduler.departed if req.row]
+        used = {page for req in (*reqs, *departed) if req.row for page in (*req.pages, *self._shared(req))}
+        return self._scheduler.memory.num_pages - len(used)
+
+    def _shared(self, req: Req) -> list[int]:
+        """Pages of the tree that ``req`` keeps there."""
+        return [] if req.node is None else [page for node in req.node.path() for page in node.pages.tolist()]
+
+    def _final(self, req: Req) -> int:
+        """The tokens whose KV it has when it has all its tokens."""
+        return len(req.prompt_ids) + max(req.max_new_tokens, 1) - 1
+
+    def _tell(self, text: str) -> None:
+        if len(self.wrong) < 5:
+            self.wrong.append(f"admission: {text}")
