@@ -158,7 +158,7 @@ def bench_sample(pdl: bool, tune: bool) -> None:
         def run(scales: torch.Tensor, logits: torch.Tensor = logits, keys: torch.Tensor = seed_keys,
                 positions: torch.Tensor = positions, tokens: torch.Tensor = tokens,
                 ones: torch.Tensor = ones, rows: torch.Tensor = rows, last: torch.Tensor = last) -> None:  # fmt: skip
-            sample_tokens(logits, ones, scales, keys, positions, None, rows, last, tokens)
+            sample_tokens(logits, ones, scales, keys, positions, rows, last, tokens)
 
         plain = us_per_launch(lambda x=logits: x.argmax(dim=-1), length)
         draw = us_per_launch(  # the scores in float32 are not counted

@@ -282,8 +282,8 @@ def draw(
 ) -> torch.Tensor:
     next_tokens = torch.full_like(positions, -1)
     sample_tokens(
-        logits, temperatures, noise_scales, seed_keys, positions, thresholds, None, None, next_tokens,
-        maxima=maxima,
+        logits, temperatures, noise_scales, seed_keys, positions, None, None, next_tokens, maxima=maxima,
+        thresholds=thresholds,
     )  # fmt: skip
     return next_tokens
 
@@ -392,7 +392,7 @@ def test_captured_steps_advance_the_rows() -> None:
     def step() -> None:
         positions.copy_(steps + 100)
         sample_tokens(
-            logits, ones, ones, seed_keys, positions, None, rows, last_tokens, next_tokens, steps
+            logits, ones, ones, seed_keys, positions, rows, last_tokens, next_tokens, steps
         )  # fmt: skip
 
     graph = capture(step)

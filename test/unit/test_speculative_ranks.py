@@ -243,9 +243,9 @@ def test_what_ranks_exchange_for_a_draft_does_not_grow_with_the_vocabulary() -> 
     draws.ranks.run(lambda rank: draws.whole_rows(shards[rank]))
     assert sent == [NUM_ROWS * 500 * 4] * 2  # half a row, in float32
     draws.ranks.run(lambda rank: draws.drafts(shards[rank]))
-    assert [num - NUM_ROWS * 2000 for num in sent] == [NUM_ROWS * 20] * 2  # maximum, score, id
+    assert [num - NUM_ROWS * 2000 for num in sent] == [NUM_ROWS * 12] * 2  # maximum, score, id
     draws.ranks.run(lambda rank: draws.trees(shards[rank], 4))
-    assert [num - NUM_ROWS * 2020 for num in sent] == [
+    assert [num - NUM_ROWS * 2012 for num in sent] == [
         NUM_ROWS * (4 + 9 * 8)
     ] * 2  # 4 scores and ids, a total
 

@@ -22,6 +22,8 @@ CHECKS = (
     "noise",
     "rotate_and_store_in_fp8",
     "sample_greedy",
+    "sample_from_parts",
+    "sample_masks",
     "sample_noise",
     "sample_thresholds",
     "sample_bad_logits",
@@ -326,11 +328,35 @@ class Draw:
         )
         rows, steps = torch.arange(self.num_reqs), torch.zeros(self.num_reqs, dtype=torch.int64)
         sample_tokens(
-            self.logits, i.temperatures, i.noise_scales, i.seed_keys, i.positions, i.thresholds, rows,
-            last_tokens, next_tokens, steps, i.maxima, masks=i.masks,
+            self.logits, i.temperatures, i.noise_scales, i.seed_keys, i.positions, rows, last_tokens,
+            next_tokens, steps, i.maxima, masks=i.masks, thresholds=i.thresholds,
         )  # fmt: skip
         assert (steps == 1).all() and torch.equal(last_tokens, next_tokens)
         return next_tokens
+
+
+def check_sample_from_parts() -> None:
+    """Ranks draw from their parts of the vocabulary, of which the last one ends with padding, and compare all pieces:
+    the token of the whole vocabulary."""
+    from fenceline.sampling.kernels.sample_triton import DrawInputs, launch_combine, launch_part
+
+    for num_reqs, vocab_size, size in ((3, 41, 2), (2, 5000, 2), (5, 2050, 4)):
+        draw = Draw(num_reqs, vocab_size, torch.float32)
+        columns = -(-vocab_size // size)
+        padded = torch.full((num_reqs, size * columns), -torch.inf)
+        padded[:, :vocab_size] = draw.logits
+        i, parts = draw.inputs, []
+        for rank in range(size):
+            own = padded[:, rank * columns : (rank + 1) * columns].contiguous()
+            inputs = DrawInputs(
+                i.temperatures, i.noise_scales, i.seed_keys, i.positions, None, None, first_id=rank * columns
+            )
+            with interpreted_logarithms():
+                parts.append(launch_part(own, inputs))
+        scores, ids = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+        tokens = torch.full((num_reqs,), -1)
+        launch_combine(scores, ids, None, None, tokens, None)
+        assert torch.equal(tokens, draw.kernel()), (vocab_size, size)
 
 
 def check_sample_greedy() -> None:

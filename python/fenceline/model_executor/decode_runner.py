@@ -304,17 +304,11 @@ class DecodeRunner(GraphRunner):
         If some request needs more than a temperature, the Sampler draws again from the same logits."""
         arena = self.arena
         drawn = (arena["temperatures"][:size], arena["noise_scales"][:size], arena["seed_keys"][:size])
-        if self._rank_sampler is not None:
-            tokens = self._rank_sampler.draw(logits.float(), *drawn, self._seq_lens[:size])
-            self._req_pool.last_tokens[self._rows[:size]] = tokens
-            arena["next_tokens"][:size].copy_(tokens)
-            arena["num_steps"][:size].add_(1)
-            return
-        sample_tokens(
+        draw = sample_tokens if self._rank_sampler is None else self._rank_sampler.draw
+        draw(
             logits,
             *drawn,
             positions=self._seq_lens[:size],
-            thresholds=None,
             rows=self._rows[:size],
             last_tokens=self._req_pool.last_tokens,
             next_tokens=arena["next_tokens"][:size],

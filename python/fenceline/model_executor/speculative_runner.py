@@ -495,23 +495,13 @@ class SpeculativeRunner(GraphRunner):
         logits = self._propose_and_verify(plans, self._logits)
         size, num_nodes = plans.size, plans.shape.num_nodes
         temperatures, scales, keys = self._draw_inputs(size)
-        if self._rank_sampler is not None:
-            drawn = self._rank_sampler.draw(
-                logits.float(),
-                temperatures.repeat_interleave(num_nodes),
-                scales.repeat_interleave(num_nodes),
-                keys.repeat_interleave(num_nodes),
-                self._rows("positions", size, num_nodes).flatten() + 1,
-            )
-            self._rows("drawn", size, num_nodes).copy_(drawn.view(size, num_nodes))
-            return
-        sample_tokens(
+        draw = sample_tokens if self._rank_sampler is None else self._rank_sampler.draw
+        draw(
             logits,
             temperatures,
             scales,
             keys,
             self._rows("positions", size, num_nodes).flatten(),
-            thresholds=None,
             rows=None,
             last_tokens=None,
             next_tokens=self._rows("drawn", size, num_nodes).flatten(),

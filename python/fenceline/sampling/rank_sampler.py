@@ -1,10 +1,10 @@
 """RankSampler: the sampler of a rank that has the logits of only a part of the vocabulary.
 
-A draw is an arg-max. So if a batch needs at most a temperature, each rank finds the best of its own tokens, and the
-ranks exchange scores and ids: two numbers per request instead of a row of the vocabulary. For everything that needs
-whole rows (top_k, top_p, min_p, penalties, biases, masks, logprobs) the logits are gathered first. In both cases all
-ranks compute the token from the same gathered values, so they get the same token, and it is, bit by bit, the one that
-would be drawn from the whole row.
+A draw is an arg-max. So if a batch needs at most a temperature, each rank finds the best tokens of its own part, and
+the ranks exchange scores and ids: a few numbers per request instead of a row of the vocabulary. For everything that
+needs whole rows (top_k, top_p, min_p, penalties, biases, masks, logprobs) the logits are gathered first. In both cases
+all ranks compute the token from the same gathered values, so they get the same token, and it is, bit by bit, the one
+that would be drawn from the whole row.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from fenceline.layers.context import Shard
 from fenceline.layers.linear import VocabParallelEmbedding
 from fenceline.sampling.gumbel import GumbelSampler
+from fenceline.sampling.kernels.sample import combine_pieces, draw_part
 from fenceline.sampling.sampler import SampleOutput, Sampler
 from fenceline.sampling.sampling_batch import SamplingBatch
 
@@ -34,38 +35,75 @@ class RankSampler(Sampler):
         masks: torch.Tensor | None = None,
     ) -> SampleOutput:
         """Sample one token per request. ``logits`` [B, this rank's columns]; for the rest see ``Sampler``."""
-        logits = logits.float()
         if not batch.is_plain or masks is not None:
-            return super().forward(self._head.whole_logits(logits), positions, batch, masks)
-        if batch.seed_keys is None:
-            scores, columns = logits.max(dim=-1)
-            return SampleOutput(self._winners(scores, columns + self._head.first_row), None)
-        tokens = self.draw(logits, batch.temperatures, batch.noise_scales, batch.seed_keys, positions)
-        return SampleOutput(tokens, None)
+            return super().forward(self._head.whole_logits(logits.float()), positions, batch, masks)
+        next_tokens = torch.empty_like(positions)
+        self.draw(
+            logits,
+            batch.temperatures,
+            batch.noise_scales,
+            batch.seed_keys,
+            positions,
+            rows=None,
+            last_tokens=None,
+            next_tokens=next_tokens,
+        )
+        return SampleOutput(next_tokens, None)
 
     def draw(
         self,
         logits: torch.Tensor,
         temperatures: torch.Tensor | None,
         noise_scales: torch.Tensor | None,
-        seed_keys: torch.Tensor,
+        seed_keys: torch.Tensor | None,
         positions: torch.Tensor,
-    ) -> torch.Tensor:
-        """Draw one token [B] int64 from each row of ``logits`` [B, this rank's columns] float32, with a temperature at
-        most. The other operands [B] are those of ``SamplingBatch``. May be captured."""
-        scaled, _ = scale_own(self._head.shard, logits, temperatures)
-        scores, columns = self._own.best(scaled, seed_keys, positions, noise_scales)
-        return self._winners(scores, columns + self._head.first_row)
+        rows: torch.Tensor | None,
+        last_tokens: torch.Tensor | None,
+        next_tokens: torch.Tensor,
+        steps: torch.Tensor | None = None,
+        rows_each: int = 1,
+        ahead: int = 0,
+    ) -> None:
+        """``sample_tokens`` for ``logits`` [B, this rank's columns], with a temperature at most. May be
+        captured."""
+        drawn = (logits, temperatures, noise_scales, seed_keys, positions)
+        if not len(logits):
+            return
+        if logits.is_cuda:
+            best = draw_part(*drawn, self._head.first_row, rows_each, ahead)
+        else:
+            best = self._best(*drawn, rows_each, ahead)
+        scores, ids = gather_pieces(self._head.shard, *best)
+        combine_pieces(scores, ids, rows, last_tokens, next_tokens, steps)
 
-    def _winners(self, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """The ids [B] int64 with the best score of all ranks; of equal scores the lowest id. ``scores`` [B] float32 and
-        ``ids`` [B] int64 are this rank's best."""
-        scores, ids = gather_pairs(self._head.shard, scores, ids)
-        # A rank's ids are lower than those of the next rank, so the first maximum is right.
-        best = scores.argmax(dim=-1, keepdim=True)
-        winners = ids.gather(1, best).squeeze(1)
-        # In a row without finite scores the id may be one of the padding columns.
-        return winners.clamp_(max=self._vocab_size - 1)
+    def _best(
+        self,
+        logits: torch.Tensor,
+        temperatures: torch.Tensor | None,
+        noise_scales: torch.Tensor | None,
+        seed_keys: torch.Tensor | None,
+        positions: torch.Tensor,
+        rows_each: int,
+        ahead: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best score [B, 1] float32 of this rank's columns and its token [B, 1] int32, with ``Sampler``'s own
+        operations."""
+        if seed_keys is None:
+            best = logits.float().max(dim=-1, keepdim=True)
+            scores, columns = best.values, best.indices
+        else:
+            if rows_each > 1:
+                temperatures, noise_scales, seed_keys = (
+                    None if values is None else values.repeat_interleave(rows_each)
+                    for values in (temperatures, noise_scales, seed_keys)
+                )
+                assert seed_keys is not None
+            scaled, _ = scale_own(self._head.shard, logits.float(), temperatures)
+            scores, columns = self._own.best(scaled, seed_keys, positions + ahead, noise_scales)
+            scores, columns = scores[:, None], columns[:, None]
+        # In a row without finite scores the column may be one of the padding.
+        ids = (columns + self._head.first_row).clamp_(max=self._vocab_size - 1)
+        return scores, ids.int()
 
 
 def scale_own(
@@ -81,8 +119,7 @@ def scale_own(
     return scaled, maxima
 
 
-def gather_pairs(shard: Shard, scores: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """All ranks' ``scores`` [B] float32 and ``ids`` [B] int64, below 2**31: [B, ranks] each, in the order of ranks.
-    Both fit in float64 without loss, so one exchange is enough."""
-    pairs = shard.all_gather(torch.stack((scores.double(), ids.double()), dim=-1)).unflatten(-1, (-1, 2))
-    return pairs[..., 0].float(), pairs[..., 1].long()
+def gather_pieces(shard: Shard, *values: torch.Tensor) -> list[torch.Tensor]:
+    """Each of ``values`` [B, P], of 32-bit types, of all ranks: [B, ranks * P], in the order of ranks. One exchange."""
+    words = shard.all_gather(torch.stack([value.view(torch.int32) for value in values]))
+    return [part.view(value.dtype) for part, value in zip(words, values, strict=True)]

@@ -231,12 +231,12 @@ def _choose_fused(
         batch.noise_scales,
         batch.seed_keys,
         positions,
-        thresholds,
         rows=None,
         last_tokens=None,
         next_tokens=next_tokens,
         maxima=None if thresholds is None else logits.amax(dim=-1),
         masks=masks,
+        thresholds=thresholds,
     )
     return next_tokens
 

@@ -14,7 +14,7 @@ import torch
 from fenceline.layers.linear import VocabParallelEmbedding
 from fenceline.sampling.gumbel import GumbelSampler
 from fenceline.sampling.kernels.sample import draw_pieces, whole_vocabulary
-from fenceline.sampling.rank_sampler import gather_pairs, scale_own
+from fenceline.sampling.rank_sampler import gather_pieces, scale_own
 
 _NO_TOKEN = 2**31 - 1  # greater than every token id
 
@@ -49,7 +49,11 @@ def draw_draft(
                 logits, temperatures, noise_scales, seed_keys, positions, ahead, target_ids, vocab_size
             )
         )
-    logits, tokens = logits.float(), _own_tokens(head, target_ids)
+    tokens = _own_tokens(head, target_ids)
+    if logits.is_cuda:
+        own = draw_pieces(logits, temperatures, noise_scales, seed_keys, positions, ahead, tokens, vocab_size)
+        return Pieces(*gather_pieces(head.shard, *own))
+    logits = logits.float()
     if seed_keys is None:  # all are greedy
         best, columns = logits.max(dim=-1)
         maxima = None  # those are the scores
@@ -57,9 +61,9 @@ def draw_draft(
         scaled, maxima = scale_own(head.shard, logits, temperatures)
         sampler = GumbelSampler(len(tokens), logits.device, token_ids=tokens)
         best, columns = sampler.best(scaled, seed_keys, positions + ahead, noise_scales)
-    scores, ids = gather_pairs(head.shard, best, tokens[columns])
+    scores, ids = gather_pieces(head.shard, best[:, None], tokens[columns].int()[:, None])
     largest = scores if maxima is None else maxima
-    return Pieces(scores, ids.int(), largest.masked_fill(largest.isnan(), torch.inf))
+    return Pieces(scores, ids, largest.masked_fill(largest.isnan(), torch.inf))
 
 
 def drawn_tokens(pieces: Pieces) -> torch.Tensor:

@@ -69,7 +69,6 @@ def sample_tokens(
     noise_scales: torch.Tensor | None,
     seed_keys: torch.Tensor | None,
     positions: torch.Tensor,
-    thresholds: torch.Tensor | None,
     rows: torch.Tensor | None,
     last_tokens: torch.Tensor | None,
     next_tokens: torch.Tensor,
@@ -78,6 +77,7 @@ def sample_tokens(
     rows_each: int = 1,
     ahead: int = 0,
     masks: torch.Tensor | None = None,
+    thresholds: torch.Tensor | None = None,
 ) -> None:
     """Draw one token from each row of softmax(logits / temperature) and write it to ``next_tokens`` [B] int64.
 
@@ -139,9 +139,60 @@ def sample_tokens(
         best_scores = logits.new_empty(logits.shape[0], 1, dtype=torch.float32)
         best_ids = positions.new_empty(logits.shape[0], 1, dtype=torch.int32)
         PIECES.launch(draw, *drawn, maxima, None, masks, best_scores, best_ids, None)
-        COMBINE.launch(_keep_whole, best_scores, best_ids, *kept)
+        COMBINE.launch(_keep_best, best_scores, best_ids, *kept)
     else:
         _keep(_draw(*drawn, masks=masks, rows_each=rows_each, ahead=ahead), *kept)
+
+
+def draw_part(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor | None,
+    noise_scales: torch.Tensor | None,
+    seed_keys: torch.Tensor | None,
+    positions: torch.Tensor,
+    first_id: int,
+    rows_each: int = 1,
+    ahead: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first launch of :func:`sample_tokens` on CUDA for a part of the vocabulary, whose first column is the token
+    ``first_id``. Returns, for each of the P pieces of each row, the best score with noise [B, P] float32 and its token
+    [B, P] int32. For the operands see :func:`sample_tokens`. Pieces of all parts make what it draws."""
+    from fenceline.sampling.kernels.sample_triton import DrawInputs, launch_part
+
+    inputs = DrawInputs(
+        temperatures,
+        noise_scales,
+        seed_keys,
+        positions,
+        None,
+        None,
+        rows_each=rows_each,
+        ahead=ahead,
+        first_id=first_id,
+    )
+    return launch_part(logits, inputs)
+
+
+def combine_pieces(
+    best_scores: torch.Tensor,
+    best_ids: torch.Tensor,
+    rows: torch.Tensor | None,
+    last_tokens: torch.Tensor | None,
+    next_tokens: torch.Tensor,
+    steps: torch.Tensor | None = None,
+) -> None:
+    """The second launch of :func:`sample_tokens`: the token of each row's best piece, of equal scores the lowest.
+
+    ``best_scores`` [B, P] float32 and ``best_ids`` [B, P] int32, contiguous, are those of pieces of the vocabulary in
+    their order. The other operands are those of :func:`sample_tokens`."""
+    if best_scores.is_cuda:
+        from fenceline.sampling.kernels.sample_triton import launch_combine
+
+        launch_combine(best_scores, best_ids, rows, last_tokens, next_tokens, steps)
+    elif is_watched(best_scores.device):
+        COMBINE.launch(_keep_best, best_scores, best_ids, rows, last_tokens, next_tokens, steps)
+    else:
+        _keep_best(best_scores, best_ids, rows, last_tokens, next_tokens, steps)
 
 
 def draw_pieces(
@@ -219,8 +270,10 @@ def whole_vocabulary(logits: torch.Tensor, token_ids: torch.Tensor | None, vocab
     return whole
 
 
-def _keep_whole(best_scores: torch.Tensor, best_ids: torch.Tensor, *kept: torch.Tensor) -> None:
-    _keep(best_ids[:, 0].long(), *kept)
+def _keep_best(best_scores: torch.Tensor, best_ids: torch.Tensor, *kept: torch.Tensor) -> None:
+    # The ids of a piece are lower than those of the next one, so the first maximum is right.
+    best = best_scores.argmax(dim=-1, keepdim=True)
+    _keep(best_ids.gather(1, best).squeeze(1).long(), *kept)
 
 
 def _keep(

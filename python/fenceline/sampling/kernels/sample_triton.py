@@ -35,6 +35,7 @@ class DrawInputs:
     rows_each: int = 1
     ahead: int = 0
     masks: torch.Tensor | None = None
+    first_id: int = 0
 
 
 def launch(
@@ -46,12 +47,31 @@ def launch(
     steps: torch.Tensor | None,
 ) -> None:
     """See ``sample_tokens``. Rows of the logits may be strided. Allocates two tensors [B, pieces] for partial draws."""
+    if len(logits):
+        best_scores, best_ids, _ = _launch_pieces(logits, inputs, None)
+        launch_combine(best_scores, best_ids, rows, last_tokens, next_tokens, steps)
+
+
+def launch_combine(
+    best_scores: torch.Tensor,
+    best_ids: torch.Tensor,
+    rows: torch.Tensor | None,
+    last_tokens: torch.Tensor | None,
+    next_tokens: torch.Tensor,
+    steps: torch.Tensor | None,
+) -> None:
+    """See ``combine_pieces``."""
     assert next_tokens.is_contiguous() and next_tokens.dtype == torch.int64
-    if not len(logits):
-        return
-    best_scores, best_ids, _ = _launch_pieces(logits, inputs, None)
-    combine = _variants(logits.shape[1], logits.stride(0))[2]
-    combine.launch((len(logits),), (best_scores, best_ids, rows, last_tokens, next_tokens, steps))
+    assert best_scores.is_contiguous() and best_ids.is_contiguous()
+    if len(best_scores):
+        combine = _combine_variant(best_scores.shape[1])
+        combine.launch((len(best_scores),), (best_scores, best_ids, rows, last_tokens, next_tokens, steps))
+
+
+def launch_part(logits: torch.Tensor, inputs: DrawInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``draw_part``. There must be at least one row."""
+    scores, ids, _ = _launch_pieces(logits, inputs, None)
+    return scores, ids
 
 
 def launch_pieces(
@@ -74,7 +94,7 @@ def _launch_pieces(
     if masks is not None:
         rows_each_mask = num_rows // len(masks)
         assert masks.is_contiguous() and masks.shape[1] == -(-vocab_size // 32), masks.shape
-    pieces, draw, _ = _variants(vocab_size, logits.stride(0), inputs.rows_each, rows_each_mask)
+    pieces, draw = _variants(vocab_size, logits.stride(0), inputs.rows_each, rows_each_mask)
     best_scores = torch.empty(num_rows, pieces, dtype=torch.float32, device=logits.device)
     best_ids = torch.empty(num_rows, pieces, dtype=torch.int32, device=logits.device)
     tensors = (
@@ -91,26 +111,31 @@ def _launch_pieces(
         best_ids,
         largest,
     )
-    draw.launch((pieces * num_rows,), tensors, (inputs.ahead,))
+    draw.launch((pieces * num_rows,), tensors, (inputs.ahead, inputs.first_id))
     return best_scores, best_ids, largest
 
 
 @cache
 def _variants(
     vocab_size: int, stride: int, rows_each: int = 1, rows_each_mask: int = 0
-) -> tuple[int, KernelVariant, KernelVariant]:
-    """The number of pieces, the kernel that draws in each of them, and the kernel that compares them."""
+) -> tuple[int, KernelVariant]:
+    """The number of pieces, and the kernel that draws in each of them."""
     block = min(_BLOCK, max(32, triton.next_power_of_2(vocab_size)))
     pieces = -(-vocab_size // block)
     constants = {"STRIDE": stride, "VOCAB": vocab_size, "BLOCK": block, "ROWS_EACH": rows_each}
     constants["ROWS_EACH_MASK"] = rows_each_mask
-    draw = KernelVariant(_piece_kernel, constants, max(1, block // 256))
+    return pieces, KernelVariant(_piece_kernel, constants, max(1, block // 256))
+
+
+@cache
+def _combine_variant(pieces: int) -> KernelVariant:
+    """The kernel that compares so many pieces."""
     block = max(32, triton.next_power_of_2(pieces))
     constants = {"PIECES": pieces, "BLOCK": block}
-    return pieces, draw, KernelVariant(_combine_kernel, constants, max(1, min(4, block // 64)))
+    return KernelVariant(_combine_kernel, constants, max(1, min(4, block // 64)))
 
 
-@triton.jit(do_not_specialize=["ahead"])
+@triton.jit(do_not_specialize=["ahead", "first_id"])
 def _piece_kernel(
     logits,
     temperatures,
@@ -125,6 +150,7 @@ def _piece_kernel(
     best_ids,
     largest,
     ahead,
+    first_id,
     STRIDE: tl.constexpr,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -138,7 +164,7 @@ def _piece_kernel(
     req = row // ROWS_EACH
     columns = piece * BLOCK + tl.arange(0, BLOCK)
     live = columns < VOCAB
-    ids = columns
+    ids = columns + first_id
     if token_ids is not None:
         ids = tl.load(token_ids + columns, mask=live, other=2147483647).to(tl.int32)
     temperature = 1.0
@@ -174,7 +200,7 @@ def _piece_kernel(
     out = row.to(tl.int64) * PIECES + piece
     if token_ids is None:
         score, index = tl.max(scores, axis=0, return_indices=True, return_indices_tie_break_left=True)
-        best = piece * BLOCK + index
+        best = first_id + piece * BLOCK + index
     else:
         score = tl.max(scores, axis=0)
         best = tl.min(tl.where(scores == score, ids, 2147483647), axis=0)
