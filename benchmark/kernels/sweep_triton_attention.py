@@ -76,7 +76,6 @@ FEW_OF_CHAINS = (
     (128, 8, 2, 1, None, 2), (128, 8, 3, 1, None, 2),
 )  # fmt: skip
 MERGED = (2048, 4096)  # elements that a warp merges at once, for few requests
-LEAST = (1, 2, 3, 4, 6)  # blocks of each worker, for a single request
 MANY = (
     (64, 4, 3, 2, None, 2), (64, 4, 5, 2, None, 2), (64, 4, 5, 2, None, 0), (64, 4, 5, 2, None, 4),
     (64, 4, 7, 2, None, 2), (32, 2, 5, 4, None, 2), (32, 4, 5, 3, None, 2), (64, 8, 5, 2, 128, 2),
@@ -204,11 +203,10 @@ def decode_configs(batch: int, num_sms: int, heads: Heads, num_queries: int) -> 
     return [
         DecodeConfig(
             block_n, max(int(num_sms * per_sm) // heads.kv, 1), num_warps, num_stages, True, registers, ahead,
-            elements, least,
+            elements,
         )
         for block_n, num_warps, num_stages, per_sm, registers, ahead in cuts
         for elements in merged
-        for least in (LEAST if batch == 1 else LEAST[:1])
     ]  # fmt: skip
 
 
@@ -229,7 +227,7 @@ def describe(config: Config) -> str:
     if isinstance(config, ExtendConfig):
         return f"{config.block_m}x{config.block_n}/w{config.num_warps}/s{config.num_stages}"
     cut = f"{config.block_n}/w{config.num_warps}/s{config.num_stages}/p{config.num_workers}/f{config.num_prefetched}"
-    cut += f"/m{config.merge_elements}/b{config.min_blocks}"
+    cut += f"/m{config.merge_elements}"
     return cut + (f"/r{config.max_registers}" if config.max_registers else "")
 
 

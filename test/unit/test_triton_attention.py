@@ -134,18 +134,6 @@ def check_decode_however_it_is_cut() -> None:
         agree(decode(step, 8, merge_elements=merge_elements), step)
 
 
-def check_decode_of_one_request_in_few_pieces() -> None:
-    """A worker takes at least ``min_blocks``, so there are fewer partial results to merge, or none."""
-    from fenceline.layers.kernels.decode_attention import MAX_GROUP, DecodeWorkspace
-
-    step = case([128], [1], 1, (3, 1))
-    for min_blocks, num_pieces in ((1, 8), (2, 4), (3, 3), (9, 0)):
-        workspace = DecodeWorkspace(1, 16, 8, torch.device("cpu"))
-        workspace.stats.fill_(torch.nan)
-        agree(decode(step, 8, workspace, min_blocks=min_blocks), step)
-        assert int((~workspace.stats.view(-1, 2 * MAX_GROUP).isnan()).any(1).sum()) == num_pieces, min_blocks
-
-
 def check_decode_reads_no_column_past_the_end() -> None:
     """Such columns name pages far outside the pool here: to follow one is to crash."""
     for page_size in (1, 64):
@@ -498,7 +486,7 @@ def compile_for(arch: str) -> None:
     common = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "GROUP": 4, "PAGE_SIZE": 1, "BATCH_PAD": 64, "BLOCK_N": 64}
     common |= {"WINDOW": 0, "CAPS": False, "SINKS": False}
     pdl = arch != "sm_80"
-    decode = {"NUM_WORKERS": 33, "MERGE": 16, "MIN_BLOCKS": 1, "PDL": pdl, "NUM_PREFETCHED": 2 if pdl else 0}
+    decode = {"NUM_WORKERS": 33, "MERGE": 16, "PDL": pdl, "NUM_PREFETCHED": 2 if pdl else 0}
     one = {"NUM_QUERIES": 1, "NUM_NODES": 1, "TREE": False, "ROWS": 16, "MERGED_ROWS": 4}
     compile_kernel(decode_attention._decode_kernel, common | decode | one, arch, 4, 5, pdl)
     chain = one | {"NUM_QUERIES": 4, "NUM_NODES": 4, "MERGED_ROWS": 16}

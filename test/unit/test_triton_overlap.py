@@ -153,7 +153,7 @@ def check_decode_attention() -> None:
     few = {"BATCH_PAD": 1, "BLOCK_N": 32, "NUM_WORKERS": 33, "MERGE": 8}
     many = {"BATCH_PAD": 64, "BLOCK_N": 128, "NUM_WORKERS": 16, "MERGE": 32}
     for cut, num_warps, num_stages in ((few, 2, 1), (many, 8, 5)):
-        constants = shape | cut | {"MIN_BLOCKS": 1, "PDL": True, "NUM_PREFETCHED": 2}
+        constants = shape | cut | {"PDL": True, "NUM_PREFETCHED": 2}
         ptx = compile_kernel(module._decode_kernel, constants, "sm_90", num_warps, num_stages, True)
         ahead, behind = ptx.split("griddepcontrol.wait")
         assert "prefetch.global.L2" in ahead and "prefetch.global.L2" not in behind and "atom." in behind

@@ -105,14 +105,17 @@ class TritonAttentionBackend(AttentionBackend):
         """How decode of ``batch`` requests is divided; ``benchmark/kernels/sweep_triton_attention.py`` compares
         choices.
 
-        The lengths are not known here, so any batch may have long requests. A single request is limited by latency;
-        all other batches get enough pipeline stages to keep the memory busy.
+        The lengths are not known here, so any batch may have long requests. A single request is limited by latency,
+        and one worker merges all of its pieces, so these are few; all other batches get enough pipeline stages to keep
+        the memory busy.
         """
         if self._keys.element_size() > 2:
             return DecodeConfig(32, self._num_workers(2), 4, 2, self._launch_pdl)
         if self._wide:
             return DecodeConfig(32, self._num_workers(2), 4, 3, self._launch_pdl)
         if batch == 1:
+            if self._large_blocks:
+                return DecodeConfig(128, self._num_workers(1), 4, 1, self._launch_pdl)
             return DecodeConfig(32, self._num_workers(2), 2, 1, self._launch_pdl)
         if 8 < batch <= 16 and self._large_blocks:
             return DecodeConfig(128, self._num_workers(1), 8, 5, self._launch_pdl)
@@ -120,13 +123,9 @@ class TritonAttentionBackend(AttentionBackend):
 
     def verify_config(self, batch: int, num_queries: int, group: int) -> DecodeConfig:
         """How a verify step is divided. Each request has ``num_queries`` queries, and ``group`` query heads share a KV
-        head. A tile of 16 rows takes as long as in decode, except for a single request: it is cut into many pieces,
-        each has several times as many rows as in decode, and one worker merges all of them. So it is cut into
-        fewer."""
+        head. A tile of 16 rows takes as long as in decode."""
         tiles = query_tiles(num_queries * group)
         if tiles == _ONE_TILE:
-            if batch == 1 and num_queries > 1 and self._large_blocks and self._keys.element_size() <= 2:
-                return DecodeConfig(128, self._num_workers(1), 4, 1, self._launch_pdl)
             return self.decode_config(batch)
         num_workers = max(self._num_workers(2) // tiles[0], 1)
         if self._keys.element_size() > 2:

@@ -54,8 +54,7 @@ class DecodeConfig:
     ``launch_pdl``: overlap the launch with the end of the preceding kernel (sm_90 and later), and meanwhile fetch the
     first ``num_prefetched`` blocks of each worker into L2. ``max_registers``: how many registers a thread may use; with
     fewer, more workers run on a multiprocessor at once. ``merge_elements`` (a power of two): how many elements of
-    partial results each warp holds in registers at once while it merges. ``min_blocks``: how many blocks each worker of
-    a single request takes at least, so that a short one is not cut into more pieces than one worker can merge quickly.
+    partial results each warp holds in registers at once while it merges.
     """
 
     block_n: int
@@ -66,7 +65,6 @@ class DecodeConfig:
     max_registers: int | None = None
     num_prefetched: int = 2
     merge_elements: int = 2048
-    min_blocks: int = 1
 
 
 class DecodeWorkspace:
@@ -175,8 +173,7 @@ def decode_attention(
         WINDOW=window, CAPS=rules.soft_cap != 0, SINKS=sinks is not None,
         MERGED_ROWS=merged_rows, PAGE_SIZE=requests.page_size, BATCH_PAD=padded_batch(batch), BLOCK_N=config.block_n,
         MERGE=max(config.merge_elements * config.num_warps // (merged_rows * head_dim), 1),
-        MIN_BLOCKS=config.min_blocks, PDL=config.launch_pdl,
-        NUM_PREFETCHED=config.num_prefetched if config.launch_pdl else 0,
+        PDL=config.launch_pdl, NUM_PREFETCHED=config.num_prefetched if config.launch_pdl else 0,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.launch_pdl,
         maxnreg=config.max_registers,
     )  # fmt: skip
@@ -197,7 +194,7 @@ def _decode_kernel(
     NUM_QUERIES: tl.constexpr, NUM_NODES: tl.constexpr, TREE: tl.constexpr, ROWS: tl.constexpr,
     WINDOW: tl.constexpr, CAPS: tl.constexpr, SINKS: tl.constexpr,
     MERGED_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, BATCH_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    MERGE: tl.constexpr, MIN_BLOCKS: tl.constexpr, PDL: tl.constexpr, NUM_PREFETCHED: tl.constexpr,
+    MERGE: tl.constexpr, PDL: tl.constexpr, NUM_PREFETCHED: tl.constexpr,
 ):  # fmt: skip
     # Adjacent programs read the heads of the same tokens, which are adjacent in memory.
     lane, worker = tl.program_id(0), tl.program_id(1)
@@ -213,7 +210,7 @@ def _decode_kernel(
         seq_len = tl.load(seq_lens_ptr).to(tl.int32)
         table_row = tl.load(rows_ptr)
         total = _num_blocks(seq_len, NUM_NODES, WINDOW, BLOCK_N)
-        stretch = tl.maximum((total + NUM_WORKERS - 1) // NUM_WORKERS, MIN_BLOCKS)
+        stretch = (total + NUM_WORKERS - 1) // NUM_WORKERS
         unit = worker * stretch
     else:
         ids = tl.arange(0, BATCH_PAD)
