@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -33,7 +34,7 @@ def _begin(regex: str, think: ThinkTokens | None = None) -> RequestGrammar:
 
 def _store(regex: str, decides: bool = True) -> GrammarStore:
     """One whose grammar 7 is ``regex``."""
-    store = GrammarStore(len(_PIECES), (_EOS,), decides)
+    store = GrammarStore((_EOS,), decides)
     data = compile_grammar(_vocabulary(), GrammarSpec("regex", regex), None)
     store.load("id", 7, data, _vocabulary().serialize_json().encode(), [])
     assert len(store.loading) == 1
@@ -41,8 +42,16 @@ def _store(regex: str, decides: bool = True) -> GrammarStore:
     return store
 
 
+def _filled(
+    store: GrammarStore, grammars: Sequence[RequestGrammar | None], least_more: int = 0
+) -> tuple[matcher_module.I32, list[bool]]:
+    """The masks of ``grammars``, in memory that had others, and what ``GrammarStore.fill`` returns."""
+    masks = np.full((len(grammars), -(-len(_PIECES) // 32)), 0x5A5A5A5A, np.int32)
+    return masks, store.fill(grammars, [least_more] * len(grammars), masks)
+
+
 def _allowed(grammar: RequestGrammar, least_more: int = 0) -> list[int]:
-    masks, may_go_on = GrammarStore(len(_PIECES), (_EOS,)).fill([grammar], [least_more])
+    masks, may_go_on = _filled(GrammarStore((_EOS,)), [grammar], least_more)
     assert may_go_on == [True]
     logits = masked(torch.zeros(1, len(_PIECES)), torch.from_numpy(masks))
     return torch.nonzero(logits[0] == 0).flatten().tolist()
@@ -169,7 +178,7 @@ def test_of_several_ranks_a_grammar_is_over_when_all_are_told(monkeypatch: pytes
     store = _store("(ab)*", decides=False)
     requests = [store.begin(7, None) for _ in range(64)]
     _times(monkeypatch, [0.04] * 9)
-    free, _ = store.fill(requests, [0] * 64)
+    free, _ = _filled(store, requests)
     assert (free != -1).any(axis=1).all(), "each has its mask"
     assert store.overdue() == [7] and not any(request.is_too_slow for request in requests)
     store.end([7, 8])
@@ -193,7 +202,7 @@ def test_many_requests_of_several_grammars_are_advanced_at_once() -> None:
         *(store.begin(7, None) for _ in range(20)), None, store.begin(7, think),
         *(other.begin(7, None) for _ in range(3)),
     ]  # fmt: skip
-    masks, may_go_on = store.fill(grammars, [0] * 25)
+    masks, may_go_on = _filled(store, grammars)
     assert all(may_go_on) and (masks[20] == -1).all()
     thinks = masks[21].copy()
     thinks[0] &= ~(1 << _START)
@@ -202,7 +211,7 @@ def test_many_requests_of_several_grammars_are_advanced_at_once() -> None:
     tokens = [_AB] * 19 + [_A, _A, _START, _A, _B, _AB]
     accepted = accept_tokens(grammars, tokens)
     assert accepted == [True] * 20 + [None, None, True, True, False]
-    masks, _ = store.fill(grammars[:20], [0] * 20)
+    masks, _ = _filled(store, grammars[:20])
     assert (masks[:19] == masks[0]).all() and (masks[19] != masks[0]).any()
 
 
@@ -212,13 +221,14 @@ def test_a_slow_grammar_is_given_up_before_all_its_requests_have_been_served(
     store, quick = _store("(ab)*"), _store("(ab)*")
     grammars = [store.begin(7, None) for _ in range(64)] + [quick.begin(7, None)]
     _times(monkeypatch, [0.15, 0.001])  # one that were asked again would end the test
-    masks, _ = store.fill(grammars, [0] * 65)
+    masks, _ = _filled(store, grammars)
     assert all(grammar.is_too_slow for grammar in grammars[:64])
+    assert (masks[8:64] == -1).all(), "those that are not asked any more may draw every token"
     assert not grammars[64].is_too_slow and (masks[64] != -1).any()
 
 
 def test_what_the_front_end_has_forgotten_is_gone_and_errors_are_told() -> None:
-    store = GrammarStore(len(_PIECES), (_EOS,))
+    store = GrammarStore((_EOS,))
     data = compile_grammar(_vocabulary(), GrammarSpec("regex", "a"), None)
     store.load("one", 1, data, _vocabulary().serialize_json().encode(), [])
     store.load("two", 2, b"{", b"", [1])

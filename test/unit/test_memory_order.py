@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from recording_device import RecordingDevice
 
-from fenceline.memory_order import InputRing, LeaseError, Points, ResultRing, open_device
+from fenceline.memory_order import InputRing, LeaseError, MaskTable, Points, ResultRing, open_device
 from fenceline.memory_order.edges import (
     COPY_AFTER_FORWARD,
     RING_EDGES,
@@ -136,6 +137,23 @@ def test_pinned_slot_is_not_rewritten_before_its_copy_ran() -> None:
     for value in range(3):
         ring.upload({"x": np.array([value])})
     assert [point.serial for point in device.schedule.blocked] == [1]
+
+
+@pytest.mark.parametrize("vocab_size", [31, 33, 1 << 15])
+def test_masks_are_filled_where_they_are_uploaded_from(vocab_size: int) -> None:
+    """Steps with different numbers of masks and of requests; the slot grows, and rows have no mask of an earlier
+    step."""
+    table, num_words = MaskTable(open_device("cpu"), 80, vocab_size), -(-vocab_size // 32)
+    for number, (rows, num_rows) in enumerate((([2, 0], 3), (list(range(79, 0, -1)), 80), ([1], 4)), 1):
+
+        def fill(bits: npt.NDArray[np.int32], number: int = number, rows: list[int] = rows) -> None:
+            assert bits.shape == (len(rows), num_words)
+            bits[:] = 1000 * number + np.array(rows)[:, None]
+
+        masks = table.write(np.array(rows), fill, num_rows)
+        expected = np.full((num_rows, num_words), -1)
+        expected[rows] = 1000 * number + np.array(rows)[:, None]
+        assert masks.tolist() == expected.tolist()
 
 
 def test_results_are_taken_once_and_the_ring_is_two_deep() -> None:

@@ -35,11 +35,10 @@ class GrammarStore:
     ``run_in_background`` does it. The scheduler's process has a thread for it.
     """
 
-    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], decides: bool = True) -> None:
+    def __init__(self, eos_token_ids: Sequence[int], decides: bool = True) -> None:
         """``decides``: whether the requests of a grammar that has taken too much time end at once. With several ranks
         no rank decides by its own clock, see :meth:`overdue`."""
         self._decides = decides
-        self.num_words = -(-vocab_size // 32)  # of a mask
         self._eos = tuple(eos_token_ids)
         self._grammars: dict[int, Future[xgrammar.CompiledGrammar]] = {}
         # A clock lives as long as a request has it.
@@ -48,7 +47,6 @@ class GrammarStore:
         self.loading: list[tuple[str, Future[xgrammar.CompiledGrammar]]] = []
         self.run_in_background: Callable[[Callable[[], None]], object] = lambda work: work()
         self._vocabulary: xgrammar.TokenizerInfo | None = None
-        self._masks = all_tokens(0, self.num_words)
         self._batch: xgrammar.BatchGrammarMatcher | None = None
 
     def prepare(self) -> None:
@@ -94,23 +92,19 @@ class GrammarStore:
                 self._clocks[grammar].is_ended = True
 
     def fill(
-        self, grammars: Sequence[RequestGrammar | None], least_more: Sequence[int]
-    ) -> tuple[I32, list[bool]]:
-        """Which tokens may come next in each of M ``grammars``: masks [M, ceil(V / 32)] int32, one bit for each token,
-        valid until the next call; and for each whether any token may come at all.
+        self, grammars: Sequence[RequestGrammar | None], least_more: Sequence[int], masks: I32
+    ) -> list[bool]:
+        """Write to ``masks`` [M, ceil(V / 32)], one bit for each token, which tokens may come next in each of M
+        ``grammars``. Returns for each whether any token may come at all.
 
         ``least_more`` [M]: how many more tokens an answer must have before it may end; it may end earlier if no other
         token is allowed. None instead of a grammar, and a grammar that is too slow, allow all tokens.
         """
         import xgrammar
 
-        num = len(grammars)
-        if len(self._masks) < num:
-            self._masks = all_tokens(num, self.num_words)
         self._batch = self._batch or xgrammar.BatchGrammarMatcher(max_threads=1)
-        masks = self._masks[:num]
         turns = _in_turns(grammars)
-        if sum([len(places) for _, places in turns]) < num:
+        if sum([len(places) for _, places in turns]) < len(grammars):
             masks.fill(_ALL)  # for those that have no turn
         fill = self._batch.batch_fill_next_token_bitmask
         for clock, places in turns:
@@ -124,7 +118,8 @@ class GrammarStore:
             if grammar is not None and (least > 0 or grammar.may_think):
                 grammar.adjust(masks[place], least)
         # Of booleans, this reads only as far as the first that is set.
-        return masks, np.logical_or.reduce(masks.view(np.bool_), axis=1).tolist()
+        may_go_on: list[bool] = np.logical_or.reduce(masks.view(np.bool_), axis=1).tolist()
+        return may_go_on
 
     def _read(self, data: bytes, vocabulary: bytes, future: Future[xgrammar.CompiledGrammar]) -> None:
         try:

@@ -14,7 +14,7 @@ pinned half and submits the copy to the device half itself, on SCHEDULE, where i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -77,9 +77,16 @@ class Slot:
     ) -> dict[str, torch.Tensor]:
         """Copy ``arrays``, whose bytes must fit, to the device. Returns FORWARD's own copies of them, which work that
         is submitted to FORWARD from now on may use."""
-        offsets, nbytes = _layout(arrays)
+        offsets, _ = _layout(arrays)
         self.begin_write(on, f"pack of {what}")
         _pack(self.host, arrays, offsets)
+        return self.upload_packed(on, arrays, what)
+
+    def upload_packed(
+        self, on: Device, arrays: Mapping[str, npt.NDArray[np.generic]], what: str
+    ) -> dict[str, torch.Tensor]:
+        """:meth:`upload` of arrays with the shapes and dtypes of ``arrays`` that are in the pinned buffer already."""
+        _, nbytes = _layout(arrays)
         self.begin_upload(on, f"upload of {what}")
         on.schedule.copy(self.device[:nbytes], self.host[:nbytes])
         self.end_upload(on)
@@ -172,12 +179,22 @@ class MaskTable(_Ring):
         self._table = torch.full((num_rows, num_words), -1, dtype=torch.int32, device=device.torch_device)
         device.name_memory(self._table, "token_masks", 4 * num_words)
 
-    def write(self, rows: npt.NDArray[np.int64], bits: npt.NDArray[np.int32], num_rows: int) -> torch.Tensor:
+    def write(
+        self, rows: npt.NDArray[np.int64], fill: Callable[[npt.NDArray[np.int32]], None], num_rows: int
+    ) -> torch.Tensor:
         """The masks of a step that samples for ``num_rows`` requests, a view of the table, good on FORWARD until the
-        next call: ``bits`` [M, ceil(V / 32)] for the rows ``rows`` [M], and every token for the others."""
-        arrays: dict[str, npt.NDArray[np.generic]] = {"rows": rows, "bits": bits}
+        next call. ``fill`` writes those of the rows ``rows`` [M] to the pinned memory that it is given, [M, ceil(V /
+        32)] int32; every token may be drawn for the others."""
         device, table = self._device, self._table[:num_rows]
-        views = self._take(_layout(arrays)[1]).upload(device, arrays, "the step's masks")
+        shape = (len(rows), table.shape[1])
+        first, nbytes = _aligned(rows.nbytes), 4 * shape[0] * shape[1]
+        slot = self._take(first + _aligned(nbytes))
+        slot.begin_write(device, "fill of the step's masks")
+        pinned = slot.host.numpy()
+        pinned[: rows.nbytes].view(np.int64)[:] = rows
+        bits = pinned[first : first + nbytes].view(np.int32).reshape(shape)
+        fill(bits)
+        views = slot.upload_packed(device, {"rows": rows, "bits": bits}, "the step's masks")
         with device.forward.active():
             device.begin_fill([table], MASK_ROWS)
             if device.keeps(MASK_ROWS):

@@ -387,7 +387,7 @@ class ModelRunner:
         if exclusive is not None:
             exclusive.before_persistent_forward()  # the second phase runs the draft's attention
         with self.device.forward.active():
-            table = self._masks.write(masks.rows, masks.bits, num_reqs)
+            table = self._masks.write(masks.rows, masks.fill, num_reqs)
             result = self._sample(batch, logits, views, table)
         if exclusive is not None:
             exclusive.after_persistent_forward(result.done)

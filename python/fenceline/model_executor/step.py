@@ -11,6 +11,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -185,11 +186,17 @@ def constrained_rows(sampling: Sequence[ReqSampling | None]) -> I64:
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """Which tokens may be drawn: ``bits`` [M, ceil(V / 32)] int32, for the requests with indices ``rows`` [M] int64
-    among those that sample. All other requests may draw any token."""
+    """Which tokens may be drawn. ``rows`` [M] int64: the indices, among the requests that sample, of those that may not
+    draw every token. ``fill`` is called once, and writes their masks to the memory that it is given, [M, ceil(V / 32)]
+    int32: one bit for each token."""
 
     rows: I64
-    bits: I32
+    fill: Callable[[I32], None]
+
+    @staticmethod
+    def of(rows: I64, bits: I32) -> TokenMasks:
+        """Masks that have been made: ``bits`` [M, ceil(V / 32)] int32."""
+        return TokenMasks(rows, partial(np.copyto, src=bits))
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,8 @@ from fenceline.scheduler.waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
+I32 = npt.NDArray[np.int32]
+
 # When a short prompt is looked for among HTTP bodies that run nothing, at most this many bodies are examined.
 _MAX_NEWCOMERS = 16
 _TOO_SLOW = "its grammar takes too long for each token: make it less ambiguous"
@@ -201,9 +203,7 @@ class Scheduler:
         self.waiting = WaitingQueue(
             None if args.disable_radix_cache else args.page_size, max_of_body(config.device)
         )
-        self.grammars = GrammarStore(
-            config.model.vocab_size, config.model.eos_token_ids, decides=ranks is None
-        )
+        self.grammars = GrammarStore(config.model.eos_token_ids, decides=ranks is None)
         # The last prompt that came in an HTTP body with several requests, after the number of that body.
         self.latest_prompt = (
             0,
@@ -613,8 +613,7 @@ class Scheduler:
         """Submit the sampling of a step whose forward has been launched. The previous step has been published, so the
         grammars know which tokens may follow. Requests that left since the launch keep their rows until this step's
         sampling is done as well."""
-        masks = self.fill_masks(flight)
-        result = held.sample(masks)
+        result = held.sample(TokenMasks(flight.batch.constrained, partial(self.fill_masks, flight)))
         done = Points.of(result.done)
         for req in flight.reqs:
             if req.last_step == flight.number:
@@ -622,31 +621,29 @@ class Scheduler:
         self.recorder.sampled(result.done)
         return replace(flight, result=result)
 
-    def fill_masks(self, flight: InFlight) -> TokenMasks:
-        """Compute the token masks of a step's constrained requests. A request is ended if its grammar allows no token
-        or has become too slow."""
+    def fill_masks(self, flight: InFlight, masks: I32) -> None:
+        """Write to ``masks`` [M, ceil(V / 32)] which tokens a step's constrained requests may draw. A request is ended
+        if its grammar allows no token or has become too slow."""
         batch, reqs = flight.batch, flight.reqs
         if isinstance(batch, ExtendBatch):
             reqs = [req for seq, req in zip(batch.seqs, reqs, strict=True) if seq.sampling is not None]
-        rows = batch.constrained
-        asked = [reqs[row] for row in rows.tolist()]
+        asked = [reqs[row] for row in batch.constrained.tolist()]
         # Requests that have left need no mask: their draws are not read.
         grammars = [None if req.left else req.grammar for req in asked]
         least_more = [req.source.sampling_params.min_new_tokens - len(req.output_ids) for req in asked]
-        bits, may_go_on = self.grammars.fill(grammars, least_more)
+        may_go_on = self.grammars.fill(grammars, least_more, masks)
         clocks = {grammar.clock for grammar in grammars if grammar is not None}
         if all(may_go_on) and not any(clock.is_over for clock in clocks):
-            return TokenMasks(rows, bits)
+            return
         for index, (req, grammar, goes_on) in enumerate(zip(asked, grammars, may_go_on, strict=True)):
             if grammar is None:
                 assert req.left, "a constrained request has a grammar"
             elif grammar.is_too_slow:
                 self.end(req, _TOO_SLOW, 400)
             elif not goes_on:
-                bits[index] = -1
+                masks[index] = -1
                 self.end(req, "no token of the vocabulary can follow in its grammar", 400)
         self.output.flush()
-        return TokenMasks(rows, bits)
 
     def deepest_with_room(self) -> int:
         """The greatest draft depth for which there is memory, or the smallest depth if there is memory for none. A

@@ -72,7 +72,7 @@ def _drive(recording: Recording, config: EngineConfig, device: VgpuDevice, decis
         result = runner.launch(dataclasses.replace(step.batch, after=_points(step, done)))
         if isinstance(result, HeldStep):  # its masks are not recorded: which tokens are drawn moves no access
             rows = step.batch.constrained
-            masks = decisions[-1].masks = TokenMasks(rows, all_tokens(len(rows), -(-VOCAB_SIZE // 32)))
+            masks = decisions[-1].masks = TokenMasks.of(rows, all_tokens(len(rows), -(-VOCAB_SIZE // 32)))
             result = result.sample(masks)
         done[step.done] = result.done
         flights.append((decisions[-1], result))

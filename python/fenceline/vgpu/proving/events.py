@@ -274,7 +274,7 @@ class Watch:
             namespaces.add(req.source.extra_key)
             self.note("same prompt in two namespaces", len(namespaces) > 1)
 
-    def _fills(self, flight: InFlight) -> None:
+    def _fills(self, flight: InFlight, masks: object) -> None:
         batch, rows = flight.batch, flight.batch.constrained
         if isinstance(batch, ExtendBatch):
             self.note("masks of a first token")

@@ -107,8 +107,11 @@ class RecordedWorker:
         self._runner.replace_weights(weights, one_more)
 
     def _sample(self, held: HeldStep, decision: Decision, masks: TokenMasks) -> ForwardResult:
-        decision.masks = TokenMasks(masks.rows, masks.bits.copy())  # the next step fills the same memory
-        return cast(ForwardResult, _RecordedResult(held.sample(masks), decision))
+        def fill(bits: I32) -> None:
+            masks.fill(bits)
+            decision.masks = TokenMasks.of(masks.rows, bits.copy())  # the next step fills the same memory
+
+        return cast(ForwardResult, _RecordedResult(held.sample(TokenMasks(masks.rows, fill)), decision))
 
 
 class _RecordedResult:
