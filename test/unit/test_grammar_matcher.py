@@ -215,6 +215,36 @@ def test_many_requests_of_several_grammars_are_advanced_at_once() -> None:
     assert (masks[:19] == masks[0]).all() and (masks[19] != masks[0]).any()
 
 
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_threads_fill_the_masks_that_one_fills(num_threads: int) -> None:
+    """Again and again, for few requests and for many, of a grammar that is over too."""
+    store, other = _store("(ab)+x?"), _store("[ab]x")
+    for one in (store, other):
+        one.use_threads(num_threads)
+    begun = [
+        *(store.begin(7, None) for _ in range(30)), None, *(other.begin(7, None) for _ in range(40)), None,
+    ]  # fmt: skip
+    accept_tokens(begun[:15], [_AB] * 15)
+    alone = np.concatenate([_filled(_store("a"), [grammar])[0] for grammar in begun])
+    for num in (*range(1, len(begun), 7), len(begun), len(begun)):
+        for one in (store, other):
+            masks, may_go_on = _filled(one, begun[:num])
+            assert masks.tolist() == alone[:num].tolist() and all(may_go_on)
+    store.end([7])
+    masks, _ = _filled(store, begun)
+    assert (masks[:30] == -1).all() and masks[30:].tolist() == alone[30:].tolist()
+
+
+def test_what_a_thread_cannot_fill_is_told_to_the_caller() -> None:
+    store = _store("ab")
+    store.use_threads(3)
+    grammars = [store.begin(7, None) for _ in range(64)]
+    for token in (_AB, _EOS):
+        assert all(accept_tokens(grammars, [token] * 64))
+    with pytest.raises(RuntimeError, match="terminated"):  # the library fills no mask after the end
+        _filled(store, grammars)
+
+
 def test_a_slow_grammar_is_given_up_before_all_its_requests_have_been_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

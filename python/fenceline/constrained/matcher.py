@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from queue import SimpleQueue
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 I32 = npt.NDArray[np.int32]
 
 _ALL = np.int32(-1)
-# Requests of one grammar whose masks are filled, or whose tokens are accepted, before its time is checked again.
+# Requests of one grammar whose masks a thread fills, or whose tokens it accepts, before the grammar's time is checked
+# again.
 _AT_ONCE = 8
 # Seconds of CPU time that a grammar may take: for each token, and beyond that in all. Ordinary grammars take 50 us a
 # token. An ambiguous one may take longer with every token, and all requests of the batch wait for it.
@@ -48,10 +51,20 @@ class GrammarStore:
         self.run_in_background: Callable[[Callable[[], None]], object] = lambda work: work()
         self._vocabulary: xgrammar.TokenizerInfo | None = None
         self._batch: xgrammar.BatchGrammarMatcher | None = None
+        self._num_helpers = 0
+        self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._done: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def prepare(self) -> None:
         """Import the library, which takes seconds, before anybody waits for a step."""
         import xgrammar  # noqa: F401
+
+    def use_threads(self, num: int) -> None:
+        """From now on ``num`` threads, the caller's included, fill masks; to be called once. The library could use
+        threads of its own, but starts new ones with each call, and their time is not counted."""
+        self._num_helpers = num - 1
+        for index in range(num - 1):
+            Thread(target=self._help, name=f"masks-{index}", daemon=True).start()
 
     def load(self, id: str, grammar: int, data: bytes, vocabulary: bytes, forgotten: Sequence[int]) -> None:
         """Start to load ``grammar`` from ``data``; :meth:`loaded` returns ``id`` when that is done. ``vocabulary``:
@@ -106,20 +119,48 @@ class GrammarStore:
         turns = _in_turns(grammars)
         if sum([len(places) for _, places in turns]) < len(grammars):
             masks.fill(_ALL)  # for those that have no turn
-        fill = self._batch.batch_fill_next_token_bitmask
-        for clock, places in turns:
-            if clock.is_over:
-                masks[places] = _ALL
-                continue
-            begin = time.thread_time()
-            fill([grammars[place].matcher for place in places], masks, places)  # type: ignore[union-attr]
-            clock.count(len(places), time.thread_time() - begin)
+        turns.reverse()
+        take = partial(self._take_turns, turns, grammars, masks)
+        num_helping = max(min(self._num_helpers, len(turns) - 1), 0)
+        for _ in range(num_helping):
+            self._work.put(take)
+        take()
+        errors = [error for error in [self._done.get() for _ in range(num_helping)] if error is not None]
+        if errors:
+            raise errors[0]
         for place, (grammar, least) in enumerate(zip(grammars, least_more, strict=True)):
             if grammar is not None and (least > 0 or grammar.may_think):
                 grammar.adjust(masks[place], least)
         # Of booleans, this reads only as far as the first that is set.
         may_go_on: list[bool] = np.logical_or.reduce(masks.view(np.bool_), axis=1).tolist()
         return may_go_on
+
+    def _help(self) -> None:
+        """What each thread but the caller's does."""
+        while True:
+            take = self._work.get()
+            try:
+                take()
+            except BaseException as error:  # raised again by the caller's thread
+                self._done.put(error)
+            else:
+                self._done.put(None)
+
+    def _take_turns(self, turns: list[_Turn], grammars: Sequence[RequestGrammar | None], masks: I32) -> None:
+        """Fill the masks of ``turns``, the last one first, until none are left. Several threads share them."""
+        assert self._batch is not None, "made by fill"
+        fill = self._batch.batch_fill_next_token_bitmask
+        while True:
+            try:
+                clock, places = turns.pop()
+            except IndexError:
+                return
+            if clock.is_over:
+                masks[places] = _ALL
+                continue
+            begin = time.thread_time()
+            fill([grammars[place].matcher for place in places], masks, places)  # type: ignore[union-attr]
+            clock.count(len(places), time.thread_time() - begin)
 
     def _read(self, data: bytes, vocabulary: bytes, future: Future[xgrammar.CompiledGrammar]) -> None:
         try:
@@ -140,6 +181,7 @@ class GrammarClock:
     def __init__(self, decides: bool = True) -> None:
         self._decides = decides
         self._excess_s = 0.0
+        self._lock = Lock()
         self.is_ended = False  # by GrammarStore.end
 
     @property
@@ -155,7 +197,8 @@ class GrammarClock:
     def count(self, num: int, seconds: float) -> None:
         """Count the CPU time of what has been done for ``num`` tokens: their masks were filled, or they were accepted.
         Each of the two may take half of ``TOKEN_S`` for a token."""
-        self._excess_s = max(0.0, self._excess_s + seconds - num * TOKEN_S / 2)
+        with self._lock:
+            self._excess_s = max(0.0, self._excess_s + seconds - num * TOKEN_S / 2)
 
 
 class RequestGrammar:
@@ -263,9 +306,10 @@ def accept_tokens(grammars: Sequence[RequestGrammar | None], tokens: Sequence[in
     return accepted
 
 
-def _in_turns(
-    grammars: Sequence[RequestGrammar | None], plain: bool = False
-) -> list[tuple[GrammarClock, list[int]]]:
+_Turn = tuple[GrammarClock, list[int]]
+
+
+def _in_turns(grammars: Sequence[RequestGrammar | None], plain: bool = False) -> list[_Turn]:
     """The indices of the requests whose next token the grammar decides on, or with ``plain`` of those that will not
     think any more: those of one grammar together, a few at a time. Who takes a turn first checks whether the grammar
     has taken too much time."""

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 import zmq
 
+from fenceline.config import num_usable_cores
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.nodes import agreed, described
 from fenceline.distributed.shared_gpu import ranks_share_gpu
@@ -51,6 +52,7 @@ from fenceline.scheduler.scheduler import InFlight, Scheduler
 logger = logging.getLogger(__name__)
 
 
+_MOST_MASK_THREADS = 4
 _QUIET_MS = 1000  # freed memory is given back after this long without a message
 _PEER_LOST_WAIT_S = (
     10.0  # much longer than the parent takes to notice that a process has ended, and to kill the others
@@ -206,6 +208,9 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
         if config.device == "cuda" and config.refuses_grammars is None:
             # On a CPU this is left to the first grammar, so that the server starts sooner.
             scheduler.grammars.prepare()
+            # The front end's processes need the other half of the cores.
+            num_threads = num_usable_cores() // (2 * config.num_sharing)
+            scheduler.grammars.use_threads(min(max(num_threads, 1), _MOST_MASK_THREADS))
         with device.forward.active():
             shard.smallest(0)  # wait until all ranks are here
         if rank == 0:
