@@ -2,12 +2,17 @@
 
     python benchmark/bench_scheduler.py [--running 1,16,64,256] [--steps 400] [--repeats 5]
     python benchmark/bench_scheduler.py --compare-flight-recorder --repeats 25
+    python benchmark/bench_scheduler.py --schema 1,2,4 --running 1,16,64    # threads that fill masks
 
 Everything that the scheduler process does in a steady decode step is timed: draining the inbox, planning,
 publishing one token for every (streaming) request and encoding the message to the detokenizer. The line
 fitted through the medians gives the base and the cost of each added request. The cost of submitting work to the
 device is not included, because it belongs to the model runner. With --compare-flight-recorder a scheduler with
 and one without the recorder run in turns, and the fastest tenth of their blocks of steps are compared.
+
+With --schema all requests have the JSON schema of h200/constrained.py, over a vocabulary of Qwen's size, and draw
+random tokens among those that it allows. Printed are medians of wall time: of a step, and of what it does between the
+tokens of one step and the masks of the next. The copy of the masks to the device is not included.
 """
 
 from __future__ import annotations
@@ -15,23 +20,35 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
+import sys
 import time
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from random import Random
 
 import numpy as np
+import numpy.typing as npt
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "h200"))
+
+from constrained import CompiledSchema
+from in_process import call_times
 
 import fenceline
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
-from fenceline.ipc.io_struct import BatchTokenOut, Message, TokenizedGenerateReq, encode
+from fenceline.ipc.io_struct import BatchTokenOut, LoadGrammarReq, Message, TokenizedGenerateReq, encode
 from fenceline.mem_cache.kv_pool import ReqPool
 from fenceline.memory_order import LeasePool, Point, open_device
 from fenceline.model_executor.step import (
     Completions,
     DecodeBatch,
+    HeldStep,
     ScheduleBatch,
     StepOutput,
+    TokenMasks,
     drain_completions,
 )
 from fenceline.sampling.sampling_params import SamplingParams
@@ -40,19 +57,25 @@ from fenceline.scheduler.scheduler import InFlight, Scheduler
 _TOKEN = 42
 _BLOCK = 16  # steps of one scheduler before the other runs; this is shorter than disturbances by other load
 _RING = 512
+_VOCAB = 151936
+_PROMPT_LEN = 8
+I64 = npt.NDArray[np.int64]
 
 
 class NullResult:
     """The result of a step that has ended when it is launched."""
 
-    def __init__(self, num_tokens: int, done: Point) -> None:
+    def __init__(self, num_tokens: int, done: Point, tokens: I64 | None = None) -> None:
         self._num_tokens = num_tokens
+        self._tokens = tokens
         self.done = done
 
     def arrived(self) -> bool:
         return True
 
     def wait(self) -> StepOutput:
+        if self._tokens is not None:
+            return StepOutput(self._tokens, None, None)
         return StepOutput(np.full(self._num_tokens, _TOKEN, dtype=np.int64), None, None)
 
 
@@ -83,6 +106,29 @@ class NullWorker:
         return NullResult(num_tokens, self._forward.record())
 
 
+class SchemaWorker(NullWorker):
+    """A worker whose steps return prepared ``answers`` [steps, requests], and masks are filled before they do. A
+    request's prompt has ``prompt_len`` tokens, its row is its number plus one."""
+
+    def __init__(self, num_pages: int, answers: I64, prompt_len: int) -> None:
+        super().__init__(num_pages, answers.shape[1])
+        self._answers = answers
+        self._prompt_len = prompt_len
+        self._masks = np.empty((answers.shape[1], _VOCAB // 32), np.int32)
+
+    def launch(self, batch: ScheduleBatch) -> HeldStep:
+        if isinstance(batch, DecodeBatch):
+            rows, places = batch.rows, batch.seq_lens - self._prompt_len
+        else:
+            rows = np.array([seq.row for seq in batch.seqs if seq.sampling is not None])
+            places = np.zeros(len(rows), dtype=np.int64)
+        return HeldStep(self._forward.record(), partial(self._sample, self._answers[places, rows - 1]))
+
+    def _sample(self, tokens: I64, masks: TokenMasks) -> NullResult:
+        masks.fill(self._masks[: len(tokens)])
+        return NullResult(len(tokens), self._forward.record(), tokens)
+
+
 class NullBox:
     """An inbox that returns the given messages, and an outbox that encodes messages and drops them."""
 
@@ -101,10 +147,38 @@ class NullBox:
         self.num_bytes += len(encode(message))
 
 
-class Bench:
-    """A scheduler in the midst of decoding ``num_running`` requests, for ``num_steps`` steps at most."""
+class Schema:
+    """The compiled schema, and answers [steps, requests] of tokens that are drawn at random among those it allows."""
 
-    def __init__(self, num_running: int, num_steps: int, page_size: int, recorder_steps: int = 512) -> None:
+    def __init__(self, num_steps: int, num_running: int) -> None:
+        import xgrammar
+
+        self.compiled = CompiledSchema.make(num_steps, _VOCAB)
+        vocabulary = xgrammar.TokenizerInfo.deserialize_json(self.compiled.vocabulary.decode())
+        grammar = xgrammar.CompiledGrammar.deserialize_json(self.compiled.data.decode(), vocabulary)
+        rng, words = Random(1), np.empty((1, _VOCAB // 32), np.int32)
+        self.answers = np.empty((num_steps, num_running), np.int64)
+        for answer in self.answers.T:
+            matcher = xgrammar.GrammarMatcher(grammar)
+            for place in range(num_steps):
+                matcher.fill_next_token_bitmask(words)
+                allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+                answer[place] = rng.choice(allowed)
+                assert matcher.accept_token(int(answer[place])), "the mask allows it"
+
+
+class Bench:
+    """A scheduler in the midst of decoding ``num_running`` requests, for ``num_steps`` steps at most; with ``schema``
+    all of them have it."""
+
+    def __init__(
+        self,
+        num_running: int,
+        num_steps: int,
+        page_size: int,
+        recorder_steps: int = 512,
+        schema: Schema | None = None,
+    ) -> None:
         context = (
             64 + num_steps + num_running
         )  # requests already decode while the prompts of others are computed
@@ -119,16 +193,30 @@ class Bench:
         model = dataclasses.replace(config.model, context_length=context)
         config = dataclasses.replace(config, max_running_requests=num_running, model=model)
         params = SamplingParams(max_new_tokens=context, ignore_eos=True, temperature=0.0)
-        box = NullBox(
-            [
-                TokenizedGenerateReq(
-                    rid=f"req-{i}", input_ids=[i + 1] * 8, sampling_params=params, stream=True
-                )
-                for i in range(num_running)
-            ]
-        )
-        worker = NullWorker(num_running * (context // page_size + 2), num_running)
+        messages: list[Message] = []
+        num_pages = num_running * (context // page_size + 2)
+        worker = NullWorker(num_pages, num_running)
+        if schema is not None:
+            model = dataclasses.replace(
+                model, vocab_size=_VOCAB, eos_token_ids=(schema.compiled.eos_token_id,)
+            )
+            config = dataclasses.replace(config, model=model)
+            worker = SchemaWorker(num_pages, schema.answers[:, :num_running], _PROMPT_LEN)
+            messages.append(LoadGrammarReq("grammar", 1, schema.compiled.data, schema.compiled.vocabulary))
+        messages += [
+            TokenizedGenerateReq(
+                rid=f"req-{i}",
+                input_ids=[i + 1] * _PROMPT_LEN,
+                sampling_params=params,
+                stream=True,
+                grammar=0 if schema is None else 1,
+            )
+            for i in range(num_running)
+        ]
+        box = NullBox(messages)
         self.scheduler = Scheduler(config, worker, box, box)
+        if schema is not None:  # as on a GPU, where a step is published while the next one runs
+            self.scheduler.may_publish_early = lambda flight: False  # type: ignore[method-assign]
         self._flight: InFlight | None = None
         while len(self.scheduler.running) < num_running:
             self.run(1)
@@ -143,6 +231,21 @@ class Bench:
             flight = step(flight)
         self._flight = flight
         return (time.process_time_ns() - begin) / num_steps / 1e3
+
+
+def compare_threads(sizes: Sequence[int], threads: Sequence[int], num_steps: int, page_size: int) -> None:
+    """Print what a step takes whose requests all have a schema, by the number of threads that fill masks."""
+    schema = Schema(64 + num_steps + max(sizes), max(sizes))
+    parts = ("step", "publish", "accept_tokens", "fill_masks")
+    print(f"{'running':>8} {'threads':>8} " + " ".join(f"{part:>14}" for part in parts) + "  us, medians")
+    for size in sizes:
+        for num_threads in threads:
+            bench = Bench(size, num_steps, page_size, schema=schema)
+            bench.scheduler.grammars.use_threads(num_threads)
+            times = {part: call_times(bench.scheduler, part) for part in parts}
+            bench.run(num_steps)
+            medians = [statistics.median(times[part]) for part in parts]
+            print(f"{size:>8} {num_threads:>8} " + " ".join(f"{median:>14.1f}" for median in medians))
 
 
 def step_time_us(num_running: int, num_steps: int, page_size: int) -> float:
@@ -181,8 +284,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--page-size", type=int, default=1)
     parser.add_argument("--compare-flight-recorder", action="store_true")
+    parser.add_argument("--schema", default="", help="how many threads fill masks: one or several numbers")
     args = parser.parse_args()
     sizes = [int(n) for n in args.running.split(",")]
+    if args.schema:
+        compare_threads(sizes, [int(n) for n in args.schema.split(",")], args.steps, args.page_size)
+        return
     medians = []
     # The first run of a process also includes the time of its imports.
     step_time_us(max(sizes), args.steps, args.page_size)

@@ -25,7 +25,10 @@ from statistics import median
 
 from bench_server import BenchServer, ServerDied
 from run import Load, bench, graph_summary
-from shapes import SHAPES, make_model_dir, num_plain_tokens
+from shapes import SHAPES, make_model_dir, make_tokenizer, num_plain_tokens
+
+from fenceline.constrained.compile import compile_grammar, make_vocabulary
+from fenceline.constrained.spec import GrammarSpec
 
 SIDES = ("free", "schema")
 LOADS = {"64": Load(128, 256, 64, 256), "1": Load(128, 32, 1, 24)}
@@ -53,6 +56,26 @@ def schema(num_tokens: int) -> dict[str, object]:
     }
     num = num_tokens // 8 + 1
     return {"type": "array", "items": record, "minItems": num, "maxItems": 2 * num, "$defs": {"place": place}}
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledSchema:
+    """:func:`schema` compiled for a vocabulary, both serialised, as the front end sends them to the scheduler."""
+
+    vocabulary: bytes
+    data: bytes
+    eos_token_id: int
+
+    @staticmethod
+    def make(num_tokens: int, vocab_size: int) -> CompiledSchema:
+        """For the tokenizer of ``make_tokenizer``; takes about ten seconds."""
+        tokenizer = make_tokenizer()
+        special = [index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special]
+        eos = tokenizer.token_to_id("<|im_end|>")
+        vocabulary = make_vocabulary(tokenizer.to_str(), special, vocab_size, [eos])
+        spec = GrammarSpec("json_schema", json.dumps(schema(num_tokens)))
+        data = compile_grammar(vocabulary, spec, max_whitespace=20)
+        return CompiledSchema(vocabulary.serialize_json().encode(), data, eos)
 
 
 @dataclass(frozen=True, slots=True)

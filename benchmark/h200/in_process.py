@@ -19,7 +19,14 @@ import zmq
 
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import parse_args
-from fenceline.ipc.io_struct import AbortReq, FlushCacheReq, Message, PortArgs, TokenizedGenerateReq
+from fenceline.ipc.io_struct import (
+    AbortReq,
+    FlushCacheReq,
+    LoadGrammarReq,
+    Message,
+    PortArgs,
+    TokenizedGenerateReq,
+)
 from fenceline.ipc.rank_board import RankBoard, create_rank_board, rank_endpoint
 from fenceline.ipc.sockets import bind_pull, connect_push, make_ports, remove_ports
 from fenceline.layers.context import Shard
@@ -102,6 +109,7 @@ class InProcessEngine:
             shard.smallest(0)  # wait until all ranks are here
         self._flight: InFlight | None = None
         self._num_submitted = 0
+        self._grammar = 0  # of the requests that are submitted
         self.blocked_s = 0.0
         self._time_waiting()
         gc.collect()
@@ -144,9 +152,17 @@ class InProcessEngine:
         rid = f"req-{self._num_submitted}"
         self._num_submitted += 1
         self._inbox.messages.append(
-            TokenizedGenerateReq(rid=rid, input_ids=ids, sampling_params=params, stream=True)
+            TokenizedGenerateReq(
+                rid=rid, input_ids=ids, sampling_params=params, stream=True, grammar=self._grammar
+            )
         )
         return rid
+
+    def load_grammar(self, data: bytes, vocabulary: bytes) -> None:
+        """All requests from now on follow this compiled grammar; to be called once."""
+        self._grammar = 1
+        self._inbox.messages.append(LoadGrammarReq("grammar", self._grammar, data, vocabulary))
+        self.step()
 
     def flush(self) -> None:
         """Empty the prefix cache, all tiers; no request may run or wait."""
@@ -180,6 +196,21 @@ class InProcessEngine:
             self.blocked_s += time.perf_counter() - begin
 
         return timed
+
+
+def call_times(owner: object, name: str) -> list[float]:
+    """The microseconds of each call of a method from now on."""
+    method: Callable[..., object] = getattr(owner, name)
+    times: list[float] = []
+
+    def timed(*args: object) -> object:
+        begin = time.perf_counter()
+        result = method(*args)
+        times.append((time.perf_counter() - begin) * 1e6)
+        return result
+
+    setattr(owner, name, timed)
+    return times
 
 
 def percent(ratio: float) -> str:

@@ -2,11 +2,18 @@
 
     python benchmark/h200/overlap.py                           # both shapes, batches of 1, 16, 64 and 256
     python benchmark/h200/overlap.py --shape 8b --batch 64 --server-args "--decode-attention-backend triton"
+    python benchmark/h200/overlap.py --shape 0.6b --batch 1,64 --schema 4    # all requests have a JSON schema
 
 N requests decode in steady state in the scheduler's real loop (receive, plan, launch, publish, send), and the wall time
 of --steps steps is measured. Then the graph of that batch is replayed as often with nothing else, from the same state:
 the same positions, the same pages. The bar is a ratio of 1.05. "CPU" is the loop's CPU time per step without its waits
 for results, which must be less than the time of the replay.
+
+With --schema every request has the schema of constrained.py, and the given number of threads fill masks. The loop's
+steps then have a second phase, which the replay has not, and whose draw replaces the replay's. The medians of their
+parts on the CPU are printed too: launch_next is the forward's submission, publish includes the wait for the tokens of
+the step before, and sample_held is filling the masks (fill_masks) and submitting the draw. The GPU is idle from the end
+of a draw to the next forward, which takes at least launch_next less the time of the draw.
 """
 
 from __future__ import annotations
@@ -23,10 +30,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from in_process import InProcessEngine
+from constrained import CompiledSchema
+from in_process import InProcessEngine, call_times
 from shapes import SHAPES, make_model_dir
 
 _WARM_STEPS = 30
+_PARTS = ("launch_next", "publish", "fill_masks", "sample_held")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +94,14 @@ def measure(engine: InProcessEngine, shape: str, batch: int, args: argparse.Name
         if state is not None:
             replays.append(state.time_replays(args.steps))
     assert len(engine.scheduler.running) == batch, "no request has left"
+    if args.schema:
+        times = {part: call_times(engine.scheduler, part) for part in _PARTS}
+        for _ in range(min(args.steps, 60)):
+            engine.step()
+        found = [f"{part} {statistics.median(times[part]):.0f}" for part in _PARTS]
+        print(f"{shape}, {batch} at a time, us: {', '.join(found)}", flush=True)
+        for part in _PARTS:
+            delattr(engine.scheduler, part)
     engine.abort_all()
     replay_ms = statistics.median(replays) * 1e3 if replays else None
     return Overlap(
@@ -127,6 +144,11 @@ def run_shape(shape: str, args: argparse.Namespace) -> list[Overlap]:
     found = []
     with InProcessEngine(make_model_dir(shape, args.models), args.server_args.split()) as engine:
         print(f"{shape}: ready after {engine.start_s:.1f} s", flush=True)
+        if args.schema:
+            longest = _WARM_STEPS + args.repeats * args.steps + 64
+            compiled = CompiledSchema.make(longest, engine.config.model.vocab_size)
+            engine.load_grammar(compiled.data, compiled.vocabulary)
+            engine.scheduler.grammars.use_threads(args.schema)
         for batch in map(int, args.batch.split(",")):
             found.append(measure(engine, shape, batch, args))
             print(found[-1], flush=True)
@@ -149,6 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt-len", type=int, default=512)
     parser.add_argument("--steps", type=int, default=300, help="decode steps that are timed together")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--schema", type=int, default=0, help="JSON schema: how many threads fill masks")
     parser.add_argument("--server-args", default="", help="more flags for the engine, as one word")
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "fenceline-bench-models")
     parser.add_argument("--out", type=Path, default=None, help="JSON file")
