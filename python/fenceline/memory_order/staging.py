@@ -168,7 +168,8 @@ class MaskTable(_Ring):
 
     The host knows them only when the step before has been published, so they have a slot of their own, beside that of
     the step's inputs. The table's memory is always the same. Every step that reads it has written the rows that it
-    reads: those of requests without a mask, and of padding, allow every token.
+    reads: those of requests without a mask, and of padding, allow every token. A step whose requests all have a mask
+    reads FORWARD's own copy of them instead.
     """
 
     name = "mask_table"
@@ -182,9 +183,9 @@ class MaskTable(_Ring):
     def write(
         self, rows: npt.NDArray[np.int64], fill: Callable[[npt.NDArray[np.int32]], None], num_rows: int
     ) -> torch.Tensor:
-        """The masks of a step that samples for ``num_rows`` requests, a view of the table, good on FORWARD until the
-        next call. ``fill`` writes those of the rows ``rows`` [M] to the pinned memory that it is given, [M, ceil(V /
-        32)] int32; every token may be drawn for the others."""
+        """The masks of a step that samples for ``num_rows`` requests, [num_rows, ceil(V / 32)] int32, good on FORWARD
+        until the next call. ``fill`` writes those of the rows ``rows`` [M], which ascend, to the pinned memory that it
+        is given, [M, ceil(V / 32)]; every token may be drawn for the others."""
         device, table = self._device, self._table[:num_rows]
         shape = (len(rows), table.shape[1])
         first, nbytes = _aligned(rows.nbytes), 4 * shape[0] * shape[1]
@@ -195,6 +196,8 @@ class MaskTable(_Ring):
         bits = pinned[first : first + nbytes].view(np.int32).reshape(shape)
         fill(bits)
         views = slot.upload_packed(device, {"rows": rows, "bits": bits}, "the step's masks")
+        if len(rows) == num_rows:  # there is no other row, and no need of the table
+            return views["bits"]
         with device.forward.active():
             device.begin_fill([table], MASK_ROWS)
             if device.keeps(MASK_ROWS):
