@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -233,6 +234,20 @@ def test_threads_fill_the_masks_that_one_fills(num_threads: int) -> None:
     store.end([7])
     masks, _ = _filled(store, begun)
     assert (masks[:30] == -1).all() and masks[30:].tolist() == alone[30:].tolist()
+
+
+def test_a_thread_that_does_not_come_is_not_waited_for() -> None:
+    """Its core is busy. When it comes at last, there is nothing left for it to do."""
+    store, late = _store("(ab)+x?"), SimpleQueue[Callable[[], None]]()
+    store.use_threads(2)
+    store._work = late
+    grammars = [store.begin(7, None) for _ in range(20)]
+    masks, _ = _filled(store, grammars)
+    expected = masks.copy()
+    assert (masks == masks[0]).all() and (masks != -1).any()
+    masks.fill(7)
+    late.get()()
+    assert (masks == 7).all() and (_filled(store, grammars)[0] == expected).all()
 
 
 def test_what_a_thread_cannot_fill_is_told_to_the_caller() -> None:

@@ -53,7 +53,6 @@ class GrammarStore:
         self._batch: xgrammar.BatchGrammarMatcher | None = None
         self._num_helpers = 0
         self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._done: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def prepare(self) -> None:
         """Import the library, which takes seconds, before anybody waits for a step."""
@@ -120,14 +119,15 @@ class GrammarStore:
         if sum([len(places) for _, places in turns]) < len(grammars):
             masks.fill(_ALL)  # for those that have no turn
         turns.reverse()
-        take = partial(self._take_turns, turns, grammars, masks)
-        num_helping = max(min(self._num_helpers, len(turns) - 1), 0)
-        for _ in range(num_helping):
+        num_turns, done = len(turns), SimpleQueue[BaseException | None]()
+        take = partial(self._take_turns, turns, grammars, masks, done)
+        for _ in range(min(self._num_helpers, num_turns - 1)):
             self._work.put(take)
         take()
-        errors = [error for error in [self._done.get() for _ in range(num_helping)] if error is not None]
-        if errors:
-            raise errors[0]
+        # A thread that has taken no turn is not waited for: its core may be busy.
+        for error in [done.get() for _ in range(num_turns)]:
+            if error is not None:
+                raise error
         for place, (grammar, least) in enumerate(zip(grammars, least_more, strict=True)):
             if grammar is not None and (least > 0 or grammar.may_think):
                 grammar.adjust(masks[place], least)
@@ -138,29 +138,45 @@ class GrammarStore:
     def _help(self) -> None:
         """What each thread but the caller's does."""
         while True:
-            take = self._work.get()
-            try:
-                take()
-            except BaseException as error:  # raised again by the caller's thread
-                self._done.put(error)
-            else:
-                self._done.put(None)
+            self._work.get()()
 
-    def _take_turns(self, turns: list[_Turn], grammars: Sequence[RequestGrammar | None], masks: I32) -> None:
-        """Fill the masks of ``turns``, the last one first, until none are left. Several threads share them."""
-        assert self._batch is not None, "made by fill"
-        fill = self._batch.batch_fill_next_token_bitmask
+    def _take_turns(
+        self,
+        turns: list[_Turn],
+        grammars: Sequence[RequestGrammar | None],
+        masks: I32,
+        done: SimpleQueue[BaseException | None],
+    ) -> None:
+        """Fill the masks of ``turns``, the last one first, until none are left; several threads share them. For each
+        turn ``done`` gets what went wrong, or None."""
         while True:
             try:
                 clock, places = turns.pop()
             except IndexError:
                 return
-            if clock.is_over:
-                masks[places] = _ALL
-                continue
-            begin = time.thread_time()
-            fill([grammars[place].matcher for place in places], masks, places)  # type: ignore[union-attr]
-            clock.count(len(places), time.thread_time() - begin)
+            try:
+                self._fill(clock, places, grammars, masks)
+            except BaseException as error:  # raised again by the caller's thread
+                done.put(error)
+            else:
+                done.put(None)
+
+    def _fill(
+        self,
+        clock: GrammarClock,
+        places: list[int],
+        grammars: Sequence[RequestGrammar | None],
+        masks: I32,
+    ) -> None:
+        """Fill the masks of ``places``, whose grammar has ``clock``."""
+        assert self._batch is not None, "made by fill"
+        if clock.is_over:
+            masks[places] = _ALL
+            return
+        matchers = [grammars[place].matcher for place in places]  # type: ignore[union-attr]
+        begin = time.thread_time()
+        self._batch.batch_fill_next_token_bitmask(matchers, masks, places)
+        clock.count(len(places), time.thread_time() - begin)
 
     def _read(self, data: bytes, vocabulary: bytes, future: Future[xgrammar.CompiledGrammar]) -> None:
         try:
