@@ -51,8 +51,8 @@ def without(monkeypatch: pytest.MonkeyPatch, label: str) -> None:
         ("FORWARD's own copy", "mixed", "reads input_ring.device[0], which is not declared"),
         ("read of the step's results", "mixed", "the host has not since"),
         ("copy of the step's results", "graphs", "which is not declared"),
-        ("load of KV pages", "spill", "a load declares no more than []"),
-        ("backup of KV pages", "spill", "a store declares no more than []"),
+        ("load of KV pages", "spill", "a load declares []"),
+        ("backup of KV pages", "spill", "a store declares []"),
     ],
 )
 def test_what_is_not_declared_is_found(
@@ -101,6 +101,22 @@ def test_pages_of_a_step_and_of_a_transfer_are_compared(monkeypatch: pytest.Monk
     monkeypatch.setattr(HiCacheController, "_load_accesses", shorter)
     found = first_failure("spill")
     assert found.checker == "footprint" and "a load declares kv_pool" in found.report
+
+
+def test_the_layers_of_loads_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a load writes, and those that a step reads while they are being loaded."""
+
+    def of_all(self: HiCacheController, op: Any, layers: range, device_pages: Any, host_pages: Any) -> None:
+        op.read(self._host_memory, host_pages)
+        op.write(self._device_memory, device_pages)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HiCacheController, "_load_accesses", of_all)
+        found = first_failure("spill")
+        assert found.checker == "footprint" and "a load declares [(" in found.report
+    monkeypatch.setattr(HiCacheController, "_layer_accesses", lambda *args: None)
+    found = first_failure("spill")
+    assert found.checker == "footprint" and "a step declares [] of a layer, [(" in found.report
 
 
 def forgets(self: Memory, agent: int, tick: int, write: bool, rows: Any) -> None:

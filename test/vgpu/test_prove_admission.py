@@ -14,6 +14,7 @@ from fenceline.scheduler.prefill import PrefillPlanner
 from fenceline.scheduler.request_memory import RequestMemory
 from fenceline.scheduler.running_batch import RunningBatch
 from fenceline.scheduler.schedule_policy import ShortShare
+from fenceline.scheduler.scheduler import Scheduler
 from fenceline.vgpu.proving.runs import ANSWERS, Trial, run
 
 torch.set_num_threads(1)
@@ -63,6 +64,26 @@ def _one_gives_way_although_more_must(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(prefill._MemoryForecast, "has_room", lambda self, *args: hasattr(self, "released"))
 
 
+def _a_decode_step_waits_longer(patch: pytest.MonkeyPatch) -> None:
+    right = Scheduler.plan_prefill
+
+    def wrong(self: Scheduler) -> Any:
+        self.prefill_in_row = max(self.prefill_in_row - 2, 0)
+        return right(self)
+
+    patch.setattr(Scheduler, "plan_prefill", wrong)
+
+
+def _a_prompt_waits_for_a_decode_step(patch: pytest.MonkeyPatch) -> None:
+    right = Scheduler.plan_prefill
+
+    def wrong(self: Scheduler) -> Any:
+        self.prefill_in_row += 2
+        return right(self)
+
+    patch.setattr(Scheduler, "plan_prefill", wrong)
+
+
 @pytest.mark.parametrize(
     ("plant", "workload", "seeds", "said"),
     [
@@ -74,6 +95,18 @@ def _one_gives_way_although_more_must(patch: pytest.MonkeyPatch) -> None:
         (_short_ones_hold_nothing, "bodies", SMALL, "admission: r\\d+ (waits|is admitted): it needs"),
         (_more_is_short, "bodies", SMALL, "admission: r\\d+ of \\d+ tokens is short"),
         (_one_gives_way_although_more_must, "bodies", range(5, 13), "requests are retracted for nobody"),
+        (
+            _a_decode_step_waits_longer,
+            "mixed",
+            range(8),
+            "prompt tokens is planned, and a decode step is due",
+        ),
+        (
+            _a_prompt_waits_for_a_decode_step,
+            "mixed",
+            range(8),
+            "prompts wait for a decode step, and it is not due",
+        ),
     ],
 )
 def test_a_request_that_waits_or_runs_for_a_wrong_sum_is_reported(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from itertools import islice
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from fenceline.mem_cache.storage import directory, file_backend, page_file, work
 from fenceline.mem_cache.storage.controller import StorageController
 from fenceline.mem_cache.tree import hiradix_cache
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
+from fenceline.scheduler.request_memory import RequestMemory
 from fenceline.vgpu.proving.runs import Trial, run
 from fenceline.vgpu.proving.storage_record import StorageRecord
 from fenceline.vgpu.proving.workloads import WORKLOADS
@@ -97,6 +99,15 @@ def _unverified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_file, "_verify", lambda *args: None)
 
 
+def _files_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = SimpleNamespace(**{**vars(file_backend.os), "close": lambda fd: None})
+    monkeypatch.setattr(file_backend, "os", kept)
+
+
+def _not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory.StorageDirectory, "_make_again", lambda self: None)
+
+
 def _keys_of_the_next_token_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page is then found again only if the same token follows it."""
     right = page_hash.page_keys
@@ -125,6 +136,17 @@ def _one_page_less_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hicache.StorageTier, "prefetch", shorter)
 
 
+def _the_last_token_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although it is computed in any case."""
+
+    def wrong(self: RequestMemory, req: Any) -> None:
+        if self._storage is not None:
+            prompt = np.append(req.prompt_ids, 0)
+            req.prefetch = self._storage.prefetch(prompt, self.match(req).match, req.source.extra_key)
+
+    monkeypatch.setattr(RequestMemory, "prefetch", wrong)
+
+
 def _the_first_node_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     right = hicache.StorageTier.write
     monkeypatch.setattr(
@@ -146,9 +168,12 @@ def _the_first_node_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
         (_counted_twice, (), "storage: call"),
         (_given_up_uncounted, BAD, "pages not in storage"),
         (_unverified, KEYED, "storage"),
+        (_files_left_open, (), "leaves files open"),
+        (_not_made_again, BAD, "storage: call"),
         (_keys_of_the_next_token_too, (), "under keys that are not theirs"),
         (_fetched_pages_given_back, (), "storage's use: gives back"),
         (_one_page_less_is_looked_for, (), "storage's use: asks for"),
+        (_the_last_token_is_looked_for, (), "storage's use: asks for"),
         (_the_first_node_is_not_written, (), "pages not in storage"),
     ],
 )

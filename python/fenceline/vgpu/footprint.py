@@ -9,10 +9,11 @@ declared before it. Pages are compared by step and by transfer, with those of it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from fenceline.mem_cache.transfer import Ticket
 from fenceline.memory_order.access import Memory, PagedMemory, Rows
 from fenceline.memory_order.edges import StreamName
 from fenceline.model_executor.model_runner import ModelRunner
@@ -74,6 +75,13 @@ class Footprints:
         self._touched: dict[StreamName, dict[tuple[Memory, bool], Operation]] = {}
         self._read_by: dict[Memory, Operation] = {}  # FORWARD's reads that have not been declared yet
         self._of_transfer: _Declared | None = None
+        self._loading: dict[
+            Ticket, frozenset[int]
+        ] = {}  # device pages of each load whose end nobody has heard of
+        self._of_layer: Callable[..., None] | None = (
+            None  # what a step declares of a layer that is being loaded
+        )
+        self._num_layers = runner.kv_pool.num_layers
         # Of pinned memory: who used it last, and since which Point, if the host has not declared its own use since.
         self._used_by: dict[Memory, tuple[Operation, int]] = {}
         self._num_points = 0
@@ -89,8 +97,18 @@ class Footprints:
             stream.recorded = self._recorded
         if runner.hicache is not None:
             controller: Any = runner.hicache
+            self._of_layer = controller._layer_accesses
             for name in ("store", "load"):
                 setattr(controller, name, self._watched(getattr(controller, name)))
+            drain = controller.drain_acks
+
+            def drained(*args: Any) -> Sequence[Ticket]:
+                tickets: Sequence[Ticket] = drain(*args)
+                for ticket in tickets:
+                    self._loading.pop(ticket, None)
+                return tickets
+
+            controller.drain_acks = drained
 
     # --- declarations
 
@@ -104,6 +122,8 @@ class Footprints:
             return
         if self._only_pages:
             return
+        if names == self._of_layer:
+            self._check_layer(op, *args)
         if self._of_transfer is not None:
             self._of_transfer.accesses += op.accesses
         if stream is StreamName.HOST:
@@ -160,10 +180,20 @@ class Footprints:
 
     # --- pages of transfers
 
+    def _check_layer(self, op: _Declared, layer: int, loads: Sequence[Ticket]) -> None:
+        """A step declares the pages of a layer that its loads bring, as long as they may not have ended."""
+        pages = frozenset[int]().union(*(self._loading.get(ticket, frozenset()) for ticket in loads))
+        said = [(memory.name, write, sorted(rows)) for memory, write, rows in op.accesses]
+        right = [(f"kv_pool.layer{layer}", False, sorted(pages))]
+        if said != right:
+            raise FootprintError(f"footprint: a step declares {said} of a layer, {right} is being loaded")
+
     def _watched(self, submit: Callable[..., None]) -> Callable[..., None]:
         def submitted(ticket: Any, device_pages: Rows, host_pages: Rows, after: Any) -> None:
             with self._transfer(submit.__name__, device_pages, host_pages):
                 submit(ticket, device_pages, host_pages, after)
+            if submit.__name__ == "load":
+                self._loading[ticket] = frozenset(device_pages.tolist())
 
         return submitted
 
@@ -182,9 +212,10 @@ class Footprints:
                 raise FootprintError(
                     f"footprint: a {kind} declares {memory.name} {sorted(rows)}, not {sorted(right)}"
                 )
-        named = {(memory.name.partition(".")[0], write) for memory, write, _ in op.accesses}
-        if named != {("host_pool", not to_device), ("kv_pool", to_device)}:
-            raise FootprintError(f"footprint: a {kind} declares no more than {sorted(named)}")
+        named = {(memory.name, write) for memory, write, _ in op.accesses}
+        layers = {(f"kv_pool.layer{layer}", True) for layer in range(self._num_layers if to_device else 0)}
+        if named != {("host_pool", not to_device), ("kv_pool", to_device)} | layers:
+            raise FootprintError(f"footprint: a {kind} declares {sorted(named)}")
 
 
 def _undeclared(op: Operation, memory: Memory, write: bool) -> FootprintError:

@@ -9,11 +9,13 @@ available pages is compared, because how many tokens of a step count is known wh
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fenceline.model_executor.step import ExtendBatch, ScheduleBatch
 from fenceline.scheduler import prefill, schedule_policy
+from fenceline.scheduler.prefill import PrefillPlan
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.scheduler import Scheduler
 from fenceline.vgpu.proving.events import around
@@ -34,6 +36,8 @@ class Admissions:
         )
         if self._kept[0] < schedule_policy._NUM_SHORT * schedule_policy._LEAST_SHORT_TOKENS:
             self._kept = 0, 0
+        self._most_in_row = scheduler.planner.step_tokens  # one step, as on the CPU
+        self._step_tokens = 0  # of the step that is being planned
         self._left = 0.0  # tokens that the present plan may still give away
         self._short: list[Req] = []  # that run, or that the present plan has admitted
         self._lengths: dict[str, int] = {}  # of each request after its latest step
@@ -44,6 +48,10 @@ class Admissions:
         around(scheduler, "retract_for_waiting", before=self._begin_retraction, after=self._end_retraction)
         planner: Any = scheduler.planner
         around(planner, "plan", before=self._begin, after=self._end)
+        # Prompt tokens since the latest decode step, and whether a short one has gone before the next since then.
+        self._in_row, self._short_one_went = 0, False
+        self._was_asked = False  # the planner, by the present turn of the loop
+        around(scheduler, "plan_prefill", before=self._begin_turn, after=self._end_turn)
         admit: Callable[..., bool] = planner._admit
 
         def admitted(plan: Any, req: Req, budget: Any, alone: bool) -> bool:
@@ -71,8 +79,11 @@ class Admissions:
                 self._tell(f"{req.rid} of {self._final(req)} tokens is {'' if req.is_short else 'not '}short")
 
     def _launched(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
-        extends = isinstance(batch, ExtendBatch)
-        lengths = [seq.seq_len for seq in batch.seqs] if extends else batch.seq_lens.tolist()
+        if isinstance(batch, ExtendBatch):
+            lengths = [seq.seq_len for seq in batch.seqs]
+        else:
+            lengths = batch.seq_lens.tolist()
+            self._in_row, self._short_one_went = 0, False
         self._lengths.update(zip((req.rid for req in reqs), lengths, strict=True))
 
     def _begin_retraction(self, threshold: int | None) -> None:
@@ -80,6 +91,49 @@ class Admissions:
 
     def _end_retraction(self, _: object, threshold: int | None) -> None:
         self._num_victims -= len(self._scheduler.running)
+
+    def _begin_turn(self) -> None:
+        self._was_asked = False
+        if not len(self._scheduler.running):
+            self._in_row, self._short_one_went = 0, False
+
+    def _end_turn(self, plan: PrefillPlan | None) -> None:
+        """Prompts go before the next decode step as long as their tokens, with a quarter of a step for a short one,
+        leave room for another whole step. Then a short prompt of a body that runs nothing may go, once."""
+        scheduler, step = self._scheduler, self._scheduler.planner.step_tokens
+        is_due = len(scheduler.running) > 0 and self._in_row + step > self._most_in_row
+        left = scheduler.chunked is not None or (
+            len(scheduler.waiting) > 0 and scheduler.memory.rows.num_free > 0
+        )
+        if plan is None and left and not is_due and not self._was_asked:
+            self._tell("prompts wait for a decode step, and it is not due")
+        if plan is not None:
+            is_last = scheduler.chunked is None and not scheduler.waiting
+            least = (self._most_in_row if is_last else self._step_tokens) // 4
+            self._in_row += max(sum(len(seq.token_ids) for seq in plan.batch.seqs), least)
+
+    def _check_turn(self, step_tokens: int) -> None:
+        """Whether the planner may be asked for a step of so many tokens now."""
+        scheduler, step = self._scheduler, self._scheduler.planner.step_tokens
+        self._was_asked, self._step_tokens = True, step_tokens
+        if not len(scheduler.running) or self._in_row + step <= self._most_in_row:
+            self._check(step_tokens == step, f"a step may have {step_tokens} tokens, {step} are right")
+            return
+        bodies = Counter(req.source.body or req.rid for req in scheduler.reqs.values() if req.row)
+        args = scheduler.config.server_args
+        takes_turns = args.schedule_policy == "fcfs" and scheduler.config.priority is None
+        self._check(
+            takes_turns
+            and max(bodies.values()) > 1
+            and not self._short_one_went
+            and step_tokens == step // 4,
+            f"a step of {step_tokens} prompt tokens is planned, and a decode step is due",
+        )
+        self._short_one_went = True
+
+    def _check(self, holds: bool, text: str) -> None:
+        if not holds:
+            self._tell(text)
 
     def _end(self, _: object, *args: Any, **kwargs: Any) -> None:
         """Requests are retracted for waiting ones only if one of these is admitted then."""
@@ -102,6 +156,7 @@ class Admissions:
 
     def _begin(self, waiting: object, step_tokens: int, *args: Any, **kwargs: Any) -> None:
         scheduler = self._scheduler
+        self._check_turn(step_tokens)
         self._num_admitted = 0
         self._check_batch()
         available = self._num_available(scheduler.reqs.values())

@@ -122,6 +122,7 @@ EVENTS: dict[str, str] = {
     "storage refuses a write": "of one page",
     "storage raises": "which costs the call's pages",
     "the books of storage are lost": "the number of bytes in use",
+    "a folder of storage is removed": "with all pages in it",
     # retraction
     "retraction for memory": "",
     "retraction by pause": "",

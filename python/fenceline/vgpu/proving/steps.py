@@ -144,7 +144,7 @@ class Loop:
         self._storage_use: StorageUse | None = None
         if memory.tiers is not None and memory.tiers.storage is not None:
             assert config.hicache is not None and config.hicache.storage is not None
-            self._storage_use = StorageUse(memory.tiers, config.hicache.storage.prefetch_threshold)
+            self._storage_use = StorageUse(memory, config.hicache.storage.prefetch_threshold)
         if "depth_seed" in scenario.flags:
             depths = tuple(self.scheduler.shapes)
             self.scheduler.draft_depth = RandomDepths(depths, int(str(scenario.flags["depth_seed"])))

@@ -10,12 +10,13 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import stat
 import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from random import Random
@@ -34,7 +35,7 @@ _HEADER_NBYTES, _KEYED_HEADER_NBYTES = 64, 96
 _LEFT_SHARE = 0.9  # of the bound, when the least recently used pages have made room
 _TICK_NS = 10**6
 _OTHER_MODEL = "0123456789abcdef" * 2
-_ALWAYS = ("gone", "books", "crash")
+_ALWAYS = ("gone", "books", "folder", "crash")
 _BAD_DAYS = {
     "exists": ("damage", *_ALWAYS),
     "get": ("refusal", "refusal", "damage", "damage", *_ALWAYS),
@@ -250,6 +251,8 @@ class StorageRecord:
             self._books_are_exact = False
         elif kind == "books":
             self._lose_books(random)
+        elif kind == "folder":
+            self._remove_folder(random)
         elif kind == "crash":
             self.num_crashes += 1
             self.events.add("storage raises")
@@ -288,6 +291,16 @@ class StorageRecord:
             with self._backend._directory.locked():
                 self._check(not usage.is_symlink(), "follows a link in the place of its books")
         self.events.add("the books of storage are lost")
+        self._books_are_exact = False
+
+    def _remove_folder(self, random: Random) -> None:
+        """Somebody removes the directory, or one of its folders with all that is in it."""
+        folders = sorted(path.name for path in self._root.glob("*") if path.is_dir())
+        name = random.choice(("", *folders)) if folders else ""
+        shutil.rmtree(self._root / name, ignore_errors=True)
+        for path in [path for path in self._files if path.startswith(name)]:
+            del self._files[path]
+        self.events.add("a folder of storage is removed")
         self._books_are_exact = False
 
     def _break(self, backend: FileBackend) -> None:
@@ -329,6 +342,7 @@ class StorageRecord:
             used = [self._files[path].used[0] for path in mine]
             self._check(calls == used, f"says that pages were last used by calls {calls}, {used} is right")
         self._compare_books()
+        self._check_descriptors()
         said = self._backend.stats()
         for name in (entry.name for entry in fields(said)):
             mine, before = getattr(self._expected, name), getattr(self._before, name)
@@ -347,8 +361,18 @@ class StorageRecord:
         elif len(data) == 12 and zlib.crc32(data[:8]) == int.from_bytes(data[8:], "little"):
             # The number has its checksum, so it is not one that was lost: it may be too high, never too low.
             self._check(used >= num_bytes, f"says that {used} bytes are in use, and at least {num_bytes} are")
-        temps = os.listdir(self._root / "tmp")
+        temps = sorted((self._root / "tmp").glob("*"))
         self._check(not temps, f"leaves {len(temps)} files that nobody writes any more")
+
+    def _check_descriptors(self) -> None:
+        """When no call runs, the directory itself is open and nothing in it."""
+        names = []
+        for number in os.listdir("/proc/self/fd") if os.path.exists("/proc/self/fd") else ():
+            with suppress(OSError):  # that of the list itself is closed again
+                names.append(os.readlink(f"/proc/self/fd/{number}").removesuffix(" (deleted)"))
+        root = str(self._root.absolute())
+        mine = [name for name in names if name == root or name.startswith(f"{root}/")]
+        self._check(mine in ([], [root]), f"leaves files open: {mine}")
 
     def _pages(self) -> dict[str, os.stat_result]:
         """The pages' files that are there, by path."""

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from fenceline.mem_cache.hicache import HiCache, OffloadedTail
+from fenceline.mem_cache.hicache import OffloadedTail
 from fenceline.mem_cache.page_hash import PageKey
 from fenceline.mem_cache.storage.worker import Prefetch
 from fenceline.mem_cache.tree.radix_cache import HostHold, MatchResult, TreeNode
+from fenceline.scheduler.req import Req
+from fenceline.scheduler.request_memory import RequestMemory
 from fenceline.vgpu.proving.events import around
 
 I32 = npt.NDArray[np.int32]
@@ -25,13 +27,16 @@ class StorageUse:
     """``wrong``: what was asked or done wrongly. ``num_to_keep``: pages copied to the host as part of the
     tree, which storage is to write."""
 
-    def __init__(self, tiers: HiCache, threshold: int) -> None:
+    def __init__(self, memory: RequestMemory, threshold: int) -> None:
         """``threshold``: shorter prefixes, in tokens, are not looked for."""
-        assert tiers.storage is not None, "there is storage"
+        tiers = memory.tiers
+        assert tiers is not None and tiers.storage is not None, "there is storage"
         self.wrong: list[str] = []
         self.num_to_keep = 0
         self._tree = tree = tiers.tree
         self._threshold = threshold
+        self._prompt: list[int] = []  # the part of a prompt that may be cached, with what follows it
+        around(memory, "prefetch", before=self._arrives)
         around(tiers.storage, "prefetch", after=self._asked)
         around(tree, "hold_host", after=self._held)
         around(tree, "insert_host", before=self._offers, after=self._inserted)
@@ -45,10 +50,19 @@ class StorageUse:
     def _offloaded(self, tail: OffloadedTail | None, *args: object) -> None:
         self.num_to_keep -= tail is not None  # a page of a request, not of the tree
 
+    def _arrives(self, req: Req) -> None:
+        """The tokens from the first one on whose logprob is asked for are computed in any case, and the last one is."""
+        prompt, source = req.prompt_ids.tolist(), req.source
+        num = len(prompt) - 1
+        if source.return_logprob and source.logprob_start_len >= 0:
+            num = min(num, source.logprob_start_len)
+        self._prompt = prompt[: num + max(self._tree.lookahead, 1)]
+
     def _asked(
         self, op: Prefetch | None, token_ids: Sequence[int], match: MatchResult, extra_key: str = ""
     ) -> None:
-        """All whole pages behind what is known are looked for. The last token of a prompt is computed in any case."""
+        """All whole pages behind what is known are looked for."""
+        token_ids = self._prompt
         size, lookahead = self._tree.page_size, self._tree.lookahead
         num_known = (match.num_tokens + match.num_host_tokens) // size
         num_pages = (len(token_ids) - max(lookahead, 1)) // size
