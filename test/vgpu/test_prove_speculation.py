@@ -8,6 +8,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,8 +21,10 @@ from fenceline.mem_cache.tree import hiradix_cache
 from fenceline.memory_order.access import PagedMemory
 from fenceline.model_executor.speculative_runner import SpeculativeRunner
 from fenceline.sampling.sampling_batch import ReqSampling
+from fenceline.scheduler import draft_depth
 from fenceline.speculative.kv_rows import KVMover
 from fenceline.vgpu.errors import OwnershipError, TagError
+from fenceline.vgpu.proving.random_depths import RandomDepths
 from fenceline.vgpu.proving.runs import ANSWERS, Trial, run
 from fenceline.vgpu.proving.script import Flags, Scenario, Script, Workload
 from fenceline.vgpu.proving.speculative_workloads import trees_under_windows
@@ -376,3 +379,14 @@ def test_drafts_that_are_rejected_without_reason_are_noticed(
     outcome = run(Trial("own", 2))
     assert outcome.checker == ANSWERS, outcome.report
     assert "a step of depth 2 at output" in outcome.report
+
+
+@pytest.mark.parametrize("name", ["_MIN_GAIN", "_HALF_WEIGHT", "_PROBE_SHARE", "_MIN_PROBE_INTERVAL"])
+def test_a_depth_that_is_not_the_best_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """No answer depends on it."""
+    monkeypatch.setattr(draft_depth, name, 3 * getattr(draft_depth, name))
+    depths = RandomDepths((0, 1, 3), 1)
+    with pytest.raises(AssertionError, match="the draft's depth is"):
+        for _ in range(400):
+            choice = depths.choose(3, 2, 3)
+            depths.published(choice.depth, np.array([1, min(choice.depth + 1, 3)]))
