@@ -34,6 +34,7 @@ from fenceline.ipc.io_struct import (
     TokenizedGenerateReq,
     TokenOut,
 )
+from fenceline.layers import rotary
 from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.tree import radix_cache
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
@@ -899,12 +900,7 @@ def test_a_wrong_decision_is_found_and_its_request_and_token_named(
     assert re.search(report, outcome.report), outcome.report
 
 
-@pytest.mark.parametrize("model", ["fp8", "int4"])
-def test_a_quantised_model_answers_as_the_plain_numbers_do(
-    monkeypatch: pytest.MonkeyPatch, model: str
-) -> None:
-    """In graphs too, which torch's operators for such weights have to allow. In INT4 one layer sees no positions."""
-
+def _of(model: str) -> Workload:
     def make(random: Random) -> Scenario:
         script = Script(random)
         for step in range(2):
@@ -912,6 +908,42 @@ def test_a_quantised_model_answers_as_the_plain_numbers_do(
         flags: Flags = {"cuda_graph_bs": (1, 2), "context_length": 64, "model": model}
         return script.scenario(max_total_tokens=64, max_running_requests=2, page_size=4, **flags)
 
-    monkeypatch.setitem(WORKLOADS, "quantised", Workload("quantised", "", make))
-    outcome = run(Trial("quantised", 0))
+    return Workload("own", "", make)
+
+
+@pytest.mark.parametrize("model", ["fp8", "int4", "llama3", "yarn"])
+def test_a_model_of_another_kind_answers_as_the_oracle_says(
+    monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """In graphs too, which torch's operators for quantised weights have to allow; these stand for plain numbers. In
+    INT4 one layer sees no positions. The last two have biases and one head of keys."""
+    monkeypatch.setitem(WORKLOADS, "own", _of(model))
+    outcome = run(Trial("own", 0))
     assert outcome.clean, outcome.report
+
+
+def _all_frequencies_slowed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rotary, "_llama3", lambda inv_freq, scaling: inv_freq / scaling.factor)
+
+
+def _ramp_not_rounded(patch: pytest.MonkeyPatch) -> None:
+    right = rotary._yarn
+    patch.setattr(
+        rotary, "_yarn", lambda *args: right(*args[:2], dataclasses.replace(args[2], truncate=False))
+    )
+
+
+def _scores_not_scaled(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rotary, "_yarn_attention_factor", lambda scaling: 1.0)
+
+
+@pytest.mark.parametrize(
+    ("plant", "model"),
+    [(_all_frequencies_slowed, "llama3"), (_ramp_not_rounded, "yarn"), (_scores_not_scaled, "yarn")],
+)
+def test_wrong_frequencies_of_scaled_positions_are_found(
+    plant: Callable[[pytest.MonkeyPatch], None], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(WORKLOADS, "own", _of(model))
+    plant(monkeypatch)
+    assert {run(Trial("own", seed)).checker for seed in range(4)} >= {ANSWERS}

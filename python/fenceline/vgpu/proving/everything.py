@@ -340,7 +340,7 @@ def _fitting(flags: Flags) -> Flags:
 def _with_another_model(random: Random, flags: Flags) -> Flags:
     """Another model in the place of the plain one, often with a draft. FlashInfer's replacement has no windows: our own
     kernels attend instead."""
-    model = random.choice(("windows", "windows", "experts", "fp8", "int4"))
+    model = random.choice(("windows", "windows", "experts", "fp8", "int4", "llama3", "yarn"))
     if model == "windows" and flags.get("attention_backend") in (FLASHINFER, FLASHINFER_TENSOR_CORES):
         flags = {**flags, "attention_backend": LAUNCHED}
     if "draft" not in flags and random.random() < 0.6:

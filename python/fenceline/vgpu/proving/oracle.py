@@ -3,7 +3,7 @@
 It is one forward over plain arrays for one request, without cache, batch, graphs or scheduler, and the sampling formula
 as it is documented. Nothing is imported from the package (scripts/tidy.py checks it): if the engine and the oracle
 agree, two independent implementations agree. Weights are read from the model's folder by their names in the checkpoint
-(Qwen3's, those of its mixtures of experts, Gemma 2's, and SmolLM3's).
+(Qwen3's, those of its mixtures of experts, Gemma 2's, OLMo 2's and SmolLM3's).
 
 The arithmetic is float64, so that the only difference from the engine's float32 is the engine's rounding. Angles of
 rotary positions are float32 by definition.
@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -106,7 +107,10 @@ class Model:
         tensors = load_file(Path(folder) / "model.safetensors")
         self._weights = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
         exponents = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
-        self._frequencies = np.float32(1.0) / np.float32(config["rope_theta"]) ** exponents
+        frequencies = np.float32(1.0) / np.float32(config["rope_theta"]) ** exponents
+        self._frequencies, self._rotary_factor = _scaled(
+            frequencies.astype(np.float64), config["rope_theta"], config.get("rope_scaling") or {}
+        )
         self.embedding = self._weights["model.embed_tokens.weight"]
         tied = config.get("tie_word_embeddings", False)
         self.head = self.embedding if tied else self._weights["lm_head.weight"]
@@ -122,9 +126,10 @@ class Model:
         return weighted
 
     def linear(self, x: F64, name: str) -> F64:
-        """x times the transposed weight, as checkpoints store it."""
+        """x times the transposed weight, as checkpoints store it, and the bias if there is one."""
         product: F64 = x @ self._weights[f"{name}.weight"].T
-        return product
+        bias = self._weights.get(f"{name}.bias")
+        return product if bias is None else product + bias
 
     def gated(self, x: F64, name: str) -> F64:
         """The MLP ``name``: SwiGLU, in Gemma with gelu in its approximation by tanh."""
@@ -153,7 +158,7 @@ class Model:
         """Rotary positions ``first``, ``first + 1``, ... for x [T, heads, head_dim]: pairs (i, i + head_dim / 2)."""
         positions = np.arange(first, first + len(x), dtype=np.float32)
         angles = (positions[:, None] * self._frequencies).astype(np.float64)[:, None, :]
-        cos, sin = np.cos(angles), np.sin(angles)
+        cos, sin = np.cos(angles) * self._rotary_factor, np.sin(angles) * self._rotary_factor
         a, b = np.split(x, 2, axis=-1)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
@@ -161,6 +166,31 @@ class Model:
         """[T, hidden] after the last layer → [T, V]."""
         scores: F64 = self.norm(hidden, "model.norm") @ self.head.T
         return np.tanh(scores / self.logit_cap) * self.logit_cap if self.logit_cap else scores
+
+
+def _scaled(frequencies: F64, theta: float, scaling: dict[str, Any]) -> tuple[npt.NDArray[np.float32], float]:
+    """The rotary frequencies of a context that is longer than the one trained for, and the factor of cosine and sine:
+    Llama 3.1's rule or YaRN (arXiv:2309.00071)."""
+    kind, factor = scaling.get("rope_type"), scaling.get("factor", 1.0)
+    original = scaling.get("original_max_position_embeddings", 0)
+    if kind is None:
+        return frequencies.astype(np.float32), 1.0
+    turns = original * frequencies / (2 * math.pi)  # of each pair within the original context
+    if kind == "llama3":
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+        return (frequencies * (kept + (1 - kept) / factor)).astype(np.float32), 1.0
+    assert kind == "yarn", f"the oracle does not know {kind}"
+    # The pairs with fewer turns than beta_slow are slowed down, those with more than beta_fast are not; a ramp over the
+    # pairs in between, whose ends are rounded outwards.
+    num_dims, base = 2 * len(frequencies), math.log(theta)
+    first, last = (
+        num_dims * math.log(original / (beta * 2 * math.pi)) / (2 * base)
+        for beta in (scaling["beta_fast"], scaling["beta_slow"])
+    )
+    begin, end = max(math.floor(first), 0), min(math.ceil(last), num_dims - 1)
+    slowed = np.clip((np.arange(len(frequencies)) - begin) / (end - begin), 0, 1)
+    return (frequencies * (1 - slowed + slowed / factor)).astype(np.float32), 0.1 * math.log(factor) + 1
 
 
 class Answer:

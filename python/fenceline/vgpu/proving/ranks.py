@@ -44,7 +44,7 @@ from fenceline.vgpu.threads import Channel, join_all
 NUM_RANKS = 2
 _GRAIN = Grain(capacity=1, vector_bytes=1 << 16)
 _MAX_STEPS = 2000
-_MODELS = (PLAIN, "experts", "windows", "wide")
+_MODELS = (PLAIN, "experts", "windows", "wide", "llama3")
 
 
 def make_scenario(random: Random) -> Scenario:

@@ -102,6 +102,15 @@ class Script:
         rid = f"r{self.num_reqs}"
         self.num_reqs += 1
         seed = self.random.getrandbits(32)
+        # Each request names other tokens, so that those of another one's are noticed.
+        for name in ("token_ids_logprob", "logit_bias"):
+            ids = options.get(name)
+            if ids:
+                shifted = [(token + self.num_reqs) % VOCAB_SIZE for token in ids]
+                values = ids.values() if isinstance(ids, dict) else ()
+                options[name] = (
+                    dict(zip(shifted, values, strict=True)) if values else shifted[self.num_reqs % 2 :]
+                )
         outer = {name: options.pop(name) for name in list(options) if name in _OF_THE_MESSAGE}
         params = SamplingParams(max_new_tokens=num_tokens, seed=seed, **({"temperature": 0.0} | options))
         outer = {"stream": True} | outer

@@ -74,6 +74,10 @@ _WINDOWS = {
 # OLMo 2's layers: norms behind each branch, and of queries and keys over all heads at once.
 _WIDE = {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
 _UNROTATED = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "no_rope_layers": [1, 0]}
+# One head of keys for all queries, biases, and rotary frequencies that are scaled for longer contexts in two ways.
+_FEW_HEADS = {"num_key_value_heads": 1, "attention_bias": True, "tie_word_embeddings": False}
+_LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0, "beta_slow": 1.0}
 _BLOCK = 128  # of FP8, rows and columns
 _GROUP = 32  # of INT4, columns
 _FP8 = {"quant_method": "fp8", "weight_block_size": [_BLOCK, _BLOCK]}
@@ -86,6 +90,8 @@ _MODELS = {
     # The shortest windows under which there may be trees of drafts.
     "long_windows": _CONFIG | _WINDOWS | {"sliding_window": 64},
     "wide": _CONFIG | _WIDE,
+    "llama3": _CONFIG | _FEW_HEADS | {"rope_scaling": _LLAMA3 | {"original_max_position_embeddings": 64}},
+    "yarn": _CONFIG | _FEW_HEADS | {"rope_scaling": _YARN | {"original_max_position_embeddings": 64}},
     "fp8": _CONFIG | {"intermediate_size": 160, "quantization_config": _FP8},  # a block and a part of one
     "int4": _CONFIG | _UNROTATED | {"intermediate_size": 64, "quantization_config": _INT4},
 }
