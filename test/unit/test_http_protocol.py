@@ -832,6 +832,18 @@ async def test_a_turn_makes_room_once_for_all_that_it_accepts() -> None:
     assert not server.limits.num_leaving
 
 
+async def test_of_one_second_those_without_a_request_give_way_first() -> None:
+    """The pace is measured in seconds, and a flood takes less."""
+    server = Server(App(), max_connections=100)
+    clients = [server.connect() for _ in range(20)]
+    for client, _ in clients:
+        client.data_received(b"GET / HTTP/1.1\r\n\r\n")
+    await settle()
+    flood = [server.connect()[1] for _ in range(140)]
+    assert sum(wire.closing for wire in flood) >= 60
+    assert not any(wire.closing for _, wire in clients)
+
+
 async def test_who_still_takes_his_answer_does_not_give_way() -> None:
     """Closed, he would keep his place until he has taken it."""
     server = Server(App(), max_connections=2)

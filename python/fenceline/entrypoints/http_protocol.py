@@ -554,12 +554,14 @@ class HttpProtocol(HttpToolsProtocol):
     # --- number of connections
 
     def _make_room(self) -> bool:
-        """Close some of the connections that wait for their client, starting with those that have waited longest. They
-        are removed before the next ones are accepted. False if there are none."""
+        """Close some of the connections that wait for their client, starting with those that have waited longest, and
+        among equals with those that have asked for least. They are removed before the next ones are accepted. False if
+        there are none."""
         others = cast("set[HttpProtocol]", self.connections)
         idle = [other for other in others if other is not self and other._is_idle()]
         self._limits.warn(self._limits.max_connections, len(idle))
-        idle.sort(key=lambda other: other._pace_at)
+        # Of those that came within the same second, a client of one request or more is not the attacker of a flood.
+        idle.sort(key=lambda other: (other._pace_at, other._num_heads))
         for other in idle[: len(idle) // _EVICTED_SHARE + 1]:
             other._leaves = True
             self._limits.num_leaving += 1
