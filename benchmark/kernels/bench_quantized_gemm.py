@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from pathlib import Path
 import torch
 from bench_skinny_gemm import (
     COLD_BYTES,
+    MAX_CUDA_ROWS,
     MODELS,
     Activations,
     Bench,
@@ -122,10 +124,10 @@ class QuantizedSweep(Sweep):
         self.copies, self.quantized = copies, products
         self.bits = BITS[copies.stored[0].kind]
         self.try_all([None])
-        guess = products._guess_triton(rows, copies.stored[0], product.gated) if triton else None
-        if guess is not None:
-            self.deadline = time.monotonic() + seconds
-            self.try_all([guess])
+        if triton:
+            guess = products._guess_triton(rows, copies.stored[0], product.gated)
+            self.deadline = math.inf
+            self.try_all([guess, *(self.triton() if rows > 1 and self.bits == 8 else [])])
         self.deadline = time.monotonic() + seconds  # the time begins after Triton has compiled its kernels
 
     def time(self, choice: SkinnyChoice) -> float:
@@ -137,13 +139,13 @@ class QuantizedSweep(Sweep):
             tiles = (2, 4, 6) if self.rows <= 8 and self.copies.stored[0].group >= 128 else (2, 4)
             if choice.tiles not in tiles:
                 return False
-            if self.rows > 16:
+            if self.rows > MAX_CUDA_ROWS:
                 return self.of_one_launch().fits(choice)
         return super().fits(choice)
 
     def of_one_launch(self) -> Sweep:
         """The search for the most rows that one launch takes."""
-        one = Sweep(self.bench, self.product, 16, 0)
+        one = Sweep(self.bench, self.product, MAX_CUDA_ROWS, 0)
         one.bits = self.bits
         return one
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import statistics
 import sys
 import time
@@ -50,6 +51,7 @@ from fenceline.layers.weight import RMSNorm, Weight
 EPS = 1e-6
 COLD_BYTES = 400 << 20
 SHARED_LIMIT = 227 << 10
+MAX_CUDA_ROWS = 16  # of one launch of our CUDA kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +302,9 @@ class Sweep:
         """Fills ``found`` with microseconds; stops at the deadline."""
         self.try_all([None, *seeds])
         if triton:
+            seconds, self.deadline = self.deadline - time.monotonic(), math.inf
             self.try_all(self.triton())
+            self.deadline = time.monotonic() + seconds  # it begins after Triton has compiled its kernels
         if self.bench.product is None:
             return
         self.try_all(
@@ -332,8 +336,8 @@ class Sweep:
     def fits(self, choice: SkinnyChoice) -> bool:
         if isinstance(choice, TritonConfig):
             return choice.block_k <= self.product.k
-        if choice is None:
-            return True
+        if choice is None or self.rows > MAX_CUDA_ROWS:
+            return choice is None
         block = choice.warps_n * choice.tiles * 8
         compiled = choice.tiles != 3 or self.rows <= 8
         even = not self.product.gated or choice.warps_n * choice.tiles % 2 == 0
@@ -371,6 +375,18 @@ class Sweep:
                 (2, 2048, 4),
             )
             return [TritonConfig(n, k, warps) for n, k, warps in few]
+        if self.rows > MAX_CUDA_ROWS:
+            large = (
+                (32, 128, 4, 5),
+                (32, 256, 4, 3),
+                (64, 64, 4, 6),
+                (64, 128, 4, 4),
+                (64, 128, 8, 4),
+                (128, 64, 8, 4),
+                (32, 64, 4, 8),
+                (16, 256, 4, 4),
+            )
+            return [TritonConfig(n, k, warps, stages) for n, k, warps, stages in large]
         many = (
             (16, 256, 4, 4),
             (32, 128, 4, 4),

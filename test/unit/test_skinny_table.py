@@ -12,7 +12,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from fenceline.layers.kernels.cuda_kernels import is_right
-from fenceline.layers.kernels.skinny_gemm import Fusion
+from fenceline.layers.kernels.skinny_gemm import Fusion, TritonConfig
 from fenceline.layers.kernels.skinny_table import (
     CudaConfig,
     GpuTraits,
@@ -91,3 +91,11 @@ def test_a_skinny_gemm_that_is_wrong_at_start_is_not_used(
     product = partial(stand_in, weight, wrong)
     assert is_right("skinny GEMM", product, weight, ((1, 2), (8, 4))) is (wrong == 0)
     assert ("is wrong here" in caplog.text) is (wrong != 0)
+
+
+def test_more_rows_than_the_cuda_kernel_takes_are_tritons_where_that_was_measured() -> None:
+    cut = TritonConfig(64, 128, 4, 4)
+    table = SkinnyTable(GpuTraits("x", 132, (9, 0), True), {table_key(32, 3072, 4096, False): cut})
+    assert table.choose(17, 3072, 4096, False) == table.choose(32, 3072, 4096, False) == cut
+    assert table.choose(33, 3072, 4096, False) is table.choose(17, 4096, 4096, False) is None
+    assert table.choose(65, 3072, 4096, False) is None

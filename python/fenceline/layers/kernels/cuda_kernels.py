@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _TOLERANCE = (
     0.02  # of the trial at start, relative to the result's norm: rounding to bfloat16 makes an error of 0.004
 )
-_FEW_ROWS = ROW_BUCKETS[-1]  # the skinny kernels never multiply more rows than this
+_FEW_ROWS = ROW_BUCKETS[-1]  # the kernels for few rows never multiply more than this
 
 # Arguments: x, configuration, fusion, output. A product with one weight, see ``is_right``.
 Trial = Callable[[torch.Tensor, CudaConfig, Fusion, torch.Tensor], object]

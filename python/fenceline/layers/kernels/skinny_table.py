@@ -17,8 +17,8 @@ from pathlib import Path
 
 from fenceline.layers.kernels.skinny_gemm import TritonConfig
 
-ROW_BUCKETS = (1, 2, 4, 8, 16)  # with more rows cuBLAS is faster, measured on an H200
-QUANTIZED_ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+# With more than 16 rows, a dense product is Triton's where that has been measured to be faster, otherwise cuBLAS's.
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 
 # How much shared memory per block the skinny GEMM's configurations may need. sm_80, 90 and 100 have this much; sm_86,
 # 89 and 120 do not.
@@ -100,7 +100,7 @@ class SkinnyTable:
     ) -> SkinnyChoice:
         """Like ``choose``, for a quantised weight. ``guess`` is returned if there is no measurement. None: the library
         computes the product."""
-        bucket = next((size for size in QUANTIZED_ROW_BUCKETS if rows <= size), None)
+        bucket = next((size for size in ROW_BUCKETS if rows <= size), None)
         if bucket is None:
             return guess
         found = self._entries.get(table_key(bucket, weight_rows, k, gated, numbers), guess)
@@ -120,7 +120,7 @@ class SkinnyTable:
 
 def table_key(rows: int, weight_rows: int, k: int, gated: bool, numbers: str = "") -> str:
     """The key of a product in a file of measurements. ``rows`` is one of ROW_BUCKETS. For a quantised weight, whose
-    format is given in ``numbers``, it is one of QUANTIZED_ROW_BUCKETS."""
+    format is given in ``numbers``, it is one of ROW_BUCKETS."""
     return f"{rows}x{weight_rows}x{k}{'g' if gated else ''}{' ' * bool(numbers)}{numbers}"
 
 
