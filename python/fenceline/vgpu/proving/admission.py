@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fenceline.model_executor.step import ExtendBatch, ScheduleBatch
@@ -39,6 +39,7 @@ class Admissions:
         self._most_in_row = scheduler.planner.step_tokens  # one step, as on the CPU
         self._step_tokens = 0  # of the step that is being planned
         self._left = 0.0  # tokens that the present plan may still give away
+        self._used: set[int] = set()  # pages that some request holds or keeps in the tree
         self._short: list[Req] = []  # that run, or that the present plan has admitted
         self._lengths: dict[str, int] = {}  # of each request after its latest step
         around(scheduler, "launch", before=self._launched)
@@ -66,6 +67,7 @@ class Admissions:
             self._num_admitted += got
             if got:
                 self._left -= needed
+                self._used |= self._pages_of(req)
                 self._short += [req] if req.is_short else []
             return got
 
@@ -159,7 +161,9 @@ class Admissions:
         self._check_turn(step_tokens)
         self._num_admitted = 0
         self._check_batch()
-        available = self._num_available(scheduler.reqs.values())
+        holders = [req for req in (*scheduler.reqs.values(), *scheduler.departed) if req.row]
+        self._used = set[int]().union(*map(self._pages_of, holders))
+        available = scheduler.memory.num_pages - len(self._used)
         if scheduler.memory.num_available_pages != available:
             said = scheduler.memory.num_available_pages
             self._tell(f"{said} pages are said to be available, {available} are")
@@ -173,9 +177,8 @@ class Admissions:
 
     def _fits(self, req: Req, match: Any, alone: bool) -> tuple[bool, int]:
         """Whether the memory rule admits ``req``, and the tokens that it needs."""
-        available = self._num_available(self._scheduler.reqs.values())
-        used = {page for other in self._scheduler.reqs.values() for page in self._shared(other)}
-        num_pinned = len(set(match.pages.tolist()) - used)
+        available = self._scheduler.memory.num_pages - len(self._used)
+        num_pinned = len(set(match.pages.tolist()) - self._used)
         num_pages = math.ceil(req.num_tokens / self._size) - len(match.pages)
         spare = self._scheduler.running.largest.num_slots - 1
         later = min(self._final(req) - req.num_tokens + 1, prefill.CLIP_NEW_TOKENS) + spare
@@ -199,15 +202,10 @@ class Admissions:
             return False
         return planner._chunk_tokens(req, prefix.num_tokens, budget) > 0
 
-    def _num_available(self, reqs: Iterable[Req]) -> int:
-        """Pages that no admitted request uses."""
-        departed = [req for req in self._scheduler.departed if req.row]
-        used = {page for req in (*reqs, *departed) if req.row for page in (*req.pages, *self._shared(req))}
-        return self._scheduler.memory.num_pages - len(used)
-
-    def _shared(self, req: Req) -> list[int]:
-        """Pages of the tree that ``req`` keeps there."""
-        return [] if req.node is None else [page for node in req.node.path() for page in node.pages.tolist()]
+    def _pages_of(self, req: Req) -> set[int]:
+        """Its own pages, and those of the tree that it keeps there."""
+        shared = [] if req.node is None else [node.pages.tolist() for node in req.node.path()]
+        return set(req.pages).union(*shared)
 
     def _final(self, req: Req) -> int:
         """The tokens whose KV it has when it has all its tokens."""
