@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
+import orjson
 import pytest
 from live_server import LiveServer
 
@@ -40,6 +42,20 @@ def test_streams_say_what_whole_answers_say(api):
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
     assert last.usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_each_token_of_the_hostile_benchmarks_stream_has_an_event(demo, monkeypatch):
+    """Its observer measures the time between events. Some tokens have no text."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmark" / "hostile"))
+    from beside import NUM_TOKENS, STREAM
+
+    with demo.client() as client:
+        lines = client.post("/v1/completions", json=STREAM).text.split("\n\n")
+    choices = [orjson.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-2]]
+    assert sum(len(choice["token_ids"]) for choice in choices) == NUM_TOKENS
+    assert [choice for choice in choices if not choice["text"]], (
+        "of which some would have no event without ids"
+    )
 
 
 def test_scoring_agrees_with_generating(api, demo):

@@ -162,7 +162,7 @@ async def test_the_control_server_answers_what_observers_and_attackers_ask() -> 
     import asyncio
 
     import control
-    from beside import _STREAM
+    from beside import STREAM
     from wire import exchange, post, request
 
     server = await asyncio.get_running_loop().create_server(control.Control, "127.0.0.1", 0)
@@ -171,7 +171,7 @@ async def test_the_control_server_answers_what_observers_and_attackers_ask() -> 
         for data in (
             request("GET", "/health"),
             post("/generate", b"[" * 3_000_000),
-            post("/v1/completions", _STREAM),
+            post("/v1/completions", STREAM),
         ):
             answer = await exchange(port, data, 30.0)
             assert not isinstance(answer, str) and answer.status == 200
