@@ -528,7 +528,7 @@ def _draws() -> Iterator[Launch]:
         def draw(pdl: bool, logits: Any, *rest: Any) -> None:
             each = 0 if rest[-4] is None else 1
             _draw_variants(logits.shape[1], rows_each_mask=each)[1].launch(
-                (rest[-2].numel(),), (logits, *rest), (2,)
+                (rest[-2].numel(),), (logits, *rest), (2, 5)
             )
 
         name = f"draw_from_pieces {num_reqs}x{vocab_size}"
@@ -537,8 +537,8 @@ def _draws() -> Iterator[Launch]:
         rows, tokens = torch.randperm(9)[:num_reqs], torch.zeros(9, dtype=torch.int64)
         nexts, steps = torch.zeros(num_reqs, dtype=torch.int64), torch.randint(0, 9, (num_reqs,))
 
-        def combine(pdl: bool, *operands: Any, vocab_size: int = vocab_size) -> None:
-            _draw_variants(vocab_size)[2].launch((len(operands[0]),), operands)
+        def combine(pdl: bool, *operands: Any) -> None:
+            sample_triton._combine_variant(operands[0].shape[1]).launch((len(operands[0]),), operands)
 
         kept = (scores, ids, rows, tokens, nexts, steps)
         yield Launch(f"combine_pieces {num_reqs}", sample.COMBINE, kept, combine)

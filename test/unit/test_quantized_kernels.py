@@ -156,7 +156,7 @@ def check_choice() -> None:
             calls.clear()
             for got, want in pairs:
                 # The input is rounded too where the GPU multiplies in fp8, and badly by the interpreter (see above).
-                assert (got - want).norm() / want.norm() < (0.1 if rows > 1 else 1e-5)
+                assert (got - want).norm() / want.norm() < (0.15 if rows > 1 else 1e-5)
         assert weight.product(torch.empty(0, 256)).shape == (0, 32) and not calls
 
 

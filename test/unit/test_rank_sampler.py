@@ -11,7 +11,7 @@ from ranks import Ranks
 
 from fenceline.layers.context import torch_context
 from fenceline.layers.linear import VocabParallelEmbedding
-from fenceline.sampling.rank_sampler import RankSampler
+from fenceline.sampling.rank_sampler import RankSampler, gather_pieces
 from fenceline.sampling.sampler import SampleOutput, Sampler
 from fenceline.sampling.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
 from fenceline.sampling.sampling_params import SamplingParams
@@ -119,3 +119,17 @@ def test_rows_are_gathered_only_where_somebody_looks_at_them() -> None:
     assert sample(2, logits, mixed)[2] == NUM_REQS * 3  # and the maximum
     for kind in (filtered, penalised, scored):
         assert sample(2, logits, kind)[2] == NUM_REQS * 500
+
+
+@pytest.mark.parametrize("num_pieces", [1, 3])
+def test_gathered_pieces_are_contiguous(num_pieces: int) -> None:
+    """The kernels read them without strides. A small vocabulary is one piece on each rank."""
+    ranks = Ranks(2)
+    scores, ids = torch.randn(NUM_REQS, num_pieces), torch.arange(NUM_REQS * num_pieces, dtype=torch.int32)
+    parts = ranks.run(
+        lambda rank: gather_pieces(ranks.shards[rank], scores + rank, ids.view(NUM_REQS, -1) + rank)
+    )
+    for gathered in parts:
+        assert all(values.is_contiguous() for values in gathered)
+        assert torch.equal(gathered[0], torch.cat((scores, scores + 1), 1))
+        assert torch.equal(gathered[1], torch.cat((ids.view(NUM_REQS, -1), ids.view(NUM_REQS, -1) + 1), 1))

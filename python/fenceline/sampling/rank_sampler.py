@@ -120,6 +120,7 @@ def scale_own(
 
 
 def gather_pieces(shard: Shard, *values: torch.Tensor) -> list[torch.Tensor]:
-    """Each of ``values`` [B, P], of 32-bit types, of all ranks: [B, ranks * P], in the order of ranks. One exchange."""
-    words = shard.all_gather(torch.stack([value.view(torch.int32) for value in values]))
+    """Each of ``values`` [B, P], of 32-bit types, of all ranks: [B, ranks * P], contiguous, in the order of ranks. One
+    exchange."""
+    words = shard.all_gather(torch.stack([value.view(torch.int32) for value in values])).contiguous()
     return [part.view(value.dtype) for part, value in zip(words, values, strict=True)]
