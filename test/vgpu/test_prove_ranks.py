@@ -65,7 +65,7 @@ def test_a_fault_of_ranks_with_storage_is_reported(
     monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None], said: str
 ) -> None:
     plant(monkeypatch)
-    outcomes = (run(Trial("ranks_storage", seed)) for seed in range(6))
+    outcomes = (run(Trial("ranks_storage", seed)) for seed in range(30))
     outcome = next((outcome for outcome in outcomes if not outcome.clean), None)
     assert outcome is not None and said in outcome.report, outcome
 
