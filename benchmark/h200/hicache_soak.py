@@ -348,14 +348,19 @@ def _run(args: argparse.Namespace, storage_dir: str) -> int:
 
 
 def both(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """``both``: the exit code. The servers that verify start and are calibrated while the load runs."""
+    """``both``: the exit code. The servers that verify start and are calibrated while the load runs, and have --wait
+    seconds when it has ended."""
     (args.out / "soak.json").unlink(missing_ok=True)  # of an earlier run
     log = args.out / "verify.log"
     with log.open("w") as file:
-        verifying = subprocess.Popen([sys.executable, __file__, "verify", *argv], stdout=file)
+        command = [sys.executable, __file__, "verify", *argv, "--wait", "inf"]  # the load's end is known here
+        verifying = subprocess.Popen(command, stdout=file)
         try:
             failed = run(args)
             failed = max(failed, verifying.wait(args.wait))
+        except subprocess.TimeoutExpired:
+            print(f"FAILED: the answers were not verified within {args.wait:g} s")
+            failed = 1
         finally:
             verifying.terminate()
             verifying.wait()
@@ -379,7 +384,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--without-hicache", action="store_true", help="the same load on the plain prefix cache"
     )
-    parser.add_argument("--wait", type=float, default=900.0, help="verify: seconds to wait for the run's end")
+    parser.add_argument(
+        "--wait", type=float, default=900.0, help="seconds: verify waits for the run's end, both for verify's"
+    )
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "fenceline-bench-models")
     args = parser.parse_args(argv)
     if args.minutes <= 0 or args.samples < 1 or not 0 <= args.abort_share < 1:
