@@ -331,9 +331,10 @@ class Step:
         if left is not None:
             unread[:] = left
             return
-        while fitting := list(self._fitting(unread, memory, slots, part)):
-            unread, slots = fitting[0]
-        first = next(self._candidates(unread, self._in_order[part]), self.seqs[0])
+        rest: Sequence[Seq] = unread
+        while fitting := list(self._fitting(rest, memory, slots, part)):
+            rest, slots = fitting[0]
+        first = next(self._candidates(rest, self._in_order[part]), self.seqs[0])
         self._misread(op, memory, slots, part, first)
 
     def _left_of(

@@ -270,10 +270,17 @@ def whole_vocabulary(logits: torch.Tensor, token_ids: torch.Tensor | None, vocab
     return whole
 
 
-def _keep_best(best_scores: torch.Tensor, best_ids: torch.Tensor, *kept: torch.Tensor) -> None:
+def _keep_best(
+    best_scores: torch.Tensor,
+    best_ids: torch.Tensor,
+    rows: torch.Tensor | None,
+    last_tokens: torch.Tensor | None,
+    next_tokens: torch.Tensor,
+    steps: torch.Tensor | None,
+) -> None:
     # The ids of a piece are lower than those of the next one, so the first maximum is right.
     best = best_scores.argmax(dim=-1, keepdim=True)
-    _keep(best_ids.gather(1, best).squeeze(1).long(), *kept)
+    _keep(best_ids.gather(1, best).squeeze(1).long(), rows, last_tokens, next_tokens, steps)
 
 
 def _keep(
