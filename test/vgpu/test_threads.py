@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -173,3 +175,23 @@ def test_threads_of_a_run_that_is_over_end() -> None:
             thread.join(timeout=10)
     assert threading.active_count() == before and done == ["waits"]
     gpu.synchronize_all()
+
+
+def test_a_thread_runs_operations_with_as_many_threads_as_the_one_that_started_it() -> None:
+    """Otherwise the bytes of a product depend on which thread lets the device go on. OpenMP is asked: to ask torch would
+    make torch tell it its number."""
+    libraries = {
+        line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "gomp" in line
+    }
+    if not libraries:
+        pytest.skip("torch uses another OpenMP than GNU's")
+    openmp = ctypes.CDLL(libraries.pop())
+    gpu = VirtualGpu(seed=1, policy="random")
+    before, seen = torch.get_num_threads(), []
+    try:
+        for number in (1, 3):
+            torch.set_num_threads(number)
+            gpu.spawn(f"of {number}", lambda: seen.append(openmp.omp_get_max_threads())).join()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1, 3]

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Generic, TypeVar
 
+import torch
+
 from fenceline.memory_order.stream import Clock
 from fenceline.vgpu.errors import DeadlockError, VgpuError
 from fenceline.vgpu.findings import Findings
@@ -147,16 +149,22 @@ class Rotation:
 
 
 class Worker:
-    """A thread of the host that ``VirtualGpu.spawn`` started."""
+    """A thread of the host that ``VirtualGpu.spawn`` started.
+
+    Operations run in whichever thread lets the device go on. OpenMP keeps a number of threads for each thread, and the
+    bytes of a sum depend on it, so a new thread takes over the number of the one that starts it.
+    """
 
     def __init__(self, rotation: Rotation, agent: HostThread, run: Callable[[], None]) -> None:
         self.name = agent.name
         self._rotation = rotation
         self._agent = agent
         self._error: BaseException | None = None
+        self._num_torch_threads = torch.get_num_threads()
         rotation.start(agent, lambda: self._guarded(run))
 
     def _guarded(self, run: Callable[[], None]) -> None:
+        torch.set_num_threads(self._num_torch_threads)
         try:
             run()
         except BaseException as error:  # raised again by join

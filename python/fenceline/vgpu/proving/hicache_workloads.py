@@ -172,6 +172,38 @@ def _storage(random: Random) -> Scenario:
     return replace(scenario, flags=with_storage_limits(random, scenario.flags))
 
 
+def _fetched(random: Random) -> Scenario:
+    """Prompts come back when only storage has them, the beginning of each first: longer ones find some of their pages
+    in the tree, and fetch those behind. Some of these are in the tree when they come, because two fetch the same."""
+    script = Script(random)
+    size = random.choice((1, 2, 4))
+    families = [script.prompt(6 * size, 6 * size) for _ in range(2)]
+    for index, family in enumerate(families):
+        script.add(3 * index, family + script.prompt(1, 3), 1)
+    step = random.randint(12, 16)
+    for turn in range(2):
+        script.send(step, AbortReq(abort_all=True))
+        script.send(step, FlushCacheReq(id=f"flush-{turn}"))
+        step += 1
+        for num_pages in (random.choice((1, 2)), random.choice((3, 4)), 6):
+            for family in random.sample(families, random.choice((1, 2))):
+                for _ in range(random.choice((1, 1, 2))):
+                    rid = script.add(step, family[: num_pages * size] + script.prompt(1, 2), 2)
+                if random.random() < 0.1:
+                    script.send(step + random.randint(1, 2), AbortReq(rid=rid))
+            step += random.randint(2, 7)
+        step += 6
+    flags: Flags = {
+        "max_total_tokens": 32 * size,
+        "max_running_requests": 3,
+        "chunked_prefill_size": 32,
+        "hicache_storage_backend": "file",
+        "hicache_storage_prefetch_policy": random.choice(("best_effort", "wait_complete", "wait_complete")),
+        **tier_flags(random, page_size=size, hicache_ratio=2.0, hicache_write_policy="write_through"),
+    }
+    return script.scenario(**(with_storage_limits(random, flags) if random.random() < 0.3 else flags))
+
+
 def with_storage_limits(random: Random, flags: Flags) -> Flags:
     """``flags``, and if they ask for storage in some of the runs a small directory, a key, and bad days."""
     if flags.get("hicache_storage_backend", "none") == "none":
@@ -505,6 +537,7 @@ HICACHE_WORKLOADS: tuple[Workload, ...] = (
     Workload("persistent", "F2: backups and persistent attention on the same multiprocessors", _persistent),
     Workload("namespaces", "prompts in several namespaces, priorities, three tiers", _namespaces, share=2),
     Workload("storage", "F15: storage's threads read and fill host pages", _storage, share=2),
+    Workload("fetched", "pages from storage behind those that the tree has", _fetched, share=2),
     Workload(
         "refill",
         "F15: storage fills host pages that are being loaded",

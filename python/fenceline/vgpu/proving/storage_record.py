@@ -249,7 +249,7 @@ class StorageRecord:
             os.unlink(self._root / path)
             del self._files[path]
             self._books_are_exact = False
-        elif kind == "books":
+        elif kind == "books" and self._root.exists():
             self._lose_books(random)
         elif kind == "folder":
             self._remove_folder(random)
