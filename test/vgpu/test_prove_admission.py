@@ -84,6 +84,10 @@ def _a_prompt_waits_for_a_decode_step(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "plan_prefill", wrong)
 
 
+def _the_device_waits_for_the_host(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "speculates_under_masks", property(lambda self: True))
+
+
 @pytest.mark.parametrize(
     ("plant", "workload", "seeds", "said"),
     [
@@ -106,6 +110,12 @@ def _a_prompt_waits_for_a_decode_step(patch: pytest.MonkeyPatch) -> None:
             "mixed",
             range(8),
             "prompts wait for a decode step, and it is not due",
+        ),
+        (
+            _the_device_waits_for_the_host,
+            "mixed",
+            range(2),
+            "published before the next step has been launched",
         ),
     ],
 )

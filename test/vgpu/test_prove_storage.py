@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from itertools import islice
@@ -16,6 +17,7 @@ import torch
 from fenceline.mem_cache import hicache, page_hash
 from fenceline.mem_cache.storage import directory, file_backend, page_file, worker
 from fenceline.mem_cache.storage.controller import StorageController
+from fenceline.mem_cache.transfer import Ticket
 from fenceline.mem_cache.tree import hiradix_cache
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.scheduler.request_memory import RequestMemory
@@ -187,6 +189,20 @@ def test_a_fault_of_the_storage_is_reported(
     reports = (run(Trial("storage", seed)).report for seed in _seeds(*flags))
     report = next((report for report in reports if report), "")
     assert said in report, report
+
+
+def test_batches_that_are_too_large_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = worker.StorageWorker.__init__
+    monkeypatch.setattr(
+        worker.StorageWorker, "__init__", lambda self, *args: right(self, *args[:-1], args[-1] + 1)
+    )
+    small = (run(Trial("fetched", seed)).report for seed in (1, 12, 19, 26, 37))
+    assert re.search(r"[sg]et of \d+ pages, \d+ are the most", "".join(small))
+
+
+def test_the_pages_of_a_transfer_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ticket, "add_pages", lambda self, num_pages: None)
+    assert re.search(r"is said to have 0 pages, it has \d+", run(Trial("fetched", 0)).report)
 
 
 def test_a_storage_with_bad_days_is_clean() -> None:

@@ -178,8 +178,8 @@ def test_threads_of_a_run_that_is_over_end() -> None:
 
 
 def test_a_thread_runs_operations_with_as_many_threads_as_the_one_that_started_it() -> None:
-    """Otherwise the bytes of a product depend on which thread lets the device go on. OpenMP is asked: asking torch would
-    make torch tell it its number."""
+    """Otherwise the bytes of a product depend on which thread lets the device go on. OpenMP is asked, since torch, when
+    asked, tells OpenMP its own number first."""
     libraries = {
         line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "gomp" in line
     }

@@ -265,9 +265,7 @@ class Scheduler:
         if ended:
             self.recorder.completed(ended)
             self.memory.complete(ended)  # every step, decode included (F6)
-        if prev is not None and (
-            ended.results_arrived or (self.num_constrained and self.speculates_under_masks)
-        ):
+        if prev is not None and (ended.results_arrived or self.speculates_under_masks):
             # The results are there already (first tokens need not wait for the launch), or the next step's masks
             # depend on them.
             self.publish(prev)

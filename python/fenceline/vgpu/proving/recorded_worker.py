@@ -155,15 +155,20 @@ class RecordedTransfers:
 
     def store(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points) -> None:
         """See HiCacheController."""
-        self._events.append(Transfer(TransferKind.STORE, device_pages.copy(), host_pages.copy()))
+        self._begin(ticket, TransferKind.STORE, device_pages, host_pages)
         with self._purpose_of(TransferKind.STORE, device_pages, host_pages):
             self._controller.store(ticket, device_pages, host_pages, after)
 
     def load(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points) -> None:
         """See HiCacheController."""
-        self._events.append(Transfer(TransferKind.LOAD, device_pages.copy(), host_pages.copy()))
+        self._begin(ticket, TransferKind.LOAD, device_pages, host_pages)
         with self._purpose_of(TransferKind.LOAD, device_pages, host_pages):
             self._controller.load(ticket, device_pages, host_pages, after)
+
+    def _begin(self, ticket: Ticket, kind: TransferKind, device_pages: I32, host_pages: I32) -> None:
+        num = len(device_pages)
+        assert ticket.num_pages == num, f"{ticket!r} is said to have {ticket.num_pages} pages, it has {num}"
+        self._events.append(Transfer(kind, device_pages.copy(), host_pages.copy()))
 
     def _purpose_of(self, *transfer: Any) -> AbstractContextManager[None]:
         return nullcontext() if self._tags is None else self._tags.transfer(*transfer)

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.mem_cache.storage import controller
 from fenceline.mem_cache.storage.backend import Reason, StorageStats
 from fenceline.mem_cache.storage.file_backend import FileBackend
 
@@ -125,6 +126,10 @@ class StorageRecord:
             self._num_calls += 1
             self.num_calls[name] += 1
             self._begin_bad_day(name, keys)
+            most = max(1, controller._BATCH_BYTES // self._payload)
+            self._check(
+                name == "exists" or len(keys) <= most, f"{name} of {len(keys)} pages, {most} are the most"
+            )
             right = expected(keys)
             got = call(keys, *pages)
             self._check(got == right, f"{name} of {len(keys)} pages answers {got}, {right} is right")
