@@ -7,6 +7,7 @@ from itertools import groupby
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from scheduler_driver import Driver, assert_right, make_driver, request
 
 from fenceline.ipc.io_struct import AbortReq, TokenizedGenerateReq
@@ -276,6 +277,32 @@ def test_samples_share_one_copy_of_their_prompt() -> None:
     assert all(prompts[f"1.{i}"] is prompts["1.0"] for i in range(5))
     assert prompts["2.0"] is not prompts["2.1"] and prompts["3.0"] is not prompts["1.0"]
     driver.run()
+
+
+def test_the_prompt_of_samples_comes_with_the_first_of_them() -> None:
+    driver = fair_driver()
+    first, *others = samples(1, 5, [1, 2, 3] * 9)
+    alone = request("alone", [9] * 9, max_new_tokens=4)
+    without = [replace(req, input_ids=[], same_prompt=True) for req in others]
+    driver.send(first, alone, *without)
+    driver.scheduler.ingest(driver.drain(False))
+    prompts = {req.rid: req.prompt_ids for req in driver.scheduler.waiting}
+    assert all(prompts[req.rid] is prompts[first.rid] for req in others)
+    driver.run()
+    for req in (first, alone, *others):
+        assert_right(driver, req)
+
+
+@pytest.mark.parametrize("body", [0, 2])
+def test_a_sample_whose_prompt_was_lost_is_refused(body: int) -> None:
+    driver = fair_driver()
+    (known,) = samples(1, 1, [1, 2, 3])
+    lost = replace(request("lost", [], body=body, max_new_tokens=4), same_prompt=True)
+    driver.send(known, lost)
+    driver.run()
+    finish = driver.answers["lost"].finish
+    assert finish is not None and finish.status_code == 400
+    assert_right(driver, known)
 
 
 @pytest.mark.parametrize(

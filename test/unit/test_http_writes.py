@@ -250,8 +250,8 @@ async def test_what_fills_a_step_does_not_wait_for_the_turns_end() -> None:
 class FullSocket:
     """A socket on which all of ``messages`` have arrived."""
 
-    def __init__(self, messages: list[TokenizedGenerateReq]) -> None:
-        self._left = [encode(message) for message in reversed(messages)]
+    def __init__(self, messages: list[bytes]) -> None:
+        self._left = messages[::-1]
 
     def recv(self, flags: int) -> bytes:
         if not self._left:
@@ -266,13 +266,42 @@ def test_a_flood_of_prompts_reaches_the_scheduler_over_many_steps() -> None:
         TokenizedGenerateReq(rid=str(index), input_ids=ids, sampling_params=params) for index in range(200)
     ]
     with scheduler_link() as (_, messages):
-        messages.socket = FullSocket(requests)  # type: ignore[assignment]
+        messages.socket = FullSocket(list(map(encode, requests)))  # type: ignore[assignment]
         inbox = ZmqInbox(messages, Watchdog(0, print), FreeMemoryWatch())
         arrived: list[ipc.Message] = []
         while step := inbox.drain(False):
             assert 4000 * len(step) <= 270_000
             arrived += step
     assert arrived == requests
+
+
+async def test_who_comes_after_the_samples_of_long_prompts_does_not_wait_for_many_steps() -> None:
+    """n=128 for two prompts: with its prompt in each message they would be a megabyte, four steps' worth."""
+    params = SamplingParams(max_new_tokens=1)
+    prompts = [[70 + number] * 4000 for number in range(2)]
+    samples = [
+        TokenizedGenerateReq(rid=f"{number}.{index}", input_ids=prompt, sampling_params=params, body=1)
+        for number, prompt in enumerate(prompts)
+        for index in range(128)
+    ]
+    others = [
+        TokenizedGenerateReq(rid=f"other {body}", input_ids=prompts[1], sampling_params=params, body=body)
+        for body in (2, 0)
+    ]
+    with scheduler_link() as (link, messages):
+        for message in (*samples, *others):
+            link.send(message)
+        arrived: list[bytes] = []
+        while len(arrived) < len(samples) + len(others):
+            await asyncio.sleep(0)
+            if messages.socket.poll(5000):
+                arrived.append(messages.socket.recv())
+        messages.socket = FullSocket(arrived)  # type: ignore[assignment]
+        step = ZmqInbox(messages, Watchdog(0, print), FreeMemoryWatch()).drain(False)
+    assert [message.rid for message in step] == [message.rid for message in (*samples, *others)]
+    with_prompt = [message.rid for message in step if message.input_ids]
+    assert with_prompt == ["0.0", "1.0", "other 2", "other 0"]
+    assert all(message.same_prompt != bool(message.input_ids) for message in step)
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,9 @@ class TokenizedGenerateReq(Message):
     ``extra_key``: the namespace in which its KV is cached, "" for the common one: requests of different
     namespaces never share a page, on any tier. ``priority``: with --enable-priority-scheduling, which waiting
     request goes first. ``body``: the number of the body that it came in together with others; bodies take turns. 0 for
-    one that came alone. ``grammar``: the :class:`LoadGrammarReq` that the answer follows, 0 for none, apart from what
-    the model thinks between the tokens ``think``.
+    one that came alone. ``same_prompt``: its prompt is that of the request of this body that was sent before it, and
+    ``input_ids`` is empty. ``grammar``: the :class:`LoadGrammarReq` that the answer follows, 0 for none, apart from
+    what the model thinks between the tokens ``think``.
     """
 
     rid: str
@@ -51,6 +52,7 @@ class TokenizedGenerateReq(Message):
     extra_key: str = ""
     priority: int = 0
     body: int = 0
+    same_prompt: bool = False
     grammar: int = 0
     think: ThinkTokens | None = None
     replica: int | None = None  # of several, the one that must answer it

@@ -13,7 +13,13 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from fenceline.ipc.io_struct import TOKENIZER_DECODER, Message, PortArgs, encode
+from fenceline.ipc.io_struct import (
+    TOKENIZER_DECODER,
+    Message,
+    PortArgs,
+    TokenizedGenerateReq,
+    encode,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +162,9 @@ class ZmqLink:
     is sent: the device computes it while the turn continues, which takes a tenth of a second for hundreds of requests.
     (Parts of a zmq message are delivered all or none; readers take each as a message.) More than :data:`MAX_TURN_BYTES`
     wait for the next turns, in order, so that thousands of prompts do not keep the loop.
+
+    The prompt of a body's samples is sent with the first of them. With each of a thousand, it would take the scheduler
+    dozens of steps to take them in, for which every later request waits.
     """
 
     def __init__(self, ports: PortArgs) -> None:
@@ -167,6 +176,8 @@ class ZmqLink:
         self._num_turn_bytes = 0  # sent in this turn of the event loop
         self._backlog: deque[Message] = deque()  # what is left to the next turns
         self._turn: asyncio.Handle | None = None  # the end of this turn
+        # The last prompt of a body with several requests that has been sent, and the number of that body.
+        self._latest_prompt: tuple[int, list[int]] = 0, []
 
     def send(self, message: Message) -> None:
         """See :class:`SchedulerLink`."""
@@ -183,12 +194,21 @@ class ZmqLink:
             self._write(message)
 
     def _write(self, message: Message) -> None:
+        if isinstance(message, TokenizedGenerateReq) and message.body:
+            message = self._without_known_prompt(message)
         data = encode(message)
         self._unsent.append(data)
         self._num_held += len(data)
         self._num_turn_bytes += len(data)
         if self._num_held > MAX_HELD_BYTES:
             self._flush()
+
+    def _without_known_prompt(self, message: TokenizedGenerateReq) -> TokenizedGenerateReq:
+        body, latest = self._latest_prompt
+        if body == message.body and latest is message.input_ids:
+            return msgspec.structs.replace(message, input_ids=[], same_prompt=True)
+        self._latest_prompt = message.body, message.input_ids
+        return message
 
     def _end_turn(self) -> None:
         """Send what this turn gathered, and as much of the backlog as one more may."""

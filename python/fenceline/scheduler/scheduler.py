@@ -329,19 +329,13 @@ class Scheduler:
         num_tokens = self.memory.num_pages * self.config.server_args.page_size
         # A request's last step writes as many slots as any other step, even if it yields fewer tokens.
         capacity = min(self.config.model.context_length, num_tokens - self.running.largest.num_slots + 1)
-        # frombuffer is three times as fast as np.array.
-        prompt_ids = np.frombuffer(array("q", message.input_ids), dtype=np.int64)
-        if message.body:
-            body, latest = self.latest_prompt
-            if body == message.body and np.array_equal(latest, prompt_ids):
-                prompt_ids = latest  # samples of one prompt share the array, which saves memory
-            self.latest_prompt = message.body, prompt_ids
+        prompt_ids = self.prompt_of(message)
         req = Req(
             source=msgspec.structs.replace(message, input_ids=[]),
             prompt_ids=prompt_ids,
             stop_ids=frozenset((*eos, *params.stop_token_ids)),
             seed=self.seeds.getrandbits(63) if params.seed is None else params.seed,
-            max_new_tokens=min(params.max_new_tokens, capacity - len(message.input_ids)),
+            max_new_tokens=min(params.max_new_tokens, capacity - len(prompt_ids)),
             emit_interval=emit_interval(message, self.config.server_args.stream_interval),
             rank=0 if self.config.priority is None else self.config.priority.rank(message.priority),
         )
@@ -361,6 +355,20 @@ class Scheduler:
             self.stats.arrived(req)
             return
         self.output.flush()
+
+    def prompt_of(self, message: TokenizedGenerateReq) -> npt.NDArray[np.int64]:
+        """The prompt of a request that has arrived. Samples of one prompt share the array; the queue knows them by it.
+        Empty if the message before, which had the prompt, was lost."""
+        body, latest = self.latest_prompt
+        if message.same_prompt:
+            return latest if body == message.body else np.empty(0, dtype=np.int64)
+        # frombuffer is three times as fast as np.array.
+        prompt_ids = np.frombuffer(array("q", message.input_ids), dtype=np.int64)
+        if message.body:
+            if body == message.body and np.array_equal(latest, prompt_ids):
+                prompt_ids = latest
+            self.latest_prompt = message.body, prompt_ids
+        return prompt_ids
 
     def enter(self, req: Req) -> None:
         """Add the request to ``reqs``, where it stays until :meth:`depart`."""
