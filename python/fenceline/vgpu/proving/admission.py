@@ -52,6 +52,7 @@ class Admissions:
         # Prompt tokens since the latest decode step, and whether a short one has gone before the next since then.
         self._in_row, self._short_one_went = 0, False
         self._was_asked = False  # the planner, by the present turn of the loop
+        self._some_run = self._some_body_runs_several = False  # when it began
         around(scheduler, "plan_prefill", before=self._begin_turn, after=self._end_turn)
         admit: Callable[..., bool] = planner._admit
 
@@ -96,14 +97,19 @@ class Admissions:
 
     def _begin_turn(self) -> None:
         self._was_asked = False
-        if not len(self._scheduler.running):
+        # Before any request is retracted: afterwards a body may run only one.
+        reqs = self._scheduler.reqs.values()
+        bodies = Counter(req.source.body or req.rid for req in reqs if req.row)
+        self._some_body_runs_several = max(bodies.values(), default=0) > 1
+        self._some_run = len(self._scheduler.running) > 0
+        if not self._some_run:
             self._in_row, self._short_one_went = 0, False
 
     def _end_turn(self, plan: PrefillPlan | None) -> None:
         """Prompts go before the next decode step as long as their tokens, with a quarter of a step for a short one,
         leave room for another whole step. Then a short prompt of a body that runs nothing may go, once."""
         scheduler, step = self._scheduler, self._scheduler.planner.step_tokens
-        is_due = len(scheduler.running) > 0 and self._in_row + step > self._most_in_row
+        is_due = self._some_run and self._in_row + step > self._most_in_row
         left = scheduler.chunked is not None or (
             len(scheduler.waiting) > 0 and scheduler.memory.rows.num_free > 0
         )
@@ -118,15 +124,14 @@ class Admissions:
         """Whether the planner may be asked for a step of so many tokens now."""
         scheduler, step = self._scheduler, self._scheduler.planner.step_tokens
         self._was_asked, self._step_tokens = True, step_tokens
-        if not len(scheduler.running) or self._in_row + step <= self._most_in_row:
+        if not self._some_run or self._in_row + step <= self._most_in_row:
             self._check(step_tokens == step, f"a step may have {step_tokens} tokens, {step} are right")
             return
-        bodies = Counter(req.source.body or req.rid for req in scheduler.reqs.values() if req.row)
         args = scheduler.config.server_args
         takes_turns = args.schedule_policy == "fcfs" and scheduler.config.priority is None
         self._check(
             takes_turns
-            and max(bodies.values()) > 1
+            and self._some_body_runs_several
             and not self._short_one_went
             and step_tokens == step // 4,
             f"a step of {step_tokens} prompt tokens is planned, and a decode step is due",
