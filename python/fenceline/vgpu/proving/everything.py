@@ -328,6 +328,8 @@ def _product(random: Random) -> Scenario:
         script.new_weights(random.randrange(3, 24), misfits=0.3)  # which are the plain model's
     elif random.random() < 0.6:
         flags = _with_another_model(random, flags)
+    if random.random() < 0.2:  # as much memory as the running requests can use
+        flags = {name: value for name, value in flags.items() if name != "max_total_tokens"}
     return script.scenario(**_fitting(flags))
 
 

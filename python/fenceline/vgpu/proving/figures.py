@@ -6,6 +6,7 @@ transfers that were launched.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
@@ -61,8 +62,10 @@ def compare_figures(
     wrong.compare("used tokens", state.num_used_tokens, 0)
     wrong.compare("requests", state.num_running_reqs + state.num_queue_reqs, 0)
     most, page_size = config.server_args.max_total_tokens, config.server_args.page_size
-    if most is not None:
-        wrong.compare("capacity", state.max_total_num_tokens, most // page_size * page_size)
+    # Without --max-total-tokens no more than the running requests can use, for which there is memory in each run.
+    num_useful = config.max_running_requests * math.ceil(config.model.context_length / page_size)
+    num_pages = num_useful if most is None else most // page_size
+    wrong.compare("capacity", state.max_total_num_tokens, num_pages * page_size)
     decodes = [len(batch.rows) for batch in batches if isinstance(batch, DecodeBatch)]
     has_padding = not config.server_args.disable_cuda_graph_padding
     _compare_graphs("decode", state.cuda_graphs, config.cuda_graph_bs, has_padding, decodes, wrong)

@@ -44,7 +44,7 @@ class WatchedScheduler(Scheduler):
         self._since: dict[tuple[float, object], int] = {}  # of each waiting request: when it last had a turn
         self._num_moments = 0
         self._late: InFlight | None = None
-        self._was_early = False  # ``_late`` has been published in this turn of the loop
+        self._was_early = False  # ``_late`` has been published in this turn of the loop, without need
         self._all_give_back = False
         self._half_way: Sequence[Req] = ()  # whose prompts prefill steps have left unfinished
         self._num_prefills = 0  # since the latest decode step, or since nobody ran
@@ -78,11 +78,7 @@ class WatchedScheduler(Scheduler):
         """See Scheduler. The device must not stand still while the host reads the results of a decode step. Only drafts
         under masks need these before the next step, and on a CPU a launch is the whole step."""
         if self._late is not None and self._was_early and isinstance(self._late.batch, DecodeBatch):
-            under_masks = self.config.speculative is not None and any(
-                req.grammar is not None for req in self.reqs.values()
-            )
-            if not under_masks and self.config.device != "cpu":
-                self.wrong.append("a decode step is published before the next step has been launched")
+            self.wrong.append("a decode step is published before the next step has been launched")
         if isinstance(batch, ExtendBatch):
             self._check_prefill(batch, reqs)
             for req in reqs:
@@ -101,7 +97,9 @@ class WatchedScheduler(Scheduler):
 
     def publish(self, flight: InFlight) -> None:
         """See Scheduler."""
-        self._was_early |= flight is self._late
+        if flight is self._late and self.config.device != "cpu":
+            under_masks = any(req.grammar is not None for req in self.reqs.values())
+            self._was_early = not (under_masks and self.config.speculative is not None)
         batch, reqs = flight.batch, []
         if isinstance(batch, ExtendBatch):
             reqs = [(seq, req) for seq, req in zip(batch.seqs, flight.reqs, strict=True) if not req.left]
