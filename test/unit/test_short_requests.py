@@ -255,3 +255,25 @@ def test_everybody_gets_the_right_tokens(
     assert driver.scheduler.waiting.num_short == 0
     driver.scheduler.running.drop_departed()  # as the next step would
     assert driver.scheduler.short_share() == driver.scheduler.share
+
+
+def test_room_is_made_again_as_soon_as_somebody_has_left() -> None:
+    """Steps in which no request needs a page do not look at memory at all. A request that leaves ends that, also if it
+    was not in them: pages of a prefix that it shared stay in use, and the share for short ones may lack them."""
+    driver = driver_of(page_size=16)
+    driver.send(long(0), request("prompt", [9] * 20, max_new_tokens=1))
+    running, looks = driver.scheduler.running, []
+    right = driver.scheduler.has_room
+    driver.scheduler.has_room = lambda *args: looks.append(args) or right(*args)  # type: ignore[method-assign, func-returns-value]
+    steps(driver, 3)
+    assert "prompt" not in driver.scheduler.reqs and len(running) == 1
+    num_looks = len(looks)
+    steps(driver, 4)
+    assert len(looks) == num_looks, "the request has pages for all these steps"
+    driver.send(request("waiting", [8] * 20, max_new_tokens=1), AbortReq(rid="waiting"))
+    steps(driver, 1)
+    assert len(looks) == num_looks + 1
+    steps(driver, 1)
+    assert len(looks) == num_looks + 1
+    driver.scheduler.abort(AbortReq(abort_all=True))
+    driver.run()

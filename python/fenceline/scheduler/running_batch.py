@@ -33,8 +33,8 @@ class RunningBatch:
     says, and writes its spare slots as well. If the ``largest`` shape yields one token, lengths are exact.
     ``num_rewritten`` is the number of the last committed tokens whose KV a step computes again.
 
-    Most steps of one token per request only add one to every length. How many such steps follow is computed once, after
-    each step that was different, so that they need not examine the columns.
+    Most steps of one token per request only add one to every length. How many such plain steps follow is computed once,
+    after each step that was different, so that they need not examine the columns.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RunningBatch:
         self._slots_of_tree = slots_of_tree
         self._num_in_flight = 0  # of the latest step
         self._num_advanced = 0  # of the next step, see DecodeBatch
-        # The number of next steps in which no request ends or needs pages, if none leaves before.
+        # The number of next steps in which no request ends or needs pages, if none joins or leaves before.
         self._num_plain_steps = 0
         self._some_left = False  # since the last ``drop_departed``
         self.reqs: list[Req] = []
@@ -115,6 +115,7 @@ class RunningBatch:
     def departed(self) -> None:
         """Note that a request has left, perhaps one of these."""
         self._some_left = True
+        self._num_plain_steps = 0
 
     def drop_departed(self) -> None:
         """Remove requests that have left, and those whose last token is already in flight."""
@@ -154,6 +155,12 @@ class RunningBatch:
         self._allocated_lens, self._num_advanced = lens, 0
         return again
 
+    @property
+    def needs_nothing(self) -> bool:
+        """Whether no request needs pages in the next step, and none has joined or left since the latest one: there is
+        room for the next step because there was for that one."""
+        return self._num_plain_steps > 0
+
     def next_lens(self, shape: StepShape) -> I64:
         """The greatest lengths [B] that a step of ``shape`` can lead to."""
         lens = self._allocated_lens + shape.num_tokens
@@ -165,8 +172,6 @@ class RunningBatch:
 
     def num_pages_needed(self, lens: I64, shape: StepShape) -> int:
         """Further pages that a step of ``shape`` needs to bring the requests to ``lens``."""
-        if self._num_plain_steps:
-            return 0
         missing = lens + shape.num_spare - self._capacity
         short = missing > 0
         if not short.any():

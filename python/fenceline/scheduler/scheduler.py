@@ -685,11 +685,13 @@ class Scheduler:
         """Retract requests (running ones, or the chunked one) until a decode step of ``shape`` fits for the others.
         Long requests are also retracted, while there are several, until the share kept for short ones is left.
 
-        Returns the lengths [B] after the step, and the number of available pages apart from the short requests' share.
-        Returns None if the step has to wait: memory is about to become free because a request ends with the step in
-        flight, or only the chunked request is left."""
+        Returns the lengths [B] after the step, and the number of available pages apart from the short requests' share,
+        0 if the step needs none. Returns None if the step has to wait: memory is about to become free because a request
+        ends with the step in flight, or only the chunked request is left."""
         retracted = 0
         lens = self.running.next_lens(shape)
+        if self.running.needs_nothing:
+            return lens, 0
         while True:
             num_needed = self.running.num_pages_needed(lens, shape)
             num_available = self.memory.num_available_pages
