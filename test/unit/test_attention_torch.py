@@ -12,14 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fenceline.layers.attention import shared_prefixes, torch_backend
+from fenceline.layers.attention import torch_backend
 from fenceline.layers.attention.base import LayerRules
-from fenceline.layers.attention.shared_prefixes import SharedPrefix, find_shared_prefixes
 from fenceline.layers.attention.torch_backend import (
+    SharedPrefix,
     TorchAttentionBackend,
     _max_gather_tokens,
     _verify_ranges,
     decode_groups,
+    find_shared_prefixes,
 )
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
@@ -194,7 +195,7 @@ def test_a_batch_does_not_change_a_requests_result() -> None:
 @pytest.fixture
 def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefixes of any length are attended to on their own, and single queries of extend steps together."""
-    monkeypatch.setattr(shared_prefixes, "_WORTH_PAIRS", 1)
+    monkeypatch.setattr(torch_backend, "_WORTH_PAIRS", 1)
     monkeypatch.setattr(torch_backend, "_MIN_SINGLES", 1)
 
 
@@ -310,14 +311,14 @@ def test_shared_prefixes_are_shared(rows: list[list[int]], queries: list[int]) -
 def test_prefixes_within_prefixes_are_bounded_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each request begins as the one before it and is longer: 500 levels."""
     compared = 0
-    right = shared_prefixes._Grouping._num_alike
+    right = torch_backend._Grouping._num_alike
 
     def counting(self: Any, requests: Any, first: int, last: int) -> int:
         nonlocal compared
         compared += len(requests) * (last - first)
         return right(self, requests, first, last)
 
-    monkeypatch.setattr(shared_prefixes._Grouping, "_num_alike", counting)
+    monkeypatch.setattr(torch_backend._Grouping, "_num_alike", counting)
     find([list(range(1, i + 2)) for i in range(500)])
     assert compared <= 17 * 500
 

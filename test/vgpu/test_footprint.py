@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fenceline.layers.attention import shared_prefixes, torch_backend
+from fenceline.layers.attention import torch_backend
 from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.memory_order import access, arena, checker
@@ -248,11 +248,11 @@ def test_with_small_limits_the_engine_runs_on_the_cpu_too(monkeypatch: pytest.Mo
     """Where requests share a prefix, and some of them a longer one, only the CPU's attention reads it once for all."""
     trial = Trial("prefixes", 23)
     assert trial.has_small_limits and run(trial).clean
-    num_alike = shared_prefixes._Grouping._num_alike
+    num_alike = torch_backend._Grouping._num_alike
 
-    def too_many(self: shared_prefixes._Grouping, requests: Any, first: int, last: int) -> int:
+    def too_many(self: torch_backend._Grouping, requests: Any, first: int, last: int) -> int:
         return num_alike(self, requests, first, last) + 2 * first
 
-    monkeypatch.setattr(shared_prefixes._Grouping, "_num_alike", too_many)
+    monkeypatch.setattr(torch_backend._Grouping, "_num_alike", too_many)
     found = run(trial)
     assert found.checker == ANSWERS and found.report.startswith("on the CPU: "), found.report

@@ -21,8 +21,10 @@ SMALL: Mapping[str, Mapping[str, object]] = {
         "_SLACK_TOKENS": 2,
         "_QUERY_BLOCK": 4,
         "_MIN_SINGLES": 2,
+        "_WORTH_PAIRS": 4,
+        "_BLOCK": 2,
+        "_MAX_PREFIX_DEPTH": 1,
     },
-    "layers.attention.shared_prefixes": {"_WORTH_PAIRS": 4, "_BLOCK": 2, "_MAX_DEPTH": 1},
     "mem_cache.storage.controller": {"_BATCH_BYTES": 1500},  # some pages of a token, one of four
     "memory_order.access": {"_MAX_LOG": 4, "_MAX_RUNS": 2},
     "memory_order.staging": {"_MIN_SLOT_BYTES": 512, "_SMALL_BYTES": 64},
