@@ -14,7 +14,7 @@ from fenceline.layers.attention.backends import AttentionSetting, make_attention
 from fenceline.layers.context import LayerContext, Shard, torch_context
 from fenceline.layers.forward_batch import AttentionInputs, AuxHiddenStates, ForwardBatch, ForwardMode
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
-from fenceline.memory_order.cpu import CpuDevice
+from fenceline.memory_order.device import CpuDevice
 from fenceline.models.decoder import CausalLM
 from fenceline.models.draft import DraftModel
 from fenceline.models.loader import load_model

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from fenceline.memory_order import Point, Stream
-from fenceline.memory_order.cpu import CpuDevice
+from fenceline.memory_order.device import CpuDevice
 from fenceline.memory_order.edges import (
     StreamName,
 )

@@ -24,7 +24,7 @@ from fenceline.layers.attention.torch_backend import TorchAttentionBackend
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 from fenceline.memory_order import Device, open_device
-from fenceline.memory_order.cpu import CpuDevice
+from fenceline.memory_order.device import CpuDevice
 
 EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
 

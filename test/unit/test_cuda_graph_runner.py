@@ -21,7 +21,7 @@ from trace_runner import first_difference, make_runner, play, same_tokens
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend
 from fenceline.layers.forward_batch import AttentionPlan, GraphDecodeInputs
 from fenceline.memory_order import LeaseError, Points, open_device
-from fenceline.memory_order.cpu import CpuDevice, CpuGraph
+from fenceline.memory_order.device import CpuDevice, CpuGraph
 from fenceline.model_executor.decode_runner import DecodeRunner, RepairError
 from fenceline.model_executor.graph_runner import GraphMismatch
 from fenceline.model_executor.model_runner import ModelRunner

@@ -6,7 +6,7 @@ import pytest
 from recording_device import RecordingDevice, RecordingStream
 
 from fenceline.memory_order import Points, Stream, open_device, page_leases, wait_for_pages
-from fenceline.memory_order.cpu import CpuDevice
+from fenceline.memory_order.device import CpuDevice
 from fenceline.memory_order.edges import (
     EDGES,
     HOST_PAGE_REUSE,

@@ -18,7 +18,7 @@ from trace_runner import make_runner, play, same_tokens
 from fenceline.layers.forward_batch import AuxHiddenStates, ForwardBatch
 from fenceline.memory_order import open_device
 from fenceline.memory_order.checker import OrderError
-from fenceline.memory_order.cpu import CpuGraph
+from fenceline.memory_order.device import CpuGraph
 from fenceline.model_executor.graph_runner import GraphMismatch
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner

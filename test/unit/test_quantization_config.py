@@ -14,7 +14,7 @@ from fenceline.config.quantization import QuantConfig, read_quantization
 from fenceline.config.server_args import ServerArgs
 from fenceline.layers.attention.backends import AttentionSetting, make_attention_backends
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
-from fenceline.memory_order.cpu import CpuDevice
+from fenceline.memory_order.device import CpuDevice
 
 REMEDY = "; use the model's unquantised weights, with --quantization "
 FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}

@@ -16,7 +16,7 @@ from trace_runner import make_runner
 
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend
 from fenceline.layers.forward_batch import AttentionPlan, GraphDecodeInputs
-from fenceline.memory_order.cpu import CpuDevice
+from fenceline.memory_order.device import CpuDevice
 from fenceline.model_executor import model_runner
 from fenceline.model_executor.decode_runner import DecodeRunner
 from fenceline.model_executor.graph_runner import GraphRunner

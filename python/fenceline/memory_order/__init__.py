@@ -13,7 +13,7 @@ from fenceline.memory_order.communicator import (
     of_all_ranks,
     sum_gathered,
 )
-from fenceline.memory_order.device import Device, HostChannel, HostWorker
+from fenceline.memory_order.device import CpuDevice, Device, HostChannel, HostWorker
 from fenceline.memory_order.graph import Graph, GraphError, GraphPool, GraphState
 from fenceline.memory_order.lease import (
     LeaseError,
@@ -95,8 +95,6 @@ def open_device(kind: str, severed: frozenset[str] = frozenset(), index: int | N
     Raises ``ValueError`` with the remedy where it is not available.
     """
     if kind == "cpu":
-        from fenceline.memory_order.cpu import CpuDevice
-
         return CpuDevice(severed)
     if kind == "cuda":
         from fenceline.memory_order.cuda import CudaDevice
