@@ -20,8 +20,8 @@ from fenceline.ipc.io_struct import (
     encode,
 )
 from fenceline.sampling.sampling_params import SamplingParams
-from fenceline.scheduler.output import OutputSender
 from fenceline.scheduler.req import Req
+from fenceline.scheduler.scheduler import OutputSender
 
 DETAILS = CachedTokensDetails(device=1, host=2, storage=3)
 

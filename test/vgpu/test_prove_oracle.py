@@ -46,10 +46,9 @@ from fenceline.sampling import sampling_batch
 from fenceline.sampling.sampler import Sampler
 from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.scheduler import prefill
-from fenceline.scheduler.output import OutputSender
 from fenceline.scheduler.prefill import PrefillPlanner
 from fenceline.scheduler.req import Req
-from fenceline.scheduler.scheduler import Scheduler
+from fenceline.scheduler.scheduler import OutputSender, Scheduler
 from fenceline.scheduler.waiting_queue import WaitingQueue
 from fenceline.vgpu.proving.answers import Exchange, Findings, Setting, Sharing, Transcript
 from fenceline.vgpu.proving.oracle import TOLERANCE, Model, Oracle, Query, Text, gumbel, text_of

@@ -48,6 +48,8 @@ from fenceline.ipc.io_struct import (
     StatsReport,
     TickReq,
     TokenizedGenerateReq,
+    TokenLogprobs,
+    TokenOut,
     UpdateWeightsReq,
 )
 from fenceline.memory_order import Points, forgetting_old_kv, slots_of_tree, tokens_in_flight
@@ -57,6 +59,7 @@ from fenceline.model_executor.step import (
     ExtendBatch,
     ForwardResult,
     HeldStep,
+    LogprobValues,
     PageWrites,
     ScheduleBatch,
     StepOutput,
@@ -68,7 +71,6 @@ from fenceline.scheduler import prefill
 from fenceline.scheduler.control import SchedulerControl
 from fenceline.scheduler.draft_depth import AdaptiveDepth, DraftDepth
 from fenceline.scheduler.flight_recorder import FlightRecorder
-from fenceline.scheduler.output import OutputSender, log_output, log_prompt
 from fenceline.scheduler.prefill import PrefillPlan, PrefillPlanner, remap_writes
 from fenceline.scheduler.ranks import RankLink
 from fenceline.scheduler.req import LogprobLog, Req, emit_interval
@@ -841,7 +843,7 @@ class Scheduler:
             if first < last and out.prompt_logprobs is not None:
                 position = seq.prefix_len + first + 1
                 targets = req.prompt_ids[position : position + last - first].tolist()
-                log_prompt(req, targets, out.prompt_logprobs, scored)
+                _log_prompt(req, targets, out.prompt_logprobs, scored)
             if seq.sampling is not None:
                 remap = self.memory.cache_prompt(req)
                 if remap is not None:
@@ -865,7 +867,7 @@ class Scheduler:
         for index, token in enumerate(tokens, first):
             req.output_ids.append(token)
             if out.logprobs is not None:
-                log_output(req, token, out.logprobs, index)
+                _log_output(req, token, out.logprobs, index)
             self.stats.num_generated_tokens += 1
             if req.grammar is not None and not self.goes_on(req, req.grammar, token, accepted):
                 return
@@ -1050,3 +1052,92 @@ def _loaded(error: BaseException | None) -> tuple[bool, str]:
 
 def _error(message: str) -> FinishReason:
     return FinishReason(type="abort", message=message, status_code=400)
+
+
+class OutputSender:
+    """What the detokenizer is told about each request, and when: the news of one step go as one message."""
+
+    def __init__(self, send: Callable[[BatchTokenOut], None], speculates: bool = False) -> None:
+        """``speculates``: whether each message carries the request's counts of drafts."""
+        self._send = send
+        self._speculates = speculates
+        self._outs: list[TokenOut] = []
+
+    def token(self, req: Req) -> None:
+        """``req`` goes on and has a new token. The detokenizer is told at the first token, and then when
+        ``emit_interval`` tokens have been gathered."""
+        emitted = req.num_emitted
+        if emitted == 0 or len(req.output_ids) - emitted >= req.emit_interval:
+            self._add(req, None)
+
+    def finish(self, req: Req, reason: FinishReason) -> None:
+        """Add the last output of ``req``, with its finish reason."""
+        self._add(req, reason)
+
+    def flush(self) -> None:
+        """Send what has been collected."""
+        if self._outs:
+            outs, self._outs = self._outs, []
+            self._send(BatchTokenOut(outs=outs))
+
+    def _add(self, req: Req, reason: FinishReason | None) -> None:
+        num_outputs = len(req.output_ids)
+        decode = None
+        if not req.announced:
+            req.announced = True
+            decode = req.decode_info()
+        output_logprobs = input_logprobs = None
+        if req.output_log is not None:
+            output_logprobs, req.output_log = _taken(req.output_log), LogprobLog()
+        if req.prompt_log is not None and (req.output_ids or reason is not None):
+            input_logprobs, req.prompt_log = _taken(req.prompt_log), None
+        self._outs.append(
+            TokenOut(
+                rid=req.rid,
+                output_ids=req.output_ids[req.num_emitted :],
+                prompt_tokens=len(req.prompt_ids),
+                completion_tokens=num_outputs,
+                cached_tokens=req.cached_tokens,
+                finish_reason=reason,
+                decode=decode,
+                input_logprobs=input_logprobs,
+                output_logprobs=output_logprobs,
+                num_retractions=req.num_retractions,
+                cached_tokens_details=req.cached_details,
+                spec=req.spec_counts if self._speculates else None,
+            )
+        )
+        req.num_emitted = num_outputs
+
+
+def _log_output(req: Req, token: int, values: LogprobValues, index: int) -> None:
+    """Note the logprob of a sampled token."""
+    if req.output_log is not None:
+        _append(req.output_log, [token], values, index, req.source)
+
+
+def _log_prompt(req: Req, tokens: list[int], values: LogprobValues, start: int) -> None:
+    """Note the logprobs of the prompt's next ``tokens``; their values begin at ``start`` in the step's."""
+    if req.prompt_log is not None:
+        _append(req.prompt_log, tokens, values, start, req.source)
+
+
+def _append(
+    log: LogprobLog, tokens: list[int], values: LogprobValues, start: int, source: TokenizedGenerateReq
+) -> None:
+    num, num_top, named = len(tokens), source.top_logprobs_num, source.token_ids_logprob
+    rows = slice(start, start + num)
+    log.token_ids += tokens
+    log.logprobs += values.chosen[rows].tolist()
+    ids = values.top_ids[rows, :num_top].astype(np.int32)
+    log.top.append(values.top[rows, :num_top].tobytes(), ids.tobytes(), num)
+    if named:
+        assert values.named is not None, "a step computes what its requests name"
+        named_ids = np.asarray(named, dtype=np.int32).tobytes() * num
+        log.named.append(values.named[rows, : len(named)].tobytes(), named_ids, num)
+
+
+def _taken(log: LogprobLog) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_ids=log.token_ids, logprobs=log.logprobs, top_logprobs=log.top, token_ids_logprobs=log.named
+    )
