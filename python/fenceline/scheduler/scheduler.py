@@ -432,7 +432,7 @@ class Scheduler:
     def plan_prefill(self) -> PrefillPlan | None:
         """Choose among the chunked request and the waiting ones. Returns None if there is no prompt to compute, or if a
         decode step has to come first."""
-        if self.chunked is None and not self.waiting:
+        if self.chunked is None and not self.waiting.num_reqs:
             return None
         priority = self.config.priority
         threshold = None if priority is None else priority.preemption_threshold
@@ -457,7 +457,7 @@ class Scheduler:
         if may_retract and self.chunked is None:
             self.retract_for_waiting(threshold)
         reserved = self.running.reserved_tokens(self.ratio.value, prefill.CLIP_NEW_TOKENS)
-        queue = partial(num_waiting_tokens, self.waiting, len(self.waiting))
+        queue = partial(num_waiting_tokens, self.waiting, self.waiting.num_reqs)
         plan = self.planner.plan(
             queued,
             step_tokens,
@@ -479,7 +479,7 @@ class Scheduler:
             # Even a short step takes time, so it counts as a quarter of a full one. Where prompts arrive one by one,
             # each would still get a step of its own, so a step after which no prompt is left counts as a quarter of
             # the limit.
-            is_last = self.chunked is None and not self.waiting
+            is_last = self.chunked is None and not self.waiting.num_reqs
             least = (self.max_prefill_in_row if is_last else step_tokens) // 4
             self.prefill_in_row += max(plan.num_new_tokens, least)
         return plan
@@ -577,7 +577,7 @@ class Scheduler:
         ]
         flight = self.launch(batch, plan.reqs)
         # After the launch, so that the log line does not delay the device.
-        self.stats.prefill(plan, len(self.running), len(self.waiting))
+        self.stats.prefill(plan, len(self.running), self.waiting.num_reqs)
         return flight
 
     def launch_decode(self) -> InFlight | None:
@@ -598,7 +598,7 @@ class Scheduler:
             batch = replace(batch, page_writes=self.with_remaps(batch.page_writes))
         self.ratio.decay()
         if self.stats.decode(choice.depth):
-            self.stats.log_decode(running.num_tokens, len(running), len(self.waiting), choice.depth)
+            self.stats.log_decode(running.num_tokens, len(running), self.waiting.num_reqs, choice.depth)
         return self.launch(batch, list(running.reqs))
 
     def launch(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> InFlight:
@@ -672,7 +672,7 @@ class Scheduler:
         """Whether a long request may be retracted to restore the share kept for short ones: not while some request is
         about to end, and never the last long one."""
         holders = self.running.reqs if self.chunked is None else [*self.running.reqs, self.chunked]
-        if len(self.reqs) > len(self.waiting) + len(holders):
+        if len(self.reqs) > self.waiting.num_reqs + len(holders):
             return False
         return sum(not req.is_short for req in holders) > 1
 
@@ -704,7 +704,7 @@ class Scheduler:
                 if not self.may_retract_long():
                     break
                 holders = [req for req in holders if not req.is_short]
-            elif len(self.reqs) > len(self.waiting) + len(holders):  # one is about to end
+            elif len(self.reqs) > self.waiting.num_reqs + len(holders):  # one is about to end
                 return None
             assert len(holders) > 1, "one request alone always fits: its length was limited on arrival"
             self.retract(min(holders, key=self.loses_least))
@@ -1004,7 +1004,7 @@ class Scheduler:
     def state(self) -> InternalState:
         """The scheduler's counters and gauges, for the front end."""
         num_running = sum(1 for req in self.reqs.values() if req.row)
-        return self.stats.state(num_running, len(self.waiting), self.ratio.value, self.paused)
+        return self.stats.state(num_running, self.waiting.num_reqs, self.ratio.value, self.paused)
 
     def report(self) -> None:
         """Send :meth:`state` to the front end."""

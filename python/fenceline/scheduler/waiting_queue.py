@@ -53,11 +53,11 @@ class WaitingQueue:
         self._queue_of: dict[tuple[int, int | str], _BodyQueue] = {}
         self._num_running: Counter[int] = Counter()  # admitted requests of each body that is larger than one
         self._num_turns = 0
-        self._num_reqs = 0
+        self.num_reqs = 0
         self.num_short = 0  # see ShortShare
 
     def __len__(self) -> int:
-        return self._num_reqs
+        return self.num_reqs
 
     def __iter__(self) -> Iterator[Req]:
         """All, in the order in which they would be admitted."""
@@ -68,21 +68,21 @@ class WaitingQueue:
     def add(self, req: Req) -> None:
         """Add a request that has arrived: behind those of its body, or as a new body behind the others."""
         self._queue(req, self._num_turns + 1).reqs.append(req)
-        self._num_reqs += 1
+        self.num_reqs += 1
         self.num_short += req.is_short
 
     def put_back(self, req: Req) -> None:
         """Add a request that was retracted: before the others of its body. If none of them waits, the body goes before
         the other bodies, so that newcomers cannot pass the request for ever."""
         self._queue(req, -self._num_turns - 1).reqs.appendleft(req)
-        self._num_reqs += 1
+        self.num_reqs += 1
         self.num_short += req.is_short
 
     def remove(self, req: Req) -> None:
         """Remove a request that does not wait any more."""
         queue = self._queue_of[_key(req)]
         queue.reqs.remove(req)
-        self._num_reqs -= 1
+        self.num_reqs -= 1
         self.num_short -= req.is_short
         if not queue.reqs:
             del self._queue_of[_key(req)]
