@@ -20,6 +20,7 @@ from fenceline.config.model_config import ModelConfig, parse_rope
 from fenceline.layers.context import LayerContext, Shard, torch_context
 from fenceline.layers.decoder_layer import SelfAttention
 from fenceline.layers.forward_batch import AttentionPlan, ForwardBatch, ForwardMode, PieceBuffers
+from fenceline.layers.kernels.base import apply_rotary, rotary_angles
 from fenceline.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -27,7 +28,7 @@ from fenceline.layers.linear import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from fenceline.layers.rotary import RotaryEmbedding, apply_rotary, rotary_angles
+from fenceline.layers.rotary import RotaryEmbedding
 from fenceline.layers.weight import WeightSlots, fill_slots
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 from fenceline.models.decoder import CausalLM

@@ -86,27 +86,6 @@ def _order(head_dim: int, rotated: int, interleaved: bool) -> tuple[int, ...] | 
     return None if order == tuple(range(head_dim)) else order
 
 
-def rotary_angles(table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``RotaryEmbedding.table`` at positions [T] int64 → cos [T, 1, head_dim] and sin [T, 1, head_dim / 2]."""
-    rows = table.index_select(0, positions).unsqueeze(1)
-    head_dim = table.shape[1] * 2 // 3
-    return rows[..., :head_dim], rows[..., head_dim:]
-
-
-def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (x[i], x[i + head_dim / 2]) of x [T, heads, head_dim] by the token's angles.
-
-    Computed in float32, returned as a new tensor in x's type.
-    """
-    x1, x2 = x.chunk(2, dim=-1)
-    rotated = x * cos
-    first, second = rotated.chunk(2, dim=-1)
-    # In place on a new tensor: this needs a third of the usual temporaries and is faster on a CPU.
-    first.addcmul_(x2.to(rotated.dtype), sin, value=-1.0)
-    second.addcmul_(x1.to(rotated.dtype), sin)
-    return rotated.to(x.dtype)
-
-
 def inverse_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None
 ) -> tuple[torch.Tensor, float]:
