@@ -20,6 +20,7 @@ from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.config.model_files import read_model_json
 from fenceline.layers.forward_batch import ForwardBatch, ForwardMode
 from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.models.decoder import logits_rows
 
 __all__ = ["models"]  # a fixture
 
@@ -56,13 +57,13 @@ def record(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[Chain]:
         logits, following = forward(batch, hidden, step)
         is_within.clear()
         if len(logits):
-            (row,) = batch.logits_rows(batch.positions[:, None])[:, 0].tolist()
+            (row,) = logits_rows(batch.positions[:, None], batch)[:, 0].tolist()
             goes_on = step > 0
             if draft.max_steps is None:
                 goes_on = batch.mode is ForwardMode.VERIFY and batch.num_tokens == 1
             if not goes_on:
                 chains.append(Chain(row))
-            chains[-1].ids += batch.logits_rows(batch.input_ids[:, None])[:, 0].tolist()
+            chains[-1].ids += logits_rows(batch.input_ids[:, None], batch)[:, 0].tolist()
             chains[-1].logits.append(logits[0].double())
         return logits, following
 

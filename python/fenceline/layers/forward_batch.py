@@ -177,10 +177,6 @@ class ForwardBatch:
     # norm takes the entry out.
     normed: dict[object, torch.Tensor] = field(default_factory=dict, compare=False)
 
-    def logits_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows of x [T, features] for which logits are computed, [L, features]."""
-        return x if self.logits_index is None else x.index_select(0, self.logits_index)
-
     @property
     def num_tokens(self) -> int:
         """T."""

@@ -92,11 +92,11 @@ class CausalLM(ABC):
 
     def compute_logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """``hidden_states`` [T, hidden_size] → logits [L, vocab_size] of the rows ``batch.logits_index``."""
-        return self.lm_head.logits(batch.logits_rows(x), self.norm, batch.logits_out)
+        return self.lm_head.logits(logits_rows(x, batch), self.norm, batch.logits_out)
 
     def own_logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """This rank's columns of ``compute_logits``: see ``VocabParallelEmbedding``."""
-        return self.lm_head.own_logits(batch.logits_rows(x), self.norm, batch.logits_out)
+        return self.lm_head.own_logits(logits_rows(x, batch), self.norm, batch.logits_out)
 
     @property
     def kv_rows(self) -> tuple[tuple[KVRow, ...], ...]:
@@ -185,6 +185,11 @@ class CausalLM(ABC):
     def nbytes(self) -> int:
         """Bytes of all parameters."""
         return sum(slot.nbytes for slot in self.weight_slots().values())
+
+
+def logits_rows(x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    """The rows of x [T, features] for which ``batch`` needs logits, [L, features]."""
+    return x if batch.logits_index is None else x.index_select(0, batch.logits_index)
 
 
 def _split_fused(

@@ -11,7 +11,7 @@ from fenceline.layers.context import LayerContext
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.linear import ReplicatedLinear
 from fenceline.layers.weight import WeightSlots
-from fenceline.models.decoder import CausalLM
+from fenceline.models.decoder import CausalLM, logits_rows
 from fenceline.models.draft import SharingDraft
 from fenceline.models.registry import MODELS
 
@@ -43,7 +43,7 @@ class EagleDraft(SharingDraft):
         x = self.fc.forward(self.joined(batch.input_ids, hidden_states))
         for layer in self.layers:
             x = layer.forward(x, batch)
-        return self.logits(batch.logits_rows(x), batch.logits_out), x
+        return self.logits(logits_rows(x, batch), batch.logits_out), x
 
     def weight_slots(self) -> WeightSlots:
         slots = super().weight_slots() | self.fc.weight_slots("")

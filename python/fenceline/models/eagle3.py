@@ -13,7 +13,7 @@ from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.kernels.embed_join import JoinNorms
 from fenceline.layers.linear import ReplicatedLinear
 from fenceline.layers.weight import WeightSlots, whole
-from fenceline.models.decoder import CausalLM
+from fenceline.models.decoder import CausalLM, logits_rows
 from fenceline.models.draft import SharingDraft
 
 
@@ -60,7 +60,7 @@ class Eagle3Draft(SharingDraft):
         attention = self.midlayer.self_attn
         attended = attention.attend(attention.project(both, batch), batch)
         x = self.midlayer.mlp.forward(attention.add_output(hidden_states.clone(), batch, attended), batch)
-        return self.logits(batch.logits_rows(x), batch.logits_out), x
+        return self.logits(logits_rows(x, batch), batch.logits_out), x
 
     def weight_slots(self) -> WeightSlots:
         slots = super().weight_slots() | self.fc.weight_slots("")

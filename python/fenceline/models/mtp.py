@@ -13,7 +13,7 @@ from fenceline.layers.decoder_layer import DecoderLayer
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.linear import ReplicatedLinear
 from fenceline.layers.weight import WeightSlots
-from fenceline.models.decoder import MTP_PREFIX, CausalLM
+from fenceline.models.decoder import MTP_PREFIX, CausalLM, logits_rows
 from fenceline.models.draft import SharingDraft
 from fenceline.models.registry import MODELS
 
@@ -80,7 +80,7 @@ class MTPDraft(SharingDraft):
         assert self.max_steps is None or step < self.max_steps, f"step {step} of {self.max_steps} layers"
         layer = self.mtp_layers[0 if self.max_steps is None else step]
         x = layer.forward(self.embed_tokens.forward(batch.input_ids), hidden_states, batch)
-        return self.logits(batch.logits_rows(x), batch.logits_out), x
+        return self.logits(logits_rows(x, batch), batch.logits_out), x
 
     def weight_slots(self) -> WeightSlots:
         slots = super().weight_slots()
