@@ -23,7 +23,7 @@ from shapes import SHAPES, make_model_dir
 
 from fenceline.layers.kernels.launcher import Grid, KernelVariant, Tensors
 from fenceline.layers.kernels.rms_norm import rms_norm
-from fenceline.model_executor.kernels.decode_prologue import decode_prologue
+from fenceline.model_executor.decode_runner import decode_prologue
 
 _LAUNCHES = 400  # the GPU's queue holds about 1,000
 _DECODE_STEPS = 60

@@ -20,7 +20,7 @@ import torch
 from fenceline.layers.kernels import activation, rms_norm, rotate_store
 from fenceline.layers.kernels.base import HeadLayout, QKNorm, TorchLayerKernels
 from fenceline.layers.rotary import RotaryEmbedding
-from fenceline.model_executor.kernels.decode_prologue import decode_prologue
+from fenceline.model_executor.decode_runner import decode_prologue
 from fenceline.sampling.gumbel import GumbelSampler, mix_seeds
 from fenceline.sampling.kernels.sample import sample_tokens
 

@@ -30,7 +30,8 @@ from fenceline.layers.kernels import (
 )
 from fenceline.layers.kernels.base import HeadLayout, QKNorm, Routing, TorchLayerKernels
 from fenceline.layers.quantized import FP8, round_to_fp8, round_to_int4
-from fenceline.model_executor.kernels import decode_prologue, decode_prologue_triton
+from fenceline.model_executor.decode_runner import DECODE_PROLOGUE
+from fenceline.model_executor.kernels import decode_prologue_triton
 from fenceline.sampling.gumbel import mix_seeds
 from fenceline.sampling.kernels import sample, sample_triton
 from fenceline.speculative import kv_rows, kv_rows_triton
@@ -498,7 +499,7 @@ def _prologues() -> Iterator[Launch]:
             decode_prologue_triton.launch((rows, lens, steps), (table, tokens), page_size, four)
 
         operands = (*plan, *state, page_size, *outputs)
-        yield Launch(f"decode_prologue of {size}", decode_prologue.KERNEL, operands, run)
+        yield Launch(f"decode_prologue of {size}", DECODE_PROLOGUE, operands, run)
 
 
 def _draws() -> Iterator[Launch]:

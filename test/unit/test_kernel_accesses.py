@@ -16,7 +16,7 @@ from triton_interpreter import interpreted_logarithms, outcomes_of, print_outcom
 
 from fenceline.layers.kernels import accesses, embed_join
 from fenceline.memory_order.kernel import Kernel
-from fenceline.model_executor.kernels import decode_prologue
+from fenceline.model_executor.decode_runner import DECODE_PROLOGUE
 from fenceline.sampling.kernels import sample
 from fenceline.speculative import kv_rows
 from fenceline.speculative.kernels import step
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.long
 
 LAYERS = [value for value in vars(accesses).values() if isinstance(value, Kernel)]
 STEP = (step.BEGIN, step.PLACE, step.KEEP, step.PROPOSAL, step.ACCEPT, step.HIDDEN)
-OTHERS = (embed_join.KERNEL, decode_prologue.KERNEL, sample.PIECES, sample.COMBINE, kv_rows.KERNEL, *STEP)
+OTHERS = (embed_join.KERNEL, DECODE_PROLOGUE, sample.PIECES, sample.COMBINE, kv_rows.KERNEL, *STEP)
 KERNELS = [kernel.name for kernel in (*LAYERS, *OTHERS)]
 PROGRAMMATIC = [
     "rms_norm",

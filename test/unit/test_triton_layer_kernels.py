@@ -246,8 +246,8 @@ def check_rotate_and_store_in_fp8() -> None:
 
 
 def check_decode_prologue() -> None:
+    from fenceline.model_executor.decode_runner import decode_prologue
     from fenceline.model_executor.kernels import decode_prologue_triton
-    from fenceline.model_executor.kernels.decode_prologue import decode_prologue
 
     for size, num_live, page_size in ((1, 1, 1), (8, 5, 16), (8, 0, 16), (200, 131, 64), (64, 64, 7)):
         generator = torch.Generator().manual_seed(size)

@@ -1,5 +1,4 @@
-"""The kernel before the model's forward, which computes the inputs of a decode step on the device.
+"""The Triton kernel before the model's forward, which computes the inputs of a decode step on the device.
 
-It has a reference implementation in torch operators (cpu, vgpu) and a Triton kernel (cuda), which is imported when it
-is first used.
+It is imported when it is first used. Its reference in torch operators (cpu, vgpu) is in ``decode_runner``.
 """

@@ -19,8 +19,8 @@ def launch(
     page_size: int,
     outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
-    """See ``decode_prologue``. ``plan`` is its rows, plan lengths and steps, ``state`` its page table and last tokens,
-    ``outputs`` its four outputs."""
+    """See ``decode_runner.decode_prologue``. ``plan`` is its rows, plan lengths and steps, ``state`` its page table and
+    last tokens, ``outputs`` its four outputs."""
     page_table, last_tokens = state
     size = outputs[0].shape[0]
     assert all(t.dtype == torch.int64 and t.is_contiguous() for t in (*plan, last_tokens, *outputs))
