@@ -14,6 +14,7 @@ import threading
 import time
 from dataclasses import dataclass
 
+import msgspec
 import zmq
 
 from fenceline.config.engine_config import EngineConfig
@@ -106,6 +107,7 @@ class FakeScheduler:
         self.waiting: dict[str, Running] = {}
         self.seen: set[tuple[str | int, ...]] = set()
         self.stored: set[tuple[str | int, ...]] = set()
+        self.latest_prompt: tuple[int, list[int]] = 0, []  # see TokenizedGenerateReq.same_prompt
         self.paused = False
         self.released = False
         self.stopping = False
@@ -150,6 +152,12 @@ class FakeScheduler:
 
     def accept(self, req: TokenizedGenerateReq) -> list[TokenOut]:
         """Put a request into the queue."""
+        if req.same_prompt:
+            body, prompt = self.latest_prompt
+            assert body == req.body, f"{req.rid} has come without its prompt"
+            req = msgspec.structs.replace(req, input_ids=prompt)
+        elif req.body:
+            self.latest_prompt = req.body, req.input_ids
         assert req.rid not in self.running, req.rid
         assert req.rid not in self.waiting, req.rid
         seed = req.sampling_params.seed

@@ -74,9 +74,10 @@ def test_an_inbox_gives_as_much_as_is_asked_for(ports: PortArgs) -> None:
     inbox = Inbox(context, ports.scheduler, SCHEDULER_DECODER)
     sender = context.socket(zmq.PUSH)
     sender.connect(ports.scheduler)
-    sender.send_multipart([encode(request(str(index), 1000)) for index in range(10)])
+    messages = [encode(request(str(index), 1000)) for index in range(10)]
+    sender.send_multipart(messages)
     inbox.wait()
-    taken = [len(inbox.drain(4)), len(inbox.drain(100, 1500)), len(inbox.drain())]
+    taken = [len(inbox.drain(4)), len(inbox.drain(100, 2 * len(messages[0]) - 1)), len(inbox.drain())]
     assert taken == [4, 2, 4]
     inbox.socket.close()
     sender.close()
