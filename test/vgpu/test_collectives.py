@@ -8,11 +8,13 @@ import pytest
 import torch
 from collective_ranks import run_ranks
 
+from fenceline.memory_order.all_reduce import Launch
 from fenceline.vgpu import DeadlockError, RaceError, VirtualGpu
 from fenceline.vgpu.errors import PeerError
 from fenceline.vgpu.factories import use
 from fenceline.vgpu.peers import PeerRank
 from fenceline.vgpu.policy import POLICIES
+from fenceline.vgpu.proving.runs import Trial, run
 
 torch.set_num_threads(1)
 
@@ -142,3 +144,18 @@ def test_a_device_that_waits_for_its_peer_does_not_stop_the_host() -> None:
 
     both(gpu, polls, comes_late)
     assert len(polled) > 3
+
+
+@pytest.mark.parametrize("name", ["refreshed", "share"])
+def test_the_workload_has_blocks_and_words_that_must_be_written_again(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """No word is written again; or all threads of a block take the vectors of its first one."""
+    wrong = {
+        "refreshed": lambda self, *args: None,
+        "share": lambda self, block, thread, count: range(
+            block * self.num_threads, count, self.num_blocks * self.num_threads
+        ),
+    }
+    monkeypatch.setattr(Launch, name, wrong[name])
+    assert not all(run(Trial("collectives", seed)).clean for seed in range(40))

@@ -18,6 +18,10 @@ from fenceline.vgpu.threads import join_all
 
 _SMALL, _LARGE = 8, 24  # elements; a sum of the latter takes two shots
 GRAIN = Grain(two_shots_from=_LARGE, word=8)
+# In some programs large sums have five vectors, for two blocks of two threads, and generations repeat after twelve
+# launches, so that words have to be written again.
+_FINE = GRAIN._replace(vector=8, num_blocks=2, num_threads=2, capacity=5, num_tags=12, refresh_every=1)
+_LARGE_FINE = 40
 
 
 class Act(NamedTuple):
@@ -34,6 +38,7 @@ class Program(NamedTuple):
     num_ranks: int
     graphs: tuple[tuple[int, ...], ...]
     acts: tuple[Act, ...]
+    grain: Grain = GRAIN
 
 
 def make_program(random: Random) -> Program:
@@ -45,7 +50,17 @@ def make_program(random: Random) -> Program:
     acts = [Act("sum", _SMALL), Act("replay", 0), Act("sum", _LARGE), Act("elsewhere", _SMALL)]
     for kind in random.choices(kinds, k=random.randint(3, 6)):
         acts.append(Act(kind, random.randrange(len(graphs)) if kind == "replay" else random.choice(sizes)))
-    return Program(random.choice((2, 2, 3)), graphs, tuple(acts))
+    program = Program(random.choice((2, 2, 3)), graphs, tuple(acts))
+    return _finely(program) if random.random() < 0.4 else program
+
+
+def _finely(program: Program) -> Program:
+    larger = {_LARGE: _LARGE_FINE}
+    graphs = tuple(tuple(larger.get(size, size) for size in sizes) for sizes in program.graphs)
+    acts = tuple(
+        act if act.kind == "replay" else Act(act.kind, larger.get(act.size, act.size)) for act in program.acts
+    )
+    return Program(program.num_ranks, graphs, 2 * acts, _FINE)
 
 
 class Ranks:
@@ -56,7 +71,7 @@ class Ranks:
         self.results: list[list[torch.Tensor]] = [[] for _ in range(program.num_ranks)]
         self.wanted: list[torch.Tensor] = []
         self._inputs: list[list[torch.Tensor]] = []  # by act, and then by rank
-        self._group = Group(gpu, program.num_ranks, GRAIN)
+        self._group = Group(gpu, program.num_ranks, program.grain)
         self._met = [0] * program.num_ranks
 
     def run(self, seed: int) -> str:
