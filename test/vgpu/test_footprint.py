@@ -12,6 +12,7 @@ import torch
 from fenceline.layers.attention import torch_backend
 from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
+from fenceline.mem_cache.tree.radix_cache import LruQueue
 from fenceline.memory_order import access, arena, checker
 from fenceline.memory_order.access import Memory, PagedMemory
 from fenceline.memory_order.checker import OrderChecker
@@ -190,12 +191,28 @@ def one_more(self: HiRadixCache, num_pages: int) -> int:
 evict = HiRadixCache.evict
 
 
+def more(self: HiRadixCache, num_pages: int) -> int:
+    return evict(self, num_pages + 1)
+
+
+def second_oldest(self: LruQueue) -> Any:
+    first, second = pop(self), pop(self)
+    if first is not None and second is not None:
+        self.push_if_evictable(first)
+    return second or first
+
+
+pop = LruQueue.pop
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "checks"),
     [
         (GraphStats, "count_replay", lambda self, size: None, "figures: decode replays"),
         (GraphStats, "count_fallback", lambda self, reason: None, "figures: decode steps without a graph"),
         (HiRadixCache, "evict", one_more, "pages are said to be evicted"),
+        (HiRadixCache, "evict", more, "pages are evicted for"),
+        (LruQueue, "pop", second_oldest, "pages are evicted for"),
     ],
 )
 def test_figures_are_compared_with_counts(

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.ipc.io_struct import CudaGraphState, HiCacheState, InternalState, TransferState
 from fenceline.mem_cache.storage.controller import StorageTierStats
 from fenceline.mem_cache.transfer import TransferKind
+from fenceline.mem_cache.tree.radix_cache import RadixCache
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import DecodeBatch, ExtendBatch
 from fenceline.vgpu.proving.decisions import Decision, Event, Transfer
@@ -23,30 +23,48 @@ from fenceline.vgpu.proving.recorded_worker import RecordedStorage
 from fenceline.vgpu.proving.storage_record import StorageRecord
 
 
-class _Tree(Protocol):
-    @property
-    def num_pages(self) -> int: ...
-
-
 class Evictions:
-    """Counts the pages that leave ``tree``, which holds those of the device, to make room."""
+    """Counts the pages that leave ``tree``, which holds those of the device, to make room; they must be those that
+    have not been used for longest, and no more than are needed."""
 
-    def __init__(self, tree: _Tree) -> None:
+    def __init__(self, tree: RadixCache) -> None:
         self.num_pages = 0
         before = 0
+        leaving: list[int] = []  # pages
 
         def begin(num_pages: int) -> None:
             nonlocal before
             before = tree.num_pages
+            leaving[:] = _least_recently_used(tree, num_pages)
 
         def end(num_evicted: int, num_pages: int) -> None:
             gone = before - tree.num_pages
             self.num_pages += gone
+            left = set(tree.all_pages().tolist()) & set(leaving)
+            assert gone == len(leaving) and not left, (
+                f"{gone} pages are evicted for {num_pages}, {len(leaving)} are right, of which {len(left)} stay"
+            )
             assert num_evicted == gone, (
                 f"{num_evicted} pages are said to be evicted, and {gone} have left the tree"
             )
 
         around(tree, "evict", before=begin, after=end)
+
+
+def _least_recently_used(tree: RadixCache, num_pages: int) -> list[int]:
+    """The pages of whole nodes that leave the device for ``num_pages``: of the nodes below which none is left, and
+    which nobody uses, always the one that has not been used for longest; of equally old ones the one made first."""
+    nodes = [node for node in tree._nodes() if node.on_device]
+    pages: list[int] = []
+    while len(pages) < num_pages:
+        parents = {id(node.parent) for node in nodes}
+        free = [node for node in nodes if node.lock_ref == 0 and id(node) not in parents]
+        if not free:
+            break
+        node = min(free, key=lambda node: (node.last_access, node.id))
+        nodes.remove(node)
+        pages += node.pages.tolist()
+    return pages
 
 
 def compare_figures(
