@@ -60,7 +60,8 @@ class WatchedScheduler(Scheduler):
         storage = tiers is not None and tiers.storage is not None
         threshold = 1 if tiers is None else tiers.load_back_threshold
         draft = None if config.speculative is None else config.speculative.draft
-        lookahead = 0 if draft is None else draft.lookahead
+        # The draft's rows of a chunk are computed from tokens of the prompt behind it.
+        self._lookahead = lookahead = 0 if draft is None else draft.lookahead
         self._num_rows_behind = 0 if draft is None else draft.num_rows_behind
         self.sharing = Sharing(args.page_size, args.disable_radix_cache, storage, threshold, lookahead)
         tree = self.memory.tree
@@ -300,6 +301,8 @@ class WatchedScheduler(Scheduler):
         for seq, req in zip(batch.seqs, reqs, strict=True):
             if req in self._half_way and (seq.sampling is None or sizes[req] > half):
                 least = min(half, scored - scored // 2) if req.scores_prompt else half
+                rest = req.num_tokens - seq.prefix_len
+                least = min(least, rest if seq.sampling is not None else rest - self._lookahead)
                 if len(reqs) > 1 and sizes[req] < least:
                     self.wrong.append(f"{req.rid} gets {sizes[req]} tokens of a step, {least} are its half")
                 return most - half - (sum(sizes.values()) - sizes[req])
