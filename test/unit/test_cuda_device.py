@@ -144,6 +144,20 @@ def test_inside_active_the_stream_is_current(machine: Machine) -> None:
         assert machine.current is machine.default
 
 
+def test_a_stream_that_is_current_is_not_entered_again(machine: Machine) -> None:
+    """Entering takes several times as long as asking, and a step does it many times."""
+    device = open_cuda(machine)
+    forward, copy = device.forward, device.copy
+    with forward.active():
+        assert machine.take() == [("enter", raw(forward))] and forward.is_current
+        with forward.active():
+            assert machine.take() == [] and machine.current is raw(forward)
+            with copy.active():
+                assert machine.take() == [("enter", raw(copy))] and not forward.is_current
+        assert machine.current is raw(forward)
+    assert machine.current is machine.default
+
+
 def test_copies_run_on_their_stream_and_block_nobody(machine: Machine) -> None:
     device = open_cuda(machine)
     there, pinned, pageable = Buffer("cuda"), Buffer("cpu", pinned=True), Buffer("cpu")

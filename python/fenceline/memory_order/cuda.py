@@ -7,7 +7,7 @@ import logging
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -31,6 +31,15 @@ _TOUCH_BYTES = 256 << 20  # that a thread writes at a time
 _MAX_THREADS = 32
 
 
+_NOTHING = nullcontext()
+
+
+def _is_current(stream: torch.cuda.Stream) -> bool:
+    """Whether ``stream`` is its device's current one."""
+    raw: int = torch._C._cuda_getCurrentRawStream(stream.device_index)
+    return raw == stream.cuda_stream
+
+
 class CudaStream(Stream):
     """A CUDA stream (never the legacy default stream, which would order everything)."""
 
@@ -40,16 +49,17 @@ class CudaStream(Stream):
         self._timed = name in (StreamName.LOAD, StreamName.STORE)  # see seconds_between
 
     def active(self) -> AbstractContextManager[None]:
-        return torch.cuda.stream(self.raw)
+        # A step enters FORWARD many times while it is in it, and asking is several times cheaper than entering again.
+        return _NOTHING if self.is_current else torch.cuda.stream(self.raw)
 
     @property
     def is_current(self) -> bool:
-        return torch.cuda.current_stream(self.raw.device) == self.raw
+        return _is_current(self.raw)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         host = dst if dst.device.type == "cpu" else src
         assert host.device.type != "cpu" or host.is_pinned(), "a copy of pageable memory would block the host"
-        with torch.cuda.stream(self.raw):
+        with self.active():
             dst.copy_(src, non_blocking=True)
 
     def _record_event(self) -> object:
@@ -85,11 +95,7 @@ class CudaGraph(Graph):
         self.raw = torch.cuda.CUDAGraph()
 
     def _replay(self) -> None:
-        # A prefill step replays dozens of graphs, and asking is several times cheaper than entering the stream again.
-        if torch._C._cuda_getCurrentRawStream(self._stream.device_index) == self._stream.cuda_stream:
-            self.raw.replay()
-            return
-        with torch.cuda.stream(self._stream):
+        with _NOTHING if _is_current(self._stream) else torch.cuda.stream(self._stream):
             self.raw.replay()
 
     def _bound(self) -> Callable[[], None]:
