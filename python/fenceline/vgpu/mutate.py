@@ -30,8 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from heapq import heappop, heappush
-from itertools import chain, count
+from itertools import chain, count, islice
 from pathlib import Path
 from random import Random
 from types import CodeType, ModuleType
@@ -198,32 +197,26 @@ def runs_for(place: tuple[str, int], traced: Sequence[Traced]) -> Iterator[tuple
     """The runs to make for a mutant at ``place`` (path and line), each a workload and a seed, without end; none if no
     traced run executes the line.
 
-    Of each workload first the traced runs that execute the line, the fastest first, then other seeds. Workloads share
-    the time until a run executes it as the proof's runs are shared, so that a workload that seldom comes to the line,
-    or slowly, does not keep the others waiting.
+    They are made in rounds of all workloads that come to the line, the fastest first, because most faults are noticed
+    by few workloads, and by these soon. ``everything``, which has the largest share of the proof's runs, gets three
+    in a round. Of each workload first the traced runs that execute the line, the fastest first, then other seeds.
     """
     path, line = place
     by_workload: dict[str, list[Traced]] = defaultdict(list)
     for one in traced:
         by_workload[one.workload].append(one)
-    known: dict[str, list[Traced]] = {}
-    waiting: list[
-        tuple[float, str, int]
-    ] = []  # by a workload's time when its next run, of this number, is made
+    orders: list[tuple[float, str, int, Iterator[int]]] = []
     for name, mine in by_workload.items():
         reaching = [one for one in mine if line in one.lines.get(path, ())]
         if reaching:
-            known[name] = sorted(reaching, key=lambda one: (one.seconds, one.seed))
-            heappush(waiting, (known[name][0].seconds / mine[0].share, name, 0))
-    while waiting:
-        past, name, number = heappop(waiting)
-        first, mine = known[name], by_workload[name]
-        yield name, first[number].seed if number < len(first) else len(mine) + number - len(first)
-        number += 1
-        # Of the seeds that have not been traced as many execute the line as of those that have.
-        later_s = sum(one.seconds for one in mine) / len(first)
-        next_s = first[number].seconds if number < len(first) else later_s
-        heappush(waiting, (past + next_s / mine[0].share, name, number))
+            first = sorted(reaching, key=lambda one: (one.seconds, one.seed))
+            seeds = chain((one.seed for one in first), count(len(mine)))
+            orders.append((first[0].seconds, name, math.isqrt(mine[0].share), seeds))
+    orders.sort(key=lambda order: order[:2])
+    while orders:
+        for _, name, num_runs, later in orders:
+            for seed in islice(later, num_runs):
+                yield name, seed
 
 
 def _try_mutant(mutant: Mutant, runs: Iterable[tuple[str, int]], cpu_limit_s: float, out: IO[str]) -> None:

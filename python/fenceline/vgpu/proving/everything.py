@@ -330,6 +330,7 @@ def _product(random: Random) -> Scenario:
         flags = _with_another_model(random, flags)
     if random.random() < 0.2:  # as much memory as the running requests can use
         flags = {name: value for name, value in flags.items() if name != "max_total_tokens"}
+        flags["context_length"] = GRAPH_CONTEXT - 3  # the last page is not whole
     return script.scenario(**_fitting(flags))
 
 
