@@ -12,7 +12,7 @@ import torch
 from fenceline.scheduler import prefill
 from fenceline.scheduler.prefill import PrefillPlanner
 from fenceline.scheduler.request_memory import RequestMemory
-from fenceline.scheduler.running_batch import RunningBatch
+from fenceline.scheduler.running_batch import NewTokenRatio, RunningBatch
 from fenceline.scheduler.schedule_policy import ShortShare
 from fenceline.scheduler.scheduler import Scheduler
 from fenceline.vgpu.proving.runs import ANSWERS, Trial, run
@@ -84,6 +84,14 @@ def _a_prompt_waits_for_a_decode_step(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "plan_prefill", wrong)
 
 
+def _the_ratio_does_not_sink(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(NewTokenRatio, "decay", lambda self: None)
+
+
+def _a_retraction_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(NewTokenRatio, "after_retraction", lambda self, *args: None)
+
+
 def _the_device_waits_for_the_host(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "speculates_under_masks", property(lambda self: True))
 
@@ -117,6 +125,8 @@ def _the_device_waits_for_the_host(patch: pytest.MonkeyPatch) -> None:
             range(2),
             "published before the next step has been launched",
         ),
+        (_the_ratio_does_not_sink, "bodies", range(4), "the ratio of new tokens is"),
+        (_a_retraction_is_forgotten, "retraction", range(8), "the ratio of new tokens is"),
     ],
 )
 def test_a_request_that_waits_or_runs_for_a_wrong_sum_is_reported(

@@ -43,6 +43,10 @@ class Admissions:
         self._short: list[Req] = []  # that run, or that the present plan has admitted
         self._lengths: dict[str, int] = {}  # of each request after its latest step
         around(scheduler, "launch", before=self._launched)
+        # The share of their remaining tokens that running requests are expected to ask for: at first, and now.
+        self._first_ratio = min(0.7 * scheduler.config.server_args.schedule_conservativeness, 1.0)
+        self._ratio = self._first_ratio
+        around(scheduler.ratio, "after_retraction", after=self._retracted)
         around(scheduler, "accept", after=self._accepted)
         self._num_victims = 0  # running requests that the present plan has retracted for waiting ones
         self._num_admitted = 0
@@ -86,8 +90,18 @@ class Admissions:
             lengths = [seq.seq_len for seq in batch.seqs]
         else:
             lengths = batch.seq_lens.tolist()
+            # It sinks to 14 % in 600 decode steps.
+            self._ratio = max(self._ratio - 0.86 * self._first_ratio / 600, 0.14 * self._first_ratio)
             self._in_row, self._short_one_went = 0, False
         self._lengths.update(zip((req.rid for req in reqs), lengths, strict=True))
+
+    def _retracted(self, *args: object) -> None:
+        """Memory ran short: what the requests that are left have needed says how much they may still need."""
+        reqs = self._scheduler.running.reqs
+        num_decoded = sum(len(req.output_ids) for req in reqs)
+        self._ratio = min(
+            (num_decoded + 20 * len(reqs)) / max(sum(req.max_new_tokens for req in reqs), 1), 1.0
+        )
 
     def _begin_retraction(self, threshold: int | None) -> None:
         self._num_victims = len(self._scheduler.running)
@@ -166,6 +180,10 @@ class Admissions:
         self._check_turn(step_tokens)
         self._num_admitted = 0
         self._check_batch()
+        ratio = scheduler.ratio.value
+        self._check(
+            math.isclose(ratio, self._ratio), f"the ratio of new tokens is {ratio}, {self._ratio} is right"
+        )
         holders = [req for req in (*scheduler.reqs.values(), *scheduler.departed) if req.row]
         self._used = set[int]().union(*map(self._pages_of, holders))
         available = scheduler.memory.num_pages - len(self._used)
