@@ -143,20 +143,21 @@ def check_choice() -> None:
             residual = torch.randn(rows, 32)
             normed = norm.forward(x)
             gate, up = F.linear(normed, plain, bias).chunk(2, -1)
-            plain_gate, plain_up = F.linear(x, plain, bias).chunk(2, -1)
+            product = weight.product(x, bias)
+            own_gate, own_up = product.chunk(2, -1)
             pairs = (
-                (weight.product(x, bias), F.linear(x, plain, bias)),
+                (product, F.linear(x, plain, bias)),
                 (weight.product(x, None, torch.empty(rows, 32)), F.linear(x, plain)),
                 (weight.normed_product(x, norm, bias), F.linear(normed, plain, bias)),
                 (weight.gated_product(x, norm, bias, norm.kernels), F.silu(gate) * up),
-                (weight.gated_product(x, None, bias, norm.kernels), F.silu(plain_gate) * plain_up),
+                (weight.gated_product(x, None, bias, norm.kernels), F.silu(own_gate) * own_up),
                 (weight.add_product(residual.clone(), x, bias), residual + F.linear(x, plain, bias)),
             )
             assert calls == ([called] * 6 if rows > 1 else [])
             calls.clear()
             for got, want in pairs:
                 # The input is rounded too where the GPU multiplies in fp8, and badly by the interpreter (see above).
-                assert (got - want).norm() / want.norm() < (0.15 if rows > 1 else 1e-5)
+                assert (got - want).norm() / want.norm() < (0.1 if rows > 1 else 1e-5)
         assert weight.product(torch.empty(0, 256)).shape == (0, 32) and not calls
 
 

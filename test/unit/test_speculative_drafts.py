@@ -120,7 +120,7 @@ def test_draft_logits_equal_the_reference(
         chains.clear()
         # Its noise makes draft and target agree often.
         req = request(
-            f"r{number}", prompts[number], temperature=2.0, seed=number, max_new_tokens=20, ignore_eos=True
+            f"r{number}", prompts[number], temperature=2.0, seed=number, max_new_tokens=30, ignore_eos=True
         )
         (output,) = answers(driver, [req])
         text = [*prompts[number], *output]
@@ -139,7 +139,7 @@ def test_draft_logits_equal_the_reference(
             for ours, theirs in zip(chain.logits, expected, strict=True):
                 torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
             checked += steps
-        assert checked >= (20 if depth_seed is None else 5)
+        assert checked > (20 if depth_seed is None else 5)
         # The next prompt goes on from this answer, or leaves it: at the end of a page, and a few tokens before it.
         cut = [len(text), 64, 63, 61][number] if number < 4 else 0
         prompts.append([*text[:cut], *torch.randint(3, VOCAB, (5,), generator=generator).tolist()])

@@ -119,8 +119,8 @@ class SkinnyTable:
 
 
 def table_key(rows: int, weight_rows: int, k: int, gated: bool, numbers: str = "") -> str:
-    """The key of a product in a file of measurements. ``rows`` is one of ROW_BUCKETS. For a quantised weight, whose
-    format is given in ``numbers``, it is one of ROW_BUCKETS."""
+    """The key of a product in a file of measurements. ``rows`` is one of ROW_BUCKETS; ``numbers`` is the format of a
+    quantised weight."""
     return f"{rows}x{weight_rows}x{k}{'g' if gated else ''}{' ' * bool(numbers)}{numbers}"
 
 
