@@ -25,7 +25,6 @@ from pathlib import Path
 import torch
 from bench_skinny_gemm import (
     COLD_BYTES,
-    MAX_CUDA_ROWS,
     MODELS,
     Activations,
     Bench,
@@ -45,6 +44,7 @@ from fenceline.layers.kernels.cuda_quantized import (
 )
 from fenceline.layers.kernels.skinny_gemm import TritonConfig
 from fenceline.layers.kernels.skinny_table import (
+    MAX_CUDA_ROWS,
     CudaConfig,
     SkinnyChoice,
     SkinnyTable,

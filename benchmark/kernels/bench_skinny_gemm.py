@@ -37,6 +37,7 @@ from fenceline.layers.kernels.cuda_kernels import (
 )
 from fenceline.layers.kernels.skinny_gemm import TritonConfig
 from fenceline.layers.kernels.skinny_table import (
+    MAX_CUDA_ROWS,
     CudaConfig,
     GpuTraits,
     SkinnyChoice,
@@ -51,7 +52,6 @@ from fenceline.layers.weight import RMSNorm, Weight
 EPS = 1e-6
 COLD_BYTES = 400 << 20
 SHARED_LIMIT = 227 << 10
-MAX_CUDA_ROWS = 16  # of one launch of our CUDA kernel
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,12 +75,9 @@ class Footprints:
         self._touched: dict[StreamName, dict[tuple[Memory, bool], Operation]] = {}
         self._read_by: dict[Memory, Operation] = {}  # FORWARD's reads that have not been declared yet
         self._of_transfer: _Declared | None = None
-        self._loading: dict[
-            Ticket, frozenset[int]
-        ] = {}  # device pages of each load whose end nobody has heard of
-        self._of_layer: Callable[..., None] | None = (
-            None  # what a step declares of a layer that is being loaded
-        )
+        # The device pages of each load whose end nobody has heard of, and what declares those that a step reads.
+        self._loading: dict[Ticket, frozenset[int]] = {}
+        self._of_layer: Callable[..., None] | None = None
         self._num_layers = runner.kv_pool.num_layers
         # Of pinned memory: who used it last, and since which Point, if the host has not declared its own use since.
         self._used_by: dict[Memory, tuple[Operation, int]] = {}

@@ -25,6 +25,7 @@ from fenceline.layers.kernels.cuda_kernels import (
 from fenceline.layers.kernels.quantized_gemm import dequantize, quantize_rows, quantized_linear
 from fenceline.layers.kernels.skinny_gemm import PLAIN, Fusion, TritonConfig, may_fuse_norm
 from fenceline.layers.kernels.skinny_table import (
+    MAX_CUDA_ROWS,
     SHARED_BYTES,
     CudaConfig,
     SkinnyChoice,
@@ -44,7 +45,6 @@ from fenceline.layers.weight import RMSNorm, fill_slots
 
 logger = logging.getLogger(__name__)
 
-_CUDA_ROWS = 16  # most rows in one launch of the CUDA product
 # Without a measurement the CUDA product is used up to this many rows. For int4 this may take two launches, which still
 # pays, because the plain matrix has four times as many bytes.
 _GUESSED_CUDA_ROWS = {"fp8": 4, "int4": 32}
@@ -111,8 +111,8 @@ class QuantizedProducts:
         if out is None:
             out = x.new_empty(len(x), stored.shape[0] // (2 if fusion.gated else 1))
         assert self._cuda_product is not None
-        for start in range(0, len(x), _CUDA_ROWS):
-            rows = slice(start, start + _CUDA_ROWS)
+        for start in range(0, len(x), MAX_CUDA_ROWS):
+            rows = slice(start, start + MAX_CUDA_ROWS)
             part = fusion
             if fusion.residual is not None:
                 part = replace(fusion, residual=fusion.residual[rows])
@@ -125,7 +125,7 @@ class QuantizedProducts:
         guess: SkinnyChoice = None
         has_cuda = self._cuda_product is not None and cuda_takes(x, stored)
         if has_cuda and rows <= _GUESSED_CUDA_ROWS[stored.kind]:
-            guess = guess_cuda(min(rows, _CUDA_ROWS), stored, self._num_sms, self._pdl)
+            guess = guess_cuda(min(rows, MAX_CUDA_ROWS), stored, self._num_sms, self._pdl)
         elif rows == 1 or (
             rows <= _TRITON_ROWS and stored.kind == "fp8" and self._library_product(stored) is None
         ):
