@@ -70,7 +70,9 @@ class NullRequest:
             completion_tokens=self.num_out,
             cached_tokens=0,
             finish_reason=FinishReason(type="length", length=self.num_out) if ends else None,
-            decode=DecodeInfo(prompt_tail_ids=req.input_ids[-8:], sampling_params=params) if first else None,
+            decode=DecodeInfo(prompt_tail_ids=req.input_ids[-8:].tolist(), sampling_params=params)
+            if first
+            else None,
         )
 
 

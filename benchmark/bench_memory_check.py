@@ -23,7 +23,7 @@ import fenceline
 from bench_scheduler import NullBox
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
-from fenceline.ipc.io_struct import TokenizedGenerateReq
+from fenceline.ipc.io_struct import TokenizedGenerateReq, id_array
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.memory_order import Device, OrderChecker, open_device
 from fenceline.model_executor import model_runner
@@ -75,7 +75,7 @@ def make_scheduler(
         [
             TokenizedGenerateReq(
                 rid=f"req-{i}",
-                input_ids=[2 + i % 9, *[3] * (prompt_len - 1)],
+                input_ids=id_array([2 + i % 9, *[3] * (prompt_len - 1)]),
                 sampling_params=params,
                 stream=True,
             )

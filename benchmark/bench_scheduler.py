@@ -39,7 +39,14 @@ from in_process import call_times
 import fenceline
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
-from fenceline.ipc.io_struct import BatchTokenOut, LoadGrammarReq, Message, TokenizedGenerateReq, encode
+from fenceline.ipc.io_struct import (
+    BatchTokenOut,
+    LoadGrammarReq,
+    Message,
+    TokenizedGenerateReq,
+    encode,
+    id_array,
+)
 from fenceline.mem_cache.kv_pool import ReqPool
 from fenceline.memory_order import LeasePool, Point, open_device
 from fenceline.model_executor.step import (
@@ -206,7 +213,7 @@ class Bench:
         messages += [
             TokenizedGenerateReq(
                 rid=f"req-{i}",
-                input_ids=[i + 1] * _PROMPT_LEN,
+                input_ids=id_array([i + 1] * _PROMPT_LEN),
                 sampling_params=params,
                 stream=True,
                 grammar=0 if schema is None else 1,

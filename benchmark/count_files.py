@@ -25,7 +25,7 @@ def steady_step(num_running: int) -> Callable[[], None]:
     import fenceline
     from fenceline.config.engine_config import resolve
     from fenceline.config.server_args import ServerArgs
-    from fenceline.ipc.io_struct import Message, TokenizedGenerateReq
+    from fenceline.ipc.io_struct import Message, TokenizedGenerateReq, id_array
     from fenceline.memory_order import open_device
     from fenceline.model_executor.model_runner import ModelRunner
     from fenceline.sampling.sampling_params import SamplingParams
@@ -39,7 +39,7 @@ def steady_step(num_running: int) -> Callable[[], None]:
     params = SamplingParams(max_new_tokens=200, ignore_eos=True, temperature=0.0)
     prompts = [list(range(5 + i, 25 + i)) for i in range(num_running)]
     messages: list[Message] = [
-        TokenizedGenerateReq(rid=str(i), input_ids=ids, sampling_params=params, stream=True)
+        TokenizedGenerateReq(rid=str(i), input_ids=id_array(ids), sampling_params=params, stream=True)
         for i, ids in enumerate(prompts)
     ]
 

@@ -26,6 +26,7 @@ from fenceline.ipc.io_struct import (
     Message,
     PortArgs,
     TokenizedGenerateReq,
+    id_array,
 )
 from fenceline.ipc.rank_board import RankBoard, create_rank_board, rank_endpoint
 from fenceline.ipc.sockets import bind_pull, connect_push, make_ports, remove_ports
@@ -153,7 +154,7 @@ class InProcessEngine:
         self._num_submitted += 1
         self._inbox.messages.append(
             TokenizedGenerateReq(
-                rid=rid, input_ids=ids, sampling_params=params, stream=True, grammar=self._grammar
+                rid=rid, input_ids=id_array(ids), sampling_params=params, stream=True, grammar=self._grammar
             )
         )
         return rid

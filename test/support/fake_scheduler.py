@@ -255,7 +255,7 @@ class FakeScheduler:
         first = running.num_out == 0
         running.num_out += len(new)
         info = DecodeInfo(
-            prompt_tail_ids=req.input_ids[-8:],
+            prompt_tail_ids=req.input_ids[-8:].tolist(),
             sampling_params=req.sampling_params,
             queue_time_s=0.25,
         )
@@ -268,7 +268,9 @@ class FakeScheduler:
             cached_tokens=running.cached_tokens,
             finish_reason=reason,
             decode=info if first and (new or reason is None or reason.type != "abort") else None,
-            input_logprobs=logprobs_of(req.input_ids, req.logprob_start_len, req) if wants_input else None,
+            input_logprobs=logprobs_of(req.input_ids.tolist(), req.logprob_start_len, req)
+            if wants_input
+            else None,
             output_logprobs=logprobs_of(new, -1, req) if req.return_logprob else None,
             cached_tokens_details=running.details,
         )

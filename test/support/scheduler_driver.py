@@ -21,6 +21,7 @@ from fenceline.ipc.io_struct import (
     TokenizedGenerateReq,
     TokenLogprobs,
     TokenOut,
+    id_array,
 )
 from fenceline.layers.context import Shard
 from fenceline.memory_order import Device, open_device
@@ -177,7 +178,7 @@ def request(rid: str, prompt: list[int], seed: int = 0, **params: object) -> Tok
     }
     return TokenizedGenerateReq(
         rid=rid,
-        input_ids=prompt,
+        input_ids=id_array(prompt),
         sampling_params=SamplingParams(seed=seed, **params),  # type: ignore[arg-type]
         stream=stream,
         **outer,  # type: ignore[arg-type]

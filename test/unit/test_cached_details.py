@@ -18,6 +18,7 @@ from fenceline.ipc.io_struct import (
     TransferState,
     decode,
     encode,
+    id_array,
 )
 from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.scheduler.req import Req
@@ -27,7 +28,7 @@ DETAILS = CachedTokensDetails(device=1, host=2, storage=3)
 
 
 def make_req(details: CachedTokensDetails | None) -> Req:
-    source = TokenizedGenerateReq(rid="r", input_ids=list(range(8)), sampling_params=SamplingParams())
+    source = TokenizedGenerateReq(rid="r", input_ids=id_array(range(8)), sampling_params=SamplingParams())
     return Req(
         source=source,
         prompt_ids=np.arange(8, dtype=np.int64),

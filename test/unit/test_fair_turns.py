@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from scheduler_driver import Driver, assert_right, make_driver, request
 
-from fenceline.ipc.io_struct import AbortReq, TokenizedGenerateReq
+from fenceline.ipc.io_struct import AbortReq, TokenizedGenerateReq, id_array
 from fenceline.model_executor.step import ExtendBatch, ForwardResult, ScheduleBatch
 
 PAGE = 4
@@ -283,7 +283,7 @@ def test_the_prompt_of_samples_comes_with_the_first_of_them() -> None:
     driver = fair_driver()
     first, *others = samples(1, 5, [1, 2, 3] * 9)
     alone = request("alone", [9] * 9, max_new_tokens=4)
-    without = [replace(req, input_ids=[], same_prompt=True) for req in others]
+    without = [replace(req, input_ids=id_array(), same_prompt=True) for req in others]
     driver.send(first, alone, *without)
     driver.scheduler.ingest(driver.drain(False))
     prompts = {req.rid: req.prompt_ids for req in driver.scheduler.waiting}

@@ -29,6 +29,7 @@ from fenceline.ipc.io_struct import (
     ShutdownReq,
     TokenizedGenerateReq,
     encode,
+    id_array,
 )
 from fenceline.ipc.sockets import Inbox, ZmqLink, make_ports, remove_ports
 from fenceline.sampling.sampling_params import SamplingParams
@@ -231,12 +232,13 @@ async def test_what_fills_a_step_does_not_wait_for_the_turns_end() -> None:
     with scheduler_link() as (link, inbox):
         ids, params = [70_000] * 1024, SamplingParams(max_new_tokens=1)
         requests = [
-            TokenizedGenerateReq(rid=str(index), input_ids=ids, sampling_params=params) for index in range(20)
+            TokenizedGenerateReq(rid=str(index), input_ids=id_array(ids), sampling_params=params)
+            for index in range(20)
         ]
         for request in requests:
             link.send(request)
         full = ipc.MAX_HELD_BYTES // len(encode(requests[0])) + 1
-        assert 4 < full < 8, "8,192 tokens or a little less"
+        assert full == 8, "8,192 tokens"
         num_early = len(requests) // full * full
         early: list[ipc.Message] = []
         while len(early) < num_early and inbox.socket.poll(5000):  # the event loop has not had a turn
@@ -260,25 +262,26 @@ class FullSocket:
 
 
 def test_a_flood_of_prompts_reaches_the_scheduler_over_many_steps() -> None:
-    """Taking in a prompt costs time for each token, during which the tokens of running requests wait."""
-    ids, params = [70] * 4000, SamplingParams(max_new_tokens=1)  # a byte each: the most tokens for the bytes
+    """Taking in a prompt costs time, during which the tokens of running requests wait."""
+    ids, params = [70] * 50_000, SamplingParams(max_new_tokens=1)
     requests = [
-        TokenizedGenerateReq(rid=str(index), input_ids=ids, sampling_params=params) for index in range(200)
+        TokenizedGenerateReq(rid=str(index), input_ids=id_array(ids), sampling_params=params)
+        for index in range(200)
     ]
     with scheduler_link() as (_, messages):
         messages.socket = FullSocket(list(map(encode, requests)))  # type: ignore[assignment]
         inbox = ZmqInbox(messages, Watchdog(0, print), FreeMemoryWatch())
         arrived: list[ipc.Message] = []
         while step := inbox.drain(False):
-            assert 4000 * len(step) <= 270_000
+            assert 200_000 * len(step) <= ipc.MAX_STEP_BYTES + 200_000
             arrived += step
     assert arrived == requests
 
 
 async def test_who_comes_after_the_samples_of_long_prompts_does_not_wait_for_many_steps() -> None:
-    """n=128 for two prompts: with its prompt in each message they would be a megabyte, four steps' worth."""
+    """n=128 for two prompts: with its prompt in each message they would be 16 MiB, four steps' worth."""
     params = SamplingParams(max_new_tokens=1)
-    prompts = [[70 + number] * 4000 for number in range(2)]
+    prompts = [id_array([70 + number] * 16_000) for number in range(2)]
     samples = [
         TokenizedGenerateReq(rid=f"{number}.{index}", input_ids=prompt, sampling_params=params, body=1)
         for number, prompt in enumerate(prompts)

@@ -1,19 +1,24 @@
 """What a turn of the event loop sends, and what a step of the scheduler takes in, has limits; the order stays.
-Logprobs travel as bytes."""
+Prompts and logprobs travel as bytes."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Iterator
 
+import msgspec
+import numpy as np
 import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
+from scheduler_driver import make_driver
 
 from fenceline.ipc.io_struct import (
     DETOKENIZER_DECODER,
+    ENCODER,
     SCHEDULER_DECODER,
     AbortReq,
     BatchTokenOut,
@@ -22,10 +27,13 @@ from fenceline.ipc.io_struct import (
     TokenLogprobs,
     TokenOut,
     TokenPairs,
+    decode,
     encode,
+    id_array,
 )
 from fenceline.ipc.sockets import MAX_TURN_BYTES, Inbox, ZmqLink, make_ports, remove_ports
 from fenceline.sampling.sampling_params import SamplingParams
+from fenceline.scheduler.ranks import TURN_DECODER, Turn
 
 
 @pytest.fixture
@@ -36,7 +44,7 @@ def ports() -> Iterator[PortArgs]:
 
 
 def request(rid: str, num_ids: int) -> TokenizedGenerateReq:
-    return TokenizedGenerateReq(rid=rid, input_ids=[1] * num_ids, sampling_params=SamplingParams())
+    return TokenizedGenerateReq(rid=rid, input_ids=id_array([1] * num_ids), sampling_params=SamplingParams())
 
 
 async def test_a_burst_is_sent_over_several_turns_and_in_order(ports: PortArgs) -> None:
@@ -79,6 +87,57 @@ def test_an_inbox_gives_as_much_as_is_asked_for(ports: PortArgs) -> None:
     inbox.wait()
     taken = [len(inbox.drain(4)), len(inbox.drain(100, 2 * len(messages[0]) - 1)), len(inbox.drain())]
     assert taken == [4, 2, 4]
+    inbox.socket.close()
+    sender.close()
+    context.term()
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1)))
+def test_a_prompt_arrives_as_it_was_sent(ids: list[int]) -> None:
+    message = msgspec.structs.replace(request("r", 0), input_ids=id_array(ids))
+    data = encode(message)
+    assert SCHEDULER_DECODER.decode(data) == message
+    assert decode(data) == message
+    turn = Turn(1, [message], False)
+    assert TURN_DECODER.decode(ENCODER.encode(turn)) == turn
+    assert len(data) - len(encode(request("r", 0))) <= 4 * len(ids) + 4  # four bytes say how many follow
+
+
+def test_a_long_prompt_is_sent_and_taken_in_as_one_object() -> None:
+    """A list would be as many objects as there are ids, each made and freed while others wait."""
+    message = msgspec.structs.replace(request("r", 0), input_ids=id_array(range(1000, 101_000)))
+    driver = make_driver(num_pages=32_000, context_length=120_000)
+    driver.send(request("first", 8))
+    driver.scheduler.ingest(driver.drain(False))
+    before = sys.getallocatedblocks()
+    data = encode(message)
+    arrived = SCHEDULER_DECODER.decode(data)
+    driver.scheduler.ingest([arrived])
+    assert sys.getallocatedblocks() - before < 200
+    req = driver.scheduler.reqs["r"]
+    assert np.shares_memory(req.prompt_ids, np.frombuffer(arrived.input_ids, dtype=np.int32))
+    assert not req.source.input_ids
+    assert req.prompt_ids.tolist() == list(message.input_ids)
+
+
+@pytest.mark.parametrize(
+    "ids", [b"abc", b"\0\0\0\0\0", [1, 2, 3], [2**40], ["a"], "abcd", 7, None, {1: 2}, 1.5], ids=repr
+)
+def test_what_are_no_token_ids_is_dropped(
+    ids: object, ports: PortArgs, caplog: pytest.LogCaptureFixture
+) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox = Inbox(context, ports.scheduler, SCHEDULER_DECODER)
+    sender = context.socket(zmq.PUSH)
+    sender.connect(ports.scheduler)
+    good = request("good", 3)
+    bad = msgspec.msgpack.decode(encode(good)) | {"input_ids": ids}
+    sender.send_multipart([msgspec.msgpack.encode(bad), encode(good)])
+    with caplog.at_level(logging.WARNING):
+        assert inbox.receive() == []
+        assert inbox.receive() == [good]
+    assert inbox.num_dropped == 1
+    assert "$.input_ids" in caplog.text
     inbox.socket.close()
     sender.close()
     context.term()

@@ -36,6 +36,7 @@ from fenceline.ipc.io_struct import (
     TokenizedGenerateReq,
     TokenOut,
     UpdateWeightsReq,
+    id_array,
 )
 from fenceline.sampling.sampling_params import SamplingParams
 
@@ -151,7 +152,9 @@ def config(num: int, method: LoadBalanceMethod = "round_robin") -> EngineConfig:
 
 def req(rid: str, replica: int | None = None, seed: int | None = None) -> TokenizedGenerateReq:
     params = SamplingParams(seed=seed)
-    return TokenizedGenerateReq(rid=rid, input_ids=[1, 2, 3], sampling_params=params, replica=replica)
+    return TokenizedGenerateReq(
+        rid=rid, input_ids=id_array([1, 2, 3]), sampling_params=params, replica=replica
+    )
 
 
 def last(rid: str) -> BatchTokenOut:
@@ -249,7 +252,9 @@ def test_prefixes_are_forgotten_only_where_caches_were_emptied(message: Message,
 
         async def placed(rid: str) -> int:
             tokens = prompt(1)
-            link.send(TokenizedGenerateReq(rid=rid, input_ids=tokens, sampling_params=SamplingParams()))
+            link.send(
+                TokenizedGenerateReq(rid=rid, input_ids=id_array(tokens), sampling_params=SamplingParams())
+            )
             number = next(number for number, each in enumerate(links) if _has(each, rid))
             links[number].news.put_nowait([last(rid)])
             await link.receive()

@@ -642,11 +642,11 @@ def assert_answer(driver: Driver, req: TokenizedGenerateReq, aborted: bool, sile
         assert driver.output_logprobs.get(req.rid, []) == tokens
     if req.logprob_start_len >= 0 and ended:
         log, start = driver.first_logprobs[req.rid], req.logprob_start_len
-        assert log.token_ids == req.input_ids[start:]
+        assert log.token_ids == list(req.input_ids[start:])
         assert log.logprobs == [p if p > start else None for p in range(start, len(req.input_ids))]
     elif not ended and req.rid in driver.first_logprobs:
         log = driver.first_logprobs[req.rid]
-        assert log.token_ids == req.input_ids[req.logprob_start_len :][: len(log.token_ids)]
+        assert log.token_ids == list(req.input_ids[req.logprob_start_len :][: len(log.token_ids)])
 
 
 @settings(max_examples=200)

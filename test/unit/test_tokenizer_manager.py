@@ -338,6 +338,7 @@ async def test_others_have_their_turns_while_a_large_body_is_prepared(
     assert most <= TURN_REQUESTS
     assert ids_checked <= 10
     assert len(bench.link.requests()) == 1000
+    assert len({id(message.input_ids) for message in bench.link.requests()}) == 1, "a prompt is made once"
 
 
 async def test_an_id_that_was_used_meanwhile_travels_under_another_name() -> None:
@@ -584,7 +585,7 @@ async def test_prompts_that_are_too_long_are_cut_at_their_end_if_told_so(
     )
     await bench.manager.submit(ids_input(*range(5, 205), rid="ids"))
     await bench.manager.submit(ids_input(7, 8, rid="fits"))
-    prompts = {message.rid: message.input_ids for message in bench.link.requests()}
+    prompts = {message.rid: list(message.input_ids) for message in bench.link.requests()}
     assert prompts["text"] == prompts["short"] == whole[:63]
     assert (prompts["ids"], prompts["fits"]) == (list(range(5, 68)), [7, 8])
     assert counting.num_chars < 3 * PIECE_CHARS < len(text), "no more is tokenised than is kept"

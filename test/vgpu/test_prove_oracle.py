@@ -33,6 +33,7 @@ from fenceline.ipc.io_struct import (
     TickReq,
     TokenizedGenerateReq,
     TokenOut,
+    id_array,
 )
 from fenceline.layers import rotary
 from fenceline.mem_cache.host.cache_controller import HiCacheController
@@ -118,7 +119,7 @@ def _transcript(ask: Query, tokens: list[int], setting: Setting = SETTING) -> Tr
         ignore_eos=True,
     )
     transcript = Transcript(setting)
-    transcript.received(TokenizedGenerateReq(rid="r", input_ids=list(ask.prompt), sampling_params=params))
+    transcript.received(TokenizedGenerateReq(rid="r", input_ids=id_array(ask.prompt), sampling_params=params))
     for index, token in enumerate(tokens, 1):
         reason = FinishReason(type="length", length=index) if index == len(tokens) else None
         decode = DecodeInfo(prompt_tail_ids=[], sampling_params=params) if index == 1 else None
@@ -196,7 +197,7 @@ def test_a_stop_string_found_after_an_abort_is_too_late(pause_first: bool) -> No
     stop, pause = AbortReq(rid="r", silent=True), PauseGenerationReq(id="p", mode="abort")
     transcript = Transcript(SETTING)
     params = SamplingParams(max_new_tokens=3)
-    transcript.received(TokenizedGenerateReq(rid="r", input_ids=[1, 2], sampling_params=params))
+    transcript.received(TokenizedGenerateReq(rid="r", input_ids=id_array([1, 2]), sampling_params=params))
     for message in (pause, stop) if pause_first else (stop, pause):
         transcript.received(message)
     assert transcript.exchanges["r"].ended is not pause_first
@@ -263,7 +264,7 @@ _FLUSHED, _PENDING = "cache flushed: 9 pages are free again", "cache not flushed
 
 def _request() -> TokenizedGenerateReq:
     return TokenizedGenerateReq(
-        rid="r", input_ids=[3, 1, 4], sampling_params=SamplingParams(max_new_tokens=4)
+        rid="r", input_ids=id_array([3, 1, 4]), sampling_params=SamplingParams(max_new_tokens=4)
     )
 
 
@@ -285,7 +286,7 @@ def test_what_has_left_the_device_is_used_from_a_number_of_tokens_on(threshold: 
         sharing.cache("", prompt, len(prompt))
         if moved:
             sharing.moved()
-        request = TokenizedGenerateReq(rid="r", input_ids=prompt, sampling_params=SamplingParams())
+        request = TokenizedGenerateReq(rid="r", input_ids=id_array(prompt), sampling_params=SamplingParams())
         sharing.admit(request, prompt)
         out = TokenOut(
             rid="r", output_ids=[5], prompt_tokens=7, completion_tokens=1, cached_tokens=used,

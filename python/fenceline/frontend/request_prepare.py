@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 import msgspec
@@ -21,7 +20,7 @@ from fenceline.config.request_limits import (
 )
 from fenceline.frontend.request_types import GenerateInput, RequestError, not_unicode
 from fenceline.frontend.tokenizer import Tokenizer
-from fenceline.ipc.io_struct import SchedulerReady, TokenizedGenerateReq
+from fenceline.ipc.io_struct import IdArray, SchedulerReady, TokenizedGenerateReq, id_array
 from fenceline.sampling.sampling_params import SamplingParams
 
 
@@ -175,8 +174,9 @@ def check_num_logprobs(messages: Sequence[TokenizedGenerateReq]) -> None:
         )
 
 
-def check_ids(ids: Sequence[int], vocab_size: int, limits: SchedulerReady) -> None:
-    """Raise RequestError for an empty or oversized prompt and for ids outside the vocabulary."""
+def check_ids(ids: Sequence[int], vocab_size: int, limits: SchedulerReady) -> IdArray:
+    """``ids`` as they are sent. Raises RequestError for an empty or oversized prompt and for ids outside the
+    vocabulary."""
     if not ids:
         raise RequestError(400, "the prompt is empty", param="prompt")
     if len(ids) > limits.max_req_input_len:
@@ -187,19 +187,21 @@ def check_ids(ids: Sequence[int], vocab_size: int, limits: SchedulerReady) -> No
             param="prompt",
             code="context_length_exceeded",
         )
-    check_vocabulary(ids, vocab_size, "input_ids")
+    return check_vocabulary(ids, vocab_size, "input_ids")
 
 
-def check_vocabulary(ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raise RequestError for ids outside the vocabulary."""
-    try:  # in two thirds of the time that min and max take
-        values = np.frombuffer(array("q", ids), dtype=np.int64)
+def check_vocabulary(ids: Sequence[int], vocab_size: int, param: str) -> IdArray:
+    """``ids`` as they are sent. Raises RequestError for ids outside the vocabulary."""
+    try:
+        made = id_array(ids)
+        values = np.frombuffer(made, dtype=np.int32)
         low, high = int(values.min(initial=0)), int(values.max(initial=0))
-    except OverflowError:  # a number of more than 64 bits
-        low, high = min(ids), max(ids)
+    except OverflowError:  # a number of more than 32 bits
+        made, low, high = id_array(), min(ids), max(ids)
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
         raise RequestError(400, f"token id {bad} is outside the vocabulary of {vocab_size}", param=param)
+    return made
 
 
 def fit_params(
@@ -222,7 +224,7 @@ def fit_params(
 def build_message(
     inp: GenerateInput,
     wire_rid: str,
-    ids: list[int],
+    ids: IdArray,
     vocab_size: int,
     limits: SchedulerReady,
     default_priority: int = 0,

@@ -256,7 +256,7 @@ class RequestLog:
         if self._level >= 1:
             line += f" sampling_params={msgspec.to_builtins(message.sampling_params)}"
         if self._level >= 2:
-            prompt = inp.text if inp.text is not None else str(message.input_ids)
+            prompt = inp.text if inp.text is not None else str(message.input_ids.tolist())
             line += f" prompt={self._cut(prompt)!r}"
         logger.info(line)
 

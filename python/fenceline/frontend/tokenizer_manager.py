@@ -57,6 +57,7 @@ from fenceline.ipc.io_struct import (
     BatchTokenOut,
     ControlReply,
     FatalError,
+    IdArray,
     InternalState,
     Message,
     SchedulerReady,
@@ -66,6 +67,7 @@ from fenceline.ipc.io_struct import (
     TokenizedGenerateReq,
     TokenOut,
     UpdateWeightsReq,
+    id_array,
 )
 from fenceline.ipc.sockets import SchedulerLink
 
@@ -135,7 +137,7 @@ class TokenizerManager:
             inputs = [_truncated(inp, limits.max_req_input_len) for inp in inputs]
         default_priority = 0 if priority is None else priority.default_value
         priorities = [default_priority if inp.priority is None else inp.priority for inp in inputs]
-        await self._check_untokenised(inputs, limits)
+        given = await self._check_untokenised(inputs, limits)
         specs = {
             inp.grammar: Tenant(0 if priority is None else priority.rank(value), inp.extra_key)
             for inp, value in zip(inputs, priorities, strict=True)
@@ -144,7 +146,7 @@ class TokenizerManager:
         self._grammars.check_all(specs)
         # Refuse now what is refused for prompts of any length; each has at least one token.
         self._table.admit(rids, [len(inp.input_ids or "?") for inp in inputs], priorities, limits)
-        prompts = await self._prompt_ids(inputs, limits)
+        prompts = await self._prompt_ids(inputs, given, limits)
         with self._grammars.using() as used:
             grammars = {
                 spec: await self._grammars.number_of(spec, tenant, used) for spec, tenant in specs.items()
@@ -161,28 +163,31 @@ class TokenizerManager:
     # A body may have thousands of prompts, so both methods let other tasks run from time to time. The samples of a
     # prompt share its ids, which are checked once.
 
-    async def _check_untokenised(self, inputs: Sequence[GenerateInput], limits: SchedulerReady) -> None:
+    async def _check_untokenised(
+        self, inputs: Sequence[GenerateInput], limits: SchedulerReady
+    ) -> dict[int, IdArray]:
+        """Check ``inputs``. Returns the token ids that are given in place of texts, by the identity of the list."""
         for start in range(0, len(inputs), TURN_REQUESTS):
             check_params(inputs[start : start + TURN_REQUESTS], self.vocab_size, self.tokenizer is not None)
             if start:
                 await asyncio.sleep(0)
         num_ids = 0
-        checked: Sequence[int] | None = None
+        given: dict[int, IdArray] = {}
         for index, inp in enumerate(inputs):
             check_untokenised(inp, self.tokenizer, self.config, limits)
             ids = inp.input_ids
-            if ids is not None and ids is not checked:
-                check_ids(ids, self.vocab_size, limits)
-                checked = ids
+            if ids is not None and id(ids) not in given:
+                given[id(ids)] = check_ids(ids, self.vocab_size, limits)
                 num_ids += len(ids)
             if (index + 1) % TURN_REQUESTS == 0 or num_ids > _TURN_IDS:
                 num_ids = 0
                 await asyncio.sleep(0)
+        return given
 
     async def _messages(
         self,
         inputs: Sequence[GenerateInput],
-        prompts: Sequence[list[int]],
+        prompts: Sequence[IdArray],
         limits: SchedulerReady,
         default_priority: int,
         grammars: Mapping[GrammarSpec, int],
@@ -281,10 +286,13 @@ class TokenizerManager:
             )
         return self._pool
 
-    async def _prompt_ids(self, inputs: Sequence[GenerateInput], limits: SchedulerReady) -> list[list[int]]:
-        """The token ids of all prompts; those of one prompt's samples are tokenised once."""
+    async def _prompt_ids(
+        self, inputs: Sequence[GenerateInput], given: Mapping[int, IdArray], limits: SchedulerReady
+    ) -> list[IdArray]:
+        """The token ids of all prompts; those of one prompt's samples are tokenised once. ``given``: see
+        :meth:`_check_untokenised`."""
         most = max(MAX_BODY_TOKENS, limits.context_length)
-        tokenised: dict[int, Sequence[int]] = {}
+        tokenised: dict[int, IdArray] = {}
         for special in (True, False):
             texts = {
                 id(i.text): i.text for i in inputs if i.text is not None and i.add_special_tokens is special
@@ -293,9 +301,9 @@ class TokenizerManager:
                 encode = self._texts().encode
                 longest, truncate = limits.max_req_input_len, self.config.server_args.allow_auto_truncate
                 encoded = await encode(list(texts.values()), special, longest, most, truncate)
-                tokenised.update(zip(texts, map(_id_list, encoded), strict=True))
+                tokenised.update(zip(texts, map(id_array, encoded), strict=True))
         prompts = [
-            _id_list((inp.input_ids or ()) if inp.text is None else tokenised[id(inp.text)]) for inp in inputs
+            given[id(inp.input_ids)] if inp.text is None else tokenised[id(inp.text)] for inp in inputs
         ]
         total = sum(map(len, prompts))
         if total > most:
@@ -542,7 +550,3 @@ def _truncated(inp: GenerateInput, max_tokens: int) -> GenerateInput:
     if inp.input_ids is None or len(inp.input_ids) <= max_tokens:
         return inp
     return replace(inp, input_ids=inp.input_ids[:max_tokens])
-
-
-def _id_list(ids: Sequence[int]) -> list[int]:
-    return ids if isinstance(ids, list) else list(ids)

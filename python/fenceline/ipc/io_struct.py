@@ -5,18 +5,30 @@ Three zmq PULL sockets exist, each bound by its reader: ``scheduler`` (requests 
 the detokenizer's stop-string aborts), ``detokenizer`` (:class:`BatchTokenOut`) and ``tokenizer``
 (:class:`BatchStrOut` from the detokenizer, control replies from the scheduler). Under
 ``--skip-tokenizer-init`` the scheduler sends its :class:`BatchTokenOut` straight to ``tokenizer``.
+
+The ids of a prompt travel as bytes, int32, so that thousands of them are encoded and decoded by copying.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from fenceline.constrained.spec import ThinkTokens
 from fenceline.sampling.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    IdArray = array[int]
+else:  # msgspec reads the annotations, and an array takes no parameter before Python 3.12
+    IdArray = array
+
+
+def id_array(ids: Iterable[int] = ()) -> IdArray:
+    """Token ids as messages carry them: int32. Raises OverflowError for one that does not fit."""
+    return array("i", ids)
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -42,7 +54,7 @@ class TokenizedGenerateReq(Message):
     """
 
     rid: str
-    input_ids: list[int]
+    input_ids: IdArray
     sampling_params: SamplingParams
     stream: bool = False
     return_logprob: bool = False
@@ -465,19 +477,40 @@ SchedulerInput = (
 DetokenizerInput = BatchTokenOut | SchedulerReady | ShutdownReq
 TokenizerInput = BatchStrOut | BatchTokenOut | ControlReply | StatsReport | SchedulerReady | FatalError
 
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(
+
+def _bytes_of(value: object) -> memoryview:
+    if not isinstance(value, array):
+        raise NotImplementedError(f"messages have no values of type {type(value).__name__}")
+    return memoryview(value)
+
+
+def _ids_of(kind: type, data: object) -> IdArray:
+    assert kind is array, f"messages have no values of type {kind.__name__}"
+    if not isinstance(data, bytes):
+        raise ValueError(f"expected token ids as bytes, got {type(data).__name__}")
+    return array("i", data)  # ValueError unless there are four bytes for each
+
+
+def decoder(messages: Any) -> msgspec.msgpack.Decoder[Any]:
+    """A decoder of ``messages``, a type that contains messages of this module. It raises ``msgspec.ValidationError``
+    for anything else, also for token ids of which the last is incomplete."""
+    return msgspec.msgpack.Decoder(messages, dec_hook=_ids_of)
+
+
+# Encodes messages, and what contains them.
+ENCODER = msgspec.msgpack.Encoder(enc_hook=_bytes_of)
+_DECODER = decoder(
     SchedulerInput | BatchTokenOut | BatchStrOut | ControlReply | StatsReport | SchedulerReady | FatalError
 )
 # What each of the three inboxes takes.
-SCHEDULER_DECODER = msgspec.msgpack.Decoder(SchedulerInput)
-DETOKENIZER_DECODER = msgspec.msgpack.Decoder(DetokenizerInput)
-TOKENIZER_DECODER = msgspec.msgpack.Decoder(TokenizerInput)
+SCHEDULER_DECODER = decoder(SchedulerInput)
+DETOKENIZER_DECODER = decoder(DetokenizerInput)
+TOKENIZER_DECODER = decoder(TokenizerInput)
 
 
 def encode(message: Message) -> bytes:
     """One message as msgpack."""
-    return _ENCODER.encode(message)
+    return ENCODER.encode(message)
 
 
 def decode(data: bytes | memoryview) -> Message:

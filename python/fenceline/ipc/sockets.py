@@ -15,10 +15,12 @@ import zmq
 
 from fenceline.ipc.io_struct import (
     TOKENIZER_DECODER,
+    IdArray,
     Message,
     PortArgs,
     TokenizedGenerateReq,
     encode,
+    id_array,
 )
 
 logger = logging.getLogger(__name__)
@@ -26,10 +28,10 @@ logger = logging.getLogger(__name__)
 MAX_DRAINED = 16  # messages handled in one go: bounds the time until those who wait for them run
 MAX_DRAINED_BYTES = 1 << 20  # and no more after so many bytes: logprobs of a long prompt are megabytes
 MAX_HELD_BYTES = 32 << 10  # of requests: about 8,192 tokens, as many as a prefill step takes
-MAX_TURN_BYTES = 512 << 10  # of requests, in one turn of the event loop: a few milliseconds
+MAX_TURN_BYTES = 2 << 20  # of requests, in one turn of the event loop: one or two milliseconds
 # What the scheduler takes in before a step. Requests beyond that are in no hurry: they fill many steps. The limit in
-# bytes is for long prompts. Small token ids take one byte each and 30 ns to take in, so it is 8 ms at most.
-MAX_STEP_MESSAGES, MAX_STEP_BYTES = 512, 256 << 10
+# bytes is for long prompts: a megabyte of them takes one millisecond.
+MAX_STEP_MESSAGES, MAX_STEP_BYTES = 512, 4 << 20
 _MAX_TMPDIR_CHARS = 64
 
 
@@ -177,7 +179,7 @@ class ZmqLink:
         self._backlog: deque[Message] = deque()  # what is left to the next turns
         self._turn: asyncio.Handle | None = None  # the end of this turn
         # The last prompt of a body with several requests that has been sent, and the number of that body.
-        self._latest_prompt: tuple[int, list[int]] = 0, []
+        self._latest_prompt: tuple[int, IdArray] = 0, id_array()
 
     def send(self, message: Message) -> None:
         """See :class:`SchedulerLink`."""
@@ -206,7 +208,7 @@ class ZmqLink:
     def _without_known_prompt(self, message: TokenizedGenerateReq) -> TokenizedGenerateReq:
         body, latest = self._latest_prompt
         if body == message.body and latest is message.input_ids:
-            return msgspec.structs.replace(message, input_ids=[], same_prompt=True)
+            return msgspec.structs.replace(message, input_ids=id_array(), same_prompt=True)
         self._latest_prompt = message.body, message.input_ids
         return message
 

@@ -247,13 +247,10 @@ class FlightRecorder:
                 self._num_bytes -= sizes[id(run)]
 
     def _seq(self, seq: ExtendSeq) -> ExtendSeq:
-        """``seq`` without a view into the whole prompt, and with its prompt tokens withheld unless
-        --flight-recorder-prompts is set."""
-        history = seq.history
+        """``seq`` with its prompt tokens withheld unless --flight-recorder-prompts is set."""
         if self.config.server_args.flight_recorder_prompts:
-            if history is not None:
-                history = (history[0].copy(), history[1])
-            return replace(seq, token_ids=seq.token_ids.copy(), history=history)
+            return seq
+        history = seq.history
         if history is not None:
             history = (redacted(len(history[0])), history[1])
         following = (REDACTED,) * len(seq.following)

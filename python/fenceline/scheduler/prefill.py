@@ -17,6 +17,7 @@ from fenceline.scheduler.req import Prefix, Req
 from fenceline.scheduler.request_memory import Remap, RequestMemory
 from fenceline.scheduler.schedule_policy import PrefixWork, ShortShare, StepSharing, loses_least
 
+I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 
@@ -521,16 +522,16 @@ class PrefillPlanner:
             budget.work -= self._prefix_work.of_tokens(size, start)
         plan.num_step_tokens += size
 
-    def _seq(self, req: Req, tokens: I64, start: int, end: int, done: bool) -> ExtendSeq:
+    def _seq(self, req: Req, tokens: I32, start: int, end: int, done: bool) -> ExtendSeq:
         params = req.source.sampling_params
         wants_prompt = req.scores_prompt
         first_scored = max(req.source.logprob_start_len, start) + 1 if wants_prompt else None
         history = None
         if done and params.needs_penalties:
-            history = (req.prompt_ids, np.array(req.output_ids, dtype=np.int64))
+            history = (req.prompt_ids.astype(np.int64), np.array(req.output_ids, dtype=np.int64))
         return ExtendSeq(
             row=req.row,
-            token_ids=tokens[start:end],
+            token_ids=tokens[start:end].astype(np.int64),
             prefix_len=start,
             out_slots=self._slots(req, start, end),
             sampling=req.sampling() if done else None,

@@ -20,11 +20,13 @@ from typing import cast
 import msgspec
 
 from fenceline.ipc.io_struct import (
+    ENCODER,
     FlightRecorderReq,
     GetInternalStateReq,
     Message,
     ProfileReq,
     SchedulerInput,
+    decoder,
 )
 from fenceline.ipc.rank_board import News, RankBoard
 from fenceline.mem_cache.storage.agreement import StorageAckCodec, StorageAgreement
@@ -56,8 +58,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
 
 
 _OBSERVING = (ProfileReq, FlightRecorderReq, GetInternalStateReq)
-TURN_DECODER = msgspec.msgpack.Decoder(Turn)
-_ENCODER = msgspec.msgpack.Encoder()
+TURN_DECODER: msgspec.msgpack.Decoder[Turn] = decoder(Turn)
 
 
 class RankLink(ABC):
@@ -172,7 +173,7 @@ class LeadingRank(RankLink):
         self._num_turns += 1
         deciding = [message for message in messages if not isinstance(message, _OBSERVING)]
         turn = Turn(self._num_turns, cast("list[SchedulerInput]", deciding), arrived, transfers, storage)
-        data = _ENCODER.encode(turn)
+        data = ENCODER.encode(turn)
         for send in self._send:
             send(data)
         return messages, self._completions(turn, awaited)

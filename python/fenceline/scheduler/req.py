@@ -23,7 +23,7 @@ from fenceline.mem_cache.tree.radix_cache import MatchResult, TreeNode
 from fenceline.memory_order import Points
 from fenceline.sampling.sampling_batch import ReqSampling
 
-I64 = npt.NDArray[np.int64]
+I32 = npt.NDArray[np.int32]
 
 # Prompt tokens the detokenizer gets as context for decoding the first output tokens.
 _DECODE_CONTEXT = 8
@@ -54,7 +54,7 @@ class LogprobLog:
     named: TokenPairs = field(default_factory=TokenPairs)
 
     @staticmethod
-    def of_prompt(source: TokenizedGenerateReq, prompt_ids: I64) -> LogprobLog | None:
+    def of_prompt(source: TokenizedGenerateReq, prompt_ids: I32) -> LogprobLog | None:
         """The log of a prompt before any of it is scored; None if no prompt logprobs are asked for. As in SGLang, the
         first position asked for has no logprob, even if it is not the first of the prompt."""
         if not source.return_logprob or source.logprob_start_len < 0:
@@ -102,10 +102,9 @@ class Req:
     Req (:meth:`resumed`), so tokens in flight for the old one are dropped.
     """
 
-    # Its input_ids are emptied: that list takes five times the memory of prompt_ids.
-    source: TokenizedGenerateReq
+    source: TokenizedGenerateReq  # without its input_ids, which are prompt_ids
     rid: str = field(init=False)
-    prompt_ids: I64
+    prompt_ids: I32
     stop_ids: frozenset[int]
     seed: int
     max_new_tokens: int
@@ -173,11 +172,11 @@ class Req:
         """Verified steps, accepted drafts and all drafts of this request."""
         return SpecCounts(self.num_verified, self.num_accepted, self.num_drafts)
 
-    def token_ids(self) -> I64:
+    def token_ids(self) -> I32:
         """Prompt and published output as one array."""
         if not self.output_ids:
             return self.prompt_ids
-        return np.concatenate([self.prompt_ids, np.array(self.output_ids, dtype=np.int64)])
+        return np.concatenate([self.prompt_ids, np.array(self.output_ids, dtype=np.int32)])
 
     def sampling(self) -> ReqSampling:
         """The request's sampling parameters as the sampler reads them; the row must be assigned."""

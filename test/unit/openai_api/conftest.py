@@ -136,7 +136,7 @@ class ScriptedLink:
             output_logprobs=_logprobs(ids, message.top_logprobs_num)
             if message.return_logprob and ids
             else None,
-            input_logprobs=_logprobs(message.input_ids, message.top_logprobs_num, True)
+            input_logprobs=_logprobs(message.input_ids.tolist(), message.top_logprobs_num, True)
             if wants_prompt
             else None,
         )

@@ -31,7 +31,7 @@ async def test_text_prompt(serve):
             None,
         )
         prompt = server.tokenizer.encode("Say hello")
-        assert server.link.sent[0].input_ids == prompt
+        assert list(server.link.sent[0].input_ids) == prompt
         assert answer.usage.prompt_tokens == len(prompt)
         assert answer.usage.completion_tokens == len(server.tokenizer.encode("Hello wörld"))
         assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
@@ -61,7 +61,7 @@ async def test_batches_and_n_are_ordered_prompt_by_prompt(serve):
 async def test_prompts_of_token_ids(serve, prompt, expected):
     async with serve() as server:
         await server.client.completions.create(model="byte", prompt=prompt)
-        assert [message.input_ids for message in server.link.sent] == expected
+        assert [list(message.input_ids) for message in server.link.sent] == expected
 
 
 async def test_stream(serve):

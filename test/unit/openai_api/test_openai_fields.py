@@ -193,7 +193,7 @@ async def test_chat_takes_the_prompt_as_token_ids(serve):
         answer = await server.client.chat.completions.create(
             model="byte", messages=HI, n=2, extra_body={"input_ids": ids}
         )
-        assert [message.input_ids for message in server.link.sent] == [ids, ids]
+        assert [list(message.input_ids) for message in server.link.sent] == [ids, ids]
         message = answer.choices[0].message
         assert (message.reasoning_content, message.content) == ("thought", "answer")
         for wrong in (["a"], [True], "abc", [1.5]):

@@ -12,7 +12,7 @@ from fenceline.entrypoints.openai.chat_template import ChatTemplate
 from fenceline.entrypoints.openai.parsing import parse_body, refuse_chat, refuse_completion, sampling_params
 from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody
 from fenceline.entrypoints.openai.serving_chat import render_chat
-from fenceline.frontend.request_prepare import build_message
+from fenceline.frontend.request_prepare import build_message, check_ids
 from fenceline.frontend.request_types import GenerateInput, RequestError
 from fenceline.ipc.io_struct import SchedulerReady, TokenizedGenerateReq, decode, encode
 
@@ -64,7 +64,7 @@ def bodies(kind: type, **valid: st.SearchStrategy) -> st.SearchStrategy:
 def submit(body: CompletionBody | ChatBody, ids: list[int]) -> None:
     params = sampling_params(body, 16 if body.max_tokens is None else body.max_tokens, {})
     inp = GenerateInput(input_ids=ids, sampling_params=params)
-    message = build_message(inp, "rid", ids, VOCAB, LIMITS)
+    message = build_message(inp, "rid", check_ids(ids, VOCAB, LIMITS), VOCAB, LIMITS)
     sent = decode(encode(message))
     assert isinstance(sent, TokenizedGenerateReq)
     assert sent.sampling_params.max_new_tokens <= 64

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from fenceline.ipc.io_struct import Message, TokenizedGenerateReq, UpdateWeightsReq
+from fenceline.ipc.io_struct import Message, TokenizedGenerateReq, UpdateWeightsReq, id_array
 from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE, tiny_misfit, tiny_model_path, tiny_weights
 
@@ -114,7 +114,7 @@ class Script:
         outer = {name: options.pop(name) for name in list(options) if name in _OF_THE_MESSAGE}
         params = SamplingParams(max_new_tokens=num_tokens, seed=seed, **({"temperature": 0.0} | options))
         outer = {"stream": True} | outer
-        return TokenizedGenerateReq(rid=rid, input_ids=prompt, sampling_params=params, **outer)
+        return TokenizedGenerateReq(rid=rid, input_ids=id_array(prompt), sampling_params=params, **outer)
 
     def send(self, step: int, message: Message) -> None:
         """``message`` arrives at ``step``."""

@@ -21,6 +21,7 @@ from fenceline.ipc.io_struct import (
     Message,
     TokenizedGenerateReq,
     UpdateWeightsReq,
+    id_array,
 )
 from fenceline.mem_cache.hicache import HiCache
 from fenceline.mem_cache.storage.file_backend import FileBackend
@@ -246,7 +247,7 @@ class Loop:
         self._tell(message)
 
     def _follow(self, turn: FollowUp, outputs: list[int]) -> None:
-        request = msgspec.structs.replace(turn.request, input_ids=[*outputs, *turn.words])
+        request = msgspec.structs.replace(turn.request, input_ids=id_array([*outputs, *turn.words]))
         self._arrive(Arrival(self.step_no + turn.pause, request))
 
     def to_tokenizer(self, message: Message) -> None:
