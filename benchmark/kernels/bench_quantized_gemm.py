@@ -135,6 +135,8 @@ class QuantizedSweep(Sweep):
         return self.copies.time_us(self.bench, self.product, self.rows, products)
 
     def fits(self, choice: SkinnyChoice) -> bool:
+        if isinstance(choice, TritonConfig) and self.rows > 1:
+            return self.copies.stored[0].group % choice.block_k == 0
         if isinstance(choice, CudaConfig):
             tiles = (2, 4, 6) if self.rows <= 8 and self.copies.stored[0].group >= 128 else (2, 4)
             if choice.tiles not in tiles:

@@ -375,27 +375,21 @@ class Sweep:
                 (2, 2048, 4),
             )
             return [TritonConfig(n, k, warps) for n, k, warps in few]
-        if self.rows > MAX_CUDA_ROWS:
-            large = (
-                (32, 128, 4, 5),
-                (32, 256, 4, 3),
-                (64, 64, 4, 6),
-                (64, 128, 4, 4),
-                (64, 128, 8, 4),
-                (128, 64, 8, 4),
-                (32, 64, 4, 8),
-                (16, 256, 4, 4),
-            )
-            return [TritonConfig(n, k, warps, stages) for n, k, warps, stages in large]
-        many = (
-            (16, 256, 4, 4),
-            (32, 128, 4, 4),
-            (16, 128, 4, 6),
-            (32, 256, 4, 3),
+        cuts = (
+            (64, 128, 4, 6),
             (64, 128, 4, 4),
-            (8, 256, 4, 4),
+            (64, 128, 4, 8),
+            (64, 256, 4, 4),
+            (64, 256, 4, 6),
+            (64, 64, 4, 8),
+            (64, 128, 8, 4),
+            (128, 128, 8, 4),
+            (128, 64, 8, 6),
+            (128, 64, 4, 6),
+            (128, 128, 8, 3),
+            (64, 128, 4, 3),
         )
-        return [TritonConfig(n, k, warps, stages) for n, k, warps, stages in many]
+        return [TritonConfig(n, k, warps, stages) for n, k, warps, stages in cuts]
 
     def best(self, count: int, kind: type | None = None) -> list[SkinnyChoice]:
         """The ``count`` best choices, the fastest first; ``kind``: only CudaConfig or TritonConfig, None: all."""

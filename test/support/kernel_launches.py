@@ -49,6 +49,7 @@ def launches() -> Iterator[Launch]:
     yield from _rotations()
     yield from _products()
     yield from _quantized_products()
+    yield from _scaled_products()
     yield from _plain_matrices()
     yield from _roundings()
     yield from _routings()
@@ -123,7 +124,7 @@ def _products() -> Iterator[Launch]:
     # Rows, K, outputs, norm, bias, gated, residual.
     shapes = (
         (1, 72, 20, True, True, False, True),
-        (3, 40, 24, True, True, False, True),
+        (3, 40, 24, False, True, False, True),
         (1, 64, 12, True, False, True, False),
         (2, 48, 9, False, True, True, False),
     )
@@ -137,7 +138,7 @@ def _products() -> Iterator[Launch]:
         def run(
             pdl: bool, x: Any, weight: Any, norm: Any, bias: Any, residual: Any, out: Any, gated: bool = gated
         ) -> None:
-            config = skinny_gemm.TritonConfig(8, 32, 4, launch_pdl=pdl)
+            config = skinny_gemm.TritonConfig(8 if len(x) == 1 else 16, 32, 4, launch_pdl=pdl)
             fusion = skinny_gemm.Fusion(norm, 1e-6, bias, gated, residual)
             skinny_gemm.skinny_linear(x, weight, config, fusion, None if residual is not None else out)
 
@@ -152,9 +153,8 @@ def _quantized_products() -> Iterator[Launch]:
         ("int4", 1, 96, 32, 20, True, True, False, True),
         ("int4", 3, 64, 64, 9, False, True, True, False),
         ("fp8", 1, 200, 128, 20, True, True, False, True),
-        ("fp8", 3, 40, 40, 24, True, True, False, True),
+        ("fp8", 1, 40, 40, 24, True, True, False, True),
         ("fp8", 1, 64, 64, 12, True, False, True, False),
-        ("fp8", 2, 144, 128, 9, False, True, True, False),
     )
     for kind, rows, k, group, num_out, has_norm, has_bias, gated, adds in shapes:
         width = num_out * (2 if gated else 1)
@@ -188,6 +188,44 @@ def _quantized_products() -> Iterator[Launch]:
         yield Launch(name, accesses.quantized_linear, operands, run, waits_in=quantized_gemm)
 
 
+def _scaled_products() -> Iterator[Launch]:
+    # Rows, K, group, outputs, bias, gated, residual.
+    shapes = (
+        (3, 40, 40, 24, True, False, True),
+        (2, 272, 128, 9, True, True, False),
+        (5, 96, 96, 12, False, True, False),
+        (17, 160, 32, 20, False, False, False),
+    )
+    for rows, k, group, num_out, has_bias, gated, adds in shapes:
+        width = num_out * (2 if gated else 1)
+        x, x_scales = round_to_fp8(_random(rows, k), group)
+        weight, scales = round_to_fp8(_random(width, k), group)
+        out = _random(rows, num_out)
+
+        def run(
+            pdl: bool, x: Any, x_scales: Any, weight: Any, scales: Any, bias: Any, residual: Any, out: Any,
+            gated: bool = gated, group: int = group,
+        ) -> None:  # fmt: skip
+            config = skinny_gemm.TritonConfig(16, 32, 4, launch_pdl=pdl)
+            fusion = skinny_gemm.Fusion(bias=bias, gated=gated, residual=residual)
+            skinny_gemm.scaled_linear(
+                x.view(FP8), x_scales, weight.view(FP8), scales, group, config, fusion,
+                None if residual is not None else out,
+            )  # fmt: skip
+
+        operands = (
+            x.contiguous().view(torch.uint8),
+            x_scales.contiguous(),
+            weight.contiguous().view(torch.uint8),
+            scales,
+            _random(width) if has_bias else None,
+            out if adds else None,
+            out,
+        )
+        name = f"scaled_linear {rows}x{k}x{width}{' gated' * gated}"
+        yield Launch(name, accesses.scaled_linear, operands, run, waits_in=skinny_gemm)
+
+
 def _plain_matrices() -> Iterator[Launch]:
     for kind, k, group in (("int4", 96, 32), ("fp8", 200, 128), ("fp8", 40, 40)):
         stored = (round_to_fp8 if kind == "fp8" else round_to_int4)(_random(5, k), group)
@@ -205,14 +243,17 @@ def _plain_matrices() -> Iterator[Launch]:
 
 
 def _roundings() -> Iterator[Launch]:
-    for scale in (torch.tensor(0.5), None):
-        x, (numbers, scales) = _random(3, 200), round_to_fp8(torch.ones(3, 200), 128)
+    for scale, norm, group in ((torch.tensor(0.5), None, 128), (None, _random(200), 128), (None, None, 200)):
+        x, (numbers, scales) = _random(3, 200), round_to_fp8(torch.ones(3, 200), group)
 
-        def run(pdl: bool, x: Any, scale: Any, numbers: Any, scales: Any) -> None:
-            quantized_gemm.quantize_rows(x, 128, scale)
+        def run(
+            pdl: bool, x: Any, scale: Any, norm: Any, numbers: Any, scales: Any, group: int = group
+        ) -> None:
+            quantized_gemm.quantize_rows(x, group, scale, norm, 1e-6, pdl)
 
-        operands = (x, scale, numbers.contiguous().view(torch.uint8), scales)
-        yield Launch(f"quantize_rows {scale}", accesses.quantize_rows, operands, run, [operands[2], scales])
+        operands = (x, scale, norm, numbers.contiguous().view(torch.uint8), scales)
+        name = f"quantize_rows {scale} {group}"
+        yield Launch(name, accesses.quantize_rows, operands, run, [operands[3], scales], quantized_gemm)
 
 
 def _routings() -> Iterator[Launch]:

@@ -33,6 +33,8 @@ PROGRAMMATIC = [
     "rotate_and_store",
     "skinny_linear",
     "quantized_linear",
+    "scaled_linear",
+    "quantize_rows",
     "decode_attention",
     "embed_and_join",
 ]

@@ -38,7 +38,9 @@ def test_measured_cuts_are_taken_for_every_row_count_of_their_bucket() -> None:
     assert isinstance(table.choose(1, 6144, 4096, False), CudaConfig)
     assert table.choose(3, 6144, 4096, False) == table.choose(4, 6144, 4096, False)
     assert table.choose(16, 24576, 4096, True) is None  # cuBLAS measured better
-    assert table.choose(17, 6144, 4096, False) is None
+    assert isinstance(table.choose(17, 6144, 4096, False), TritonConfig)
+    assert table.choose(128, 6144, 4096, False) is None
+    assert table.choose(129, 6144, 4096, False) is None  # nothing is measured for more rows
 
 
 def test_without_the_cuda_package_no_choice_names_it() -> None:

@@ -36,6 +36,7 @@ PROGRAMMATIC = (
     "_embed_and_join_kernel",
     "_one_row_kernel",
     "_rows_kernel",
+    "_quantize_rows_kernel",
 )
 
 results = outcomes_of(__file__)
@@ -68,7 +69,14 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from fenceline.layers.kernels import activation, embed_join_triton, quantized_gemm, rms_norm, rotate_store
+    from fenceline.layers.kernels import (
+        activation,
+        embed_join_triton,
+        quantized_gemm,
+        rms_norm,
+        rotate_store,
+        skinny_gemm,
+    )
     from fenceline.model_executor.kernels import decode_prologue_triton
     from fenceline.sampling.kernels import sample_triton
 
@@ -87,24 +95,27 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
     product = {"K": 4096, "HAS_NORM": True, "HAS_BIAS": True, "ADD": False, "GATED": True, "BLOCK_N": 16}
     one = {**product, "INT4": True, "GROUP": 128, "BLOCK_K": 512, "ROWS": 1}
     many = {**product, "INT4": True, "GROUP": 128, "BLOCK_K": 128, "ROWS": 16}
+    rows = {
+        "HAS_BIAS": True,
+        "ADD": False,
+        "GATED": True,
+        "BLOCK_N": 64,
+        "BLOCK_K": 128,
+        "EVEN_K": True,
+        "ROWS": 32,
+    }
+    scaled = {**rows, "GROUP": 0, "SCALED": True}
+    dense = {**rows, "GROUP": 0, "SCALED": False, "x_scales_ptr": None, "scales_ptr": None}
+    rounded = {"HAS_NORM": True, "HAS_SCALE": False, "GROUPS": 32, "SIZE": 128, "scale_ptr": None}
     in_fp8 = (
         []
         if capability < 89
         else [
             (rotate_store._rotate_and_store_kernel, 1, heads | {"ROUNDS": True}, IN_FP8),
             (quantized_gemm._one_row_kernel, 4, one | {"INT4": False, "zeros_ptr": None}, IN_FP8),
-            (
-                quantized_gemm._rows_kernel,
-                4,
-                many | {"INT4": False, "GROUP": 4096, "zeros_ptr": None},
-                IN_FP8,
-            ),
-            (
-                quantized_gemm._quantize_rows_kernel,
-                4,
-                {"K": 4096, "GROUP": 128, "HAS_SCALE": False, "BLOCK": 128, "scale_ptr": None},
-                IN_FP8,
-            ),
+            (skinny_gemm._rows_kernel, 4, scaled, SCALED),
+            (skinny_gemm._rows_kernel, 4, scaled | {"GROUP": 128}, SCALED),
+            (quantized_gemm._quantize_rows_kernel, 8, rounded, IN_FP8),
         ]
     )
     for kernel, warps, constants, types in (
@@ -115,6 +126,7 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
         (rotate_store._rotate_and_store_kernel, 1, heads, {}),
         (quantized_gemm._one_row_kernel, 4, one, {}),
         (quantized_gemm._rows_kernel, 4, many, {}),
+        (skinny_gemm._rows_kernel, 4, dense, {}),
         (decode_prologue_triton._decode_prologue_kernel, 1, {"PAGE_SIZE": 64, "BLOCK": 32}, {}),
         (sample_triton._piece_kernel, 4, {"STRIDE": 151_936, "VOCAB": 151_936, "BLOCK": 1024, **unused}, {}),
         (sample_triton._combine_kernel, 4, {"PIECES": 149, "BLOCK": 256}, {}),
@@ -134,13 +146,14 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
 
 
 IN_FP8 = dict.fromkeys(("k_cache", "v_cache", "data_ptr", "numbers_ptr"), "*fp8e4nv")
+SCALED = dict.fromkeys(("x_ptr", "weight_ptr"), "*fp8e4nv")
 # Types of the kernels' arguments that are no int64 tensors.
 ARGUMENTS = {
-    **dict.fromkeys(("x_ptr", "norm_ptr", "bias_ptr", "out_ptr"), "*bf16"),
+    **dict.fromkeys(("x_ptr", "norm_ptr", "bias_ptr", "out_ptr", "weight_ptr"), "*bf16"),
     **dict.fromkeys(("data_ptr", "zeros_ptr"), "*u8"),
-    "scales_ptr": "*fp32",
+    **dict.fromkeys(("scales_ptr", "x_scales_ptr"), "*fp32"),
     **dict.fromkeys(("k_scale", "v_scale"), "fp32"),
-    **dict.fromkeys(("num_rows", "num_out", "row_stride", "group_stride"), "i32"),
+    **dict.fromkeys(("num_rows", "num_out", "k_size", "num_groups", "row_stride", "group_stride"), "i32"),
     **dict.fromkeys(("x", "weight", "out", "gate_up", "qkv", "logits"), "*bf16"),
     **dict.fromkeys(("q_weight", "k_weight", "k_cache", "v_cache"), "*bf16"),
     **dict.fromkeys(("table", "temperatures", "noise_scales", "best_scores", "largest"), "*fp32"),

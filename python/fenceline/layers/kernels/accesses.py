@@ -224,6 +224,25 @@ def quantized_linear(
 
 
 @declare_kernel
+def scaled_linear(
+    op: KernelAccesses,
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """``skinny_gemm.scaled_linear``. ``out`` is the residual if there is one."""
+    op.start_dependents()
+    op.wait()
+    for operand in (x, x_scales, weight, scales, bias, residual):
+        op.read(operand)
+    op.write(out)
+
+
+@declare_kernel
 def dequantize(
     op: KernelAccesses,
     data: torch.Tensor,
@@ -242,12 +261,16 @@ def quantize_rows(
     op: KernelAccesses,
     x: torch.Tensor,
     scale: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
     numbers: torch.Tensor,
     scales: torch.Tensor,
 ) -> None:
     """See ``quantized_gemm.quantize_rows``."""
-    op.read(x)
     op.read(scale)
+    op.read(norm_weight)
+    op.start_dependents()
+    op.wait()
+    op.read(x)
     op.write(numbers)
     op.write(scales)
 

@@ -1,6 +1,6 @@
 """Quantised weights on an NVIDIA GPU, with a choice of kernels for their products. Those of few rows use our kernels in
-CUDA C++ or in Triton. Those of many rows use the FP8 product of torch where there is one, otherwise cuBLAS with the
-dequantised matrix."""
+CUDA C++ or in Triton; in Triton's product of several rows with a weight in FP8, the input is rounded to FP8 too. Those
+of many rows use the FP8 product of torch where there is one, otherwise cuBLAS with the dequantised matrix."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ from fenceline.layers.kernels.cuda_kernels import (
     skinny_cut,
 )
 from fenceline.layers.kernels.quantized_gemm import dequantize, quantize_rows, quantized_linear
-from fenceline.layers.kernels.skinny_gemm import PLAIN, Fusion, TritonConfig, may_fuse_norm
+from fenceline.layers.kernels.skinny_gemm import (
+    MAX_ROWS,
+    PLAIN,
+    Fusion,
+    TritonConfig,
+    may_fuse_norm,
+    scaled_linear,
+)
 from fenceline.layers.kernels.skinny_table import (
     MAX_CUDA_ROWS,
     SHARED_BYTES,
@@ -48,7 +55,6 @@ logger = logging.getLogger(__name__)
 # Without a measurement the CUDA product is used up to this many rows. For int4 this may take two launches, which still
 # pays, because the plain matrix has four times as many bytes.
 _GUESSED_CUDA_ROWS = {"fp8": 4, "int4": 32}
-_TRITON_ROWS = 64  # most rows in Triton for fp8, if torch has no FP8 product for the GPU
 _BITS = {"fp8": 8, "int4": 4}
 _MULTIPLE = 16  # both sides of a matrix must be multiples of this for _scaled_mm
 _ROW_MULTIPLE = 4  # with scales for blocks, the number of rows must be a multiple of this
@@ -82,7 +88,7 @@ class QuantizedProducts:
         self._num_sms = num_sms
         self._pdl = capability >= (9, 0)
         self._converts_fp8 = capability >= (8, 9)  # Triton needs the GPU's instruction for this conversion
-        # Whether a block has enough shared memory for gate and up with 32 columns each, which take 120 KiB. Other GPUs
+        # Whether a block has enough shared memory for four stages of gate and up, which take up to 128 KiB. Other GPUs
         # have 99 KiB.
         self._has_large_blocks = capability == (8, 0) or capability[0] in (9, 10)
         self._row_scaled, self._block_scaled = row_scaled, block_scaled
@@ -102,6 +108,8 @@ class QuantizedProducts:
         choice = self._choose(x, stored, fusion.gated)
         if choice is None:
             return None
+        if isinstance(choice, TritonConfig) and len(x) > 1 and stored.kind == "fp8":
+            return self._scaled_product(x, stored, choice, fusion, out)
         if isinstance(choice, TritonConfig):
             return quantized_linear(
                 x, stored.data, stored.scales, stored.zeros, stored.group, choice, fusion, out
@@ -126,9 +134,7 @@ class QuantizedProducts:
         has_cuda = self._cuda_product is not None and cuda_takes(x, stored)
         if has_cuda and rows <= _GUESSED_CUDA_ROWS[stored.kind]:
             guess = guess_cuda(min(rows, MAX_CUDA_ROWS), stored, self._num_sms, self._pdl)
-        elif rows == 1 or (
-            rows <= _TRITON_ROWS and stored.kind == "fp8" and self._library_product(stored) is None
-        ):
+        elif rows == 1 or (rows <= MAX_ROWS and stored.kind == "fp8"):
             guess = self._guess_triton(rows, stored, gated)
         if self._table is None or not has_cuda:
             return guess
@@ -141,9 +147,26 @@ class QuantizedProducts:
         if rows == 1:
             block_n = next((n for n in (8, 4, 2) if num_out >= 2 * n * self._num_sms), 1)
             return TritonConfig(block_n, block_k=512, num_warps=4, launch_pdl=self._pdl)
-        fits = self._has_large_blocks or not gated
-        block_n = 32 if fits and num_out >= 64 * self._num_sms else 16
-        return TritonConfig(block_n, block_k=128, num_warps=4, num_stages=3, launch_pdl=self._pdl)
+        num_stages = (4 if gated else 6) if self._has_large_blocks else 2
+        return TritonConfig(64, block_k=128, num_warps=4, num_stages=num_stages, launch_pdl=self._pdl)
+
+    def _scaled_product(
+        self,
+        x: torch.Tensor,
+        stored: QuantizedFormat,
+        config: TritonConfig,
+        fusion: Fusion,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The product with the input rounded to FP8."""
+        assert isinstance(stored, Fp8Format)
+        numbers, x_scales = quantize_rows(
+            x, stored.group, stored.input_scale, fusion.norm_weight, fusion.eps, self._pdl
+        )
+        if out is None and fusion.residual is None:
+            out = x.new_empty(len(x), stored.shape[0] // (2 if fusion.gated else 1))
+        rest = replace(fusion, norm_weight=None)
+        return scaled_linear(numbers, x_scales, stored.data, stored.scales, stored.group, config, rest, out)
 
     def _library_product(self, stored: QuantizedFormat) -> ScaledProduct | None:
         """Torch's FP8 product for such a weight, if there is one."""

@@ -2,7 +2,9 @@
 
 With few rows, a product takes as long as reading the weight, so fewer bytes make it faster. Each program computes
 ``block_n`` output features of up to 64 rows over the whole of K. So no sum is split over programs, and a result depends
-neither on timing nor on the other rows. RMSNorm is fused as in ``skinny_gemm``.
+neither on timing nor on the other rows. RMSNorm is fused: its weight is applied to x when x is loaded, the squares are
+summed together with the product, and the row's result is multiplied by 1 / rms. Several rows times a weight in FP8 are
+a product of ``skinny_gemm``, for which x is rounded to FP8 here.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def quantized_linear(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [T, K] times the weight [N, K] that ``data``, ``scales`` and ``zeros`` store (``quantized.QuantizedFormat``:
-    int4 if there are ``zeros``, else fp8), with ``fusion`` around it → [T, N] ([T, N / 2] if gated), in x's dtype.
+    int4 if there are ``zeros``, else fp8, for T = 1 only), with ``fusion`` around it → [T, N] ([T, N / 2] if gated), in
+    x's dtype.
 
     The result is in ``fusion.residual`` or ``out`` (contiguous, at most one is given) or in a new tensor. T ≥ 1. All
     tensors are on one device and contiguous, except scales and zeros, which have equal strides. The weight's numbers
@@ -38,6 +41,7 @@ def quantized_linear(
     num_rows, k = x.shape
     num_out = data.shape[0] // 2 if fusion.gated else data.shape[0]
     assert num_rows > 0 and x.is_contiguous() and data.is_contiguous()
+    assert num_rows == 1 or zeros is not None
     assert zeros is None or zeros.stride() == scales.stride()
     assert data.shape[1] == (k if zeros is None else k // 2) and scales.shape == (
         data.shape[0],
@@ -139,7 +143,7 @@ def _one_row_kernel(
     tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rows_kernel(
     x_ptr, norm_ptr, data_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, row_stride, group_stride, num_rows,
     num_out, eps, K: tl.constexpr, GROUP: tl.constexpr, INT4: tl.constexpr, HAS_NORM: tl.constexpr,
@@ -180,10 +184,6 @@ def _rows_kernel(
                 data_ptr, scales_ptr, zeros_ptr, row_stride, group_stride, up[None, :], k[:, None], K, GROUP, INT4
             ).to(x.dtype)  # fmt: skip
             acc_up = tl.dot(x, tile, acc_up, input_precision="ieee")
-    if not INT4 and GROUP >= K:
-        acc *= tl.load(scales_ptr + gate * row_stride)[None, :]
-        if GATED:
-            acc_up *= tl.load(scales_ptr + up * row_stride)[None, :]
     if HAS_NORM:
         factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
         acc *= factor
@@ -235,44 +235,57 @@ def _dequantize_kernel(
 
 
 def quantize_rows(
-    x: torch.Tensor, group: int, scale: torch.Tensor | None
+    x: torch.Tensor,
+    group: int,
+    scale: torch.Tensor | None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [T, K], contiguous → its nearest E4M3 numbers [T, K] and their scales [T, ceil(K / group)] float32.
 
     The scale is ``scale``, a number on the device. If that is None, it maps the largest number of each group to the
-    largest of E4M3.
+    largest of E4M3. ``group`` is K or more, or a power of two. ``norm_weight`` [K] with ``eps``: x is normalised first,
+    as by rms_norm but without rounding to x's type. K is at most 65,536. ``pdl``: see rms_norm's module; reads
+    ``norm_weight`` and ``scale`` before its wait.
     """
     num_rows, k = x.shape
     groups = triton.cdiv(k, group)
     numbers = torch.empty_like(x, dtype=torch.uint8).view(torch.float8_e4m3fn)
     scales = x.new_empty(num_rows, groups, dtype=torch.float32)
-    block = min(triton.next_power_of_2(group), 2048)
-    _quantize_rows_kernel[(num_rows, groups)](
-        x, scale, numbers, scales, K=k, GROUP=group, HAS_SCALE=scale is not None, BLOCK=block, num_warps=4
-    )
+    size = group if groups > 1 else triton.next_power_of_2(k)
+    blocks = triton.next_power_of_2(groups)
+    _quantize_rows_kernel[(num_rows,)](
+        x, norm_weight, scale, numbers, scales, k, groups, eps, HAS_NORM=norm_weight is not None,
+        HAS_SCALE=scale is not None, GROUPS=blocks, SIZE=size, PDL=pdl,
+        num_warps=max(1, min(16, blocks * size // 512)), launch_pdl=pdl,
+    )  # fmt: skip
     return numbers, scales
 
 
 @triton.jit
 def _quantize_rows_kernel(
-    x_ptr, scale_ptr, numbers_ptr, scales_ptr, K: tl.constexpr, GROUP: tl.constexpr, HAS_SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr, norm_ptr, scale_ptr, numbers_ptr, scales_ptr, k_size, num_groups, eps, HAS_NORM: tl.constexpr,
+    HAS_SCALE: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row, index = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first = index * GROUP
-    end = tl.minimum(first + GROUP, K)
-    cols = tl.arange(0, BLOCK)
+    """One row: up to GROUPS groups of SIZE numbers."""
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.arange(0, GROUPS)
+    k = groups[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    inside = k < k_size
+    if HAS_NORM:
+        weight = tl.load(norm_ptr + k, mask=inside, other=0.0).to(tl.float32)
     if HAS_SCALE:
-        scale = tl.load(scale_ptr)
-    else:
-        largest = tl.zeros([BLOCK], tl.float32)
-        for start in range(first, end, BLOCK):
-            x = tl.load(x_ptr + row * K + start + cols, mask=start + cols < end, other=0.0)
-            largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
-        scale = tl.maximum(tl.max(largest, axis=0) / _FP8_MAX, 1e-12)
-    tl.store(scales_ptr + row * tl.num_programs(1) + index, scale)
-    for start in range(first, end, BLOCK):
-        at, inside = row * K + start + cols, start + cols < end
-        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32) / scale
-        x = tl.minimum(tl.maximum(x, -_FP8_MAX), _FP8_MAX)
-        tl.store(numbers_ptr + at, x.to(tl.float8e4nv), mask=inside)
+        scale = tl.zeros([GROUPS], tl.float32) + tl.load(scale_ptr)
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
+    x = tl.load(x_ptr + row * k_size + k, mask=inside, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        x *= tl.rsqrt(tl.sum(tl.sum(x * x, axis=1), axis=0) / k_size + eps) * weight
+    if not HAS_SCALE:
+        scale = tl.maximum(tl.max(tl.abs(x), axis=1) / _FP8_MAX, 1e-12)
+    tl.store(scales_ptr + row * num_groups + groups, scale, mask=groups < num_groups)
+    x = x / scale[:, None]
+    x = tl.minimum(tl.maximum(x, -_FP8_MAX), _FP8_MAX)
+    tl.store(numbers_ptr + row * k_size + k, x.to(tl.float8e4nv), mask=inside)

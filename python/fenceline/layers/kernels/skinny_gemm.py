@@ -1,8 +1,10 @@
 """Products of few rows with a large weight in Triton. They take about as long as reading the weight once.
 
 Each program computes ``block_n`` output features of all rows over the whole of K. So no sum is split over programs, and
-a result depends neither on timing nor on the other rows. RMSNorm needs no pass of its own: its weight is applied to x
-when x is loaded, the squares are summed together with the product, and the row's result is multiplied by 1 / rms.
+a result depends neither on timing nor on the other rows. For one row RMSNorm needs no pass of its own: its weight is
+applied to x when x is loaded, the squares are summed together with the product, and the result is multiplied by 1 /
+rms. With more rows the weight's rows are the rows of the product on the tensor core and those of x its columns, because
+Hopper's takes 64 rows or more but few columns.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-MAX_ROWS = 64
+from fenceline.layers.kernels.rms_norm import rms_norm
+
+MAX_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +73,8 @@ def skinny_linear(
 
     The result is in ``fusion.residual`` or ``out`` (contiguous, at most one is given) or in a new tensor.
 
-    1 ≤ T ≤ 64; x and weight contiguous, of one floating dtype, on one device; sums are float32. Current stream, no host
-    synchronisation.
+    1 ≤ T ≤ 128; x and weight contiguous, of one floating dtype, on one device; sums are float32. Current stream, no
+    host synchronisation.
     """
     num_rows, k = x.shape
     assert 0 < num_rows <= MAX_ROWS, num_rows
@@ -81,38 +85,72 @@ def skinny_linear(
     if out is None:
         out = fusion.residual if fusion.residual is not None else x.new_empty(num_rows, num_out)
     assert out.shape == (num_rows, num_out) and out.is_contiguous()
-    flags = {
-        "K": k,
-        "HAS_NORM": fusion.norm_weight is not None,
-        "HAS_BIAS": fusion.bias is not None,
-        "GATED": fusion.gated,
-        "ADD": fusion.residual is not None,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "PDL": config.launch_pdl,
-    }
-    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages, "launch_pdl": config.launch_pdl}
-    grid = (triton.cdiv(num_out, config.block_n),)
-    if num_rows == 1:
-        _gemv_kernel[grid](
-            x,
-            fusion.norm_weight,
-            weight,
-            fusion.bias,
-            out,
-            num_out,
-            num_out * k,
-            fusion.eps,
-            **flags,
-            **launch,
-        )
-    else:
-        padded = max(16, triton.next_power_of_2(num_rows))
-        _gemm_kernel[grid](
-            x, fusion.norm_weight, weight, fusion.bias, out, num_rows, num_out, num_out * k, fusion.eps,
-            **flags, ROWS=padded, **launch,
-        )  # fmt: skip
+    if num_rows > 1:
+        if fusion.norm_weight is not None:
+            x = rms_norm(x, fusion.norm_weight, fusion.eps, config.launch_pdl)
+        _multiply_rows(x, None, weight, None, 0, config, fusion, out)
+        return out
+    _gemv_kernel[(triton.cdiv(num_out, config.block_n),)](
+        x, fusion.norm_weight, weight, fusion.bias, out, num_out, num_out * k, fusion.eps,
+        K=k, HAS_NORM=fusion.norm_weight is not None, HAS_BIAS=fusion.bias is not None, GATED=fusion.gated,
+        ADD=fusion.residual is not None, BLOCK_N=config.block_n, BLOCK_K=config.block_k, PDL=config.launch_pdl,
+        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.launch_pdl,
+    )  # fmt: skip
     return out
+
+
+def scaled_linear(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    group: int,
+    config: TritonConfig,
+    fusion: Fusion,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """x [T, K] times weight [N, K], both E4M3, with ``fusion`` around it, but for the norm → [T, N] ([T, N / 2] if
+    gated), in ``fusion.residual`` or ``out``, of which one is given.
+
+    ``x_scales`` [T, groups], contiguous, and ``scales`` [N, groups], float32, multiply the ``group`` numbers along K
+    that they belong to; one group may be all of K, or ``config.block_k`` divides it. 1 ≤ T ≤ 128; x, weight and
+    the result contiguous, all on one device; sums are float32. Current stream, no host synchronisation.
+    """
+    num_rows, k = x.shape
+    groups = triton.cdiv(k, group)
+    assert 0 < num_rows <= MAX_ROWS and weight.shape[1] == k and fusion.norm_weight is None
+    if out is None:
+        out = fusion.residual
+    else:
+        assert fusion.residual is None
+    assert out is not None and out.is_contiguous()
+    assert x.is_contiguous() and weight.is_contiguous() and x_scales.is_contiguous()
+    assert x_scales.shape == (num_rows, groups) and scales.shape == (len(weight), groups)
+    assert out.shape == (num_rows, len(weight) // (2 if fusion.gated else 1))
+    assert groups == 1 or group % config.block_k == 0, (group, config)
+    _multiply_rows(x, x_scales, weight, scales, group if groups > 1 else 0, config, fusion, out)
+    return out
+
+
+def _multiply_rows(
+    x: torch.Tensor,
+    x_scales: torch.Tensor | None,
+    weight: torch.Tensor,
+    scales: torch.Tensor | None,
+    group: int,
+    config: TritonConfig,
+    fusion: Fusion,
+    out: torch.Tensor,
+) -> None:
+    (num_rows, k), num_out = x.shape, out.shape[1]
+    _rows_kernel[(triton.cdiv(num_out, config.block_n),)](
+        x, x_scales, weight, scales, fusion.bias, out, num_rows, num_out, k,
+        *((0, 0) if scales is None else scales.stride()),
+        GROUP=group, SCALED=scales is not None, HAS_BIAS=fusion.bias is not None, GATED=fusion.gated,
+        ADD=fusion.residual is not None, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        EVEN_K=k % config.block_k == 0, PDL=config.launch_pdl, ROWS=max(16, triton.next_power_of_2(num_rows)),
+        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.launch_pdl,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -177,54 +215,88 @@ def _gemv_kernel(
     tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), mask=live)
 
 
-@triton.jit
-def _gemm_kernel(
-    x_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, num_out, up_offset, eps, K: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr, ROWS: tl.constexpr,
+# Compiled once for all numbers of rows that are padded to ROWS, not anew where 16 divides them.
+@triton.jit(do_not_specialize=["num_rows"])
+def _rows_kernel(
+    x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, num_rows, num_out, k_size, row_stride,
+    group_stride, GROUP: tl.constexpr, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
+    ADD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """x [num_rows, K], weight [num_out or 2 num_out, K] → out [num_rows, num_out]; num_rows ≤ ROWS."""
+    """x [num_rows, k_size], weight [num_out or 2 num_out, k_size] → out [num_rows, num_out]; num_rows ≤ ROWS. SCALED:
+    x and weight are E4M3, with scales for whole rows (GROUP 0) or for each GROUP of inputs."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     live_n = n < num_out
+    # A feature or row past the end computes the first one again, which is in bounds, and is not stored.
+    gate = tl.where(live_n, n, 0)
     rows = tl.arange(0, ROWS)
     live_rows = rows < num_rows
+    row = tl.where(live_rows, rows, 0)
     cols = tl.arange(0, BLOCK_K)
-    # A feature past the end computes the first one again, which is in bounds, and is not stored.
-    gate_ptrs = weight_ptr + tl.where(live_n, n, 0).to(tl.int64)[None, :] * K + cols[:, None]
-    x_ptrs = x_ptr + rows[:, None] * K + cols[None, :]
+    weight_ptrs = weight_ptr + gate.to(tl.int64)[:, None] * k_size + cols[None, :]
+    up_offset = num_out.to(tl.int64) * k_size
+    x_ptrs = x_ptr + row[None, :] * k_size + cols[:, None]
     if PDL:
         tl_cuda.gdc_launch_dependents()
         tl_cuda.gdc_wait()
-    acc = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    acc_up = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
-    for k in range(0, K, BLOCK_K):
-        inside = k + cols < K
-        gate = tl.load(gate_ptrs + k, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
-        x = tl.load(x_ptrs + k, mask=live_rows[:, None] & inside[None, :], other=0.0)
-        if HAS_NORM:
-            wide = x.to(tl.float32)
-            squares += wide * wide
-            norm = tl.load(norm_ptr + k + cols, mask=inside, other=0.0).to(tl.float32)
-            x = (wide * norm[None, :]).to(x.dtype)
-        acc = tl.dot(x, gate, acc, input_precision="ieee")
+    if SCALED:
+        num_groups = tl.cdiv(k_size, GROUP) if GROUP > 0 else 1
+        scale_ptrs = scales_ptr + gate.to(tl.int64) * row_stride
+        up_scale_ptrs = scale_ptrs + num_out.to(tl.int64) * row_stride
+        x_scale_ptrs = x_scales_ptr + row * num_groups
+        scales = tl.load(scale_ptrs)
+        x_scales = tl.load(x_scale_ptrs)
         if GATED:
-            up = tl.load(
-                gate_ptrs + up_offset + k, mask=inside[:, None], other=0.0, eviction_policy="evict_first"
-            )
-            acc_up = tl.dot(x, up, acc_up, input_precision="ieee")
-    if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
-        acc *= scale
-        acc_up *= scale
+            up_scales = tl.load(up_scale_ptrs)
+    acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    acc_up = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    for k in range(0, k_size, BLOCK_K):
+        if EVEN_K:
+            weight = tl.load(weight_ptrs + k, eviction_policy="evict_first")
+            x = tl.load(x_ptrs + k)
+        else:
+            inside = k + cols < k_size
+            weight = tl.load(weight_ptrs + k, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+            x = tl.load(x_ptrs + k, mask=inside[:, None], other=0.0)
+        if GATED:
+            if EVEN_K:
+                up = tl.load(weight_ptrs + up_offset + k, eviction_policy="evict_first")
+            else:
+                up = tl.load(
+                    weight_ptrs + up_offset + k,
+                    mask=(k + cols < k_size)[None, :],
+                    other=0.0,
+                    eviction_policy="evict_first",
+                )
+        if SCALED and GROUP > 0:
+            # The next group's scales are loaded before the product waits for its operands; after it they would be late.
+            group = tl.minimum((k + BLOCK_K) // GROUP, num_groups - 1)
+            next_scales = tl.load(scale_ptrs + group * group_stride)
+            next_x_scales = tl.load(x_scale_ptrs + group)
+            if GATED:
+                next_up_scales = tl.load(up_scale_ptrs + group * group_stride)
+            acc += tl.dot(weight, x) * (scales[:, None] * x_scales[None, :])
+            if GATED:
+                acc_up += tl.dot(up, x) * (up_scales[:, None] * x_scales[None, :])
+                up_scales = next_up_scales
+            scales = next_scales
+            x_scales = next_x_scales
+        else:
+            acc = tl.dot(weight, x, acc, input_precision="ieee")
+            if GATED:
+                acc_up = tl.dot(up, x, acc_up, input_precision="ieee")
+    if SCALED and GROUP == 0:
+        acc *= scales[:, None] * x_scales[None, :]
+        if GATED:
+            acc_up *= up_scales[:, None] * x_scales[None, :]
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + n, mask=live_n, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias_ptr + gate).to(tl.float32)[:, None]
         if GATED:
-            acc_up += tl.load(bias_ptr + num_out + n, mask=live_n, other=0.0).to(tl.float32)[None, :]
+            acc_up += tl.load(bias_ptr + num_out + gate).to(tl.float32)[:, None]
     if GATED:
         acc = acc * tl.sigmoid(acc) * acc_up
-    out_ptrs = out_ptr + rows[:, None] * num_out + n[None, :]
-    live = live_rows[:, None] & live_n[None, :]
+    out_ptrs = out_ptr + row.to(tl.int64)[None, :] * num_out + gate[:, None]
+    live = live_rows[None, :] & live_n[:, None]
     if ADD:
         acc += tl.load(out_ptrs, mask=live, other=0.0).to(tl.float32)
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=live)

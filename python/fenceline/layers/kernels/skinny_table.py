@@ -18,7 +18,7 @@ from pathlib import Path
 from fenceline.layers.kernels.skinny_gemm import TritonConfig
 
 # With more than MAX_CUDA_ROWS rows, a dense product is Triton's where that was measured to be faster, else cuBLAS's.
-ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 MAX_CUDA_ROWS = 16  # of one launch of fenceline_kernel's skinny GEMM
 
 # How much shared memory per block the skinny GEMM's configurations may need. sm_80, 90 and 100 have this much; sm_86,
