@@ -824,6 +824,19 @@ one(
     limit_s=60,
 )
 one(
+    "n=128 for 32 prompts, each with a bias of 1,000 tokens",
+    "/generate",
+    lambda: {
+        "input_ids": [[5 + i, 6, 7] for i in range(32)],
+        "sampling_params": {
+            "n": 128,
+            "max_new_tokens": 4,
+            "logit_bias": {str(token): 0.5 for token in range(1000)},
+        },
+    },
+    limit_s=60,
+)
+one(
     "completions, n=128 for 8 long prompts",
     "/v1/completions",
     lambda: {"prompt": [_long_ids()] * 8, "n": 128, "max_tokens": 20},
@@ -1126,6 +1139,7 @@ WATCHED = frozenset(
         "1,100 half heads, 1,024 descriptors (hard limit)", "1,100 half bodies, 1,024 descriptors (hard limit)",
         "1,100 silent connections, 1,024 descriptors (hard limit)", "200 half bodies of 32 MB",
         "300 slow bodies, a byte every 0.2 s", "n=128 with a prompt of 3,900 tokens",
+        "n=128 for 32 prompts, each with a bias of 1,000 tokens",
         "completions, n=128 for 8 long prompts", "4,096 prompts of 3,900 tokens, left after 5 s",
         "4,096 short prompts, left after 5 s", "2,000 streams, each left after its first bytes",
         *list(ATTACKS)[list(ATTACKS).index("64 streams that are never read") :],

@@ -127,7 +127,8 @@ class QuantizedSweep(Sweep):
         if triton:
             guess = products._guess_triton(rows, copies.stored[0], product.gated)
             self.deadline = math.inf
-            self.try_all([guess, *(self.triton() if rows > 1 and self.bits == 8 else [])])
+            if rows == 1 or self.bits == 8:
+                self.try_all([guess, *(self.triton() if rows > 1 else [])])
         self.deadline = time.monotonic() + seconds  # the time begins after Triton has compiled its kernels
 
     def time(self, choice: SkinnyChoice) -> float:
@@ -136,7 +137,9 @@ class QuantizedSweep(Sweep):
 
     def fits(self, choice: SkinnyChoice) -> bool:
         if isinstance(choice, TritonConfig) and self.rows > 1:
-            return self.copies.stored[0].group % choice.block_k == 0
+            stored = self.copies.stored[0]
+            if stored.group < stored.shape[1] and stored.group % choice.block_k:
+                return False
         if isinstance(choice, CudaConfig):
             tiles = (2, 4, 6) if self.rows <= 8 and self.copies.stored[0].group >= 128 else (2, 4)
             if choice.tiles not in tiles:
@@ -224,7 +227,7 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["8B"])
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["fp8", "int4"])
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument(
         "--seconds", type=float, default=0.6, help="for the sweep of one product and number of rows"
     )

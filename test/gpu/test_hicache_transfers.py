@@ -29,14 +29,16 @@ def test_random_transfers_leave_the_bytes_of_a_quiet_copy(seed: int, io_backend:
 
 
 def test_without_edges_they_do_not() -> None:
-    """The test above can fail."""
+    """The test above can fail. How soon it does depends on the machine's speed, and later operations may replace wrong
+    bytes, so the pages are compared often."""
     wrong = []
     for edge in PAGE_EDGES:
         transfers = RandomTransfers(open_rounds("cuda", edge.name), 3)
         try:
-            for _ in range(300):
+            for turn in range(NUM_TURNS):
                 transfers.turn()
-            transfers.check()
+                if turn % 10 == 9:
+                    transfers.check()
         except AssertionError:
             wrong.append(edge.name)
     assert len(wrong) >= len(PAGE_EDGES) // 2, wrong

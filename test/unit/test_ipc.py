@@ -82,7 +82,7 @@ def test_an_inbox_gives_as_much_as_is_asked_for(ports: PortArgs) -> None:
     inbox = Inbox(context, ports.scheduler, SCHEDULER_DECODER)
     sender = context.socket(zmq.PUSH)
     sender.connect(ports.scheduler)
-    messages = [encode(request(str(index), 1000)) for index in range(10)]
+    messages = [encode(request(str(index), 10_000)) for index in range(10)]
     sender.send_multipart(messages)
     inbox.wait()
     taken = [len(inbox.drain(4)), len(inbox.drain(100, 2 * len(messages[0]) - 1)), len(inbox.drain())]
@@ -90,6 +90,34 @@ def test_an_inbox_gives_as_much_as_is_asked_for(ports: PortArgs) -> None:
     inbox.socket.close()
     sender.close()
     context.term()
+
+
+def test_fewer_requests_are_taken_at_once_if_they_are_more_than_ids(ports: PortArgs) -> None:
+    """Biases are decoded one by one, so their bytes count for more than those of ids."""
+
+    class Arrived:
+        """A socket that has received ``messages``."""
+
+        def __init__(self, *messages: bytes) -> None:
+            self.messages = list(messages)
+
+        def recv(self, flags: int) -> bytes:
+            if not self.messages:
+                raise zmq.Again
+            return self.messages.pop(0)
+
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox = Inbox(context, ports.scheduler, SCHEDULER_DECODER)
+    inbox.socket.close()
+    context.term()
+    params = SamplingParams(logit_bias=dict.fromkeys(range(1000), 1.0))
+    biased = msgspec.structs.replace(request("r", 0), sampling_params=params)
+    num_ids = len(encode(biased)) // 4
+    taken = []
+    for message in (request("r", num_ids), biased):
+        inbox.socket = Arrived(*[encode(message)] * 64)  # type: ignore[assignment]
+        taken.append(len(inbox.drain(None, 64 * 4 * num_ids)))
+    assert taken[0] >= 32 and taken[1] <= 5, taken
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1)))

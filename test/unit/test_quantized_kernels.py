@@ -21,7 +21,7 @@ from fenceline.layers.weight import RMSNorm, fill_slots
 
 pytestmark = pytest.mark.long
 
-ROWS = (1, 5, 70)  # the kernel of one row, a padded block of rows, more rows (of int4 two blocks)
+ROWS = (1, 5, 70)  # the kernel of one row, and of fp8 a padded block of rows, and more rows
 FUSIONS = ("plain", "bias", "norm", "gated", "residual")
 FORMATS = {
     "fp8-rows": QuantConfig(method="on-line", kind="fp8"),
@@ -38,6 +38,7 @@ SHAPES = {
 PRODUCTS = [
     f"{name} {dtype} {rows} {fusion}"
     for name, dtype, rows, fusion in itertools.product(FORMATS, DTYPES, ROWS, FUSIONS)
+    if rows == 1 or name != "int4"
 ]
 OTHERS = (
     "rows of the input are rounded to the nearest numbers",
@@ -48,6 +49,7 @@ OTHERS = (
     "float16 holds a norm of large numbers",
     "few rows in bfloat16 go to the cuda product",
     "a cuda product that is wrong is not used",
+    "a triton product that is wrong is not used",
 )
 
 results = outcomes_of(__file__)
@@ -155,11 +157,14 @@ def check_choice() -> None:
     row, block = partial(_stand_in, calls, "row"), partial(_stand_in, calls, "block")
     norm = RMSNorm(256, 1e-6, torch.float32, TorchLayerKernels())
     norm.weight.normal_()
-    for name, called in (("fp8-rows", "row"), ("fp8-blocks", "block")):
-        weight = CudaQuantizedWeight(stored_in(name, 32, 256), QuantizedProducts(132, (8, 9), row, block))
+    ours = {(9, 0): 128, (8, 9): 1}  # up to so many rows go to Triton
+    for (name, called), capability in itertools.product((("fp8-rows", "row"), ("fp8-blocks", "block")), ours):
+        products = QuantizedProducts(132, capability, row, block)
+        products._pdl = False  # the interpreter has no such launches
+        weight = CudaQuantizedWeight(stored_in(name, 32, 256), products)
         plain = weight.stored.dequantized(torch.float32)
         bias = torch.randn(32)
-        for rows in (129, 65, 2, 1):  # up to 128 rows go to Triton
+        for rows in (129, 65, 2, 1):
             x = torch.randn(rows, 256)
             residual = torch.randn(rows, 32)
             normed = norm.forward(x)
@@ -174,7 +179,7 @@ def check_choice() -> None:
                 (weight.gated_product(x, None, bias, norm.kernels), F.silu(own_gate) * own_up),
                 (weight.add_product(residual.clone(), x, bias), residual + F.linear(x, plain, bias)),
             )
-            assert calls == ([called] * 6 if rows > 128 else [])
+            assert calls == ([called] * 6 if rows > ours[capability] else [])
             calls.clear()
             for got, want in pairs:
                 # The input of several rows is rounded too, and badly by the interpreter (see above).
@@ -207,7 +212,7 @@ def check_plain() -> None:
     for rows in (slice(0, 64), slice(64, 256)):
         part = (rows.stop - rows.start, 256)
         fill_slots(stored.slots("x", rows, part, 0, 0), [("x.weight", torch.randn(part))])
-    CudaQuantizedWeight(stored, QuantizedProducts(132, (8, 9), never, never)).product(torch.randn(70, 256))
+    CudaQuantizedWeight(stored, QuantizedProducts(132, (8, 9), never, never)).product(torch.randn(150, 256))
 
 
 def check_scaled_mm() -> None:
@@ -341,6 +346,30 @@ def check_cuda_choice() -> None:
     assert launched("fp8-blocks", 3) == [2]
 
 
+def check_triton_trial() -> None:
+    from fenceline.layers.kernels import cuda_quantized
+
+    def fails(*operands: object) -> torch.Tensor:
+        raise RuntimeError("not on this GPU")
+
+    right, tolerance = cuda_quantized.scaled_linear, cuda_quantized._TOLERANCE
+    outcomes = (
+        (right, True),
+        (lambda *operands: right(*operands) * 1.3, False),
+        (fails, False),
+    )
+    try:
+        cuda_quantized._TOLERANCE = 0.15  # the interpreter rounds to FP8 badly (see above)
+        for product, used in outcomes:
+            cuda_quantized.scaled_linear = product
+            assert cuda_quantized._multiplies_fp8(torch.device("cpu"), (8, 9)) is used
+    finally:
+        cuda_quantized.scaled_linear, cuda_quantized._TOLERANCE = right, tolerance
+    stored = stored_in("fp8-rows", 32, 256)
+    products = cuda_quantized.QuantizedProducts(132, (8, 9), None, None, multiplies_fp8=False)
+    assert products.few_rows(torch.randn(5, 256), stored) is None
+
+
 def check_cuda_trial() -> None:
     from fenceline.layers.kernels import cuda_quantized
     from fenceline.layers.kernels.skinny_gemm import Fusion
@@ -391,6 +420,7 @@ def main() -> None:
                 check_float16,
                 check_cuda_choice,
                 check_cuda_trial,
+                check_triton_trial,
             ),
             strict=True,
         )

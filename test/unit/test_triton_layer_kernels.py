@@ -93,8 +93,7 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
     of_draft = dict.fromkeys(("table", "hidden", "embeddings_norm", "hidden_norm", "out"), "*bf16")
     unused = {"thresholds": None, "maxima": None, "ROWS_EACH": 1, "ROWS_EACH_MASK": 1}
     product = {"K": 4096, "HAS_NORM": True, "HAS_BIAS": True, "ADD": False, "GATED": True, "BLOCK_N": 16}
-    one = {**product, "INT4": True, "GROUP": 128, "BLOCK_K": 512, "ROWS": 1}
-    many = {**product, "INT4": True, "GROUP": 128, "BLOCK_K": 128, "ROWS": 16}
+    one = {**product, "INT4": True, "GROUP": 128, "BLOCK_K": 512}
     rows = {
         "HAS_BIAS": True,
         "ADD": False,
@@ -125,7 +124,6 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
         (activation._silu_and_mul_kernel, 4, {"SIZE": 12_288, "BLOCK": 1024, "GELU": True}, {}),
         (rotate_store._rotate_and_store_kernel, 1, heads, {}),
         (quantized_gemm._one_row_kernel, 4, one, {}),
-        (quantized_gemm._rows_kernel, 4, many, {}),
         (skinny_gemm._rows_kernel, 4, dense, {}),
         (decode_prologue_triton._decode_prologue_kernel, 1, {"PAGE_SIZE": 64, "BLOCK": 32}, {}),
         (sample_triton._piece_kernel, 4, {"STRIDE": 151_936, "VOCAB": 151_936, "BLOCK": 1024, **unused}, {}),

@@ -30,8 +30,10 @@ MAX_DRAINED_BYTES = 1 << 20  # and no more after so many bytes: logprobs of a lo
 MAX_HELD_BYTES = 32 << 10  # of requests: about 8,192 tokens, as many as a prefill step takes
 MAX_TURN_BYTES = 2 << 20  # of requests, in one turn of the event loop: one or two milliseconds
 # What the scheduler takes in before a step. Requests beyond that are in no hurry: they fill many steps. The limit in
-# bytes is for long prompts: a megabyte of them takes one millisecond.
+# bytes is for long prompts: a megabyte of their ids takes one millisecond. What else is in a request, such as biases of
+# a thousand tokens, is decoded one by one: a byte takes as long as _SLOW_BYTE bytes of ids.
 MAX_STEP_MESSAGES, MAX_STEP_BYTES = 512, 4 << 20
+_SLOW_BYTE = 16
 _MAX_TMPDIR_CHARS = 64
 
 
@@ -113,7 +115,8 @@ class Inbox:
         return self._decoded(self.socket.recv())
 
     def drain(self, limit: int | None = None, max_bytes: int | None = None) -> list[Message]:
-        """The messages that have arrived, without waiting: at most ``limit``, and none after ``max_bytes``."""
+        """The messages that have arrived, without waiting: at most ``limit``, and none after ``max_bytes``. In a
+        request each byte that is not of its prompt's ids counts as ``_SLOW_BYTE``."""
         messages: list[Message] = []
         num_bytes = 0
         while (limit is None or len(messages) < limit) and (max_bytes is None or num_bytes < max_bytes):
@@ -122,7 +125,10 @@ class Inbox:
             except zmq.Again:
                 break
             num_bytes += len(data)
-            messages += self._decoded(data)
+            for message in self._decoded(data):
+                messages.append(message)
+                if isinstance(message, TokenizedGenerateReq):
+                    num_bytes += (_SLOW_BYTE - 1) * (len(data) - 4 * len(message.input_ids))
         return messages
 
     def _decoded(self, data: bytes) -> list[Message]:

@@ -38,7 +38,7 @@ from fenceline.sampling.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 # Numbers of tokens in a step. Libraries choose kernels by size, and load each one when it is first called.
-_TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 # The lengths of a step's requests, and the length of the prefix that each of them has. Attention uses other kernels
 # for requests with a prefix.
 _BATCHES = (

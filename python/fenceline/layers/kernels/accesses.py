@@ -64,8 +64,9 @@ def skinny_linear(
     residual: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """``skinny_gemm.skinny_linear`` and fenceline_kernel's ``SkinnyGemm``, which reads the norm's weight early. ``out``
-    is the residual if there is one."""
+    """``skinny_gemm.skinny_linear``, of which only the kernel of one row reads weights before its wait, and
+    fenceline_kernel's ``SkinnyGemm``, which also reads the norm's weight there. A norm of several rows is a kernel of
+    its own (``rms_norm``). ``out`` is the residual if there is one."""
     op.read(weight)
     op.read(norm_weight)
     op.start_dependents()

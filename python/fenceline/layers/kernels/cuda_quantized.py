@@ -81,16 +81,19 @@ class QuantizedProducts:
         block_scaled: ScaledProduct | None,
         cuda_product: CudaQuantizedProduct | None = None,
         table: SkinnyTable | None = None,
+        multiplies_fp8: bool = True,
     ) -> None:
         """``row_scaled``, ``block_scaled``: torch's FP8 products for weights with a scale for each row or for each
         block of 128 x 128; ``cuda_product``: that of fenceline_kernel. None: there is none for this GPU. ``table``: the
-        measurements, if there are any."""
+        measurements, if there are any. ``multiplies_fp8``: whether Triton's product of several rows may be used."""
         self._num_sms = num_sms
         self._pdl = capability >= (9, 0)
         self._converts_fp8 = capability >= (8, 9)  # Triton needs the GPU's instruction for this conversion
-        # Whether a block has enough shared memory for four stages of gate and up, which take up to 128 KiB. Other GPUs
-        # have 99 KiB.
-        self._has_large_blocks = capability == (8, 0) or capability[0] in (9, 10)
+        self._multiplies_fp8 = self._converts_fp8 and multiplies_fp8
+        self._is_hopper = capability[0] == 9
+        # Whether a block has enough shared memory for six stages of 128 rows, which take 144 KiB. Other GPUs that
+        # convert FP8 have 99 KiB.
+        self._has_large_blocks = capability[0] in (9, 10)
         self._row_scaled, self._block_scaled = row_scaled, block_scaled
         self._cuda_product = cuda_product
         self._table = table
@@ -108,9 +111,9 @@ class QuantizedProducts:
         choice = self._choose(x, stored, fusion.gated)
         if choice is None:
             return None
-        if isinstance(choice, TritonConfig) and len(x) > 1 and stored.kind == "fp8":
-            return self._scaled_product(x, stored, choice, fusion, out)
         if isinstance(choice, TritonConfig):
+            if len(x) > 1:
+                return self._scaled_product(x, stored, choice, fusion, out)
             return quantized_linear(
                 x, stored.data, stored.scales, stored.zeros, stored.group, choice, fusion, out
             )
@@ -136,13 +139,17 @@ class QuantizedProducts:
             guess = guess_cuda(min(rows, MAX_CUDA_ROWS), stored, self._num_sms, self._pdl)
         elif rows == 1 or (rows <= MAX_ROWS and stored.kind == "fp8"):
             guess = self._guess_triton(rows, stored, gated)
-        if self._table is None or not has_cuda:
+        if self._table is None:
             return guess
-        return self._table.choose_quantized(rows, n, k, gated, numbers_name(stored), guess)
+        found = self._table.choose_quantized(rows, n, k, gated, numbers_name(stored), guess)
+        possible = self._multiplies_fp8 or rows == 1 if isinstance(found, TritonConfig) else has_cuda
+        return found if found is None or possible else guess
 
     def _guess_triton(self, rows: int, stored: QuantizedFormat, gated: bool) -> TritonConfig | None:
-        if stored.kind == "fp8" and not self._converts_fp8:
+        if stored.kind == "fp8" and not (self._converts_fp8 if rows == 1 else self._multiplies_fp8):
             return None
+        if rows > 1 and not self._is_hopper and self._library_product(stored) is not None:
+            return None  # our product has been measured on Hopper only
         num_out = stored.shape[0] // (2 if gated else 1)
         if rows == 1:
             block_n = next((n for n in (8, 4, 2) if num_out >= 2 * n * self._num_sms), 1)
@@ -306,7 +313,53 @@ def find_quantized_products(device: torch.device, kind: str) -> QuantizedProduct
         find(block_scaled_product, group=FP8_BLOCK) if kind == "fp8" else None,
         product,
         load_table(gpu),
+        kind == "fp8" and gpu.capability >= (8, 9) and _multiplies_fp8(device, gpu.capability),
     )
+
+
+def _multiplies_fp8(device: torch.device, capability: tuple[int, int]) -> bool:
+    """Whether Triton's product of several rows in FP8 runs on ``device`` and is right, with scales for rows, gated and
+    behind a norm, and with scales for blocks, added to a residual. If not, this is logged."""
+    draw = partial(torch.randn, device=device, generator=torch.Generator(device).manual_seed(0))
+    products = QuantizedProducts(1, capability, None, None)
+    for scales, n, k, rows in (("channel", 256, 512, 32), ("block", 192, 384, 5)):
+        with device:
+            stored = make_format(
+                QuantConfig(method="on-line", kind="fp8", scales=scales), n, k, torch.bfloat16
+            )
+        assert isinstance(stored, Fp8Format)
+        matrix = draw(n, k) / k**0.5 * torch.arange(1, n + 1, device=device)[:, None]
+        fill_slots(stored.slots("probe", slice(None), (n, k), 0, 0), [("probe.weight", matrix.bfloat16())])
+        x, norm = draw(rows, k).bfloat16(), (1 + 0.1 * draw(k)).bfloat16()
+        gated = scales == "channel"
+        wide = F.rms_norm(x.float(), (k,), norm.float(), 1e-6) if gated else x.float()
+        numbers, factors = round_to_fp8(wide, stored.group)
+        rounded = numbers.float() * factors.repeat_interleave(stored.group, 1)[:, :k]
+        want = F.linear(rounded, stored.dequantized(torch.float32))
+        residual = draw(rows, n).bfloat16()
+        fusion = Fusion(residual=residual.clone())
+        if gated:
+            gate, up = want.chunk(2, -1)
+            want, fusion = F.silu(gate) * up, Fusion(norm, 1e-6, gated=True)
+        else:
+            want += residual
+        config = products._guess_triton(rows, stored, gated)
+        assert config is not None
+        try:
+            got = products._scaled_product(x, stored, config, fusion, None)
+        except Exception as error:  # Triton's compiler raises what it likes
+            logger.warning(
+                "the product of several rows in FP8 cannot be used here: %s", str(error).splitlines()[0]
+            )
+            return False
+        error_size = ((got.float() - want).norm() / want.norm()).item()
+        if not error_size < _TOLERANCE:
+            logger.warning(
+                "the product of several rows in FP8 is wrong here by %.3f of the result; it is not used",
+                error_size,
+            )
+            return False
+    return True
 
 
 def find_cuda_quantized(device: torch.device, kind: str) -> CudaQuantizedProduct | None:

@@ -1,10 +1,10 @@
-"""Products with quantised weights in Triton: weights are read as they are stored and dequantised in registers.
+"""One row times a quantised weight in Triton, the plain matrix of a quantised weight, and rounding to FP8.
 
-With few rows, a product takes as long as reading the weight, so fewer bytes make it faster. Each program computes
-``block_n`` output features of up to 64 rows over the whole of K. So no sum is split over programs, and a result depends
-neither on timing nor on the other rows. RMSNorm is fused: its weight is applied to x when x is loaded, the squares are
-summed together with the product, and the row's result is multiplied by 1 / rms. Several rows times a weight in FP8 are
-a product of ``skinny_gemm``, for which x is rounded to FP8 here.
+A product of one row takes as long as reading the weight, so fewer bytes make it faster: numbers are read as they are
+stored and dequantised in registers. Each program computes ``block_n`` output features over the whole of K. So no sum is
+split over programs, and a result does not depend on timing. RMSNorm is fused: its weight is applied to x when x is
+loaded, the squares are summed together with the product, and the result is multiplied by 1 / rms. Several rows times a
+weight in FP8 are a product of ``skinny_gemm``, for which x is rounded to FP8 here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from triton.language.extra import cuda as tl_cuda
 
 from fenceline.layers.kernels.skinny_gemm import PLAIN, Fusion, TritonConfig
 
-_MOST_ROWS = 64  # of one program
 _FP8_MAX: tl.constexpr = tl.constexpr(448.0)
 
 
@@ -30,18 +29,16 @@ def quantized_linear(
     fusion: Fusion = PLAIN,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [T, K] times the weight [N, K] that ``data``, ``scales`` and ``zeros`` store (``quantized.QuantizedFormat``:
-    int4 if there are ``zeros``, else fp8, for T = 1 only), with ``fusion`` around it → [T, N] ([T, N / 2] if gated), in
-    x's dtype.
+    """x [1, K] times the weight [N, K] that ``data``, ``scales`` and ``zeros`` store (``quantized.QuantizedFormat``:
+    int4 if there are ``zeros``, else fp8), with ``fusion`` around it → [1, N] ([1, N / 2] if gated), in x's dtype.
 
-    The result is in ``fusion.residual`` or ``out`` (contiguous, at most one is given) or in a new tensor. T ≥ 1. All
-    tensors are on one device and contiguous, except scales and zeros, which have equal strides. The weight's numbers
-    are multiplied in x's dtype (float32 for one row); sums are float32. Current stream, no host synchronisation.
+    The result is in ``fusion.residual`` or ``out`` (contiguous, at most one is given) or in a new tensor. All tensors
+    are on one device and contiguous, except scales and zeros, which have equal strides. Computed in float32. Current
+    stream, no host synchronisation.
     """
     num_rows, k = x.shape
     num_out = data.shape[0] // 2 if fusion.gated else data.shape[0]
-    assert num_rows > 0 and x.is_contiguous() and data.is_contiguous()
-    assert num_rows == 1 or zeros is not None
+    assert num_rows == 1 and x.is_contiguous() and data.is_contiguous()
     assert zeros is None or zeros.stride() == scales.stride()
     assert data.shape[1] == (k if zeros is None else k // 2) and scales.shape == (
         data.shape[0],
@@ -51,13 +48,11 @@ def quantized_linear(
     if out is None:
         out = fusion.residual if fusion.residual is not None else x.new_empty(num_rows, num_out)
     assert out.shape == (num_rows, num_out) and out.is_contiguous()
-    kernel = _one_row_kernel if num_rows == 1 else _rows_kernel
-    rows = 1 if num_rows == 1 else min(_MOST_ROWS, max(16, triton.next_power_of_2(num_rows)))
-    kernel[(triton.cdiv(num_out, config.block_n), triton.cdiv(num_rows, rows))](
-        x, fusion.norm_weight, data, scales, zeros, fusion.bias, out, *scales.stride(), num_rows, num_out, fusion.eps,
+    _one_row_kernel[(triton.cdiv(num_out, config.block_n),)](
+        x, fusion.norm_weight, data, scales, zeros, fusion.bias, out, *scales.stride(), num_out, fusion.eps,
         K=k, GROUP=group, INT4=zeros is not None, HAS_NORM=fusion.norm_weight is not None,
         HAS_BIAS=fusion.bias is not None, GATED=fusion.gated, ADD=fusion.residual is not None,
-        BLOCK_N=config.block_n, BLOCK_K=config.block_k, ROWS=rows, PDL=config.launch_pdl,
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, PDL=config.launch_pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.launch_pdl,
     )  # fmt: skip
     return out
@@ -91,10 +86,9 @@ def _tile(
 
 @triton.jit
 def _one_row_kernel(
-    x_ptr, norm_ptr, data_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, row_stride, group_stride, num_rows,
-    num_out, eps, K: tl.constexpr, GROUP: tl.constexpr, INT4: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, norm_ptr, data_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, row_stride, group_stride, num_out, eps,
+    K: tl.constexpr, GROUP: tl.constexpr, INT4: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x [K] → out [num_out]."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -143,64 +137,6 @@ def _one_row_kernel(
     tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), mask=live)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _rows_kernel(
-    x_ptr, norm_ptr, data_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, row_stride, group_stride, num_rows,
-    num_out, eps, K: tl.constexpr, GROUP: tl.constexpr, INT4: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """x [num_rows, K] → out [num_rows, num_out]; a program computes up to ROWS rows."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    live_n = n < num_out
-    # A feature past the end computes the first one again, which is in bounds, and is not stored.
-    gate = tl.where(live_n, n, 0).to(tl.int64)
-    up = gate + num_out
-    rows = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    live_rows = rows < num_rows
-    cols = tl.arange(0, BLOCK_K)
-    if PDL:
-        tl_cuda.gdc_launch_dependents()
-        tl_cuda.gdc_wait()
-    acc = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    acc_up = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        k = start + cols
-        x = tl.load(
-            x_ptr + rows[:, None] * K + k[None, :], mask=live_rows[:, None] & (k < K)[None, :], other=0.0
-        )
-        if HAS_NORM:
-            wide = x.to(tl.float32)
-            squares += wide * wide
-            norm = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-            x = (wide * norm[None, :]).to(x.dtype)
-        tile = _tile(
-            data_ptr, scales_ptr, zeros_ptr, row_stride, group_stride, gate[None, :], k[:, None], K, GROUP, INT4
-        ).to(x.dtype)  # fmt: skip
-        acc = tl.dot(x, tile, acc, input_precision="ieee")
-        if GATED:
-            tile = _tile(
-                data_ptr, scales_ptr, zeros_ptr, row_stride, group_stride, up[None, :], k[:, None], K, GROUP, INT4
-            ).to(x.dtype)  # fmt: skip
-            acc_up = tl.dot(x, tile, acc_up, input_precision="ieee")
-    if HAS_NORM:
-        factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
-        acc *= factor
-        acc_up *= factor
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + gate).to(tl.float32)[None, :]
-        if GATED:
-            acc_up += tl.load(bias_ptr + up).to(tl.float32)[None, :]
-    if GATED:
-        acc = acc * tl.sigmoid(acc) * acc_up
-    out_ptrs = out_ptr + rows[:, None] * num_out + n[None, :]
-    live = live_rows[:, None] & live_n[None, :]
-    if ADD:
-        acc += tl.load(out_ptrs, mask=live, other=0.0).to(tl.float32)
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=live)
-
-
 def dequantize(
     data: torch.Tensor,
     scales: torch.Tensor,
@@ -246,11 +182,13 @@ def quantize_rows(
 
     The scale is ``scale``, a number on the device. If that is None, it maps the largest number of each group to the
     largest of E4M3. ``group`` is K or more, or a power of two. ``norm_weight`` [K] with ``eps``: x is normalised first,
-    as by rms_norm but without rounding to x's type. K is at most 65,536. ``pdl``: see rms_norm's module; reads
-    ``norm_weight`` and ``scale`` before its wait.
+    as by rms_norm but without rounding to x's type; it is contiguous. K is at most 65,536. ``pdl``: see rms_norm's
+    module; reads ``norm_weight`` and ``scale`` before its wait.
     """
     num_rows, k = x.shape
     groups = triton.cdiv(k, group)
+    assert x.is_contiguous() and k <= 65_536 and (groups == 1 or group & (group - 1) == 0), (k, group)
+    assert norm_weight is None or (norm_weight.is_contiguous() and norm_weight.shape == (k,))
     numbers = torch.empty_like(x, dtype=torch.uint8).view(torch.float8_e4m3fn)
     scales = x.new_empty(num_rows, groups, dtype=torch.float32)
     size = group if groups > 1 else triton.next_power_of_2(k)
