@@ -108,6 +108,7 @@ class FakeScheduler:
         self.seen: set[tuple[str | int, ...]] = set()
         self.stored: set[tuple[str | int, ...]] = set()
         self.latest_prompt: tuple[int, list[int]] = 0, []  # see TokenizedGenerateReq.same_prompt
+        self.latest_bias: tuple[int, dict[int, float] | None] = 0, None  # see TokenizedGenerateReq.same_bias
         self.paused = False
         self.released = False
         self.stopping = False
@@ -152,6 +153,15 @@ class FakeScheduler:
 
     def accept(self, req: TokenizedGenerateReq) -> list[TokenOut]:
         """Put a request into the queue."""
+        params = req.sampling_params
+        if req.same_bias:
+            body, bias = self.latest_bias
+            assert body == req.body, f"{req.rid} has come without its logit_bias"
+            req = msgspec.structs.replace(
+                req, sampling_params=msgspec.structs.replace(params, logit_bias=bias)
+            )
+        elif req.body and params.logit_bias:
+            self.latest_bias = req.body, params.logit_bias
         if req.same_prompt:
             body, prompt = self.latest_prompt
             assert body == req.body, f"{req.rid} has come without its prompt"

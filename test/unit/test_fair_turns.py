@@ -293,6 +293,39 @@ def test_the_prompt_of_samples_comes_with_the_first_of_them() -> None:
         assert_right(driver, req)
 
 
+def test_the_bias_of_samples_comes_with_the_first_of_them() -> None:
+    driver = fair_driver()
+    banned = {token: -100.0 for token in range(0, 40, 3)}
+    first, *others = (
+        replace(req, sampling_params=replace(req.sampling_params, logit_bias=dict(banned)))
+        for req in samples(1, 3, [1, 2, 3] * 9)
+    )
+    alone = request("alone", [9] * 9, max_new_tokens=4)
+    without = [
+        replace(req, sampling_params=replace(req.sampling_params, logit_bias=None), same_bias=True)
+        for req in others
+    ]
+    driver.send(first, alone, *without)
+    driver.scheduler.ingest(driver.drain(False))
+    biases = {req.rid: req.source.sampling_params.logit_bias for req in driver.scheduler.waiting}
+    assert all(biases[req.rid] is biases[first.rid] for req in others) and biases["alone"] is None
+    driver.run()
+    for req in (first, alone, *others):
+        assert_right(driver, req)
+
+
+@pytest.mark.parametrize("body", [0, 2])
+def test_a_sample_whose_bias_was_lost_is_refused(body: int) -> None:
+    driver = fair_driver()
+    (known,) = samples(1, 1, [1, 2, 3])
+    lost = replace(request("lost", [4, 5], body=body, max_new_tokens=4), same_bias=True)
+    driver.send(known, lost)
+    driver.run()
+    finish = driver.answers["lost"].finish
+    assert finish is not None and finish.status_code == 400
+    assert_right(driver, known)
+
+
 @pytest.mark.parametrize("body", [0, 2])
 def test_a_sample_whose_prompt_was_lost_is_refused(body: int) -> None:
     driver = fair_driver()

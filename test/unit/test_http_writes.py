@@ -280,7 +280,7 @@ def test_a_flood_of_prompts_reaches_the_scheduler_over_many_steps() -> None:
 
 async def test_who_comes_after_the_samples_of_long_prompts_does_not_wait_for_many_steps() -> None:
     """n=128 for two prompts: with its prompt in each message they would be 16 MiB, four steps' worth."""
-    params = SamplingParams(max_new_tokens=1)
+    params = SamplingParams(max_new_tokens=1, logit_bias={7: 1.0})
     prompts = [id_array([70 + number] * 16_000) for number in range(2)]
     samples = [
         TokenizedGenerateReq(rid=f"{number}.{index}", input_ids=prompt, sampling_params=params, body=1)
@@ -305,6 +305,9 @@ async def test_who_comes_after_the_samples_of_long_prompts_does_not_wait_for_man
     with_prompt = [message.rid for message in step if message.input_ids]
     assert with_prompt == ["0.0", "1.0", "other 2", "other 0"]
     assert all(message.same_prompt != bool(message.input_ids) for message in step)
+    with_bias = [message.rid for message in step if message.sampling_params.logit_bias]
+    assert with_bias == ["0.0", "other 2", "other 0"], "both prompts of the body have the same"
+    assert all(message.same_bias != bool(message.sampling_params.logit_bias) for message in step)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from json_schemas import generated_schema, problem
 import fenceline.constrained.compile
 from fenceline.constrained.compile import compile_grammar
 from fenceline.constrained.json_schema import SchemaError, enforced_schema
-from fenceline.constrained.patterns import check_pattern
+from fenceline.constrained.patterns import check_pattern, in_ascii
 from fenceline.constrained.spec import GrammarKind, GrammarSpec, max_whitespace
 
 _END = 256
@@ -275,6 +275,39 @@ def test_patterns_that_mean_something_else_to_the_library_are_refused(pattern: s
 )
 def test_ordinary_patterns_are_taken(pattern: str) -> None:
     check_pattern(pattern, in_json=True)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "written"),
+    [
+        (r"[^x]|\d\\", r"[^x]|\d\\"),
+        ("é[à-ü]😀", r"\u{E9}[\u{E0}-\u{FC}]\u{1F600}"),
+        (r"\—\\é\.", r"\u{2014}\\\u{E9}\."),
+    ],
+)
+def test_a_pattern_is_written_in_ascii(pattern: str, written: str) -> None:
+    assert in_ascii(pattern) == written
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        ("[^x]|é", "é"),
+        ("é.", "éa"),
+        (r"\S😀?", "a😀"),
+        ("[^é]", "a"),
+        (r"—[\s\S]?", "—a"),
+        (r"\W|ü", "ü"),
+        ("[à-ü].", "éa"),
+    ],
+)
+def test_no_class_has_what_json_escapes_beside_characters_beyond_ascii(pattern: str, text: str) -> None:
+    """As the library reads such a pattern, quotes and control characters would come as they are."""
+    grammar = _compiled("json_schema", json.dumps({"type": "string", "pattern": pattern}))
+    assert _accepts(grammar, f'"{text}"')
+    for char in ('"', "\\", "\n", "\x01"):
+        for wrong in (char, f"é{char}", f"{char}😀", f"—{char}"):
+            assert not _accepts(grammar, f'"{wrong}"'), wrong
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fenceline.constrained.patterns import check_pattern
+from fenceline.constrained.patterns import check_pattern, in_ascii
 
 MAX_DEPTH = 64  # of schemas within schemas
 _MAX_INT = 2**53  # the library reads numbers of a schema as doubles
@@ -232,7 +232,7 @@ class _Walk:
         if made.keys() & {"minLength", "maxLength"}:
             return {"pattern": _of_length(made.get("minLength", 0), made.get("maxLength"), where)}
         if "pattern" in made:
-            _checked_pattern(made["pattern"], where)
+            made["pattern"] = _checked_pattern(made["pattern"], where)
         if "format" in made and made["format"] not in _FORMATS:
             raise _error(where, f"format must be among {', '.join(sorted(_FORMATS))}")
         return made
@@ -311,9 +311,9 @@ class _Walk:
             patterns = self._named(given["patternProperties"], f"{where}/patternProperties", depth)
             if len(patterns) != 1:
                 raise _error(where, "patternProperties is enforced for one pattern")
-            for pattern in patterns:
-                _checked_pattern(pattern, where)
-            made["patternProperties"] = patterns
+            made["patternProperties"] = {
+                _checked_pattern(pattern, where): schema for pattern, schema in patterns.items()
+            }
         if "propertyNames" in asked:
             names = given["propertyNames"]
             if (
@@ -508,11 +508,12 @@ def _of_length(least: int, most: int | None, where: str) -> str:
     return f"^{_PLAIN}{{{least},{'' if most is None else most}}}$"
 
 
-def _checked_pattern(pattern: str, where: str) -> None:
+def _checked_pattern(pattern: str, where: str) -> str:
     try:
         check_pattern(pattern, in_json=True)
     except ValueError as error:
         raise _error(where, f"pattern: {error}") from error
+    return in_ascii(pattern)
 
 
 def _error(where: str, reason: str) -> SchemaError:

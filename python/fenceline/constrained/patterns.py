@@ -21,6 +21,24 @@ def check_pattern(pattern: str, in_json: bool) -> None:
     _Scan(pattern, in_json).run()
 
 
+def in_ascii(pattern: str) -> str:
+    """A pattern that has been checked, with escapes for all characters beyond ASCII. If there is one as it is, the
+    library's classes for a string within JSON, such as [^x], contain quotes and control characters, which JSON has to
+    escape."""
+    parts: list[str] = []
+    escaped = False  # by a backslash, which is not in parts yet
+    for char in pattern:
+        if ord(char) > 0x7F:
+            parts.append(f"\\u{{{ord(char):X}}}")
+        elif char == "\\" and not escaped:
+            escaped = True
+            continue
+        else:
+            parts.append("\\" * escaped + char)
+        escaped = False
+    return "".join(parts)
+
+
 class _Scan:
     def __init__(self, pattern: str, in_json: bool) -> None:
         self._pattern = pattern

@@ -184,8 +184,9 @@ class ZmqLink:
         self._num_turn_bytes = 0  # sent in this turn of the event loop
         self._backlog: deque[Message] = deque()  # what is left to the next turns
         self._turn: asyncio.Handle | None = None  # the end of this turn
-        # The last prompt of a body with several requests that has been sent, and the number of that body.
+        # The last prompt and logit_bias of a body with several requests that have been sent, and the body's number.
         self._latest_prompt: tuple[int, IdArray] = 0, id_array()
+        self._latest_bias: tuple[int, dict[int, float]] = 0, {}
 
     def send(self, message: Message) -> None:
         """See :class:`SchedulerLink`."""
@@ -203,7 +204,7 @@ class ZmqLink:
 
     def _write(self, message: Message) -> None:
         if isinstance(message, TokenizedGenerateReq) and message.body:
-            message = self._without_known_prompt(message)
+            message = self._without_known_parts(message)
         data = encode(message)
         self._unsent.append(data)
         self._num_held += len(data)
@@ -211,7 +212,16 @@ class ZmqLink:
         if self._num_held > MAX_HELD_BYTES:
             self._flush()
 
-    def _without_known_prompt(self, message: TokenizedGenerateReq) -> TokenizedGenerateReq:
+    def _without_known_parts(self, message: TokenizedGenerateReq) -> TokenizedGenerateReq:
+        """``message`` without what the request before it in its body has too. Its samples share these objects."""
+        params = message.sampling_params
+        body, bias = self._latest_bias
+        if params.logit_bias:
+            if body == message.body and bias is params.logit_bias:
+                params = msgspec.structs.replace(params, logit_bias=None)
+                message = msgspec.structs.replace(message, sampling_params=params, same_bias=True)
+            else:
+                self._latest_bias = message.body, params.logit_bias
         body, latest = self._latest_prompt
         if body == message.body and latest is message.input_ids:
             return msgspec.structs.replace(message, input_ids=id_array(), same_prompt=True)

@@ -138,13 +138,21 @@ def _add_penalties(arrays: dict[str, Array], reqs: Sequence[ReqSampling]) -> Non
 
 
 def _add_bias(arrays: dict[str, Array], reqs: Sequence[ReqSampling]) -> None:
-    triples = [(i, t, b) for i, r in enumerate(reqs) for t, b in (r.params.logit_bias or {}).items()]
-    if not triples:
+    biased = [(i, r.params.logit_bias) for i, r in enumerate(reqs) if r.params.logit_bias]
+    if not biased:
         return
-    index, ids, values = zip(*triples, strict=True)
-    arrays["bias_index"] = np.array(index, np.int64)
-    arrays["bias_ids"] = np.array(ids, np.int64)
-    arrays["bias_values"] = np.array(values, np.float32)
+    made: dict[int, tuple[Array, Array]] = {}  # samples of one prompt share a dict
+    for _, bias in biased:
+        if id(bias) not in made:
+            num = len(bias)
+            made[id(bias)] = (
+                np.fromiter(bias.keys(), np.int64, num),
+                np.fromiter(bias.values(), np.float32, num),
+            )
+    index = np.array([i for i, _ in biased], np.int64)
+    arrays["bias_index"] = np.repeat(index, [len(bias) for _, bias in biased])
+    arrays["bias_ids"] = np.concatenate([made[id(bias)][0] for _, bias in biased])
+    arrays["bias_values"] = np.concatenate([made[id(bias)][1] for _, bias in biased])
 
 
 def _add_min_tokens(arrays: dict[str, Array], reqs: Sequence[ReqSampling]) -> None:

@@ -206,11 +206,12 @@ class Scheduler:
             None if args.disable_radix_cache else args.page_size, max_of_body(config.device)
         )
         self.grammars = GrammarStore(config.model.eos_token_ids, decides=ranks is None)
-        # The last prompt that came in an HTTP body with several requests, after the number of that body.
+        # The last prompt and logit_bias that came in an HTTP body with several requests, after the body's number.
         self.latest_prompt = (
             0,
             np.empty(0, dtype=np.int32),
         )
+        self.latest_bias: tuple[int, dict[int, float]] = 0, {}
         self.chunked: Req | None = None
         self.num_launched = 0  # steps
         # Requests that decode from the next step on: the last part of their prompt has just been submitted.
@@ -326,6 +327,7 @@ class Scheduler:
 
     def accept(self, message: TokenizedGenerateReq) -> None:
         """Queue a request. The front end has checked its values; sizes are limited here once more."""
+        message = self.with_bias(message)
         params = message.sampling_params
         eos = () if params.ignore_eos else self.config.model.eos_token_ids
         num_tokens = self.memory.num_pages * self.config.server_args.page_size
@@ -357,6 +359,20 @@ class Scheduler:
             self.stats.arrived(req)
             return
         self.output.flush()
+
+    def with_bias(self, message: TokenizedGenerateReq) -> TokenizedGenerateReq:
+        """``message`` with the logit_bias that samples of one prompt share. Without a prompt if the message before,
+        which had the bias, was lost."""
+        body, bias = self.latest_bias
+        params = message.sampling_params
+        if message.same_bias and body == message.body and bias:
+            params = msgspec.structs.replace(params, logit_bias=bias)
+            return msgspec.structs.replace(message, sampling_params=params)
+        if message.same_bias:
+            return msgspec.structs.replace(message, input_ids=id_array(), same_prompt=False)
+        if message.body and params.logit_bias:
+            self.latest_bias = message.body, params.logit_bias
+        return message
 
     def prompt_of(self, message: TokenizedGenerateReq) -> I32:
         """The prompt of a request that has arrived. Samples of one prompt share the array; the queue knows them by it.
