@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from attacked import AttackedServer
-from beside import Observer, Sample, usual, worst
+from beside import PROBE_EVERY_S, Observer, Sample, usual, worst
 from fuzz import SETTLED_S, memory_of_processes
 from wire import Answer, exchange, outcome, post
 
@@ -534,9 +534,14 @@ def run_grammars(args: argparse.Namespace) -> int:
         f" {grown:+.0f} MB",
         flush=True,
     )
-    late = [when - begin for when in _late(seen.next_tokens, begin, MARK_MS / 1e3)]
-    if late:
-        print(f"{len(late)} gaps above {MARK_MS:g} ms, at seconds {[round(when, 1) for when in late[:30]]}")
+    late = _late(seen.next_tokens, begin, MARK_MS / 1e3)
+    own = [gap for gap in late if gap.took - _not_run(seen.lag, gap) > MARK_MS / 1e3]
+    for what, found in (
+        (f"gaps above {MARK_MS:g} ms", late),
+        ("of them also without the time in which the observer did not run", own),
+    ):
+        if found:
+            print(f"{len(found)} {what}, at seconds {[round(gap.start - begin, 1) for gap in found[:30]]}")
     missed = health > MARK_MS or bool(late) or grown > MARK_MB
     print("missed the mark" if missed else "within the mark", f"of {MARK_MS:g} ms and {MARK_MB:g} MB")
     return 1 if failures or missed else 0
@@ -554,9 +559,18 @@ def _ms(ordered: list[float], share: float) -> str:
     return f"{1e3 * ordered[min(int(share * len(ordered)), len(ordered) - 1)]:.1f}" if ordered else "-"
 
 
-def _late(samples: Any, since: float, most: float) -> list[float]:
-    found: list[Sample] = [one for one in samples if one.start >= since and one.took > most]
-    return [one.start for one in found]
+def _late(samples: Any, since: float, most: float) -> list[Sample]:
+    return [one for one in samples if one.start >= since and one.took > most]
+
+
+def _not_run(lag: Any, gap: Sample) -> float:
+    """The seconds of ``gap`` in which the observer itself did not run although it was due. It has a higher priority
+    than the server, so the machine ran neither, or something else."""
+    late: float = 0.0
+    for one in lag:
+        due = one.start + PROBE_EVERY_S
+        late += max(0.0, min(due + one.took, gap.start + gap.took) - max(due, gap.start))
+    return late
 
 
 def _replay(server: AttackedServer, seed: int, index: int) -> int:
