@@ -540,7 +540,7 @@ def run_grammars(args: argparse.Namespace) -> int:
         (f"gaps above {MARK_MS:g} ms", late),
         ("of them also without the time in which the observer did not run", own),
     ):
-        if found:
+        if late:
             print(f"{len(found)} {what}, at seconds {[round(gap.start - begin, 1) for gap in found[:30]]}")
     missed = health > MARK_MS or bool(late) or grown > MARK_MB
     print("missed the mark" if missed else "within the mark", f"of {MARK_MS:g} ms and {MARK_MB:g} MB")
