@@ -100,6 +100,16 @@ def usual(samples: Iterable[Sample], until: float) -> float:
     return statistics.median(took) if took else 0.0
 
 
+def not_run(lag: Iterable[Sample], wait: Sample) -> float:
+    """The seconds of ``wait`` in which the observer itself did not run although it was due. It has a higher priority
+    than the server, so the machine ran neither, or something else."""
+    late = 0.0
+    for one in lag:
+        due = one.start + PROBE_EVERY_S
+        late += max(0.0, min(due + one.took, wait.start + wait.took) - max(due, wait.start))
+    return late
+
+
 class Observer:
     """The process that observes the server ``pid`` at ``port``; :meth:`look` returns its samples."""
 

@@ -26,11 +26,12 @@ import orjson
 import psutil
 from attacked import AttackedServer
 from attacks import ATTACKS, Target
-from beside import Observer, usual, worst
+from beside import Observer, not_run, usual, worst
 from wire import LEFT, RESET, SILENT, Answer, Wire, exchange, outcome, post, request
 
 ALONE_S = 3.0  # how long the server is observed before the clients start
 BOUND_S = 120.0
+MARK_S = 0.1  # a longer wait for /health is counted
 SLOW_S = 30.0  # an answer that takes longer is reported
 SETTLED_S = 5.0  # after all requests have ended; memory that is still used then counts as kept
 WORKERS = 16
@@ -647,6 +648,15 @@ def run_fuzz(args: argparse.Namespace) -> int:
         f" memory {memory[0] / 1e6:.0f} MB, peak {max(memory) / 1e6:.0f}, at the end {memory[-1] / 1e6:.0f};"
         f" {len(findings.failures)} failures"
     )
+    for what, samples in (("new", seen.health), ("kept", seen.kept)):
+        waits = [sample for sample in samples if sample.start >= begin]
+        late = [wait for wait in waits if wait.took > MARK_S]
+        own = [wait for wait in late if wait.took - not_run(seen.lag, wait) > MARK_S]
+        print(
+            f"/health on a {what} connection took more than {1e3 * MARK_S:g} ms {len(late)} times of {len(waits)},"
+            f" {len(own)} of them also without the time in which the observer did not run:"
+            f" {[round(1e3 * wait.took) for wait in sorted(own, key=lambda wait: -wait.took)[:12]]} ms"
+        )
     return 1 if findings.failures else 0
 
 

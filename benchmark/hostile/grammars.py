@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from attacked import AttackedServer
-from beside import PROBE_EVERY_S, Observer, Sample, usual, worst
+from beside import Observer, Sample, not_run, usual, worst
 from fuzz import SETTLED_S, memory_of_processes
 from wire import Answer, exchange, outcome, post
 
@@ -535,7 +535,7 @@ def run_grammars(args: argparse.Namespace) -> int:
         flush=True,
     )
     late = _late(seen.next_tokens, begin, MARK_MS / 1e3)
-    own = [gap for gap in late if gap.took - _not_run(seen.lag, gap) > MARK_MS / 1e3]
+    own = [gap for gap in late if gap.took - not_run(seen.lag, gap) > MARK_MS / 1e3]
     for what, found in (
         (f"gaps above {MARK_MS:g} ms", late),
         ("of them also without the time in which the observer did not run", own),
@@ -561,16 +561,6 @@ def _ms(ordered: list[float], share: float) -> str:
 
 def _late(samples: Any, since: float, most: float) -> list[Sample]:
     return [one for one in samples if one.start >= since and one.took > most]
-
-
-def _not_run(lag: Any, gap: Sample) -> float:
-    """The seconds of ``gap`` in which the observer itself did not run although it was due. It has a higher priority
-    than the server, so the machine ran neither, or something else."""
-    late: float = 0.0
-    for one in lag:
-        due = one.start + PROBE_EVERY_S
-        late += max(0.0, min(due + one.took, gap.start + gap.took) - max(due, gap.start))
-    return late
 
 
 def _replay(server: AttackedServer, seed: int, index: int) -> int:

@@ -295,7 +295,7 @@ def test_the_prompt_of_samples_comes_with_the_first_of_them() -> None:
 
 def test_the_bias_of_samples_comes_with_the_first_of_them() -> None:
     driver = fair_driver()
-    banned = {token: -100.0 for token in range(0, 40, 3)}
+    banned = dict.fromkeys(range(0, 40, 3), -100.0)
     first, *others = (
         replace(req, sampling_params=replace(req.sampling_params, logit_bias=dict(banned)))
         for req in samples(1, 3, [1, 2, 3] * 9)

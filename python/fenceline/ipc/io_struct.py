@@ -49,8 +49,9 @@ class TokenizedGenerateReq(Message):
     namespaces never share a page, on any tier. ``priority``: with --enable-priority-scheduling, which waiting
     request goes first. ``body``: the number of the body that it came in together with others; bodies take turns. 0 for
     one that came alone. ``same_prompt``: its prompt is that of the request of this body that was sent before it, and
-    ``input_ids`` is empty. ``same_bias``: the same of its ``logit_bias``, which is then None. ``grammar``: the :class:`LoadGrammarReq` that the answer follows, 0 for none, apart from
-    what the model thinks between the tokens ``think``.
+    ``input_ids`` is empty. ``same_bias``: the same of its ``logit_bias``, which is then None. ``grammar``: the
+    :class:`LoadGrammarReq` that the answer follows, 0 for none, apart from what the model thinks between the tokens
+    ``think``.
     """
 
     rid: str

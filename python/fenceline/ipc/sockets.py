@@ -215,13 +215,13 @@ class ZmqLink:
     def _without_known_parts(self, message: TokenizedGenerateReq) -> TokenizedGenerateReq:
         """``message`` without what the request before it in its body has too. Its samples share these objects."""
         params = message.sampling_params
-        body, bias = self._latest_bias
-        if params.logit_bias:
-            if body == message.body and bias is params.logit_bias:
-                params = msgspec.structs.replace(params, logit_bias=None)
-                message = msgspec.structs.replace(message, sampling_params=params, same_bias=True)
-            else:
-                self._latest_bias = message.body, params.logit_bias
+        bias = params.logit_bias
+        body, latest_bias = self._latest_bias
+        if bias and body == message.body and latest_bias is bias:
+            params = msgspec.structs.replace(params, logit_bias=None)
+            message = msgspec.structs.replace(message, sampling_params=params, same_bias=True)
+        elif bias:
+            self._latest_bias = message.body, bias
         body, latest = self._latest_prompt
         if body == message.body and latest is message.input_ids:
             return msgspec.structs.replace(message, input_ids=id_array(), same_prompt=True)

@@ -176,7 +176,9 @@ class Req:
         """Prompt and published output as one array."""
         if not self.output_ids:
             return self.prompt_ids
-        return np.concatenate([self.prompt_ids, np.array(self.output_ids, dtype=np.int32)])
+        # By way of int64: if an edge is missing, "tokens" may be any bytes, and that must not hide what is reported.
+        outputs = np.array(self.output_ids, dtype=np.int64).astype(np.int32)
+        return np.concatenate([self.prompt_ids, outputs])
 
     def sampling(self) -> ReqSampling:
         """The request's sampling parameters as the sampler reads them; the row must be assigned."""
