@@ -29,6 +29,7 @@ from wire import Wire, post, request
 PROBE_EVERY_S = 0.01
 MEMORY_EVERY_S = 0.05
 PATIENCE_S = 150.0
+MARK_MS = 100.0  # of an answer to /health, and of a token that is late
 NUM_TOKENS = 200
 # With ids each token has an event of its own, also the two of this answer that have no text. Without them a token would
 # seem to be as late as three steps take.

@@ -26,12 +26,11 @@ import orjson
 import psutil
 from attacked import AttackedServer
 from attacks import ATTACKS, Target
-from beside import Observer, not_run, usual, worst
+from beside import MARK_MS, Observer, not_run, usual, worst
 from wire import LEFT, RESET, SILENT, Answer, Wire, exchange, outcome, post, request
 
 ALONE_S = 3.0  # how long the server is observed before the clients start
 BOUND_S = 120.0
-MARK_S = 0.1  # a longer wait for /health is counted
 SLOW_S = 30.0  # an answer that takes longer is reported
 SETTLED_S = 5.0  # after all requests have ended; memory that is still used then counts as kept
 WORKERS = 16
@@ -650,10 +649,10 @@ def run_fuzz(args: argparse.Namespace) -> int:
     )
     for what, samples in (("new", seen.health), ("kept", seen.kept)):
         waits = [sample for sample in samples if sample.start >= begin]
-        late = [wait for wait in waits if wait.took > MARK_S]
-        own = [wait for wait in late if wait.took - not_run(seen.lag, wait) > MARK_S]
+        late = [wait for wait in waits if 1e3 * wait.took > MARK_MS]
+        own = [wait for wait in late if 1e3 * (wait.took - not_run(seen.lag, wait)) > MARK_MS]
         print(
-            f"/health on a {what} connection took more than {1e3 * MARK_S:g} ms {len(late)} times of {len(waits)},"
+            f"/health on a {what} connection took more than {MARK_MS:g} ms {len(late)} times of {len(waits)},"
             f" {len(own)} of them also without the time in which the observer did not run:"
             f" {[round(1e3 * wait.took) for wait in sorted(own, key=lambda wait: -wait.took)[:12]]} ms"
         )

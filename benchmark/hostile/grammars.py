@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from attacked import AttackedServer
-from beside import Observer, Sample, not_run, usual, worst
+from beside import MARK_MS, Observer, Sample, not_run, usual, worst
 from fuzz import SETTLED_S, memory_of_processes
 from wire import Answer, exchange, outcome, post
 
 ALONE_S = 3.0  # how long the other client is observed before the hostile ones start
 BOUND_S = 300.0  # the time limit of one request, which may wait for many others
 WORKERS = 24
-MARK_MS, MARK_MB = 100.0, 500.0
+MARK_MB = 500.0
 _PROMPT = "Q: What is 12 + 30?\nA:"
 _MAX_TOKENS = 24
 # Shows only the names of tools, because long lists would not fit in the demo model's context.

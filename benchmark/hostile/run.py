@@ -37,12 +37,12 @@ import fuzz
 import grammars
 from attacked import AttackedServer
 from attacks import ATTACKS, WATCHED, Attack, Target
-from beside import PATIENCE_S, Observed, Observer, usual, worst
+from beside import MARK_MS, PATIENCE_S, Observed, Observer, usual, worst
 
 TREE = Path(__file__).parents[2] / "python"
 BEFORE_S = 3.0  # how long the well-behaved clients run before the attack
 AFTER_S = 5.0  # after the attack; memory that is still used then counts as kept
-MARK_MS, MARK_MB = 100.0, 100.0
+MARK_MB = 100.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,9 @@ else:  # msgspec reads the annotations, and an array takes no parameter before P
 
 
 def id_array(ids: Iterable[int] = ()) -> IdArray:
-    """Token ids as messages carry them: int32. Raises OverflowError for one that does not fit."""
-    return array("i", ids)
+    """Token ids as messages carry them: int32. Raises OverflowError for one that does not fit. Such an array is
+    returned as it is."""
+    return ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -481,7 +482,7 @@ TokenizerInput = BatchStrOut | BatchTokenOut | ControlReply | StatsReport | Sche
 
 
 def _bytes_of(value: object) -> memoryview:
-    if not isinstance(value, array):
+    if not isinstance(value, array):  # what msgspec asks of a hook for a type that it does not know
         raise NotImplementedError(f"messages have no values of type {type(value).__name__}")
     return memoryview(value)
 
