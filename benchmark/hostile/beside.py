@@ -19,6 +19,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import NamedTuple, Self
 
 import httptools
@@ -137,8 +138,10 @@ class Observer:
 
 
 def _run(pipe: Connection, port: int, pid: int) -> None:
-    with contextlib.suppress(PermissionError):
+    with contextlib.suppress(OSError):  # a session of its own, see attacks.leave_cores_to_the_server
+        os.setsid()
         os.nice(-10)
+        Path("/proc/self/autogroup").write_text("-10")
     gc.disable()  # a collection would look like a late answer, and there are few reference cycles here
     asyncio.run(_observe(pipe, port, pid))
 

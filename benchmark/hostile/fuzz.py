@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import httptools
 import orjson
 import psutil
 from attacked import AttackedServer
-from attacks import ATTACKS, Target
+from attacks import ATTACKS, Target, leave_cores_to_the_server
 from beside import MARK_MS, Observer, not_run, usual, worst
 from wire import LEFT, RESET, SILENT, Answer, Wire, exchange, outcome, post, request
 
@@ -491,9 +492,7 @@ async def canary(port: int, index: int) -> list[int]:
 
 def misbehave(name: str, port: int, stop: Event) -> None:
     """The process of a misbehaving client, which repeats the same attack."""
-    import os
-
-    os.nice(10)
+    leave_cores_to_the_server()
     attack = ATTACKS[name]
     run = attack.make()
 
@@ -568,6 +567,28 @@ async def _drive(port: int, seed: int, num: int, findings: Findings) -> None:
     print(f"{num_canaries} known prompts asked meanwhile", flush=True)
 
 
+def _driven(port: int, seed: int, num: int) -> Findings:
+    """Send all requests, from a process of their own."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_drive_process, args=(there, port, seed, num))
+    process.start()
+    there.close()
+    try:
+        findings: Findings = here.recv()
+    except EOFError:
+        findings = Findings(Counter(), ["the process that sends the requests has ended"])
+    process.join()
+    return findings
+
+
+def _drive_process(pipe: Connection, port: int, seed: int, num: int) -> None:
+    leave_cores_to_the_server()
+    findings = Findings(Counter(), [])
+    asyncio.run(_drive(port, seed, num, findings))
+    pipe.send(findings)
+
+
 async def _end_quietly(port: int, findings: Findings) -> None:
     """Check that the engine becomes idle and that its pages are free."""
     state: dict[str, Any] = {}
@@ -603,7 +624,6 @@ def run_fuzz(args: argparse.Namespace) -> int:
     """Run it; returns 1 if anything failed."""
     if args.replay:
         return _replay(args)
-    findings = Findings(Counter(), [])
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
     with AttackedServer(args.python_path, [*FLAGS, *args.flags]) as server:
@@ -618,7 +638,7 @@ def run_fuzz(args: argparse.Namespace) -> int:
             for client in clients:
                 client.start()
             try:
-                asyncio.run(_drive(server.port, args.seed, args.num, findings))
+                findings = _driven(server.port, args.seed, args.num)
             finally:
                 stop.set()
                 for client in clients:

@@ -25,7 +25,6 @@ import asyncio
 import contextlib
 import json
 import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -36,7 +35,7 @@ from pathlib import Path
 import fuzz
 import grammars
 from attacked import AttackedServer
-from attacks import ATTACKS, WATCHED, Attack, Target
+from attacks import ATTACKS, WATCHED, Attack, Target, leave_cores_to_the_server
 from beside import MARK_MS, PATIENCE_S, Observed, Observer, usual, worst
 
 TREE = Path(__file__).parents[2] / "python"
@@ -70,7 +69,7 @@ class Row:
 
 def attack_process(pipe: Connection, name: str, port: int) -> None:
     """Build the payload and report it, attack when told to, and send the outcomes."""
-    os.nice(10)  # a real attacker would be on another machine and not use the server's cores
+    leave_cores_to_the_server()
     attack = ATTACKS[name]
     run = attack.make()
     pipe.send(None)

@@ -9,6 +9,8 @@ import logging
 import resource
 import select
 import socket
+import struct
+from collections.abc import AsyncIterator
 
 import httptools
 import orjson
@@ -563,7 +565,7 @@ async def test_a_turn_accepts_a_few_connections_and_none_is_refused_for_want_of_
             self.transport = transport
 
     with socket.create_server(("127.0.0.1", 0), backlog=100) as sock, contextlib.ExitStack() as stack:
-        listener = Listener(sock, Protocol, lambda: len(accepted) < room)
+        listener = Listener(sock, Protocol, lambda num_waiting: len(accepted) + num_waiting < room)
         clients = [
             stack.enter_context(socket.create_connection(sock.getsockname(), timeout=30)) for _ in range(60)
         ]
@@ -584,6 +586,105 @@ async def test_a_turn_accepts_a_few_connections_and_none_is_refused_for_want_of_
         listener.close()
         for connection in accepted:
             connection.transport.abort()  # type: ignore[attr-defined]
+
+
+class _Taken(asyncio.Protocol):
+    """A connection that a Listener has made; ``order`` has what each of them sent first."""
+
+    def __init__(self, order: list[bytes]) -> None:
+        self._order = order
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._order.append(data)
+        self._transport.abort()  # type: ignore[attr-defined]
+
+
+@contextlib.asynccontextmanager
+async def _listening(sock: socket.socket, order: list[bytes]) -> AsyncIterator[None]:
+    listener = Listener(sock, lambda: _Taken(order), lambda num_waiting: True)
+    try:
+        async with asyncio.timeout(30):
+            yield
+    finally:
+        listener.close()
+
+
+async def test_clients_that_have_left_without_a_request_delay_nobody() -> None:
+    """Hundreds of connects and disconnects in front of a client take a turn or two and become no connections."""
+    order: list[bytes] = []
+    num_left = 2 * limits.MAX_TAKEN
+    with socket.create_server(("127.0.0.1", 0), backlog=2 * num_left) as sock:
+        for index in range(num_left):
+            left = socket.create_connection(sock.getsockname(), timeout=30)
+            if index % 3 == 1:
+                left.sendall(b"POST /generate HTT")
+            elif index % 3 == 2:  # a reset in place of an end
+                left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            left.close()
+        with socket.create_connection(sock.getsockname(), timeout=30) as client:
+            client.sendall(b"x")
+            num_turns = 0
+            async with _listening(sock, order):
+                while not order:
+                    await asyncio.sleep(0)
+                    num_turns += 1
+    assert order == [b"x"]
+    assert num_turns < num_left // limits.MAX_ACCEPTED
+
+
+async def test_a_client_that_posts_nothing_is_served_before_a_flood_that_does() -> None:
+    """And the flood is served beside others that post nothing."""
+    order: list[bytes] = []
+    post, get = b"POST / HTTP/1.1\r\n\r\n", b"GET /health HTTP/1.1\r\n\r\n"
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=1000) as sock,
+        contextlib.ExitStack() as clients,
+    ):
+        for data in (*[post] * 100, *[get] * 100):
+            client = clients.enter_context(socket.create_connection(sock.getsockname(), timeout=30))
+            client.sendall(data)
+        async with _listening(sock, order):
+            while len(order) < 200:
+                await asyncio.sleep(0)
+    assert order.index(get) < 2 * limits.MAX_ACCEPTED
+    assert order[:100].count(post) >= 100 // 3
+
+
+async def test_a_client_that_closes_its_side_after_a_request_is_answered() -> None:
+    order: list[bytes] = []
+    with (
+        socket.create_server(("127.0.0.1", 0)) as sock,
+        socket.create_connection(sock.getsockname(), timeout=30) as client,
+    ):
+        client.sendall(b"POST / HTTP/1.1\r\n\r\n")
+        client.shutdown(socket.SHUT_WR)
+        async with _listening(sock, order):
+            while not order:
+                await asyncio.sleep(0)
+    assert order == [b"POST / HTTP/1.1\r\n\r\n"]
+
+
+async def test_clients_that_wait_to_be_connections_count_as_descriptors_in_use() -> None:
+    order: list[bytes] = []
+    asked: list[int] = []
+
+    def has_room(num_waiting: int) -> bool:
+        asked.append(num_waiting)
+        return num_waiting < 40
+
+    with socket.create_server(("127.0.0.1", 0), backlog=1000) as sock, contextlib.ExitStack() as clients:
+        for _ in range(100):
+            client = clients.enter_context(socket.create_connection(sock.getsockname(), timeout=30))
+            client.sendall(b"POST / HTTP/1.1\r\n\r\n")
+        listener = Listener(sock, lambda: _Taken(order), has_room)
+        async with asyncio.timeout(30):
+            while len(order) < 100:  # the rest is taken as soon as there is room
+                await asyncio.sleep(0)
+        listener.close()
+    assert max(asked) == 40
 
 
 # --- pace

@@ -44,7 +44,7 @@ LIVE_STATE_PATH = "/live_state"
 LOG_DELAY_S = 0.01
 
 # Of one request.
-MAX_HEAD_BYTES = 64 << 10  # request line and headers together
+MAX_HEAD_BYTES = 16 << 10  # request line and headers together
 MAX_URL_BYTES = 8 << 10
 MAX_HEADERS = 128
 MAX_FRAMING_BYTES = 16 << 10  # of a chunked body, in a row: chunk extensions, trailers
@@ -72,7 +72,9 @@ _CALL_BYTES = 1 << 9  # a part of a body, however short: one byte if it is sent 
 _READ_BYTES = 64 << 10  # read at a time; reading on where it had stopped counts before it is known what comes
 _NEW_SHARE = 4  # a quarter of a turn is for data that has just arrived, the rest for data that has waited
 _SMALL_BYTES = 2 << 10  # connections whose waiting data is smaller than this go first
-MAX_ACCEPTED = 16  # connections that are accepted in one turn
+MAX_ACCEPTED = 16  # connections that are made in one turn
+MAX_TAKEN = 256  # of the system's queue in one turn, which costs a few per cent of making them
+_PEEKED_BYTES = 4096  # of what a new client has sent, to see whether it may be served first
 _ACCEPT_PAUSE_S = 0.05  # while there is no room for another one
 _NO_ROOM_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 
@@ -250,28 +252,38 @@ class ConnectionLimits:
 
 
 class Listener:
-    """Accepts connections on ``sock``, some in each turn of the event loop. Those for which there is no descriptor wait
-    in the system's queue; libuv would close them all."""
+    """Accepts connections on ``sock``. In each turn of the event loop it takes many from the system's queue and makes
+    connections of a few. Those for which there is no descriptor wait in the system's queue; libuv would close them all.
+
+    Whoever comes after a flood must not wait until all of the flood has been served, and the system's queue has one
+    order. So a connection whose client has left without a request is closed before it costs anything else, and a client
+    that posts nothing (a monitor's /health, a page) does not wait for those that do.
+
+    ``has_room`` is told how many have been taken and are no connections yet.
+    """
 
     def __init__(
         self,
         sock: socket.socket,
         make_protocol: Callable[[], asyncio.BaseProtocol],
-        has_room: Callable[[], bool],
+        has_room: Callable[[int], bool],
     ) -> None:
         self._sock = sock
         self._make_protocol = make_protocol
         self._has_room = has_room
         self._loop = asyncio.get_running_loop()
-        self._accepting: set[asyncio.Task[object]] = set()
+        # Taken and no connections yet: clients that post nothing, and the others.
+        self._waiting: tuple[deque[socket.socket], ...] = (deque(), deque())
+        self._connecting: set[asyncio.Task[object]] = set()
+        self._turn: asyncio.Handle | None = None
         self._pause: asyncio.TimerHandle | None = None
         sock.setblocking(False)
         self._loop.add_reader(sock, self._accept)
 
     def _accept(self) -> None:
-        for _ in range(MAX_ACCEPTED):
+        for _ in range(MAX_TAKEN):
             try:
-                if not self._has_room():
+                if not self._has_room(sum(map(len, self._waiting)) + len(self._connecting)):
                     raise OSError(errno.EMFILE, "no room")
                 accepted, _ = self._sock.accept()
             except OSError as error:
@@ -280,10 +292,36 @@ class Listener:
                     self._pause = self._loop.call_later(
                         _ACCEPT_PAUSE_S, self._loop.add_reader, self._sock, self._accept
                     )
-                return  # others: there is none, or it has been given up already
-            task = self._loop.create_task(self._connect(accepted))
-            self._accepting.add(task)
-            task.add_done_callback(self._accepting.discard)
+                break  # others: there is none, or it has been given up already
+            self._take(accepted)
+        if self._turn is None:
+            self._connect_some()
+
+    def _take(self, accepted: socket.socket) -> None:
+        accepted.setblocking(False)
+        try:
+            begun = accepted.recv(_PEEKED_BYTES, socket.MSG_PEEK)
+        except BlockingIOError:
+            begun = None  # it has sent nothing yet
+        except OSError:
+            begun = b""  # it has reset the connection
+        is_part = begun is not None and len(begun) < _PEEKED_BYTES and b"\r\n\r\n" not in begun
+        if begun == b"" or (is_part and _has_left(accepted)):
+            accepted.close()
+        else:
+            self._waiting[not (begun or b"").startswith((b"GET ", b"HEAD "))].append(accepted)
+
+    def _connect_some(self) -> None:
+        self._turn = None
+        for _ in range(MAX_ACCEPTED // 2):
+            for index in (0, 1):
+                waiting = self._waiting[index] or self._waiting[1 - index]
+                if waiting:
+                    task = self._loop.create_task(self._connect(waiting.popleft()))
+                    self._connecting.add(task)
+                    task.add_done_callback(self._connecting.discard)
+        if any(self._waiting):
+            self._turn = self._loop.call_soon(self._connect_some)
 
     async def _connect(self, accepted: socket.socket) -> None:
         try:
@@ -293,10 +331,16 @@ class Listener:
             accepted.close()
 
     def close(self) -> None:
-        """Accept no more."""
+        """Accept no more. Clients that have been taken and are no connections yet are disconnected, as those are that
+        wait in the system's queue."""
         if self._pause is not None:
             self._pause.cancel()
+        if self._turn is not None:
+            self._turn.cancel()
         self._loop.remove_reader(self._sock)
+        for waiting in self._waiting:
+            while waiting:
+                waiting.popleft().close()
 
     async def wait_closed(self) -> None:
         """As a server of asyncio's; connections are waited for by uvicorn."""
@@ -514,7 +558,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._periods_taken, self._taken_at = periods_taken, now
         elif now - self._taken_at > WRITE_PERIOD_S:
             transport.abort()
-        if not transport.is_reading() and _has_left(transport):
+        sock = transport.get_extra_info("socket")
+        if not transport.is_reading() and sock is not None and _has_left(sock):
             transport.abort()
         if transport.is_closing():
             return
@@ -633,11 +678,10 @@ def check_paces(connections: Iterable[HttpProtocol]) -> bool:
     return True
 
 
-def _has_left(transport: asyncio.Transport) -> bool:
-    """Whether the client has closed the connection, from which nothing is being read. This is known on Linux only."""
-    sock = transport.get_extra_info("socket")
+def _has_left(sock: socket.socket) -> bool:
+    """Whether the client has closed the connection, seen without reading from it. This is known on Linux only."""
     event = getattr(select, "POLLRDHUP", 0)
-    if sock is None or not event:
+    if not event:
         return False
     poll = select.poll()
     poll.register(sock.fileno(), event)

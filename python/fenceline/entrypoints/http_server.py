@@ -177,8 +177,8 @@ class HttpServer(uvicorn.Server):
         )
         return BoundedReader(connection, self._limits)
 
-    def _has_room(self) -> bool:
-        return len(self.server_state.connections) < self._max_accepted
+    def _has_room(self, num_waiting: int) -> bool:
+        return len(self.server_state.connections) + num_waiting < self._max_accepted
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second; once a second clients that do not keep pace are disconnected."""
