@@ -25,7 +25,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import TypeVar, cast
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
 from fenceline.config.request_limits import MAX_BODY_OBJECTS, MAX_BODY_VALUES, MAX_TEXT_CHARS
 from fenceline.entrypoints.errors import internal_error, too_deep
@@ -57,6 +58,20 @@ _LOOK_INTERVAL_S = 1.0
 _MAX_LOOKS = 60
 
 
+async def _received(receive: Receive) -> deque[bytes]:
+    """The parts of a body. Raises ClientDisconnect."""
+    parts: deque[bytes] = deque()
+    is_whole = False
+    while not is_whole:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        if part := message.get("body"):
+            parts.append(part)
+        is_whole = not message.get("more_body", False)
+    return parts
+
+
 class BodyParser:
     """Parses the bodies of all endpoints. The helper process is started for the first body that needs it, and ends
     together with this process, even if this one is killed."""
@@ -73,7 +88,7 @@ class BodyParser:
     async def parse(self, request: Request, parse: Parse[T], empty: bytes = b"") -> T:
         """The body of ``request``, or ``empty`` for one without any bytes, as ``parse`` makes it: a function at the top
         of a module, or a partial one. Raises RequestError, and ClientDisconnect if the client leaves meanwhile."""
-        parts = deque([part async for part in request.stream() if part])
+        parts = await _received(request.receive)
         request.scope[BODY_BYTES] = num_bytes = sum(map(len, parts))
         if num_bytes <= _INLINE_BYTES:
             data = b"".join(parts) or empty

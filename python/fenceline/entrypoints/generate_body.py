@@ -347,13 +347,16 @@ def _num_samples(sampling: Sequence[NativeSampling]) -> int:
     return n
 
 
+_NATIVE_FIELDS = NativeSampling.__struct_fields__
+_FIELDS = frozenset(SamplingParams.__struct_fields__)
+
+
 def _to_params(native: NativeSampling, config: EngineConfig) -> SamplingParams:
     values: dict[str, object] = {}
     if config.server_args.sampling_defaults == "model":
         values.update(config.model.sampling_defaults.as_dict())
-    for name in SamplingParams.__struct_fields__:
-        value = getattr(native, name)
-        if value is not None and value is not msgspec.UNSET:
+    for name, value in zip(_NATIVE_FIELDS, msgspec.structs.astuple(native), strict=True):
+        if value is not None and value is not msgspec.UNSET and name in _FIELDS:
             values[name] = value
     if native.max_new_tokens is None:
         values["max_new_tokens"] = config.model.context_length  # clipped to what the prompt leaves

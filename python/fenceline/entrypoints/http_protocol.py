@@ -28,7 +28,7 @@ from typing import Any, NoReturn, cast
 
 import httptools
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from fenceline.entrypoints.errors import error_bytes, error_response
@@ -38,10 +38,12 @@ from fenceline.frontend.request_types import RequestError
 logger = logging.getLogger(__name__)
 
 Pace = tuple[int, str, int]
+Address = tuple[str, int]
 
 MAX_HELD_BYTES = 1 << 16
 LIVE_STATE_PATH = "/live_state"
-LOG_DELAY_S = 0.01
+LOG_DELAY_S = 0.05  # longer than a burst of requests takes to be accepted
+_LINES_AT_ONCE = 16
 
 # Of one request.
 MAX_HEAD_BYTES = 16 << 10  # request line and headers together
@@ -181,25 +183,39 @@ class JoiningTransport(asyncio.Transport):
 
 
 class LateLogger:
-    """Writes access lines a moment later, so that answers that begin now do not wait for the log file. The requests
-    that the web page makes three times a second are not logged."""
+    """Writes access lines a moment later, many at a time, so that answers that begin now do not wait for the log file.
+    The requests that the web page makes three times a second are not logged."""
 
     def __init__(self, logger: logging.Logger, loop: asyncio.AbstractEventLoop) -> None:
         self._logger = logger
         self._loop = loop
+        self._lines: deque[tuple[str, tuple[object, ...]]] = deque()
 
     def info(self, text: str, *values: object) -> None:
         """As ``logging.Logger.info``, in the same order."""
         if self._logger.isEnabledFor(logging.INFO) and LIVE_STATE_PATH not in values:
-            self._loop.call_later(LOG_DELAY_S, self._logger.info, text, *values)
+            if not self._lines:
+                self._loop.call_later(LOG_DELAY_S, self._write)
+            self._lines.append((text, values))
+
+    def _write(self) -> None:
+        self.flush(_LINES_AT_ONCE)
+        if self._lines:
+            self._loop.call_soon(self._write)
+
+    def flush(self, most: int | None = None) -> None:
+        """Write what waits, at most ``most`` lines."""
+        for _ in range(min(len(self._lines), most or len(self._lines))):
+            text, values = self._lines.popleft()
+            self._logger.info(text, *values)
 
 
 class ConnectionLimits:
     """The limits that the connections of one server share: how many there may be, how much one turn of the event loop
     reads and parses for all of them, and the clock by which their pace is measured.
 
-    ``now`` is in seconds. Time in which the server itself was suspended or busy is not counted, because it could not
-    read what its clients sent.
+    ``access_log``: where their requests are logged. ``now`` is in seconds. Time in which the server itself was
+    suspended or busy is not counted, because it could not read what its clients sent.
     """
 
     def __init__(self, max_connections: int) -> None:
@@ -210,6 +226,7 @@ class ConnectionLimits:
         self.buffer = memoryview(bytearray(_READ_BYTES))  # where each connection reads to
         self._looked_at = float("inf")
         self._warned_at = float("-inf")
+        self.access_log: LateLogger | None = None
         self._turn_planned = False
         self._waiting: tuple[deque[Callable[[], None]], deque[Callable[[], None]]] = deque(), deque()
 
@@ -251,6 +268,13 @@ class ConnectionLimits:
             self.spend(0)
 
 
+_Taken = tuple[socket.socket, Any]  # a connection as socket.accept returns it, with the client's address
+
+
+def _address(name: Any) -> Address:
+    return str(name[0]), int(name[1])
+
+
 class Listener:
     """Accepts connections on ``sock``. In each turn of the event loop it takes many from the system's queue and makes
     connections of a few. Those for which there is no descriptor wait in the system's queue; libuv would close them all.
@@ -259,21 +283,23 @@ class Listener:
     order. So a connection whose client has left without a request is closed before it costs anything else, and a client
     that posts nothing (a monitor's /health, a page) does not wait for those that do.
 
-    ``has_room`` is told how many have been taken and are no connections yet.
+    ``make_protocol`` is told the server's address and the client's, ``has_room`` how many have been taken and are no
+    connections yet.
     """
 
     def __init__(
         self,
         sock: socket.socket,
-        make_protocol: Callable[[], asyncio.BaseProtocol],
+        make_protocol: Callable[[Address, Address], asyncio.BaseProtocol],
         has_room: Callable[[int], bool],
     ) -> None:
         self._sock = sock
+        self._address = _address(sock.getsockname())
         self._make_protocol = make_protocol
         self._has_room = has_room
         self._loop = asyncio.get_running_loop()
         # Taken and no connections yet: clients that post nothing, and the others.
-        self._waiting: tuple[deque[socket.socket], ...] = (deque(), deque())
+        self._waiting: tuple[deque[_Taken], ...] = (deque(), deque())
         self._connecting: set[asyncio.Task[object]] = set()
         self._turn: asyncio.Handle | None = None
         self._pause: asyncio.TimerHandle | None = None
@@ -283,9 +309,12 @@ class Listener:
     def _accept(self) -> None:
         for _ in range(MAX_TAKEN):
             try:
-                if not self._has_room(sum(map(len, self._waiting)) + len(self._connecting)):
+                num_waiting = sum(map(len, self._waiting)) + len(self._connecting)
+                if not self._has_room(num_waiting):
+                    if num_waiting:
+                        break  # each of them that becomes a connection makes room
                     raise OSError(errno.EMFILE, "no room")
-                accepted, _ = self._sock.accept()
+                taken = self._sock.accept()
             except OSError as error:
                 if error.errno in _NO_ROOM_ERRORS:
                     self._loop.remove_reader(self._sock)
@@ -293,14 +322,14 @@ class Listener:
                         _ACCEPT_PAUSE_S, self._loop.add_reader, self._sock, self._accept
                     )
                 break  # others: there is none, or it has been given up already
-            self._take(accepted)
+            self._take(taken)
         if self._turn is None:
             self._connect_some()
 
-    def _take(self, accepted: socket.socket) -> None:
-        accepted.setblocking(False)
+    def _take(self, taken: _Taken) -> None:
+        accepted, _ = taken
         try:
-            begun = accepted.recv(_PEEKED_BYTES, socket.MSG_PEEK)
+            begun = accepted.recv(_PEEKED_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             begun = None  # it has sent nothing yet
         except OSError:
@@ -309,7 +338,7 @@ class Listener:
         if begun == b"" or (is_part and _has_left(accepted)):
             accepted.close()
         else:
-            self._waiting[not (begun or b"").startswith((b"GET ", b"HEAD "))].append(accepted)
+            self._waiting[not (begun or b"").startswith((b"GET ", b"HEAD "))].append(taken)
 
     def _connect_some(self) -> None:
         self._turn = None
@@ -323,10 +352,13 @@ class Listener:
         if any(self._waiting):
             self._turn = self._loop.call_soon(self._connect_some)
 
-    async def _connect(self, accepted: socket.socket) -> None:
+    async def _connect(self, taken: _Taken) -> None:
+        accepted, peer = taken
         try:
+            accepted.setblocking(False)
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await self._loop.connect_accepted_socket(self._make_protocol, accepted)
+            make_protocol = partial(self._make_protocol, self._address, _address(peer))
+            await self._loop.connect_accepted_socket(make_protocol, accepted)
         except OSError:  # the client has gone
             accepted.close()
 
@@ -340,7 +372,7 @@ class Listener:
         self._loop.remove_reader(self._sock)
         for waiting in self._waiting:
             while waiting:
-                waiting.popleft().close()
+                waiting.popleft()[0].close()
 
     async def wait_closed(self) -> None:
         """As a server of asyncio's; connections are waited for by uvicorn."""
@@ -350,14 +382,22 @@ class HttpProtocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 on a :class:`JoiningTransport`, with limits.
 
     A request that is malformed or too large is answered with a 4xx in the server's own form, and the connection is
-    closed. If there are too many connections, those on which no request is being answered are closed for new ones, the
-    longest idle first. If there are none, a new connection gets 503, except for /health, so that a monitor sees that
-    the server is busy and not dead.
+    closed. If there are too many connections, some on which no request is being answered are closed for new ones. If
+    there are none, a new connection gets 503, except for /health, so that a monitor sees that the server is busy and
+    not dead.
     """
 
-    def __init__(self, *args: Any, limits: ConnectionLimits, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        limits: ConnectionLimits,
+        addresses: tuple[Address | None, Address | None] = (None, None),
+        **kwargs: Any,
+    ) -> None:
+        """``addresses``: the server's and the client's, for the application and the log."""
         super().__init__(*args, **kwargs)
         self._limits = limits
+        self._addresses = addresses
         self._refusal: RequestError | None = None  # set by the parser's callbacks, which can only raise
         self._in_head = True
         self._num_head_bytes = 0  # of the request that is being received
@@ -380,8 +420,15 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         """A client has connected."""
-        self.access_logger = cast(logging.Logger, LateLogger(self.access_logger, self.loop))
-        super().connection_made(JoiningTransport(transport, self.loop))
+        if self._limits.access_log is None:
+            self._limits.access_log = LateLogger(self.access_logger, self.loop)
+        self.access_logger = cast(logging.Logger, self._limits.access_log)
+        # As uvicorn's, which asks the kernel for the addresses a dozen times.
+        self.connections.add(self)
+        self.transport = JoiningTransport(transport, self.loop)
+        self.flow = FlowControl(self.transport)
+        self.server, self.client = self._addresses
+        self.scheme = "http"
         self._pace_at = self._taken_at = self._limits.now
         num_staying = len(self.connections) - self._limits.num_leaving
         if num_staying > self._limits.max_connections and not self._make_room():
@@ -599,14 +646,15 @@ class HttpProtocol(HttpToolsProtocol):
     # --- number of connections
 
     def _make_room(self) -> bool:
-        """Close some of the connections that wait for their client, starting with those that have waited longest, and
-        among equals with those that have asked for least. They are removed before the next ones are accepted. False if
-        there are none."""
+        """Close some of the connections that wait for their client, those that have waited longest first. Of the
+        connections of the last seconds, those that have not completed a request come first: a flood of them must not
+        take the places of clients that pause between requests. They are removed before the next ones are accepted.
+        False if there are none."""
         others = cast("set[HttpProtocol]", self.connections)
         idle = [other for other in others if other is not self and other._is_idle()]
         self._limits.warn(self._limits.max_connections, len(idle))
-        # Of those that came within the same second, a client of one request or more is not the attacker of a flood.
-        idle.sort(key=lambda other: (other._pace_at, other._num_heads))
+        recent = self._limits.now - HEAD_TIMEOUT_S
+        idle.sort(key=lambda other: (other._pace_at > recent, other._num_heads > 0, other._pace_at))
         for other in idle[: len(idle) // _EVICTED_SHARE + 1]:
             other._leaves = True
             self._limits.num_leaving += 1

@@ -23,6 +23,7 @@ from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.errors import CLIENT_GONE, error_response, install_error_handlers, too_deep
 from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.http_protocol import (
+    Address,
     BoundedReader,
     ConnectionLimits,
     HttpProtocol,
@@ -171,9 +172,18 @@ class HttpServer(uvicorn.Server):
         self.servers = cast("list[asyncio.Server]", listeners)  # which uvicorn closes and waits for
         self.started = True
 
-    def _make_protocol(self) -> BoundedReader:
+    def write_access_log(self) -> None:
+        """Write now what is written a moment later otherwise."""
+        if self._limits.access_log is not None:
+            self._limits.access_log.flush()
+
+    def _make_protocol(self, server: Address, client: Address) -> BoundedReader:
         connection = HttpProtocol(
-            config=self.config, server_state=self.server_state, app_state={}, limits=self._limits
+            config=self.config,
+            server_state=self.server_state,
+            app_state={},
+            limits=self._limits,
+            addresses=(server, client),
         )
         return BoundedReader(connection, self._limits)
 

@@ -23,6 +23,8 @@ from fenceline.frontend.tokenizer import Tokenizer
 from fenceline.ipc.io_struct import IdArray, SchedulerReady, TokenizedGenerateReq, id_array
 from fenceline.sampling.sampling_params import SamplingParams
 
+_FEW_IDS = 256  # numpy's calls cost more than looking at so many
+
 
 def check_untokenised(
     inp: GenerateInput, tokenizer: Tokenizer | None, config: EngineConfig, limits: SchedulerReady
@@ -194,8 +196,11 @@ def check_vocabulary(ids: Sequence[int], vocab_size: int, param: str) -> IdArray
     """``ids`` as they are sent. Raises RequestError for ids outside the vocabulary."""
     try:
         made = id_array(ids)
-        values = np.frombuffer(made, dtype=np.int32)
-        low, high = int(values.min(initial=0)), int(values.max(initial=0))
+        if len(made) <= _FEW_IDS:
+            low, high = min(made, default=0), max(made, default=0)
+        else:
+            values = np.frombuffer(made, dtype=np.int32)
+            low, high = int(values.min()), int(values.max())
     except OverflowError:  # a number of more than 32 bits
         made, low, high = id_array(), min(ids), max(ids)
     if low < 0 or high >= vocab_size:

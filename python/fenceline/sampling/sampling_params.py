@@ -17,6 +17,7 @@ MAX_BIAS = 100.0
 TOP_K_ALL = -1
 MIN_REPETITION_PENALTY = 1e-3  # logits are divided by the penalty and must stay finite
 GREEDY_BELOW = 1e-6  # lower temperatures count as 0, as in SGLang
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,74 +68,57 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def verify_numbers(self) -> None:
         """:meth:`verify` for everything except stop strings, stop tokens and biases."""
-        numbers = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "repetition_penalty": self.repetition_penalty,
-        }
-        for name, value in numbers.items():
-            if not math.isfinite(value):
+        # Messages are made only where they are needed: every request passes here before its first token.
+        for name in _NUMBERS:
+            if not math.isfinite(value := getattr(self, name)):
                 raise ValueError(f"{name} must be a finite number, got {value}")
-        _check(self.temperature >= 0.0, f"temperature must be at least 0, got {self.temperature}")
-        _check(0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}")
-        _check(0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}")
-        _check(
-            self.top_k == TOP_K_ALL or 1 <= self.top_k < 2**63,  # it becomes an int64
-            f"top_k must be -1 or at least 1, got {self.top_k}",
-        )
+        if not self.temperature >= 0.0:
+            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+        if not (self.top_k == TOP_K_ALL or 1 <= self.top_k < 2**63):  # it becomes an int64
+            raise ValueError(f"top_k must be -1 or at least 1, got {self.top_k}")
         for name in ("presence_penalty", "frequency_penalty"):
-            value = numbers[name]
-            _check(-2.0 <= value <= 2.0, f"{name} must be in [-2, 2], got {value}")
-        _check(
-            MIN_REPETITION_PENALTY <= self.repetition_penalty <= 2.0,
-            f"repetition_penalty must be in [{MIN_REPETITION_PENALTY:g}, 2], got {self.repetition_penalty}",
-        )
-        _check(self.max_new_tokens >= 0, f"max_new_tokens must be at least 0, got {self.max_new_tokens}")
-        _check(
-            0 <= self.min_new_tokens <= self.max_new_tokens,
-            f"min_new_tokens must be in [0, max_new_tokens={self.max_new_tokens}], got {self.min_new_tokens}",
-        )
-        if self.seed is not None:
-            _check(-(2**63) <= self.seed < 2**63, "seed must fit in 64 bits")
+            if not -2.0 <= (value := getattr(self, name)) <= 2.0:
+                raise ValueError(f"{name} must be in [-2, 2], got {value}")
+        if not MIN_REPETITION_PENALTY <= self.repetition_penalty <= 2.0:
+            raise ValueError(
+                f"repetition_penalty must be in [{MIN_REPETITION_PENALTY:g}, 2], got {self.repetition_penalty}"
+            )
+        if self.max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must be at least 0, got {self.max_new_tokens}")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens must be in [0, max_new_tokens={self.max_new_tokens}], got {self.min_new_tokens}"
+            )
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ValueError("seed must fit in 64 bits")
 
     def verify_tokens(self, vocab_size: int) -> None:
         """:meth:`verify` for stop strings, stop tokens and biases, of which there may be many."""
         check_counts(len(self.stop), len(self.stop_token_ids), len(self.logit_bias or ()))
-        _check(all(self.stop), "stop must not have an empty string")
+        if not all(self.stop):
+            raise ValueError("stop must not have an empty string")
         num_chars = sum(map(len, self.stop))
-        _check(
-            num_chars <= MAX_STOP_CHARS,
-            f"stop may have at most {MAX_STOP_CHARS} characters in all its strings, got {num_chars}",
-        )
+        if num_chars > MAX_STOP_CHARS:
+            raise ValueError(
+                f"stop may have at most {MAX_STOP_CHARS} characters in all its strings, got {num_chars}"
+            )
         for token, bias in (self.logit_bias or {}).items():
-            _check(
-                0 <= token < vocab_size,
-                f"logit_bias token id {token} is outside the vocabulary of {vocab_size}",
-            )
-            _check(
-                math.isfinite(bias) and abs(bias) <= MAX_BIAS,
-                f"logit_bias values must be in [-{MAX_BIAS:g}, {MAX_BIAS:g}], got {bias}",
-            )
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"logit_bias token id {token} is outside the vocabulary of {vocab_size}")
+            if not abs(bias) <= MAX_BIAS:  # nor is it NaN
+                raise ValueError(f"logit_bias values must be in [-{MAX_BIAS:g}, {MAX_BIAS:g}], got {bias}")
 
 
 def check_counts(num_stops: int, num_stop_token_ids: int, num_biases: int) -> None:
     """Raise ValueError if there are more stop strings, stop tokens or biases than one request may have."""
-    _check(
-        num_stops <= MAX_STOP_STRINGS, f"stop may have at most {MAX_STOP_STRINGS} strings, got {num_stops}"
-    )
-    _check(
-        num_stop_token_ids <= MAX_STOP_TOKEN_IDS,
-        f"stop_token_ids may have at most {MAX_STOP_TOKEN_IDS} ids, got {num_stop_token_ids}",
-    )
-    _check(
-        num_biases <= MAX_LOGIT_BIAS,
-        f"logit_bias may have at most {MAX_LOGIT_BIAS} entries, got {num_biases}",
-    )
-
-
-def _check(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
+    for num, most, what in (
+        (num_stops, MAX_STOP_STRINGS, "stop may have at most {} strings"),
+        (num_stop_token_ids, MAX_STOP_TOKEN_IDS, "stop_token_ids may have at most {} ids"),
+        (num_biases, MAX_LOGIT_BIAS, "logit_bias may have at most {} entries"),
+    ):
+        if num > most:
+            raise ValueError(f"{what.format(most)}, got {num}")
