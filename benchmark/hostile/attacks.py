@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TypeVar
 
 import httptools
 from wire import RESET, SILENT, Answer, Wire, exchange, head, outcome, post, request
@@ -23,6 +26,8 @@ from wire import RESET, SILENT, Answer, Wire, exchange, head, outcome, post, req
 MIB = 1 << 20
 MAX_BODY = 64 * MIB
 CONTEXT = 4096  # of the demo model
+
+T = TypeVar("T")
 
 
 def leave_cores_to_the_server() -> None:
@@ -32,6 +37,26 @@ def leave_cores_to_the_server() -> None:
     with contextlib.suppress(OSError):
         os.setsid()
         Path("/proc/self/autogroup").write_text("19")
+
+
+def run_apart(run: Callable[..., T], *args: object) -> T:
+    """The result of ``run(*args)``, both of which can be pickled, in a process that leaves the cores to the server.
+    Raises EOFError if it ends without one."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_run_apart, args=(there, run, args))
+    process.start()
+    there.close()
+    try:
+        result: T = here.recv()
+    finally:
+        process.join()
+    return result
+
+
+def _run_apart(pipe: Connection, run: Callable[..., object], args: tuple[object, ...]) -> None:
+    leave_cores_to_the_server()
+    pipe.send(run(*args))
 
 
 class Target:

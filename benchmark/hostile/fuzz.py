@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ import httptools
 import orjson
 import psutil
 from attacked import AttackedServer
-from attacks import ATTACKS, Target, leave_cores_to_the_server
+from attacks import ATTACKS, Target, leave_cores_to_the_server, run_apart
 from beside import MARK_MS, Observer, not_run, usual, worst
 from wire import LEFT, RESET, SILENT, Answer, Wire, exchange, outcome, post, request
 
@@ -568,25 +567,9 @@ async def _drive(port: int, seed: int, num: int, findings: Findings) -> None:
 
 
 def _driven(port: int, seed: int, num: int) -> Findings:
-    """Send all requests, from a process of their own."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_drive_process, args=(there, port, seed, num))
-    process.start()
-    there.close()
-    try:
-        findings: Findings = here.recv()
-    except EOFError:
-        findings = Findings(Counter(), ["the process that sends the requests has ended"])
-    process.join()
-    return findings
-
-
-def _drive_process(pipe: Connection, port: int, seed: int, num: int) -> None:
-    leave_cores_to_the_server()
     findings = Findings(Counter(), [])
     asyncio.run(_drive(port, seed, num, findings))
-    pipe.send(findings)
+    return findings
 
 
 async def _end_quietly(port: int, findings: Findings) -> None:
@@ -638,7 +621,7 @@ def run_fuzz(args: argparse.Namespace) -> int:
             for client in clients:
                 client.start()
             try:
-                findings = _driven(server.port, args.seed, args.num)
+                findings = run_apart(_driven, server.port, args.seed, args.num)
             finally:
                 stop.set()
                 for client in clients:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import tempfile
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from attacked import AttackedServer
+from attacks import run_apart
 from beside import MARK_MS, Observer, Sample, not_run, usual, worst
 from fuzz import SETTLED_S, memory_of_processes
 from wire import Answer, exchange, outcome, post
@@ -477,10 +477,15 @@ async def _drive(port: int, args: argparse.Namespace, statuses: Counter[str], fa
     await asyncio.gather(*(work() for _ in range(WORKERS)))
 
 
-def run_grammars(args: argparse.Namespace) -> int:
-    """Run it; returns 1 if anything failed or missed the mark."""
+def _driven(port: int, args: argparse.Namespace) -> tuple[Counter[str], list[str]]:
     statuses: Counter[str] = Counter()
     failures: list[str] = []
+    asyncio.run(_drive(port, args, statuses, failures))
+    return statuses, failures
+
+
+def run_grammars(args: argparse.Namespace) -> int:
+    """Run it; returns 1 if anything failed or missed the mark."""
     with tempfile.TemporaryDirectory() as folder:
         template = Path(folder) / "tools.jinja"
         template.write_text(TEMPLATE)
@@ -499,9 +504,8 @@ def run_grammars(args: argparse.Namespace) -> int:
             sizes = memory_of_processes(server.pid)
             with Observer(server.port, server.pid) as observer:
                 time.sleep(ALONE_S)
-                os.nice(10)  # clients elsewhere would not take the server's cores
                 begin = time.monotonic()
-                asyncio.run(_drive(server.port, args, statuses, failures))
+                statuses, failures = run_apart(_driven, server.port, args)
                 end = time.monotonic()
                 time.sleep(SETTLED_S)
                 seen = observer.look()
