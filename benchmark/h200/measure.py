@@ -36,7 +36,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LIST = HERE / "measurements.toml"
-_GPU_CORES = 8  # cores for jobs that use a GPU, on a machine with more; the others are for jobs that use none
+_GPU_CORES = (
+    8  # cores for each GPU where jobs use none beside it; else the machine's are divided among the GPUs
+)
 _AT_ONCE = 4  # jobs that share a GPU
 _STOP_S = 5.0  # the time between SIGTERM and SIGKILL
 _USES = ("timed", "gpu", "cpu")
@@ -99,13 +101,21 @@ class Measurement:
     """All jobs that are run into one folder within one time."""
 
     def __init__(
-        self, out: Path, seconds: float, before: Path | None, cores: Sequence[int], num_gpus: int
+        self,
+        out: Path,
+        seconds: float,
+        before: Path | None,
+        cores: Sequence[int],
+        num_gpus: int,
+        beside: bool = True,
     ) -> None:
-        """``cores``: the numbers of the CPU cores that may be used."""
+        """``cores``: the numbers of the CPU cores that may be used. ``beside``: whether there are jobs that use no
+        GPU."""
         self._out, self._before = out, before
         self._end = time.monotonic() + seconds
         self._num_gpus = num_gpus
-        num = _GPU_CORES * num_gpus
+        self._num_cores = _GPU_CORES if beside else max(_GPU_CORES, len(cores) // num_gpus)
+        num = self._num_cores * num_gpus
         shared = len(cores) <= num
         self._gpu_cores = list(cores if shared else cores[:num])
         self._free = list(cores if shared else cores[num:])
@@ -132,7 +142,9 @@ class Measurement:
         changed = threading.Condition()
 
         def run(job: Job, gpus: list[int]) -> None:
-            cores = [core for gpu in gpus for core in self._gpu_cores[gpu * _GPU_CORES :][:_GPU_CORES]]
+            cores = [
+                core for gpu in gpus for core in self._gpu_cores[gpu * self._num_cores :][: self._num_cores]
+            ]
             env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if self._num_gpus > 1 else None
             try:
                 self._run(job, cores or self._gpu_cores, env)
@@ -269,7 +281,8 @@ def main() -> int:
         parser.error("no job has such a name" if not jobs else "--out DIR is needed")
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     before = args.before and args.before.resolve()
-    measurement = Measurement(args.out.resolve(), args.seconds, before, cores, args.gpus)
+    beside = any(job.use == "cpu" for job in jobs)
+    measurement = Measurement(args.out.resolve(), args.seconds, before, cores, args.gpus, beside)
     measurement.run(jobs)
     return int(any(result.status != "0" for result in measurement.results))
 

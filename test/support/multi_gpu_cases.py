@@ -105,7 +105,7 @@ def sums(rank: Rank) -> Found:
 def ways(rank: Rank) -> Found:
     """One shot, two shots and fused must have the same bits."""
     with rank.device.forward.active():
-        for rows in (1, 2, 7, 32):
+        for rows in (1, 2, 7, min(32, rank.own.one_shot_bytes // (2 * 4096))):
             x = rank.numbers(rows * 4096, torch.bfloat16).view(rows, 4096)
             one, two = x.clone(), x.clone()
             rank.own.all_reduce(one, False)
@@ -127,7 +127,8 @@ def mixed(rank: Rank, pdl: int = 0) -> Found:
     begin_at(own, NEAR_THE_END)
     rank.meet()
     own.pdl = pdl
-    sizes = (8 << 10, 16, 64 << 10, own.one_shot_bytes, 48, 2048 + 16, (128 << 10) + 16)
+    # What one shot takes depends on the number of ranks.
+    sizes = (8 << 10, 16, 64 << 10, own.one_shot_bytes, 48, 2048 + 16, own.one_shot_bytes // 2 + 16)
     sources = [torch.zeros(n // 2, dtype=torch.bfloat16, device=device.torch_device) for n in sizes]
     sums = [torch.zeros_like(source) for source in sources]
     twice = [torch.zeros_like(source) for source in sources]
