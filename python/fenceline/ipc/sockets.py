@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 MAX_DRAINED = 16  # messages handled in one go: bounds the time until those who wait for them run
 MAX_DRAINED_BYTES = 1 << 20  # and no more after so many bytes: logprobs of a long prompt are megabytes
 MAX_HELD_BYTES = 32 << 10  # of requests: about 8,192 tokens, as many as a prefill step takes
-MAX_HELD = 8  # requests: preparing so many takes about as long as computing a few short prompts
 MAX_TURN_BYTES = 2 << 20  # of requests, in one turn of the event loop: one or two milliseconds
 # What the scheduler takes in before a step. Requests beyond that are in no hurry: they fill many steps. The limit in
 # bytes is for long prompts: a megabyte of their ids takes one millisecond. What else is in a request, such as biases of
@@ -167,9 +166,8 @@ class ZmqLink:
     """The TokenizerManager's sockets: binds ``ports.tokenizer``, connects to ``ports.scheduler``.
 
     Everything that one turn of the event loop sends arrives together, so that requests that come at the same time are
-    one prefill step, and not the first of them alone and then the others. But as soon as there is enough for a step, or
-    preparing more would take as long as a step, it is sent: the device computes it while the turn continues, which
-    takes a tenth of a second for hundreds of requests.
+    one prefill step, and not the first of them alone and then the others. But as soon as there is enough for a step, it
+    is sent: the device computes it while the turn continues, which takes a tenth of a second for hundreds of requests.
     (Parts of a zmq message are delivered all or none; readers take each as a message.) More than :data:`MAX_TURN_BYTES`
     wait for the next turns, in order, so that thousands of prompts do not keep the loop.
 
@@ -211,7 +209,7 @@ class ZmqLink:
         self._unsent.append(data)
         self._num_held += len(data)
         self._num_turn_bytes += len(data)
-        if self._num_held > MAX_HELD_BYTES or len(self._unsent) >= MAX_HELD:
+        if self._num_held > MAX_HELD_BYTES:
             self._flush()
 
     def _without_known_parts(self, message: TokenizedGenerateReq) -> TokenizedGenerateReq:
