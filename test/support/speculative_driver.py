@@ -73,11 +73,13 @@ def make_driver(
     measures_steps: bool = False,
     prefill_backend: str | None = None,
     shard: Shard = Shard(),
+    token_map: Path | None = None,
     **flags: object,
 ) -> Driver:
     """A scheduler over the target; without ``algorithm`` it decodes one token per step. ``depth_seed``: each step has a
     random depth from 0 to ``num_steps``, drawn from this seed. ``measures_steps``: depths are chosen by measured
-    speed. ``shard``: the part of the model on ``device``, if there are several ranks."""
+    speed. ``shard``: the part of the model on ``device``, if there are several ranks. ``token_map``: the file of the
+    tokens that the draft may propose."""
     device = device or open_device("cpu")
     device.keeps_time = measures_steps
     sizes: dict[str, object] = {"max_total_tokens": 4096, "page_size": 16, "chunked_prefill_size": 32}
@@ -97,7 +99,9 @@ def make_driver(
     if algorithm is not None:
         directory = None if draft is None else str(models[draft])
         speculative = SpeculativeConfig(
-            read_draft_config(algorithm, directory, model), num_steps, simulated_accept_length
+            read_draft_config(algorithm, directory, model, None if token_map is None else str(token_map)),
+            num_steps,
+            simulated_accept_length,
         )
         speculative = dataclasses.replace(speculative, is_adaptive=measures_steps or depth_seed is not None)
         if topk > 1:

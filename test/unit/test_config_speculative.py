@@ -6,10 +6,11 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 from draft_checkpoints import add_mtp, save_target
 
 from fenceline.config import ConfigError
-from fenceline.config.draft_config import StepShape
+from fenceline.config.draft_config import StepShape, read_token_map
 from fenceline.config.engine_config import EngineConfig, attention_backends, resolve
 from fenceline.config.model_files import demo_model_path
 from fenceline.config.server_args import ServerArgs
@@ -41,6 +42,16 @@ TREE = {**OWN, "speculative_eagle_topk": 2, "speculative_num_steps": 3}
         ),
         ({"speculative_eagle_topk": 2}, "needs --speculative-algorithm"),
         ({"speculative_adaptive": True}, "needs --speculative-algorithm"),
+        ({"speculative_token_map": "a.pt"}, "needs --speculative-algorithm"),
+        ({"speculative_algorithm": "EAGLE3", "speculative_token_map": "a.pt"}, "for .* EAGLE alone"),
+        (
+            {"speculative_algorithm": "EAGLE", "speculative_token_map": "a.pt", "tp_size": 2},
+            "is not possible with --tp-size above 1",
+        ),
+        (
+            {"speculative_algorithm": "EAGLE", "speculative_token_map": "no/such/folder/file.pt"},
+            "no such file; give a path, or ORG/NAME/FILE on the hub",
+        ),
         (
             {"speculative_algorithm": "EAGLE3", "speculative_draft_model_revision": "main"},
             "--speculative-draft-model-path gives, add it or leave this out",
@@ -67,6 +78,36 @@ def test_impossible_values_are_refused_with_the_remedy(flags: dict[str, object],
     with pytest.raises(ConfigError, match=message) as caught:
         configure(**flags)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"no archive", "not a list or tensor of token ids that torch.save has written"),
+        ([[1, 2], [3, 4]], r"has \[2, 2\] torch.int64 in place of a list of token ids"),
+        ([0.5, 1.5], "in place of a list of token ids"),
+        ([], "in place of a list of token ids"),
+        ([5, 1024], "names token 1024, the vocabulary has 1024; use the file that was made for this model"),
+        ([5, -1], "names token -1"),
+    ],
+)
+def test_a_token_map_that_does_not_fit_is_refused_with_the_reason(
+    tmp_path: Path, content: object, message: str
+) -> None:
+    file = tmp_path / "map.pt"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        torch.save(content, file)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_token_map(str(file), 1024)
+    assert "\n" not in str(caught.value) and str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize("written", [[7, 3, 3, 1023], torch.tensor([1023, 7, 3], dtype=torch.int32)])
+def test_a_token_map_has_each_token_once(tmp_path: Path, written: object) -> None:
+    torch.save(written, tmp_path / "map.pt")
+    assert read_token_map(str(tmp_path / "map.pt"), 1024) == [3, 7, 1023]
 
 
 def test_a_simulated_acceptance_may_be_as_long_as_the_step() -> None:

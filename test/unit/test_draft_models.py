@@ -322,3 +322,17 @@ def test_random_weights_need_no_files(tmp_path: Path, algorithm: SpeculativeAlgo
     assert not all(torch.equal(slot.dest, other[name].dest) for name, slot in first.items())
     ids = load(1).target_ids
     assert ids is None or bool(((ids >= 0) & (ids < VOCAB)).all())
+
+
+def test_with_random_weights_a_token_map_takes_rows_of_the_targets_head(tmp_path: Path) -> None:
+    save_target("llama", tmp_path / "target")
+    made = random_eagle(Random(1), "Llama")
+    made.save(tmp_path / "draft")
+    (tmp_path / "draft" / "model.safetensors").unlink()
+    torch.save([5, 2, 9], tmp_path / "map.pt")
+    target = PagedModel(tmp_path / "target", 16, "cpu").model
+    config = read_draft_config(EAGLE, str(tmp_path / "draft"), target.config, str(tmp_path / "map.pt"))
+    assert config.draft_vocab_size == 3
+    context = torch_context(Shard(), torch.float32)
+    draft = load_draft_model(config, "dummy", torch.device("cpu"), context, 1, False, target)
+    assert torch.equal(draft.lm_head.weight.data, target.lm_head.weight.data[[2, 5, 9]])

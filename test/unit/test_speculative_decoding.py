@@ -50,6 +50,27 @@ def test_no_token_changes(
         )
 
 
+@pytest.mark.parametrize("topk", [1, 3])
+def test_a_draft_that_may_propose_some_tokens_alone(
+    models: dict[str, Path], tmp_path: Path, topk: int
+) -> None:
+    """--speculative-token-map: the draft's head has the map's rows of the target's, and no token changes."""
+    ids = Random(2).sample(range(VOCAB), VOCAB // 2)
+    torch.save(ids, tmp_path / "frequent.pt")
+    reqs = requests(4)
+    driver = make_driver(models, EAGLE, "eagle", topk=topk, token_map=tmp_path / "frequent.pt")
+    counted = count_tokens(driver)
+    assert answers(driver, reqs) == answers(make_driver(models), reqs)
+    assert {1, 2} <= set(counted), "drafts were accepted, and drafts were not"
+    assert isinstance(driver.worker, ModelRunner) and driver.worker.draft is not None
+    draft, head = driver.worker.draft, driver.worker.model.lm_head.weight.data
+    assert draft.target_ids is not None and draft.target_ids.tolist() == sorted(ids)
+    whole = make_driver(models, EAGLE, "eagle").worker
+    assert isinstance(whole, ModelRunner) and whole.draft is not None
+    assert torch.equal(draft.lm_head.weight.data, whole.draft.lm_head.weight.data[draft.target_ids])
+    assert len(draft.lm_head.weight.data) < len(head)
+
+
 @pytest.mark.parametrize(("algorithm", "draft"), [(EAGLE, "eagle"), (STANDALONE, "target")])
 def test_a_prefill_backend_made_for_the_layers_it_attends_in(
     models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str

@@ -167,6 +167,7 @@ def _check_speculation(args: ServerArgs) -> None:
     given = {
         "--speculative-draft-model-path": args.speculative_draft_model_path,
         "--speculative-draft-model-revision": args.speculative_draft_model_revision,
+        "--speculative-token-map": args.speculative_token_map,
         "--speculative-adaptive": args.speculative_adaptive or None,
         "--speculative-draft-attention-backend": args.speculative_draft_attention_backend,
         "--speculative-num-steps": steps,
@@ -184,6 +185,16 @@ def _check_speculation(args: ServerArgs) -> None:
         revision is None or args.speculative_draft_model_path is not None,
         f"--speculative-draft-model-revision {revision}: chooses a version of the hub id that"
         " --speculative-draft-model-path gives, add it or leave this out",
+    )
+    token_map = args.speculative_token_map
+    _require(
+        token_map is None or args.speculative_algorithm == "EAGLE",
+        f"--speculative-token-map {token_map}: for --speculative-algorithm EAGLE alone (an EAGLE-3 draft's checkpoint"
+        " has its own), leave it out",
+    )
+    _require(
+        token_map is None or args.tp_size == 1,
+        f"--speculative-token-map {token_map}: is not possible with --tp-size above 1, leave one of them out",
     )
     _require(
         steps is None or 1 <= steps <= _MOST_SPECULATIVE_STEPS,

@@ -33,13 +33,15 @@ class DraftConfig:
 
     ``model`` describes the draft's own layers. Its context length and dtype are the target's: positions are the
     target's, whatever length the draft was trained at. For NEXTN it is the target's with as many layers as predict
-    further tokens. ``draft_vocab_size`` is the size of the draft's head; None: that of the vocabulary.
+    further tokens. ``draft_vocab_size`` is the size of the draft's head; None: that of the vocabulary. ``token_map``:
+    the file of the tokens that the head has; None: the checkpoint says it.
     ``aux_layers``: for EAGLE-3, the layers of the target whose inputs the draft reads (see ``AuxHiddenStates``).
     """
 
     algorithm: SpeculativeAlgorithm
     model: ModelConfig
     draft_vocab_size: int | None = None
+    token_map: str | None = None
     aux_layers: tuple[int, ...] = ()
 
     @property
@@ -125,10 +127,15 @@ class SpeculativeConfig:
 
 
 def read_draft_config(
-    algorithm: SpeculativeAlgorithm, directory: str | None, target: ModelConfig
+    algorithm: SpeculativeAlgorithm,
+    directory: str | None,
+    target: ModelConfig,
+    token_map: str | None = None,
 ) -> DraftConfig:
-    """Read the draft's ``config.json``. ``directory`` None means the target's directory: a folder in it with the
-    algorithm's name in lower case, as in the demo model, or for NEXTN the target's checkpoint itself.
+    """Read the draft's ``config.json``, and for EAGLE the file ``token_map`` if one is given.
+
+    ``directory`` None means the target's directory: a folder in it with the algorithm's name in lower case, as in the
+    demo model, or for NEXTN the target's checkpoint itself.
 
     Raises ``ConfigError``, one line with the remedy, for a directory without a draft of this algorithm, and for a draft
     of another target, whose sizes, vocabulary or layers do not fit.
@@ -157,7 +164,8 @@ def read_draft_config(
             f" {target.hidden_size}; use the draft that was trained for {target.model_path}"
         )
     if not eagle3:
-        return DraftConfig(algorithm=algorithm, model=model)
+        num_known = None if token_map is None else len(read_token_map(token_map, model.vocab_size))
+        return DraftConfig(algorithm=algorithm, model=model, draft_vocab_size=num_known, token_map=token_map)
     if model.num_layers != 1:
         raise ConfigError(
             f"{directory}: num_hidden_layers is {model.num_layers}; EAGLE-3 drafts of one layer are supported"
@@ -174,6 +182,31 @@ def read_draft_config(
         draft_vocab_size=draft_vocab_size,
         aux_layers=_aux_layers(hf, target, directory),
     )
+
+
+def read_token_map(file: str, vocab_size: int) -> list[int]:
+    """The ids in a file of --speculative-token-map, ascending. Raises ``ConfigError``, one line, if it has none, or
+    others than those of the vocabulary."""
+    import torch  # which takes a second
+
+    flag = f"--speculative-token-map {file}"
+    try:
+        ids = torch.as_tensor(torch.load(file, map_location="cpu", weights_only=True))
+    except Exception as error:  # of many types: a damaged file, other objects in it
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"{flag}: not a list or tensor of token ids that torch.save has written ({reason})"
+        ) from None
+    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype is torch.bool or not len(ids):
+        raise ConfigError(f"{flag}: has {list(ids.shape)} {ids.dtype} in place of a list of token ids")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        raise ConfigError(
+            f"{flag}: names token {low if low < 0 else high}, the vocabulary has {vocab_size}; use the file that was"
+            " made for this model"
+        )
+    known: list[int] = torch.unique(ids).tolist()
+    return known
 
 
 def _read_nextn(directory: str | None, target: ModelConfig) -> DraftConfig:

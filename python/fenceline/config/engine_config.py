@@ -26,7 +26,7 @@ from fenceline.config.families import Windows
 from fenceline.config.flags import flags_of
 from fenceline.config.hicache import HiCacheConfig, hicache_config, machine_bytes
 from fenceline.config.model_config import ModelConfig
-from fenceline.config.model_files import model_directory, weight_files
+from fenceline.config.model_files import hub_file, model_directory, weight_files
 from fenceline.config.private_files import make_private_folder, why_unusable
 from fenceline.config.quantization import INT4_GROUPS, ON_LINE_METHOD
 from fenceline.config.request_limits import MAX_PRIORITY, MIN_PRIORITY
@@ -272,7 +272,10 @@ def _speculative(
         directory = model_directory(
             directory, flag, args.speculative_draft_model_revision, args.download_dir, weights
         )
-    draft = read_draft_config(SpeculativeAlgorithm(args.speculative_algorithm), directory, target)
+    token_map = args.speculative_token_map
+    if token_map is not None:
+        token_map = hub_file(token_map, "--speculative-token-map", args.download_dir)
+    draft = read_draft_config(SpeculativeAlgorithm(args.speculative_algorithm), directory, target, token_map)
     num_layers = draft.model.num_layers
     has_layers_by_step = draft.algorithm is SpeculativeAlgorithm.NEXTN and num_layers > 1
     num_steps = args.speculative_num_steps or (num_layers if has_layers_by_step else _SPECULATIVE_STEPS)

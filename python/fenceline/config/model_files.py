@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from fenceline.config import ConfigError
@@ -62,23 +63,31 @@ def model_directory(
     return _download(name, flag, revision, download_dir, weights)
 
 
+def hub_file(name: str, flag: str, download_dir: str | None) -> str:
+    """The local path of ``name``, the value of ``flag``: a file, or ORG/NAME/FILE on the hub, which is downloaded if
+    necessary. Raises ConfigError, one line, if it is neither."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return str(path.resolve())
+    repository, _, file = name.rpartition("/")
+    if not file or "/" not in repository or not _HUB_ID.fullmatch(repository):
+        raise ConfigError(f"{flag} {name}: no such file; give a path, or ORG/NAME/FILE on the hub")
+    with _downloads_of(name, flag, None):
+        from huggingface_hub import hf_hub_download
+
+        return hf_hub_download(repository, file, cache_dir=download_dir)
+
+
 def _revision(flag: str) -> str:
     """The revision flag for ``flag``: --revision for --model-path."""
     return "--revision" if flag == "--model-path" else flag.replace("path", "revision")
 
 
 def _download(name: str, flag: str, revision: str | None, download_dir: str | None, weights: bool) -> str:
-    # Imported here because it takes a second, which local directories do not need.
-    from huggingface_hub import errors, snapshot_download
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
-    if not sys.stderr.isatty():
-        disable_progress_bars()  # in a log file they would be one long line with carriage returns
-        print(
-            f"Fetching {name} from the hub, unless it is in the download cache", file=sys.stderr, flush=True
-        )
     patterns = [*_TOKENIZER_FILES, *(_WEIGHT_FILES if weights else ())]
-    try:
+    with _downloads_of(name, flag, revision):
+        from huggingface_hub import snapshot_download
+
         return snapshot_download(
             name,
             revision=revision,
@@ -86,6 +95,22 @@ def _download(name: str, flag: str, revision: str | None, download_dir: str | No
             allow_patterns=patterns,
             ignore_patterns=list(_IGNORED),
         )
+
+
+@contextmanager
+def _downloads_of(name: str, flag: str, revision: str | None) -> Iterator[None]:
+    """For a download of ``name``, the value of ``flag``: says that it begins, and makes a ConfigError of its errors."""
+    # Imported here because it takes a second, which local directories do not need.
+    from huggingface_hub import errors
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()  # in a log file they would be one long line with carriage returns
+        print(
+            f"Fetching {name} from the hub, unless it is in the download cache", file=sys.stderr, flush=True
+        )
+    try:
+        yield
     except errors.GatedRepoError as error:
         reason = "access to it is restricted; ask for access on its page and set HF_TOKEN"
         raise ConfigError(f"{flag} {name}: {reason}") from error

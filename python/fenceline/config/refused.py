@@ -57,10 +57,6 @@ REFUSED: Mapping[str, Refusal] = {
         "drafts are verified by the decode backend, which reads a few rows of each request: leave it out",
         ("decode",),
     ),
-    "--speculative-token-map": Refusal(
-        "a draft proposes from the vocabulary that its checkpoint has: leave it out, or use an EAGLE-3 draft, whose"
-        " head may know a part of it"
-    ),
     **_same(
         "--speculative-accept-threshold-single --speculative-accept-threshold-acc",
         Refusal(

@@ -432,6 +432,14 @@ class ServerArgs:
         "Branch, tag or commit of a hub id given as --speculative-draft-model-path.",
         group=_SPECULATION,
     )
+    speculative_token_map: str | None = flag(
+        None,
+        "With EAGLE: a file with the ids of the tokens that the draft may propose, a list or a tensor that torch.save "
+        "has written, as those of FR-Spec. Its head then reads only their rows, which is faster with a large "
+        "vocabulary. A path, or ORG/NAME/FILE on the hub.",
+        group=_SPECULATION,
+        metavar="FILE",
+    )
     speculative_num_steps: int | None = flag(
         None,
         "Tokens that the draft proposes in a step, 1 to 15; 3 unless given. With NEXTN and several layers, each "

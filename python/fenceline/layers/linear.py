@@ -259,6 +259,16 @@ class VocabParallelEmbedding:
         own = F.embedding(torch.where(mine, rows, 0), self.weight.data) * mine.unsqueeze(-1)
         return self.shard.all_reduce(own)
 
+    def with_rows(self, ids: torch.Tensor, context: LayerContext) -> VocabParallelEmbedding:
+        """A head that has a copy of the rows ``ids`` [N] int64 of this one, and no others. For a single rank."""
+        assert self.shard.size == 1, "a rank has no rows of the others"
+        head = VocabParallelEmbedding(
+            len(ids), self.weight.shape[1], context,
+            logits_scale=self.logits_scale, logits_cap=self.logits_cap,
+        )  # fmt: skip
+        head.weight.data.copy_(self.weight.data[ids.to(self.weight.data.device)])
+        return head
+
     def logits(self, x: torch.Tensor, norm: RMSNorm | None, out: torch.Tensor | None = None) -> torch.Tensor:
         """As the head: norm(x), or x as it is, [L, hidden_size] → logits [L, vocab_size] in x's dtype, in ``out`` if
         given."""

@@ -89,6 +89,9 @@ class DraftModel(ABC):
         """Fill all parameters that the draft does not share with the target. Raises ``ValueError`` as
         ``CausalLM.load_weights`` does."""
 
+    def weights_loaded(self) -> None:  # noqa: B027  # most drafts have nothing to do
+        """Called once, when all parameters have their values, on the default device."""
+
     @property
     def nbytes(self) -> int:
         """Bytes of the parameters that the draft does not share with the target."""
@@ -148,7 +151,9 @@ class SharingDraft(DraftModel):
         self.target = target
         self.kernels = context.kernels
         self.rotary = _rotary(model, target)
-        head_size = config.draft_vocab_size or model.vocab_size
+        head_size = model.vocab_size
+        if config.token_map is None:  # else rows are taken from the whole head
+            head_size = config.draft_vocab_size or head_size
         self.embed_tokens = self._table("embed_tokens", model.vocab_size, target.embed_tokens, context, names)
         self.lm_head = self._table("lm_head", head_size, target.lm_head, context, names)
 

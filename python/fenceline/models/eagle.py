@@ -6,7 +6,7 @@ from collections.abc import Set
 
 import torch
 
-from fenceline.config.draft_config import DraftConfig
+from fenceline.config.draft_config import DraftConfig, read_token_map
 from fenceline.layers.context import LayerContext
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.linear import ReplicatedLinear
@@ -19,11 +19,14 @@ from fenceline.models.registry import MODELS
 class EagleDraft(SharingDraft):
     """x = fc([embedding, hidden state]), then the layers, the first of which does not normalise its input.
 
-    It continues the target's hidden states *after* the final norm, so the head reads them without another norm.
+    It continues the target's hidden states *after* the final norm, so the head reads them without another norm. With a
+    token map (FR-Spec, arXiv:2502.14856) the draft has a head of its own: the map's rows of the target's, or of that
+    in its checkpoint.
     """
 
     def __init__(self, config: DraftConfig, context: LayerContext, target: CausalLM, names: Set[str]) -> None:
         super().__init__(config, context, target, names)
+        self._context = context
         model, size = config.model, config.model.hidden_size
         self.fc = ReplicatedLinear("fc", 2 * size, size, "fc.bias" in names, context)
         first = target.num_layers
@@ -33,6 +36,12 @@ class EagleDraft(SharingDraft):
             for index in range(model.num_layers)
         ]
         self.layers[0].self_attn.input_norm = None
+
+    def weights_loaded(self) -> None:
+        if self.config.token_map is None:
+            return
+        ids = torch.tensor(read_token_map(self.config.token_map, self.lm_head.vocab_size))
+        self.lm_head, self.target_ids = self.lm_head.with_rows(ids, self._context), ids
 
     def hidden_states_from(self, x: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
         return self.target.norm.forward(x)

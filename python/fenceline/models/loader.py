@@ -90,6 +90,7 @@ def load_draft_model(
             draft = make_draft_model(config, context, target, present)
             weights = read_weights(files, progress, names.wanted)
             draft.load_weights((names.inside(name), tensor) for name, tensor in weights)
+        draft.weights_loaded()
     _log_loaded("the draft's weights", draft.nbytes, files, begin)
     return draft
 
@@ -191,7 +192,8 @@ def _dummy_names(config: DraftConfig, target: CausalLM) -> frozenset[str]:
     model = config.model
     if model.hidden_size != target.config.hidden_size:
         return frozenset({"embed_tokens.weight", "lm_head.weight"})
-    return frozenset({"lm_head.weight"} if config.draft_vocab_size not in (None, model.vocab_size) else ())
+    has_head = config.token_map is None and config.draft_vocab_size not in (None, model.vocab_size)
+    return frozenset({"lm_head.weight"} if has_head else ())
 
 
 def _files(directory: str, load_format: str, convert: str = CONVERT) -> list[Path]:
