@@ -6,6 +6,8 @@ Run as a script this file is the checks themselves: see ``triton_interpreter``.
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import pytest
 import torch
 from routed_tokens import compare, routed
@@ -25,6 +27,8 @@ results = outcomes_of(__file__)
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_interpreted(name: str, results: dict[str, str]) -> None:
+    if name != "as_a_layer_stores_them" and not version("triton").startswith("3.6."):
+        pytest.skip("only Triton 3.6's interpreter finds exp() in a function that this kernel calls")
     assert results[name] == ""
 
 
