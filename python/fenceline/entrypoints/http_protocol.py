@@ -46,7 +46,7 @@ LOG_DELAY_S = 0.05  # longer than a burst of requests takes to be accepted
 _LINES_AT_ONCE = 16
 
 # Of one request.
-MAX_HEAD_BYTES = 16 << 10  # request line and headers together
+MAX_HEAD_BYTES = 64 << 10  # request line and headers together
 MAX_URL_BYTES = 8 << 10
 MAX_HEADERS = 128
 MAX_FRAMING_BYTES = 16 << 10  # of a chunked body, in a row: chunk extensions, trailers
