@@ -36,9 +36,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LIST = HERE / "measurements.toml"
-_GPU_CORES = (
-    8  # cores for each GPU where jobs use none beside it; else the machine's are divided among the GPUs
-)
+# Cores for each GPU if some jobs use no GPU and run beside the others. If none does, the GPUs share all cores.
+_GPU_CORES = 8
 _AT_ONCE = 4  # jobs that share a GPU
 _STOP_S = 5.0  # the time between SIGTERM and SIGKILL
 _USES = ("timed", "gpu", "cpu")

@@ -44,11 +44,14 @@ def run_apart(run: Callable[..., T], *args: object) -> T:
     Raises EOFError if it ends without one."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_run_apart, args=(there, run, args))
+    process = context.Process(target=_run_apart, args=(there, run, args), daemon=True)
     process.start()
     there.close()
     try:
         result: T = here.recv()
+    except BaseException:  # Ctrl-C does not reach a process of another session
+        process.terminate()
+        raise
     finally:
         process.join()
     return result

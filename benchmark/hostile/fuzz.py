@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import random
 import time
 from collections import Counter
@@ -495,8 +496,10 @@ def misbehave(name: str, port: int, stop: Event) -> None:
     attack = ATTACKS[name]
     run = attack.make()
 
+    parent = os.getppid()
+
     async def bounded() -> None:
-        while not stop.is_set():
+        while not stop.is_set() and os.getppid() == parent:
             try:
                 async with asyncio.timeout(min(attack.limit_s, 20)):
                     await run(Target(port))

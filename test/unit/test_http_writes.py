@@ -95,6 +95,37 @@ async def test_access_lines_come_late_and_in_order(caplog: pytest.LogCaptureFixt
     assert caplog.messages == ["0", "1", "2"], "and none for what the page asks for all the time"
 
 
+async def test_access_lines_of_a_burst_come_in_parts_and_those_of_a_flood_do_not_pile_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    logger = logging.getLogger("test.access")
+    late = LateLogger(logger, asyncio.get_running_loop())
+    num, most_waiting = 0, 0
+    with caplog.at_level(logging.INFO, "test.access"):
+        async with asyncio.timeout(30):
+            while len(caplog.messages) < 6400:
+                before = len(caplog.messages)
+                await asyncio.sleep(0)
+                assert len(caplog.messages) - before <= 400, "in parts"
+                if caplog.messages or num < 100:
+                    for _ in range(64 if num < 6400 else 0):  # as many as a turn may answer
+                        late.info("%d", num)
+                        num += 1
+                most_waiting = max(most_waiting, num - len(caplog.messages))
+    assert caplog.messages == [str(number) for number in range(6400)]
+    assert most_waiting <= 6 * 64
+
+
+async def test_what_waits_can_be_written_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("test.access")
+    late = LateLogger(logger, asyncio.get_running_loop())
+    with caplog.at_level(logging.INFO, "test.access"):
+        for number in range(100):
+            late.info("%d", number)
+        late.flush()
+    assert caplog.messages == [str(number) for number in range(100)]
+
+
 @pytest.mark.parametrize("num_parts", [1, 700])
 async def test_a_large_answer_is_sent_in_pieces_a_turn_of_the_loop_each(num_parts: int) -> None:
     parts = [bytes([number % 251]) * (3 * PIECE_BYTES // num_parts) for number in range(num_parts)]

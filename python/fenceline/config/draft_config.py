@@ -197,7 +197,13 @@ def read_token_map(file: str, vocab_size: int) -> list[int]:
         raise ConfigError(
             f"{flag}: not a list or tensor of token ids that torch.save has written ({reason})"
         ) from None
-    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype is torch.bool or not len(ids):
+    if (
+        ids.dim() != 1
+        or ids.is_floating_point()
+        or ids.is_complex()
+        or ids.dtype is torch.bool
+        or not len(ids)
+    ):
         raise ConfigError(f"{flag}: has {list(ids.shape)} {ids.dtype} in place of a list of token ids")
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:

@@ -124,6 +124,8 @@ def _downloads_of(name: str, flag: str, revision: str | None) -> Iterator[None]:
             "neither a directory here nor in the download cache, and the hub cannot be reached (offline?)"
         )
         raise ConfigError(f"{flag} {name}: {reason}") from error
+    except errors.EntryNotFoundError as error:
+        raise ConfigError(f"{flag} {name}: the repository has no such file") from error
     except errors.HFValidationError as error:
         raise ConfigError(f"{flag} {name}: neither a directory here nor a hub id") from error
     except (errors.HfHubHTTPError, OSError) as error:

@@ -349,6 +349,7 @@ def _num_samples(sampling: Sequence[NativeSampling]) -> int:
 
 _NATIVE_FIELDS = NativeSampling.__struct_fields__
 _FIELDS = frozenset(SamplingParams.__struct_fields__)
+assert set(_NATIVE_FIELDS) >= _FIELDS, "clients can give each of them"
 
 
 def _to_params(native: NativeSampling, config: EngineConfig) -> SamplingParams:

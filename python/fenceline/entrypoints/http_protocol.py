@@ -199,7 +199,8 @@ class LateLogger:
             self._lines.append((text, values))
 
     def _write(self) -> None:
-        self.flush(_LINES_AT_ONCE)
+        # A share of them, so that those of a flood do not pile up.
+        self.flush(max(_LINES_AT_ONCE, len(self._lines) // 4))
         if self._lines:
             self._loop.call_soon(self._write)
 
@@ -275,16 +276,32 @@ def _address(name: Any) -> Address:
     return str(name[0]), int(name[1])
 
 
+def _begun(accepted: socket.socket) -> bytes | None:
+    """The beginning of what a new client has sent; None: nothing yet; b"": it has closed or reset the connection."""
+    try:
+        return accepted.recv(_PEEKED_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
+
+
+def _is_part(begun: bytes | None) -> bool:
+    """Whether a complete head is not in it and can only come yet."""
+    return begun is not None and len(begun) < _PEEKED_BYTES and b"\r\n\r\n" not in begun
+
+
 class Listener:
     """Accepts connections on ``sock``. In each turn of the event loop it takes many from the system's queue and makes
     connections of a few. Those for which there is no descriptor wait in the system's queue; libuv would close them all.
 
     Whoever comes after a flood must not wait until all of the flood has been served, and the system's queue has one
-    order. So a connection whose client has left without a request is closed before it costs anything else, and a client
-    that posts nothing (a monitor's /health, a page) does not wait for those that do.
+    order. So a connection whose client has closed its side without a complete head is closed, without an answer, before
+    it costs anything else, and a client whose request begins with GET or HEAD (a monitor's /health, a page) does not
+    wait for the others.
 
-    ``make_protocol`` is told the server's address and the client's, ``has_room`` how many have been taken and are no
-    connections yet.
+    ``make_protocol`` is told the address that is listened on and the client's, ``has_room`` how many have been taken
+    and are no connections yet.
     """
 
     def __init__(
@@ -328,14 +345,9 @@ class Listener:
 
     def _take(self, taken: _Taken) -> None:
         accepted, _ = taken
-        try:
-            begun = accepted.recv(_PEEKED_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            begun = None  # it has sent nothing yet
-        except OSError:
-            begun = b""  # it has reset the connection
-        is_part = begun is not None and len(begun) < _PEEKED_BYTES and b"\r\n\r\n" not in begun
-        if begun == b"" or (is_part and _has_left(accepted)):
+        begun = _begun(accepted)
+        # After the end nothing comes any more, so what is there then is all.
+        if _is_part(begun) and _has_left(accepted) and _is_part(_begun(accepted)):
             accepted.close()
         else:
             self._waiting[not (begun or b"").startswith((b"GET ", b"HEAD "))].append(taken)
@@ -359,7 +371,11 @@ class Listener:
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             make_protocol = partial(self._make_protocol, self._address, _address(peer))
             await self._loop.connect_accepted_socket(make_protocol, accepted)
-        except OSError:  # the client has gone
+        except (
+            OSError,
+            IndexError,
+            ValueError,
+        ):  # the client has gone, and some systems have no address for it then
             accepted.close()
 
     def close(self) -> None:
@@ -394,7 +410,7 @@ class HttpProtocol(HttpToolsProtocol):
         addresses: tuple[Address | None, Address | None] = (None, None),
         **kwargs: Any,
     ) -> None:
-        """``addresses``: the server's and the client's, for the application and the log."""
+        """``addresses``: that which is listened on and the client's, for the application and the log."""
         super().__init__(*args, **kwargs)
         self._limits = limits
         self._addresses = addresses
@@ -647,9 +663,9 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _make_room(self) -> bool:
         """Close some of the connections that wait for their client, those that have waited longest first. Of the
-        connections of the last seconds, those that have not completed a request come first: a flood of them must not
-        take the places of clients that pause between requests. They are removed before the next ones are accepted.
-        False if there are none."""
+        connections of the last HEAD_TIMEOUT_S, those that have not completed a request's head come first: a flood of
+        them must not take the places of clients that pause between requests for less than that. They are removed before
+        the next ones are accepted. False if there are none."""
         others = cast("set[HttpProtocol]", self.connections)
         idle = [other for other in others if other is not self and other._is_idle()]
         self._limits.warn(self._limits.max_connections, len(idle))

@@ -181,6 +181,7 @@ class Supervisor:
         finally:
             server.should_exit = True
             await serving
+            server.write_access_log()  # of answers since
 
     def _announce(self, manager: TokenizerManager) -> None:
         host, port = self._sock.getsockname()[:2]
@@ -202,7 +203,8 @@ class Supervisor:
         )
 
     async def _finish(self, manager: TokenizerManager, stop: Stop, server: HttpServer | None = None) -> int:
-        """Let requests end as ``stop`` says, then end the engine. The reason is logged last."""
+        """Let requests end as ``stop`` says, then end the engine. The reason is logged after the answers so
+        far."""
         if stop.status == 0 and manager.fatal is None:
             stop = await self._drain(manager, stop)
         manager.fail(stop.reason)  # requests that still wait get the reason
