@@ -950,6 +950,16 @@ async def test_of_recent_ones_those_without_a_request_give_way_first() -> None:
     assert not any(wire.closing for _, wire in clients)
 
 
+async def test_of_connections_without_a_request_the_oldest_give_way_first() -> None:
+    """The latest has sent its request already, which is read in the next turn."""
+    server = Server(App(), max_connections=100)
+    wires = [server.connect()[1] for _ in range(100)]
+    for _ in range(10):
+        wires.append(server.connect()[1])
+    closed = [wire.closing for wire in wires]
+    assert any(closed) and closed == sorted(closed, reverse=True)
+
+
 async def test_who_still_takes_his_answer_does_not_give_way() -> None:
     """Closed, he would keep his place until he has taken it."""
     server = Server(App(), max_connections=2)

@@ -221,6 +221,7 @@ class ConnectionLimits:
 
     def __init__(self, max_connections: int) -> None:
         self.max_connections = max_connections
+        self.num_made = 0  # connections, from the beginning
         self.num_leaving = 0  # closed to make room; the event loop has not removed them yet
         self.now = 0.0
         self.left = TURN_BYTES  # of this turn
@@ -430,6 +431,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._waits_for_turn = False
         self._unstarted: Any = None  # the application, where it waits for the request's body
         self._crowded = False  # there is only room for /health
+        self._number = 0  # of connections, in the order in which they were made
         self._leaves = False  # counted in the limits' num_leaving
         self._periods_taken = 0  # how much of the answers the kernel had taken when it last took enough
         self._taken_at = 0.0
@@ -445,6 +447,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.flow = FlowControl(self.transport)
         self.server, self.client = self._addresses
         self.scheme = "http"
+        self._limits.num_made = self._number = self._limits.num_made + 1
         self._pace_at = self._taken_at = self._limits.now
         num_staying = len(self.connections) - self._limits.num_leaving
         if num_staying > self._limits.max_connections and not self._make_room():
@@ -670,7 +673,10 @@ class HttpProtocol(HttpToolsProtocol):
         idle = [other for other in others if other is not self and other._is_idle()]
         self._limits.warn(self._limits.max_connections, len(idle))
         recent = self._limits.now - HEAD_TIMEOUT_S
-        idle.sort(key=lambda other: (other._pace_at > recent, other._num_heads > 0, other._pace_at))
+        # The latest have sent something that has not been read, so they are the last of their kind.
+        idle.sort(
+            key=lambda other: (other._pace_at > recent, other._num_heads > 0, other._pace_at, other._number)
+        )
         for other in idle[: len(idle) // _EVICTED_SHARE + 1]:
             other._leaves = True
             self._limits.num_leaving += 1
