@@ -29,9 +29,8 @@ def test_random_transfers_leave_the_bytes_of_a_quiet_copy(seed: int, io_backend:
 
 
 def test_without_edges_they_do_not() -> None:
-    """The test above can fail. Which edges it misses depends on the machine's speed: an operation that is late may
-    find the right bytes all the same. (That each edge is necessary is shown on the virtual GPU.) Later operations may
-    replace wrong bytes, so the pages are compared often."""
+    """The test above can fail. How soon it does depends on the machine's speed, and later operations may replace wrong
+    bytes, so the pages are compared often."""
     wrong = []
     for edge in PAGE_EDGES:
         transfers = RandomTransfers(open_rounds("cuda", edge.name), 3)
@@ -42,7 +41,7 @@ def test_without_edges_they_do_not() -> None:
                     transfers.check()
         except AssertionError:
             wrong.append(edge.name)
-    assert wrong, "none of the edges was missed"
+    assert len(wrong) >= len(PAGE_EDGES) // 2, wrong
 
 
 @io_backends

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -81,10 +82,15 @@ async def test_what_is_held_is_lost_with_an_abort() -> None:
     assert wire.calls == ["abort"]
 
 
-async def test_access_lines_come_late_and_in_order(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("test.access")
-    late = LateLogger(logger, asyncio.get_running_loop())
+@contextlib.contextmanager
+def _access_log(caplog: pytest.LogCaptureFixture) -> Iterator[LateLogger]:
+    """A log whose lines ``caplog`` gets."""
     with caplog.at_level(logging.INFO, "test.access"):
+        yield LateLogger(logging.getLogger("test.access"), asyncio.get_running_loop())
+
+
+async def test_access_lines_come_late_and_in_order(caplog: pytest.LogCaptureFixture) -> None:
+    with _access_log(caplog) as late:
         for number in range(3):
             late.info("%d", number)
             late.info('%s - "%s %s HTTP/%s" %d', "1.2.3.4:5", "GET", LIVE_STATE_PATH, "1.1", 200)
@@ -117,9 +123,7 @@ async def test_access_lines_of_a_burst_come_in_parts_and_those_of_a_flood_do_not
 
 
 async def test_what_waits_can_be_written_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("test.access")
-    late = LateLogger(logger, asyncio.get_running_loop())
-    with caplog.at_level(logging.INFO, "test.access"):
+    with _access_log(caplog) as late:
         for number in range(100):
             late.info("%d", number)
         late.flush()

@@ -372,12 +372,8 @@ class Listener:
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             make_protocol = partial(self._make_protocol, self._address, _address(peer))
             await self._loop.connect_accepted_socket(make_protocol, accepted)
-        except (
-            OSError,
-            IndexError,
-            ValueError,
-        ):  # the client has gone, and some systems have no address for it then
-            accepted.close()
+        except (OSError, IndexError, ValueError):
+            accepted.close()  # the client has gone, and some systems have no address for it then
 
     def close(self) -> None:
         """Accept no more. Clients that have been taken and are no connections yet are disconnected, as those are that
@@ -624,9 +620,10 @@ class HttpProtocol(HttpToolsProtocol):
             self._periods_taken, self._taken_at = periods_taken, now
         elif now - self._taken_at > WRITE_PERIOD_S:
             transport.abort()
-        sock = transport.get_extra_info("socket")
-        if not transport.is_reading() and sock is not None and _has_left(sock):
-            transport.abort()
+        if not transport.is_reading():
+            sock = transport.get_extra_info("socket")
+            if sock is not None and _has_left(sock):
+                transport.abort()
         if transport.is_closing():
             return
         pace = self._client_pace()
