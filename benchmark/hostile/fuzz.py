@@ -633,7 +633,7 @@ def run_fuzz(args: argparse.Namespace) -> int:
             seen = observer.look()
         took = time.monotonic() - begin
         if not server.alive:
-            findings.fail("the server has ended")
+            findings.fail(f"the server has ended; the end of its log:\n{server.log_text()[-3000:]}")
         else:
             asyncio.run(_end_quietly(server.port, findings))
             time.sleep(SETTLED_S)

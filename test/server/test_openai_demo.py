@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import openai
 import orjson
+import psutil
 import pytest
 from live_server import LiveServer
 
@@ -32,6 +34,15 @@ def test_it_can_add(api):
     answer = api.chat.completions.create(model="demo", messages=SUM, temperature=0)
     assert answer.choices[0].message.content == "42"
     assert answer.choices[0].finish_reason == "stop"
+
+
+def test_the_http_server_goes_before_the_engine_and_that_before_large_bodies(demo):
+    """On a CPU they share the cores, and whoever waits for /health waits for the HTTP server alone."""
+    engine = demo.engine_processes()[0].nice()
+    before = set(demo.children())
+    httpx.post(f"{demo.base_url}/generate", json={"text": ["x"] * 100_000}, timeout=60)
+    (parser,) = set(demo.children()) - before
+    assert psutil.Process(demo.pid).nice() < engine < parser.nice()
 
 
 def test_streams_say_what_whole_answers_say(api):

@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
@@ -143,15 +143,17 @@ class Calls:
         self.sizes: list[int] = []
         self.threads: set[int] = set()
         self.on_call: Callable[[], None] = lambda: None
-        plain = Tokenizer.encode
+        plain = Tokenizer.encode_batch
 
-        def counted(tokens: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
-            self.sizes.append(len(text))
+        def counted(
+            tokens: Tokenizer, texts: Sequence[str], add_special_tokens: bool = True
+        ) -> list[list[int]]:
+            self.sizes += map(len, texts)
             self.threads.add(threading.get_ident())
             self.on_call()
-            return plain(tokens, text, add_special_tokens)
+            return plain(tokens, texts, add_special_tokens)
 
-        monkeypatch.setattr(Tokenizer, "encode", counted)
+        monkeypatch.setattr(Tokenizer, "encode_batch", counted)
 
 
 def test_a_text_over_the_limit_is_given_up_after_the_piece_that_shows_it(
@@ -189,6 +191,24 @@ async def test_many_texts_leave_the_loop_and_the_requests_take_turns(monkeypatch
     await large
     assert threading.get_ident() not in calls.threads
     pool.close()
+
+
+async def test_what_leaves_the_loop_does_not_hold_the_interpreter_lock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the loop would wait for it after each of its system calls. Only the library's batch calls release it."""
+    holders: set[int] = set()
+
+    def encode_holding_the_lock(tokens: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        holders.add(threading.get_ident())
+        return []
+
+    monkeypatch.setattr(Tokenizer, "encode", encode_holding_the_lock)
+    pool = TokenizePool(demo())
+    await pool.encode(["the fox"] * 4000, True, 10**9, 10**9)
+    await pool.encode(["the fox, " * 10_000], True, 10**9, 10**9)
+    pool.close()
+    assert not holders
 
 
 async def test_ids_of_a_long_text_take_four_bytes_each() -> None:

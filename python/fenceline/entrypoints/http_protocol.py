@@ -74,8 +74,9 @@ _CALL_BYTES = 1 << 9  # a part of a body, however short: one byte if it is sent 
 _READ_BYTES = 64 << 10  # read at a time; reading on where it had stopped counts before it is known what comes
 _NEW_SHARE = 4  # a quarter of a turn is for data that has just arrived, the rest for data that has waited
 _SMALL_BYTES = 2 << 10  # connections whose waiting data is smaller than this go first
-MAX_ACCEPTED = 16  # connections that are made in one turn
+MAX_ACCEPTED = 4  # connections that are made in one turn
 MAX_TAKEN = 256  # of the system's queue in one turn, which costs a few per cent of making them
+_PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 _PEEKED_BYTES = 4096  # of what a new client has sent, to see whether it may be served first
 _ACCEPT_PAUSE_S = 0.05  # while there is no room for another one
 _NO_ROOM_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
@@ -280,7 +281,7 @@ def _address(name: Any) -> Address:
 def _begun(accepted: socket.socket) -> bytes | None:
     """The beginning of what a new client has sent; None: nothing yet; b"": it has closed or reset the connection."""
     try:
-        return accepted.recv(_PEEKED_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        return accepted.recv(_PEEKED_BYTES, _PEEK)
     except BlockingIOError:
         return None
     except OSError:
@@ -325,9 +326,9 @@ class Listener:
         self._loop.add_reader(sock, self._accept)
 
     def _accept(self) -> None:
+        num_waiting = sum(map(len, self._waiting)) + len(self._connecting)
         for _ in range(MAX_TAKEN):
             try:
-                num_waiting = sum(map(len, self._waiting)) + len(self._connecting)
                 if not self._has_room(num_waiting):
                     if num_waiting:
                         break  # each of them that becomes a connection makes room
@@ -340,18 +341,19 @@ class Listener:
                         _ACCEPT_PAUSE_S, self._loop.add_reader, self._sock, self._accept
                     )
                 break  # others: there is none, or it has been given up already
-            self._take(taken)
+            num_waiting += self._take(*taken)
         if self._turn is None:
             self._connect_some()
 
-    def _take(self, taken: _Taken) -> None:
-        accepted, _ = taken
+    def _take(self, accepted: socket.socket, peer: Any) -> bool:
+        """Whether the connection waits from now on; else its client has left."""
         begun = _begun(accepted)
         # After the end nothing comes any more, so what is there then is all.
-        if _is_part(begun) and _has_left(accepted) and _is_part(_begun(accepted)):
+        if begun == b"" or (_is_part(begun) and _has_left(accepted) and _is_part(_begun(accepted))):
             accepted.close()
-        else:
-            self._waiting[not (begun or b"").startswith((b"GET ", b"HEAD "))].append(taken)
+            return False
+        self._waiting[not (begun or b"").startswith((b"GET ", b"HEAD "))].append((accepted, peer))
+        return True
 
     def _connect_some(self) -> None:
         self._turn = None

@@ -10,6 +10,8 @@ import asyncio
 from array import array
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from operator import attrgetter
 from typing import Generic, NamedTuple, TypeVar
 
 from fenceline.config import num_usable_cores
@@ -64,7 +66,10 @@ class TokenizePool:
         total = 0
         try:
             for group in _grouped(self._pieces(texts, add_special_tokens, full), PIECE_CHARS, _PIECE_TEXTS):
-                found = self._encode(group) if inline else await self._run(self._encode, group)
+                if inline:
+                    found = self._encode(group)
+                else:
+                    found = await self._run(self._encode_batch, group)
                 for piece, ids in zip(group, found, strict=True):
                     is_part = len(piece.content) < len(texts[piece.source])
                     if is_part and piece.source not in cut:
@@ -120,6 +125,17 @@ class TokenizePool:
             return [self._tokenizer.encode(piece.content, piece.special) for piece in group]
         except TypeError as error:  # a string that cannot be written as UTF-8
             raise not_unicode("text") from error
+
+    def _encode_batch(self, group: Sequence[_Piece[str]]) -> list[list[int]]:
+        """:meth:`_encode` without the GIL. With it, each system call of the event loop's thread, which releases the
+        GIL, could take as long as the whole group."""
+        ids: list[list[int]] = []
+        try:
+            for special, pieces in groupby(group, attrgetter("special")):
+                ids += self._tokenizer.encode_batch([piece.content for piece in pieces], special)
+        except TypeError as error:
+            raise not_unicode("text") from error
+        return ids
 
     def _pieces(
         self, texts: Sequence[str], add_special_tokens: bool, full: Container[int]

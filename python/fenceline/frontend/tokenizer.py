@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from fenceline.config.request_limits import MAX_UNBROKEN_CHARS
 PIECE_CHARS = 1 << 15  # some ten milliseconds
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SHORT_CHARS = 2048  # below, the plain call costs less
+# A batch call would take all cores for itself; how many threads tokenise is up to TokenizePool.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
@@ -50,8 +53,12 @@ class Tokenizer:
         """Token ids of ``text``; special tokens written in the text are recognised."""
         if len(text) <= _SHORT_CHARS:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        # Only the batch calls of tokenizers release the GIL; without offsets they are faster, too.
-        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """:meth:`encode` for each of ``texts``. Releases the GIL, which only the batch calls of tokenizers do."""
+        batch = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in batch]
 
     @property
     def takes_pieces(self) -> bool:
