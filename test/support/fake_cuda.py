@@ -25,7 +25,9 @@ class Machine:
         self.calls: list[Call] = []
         self.num_streams = 0
         self.current = Stream.__new__(Stream)  # the default stream
-        self.current.number = self.current.cuda_stream = 0
+        self.current.number = self.current.cuda_stream = self.current.stream_id = 0
+        self.streams = {0: self.current}
+        self.before: list[Stream] = []  # the streams that were current when another was entered
         self.passed: set[Event] = set()
         self.default = self.current
 
@@ -34,15 +36,16 @@ class Machine:
         calls, self.calls = self.calls, []
         return calls
 
-    @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        """``torch.cuda.stream``."""
-        before, self.current = self.current, stream
-        self.calls.append(("enter", stream))
-        try:
-            yield
-        finally:
-            self.current = before
+    def set_stream(self, stream_id: int, device_index: int, device_type: int) -> None:
+        """``torch._C._cuda_setStream``."""
+        assert (device_index, device_type) == (DEVICE.index, Stream.device_type), "a stream of the device"
+        stream = self.streams[stream_id]
+        if self.before and self.before[-1] is stream:
+            self.before.pop()
+        else:
+            self.before.append(self.current)
+            self.calls.append(("enter", stream))
+        self.current = stream
 
 
 MACHINE = Machine.__new__(Machine)  # the one that is installed
@@ -53,12 +56,16 @@ class Stream:
 
     number: int
     cuda_stream: int
+    stream_id: int
+    device_type = 1  # CUDA
 
     def __init__(self, device: torch.device) -> None:
         assert device == DEVICE, "a stream of the device"
         MACHINE.num_streams += 1
         self.number = MACHINE.num_streams
         self.cuda_stream = 1000 + self.number
+        self.stream_id = 2000 + self.number
+        MACHINE.streams[self.stream_id] = self
         self.device_index = device.index
 
     def wait_event(self, event: Event) -> None:
@@ -152,8 +159,9 @@ def install(monkeypatch: pytest.MonkeyPatch, kernels: Kernels | None = None) -> 
     @contextmanager
     def graph(raw: CUDAGraph, pool: object, stream: Stream, capture_error_mode: str) -> Iterator[None]:
         MACHINE.calls.append(("capture", raw, pool, stream, capture_error_mode))
-        with MACHINE.on(stream):
-            yield
+        before, MACHINE.current = MACHINE.current, stream
+        yield
+        MACHINE.current = before
         MACHINE.calls.append(("captured", raw))
 
     def load(device: torch.device) -> Kernels:
@@ -176,14 +184,19 @@ def install(monkeypatch: pytest.MonkeyPatch, kernels: Kernels | None = None) -> 
         return tensor
 
     for name, value in {
-        "Stream": Stream, "Event": Event, "CUDAGraph": CUDAGraph, "stream": MACHINE.on, "graph": graph,
+        "Stream": Stream, "Event": Event, "CUDAGraph": CUDAGraph, "graph": graph,
         "graph_pool_handle": object, "is_available": lambda: True, "current_device": lambda: 0,
         "mem_get_info": lambda device: (3 << 30, 8 << 30) if device == DEVICE else (0, 0),
         "synchronize": lambda device: MACHINE.calls.append(("synchronize", device)),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     current = lambda index: MACHINE.current.cuda_stream if index == DEVICE.index else -1  # noqa: E731
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", current, raising=False)
+    for name, value in {
+        "_cuda_getCurrentRawStream": current,
+        "_cuda_getCurrentStream": lambda index: (MACHINE.current.stream_id, index, Stream.device_type),
+        "_cuda_setStream": MACHINE.set_stream,
+    }.items():
+        monkeypatch.setattr(torch._C, name, value, raising=False)
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(cuda, "fenceline_kernel", library)
     return MACHINE

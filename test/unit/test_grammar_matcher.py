@@ -44,11 +44,16 @@ def _store(regex: str, decides: bool = True) -> GrammarStore:
 
 
 def _filled(
-    store: GrammarStore, grammars: Sequence[RequestGrammar | None], least_more: int = 0
+    store: GrammarStore,
+    grammars: Sequence[RequestGrammar | None],
+    least_more: int = 0,
+    begun: Sequence[RequestGrammar | None] | None = None,
 ) -> tuple[matcher_module.I32, list[bool]]:
-    """The masks of ``grammars``, in memory that had others, and what ``GrammarStore.fill`` returns."""
+    """The masks of ``grammars``, in memory that had others, and what ``GrammarStore.finish_fill`` returns. ``begun``:
+    those that the helper threads may begin with."""
     masks = np.full((len(grammars), -(-len(_PIECES) // 32)), 0x5A5A5A5A, np.int32)
-    return masks, store.fill(grammars, [least_more] * len(grammars), masks)
+    fill = store.begin_fill([None] * len(grammars) if begun is None else begun, masks)
+    return masks, store.finish_fill(fill, grammars, [least_more] * len(grammars))
 
 
 def _allowed(grammar: RequestGrammar, least_more: int = 0) -> list[int]:
@@ -248,6 +253,25 @@ def test_a_thread_that_does_not_come_is_not_waited_for() -> None:
     masks.fill(7)
     late.get()()
     assert (masks == 7).all() and (_filled(store, grammars)[0] == expected).all()
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_masks_that_threads_have_begun_are_those_of_the_end(num_threads: int) -> None:
+    """Some were begun, others follow, some requests have left meanwhile, and one had no grammar to begin with."""
+    store = _store("(ab)+x?")
+    if num_threads > 1:
+        store.use_threads(num_threads)
+    grammars: list[RequestGrammar | None] = [store.begin(7, None) for _ in range(40)]
+    accept_tokens(grammars[::2], [_AB] * 20)
+    expected, _ = _filled(store, grammars)
+    begun = [grammar if place % 3 else None for place, grammar in enumerate(grammars)]
+    late: list[RequestGrammar | None] = [None if place % 5 == 1 else g for place, g in enumerate(grammars)]
+    masks, may_go_on = _filled(store, late, begun=begun)
+    for place, grammar in enumerate(late):
+        if grammar is not None:
+            assert may_go_on[place] and (masks[place] == expected[place]).all()
+        elif begun[place] is None:
+            assert (masks[place] == -1).all()
 
 
 def test_what_a_thread_cannot_fill_is_told_to_the_caller() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given
@@ -143,19 +142,19 @@ def test_pinned_slot_is_not_rewritten_before_its_copy_ran() -> None:
 def test_masks_are_filled_where_they_are_uploaded_from(vocab_size: int) -> None:
     """Steps with different numbers of masks and of requests; the slot grows, and rows have no mask of an earlier
     step."""
-    table, num_words = MaskTable(open_device("cpu"), 80, vocab_size), -(-vocab_size // 32)
+    device, num_words = open_device("cpu"), -(-vocab_size // 32)
+    table = MaskTable(device, 80, vocab_size)
     for number, (rows, num_rows) in enumerate(
         (([0, 2], 3), (list(range(80)), 80), (list(range(79)), 80), ([1], 4)), 1
     ):
-
-        def fill(bits: npt.NDArray[np.int32], number: int = number, rows: list[int] = rows) -> None:
-            assert bits.shape == (len(rows), num_words)
-            bits[:] = 1000 * number + np.array(rows)[:, None]
-
-        masks = table.write(np.array(rows), fill, num_rows)
+        masks = table.begin(np.array(rows))
+        assert masks.shape == (len(rows), num_words)
+        masks[:] = 1000 * number + np.array(rows)[:, None]
+        uploaded = table.upload(num_rows)
+        table.drawn(device.forward.record())
         expected = np.full((num_rows, num_words), -1)
         expected[rows] = 1000 * number + np.array(rows)[:, None]
-        assert masks.tolist() == expected.tolist()
+        assert uploaded.tolist() == expected.tolist()
 
 
 def test_results_are_taken_once_and_the_ring_is_two_deep() -> None:

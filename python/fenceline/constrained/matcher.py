@@ -103,29 +103,35 @@ class GrammarStore:
             if grammar in self._clocks:
                 self._clocks[grammar].is_ended = True
 
-    def fill(
-        self, grammars: Sequence[RequestGrammar | None], least_more: Sequence[int], masks: I32
-    ) -> list[bool]:
-        """Write to ``masks`` [M, ceil(V / 32)], one bit for each token, which tokens may come next in each of M
-        ``grammars``. Returns for each whether any token may come at all.
-
-        ``least_more`` [M]: how many more tokens an answer must have before it may end; it may end earlier if no other
-        token is allowed. None instead of a grammar, and a grammar that is too slow, allow all tokens.
-        """
+    def begin_fill(self, grammars: Sequence[RequestGrammar | None], masks: I32) -> MaskFill:
+        """Have the helper threads begin to fill ``masks`` [M, ceil(V / 32)] for those of M ``grammars`` that are given
+        here, whose state may not change until :meth:`finish_fill`. Does not wait."""
         import xgrammar
 
         self._batch = self._batch or xgrammar.BatchGrammarMatcher(max_threads=1)
-        turns = _in_turns(grammars)
-        if sum([len(places) for _, places in turns]) < len(grammars):
-            masks.fill(_ALL)  # for those that have no turn
-        turns.reverse()
-        num_turns, done = len(turns), SimpleQueue[BaseException | None]()
-        take = partial(self._take_turns, turns, grammars, masks, done)
-        for _ in range(min(self._num_helpers, num_turns - 1)):
-            self._work.put(take)
-        take()
+        fill = MaskFill(grammars, masks)
+        self._share(fill, _in_turns(grammars), self._num_helpers)
+        return fill
+
+    def finish_fill(
+        self, fill: MaskFill, grammars: Sequence[RequestGrammar | None], least_more: Sequence[int]
+    ) -> list[bool]:
+        """Write to the masks of ``fill``, one bit for each token, which tokens may come next in each of M ``grammars``.
+        Returns for each whether any token may come at all.
+
+        ``grammars``: those of :meth:`begin_fill` or None, and others where none was given there. ``least_more`` [M]:
+        how many more tokens an answer must have before it may end; it may end earlier if no other token is allowed.
+        None instead of a grammar, and a grammar that is too slow, allow all tokens.
+        """
+        masks, places = fill.masks, fill.places
+        turns = _in_turns([None if place in places else grammar for place, grammar in enumerate(grammars)])
+        fill.grammars = [grammar or begun for grammar, begun in zip(grammars, fill.grammars, strict=True)]
+        self._share(fill, turns, min(self._num_helpers, len(turns) - 1))
+        if len(places) < len(grammars):  # for those that have no turn
+            masks[[place for place in range(len(grammars)) if place not in places]] = _ALL
+        self._take_turns(fill)
         # A thread that has taken no turn is not waited for: its core may be busy.
-        for error in [done.get() for _ in range(num_turns)]:
+        for error in [fill.done.get() for _ in range(fill.num_turns)]:
             if error is not None:
                 raise error
         for place, (grammar, least) in enumerate(zip(grammars, least_more, strict=True)):
@@ -135,47 +141,42 @@ class GrammarStore:
         may_go_on: list[bool] = np.logical_or.reduce(masks.view(np.bool_), axis=1).tolist()
         return may_go_on
 
+    def _share(self, fill: MaskFill, turns: list[_Turn], num_helpers: int) -> None:
+        """Add ``turns`` to those of ``fill`` and wake as many threads."""
+        fill.add(turns)
+        take = partial(self._take_turns, fill)
+        for _ in range(min(num_helpers, len(turns))):
+            self._work.put(take)
+
     def _help(self) -> None:
         """What each thread but the caller's does."""
         while True:
             self._work.get()()
 
-    def _take_turns(
-        self,
-        turns: list[_Turn],
-        grammars: Sequence[RequestGrammar | None],
-        masks: I32,
-        done: SimpleQueue[BaseException | None],
-    ) -> None:
-        """Fill the masks of ``turns``, the last one first, until none are left; several threads share them. For each
-        turn ``done`` gets what went wrong, or None."""
+    def _take_turns(self, fill: MaskFill) -> None:
+        """Fill masks turn by turn, the last one first, until no turn is left; several threads share them. For each turn
+        ``fill.done`` gets what went wrong, or None."""
         while True:
             try:
-                clock, places = turns.pop()
+                clock, places = fill.turns.pop()
             except IndexError:
                 return
             try:
-                self._fill(clock, places, grammars, masks)
-            except BaseException as error:  # raised again by the caller's thread
-                done.put(error)
+                self._fill(clock, places, fill)
+            except BaseException as error:  # raised again by finish_fill
+                fill.done.put(error)
             else:
-                done.put(None)
+                fill.done.put(None)
 
-    def _fill(
-        self,
-        clock: GrammarClock,
-        places: list[int],
-        grammars: Sequence[RequestGrammar | None],
-        masks: I32,
-    ) -> None:
+    def _fill(self, clock: GrammarClock, places: list[int], fill: MaskFill) -> None:
         """Fill the masks of ``places``, whose grammar has ``clock``."""
-        assert self._batch is not None, "made by fill"
+        assert self._batch is not None, "made by begin_fill"
         if clock.is_over:
-            masks[places] = _ALL
+            fill.masks[places] = _ALL
             return
-        matchers = [grammars[place].matcher for place in places]  # type: ignore[union-attr]
+        matchers = [fill.grammars[place].matcher for place in places]  # type: ignore[union-attr]
         begin = time.thread_time()
-        self._batch.batch_fill_next_token_bitmask(matchers, masks, places)
+        self._batch.batch_fill_next_token_bitmask(matchers, fill.masks, places)
         clock.count(len(places), time.thread_time() - begin)
 
     def _read(self, data: bytes, vocabulary: bytes, future: Future[xgrammar.CompiledGrammar]) -> None:
@@ -188,6 +189,28 @@ class GrammarStore:
             future.set_result(xgrammar.CompiledGrammar.deserialize_json(data.decode(), self._vocabulary))
         except Exception as error:
             future.set_exception(error)
+
+
+_Turn = tuple["GrammarClock", list[int]]
+
+
+class MaskFill:
+    """Masks [M, ceil(V / 32)] int32 that several threads fill, a few at a time."""
+
+    def __init__(self, grammars: Sequence[RequestGrammar | None], masks: I32) -> None:
+        self.grammars = grammars  # [M]
+        self.masks = masks
+        self.turns: list[_Turn] = []  # that no thread has taken yet
+        self.num_turns = 0  # with those that have been taken
+        self.places: set[int] = set()  # of all turns
+        self.done = SimpleQueue[BaseException | None]()  # for each turn that has ended, what went wrong
+
+    def add(self, turns: Sequence[_Turn]) -> None:
+        """Let threads take ``turns``, the first one first."""
+        for _, places in turns:
+            self.places.update(places)
+        self.num_turns += len(turns)
+        self.turns.extend(reversed(turns))
 
 
 class GrammarClock:
@@ -320,9 +343,6 @@ def accept_tokens(grammars: Sequence[RequestGrammar | None], tokens: Sequence[in
             accepted[place] = grammars[place].matcher.accept_token(tokens[place])  # type: ignore[union-attr]
         clock.count(len(places), time.thread_time() - begin)
     return accepted
-
-
-_Turn = tuple[GrammarClock, list[int]]
 
 
 def _in_turns(grammars: Sequence[RequestGrammar | None], plain: bool = False) -> list[_Turn]:

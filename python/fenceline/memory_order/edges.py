@@ -94,10 +94,10 @@ _COPY, _LOAD, _STORE = StreamName.COPY, StreamName.LOAD, StreamName.STORE
 
 # The rings that bring a step's inputs, its masks and its plan to the device.
 _RINGS = (("InputRing.upload", ""), ("PlanRing.planning", ""))
-_MASKS = "MaskTable.write"
+_MASKS, _MASKS_BEGIN = "MaskTable.upload", "MaskTable.begin"
 _MASKS_COVERED = (
-    "masks are made of the tokens of the step before, whose results the host has waited for: FORWARD has taken its"
-    " copy of that step's masks by then. It stays because a slot has the same edges in every ring, and costs nothing"
+    "masks are made of the tokens of the step before, whose results the host has waited for: FORWARD has read that"
+    " step's masks by then. It stays because a slot has the same edges in every ring, and costs nothing"
 )
 
 # --- a step's inputs and results ---------------------------------------------------------------------
@@ -145,7 +145,7 @@ STAGING_REUSE = Edge(
     hazards=(Hazard.WAR,),
     protects="pinned staging slots about to be rewritten",
     failure="F12",
-    sites=(*_RINGS, (_MASKS, _MASKS_COVERED)),
+    sites=(*_RINGS, (_MASKS_BEGIN, _MASKS_COVERED)),
 )
 
 # --- KV pages on their way between device and host ---------------------------------------------------

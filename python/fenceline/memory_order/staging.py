@@ -14,7 +14,7 @@ pinned half and submits the copy to the device half itself, on SCHEDULE, where i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -40,6 +40,9 @@ from fenceline.memory_order.edges import (
 )
 from fenceline.memory_order.lease import LeaseError
 from fenceline.memory_order.stream import Point, Points
+
+I64 = npt.NDArray[np.int64]
+I32 = npt.NDArray[np.int32]
 
 _ALIGN = 16
 _WORD = 8
@@ -167,9 +170,9 @@ class MaskTable(_Ring):
     """Which tokens each request that a step samples may draw: bits [num_rows, ceil(V / 32)] int32 on the device.
 
     The host knows them only when the step before has been published, so they have a slot of their own, beside that of
-    the step's inputs. The table's memory is always the same. Every step that reads it has written the rows that it
-    reads: those of requests without a mask, and of padding, allow every token. A step whose requests all have a mask
-    reads FORWARD's own copy of them instead.
+    the step's inputs. If all of a step's requests have a mask, the draw reads the slot itself. Otherwise it reads a
+    table whose memory is always the same. Every step that reads it has written the rows that it reads: those of
+    requests without a mask, and of padding, allow every token.
     """
 
     name = "mask_table"
@@ -179,31 +182,47 @@ class MaskTable(_Ring):
         num_words = -(-vocab_size // 32)
         self._table = torch.full((num_rows, num_words), -1, dtype=torch.int32, device=device.torch_device)
         device.name_memory(self._table, "token_masks", 4 * num_words)
+        self._begun: tuple[Slot, I64, I32] | None = None  # with the rows and masks in the slot
 
-    def write(
-        self, rows: npt.NDArray[np.int64], fill: Callable[[npt.NDArray[np.int32]], None], num_rows: int
-    ) -> torch.Tensor:
-        """The masks of a step that samples for ``num_rows`` requests, [num_rows, ceil(V / 32)] int32, good on FORWARD
-        until the next call. ``fill`` writes those of the rows ``rows`` [M], which ascend, to the pinned memory that it
-        is given, [M, ceil(V / 32)]; every token may be drawn for the others."""
-        device, table = self._device, self._table[:num_rows]
-        shape = (len(rows), table.shape[1])
-        first, nbytes = _aligned(rows.nbytes), 4 * shape[0] * shape[1]
+    def begin(self, rows: I64) -> I32:
+        """Pinned memory [M, ceil(V / 32)] int32 for the masks of a step's rows ``rows`` [M], which ascend. The host,
+        in any of its threads, may write it until :meth:`upload`. Its values are those of an earlier step."""
+        first, shape = _aligned(rows.nbytes), (len(rows), self._table.shape[1])
+        nbytes = 4 * shape[0] * shape[1]
         slot = self._take(first + _aligned(nbytes))
-        slot.begin_write(device, "fill of the step's masks")
+        slot.begin_write(self._device, "fill of the step's masks")
         pinned = slot.host.numpy()
         pinned[: rows.nbytes].view(np.int64)[:] = rows
-        bits = pinned[first : first + nbytes].view(np.int32).reshape(shape)
-        fill(bits)
-        views = slot.upload_packed(device, {"rows": rows, "bits": bits}, "the step's masks")
+        masks = pinned[first : first + nbytes].view(np.int32).reshape(shape)
+        self._begun = slot, rows, masks
+        return masks
+
+    def upload(self, num_rows: int) -> torch.Tensor:
+        """The masks of a step that samples for ``num_rows`` requests, [num_rows, ceil(V / 32)] int32, which have been
+        written to the memory of :meth:`begin`; every token may be drawn for rows that have none. Good on FORWARD for
+        work that is submitted before :meth:`drawn`."""
+        assert self._begun is not None, "masks are written before they are uploaded"
+        device, (slot, rows, masks), self._begun = self._device, self._begun, None
         if len(rows) == num_rows:  # there is no other row, and no need of the table
-            return views["bits"]
+            end = _aligned(rows.nbytes) + masks.nbytes
+            slot.begin_upload(device, "upload of the step's masks")
+            device.schedule.copy(slot.device[:end], slot.host[:end])
+            slot.end_upload(device)
+            device.declare(StreamName.FORWARD, "draw under the step's masks", reads, slot.device_memory)
+            return slot.device[end - masks.nbytes : end].view(torch.int32).view(masks.shape)
+        views = slot.upload_packed(device, {"rows": rows, "masks": masks}, "the step's masks")
+        table = self._table[:num_rows]
         with device.forward.active():
             device.begin_fill([table], MASK_ROWS)
             if device.keeps(MASK_ROWS):
                 table.fill_(-1)
-            table.index_copy_(0, views["rows"], views["bits"])
+            table.index_copy_(0, views["rows"], views["masks"])
         return table
+
+    def drawn(self, done: Point) -> None:
+        """The tokens have been drawn under the masks of the last :meth:`upload` once ``done``, on FORWARD, has
+        passed."""
+        self._slots[0].device_after = Points.of(done)
 
 
 class PlanRing(_Ring):

@@ -53,7 +53,6 @@ from fenceline.model_executor.step import (
     HeldStep,
     ScheduleBatch,
     StepCosts,
-    TokenMasks,
     drain_completions,
 )
 from fenceline.model_executor.warm_up import measure_steps, warm_up
@@ -364,8 +363,11 @@ class ModelRunner:
             logits = self._forward(batch, views)
             result: ForwardResult | HeldStep
             if len(batch.constrained):
+                assert self._masks is not None, "grammars are refused where there is no table for their masks"
                 result = HeldStep(
-                    self.device.forward.record(), partial(self._sample_held, batch, logits, views)
+                    self.device.forward.record(),
+                    partial(self._masks.begin, batch.constrained),
+                    partial(self._sample_held, batch, logits, views, self._masks),
                 )
             else:
                 result = self._sample(batch, logits, views)
@@ -375,11 +377,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _sample_held(
-        self, batch: ScheduleBatch, logits: Logits, views: Views, masks: TokenMasks
+        self, batch: ScheduleBatch, logits: Logits, views: Views, masks: MaskTable
     ) -> ForwardResult:
         """The second phase of a step with masks."""
         assert logits.values is not None, "tokens under masks are drawn from logits"
-        assert self._masks is not None, "grammars are refused where there is no table for their masks"
         num_reqs = len(logits.values) // max(logits.num_verified, 1)
         exclusive = self.hicache
         if self.speculative is None or not self._draft_attention.persistent(_mode(batch)):
@@ -387,8 +388,8 @@ class ModelRunner:
         if exclusive is not None:
             exclusive.before_persistent_forward()  # the second phase runs the draft's attention
         with self.device.forward.active():
-            table = self._masks.write(masks.rows, masks.fill, num_reqs)
-            result = self._sample(batch, logits, views, table)
+            result = self._sample(batch, logits, views, masks.upload(num_reqs))
+            masks.drawn(result.done)
         if exclusive is not None:
             exclusive.after_persistent_forward(result.done)
         return result
@@ -425,10 +426,11 @@ class ModelRunner:
         tokens, logprobs = logits.tokens, None
         if tokens is None:
             assert logits.values is not None and logits.positions is not None and logits.sampling is not None
-            out = self.sampler.forward(logits.values, logits.positions, logits.sampling, masks)
+            last_tokens = None if logits.rows is None else self.req_pool.last_tokens
+            out = self.sampler.forward(
+                logits.values, logits.positions, logits.sampling, masks, logits.rows, last_tokens
+            )
             tokens, logprobs = out.next_tokens, out.logprobs
-            if logits.rows is not None:
-                self.req_pool.last_tokens[logits.rows] = tokens
         results = {"next_tokens": tokens}
         if logits.num_verified:
             assert self.speculative is not None

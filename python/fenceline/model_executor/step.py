@@ -11,7 +11,6 @@ import json
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -185,21 +184,6 @@ def constrained_rows(sampling: Sequence[ReqSampling | None]) -> I64:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenMasks:
-    """Which tokens may be drawn. ``rows`` [M] int64: the indices, among the requests that sample, of those that may not
-    draw every token. ``fill`` is called once, and writes their masks to the memory that it is given, [M, ceil(V / 32)]
-    int32: one bit for each token."""
-
-    rows: I64
-    fill: Callable[[I32], None]
-
-    @staticmethod
-    def of(rows: I64, bits: I32) -> TokenMasks:
-        """Masks that have been made: ``bits`` [M, ceil(V / 32)] int32."""
-        return TokenMasks(rows, partial(np.copyto, src=bits))
-
-
-@dataclass(frozen=True, slots=True)
 class LogprobValues:
     """Logprobs of N tokens: ``chosen`` [N] of the tokens themselves, ``top`` and ``top_ids`` [N, K] of the most likely
     ones, and ``named`` [N, W] of the tokens in the requests' ``token_ids_logprob``, None if no request has any."""
@@ -276,13 +260,19 @@ class HeldStep:
     only if the engine speculates; in that case nothing is published between the two phases.
     """
 
-    def __init__(self, done: Point, sample: Callable[[TokenMasks], ForwardResult]) -> None:
+    def __init__(self, done: Point, masks: Callable[[], I32], sample: Callable[[], ForwardResult]) -> None:
         self.done = done
+        self._masks = masks
         self._sample = sample
 
-    def sample(self, masks: TokenMasks) -> ForwardResult:
-        """Submit the sampling. To be called once, before the next step is launched."""
-        return self._sample(masks)
+    def masks(self) -> I32:
+        """Memory [M, ceil(V / 32)] int32 for the masks of the batch's ``constrained`` requests: one bit for each token,
+        set if it may be drawn. To be called once; every word has to be written before :meth:`sample`."""
+        return self._masks()
+
+    def sample(self) -> ForwardResult:
+        """Submit the sampling under the masks. To be called once, before the next step is launched."""
+        return self._sample()
 
 
 def _logprobs(values: dict[str, npt.NDArray[np.generic]], prefix: str) -> LogprobValues | None:

@@ -243,6 +243,9 @@ def _warm_up_sampler(device: Device, config: EngineConfig) -> None:
         logits = torch.zeros(num_reqs, vocab_size, dtype=dtype, device=place)
         masks = torch.full((num_reqs, -(-vocab_size // 32)), -1, dtype=torch.int32, device=place)
         positions = torch.ones(num_reqs, dtype=torch.int64, device=place)
+        rows = torch.arange(num_reqs, device=place)
+        # What speculation verifies is not stored as the last tokens of the requests' rows.
+        places = [(rows, torch.empty_like(rows)), (None, None)][: 1 if config.speculative is None else 2]
         for number, fields in enumerate(_SAMPLING):
             # This greedy request replaces one of the batch, so that mixed batches are warmed up too.
             first = _req_sampling({"temperature": 0.0}, 1, logprobs=number % 2 == 1)
@@ -250,9 +253,10 @@ def _warm_up_sampler(device: Device, config: EngineConfig) -> None:
             for reqs in (rest, [first, *rest[1:]]):
                 views = {name: torch.from_numpy(a).to(place) for name, a in sampling_arrays(reqs).items()}
                 batch = SamplingBatch.from_views(reqs, views)
-                sampler.forward(logits, positions, batch)
-                if config.refuses_grammars is None and number < _NUM_PLAIN:
-                    sampler.forward(logits, positions, batch, masks)
+                for kept in places:
+                    sampler.forward(logits, positions, batch, None, *kept)
+                    if config.refuses_grammars is None and number < _NUM_PLAIN:
+                        sampler.forward(logits, positions, batch, masks, *kept)
 
 
 def _req_sampling(fields: dict[str, object], prompt_len: int, logprobs: bool = False) -> ReqSampling:

@@ -33,10 +33,13 @@ class RankSampler(Sampler):
         positions: torch.Tensor,
         batch: SamplingBatch,
         masks: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
+        last_tokens: torch.Tensor | None = None,
     ) -> SampleOutput:
         """Sample one token per request. ``logits`` [B, this rank's columns]; for the rest see ``Sampler``."""
         if not batch.is_plain or masks is not None:
-            return super().forward(self._head.whole_logits(logits.float()), positions, batch, masks)
+            whole = self._head.whole_logits(logits.float())
+            return super().forward(whole, positions, batch, masks, rows, last_tokens)
         next_tokens = torch.empty_like(positions)
         self.draw(
             logits,
@@ -44,8 +47,8 @@ class RankSampler(Sampler):
             batch.noise_scales,
             batch.seed_keys,
             positions,
-            rows=None,
-            last_tokens=None,
+            rows=rows,
+            last_tokens=last_tokens,
             next_tokens=next_tokens,
         )
         return SampleOutput(next_tokens, None)

@@ -79,8 +79,11 @@ class Sampler:
         positions: torch.Tensor,
         batch: SamplingBatch,
         masks: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
+        last_tokens: torch.Tensor | None = None,
     ) -> SampleOutput:
-        """Sample one token per request, and count it if the request has penalties.
+        """Sample one token per request, and count it if the request has penalties. If ``rows`` [B] int64, which are
+        distinct, and ``last_tokens`` [R] int64 are given, ``last_tokens[rows]`` is set to the tokens.
 
         ``logits`` [B, V] float32, bfloat16 or float16 are not changed. ``positions`` [B] int64: the position that the
         sampled token will have in its sequence, which is the prompt length plus the outputs so far. Because sampled
@@ -90,12 +93,15 @@ class Sampler:
         """
         assert logits.shape == (batch.num_reqs, self._vocab_size), (logits.shape, batch.num_reqs)
         if self._device.type == "cuda" and not (self._needs_scaled(batch) or _adjusts(batch)):
-            return SampleOutput(_choose_fused(logits, None, positions, batch, masks), None)
+            tokens = _choose_fused(logits, None, positions, batch, masks, rows, last_tokens)
+            return SampleOutput(tokens, None)
         logits = self._adjust(logits.float(), positions, batch)
         if masks is not None:
             logits = masked(logits, masks)
         scaled = _scale(logits, batch) if self._needs_scaled(batch) else None
         next_tokens = self._choose(logits, scaled, positions, batch)
+        if rows is not None and last_tokens is not None:
+            last_tokens.index_copy_(0, rows, next_tokens)
         if batch.penalty_rows is not None:
             assert self._counts is not None
             index = batch.penalty_index
@@ -222,6 +228,8 @@ def _choose_fused(
     positions: torch.Tensor,
     batch: SamplingBatch,
     masks: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+    last_tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     thresholds = None if scaled is None or batch.seed_keys is None else keep_thresholds(scaled, batch)
     next_tokens = torch.empty_like(positions)
@@ -231,8 +239,8 @@ def _choose_fused(
         batch.noise_scales,
         batch.seed_keys,
         positions,
-        rows=None,
-        last_tokens=None,
+        rows=rows,
+        last_tokens=last_tokens,
         next_tokens=next_tokens,
         maxima=None if thresholds is None else logits.amax(dim=-1),
         masks=masks,

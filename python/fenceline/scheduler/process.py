@@ -52,7 +52,7 @@ from fenceline.scheduler.scheduler import InFlight, Scheduler
 logger = logging.getLogger(__name__)
 
 
-_MOST_MASK_THREADS = 4
+_MOST_MASK_THREADS = 3  # with more, a step waits longer for their turns with the interpreter lock
 # On a CPU the engine computes on the cores that the HTTP server needs for all answers, and would be waited for.
 _CPU_NICENESS = 5
 _QUIET_MS = 1000  # freed memory is given back after this long without a message

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from fenceline.config.draft_config import StepShape
 from fenceline.config.engine_config import EngineConfig
-from fenceline.constrained.matcher import GrammarStore, RequestGrammar, accept_tokens
+from fenceline.constrained.matcher import GrammarStore, MaskFill, RequestGrammar, accept_tokens
 from fenceline.ipc.io_struct import (
     AbortReq,
     BatchTokenOut,
@@ -63,7 +63,6 @@ from fenceline.model_executor.step import (
     PageWrites,
     ScheduleBatch,
     StepOutput,
-    TokenMasks,
     Worker,
 )
 from fenceline.models.loader import NewWeights
@@ -139,6 +138,19 @@ class InFlight:
         return self.result
 
 
+class StepMasks:
+    """The token masks of a step whose forward has been launched. ``reqs`` [M]: its constrained requests."""
+
+    def __init__(self, flight: InFlight, held: HeldStep) -> None:
+        self.flight = flight
+        self.held = held
+        batch, reqs = flight.batch, flight.reqs
+        if isinstance(batch, ExtendBatch):
+            reqs = [req for seq, req in zip(batch.seqs, reqs, strict=True) if seq.sampling is not None]
+        self.reqs = [reqs[row] for row in batch.constrained.tolist()]
+        self.fill: MaskFill | None = None  # once the masks have been begun
+
+
 class Scheduler:
     """The requests of one engine and the loop that serves them."""
 
@@ -206,6 +218,7 @@ class Scheduler:
             None if args.disable_radix_cache else args.page_size, max_of_body(config.device)
         )
         self.grammars = GrammarStore(config.model.eos_token_ids, decides=ranks is None)
+        self.filling: StepMasks | None = None  # of the step that has been launched and not sampled yet
         # The last prompt and logit_bias that came in an HTTP body with several requests, after the body's number.
         self.latest_prompt = (
             0,
@@ -275,10 +288,12 @@ class Scheduler:
             prev = None
         self.retire_departed()  # so that the next step can use the memory of requests that have ended by now
         flight = self.launch_next()
+        if flight is not None and isinstance(flight.result, HeldStep):
+            self.filling = StepMasks(flight, flight.result)
         if prev is not None:
             self.publish(prev)
-        if flight is not None and isinstance(flight.result, HeldStep):
-            flight = self.sample_held(flight, flight.result)
+        if self.filling is not None:
+            flight, self.filling = self.sample_held(self.filling), None
         if flight is not None and self.config.server_args.disable_overlap_schedule:
             self.publish(flight)
             flight = None
@@ -632,11 +647,13 @@ class Scheduler:
             self.control.profiler.step()
         return InFlight(batch, reqs, result, self.num_launched)
 
-    def sample_held(self, flight: InFlight, held: HeldStep) -> InFlight:
+    def sample_held(self, filling: StepMasks) -> InFlight:
         """Submit the sampling of a step whose forward has been launched. The previous step has been published, so the
         grammars know which tokens may follow. Requests that left since the launch keep their rows until this step's
         sampling is done as well."""
-        result = held.sample(TokenMasks(flight.batch.constrained, partial(self.fill_masks, flight)))
+        self.fill_masks(filling)
+        flight = filling.flight
+        result = filling.held.sample()
         done = Points.of(result.done)
         for req in flight.reqs:
             if req.last_step == flight.number:
@@ -644,17 +661,33 @@ class Scheduler:
         self.recorder.sampled(result.done)
         return replace(flight, result=result)
 
-    def fill_masks(self, flight: InFlight, masks: I32) -> None:
-        """Write to ``masks`` [M, ceil(V / 32)] which tokens a step's constrained requests may draw. A request is ended
-        if its grammar allows no token or has become too slow."""
-        batch, reqs = flight.batch, flight.reqs
-        if isinstance(batch, ExtendBatch):
-            reqs = [req for seq, req in zip(batch.seqs, reqs, strict=True) if seq.sampling is not None]
-        asked = [reqs[row] for row in batch.constrained.tolist()]
+    def begin_masks(
+        self, reqs: Sequence[Req], tokens: Sequence[int], accepted: Sequence[bool | None]
+    ) -> None:
+        """Let the helper threads begin with the masks of the step that has just been launched, if it needs some, while
+        this thread publishes the previous one. They fill those of requests whose grammar has just accepted its last
+        token; the others follow in :meth:`fill_masks`."""
+        filling = self.filling
+        if filling is None:
+            return
+        ready = {
+            req.grammar
+            for req, token, goes_on in zip(reqs, tokens, accepted, strict=True)
+            if goes_on and req.grammar is not None and not req.grammar.may_end_with(token)
+        }
+        grammars = [req.grammar if req.grammar in ready else None for req in filling.reqs]
+        filling.fill = self.grammars.begin_fill(grammars, filling.held.masks())
+
+    def fill_masks(self, filling: StepMasks) -> None:
+        """Write which tokens a step's constrained requests may draw. A request is ended if its grammar allows no token
+        or has become too slow."""
+        asked, fill = filling.reqs, filling.fill
         # Requests that have left need no mask: their draws are not read.
         grammars = [None if req.left else req.grammar for req in asked]
+        if fill is None:
+            fill = self.grammars.begin_fill([None] * len(asked), filling.held.masks())
         least_more = [req.source.sampling_params.min_new_tokens - len(req.output_ids) for req in asked]
-        may_go_on = self.grammars.fill(grammars, least_more, masks)
+        may_go_on = self.grammars.finish_fill(fill, grammars, least_more)
         clocks = {grammar.clock for grammar in grammars if grammar is not None}
         if all(may_go_on) and not any(clock.is_over for clock in clocks):
             return
@@ -664,7 +697,7 @@ class Scheduler:
             elif grammar.is_too_slow:
                 self.end(req, _TOO_SLOW, 400)
             elif not goes_on:
-                masks[index] = -1
+                fill.masks[index] = -1
                 self.end(req, "no token of the vocabulary can follow in its grammar", 400)
         self.output.flush()
 
@@ -792,7 +825,8 @@ class Scheduler:
             self.publish_counted(batch, reqs, number, out)
             return
         num_published = 0
-        tokens, accepted = out.tokens.tolist(), self.accept_tokens(batch, reqs, out)
+        tokens = out.tokens.tolist()
+        accepted = self.accept_tokens(batch, reqs, tokens)
         for req, length, token, goes_on in zip(reqs, batch.seq_lens.tolist(), tokens, accepted, strict=True):
             if req.left:
                 continue
@@ -813,17 +847,21 @@ class Scheduler:
                 self.finish(req, reason)
         self.stats.num_generated_tokens += num_published
 
-    def accept_tokens(self, batch: DecodeBatch, reqs: Sequence[Req], out: StepOutput) -> list[bool | None]:
+    def accept_tokens(
+        self, batch: DecodeBatch, reqs: Sequence[Req], tokens: Sequence[int]
+    ) -> list[bool | None]:
         """Advance the grammars of a step with one token for each request. See :func:`accept_tokens`."""
         if not len(batch.constrained):
             return [None] * len(reqs)
-        return accept_tokens([None if req.left else req.grammar for req in reqs], out.tokens.tolist())
+        accepted = accept_tokens([None if req.left else req.grammar for req in reqs], tokens)
+        self.begin_masks(reqs, tokens, accepted)
+        return accepted
 
     def publish_counted(self, batch: DecodeBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
         """Like :meth:`publish_decode`, for steps with several tokens per request or with logprobs."""
         tokens, counts = out.tokens.tolist(), out.token_counts(len(reqs))
         shape, is_exact, last = self.shapes[batch.depth.depth], self.running.is_exact, 0
-        accepted = self.accept_tokens(batch, reqs, out) if is_exact else [None] * len(reqs)
+        accepted = self.accept_tokens(batch, reqs, tokens) if is_exact else [None] * len(reqs)
         for req, length, count, goes_on in zip(reqs, batch.seq_lens.tolist(), counts, accepted, strict=True):
             first, last = last, last + count
             if not req.left:

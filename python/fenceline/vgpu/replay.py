@@ -21,7 +21,7 @@ from fenceline.constrained.matcher import all_tokens
 from fenceline.memory_order import Point, Points
 from fenceline.memory_order.edges import EDGES, GUARDS
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.step import ForwardResult, HeldStep, TokenMasks
+from fenceline.model_executor.step import ForwardResult, HeldStep
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.policy import POLICIES, make_policy
@@ -71,9 +71,9 @@ def _drive(recording: Recording, config: EngineConfig, device: VgpuDevice, decis
         decisions.append(Decision(step.batch))
         result = runner.launch(dataclasses.replace(step.batch, after=_points(step, done)))
         if isinstance(result, HeldStep):  # its masks are not recorded: which tokens are drawn moves no access
-            rows = step.batch.constrained
-            masks = decisions[-1].masks = TokenMasks.of(rows, all_tokens(len(rows), -(-VOCAB_SIZE // 32)))
-            result = result.sample(masks)
+            masks = decisions[-1].masks = all_tokens(len(step.batch.constrained), -(-VOCAB_SIZE // 32))
+            result.masks()[:] = masks
+            result = result.sample()
         done[step.done] = result.done
         flights.append((decisions[-1], result))
     while flights:

@@ -26,7 +26,6 @@ from fenceline.model_executor.step import (
     LogprobValues,
     ScheduleBatch,
     StepOutput,
-    TokenMasks,
 )
 from fenceline.models.loader import NewWeights
 
@@ -40,7 +39,7 @@ class Decision:
 
     batch: ScheduleBatch
     output: StepOutput | None = None
-    masks: TokenMasks | None = None  # of a step whose sampling waited for them
+    masks: I32 | None = None  # of a step whose sampling waited for them, see HeldStep.masks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,7 +168,8 @@ class _Execution:
         result = self._runner.launch(batch)
         if isinstance(result, HeldStep):
             assert decision.masks is not None, "every launched step is sampled"
-            result = result.sample(decision.masks)
+            result.masks()[:] = decision.masks
+            result = result.sample()
         expected = result.wait()
         assert decision.output is not None, "every launched step is published"
         return _difference(expected, decision.output)

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from fenceline.config.draft_config import SpeculativeAlgorithm
+from fenceline.constrained.matcher import RequestGrammar
 from fenceline.ipc.io_struct import AbortReq, TokenOut, UpdateWeightsReq
 from fenceline.mem_cache.hicache import HiCache
 from fenceline.mem_cache.storage.controller import Ack, Done, Fetched
@@ -24,7 +25,7 @@ from fenceline.memory_order import Device, Points
 from fenceline.model_executor.step import DecodeBatch, ExtendBatch, PageWrites, ScheduleBatch, StepOutput
 from fenceline.sampling.sampling_batch import ReqSampling
 from fenceline.scheduler.req import Prefix, Req
-from fenceline.scheduler.scheduler import InFlight, Scheduler
+from fenceline.scheduler.scheduler import InFlight, Scheduler, StepMasks
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.gpu import Graph
 from fenceline.vgpu.proving.flashinfer_library import FLASHINFER, FLASHINFER_TENSOR_CORES
@@ -47,6 +48,7 @@ EVENTS: dict[str, str] = {
     "decode replay with the sampler": "one whose logits go to the sampler with all its features",
     "masks for some of a batch": "a decode step samples under the masks of some of its requests",
     "masks after a replay": "the logits of a replay are masked",
+    "masks begun early": "while the step before is still published",
     "masks of a first token": "a prefill step samples under a mask",
     "mask of a request that has left": "it left while the step's forward ran",
     "return with a grammar": "a retracted request continues where it was in its grammar",
@@ -197,6 +199,7 @@ class Watch:
         around(scheduler, "launch", after=self._launched)
         around(scheduler, "publish", before=self._publishes)
         around(scheduler, "fill_masks", before=self._fills)
+        around(scheduler.grammars, "begin_fill", before=self._begins)
         around(scheduler, "abort", before=self._aborts)
         around(scheduler, "retract", before=self._retracts)
         around(scheduler, "with_remaps", before=self._remaps)
@@ -275,16 +278,16 @@ class Watch:
             namespaces.add(req.source.extra_key)
             self.note("same prompt in two namespaces", len(namespaces) > 1)
 
-    def _fills(self, flight: InFlight, masks: object) -> None:
-        batch, rows = flight.batch, flight.batch.constrained
+    def _begins(self, grammars: Sequence[RequestGrammar | None], masks: object) -> None:
+        self.note("masks begun early", any(grammars))
+
+    def _fills(self, filling: StepMasks) -> None:
+        batch, mine = filling.flight.batch, filling.reqs
         if isinstance(batch, ExtendBatch):
             self.note("masks of a first token")
-            reqs = [req for seq, req in zip(batch.seqs, flight.reqs, strict=True) if seq.sampling is not None]
         else:
-            self.note("masks for some of a batch", len(rows) < len(batch.rows))
+            self.note("masks for some of a batch", len(mine) < len(batch.rows))
             self.note("masks after a replay", self._has_replayed)
-            reqs = list(flight.reqs)
-        mine = [reqs[row] for row in rows.tolist()]
         self.note("mask of a request that has left", any(req.left for req in mine))
         self.note("return with a grammar", any(req.num_retractions and not req.left for req in mine))
 

@@ -35,7 +35,6 @@ from fenceline.model_executor.step import (
     ScheduleBatch,
     StepCosts,
     StepOutput,
-    TokenMasks,
     drain_completions,
 )
 from fenceline.models.loader import NewWeights
@@ -92,7 +91,9 @@ class RecordedWorker:
         decision = Decision(batch)
         self._events.append(decision)
         if isinstance(result, HeldStep):
-            return HeldStep(result.done, partial(self._sample, result, decision))
+            return HeldStep(
+                result.done, partial(self._masks, result, decision), partial(self._sample, result, decision)
+            )
         return cast(ForwardResult, _RecordedResult(result, decision))
 
     def check_weights(self, weights: NewWeights) -> None:
@@ -106,12 +107,14 @@ class RecordedWorker:
             self._tags.weights_replaced(weights)
         self._runner.replace_weights(weights, one_more)
 
-    def _sample(self, held: HeldStep, decision: Decision, masks: TokenMasks) -> ForwardResult:
-        def fill(bits: I32) -> None:
-            masks.fill(bits)
-            decision.masks = TokenMasks.of(masks.rows, bits.copy())  # the next step fills the same memory
+    def _masks(self, held: HeldStep, decision: Decision) -> I32:
+        decision.masks = held.masks()
+        return decision.masks
 
-        return cast(ForwardResult, _RecordedResult(held.sample(TokenMasks(masks.rows, fill)), decision))
+    def _sample(self, held: HeldStep, decision: Decision) -> ForwardResult:
+        assert decision.masks is not None, "masks are written before the draw"
+        decision.masks = decision.masks.copy()  # those of the next step are written to the same memory
+        return cast(ForwardResult, _RecordedResult(held.sample(), decision))
 
 
 class _RecordedResult:

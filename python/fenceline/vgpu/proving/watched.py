@@ -15,7 +15,6 @@ from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.model_executor.step import (
     DecodeBatch,
     ExtendBatch,
-    HeldStep,
     ScheduleBatch,
     StepOutput,
     Worker,
@@ -23,7 +22,7 @@ from fenceline.model_executor.step import (
 from fenceline.scheduler import prefill
 from fenceline.scheduler.prefill import PrefillPlan
 from fenceline.scheduler.req import Req
-from fenceline.scheduler.scheduler import Inbox, InFlight, Outbox, Scheduler
+from fenceline.scheduler.scheduler import Inbox, InFlight, Outbox, Scheduler, StepMasks
 from fenceline.vgpu.proving.answers import Sharing
 from fenceline.vgpu.proving.drafts import Verified
 from fenceline.vgpu.proving.events import around
@@ -91,10 +90,10 @@ class WatchedScheduler(Scheduler):
         with nullcontext() if self._tags is None else self._tags.step(batch, reqs):
             return super().launch(batch, reqs)
 
-    def sample_held(self, flight: InFlight, held: HeldStep) -> InFlight:
+    def sample_held(self, filling: StepMasks) -> InFlight:
         """See Scheduler."""
         with nullcontext() if self._tags is None else self._tags.rest_of_step():
-            return super().sample_held(flight, held)
+            return super().sample_held(filling)
 
     def publish(self, flight: InFlight) -> None:
         """See Scheduler."""
