@@ -11,7 +11,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +29,15 @@ F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]
 
+_Number = TypeVar("_Number", bound=np.generic)
+
 _NO_IDS: I64 = np.zeros(0, dtype=np.int64)
 _NO_PAGES: I32 = np.zeros(0, dtype=np.int32)
+
+
+def concatenated(arrays: Sequence[npt.NDArray[_Number]]) -> npt.NDArray[_Number]:
+    """``arrays``, at least one, as one array. If there is only one, which is common, it is returned and not copied."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +187,8 @@ ScheduleBatch = ExtendBatch | DecodeBatch
 def constrained_rows(sampling: Sequence[ReqSampling | None]) -> I64:
     """The indices, among the requests that sample, of those that sample under a mask."""
     present = [one for one in sampling if one is not None]
-    return np.flatnonzero(np.fromiter((one.constrained for one in present), np.bool_, len(present)))
+    rows = [row for row, one in enumerate(present) if one.constrained]
+    return np.array(rows, dtype=np.int64) if rows else _NO_IDS
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from fenceline.mem_cache.tree.radix_cache import TreeNode
 from fenceline.memory_order import Points
-from fenceline.model_executor.step import ExtendBatch, ExtendSeq, PageWrites
+from fenceline.model_executor.step import ExtendBatch, ExtendSeq, PageWrites, concatenated
 from fenceline.scheduler.req import Prefix, Req
 from fenceline.scheduler.request_memory import Remap, RequestMemory
 from fenceline.scheduler.schedule_policy import PrefixWork, ShortShare, StepSharing, loses_least
@@ -63,9 +63,9 @@ class _Plan:
         if not self.page_rows:
             return PageWrites.none()
         return PageWrites(
-            rows=np.concatenate(self.page_rows),
-            columns=np.concatenate(self.page_columns),
-            pages=np.concatenate(self.page_ids),
+            rows=concatenated(self.page_rows),
+            columns=concatenated(self.page_columns),
+            pages=concatenated(self.page_ids),
         )
 
 
@@ -457,22 +457,23 @@ class PrefillPlanner:
         so it may use all memory."""
         memory = self._memory
         prefix = memory.match(req)
-        node = prefix.match.host_node
-        num_new = req.num_tokens - prefix.num_tokens
+        node, num_cached = prefix.match.host_node, prefix.num_tokens
+        num_new = req.num_tokens - num_cached
         splits = self._chunk_size is not None
         if not splits and plan.reqs and num_new > budget.step_tokens:
             return False
-        if self._chunk_tokens(req, prefix.num_tokens, budget) == 0:
+        if self._chunk_tokens(req, num_cached, budget) == 0:
             return False
         if not _has_row(req, memory.rows.num_free, budget.share):
             return False
         free_before = memory.num_available_pages
         left = _left_for(req, free_before * self._page_size, budget.memory_tokens, budget.share)
         memory.tree.lock(node)
-        pinned = (free_before - memory.num_available_pages) * self._page_size
+        free = memory.num_available_pages
+        pinned = (free_before - free) * self._page_size
         num_pages, expected = self._new_memory(req, prefix)
         needed = num_pages * self._page_size + expected + pinned
-        if num_pages > memory.num_available_pages or (needed > left and not alone):
+        if num_pages > free or (needed > left and not alone):
             memory.tree.unlock(node, Points.none())
             return False
         budget.memory_tokens -= needed
@@ -483,7 +484,7 @@ class PrefillPlanner:
         is_new = not req.was_admitted
         plan.after = plan.after.join(memory.admit(req, prefix))
         if is_new:
-            plan.num_cached_tokens += prefix.num_tokens
+            plan.num_cached_tokens += num_cached
         plan.page_rows.append(np.full(len(req.pages), req.row, dtype=np.int64))
         plan.page_columns.append(np.arange(len(req.pages), dtype=np.int64))
         plan.page_ids.append(np.array(req.pages, dtype=np.int32))

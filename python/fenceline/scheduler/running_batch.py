@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -86,19 +85,21 @@ class RunningBatch:
 
     def reserved_tokens(self, ratio: float, clip: int) -> int:
         """The sum of :meth:`expected_tokens`."""
+        if not self.reqs:  # a first token waits for this
+            return 0
         return int(self.expected_tokens(ratio, clip).sum())
 
     def short_share(self, share: ShortShare) -> ShortShare:
         """``share``, with what the short requests among these hold of it."""
         if not share.tokens:
             return share
-        short = self._is_short
-        return replace(
-            share,
-            held_tokens=int(self._capacity[short].sum()),
-            final_tokens=int(self._final_lens[short].sum()),
-            held_rows=int(short.sum()),
-        )
+        held = ShortShare(share.tokens, share.rows)
+        if self.reqs:
+            short = self._is_short
+            held.held_tokens = int(self._capacity[short].sum())
+            held.final_tokens = int(self._final_lens[short].sum())
+            held.held_rows = int(short.sum())
+        return held
 
     def add(self, reqs: Sequence[Req]) -> None:
         """Add requests whose whole prompt has been submitted and that may sample more than one token."""
@@ -120,6 +121,9 @@ class RunningBatch:
     def drop_departed(self) -> None:
         """Remove requests that have left, and those whose last token is already in flight."""
         if self._num_plain_steps and not self._some_left:
+            return
+        if not self.reqs:
+            self._some_left = False
             return
         keep = self._allocated_lens < self._final_lens
         if self._some_left:

@@ -601,7 +601,9 @@ class Scheduler:
 
     def launch_prefill(self, plan: PrefillPlan) -> InFlight:
         """Submit a prefill step. Requests whose prompt it completes decode from the next step on."""
-        batch = replace(plan.batch, page_writes=self.with_remaps(plan.batch.page_writes))
+        batch = plan.batch
+        if self.remaps:
+            batch = replace(batch, page_writes=self.with_remaps(batch.page_writes))
         self.joining = [
             req for req in plan.reqs if req is not plan.chunked and req.allocated_len < req.final_len
         ]

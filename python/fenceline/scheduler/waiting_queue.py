@@ -80,12 +80,13 @@ class WaitingQueue:
 
     def remove(self, req: Req) -> None:
         """Remove a request that does not wait any more."""
-        queue = self._queue_of[_key(req)]
+        key = _key(req)
+        queue = self._queue_of[key]
         queue.reqs.remove(req)
         self.num_reqs -= 1
         self.num_short -= req.is_short
         if not queue.reqs:
-            del self._queue_of[_key(req)]
+            del self._queue_of[key]
             del self._queues[bisect_left(self._queues, queue.precedence, key=lambda other: other.precedence)]
 
     def admit(self, req: Req) -> None:
@@ -171,8 +172,8 @@ class WaitingQueue:
 
     def computes(self, req: Req) -> None:
         """``req`` has just been admitted: the other samples of its prompt should wait until it is cached."""
-        queue = self._queue_of[_key(req)]
-        if queue.body:
+        if req.source.body:
+            queue = self._queue_of[_key(req)]
             queue.computing = {
                 key: other for key, other in queue.computing.items() if self._is_computing(other)
             }
@@ -180,6 +181,8 @@ class WaitingQueue:
 
     def waits_for_sample(self, req: Req) -> bool:
         """Whether another sample of the same prompt computes what ``req`` would find in the cache afterwards."""
+        if not req.source.body:  # it came alone
+            return False
         other = self._queue_of[_key(req)].computing.get(id(req.prompt_ids))
         return other is not None and other is not req and self._is_computing(other) and not req.scores_prompt
 
