@@ -208,7 +208,8 @@ class SelfAttention(Branch):
             buffers.views[self._views_key] = views
         q, k, v, attended = views
         batch.attn.forward_into(self.layer_id, q, k, v, self._stored_score_scale, attended)
-        self._as_values(attended)
+        if self._has_kv_scales:
+            self._as_values(attended)
 
     def _as_values(self, attended: torch.Tensor) -> torch.Tensor:
         """Undoes the values' FP8 scale in the attention's result, in place."""

@@ -75,21 +75,12 @@ class Slot:
         on.schedule.wait(self.device_after, SCHEDULE_AFTER_FORWARD)  # WAR: an earlier step may still read it
         on.declare(StreamName.SCHEDULE, what, copies, self.host_memory, self.device_memory)
 
-    def upload(
-        self, on: Device, arrays: Mapping[str, npt.NDArray[np.generic]], what: str
-    ) -> dict[str, torch.Tensor]:
-        """Copy ``arrays``, whose bytes must fit, to the device. Returns FORWARD's own copies of them, which work that
-        is submitted to FORWARD from now on may use."""
-        offsets, _ = _layout(arrays)
-        self.begin_write(on, f"pack of {what}")
-        _pack(self.host, arrays, offsets)
-        return self.upload_packed(on, arrays, what)
-
     def upload_packed(
-        self, on: Device, arrays: Mapping[str, npt.NDArray[np.generic]], what: str
+        self, on: Device, arrays: Mapping[str, npt.NDArray[np.generic]], nbytes: int, what: str
     ) -> dict[str, torch.Tensor]:
-        """:meth:`upload` of arrays with the shapes and dtypes of ``arrays`` that are in the pinned buffer already."""
-        _, nbytes = _layout(arrays)
+        """Copy arrays with the shapes and dtypes of ``arrays``, which are in the first ``nbytes`` of the pinned buffer,
+        to the device. Returns FORWARD's own copies of them, which work that is submitted to FORWARD from now on may
+        use."""
         self.begin_upload(on, f"upload of {what}")
         on.schedule.copy(self.device[:nbytes], self.host[:nbytes])
         self.end_upload(on)
@@ -163,7 +154,11 @@ class InputRing(_Ring):
         They are allocated on FORWARD and ordered by it: use them only there. The host may change the
         arrays as soon as this returns.
         """
-        return self._take(_layout(arrays)[1]).upload(self._device, arrays, "the step's inputs")
+        offsets, nbytes = _layout(arrays)
+        slot = self._take(nbytes)
+        slot.begin_write(self._device, "pack of the step's inputs")
+        _pack(slot.host, arrays, offsets)
+        return slot.upload_packed(self._device, arrays, nbytes, "the step's inputs")
 
 
 class MaskTable(_Ring):
@@ -210,7 +205,8 @@ class MaskTable(_Ring):
             slot.end_upload(device)
             device.declare(StreamName.FORWARD, "draw under the step's masks", reads, slot.device_memory)
             return slot.device[end - masks.nbytes : end].view(torch.int32).view(masks.shape)
-        views = slot.upload_packed(device, {"rows": rows, "masks": masks}, "the step's masks")
+        nbytes = _aligned(rows.nbytes) + _aligned(masks.nbytes)
+        views = slot.upload_packed(device, {"rows": rows, "masks": masks}, nbytes, "the step's masks")
         table = self._table[:num_rows]
         with device.forward.active():
             device.begin_fill([table], MASK_ROWS)

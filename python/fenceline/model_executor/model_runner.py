@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +54,7 @@ from fenceline.model_executor.step import (
     HeldStep,
     ScheduleBatch,
     StepCosts,
+    concatenated,
     drain_completions,
 )
 from fenceline.model_executor.warm_up import measure_steps, warm_up
@@ -573,15 +575,15 @@ def _page_write_arrays(batch: ScheduleBatch) -> Arrays:
 def _extend_arrays(batch: ExtendBatch) -> Arrays:
     """The host inputs of an extend step, except its page writes."""
     seqs = batch.seqs
-    starts = np.cumsum([0] + [len(seq.token_ids) for seq in seqs])
+    starts = list(accumulate([len(seq.token_ids) for seq in seqs], initial=0))
     sampled = [i for i, seq in enumerate(seqs) if seq.sampling is not None]
     arrays: Arrays = {
-        "input_ids": np.concatenate([seq.token_ids for seq in seqs]),
-        "positions": np.concatenate([np.arange(seq.prefix_len, seq.seq_len, dtype=np.int64) for seq in seqs]),
-        "out_slots": np.concatenate([seq.out_slots for seq in seqs]),
+        "input_ids": concatenated([seq.token_ids for seq in seqs]),
+        "positions": concatenated([np.arange(seq.prefix_len, seq.seq_len, dtype=np.int64) for seq in seqs]),
+        "out_slots": concatenated([seq.out_slots for seq in seqs]),
         "rows": np.array([seq.row for seq in seqs], dtype=np.int64),
         "seq_lens": np.array([seq.seq_len for seq in seqs], dtype=np.int64),
-        "query_starts": starts.astype(np.int32),
+        "query_starts": np.array(starts, dtype=np.int32),
         "sample_rows": np.array([seqs[i].row for i in sampled], dtype=np.int64),
         "sample_positions": np.array([seqs[i].seq_len for i in sampled], dtype=np.int64),
     }
@@ -593,7 +595,7 @@ def _extend_arrays(batch: ExtendBatch) -> Arrays:
             logits_index.append(np.arange(starts[i] + first, starts[i] + last, dtype=np.int64))
             targets.append(_prompt_targets(seq, first, last))
             named_rows.append(np.full(last - first, i, dtype=np.int64))
-    arrays["logits_index"] = np.concatenate(logits_index)
+    arrays["logits_index"] = concatenated(logits_index)
     if targets:
         arrays["prompt_targets"] = np.concatenate(targets)
         if any(seq.prompt_token_ids_logprob for seq in seqs):

@@ -211,9 +211,7 @@ class SamplingBatch:
     def from_views(reqs: Sequence[ReqSampling], views: Mapping[str, torch.Tensor]) -> SamplingBatch:
         """``views`` has the arrays of ``sampling_arrays(reqs)`` on the device, under the same names. It may also
         contain other inputs of the step and, for greedy requests, the inputs of random draws; these are not used."""
-        names = _ARRAY_NAMES
-        if all(r.params.is_greedy for r in reqs):
-            names = tuple([name for name in names if name not in _DRAW_NAMES])
+        names = _GREEDY_NAMES if all(r.params.is_greedy for r in reqs) else _ARRAY_NAMES
         filtered = [r.params for r in reqs if not r.params.is_greedy]
         filtered = [p for p in filtered if _has_top_k(p) or _has_top_p(p)]
         return SamplingBatch(
@@ -242,3 +240,4 @@ class SamplingBatch:
 _HOST_FACTS = ("num_reqs", "return_logprob", "constrained", "max_top_logprobs", "max_top_k")
 _DRAW_NAMES = ("seed_keys", "temperatures", "noise_scales")
 _ARRAY_NAMES = tuple(f.name for f in fields(SamplingBatch) if f.name not in _HOST_FACTS)
+_GREEDY_NAMES = tuple(name for name in _ARRAY_NAMES if name not in _DRAW_NAMES)
