@@ -10,7 +10,7 @@ import resource
 import select
 import socket
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import httptools
 import orjson
@@ -687,6 +687,71 @@ async def test_clients_that_wait_to_be_connections_count_as_descriptors_in_use()
                 await asyncio.sleep(0)
         listener.close()
     assert max(asked) == 40
+
+
+class _Made(asyncio.Protocol):
+    """A connection that calls ``made`` when it is made and is closed then."""
+
+    def __init__(self, made: Callable[[], None]) -> None:
+        self._made = made
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._made()
+        transport.abort()  # type: ignore[attr-defined]
+
+
+async def test_a_client_waits_one_turn_for_its_connection() -> None:
+    """The turn in which uvloop calls the protocol. A first token waits for each other one."""
+    accepted: list[int] = []
+    made: list[int] = []
+    turn = 0
+
+    def has_room(_: int) -> bool:
+        accepted.append(turn)
+        return True
+
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        listener = Listener(sock, lambda *_: _Made(lambda: made.append(turn)), has_room)
+        with socket.create_connection(sock.getsockname(), timeout=30) as client:
+            client.sendall(b"x")
+            async with asyncio.timeout(30):
+                while not made:
+                    await asyncio.sleep(0)
+                    turn += 1
+        listener.close()
+    assert made == [accepted[0] + 1]
+
+
+@pytest.mark.parametrize("error", [OSError("the client has gone"), RuntimeError("a defect")])
+async def test_a_client_that_cannot_be_connected_is_disconnected_and_the_others_are_not(
+    error: Exception,
+) -> None:
+    errors = [error]
+    num_made = 0
+
+    def note() -> None:
+        nonlocal num_made
+        num_made += 1
+
+    def make(*_: object) -> _Made:
+        if errors:
+            raise errors.pop()
+        return _Made(note)
+
+    with socket.create_server(("127.0.0.1", 0)) as sock, contextlib.ExitStack() as stack:
+        clients = [
+            stack.enter_context(socket.create_connection(sock.getsockname(), timeout=30)) for _ in range(9)
+        ]
+        for client in clients:
+            client.setblocking(False)
+        listener = Listener(sock, make, lambda num_waiting: True)
+        async with asyncio.timeout(30):
+            while num_made < 8:
+                await asyncio.sleep(0)
+            for client in clients:  # nothing is left open
+                with contextlib.suppress(ConnectionResetError):
+                    assert await asyncio.get_running_loop().sock_recv(client, 1) == b""
+        listener.close()
 
 
 # --- pace

@@ -22,7 +22,7 @@ import logging
 import select
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, NoReturn, cast
 
@@ -271,6 +271,7 @@ class ConnectionLimits:
             self.spend(0)
 
 
+_Connecting = Coroutine["asyncio.Future[Any]", None, None]
 _Taken = tuple[socket.socket, Any]  # a connection as socket.accept returns it, with the client's address
 
 
@@ -319,7 +320,7 @@ class Listener:
         self._loop = asyncio.get_running_loop()
         # Taken and no connections yet: clients that post nothing, and the others.
         self._waiting: tuple[deque[_Taken], ...] = (deque(), deque())
-        self._connecting: set[asyncio.Task[object]] = set()
+        self._connecting: set[_Connecting] = set()
         self._turn: asyncio.Handle | None = None
         self._pause: asyncio.TimerHandle | None = None
         sock.setblocking(False)
@@ -361,11 +362,20 @@ class Listener:
             for index in (0, 1):
                 waiting = self._waiting[index] or self._waiting[1 - index]
                 if waiting:
-                    task = self._loop.create_task(self._connect(waiting.popleft()))
-                    self._connecting.add(task)
-                    task.add_done_callback(self._connecting.discard)
+                    self._go_on(self._connect(waiting.popleft()))
         if any(self._waiting):
             self._turn = self._loop.call_soon(self._connect_some)
+
+    def _go_on(self, connecting: _Connecting, _: object = None) -> None:
+        """Run ``connecting`` until it waits for something. A task would begin a turn of the event loop later, for which
+        a first token would wait."""
+        self._connecting.discard(connecting)
+        try:
+            waited_for = connecting.send(None)
+        except StopIteration:
+            return
+        self._connecting.add(connecting)
+        waited_for.add_done_callback(partial(self._go_on, connecting))
 
     async def _connect(self, taken: _Taken) -> None:
         accepted, peer = taken
@@ -376,6 +386,9 @@ class Listener:
             await self._loop.connect_accepted_socket(make_protocol, accepted)
         except (OSError, IndexError, ValueError):
             accepted.close()  # the client has gone, and some systems have no address for it then
+        except Exception:  # a defect, which must not keep the other clients from being connected
+            accepted.close()
+            logger.exception("a client could not be connected")
 
     def close(self) -> None:
         """Accept no more. Clients that have been taken and are no connections yet are disconnected, as those are that
