@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -129,6 +129,22 @@ def test_a_prompt_arrives_as_it_was_sent(ids: list[int]) -> None:
     turn = Turn(1, [message], False)
     assert TURN_DECODER.decode(ENCODER.encode(turn)) == turn
     assert len(data) - len(encode(request("r", 0))) <= 4 * len(ids) + 4  # four bytes say how many follow
+
+
+@pytest.mark.parametrize("make", [list, tuple])
+def test_ids_that_fit_32_bits_become_an_array_and_others_an_error(make: Callable[..., Sequence[int]]) -> None:
+    ids = [0, 1, -1, 2**31 - 1, -(2**31)]
+    made = id_array(make(ids))
+    assert made.typecode == "i" and made.tolist() == ids
+    assert id_array(make(())).tolist() == []
+    for bad, error in (
+        (2**31, OverflowError),
+        (-(2**31) - 1, OverflowError),
+        (1.0, TypeError),
+        ("1", TypeError),
+    ):
+        with pytest.raises(error):
+            id_array(make([5, bad]))
 
 
 def test_a_long_prompt_is_sent_and_taken_in_as_one_object() -> None:

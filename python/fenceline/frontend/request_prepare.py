@@ -199,7 +199,10 @@ def check_vocabulary(ids: Sequence[int], vocab_size: int, param: str) -> IdArray
         if len(made) <= _FEW_IDS:
             low, high = min(made, default=0), max(made, default=0)
         else:
-            values = np.frombuffer(made, dtype=np.int32)
+            unsigned = np.frombuffer(made, dtype=np.uint32)
+            if int(unsigned.max()) < vocab_size:  # which a negative id is far beyond
+                return made
+            values = unsigned.view(np.int32)
             low, high = int(values.min()), int(values.max())
     except OverflowError:  # a number of more than 32 bits
         made, low, high = id_array(), min(ids), max(ids)

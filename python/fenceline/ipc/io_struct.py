@@ -11,6 +11,7 @@ The ids of a prompt travel as bytes, int32, so that thousands of them are encode
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,7 +30,15 @@ else:  # msgspec reads the annotations, and an array takes no parameter before P
 def id_array(ids: Iterable[int] = ()) -> IdArray:
     """Token ids as messages carry them: int32. Raises OverflowError for one that does not fit. Such an array is
     returned as it is."""
-    return ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)
+    if isinstance(ids, array) and ids.typecode == "i":
+        return ids
+    if isinstance(ids, list):
+        try:
+            # In three fifths of the time that array takes for a list.
+            return array("i", struct.pack(f"{len(ids)}i", *ids))
+        except struct.error:
+            pass  # array raises for the same id
+    return array("i", ids)
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
