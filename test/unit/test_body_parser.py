@@ -337,6 +337,10 @@ async def test_each_turn_of_the_event_loop_parses_one_body_that_is_not_tiny(pars
     turns.clear()
     await asyncio.gather(*(parser.parse(request_of(b"{}"), note) for _ in range(20)))
     assert len(set(turns)) == 1
+    turns.clear()
+    begin = turn
+    await parser.parse(request_of(b'"' + b"a" * 9000 + b'"'), note)
+    assert turns == [begin], "one that is alone has waited"
     counting.cancel()
 
 

@@ -94,10 +94,10 @@ class BodyParser:
             data = b"".join(parts) or empty
             if num_bytes <= _TINY_BYTES:
                 return parse(data, self.unknown)
-            async with self._inline:
-                await asyncio.sleep(0)  # one in a turn
-                if num_bytes <= _SMALL_BYTES or _at_most_values(data) <= _INLINE_VALUES:
-                    return parse(data, self.unknown)
+            await self._inline.acquire()
+            asyncio.get_running_loop().call_soon(self._inline.release)  # one in a turn
+            if num_bytes <= _SMALL_BYTES or _at_most_values(data) <= _INLINE_VALUES:
+                return parse(data, self.unknown)
             del data
         body, unknown_fields = await unless_gone(request, self._apart(parse, parts))
         for names, rules in unknown_fields:
