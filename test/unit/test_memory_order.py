@@ -111,6 +111,7 @@ def test_upload_keeps_the_values_of_the_moment() -> None:
         "f": np.array([1.5, 2.5], dtype=np.float32),
         "none": np.zeros(0, dtype=np.int32),
         "b": np.array([True]),
+        "back": np.arange(4, dtype=np.int64)[::-1],
     }
     views = ring.upload({"a": array, **others})
     array[:] = -1
@@ -119,6 +120,7 @@ def test_upload_keeps_the_values_of_the_moment() -> None:
     assert views["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert views["f"].tolist() == [1.5, 2.5] and views["b"].tolist() == [True]
     assert views["none"].shape == (0,) and views["none"].dtype == torch.int32
+    assert views["back"].tolist() == [3, 2, 1, 0]
 
 
 def test_rings_grow() -> None:

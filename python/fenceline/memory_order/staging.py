@@ -401,8 +401,7 @@ def _layout(arrays: Mapping[str, npt.NDArray[np.generic]]) -> tuple[list[int], i
 def _pack(host: torch.Tensor, arrays: Mapping[str, npt.NDArray[np.generic]], offsets: list[int]) -> None:
     target = host.numpy()
     for array, offset in zip(arrays.values(), offsets, strict=True):
-        data = np.ascontiguousarray(array)
-        target[offset : offset + data.nbytes] = data.reshape(-1).view(np.uint8)
+        target[offset : offset + array.nbytes].view(array.dtype)[:] = array.ravel()
 
 
 def _views(block: torch.Tensor, arrays: Mapping[str, npt.NDArray[np.generic]]) -> dict[str, torch.Tensor]:
