@@ -55,7 +55,6 @@ from fenceline.model_executor.step import (
     HeldStep,
     ScheduleBatch,
     StepOutput,
-    TokenMasks,
     drain_completions,
 )
 from fenceline.sampling.sampling_params import SamplingParams
@@ -129,10 +128,11 @@ class SchemaWorker(NullWorker):
         else:
             rows = np.array([seq.row for seq in batch.seqs if seq.sampling is not None])
             places = np.zeros(len(rows), dtype=np.int64)
-        return HeldStep(self._forward.record(), partial(self._sample, self._answers[places, rows - 1]))
+        tokens = self._answers[places, rows - 1]
+        masks = self._masks[: len(tokens)]
+        return HeldStep(self._forward.record(), lambda: masks, partial(self._sample, tokens))
 
-    def _sample(self, tokens: I64, masks: TokenMasks) -> NullResult:
-        masks.fill(self._masks[: len(tokens)])
+    def _sample(self, tokens: I64) -> NullResult:
         return NullResult(len(tokens), self._forward.record(), tokens)
 
 
@@ -243,7 +243,7 @@ class Bench:
 def compare_threads(sizes: Sequence[int], threads: Sequence[int], num_steps: int, page_size: int) -> None:
     """Print what a step takes whose requests all have a schema, by the number of threads that fill masks."""
     schema = Schema(64 + num_steps + max(sizes), max(sizes))
-    parts = ("step", "publish", "accept_tokens", "fill_masks")
+    parts = ("step", "publish", "accept_tokens", "begin_masks", "fill_masks")
     print(f"{'running':>8} {'threads':>8} " + " ".join(f"{part:>14}" for part in parts) + "  us, medians")
     for size in sizes:
         for num_threads in threads:

@@ -38,11 +38,15 @@ def test_it_can_add(api):
 
 def test_the_http_server_goes_before_the_engine_and_that_before_large_bodies(demo):
     """On a CPU they share the cores, and whoever waits for /health waits for the HTTP server alone."""
-    engine = demo.engine_processes()[0].nice()
-    before = set(demo.children())
+    if psutil.Process(demo.pid).nice() > 8:
+        pytest.skip("the tests' own niceness leaves no room for lower priorities")
+    engine = min(
+        (child for child in demo.children() if "resource_tracker" not in " ".join(child.cmdline())),
+        key=lambda child: child.create_time(),
+    )
     httpx.post(f"{demo.base_url}/generate", json={"text": ["x"] * 100_000}, timeout=60)
-    (parser,) = set(demo.children()) - before
-    assert psutil.Process(demo.pid).nice() < engine < parser.nice()
+    parser = max(demo.children(), key=lambda child: child.create_time())
+    assert psutil.Process(demo.pid).nice() < engine.nice() < parser.nice()
 
 
 def test_streams_say_what_whole_answers_say(api):

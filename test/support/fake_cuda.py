@@ -160,8 +160,10 @@ def install(monkeypatch: pytest.MonkeyPatch, kernels: Kernels | None = None) -> 
     def graph(raw: CUDAGraph, pool: object, stream: Stream, capture_error_mode: str) -> Iterator[None]:
         MACHINE.calls.append(("capture", raw, pool, stream, capture_error_mode))
         before, MACHINE.current = MACHINE.current, stream
-        yield
-        MACHINE.current = before
+        try:
+            yield
+        finally:
+            MACHINE.current = before
         MACHINE.calls.append(("captured", raw))
 
     def load(device: torch.device) -> Kernels:

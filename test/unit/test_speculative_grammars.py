@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence, ValuesView
 from pathlib import Path
@@ -16,6 +17,7 @@ from speculative_driver import EAGLE3, STANDALONE, count_tokens, make_driver, mo
 
 from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.constrained.compile import compile_grammar
+from fenceline.constrained.matcher import I32, MaskFill, RequestGrammar
 from fenceline.constrained.spec import GrammarSpec
 from fenceline.ipc.io_struct import AbortReq, LoadGrammarReq
 from fenceline.scheduler.req import Req
@@ -48,6 +50,44 @@ def test_requests_with_a_grammar_beside_others(
     assert max(counted) > 1
     for output in outputs[1::2]:
         assert set(output[:-1]) <= set(range(10, 20))
+
+
+def test_masks_that_threads_fill_while_tokens_are_published_change_no_answer(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where a step is launched before the previous one is published. Some requests have no grammar, and
+    some end by their length, some by themselves."""
+    rng, num_begun = Random(12), Counter[str]()
+    reqs = [
+        msgspec.structs.replace(
+            request(
+                f"r{i}", [rng.randrange(3, VOCAB) for _ in range(9)], i, temperature=0.8, max_new_tokens=6 + i
+            ),
+            grammar=int(i % 3 > 0),
+        )
+        for i in range(16)
+    ]
+    driver, plain = make_driver(models), make_driver(models)
+    scheduler = driver.scheduler
+    begin_fill = scheduler.grammars.begin_fill
+
+    def counted(grammars: Sequence[RequestGrammar | None], masks: I32) -> MaskFill:
+        num_begun["early"] += sum(grammar is not None for grammar in grammars)
+        return begin_fill(grammars, masks)
+
+    monkeypatch.setattr(scheduler, "may_publish_early", lambda _: False)
+    monkeypatch.setattr(scheduler.grammars, "begin_fill", counted)
+    scheduler.grammars.use_threads(3)
+    before = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(1e-5)
+        loaded = _ten_tokens(driver.config.model.eos_token_ids)
+        driver.send(loaded)
+        plain.send(loaded)
+        assert answers(driver, reqs) == answers(plain, reqs)
+    finally:
+        sys.setswitchinterval(before)
+    assert num_begun["early"] > 50
 
 
 def test_nobody_looks_for_grammars_where_there_are_none(models: dict[str, Path]) -> None:

@@ -105,7 +105,7 @@ class GrammarStore:
 
     def begin_fill(self, grammars: Sequence[RequestGrammar | None], masks: I32) -> MaskFill:
         """Have the helper threads begin to fill ``masks`` [M, ceil(V / 32)] for those of M ``grammars`` that are given
-        here, whose state may not change until :meth:`finish_fill`. Does not wait."""
+        here. Until :meth:`finish_fill` their state may not change, and they may not be begun again. Does not wait."""
         import xgrammar
 
         self._batch = self._batch or xgrammar.BatchGrammarMatcher(max_threads=1)
@@ -318,7 +318,7 @@ class RequestGrammar:
 
     def adjust(self, words: I32, least_more: int) -> None:
         """Change a mask ``words`` [ceil(V / 32)] int32 for the reasoning and for ``least_more``, of which the grammar
-        does not know. See ``GrammarStore.fill``."""
+        does not know. See ``GrammarStore.finish_fill``."""
         if self._in_thought:
             _clear(words, self._eos)
             return

@@ -271,7 +271,7 @@ class ConnectionLimits:
             self.spend(0)
 
 
-_Connecting = Coroutine["asyncio.Future[Any]", None, None]
+_Connecting = Coroutine["asyncio.Future[Any] | None", None, None]
 _Taken = tuple[socket.socket, Any]  # a connection as socket.accept returns it, with the client's address
 
 
@@ -375,7 +375,10 @@ class Listener:
         except StopIteration:
             return
         self._connecting.add(connecting)
-        waited_for.add_done_callback(partial(self._go_on, connecting))
+        if waited_for is None:  # for a turn of the event loop
+            self._loop.call_soon(self._go_on, connecting)
+        else:
+            waited_for.add_done_callback(partial(self._go_on, connecting))
 
     async def _connect(self, taken: _Taken) -> None:
         accepted, peer = taken
@@ -384,8 +387,8 @@ class Listener:
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             make_protocol = partial(self._make_protocol, self._address, _address(peer))
             await self._loop.connect_accepted_socket(make_protocol, accepted)
-        except (OSError, IndexError, ValueError):
-            accepted.close()  # the client has gone, and some systems have no address for it then
+        except (OSError, IndexError, ValueError, asyncio.CancelledError):
+            accepted.close()  # the client has gone, and some systems have no address for it then, or the loop ends
         except Exception:  # a defect, which must not keep the other clients from being connected
             accepted.close()
             logger.exception("a client could not be connected")

@@ -17,7 +17,8 @@ from fenceline.config.request_limits import MAX_UNBROKEN_CHARS
 PIECE_CHARS = 1 << 15  # some ten milliseconds
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SHORT_CHARS = 2048  # below, the plain call costs less
-# A batch call would take all cores for itself; how many threads tokenise is up to TokenizePool.
+# A batch call would take all cores for itself; how many threads tokenise is up to TokenizePool, unless the environment
+# says otherwise.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 

@@ -29,7 +29,7 @@ else:  # msgspec reads the annotations, and an array takes no parameter before P
 
 def id_array(ids: Iterable[int] = ()) -> IdArray:
     """Token ids as messages carry them: int32. Raises OverflowError for one that does not fit. Such an array is
-    returned as it is."""
+    returned as it is. Of a list, 16 bytes an id are used meanwhile."""
     if isinstance(ids, array) and ids.typecode == "i":
         return ids
     if isinstance(ids, list):

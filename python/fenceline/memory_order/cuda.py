@@ -36,7 +36,7 @@ _NOTHING = nullcontext()
 
 class _Current:
     """``torch.cuda.stream`` for a stream of the process's current device, in a tenth of its time: a step switches
-    several times, and the GPU may wait for the host meanwhile. Entered again inside, it is a new one."""
+    several times, and the GPU may wait for the host meanwhile. To be entered once."""
 
     __slots__ = ("_before", "_stream")
 

@@ -178,10 +178,12 @@ class MaskTable(_Ring):
         self._table = torch.full((num_rows, num_words), -1, dtype=torch.int32, device=device.torch_device)
         device.name_memory(self._table, "token_masks", 4 * num_words)
         self._begun: tuple[Slot, I64, I32] | None = None  # with the rows and masks in the slot
+        self._is_read = False  # whether work that reads the masks may still be submitted
 
     def begin(self, rows: I64) -> I32:
         """Pinned memory [M, ceil(V / 32)] int32 for the masks of a step's rows ``rows`` [M], which ascend. The host,
         in any of its threads, may write it until :meth:`upload`. Its values are those of an earlier step."""
+        assert not self._is_read, "the draw under the last masks has been submitted"
         first, shape = _aligned(rows.nbytes), (len(rows), self._table.shape[1])
         nbytes = 4 * shape[0] * shape[1]
         slot = self._take(first + _aligned(nbytes))
@@ -198,6 +200,7 @@ class MaskTable(_Ring):
         work that is submitted before :meth:`drawn`."""
         assert self._begun is not None, "masks are written before they are uploaded"
         device, (slot, rows, masks), self._begun = self._device, self._begun, None
+        self._is_read = True
         if len(rows) == num_rows:  # there is no other row, and no need of the table
             end = _aligned(rows.nbytes) + masks.nbytes
             slot.begin_upload(device, "upload of the step's masks")
@@ -219,6 +222,7 @@ class MaskTable(_Ring):
         """The tokens have been drawn under the masks of the last :meth:`upload` once ``done``, on FORWARD, has
         passed."""
         self._slots[0].device_after = Points.of(done)
+        self._is_read = False
 
 
 class PlanRing(_Ring):

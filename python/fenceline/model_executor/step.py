@@ -268,15 +268,17 @@ class HeldStep:
     only if the engine speculates; in that case nothing is published between the two phases.
     """
 
-    def __init__(self, done: Point, masks: Callable[[], I32], sample: Callable[[], ForwardResult]) -> None:
+    def __init__(
+        self, done: Point, begin_masks: Callable[[], I32], sample: Callable[[], ForwardResult]
+    ) -> None:
         self.done = done
-        self._masks = masks
+        self._begin_masks = begin_masks
         self._sample = sample
 
-    def masks(self) -> I32:
+    def begin_masks(self) -> I32:
         """Memory [M, ceil(V / 32)] int32 for the masks of the batch's ``constrained`` requests: one bit for each token,
         set if it may be drawn. To be called once; every word has to be written before :meth:`sample`."""
-        return self._masks()
+        return self._begin_masks()
 
     def sample(self) -> ForwardResult:
         """Submit the sampling under the masks. To be called once, before the next step is launched."""

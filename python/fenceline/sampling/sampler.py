@@ -100,7 +100,8 @@ class Sampler:
             logits = masked(logits, masks)
         scaled = _scale(logits, batch) if self._needs_scaled(batch) else None
         next_tokens = self._choose(logits, scaled, positions, batch)
-        if rows is not None and last_tokens is not None:
+        if rows is not None:
+            assert last_tokens is not None, "rows are those of last_tokens"
             last_tokens.index_copy_(0, rows, next_tokens)
         if batch.penalty_rows is not None:
             assert self._counts is not None

@@ -218,7 +218,7 @@ class Scheduler:
             None if args.disable_radix_cache else args.page_size, max_of_body(config.device)
         )
         self.grammars = GrammarStore(config.model.eos_token_ids, decides=ranks is None)
-        self.filling: StepMasks | None = None  # of the step that has been launched and not sampled yet
+        self.pending_masks: StepMasks | None = None  # of the step that has been launched and not sampled yet
         # The last prompt and logit_bias that came in an HTTP body with several requests, after the body's number.
         self.latest_prompt = (
             0,
@@ -289,11 +289,11 @@ class Scheduler:
         self.retire_departed()  # so that the next step can use the memory of requests that have ended by now
         flight = self.launch_next()
         if flight is not None and isinstance(flight.result, HeldStep):
-            self.filling = StepMasks(flight, flight.result)
+            self.pending_masks = StepMasks(flight, flight.result)
         if prev is not None:
             self.publish(prev)
-        if self.filling is not None:
-            flight, self.filling = self.sample_held(self.filling), None
+        if self.pending_masks is not None:
+            flight, self.pending_masks = self.sample_held(self.pending_masks), None
         if flight is not None and self.config.server_args.disable_overlap_schedule:
             self.publish(flight)
             flight = None
@@ -649,13 +649,13 @@ class Scheduler:
             self.control.profiler.step()
         return InFlight(batch, reqs, result, self.num_launched)
 
-    def sample_held(self, filling: StepMasks) -> InFlight:
+    def sample_held(self, pending: StepMasks) -> InFlight:
         """Submit the sampling of a step whose forward has been launched. The previous step has been published, so the
         grammars know which tokens may follow. Requests that left since the launch keep their rows until this step's
         sampling is done as well."""
-        self.fill_masks(filling)
-        flight = filling.flight
-        result = filling.held.sample()
+        self.fill_masks(pending)
+        flight = pending.flight
+        result = pending.held.sample()
         done = Points.of(result.done)
         for req in flight.reqs:
             if req.last_step == flight.number:
@@ -669,25 +669,25 @@ class Scheduler:
         """Let the helper threads begin with the masks of the step that has just been launched, if it needs some, while
         this thread publishes the previous one. They fill those of requests whose grammar has just accepted its last
         token; the others follow in :meth:`fill_masks`."""
-        filling = self.filling
-        if filling is None:
+        pending = self.pending_masks
+        if pending is None:
             return
         ready = {
             req.grammar
             for req, token, goes_on in zip(reqs, tokens, accepted, strict=True)
             if goes_on and req.grammar is not None and not req.grammar.may_end_with(token)
         }
-        grammars = [req.grammar if req.grammar in ready else None for req in filling.reqs]
-        filling.fill = self.grammars.begin_fill(grammars, filling.held.masks())
+        grammars = [req.grammar if req.grammar in ready else None for req in pending.reqs]
+        pending.fill = self.grammars.begin_fill(grammars, pending.held.begin_masks())
 
-    def fill_masks(self, filling: StepMasks) -> None:
+    def fill_masks(self, pending: StepMasks) -> None:
         """Write which tokens a step's constrained requests may draw. A request is ended if its grammar allows no token
         or has become too slow."""
-        asked, fill = filling.reqs, filling.fill
+        asked, fill = pending.reqs, pending.fill
         # Requests that have left need no mask: their draws are not read.
         grammars = [None if req.left else req.grammar for req in asked]
         if fill is None:
-            fill = self.grammars.begin_fill([None] * len(asked), filling.held.masks())
+            fill = self.grammars.begin_fill([None] * len(asked), pending.held.begin_masks())
         least_more = [req.source.sampling_params.min_new_tokens - len(req.output_ids) for req in asked]
         may_go_on = self.grammars.finish_fill(fill, grammars, least_more)
         clocks = {grammar.clock for grammar in grammars if grammar is not None}

@@ -72,7 +72,7 @@ def _drive(recording: Recording, config: EngineConfig, device: VgpuDevice, decis
         result = runner.launch(dataclasses.replace(step.batch, after=_points(step, done)))
         if isinstance(result, HeldStep):  # its masks are not recorded: which tokens are drawn moves no access
             masks = decisions[-1].masks = all_tokens(len(step.batch.constrained), -(-VOCAB_SIZE // 32))
-            result.masks()[:] = masks
+            result.begin_masks()[:] = masks
             result = result.sample()
         done[step.done] = result.done
         flights.append((decisions[-1], result))

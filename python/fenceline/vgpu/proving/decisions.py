@@ -39,7 +39,7 @@ class Decision:
 
     batch: ScheduleBatch
     output: StepOutput | None = None
-    masks: I32 | None = None  # of a step whose sampling waited for them, see HeldStep.masks
+    masks: I32 | None = None  # of a step whose sampling waited for them, see HeldStep.begin_masks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,7 +168,7 @@ class _Execution:
         result = self._runner.launch(batch)
         if isinstance(result, HeldStep):
             assert decision.masks is not None, "every launched step is sampled"
-            result.masks()[:] = decision.masks
+            result.begin_masks()[:] = decision.masks
             result = result.sample()
         expected = result.wait()
         assert decision.output is not None, "every launched step is published"

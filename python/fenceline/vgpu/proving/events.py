@@ -281,8 +281,8 @@ class Watch:
     def _begins(self, grammars: Sequence[RequestGrammar | None], masks: object) -> None:
         self.note("masks begun early", any(grammars))
 
-    def _fills(self, filling: StepMasks) -> None:
-        batch, mine = filling.flight.batch, filling.reqs
+    def _fills(self, pending: StepMasks) -> None:
+        batch, mine = pending.flight.batch, pending.reqs
         if isinstance(batch, ExtendBatch):
             self.note("masks of a first token")
         else:

@@ -108,7 +108,7 @@ class RecordedWorker:
         self._runner.replace_weights(weights, one_more)
 
     def _masks(self, held: HeldStep, decision: Decision) -> I32:
-        decision.masks = held.masks()
+        decision.masks = held.begin_masks()
         return decision.masks
 
     def _sample(self, held: HeldStep, decision: Decision) -> ForwardResult:

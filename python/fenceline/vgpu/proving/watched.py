@@ -90,10 +90,10 @@ class WatchedScheduler(Scheduler):
         with nullcontext() if self._tags is None else self._tags.step(batch, reqs):
             return super().launch(batch, reqs)
 
-    def sample_held(self, filling: StepMasks) -> InFlight:
+    def sample_held(self, pending: StepMasks) -> InFlight:
         """See Scheduler."""
         with nullcontext() if self._tags is None else self._tags.rest_of_step():
-            return super().sample_held(filling)
+            return super().sample_held(pending)
 
     def publish(self, flight: InFlight) -> None:
         """See Scheduler."""
