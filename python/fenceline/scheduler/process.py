@@ -53,8 +53,6 @@ logger = logging.getLogger(__name__)
 
 
 _MOST_MASK_THREADS = 3  # with more, a step waits longer for their turns with the interpreter lock
-# On a CPU the engine computes on the cores that the HTTP server needs for all answers, and would be waited for.
-_CPU_NICENESS = 5
 _QUIET_MS = 1000  # freed memory is given back after this long without a message
 _PEER_LOST_WAIT_S = (
     10.0  # much longer than the parent takes to notice that a process has ended, and to kill the others
@@ -186,8 +184,6 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
         messages = None if rank else Inbox(context, ports.scheduler, SCHEDULER_DECODER)
         outbox = ZmqOutbox(context, ports, config.server_args.skip_tokenizer_init)
         begin = time.perf_counter()
-        if config.device == "cpu":
-            os.nice(_CPU_NICENESS)
         device = open_device(config.device, index=None if num_ranks == 1 else _device_of(rank, config))
         logger.info("Opened the device (%s) in %.1f s", config.device, time.perf_counter() - begin)
         if device.kind == "cpu" and config.num_sharing > 1:
