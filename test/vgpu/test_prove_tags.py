@@ -547,7 +547,7 @@ PLANTED = [
      r"\d+\n  by rotate_and_store on forward"),
     (_a_token_sampled_for_the_next_row, "tags_crowd", TAGS,
      r"tags: req_pool\.last_tokens row 4 is written by a prefill step that has no request there\n"
-     r"  written by index_put_ on forward"),
+     r"  written by index_copy_ on forward"),
     (_a_key_without_the_pages_before, "tags_stored_apart", TAGS,
      r"tags: host_pool page \d+, slot 3 of it, holds token 7 of r1, .*: storage is given it under a key that "
      r"stands for token 7 of r0"),
