@@ -14,10 +14,11 @@ import json
 import multiprocessing
 import os
 import random
+import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ import orjson
 import psutil
 from attacked import AttackedServer
 from attacks import ATTACKS, Target, leave_cores_to_the_server, run_apart
-from beside import MARK_MS, Observer, not_run, usual, worst
+from beside import MARK_MS, Observed, Observer, Sample, not_run, usual, worst
 from wire import LEFT, RESET, SILENT, Answer, Wire, exchange, outcome, post, request
 
 ALONE_S = 3.0  # how long the server is observed before the clients start
@@ -59,6 +60,7 @@ MISBEHAVING = (
 
 # --- one request from a seed
 
+Span = tuple[float, float]  # two times of time.monotonic
 Rng = random.Random
 Value = Callable[[Rng], Any]
 
@@ -407,8 +409,10 @@ def fuzzed(seed: int, index: int) -> Fuzzed:
 # --- sending them
 
 
-async def sent(port: int, fuzz: Fuzzed) -> Answer | str:
-    """Send one request in the way that it describes."""
+async def sent(port: int, fuzz: Fuzzed, held: list[Span] | None = None) -> Answer | str:
+    """Send one request in the way that it describes. The time from a request with an ``undo`` to the answer of that
+    is added to ``held``."""
+    begin = time.monotonic()
     if fuzz.pieces == 1:
         answer = await exchange(
             port, fuzz.data, BOUND_S, leave_after_s=fuzz.leaves_after_s, head_only=fuzz.head_only
@@ -417,6 +421,8 @@ async def sent(port: int, fuzz: Fuzzed) -> Answer | str:
         answer = await _in_pieces(port, fuzz)
     if fuzz.undo is not None:
         await exchange(port, fuzz.undo, BOUND_S)
+        if held is not None:
+            held.append((begin, time.monotonic()))
     return answer
 
 
@@ -512,10 +518,12 @@ def misbehave(name: str, port: int, stop: Event) -> None:
 
 @dataclass
 class Findings:
-    """The failures, and how often each outcome occurred."""
+    """The failures, how often each outcome occurred, and when a request had paused the server or had it profiled,
+    which stops everybody's tokens."""
 
-    statuses: Counter[str]
-    failures: list[str]
+    statuses: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    held: list[Span] = field(default_factory=list)
 
     def fail(self, text: str) -> None:
         """Add a failure and print it at once."""
@@ -537,7 +545,7 @@ async def _drive(port: int, seed: int, num: int, findings: Findings) -> None:
         for index in indices:
             fuzz = fuzzed(seed, index)
             begin = time.monotonic()
-            answer = await sent(port, fuzz)
+            answer = await sent(port, fuzz, findings.held)
             if time.monotonic() - begin > SLOW_S:
                 print(
                     f"slow: --replay {seed} {index}: {time.monotonic() - begin:.0f} s, {outcome(answer)}",
@@ -570,7 +578,7 @@ async def _drive(port: int, seed: int, num: int, findings: Findings) -> None:
 
 
 def _driven(port: int, seed: int, num: int) -> Findings:
-    findings = Findings(Counter(), [])
+    findings = Findings()
     asyncio.run(_drive(port, seed, num, findings))
     return findings
 
@@ -654,15 +662,43 @@ def run_fuzz(args: argparse.Namespace) -> int:
         f" {len(findings.failures)} failures"
     )
     for what, samples in (("new", seen.health), ("kept", seen.kept)):
-        waits = [sample for sample in samples if sample.start >= begin]
-        late = [wait for wait in waits if 1e3 * wait.took > MARK_MS]
-        own = [wait for wait in late if 1e3 * (wait.took - not_run(seen.lag, wait)) > MARK_MS]
-        print(
-            f"/health on a {what} connection took more than {MARK_MS:g} ms {len(late)} times of {len(waits)},"
-            f" {len(own)} of them also without the time in which the observer did not run:"
-            f" {[round(1e3 * wait.took) for wait in sorted(own, key=lambda wait: -wait.took)[:12]]} ms"
-        )
+        print(f"/health on a {what} connection took more than {_above_mark(seen, samples, begin)}")
+    following = usual(seen.next_tokens, begin)
+    late_tokens = _above_mark(seen, seen.next_tokens, begin, following, findings.held)
+    print(f"a stream's next token (usual {1e3 * following:.1f} ms) was late by more than {late_tokens}")
+    first = usual(seen.first_tokens, begin)
+    firsts = [sample.took for sample in seen.first_tokens if sample.start >= begin] or [0.0]
+    print(
+        f"a stream's first token (usual {1e3 * first:.1f} ms), which waits in the queue behind all others', came after"
+        f" {1e3 * statistics.median(firsts):.0f} ms (median of {len(firsts)}), {1e3 * max(firsts):.0f} at worst"
+    )
     return 1 if findings.failures else 0
+
+
+def _above_mark(
+    seen: Observed, samples: Iterable[Sample], begin: float, less: float = 0.0, held: Sequence[Span] = ()
+) -> str:
+    """How many of the samples that started after ``begin`` took more than the mark, ``less`` seconds not counted; how
+    many of these also without the time in which the observer itself did not run, and without that in ``held``."""
+    waits = [Sample(sample.start, sample.took - less) for sample in samples if sample.start >= begin]
+    late = [wait for wait in waits if 1e3 * wait.took > MARK_MS]
+    own = [Sample(wait.start, wait.took - not_run(seen.lag, wait)) for wait in late]
+    text = f"{MARK_MS:g} ms {len(late)} times of {len(waits)} (worst {1e3 * worst(waits, begin):.0f} ms)"
+    if held:
+        own = [Sample(wait.start, wait.took - _overlap(held, wait)) for wait in own]
+        text += f", and without the {len(held)} times in which a request had paused or profiled the server"
+    times = sorted((round(1e3 * wait.took) for wait in own if 1e3 * wait.took > MARK_MS), reverse=True)
+    return f"{text}, without the time in which the observer did not run {len(times)} times: {times[:12]} ms"
+
+
+def _overlap(spans: Sequence[Span], wait: Sample) -> float:
+    """The seconds of ``wait`` that are in one of the spans, which may overlap."""
+    covered, until = 0.0, wait.start
+    for begin, end in sorted(spans):
+        begin, end = max(begin, until), min(end, wait.start + wait.took)
+        if end > begin:
+            covered, until = covered + end - begin, end
+    return covered
 
 
 def _replay(args: argparse.Namespace) -> int:

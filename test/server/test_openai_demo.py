@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,9 +37,10 @@ def test_it_can_add(api):
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_the_http_server_goes_before_the_engine_and_that_before_large_bodies(demo):
-    """On a CPU they share the cores, and whoever waits for /health waits for the HTTP server alone."""
-    if psutil.Process(demo.pid).nice() > 8:
+def test_the_http_server_and_the_engine_go_before_large_bodies_and_texts(demo):
+    """On a CPU they share the cores. Whoever waits for /health or for a token waits for these two alone."""
+    server = psutil.Process(demo.pid)
+    if server.nice() > 8:
         pytest.skip("the tests' own niceness leaves no room for lower priorities")
     engine = min(
         (child for child in demo.children() if "resource_tracker" not in " ".join(child.cmdline())),
@@ -46,7 +48,11 @@ def test_the_http_server_goes_before_the_engine_and_that_before_large_bodies(dem
     )
     httpx.post(f"{demo.base_url}/generate", json={"text": ["x"] * 100_000}, timeout=60)
     parser = max(demo.children(), key=lambda child: child.create_time())
-    assert psutil.Process(demo.pid).nice() < engine.nice() < parser.nice()
+    assert engine.nice() == server.nice() < parser.nice()
+    httpx.post(f"{demo.base_url}/tokenize", json={"prompt": ["some words"] * 100}, timeout=60)
+    of_threads = {os.getpriority(os.PRIO_PROCESS, thread.id) for thread in server.threads()}
+    assert server.nice() in of_threads
+    assert any(niceness > server.nice() for niceness in of_threads), "those that tokenise long texts"
 
 
 def test_streams_say_what_whole_answers_say(api):

@@ -29,7 +29,7 @@ MAX_CPU_S = 5
 SHORT_CPU_S = 0.25  # of a first attempt
 MAX_WALL_S = 30.0  # more than MAX_CPU_S, because the machine may be busy
 MAX_MEMORY_BYTES = 1 << 30  # more than the process has from which the child is forked
-_NICENESS = 10  # of lower priority than the engine on a CPU
+_NICENESS = 19  # the HTTP server and an engine on a CPU come first
 _READ_BYTES = 1 << 20
 
 

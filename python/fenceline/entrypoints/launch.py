@@ -29,9 +29,6 @@ from fenceline.ipc.sockets import SchedulerLink, ZmqLink, make_ports, remove_por
 
 logger = logging.getLogger(__name__)
 
-# On a CPU the engine computes on the cores that the HTTP server needs for all answers, and would be waited for.
-_CPU_NICENESS = 5
-
 MIN_SILENCE_S = 4 * HEARTBEAT_INTERVAL_S
 FIRST_HEARTBEAT_S = 120.0  # from the start of a process to its first heartbeat: its interpreter starts
 LAST_WORDS_S = 0.5  # a dying process's FatalError may arrive after its death was noticed
@@ -61,8 +58,6 @@ class EngineBackend(Protocol):
 
 def run_scheduler(config: EngineConfig, ports: PortArgs, rank: int = 0) -> None:
     """The entry of a scheduler's process. Its imports (torch, the model) happen in the child only."""
-    if config.device == "cpu":
-        os.nice(_CPU_NICENESS)
     from fenceline.scheduler.process import run_scheduler_process
 
     run_scheduler_process(config, ports, rank)

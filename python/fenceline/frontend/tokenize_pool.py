@@ -7,6 +7,9 @@ has left ends with the piece in hand.
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import threading
 from array import array
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +30,16 @@ _INLINE_TEXTS, _INLINE_IDS = 16, 512
 _PIECE_TEXTS = 256  # short texts in one piece
 _PIECE_IDS = 1 << 14
 _FEW_CHARS = 1 << 16  # texts of no more leave nothing behind that is worth a trim
+_NICENESS = 10
 _TRIM_BYTES, _TRIM_SOON_S, _TRIM_LATER_S = 8 << 20, 1.0, 4.0
+
+
+def _yield_cores() -> None:
+    """Let the event loop and an engine on a CPU come before this thread. Only Linux has a priority for each thread."""
+    if sys.platform == "linux":
+        os.setpriority(
+            os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS
+        )
 
 
 class TokenizePool:
@@ -37,7 +49,9 @@ class TokenizePool:
         self._tokenizer = tokenizer
         # Half of the cores that this process may use: where there are two, one is left to the scheduler.
         num_threads = min(4, max(1, num_usable_cores() // 2))
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
+        self._threads = ThreadPoolExecutor(
+            num_threads, thread_name_prefix="tokenize", initializer=_yield_cores
+        )
         self._memory = FreedMemory()
         self._closed = False
 
