@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import time
@@ -26,6 +27,7 @@ import torch
 from bench_skinny_gemm import (
     COLD_BYTES,
     MODELS,
+    SHARED_LIMIT,
     Activations,
     Bench,
     FixedTable,
@@ -39,17 +41,21 @@ from fenceline.config.quantization import QuantConfig
 from fenceline.layers.kernels.cuda_quantized import (
     CudaQuantizedWeight,
     QuantizedProducts,
+    direct_takes,
     find_quantized_products,
     numbers_name,
 )
 from fenceline.layers.kernels.skinny_gemm import TritonConfig
 from fenceline.layers.kernels.skinny_table import (
     MAX_CUDA_ROWS,
+    MAX_DIRECT_ROWS,
+    MAX_DIRECT_WARPS,
     CudaConfig,
     SkinnyChoice,
     SkinnyTable,
     choice_to_json,
     load_table,
+    shared_bytes,
     table_key,
 )
 from fenceline.layers.quantized import FP8, QuantizedFormat, make_format
@@ -130,6 +136,17 @@ class QuantizedSweep(Sweep):
             if rows == 1 or self.bits == 8:
                 self.try_all([guess, *(self.triton() if rows > 1 else [])])
         self.deadline = time.monotonic() + seconds  # the time begins after Triton has compiled its kernels
+        self.try_all(self.direct())
+
+    def direct(self) -> list[SkinnyChoice]:
+        """All configurations of the kernel whose weights go into registers."""
+        return [
+            CudaConfig(tiles=2, warps_n=n, warps_k=k, depth=depth, prefetch_bytes=prefetched, direct=True)
+            for n, k, depth, prefetched in itertools.product(
+                (1, 2, 3, 4, 6, 8, 12), (1, 2, 3, 4, 6, 8, 12), (2, 4), (0, 1 << 15)
+            )
+            if 4 <= n * k <= MAX_DIRECT_WARPS
+        ]
 
     def time(self, choice: SkinnyChoice) -> float:
         products = with_table(self.quantized, FixedTable(self.bench.gpu, choice))
@@ -140,6 +157,12 @@ class QuantizedSweep(Sweep):
             stored = self.copies.stored[0]
             if stored.group < stored.shape[1] and stored.group % choice.block_k:
                 return False
+        if isinstance(choice, CudaConfig) and choice.direct:
+            shared = shared_bytes(choice, self.rows, self.bits, k=self.product.k)
+            takes = self.rows <= MAX_DIRECT_ROWS and direct_takes(self.copies.stored[0])
+            is_one = choice.tiles == 2 and choice.depth in (2, 4) and not choice.num_ctas
+            is_one &= choice.cluster == 1 and choice.warps_n * choice.warps_k <= MAX_DIRECT_WARPS
+            return takes and is_one and shared <= SHARED_LIMIT
         if isinstance(choice, CudaConfig):
             tiles = (2, 4, 6) if self.rows <= 8 and self.copies.stored[0].group >= 128 else (2, 4)
             if choice.tiles not in tiles:

@@ -342,7 +342,7 @@ class Sweep:
         compiled = choice.tiles != 3 or self.rows <= 8
         even = not self.product.gated or choice.warps_n * choice.tiles % 2 == 0
         wide = choice.warps_k * choice.cluster * 1024 <= self.product.k * self.bits
-        shared = shared_bytes(choice, self.rows, self.bits)
+        shared = shared_bytes(choice, self.rows, self.bits, k=self.product.k)
         return compiled and even and wide and shared <= SHARED_LIMIT and block <= self.product.weight_rows
 
     def neighbours(self, config: CudaConfig) -> list[CudaConfig]:
@@ -385,6 +385,7 @@ class Sweep:
             (64, 128, 8, 4),
             (128, 128, 8, 4),
             (128, 64, 8, 6),
+            (128, 64, 8, 4),
             (128, 64, 4, 6),
             (128, 128, 8, 3),
             (64, 128, 4, 3),

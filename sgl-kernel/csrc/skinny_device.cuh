@@ -49,6 +49,17 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   return policy;
 }
 
+// 16 bytes of a weight, which no kernel writes and which are read once.
+__device__ __forceinline__ uint4 load_weight(const char* from, uint64_t policy) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from), "l"(policy));
+  return v;
+}
+
+__device__ __forceinline__ uint4 load_global(const char* from) { return *reinterpret_cast<const uint4*>(from); }
+
 __device__ __forceinline__ uint4 load_shared(uint32_t from) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");

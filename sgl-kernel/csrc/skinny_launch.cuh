@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "skinny_device.cuh"
+#include "skinny_direct.cuh"
 #include "skinny_kernel.cuh"
 
 namespace fenceline {
@@ -19,6 +20,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1) skinny_gemm_kernel(const __gri
   SkinnyGemm<kNumbers, kRowTiles, kTiles, kNorm>(params, shared).run();
 }
 
+// With 80 registers for each thread 24 warps run on a multiprocessor, with 128 registers 16.
+template <Numbers kNumbers, int kDepth, bool kNorm>
+__global__ void __launch_bounds__(kMaxDirectWarps * 32, kDepth == 2 ? 2 : 1)
+    skinny_direct_kernel(const __grid_constant__ SkinnyGemmParams params) {
+  extern __shared__ __align__(128) char shared[];
+  DirectGemm<kNumbers, kDepth, kNorm>(params, shared).run();
+}
+
 using Kernel = void (*)(SkinnyGemmParams);
 
 template <Numbers kNumbers, int kRowTiles, int kTiles>
@@ -26,10 +35,21 @@ Kernel with_norm(bool norm) {
   return norm ? skinny_gemm_kernel<kNumbers, kRowTiles, kTiles, true> : skinny_gemm_kernel<kNumbers, kRowTiles, kTiles, false>;
 }
 
+template <Numbers kNumbers>
+Kernel find_direct(const SkinnyGemmRequest& r) {
+  if constexpr (kNumbers == Numbers::kFp8 || kNumbers == Numbers::kInt4) {
+    const bool norm = r.norm_weight != nullptr;
+    if (r.depth == 2) return norm ? skinny_direct_kernel<kNumbers, 2, true> : skinny_direct_kernel<kNumbers, 2, false>;
+    return norm ? skinny_direct_kernel<kNumbers, 4, true> : skinny_direct_kernel<kNumbers, 4, false>;
+  }
+  return nullptr;
+}
+
 // Only configurations that were the fastest on some GPU, since each case is two kernels to compile for each
 // architecture.
 template <Numbers kNumbers>
 Kernel find_kernel(const SkinnyGemmRequest& r) {
+  if (r.direct) return find_direct<kNumbers>(r);
   const bool norm = r.norm_weight != nullptr, few = r.rows <= 8;
   if (r.tiles == 2) return few ? with_norm<kNumbers, 1, 2>(norm) : with_norm<kNumbers, 2, 2>(norm);
   if (r.tiles == 4) return few ? with_norm<kNumbers, 1, 4>(norm) : with_norm<kNumbers, 2, 4>(norm);
@@ -48,7 +68,7 @@ cudaError_t launch_skinny(Kernel kernel, const SkinnyGemmRequest& r, SkinnyGemmP
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(r.num_ctas == 0 ? most : std::min(most, static_cast<uint32_t>(r.num_ctas)));
   config.blockDim = dim3(num_warps * 32);
-  config.dynamicSmemBytes = skinny_shared_bytes(params, num_warps);
+  config.dynamicSmemBytes = shared_bytes(r, params);
   config.stream = static_cast<cudaStream_t>(stream);
   cudaLaunchAttribute attributes[2];
   config.attrs = attributes;

@@ -192,6 +192,13 @@ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) { return (a & b) | c; }
 uint32_t low_halves(uint32_t a, uint32_t b) { return (a & 0xffff) | b << 16; }
 uint32_t high_halves(uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000u); }
 
+uint4 load_global(const char* from) {
+  uint4 v;
+  std::memcpy(&v, from, 16);
+  return v;
+}
+uint4 load_weight(const char* from, uint64_t) { return load_global(from); }
+
 void start_copy(uint32_t to, const void* from, bool live, size_t size) {
   Copy copy{cta().shared.data() + to, size, {}};
   if (live) std::memcpy(copy.bytes, from, size);
@@ -245,6 +252,7 @@ void multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
 
 }  // namespace
 
+#include "skinny_direct.cuh"
 #include "skinny_kernel.cuh"
 
 namespace {
@@ -272,9 +280,26 @@ void run_thread(bool norm) {
 
 const SkinnyGemmRequest* request = nullptr;
 
+template <int kDepth>
+void run_direct_thread(bool norm) {
+  if constexpr (kNumbers == Numbers::kFp8 || kNumbers == Numbers::kInt4) {
+    char* shared = cta().shared.data();
+    if (norm) {
+      DirectGemm<kNumbers, kDepth, true>(params, shared).run();
+    } else {
+      DirectGemm<kNumbers, kDepth, false>(params, shared).run();
+    }
+  }
+}
+
 // With FENCELINE_ONE_KERNEL only the kernel for 8 rows and 2 tiles is compiled, which takes a quarter of the time.
 void fiber_main() {
   const bool norm = request->norm_weight != nullptr;
+  if (request->direct) {
+    request->depth == 2 ? run_direct_thread<2>(norm) : run_direct_thread<4>(norm);
+    self().done = true;
+    yield();
+  }
 #ifdef FENCELINE_ONE_KERNEL
   run_thread<1, 2>(norm);
 #else
@@ -299,7 +324,7 @@ void run_cluster(uint32_t first_block, uint32_t num_warps, const Front& front) {
   mine.ctas.resize(ctas);
   for (Cta& one : mine.ctas) {
     one.barrier.size = threads;
-    one.shared.assign(skinny_shared_bytes(params, num_warps), 0);
+    one.shared.assign(shared_bytes(*request, params), 0);
     for (size_t i = 0; i + 4 <= one.shared.size(); i += 4) std::memcpy(one.shared.data() + i, &kNan, 4);
     one.warps.resize(num_warps);
     for (Warp& each : one.warps) each.barrier.size = 32;

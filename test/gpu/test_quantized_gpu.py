@@ -21,7 +21,7 @@ from fenceline.layers.kernels.cuda_quantized import (
     find_quantized_products,
 )
 from fenceline.layers.kernels.skinny_gemm import Fusion
-from fenceline.layers.kernels.skinny_table import CudaConfig, shared_bytes
+from fenceline.layers.kernels.skinny_table import MAX_DIRECT_ROWS, CudaConfig, shared_bytes
 from fenceline.layers.quantized import FP8, QuantizedFormat, make_format
 from fenceline.layers.weight import RMSNorm, fill_slots
 
@@ -46,6 +46,8 @@ CUTS = (
     CudaConfig(tiles=2, warps_k=1, cluster=4, prefetch_bytes=4096),
     CudaConfig(tiles=4, warps_n=2, warps_k=2, cluster=2, num_ctas=6, depth=2),
     CudaConfig(tiles=2, warps_n=4, warps_k=1, depth=3),
+    CudaConfig(tiles=2, warps_k=3, depth=2, direct=True),
+    CudaConfig(tiles=2, warps_n=3, warps_k=4, depth=4, pdl=False, direct=True),
 )
 
 
@@ -147,8 +149,10 @@ def test_cuda_products_agree_with_float64(name: str, cut: CudaConfig) -> None:
         ((1024, 2048), (272, 640), (6144, 4096)), (1, 3, 8, 9, 16), FUSIONS
     ):
         if (cut.tiles == 6 and (rows > 8 or name in ("int4-64", "int4-32"))) or shared_bytes(
-            cut, rows, 4
+            cut, rows, 4, k=k
         ) > 200 << 10:
+            continue
+        if cut.direct and (rows > MAX_DIRECT_ROWS or name not in ("fp8-rows", "int4-128")):
             continue
         stored = make_weight(name, n, k).stored
         plain = stored.dequantized(torch.float64)

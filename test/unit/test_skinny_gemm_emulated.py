@@ -44,6 +44,9 @@ QUANTISED = {
     "kInt4": (4, 128, ((48, 1024), (80, 384))),
     "kInt4Groups": (4, 32, ((48, 1024), (80, 288))),
 }
+# Of the direct kernel, from which weights go into registers: warps_n, warps_k, depth.
+DIRECT_CUTS = ((1, 3, 2), (2, 1, 4), (1, 12, 2), (3, 2, 4))
+DIRECT_SHAPES = {"kFp8": ((48, 512), (44, 320)), "kInt4": ((48, 1024), (80, 384))}
 QUANTISED_CUTS = ((2, 1, 2, 2, 1, 0, 0), (6, 1, 1, 3, 1, 1, 64), (2, 2, 1, 4, 2, 2, 128))
 
 
@@ -58,7 +61,7 @@ class Request(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("gated", "tiles", "warps_n", "warps_k", "depth", "cluster")),
         *(
             (name, ctypes.c_int32)
-            for name in ("num_ctas", "prefetch_bytes", "pdl", "reserved", "bits", "group")
+            for name in ("num_ctas", "prefetch_bytes", "pdl", "direct", "bits", "group")
         ),
     )
 
@@ -68,13 +71,25 @@ def build(folder: Path, *replacements: tuple[str, str], numbers: str = "kBf16") 
     replaced by the second."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    source = (ROOT / "csrc/skinny_kernel.cuh").read_text()
+    sources = {
+        name: (ROOT / "csrc" / name).read_text() for name in ("skinny_kernel.cuh", "skinny_direct.cuh")
+    }
     for old, new in replacements:
-        assert old in source
-        source = source.replace(old, new)
-    (folder / "skinny_kernel.cuh").write_text(source)
+        assert sum(old in source for source in sources.values()) == 1
+        sources = {name: source.replace(old, new) for name, source in sources.items()}
+    for name, source in sources.items():
+        (folder / name).write_text(source)
     library = folder / "emulation.so"
-    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{folder}", f"-I{ROOT / 'include'}"]
+    command = [
+        "g++",
+        "-std=c++17",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        f"-I{folder}",
+        f"-I{ROOT / 'include'}",
+        f"-I{ROOT / 'csrc'}",
+    ]
     command += [f"-DFENCELINE_NUMBERS={numbers}", *["-DFENCELINE_ONE_KERNEL"] * bool(replacements)]
     subprocess.run([*command, str(ROOT / "tests/skinny_emulation.cpp"), "-o", str(library)], check=True)
     function = ctypes.CDLL(str(library)).fenceline_emulate_skinny_gemm
@@ -133,6 +148,7 @@ def relative_error(
     kind: str,
     eager: int,
     biased: bool = False,
+    direct: bool = False,
 ) -> float:
     n, k = weight.plain.shape
     gated, normed = kind == "gated", kind in ("norm", "gated")
@@ -153,7 +169,7 @@ def relative_error(
     stored = [tensor if tensor is None else tensor.data_ptr() for tensor in (weight.scales, weight.zeros)]
     request = Request(
         x.data_ptr(), weight.data.data_ptr(), *pointers, out.data_ptr(), *stored, rows, num_out, k, 1e-6, gated,
-        *cut, 1, 0, weight.bits, weight.group,
+        *cut, 1, direct, weight.bits, weight.group,
     )  # fmt: skip
     assert emulate(ctypes.byref(request), eager) is None
     return ((out.double() - want).norm() / want.norm()).item()
@@ -188,6 +204,24 @@ def test_quantised_weights_agree_with_float64(tmp_path: Path, numbers: str) -> N
     if numbers == "kInt4Groups":
         error = relative_error(emulate, QUANTISED_CUTS[0], 3, make_weight(40, 448, 4, 64), "norm", 0)
         assert error < 8e-3, error
+
+
+@pytest.mark.parametrize("numbers", DIRECT_SHAPES)
+def test_weights_that_go_into_registers_agree_with_float64(tmp_path: Path, numbers: str) -> None:
+    torch.manual_seed(0)
+    emulate = build(tmp_path, numbers=numbers)
+    bits, group, _ = QUANTISED[numbers]
+    for (n, k), (turn, (warps_n, warps_k, depth)) in itertools.product(
+        DIRECT_SHAPES[numbers], enumerate(DIRECT_CUTS)
+    ):
+        weight = make_weight(n, k, bits, group)
+        for number, kind in enumerate(("plain", "norm", "gated", "residual")):
+            rows = (1, 8, 5)[(number + turn) % 3]
+            cut = (2, warps_n, warps_k, depth, 1, 0, (0, 64, 1 << 15)[(number + turn) % 3])
+            error = relative_error(
+                emulate, cut, rows, weight, kind, 0, biased=(number + turn) % 2 == 0, direct=True
+            )
+            assert error < 8e-3, (n, k, cut, rows, kind, error)
 
 
 def test_every_fp8_number_is_itself(tmp_path: Path) -> None:
@@ -230,7 +264,7 @@ def test_lanes_wait_for_each_other(tmp_path: Path, old: str, new: str, kind: str
     ("old", "new", "eager"),
     [
         ("wait_for_oldest(p.depth);", "wait_for_oldest(p.depth + 1);", 0),
-        ("wait_for_previous_kernel();", "", 0),
+        ("wait_for_previous_kernel();\n    // Past", "// Past", 0),
         ("    store_partial_sums(acc, square, kNorm && first && warp_n == 0);\n    __syncthreads();",
          "    store_partial_sums(acc, square, kNorm && first && warp_n == 0);", 0),
         ("__syncthreads();\n    cluster_barrier();", "", 0),
@@ -242,6 +276,45 @@ def test_each_wait_is_needed(tmp_path: Path, old: str, new: str, eager: int) -> 
     broken = build(tmp_path, (old, new))
     error = relative_error(broken, (2, 1, 2, 2, 2, 2, 0), 8, make_weight(*SHAPES[0]), "residual", eager)
     assert not error < 6e-3
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("wait_for_previous_kernel();\n    store_x(norm);", "store_x(norm);"),
+        ("load_early();\n    __syncthreads();", "load_early();"),
+        ("add_squares();\n    __syncthreads();", "add_squares();"),
+    ],
+    ids=["kernel in front", "x", "partial sums"],
+)
+def test_each_wait_of_the_direct_kernel_is_needed(tmp_path: Path, old: str, new: str) -> None:
+    """Of FP8 without a norm, where threads do not wait for those of their warp either."""
+    torch.manual_seed(0)
+    broken = build(tmp_path, (old, new), numbers="kFp8")
+    cut, weight = (2, 1, 3, 2, 1, 0, 0), make_weight(48, 512, 8, 0)
+    assert not relative_error(broken, cut, 3, weight, "plain", 0, direct=True) < 8e-3
+
+
+@pytest.mark.parametrize(
+    ("cut", "rows", "said"),
+    [
+        ((2, 1, 2, 2, 1, 0, 0), 9, b"up to 8 rows"),
+        ((4, 1, 2, 2, 1, 0, 0), 1, b"2 tiles"),
+        ((2, 1, 2, 3, 1, 0, 0), 1, b"2 or 4 stages"),
+        ((2, 1, 2, 2, 2, 0, 0), 1, b"no clusters"),
+        ((2, 1, 13, 2, 1, 0, 0), 1, b"12 warps"),
+    ],
+)
+def test_bad_direct_requests_are_refused(
+    tmp_path: Path, cut: tuple[int, ...], rows: int, said: bytes
+) -> None:
+    at = aligned(torch.zeros(64, 64, dtype=torch.bfloat16)).data_ptr()
+    request = Request(at, at, None, None, None, at, at, None, rows, 16, 64, 0.0, 0, *cut, 1, 1, 8, 0)
+    emulate = build(tmp_path, ("// The skinny GEMM's algorithm", "//"), numbers="kFp8")
+    error = emulate(ctypes.byref(request), 0)
+    assert error is not None and said in error
+    request.bits, request.group, request.scales, request.num_ctas = 16, 0, None, 0
+    assert b"no direct kernel" in (emulate(ctypes.byref(request), 0) or b"")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from fenceline.layers.kernels.cuda_kernels import is_right
+from fenceline.layers.kernels.cuda_kernels import is_right, probe_cut
 from fenceline.layers.kernels.skinny_gemm import Fusion, TritonConfig
 from fenceline.layers.kernels.skinny_table import (
     CudaConfig,
@@ -91,7 +91,8 @@ def test_a_skinny_gemm_that_is_wrong_at_start_is_not_used(
 ) -> None:
     weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
     product = partial(stand_in, weight, wrong)
-    assert is_right("skinny GEMM", product, weight, ((1, 2), (8, 4))) is (wrong == 0)
+    cuts = ((1, probe_cut(2)), (8, probe_cut(4)))
+    assert is_right("skinny GEMM", product, weight, cuts) is (wrong == 0)
     assert ("is wrong here" in caplog.text) is (wrong != 0)
 
 

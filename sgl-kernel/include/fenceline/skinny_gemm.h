@@ -16,6 +16,11 @@
 // The partial sums are added in shared memory in a fixed order: results do not depend on timing, nor does a row on the
 // other rows.
 //
+// With `direct` each warp has 16 rows of the weight and loads them into registers, `depth` steps ahead, while x stands in
+// shared memory. So more warps run on a multiprocessor, which pays where a weight's numbers take instructions to become
+// plain. Each CTA has one block, and the warps_k warps of a row divide K into as many parts; prefetch_bytes of each part
+// beyond its first steps are prefetched.
+//
 // The scale of a whole row multiplies the row's sum at the end. The scale of a group multiplies the group's sum, from
 // which the zero point times the sum of x has been subtracted. So a scale is never rounded.
 //
@@ -29,6 +34,7 @@
 namespace fenceline {
 
 constexpr int kMaxSkinnyRows = 16;
+constexpr int kMaxDirectWarps = 12;  // of a CTA
 
 // How the weight is stored. A group: the numbers along K that have a scale in common.
 enum class Numbers {
@@ -44,6 +50,8 @@ constexpr bool is_int4(Numbers n) { return n == Numbers::kInt4 || n == Numbers::
 constexpr uint32_t bits_of(Numbers n) { return is_int4(n) ? 4 : is_fp8(n) ? 8 : 16; }
 // Elements of K that a warp takes at a time: 128 bytes of each row of the weight.
 constexpr uint32_t step_of(Numbers n) { return 1024 / bits_of(n); }
+// The same with `direct`: 64 bytes of each row.
+constexpr uint32_t direct_step_of(Numbers n) { return step_of(n) / 2; }
 // The groups with scales of their own that a warp takes at a time; of a group of 64 each half counts as one.
 constexpr uint32_t scales_of(Numbers n) {
   return n == Numbers::kFp8Groups ? 1 : n == Numbers::kInt4 ? 2 : n == Numbers::kInt4Groups ? 8 : 0;
@@ -72,7 +80,7 @@ struct SkinnyGemmRequest {
   int32_t num_ctas;         // upper bound of the grid, a multiple of cluster; 0: one block of rows for each CTA
   int32_t prefetch_bytes;   // of each row of the CTA's first block, beyond the ring, prefetched into L2 (sm_90 on)
   int32_t pdl;              // 1 or 0 (sm_90 on)
-  int32_t reserved;
+  int32_t direct;           // 1 or 0: see above; for some numbers, up to 8 rows, 2 tiles, depth 2 or 4, no cluster
   int32_t bits;             // of a number: 16 for bfloat16, 8 for E4M3, 4 for whole numbers
   int32_t group;            // numbers along K for each scale: 0 (a whole row) or 128 for fp8, 32, 64 or 128 for int4
 };
@@ -100,12 +108,27 @@ struct SkinnyGemmParams {
   uint32_t row_units;    // 16 bytes each, of a row of the weight
   uint32_t weight_rows;
   uint32_t group_shift;  // log2 of the group
+  uint32_t x_row_bytes;  // of a row of x in shared memory, with `direct`; rows begin at different banks
 };
 
 inline Numbers numbers_of(const SkinnyGemmRequest& r) {
   if (r.bits == 16) return Numbers::kBf16;
   if (r.bits == 8) return r.group == 0 ? Numbers::kFp8 : Numbers::kFp8Groups;
   return r.group == 128 ? Numbers::kInt4 : Numbers::kInt4Groups;
+}
+
+// What a request with `direct` needs beside the rest; null if it has all.
+inline const char* check_direct(const SkinnyGemmRequest& r) {
+  const Numbers numbers = numbers_of(r);
+  if (numbers != Numbers::kFp8 && numbers != Numbers::kInt4) return "skinny_gemm has no direct kernel for such numbers";
+  if (r.rows > 8 || r.tiles != 2) return "a direct skinny_gemm takes up to 8 rows, and 2 tiles";
+  if (r.depth != 2 && r.depth != 4) return "a direct skinny_gemm takes 2 or 4 stages";
+  if (r.cluster != 1 || r.num_ctas != 0) return "a direct skinny_gemm has no clusters, and a CTA for each block";
+  if (r.warps_n * r.warps_k > kMaxDirectWarps) return "a direct skinny_gemm takes 1 to 12 warps";
+  if (r.k % static_cast<int32_t>(direct_step_of(numbers)) != 0) {
+    return "a direct skinny_gemm needs k a multiple of 64 for fp8, of 128 for int4";
+  }
+  return nullptr;
 }
 
 // Returns null, or what is wrong with the request.
@@ -140,6 +163,9 @@ inline const char* check_skinny_gemm(const SkinnyGemmRequest& r) {
   if (r.depth != 2 && r.depth != 3 && r.depth != 4 && r.depth != 6) return "skinny_gemm takes 2, 3, 4 or 6 stages";
   if (r.cluster != 1 && r.cluster != 2 && r.cluster != 4 && r.cluster != 8) return "a cluster has 1, 2, 4 or 8 CTAs";
   if (r.num_ctas % r.cluster != 0 || r.num_ctas < 0) return "num_ctas is no multiple of the cluster";
+  if (r.direct) {
+    if (const char* wrong = check_direct(r)) return wrong;
+  }
   const int64_t weight_rows = int64_t{r.num_out} * (r.gated ? 2 : 1);
   if (weight_rows * (int64_t{r.k} * r.bits / 128) >= (int64_t{1} << 32)) return "the weight is too large for skinny_gemm";
   return nullptr;
@@ -168,6 +194,7 @@ inline SkinnyGemmParams plan_skinny_gemm(const SkinnyGemmRequest& r) {
   const Numbers numbers = numbers_of(r);
   const uint32_t tiles = static_cast<uint32_t>(r.tiles), step = step_of(numbers) * p.warps_k * p.cluster;
   p.steps = (p.k + step - 1) / step;
+  if (r.direct) p.steps = (p.k / direct_step_of(numbers) + p.warps_k - 1) / p.warps_k;
   p.stage_bytes = tiles * 1024 + (p.rows + (r.norm_weight != nullptr ? 1 : 0)) * step_of(numbers) * 2;
   p.stage_bytes += scales_of(numbers) * tiles * 8 * (is_int4(numbers) ? 5 : 4);
   p.prefetch_bytes = static_cast<uint32_t>(r.prefetch_bytes) & ~15u;
@@ -175,6 +202,7 @@ inline SkinnyGemmParams plan_skinny_gemm(const SkinnyGemmRequest& r) {
   p.zeros = static_cast<const char*>(r.zeros);
   p.row_units = p.k * bits_of(numbers) / 128;
   p.weight_rows = p.num_out << p.gated;
+  p.x_row_bytes = p.k * 2 + 64;
   p.group_shift = r.group == 32 ? 5 : r.group == 64 ? 6 : 7;
   return p;
 }
@@ -186,6 +214,19 @@ inline uint32_t skinny_ring_bytes(const SkinnyGemmParams& p, uint32_t num_warps)
 
 inline uint32_t skinny_shared_bytes(const SkinnyGemmParams& p, uint32_t num_warps) {
   return skinny_ring_bytes(p, num_warps) + p.warps_k * p.rows * (p.sum_stride + 1) * 4;
+}
+
+// With `direct`: x; the partial sums as above; for each step and 8 rows the sums of
+// x and of its squares; what each row is multiplied with because of the norm.
+inline uint32_t direct_shared_bytes(const SkinnyGemmParams& p, Numbers numbers) {
+  const uint32_t num_steps = p.k / direct_step_of(numbers);
+  return p.rows * p.x_row_bytes + (p.warps_k * p.rows * p.sum_stride + num_steps * 16 + 8) * 4;
+}
+
+// The shared memory of a CTA.
+inline uint32_t shared_bytes(const SkinnyGemmRequest& r, const SkinnyGemmParams& p) {
+  if (r.direct) return direct_shared_bytes(p, numbers_of(r));
+  return skinny_shared_bytes(p, static_cast<uint32_t>(r.warps_n * r.warps_k));
 }
 
 }  // namespace fenceline

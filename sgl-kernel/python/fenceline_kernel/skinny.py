@@ -38,7 +38,7 @@ class SkinnyGemmRequestC(ctypes.Structure):
         ("num_ctas", ctypes.c_int32),
         ("prefetch_bytes", ctypes.c_int32),
         ("pdl", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("direct", ctypes.c_int32),
         ("bits", ctypes.c_int32),
         ("group", ctypes.c_int32),
     )
@@ -53,6 +53,10 @@ class SkinnyConfig:
     x unless int4 has groups of less than 128; 3 for up to 8 rows of bfloat16. ``depth`` stages of 128 bytes of each row
     are in flight for each warp. ``num_ctas``: upper bound of the grid (0: none). ``prefetch_bytes`` of each row of a
     CTA's first block are prefetched into L2 before the preceding kernel has ended. ``pdl``: start before it has ended.
+
+    ``direct``: weights go from memory into registers, and x into shared memory; for E4M3 with a scale for each row, K a
+    multiple of 64, and four bits in groups of 128, up to 8 rows of x, ``tiles`` 2, up to 12 warps, ``depth`` 2 or 4, no
+    cluster, ``num_ctas`` 0, ``prefetch_bytes`` of each row's part for each warp.
     """
 
     tiles: int = 4
@@ -63,6 +67,7 @@ class SkinnyConfig:
     num_ctas: int = 0
     prefetch_bytes: int = 0
     pdl: bool = True
+    direct: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +158,7 @@ class SkinnyGemm:
             config.num_ctas,
             config.prefetch_bytes,
             config.pdl,
-            0,
+            config.direct,
             self._bits,
             0 if numbers is None else numbers.group,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -302,20 +302,25 @@ def _is_product_right(device: torch.device, product: CudaProduct) -> bool:
     def trial(x: torch.Tensor, cut: CudaConfig, fusion: Fusion, out: torch.Tensor) -> None:
         product(x, weight, cut, fusion, out)
 
-    cuts = ((1, 2), (1, 6), (2, 4), (8, 2), (8, 6), (16, 4))
+    cuts = [(rows, probe_cut(tiles)) for rows, tiles in ((1, 2), (1, 6), (2, 4), (8, 2), (8, 6), (16, 4))]
     return is_right("skinny GEMM", trial, weight.float(), cuts)
 
 
-def is_right(name: str, product: Trial, weight: torch.Tensor, cuts: Iterable[tuple[int, int]]) -> bool:
+def probe_cut(tiles: int, direct: bool = False) -> CudaConfig:
+    """A configuration with so many tiles for a small weight, see :func:`is_right`."""
+    return CudaConfig(tiles=tiles, warps_k=2, depth=2, direct=direct)
+
+
+def is_right(name: str, product: Trial, weight: torch.Tensor, cuts: Iterable[tuple[int, CudaConfig]]) -> bool:
     """Whether ``product`` and torch's operators have the same result for ``weight`` [N, K] float32, on its device: once
-    with a norm and a gate, once added to a residual. ``cuts``: pairs of the number of rows and the ``tiles`` of the
-    configuration. If not, this is logged with ``name``."""
+    with a norm and a gate, once added to a residual. ``cuts``: pairs of the number of rows and the configuration; its
+    ``pdl`` is chosen here. If not, this is logged with ``name``."""
     device, (n, k) = weight.device, weight.shape
     draw = partial(torch.randn, device=device, generator=torch.Generator(device).manual_seed(1))
     norm = (1 + 0.1 * draw(k)).bfloat16()
     has_pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    for rows, tiles in cuts:
-        cut = CudaConfig(tiles=tiles, warps_k=2, depth=2, pdl=has_pdl)
+    for rows, given in cuts:
+        cut = replace(given, pdl=has_pdl)
         x, residual = draw(rows, k).bfloat16(), draw(rows, n).bfloat16()
         gate, up = F.linear(F.rms_norm(x.float(), (k,), norm.float(), 1e-6), weight).chunk(2, -1)
         gated, added = x.new_empty(rows, n // 2), residual.clone()

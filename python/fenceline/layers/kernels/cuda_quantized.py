@@ -20,6 +20,7 @@ from fenceline.layers.kernels.cuda_kernels import (
     gated_fusion,
     gpu_traits,
     is_right,
+    probe_cut,
     skinny_cut,
 )
 from fenceline.layers.kernels.quantized_gemm import dequantize, quantize_rows, quantized_linear
@@ -33,6 +34,7 @@ from fenceline.layers.kernels.skinny_gemm import (
 )
 from fenceline.layers.kernels.skinny_table import (
     MAX_CUDA_ROWS,
+    MAX_DIRECT_ROWS,
     SHARED_BYTES,
     CudaConfig,
     SkinnyChoice,
@@ -284,6 +286,14 @@ def cuda_takes(x: torch.Tensor, stored: QuantizedFormat) -> bool:
     return fits and x.dtype == torch.bfloat16 and x.is_contiguous()
 
 
+def direct_takes(stored: QuantizedFormat) -> bool:
+    """Whether fenceline_kernel has a direct product with such a weight, of up to MAX_DIRECT_ROWS rows."""
+    k = stored.shape[1]
+    if stored.kind == "int4":
+        return stored.group == 128
+    return stored.scales.shape[1] == 1 and k % 64 == 0
+
+
 def guess_cuda(rows: int, stored: QuantizedFormat, num_sms: int, pdl: bool) -> CudaConfig:
     """A configuration for ``rows`` rows, at most 16, that every GPU with fenceline_kernel can launch."""
     n, k = stored.shape
@@ -399,10 +409,12 @@ def _agrees(device: torch.device, product: CudaQuantizedProduct, kind: str) -> b
         fill_slots(stored.slots("probe", slice(None), (n, k), 0, 0), [("probe.weight", matrix.bfloat16())])
         trial = partial(_multiply, product, stored)
         cuts = [
-            (rows, tiles)
+            (rows, probe_cut(tiles))
             for rows, tiles in itertools.product((1, 2, 8, 16), (2, 4, 6))
             if tiles < 6 or (rows <= 8 and stored.group >= FP8_BLOCK)
         ]
+        if direct_takes(stored):
+            cuts += [(rows, probe_cut(2, direct=True)) for rows in (1, MAX_DIRECT_ROWS)]
         if not is_right(f"product of {numbers_name(stored)}", trial, stored.dequantized(torch.float32), cuts):
             return False
     return True

@@ -20,6 +20,8 @@ from fenceline.layers.kernels.skinny_gemm import TritonConfig
 # With more than MAX_CUDA_ROWS rows, a dense product is Triton's where that was measured to be faster, else cuBLAS's.
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 MAX_CUDA_ROWS = 16  # of one launch of fenceline_kernel's skinny GEMM
+# The same of its direct kernel, and the warps of a block there.
+MAX_DIRECT_ROWS, MAX_DIRECT_WARPS = 8, 12
 
 # How much shared memory per block the skinny GEMM's configurations may need. sm_80, 90 and 100 have this much; sm_86,
 # 89 and 120 do not.
@@ -38,12 +40,16 @@ class CudaConfig:
     num_ctas: int = 0
     prefetch_bytes: int = 0
     pdl: bool = True
+    direct: bool = False
 
 
-def shared_bytes(config: CudaConfig, rows: int, bits: int = 16, group: int = 128) -> int:
-    """An upper bound of the shared memory that a block takes for ``rows`` rows and a weight whose numbers have ``bits``
-    bits, with one scale for each ``group`` of them (``skinny_shared_bytes`` in
-    sgl-kernel/include/fenceline/skinny_gemm.h)."""
+def shared_bytes(config: CudaConfig, rows: int, bits: int = 16, group: int = 128, k: int = 0) -> int:
+    """An upper bound of the shared memory that a block takes for ``rows`` rows of ``k`` and a weight whose numbers have
+    ``bits`` bits, with one scale for each ``group`` of them (``shared_bytes`` in
+    sgl-kernel/include/fenceline/skinny_gemm.h). Only the direct kernel's depends on ``k``."""
+    if config.direct:
+        sums = config.warps_k * rows * (config.warps_n * 16 + 8) + k * bits // 512 * 16 + 8
+        return rows * (2 * k + 64) + 4 * sums
     scale_bytes = {16: 0, 8: 4, 4: 10 if group == 128 else 40}[bits]
     stage = config.tiles * (1024 + 8 * scale_bytes) + (rows + 1) * 2048 // bits
     sums = config.warps_k * rows * (config.warps_n * config.tiles * 8 + 9) * 4
