@@ -27,6 +27,21 @@ FLAGS = ("--model-path", "demo", "--device", "cpu", "--max-total-tokens", str(PO
 FLAGS += ("--log-level-http", "warning", "--random-seed", "0")
 
 
+_cores_of_servers: set[int] | None = None  # None: they share those of the clients
+
+
+def keep_cores_for_servers(num_cores: int) -> None:
+    """Let servers that are started from now on run on ``num_cores`` of this process's cores and nowhere else, and this
+    process with all that it starts otherwise on the rest, as if it were on another machine. Raises SystemExit if
+    nothing is left."""
+    global _cores_of_servers
+    cores = sorted(os.sched_getaffinity(0))
+    if not 0 < num_cores < len(cores):
+        raise SystemExit(f"--server-cores {num_cores}: there are {len(cores)} cores, and clients need some")
+    _cores_of_servers = set(cores[:num_cores])
+    os.sched_setaffinity(0, cores[num_cores:])
+
+
 class AttackedServer:
     """``python -m fenceline.launch_server`` of the tree with packages in ``python_path``. If that is a file, it is run
     as a program with the port as its argument. The process runs in a new folder, in which it writes all its files.
@@ -107,6 +122,8 @@ class AttackedServer:
             raise SystemExit(f"the server did not answer: {answer}")
 
     def _limit(self) -> None:
+        if _cores_of_servers is not None:
+            os.sched_setaffinity(0, _cores_of_servers)
         if self._nofile is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, self._nofile)
 

@@ -34,7 +34,7 @@ from pathlib import Path
 
 import fuzz
 import grammars
-from attacked import AttackedServer
+from attacked import AttackedServer, keep_cores_for_servers
 from attacks import ATTACKS, WATCHED, Attack, Target, leave_cores_to_the_server
 from beside import MARK_MS, PATIENCE_S, Observed, Observer, usual, worst
 
@@ -380,7 +380,15 @@ def main() -> int:
             "grammars", help="hostile schemas, regular expressions, grammars and lists of tools"
         )
     )
+    for command in commands.choices.values():
+        command.add_argument(
+            "--server-cores",
+            type=int,
+            help="cores that only servers use, while clients use the others (default: they share all)",
+        )
     args = parser.parse_args()
+    if args.server_cores is not None:
+        keep_cores_for_servers(args.server_cores)
     status: int = args.run(args)
     return status
 
