@@ -29,7 +29,7 @@ MAX_CPU_S = 5
 SHORT_CPU_S = 0.25  # of a first attempt
 MAX_WALL_S = 30.0  # more than MAX_CPU_S, because the machine may be busy
 MAX_MEMORY_BYTES = 1 << 30  # more than the process has from which the child is forked
-_NICENESS = 19  # the HTTP server and an engine on a CPU come first
+_NICENESS = 10  # the HTTP server and an engine on a CPU come first
 _READ_BYTES = 1 << 20
 
 
@@ -74,7 +74,6 @@ class _Child:
 
 def serve(connection: Connection, source: VocabularySource, num_children: int) -> None:
     """The process's main function: load the library, send the vocabulary, and compile until the other end is closed."""
-    os.nice(_NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
     try:
@@ -88,6 +87,9 @@ def serve(connection: Connection, source: VocabularySource, num_children: int) -
         logger.exception("grammars cannot be compiled")
         connection.send_bytes(msgspec.msgpack.encode(Compiled(0, error=f"{type(error).__name__}: {error}")))
         return
+    # Only now: for the vocabulary all requests with a grammar wait, and with a lower priority they would on a busy CPU
+    # for minutes.
+    os.nice(_NICENESS)
     memory = psutil.Process().memory_info().vms + MAX_MEMORY_BYTES
     _Server(
         connection,

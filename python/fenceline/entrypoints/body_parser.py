@@ -52,7 +52,7 @@ _SMALL_BYTES = 2 * _INLINE_VALUES  # not counted: nearly all values take two byt
 _APART_CHARS = 4096
 _APART_IDS = 1024
 _PIECE_IDS = 1 << 14
-_NICENESS = 19  # the HTTP server and an engine on a CPU come first
+_NICENESS = 15  # the HTTP server and an engine on a CPU come first
 # The helper has a minute for a body. Only time in which this process ran is counted: it may have been suspended itself.
 _LOOK_INTERVAL_S = 1.0
 _MAX_LOOKS = 60
