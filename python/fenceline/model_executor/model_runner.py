@@ -141,11 +141,10 @@ class ModelRunner:
         with _phase("Allocated the KV pool"):
             self.kv_pool = KVPool(num_pages, layout, device.torch_device, dtype)
         for name, tensor in self.kv_pool.tensors():
-            device.name_memory(tensor, f"kv_pool.{name}", tensor[0].nbytes)
+            device.name_rows(tensor, f"kv_pool.{name}")
         self.pages = page_leases(device, num_pages)
-        page_table, last_tokens = self.req_pool.page_table, self.req_pool.last_tokens
-        device.name_memory(page_table, "req_pool.page_table", page_table[0].nbytes)
-        device.name_memory(last_tokens, "req_pool.last_tokens", last_tokens.itemsize)
+        device.name_rows(self.req_pool.page_table, "req_pool.page_table")
+        device.name_rows(self.req_pool.last_tokens, "req_pool.last_tokens")
         self._num_heads = shard.divide(model.num_heads, "attention heads")
         with _phase("Prepared attention"):
             self._attention, self._draft_attention = self._make_attention(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -33,15 +34,17 @@ from fenceline.vgpu.footprint import check_footprints
 from fenceline.vgpu.proving.admission import Admissions
 from fenceline.vgpu.proving.answers import Findings, Setting, Transcript
 from fenceline.vgpu.proving.backups import Backups
-from fenceline.vgpu.proving.decisions import Event, Fetched, Owned, device_bytes, host_bytes
+from fenceline.vgpu.proving.decisions import Decision, Event, Fetched, Owned, device_bytes, host_bytes
 from fenceline.vgpu.proving.drafts import compare_drafts
 from fenceline.vgpu.proving.events import Watch, around, state_of
-from fenceline.vgpu.proving.figures import Evictions, compare_figures, compare_storage
+from fenceline.vgpu.proving.figures import Evictions, HostEvictions, compare_figures, compare_storage
 from fenceline.vgpu.proving.flashinfer_library import FLASHINFER, FLASHINFER_TENSOR_CORES
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
+from fenceline.vgpu.proving.memory_sizes import MemorySizes
 from fenceline.vgpu.proving.oracle import Oracle
 from fenceline.vgpu.proving.random_depths import RandomDepths
 from fenceline.vgpu.proving.recorded_worker import RecordedWorker
+from fenceline.vgpu.proving.scheduler_record import SchedulerRecord
 from fenceline.vgpu.proving.script import Arrival, Flags, FollowUp, Reaction, Scenario
 from fenceline.vgpu.proving.storage_record import StorageRecord
 from fenceline.vgpu.proving.storage_use import StorageUse
@@ -117,6 +120,7 @@ class Loop:
         self._tell = tell
         self._flight: InFlight | None = None
         self.watch = Watch(device)
+        self._sizes, self._began = MemorySizes(device), time.perf_counter()
         self.runner = ModelRunner(config, device, show_progress=False)
         self._tags: Tags | None = None
         self._storage_record: StorageRecord | None = None
@@ -140,7 +144,9 @@ class Loop:
         self.scheduler = WatchedScheduler(config, worker, self, self, self._tags)
         self._evictions = Evictions(self.scheduler.memory.tree)
         self._admissions = Admissions(self.scheduler)
+        self._record = SchedulerRecord(self.scheduler)
         memory = self.scheduler.memory
+        self._host_evictions = None if memory.tiers is None else HostEvictions(memory.tiers.tree)
         self._backups = None if memory.tiers is None else Backups(memory, memory.tiers)
         self._storage_use: StorageUse | None = None
         if memory.tiers is not None and memory.tiers.storage is not None:
@@ -295,9 +301,18 @@ class Loop:
         rounds_kv = config.server_args.kv_cache_dtype != "auto"
         found = self.transcript.compare(_oracle(config.model.model_path, rounds_kv))
         shared = self.scheduler.sharing.compare(self.transcript.exchanges.values())
+        state = self.scheduler.state()
         figures = compare_figures(
-            self.scheduler.config, self.scheduler.state(), self.runner, self.decisions, self._evictions
+            config,
+            state,
+            self.runner,
+            self.decisions,
+            self._evictions,
+            self._host_evictions,
+            time.perf_counter() - self._began,
         )
+        steps = [event for event in self.decisions if isinstance(event, Decision)]
+        said = self._record.compare(state, self.transcript.exchanges, self.scheduler.verified, steps)
         parts = (
             found.wrong,
             shared,
@@ -306,6 +321,8 @@ class Loop:
             *(() if self._backups is None else self._backups.wrong),
             self._compare_drafts(rounds_kv),
             figures,
+            said,
+            self._sizes.compare(config, self.runner.kv_pool.num_pages),
             self._wrong_storage,
         )
         return replace(found, wrong="\n".join(part for part in parts if part))
