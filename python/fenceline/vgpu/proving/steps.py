@@ -34,7 +34,9 @@ from fenceline.vgpu.footprint import check_footprints
 from fenceline.vgpu.proving.admission import Admissions
 from fenceline.vgpu.proving.answers import Findings, Setting, Transcript
 from fenceline.vgpu.proving.backups import Backups
+from fenceline.vgpu.proving.chunks import Chunks
 from fenceline.vgpu.proving.decisions import Decision, Event, Fetched, Owned, device_bytes, host_bytes
+from fenceline.vgpu.proving.decode_room import DecodeRoom
 from fenceline.vgpu.proving.drafts import compare_drafts
 from fenceline.vgpu.proving.events import Watch, around, state_of
 from fenceline.vgpu.proving.figures import Evictions, HostEvictions, compare_figures, compare_storage
@@ -145,6 +147,9 @@ class Loop:
         self._evictions = Evictions(self.scheduler.memory.tree)
         self._admissions = Admissions(self.scheduler)
         self._record = SchedulerRecord(self.scheduler)
+        # Where something is severed its own check must report it.
+        self._decode_room = DecodeRoom(self.scheduler) if not device.severed else None
+        self._chunks = Chunks(self.scheduler)
         memory = self.scheduler.memory
         self._host_evictions = None if memory.tiers is None else HostEvictions(memory.tiers.tree)
         self._backups = None if memory.tiers is None else Backups(memory, memory.tiers)
@@ -319,6 +324,8 @@ class Loop:
             *self.scheduler.wrong,
             *self._admissions.wrong,
             *(() if self._backups is None else self._backups.wrong),
+            *(() if self._decode_room is None else self._decode_room.wrong),
+            *self._chunks.wrong,
             self._compare_drafts(rounds_kv),
             figures,
             said,
