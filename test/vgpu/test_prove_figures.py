@@ -8,14 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from fenceline.mem_cache.kv_pool import ReqPool
+from fenceline.mem_cache import kv_pool
+from fenceline.mem_cache.host import host_pool
+from fenceline.mem_cache.host.cache_controller import num_host_pages
+from fenceline.mem_cache.kv_pool import ReqPool, num_kv_pages
 from fenceline.memory_order.device import Device
 from fenceline.model_executor.speculative_runner import SpeculativeState
+from fenceline.scheduler import control, live_steps
+from fenceline.scheduler.control import SchedulerControl
 from fenceline.scheduler.flight_recorder import FlightRecorder
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.request_memory import RequestMemory
 from fenceline.scheduler.scheduler import Scheduler
 from fenceline.scheduler.stats import SchedulerStats
+from fenceline.vgpu.proving import start_up
 from fenceline.vgpu.proving.runs import ANSWERS, Outcome, Trial, run
 
 torch.set_num_threads(1)
@@ -148,3 +154,63 @@ def test_graphs_of_prefill_have_a_row_for_each_token(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(piecewise_cuda_graph_runner, "Arena", larger)
     found = first_failure("everything")
     assert "memory: prefill." in found.report, found.report
+
+
+def failed_twice(self: SchedulerControl, id: str, error: Exception) -> None:
+    failed(self, id, error)
+    failed(self, id, error)
+
+
+failed = SchedulerControl._failed
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault", "says"),
+    [
+        (SchedulerControl, "_failed", failed_twice, "observers: "),
+        (SchedulerControl, "_dump", lambda self: self._dumps.clear(), "observers: "),
+        (control, "_MAX_REPLY_CHARS", 999, "observers: an error of 999 characters"),
+        (
+            control,
+            "live_steps",
+            lambda recorder, num: live_steps.live_steps(recorder, num - 1),
+            "of the latest steps",
+        ),
+        (control, "dump_json", lambda *args: b'{"steps": []}', "observers: a dump does not have all steps"),
+    ],
+)
+def test_answers_that_only_observe_are_compared(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Any, says: str
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    found = first_failure("mixed")
+    assert found.checker == ANSWERS and says in found.report, found.report
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault", "says"),
+    [
+        (start_up, "check_row_bytes", lambda *args: None, "start: request rows"),
+        (kv_pool, "_CPU_KV_BYTES", 1 << 8, "start: "),
+        (start_up, "num_kv_pages", lambda *args: num_kv_pages(*args) + 1, "bytes free"),
+        (start_up, "num_host_pages", lambda *args: num_host_pages(*args) + 1, "host pages of"),
+        (host_pool, "_KEPT_FREE", 0.5, "start: a host tier"),
+    ],
+)
+def test_decisions_about_memory_at_the_start_are_compared(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Any, says: str
+) -> None:
+    if name == "_CPU_KV_BYTES":  # as the check reads the limit too, the function alone gets another one
+        monkeypatch.setattr(start_up, "num_kv_pages", with_another_limit)
+    else:
+        monkeypatch.setattr(owner, name, fault)
+    found = first_failure("spill")
+    assert found.checker == ANSWERS and says in found.report, found.report
+
+
+def with_another_limit(config: Any, device: Any, layout: Any, num_ranks: int) -> int:
+    before, kv_pool._CPU_KV_BYTES = kv_pool._CPU_KV_BYTES, 1 << 8
+    try:
+        return num_kv_pages(config, device, layout, num_ranks)
+    finally:
+        kv_pool._CPU_KV_BYTES = before

@@ -130,8 +130,7 @@ class ModelRunner:
         )
         max_tokens_per_req = config.model.context_length + largest.num_slots - 1
         max_pages_per_req = -(-max_tokens_per_req // config.server_args.page_size) + 1
-        # As much as 1 GiB by default.
-        check_row_bytes(config, device, num_rows * (4 * max_pages_per_req + 8))
+        check_row_bytes(config, device, num_rows, max_pages_per_req)
         self.req_pool = ReqPool(num_rows, max_pages_per_req, device.torch_device)
         draft_rows = () if self.draft is None else self.draft.kv_rows
         layout = KVLayout(config.server_args.page_size, self.model.kv_rows + draft_rows)

@@ -43,11 +43,14 @@ from fenceline.vgpu.proving.figures import Evictions, HostEvictions, compare_fig
 from fenceline.vgpu.proving.flashinfer_library import FLASHINFER, FLASHINFER_TENSOR_CORES
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
 from fenceline.vgpu.proving.memory_sizes import MemorySizes
+from fenceline.vgpu.proving.observers import compare_observers
 from fenceline.vgpu.proving.oracle import Oracle
 from fenceline.vgpu.proving.random_depths import RandomDepths
 from fenceline.vgpu.proving.recorded_worker import RecordedWorker
 from fenceline.vgpu.proving.scheduler_record import SchedulerRecord
 from fenceline.vgpu.proving.script import Arrival, Flags, FollowUp, Reaction, Scenario
+from fenceline.vgpu.proving.shared_prefixes import compare_shared_prefixes
+from fenceline.vgpu.proving.start_up import compare_start
 from fenceline.vgpu.proving.storage_record import StorageRecord
 from fenceline.vgpu.proving.storage_use import StorageUse
 from fenceline.vgpu.proving.tiny_model import PLAIN, plain_path, tiny_draft, tiny_model_path, tiny_tokenizer
@@ -76,10 +79,11 @@ def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineCo
         config = replace(config, prefill_attention_backend=backend, decode_attention_backend=decode)
     if config.hicache is None:
         return config
-    storage = config.hicache.storage
+    # One page is enough, and not too short either.
+    storage, threshold = config.hicache.storage, config.server_args.page_size
     if storage is not None:
-        storage = replace(storage, prefetch_threshold=1)
-    return replace(config, hicache=replace(config.hicache, load_back_threshold=1, storage=storage))
+        storage = replace(storage, prefetch_threshold=threshold)
+    return replace(config, hicache=replace(config.hicache, load_back_threshold=threshold, storage=storage))
 
 
 @lru_cache
@@ -329,7 +333,10 @@ class Loop:
             self._compare_drafts(rounds_kv),
             figures,
             said,
+            compare_observers(self.scheduler),
             self._sizes.compare(config, self.runner.kv_pool.num_pages),
+            compare_start(config, self.runner, Random(len(self.decisions))),
+            compare_shared_prefixes(Random(len(self.decisions))),
             self._wrong_storage,
         )
         return replace(found, wrong="\n".join(part for part in parts if part))
