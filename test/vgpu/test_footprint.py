@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from fenceline.layers.attention import torch_backend
+from fenceline.mem_cache.host import cache_controller
 from fenceline.mem_cache.host.cache_controller import HiCacheController
-from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
+from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache, HostTier
 from fenceline.mem_cache.tree.radix_cache import LruQueue
 from fenceline.memory_order import access, arena, checker
 from fenceline.memory_order.access import Memory, PagedMemory
 from fenceline.memory_order.checker import OrderChecker
 from fenceline.memory_order.edges import StreamName
-from fenceline.model_executor.graph_runner import GraphStats
+from fenceline.model_executor.graph_runner import GraphRunner, GraphStats
 from fenceline.model_executor.model_runner import StepAccesses
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.proving.limits import small_limits
@@ -221,6 +222,79 @@ def test_figures_are_compared_with_counts(
     monkeypatch.setattr(owner, name, fault)
     found = first_failure("graphs", "spill")
     assert found.checker in (ANSWERS, INVARIANTS) and checks in found.report, found.report
+
+
+def one_host_page_more(self: HostTier, num_pages: int, protected: Any) -> Any:
+    return choose(self, num_pages + 1, protected)
+
+
+def not_counted(self: HostTier, victims: Any) -> int:
+    num = evict_all(self, victims)
+    self.num_evicted_pages = 0
+    return num
+
+
+def not_finished(self: GraphRunner, *args: Any) -> None:
+    capture_sizes(self, *args)
+    self.stats.capture_s += 1e6
+
+
+choose, evict_all, capture_sizes = HostTier._choose, HostTier._evict_all, GraphRunner._capture_sizes
+num_host_pages = cache_controller.num_host_pages
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault", "workload", "says"),
+    [
+        (HostTier, "_choose", one_host_page_more, "conversations", "are evicted from the host for"),
+        (HostTier, "_evict_all", not_counted, "conversations", "figures: tokens evicted"),
+        (
+            cache_controller,
+            "num_host_pages",
+            lambda *args: num_host_pages(*args) + 1,
+            "spill",
+            "of the host tier",
+        ),
+        (GraphRunner, "_capture_sizes", not_finished, "graphs", "figures: seconds of captures"),
+    ],
+)
+def test_figures_of_the_host_and_times_are_compared(
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    fault: Callable[..., Any],
+    workload: str,
+    says: str,
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    found = first_failure(workload, seeds=range(16))
+    assert found.checker in (ANSWERS, INVARIANTS) and says in found.report, found.report
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("_write_table", "a step says that it writes req_pool.page_table []"),
+        ("extend", "a step says that it reads req_pool.page_table"),
+    ],
+)
+def test_rows_that_a_step_declares_are_compared(
+    monkeypatch: pytest.MonkeyPatch, name: str, says: str
+) -> None:
+    declare = StepAccesses.extend
+
+    def reads_another_row(self: StepAccesses, op: Any, batch: Any) -> None:
+        declare(self, op, batch)
+        op.read(self.page_table, np.zeros(1, np.int64))
+
+    def writes_no_row(self: StepAccesses, op: Any, batch: Any) -> None:
+        writes = batch.page_writes
+        op.write_table(self.pages, writes.rows, writes.columns, writes.pages)
+
+    fault = reads_another_row if name == "extend" else writes_no_row
+    monkeypatch.setattr(StepAccesses, name, fault)
+    found = first_failure("mixed")
+    assert found.checker == "footprint" and says in found.report, found.report
 
 
 def test_a_step_that_could_be_replayed_and_is_not_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,16 @@ def _one_gives_way_although_more_must(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(prefill._MemoryForecast, "has_room", lambda self, *args: hasattr(self, "released"))
 
 
+def _one_more_gives_way(patch: pytest.MonkeyPatch) -> None:
+    right = PrefillPlanner.preempted
+
+    def wrong(self: PrefillPlanner, waiting: Any, running: Any, *args: Any) -> Any:
+        victims = right(self, waiting, running, *args)
+        return victims and victims + [req for req in running if req not in victims][-1:]
+
+    patch.setattr(PrefillPlanner, "preempted", wrong)
+
+
 def _a_decode_step_waits_longer(patch: pytest.MonkeyPatch) -> None:
     right = Scheduler.plan_prefill
 
@@ -107,6 +117,12 @@ def _the_device_waits_for_the_host(patch: pytest.MonkeyPatch) -> None:
         (_short_ones_hold_nothing, "bodies", SMALL, "admission: r\\d+ (waits|is admitted): it needs"),
         (_more_is_short, "bodies", SMALL, "admission: r\\d+ of \\d+ tokens is short"),
         (_one_gives_way_although_more_must, "bodies", range(5, 13), "requests are retracted for nobody"),
+        (
+            _one_more_gives_way,
+            "priorities",
+            range(16),
+            "and without that the same requests would be admitted",
+        ),
         (
             _a_decode_step_waits_longer,
             "mixed",

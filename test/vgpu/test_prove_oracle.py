@@ -259,6 +259,19 @@ def test_who_is_ended_by_a_tick_is_not_pending_afterwards(comes_first: bool) -> 
     assert transcript.compare(Oracle(tiny_model_path())).wrong == ""
 
 
+@pytest.mark.parametrize("in_one_turn", [True, False])
+def test_a_silent_abort_behind_a_tick_may_come_too_late(in_one_turn: bool) -> None:
+    """The tick has ended the request, which is told so, before its stop string is known."""
+    transcript = Transcript(dataclasses.replace(SETTING, timeouts_s={"waiting": 4.0, "running": None}))
+    transcript.received(_request())
+    for message in (TickReq(now=10.0), TickReq(now=15.0), AbortReq(rid="r", silent=True)):
+        transcript.received(message)
+    if not in_one_turn:
+        transcript.turn()
+    transcript.sent(_ended("still waiting after 4 s (--req-waiting-timeout)"))
+    assert (transcript.compare(Oracle(tiny_model_path())).wrong == "") == in_one_turn
+
+
 _FLUSHED, _PENDING = "cache flushed: 9 pages are free again", "cache not flushed: 1 requests are pending"
 
 

@@ -17,7 +17,7 @@ from fenceline.ipc.io_struct import FlushCacheReq
 from fenceline.layers import decoder_layer
 from fenceline.layers.attention import torch_backend
 from fenceline.layers.decoder_layer import SelfAttention
-from fenceline.mem_cache.hicache import StorageTier
+from fenceline.mem_cache.hicache import HiCache, StorageTier
 from fenceline.mem_cache.host.page_copy import RunCopier
 from fenceline.mem_cache.kv_pool import ReqPool
 from fenceline.mem_cache.page_hash import PageFingerprint
@@ -55,6 +55,23 @@ def _pages_loaded_in_a_wrong_order(patch: pytest.MonkeyPatch) -> None:
 
 def _a_node_leaves_without_its_transfers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(hiradix_cache, "transfer_points", lambda node: Points.none())
+
+
+def _admitted_pages_without_their_points(patch: pytest.MonkeyPatch) -> None:
+    right = RequestMemory.admit
+
+    def wrong(self: RequestMemory, *args: Any) -> Points:
+        right(self, *args)
+        return Points.none()
+
+    patch.setattr(RequestMemory, "admit", wrong)
+
+
+def _pages_of_a_load_without_their_points(patch: pytest.MonkeyPatch) -> None:
+    right = HiCache.begin_load
+    patch.setattr(
+        HiCache, "begin_load", lambda self, match, pages, after: right(self, match, pages, Points.none())
+    )
 
 
 def _unused_pages_of_a_fetch_without_their_points(patch: pytest.MonkeyPatch) -> None:
@@ -525,6 +542,12 @@ PLANTED = [
     (_a_node_leaves_without_its_transfers, "tags_reloaded", OWNERSHIP,
      r"ownership: (host )?KV pages \d+: is retired with Points \[.*\], and a store on store may still use it\n"
      r"  submitted at .* in _submit_store: .*\n  retired at .* in \w+: .*\n  missing edge: (\w+ or )?a Point on store"),
+    (_admitted_pages_without_their_points, "conversations", OWNERSHIP,
+     rf"ownership: KV pages \d+: a step of {R} uses it on forward, which has not waited for a store on store\n"
+     r"  submitted at .*\n  used before at .*\n  missing edge: forward_after_store or a Point on store"),
+    (_pages_of_a_load_without_their_points, "handed_on", OWNERSHIP,
+     rf"ownership: KV pages \d+: a load uses it on load, which has not waited for a step of {R} on forward\n"
+     r"  submitted at .*\n  used before at .*\n  missing edge: load_after_forward or a Point on forward"),
     (_unused_pages_of_a_fetch_without_their_points, "cancelled", OWNERSHIP,
      r"ownership: host KV pages \d+: is retired with Points \[\], and a store on store may still use it\n"
      r"  submitted at .* in _submit_store: .*\n  retired at .* in _end: "),

@@ -236,10 +236,11 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(untouched).view(dtype).view(shape)
 
 
-def check_row_bytes(config: EngineConfig, device: Device, nbytes: int) -> None:
-    """Raise ``ValueError`` with the remedy if there is not enough memory for the request rows' ``nbytes``, before they
-    are allocated."""
+def check_row_bytes(config: EngineConfig, device: Device, num_rows: int, max_pages_per_req: int) -> None:
+    """Raise ``ValueError`` with the remedy if there is not enough memory for a :class:`ReqPool` of this size, before it
+    is allocated: 1 GiB by default on a large GPU."""
     free, _ = device.memory_info()
+    nbytes = num_rows * (4 * max_pages_per_req + 8)
     if nbytes > free:
         raise ValueError(
             f"--max-running-requests {config.max_running_requests}: with --context-length"

@@ -55,7 +55,7 @@ class Arena:
         for field in fields:
             shape = (num_rows, *field.shape)
             tensor = torch.full(shape, self.pads[field.name], dtype=field.dtype, device=device.torch_device)
-            device.name_memory(tensor, f"{name}.{field.name}", tensor[0].nbytes)
+            device.name_rows(tensor, f"{name}.{field.name}")
             if field.role is Role.PLAN:
                 device.protect_from_graphs(tensor, PLAN_SOURCE)
             self._tensors[field.name] = tensor

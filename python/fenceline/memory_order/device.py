@@ -221,6 +221,10 @@ class Device(ABC):
         """
         return
 
+    def name_rows(self, tensor: torch.Tensor, name: str) -> None:
+        """:meth:`name_memory` for a tensor [num_rows, ...], whose rows reports name."""
+        self.name_memory(tensor, name, tensor[0].nbytes)
+
     def host_access(self, buffer: torch.Tensor, write: bool, what: str) -> None:
         """Declare that the calling thread, one of :meth:`start_worker`, now reads or writes ``buffer``, which is from
         :meth:`host_buffer`. (The scheduler's thread uses :meth:`declare`.)

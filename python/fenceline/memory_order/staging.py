@@ -176,7 +176,7 @@ class MaskTable(_Ring):
         super().__init__(device, depth=1)
         num_words = -(-vocab_size // 32)
         self._table = torch.full((num_rows, num_words), -1, dtype=torch.int32, device=device.torch_device)
-        device.name_memory(self._table, "token_masks", 4 * num_words)
+        device.name_rows(self._table, "token_masks")
         self._begun: tuple[Slot, I64, I32] | None = None  # with the rows and masks in the slot
         self._is_read = False  # whether work that reads the masks may still be submitted
 

@@ -192,7 +192,7 @@ class DecodeRunner(GraphRunner):
                 dtype=model.context.dtype,
                 device=device.torch_device,
             )
-            device.name_memory(self._logits, "decode.logits", self._logits[0].nbytes)
+            device.name_rows(self._logits, "decode.logits")
 
     def addresses(self) -> Sequence[int]:
         """See ``GraphRunner.addresses``."""

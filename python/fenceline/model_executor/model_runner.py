@@ -130,8 +130,7 @@ class ModelRunner:
         )
         max_tokens_per_req = config.model.context_length + largest.num_slots - 1
         max_pages_per_req = -(-max_tokens_per_req // config.server_args.page_size) + 1
-        # As much as 1 GiB by default.
-        check_row_bytes(config, device, num_rows * (4 * max_pages_per_req + 8))
+        check_row_bytes(config, device, num_rows, max_pages_per_req)
         self.req_pool = ReqPool(num_rows, max_pages_per_req, device.torch_device)
         draft_rows = () if self.draft is None else self.draft.kv_rows
         layout = KVLayout(config.server_args.page_size, self.model.kv_rows + draft_rows)
@@ -141,11 +140,10 @@ class ModelRunner:
         with _phase("Allocated the KV pool"):
             self.kv_pool = KVPool(num_pages, layout, device.torch_device, dtype)
         for name, tensor in self.kv_pool.tensors():
-            device.name_memory(tensor, f"kv_pool.{name}", tensor[0].nbytes)
+            device.name_rows(tensor, f"kv_pool.{name}")
         self.pages = page_leases(device, num_pages)
-        page_table, last_tokens = self.req_pool.page_table, self.req_pool.last_tokens
-        device.name_memory(page_table, "req_pool.page_table", page_table[0].nbytes)
-        device.name_memory(last_tokens, "req_pool.last_tokens", last_tokens.itemsize)
+        device.name_rows(self.req_pool.page_table, "req_pool.page_table")
+        device.name_rows(self.req_pool.last_tokens, "req_pool.last_tokens")
         self._num_heads = shard.divide(model.num_heads, "attention heads")
         with _phase("Prepared attention"):
             self._attention, self._draft_attention = self._make_attention(config)

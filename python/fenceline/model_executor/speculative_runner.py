@@ -126,8 +126,7 @@ class SpeculativeState:
         self.is_behind = torch.zeros(num_rows, dtype=torch.bool, device=where)
         self.hidden = torch.zeros(num_rows, num_hidden, hidden_size, dtype=dtype, device=where)
         for name in ("lens", "drafts", "previous", "is_behind", "hidden"):
-            tensor: torch.Tensor = getattr(self, name)
-            device.name_memory(tensor, f"speculative.{name}", max(tensor[0].nbytes, 1))
+            device.name_rows(getattr(self, name), f"draft_state.{name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +263,7 @@ class SpeculativeRunner(GraphRunner):
         self._logits = torch.zeros(num_rows, num_columns, dtype=dtype, device=where)
         for name, tensor in (("hidden", self._hidden), ("aux", self._aux), ("logits", self._logits)):
             if tensor.numel():
-                device.name_memory(tensor, f"speculative.target_{name}", tensor[0].nbytes)
+                device.name_rows(tensor, f"speculative.target_{name}")
 
     def addresses(self) -> Sequence[int]:
         """See ``GraphRunner.addresses``."""

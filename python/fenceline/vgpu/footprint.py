@@ -17,6 +17,7 @@ from fenceline.mem_cache.transfer import Ticket
 from fenceline.memory_order.access import Memory, PagedMemory, Rows
 from fenceline.memory_order.edges import StreamName
 from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.model_executor.step import DecodeBatch, ScheduleBatch
 from fenceline.vgpu.device import VgpuDevice, VgpuStream
 from fenceline.vgpu.errors import FootprintError
 from fenceline.vgpu.order_record import numbers
@@ -116,6 +117,7 @@ class Footprints:
         if names in (accesses.decode, accesses.extend):
             written = op.pages(accesses.pages, True)
             self._tags.declared(op.pages(accesses.pages, False) | written, written)
+            self._check_rows(op, *args)
             return
         if self._only_pages:
             return
@@ -135,6 +137,26 @@ class Footprints:
                     self._read_by.pop(memory, None)
                 elif write and reader is not None:
                     raise _undeclared(reader, memory, False)
+
+    def _check_rows(self, op: _Declared, batch: ScheduleBatch) -> None:
+        """A step reads the page tables of its requests, writes some entries, and stores the last tokens of those for
+        which it samples."""
+        accesses = self._accesses
+        if isinstance(batch, DecodeBatch):
+            rows = sampled = batch.rows.tolist()
+        else:
+            rows = [seq.row for seq in batch.seqs]
+            sampled = [seq.row for seq in batch.seqs if seq.sampling is not None]
+        for memory, write, right in (
+            (accesses.page_table, False, rows),
+            (accesses.page_table, True, batch.page_writes.rows.tolist()),
+            (accesses.last_tokens, True, sampled),
+        ):
+            said, verb = op.pages(memory, write), "writes" if write else "reads"
+            if said != frozenset(right):
+                raise FootprintError(
+                    f"footprint: a step says that it {verb} {memory.name} {sorted(said)}, not {sorted(set(right))}"
+                )
 
     # --- memory of rings
 

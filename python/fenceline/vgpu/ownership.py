@@ -7,8 +7,9 @@ it runs, the pages that it accesses are compared with those of the submission. S
 order of the streams.
 
 When a page is retired, the Points that it is retired with must come after all work that has been submitted on it, also
-by those who had it before and whose work its owner has not waited for. So lost Points are found where they are lost,
-whether or not anybody gets the page before that work has run.
+by those who had it before and whose work its owner has not waited for. And the stream on which a page is first used
+after it has been leased must have waited for what its former owners have left unfinished. So lost Points are found
+where they are lost, whether or not that work has run when somebody else uses the page.
 """
 
 from __future__ import annotations
@@ -50,12 +51,14 @@ class User(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Lease:
     """One lease of one page. ``owner``: the request that was the first to say that it writes there. ``users``: the
-    latest work on the page of each stream, by its number; at the beginning what the last lease left."""
+    latest work on the page of each stream, by its number; at the beginning what the last lease left, which is also in
+    ``left`` until the page is used."""
 
     leased: Place
     owner: Owner | None = None
     retired: Place | None = None
     users: dict[int, User] = field(default_factory=dict)
+    left: dict[int, User] = field(default_factory=dict)
 
 
 class Leases:
@@ -79,7 +82,7 @@ class Leases:
                 for page in leased[0].tolist():
                     last = self._of_page[page]
                     users = {} if last is None else _not_in(known, last.users)
-                    self._of_page[page] = Lease(place, users=users)
+                    self._of_page[page] = Lease(place, users=users, left=dict(users))
             return leased
 
         def noted_retire(ids: I32, after: Points) -> None:
@@ -132,8 +135,27 @@ class Leases:
         user = User(stream, position, who, here())
         for page in pages:
             lease = self._of_page[page]
-            if lease is not None:
-                lease.users[stream.number] = user
+            if lease is None:
+                continue
+            for former in _not_in(stream.clock, lease.left).values():
+                if former.stream is not stream:
+                    self._found(self._too_soon(page, former, user))
+            lease.left = {}
+            lease.users[stream.number] = user
+
+    def _too_soon(self, page: int, former: User, user: User) -> OwnershipError:
+        """``user`` has not waited for ``former``, who had ``page`` before."""
+        memory, waiter, source = f"{self.name} {page}", user.stream.name, former.stream.name
+        pairs = [(edge.name, one.value, other.value) for edge in PAGE_EDGES for one, other in edge.pairs]
+        edges = [name for name, one, other in pairs if (one, other) == (waiter, source)]
+        lines = [
+            f"ownership: {memory}: {user.who} uses it on {waiter}, which has not waited for {former.who} on {source}",
+            f"  submitted at {user.place}",
+            f"  used before at {former.place}",
+            f"  missing edge: {' or '.join((*edges, f'a Point on {source}'))}",
+        ]
+        places = str(former.place), str(user.place)
+        return OwnershipError("\n".join(lines), edges[0] if edges else "", memory, places, 0)
 
     def _too_early(self, page: int, user: User, after: Points) -> OwnershipError:
         """``page`` has been retired with Points that are not after ``user``."""

@@ -831,7 +831,8 @@ def find_shared_prefixes(
 
     ``page_table`` [B, columns]; ``num_pages`` [B]: how many pages of each request lie wholly before its first query,
     so that all its queries see all their tokens; ``num_queries`` [B]. No request is in two prefixes. If requests share
-    a short prefix and some of them a longer one, the choice is the one with which fewer tokens are read.
+    a short prefix and some of them a longer one, either all are together, or those that go on alike are: whichever way
+    fewer tokens are read.
     """
     if int((num_pages * num_queries).sum()) * page_size < _WORTH_PAIRS:
         return []
@@ -855,7 +856,7 @@ class _Grouping:
         self._num_pages = num_pages.tolist()
 
     def best(self, requests: Sequence[int], depth: int, levels: int) -> tuple[int, list[SharedPrefix]]:
-        """The number of pages that are read with the cheapest grouping of ``requests``, and this grouping. The first
+        """The number of pages that are read with the cheaper grouping of ``requests``, and this grouping. The first
         ``depth`` pages of the requests are the same; at most ``levels`` more levels are searched. The pages that a
         group shares are counted once, the other pages of each request on their own."""
         first, nums = requests[0], [self._num_pages[i] for i in requests]

@@ -87,7 +87,7 @@ class RunCopier(PageCopier):
     def to_host(
         self, stream: Stream, device_pages: Pages, host_pages: Pages, layers: range | None = None
     ) -> None:
-        if self.uses_sm and len(device_pages) > 0:
+        if self.uses_sm:
             # Loads do not declare it: they may run at the same time as persistent attention.
             self._device.declare(stream.name, "backup of KV pages by kernels", occupies_sm)
         layers = range(self._kv_pool.num_layers) if layers is None else layers
@@ -245,7 +245,7 @@ class CudaCopier(PageCopier):
             self._pools.append((layers, pools, 2 if pools.chunk_bytes >= _LARGE_CHUNK else 4))
 
     def to_host(self, stream: Stream, device_pages: Pages, host_pages: Pages) -> None:
-        if self.uses_sm and len(device_pages) > 0:
+        if self.uses_sm:
             self._device.declare(stream.name, "backup of KV pages by kernels", occupies_sm)
         with stream.active():
             for _, pools, num_ctas in self._pools:

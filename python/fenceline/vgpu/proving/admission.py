@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fenceline.model_executor.step import ExtendBatch, ScheduleBatch
@@ -19,6 +20,37 @@ from fenceline.scheduler.prefill import PrefillPlan
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.scheduler import Scheduler
 from fenceline.vgpu.proving.events import around
+
+
+@dataclass(frozen=True, slots=True)
+class _Victim:
+    """A retracted request: the pages that it had or kept in the tree, and the tokens that it might have asked for."""
+
+    pages: set[int]
+    expected: int
+    req: Req
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Before a plan: pages that are used, tokens that running requests may ask for, free rows, and short requests that
+    have memory."""
+
+    used: set[int] = field(default_factory=set)
+    expected: int = 0
+    num_rows: int = 0
+    short: list[Req] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """What an admitted request gets: new pages, those of its prefix on the device, and the tokens that it may still ask
+    for."""
+
+    req: Req
+    num_pages: int
+    match_pages: set[int]
+    later: int
 
 
 class Admissions:
@@ -49,8 +81,13 @@ class Admissions:
         around(scheduler.ratio, "after_retraction", after=self._retracted)
         around(scheduler, "accept", after=self._accepted)
         self._num_victims = 0  # running requests that the present plan has retracted for waiting ones
+        self._retracts = False
+        self._victim: _Victim | None = None  # the last of them
+        self._plan = _Memory()  # what there was for the present plan
+        self._needs: list[_Need] = []  # of the requests that it has admitted
         self._num_admitted = 0
         around(scheduler, "retract_for_waiting", before=self._begin_retraction, after=self._end_retraction)
+        around(scheduler, "retract", before=self._retracts_one)
         planner: Any = scheduler.planner
         around(planner, "plan", before=self._begin, after=self._end)
         # Prompt tokens since the latest decode step, and whether a short one has gone before the next since then.
@@ -63,6 +100,7 @@ class Admissions:
         def admitted(plan: Any, req: Req, budget: Any, alone: bool) -> bool:
             match = scheduler.memory.match(req).match
             right, needed = self._fits(req, match, alone)
+            need = self._need_of(req, match)
             could = self._has_turn(req, plan, budget)
             got = admit(plan, req, budget, alone)
             if got != right and (could or got) and scheduler.config.speculative is None:
@@ -71,6 +109,7 @@ class Admissions:
                 )
             self._num_admitted += got
             if got:
+                self._needs.append(need)
                 self._left -= needed
                 self._used |= self._pages_of(req)
                 self._short += [req] if req.is_short else []
@@ -104,10 +143,21 @@ class Admissions:
         )
 
     def _begin_retraction(self, threshold: int | None) -> None:
-        self._num_victims = len(self._scheduler.running)
+        self._num_victims, self._victim = len(self._scheduler.running), None
+        # Of bodies that run nothing, others than those for which it was done may be admitted first.
+        self._retracts = threshold is not None
 
     def _end_retraction(self, _: object, threshold: int | None) -> None:
         self._num_victims -= len(self._scheduler.running)
+        self._retracts = False
+
+    def _retracts_one(self, req: Req) -> None:
+        if self._retracts:
+            self._victim = _Victim(self._pages_of(req), self._expected_of(req), req)
+
+    def _expected_of(self, req: Req) -> int:
+        """The most tokens for which a running request may still need memory, as far as they count."""
+        return min(max(self._final(req) - self._lengths[req.rid], 0), prefill.CLIP_NEW_TOKENS)
 
     def _begin_turn(self) -> None:
         self._was_asked = False
@@ -160,7 +210,31 @@ class Admissions:
         """Requests are retracted for waiting ones only if one of these is admitted then."""
         if self._num_victims and not self._num_admitted:
             self._tell(f"{self._num_victims} requests are retracted for nobody")
+        elif self._num_victims and self._victim is not None and self._scheduler.config.speculative is None:
+            self._check(
+                not self._all_fit_beside(self._victim),
+                f"{self._victim.req.rid} is retracted, and without that the same requests would be admitted",
+            )
         self._num_victims = 0
+
+    def _all_fit_beside(self, victim: _Victim) -> bool:
+        """Whether all that the plan has admitted would have fitted beside ``victim``, which was retracted for them."""
+        used = self._plan.used | victim.pages
+        available = self._scheduler.memory.num_pages - len(used)
+        expected = int((self._plan.expected + victim.expected) * self._ratio + 1e-6)
+        left, num_rows = available * self._size - expected, self._plan.num_rows - 1
+        short = [*self._plan.short, *([victim.req] if victim.req.is_short else [])]
+        for need in self._needs:
+            if need.req.rid == victim.req.rid:  # admitted again at once
+                continue
+            num_pages = need.num_pages + len(need.match_pages - used)
+            needed = num_pages * self._size + need.later
+            if not self._has_room(need.req, num_pages, needed, available, left, num_rows, short):
+                return False
+            used |= need.match_pages
+            available, left, num_rows = available - num_pages, left - needed, num_rows - 1
+            short += [need.req] if need.req.is_short else []
+        return True
 
     def _check_batch(self) -> None:
         """What the running batch says of its requests."""
@@ -190,32 +264,53 @@ class Admissions:
         if scheduler.memory.num_available_pages != available:
             said = scheduler.memory.num_available_pages
             self._tell(f"{said} pages are said to be available, {available} are")
-        expected = sum(
-            min(max(self._final(req) - self._lengths[req.rid], 0), prefill.CLIP_NEW_TOKENS)
-            for req in scheduler.running.reqs
-        )
+        expected = sum(map(self._expected_of, scheduler.running.reqs))
         self._left = available * self._size - int(expected * scheduler.ratio.value + 1e-6)
         chunked = [] if scheduler.chunked is None else [scheduler.chunked]
         self._short = [req for req in (*scheduler.running.reqs, *chunked) if req.is_short]
+        self._plan = _Memory(set(self._used), expected, scheduler.memory.rows.num_free, list(self._short))
+        self._needs = []
 
     def _fits(self, req: Req, match: Any, alone: bool) -> tuple[bool, int]:
         """Whether the memory rule admits ``req``, and the tokens that it needs."""
-        available = self._scheduler.memory.num_pages - len(self._used)
-        num_pinned = len(set(match.pages.tolist()) - self._used)
-        num_pages = math.ceil(req.num_tokens / self._size) - len(match.pages)
+        need = self._need_of(req, match)
+        num_pages = need.num_pages + len(need.match_pages - self._used)
+        needed = num_pages * self._size + need.later
+        available, num_rows = (
+            self._scheduler.memory.num_pages - len(self._used),
+            self._scheduler.memory.rows.num_free,
+        )
+        return self._has_room(
+            req, num_pages, needed, available, self._left, num_rows, self._short, alone
+        ), needed
+
+    def _has_room(
+        self,
+        req: Req,
+        num_pages: int,
+        needed: int,
+        available: int,
+        left: float,
+        num_rows: int,
+        short: Sequence[Req],
+        alone: bool = False,
+    ) -> bool:
+        """Whether ``req``, which gets ``num_pages`` and may need ``needed`` tokens, fits into ``available`` pages, of
+        which ``left`` tokens may be given away, and into the rows, beside the ``short`` requests that have memory.
+        ``alone``: nothing else runs, so it may have all."""
+        held = sum(len(other.pages) for other in short) * self._size
+        if req.is_short and sum(self._final(other) for other in (*short, req)) <= self._kept[0]:
+            left = available * self._size
+        else:
+            left -= 0 if req.is_short else max(self._kept[0] - held, 0)
+        has_row = num_rows > (0 if req.is_short else max(self._kept[1] - len(short), 0))
+        return has_row and num_pages <= available and (needed <= left or alone)
+
+    def _need_of(self, req: Req, match: Any) -> _Need:
         spare = self._scheduler.running.largest.num_slots - 1
         later = min(self._final(req) - req.num_tokens + 1, prefill.CLIP_NEW_TOKENS) + spare
-        needed = (num_pages + num_pinned) * self._size + later
-        held = sum(len(other.pages) for other in self._short) * self._size
-        has_row = self._scheduler.memory.rows.num_free > (
-            0 if req.is_short else max(self._kept[1] - len(self._short), 0)
-        )
-        final = sum(self._final(other) for other in (*self._short, req))
-        if req.is_short and final <= self._kept[0]:
-            left: float = available * self._size
-        else:
-            left = self._left - (0 if req.is_short else max(self._kept[0] - held, 0))
-        return has_row and num_pages + num_pinned <= available and (needed <= left or alone), needed
+        num_pages = math.ceil(req.num_tokens / self._size) - len(match.pages)
+        return _Need(req, num_pages, set(match.pages.tolist()), later)
 
     def _has_turn(self, req: Req, plan: Any, budget: Any) -> bool:
         """Whether the step has room for ``req``, or a part of it."""

@@ -65,6 +65,7 @@ class Exchange:
     outs: list[TokenOut] = field(default_factory=list)
     texts: list[StrOut] = field(default_factory=list)  # the detokenizer's texts, if there is a detokenizer
     aborted: AbortReq | None = None  # the message that aborted it
+    turn: int = 0  # of the loop, in which it came
     # The ticks that the scheduler was told since it arrived, or since a pause, and the longest time between two of them
     # before a pause: a tick may have ended it of which the answer comes after the pause.
     ticks: list[float] = field(default_factory=list)
@@ -138,11 +139,13 @@ class Transcript:
         self._setting = setting
         self._open: dict[str, _Control] = {}  # control messages without an answer, by id
         self._paused = self._quiet = False
+        self._num_turns = 0
         self._weights = ""  # the folder of the latest, "" for the first ones
 
     def turn(self) -> None:
         """The scheduler begins a turn of its loop. What was in flight at a pause has been sent in the turn before."""
         self._quiet = self._paused
+        self._num_turns += 1
 
     def received(self, message: Message) -> None:
         """Record ``message``, which the scheduler gets next."""
@@ -168,7 +171,7 @@ class Transcript:
             case AbortReq():
                 for exchange in self._targets(message):
                     if exchange.aborted is None:  # a later one, even if silent, finds no request any more
-                        exchange.aborted = message
+                        exchange.aborted, exchange.turn = message, self._num_turns
                         exchange.ended = message.silent
             case TickReq() if not self._paused:
                 for exchange in self._targets(AbortReq(abort_all=True)):
@@ -250,6 +253,14 @@ class Transcript:
     def sent(self, out: TokenOut) -> None:
         """The scheduler has sent an output."""
         exchange = self.exchanges.get(out.rid)
+        reason = out.finish_reason
+        if (
+            exchange is not None
+            and self._was_overdue(exchange)
+            and reason is not None
+            and reason.status_code == 503
+        ):
+            exchange.ended, exchange.aborted = False, None
         if exchange is None or exchange.ended:
             self._wrong.append(
                 f"{out.rid} has an output {'after its end' if exchange else 'without a request'}"
@@ -270,6 +281,12 @@ class Transcript:
         if was_pending and exchange.ended:  # by a tick, which came before what has not been answered yet
             for control in self._open.values():
                 control.num_pending -= 1
+
+    def _was_overdue(self, exchange: Exchange) -> bool:
+        """Whether its time may have been up just before a silent abort, in the same turn of the loop: then it ends in
+        both ways."""
+        aborted = exchange.aborted
+        return exchange.ended and aborted is not None and aborted.silent and exchange.turn == self._num_turns
 
     def _check_interval(self, exchange: Exchange, out: TokenOut) -> None:
         """Check --stream-interval: a stream's first message has one token, and each later one those of an interval."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.ipc.io_struct import CudaGraphState, HiCacheState, InternalState, TransferState
 from fenceline.mem_cache.storage.controller import StorageTierStats
 from fenceline.mem_cache.transfer import TransferKind
-from fenceline.mem_cache.tree.radix_cache import RadixCache
+from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
+from fenceline.mem_cache.tree.radix_cache import RadixCache, TreeNode
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import DecodeBatch, ExtendBatch
 from fenceline.vgpu.proving.decisions import Decision, Event, Transfer
@@ -67,14 +68,60 @@ def _least_recently_used(tree: RadixCache, num_pages: int) -> list[int]:
     return pages
 
 
+class HostEvictions:
+    """Counts the pages that leave the host to make room in ``tree``: those of whole nodes that nobody uses and below
+    which none is on the host, the least recently used first, and no more than are needed."""
+
+    def __init__(self, tree: HiRadixCache) -> None:
+        self.tree = tree
+        self.num_pages = 0
+        self._before: list[int] = []
+        self._leaving: list[int] = []
+        around(tree._host, "alloc", before=self._begin, after=self._end)
+
+    def _begin(self, num_pages: int, protected: Collection[TreeNode]) -> None:
+        self._before = self.tree.all_host_pages().tolist()
+        self._leaving = []
+        num_missing = num_pages - self.tree._host.pool.num_free
+        nodes = [node for node in self.tree._nodes() if node.host_pages is not None]
+        while len(self._leaving) < num_missing:
+            above = {id(node.parent) for node in nodes}
+            free = [
+                node
+                for node in nodes
+                if node.lock_ref == 0
+                and not node.host_holds
+                and id(node) not in above
+                and node not in protected
+            ]
+            if not free:
+                self._leaving = []  # not enough, so none leaves
+                return
+            node = min(free, key=lambda node: (node.last_access, node.id))
+            nodes.remove(node)
+            assert node.host_pages is not None, "it is on the host"
+            self._leaving += node.host_pages.tolist()
+
+    def _end(self, leased: object, num_pages: int, protected: Collection[TreeNode]) -> None:
+        gone = set(self._before) - set(self.tree.all_host_pages().tolist())
+        assert gone == set(self._leaving), (
+            f"{len(gone)} pages are evicted from the host for {num_pages}, {len(self._leaving)} are right, of which "
+            f"{len(set(self._leaving) - gone)} stay"
+        )
+        self.num_pages += len(gone)
+
+
 def compare_figures(
     config: EngineConfig,
     state: InternalState,
     runner: ModelRunner,
     events: Sequence[Event],
     evictions: Evictions,
+    host_evictions: HostEvictions | None,
+    elapsed_s: float,
 ) -> str:
-    """The first figure that is not right, "" if all are. All requests have ended and all transfers too."""
+    """The first figure that is not right, "" if all are. All requests have ended and all transfers too. ``elapsed_s``:
+    seconds since before the engine was made."""
     batches = [event.batch for event in events if isinstance(event, Decision)]
     wrong = _Wrong()
     wrong.compare("used tokens", state.num_used_tokens, 0)
@@ -95,9 +142,38 @@ def compare_figures(
     _compare_graphs("prefill", state.piecewise_cuda_graphs, sizes, True, within, wrong)
     if state.hicache is not None:
         _compare_tiers(state.hicache, runner, events, wrong)
-        evicted = evictions.num_pages * runner.kv_pool.page_size
-        wrong.compare("tokens evicted from the device", state.hicache.evicted_tokens["device"], evicted)
+        assert config.hicache is not None and host_evictions is not None, "there is a host tier"
+        evicted = {"device": evictions.num_pages * page_size, "host": host_evictions.num_pages * page_size}
+        wrong.compare("tokens evicted", state.hicache.evicted_tokens, evicted)
+        page_bytes = page_size * sum(row.nbytes for layer in runner.kv_pool.layout.layers for row in layer)
+        host_bytes = config.hicache.host_bytes
+        most_on_host = num_pages * config.server_args.hicache_ratio
+        if host_bytes is not None:
+            most_on_host = host_bytes / page_bytes
+        wrong.compare(
+            "tokens of the host tier", state.hicache.num_host_tokens, math.floor(most_on_host) * page_size
+        )
+        tree = host_evictions.tree
+        wrong.compare(
+            "tokens on the host", state.hicache.num_used_host_tokens, len(tree.all_host_pages()) * page_size
+        )
+    _compare_times(state, elapsed_s, wrong)
     return wrong.first
+
+
+def _compare_times(state: InternalState, elapsed_s: float, wrong: _Wrong) -> None:
+    """Nothing took less than no time, or longer than everything together."""
+    tiers = state.hicache
+    times = [
+        ("captures", graphs.capture_s)
+        for graphs in (state.cuda_graphs, state.piecewise_cuda_graphs)
+        if graphs is not None
+    ]
+    if tiers is not None:
+        times += [("loads", tiers.load.seconds), ("stores", tiers.store.seconds)]
+    for what, seconds in times:
+        within = seconds if 0 <= seconds <= elapsed_s else f"between 0 and {elapsed_s}"
+        wrong.compare(f"seconds of {what}", seconds, within)
 
 
 class _Wrong:

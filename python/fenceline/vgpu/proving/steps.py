@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -33,16 +34,23 @@ from fenceline.vgpu.footprint import check_footprints
 from fenceline.vgpu.proving.admission import Admissions
 from fenceline.vgpu.proving.answers import Findings, Setting, Transcript
 from fenceline.vgpu.proving.backups import Backups
-from fenceline.vgpu.proving.decisions import Event, Fetched, Owned, device_bytes, host_bytes
+from fenceline.vgpu.proving.chunks import Chunks
+from fenceline.vgpu.proving.decisions import Decision, Event, Fetched, Owned, device_bytes, host_bytes
+from fenceline.vgpu.proving.decode_room import DecodeRoom
 from fenceline.vgpu.proving.drafts import compare_drafts
 from fenceline.vgpu.proving.events import Watch, around, state_of
-from fenceline.vgpu.proving.figures import Evictions, compare_figures, compare_storage
+from fenceline.vgpu.proving.figures import Evictions, HostEvictions, compare_figures, compare_storage
 from fenceline.vgpu.proving.flashinfer_library import FLASHINFER, FLASHINFER_TENSOR_CORES
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
+from fenceline.vgpu.proving.memory_sizes import MemorySizes
+from fenceline.vgpu.proving.observers import compare_observers
 from fenceline.vgpu.proving.oracle import Oracle
 from fenceline.vgpu.proving.random_depths import RandomDepths
 from fenceline.vgpu.proving.recorded_worker import RecordedWorker
+from fenceline.vgpu.proving.scheduler_record import SchedulerRecord
 from fenceline.vgpu.proving.script import Arrival, Flags, FollowUp, Reaction, Scenario
+from fenceline.vgpu.proving.shared_prefixes import compare_shared_prefixes
+from fenceline.vgpu.proving.start_up import compare_start
 from fenceline.vgpu.proving.storage_record import StorageRecord
 from fenceline.vgpu.proving.storage_use import StorageUse
 from fenceline.vgpu.proving.tiny_model import PLAIN, plain_path, tiny_draft, tiny_model_path, tiny_tokenizer
@@ -71,10 +79,11 @@ def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineCo
         config = replace(config, prefill_attention_backend=backend, decode_attention_backend=decode)
     if config.hicache is None:
         return config
-    storage = config.hicache.storage
+    # One page is enough, and not too short either.
+    storage, threshold = config.hicache.storage, config.server_args.page_size
     if storage is not None:
-        storage = replace(storage, prefetch_threshold=1)
-    return replace(config, hicache=replace(config.hicache, load_back_threshold=1, storage=storage))
+        storage = replace(storage, prefetch_threshold=threshold)
+    return replace(config, hicache=replace(config.hicache, load_back_threshold=threshold, storage=storage))
 
 
 @lru_cache
@@ -117,6 +126,7 @@ class Loop:
         self._tell = tell
         self._flight: InFlight | None = None
         self.watch = Watch(device)
+        self._sizes, self._began = MemorySizes(device), time.perf_counter()
         self.runner = ModelRunner(config, device, show_progress=False)
         self._tags: Tags | None = None
         self._storage_record: StorageRecord | None = None
@@ -140,7 +150,12 @@ class Loop:
         self.scheduler = WatchedScheduler(config, worker, self, self, self._tags)
         self._evictions = Evictions(self.scheduler.memory.tree)
         self._admissions = Admissions(self.scheduler)
+        self._record = SchedulerRecord(self.scheduler)
+        # Where something is severed its own check must report it.
+        self._decode_room = DecodeRoom(self.scheduler) if not device.severed else None
+        self._chunks = Chunks(self.scheduler)
         memory = self.scheduler.memory
+        self._host_evictions = None if memory.tiers is None else HostEvictions(memory.tiers.tree)
         self._backups = None if memory.tiers is None else Backups(memory, memory.tiers)
         self._storage_use: StorageUse | None = None
         if memory.tiers is not None and memory.tiers.storage is not None:
@@ -295,17 +310,33 @@ class Loop:
         rounds_kv = config.server_args.kv_cache_dtype != "auto"
         found = self.transcript.compare(_oracle(config.model.model_path, rounds_kv))
         shared = self.scheduler.sharing.compare(self.transcript.exchanges.values())
+        state = self.scheduler.state()
         figures = compare_figures(
-            self.scheduler.config, self.scheduler.state(), self.runner, self.decisions, self._evictions
+            config,
+            state,
+            self.runner,
+            self.decisions,
+            self._evictions,
+            self._host_evictions,
+            time.perf_counter() - self._began,
         )
+        steps = [event for event in self.decisions if isinstance(event, Decision)]
+        said = self._record.compare(state, self.transcript.exchanges, self.scheduler.verified, steps)
         parts = (
             found.wrong,
             shared,
             *self.scheduler.wrong,
             *self._admissions.wrong,
             *(() if self._backups is None else self._backups.wrong),
+            *(() if self._decode_room is None else self._decode_room.wrong),
+            *self._chunks.wrong,
             self._compare_drafts(rounds_kv),
             figures,
+            said,
+            compare_observers(self.scheduler),
+            self._sizes.compare(config, self.runner.kv_pool.num_pages),
+            compare_start(config, self.runner, Random(len(self.decisions))),
+            compare_shared_prefixes(Random(len(self.decisions))),
             self._wrong_storage,
         )
         return replace(found, wrong="\n".join(part for part in parts if part))

@@ -7,7 +7,7 @@ admission, and which requests are retracted.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 
 from fenceline.config.engine_config import EngineConfig
@@ -26,6 +26,7 @@ from fenceline.scheduler.scheduler import Inbox, InFlight, Outbox, Scheduler, St
 from fenceline.vgpu.proving.answers import Sharing
 from fenceline.vgpu.proving.drafts import Verified
 from fenceline.vgpu.proving.events import around
+from fenceline.vgpu.proving.policy_order import POLICIES, policy_order
 from fenceline.vgpu.tags import Tags
 
 
@@ -202,6 +203,20 @@ class WatchedScheduler(Scheduler):
             if req.left and not (is_newcomer and self._num_rows(req)):
                 self.wrong.append(f"{req.rid} is displaced, and it is not for a body that runs nothing")
 
+    def candidates(self) -> Iterator[Req]:
+        """See Scheduler. The policies that look at the cache are computed again; a request is left out only if it may
+        not be scheduled now."""
+        policy, waiting = self.config.server_args.schedule_policy, list(self.waiting)
+        ordered: list[Req] = []
+        for number, req in enumerate(super().candidates()):
+            if number == 0 and policy in POLICIES:
+                ordered = policy_order(policy, waiting, self.memory.match)
+            while ordered and ordered[0] is not req and not self.may_schedule(ordered[0]):
+                ordered.pop(0)
+            if policy in POLICIES and (not ordered or ordered.pop(0) is not req):
+                self.wrong.append(f"{req.rid} is tried before one that {policy} prefers")
+            yield req
+
     def _next_moment(self) -> int:
         self._num_moments += 1
         return self._num_moments
@@ -302,7 +317,8 @@ class WatchedScheduler(Scheduler):
                 least = min(half, scored - scored // 2) if req.scores_prompt else half
                 rest = req.num_tokens - seq.prefix_len
                 least = min(least, rest if seq.sampling is not None else rest - self._lookahead)
-                if len(reqs) > 1 and sizes[req] < least:
+                # On a CPU it gets half of the step's work, see ``chunks``.
+                if len(reqs) > 1 and sizes[req] < least and self.config.device != "cpu":
                     self.wrong.append(f"{req.rid} gets {sizes[req]} tokens of a step, {least} are its half")
                 return most - half - (sum(sizes.values()) - sizes[req])
         return None

@@ -9,12 +9,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
+from msgspec import structs
+
 from fenceline.ipc.io_struct import (
     AbortReq,
     ContinueGenerationReq,
     FlushCacheReq,
     GetInternalStateReq,
     PauseGenerationReq,
+    TokenizedGenerateReq,
 )
 from fenceline.vgpu.proving.everything import EVERYTHING
 from fenceline.vgpu.proving.flashinfer_library import FLASHINFER
@@ -113,7 +116,8 @@ def _retraction(random: Random) -> Scenario:
 
 
 def _priorities(random: Random) -> Scenario:
-    """Running requests are preempted by ones of higher priority, with steps in flight; prefixes in two namespaces."""
+    """Running requests are preempted by ones of higher priority, with steps in flight; prefixes in two namespaces. In
+    some runs they come in HTTP bodies, of which each has requests of several priorities."""
     script = Script(random)
     family = script.prompt(8, 12)
     for index in range(6):
@@ -122,7 +126,7 @@ def _priorities(random: Random) -> Scenario:
         rid = script.add(random.randrange(3) + 2 * index, prompt, random.randint(4, 9), **options)
         if random.random() < 0.15:
             script.send(2 * index + random.randint(3, 9), AbortReq(rid=rid))
-    return script.scenario(
+    scenario = script.scenario(
         max_total_tokens=random.choice((48, 64, 160)),
         max_running_requests=random.choice((2, 3)),
         chunked_prefill_size=random.choice((8, 16)),
@@ -133,6 +137,19 @@ def _priorities(random: Random) -> Scenario:
         **script.graphs(1, 2),
         **script.in_turn(),
     )
+    return _in_bodies(scenario) if random.random() < 0.4 else scenario
+
+
+def _in_bodies(scenario: Scenario) -> Scenario:
+    """The same requests, every second one of which comes in one of two HTTP bodies."""
+    arrivals, num_reqs = [], 0
+    for arrival in scenario.arrivals:
+        message = arrival.message
+        if isinstance(message, TokenizedGenerateReq):
+            num_reqs += 1
+            message = structs.replace(message, body=(0, 1, 0, 2, 0, 1)[num_reqs % 6])
+        arrivals.append(replace(arrival, message=message))
+    return replace(scenario, arrivals=tuple(arrivals))
 
 
 def _bodies(random: Random) -> Scenario:

@@ -1,0 +1,103 @@
+"""Messages that only observe, sent to the scheduler when a run has ended: its state with the latest steps, dumps of the
+flight record, the profiler; and messages that fail. Each must have one answer, the right one."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import orjson
+
+from fenceline.ipc.io_struct import (
+    ControlReply,
+    FlightRecorderReq,
+    GetInternalStateReq,
+    Message,
+    ProfileReq,
+)
+from fenceline.memory_order.edges import StreamName, pages_edge
+from fenceline.model_executor.step import DecodeBatch
+from fenceline.scheduler.flight_recorder import CompletionsEvent, Departure, Event, Retirement, StepRecord
+from fenceline.scheduler.scheduler import Scheduler
+
+_NUM_STEPS = 8
+_MOST_CHARS = 1000  # of a reply
+_LOGGER = logging.getLogger("fenceline.scheduler.control")
+
+
+def compare_observers(scheduler: Scheduler) -> str:
+    """What is wrong with the answers, "" if nothing is."""
+    control = scheduler.control
+    sent: list[Message] = []
+    dumps: list[Callable[[], None]] = []
+    before = control._send, control.run_in_background, _LOGGER.disabled
+    control._send, control.run_in_background, _LOGGER.disabled = sent.append, dumps.append, True
+    try:
+        control.observe(GetInternalStateReq(id="steps", num_steps=_NUM_STEPS), scheduler.state)
+        control.observe(GetInternalStateReq(id="no state"), _fails)
+        control.observe(ProfileReq(id="stop", action="stop"), scheduler.state)
+        control.answer("long", _fails)
+        # Those that come before a dump has been begun are answered by the same one.
+        for id in ("json", "json again"):
+            control.observe(FlightRecorderReq(id=id, form="json"), scheduler.state)
+        control.observe(FlightRecorderReq(id="trace", form="trace"), scheduler.state)
+        for dump in dumps:
+            dump()
+    finally:
+        control._send, control.run_in_background, _LOGGER.disabled = before
+    replies = {message.id: message for message in sent if isinstance(message, ControlReply)}
+    enabled = scheduler.recorder.enabled
+    said = [(message.id, message.success) for message in sent if isinstance(message, ControlReply)]
+    right = [("steps", True), ("no state", False), ("stop", False), ("long", False)]
+    right += [(id, enabled) for id in ("json", "json again", "trace")]
+    if said != right or len(sent) != len(right) or len(dumps) != 1:
+        return f"observers: {said} is answered with {len(dumps)} dumps, {right} with one is right"
+    if len(replies["long"].message) != _MOST_CHARS:
+        return f"observers: an error of {len(replies['long'].message)} characters is told, {_MOST_CHARS} are the most"
+    steps, events = scheduler.recorder.snapshot()
+    records = list(steps)
+    if enabled and len(orjson.loads(replies["json"].payload)["steps"]) != len(records):
+        return "observers: a dump does not have all steps"
+    live = {"steps": [_live(step) for step in records[-_NUM_STEPS:]], "events": _counts(events)}
+    if orjson.loads(replies["steps"].payload) != live:
+        return f"observers: {replies['steps'].payload.decode()} is told of the latest steps, {live} is right"
+    return ""
+
+
+def _fails() -> NoReturn:
+    raise ValueError("x" * 2 * _MOST_CHARS)
+
+
+def _live(step: StepRecord) -> dict[str, object]:
+    """What ``scheduler.live_steps`` describes."""
+    is_decode = isinstance(step.batch, DecodeBatch)
+    num_tokens = (
+        len(step.rids)
+        if isinstance(step.batch, DecodeBatch)
+        else sum(len(seq.token_ids) for seq in step.batch.seqs)
+    )
+    others = [StreamName(name) for name, _ in step.after if name != StreamName.FORWARD.value]
+    return {
+        "mode": "decode" if is_decode else "extend",
+        "reqs": len(step.rids),
+        "tokens": num_tokens,
+        "done": step.done,
+        "in_flight": step.in_flight,
+        "published": True,
+        "after": [[name.value, pages_edge(StreamName.FORWARD, name).name] for name in others],
+        "events": _counts(step.events),
+    }
+
+
+def _counts(events: Sequence[Event]) -> dict[str, object]:
+    """How many there were of each kind; none of kinds that there were none of."""
+    ended = [event for event in events if isinstance(event, CompletionsEvent)]
+    counts: dict[str, object] = {
+        "left": Counter(event.why for event in events if isinstance(event, Departure)),
+        "retired_pages": sum(len(event.pages) for event in events if isinstance(event, Retirement)),
+        "transfers": Counter(kind for event in ended for kind, _, _ in event.transfers),
+        "storage": sum(len(event.storage) for event in ended),
+    }
+    return {name: count for name, count in counts.items() if count}

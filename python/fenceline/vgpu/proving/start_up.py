@@ -1,0 +1,143 @@
+"""How much memory the engine takes at its start, on devices with other amounts of it than the virtual GPU has.
+
+Whether an engine starts, and with how large a cache, is asked of the functions that decide it, with amounts at which
+the decision changes, and random ones. What is right is computed here from the flags, as docs/server_arguments.md
+describes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import cast
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.mem_cache import kv_pool
+from fenceline.mem_cache.host import host_pool
+from fenceline.mem_cache.host.cache_controller import num_host_pages
+from fenceline.mem_cache.kv_pool import KVLayout, check_row_bytes, num_kv_pages
+from fenceline.memory_order import Device
+from fenceline.model_executor.model_runner import ModelRunner
+
+_KEPT_FREE = 0.05  # of the host's memory
+
+
+class _OtherDevice:
+    """A device of ``kind`` with so many bytes, as the functions see it."""
+
+    def __init__(self, kind: str, free: int, total: int) -> None:
+        self.kind = kind
+        self._info = free, total
+
+    def memory_info(self) -> tuple[int, int]:
+        return self._info
+
+
+def compare_start(config: EngineConfig, runner: ModelRunner, random: Random) -> str:
+    """What is wrong with the decisions about memory, "" if nothing is."""
+    layout = runner.kv_pool.layout
+    return _rows(config, runner) or _pages(config, layout, random) or _host(config, runner, random)
+
+
+def _refuses(call: Callable[..., object], *args: object) -> bool:
+    try:
+        call(*args)
+    except ValueError:
+        return True
+    return False
+
+
+def _device(kind: str, free: int, total: int) -> Device:
+    return cast(Device, _OtherDevice(kind, free, total))
+
+
+def _rows(config: EngineConfig, runner: ModelRunner) -> str:
+    """Each row has a page table of int32 and a last token of int64."""
+    num_rows, num_columns = runner.req_pool.page_table.shape
+    needed = 4 * num_rows * num_columns + 8 * num_rows
+    for free in (needed - 1, needed):
+        device = _device("vgpu", free, 2 * needed)
+        if _refuses(check_row_bytes, config, device, num_rows, num_columns) != (free < needed):
+            return f"start: request rows of {needed} bytes are wrongly judged with {free} bytes free"
+    return ""
+
+
+def _pages(config: EngineConfig, layout: KVLayout, random: Random) -> str:
+    """The cache has what --max-total-tokens says, or the part of the memory that --mem-fraction-static leaves, but no
+    more than the running requests can use; on a CPU that part of the free memory, 4 GiB at most, divided among the
+    ranks."""
+    page_bytes = layout.page_size * sum(row.nbytes for rows in layout.layers for row in rows)
+    most_useful = config.max_running_requests * math.ceil(config.model.context_length / layout.page_size)
+    for kind in ("vgpu", "cpu"):
+        num_ranks = random.choice((1, 2, 3)) if kind == "cpu" else 1
+        share = random.choice((0.25, 0.5, 0.875))
+        num_wanted = random.choice((1, 2, 3, random.randrange(2, 2 * most_useful + 2), 2 * most_useful))
+        for tokens in (None, num_wanted * layout.page_size + random.randrange(layout.page_size)):
+            for change in (-1, 0, random.randrange(page_bytes)):
+                free, total = _memory(
+                    kind, num_wanted, page_bytes, share, num_ranks, tokens is not None, change
+                )
+                asked = replace(config, max_total_tokens=tokens, mem_fraction_static=share)
+                if tokens is not None:
+                    fits, right = free >= (num_wanted + 1) * page_bytes, num_wanted
+                else:
+                    budget = free - (total - int(total * share))
+                    if kind == "cpu":
+                        budget = min(int(free * share), kv_pool._CPU_KV_BYTES) // num_ranks
+                    fits, right = True, min(budget // page_bytes, most_useful)
+                got = _num_pages(asked, _device(kind, free, total), layout, num_ranks)
+                expected = right + 1 if fits and right >= 2 else None
+                if got != expected:
+                    return (
+                        f"start: {got} pages with {free} of {total} bytes free ({kind}), {expected} are right"
+                    )
+    return ""
+
+
+def _memory(
+    kind: str, num_pages: int, page_bytes: int, share: float, num_ranks: int, is_given: bool, change: int
+) -> tuple[int, int]:
+    """(free, total): as much as just suffices for ``num_pages``, and ``change`` more."""
+    if is_given:
+        free = (num_pages + 1) * page_bytes + change
+        return free, 2 * free
+    if kind == "cpu":
+        free = math.ceil((num_pages * page_bytes * num_ranks + change) / share)
+        return free, 2 * free
+    total = 8 * num_pages * page_bytes
+    return total - int(total * share) + num_pages * page_bytes + change, total
+
+
+def _num_pages(config: EngineConfig, device: Device, layout: KVLayout, num_ranks: int) -> int | None:
+    try:
+        return num_kv_pages(config, device, layout, num_ranks)
+    except ValueError:
+        return None
+
+
+def _host(config: EngineConfig, runner: ModelRunner, random: Random) -> str:
+    """The host tier has as many bytes as --hicache-size says; it may take 95 percent of what the host has available."""
+    if config.hicache is None:
+        return ""
+    page_bytes = runner.kv_pool.layout.page_nbytes
+    num_pages = random.randrange(1, 20)
+    host_bytes = num_pages * page_bytes + random.randrange(page_bytes)
+    asked = replace(config, hicache=replace(config.hicache, host_bytes=host_bytes))
+    got = num_host_pages(asked, runner.kv_pool)
+    if got != num_pages:
+        return f"start: {got} host pages of {page_bytes} bytes in {host_bytes}, {num_pages} are right"
+    nbytes, cpu = num_pages * page_bytes, cast(Device, _HostMemory())
+    for available in (math.floor(nbytes / (1 - _KEPT_FREE)) - 2, math.ceil(nbytes / (1 - _KEPT_FREE)) + 2):
+        fits = int(available * (1 - _KEPT_FREE)) >= nbytes
+        if _refuses(host_pool._allocate, cpu, nbytes, available) == fits:
+            return f"start: a host tier of {nbytes} bytes is wrongly judged with {available} available"
+    return ""
+
+
+class _HostMemory:
+    """A device that allocates nothing."""
+
+    def host_buffer(self, nbytes: int) -> None:
+        return None
