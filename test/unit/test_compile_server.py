@@ -10,7 +10,8 @@ import msgspec
 import pytest
 from grammar_work import NUM_CHILDREN, serve_work
 
-from fenceline.constrained.compile_server import Compiled, CompileJob
+from fenceline.constrained import compile, compile_server
+from fenceline.constrained.compile_server import Compiled, CompileJob, VocabularySource
 from fenceline.constrained.spec import GrammarSpec
 
 
@@ -25,6 +26,35 @@ def server() -> Iterator[Connection]:
     ours.close()
     process.join(60)
     assert process.exitcode == 0
+
+
+class _Vocabulary:
+    def serialize_json(self) -> str:
+        return "{}"
+
+
+class _Ended:
+    """A server whose other end has been closed already."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def run(self) -> None:
+        pass
+
+
+def test_the_vocabulary_is_sent_before_the_priority_is_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests with a grammar wait for it; with a lower priority on a busy CPU for minutes."""
+    done: list[str] = []
+    ours, theirs = multiprocessing.Pipe()
+    monkeypatch.setattr(compile_server.os, "nice", lambda _: done.append("lowered"))
+    monkeypatch.setattr(compile_server.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(compile_server.signal, "pthread_sigmask", lambda *_: None)
+    monkeypatch.setattr(compile, "make_vocabulary", lambda *_: done.append("loaded") or _Vocabulary())
+    monkeypatch.setattr(compile_server, "_Server", _Ended)
+    compile_server.serve(theirs, VocabularySource("", frozenset(), 1, (0,)), 1)
+    assert done == ["loaded", "lowered"]
+    assert _receive(ours) == Compiled(0, b"{}")
 
 
 def _send(server: Connection, id: int, text: str, is_short: bool = False) -> None:

@@ -306,15 +306,20 @@ def test_each_wait_of_the_direct_kernel_is_needed(tmp_path: Path, old: str, new:
     ],
 )
 def test_bad_direct_requests_are_refused(
-    tmp_path: Path, cut: tuple[int, ...], rows: int, said: bytes
+    emulate: Emulate, cut: tuple[int, ...], rows: int, said: bytes
 ) -> None:
     at = aligned(torch.zeros(64, 64, dtype=torch.bfloat16)).data_ptr()
     request = Request(at, at, None, None, None, at, at, None, rows, 16, 64, 0.0, 0, *cut, 1, 1, 8, 0)
-    emulate = build(tmp_path, ("// The skinny GEMM's algorithm", "//"), numbers="kFp8")
     error = emulate(ctypes.byref(request), 0)
     assert error is not None and said in error
-    request.bits, request.group, request.scales, request.num_ctas = 16, 0, None, 0
-    assert b"no direct kernel" in (emulate(ctypes.byref(request), 0) or b"")
+
+
+def test_bfloat16_has_no_direct_kernel(emulate: Emulate) -> None:
+    at = aligned(torch.zeros(64, 64, dtype=torch.bfloat16)).data_ptr()
+    cut = (2, 1, 2, 2, 1, 0, 0)
+    request = Request(at, at, None, None, None, at, None, None, 1, 16, 64, 0.0, 0, *cut, 1, 1, 16, 0)
+    error = emulate(ctypes.byref(request), 0)
+    assert error is not None and b"no direct kernel" in error
 
 
 @pytest.mark.parametrize(
