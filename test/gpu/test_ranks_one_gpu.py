@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from rank_processes import Ended
-from rank_server import check_two_ranks_answer_as_one
+from rank_server import answers_of_one_rank, check_server
 
 from fenceline.distributed.shared_gpu import VARIABLE
 
@@ -24,4 +24,4 @@ def test_it_works_and_leaves_no_memory_open(case: str, tmp_path: Path) -> None:
 
 
 def test_a_server_of_two_ranks_answers_as_one_does_with_graphs_of_both_kinds() -> None:
-    check_two_ranks_answer_as_one({VARIABLE: "1"})
+    check_server("demo", answers_of_one_rank("demo"), "--tp-size", "2", env={VARIABLE: "1"})

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from random import Random
-
 import pytest
+from bucket_traces import boundary_trace
 from guarded_runs import (
     check_guarded,
     check_random_steps,
@@ -15,43 +14,17 @@ from guarded_runs import (
     trace_shape,
     unguarded,
 )
-from step_traces import PLAIN, TraceMaker, TraceReq
 from trace_runner import play
-
-from fenceline.model_executor.step import ScheduleBatch
 
 NUM_ROWS = 40
 BATCHES = (1, 2, 3, 4, 5, 7, 8, 9, 17, 40)  # graphs are captured for 1, 2, 4 and 8
 PROMPTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 63, 64, 65, 300)
 
 
-def boundary_trace(page_size: int, prompts: tuple[int, ...], batches: tuple[int, ...]) -> list[ScheduleBatch]:
-    """Prompts of all ``prompts`` lengths, alone and together; then decode batches of all sizes, up and down."""
-    maker = TraceMaker(trace_shape(page_size, NUM_ROWS), Random(11))
-    reqs: list[TraceReq] = []
-
-    def join(length: int) -> TraceReq:
-        req = maker.new_req(length, 2 * len(batches) * 3, PLAIN[length % len(PLAIN)])
-        assert req is not None
-        reqs.append(req)
-        return req
-
-    for length in prompts:
-        maker.extend([join(length)])
-        maker.decode([reqs[-1]])
-    maker.extend([join(length) for length in prompts])
-    while len(reqs) < max(batches):
-        maker.extend([join(3 + len(reqs) % 5)])
-    for size in (*batches, *reversed(batches)):
-        for _ in range(2):
-            maker.decode(reqs[-size:])
-    return maker.batches
-
-
 @kinds
 @page_sizes
 def test_batches_and_prompts_around_every_boundary(kind: str, page_size: int) -> None:
-    batches = boundary_trace(page_size, PROMPTS, BATCHES)
+    batches = boundary_trace(trace_shape(page_size, NUM_ROWS), PROMPTS, BATCHES)
     _, guarded = runners(kind, page_size, NUM_ROWS)
     assert guarded.decode.has_graphs
     stats = guarded.decode.stats
@@ -72,6 +45,6 @@ def test_random_steps_equal_eager_ones(kind: str, page_size: int) -> None:
 @kinds
 @pytest.mark.parametrize("size", [9, 17, 40])
 def test_a_batch_that_is_cut_to_fit_is_seen(kind: str, size: int) -> None:
-    batches = boundary_trace(16, (5,), (3, size))
+    batches = boundary_trace(trace_shape(16, NUM_ROWS), (5,), (3, size))
     expected = play(runners(kind, 16, NUM_ROWS)[0], batches)
     assert corruption(expected, unguarded(kind, "total_buckets", 16, NUM_ROWS), batches)

@@ -1,4 +1,5 @@
-"""kill -9 of a rank at any moment ends the server with the reason, within the watchdog's time, and leaves nothing."""
+"""kill -9 of a rank at any moment ends the server with the reason, within the watchdog's time, and leaves nothing, on a
+CPU and on GPUs."""
 
 from __future__ import annotations
 
@@ -9,12 +10,14 @@ from random import Random
 
 import psutil
 import pytest
+import torch
 from live_server import WAIT_S, LiveServer, wait_for
 
-RANKS = ("--model-path", "demo", "--device", "cpu", "--tp-size", "2", "--page-size", "16")
+RANKS = ("--model-path", "demo", "--tp-size", "2", "--page-size", "16")
 TIERS = ("--enable-hierarchical-cache", "--hicache-ratio", "2", "--max-total-tokens", "512")
 WATCHDOG_S = 20.0
 _START_S, _LOAD_S = 12.0, 4.0  # the moments are spread over as much of the start, and of the load
+_LEFT_BYTES = 64 << 20  # by which a GPU's free memory may differ afterwards
 
 
 def processes(server: LiveServer) -> list[psutil.Process]:
@@ -35,11 +38,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.long
 def test_a_killed_rank_ends_the_server_in_time_with_the_reason(seed: int) -> None:
+    check_kill(seed, "cpu")
+
+
+@pytest.mark.long
+@pytest.mark.multi_gpu
+def test_a_killed_rank_on_a_gpu_leaves_no_memory(seed: int) -> None:
+    free = [torch.cuda.mem_get_info(i)[0] for i in range(2)]
+    check_kill(seed, "cuda")
+    for i in range(2):
+        wait_for(lambda i=i: torch.cuda.mem_get_info(i)[0] > free[i] - _LEFT_BYTES)
+
+
+def check_kill(seed: int, device: str) -> None:
     """Every third moment is in the start, the others are under load; every other server has a host tier, and of each
     kind each rank is killed: twelve seeds have every combination."""
     random = Random(seed)
     which, has_tiers, in_the_start = seed % 2, seed // 2 % 2, seed % 3 == 0
-    flags = (*RANKS, *(TIERS if has_tiers else ()), "--watchdog-timeout", str(WATCHDOG_S))
+    flags = (*RANKS, "--device", device, *(TIERS if has_tiers else ()), "--watchdog-timeout", str(WATCHDOG_S))
     with (
         tempfile.TemporaryDirectory(prefix="fl", dir="/tmp") as folder,
         LiveServer.real(*flags, env={"TMPDIR": folder}) as server,

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from bucket_traces import difference_across_ranks
 from peer_memory import NEAR_THE_END, begin_at, launches_of
 
 from fenceline.distributed.gloo import GlooBackend
@@ -21,9 +22,10 @@ from fenceline.distributed.nccl import NcclBackend
 from fenceline.distributed.peer import MAX_BYTES, PeerBackend, one_shot_bytes
 from fenceline.distributed.shared_gpu import ranks_share_gpu
 from fenceline.distributed.staged import StagedBackend
+from fenceline.layers.context import Shard
 from fenceline.memory_order import Communicator, CommunicatorError, GraphError, PeerLostError, open_device
 from fenceline.memory_order.cuda import CudaDevice
-from fenceline.memory_order.edges import ONE_STREAM, REGISTERED_GRAPH
+from fenceline.memory_order.edges import ONE_STREAM, REGISTERED_GRAPH, TOTAL_BUCKETS
 
 Found = dict[str, object]
 
@@ -247,6 +249,22 @@ def unregistered(rank: Rank) -> Found:
     return {"unharmed": True}
 
 
+def buckets(rank: Rank) -> Found:
+    """F11: the ranks compute a model together, with prompts and batches around the captured sizes and beyond them. A
+    dense model and a mixture of experts give the tokens that they give without graphs."""
+    shard = Shard(rank.rank, rank.size, rank.communicator)
+    found = [difference_across_ranks(rank.device, shard, experts) for experts in (False, True)]
+    assert not any(found), found
+    return {"models": len(found)}
+
+
+def cut_to_fit(rank: Rank) -> Found:
+    """F11 without its guard: a batch or prompt beyond the largest size is cut."""
+    return {
+        "difference": difference_across_ranks(rank.device, Shard(rank.rank, rank.size, rank.communicator))
+    }
+
+
 def two_streams(rank: Rank) -> Found:
     """F19: the communicator raises if it is used on another stream."""
     device = rank.device
@@ -325,6 +343,8 @@ CASES: dict[str, tuple[Callable[[Rank], Found], frozenset[str]]] = {
     "mixed_pdl": (mixed_pdl, frozenset()),
     "graphs": (graphs, frozenset()),
     "unregistered": (unregistered, frozenset({REGISTERED_GRAPH.name})),
+    "buckets": (buckets, frozenset()),
+    "cut_to_fit": (cut_to_fit, frozenset({TOTAL_BUCKETS.name})),
     "two_streams": (two_streams, frozenset()),
     "unordered_streams": (unordered_streams, frozenset({ONE_STREAM.name})),
     "gives_up": (gives_up, frozenset()),

@@ -46,13 +46,24 @@ MODEL = {
 }
 
 
+# The same with eight experts in each layer, of which a token goes to two.
+EXPERTS = MODEL | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+}
+
+
 @lru_cache
-def random_model_path() -> str:
+def random_model_path(experts: bool = False) -> str:
     """A folder with the model, the same in every process; it is deleted when this process ends. The model's output
     depends on every preceding token: attention is sharp, and the head does not share the embedding's weights."""
     folder = Path(tempfile.mkdtemp(prefix="fenceline-random-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    (folder / "config.json").write_text(json.dumps(MODEL))
+    (folder / "config.json").write_text(json.dumps(EXPERTS if experts else MODEL))
     model = resolve(ServerArgs(model_path=str(folder), device="cpu", load_format="dummy")).model
     generator = torch.Generator().manual_seed(5)
     weights = {}
@@ -71,18 +82,22 @@ def make_runner(
     shape: TraceShape,
     sizes: tuple[int, ...] = (1, 2, 4, 8),
     context_length: int = 512,
+    shard: Shard = Shard(),
+    experts: bool = False,
     **flags: object,
 ) -> ModelRunner:
-    """A runner whose memory is ``shape``'s, graphs for ``sizes`` (empty: none); ``flags`` are ServerArgs fields."""
+    """A runner whose memory is ``shape``'s, graphs for ``sizes`` (empty: none); ``flags`` are ServerArgs fields.
+    ``shard``: of several ranks, which all make theirs together; ``experts``: of a mixture of experts."""
     if device.kind == "cuda":
         # Prefill in pieces is padded, so its products are rounded differently. It is only used if a test asks for it.
         pieces = {"disable_piecewise_cuda_graph": "piecewise_cuda_graph_tokens" not in flags}
         flags = {"attention_backend": "triton", "dtype": "bfloat16"} | pieces | flags
     args = ServerArgs(
-        model_path=random_model_path(),
+        model_path=random_model_path(experts),
         device=device.kind,
         random_seed=1,
         log_level="error",
+        tp_size=shard.size,
         page_size=shape.page_size,
         max_running_requests=shape.num_rows,
         max_total_tokens=shape.num_pages * shape.page_size,
@@ -91,7 +106,7 @@ def make_runner(
         cuda_graph_bs=sizes or None,
         **flags,  # type: ignore[arg-type]
     )
-    runner = ModelRunner(resolve(args), device, show_progress=False)
+    runner = ModelRunner(resolve(args), device, show_progress=False, shard=shard)
     if runner.decode.has_graphs:
         assert runner.decode.sizes == sizes, "every size is captured"
     return runner

@@ -121,6 +121,7 @@ class EngineConfig:
     cuda_graph_bs: tuple[int, ...]  # batch sizes to capture for decode, ascending; empty: none
     piecewise_cuda_graph_tokens: tuple[int, ...]  # the same for prefill, in tokens
     random_seed: int
+    replica: int = 0  # which one of --dp-size the processes belong to that get this configuration
 
     # Logging, and folders as absolute paths
     log_level_http: str
@@ -154,6 +155,7 @@ class EngineConfig:
         set."""
         values = dataclasses.asdict(self, dict_factory=_with_lists)
         flags: dict[str, object] = values.pop("server_args")
+        del values["replica"]
         for name in _secret_flags():
             flags[name] = flags[name] is not None
         if values.pop("speculative") is not None:
@@ -199,7 +201,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
         _check_memory(args, model, max_running_requests)
     attention = attention_backends(args, device, model)
     speculative = _speculative(args, model, chunk and min(chunk, max_prefill_tokens))
-    _check_ranks(args, device, model, None if speculative is None else speculative.draft.model)
+    _check_ranks(args, model, None if speculative is None else speculative.draft.model)
     return EngineConfig(
         server_args=_with_timeouts_of_environment(args),
         model=model,
@@ -345,16 +347,12 @@ def _tree_size(args: ServerArgs, draft: DraftConfig, num_steps: int, topk: int) 
     return given
 
 
-def _check_ranks(args: ServerArgs, device: str, model: ModelConfig, draft: ModelConfig | None) -> None:
+def _check_ranks(args: ServerArgs, model: ModelConfig, draft: ModelConfig | None) -> None:
     """Refuse a number of ranks over which the model or its draft cannot be split."""
     size, groups, experts = args.tp_size, args.ep_size, model.experts
     if groups > 1 and (experts is None or experts.num_experts % groups):
         what = "no experts" if experts is None else f"{experts.num_experts} experts, which it does not divide"
         raise ConfigError(f"--ep-size {groups}: this model has {what}; leave it out or choose another")
-    if args.dp_size > 1 and device != "cpu":
-        raise ConfigError(
-            f"--dp-size {args.dp_size} runs on a CPU only so far: use --device cpu, or start more servers"
-        )
     if size == 1:
         return
     _check_split(size, groups, model, "this model")

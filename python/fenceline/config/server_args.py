@@ -507,7 +507,7 @@ class ServerArgs:
     dp_size: int = flag(
         1,
         "Replicas of the model, each with --tp-size ranks and a KV cache of its own, behind one server (data "
-        "parallelism). On a CPU so far.",
+        "parallelism). Each rank of each replica has a GPU of its own.",
         group=_RUNTIME,
         aliases=("--data-parallel-size", "--dp"),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -58,8 +59,9 @@ def launch(
     """The processes of all replicas of the engine. Entry functions must be importable."""
     backends: list[EngineProcesses] = []
     try:
-        for _ in range(config.server_args.dp_size):
-            backends.append(launch_processes(config, scheduler_entry, detokenizer_entry))
+        for replica in range(config.server_args.dp_size):
+            own = dataclasses.replace(config, replica=replica)
+            backends.append(launch_processes(own, scheduler_entry, detokenizer_entry))
     except BaseException:
         for backend in backends:
             backend.stop(0.0)

@@ -137,8 +137,8 @@ class CudaDevice(Device):
             num_devices = torch.cuda.device_count()
             if index >= num_devices:
                 raise ValueError(
-                    f"rank {index} of this host needs a GPU of its own, and there are {num_devices}: lower --tp-size,"
-                    " or make more visible (CUDA_VISIBLE_DEVICES)"
+                    f"rank {index} of this host needs a GPU of its own, and there are {num_devices}: lower --tp-size"
+                    " or --dp-size, or make more visible (CUDA_VISIBLE_DEVICES)"
                 )
             torch.cuda.set_device(index)
         super().__init__(torch.device("cuda", torch.cuda.current_device()), severed)

@@ -184,7 +184,7 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
         messages = None if rank else Inbox(context, ports.scheduler, SCHEDULER_DECODER)
         outbox = ZmqOutbox(context, ports, config.server_args.skip_tokenizer_init)
         begin = time.perf_counter()
-        device = open_device(config.device, index=None if num_ranks == 1 else _device_of(rank, config))
+        device = open_device(config.device, index=_device_of(rank, config))
         logger.info("Opened the device (%s) in %.1f s", config.device, time.perf_counter() - begin)
         if device.kind == "cpu" and config.num_sharing > 1:
             torch.set_num_threads(max(torch.get_num_threads() // config.num_sharing, 1))
@@ -270,9 +270,14 @@ class _NoOutbox:
         return
 
 
-def _device_of(rank: int, config: EngineConfig) -> int:
-    """The index of the rank's device among those that are visible on this host (CUDA_VISIBLE_DEVICES)."""
-    return 0 if ranks_share_gpu() else rank - config.local_ranks[0]
+def _device_of(rank: int, config: EngineConfig) -> int | None:
+    """The index of the rank's device among those that are visible on this host (CUDA_VISIBLE_DEVICES): each replica's
+    ranks have the devices behind those of the replica before. None: this host has one rank, and any device will do."""
+    if config.num_sharing == 1:
+        return None
+    if ranks_share_gpu():
+        return 0
+    return config.replica * len(config.local_ranks) + rank - config.local_ranks[0]
 
 
 def join_ranks(config: EngineConfig, ports: PortArgs, rank: int, device: Device) -> Shard:
