@@ -22,7 +22,7 @@ import dataclasses
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -58,6 +58,7 @@ from fenceline.model_executor.step import (
     drain_completions,
 )
 from fenceline.sampling.sampling_params import SamplingParams
+from fenceline.scheduler.ranks import RankLink
 from fenceline.scheduler.scheduler import InFlight, Scheduler
 
 _TOKEN = 42
@@ -185,7 +186,9 @@ class Bench:
         page_size: int,
         recorder_steps: int = 512,
         schema: Schema | None = None,
+        make_link: Callable[[NullWorker, NullBox], RankLink] | None = None,
     ) -> None:
+        """``make_link``: makes the link to other ranks from the worker and the inbox, where there are some."""
         context = (
             64 + num_steps + num_running
         )  # requests already decode while the prompts of others are computed
@@ -221,7 +224,8 @@ class Bench:
             for i in range(num_running)
         ]
         box = NullBox(messages)
-        self.scheduler = Scheduler(config, worker, box, box)
+        link = None if make_link is None else make_link(worker, box)
+        self.scheduler = Scheduler(config, worker, box, box, link)
         if schema is not None:  # as on a GPU, where a step is published while the next one runs
             self.scheduler.may_publish_early = lambda flight: False  # type: ignore[method-assign]
         self._flight: InFlight | None = None

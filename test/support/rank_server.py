@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import signal
 from collections.abc import Mapping
 from random import Random
 
@@ -45,11 +47,15 @@ def answers_of_one_rank(model: str) -> list[object]:
 
 def check_server(model: str, wanted: list[object], *flags: str, env: Mapping[str, str] | None = None) -> None:
     """A server with ``flags`` gives the answers ``wanted``, twice in a row and again with cached prefixes. No eligible
-    step goes without its graph but for prompts that no graph takes. No process is left. ``env``: of the server."""
+    step goes without its graph but for prompts that no graph takes. It ends well when it is told to, and no process is
+    left. ``env``: of the server."""
     with LiveServer.real("--model-path", model, *FLAGS, *flags, env=dict(env or {})) as server:
         server.wait_ready()
         children = server.children()
         check_answers(server, wanted, _LONGEST[model])
+        server.signal(signal.SIGTERM)
+        assert server.wait_exit() == 0, server.output
+        assert not re.search("NCCL|terminate called|Traceback", server.output), server.output
     _, alive = psutil.wait_procs(children, timeout=_WAIT_S)
     assert alive == []
 

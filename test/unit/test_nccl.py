@@ -94,6 +94,12 @@ def test_to_give_up_does_not_wait_for_graphs_that_contain_operations(fake: FakeD
     fake.wait_for("aborted")
 
 
+def test_an_orderly_end_aborts_nothing(fake: FakeDistributed) -> None:
+    """An abort that has not ended when CUDA shuts down ends the process by SIGABRT."""
+    NcclBackend(1, SIZE, "tcp://h:1", DEVICE).close()
+    assert [call[0] for call in fake.calls] == ["nccl"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_are_those_of_float32_in_the_order_of_ranks_rounded_once(
     fake: FakeDistributed, dtype: torch.dtype

@@ -93,8 +93,9 @@ class NcclBackend:
             raise PeerLostError(f"rank {self.rank} of {self.size}: another rank has failed")
 
     def close(self) -> None:
-        """See ``memory_order.CollectiveBackend``."""
-        self.give_up()
+        """See ``memory_order.CollectiveBackend``. Nothing runs any more, and the end of the process frees the group: to
+        destroy it would wait for graphs that contain its operations, and an abort may not have ended when CUDA does.
+        The process has to end by ``os._exit``, because the group's destructor aborts it too."""
 
 
 def _first_line(error: Exception) -> str:

@@ -238,8 +238,21 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
                 time.sleep(_PEER_LOST_WAIT_S)
         finally:
             _send_fatal(context, ports, rank, reason)
+        if num_ranks > 1:
+            _end_rank(1)
         sys.exit(1)
     context.destroy(linger=1000)
+    if num_ranks > 1:
+        _end_rank(0)
+
+
+def _end_rank(status: int) -> None:
+    """End the process without what Python and libraries do at the end: NCCL would abort its communicator while CUDA
+    shuts down, which can end the process by SIGABRT instead."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def follower_log_level(log_level: str) -> str:

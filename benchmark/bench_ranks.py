@@ -1,0 +1,178 @@
+"""What several ranks cost the scheduler of rank 0, and how late its turns reach the others.
+
+    python benchmark/bench_ranks.py [--ranks 2] [--running 1,64] [--steps 2000] [--step-ms 2]
+
+Each rank is a process with the scheduler of a server in the midst of decoding, linked as in a server: by sockets for
+the turns and by shared memory for progress and decisions, which are compared. Workers compute nothing.
+
+``added``: CPU time that a step takes more on rank 0 than without other ranks (all threads of the process, those that
+send included). The two schedulers run in turns, and the fastest tenth of their blocks of steps are compared, because
+other load can only add time. ``late``: from the moment when rank 0 begins to send a turn to the moment when the last of
+the other ranks has read it; here a step begins every --step-ms milliseconds, so the others wait for it, as for a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import zmq
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from bench_scheduler import Bench, NullBox, NullWorker
+
+from fenceline.ipc.io_struct import PortArgs
+from fenceline.ipc.rank_board import RankBoard, create_rank_board, rank_endpoint
+from fenceline.ipc.sockets import bind_pull, connect_push, make_ports, remove_ports
+from fenceline.scheduler.ranks import TURN_DECODER, FollowingRank, LeadingRank, Turn
+
+_BLOCK = 16  # steps of one scheduler before the other runs
+_WARM = 64  # steps that are not counted
+_PAGE_SIZE = 16
+
+
+class _Over(Exception):
+    """Rank 0 has ended."""
+
+
+def follow(ports: PortArgs, rank: int, num_ranks: int, running: int, steps: int, results: Connection) -> None:
+    """The process of a rank other than 0. Sends the times at which it had read each turn, in nanoseconds."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = bind_pull(context, rank_endpoint(ports, rank))
+    times: list[int] = []
+
+    def receive() -> Turn:
+        data = socket.recv()
+        if not data:
+            raise _Over
+        turn = TURN_DECODER.decode(data)
+        times.append(time.monotonic_ns())
+        return turn
+
+    board = RankBoard(ports, rank, num_ranks)
+    results.send("listens")
+    try:
+        bench = Bench(
+            running, steps, _PAGE_SIZE, make_link=lambda worker, box: FollowingRank(board, worker, receive)
+        )
+        while True:
+            bench.run(1)
+    except _Over:
+        results.send(times)
+    context.destroy(linger=0)
+
+
+class Leader:
+    """Rank 0 with the others' processes."""
+
+    def __init__(self, num_ranks: int, running: int, steps: int) -> None:
+        self._ports = make_ports()
+        create_rank_board(self._ports, num_ranks)
+        spawn = multiprocessing.get_context("spawn")
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._results: list[Connection] = []
+        self._processes = []
+        for rank in range(1, num_ranks):
+            ours, theirs = spawn.Pipe()
+            arguments = (self._ports, rank, num_ranks, running, steps, theirs)
+            self._processes.append(spawn.Process(target=follow, args=arguments, daemon=True))
+            self._processes[-1].start()
+            self._results.append(ours)
+        for results in self._results:
+            assert results.recv() == "listens"
+        endpoints = [rank_endpoint(self._ports, rank) for rank in range(1, num_ranks)]
+        self._sockets = [connect_push(self._context, endpoint) for endpoint in endpoints]
+        board = RankBoard(self._ports, 0, num_ranks)
+        send = [partial(socket.send, flags=zmq.NOBLOCK) for socket in self._sockets]
+        self.sent: list[int] = []  # when each turn began to be sent, in nanoseconds
+        send[0] = self._send_first(send[0])
+
+        def link(worker: NullWorker, box: NullBox) -> LeadingRank:
+            return LeadingRank(board, worker, box.drain, send)
+
+        self.bench = Bench(running, steps, _PAGE_SIZE, make_link=link)
+
+    def _send_first(self, send: Callable[[bytes], None]) -> Callable[[bytes], None]:
+        def timed(data: bytes) -> None:
+            self.sent.append(time.monotonic_ns())
+            send(data)
+
+        return timed
+
+    def end(self) -> list[list[int]]:
+        """End all. Returns the others' times."""
+        for socket in self._sockets:
+            socket.send(b"")
+        times = [results.recv() for results in self._results]
+        for process in self._processes:
+            process.join()
+        self._context.destroy(linger=0)
+        remove_ports(self._ports)
+        return times
+
+
+def added_us(num_ranks: int, running: int, steps: int) -> tuple[float, float, float]:
+    """CPU microseconds of a step with and without other ranks, and the median ratio."""
+    alone = Bench(running, steps + _WARM, _PAGE_SIZE)
+    leader = Leader(num_ranks, running, steps + _WARM)
+    for bench in (alone, leader.bench):
+        bench.run(_WARM // 2)
+    pairs = []
+    for index in range(steps // _BLOCK):
+        if index % 2:
+            pairs.append((alone.run(_BLOCK), leader.bench.run(_BLOCK)))
+        else:
+            linked = leader.bench.run(_BLOCK)
+            pairs.append((alone.run(_BLOCK), linked))
+    leader.end()
+    fast = [statistics.quantiles(times, n=10)[0] for times in zip(*pairs, strict=True)]
+    return fast[1], fast[0], statistics.median(linked / plain for plain, linked in pairs)
+
+
+def late_us(num_ranks: int, running: int, steps: int, step_s: float) -> list[float]:
+    """Microseconds from the sending of each turn to its last reader."""
+    leader = Leader(num_ranks, running, steps + _WARM)
+    begin = time.monotonic()
+    first = len(leader.sent)
+    for index in range(steps):
+        leader.bench.run(1)
+        time.sleep(max(begin + (index + 1) * step_s - time.monotonic(), 0))
+    last = len(leader.sent)
+    read = np.array(leader.end())[:, first:last].max(0)
+    late: list[float] = ((read - np.array(leader.sent[first:last])) / 1e3).tolist()
+    return late
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--running", default="1,64", help="numbers of running requests")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--step-ms", type=float, default=2.0)
+    args = parser.parse_args()
+    print("| ranks | running | us a step | alone | added | median ratio | late us: p50 | p99 | most |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for running in map(int, args.running.split(",")):
+        linked, alone, ratio = added_us(args.ranks, running, args.steps)
+        late = sorted(late_us(args.ranks, running, args.steps, args.step_ms / 1e3))
+        p50, p99 = late[len(late) // 2], late[len(late) * 99 // 100]
+        print(
+            f"| {args.ranks} | {running} | {linked:.1f} | {alone:.1f} | {linked - alone:.1f} | {ratio:.3f}"
+            f" | {p50:.0f} | {p99:.0f} | {late[-1]:.0f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
