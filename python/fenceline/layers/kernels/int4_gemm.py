@@ -229,7 +229,7 @@ def _int4_kernel(
             inside = (k + words_at * 8 < K)[None, :]
             words = tl.load(words_ptrs + k // 8, mask=inside, other=0, eviction_policy="evict_first")
             x = tl.load(x_ptrs + k, mask=(k + cols < K)[:, None], other=0.0)
-        # The next block's scales are loaded before the product waits for its operands; after it they would be late.
+        # Scales are loaded one block ahead; Triton does not pipeline a loop that carries a value over two blocks.
         group = tl.minimum((k + BLOCK_K) // GROUP + groups, num_groups - 1)[None, :] * group_stride
         next_scales = tl.load(scale_ptrs + group)
         next_zeros = tl.load(zero_ptrs + group).to(tl.int32)
