@@ -2,13 +2,17 @@
 bfloat16 weights, on the shapes of a model's layers, in captured graphs.
 
 Usage: bench_quantized_gemm.py [--models 8B] [--formats fp8 int4 ...] [--rows 1 2 ...] [--seconds 0.6] [--table FILE]
-    [--skip-sweep] [--triton]
+    [--skip-sweep] [--triton] [--processes 12]
 
 The method is that of bench_skinny_gemm.py. The sweep looks for the best configuration of each product. It reads so many
 copies of the weight in turn that each comes from memory. Then all products of a step's layers (not the head, which is
 not quantised) are timed one after the other, with the best configurations, with the guesses, and with --triton by
-Triton alone. --triton also tries Triton's kernel, which takes seconds to compile. The best configurations are written
-to --table in the format of layers/kernels/skinny_table.py and replace the file's entries for the same products.
+Triton alone. --triton also tries Triton's kernels, which take seconds to compile; those for int4 are compiled ahead by
+--processes processes, and their results are compared with the library's. The best configurations are written to --table
+in the format of layers/kernels/skinny_table.py and replace the file's entries for the same products.
+
+"library" makes the matrix plain and multiplies by cuBLAS, or is the GPU's FP8 product. "bf16" is a plain matrix with
+the best kernel for it. The sums are of the products of a step's layers, each timed alone.
 """
 
 from __future__ import annotations
@@ -18,9 +22,14 @@ import copy
 import itertools
 import json
 import math
+import multiprocessing
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -45,12 +54,14 @@ from fenceline.layers.kernels.cuda_quantized import (
     find_quantized_products,
     numbers_name,
 )
+from fenceline.layers.kernels.int4_gemm import Int4Config, Int4Workspace
 from fenceline.layers.kernels.skinny_gemm import TritonConfig
 from fenceline.layers.kernels.skinny_table import (
     MAX_CUDA_ROWS,
     MAX_DIRECT_ROWS,
     MAX_DIRECT_WARPS,
     CudaConfig,
+    GpuTraits,
     SkinnyChoice,
     SkinnyTable,
     choice_to_json,
@@ -113,6 +124,78 @@ class Copies:
         return bench.time_us(run) / len(weights)
 
 
+# Rows of the weight, rows of x and inputs of a block; warps, stages, registers.
+_FEW = ((64, 128, 4, 4, None), (64, 128, 4, 6, None), (64, 64, 4, 6, None), (128, 128, 8, 4, None))
+_INT4_CUTS = {
+    16: _FEW,
+    32: _FEW,
+    64: (*_FEW, (128, 64, 8, 5, None)),
+    128: (
+        (128, 64, 8, 4, 128),
+        (128, 64, 8, 4, None),
+        (128, 128, 8, 3, None),
+        (64, 64, 4, 4, None),
+        (64, 128, 4, 3, None),
+        (256, 64, 16, 4, None),
+    ),
+    256: ((128, 64, 8, 4, None), (64, 64, 4, 3, None)),
+}
+
+
+def int4_configs(product: Product, rows: int, group: int, num_sms: int) -> list[Int4Config]:
+    """The configurations to try for a product with a weight in int4."""
+    found = []
+    for block_rows, cuts in _INT4_CUTS.items():
+        if block_rows < min(rows, 128) or (block_rows > 16 and block_rows >= 2 * rows):
+            continue
+        for block_n, block_k, num_warps, num_stages, registers in cuts:
+            tiles = -(-product.weight_rows // block_n) * -(-rows // block_rows)
+            for split in (1, 2, 4, 8):
+                if split > 1 and tiles * split > (3.2 if block_rows <= 64 else 2.1) * num_sms:
+                    break
+                if tiles * split < 0.4 * num_sms:
+                    continue
+                config = Int4Config(
+                    block_n, block_rows, block_k, num_warps, num_stages, split, max_registers=registers
+                )
+                found.append(config)
+                if product.k % block_k == 0:
+                    found.append(replace(config, reorder=True))
+                if block_rows <= 64 and num_stages == 4 and block_k <= group:
+                    found.append(replace(config, scale_sums=True))
+    return found
+
+
+def compile_ahead(
+    name: str, models: Sequence[str], rows: Sequence[int], num_sms: int, processes: int
+) -> None:
+    """Compile all configurations for int4 in processes of their own, into Triton's cache on disk."""
+    begin = time.monotonic()
+    work: dict[tuple[Product, Int4Config], int] = {}
+    for model, num_rows in itertools.product(models, rows):
+        for product in MODELS[model].layer if num_rows > 1 else ():
+            for config in int4_configs(product, num_rows, FORMATS[name].group_size, num_sms):
+                work.setdefault((product, config), num_rows)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context) as pool:
+        jobs = [(product, config, num_rows) for (product, config), num_rows in work.items()]
+        with suppress(BrokenProcessPool):
+            list(pool.map(partial(compile_one, name), jobs, chunksize=4))
+    print(f"{len(work)} configurations compiled in {time.monotonic() - begin:.0f} s", flush=True)
+
+
+def compile_one(name: str, job: tuple[Product, Int4Config, int]) -> None:
+    """Run one configuration. The sweep reports errors."""
+    product, config, rows = job
+    products = QuantizedProducts(1, (9, 0), None, None, int4=Int4Workspace(torch.device("cuda")))
+    products._table = FixedTable(GpuTraits("", 1, (9, 0), has_cuda_kernels=False), config)
+    with torch.device("cuda"):
+        stored = make_format(FORMATS[name], product.weight_rows, product.k, torch.bfloat16)
+    with suppress(Exception):
+        Activations([product], rows).run(product, CudaQuantizedWeight(stored, products))
+        torch.cuda.synchronize()
+
+
 class QuantizedSweep(Sweep):
     """The search of ``Sweep`` for a quantised weight."""
 
@@ -129,11 +212,15 @@ class QuantizedSweep(Sweep):
         super().__init__(bench, product, rows, seconds)
         self.copies, self.quantized = copies, products
         self.bits = BITS[copies.stored[0].kind]
+        self.acts = Activations([product], rows)
+        self.expected = self.result(None)
         self.try_all([None])
         if triton:
             guess = products._guess_triton(rows, copies.stored[0], product.gated)
             self.deadline = math.inf
-            if rows == 1 or self.bits == 8:
+            if rows > 1 and self.bits == 4 and products._int4 is not None:
+                self.try_all(int4_configs(product, rows, copies.stored[0].group, bench.gpu.num_sms))
+            elif rows == 1 or self.bits == 8:
                 self.try_all([guess, *(self.triton() if rows > 1 else [])])
         self.deadline = time.monotonic() + seconds  # the time begins after Triton has compiled its kernels
         self.try_all(self.direct())
@@ -150,9 +237,35 @@ class QuantizedSweep(Sweep):
 
     def time(self, choice: SkinnyChoice) -> float:
         products = with_table(self.quantized, FixedTable(self.bench.gpu, choice))
-        return self.copies.time_us(self.bench, self.product, self.rows, products)
+        us = self.copies.time_us(self.bench, self.product, self.rows, products)
+        if isinstance(choice, Int4Config):
+            error = (self.result(choice) - self.expected).norm() / self.expected.norm()
+            if not error < 0.02:
+                raise AssertionError(f"the result is wrong by {error.item():.3f}")
+        return us
+
+    def result(self, choice: SkinnyChoice) -> torch.Tensor:
+        """The product of the first weight, computed by ``choice``."""
+        products = with_table(self.quantized, FixedTable(self.bench.gpu, choice))
+        weight, product = CudaQuantizedWeight(self.copies.stored[0], products), self.product
+        x, norm = self.acts.inputs[product.k], self.acts.norms[product.k]
+        if product.function == "add_product":
+            y = weight.add_product(torch.zeros_like(self.acts.residuals[product.num_out]), x, None)
+        elif product.gated:
+            y = weight.gated_product(
+                x, norm if product.function == "gated_product" else None, None, norm.kernels
+            )
+        elif product.function == "product":
+            y = weight.product(x)
+        else:
+            y = weight.normed_product(x, norm)
+        return y.float()
 
     def fits(self, choice: SkinnyChoice) -> bool:
+        if isinstance(choice, Int4Config):
+            return True
+        if isinstance(choice, CudaConfig) and self.rows > 2 * MAX_CUDA_ROWS:
+            return False
         if isinstance(choice, TritonConfig) and self.rows > 1:
             stored = self.copies.stored[0]
             if stored.group < stored.shape[1] and stored.group % choice.block_k:
@@ -183,6 +296,7 @@ def sweep_format(
 ) -> dict[str, SkinnyChoice]:
     """The best configuration of each product, by table_key."""
     winners: dict[str, SkinnyChoice] = {}
+    sums = {rows: [0.0, 0.0, 0.0] for rows in args.rows}
     print(
         f"{model.name} {name}, us; the winner, of how many\n"
         f"{'product':8} rows    floor  library     CUDA   Triton     bf16"
@@ -201,11 +315,18 @@ def sweep_format(
             key = table_key(rows, product.weight_rows, product.k, product.gated, numbers_name(first))
             winners[key] = winner
             dense = time_product(bench, product, rows, bench.products(load_table(bench.gpu)))
-            best = {kind: sweep.best(1, kind) for kind in (CudaConfig, TritonConfig)}
+            best = [sweep.best(1, kind) for kind in (CudaConfig, (TritonConfig, Int4Config))]
             times = [nbytes(first) / rate, sweep.found.get(None)]
-            times += [sweep.found[found[0]] if found else None for found in best.values()]
+            times += [sweep.found[found[0]] if found else None for found in best]
+            for place, us in enumerate((sweep.found[None], sweep.found[winner], dense)):
+                sums[rows][place] += us * model.num_layers
             cells = " ".join("       -" if us is None else f"{us:8.2f}" for us in (*times, dense))
             print(f"{product.name:8} {rows:4} {cells}   {winner} of {len(sweep.found)}", flush=True)
+            if args.triton:
+                for choice in sweep.best(4, Int4Config)[1:]:
+                    print(f"{'':13} {sweep.found[choice]:.2f} {choice}")
+    for rows, (library, winner_us, dense) in sums.items():
+        print(f"sum of {rows} rows: library {library:.0f}, winners {winner_us:.0f}, bf16 {dense:.0f}")
     return winners
 
 
@@ -255,6 +376,7 @@ def main() -> None:
         "--seconds", type=float, default=0.6, help="for the sweep of one product and number of rows"
     )
     parser.add_argument("--triton", action="store_true", help="try Triton's kernels")
+    parser.add_argument("--processes", type=int, default=12, help="that compile for int4 with --triton")
     parser.add_argument("--table", type=Path, help="file for the best configurations")
     parser.add_argument(
         "--skip-sweep", action="store_true", help="time the chains with the table that is in the package"
@@ -272,10 +394,13 @@ def main() -> None:
             if args.skip_sweep:
                 tables["table"] = found
             else:
+                if args.triton and FORMATS[name].kind == "int4":
+                    compile_ahead(name, args.models, args.rows, bench.gpu.num_sms, args.processes)
                 winners = sweep_format(bench, model, name, found, args, rate)
                 entries |= winners
                 tables["winners"] = with_table(found, SkinnyTable(bench.gpu, winners))
             tables["guesses"] = with_table(found, None)
+            tables["library"] = with_table(found, FixedTable(bench.gpu, None))
             if args.triton:
                 tables["Triton"] = with_table(found, None, cuda=False)
             lines += report_chain(bench, model, name, args.rows, tables, rate)

@@ -392,8 +392,8 @@ class Sweep:
         )
         return [TritonConfig(n, k, warps, stages) for n, k, warps, stages in cuts]
 
-    def best(self, count: int, kind: type | None = None) -> list[SkinnyChoice]:
-        """The ``count`` best choices, the fastest first; ``kind``: only CudaConfig or TritonConfig, None: all."""
+    def best(self, count: int, kind: type | tuple[type, ...] | None = None) -> list[SkinnyChoice]:
+        """The ``count`` best choices, the fastest first; ``kind``: only configurations of these types, None: all."""
         mine = [c for c in self.found if kind is None or isinstance(c, kind)]
         return sorted(mine, key=lambda c: self.found[c])[:count]
 

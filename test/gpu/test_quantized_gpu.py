@@ -20,6 +20,7 @@ from fenceline.layers.kernels.cuda_quantized import (
     find_cuda_quantized,
     find_quantized_products,
 )
+from fenceline.layers.kernels.int4_gemm import Int4Config, Int4Workspace, int4_linear
 from fenceline.layers.kernels.skinny_gemm import Fusion
 from fenceline.layers.kernels.skinny_table import MAX_DIRECT_ROWS, CudaConfig, shared_bytes
 from fenceline.layers.quantized import FP8, QuantizedFormat, make_format
@@ -35,7 +36,7 @@ FORMATS = {
     "int4-32": QuantConfig(method="on-line", kind="int4", group_size=32),
 }
 SHAPES = ((4096, 1024), (272, 640))  # weight rows and K
-ROWS = (1, 2, 16, 17, 64, 65, 256, 300)
+ROWS = (1, 2, 16, 17, 64, 65, 256, 300, 600)
 WEIGHTS_ONLY, INPUTS_TOO = 0.01, 0.05  # norms of the error, relative to the result's
 FUSIONS = ("plain", "bias", "norm", "gated", "residual")
 CUTS = (
@@ -48,6 +49,18 @@ CUTS = (
     CudaConfig(tiles=2, warps_n=4, warps_k=1, depth=3),
     CudaConfig(tiles=2, warps_k=3, depth=2, direct=True),
     CudaConfig(tiles=2, warps_n=3, warps_k=4, depth=4, pdl=False, direct=True),
+)
+INT4_CUTS = (
+    Int4Config(64, 16, 128, 4, 4, split=4),
+    Int4Config(64, 32, 128, 4, 4),
+    Int4Config(64, 32, 128, 4, 4, split=2, scale_sums=True),
+    Int4Config(64, 32, 64, 4, 6, split=4, reorder=True),
+    Int4Config(128, 64, 128, 8, 4, split=2),
+    Int4Config(64, 64, 128, 4, 3, reorder=True, launch_pdl=False),
+    Int4Config(128, 128, 64, 8, 4, max_registers=128),
+    Int4Config(128, 128, 64, 8, 4, split=2, reorder=True, max_registers=128),
+    Int4Config(128, 256, 64, 8, 4, split=2),
+    Int4Config(256, 128, 64, 16, 4),
 )
 
 
@@ -120,7 +133,7 @@ def test_products(name: str, shape: tuple[int, int]) -> None:
             assert error < most, f"{rows} rows, {what}: {error}"
 
 
-@pytest.mark.parametrize("rows", [1, 8, 80])
+@pytest.mark.parametrize("rows", [1, 8, 32, 80, 256])
 @pytest.mark.parametrize("name", FORMATS)
 def test_replays_in_a_graph(name: str, rows: int) -> None:
     torch.manual_seed(1)
@@ -195,6 +208,66 @@ def test_cuda_products_agree_with_float64(name: str, cut: CudaConfig) -> None:
         assert torch.equal(run(others, out)[-1], got[-1]), (n, k, rows, fused)
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="for sm_80 and later"
+)
+@pytest.mark.parametrize("cut", INT4_CUTS, ids=str)
+@pytest.mark.parametrize("name", ["int4-128", "int4-64", "int4-32"])
+def test_triton_products_in_int4_agree_with_float64(name: str, cut: Int4Config) -> None:
+    """Every cut, with the same bits again, and rows that do not depend on the others. The matrix of the reference is
+    rounded as the product's is, so only sums and the result are rounded besides."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        cut = replace(cut, launch_pdl=False)
+    workspace = Int4Workspace(torch.device("cuda"))
+    torch.manual_seed(3)
+    for (n, k), rows, fused in itertools.product(((1024, 2048), (272, 640)), (1, 33, 130), FUSIONS):
+        stored = make_weight(name, n, k).stored
+        assert stored.zeros is not None
+        if (cut.scale_sums and cut.block_k > stored.group) or (cut.reorder and k % cut.block_k):
+            continue
+        plain = stored.dequantized(torch.float64)
+        if not cut.scale_sums:
+            scales, stored.scales = stored.scales, stored.scales.bfloat16().float()
+            plain, stored.scales = stored.dequantized(torch.bfloat16).double(), scales
+        x = torch.randn(rows, k, device="cuda").bfloat16()
+        norm = torch.rand(k, device="cuda").bfloat16() + 0.5
+        gated, normed = fused == "gated", fused in ("norm", "gated")
+        bias = torch.randn(n, device="cuda").bfloat16() if fused == "bias" else None
+        out = torch.randn(rows, n // (2 if gated else 1), device="cuda").bfloat16()
+        wide = F.rms_norm(x.double(), (k,), norm.double(), 1e-6).bfloat16().double() if normed else x.double()
+        want = F.linear(wide, plain, None if bias is None else bias.double())
+        if gated:
+            gate, up = want.chunk(2, -1)
+            want = F.silu(gate) * up
+        if fused == "residual":
+            want = want + out.double()
+
+        def run(
+            x: torch.Tensor,
+            out: torch.Tensor,
+            fused: str = fused,
+            stored: QuantizedFormat = stored,
+            norm: torch.Tensor = norm,
+            bias: torch.Tensor | None = bias,
+        ) -> torch.Tensor:
+            out = out.clone()
+            fusion = Fusion(
+                norm if fused in ("norm", "gated") else None, 1e-6, bias, fused == "gated",
+                out if fused == "residual" else None,
+            )  # fmt: skip
+            assert stored.zeros is not None
+            numbers = stored.data, stored.scales, stored.zeros, stored.group
+            return int4_linear(x, *numbers, cut, workspace, fusion, None if fused == "residual" else out)
+
+        got = run(x, out)
+        error = ((got.double() - want).norm() / want.norm()).item()
+        assert error < 3e-3, (n, k, rows, fused, error)
+        assert torch.equal(got, run(x, out)), (n, k, rows, fused)
+        others = torch.cat([torch.randn(rows - 1, k, device="cuda").bfloat16(), x[-1:]])
+        assert torch.equal(run(others, out)[-1], got[-1]), (n, k, rows, fused)
+        assert not workspace.num_done.any()
+
+
 def test_every_fp8_number_is_itself() -> None:
     product = found_cuda_product("fp8")
     if product is None:
@@ -241,6 +314,48 @@ def test_a_chain_of_early_starts_reads_what_was_written(name: str, rows: int) ->
     ):
         want = x.clone()
         chain(want, replace(cut, pdl=False))
+        residual = torch.empty_like(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            residual.copy_(x)
+            chain(residual, cut)
+        for _ in range(50):
+            gated.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(residual, want), cut
+
+
+@pytest.mark.parametrize("rows", [32, 256])
+def test_a_chain_of_early_starts_in_int4_reads_what_was_written(rows: int) -> None:
+    """The same of Triton's products with a split K, whose counters all launches share."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("for sm_90 and later")
+    torch.manual_seed(0)
+    hidden, size, layers = 1024, 3072, 12
+    with torch.device("cuda"):
+        norm = 1 + 0.1 * torch.randn(hidden).bfloat16()
+        x = torch.randn(rows, hidden).bfloat16()
+        gated = torch.empty(rows, size, dtype=torch.bfloat16)
+    ups = [make_weight("int4-128", 2 * size, hidden).stored for _ in range(layers)]
+    downs = [make_weight("int4-128", hidden, size).stored for _ in range(layers)]
+    workspace = Int4Workspace(torch.device("cuda"))
+
+    def multiply(x: torch.Tensor, stored: QuantizedFormat, cut: Int4Config, fusion: Fusion) -> None:
+        assert stored.zeros is not None
+        out = None if fusion.residual is not None else gated
+        int4_linear(x, stored.data, stored.scales, stored.zeros, 128, cut, workspace, fusion, out)
+
+    def chain(residual: torch.Tensor, cut: Int4Config) -> None:
+        for up, down in zip(ups, downs, strict=True):
+            multiply(residual, up, cut, Fusion(norm, 1e-6, gated=True))
+            multiply(gated, down, cut, Fusion(residual=residual))
+
+    for cut in (
+        Int4Config(64, 32, 128, 4, 4, split=2),
+        Int4Config(128, 128, 64, 8, 4, split=4, reorder=True, max_registers=128),
+    ):
+        want = x.clone()
+        chain(want, replace(cut, launch_pdl=False))
         residual = torch.empty_like(x)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -22,6 +22,7 @@ from fenceline.layers.kernels import (
     embed_join_triton,
     extend_attention,
     grouped_gemm,
+    int4_gemm,
     quantized_gemm,
     rms_norm,
     rotate_store,
@@ -50,6 +51,8 @@ def launches() -> Iterator[Launch]:
     yield from _products()
     yield from _quantized_products()
     yield from _scaled_products()
+    yield from _int4_products()
+    yield from _reorderings()
     yield from _plain_matrices()
     yield from _roundings()
     yield from _routings()
@@ -224,6 +227,55 @@ def _scaled_products() -> Iterator[Launch]:
         )
         name = f"scaled_linear {rows}x{k}x{width}{' gated' * gated}"
         yield Launch(name, accesses.scaled_linear, operands, run, waits_in=skinny_gemm)
+
+
+def _int4_products() -> Iterator[Launch]:
+    # Rows, K, group, outputs, bias, gated, residual, programs that share K, scales of sums.
+    shapes = (
+        (18, 192, 32, 80, True, False, True, 2, False),
+        (3, 96, 32, 40, True, True, False, 1, False),
+        (17, 128, 64, 80, False, False, False, 1, True),
+        (2, 128, 128, 72, False, True, False, 3, False),
+    )
+    for rows, k, group, num_out, has_bias, gated, adds, split, of_sums in shapes:
+        width = num_out * (2 if gated else 1)
+        data, scales, zeros = round_to_int4(_random(width, k), group)
+        out = _random(rows, num_out)
+        tiles = -(-width // 64) * -(-rows // 16)
+        partial = torch.empty(tiles, split, 64, 16) if split > 1 else None
+        num_done = torch.zeros(tiles, dtype=torch.int32) if split > 1 else None
+
+        def run(
+            pdl: bool, x: Any, data: Any, scales: Any, zeros: Any, bias: Any, residual: Any, out: Any, _: Any,
+            num_done: Any, gated: bool = gated, group: int = group, split: int = split, of_sums: bool = of_sums,
+        ) -> None:  # fmt: skip
+            config = int4_gemm.Int4Config(64, 16, 32 if of_sums else 64, 4, 2, split, of_sums, launch_pdl=pdl)
+            workspace = int4_gemm.Int4Workspace(x.device)
+            if num_done is not None:
+                workspace.num_done = num_done
+            fusion = skinny_gemm.Fusion(bias=bias, gated=gated, residual=residual)
+            result = None if residual is not None else out
+            int4_gemm.int4_linear(x, data, scales, zeros, group, config, workspace, fusion, result)
+
+        operands = (
+            _random(rows, k), data.contiguous(), scales, zeros, _random(width) if has_bias else None,
+            out if adds else None, out, partial, num_done,
+        )  # fmt: skip
+        name = f"int4_linear {rows}x{k}x{width}{' gated' * gated} in {split}"
+        outputs = [] if partial is None else [partial]
+        yield Launch(name, accesses.int4_linear, operands, run, outputs, waits_in=int4_gemm)
+
+
+def _reorderings() -> Iterator[Launch]:
+    for rows, k, block, norm in ((3, 192, 64, _random(192)), (2, 128, 128, None)):
+        x = _random(rows, k)
+
+        def run(pdl: bool, x: Any, norm: Any, out: Any, block: int = block) -> None:
+            int4_gemm.reorder_columns(x, block, norm, 1e-6, pdl)
+
+        operands = (x, norm, torch.empty_like(x))
+        name = f"reorder_columns {rows}x{k} by {block}"
+        yield Launch(name, accesses.reorder_columns, operands, run, [operands[2]], int4_gemm)
 
 
 def _plain_matrices() -> Iterator[Launch]:

@@ -34,6 +34,8 @@ PROGRAMMATIC = [
     "skinny_linear",
     "quantized_linear",
     "scaled_linear",
+    "int4_linear",
+    "reorder_columns",
     "quantize_rows",
     "decode_attention",
     "embed_and_join",

@@ -244,6 +244,44 @@ def scaled_linear(
 
 
 @declare_kernel
+def int4_linear(
+    op: KernelAccesses,
+    x: torch.Tensor,
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    partial: torch.Tensor | None,
+    num_done: torch.Tensor | None,
+) -> None:
+    """``int4_gemm.int4_linear``, whose norm is a kernel of its own (``rms_norm`` or ``reorder_columns``). ``out`` is
+    the residual if there is one; ``partial`` and ``num_done`` are used if K is split. Before its wait it reads scales
+    and zero points, and prefetches the weight into L2."""
+    for weight in (data, scales, zeros):
+        op.read(weight)
+    op.start_dependents()
+    op.wait()
+    for operand in (x, bias, residual, num_done):
+        op.read(operand)
+    for written in (out, partial, num_done):
+        op.write(written)
+
+
+@declare_kernel
+def reorder_columns(
+    op: KernelAccesses, x: torch.Tensor, norm_weight: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """See ``int4_gemm.reorder_columns``."""
+    op.read(norm_weight)
+    op.start_dependents()
+    op.wait()
+    op.read(x)
+    op.write(out)
+
+
+@declare_kernel
 def dequantize(
     op: KernelAccesses,
     data: torch.Tensor,

@@ -20,7 +20,7 @@ from fenceline.layers.kernels.grouped_gemm import combine_experts, grouped_produ
 from fenceline.layers.kernels.rms_norm import rms_norm
 from fenceline.layers.kernels.rotate_store import rotate_and_store
 from fenceline.layers.kernels.routing import route, router_logits
-from fenceline.layers.kernels.skinny_gemm import PLAIN, Fusion, may_fuse_norm, skinny_linear
+from fenceline.layers.kernels.skinny_gemm import PLAIN, Fusion, TritonConfig, may_fuse_norm, skinny_linear
 from fenceline.layers.kernels.skinny_table import (
     ROW_BUCKETS,
     SHARED_BYTES,
@@ -154,6 +154,7 @@ class SkinnyProducts:
             return self._cuda_product(x, weight, choice, fusion, out)
         if choice is None or isinstance(choice, CudaConfig):
             return None
+        assert isinstance(choice, TritonConfig), choice
         return skinny_linear(x, weight, choice, fusion, out)
 
 

@@ -1,6 +1,7 @@
 """Quantised weights on an NVIDIA GPU, with a choice of kernels for their products. Those of few rows use our kernels in
 CUDA C++ or in Triton; in Triton's product of several rows with a weight in FP8, the input is rounded to FP8 too. Those
-of many rows use the FP8 product of torch where there is one, otherwise cuBLAS with the dequantised matrix."""
+of up to 512 rows with a weight in int4 use Triton on Hopper. Those of many rows use the FP8 product of torch where
+there is one, otherwise cuBLAS with the dequantised matrix."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from fenceline.layers.kernels.cuda_kernels import (
     probe_cut,
     skinny_cut,
 )
+from fenceline.layers.kernels.int4_gemm import MAX_INT4_ROWS, Int4Config, Int4Workspace, int4_linear
 from fenceline.layers.kernels.quantized_gemm import dequantize, quantize_rows, quantized_linear
 from fenceline.layers.kernels.skinny_gemm import (
     MAX_ROWS,
@@ -55,7 +57,7 @@ from fenceline.layers.weight import RMSNorm, fill_slots
 logger = logging.getLogger(__name__)
 
 # Without a measurement the CUDA product is used up to this many rows. For int4 this may take two launches, which still
-# pays, because the plain matrix has four times as many bytes.
+# pays where Triton's product cannot be used, because the plain matrix has four times as many bytes.
 _GUESSED_CUDA_ROWS = {"fp8": 4, "int4": 32}
 _BITS = {"fp8": 8, "int4": 4}
 _MULTIPLE = 16  # both sides of a matrix must be multiples of this for _scaled_mm
@@ -84,10 +86,12 @@ class QuantizedProducts:
         cuda_product: CudaQuantizedProduct | None = None,
         table: SkinnyTable | None = None,
         multiplies_fp8: bool = True,
+        int4: Int4Workspace | None = None,
     ) -> None:
         """``row_scaled``, ``block_scaled``: torch's FP8 products for weights with a scale for each row or for each
         block of 128 x 128; ``cuda_product``: that of fenceline_kernel. None: there is none for this GPU. ``table``: the
-        measurements, if there are any. ``multiplies_fp8``: whether Triton's product of several rows may be used."""
+        measurements, if there are any. ``multiplies_fp8``: whether Triton's product of several rows may be used.
+        ``int4``: the memory of Triton's product with a weight in int4; None: it may not be used."""
         self._num_sms = num_sms
         self._pdl = capability >= (9, 0)
         self._converts_fp8 = capability >= (8, 9)  # Triton needs the GPU's instruction for this conversion
@@ -99,6 +103,7 @@ class QuantizedProducts:
         self._row_scaled, self._block_scaled = row_scaled, block_scaled
         self._cuda_product = cuda_product
         self._table = table
+        self._int4 = int4
 
     def few_rows(
         self,
@@ -113,6 +118,11 @@ class QuantizedProducts:
         choice = self._choose(x, stored, fusion.gated)
         if choice is None:
             return None
+        if isinstance(choice, Int4Config):
+            assert self._int4 is not None and stored.zeros is not None
+            return int4_linear(
+                x, stored.data, stored.scales, stored.zeros, stored.group, choice, self._int4, fusion, out
+            )
         if isinstance(choice, TritonConfig):
             if len(x) > 1:
                 return self._scaled_product(x, stored, choice, fusion, out)
@@ -137,14 +147,22 @@ class QuantizedProducts:
         (n, k), rows = stored.shape, len(x)
         guess: SkinnyChoice = None
         has_cuda = self._cuda_product is not None and cuda_takes(x, stored)
-        if has_cuda and rows <= _GUESSED_CUDA_ROWS[stored.kind]:
+        has_int4 = self._int4 is not None and rows > 1 and int4_takes(x, stored)
+        if has_cuda and rows <= (MAX_CUDA_ROWS if has_int4 else _GUESSED_CUDA_ROWS[stored.kind]):
             guess = guess_cuda(min(rows, MAX_CUDA_ROWS), stored, self._num_sms, self._pdl)
+        elif has_int4 and rows <= MAX_INT4_ROWS:
+            guess = guess_int4(rows, stored, self._num_sms, self._pdl)
         elif rows == 1 or (rows <= MAX_ROWS and stored.kind == "fp8"):
             guess = self._guess_triton(rows, stored, gated)
         if self._table is None:
             return guess
         found = self._table.choose_quantized(rows, n, k, gated, numbers_name(stored), guess)
-        possible = self._multiplies_fp8 or rows == 1 if isinstance(found, TritonConfig) else has_cuda
+        if isinstance(found, Int4Config):
+            possible = has_int4
+        elif isinstance(found, TritonConfig):
+            possible = self._multiplies_fp8 or rows == 1
+        else:
+            possible = has_cuda
         return found if found is None or possible else guess
 
     def _guess_triton(self, rows: int, stored: QuantizedFormat, gated: bool) -> TritonConfig | None:
@@ -308,6 +326,33 @@ def guess_cuda(rows: int, stored: QuantizedFormat, num_sms: int, pdl: bool) -> C
     return config
 
 
+def int4_takes(x: torch.Tensor, stored: QuantizedFormat) -> bool:
+    """Whether Triton has a product of ``x`` with such a weight in int4."""
+    fits = stored.kind == "int4" and stored.shape[0] % _MULTIPLE == 0
+    return fits and x.dtype == torch.bfloat16 and x.is_contiguous()
+
+
+def guess_int4(rows: int, stored: QuantizedFormat, num_sms: int, pdl: bool) -> Int4Config:
+    """A configuration for ``rows`` rows, chosen on Hopper."""
+    n, k = stored.shape
+    block_rows = next((size for size in (16, 32, 64) if rows <= size), 128)
+    large = block_rows == 128
+    config = Int4Config(
+        block_n=128 if large else 64,
+        block_rows=block_rows,
+        block_k=64 if large else max(64, min(stored.group, 128)),
+        num_warps=8 if large else 4,
+        num_stages=4,
+        max_registers=128 if large else None,
+        launch_pdl=pdl,
+    )
+    tiles = -(-n // config.block_n) * -(-rows // block_rows)
+    split, most = 1, num_sms if large else 2 * num_sms
+    while tiles * split * 2 <= most and split < 8 and k >= 1024 * split:
+        split *= 2
+    return replace(config, split=split)
+
+
 def find_quantized_products(device: torch.device, kind: str) -> QuantizedProducts:
     """The products with weights of ``kind`` for ``device``. What torch._scaled_mm supports depends on GPU, CUDA and
     torch, so it is tried. Compiles fenceline_kernel on first use if it is installed (a minute at most, once)."""
@@ -316,6 +361,9 @@ def find_quantized_products(device: torch.device, kind: str) -> QuantizedProduct
     if product is not None and not _agrees(device, product, kind):
         product = None
     gpu = gpu_traits(device, product is not None)
+    int4 = Int4Workspace(device) if kind == "int4" and gpu.capability[0] == 9 else None
+    if int4 is not None and not _multiplies_int4(device, int4):
+        int4 = None
     return QuantizedProducts(
         gpu.num_sms,
         gpu.capability,
@@ -324,7 +372,47 @@ def find_quantized_products(device: torch.device, kind: str) -> QuantizedProduct
         product,
         load_table(gpu),
         kind == "fp8" and gpu.capability >= (8, 9) and _multiplies_fp8(device, gpu.capability),
+        int4,
     )
+
+
+def _multiplies_int4(device: torch.device, workspace: Int4Workspace) -> bool:
+    """Whether Triton's product with a weight in int4 runs on ``device`` and is right: gated and behind a norm, and with
+    K split and added to a residual. If not, this is logged."""
+    draw = partial(torch.randn, device=device, generator=torch.Generator(device).manual_seed(0))
+    for group, n, k, rows in ((128, 256, 1024, 32), (64, 192, 2048, 130)):
+        with device:
+            stored = make_format(
+                QuantConfig(method="on-line", kind="int4", group_size=group), n, k, torch.bfloat16
+            )
+        assert stored.zeros is not None
+        matrix = draw(n, k) / k**0.5 * torch.arange(1, n + 1, device=device)[:, None]
+        fill_slots(stored.slots("probe", slice(None), (n, k), 0, 0), [("probe.weight", matrix.bfloat16())])
+        x, norm, residual = draw(rows, k).bfloat16(), (1 + 0.1 * draw(k)).bfloat16(), draw(rows, n).bfloat16()
+        gated = rows == 32
+        fusion = Fusion(norm, 1e-6, gated=True) if gated else Fusion(residual=residual.clone())
+        wide = F.rms_norm(x.float(), (k,), norm.float(), 1e-6) if gated else x.float()
+        want = F.linear(wide, stored.dequantized(torch.float32))
+        if gated:
+            gate, up = want.chunk(2, -1)
+            want = F.silu(gate) * up
+        else:
+            want += residual
+        config = guess_int4(rows, stored, 132, pdl=True)
+        try:
+            got = int4_linear(
+                x, stored.data, stored.scales, stored.zeros, group, config, workspace, fusion, None
+            )
+        except Exception as error:  # Triton's compiler raises what it likes
+            logger.warning("Triton's product in int4 cannot be used here: %s", str(error).splitlines()[0])
+            return False
+        error_size = ((got.float() - want).norm() / want.norm()).item()
+        if not error_size < _TOLERANCE:
+            logger.warning(
+                "Triton's product in int4 is wrong here by %.3f of the result; it is not used", error_size
+            )
+            return False
+    return True
 
 
 def _multiplies_fp8(device: torch.device, capability: tuple[int, int]) -> bool:

@@ -15,10 +15,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from fenceline.layers.kernels.int4_gemm import MAX_INT4_ROWS, Int4Config
 from fenceline.layers.kernels.skinny_gemm import TritonConfig
 
 # With more than MAX_CUDA_ROWS rows, a dense product is Triton's where that was measured to be faster, else cuBLAS's.
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
+QUANTIZED_ROW_BUCKETS = (*ROW_BUCKETS, 256, MAX_INT4_ROWS)
 MAX_CUDA_ROWS = 16  # of one launch of fenceline_kernel's skinny GEMM
 # The same of its direct kernel, and the warps of a block there.
 MAX_DIRECT_ROWS, MAX_DIRECT_WARPS = 8, 12
@@ -57,12 +59,13 @@ def shared_bytes(config: CudaConfig, rows: int, bits: int = 16, group: int = 128
 
 
 # None: cuBLAS.
-SkinnyChoice = CudaConfig | TritonConfig | None
+SkinnyChoice = CudaConfig | TritonConfig | Int4Config | None
 
 _CONFIGS = Path(__file__).parent / "skinny_configs"
-_CONFIG_TYPES: Mapping[str, type[CudaConfig] | type[TritonConfig]] = {
+_CONFIG_TYPES: Mapping[str, type[CudaConfig] | type[TritonConfig] | type[Int4Config]] = {
     "cuda": CudaConfig,
     "triton": TritonConfig,
+    "int4": Int4Config,
 }
 # Without a measurement our kernels are used up to this many rows, because then a product takes as long as reading the
 # weight.
@@ -107,7 +110,7 @@ class SkinnyTable:
     ) -> SkinnyChoice:
         """Like ``choose``, for a quantised weight. ``guess`` is returned if there is no measurement. None: the library
         computes the product."""
-        bucket = next((size for size in ROW_BUCKETS if rows <= size), None)
+        bucket = next((size for size in QUANTIZED_ROW_BUCKETS if rows <= size), None)
         if bucket is None:
             return guess
         found = self._entries.get(table_key(bucket, weight_rows, k, gated, numbers), guess)
@@ -126,8 +129,8 @@ class SkinnyTable:
 
 
 def table_key(rows: int, weight_rows: int, k: int, gated: bool, numbers: str = "") -> str:
-    """The key of a product in a file of measurements. ``rows`` is one of ROW_BUCKETS; ``numbers`` is the format of a
-    quantised weight."""
+    """The key of a product in a file of measurements. ``rows`` is one of ROW_BUCKETS or
+    QUANTIZED_ROW_BUCKETS; ``numbers`` is the format of a quantised weight."""
     return f"{rows}x{weight_rows}x{k}{'g' if gated else ''}{' ' * bool(numbers)}{numbers}"
 
 
