@@ -29,7 +29,6 @@ import zmq
 sys.path.insert(0, str(Path(__file__).parent))
 
 from bench_scheduler import Bench, NullBox, NullWorker
-
 from fenceline.ipc.io_struct import PortArgs
 from fenceline.ipc.rank_board import RankBoard, create_rank_board, rank_endpoint
 from fenceline.ipc.sockets import bind_pull, connect_push, make_ports, remove_ports

@@ -124,21 +124,21 @@ class Copies:
         return bench.time_us(run) / len(weights)
 
 
-# Rows of the weight, rows of x and inputs of a block; warps, stages, registers.
-_FEW = ((64, 128, 4, 4, None), (64, 128, 4, 6, None), (64, 64, 4, 6, None), (128, 128, 8, 4, None))
+# Rows of the weight and inputs of a block, warps, stages, by the rows of x in a block.
+_FEW = ((64, 128, 4, 4), (64, 128, 4, 6), (64, 64, 4, 6), (128, 128, 8, 4))
+_MANY = (
+    (128, 64, 8, 4),
+    (128, 128, 8, 3),
+    (128, 128, 8, 2),
+    (64, 64, 4, 4),
+    (64, 128, 4, 3),
+    (64, 128, 4, 2),
+)
 _INT4_CUTS = {
     16: _FEW,
     32: _FEW,
-    64: (*_FEW, (128, 64, 8, 5, None)),
-    128: (
-        (128, 64, 8, 4, 128),
-        (128, 64, 8, 4, None),
-        (128, 128, 8, 3, None),
-        (64, 64, 4, 4, None),
-        (64, 128, 4, 3, None),
-        (256, 64, 16, 4, None),
-    ),
-    256: ((128, 64, 8, 4, None), (64, 64, 4, 3, None)),
+    64: (*_FEW, (128, 64, 8, 5), (128, 128, 8, 3)),
+    128: (*_MANY, (256, 64, 16, 3)),
 }
 
 
@@ -146,23 +146,17 @@ def int4_configs(product: Product, rows: int, group: int, num_sms: int) -> list[
     """The configurations to try for a product with a weight in int4."""
     found = []
     for block_rows, cuts in _INT4_CUTS.items():
-        if block_rows < min(rows, 128) or (block_rows > 16 and block_rows >= 2 * rows):
+        if block_rows < min(rows, 64) or (block_rows > 16 and block_rows >= 2 * rows):
             continue
-        for block_n, block_k, num_warps, num_stages, registers in cuts:
+        for block_n, block_k, num_warps, num_stages in cuts:
             tiles = -(-product.weight_rows // block_n) * -(-rows // block_rows)
             for split in (1, 2, 4, 8):
                 if split > 1 and tiles * split > (3.2 if block_rows <= 64 else 2.1) * num_sms:
                     break
-                if tiles * split < 0.4 * num_sms:
+                if tiles * split < 0.4 * num_sms or group % block_k:
                     continue
-                config = Int4Config(
-                    block_n, block_rows, block_k, num_warps, num_stages, split, max_registers=registers
-                )
-                found.append(config)
-                if product.k % block_k == 0:
-                    found.append(replace(config, reorder=True))
-                if block_rows <= 64 and num_stages == 4 and block_k <= group:
-                    found.append(replace(config, scale_sums=True))
+                config = Int4Config(block_n, block_rows, block_k, num_warps, num_stages, split)
+                found += [config, replace(config, reorder=True)]
     return found
 
 

@@ -340,10 +340,9 @@ def guess_int4(rows: int, stored: QuantizedFormat, num_sms: int, pdl: bool) -> I
     config = Int4Config(
         block_n=128 if large else 64,
         block_rows=block_rows,
-        block_k=64 if large else max(64, min(stored.group, 128)),
+        block_k=stored.group,
         num_warps=8 if large else 4,
-        num_stages=4,
-        max_registers=128 if large else None,
+        num_stages=3 if large else 4,
         launch_pdl=pdl,
     )
     tiles = -(-n // config.block_n) * -(-rows // block_rows)

@@ -11,9 +11,11 @@ core wants pair j of a word from the j-th of four lanes. So each of four lanes l
 each. With ``Int4Config.reorder`` a lane loads words of its own and uses all pairs, for which x must have another order.
 This takes a quarter of the loads from shared memory, but x must be copied; where there is a norm, it makes the copy.
 
-From 128 + number a lane subtracts 128 + zero, which is exact, and either multiplies the difference by the group's
-scale, rounding both to bfloat16, or leaves it as it is, and the group's sum is multiplied by the scale in float32
-(``scale_sums``). The former keeps the tensor core busy from block to block, because nothing waits for its sums.
+From 128 + number a lane subtracts 128 + zero, which is exact, and the sums of a block, whose inputs are of one group,
+are multiplied by the scale in float32. So the weight is multiplied as it is stored. And the tensor core has done a
+block before the numbers of the next one are made: it reads a left side from registers while the program goes on, and
+Triton (3.6) does not keep them. With scaled numbers and sums that stay in the tensor core from block to block, it
+overwrites registers that are still being read, and large tiles are wrong. A test searches the machine code for that.
 
 A weight of 4,096 features has too few blocks for all multiprocessors. So K may be split: each program of a tile writes
 its sums to a workspace, and the last to end, which an atomic counter shows, adds all of them up in the order of K. So a
@@ -43,12 +45,9 @@ _TWICE = tl.constexpr(0x00010001)  # copies 16 bits to both halves
 @dataclass(frozen=True, slots=True)
 class Int4Config:
     """How a product is divided: ``block_n`` rows of the weight, ``block_rows`` rows of x and ``block_k`` inputs at a
-    time, powers of two of at least 64, 16 and 32. ``split`` programs share K.
+    time, powers of two of at least 64, 16 and 32; ``block_k`` is at most the group. ``split`` programs share K.
 
-    ``scale_sums``: scales multiply sums, exactly; ``block_k`` is at most the group. Otherwise they multiply numbers.
-    ``reorder``: x is copied into the order in which lanes read words, for which ``block_k`` divides K and is at most
-    128.
-    ``max_registers``: how many registers a thread may use; with fewer, more programs run on a multiprocessor at once.
+    ``reorder``: x is copied into the order in which lanes read words.
     ``launch_pdl``: the kernel starts before the preceding one has ended (programmatic dependent launch, sm_90 and
     later), and meanwhile fetches the first weights and its scales into L2.
     """
@@ -59,9 +58,7 @@ class Int4Config:
     num_warps: int
     num_stages: int
     split: int = 1
-    scale_sums: bool = False
     reorder: bool = False
-    max_registers: int | None = None
     launch_pdl: bool = True
 
 
@@ -91,7 +88,7 @@ def int4_linear(
     The result is in ``fusion.residual`` or ``out`` (contiguous, at most one is given) or in a new tensor. x is bfloat16
     (in Triton's interpreter float16 or float32), T at least 1. All tensors are on one device and contiguous, except
     scales and zeros, which have equal strides; ``data`` begins at a multiple of four bytes, N is a multiple of 16 and
-    ``group`` divides K. Sums are float32; but see ``Int4Config.scale_sums``. Current stream, no host synchronisation.
+    ``group`` divides K. Sums are float32. Current stream, no host synchronisation.
 
     A norm is a kernel of its own in front (``rms_norm`` or ``reorder_columns``). The product reads the weight, its
     scales and its zero points before its wait.
@@ -101,8 +98,7 @@ def int4_linear(
     assert num_rows and x.is_contiguous() and data.is_contiguous() and data.shape == (width, k // 2)
     assert width % 16 == 0 and k % group == 0 and group % 32 == 0, (width, k, group)
     assert scales.shape == zeros.shape == (width, k // group) and scales.stride() == zeros.stride()
-    assert not config.scale_sums or config.block_k <= group, (config, group)
-    assert not config.reorder or (config.block_k <= 128 and k % config.block_k == 0), (config, k)
+    assert group % config.block_k == 0, (config, group)
     assert out is None or fusion.residual is None
     if out is None:
         out = fusion.residual if fusion.residual is not None else x.new_empty(num_rows, num_out)
@@ -122,9 +118,8 @@ def int4_linear(
         x, data.view(torch.int32), scales, zeros, fusion.bias, out, partial, workspace.num_done, num_rows, row_blocks,
         num_out, *scales.stride(), K=k, GROUP=group, HAS_BIAS=fusion.bias is not None, GATED=fusion.gated,
         ADD=fusion.residual is not None, BLOCK_N=config.block_n, BLOCK_ROWS=config.block_rows, BLOCK_K=config.block_k,
-        SPLIT=split, SCALE_SUMS=config.scale_sums, REORDERED=config.reorder, EVEN_K=k % config.block_k == 0,
-        PACKED=x.dtype == torch.bfloat16, PDL=config.launch_pdl, num_warps=config.num_warps,
-        num_stages=config.num_stages, launch_pdl=config.launch_pdl, maxnreg=config.max_registers,
+        SPLIT=split, REORDERED=config.reorder, PACKED=x.dtype == torch.bfloat16, PDL=config.launch_pdl,
+        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.launch_pdl,
     )  # fmt: skip
     return out
 
@@ -181,8 +176,7 @@ def _int4_kernel(
     x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partial_ptr, num_done_ptr, num_rows, row_blocks,
     num_out, row_stride, group_stride, K: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr, SCALE_SUMS: tl.constexpr, REORDERED: tl.constexpr, EVEN_K: tl.constexpr,
-    PACKED: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, REORDERED: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x [num_rows, K], weight [num_out or 2 num_out, K] → out [num_rows, num_out]. PACKED: x is bfloat16, and two
     numbers are made plain at a time."""
@@ -196,11 +190,7 @@ def _int4_kernel(
     row = tl.where(live_rows, rows, 0)  # a row past the end is the first one again, and is not stored
     cols, words_at = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // 8)
     num_groups: tl.constexpr = K // GROUP
-    block_groups: tl.constexpr = BLOCK_K // GROUP if BLOCK_K > GROUP else 1
-    groups = tl.arange(0, block_groups)
-    span: tl.constexpr = (
-        ((K + BLOCK_K - 1) // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K
-    )  # of K, for each program
+    span: tl.constexpr = (K // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K  # of K, for each program
     begin = split * span
     end = begin + span if span * SPLIT == K else tl.minimum(begin + span, K)
 
@@ -210,7 +200,7 @@ def _int4_kernel(
     zero_ptrs = zeros_ptr + n[:, None] * row_stride
     if PDL:
         tl_cuda.gdc_launch_dependents()
-    group = tl.minimum(begin // GROUP + groups, num_groups - 1)[None, :] * group_stride
+    group = tl.minimum(begin // GROUP, num_groups - 1) * group_stride
     scales = tl.load(scale_ptrs + group)
     zeros = tl.load(zero_ptrs + group).to(tl.int32)
     if PDL:
@@ -222,27 +212,17 @@ def _int4_kernel(
         tl_cuda.gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_ROWS], tl.float32)
     for k in range(begin, end, BLOCK_K):
-        if EVEN_K:
-            words = tl.load(words_ptrs + k // 8, eviction_policy="evict_first")
-            x = tl.load(x_ptrs + k)
-        else:
-            inside = (k + words_at * 8 < K)[None, :]
-            words = tl.load(words_ptrs + k // 8, mask=inside, other=0, eviction_policy="evict_first")
-            x = tl.load(x_ptrs + k, mask=(k + cols < K)[:, None], other=0.0)
+        words = tl.load(words_ptrs + k // 8, eviction_policy="evict_first")
+        x = tl.load(x_ptrs + k)
         # Scales are loaded one block ahead; Triton does not pipeline a loop that carries a value over two blocks.
-        group = tl.minimum((k + BLOCK_K) // GROUP + groups, num_groups - 1)[None, :] * group_stride
+        group = tl.minimum((k + BLOCK_K) // GROUP, num_groups - 1) * group_stride
         next_scales = tl.load(scale_ptrs + group)
         next_zeros = tl.load(zero_ptrs + group).to(tl.int32)
         if PACKED:
-            weight = _plain_pairs(words, zeros, scales, SCALE_SUMS, REORDERED, BLOCK_N, BLOCK_K, block_groups)
+            weight = _plain_pairs(words, zeros, REORDERED, BLOCK_N, BLOCK_K)
         else:
-            weight = _plain(
-                words, zeros, scales, x.dtype, SCALE_SUMS, REORDERED, BLOCK_N, BLOCK_K, block_groups
-            )
-        if SCALE_SUMS:
-            acc += tl.dot(weight, x, input_precision="ieee") * scales
-        else:
-            acc = tl.dot(weight, x, acc, input_precision="ieee")
+            weight = _plain(words, zeros, x.dtype, REORDERED, BLOCK_N, BLOCK_K)
+        acc += tl.dot(weight, x, input_precision="ieee") * scales
         scales = next_scales
         zeros = next_zeros
 
@@ -277,66 +257,36 @@ def _int4_kernel(
 
 
 @triton.jit
-def _plain_pairs(
-    words, zeros, scales, SCALE_SUMS: tl.constexpr, REORDERED: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
-    """The numbers of ``words`` [BLOCK_N, BLOCK_K / 8] less their zero points [BLOCK_N, GROUPS], times their scales
-    unless SCALE_SUMS, bfloat16 [BLOCK_N, BLOCK_K]. Two adjacent numbers are computed together, each instruction for
-    both: a shift, a mask that also sets the high bits, and one or two products with a sum."""
-    shifts = _shifts(REORDERED)
+def _plain_pairs(words, zeros, REORDERED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The numbers of ``words`` [BLOCK_N, BLOCK_K / 8] less their zero points [BLOCK_N, 1], bfloat16 [BLOCK_N, BLOCK_K].
+    Two adjacent numbers are computed together: a shift, a mask that also sets the high bits, and a sum."""
     less = zeros * _TWICE | _MINUS_MAGIC  # two bfloat16 of -(128 + zero)
-    less = _for_pairs(_for_words(less, BLOCK_N, BLOCK_K, GROUPS), REORDERED, BLOCK_N, BLOCK_K)
-    if SCALE_SUMS:
-        low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 pair;
-            shr.u32 pair, $2, $3;
-            lop3.b32 pair, pair, 0x000f000f, $4, 0xea;
-            fma.rn.bf16x2 pair, pair, $5, $6;
-            mov.b32 {$0, $1}, pair;
-            }""",
-            "=h,=h,r,r,r,r,r",
-            [_for_pairs(words, REORDERED, BLOCK_N, BLOCK_K), shifts, _MAGIC, _ONES, less],
-            dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        twice = tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,r", [scales], dtype=tl.int32, is_pure=True, pack=1
-        )
-        twice = _for_pairs(_for_words(twice, BLOCK_N, BLOCK_K, GROUPS), REORDERED, BLOCK_N, BLOCK_K)
-        low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 pair, nothing;
-            mov.b32 nothing, 0x80008000;
-            shr.u32 pair, $2, $3;
-            lop3.b32 pair, pair, 0x000f000f, $4, 0xea;
-            fma.rn.bf16x2 pair, pair, $5, $6;
-            fma.rn.bf16x2 pair, pair, $7, nothing;
-            mov.b32 {$0, $1}, pair;
-            }""",
-            "=h,=h,r,r,r,r,r,r",
-            [_for_pairs(words, REORDERED, BLOCK_N, BLOCK_K), shifts, _MAGIC, _ONES, less, twice],
-            dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
-        )  # fmt: skip
+    low, high = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 pair;
+        shr.u32 pair, $2, $3;
+        lop3.b32 pair, pair, 0x000f000f, $4, 0xea;
+        fma.rn.bf16x2 pair, pair, $5, $6;
+        mov.b32 {$0, $1}, pair;
+        }""",
+        "=h,=h,r,r,r,r,r",
+        [
+            _for_pairs(words, REORDERED, BLOCK_N, BLOCK_K), _shifts(REORDERED), _MAGIC, _ONES,
+            _for_pairs(tl.broadcast_to(less, (BLOCK_N, BLOCK_K // 8)), REORDERED, BLOCK_N, BLOCK_K),
+        ],
+        dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
+    )  # fmt: skip
     return tl.reshape(tl.join(low, high), (BLOCK_N, BLOCK_K))
 
 
 @triton.jit
 def _plain(
-    words, zeros, scales, dtype: tl.constexpr, SCALE_SUMS: tl.constexpr, REORDERED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
-    """The same in another ``dtype``, to which scales and products are rounded, for Triton's interpreter."""
+    words, zeros, dtype: tl.constexpr, REORDERED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """The same in another ``dtype``, for Triton's interpreter."""
     pairs = _for_pairs(words, REORDERED, BLOCK_N, BLOCK_K) >> _shifts(REORDERED)
-    less = _for_pairs(_for_words(zeros, BLOCK_N, BLOCK_K, GROUPS), REORDERED, BLOCK_N, BLOCK_K)
-    low = ((pairs & 15) - less).to(tl.float32)
-    high = ((pairs >> 16 & 15) - less).to(tl.float32)
-    if not SCALE_SUMS:
-        rounded = _for_words(scales.to(dtype).to(tl.float32), BLOCK_N, BLOCK_K, GROUPS)
-        rounded = _for_pairs(rounded, REORDERED, BLOCK_N, BLOCK_K)
-        low *= rounded
-        high *= rounded
+    less = _for_pairs(tl.broadcast_to(zeros, (BLOCK_N, BLOCK_K // 8)), REORDERED, BLOCK_N, BLOCK_K)
+    low, high = (pairs & 15) - less, (pairs >> 16 & 15) - less
     return tl.reshape(tl.join(low, high), (BLOCK_N, BLOCK_K)).to(dtype)
 
 
@@ -349,13 +299,6 @@ def _shifts(REORDERED: tl.constexpr):
     else:
         shifts = shifts[None, None, :]
     return shifts
-
-
-@triton.jit
-def _for_words(values, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUPS: tl.constexpr):
-    """Values of groups [BLOCK_N, GROUPS] → that of the group of each word, [BLOCK_N, BLOCK_K / 8]."""
-    values = tl.broadcast_to(values[:, :, None], (BLOCK_N, GROUPS, BLOCK_K // GROUPS // 8))
-    return tl.reshape(values, (BLOCK_N, BLOCK_K // 8))
 
 
 @triton.jit
