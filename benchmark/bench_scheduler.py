@@ -247,7 +247,7 @@ class Bench:
 def compare_threads(sizes: Sequence[int], threads: Sequence[int], num_steps: int, page_size: int) -> None:
     """Print what a step takes whose requests all have a schema, by the number of threads that fill masks."""
     schema = Schema(64 + num_steps + max(sizes), max(sizes))
-    parts = ("step", "publish", "accept_tokens", "begin_masks", "fill_masks")
+    parts = ("step", "publish", "accept_tokens", "fill_masks", "sample_held")
     print(f"{'running':>8} {'threads':>8} " + " ".join(f"{part:>14}" for part in parts) + "  us, medians")
     for size in sizes:
         for num_threads in threads:

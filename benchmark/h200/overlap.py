@@ -11,9 +11,10 @@ for results, which must be less than the time of the replay.
 
 With --schema every request has the schema of constrained.py, and the given number of threads fill masks. The loop's
 steps then have a second phase, which the replay has not, and whose draw replaces the replay's. The medians of their
-parts on the CPU are printed too: launch_next is the forward's submission, publish includes the wait for the tokens of
-the step before, and sample_held is filling the masks (fill_masks) and submitting the draw. The GPU is idle from the end
-of a draw to the next forward, which takes at least launch_next less the time of the draw.
+parts on the CPU are printed too: launch_next is the forward's submission, and publish includes the wait for the tokens
+of the step before, filling the masks (fill_masks) and submitting the draw under them (sample_held), which come before
+the tokens are told to anybody. If these are not done when the forward ends, or launch_next is not when the draw ends,
+the GPU is idle.
 """
 
 from __future__ import annotations

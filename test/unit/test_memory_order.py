@@ -149,10 +149,10 @@ def test_masks_are_filled_where_they_are_uploaded_from(vocab_size: int) -> None:
     for number, (rows, num_rows) in enumerate(
         (([0, 2], 3), (list(range(80)), 80), (list(range(79)), 80), ([1], 4)), 1
     ):
-        masks = table.begin(np.array(rows))
+        masks = table.begin(np.array(rows), num_rows, num_rows)
         assert masks.shape == (len(rows), num_words)
         masks[:] = 1000 * number + np.array(rows)[:, None]
-        uploaded = table.upload(num_rows)
+        uploaded = table.upload()
         table.drawn(device.forward.record())
         expected = np.full((num_rows, num_words), -1)
         expected[rows] = 1000 * number + np.array(rows)[:, None]

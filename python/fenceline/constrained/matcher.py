@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
@@ -43,6 +43,7 @@ class GrammarStore:
         no rank decides by its own clock, see :meth:`overdue`."""
         self._decides = decides
         self._eos = tuple(eos_token_ids)
+        self._all_eos = frozenset(eos_token_ids)
         self._grammars: dict[int, Future[xgrammar.CompiledGrammar]] = {}
         # A clock lives as long as a request has it.
         self._clocks: WeakValueDictionary[int, GrammarClock] = WeakValueDictionary()
@@ -93,6 +94,10 @@ class GrammarStore:
             clock = self._clocks[grammar] = GrammarClock(self._decides)
         return RequestGrammar(matcher, self._eos, think, clock)
 
+    def may_end(self, tokens: Sequence[int]) -> bool:
+        """Whether some answer may have ended with its latest token, see :meth:`RequestGrammar.may_end_with`."""
+        return not self._eos or not self._all_eos.isdisjoint(tokens)
+
     def overdue(self) -> list[int]:
         """The grammars that have taken too much time on this rank and whose requests have not been ended for it."""
         return [grammar for grammar, clock in self._clocks.items() if clock.is_used_up and not clock.is_over]
@@ -105,47 +110,56 @@ class GrammarStore:
 
     def begin_fill(self, grammars: Sequence[RequestGrammar | None], masks: I32) -> MaskFill:
         """Have the helper threads begin to fill ``masks`` [M, ceil(V / 32)] for those of M ``grammars`` that are given
-        here. Until :meth:`finish_fill` their state may not change, and they may not be begun again. Does not wait."""
+        here, unless they are so few that :meth:`finish_fill` does it itself. Until that, their state may not change,
+        and they may not be begun again. Does not wait."""
         import xgrammar
 
         self._batch = self._batch or xgrammar.BatchGrammarMatcher(max_threads=1)
         fill = MaskFill(grammars, masks)
-        self._share(fill, _in_turns(grammars), self._num_helpers)
+        turns = _in_turns(grammars)
+        self._share(fill, turns, min(self._num_helpers, len(turns) - 1))
         return fill
 
     def finish_fill(
-        self, fill: MaskFill, grammars: Sequence[RequestGrammar | None], least_more: Sequence[int]
+        self,
+        fill: MaskFill,
+        grammars: Sequence[RequestGrammar | None],
+        least_more: Sequence[int] | None = None,
     ) -> list[bool]:
         """Write to the masks of ``fill``, one bit for each token, which tokens may come next in each of M ``grammars``.
         Returns for each whether any token may come at all.
 
         ``grammars``: those of :meth:`begin_fill` or None, and others where none was given there. ``least_more`` [M]:
         how many more tokens an answer must have before it may end; it may end earlier if no other token is allowed.
-        None instead of a grammar, and a grammar that is too slow, allow all tokens.
+        None: no more. None instead of a grammar, and a grammar that is too slow, allow all tokens.
         """
-        masks, places = fill.masks, fill.places
-        turns = _in_turns([None if place in places else grammar for place, grammar in enumerate(grammars)])
-        fill.grammars = [grammar or begun for grammar, begun in zip(grammars, fill.grammars, strict=True)]
-        self._share(fill, turns, min(self._num_helpers, len(turns) - 1))
-        if len(places) < len(grammars):  # for those that have no turn
-            masks[[place for place in range(len(grammars)) if place not in places]] = _ALL
+        masks, begun = fill.masks, fill.grammars
+        if grammars is not begun:
+            left = [None if place in fill.places else grammar for place, grammar in enumerate(grammars)]
+            turns = _in_turns(left)
+            fill.grammars = [grammar or one for grammar, one in zip(grammars, begun, strict=True)]
+            self._share(fill, turns, min(self._num_helpers, len(turns) - 1))
+        if len(fill.places) < len(grammars):  # for those that have no turn
+            masks[[place for place in range(len(grammars)) if place not in fill.places]] = _ALL
         self._take_turns(fill)
         # A thread that has taken no turn is not waited for: its core may be busy.
         for error in [fill.done.get() for _ in range(fill.num_turns)]:
             if error is not None:
                 raise error
-        for place, (grammar, least) in enumerate(zip(grammars, least_more, strict=True)):
-            if grammar is not None and (least > 0 or grammar.may_think):
-                grammar.adjust(masks[place], least)
+        if least_more is not None or Grammars.of(grammars).may_think:
+            for place, grammar in enumerate(grammars):
+                least = 0 if least_more is None else least_more[place]
+                if grammar is not None and (least > 0 or grammar.may_think):
+                    grammar.adjust(masks[place], least)
         # Of booleans, this reads only as far as the first that is set.
         may_go_on: list[bool] = np.logical_or.reduce(masks.view(np.bool_), axis=1).tolist()
         return may_go_on
 
     def _share(self, fill: MaskFill, turns: list[_Turn], num_helpers: int) -> None:
-        """Add ``turns`` to those of ``fill`` and wake as many threads."""
+        """Add ``turns`` to those of ``fill`` and wake ``num_helpers`` threads."""
         fill.add(turns)
         take = partial(self._take_turns, fill)
-        for _ in range(min(num_helpers, len(turns))):
+        for _ in range(num_helpers):
             self._work.put(take)
 
     def _help(self) -> None:
@@ -158,25 +172,24 @@ class GrammarStore:
         ``fill.done`` gets what went wrong, or None."""
         while True:
             try:
-                clock, places = fill.turns.pop()
+                turn = fill.turns.pop()
             except IndexError:
                 return
             try:
-                self._fill(clock, places, fill)
+                self._fill(*turn, fill.masks)
             except BaseException as error:  # raised again by finish_fill
                 fill.done.put(error)
             else:
                 fill.done.put(None)
 
-    def _fill(self, clock: GrammarClock, places: list[int], fill: MaskFill) -> None:
-        """Fill the masks of ``places``, whose grammar has ``clock``."""
+    def _fill(self, clock: GrammarClock, places: list[int], matchers: list[Any], masks: I32) -> None:
+        """Fill the masks of ``places`` by their ``matchers``, whose grammar has ``clock``."""
         assert self._batch is not None, "made by begin_fill"
         if clock.is_over:
-            fill.masks[places] = _ALL
+            masks[places] = _ALL
             return
-        matchers = [fill.grammars[place].matcher for place in places]  # type: ignore[union-attr]
         begin = time.thread_time()
-        self._batch.batch_fill_next_token_bitmask(matchers, fill.masks, places)
+        self._batch.batch_fill_next_token_bitmask(matchers, masks, places)
         clock.count(len(places), time.thread_time() - begin)
 
     def _read(self, data: bytes, vocabulary: bytes, future: Future[xgrammar.CompiledGrammar]) -> None:
@@ -191,7 +204,7 @@ class GrammarStore:
             future.set_exception(error)
 
 
-_Turn = tuple["GrammarClock", list[int]]
+_Turn = tuple["GrammarClock", list[int], list[Any]]  # places among the requests, and their matchers
 
 
 class MaskFill:
@@ -207,7 +220,7 @@ class MaskFill:
 
     def add(self, turns: Sequence[_Turn]) -> None:
         """Let threads take ``turns``, the first one first."""
-        for _, places in turns:
+        for _, places, _ in turns:
             self.places.update(places)
         self.num_turns += len(turns)
         self.turns.extend(reversed(turns))
@@ -335,20 +348,55 @@ def accept_tokens(grammars: Sequence[RequestGrammar | None], tokens: Sequence[in
     """:meth:`RequestGrammar.accept` for many requests at once, with one token each. None for a request that has no
     grammar, one that is too slow, or that may think: there the caller has to use that method."""
     accepted: list[bool | None] = [None] * len(grammars)
-    for clock, places in _in_turns(grammars, plain=True):
+    for clock, places, matchers in _in_turns(grammars, plain=True):
         if clock.is_over:
             continue
         begin = time.thread_time()
-        for place in places:  # one by one, which takes no longer than the library's function for many
-            accepted[place] = grammars[place].matcher.accept_token(tokens[place])  # type: ignore[union-attr]
+        for place, matcher in zip(places, matchers, strict=True):
+            # One by one, which takes no longer than the library's function for many.
+            accepted[place] = matcher.accept_token(tokens[place])
         clock.count(len(places), time.thread_time() - begin)
     return accepted
 
 
+class Grammars(list["RequestGrammar | None"]):
+    """The grammars of a step's requests. The list does not change, and several steps may have the same one: it keeps
+    the turns in which they are asked. Drop it when a request leaves, because it keeps the states of all alive."""
+
+    def __init__(self, grammars: Iterable[RequestGrammar | None]) -> None:
+        super().__init__(grammars)
+        self._turns: list[_Turn] | None = None
+        self._may_think = True
+
+    @staticmethod
+    def of(grammars: Sequence[RequestGrammar | None]) -> Grammars:
+        """``grammars`` itself if it is such a list."""
+        return grammars if isinstance(grammars, Grammars) else Grammars(grammars)
+
+    @property
+    def may_think(self) -> bool:
+        """Whether some request may think. Who does not now never will."""
+        if self._may_think:
+            self._may_think = any(grammar is not None and grammar.may_think for grammar in self)
+        return self._may_think
+
+    def in_turns(self, plain: bool) -> list[_Turn]:
+        """See :func:`_in_turns`."""
+        if self.may_think:
+            return _make_turns(self, plain)
+        if self._turns is None:
+            self._turns = _make_turns(self, plain)
+        return self._turns
+
+
 def _in_turns(grammars: Sequence[RequestGrammar | None], plain: bool = False) -> list[_Turn]:
-    """The indices of the requests whose next token the grammar decides on, or with ``plain`` of those that will not
-    think any more: those of one grammar together, a few at a time. Who takes a turn first checks whether the grammar
-    has taken too much time."""
+    """The requests whose next token the grammar decides on, or with ``plain`` those that will not think any more: those
+    of one grammar together, a few at a time. Who takes a turn first checks whether the grammar has taken too much
+    time."""
+    return Grammars.of(grammars).in_turns(plain)
+
+
+def _make_turns(grammars: Sequence[RequestGrammar | None], plain: bool) -> list[_Turn]:
     by_clock: dict[GrammarClock, list[int]] = {}
     for place, grammar in enumerate(grammars):
         if grammar is None or (grammar.may_think if plain else not grammar.is_matching):
@@ -358,11 +406,12 @@ def _in_turns(grammars: Sequence[RequestGrammar | None], plain: bool = False) ->
             by_clock[grammar.clock] = [place]
         else:
             places.append(place)
-    return [
-        (clock, places[first : first + _AT_ONCE])
-        for clock, places in by_clock.items()
-        for first in range(0, len(places), _AT_ONCE)
-    ]
+    turns = []
+    for clock, places in by_clock.items():
+        for first in range(0, len(places), _AT_ONCE):
+            some = places[first : first + _AT_ONCE]
+            turns.append((clock, some, [grammars[place].matcher for place in some]))  # type: ignore[union-attr]
+    return turns
 
 
 def all_tokens(num_rows: int, num_words: int) -> I32:

@@ -70,10 +70,10 @@ class Slot:
             on.schedule.synchronize(self.host_after, STAGING_REUSE)
         on.declare(StreamName.HOST, what, writes, self.host_memory)
 
-    def begin_upload(self, on: Device, what: str) -> None:
-        """SCHEDULE may copy the pinned buffer to the device's from now on."""
+    def begin_upload(self, on: Device, what: str, target: Memory | None = None) -> None:
+        """SCHEDULE may copy the pinned buffer to the device's from now on, or to ``target``."""
         on.schedule.wait(self.device_after, SCHEDULE_AFTER_FORWARD)  # WAR: an earlier step may still read it
-        on.declare(StreamName.SCHEDULE, what, copies, self.host_memory, self.device_memory)
+        on.declare(StreamName.SCHEDULE, what, copies, self.host_memory, target or self.device_memory)
 
     def upload_packed(
         self, on: Device, arrays: Mapping[str, npt.NDArray[np.generic]], nbytes: int, what: str
@@ -161,13 +161,26 @@ class InputRing(_Ring):
         return slot.upload_packed(self._device, arrays, nbytes, "the step's inputs")
 
 
+@dataclass(frozen=True, slots=True)
+class _Masks:
+    """The masks of one step in the slot: those of its rows ``rows``, and behind them, if all its requests have one
+    (``is_whole``), those of padding. The draw reads ``num_rows`` rows of the table."""
+
+    slot: Slot
+    rows: I64
+    is_whole: bool
+    num_rows: int
+    pinned: torch.Tensor  # int32, in rows
+
+
 class MaskTable(_Ring):
     """Which tokens each request that a step samples may draw: bits [num_rows, ceil(V / 32)] int32 on the device.
 
-    The host knows them only when the step before has been published, so they have a slot of their own, beside that of
-    the step's inputs. If all of a step's requests have a mask, the draw reads the slot itself. Otherwise it reads a
-    table whose memory is always the same. Every step that reads it has written the rows that it reads: those of
-    requests without a mask, and of padding, allow every token.
+    The host knows them only when the tokens of the step before have arrived, so they have a slot of their own, beside
+    that of the step's inputs. Draws read ``table``, whose memory is always the same, so that they can be captured. If
+    all of a step's requests have a mask, SCHEDULE copies these to the table itself, else to the slot, and FORWARD
+    writes the table. Every step that reads the table has written the rows that it reads: those of requests without a
+    mask, and of padding, allow every token.
     """
 
     name = "mask_table"
@@ -175,47 +188,57 @@ class MaskTable(_Ring):
     def __init__(self, device: Device, num_rows: int, vocab_size: int) -> None:
         super().__init__(device, depth=1)
         num_words = -(-vocab_size // 32)
-        self._table = torch.full((num_rows, num_words), -1, dtype=torch.int32, device=device.torch_device)
-        device.name_rows(self._table, "token_masks")
-        self._begun: tuple[Slot, I64, I32] | None = None  # with the rows and masks in the slot
+        self.table = torch.full((num_rows, num_words), -1, dtype=torch.int32, device=device.torch_device)
+        self._memory = device.memory("token_masks", self.table)
+        device.name_rows(self.table, "token_masks")
+        self._begun: _Masks | None = None
         self._is_read = False  # whether work that reads the masks may still be submitted
+        self._rows_of: tuple[Slot, torch.Tensor] | None = (
+            None  # a slot, and its pinned memory as rows of the table
+        )
 
-    def begin(self, rows: I64) -> I32:
-        """Pinned memory [M, ceil(V / 32)] int32 for the masks of a step's rows ``rows`` [M], which ascend. The host,
-        in any of its threads, may write it until :meth:`upload`. Its values are those of an earlier step."""
+    def begin(self, rows: I64, num_reqs: int, num_rows: int) -> I32:
+        """Pinned memory [M, ceil(V / 32)] int32 for the masks of the requests ``rows`` [M], which ascend, among the
+        ``num_reqs`` that a step samples; the draw reads ``num_rows`` rows, at least as many. The host, in any of its
+        threads, may write the memory until :meth:`upload`. Its values are those of an earlier step."""
         assert not self._is_read, "the draw under the last masks has been submitted"
-        first, shape = _aligned(rows.nbytes), (len(rows), self._table.shape[1])
-        nbytes = 4 * shape[0] * shape[1]
-        slot = self._take(first + _aligned(nbytes))
-        slot.begin_write(self._device, "fill of the step's masks")
-        pinned = slot.host.numpy()
-        pinned[: rows.nbytes].view(np.int64)[:] = rows
-        masks = pinned[first : first + nbytes].view(np.int32).reshape(shape)
-        self._begun = slot, rows, masks
-        return masks
+        device, num, row_bytes = self._device, len(rows), self.table.shape[1] * 4
+        is_whole = num == num_reqs
+        num_pinned = num_rows if is_whole and device.keeps(MASK_ROWS) else num
+        first = _aligned(num_pinned * row_bytes)  # of the rows' numbers
+        slot = self._take(first + rows.nbytes)
+        slot.begin_write(device, "fill of the step's masks")
+        pinned = self._pinned_rows(slot)[:num_pinned]
+        masks: I32 = pinned.numpy()
+        if is_whole:
+            masks[num:] = -1
+        else:
+            slot.host.numpy()[first : first + rows.nbytes].view(np.int64)[:] = rows
+        self._begun = _Masks(slot, rows, is_whole, num_rows, pinned)
+        return masks[:num]
 
-    def upload(self, num_rows: int) -> torch.Tensor:
-        """The masks of a step that samples for ``num_rows`` requests, [num_rows, ceil(V / 32)] int32, which have been
-        written to the memory of :meth:`begin`; every token may be drawn for rows that have none. Good on FORWARD for
-        work that is submitted before :meth:`drawn`."""
+    def upload(self) -> torch.Tensor:
+        """The step's masks [num_rows, ceil(V / 32)] int32: the first rows of ``table``. They have been written to the
+        memory of :meth:`begin`. Good on FORWARD for work that is submitted before :meth:`drawn`."""
         assert self._begun is not None, "masks are written before they are uploaded"
-        device, (slot, rows, masks), self._begun = self._device, self._begun, None
+        device, begun, self._begun = self._device, self._begun, None
         self._is_read = True
-        if len(rows) == num_rows:  # there is no other row, and no need of the table
-            end = _aligned(rows.nbytes) + masks.nbytes
-            slot.begin_upload(device, "upload of the step's masks")
-            device.schedule.copy(slot.device[:end], slot.host[:end])
+        slot, pinned, table = begun.slot, begun.pinned, self.table[: begun.num_rows]
+        device.begin_fill([table], MASK_ROWS)
+        if begun.is_whole:
+            slot.begin_upload(device, "upload of the step's masks", self._memory)
+            device.schedule.copy(table[: len(pinned)] if len(pinned) < len(table) else table, pinned)
             slot.end_upload(device)
-            device.declare(StreamName.FORWARD, "draw under the step's masks", reads, slot.device_memory)
-            return slot.device[end - masks.nbytes : end].view(torch.int32).view(masks.shape)
-        nbytes = _aligned(rows.nbytes) + _aligned(masks.nbytes)
-        views = slot.upload_packed(device, {"rows": rows, "masks": masks}, nbytes, "the step's masks")
-        table = self._table[:num_rows]
-        with device.forward.active():
-            device.begin_fill([table], MASK_ROWS)
-            if device.keeps(MASK_ROWS):
-                table.fill_(-1)
-            table.index_copy_(0, views["rows"], views["masks"])
+        else:
+            arrays = {"masks": pinned.numpy(), "rows": begun.rows}
+            nbytes = _aligned(pinned.nbytes) + _aligned(begun.rows.nbytes)
+            views = slot.upload_packed(device, arrays, nbytes, "the step's masks")
+            device.declare(StreamName.FORWARD, "the step's masks to their rows", writes, self._memory)
+            with device.forward.active():
+                if device.keeps(MASK_ROWS):
+                    table.fill_(-1)
+                table.index_copy_(0, views["rows"], views["masks"])
+        device.declare(StreamName.FORWARD, "draw under the step's masks", reads, self._memory)
         return table
 
     def drawn(self, done: Point) -> None:
@@ -223,6 +246,15 @@ class MaskTable(_Ring):
         passed."""
         self._slots[0].device_after = Points.of(done)
         self._is_read = False
+
+    def _pinned_rows(self, slot: Slot) -> torch.Tensor:
+        """The pinned memory of ``slot`` as rows of the table."""
+        if self._rows_of is None or self._rows_of[0] is not slot:
+            num_words = self.table.shape[1]
+            num_rows = slot.host.numel() // (4 * num_words)
+            rows = slot.host[: 4 * num_rows * num_words].view(torch.int32).view(num_rows, num_words)
+            self._rows_of = slot, rows
+        return self._rows_of[1]
 
 
 class PlanRing(_Ring):
@@ -333,8 +365,9 @@ class ResultRing(_Ring):
         super().__init__(device, depth)
         self._small_by_forward = small_by_forward
 
-    def download(self, tensors: Mapping[str, torch.Tensor]) -> ResultLease:
+    def download(self, tensors: Mapping[str, torch.Tensor], small_by_forward: bool = False) -> ResultLease:
         """Start copying ``tensors`` to the host; work submitted to FORWARD from now on may overwrite them.
+        ``small_by_forward``: as if the ring had been made so.
 
         Raises :class:`LeaseError` if the slot's earlier results have not been taken: more steps are in
         flight than the ring is deep.
@@ -346,7 +379,7 @@ class ResultRing(_Ring):
         slot.leased = True
         device = self._device
         # The device slot needs no edge: the host waited for its last copy before the lease ended.
-        if self._small_by_forward and nbytes <= _SMALL_BYTES and device.writes_host:
+        if (small_by_forward or self._small_by_forward) and nbytes <= _SMALL_BYTES and device.writes_host:
             return self._write(slot, layout, tensors, nbytes)
         device.declare(StreamName.FORWARD, "pack of the step's results", writes, slot.device_memory)
         with device.forward.active():

@@ -62,14 +62,30 @@ class RepairError(AssertionError):
 
 
 @dataclass(frozen=True, slots=True)
+class MaskedDraw:
+    """The captured draw from a replay's logits under the masks in the first ``num_rows`` rows of the ``MaskTable``."""
+
+    graph: Graph
+    outputs: ArenaOutputs
+    num_reqs: int
+    num_rows: int
+
+    def replay(self) -> torch.Tensor:
+        """Submit it. Returns the tokens [num_reqs], valid until the next step is submitted."""
+        self.graph.replay()
+        return self.outputs.take("next_tokens", self.num_reqs)
+
+
+@dataclass(frozen=True, slots=True)
 class Logits:
     """The results of a step's first phase, the forward, from which the second phase samples the next tokens of S
     requests. Valid until the next step is submitted.
 
     ``tokens`` [S] int64 is given if the forward has drawn them itself, as a replay does if all requests need at most a
-    temperature. Otherwise ``values`` [S, vocab_size] in the model's dtype (with several ranks, only this rank's
-    columns), ``positions`` and ``rows`` [S] int64, and the requests' ``sampling`` are given. ``prompt_logprobs``: of
-    the prompt tokens that are scored; they do not depend on the tokens that are drawn.
+    temperature. ``under_masks`` is given if the second phase is a replay too: if they need at most that and masks.
+    Otherwise ``values`` [S, vocab_size] in the model's dtype (with several ranks, only this rank's columns),
+    ``positions`` and ``rows`` [S] int64, and the requests' ``sampling`` are given. ``prompt_logprobs``: of the prompt
+    tokens that are scored; they do not depend on the tokens that are drawn.
     """
 
     tokens: torch.Tensor | None = None
@@ -77,6 +93,7 @@ class Logits:
     positions: torch.Tensor | None = None
     rows: torch.Tensor | None = None
     sampling: SamplingBatch | None = None
+    under_masks: MaskedDraw | None = None
     prompt_logprobs: OutputLogprobs | None = None
     num_verified: int = (
         0  # rows for each request of a speculative step: what is drawn goes to SpeculativeRunner.accept
@@ -110,7 +127,8 @@ class _Filled:
 
     def holds(self, batch: DecodeBatch) -> bool:
         """Whether the lengths on the device, which each step has advanced by one, equal the batch's."""
-        return np.array_equal(self.first_seq_lens + self.num_steps, batch.seq_lens)
+        lens = self.first_seq_lens + self.num_steps
+        return len(lens) == len(batch.seq_lens) and bool((lens == batch.seq_lens).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +136,7 @@ class _Captured:
     size: int
     plan: AttentionPlan
     graph: Graph
+    masked_draw: Graph | None  # None if grammars are refused, or ranks draw together
 
 
 class DecodeRunner(GraphRunner):
@@ -139,9 +158,11 @@ class DecodeRunner(GraphRunner):
         padding: bool = True,
         debug: bool = False,
         rank_sampler: RankSampler | None = None,
+        masks: torch.Tensor | None = None,
     ) -> None:
         """``sizes``: the batch sizes to capture, ascending, at most ``max_batch``; empty for no graphs. Nothing is
         captured before :meth:`capture`. ``rank_sampler``: given if there are several ranks, which draw together.
+        ``masks``: the table of a ``MaskTable``, under which a second graph of each size draws; None: there are none.
 
         Raises ``ValueError`` for a size above ``max_batch``, since the arena has no rows for it.
         """
@@ -156,6 +177,7 @@ class DecodeRunner(GraphRunner):
         self._attention = attention
         self._debug = debug
         self._rank_sampler = rank_sampler
+        self._masks = masks if rank_sampler is None else None
         self._same = comparison(device, SAME_COMPOSITION)
         self._filled: _Filled | None = None
         self._captured: dict[int, _Captured] = {}
@@ -198,7 +220,8 @@ class DecodeRunner(GraphRunner):
         """See ``GraphRunner.addresses``."""
         pool = self._kv_pool
         tensors = (self._req_pool.page_table, self._req_pool.last_tokens, pool.k(0), pool.v(0), self._rows)
-        return [tensor.data_ptr() for tensor in tensors]
+        masks = () if self._masks is None else (self._masks,)
+        return [tensor.data_ptr() for tensor in (*tensors, *masks)]
 
     # --- a batch -------------------------------------------------------------------------------------
 
@@ -246,6 +269,9 @@ class DecodeRunner(GraphRunner):
         outputs, num_reqs = self.replay(size, batch.seq_lens), filled.num_reqs
         if filled.sampling.is_plain:
             return Logits(tokens=outputs.take("next_tokens", num_reqs))
+        draw = self._captured[size].masked_draw
+        if draw is not None and filled.sampling.constrained and filled.sampling.is_plain_under_masks:
+            return Logits(under_masks=MaskedDraw(draw, outputs, num_reqs, size))
         positions = outputs.take("seq_lens", num_reqs)
         return Logits(None, self.logits(num_reqs), positions, self._rows[:num_reqs], filled.sampling)
 
@@ -315,6 +341,21 @@ class DecodeRunner(GraphRunner):
             steps=arena["num_steps"][:size],
         )
 
+    def _draw_under_masks(self, size: int) -> None:
+        """Draw the latest step's tokens again, those that masks allow."""
+        arena = self.arena
+        sample_tokens(
+            self._logits[:size],
+            arena["temperatures"][:size],
+            arena["noise_scales"][:size],
+            arena["seed_keys"][:size],
+            positions=self._seq_lens[:size],
+            rows=self._rows[:size],
+            last_tokens=self._req_pool.last_tokens,
+            next_tokens=arena["next_tokens"][:size],
+            masks=None if self._masks is None else self._masks[:size],
+        )
+
     def _run(self, size: int, plan: AttentionPlan) -> None:
         self._derive_inputs(size)
         plan.prepare()
@@ -339,8 +380,12 @@ class DecodeRunner(GraphRunner):
             return ()
         self._warm_up(size, plan)
         graph = self._device.capture(f"decode[{size}]", pool, lambda: self._run(size, plan))
-        self._captured[size] = _Captured(size, plan, graph)
-        return (graph,)
+        if self._masks is None:
+            self._captured[size] = _Captured(size, plan, graph, None)
+            return (graph,)
+        draw = self._device.capture(f"decode[{size}].masked", pool, lambda: self._draw_under_masks(size))
+        self._captured[size] = _Captured(size, plan, graph, draw)
+        return graph, draw
 
     def replay(self, size: int, seq_lens_cpu: I64) -> ArenaOutputs:
         """Submit the captured step of ``size`` rows, whose arena is filled; ``seq_lens_cpu`` [n] of its live requests.
@@ -379,6 +424,8 @@ class DecodeRunner(GraphRunner):
         with self._device.forward.active():
             self._attention.before_replay(size, np.ones(0, dtype=np.int64))
             self._run(size, plan)
+            if self._masks is not None:
+                self._draw_under_masks(size)
             self.arena["num_steps"].zero_()
         self._device.synchronize()
 

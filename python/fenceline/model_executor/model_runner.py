@@ -183,6 +183,7 @@ class ModelRunner:
                 padding,
                 debug=config.server_args.debug_cuda_graph,
                 rank_sampler=rank_sampler,
+                masks=None if self._masks is None else self._masks.table,
             )
         self.prefill_graphs: PiecewiseCudaGraphRunner | None = None
         if config.piecewise_cuda_graph_tokens:
@@ -364,31 +365,45 @@ class ModelRunner:
             result: ForwardResult | HeldStep
             if len(batch.constrained):
                 assert self._masks is not None, "grammars are refused where there is no table for their masks"
-                result = HeldStep(
-                    self.device.forward.record(),
-                    partial(self._masks.begin, batch.constrained),
-                    partial(self._sample_held, batch, logits, views, self._masks),
-                )
+                result = self._held(batch, logits, views, self._masks)
             else:
                 result = self._sample(batch, logits, views)
         if exclusive is not None:
             exclusive.after_persistent_forward(result.done)
         return result
 
+    def _held(self, batch: ScheduleBatch, logits: Logits, views: Views, masks: MaskTable) -> HeldStep:
+        """The step whose forward has just been submitted."""
+        draw = logits.under_masks
+        if draw is not None:
+            num_reqs, num_rows = draw.num_reqs, draw.num_rows
+        else:
+            assert logits.values is not None, "tokens under masks are drawn from logits"
+            num_reqs = num_rows = len(logits.values) // max(logits.num_verified, 1)
+        return HeldStep(
+            self.device.forward.record(),
+            partial(masks.begin, batch.constrained, num_reqs, num_rows),
+            partial(self._sample_held, batch, logits, views, masks),
+        )
+
     @torch.inference_mode()
     def _sample_held(
         self, batch: ScheduleBatch, logits: Logits, views: Views, masks: MaskTable
     ) -> ForwardResult:
         """The second phase of a step with masks."""
-        assert logits.values is not None, "tokens under masks are drawn from logits"
-        num_reqs = len(logits.values) // max(logits.num_verified, 1)
         exclusive = self.hicache
         if self.speculative is None or not self._draft_attention.persistent(_mode(batch)):
             exclusive = None
         if exclusive is not None:
             exclusive.before_persistent_forward()  # the second phase runs the draft's attention
         with self.device.forward.active():
-            result = self._sample(batch, logits, views, masks.upload(num_reqs))
+            uploaded = masks.upload()
+            if logits.under_masks is None:
+                result = self._sample(batch, logits, views, uploaded)
+            else:
+                # The next forward is submitted after this, and the GPU waits for it: so as few calls as possible.
+                tokens = {"next_tokens": logits.under_masks.replay()}
+                result = ForwardResult(self._results.download(tokens, small_by_forward=True))
             masks.drawn(result.done)
         if exclusive is not None:
             exclusive.after_persistent_forward(result.done)

@@ -226,6 +226,11 @@ class SamplingBatch:
     @property
     def is_plain(self) -> bool:
         """Whether every request needs at most a temperature and a draw, which a captured decode step includes."""
+        return not self.constrained and self.is_plain_under_masks
+
+    @property
+    def is_plain_under_masks(self) -> bool:
+        """Whether every request needs at most a temperature and a draw, and perhaps a mask."""
         beyond = (
             self.filter_index,
             self.top_ks,
@@ -234,7 +239,7 @@ class SamplingBatch:
             self.bias_index,
             self.stop_index,
         )
-        return not (self.return_logprob or self.constrained) and all(part is None for part in beyond)
+        return not self.return_logprob and all(part is None for part in beyond)
 
 
 _HOST_FACTS = ("num_reqs", "return_logprob", "constrained", "max_top_logprobs", "max_top_k")

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from fenceline.config.draft_config import StepShape
 from fenceline.config.engine_config import EngineConfig
-from fenceline.constrained.matcher import GrammarStore, MaskFill, RequestGrammar, accept_tokens
+from fenceline.constrained.matcher import Grammars, GrammarStore, MaskFill, RequestGrammar, accept_tokens
 from fenceline.ipc.io_struct import (
     AbortReq,
     BatchTokenOut,
@@ -138,17 +138,35 @@ class InFlight:
         return self.result
 
 
-class StepMasks:
-    """The token masks of a step whose forward has been launched. ``reqs`` [M]: its constrained requests."""
+class ConstrainedReqs:
+    """The constrained requests of a step, in its order, and those of the next steps as long as the batch is the same.
+    ``least``: how many tokens an answer must have; None if none of them must have any."""
 
-    def __init__(self, flight: InFlight, held: HeldStep) -> None:
-        self.flight = flight
-        self.held = held
-        batch, reqs = flight.batch, flight.reqs
+    def __init__(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
         if isinstance(batch, ExtendBatch):
             reqs = [req for seq, req in zip(batch.seqs, reqs, strict=True) if seq.sampling is not None]
+        self.composition = batch.composition if isinstance(batch, DecodeBatch) else -1
         self.reqs = [reqs[row] for row in batch.constrained.tolist()]
+        self.grammars = Grammars([req.grammar for req in self.reqs])
+        self.is_whole = len(self.reqs) == len(
+            reqs
+        )  # whether all requests of the step that sample are constrained
+        least = [req.source.sampling_params.min_new_tokens for req in self.reqs]
+        self.least = least if any(least) else None
+
+
+class StepMasks:
+    """The token masks of a step whose forward has been launched. ``constrained``: its M constrained requests.
+    ``num_unpublished``: how many of their tokens the grammars have accepted that have not been published yet."""
+
+    def __init__(self, flight: InFlight, held: HeldStep, constrained: ConstrainedReqs) -> None:
+        self.flight = flight
+        self.held = held
+        self.constrained = constrained
+        self.num_unpublished = 0
         self.fill: MaskFill | None = None  # once the masks have been begun
+        self.may_go_on: list[bool] | None = None  # [M], once they have been filled
+        self.sampled: InFlight | None = None  # once the sampling has been submitted
 
 
 class Scheduler:
@@ -219,6 +237,7 @@ class Scheduler:
         )
         self.grammars = GrammarStore(config.model.eos_token_ids, decides=ranks is None)
         self.pending_masks: StepMasks | None = None  # of the step that has been launched and not sampled yet
+        self.latest_constrained: ConstrainedReqs | None = None  # until one of them leaves
         # The last prompt and logit_bias that came in an HTTP body with several requests, after the body's number.
         self.latest_prompt = (
             0,
@@ -289,11 +308,14 @@ class Scheduler:
         self.retire_departed()  # so that the next step can use the memory of requests that have ended by now
         flight = self.launch_next()
         if flight is not None and isinstance(flight.result, HeldStep):
-            self.pending_masks = StepMasks(flight, flight.result)
+            self.pending_masks = StepMasks(
+                flight, flight.result, self.constrained_of(flight.batch, flight.reqs)
+            )
         if prev is not None:
             self.publish(prev)
         if self.pending_masks is not None:
-            flight, self.pending_masks = self.sample_held(self.pending_masks), None
+            pending, self.pending_masks = self.pending_masks, None
+            flight = pending.sampled or self.sample_late(pending)
         if flight is not None and self.config.server_args.disable_overlap_schedule:
             self.publish(flight)
             flight = None
@@ -650,10 +672,8 @@ class Scheduler:
         return InFlight(batch, reqs, result, self.num_launched)
 
     def sample_held(self, pending: StepMasks) -> InFlight:
-        """Submit the sampling of a step whose forward has been launched. The previous step has been published, so the
-        grammars know which tokens may follow. Requests that left since the launch keep their rows until this step's
-        sampling is done as well."""
-        self.fill_masks(pending)
+        """Submit the sampling of a step whose forward has been launched and whose masks have been filled. Requests that
+        left since the launch keep their rows until this step's sampling is done as well."""
         flight = pending.flight
         result = pending.held.sample()
         done = Points.of(result.done)
@@ -661,45 +681,84 @@ class Scheduler:
             if req.last_step == flight.number:
                 req.last_flight = done
         self.recorder.sampled(result.done)
-        return replace(flight, result=result)
+        return InFlight(flight.batch, flight.reqs, result, flight.number)
 
-    def begin_masks(
-        self, reqs: Sequence[Req], tokens: Sequence[int], accepted: Sequence[bool | None]
+    def sample_late(self, pending: StepMasks) -> InFlight:
+        """:meth:`sample_held`, now that the previous step has been published, so that the grammars know which tokens
+        may follow. A request is ended if its grammar allows no token or has become too slow."""
+        if not self.fill_masks(pending):
+            self.end_stuck(pending)
+        return self.sample_held(pending)
+
+    def constrained_of(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> ConstrainedReqs:
+        """The constrained requests of a step with ``reqs``."""
+        latest = self.latest_constrained
+        if latest is None or not isinstance(batch, DecodeBatch) or latest.composition != batch.composition:
+            latest = self.latest_constrained = ConstrainedReqs(batch, reqs)
+        return latest
+
+    def sample_early(
+        self,
+        grammars: Sequence[RequestGrammar | None],
+        tokens: Sequence[int],
+        accepted: Sequence[bool | None],
     ) -> None:
-        """Let the helper threads begin with the masks of the step that has just been launched, if it needs some, while
-        this thread publishes the previous one. They fill those of requests whose grammar has just accepted its last
-        token; the others follow in :meth:`fill_masks`."""
+        """The tokens of the previous step's requests, whose grammars are given, have arrived and are about to be
+        published. If the grammars have ``accepted`` all of them and no answer may have ended, submit the sampling of
+        the step that has just been launched first: the next step can only be launched after it. Otherwise, let helper
+        threads begin with the masks of requests of which this is true; the others follow in :meth:`sample_late`."""
         pending = self.pending_masks
         if pending is None:
             return
-        ready = {
-            req.grammar
-            for req, token, goes_on in zip(reqs, tokens, accepted, strict=True)
-            if goes_on and req.grammar is not None and not req.grammar.may_end_with(token)
-        }
-        grammars = [req.grammar if req.grammar in ready else None for req in pending.reqs]
-        pending.fill = self.grammars.begin_fill(grammars, pending.held.begin_masks())
+        mine = pending.constrained.grammars
+        if grammars is mine and accepted.count(True) == len(mine) and not self.grammars.may_end(tokens):
+            ready: Sequence[RequestGrammar | None] = mine
+        else:
+            going_on = {
+                grammar
+                for grammar, token, goes_on in zip(grammars, tokens, accepted, strict=True)
+                if goes_on and grammar is not None and not grammar.may_end_with(token)
+            }
+            ready = [grammar if grammar in going_on else None for grammar in mine]
+            if None not in ready:
+                ready = mine
+        pending.fill = self.grammars.begin_fill(ready, pending.held.begin_masks())
+        if ready is mine:
+            pending.num_unpublished = 1
+            if self.fill_masks(pending):
+                pending.sampled = self.sample_held(pending)
 
-    def fill_masks(self, pending: StepMasks) -> None:
-        """Write which tokens a step's constrained requests may draw. A request is ended if its grammar allows no token
-        or has become too slow."""
-        asked, fill = pending.reqs, pending.fill
-        # Requests that have left need no mask: their draws are not read.
-        grammars = [None if req.left else req.grammar for req in asked]
-        if fill is None:
-            fill = self.grammars.begin_fill([None] * len(asked), pending.held.begin_masks())
-        least_more = [req.source.sampling_params.min_new_tokens - len(req.output_ids) for req in asked]
-        may_go_on = self.grammars.finish_fill(fill, grammars, least_more)
+    def fill_masks(self, pending: StepMasks) -> bool:
+        """Write which tokens a step's constrained requests may draw, if that has not been done. Returns False if some
+        request has to end, because its grammar allows no token or has become too slow."""
+        asked, fill = pending.constrained, pending.fill
+        grammars: Sequence[RequestGrammar | None] = asked.grammars
+        if not pending.num_unpublished and any(req.left for req in asked.reqs):
+            # These need no mask: their draws are not read.
+            grammars = [None if req.left else req.grammar for req in asked.reqs]
+        if pending.may_go_on is None:
+            if fill is None:
+                none = [None] * len(grammars)
+                fill = pending.fill = self.grammars.begin_fill(none, pending.held.begin_masks())
+            least_more = None
+            if asked.least is not None:
+                published = [len(req.output_ids) + pending.num_unpublished for req in asked.reqs]
+                least_more = [least - num for least, num in zip(asked.least, published, strict=True)]
+            pending.may_go_on = self.grammars.finish_fill(fill, grammars, least_more)
         clocks = {grammar.clock for grammar in grammars if grammar is not None}
-        if all(may_go_on) and not any(clock.is_over for clock in clocks):
-            return
-        for index, (req, grammar, goes_on) in enumerate(zip(asked, grammars, may_go_on, strict=True)):
-            if grammar is None:
-                assert req.left, "a constrained request has a grammar"
-            elif grammar.is_too_slow:
+        return all(pending.may_go_on) and not any(clock.is_over for clock in clocks)
+
+    def end_stuck(self, pending: StepMasks) -> None:
+        """End the requests that have to, see :meth:`fill_masks`."""
+        assert pending.fill is not None and pending.may_go_on is not None, "the masks have been filled"
+        for index, (req, goes_on) in enumerate(zip(pending.constrained.reqs, pending.may_go_on, strict=True)):
+            if req.left:
+                continue
+            assert req.grammar is not None, "a constrained request has a grammar"
+            if req.grammar.is_too_slow:
                 self.end(req, _TOO_SLOW, 400)
             elif not goes_on:
-                fill.masks[index] = -1
+                pending.fill.masks[index] = -1
                 self.end(req, "no token of the vocabulary can follow in its grammar", 400)
         self.output.flush()
 
@@ -852,11 +911,17 @@ class Scheduler:
     def accept_tokens(
         self, batch: DecodeBatch, reqs: Sequence[Req], tokens: Sequence[int]
     ) -> list[bool | None]:
-        """Advance the grammars of a step with one token for each request. See :func:`accept_tokens`."""
+        """Advance the grammars of a step with one token for each request. See :func:`accept_tokens` and
+        :meth:`sample_early`."""
         if not len(batch.constrained):
             return [None] * len(reqs)
-        accepted = accept_tokens([None if req.left else req.grammar for req in reqs], tokens)
-        self.begin_masks(reqs, tokens, accepted)
+        latest = self.latest_constrained
+        if latest is not None and latest.composition == batch.composition and latest.is_whole:
+            grammars: Sequence[RequestGrammar | None] = latest.grammars  # of ``reqs``, none of whom has left
+        else:
+            grammars = [None if req.left else req.grammar for req in reqs]
+        accepted = accept_tokens(grammars, tokens)
+        self.sample_early(grammars, tokens, accepted)
         return accepted
 
     def publish_counted(self, batch: DecodeBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
@@ -1074,7 +1139,9 @@ class Scheduler:
         self.running.departed()
         self.recorder.departed(req, why)
         del self.reqs[req.rid]
-        self.num_constrained -= req.grammar is not None
+        if req.grammar is not None:
+            self.num_constrained -= 1
+            self.latest_constrained = None
         if req.row == 0:
             self.waiting.remove(req)
         else:

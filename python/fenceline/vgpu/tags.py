@@ -601,6 +601,7 @@ class Tags:
         # How many tokens, its own among them, a query reads of each part; None: all in front of it.
         self.windows = [_window(runner, part.layer) for part in pool.layout.parts]
         self.memories: dict[Tag, SlotMemory] = {}
+        self.sampling_uses_pages = runner.speculative is not None
         self.compares_declared = False  # with its requests' pages what a step declares, and that it does
         # With something severed, a race must be reported by its edge; a report of missing Points says less.
         whole = not runner.device.severed
@@ -687,20 +688,22 @@ class Tags:
         self._submitted.check_declared()
         self._used_by_step()
 
-    def _used_by_step(self) -> None:
+    def _used_by_step(self, pages: bool = True) -> None:
         assert self._submitted is not None, "a step has been launched"
         for seq in self._submitted.seqs:
             forward, who = self._streams["forward"], f"a step of {seq.account.name}"
-            self.pages.used(seq.pages.tolist(), forward, who)
+            if pages:
+                self.pages.used(seq.pages.tolist(), forward, who)
             self.rows.used([seq.row], forward, who)
 
     @contextmanager
     def rest_of_step(self) -> Iterator[None]:
-        """Inside, the sampling of the latest step is submitted, which has waited for its masks."""
+        """Inside, the sampling of the latest step is submitted, which has waited for its masks. Unless the engine
+        speculates it uses no pages: some of them may have been retired since the forward, after that."""
         assert self._submitted is not None, "a step has been launched"
         with self._gpu.submitting_for(self._submitted):
             yield
-        self._used_by_step()
+        self._used_by_step(self.sampling_uses_pages)
 
     def declared(self, accessed: frozenset[int], written: frozenset[int]) -> None:
         """The step that is being submitted has declared these pages."""

@@ -282,7 +282,7 @@ class Watch:
         self.note("masks begun early", any(grammars))
 
     def _fills(self, pending: StepMasks) -> None:
-        batch, mine = pending.flight.batch, pending.reqs
+        batch, mine = pending.flight.batch, pending.constrained.reqs
         if isinstance(batch, ExtendBatch):
             self.note("masks of a first token")
         else:
