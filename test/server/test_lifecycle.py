@@ -341,23 +341,6 @@ def test_a_restart_takes_the_port_of_connections_that_have_just_ended() -> None:
             listen(again, 8)
 
 
-@pytest.mark.skipif(
-    not hasattr(socket, "TCP_DEFER_ACCEPT"), reason="only Linux keeps silent connections back"
-)
-def test_who_has_sent_something_goes_before_silent_connections() -> None:
-    with bind_socket(LOCALHOST, 0) as own, ExitStack() as stack:
-        listen(own, 128)
-        address = own.getsockname()
-        for _ in range(100):
-            stack.enter_context(socket.create_connection(address, WAIT_S))
-        client = stack.enter_context(socket.create_connection(address, WAIT_S))
-        client.sendall(b"GET /health HTTP/1.1\r\n")
-        own.settimeout(WAIT_S)
-        accepted, peer = own.accept()
-        accepted.close()
-        assert peer == client.getsockname()
-
-
 def test_a_port_that_is_lost_before_listen_is_one_line() -> None:
     """Two servers that both had to share the port with connections in TIME_WAIT."""
     with socket.socket() as first, socket.socket() as second:

@@ -655,6 +655,50 @@ async def test_a_client_that_posts_nothing_is_served_before_a_flood_that_does() 
     assert order[:100].count(post) >= 100 // 3
 
 
+async def test_who_has_sent_something_goes_before_silent_connections() -> None:
+    """Connections of silent clients are made too. While some wait, Linux keeps further ones in its own queue."""
+    made: list[tuple[str, int]] = []
+    was_kept_back: list[bool] = []
+    option = getattr(socket, "TCP_DEFER_ACCEPT", None)
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=1000) as sock,
+        contextlib.ExitStack() as clients,
+    ):
+
+        def make(_: object, client: tuple[str, int]) -> _Made:
+            made.append(client)
+            if option is not None:
+                was_kept_back.append(sock.getsockopt(socket.IPPROTO_TCP, option) > 0)
+            return _Made(lambda: None)
+
+        for _ in range(100):
+            clients.enter_context(socket.create_connection(sock.getsockname(), timeout=30))
+        speaker = clients.enter_context(socket.create_connection(sock.getsockname(), timeout=30))
+        speaker.sendall(b"POST / HTTP/1.1\r\n")
+        listener = Listener(sock, make, lambda num_waiting: True)
+        async with asyncio.timeout(30):
+            while len(made) < 101:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        assert made[0] == speaker.getsockname()
+        if option is not None:
+            assert was_kept_back == [False] * limits.MAX_ACCEPTED + [True] * (101 - limits.MAX_ACCEPTED)
+            assert sock.getsockopt(socket.IPPROTO_TCP, option) == 0, "connections are made at once again"
+        listener.close()
+
+
+async def test_a_connection_is_made_before_its_client_has_sent_anything() -> None:
+    """A first token would wait for that."""
+    made: list[None] = []
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        listener = Listener(sock, lambda *_: _Made(lambda: made.append(None)), lambda num_waiting: True)
+        with socket.create_connection(sock.getsockname(), timeout=30):
+            async with asyncio.timeout(30):
+                while not made:
+                    await asyncio.sleep(0)
+        listener.close()
+
+
 async def test_a_client_that_closes_its_side_after_a_request_is_answered() -> None:
     order: list[bytes] = []
     with (

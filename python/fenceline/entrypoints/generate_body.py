@@ -24,10 +24,11 @@ from fenceline.frontend.request_types import (
     expand_samples,
     new_rid,
 )
+from fenceline.ipc.io_struct import id_array
 from fenceline.sampling.sampling_params import SamplingParams
 
 T = TypeVar("T")
-Prompt = tuple[str | None, list[int] | None]  # text or ids
+Prompt = tuple[str | None, Sequence[int] | None]  # text or ids
 MAX_KEY_CHARS = 1024
 NULL = msgspec.Raw(b"null")  # msgspec takes a union of Raw and None for None alone
 
@@ -258,7 +259,11 @@ def _prompts(body: GenerateBody) -> tuple[Sequence[Prompt], bool]:
             return [(body.text, None)], True
         return _some([(text, None) for text in body.text], "text"), False
     assert body.input_ids is not None
-    kinds = set(map(type, body.input_ids))  # not one by one: there are thousands
+    try:
+        # Most bodies have one list of ids. Looking at thousands of them first would take as long as this.
+        return [(None, id_array(cast(list[int], body.input_ids)))], True
+    except (TypeError, OverflowError):  # lists, or an id that is refused later
+        kinds = set(map(type, body.input_ids))
     if len(kinds) > 1:
         raise RequestError(
             400, "input_ids mixes ids and lists of ids: send one or the other", param="input_ids"

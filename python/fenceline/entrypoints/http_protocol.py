@@ -23,6 +23,7 @@ import select
 import socket
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn, cast
 
@@ -74,8 +75,16 @@ _CALL_BYTES = 1 << 9  # a part of a body, however short: one byte if it is sent 
 _READ_BYTES = 64 << 10  # read at a time; reading on where it had stopped counts before it is known what comes
 _NEW_SHARE = 4  # a quarter of a turn is for data that has just arrived, the rest for data that has waited
 _SMALL_BYTES = 2 << 10  # connections whose waiting data is smaller than this go first
-MAX_ACCEPTED = 4  # connections that are made in one turn
+# Clients that wait for a Listener: those that post nothing, those that post, and those that have sent nothing yet.
+_READERS, _POSTERS, _SILENT = range(3)
+# Which of them goes first, for each of the connections that are made in one turn.
+_PREFERRED = (
+    (_READERS, _POSTERS, _SILENT), (_POSTERS, _READERS, _SILENT), (_READERS, _POSTERS, _SILENT),
+    (_SILENT, _POSTERS, _READERS),
+)  # fmt: skip
+MAX_ACCEPTED = len(_PREFERRED)
 MAX_TAKEN = 256  # of the system's queue in one turn, which costs a few per cent of making them
+SILENT_S = 3  # how long Linux keeps a connection back, while it does, if its client sends nothing
 _PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 _PEEKED_BYTES = 4096  # of what a new client has sent, to see whether it may be served first
 _ACCEPT_PAUSE_S = 0.05  # while there is no room for another one
@@ -301,7 +310,9 @@ class Listener:
     Whoever comes after a flood must not wait until all of the flood has been served, and the system's queue has one
     order. So a connection whose client has closed its side without a complete head is closed, without an answer, before
     it costs anything else, and a client whose request begins with GET or HEAD (a monitor's /health, a page) does not
-    wait for the others.
+    wait for the others. Clients that have sent nothing yet come last. While some wait, Linux is told to keep those that
+    send nothing in its own queue, and to hand over the others before them. Otherwise a connection is made before its
+    client has sent anything, because a first token would wait for that.
 
     ``make_protocol`` is told the address that is listened on and the client's, ``has_room`` how many have been taken
     and are no connections yet.
@@ -318,8 +329,9 @@ class Listener:
         self._make_protocol = make_protocol
         self._has_room = has_room
         self._loop = asyncio.get_running_loop()
-        # Taken and no connections yet: clients that post nothing, and the others.
-        self._waiting: tuple[deque[_Taken], ...] = (deque(), deque())
+        # Taken and no connections yet: _READERS, _POSTERS and _SILENT.
+        self._waiting: tuple[deque[_Taken], ...] = (deque(), deque(), deque())
+        self._keeps_silent_back = False
         self._connecting: set[_Connecting] = set()
         self._turn: asyncio.Handle | None = None
         self._pause: asyncio.TimerHandle | None = None
@@ -353,18 +365,30 @@ class Listener:
         if begun == b"" or (_is_part(begun) and _has_left(accepted) and _is_part(_begun(accepted))):
             accepted.close()
             return False
-        self._waiting[not (begun or b"").startswith((b"GET ", b"HEAD "))].append((accepted, peer))
+        kind = _SILENT
+        if begun is not None:
+            kind = _READERS if begun.startswith((b"GET ", b"HEAD ")) else _POSTERS
+        self._waiting[kind].append((accepted, peer))
         return True
 
     def _connect_some(self) -> None:
         self._turn = None
-        for _ in range(MAX_ACCEPTED // 2):
-            for index in (0, 1):
-                waiting = self._waiting[index] or self._waiting[1 - index]
-                if waiting:
-                    self._go_on(self._connect(waiting.popleft()))
-        if any(self._waiting):
+        for kinds in _PREFERRED:
+            waiting = next((self._waiting[kind] for kind in kinds if self._waiting[kind]), None)
+            if waiting is None:
+                break
+            self._go_on(self._connect(waiting.popleft()))
+        some_wait = any(self._waiting)
+        if some_wait != self._keeps_silent_back:
+            self._keep_silent_back(some_wait)
+        if some_wait:
             self._turn = self._loop.call_soon(self._connect_some)
+
+    def _keep_silent_back(self, wanted: bool) -> None:
+        self._keeps_silent_back = wanted
+        if hasattr(socket, "TCP_DEFER_ACCEPT"):
+            with suppress(OSError):  # a kernel that knows the name and not the option
+                self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_S if wanted else 0)
 
     def _go_on(self, connecting: _Connecting, _: object = None) -> None:
         """Run ``connecting`` until it waits for something. A task would begin a turn of the event loop later, for which
@@ -383,8 +407,6 @@ class Listener:
     async def _connect(self, taken: _Taken) -> None:
         accepted, peer = taken
         try:
-            accepted.setblocking(False)
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             make_protocol = partial(self._make_protocol, self._address, _address(peer))
             await self._loop.connect_accepted_socket(make_protocol, accepted)
         except (OSError, IndexError, ValueError, asyncio.CancelledError):

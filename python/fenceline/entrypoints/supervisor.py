@@ -8,7 +8,6 @@ import logging
 import signal
 import socket
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 
 import uvloop
@@ -34,9 +33,6 @@ STOP_TIMEOUT_S = 5.0
 # after each wait for news and after many system calls, so several times for one answer. Python's own 5 ms would add up
 # to tens of milliseconds for everybody while a thread writes logprobs. The thread loses a hundredth of its speed.
 SWITCH_INTERVAL_S = 0.0002
-# Linux keeps a connection back until its client has sent something, or for so long. Connections are accepted in the
-# order in which they come, so a thousand silent ones would go before /health.
-SILENT_S = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +67,9 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 
 def listen(sock: socket.socket, backlog: int) -> None:
-    """Listen on a socket of :func:`bind_socket`. Where the system can, clients that have sent something are accepted
-    before those that have not. Raises ValueError with one line if another process took the port."""
+    """Listen on a socket of :func:`bind_socket`. Raises ValueError with one line if another process took the port."""
     # Its connections inherit this, so a restart need not wait until they have left TIME_WAIT.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if hasattr(socket, "TCP_DEFER_ACCEPT"):
-        with suppress(OSError):  # a kernel that knows the name and not the option
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_S)
     try:
         sock.listen(backlog)
     except OSError as error:

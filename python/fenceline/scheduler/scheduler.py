@@ -871,11 +871,13 @@ class Scheduler:
         self.recorder.published(out)
         if self.ranks is not None:
             self.ranks.decisions.published(out)
+        completed: Sequence[Req] = ()
         if isinstance(flight.batch, DecodeBatch):
             self.publish_decode(flight.batch, flight.reqs, flight.number, out)
         else:
-            self.publish_extend(flight.batch, flight.reqs, out)
+            completed = self.publish_extend(flight.batch, flight.reqs, out)
         self.output.flush()
+        self.cache_prompts(completed)  # after the flush: first tokens need not wait for the tree
         if self.stats.report_is_due():
             self.report()
 
@@ -947,9 +949,10 @@ class Scheduler:
         if not is_exact:
             self.joining += self.running.settle(reqs, number)
 
-    def publish_extend(self, batch: ExtendBatch, reqs: Sequence[Req], out: StepOutput) -> None:
-        """Append the first tokens of completed prompts, log prompt logprobs, and put completed prompts into the
-        tree."""
+    def publish_extend(self, batch: ExtendBatch, reqs: Sequence[Req], out: StepOutput) -> list[Req]:
+        """Append the first tokens of completed prompts and log prompt logprobs. Returns the requests whose prompt is
+        completed."""
+        completed: list[Req] = []
         tokens = out.tokens.tolist()
         counts = iter(out.token_counts(sum(seq.sampling is not None for seq in batch.seqs)))
         num_tokens = num_scored = 0
@@ -965,10 +968,18 @@ class Scheduler:
                 targets = req.prompt_ids[position : position + last - first].tolist()
                 _log_prompt(req, targets, out.prompt_logprobs, scored)
             if seq.sampling is not None:
+                self.publish_tokens(req, tokens[sampled:num_tokens], out, sampled)
+                completed.append(req)
+        return completed
+
+    def cache_prompts(self, reqs: Sequence[Req]) -> None:
+        """Put the prompts of ``reqs`` into the tree. Those that have left are put there when their memory is
+        retired."""
+        for req in reqs:
+            if not req.left:
                 remap = self.memory.cache_prompt(req)
                 if remap is not None:
                     self.remaps.append(remap)
-                self.publish_tokens(req, tokens[sampled:num_tokens], out, sampled)
 
     def publish_tokens(
         self,
