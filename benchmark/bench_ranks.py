@@ -5,8 +5,8 @@
 Each rank is a process with the scheduler of a server in the midst of decoding, linked as in a server: by sockets for
 the turns and by shared memory for progress and decisions, which are compared. Workers compute nothing.
 
-``added``: CPU time that a step takes more on rank 0 than without other ranks (all threads of the process, those that
-send included). The two schedulers run in turns, and the fastest tenth of their blocks of steps are compared, because
+``added``: CPU time that a step takes more on rank 0 than without other ranks: that of the scheduler's thread, and that of
+all threads of the process, of which some send. The two schedulers run in turns, and the fastest tenth of their blocks of steps are compared, because
 other load can only add time. ``late``: from the moment when rank 0 begins to send a turn to the moment when the last of
 the other ranks has read it; here a step begins every --step-ms milliseconds, so the others wait for it, as for a GPU.
 """
@@ -120,7 +120,8 @@ class Leader:
 
 
 def added_us(num_ranks: int, running: int, steps: int) -> tuple[float, float, float]:
-    """CPU microseconds of a step with and without other ranks, and the median ratio."""
+    """CPU microseconds of a step without other ranks, of the scheduler's thread; and what other ranks add to it, and to
+    that of all threads."""
     alone = Bench(running, steps + _WARM, _PAGE_SIZE)
     leader = Leader(num_ranks, running, steps + _WARM)
     for bench in (alone, leader.bench):
@@ -128,16 +129,17 @@ def added_us(num_ranks: int, running: int, steps: int) -> tuple[float, float, fl
         # would find its results at once.
         bench.scheduler.may_publish_early = lambda flight: False  # type: ignore[method-assign]
         bench.run(_WARM // 2)
-    pairs = []
-    for index in range(steps // _BLOCK):
-        if index % 2:
-            pairs.append((alone.run(_BLOCK), leader.bench.run(_BLOCK)))
-        else:
-            linked = leader.bench.run(_BLOCK)
-            pairs.append((alone.run(_BLOCK), linked))
+    times: dict[Bench, list[tuple[float, float]]] = {alone: [], leader.bench: []}
+    for index in range(steps // _BLOCK * 2):
+        bench = (alone, leader.bench)[(index + 1) // 2 % 2]
+        begin = time.thread_time_ns()
+        process_us = bench.run(_BLOCK)
+        times[bench].append(((time.thread_time_ns() - begin) / _BLOCK / 1e3, process_us))
     leader.end()
-    fast = [statistics.quantiles(times, n=10)[0] for times in zip(*pairs, strict=True)]
-    return fast[1], fast[0], statistics.median(linked / plain for plain, linked in pairs)
+    plain, linked = (
+        [statistics.quantiles(kind, n=10)[0] for kind in zip(*found, strict=True)] for found in times.values()
+    )
+    return plain[0], linked[0] - plain[0], linked[1] - plain[1]
 
 
 def late_us(num_ranks: int, running: int, steps: int, step_s: float) -> list[float]:
@@ -163,14 +165,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--step-ms", type=float, default=2.0)
     args = parser.parse_args()
-    print("| ranks | running | us a step | alone | added | median ratio | late us: p50 | p99 | most |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| ranks | running | alone, us a step | added | all threads | late us: p50 | p99 | most |")
+    print("|---|---|---|---|---|---|---|---|")
     for running in map(int, args.running.split(",")):
-        linked, alone, ratio = added_us(args.ranks, running, args.steps)
+        alone, added, added_by_all = added_us(args.ranks, running, args.steps)
         late = sorted(late_us(args.ranks, running, args.steps, args.step_ms / 1e3))
         p50, p99 = late[len(late) // 2], late[len(late) * 99 // 100]
         print(
-            f"| {args.ranks} | {running} | {linked:.1f} | {alone:.1f} | {linked - alone:.1f} | {ratio:.3f}"
+            f"| {args.ranks} | {running} | {alone:.1f} | {added:.1f} | {added_by_all:.1f}"
             f" | {p50:.0f} | {p99:.0f} | {late[-1]:.0f} |",
             flush=True,
         )

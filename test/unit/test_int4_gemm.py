@@ -197,9 +197,9 @@ def check_choice() -> None:
             assert not calls, "only for bfloat16"
     finally:
         cuda_quantized.int4_linear = right
-    # Up to 16 rows are the CUDA kernel's where there is one, and up to 32 where there is no other.
+    # Up to 8 rows are the CUDA kernel's where there is one, and up to 32 where there is no other.
     for has_int4, rows, kind in (
-        (True, 16, CudaConfig), (True, 17, Int4Config), (False, 32, CudaConfig), (False, 33, type(None)),
+        (True, 8, CudaConfig), (True, 9, Int4Config), (False, 32, CudaConfig), (False, 33, type(None)),
     ):  # fmt: skip
         products = cuda_quantized.QuantizedProducts(
             132, (9, 0), None, None, lambda *_: None, None, int4=workspace if has_int4 else None
@@ -209,7 +209,7 @@ def check_choice() -> None:
     stored = stored_in(4096, 1024, 128)
     few, many = (cuda_quantized.guess_int4(rows, stored, 132, True) for rows in (20, 300))
     assert (few.block_rows, few.block_n, few.split) == (32, 64, 2)
-    assert (many.block_rows, many.block_n) == (128, 128)
+    assert (many.block_rows, many.block_n, many.split) == (128, 64, 1)
     # A file of measurements holds all fields.
     import json
     import tempfile

@@ -115,7 +115,7 @@ class QuantizedProducts:
         """The product, in ``out``, the residual or a new tensor; None if ``many_rows`` should compute it."""
         if not len(x) or (fusion.norm_weight is not None and not may_fuse_norm(x, fusion.norm_weight)):
             return None
-        choice = self._choose(x, stored, fusion.gated)
+        choice = self._choose(x, stored, fusion.gated, fusion.norm_weight is not None)
         if choice is None:
             return None
         if isinstance(choice, Int4Config):
@@ -142,16 +142,18 @@ class QuantizedProducts:
             self._cuda_product(x[rows], stored, choice, part, out[rows])
         return out
 
-    def _choose(self, x: torch.Tensor, stored: QuantizedFormat, gated: bool) -> SkinnyChoice:
+    def _choose(
+        self, x: torch.Tensor, stored: QuantizedFormat, gated: bool, normed: bool = False
+    ) -> SkinnyChoice:
         """The configuration of one of our kernels; None: ``many_rows`` computes the product."""
         (n, k), rows = stored.shape, len(x)
         guess: SkinnyChoice = None
         has_cuda = self._cuda_product is not None and cuda_takes(x, stored)
         has_int4 = self._int4 is not None and rows > 1 and int4_takes(x, stored)
-        if has_cuda and rows <= (MAX_CUDA_ROWS if has_int4 else _GUESSED_CUDA_ROWS[stored.kind]):
+        if has_cuda and rows <= (MAX_DIRECT_ROWS if has_int4 else _GUESSED_CUDA_ROWS[stored.kind]):
             guess = guess_cuda(min(rows, MAX_CUDA_ROWS), stored, self._num_sms, self._pdl)
         elif has_int4 and rows <= MAX_INT4_ROWS:
-            guess = guess_int4(rows, stored, self._num_sms, self._pdl)
+            guess = guess_int4(rows, stored, self._num_sms, self._pdl, normed)
         elif rows == 1 or (rows <= MAX_ROWS and stored.kind == "fp8"):
             guess = self._guess_triton(rows, stored, gated)
         if self._table is None:
@@ -332,21 +334,24 @@ def int4_takes(x: torch.Tensor, stored: QuantizedFormat) -> bool:
     return fits and x.dtype == torch.bfloat16 and x.is_contiguous()
 
 
-def guess_int4(rows: int, stored: QuantizedFormat, num_sms: int, pdl: bool) -> Int4Config:
-    """A configuration for ``rows`` rows, chosen on Hopper."""
+def guess_int4(
+    rows: int, stored: QuantizedFormat, num_sms: int, pdl: bool, normed: bool = False
+) -> Int4Config:
+    """A configuration for ``rows`` rows, like those that were the fastest on an H100. ``normed``: a norm is in
+    front."""
     n, k = stored.shape
     block_rows = next((size for size in (16, 32, 64) if rows <= size), 128)
-    large = block_rows == 128
     config = Int4Config(
-        block_n=128 if large else 64,
+        block_n=64,
         block_rows=block_rows,
         block_k=stored.group,
-        num_warps=8 if large else 4,
-        num_stages=3 if large else 4,
+        num_warps=4,
+        num_stages=3 if block_rows == 128 else 4,
+        reorder=normed,
         launch_pdl=pdl,
     )
     tiles = -(-n // config.block_n) * -(-rows // block_rows)
-    split, most = 1, num_sms if large else 2 * num_sms
+    split, most = 1, (3 if block_rows <= 32 else 2) * num_sms
     while tiles * split * 2 <= most and split < 8 and k >= 1024 * split:
         split *= 2
     return replace(config, split=split)
