@@ -5,10 +5,11 @@
 Each rank is a process with the scheduler of a server in the midst of decoding, linked as in a server: by sockets for
 the turns and by shared memory for progress and decisions, which are compared. Workers compute nothing.
 
-``added``: CPU time that a step takes more on rank 0 than without other ranks: that of the scheduler's thread, and that of
-all threads of the process, of which some send. The two schedulers run in turns, and the fastest tenth of their blocks of steps are compared, because
-other load can only add time. ``late``: from the moment when rank 0 begins to send a turn to the moment when the last of
-the other ranks has read it; here a step begins every --step-ms milliseconds, so the others wait for it, as for a GPU.
+``added``: CPU time that a step takes more on rank 0 than without other ranks: that of the scheduler's thread, and that
+of all threads of the process, of which some send. The two schedulers run in turns, and the fastest tenth of their
+blocks of steps are compared, because other load can only add time. ``late``: from the moment when rank 0 begins to
+send a turn to the moment when the last of the other ranks has read it; here a step begins every --step-ms
+milliseconds, so the others wait for it, as for a GPU.
 """
 
 from __future__ import annotations
