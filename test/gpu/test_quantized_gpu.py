@@ -214,8 +214,8 @@ def test_cuda_products_agree_with_float64(name: str, cut: CudaConfig) -> None:
 @pytest.mark.parametrize("cut", INT4_CUTS, ids=str)
 @pytest.mark.parametrize("name", ["int4-128", "int4-64", "int4-32"])
 def test_triton_products_in_int4_agree_with_float64(name: str, cut: Int4Config) -> None:
-    """Every cut, with the same bits again, and rows that do not depend on the others. The matrix of the reference is
-    rounded as the product's is, so only sums and the result are rounded besides."""
+    """Every cut, with the same bits again, and rows that do not depend on the others. The weight is multiplied as it is
+    stored, so only sums and the result are rounded."""
     if torch.cuda.get_device_capability() < (9, 0):
         cut = replace(cut, launch_pdl=False)
     workspace = Int4Workspace(torch.device("cuda"))

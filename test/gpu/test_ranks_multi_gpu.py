@@ -86,7 +86,8 @@ def test_f10_without_the_exchange_a_replay_writes_where_nobody_is(tmp_path: Path
 
 def test_f11_without_the_guard_what_is_too_large_is_cut(tmp_path: Path) -> None:
     ended = Ended("cut_to_fit", 2, tmp_path, limit_s=60)
-    assert not ended.well or all(found["difference"] for found in ended.found), ended.text
+    differ = all(found is not None and found["difference"] for found in ended.found)
+    assert differ or "illegal memory access" in ended.text or "AcceleratorError" in ended.text, ended.text
 
 
 def test_f19_two_streams_give_wrong_sums_or_none(tmp_path: Path) -> None:

@@ -687,6 +687,41 @@ async def test_who_has_sent_something_goes_before_silent_connections() -> None:
         listener.close()
 
 
+async def test_who_is_silent_at_first_goes_before_the_others_as_soon_as_it_asks() -> None:
+    """A client's request comes after its connection has been taken, while others are silent and more and more post."""
+    made: list[tuple[str, int]] = []
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=1000) as sock,
+        contextlib.ExitStack() as clients,
+    ):
+
+        def make(_: object, client: tuple[str, int]) -> _Made:
+            made.append(client)
+            return _Made(lambda: None)
+
+        def connect(data: bytes = b"") -> socket.socket:
+            client = clients.enter_context(socket.create_connection(sock.getsockname(), timeout=30))
+            client.sendall(data)
+            return client
+
+        for _ in range(100):
+            connect()
+        monitor = connect()
+        for _ in range(20):
+            connect(b"POST / HTTP/1.1\r\n")
+        listener = Listener(sock, make, lambda num_waiting: True)
+        async with asyncio.timeout(30):
+            while len(made) < 8:
+                await asyncio.sleep(0)
+            assert monitor.getsockname() not in made
+            monitor.sendall(b"GET /health HTTP/1.1\r\n")
+            before = len(made)
+            while monitor.getsockname() not in made:
+                await asyncio.sleep(0)
+        assert len(made) - before <= 2 * limits.MAX_ACCEPTED
+        listener.close()
+
+
 async def test_a_connection_is_made_before_its_client_has_sent_anything() -> None:
     """A first token would wait for that."""
     made: list[None] = []

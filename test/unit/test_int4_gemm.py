@@ -227,10 +227,12 @@ def check_trial() -> None:
     from fenceline.layers.kernels.int4_gemm import Int4Workspace
 
     factor = 1.0
+    tried_cuts: list[Any] = []
 
     def product(
         x: Any, data: Any, scales: Any, zeros: Any, group: int, config: Any, workspace: Any, fusion: Any, out: Any
     ) -> torch.Tensor:  # fmt: skip
+        tried_cuts.append(config)
         if factor == 0:
             raise RuntimeError("not on this GPU")
         k = x.shape[1]
@@ -250,6 +252,9 @@ def check_trial() -> None:
         for tried, used in ((1.0, True), (1.1, False), (0.0, False)):
             factor = tried
             assert cuda_quantized._multiplies_int4(torch.device("cpu"), workspace) is used
+        first = tried_cuts[:3]
+        assert {cut.reorder for cut in first} == {True, False} and any(cut.split > 1 for cut in first)
+        assert any(cut.num_warps == 8 and cut.block_rows == 128 for cut in first)
     finally:
         cuda_quantized.int4_linear = right
 

@@ -71,9 +71,9 @@ def test_masks_that_threads_fill_while_tokens_are_published_change_no_answer(
     scheduler = driver.scheduler
     begin_fill = scheduler.grammars.begin_fill
 
-    def counted(grammars: Sequence[RequestGrammar | None], masks: I32) -> MaskFill:
+    def counted(grammars: Sequence[RequestGrammar | None], masks: I32, **rest: bool) -> MaskFill:
         num_begun["early"] += sum(grammar is not None for grammar in grammars)
-        return begin_fill(grammars, masks)
+        return begin_fill(grammars, masks, **rest)
 
     monkeypatch.setattr(scheduler, "may_publish_early", lambda _: False)
     monkeypatch.setattr(scheduler.grammars, "begin_fill", counted)

@@ -108,16 +108,18 @@ class GrammarStore:
             if grammar in self._clocks:
                 self._clocks[grammar].is_ended = True
 
-    def begin_fill(self, grammars: Sequence[RequestGrammar | None], masks: I32) -> MaskFill:
+    def begin_fill(
+        self, grammars: Sequence[RequestGrammar | None], masks: I32, finishes_now: bool = False
+    ) -> MaskFill:
         """Have the helper threads begin to fill ``masks`` [M, ceil(V / 32)] for those of M ``grammars`` that are given
-        here, unless they are so few that :meth:`finish_fill` does it itself. Until that, their state may not change,
-        and they may not be begun again. Does not wait."""
+        here. Until :meth:`finish_fill`, their state may not change, and they may not be begun again. Does not wait.
+        ``finishes_now``: finish_fill follows at once, so one turn is left to the caller's thread."""
         import xgrammar
 
         self._batch = self._batch or xgrammar.BatchGrammarMatcher(max_threads=1)
         fill = MaskFill(grammars, masks)
         turns = _in_turns(grammars)
-        self._share(fill, turns, min(self._num_helpers, len(turns) - 1))
+        self._share(fill, turns, min(self._num_helpers, len(turns) - finishes_now))
         return fill
 
     def finish_fill(
@@ -137,7 +139,6 @@ class GrammarStore:
         if grammars is not begun:
             left = [None if place in fill.places else grammar for place, grammar in enumerate(grammars)]
             turns = _in_turns(left)
-            fill.grammars = [grammar or one for grammar, one in zip(grammars, begun, strict=True)]
             self._share(fill, turns, min(self._num_helpers, len(turns) - 1))
         if len(fill.places) < len(grammars):  # for those that have no turn
             masks[[place for place in range(len(grammars)) if place not in fill.places]] = _ALL

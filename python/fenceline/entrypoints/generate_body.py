@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -197,7 +198,7 @@ async def expand(
 
     Others run in between: there may be thousands.
     """
-    prompts, single = _prompts(body)
+    prompts, single = _prompts(body, config.model.context_length)
     num = len(prompts)
     check_num_requests(num, 1)
     given = NativeSampling() if body.sampling_params is None else body.sampling_params
@@ -251,7 +252,9 @@ async def expand(
     return Expanded(inputs, single and n == 1)
 
 
-def _prompts(body: GenerateBody) -> tuple[Sequence[Prompt], bool]:
+def _prompts(body: GenerateBody, most: int) -> tuple[Sequence[Prompt], bool]:
+    """The prompts, and whether there is one that is not in a list. A list of more than ``most`` ids is not converted,
+    because it will be refused."""
     if (body.text is None) == (body.input_ids is None):
         raise RequestError(400, "give either text or input_ids, exactly one of them", param="text")
     if body.text is not None:
@@ -259,11 +262,12 @@ def _prompts(body: GenerateBody) -> tuple[Sequence[Prompt], bool]:
             return [(body.text, None)], True
         return _some([(text, None) for text in body.text], "text"), False
     assert body.input_ids is not None
-    try:
-        # Most bodies have one list of ids. Looking at thousands of them first would take as long as this.
-        return [(None, id_array(cast(list[int], body.input_ids)))], True
-    except (TypeError, OverflowError):  # lists, or an id that is refused later
-        kinds = set(map(type, body.input_ids))
+    if len(body.input_ids) <= most:
+        # Most bodies have one list of ids. Looking at thousands of them first would take as long as this. What raises
+        # are lists, or an id that is refused later.
+        with suppress(TypeError, OverflowError):
+            return [(None, id_array(cast(list[int], body.input_ids)))], True
+    kinds = set(map(type, body.input_ids))
     if len(kinds) > 1:
         raise RequestError(
             400, "input_ids mixes ids and lists of ids: send one or the other", param="input_ids"

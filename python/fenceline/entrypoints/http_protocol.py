@@ -310,9 +310,9 @@ class Listener:
     Whoever comes after a flood must not wait until all of the flood has been served, and the system's queue has one
     order. So a connection whose client has closed its side without a complete head is closed, without an answer, before
     it costs anything else, and a client whose request begins with GET or HEAD (a monitor's /health, a page) does not
-    wait for the others. Clients that have sent nothing yet come last. While some wait, Linux is told to keep those that
-    send nothing in its own queue, and to hand over the others before them. Otherwise a connection is made before its
-    client has sent anything, because a first token would wait for that.
+    wait for the others. Clients that have sent nothing yet come last, and are looked at again each turn. While some
+    wait, Linux is told to keep those that send nothing in its own queue, and to hand over the others before them.
+    Otherwise a connection is made before its client has sent anything, because a first token would wait for that.
 
     ``make_protocol`` is told the address that is listened on and the client's, ``has_room`` how many have been taken
     and are no connections yet.
@@ -371,8 +371,15 @@ class Listener:
         self._waiting[kind].append((accepted, peer))
         return True
 
+    def _look_again(self) -> None:
+        """Whoever has been silent may have sent something, or left, since it was looked at."""
+        silent = self._waiting[_SILENT]
+        for _ in range(min(len(silent), MAX_TAKEN)):
+            self._take(*silent.popleft())
+
     def _connect_some(self) -> None:
         self._turn = None
+        self._look_again()
         for kinds in _PREFERRED:
             waiting = next((self._waiting[kind] for kind in kinds if self._waiting[kind]), None)
             if waiting is None:

@@ -393,8 +393,8 @@ MOVED_NODES = Guard(
 )
 MASK_ROWS = Guard(
     name="mask_rows",
-    protects="the rows of requests without a grammar: they allow every token, and are not the mask of the row's last "
-    "request",
+    protects="the rows of requests without a grammar and of padding: they allow every token, and are not the mask of "
+    "the row's last request",
     failure="F7",
 )
 REGISTERED_GRAPH = Guard(

@@ -1,10 +1,10 @@
 """Rings of leased memory through which values get from the host to the device and back.
 
-Inputs: the host packs a step's arrays into one pinned slot, SCHEDULE copies it to a device slot, FORWARD takes its
-own copy, or reads the slot itself (token masks). Results: FORWARD packs them into a device slot, COPY brings it to
-pinned memory, the host reads. There is one copy each way, whatever the number of fields. Tensors are never passed
-between streams in any other memory (F16). If backups of KV pages may keep the copy engine busy, so that COPY would
-have to wait for it, FORWARD writes small results into pinned memory itself.
+Inputs: the host packs a step's arrays into one pinned slot, SCHEDULE copies it to a device slot, FORWARD takes its own
+copy. Token masks go from a slot straight to the table that the draw reads. Results: FORWARD packs them into a device
+slot, COPY brings it to pinned memory, the host reads. There is one copy each way, whatever the number of fields.
+Tensors are never passed between streams in any other memory (F16). If backups of KV pages may keep the copy engine
+busy, so that COPY would have to wait for it, FORWARD writes small results into pinned memory itself.
 
 Plans: libraries whose host side plans each batch (FlashInfer) keep one pinned buffer each, write it in ``plan()`` and
 copy it with cudaMemcpyAsync. The caller has to ensure that the copy of the last plan has run before the next plan is

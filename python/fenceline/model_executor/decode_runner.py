@@ -343,7 +343,8 @@ class DecodeRunner(GraphRunner):
 
     def _draw_under_masks(self, size: int) -> None:
         """Draw the latest step's tokens again, those that masks allow."""
-        arena = self.arena
+        arena, masks = self.arena, self._masks
+        assert masks is not None, "steps under masks are replays where there are masks"
         sample_tokens(
             self._logits[:size],
             arena["temperatures"][:size],
@@ -353,7 +354,7 @@ class DecodeRunner(GraphRunner):
             rows=self._rows[:size],
             last_tokens=self._req_pool.last_tokens,
             next_tokens=arena["next_tokens"][:size],
-            masks=None if self._masks is None else self._masks[:size],
+            masks=masks[:size],
         )
 
     def _run(self, size: int, plan: AttentionPlan) -> None:

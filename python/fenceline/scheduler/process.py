@@ -237,9 +237,11 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
                 # notices that it has ended; then the parent ends this process, long before the sleep is over.
                 time.sleep(_PEER_LOST_WAIT_S)
         finally:
-            _send_fatal(context, ports, rank, reason)
-        if num_ranks > 1:
-            _end_rank(1)
+            try:
+                _send_fatal(context, ports, rank, reason)
+            finally:
+                if num_ranks > 1:
+                    _end_rank(1)
         sys.exit(1)
     context.destroy(linger=1000)
     if num_ranks > 1:

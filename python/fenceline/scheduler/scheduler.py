@@ -148,9 +148,8 @@ class ConstrainedReqs:
         self.composition = batch.composition if isinstance(batch, DecodeBatch) else -1
         self.reqs = [reqs[row] for row in batch.constrained.tolist()]
         self.grammars = Grammars([req.grammar for req in self.reqs])
-        self.is_whole = len(self.reqs) == len(
-            reqs
-        )  # whether all requests of the step that sample are constrained
+        # Whether all requests of the step that sample are constrained.
+        self.is_whole = len(self.reqs) == len(reqs)
         least = [req.source.sampling_params.min_new_tokens for req in self.reqs]
         self.least = least if any(least) else None
 
@@ -722,8 +721,9 @@ class Scheduler:
             ready = [grammar if grammar in going_on else None for grammar in mine]
             if None not in ready:
                 ready = mine
-        pending.fill = self.grammars.begin_fill(ready, pending.held.begin_masks())
-        if ready is mine:
+        all_ready = ready is mine
+        pending.fill = self.grammars.begin_fill(ready, pending.held.begin_masks(), finishes_now=all_ready)
+        if all_ready:
             pending.num_unpublished = 1
             if self.fill_masks(pending):
                 pending.sampled = self.sample_held(pending)
@@ -739,7 +739,9 @@ class Scheduler:
         if pending.may_go_on is None:
             if fill is None:
                 none = [None] * len(grammars)
-                fill = pending.fill = self.grammars.begin_fill(none, pending.held.begin_masks())
+                fill = pending.fill = self.grammars.begin_fill(
+                    none, pending.held.begin_masks(), finishes_now=True
+                )
             least_more = None
             if asked.least is not None:
                 published = [len(req.output_ids) + pending.num_unpublished for req in asked.reqs]

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,6 +61,8 @@ logger = logging.getLogger(__name__)
 # pays where Triton's product cannot be used, because the plain matrix has four times as many bytes.
 _GUESSED_CUDA_ROWS = {"fp8": 4, "int4": 32}
 _BITS = {"fp8": 8, "int4": 4}
+# Of Triton's product in int4, as in the table of measurements: a tile of more warps and rows than any guess has.
+_LARGE_TILE: Mapping[str, Any] = {"block_n": 128, "num_warps": 8, "num_stages": 3}
 _MULTIPLE = 16  # both sides of a matrix must be multiples of this for _scaled_mm
 _ROW_MULTIPLE = 4  # with scales for blocks, the number of rows must be a multiple of this
 _TOLERANCE = (
@@ -381,10 +384,15 @@ def find_quantized_products(device: torch.device, kind: str) -> QuantizedProduct
 
 
 def _multiplies_int4(device: torch.device, workspace: Int4Workspace) -> bool:
-    """Whether Triton's product with a weight in int4 runs on ``device`` and is right: gated and behind a norm, and with
-    K split and added to a residual. If not, this is logged."""
+    """Whether Triton's product with a weight in int4 runs on ``device`` and is right: gated and behind a norm, which
+    puts x into another order, with K split and added to a residual, and with large tiles. If not, this is logged."""
     draw = partial(torch.randn, device=device, generator=torch.Generator(device).manual_seed(0))
-    for group, n, k, rows in ((128, 256, 1024, 32), (64, 192, 2048, 130)):
+    trials: tuple[tuple[int, int, int, int, bool, Mapping[str, Any]], ...] = (
+        (128, 256, 1024, 32, True, {}),
+        (64, 192, 2048, 130, False, {}),
+        (128, 256, 1024, 130, True, _LARGE_TILE),
+    )
+    for group, n, k, rows, gated, changed in trials:
         with device:
             stored = make_format(
                 QuantConfig(method="on-line", kind="int4", group_size=group), n, k, torch.bfloat16
@@ -393,7 +401,6 @@ def _multiplies_int4(device: torch.device, workspace: Int4Workspace) -> bool:
         matrix = draw(n, k) / k**0.5 * torch.arange(1, n + 1, device=device)[:, None]
         fill_slots(stored.slots("probe", slice(None), (n, k), 0, 0), [("probe.weight", matrix.bfloat16())])
         x, norm, residual = draw(rows, k).bfloat16(), (1 + 0.1 * draw(k)).bfloat16(), draw(rows, n).bfloat16()
-        gated = rows == 32
         fusion = Fusion(norm, 1e-6, gated=True) if gated else Fusion(residual=residual.clone())
         wide = F.rms_norm(x.float(), (k,), norm.float(), 1e-6) if gated else x.float()
         want = F.linear(wide, stored.dequantized(torch.float32))
@@ -402,7 +409,7 @@ def _multiplies_int4(device: torch.device, workspace: Int4Workspace) -> bool:
             want = F.silu(gate) * up
         else:
             want += residual
-        config = guess_int4(rows, stored, 132, pdl=True)
+        config = replace(guess_int4(rows, stored, 132, pdl=True, normed=gated), **changed)
         try:
             got = int4_linear(
                 x, stored.data, stored.scales, stored.zeros, group, config, workspace, fusion, None

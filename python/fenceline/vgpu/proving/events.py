@@ -49,6 +49,8 @@ EVENTS: dict[str, str] = {
     "masks for some of a batch": "a decode step samples under the masks of some of its requests",
     "masks after a replay": "the logits of a replay are masked",
     "masks begun early": "while the step before is still published",
+    "masks and draw before publishing": "of the step before, whose tokens cannot have ended an answer",
+    "masks and draw after publishing": "of the step before, because an answer may have ended or not all have a mask",
     "masks of a first token": "a prefill step samples under a mask",
     "mask of a request that has left": "it left while the step's forward ran",
     "return with a grammar": "a retracted request continues where it was in its grammar",
@@ -199,6 +201,8 @@ class Watch:
         around(scheduler, "launch", after=self._launched)
         around(scheduler, "publish", before=self._publishes)
         around(scheduler, "fill_masks", before=self._fills)
+        around(scheduler, "sample_early", after=self._sampled_early)
+        around(scheduler, "sample_late", before=lambda _: self.note("masks and draw after publishing"))
         around(scheduler.grammars, "begin_fill", before=self._begins)
         around(scheduler, "abort", before=self._aborts)
         around(scheduler, "retract", before=self._retracts)
@@ -278,8 +282,14 @@ class Watch:
             namespaces.add(req.source.extra_key)
             self.note("same prompt in two namespaces", len(namespaces) > 1)
 
-    def _begins(self, grammars: Sequence[RequestGrammar | None], masks: object) -> None:
+    def _begins(
+        self, grammars: Sequence[RequestGrammar | None], masks: object, finishes_now: bool = False
+    ) -> None:
         self.note("masks begun early", any(grammars))
+
+    def _sampled_early(self, *_: object) -> None:
+        pending = self._scheduler.pending_masks
+        self.note("masks and draw before publishing", pending is not None and pending.sampled)
 
     def _fills(self, pending: StepMasks) -> None:
         batch, mine = pending.flight.batch, pending.constrained.reqs
