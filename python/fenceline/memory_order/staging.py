@@ -193,9 +193,8 @@ class MaskTable(_Ring):
         device.name_rows(self.table, "token_masks")
         self._begun: _Masks | None = None
         self._is_read = False  # whether work that reads the masks may still be submitted
-        self._rows_of: tuple[Slot, torch.Tensor] | None = (
-            None  # a slot, and its pinned memory as rows of the table
-        )
+        # A slot, and its pinned memory as rows of the table.
+        self._rows_of: tuple[Slot, torch.Tensor] | None = None
 
     def begin(self, rows: I64, num_reqs: int, num_rows: int) -> I32:
         """Pinned memory [M, ceil(V / 32)] int32 for the masks of the requests ``rows`` [M], which ascend, among the
