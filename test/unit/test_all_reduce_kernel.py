@@ -220,16 +220,21 @@ _SEVERED = {
 def test_without_what_words_rely_on_the_kernels_are_wrong(
     tmp_path: Path, changes: tuple[tuple[str, str, str], ...]
 ) -> None:
-    """A sum is wrong, or a rank waits for words that have been overwritten."""
+    """A sum is wrong, or a rank waits for words that have been overwritten; if not in the first run, because threads of
+    the system take turns, then in a later one."""
     code = Path(shutil.copytree(ROOT / "csrc", tmp_path / "csrc"))
     for name, old, new in changes:
         text = (code / name).read_text()
         assert text.count(old) == 1, name
         (code / name).write_text(text.replace(old, new))
-    try:
-        done = subprocess.run([emulated(tmp_path, 2, 2, code)], capture_output=True, text=True, timeout=10)
-    except subprocess.TimeoutExpired:
-        return
+    program = emulated(tmp_path, 2, 2, code)
+    for _ in range(5):
+        try:
+            done = subprocess.run([program], capture_output=True, text=True, timeout=10)
+        except subprocess.TimeoutExpired:
+            return
+        if done.returncode:
+            break
     assert done.returncode == 1 and "is wrong" in done.stdout
 
 
