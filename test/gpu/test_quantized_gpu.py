@@ -64,6 +64,37 @@ INT4_CUTS = (
 )
 
 
+class FusedCase:
+    """Random operands for a product of ``rows`` rows with ``stored`` and what ``fused`` (one of FUSIONS) says around
+    it, and what it should be, ``want``, in float64. ``rounds_norm``: the normed rows are rounded before the product."""
+
+    def __init__(self, stored: QuantizedFormat, rows: int, fused: str, rounds_norm: bool = False) -> None:
+        (n, k), device = stored.shape, stored.data.device
+        self._fused = fused
+        self.x = torch.randn(rows, k, device=device).bfloat16()
+        self._norm = torch.rand(k, device=device).bfloat16() + 0.5
+        self._bias = torch.randn(n, device=device).bfloat16() if fused == "bias" else None
+        gated = fused == "gated"
+        self.out = torch.randn(rows, n // (2 if gated else 1), device=device).bfloat16()
+        wide = self.x.double()
+        if fused in ("norm", "gated"):
+            wide = F.rms_norm(wide, (k,), self._norm.double(), 1e-6)
+            wide = wide.bfloat16().double() if rounds_norm else wide
+        bias = None if self._bias is None else self._bias.double()
+        self.want = F.linear(wide, stored.dequantized(torch.float64), bias)
+        if gated:
+            gate, up = self.want.chunk(2, -1)
+            self.want = F.silu(gate) * up
+        if fused == "residual":
+            self.want = self.want + self.out.double()
+
+    def fusion(self, out: torch.Tensor) -> Fusion:
+        """``out``: the residual, if it is added."""
+        norm = self._norm if self._fused in ("norm", "gated") else None
+        residual = out if self._fused == "residual" else None
+        return Fusion(norm, 1e-6, self._bias, self._fused == "gated", residual)
+
+
 @functools.cache
 def found_products(kind: str) -> QuantizedProducts:
     return find_quantized_products(torch.device("cuda"), kind)
@@ -168,35 +199,14 @@ def test_cuda_products_agree_with_float64(name: str, cut: CudaConfig) -> None:
         if cut.direct and (rows > MAX_DIRECT_ROWS or name not in ("fp8-rows", "int4-128")):
             continue
         stored = make_weight(name, n, k).stored
-        plain = stored.dequantized(torch.float64)
-        x, norm = (
-            torch.randn(rows, k, device="cuda").bfloat16(),
-            torch.rand(k, device="cuda").bfloat16() + 0.5,
-        )
-        gated, normed = fused == "gated", fused in ("norm", "gated")
-        bias = torch.randn(n, device="cuda").bfloat16() if fused == "bias" else None
-        out = torch.randn(rows, n // (2 if gated else 1), device="cuda").bfloat16()
-        wide = F.rms_norm(x.double(), (k,), norm.double(), 1e-6) if normed else x.double()
-        want = F.linear(wide, plain, None if bias is None else bias.double())
-        if gated:
-            gate, up = want.chunk(2, -1)
-            want = F.silu(gate) * up
-        if fused == "residual":
-            want = want + out.double()
+        case = FusedCase(stored, rows, fused)
+        x, out, want = case.x, case.out, case.want
 
         def run(
-            x: torch.Tensor,
-            out: torch.Tensor,
-            fused: str = fused,
-            stored: QuantizedFormat = stored,
-            norm: torch.Tensor = norm,
-            bias: torch.Tensor | None = bias,
+            x: torch.Tensor, out: torch.Tensor, case: FusedCase = case, stored: QuantizedFormat = stored
         ) -> torch.Tensor:
             out = out.clone()
-            fusion = Fusion(
-                norm if fused in ("norm", "gated") else None, 1e-6, bias, fused == "gated",
-                out if fused == "residual" else None,
-            )  # fmt: skip
+            fusion = case.fusion(out)
             product(x, stored, cut, fusion, out)
             return out
 
@@ -225,36 +235,19 @@ def test_triton_products_in_int4_agree_with_float64(name: str, cut: Int4Config) 
         assert stored.zeros is not None
         if cut.block_k > stored.group:
             continue
-        plain = stored.dequantized(torch.float64)
-        x = torch.randn(rows, k, device="cuda").bfloat16()
-        norm = torch.rand(k, device="cuda").bfloat16() + 0.5
-        gated, normed = fused == "gated", fused in ("norm", "gated")
-        bias = torch.randn(n, device="cuda").bfloat16() if fused == "bias" else None
-        out = torch.randn(rows, n // (2 if gated else 1), device="cuda").bfloat16()
-        wide = F.rms_norm(x.double(), (k,), norm.double(), 1e-6).bfloat16().double() if normed else x.double()
-        want = F.linear(wide, plain, None if bias is None else bias.double())
-        if gated:
-            gate, up = want.chunk(2, -1)
-            want = F.silu(gate) * up
-        if fused == "residual":
-            want = want + out.double()
+        case = FusedCase(stored, rows, fused, rounds_norm=True)
+        x, out, want = case.x, case.out, case.want
 
         def run(
-            x: torch.Tensor,
-            out: torch.Tensor,
-            fused: str = fused,
-            stored: QuantizedFormat = stored,
-            norm: torch.Tensor = norm,
-            bias: torch.Tensor | None = bias,
+            x: torch.Tensor, out: torch.Tensor, case: FusedCase = case, stored: QuantizedFormat = stored
         ) -> torch.Tensor:
             out = out.clone()
-            fusion = Fusion(
-                norm if fused in ("norm", "gated") else None, 1e-6, bias, fused == "gated",
-                out if fused == "residual" else None,
-            )  # fmt: skip
+            fusion = case.fusion(out)
             assert stored.zeros is not None
             numbers = stored.data, stored.scales, stored.zeros, stored.group
-            return int4_linear(x, *numbers, cut, workspace, fusion, None if fused == "residual" else out)
+            return int4_linear(
+                x, *numbers, cut, workspace, fusion, None if fusion.residual is not None else out
+            )
 
         got = run(x, out)
         error = ((got.double() - want).norm() / want.norm()).item()

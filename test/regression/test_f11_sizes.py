@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from bucket_traces import boundary_trace
+import torch
+from bucket_traces import boundary_trace, difference_across_ranks
 from guarded_runs import (
     check_guarded,
     check_random_steps,
@@ -15,6 +16,10 @@ from guarded_runs import (
     unguarded,
 )
 from trace_runner import play
+
+from fenceline.layers.context import Shard
+from fenceline.memory_order import open_device
+from fenceline.memory_order.edges import TOTAL_BUCKETS
 
 NUM_ROWS = 40
 BATCHES = (1, 2, 3, 4, 5, 7, 8, 9, 17, 40)  # graphs are captured for 1, 2, 4 and 8
@@ -48,3 +53,16 @@ def test_a_batch_that_is_cut_to_fit_is_seen(kind: str, size: int) -> None:
     batches = boundary_trace(trace_shape(16, NUM_ROWS), (5,), (3, size))
     expected = play(runners(kind, 16, NUM_ROWS)[0], batches)
     assert corruption(expected, unguarded(kind, "total_buckets", 16, NUM_ROWS), batches)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_prompts_and_batches_around_both_kinds_of_graphs_give_the_tokens_of_none(experts: bool) -> None:
+    """The case of test_ranks_multi_gpu.py, of one rank; of a dense model and a mixture of experts."""
+    with torch.inference_mode():
+        assert difference_across_ranks(open_device("cpu"), Shard(), experts) == ""
+
+
+def test_a_prompt_that_is_cut_to_fit_a_graph_of_prefill_is_seen() -> None:
+    with torch.inference_mode():
+        device = open_device("cpu", severed=frozenset({TOTAL_BUCKETS.name}))
+        assert difference_across_ranks(device, Shard())

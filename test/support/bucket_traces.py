@@ -54,8 +54,7 @@ def difference_across_ranks(device: Device, shard: Shard, experts: bool = False)
         make_runner, device, _SHAPE, context_length=1536, dtype="float32", shard=shard, experts=experts
     )
     expected = play(make(()), batches)
-    graphs = {"piecewise_cuda_graph_tokens": PIECES} if device.kind == "cuda" else {}
-    runner = make(SIZES, **graphs)
+    runner = make(SIZES, piecewise_cuda_graph_tokens=PIECES, chunked_prefill_size=2048)
     for _ in range(2):
         found = same_tokens(expected, play(runner, batches))
         if found:

@@ -253,8 +253,8 @@ async def expand(
 
 
 def _prompts(body: GenerateBody, most: int) -> tuple[Sequence[Prompt], bool]:
-    """The prompts, and whether there is one that is not in a list. A list of more than ``most`` ids is not converted,
-    because it will be refused."""
+    """The prompts, and whether there is one that is not in a list. More than ``most`` ids are not converted before
+    their number has been checked."""
     if (body.text is None) == (body.input_ids is None):
         raise RequestError(400, "give either text or input_ids, exactly one of them", param="text")
     if body.text is not None:
