@@ -187,6 +187,26 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "exaone4": (
+        "Exaone4",
+        {
+            "num_hidden_layers": 5,
+            "head_dim": 16,
+            "sliding_window": 33,
+            "sliding_window_pattern": "LG",
+            "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+        },
+    ),
+    "exaone4-no-windows": (
+        "Exaone4",
+        {
+            "head_dim": 16,
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * 3,
+            "tie_word_embeddings": True,
+            "rope_parameters": _ROPES["llama3"],
+        },
+    ),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "pad_token_id": 0}),
     "olmo2": ("Olmo2", {"num_key_value_heads": 2}),
     "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0}),
@@ -226,6 +246,20 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
         {**_EXPERTS, "shared_expert_intermediate_size": 32, "norm_topk_prob": True, "qkv_bias": False},
     ),
 }
+
+# Entries of config.json that have no defaults, beside _SIZES.
+_REQUIRED = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "moe_k",
+             "moe_intermediate_size")  # fmt: skip
+
+
+def shortest_config(name: str) -> tuple[transformers.PreTrainedConfig, dict[str, object]]:
+    """A config.json of the family of ``CHECKPOINTS[name]`` from which every entry with a default is left out, and what
+    transformers makes of it."""
+    family, changes = CHECKPOINTS[name]
+    entries = {**_SIZES, "num_hidden_layers": 8, **{key: changes[key] for key in _REQUIRED if key in changes}}
+    padding = {"pad_token_id": 0}  # for transformers: some defaults are outside this vocabulary
+    config = getattr(transformers, f"{family}Config")(**entries, **padding)
+    return config, {**entries, "architectures": [f"{family.removesuffix('Text')}ForCausalLM"]}
 
 
 def save_checkpoint(

@@ -351,6 +351,29 @@ _GRANITE_32 = """
     {%- if loop.last and add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}
 {%- endfor %}"""
 
+_EXAONE_4 = """
+{%- for tool in tools or [] %}{{ '<tool>' }}{{ tool | tojson(ensure_ascii=False) | safe }}{{ '</tool>\\n' }}{% endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '\\n' if loop.previtem.role == 'tool' else '[|tool|]\\n' }}
+        {{- '<tool_result>{"result": ' + message.content | tojson + '}</tool_result>' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}{{ '[|endofturn|]\\n' }}{% endif %}
+        {%- continue %}
+    {%- endif %}
+    {{- '[|' + message.role + '|]\\n' }}
+    {%- if message.tool_calls %}
+        {{- message.content + '\\n' if message.content else '<think>\\n\\n</think>\\n\\n' }}
+        {%- for call in message.tool_calls %}
+            {{- '<tool_call>{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson + '}</tool_call>' + ('' if loop.last else '\\n') }}
+        {%- endfor %}
+    {%- else %}{{ message.content }}{% endif %}
+    {{- '[|endofturn|]\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '[|assistant|]\\n<think>\\n' if enable_thinking else '[|assistant|]\\n<think>\\n\\n</think>\\n\\n' }}
+{%- endif %}"""
+
 PUBLISHED: dict[str, Published] = {
     "Qwen2.5 and Qwen3": Published(
         parser="qwen25",
@@ -451,6 +474,16 @@ PUBLISHED: dict[str, Published] = {
         history="[gMASK]<sop><|user|>\nAnd?<|assistant|>\n<think></think>\nWRITTEN<|observation|>\n<tool_response>\n"
         "rain\n</tool_response>\n<tool_response>\nnoon\n</tool_response><|assistant|>",
         thinks="glm45",
+    ),
+    "EXAONE 4.0": Published(
+        parser="qwen25",
+        mirrors="LGAI-EXAONE/EXAONE-4.0-32B, chat_template.jinja, as bfcl_eval quotes it in Exaone4FCHandler",
+        template=_EXAONE_4,
+        written=f'<tool_call>{{"name": "weather", "arguments": {_JSON}}}</tool_call>\n'
+        '<tool_call>{"name": "now", "arguments": {}}</tool_call>',
+        history="[|user|]\nAnd?[|endofturn|]\n[|assistant|]\n<think>\n\n</think>\n\nWRITTEN[|endofturn|]\n"
+        '[|tool|]\n<tool_result>{"result": "rain"}</tool_result>\n<tool_result>{"result": "noon"}</tool_result>'
+        "[|endofturn|]\n[|assistant|]\n<think>\n\n</think>\n\n",
     ),
     "MiniMax-M2": Published(
         parser="minimax-m2",

@@ -234,6 +234,7 @@ GEMMA3: Json = {
     "sliding_window": 512,
     "num_hidden_layers": 8,
 }
+EXAONE: Json = {**LLAMA, "architectures": ["Exaone4ForCausalLM"], "sliding_window_pattern": "LLLG"}
 
 
 @pytest.mark.parametrize(
@@ -249,6 +250,12 @@ GEMMA3: Json = {
         ({**LLAMA, "architectures": ["Gemma2ForCausalLM"]}, (4096, None, 4096, None)),
         (GEMMA3, (512,) * 5 + (None, 512, 512)),
         ({**GEMMA3, "sliding_window_pattern": 2}, (512, None) * 4),
+        # as the 32B and the 1.2B are published
+        (
+            {**EXAONE, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+            (4096, 4096, 4096, None),
+        ),
+        ({**EXAONE, "sliding_window_pattern": None, "sliding_window": None}, ()),
         ({**MISTRAL, "sliding_window": None}, ()),
         ({**QWEN, "use_sliding_window": False}, ()),
         ({**LLAMA, "sliding_window": 16}, ()),

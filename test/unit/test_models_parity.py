@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from model_parity import CHECKPOINTS, PagedModel, check_parity, reference_logits, save_checkpoint
+from model_parity import (
+    CHECKPOINTS,
+    PagedModel,
+    check_parity,
+    reference_logits,
+    save_checkpoint,
+    shortest_config,
+)
 from safetensors.torch import load_file, save_file
 
 from fenceline.config.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
@@ -124,6 +131,24 @@ def test_every_family_is_compared_with_transformers_and_documented() -> None:
     )
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(MODELS)
+
+
+@pytest.mark.parametrize("name", {family: name for name, (family, _) in CHECKPOINTS.items()}.values())
+def test_entries_that_are_missing_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """The comparison of logits would not see it: transformers writes every entry."""
+    theirs, entries = shortest_config(name)
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    ours = ModelConfig.from_dir(str(tmp_path))
+    rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
+    assert ours.rope_theta == rope["rope_theta"]
+    assert ours.partial_rotary_factor == rope.get("partial_rotary_factor", 1.0)
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or ours.hidden_size // ours.num_heads)
+    for key in ("rms_norm_eps", "tie_word_embeddings", "attention_bias", "mlp_bias"):
+        assert getattr(ours, key) == getattr(theirs, key, getattr(ours, key)), key
+    window = getattr(theirs, "sliding_window", None)
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.num_layers
+    windows = [window if kind == "sliding_attention" else None for kind in kinds]
+    assert [ours.window(layer) for layer in range(ours.num_layers)] == windows
 
 
 def test_registry_and_config_name_the_same_architectures() -> None:

@@ -170,16 +170,22 @@ def _smollm3_windows(reader: ConfigReader, num_layers: int) -> Windows:
 
 
 def _periodic_windows(
-    reader: ConfigReader, num_layers: int, period: int | None = None, window: int = 4096
+    reader: ConfigReader,
+    num_layers: int,
+    period: int | None = None,
+    window: int = 4096,
+    usual_period: int = 6,
 ) -> Windows:
-    """All layers except every ``period``-th have a window. config.json may state the period; ``window`` is the default
-    size."""
+    """All layers except every ``period``-th have a window. If ``period`` is None, config.json may state it;
+    ``usual_period`` and ``window`` are the defaults."""
     if "sliding_window" in reader.values and reader.values["sliding_window"] is None:
         return ()
-    every = period or reader.size("sliding_window_pattern", 6)
-    return _by_layer(
-        reader, num_layers, reader.size("sliding_window", window), lambda i: (i + 1) % every != 0
-    )
+
+    def slides(layer: int) -> bool:
+        # Read only without layer_types: EXAONE 4.0 has both, and the period as a text such as LLLG.
+        return (layer + 1) % (period or reader.size("sliding_window_pattern", usual_period)) != 0
+
+    return _by_layer(reader, num_layers, reader.size("sliding_window", window), slides)
 
 
 def _gemma_multipliers(reader: ConfigReader) -> Multipliers:
@@ -264,18 +270,19 @@ class Family:
 
     ``head_dim`` is a default (None: hidden_size divided by the number of heads). ``windows`` returns the sliding window
     of each layer, ``experts`` the mixture of experts, ``unrotated`` the layers without position embedding; all get the
-    number of layers. ``rope_theta``, ``tied`` (embedding and head), ``attention_bias``, ``partial_rotary`` and
-    ``activation`` are defaults too; if ``partial_rotary`` is None, whole heads always rotate. ``rope_interleaved``: the
-    features of a pair are adjacent. ``appended_mtp``: multi-token prediction layers are stored after the last layer.
-    ``quantized``: the kinds of quantised checkpoints that are supported; ``mxfp4``: checkpoints in which only the
-    experts are quantised, in this format, are supported. ``text_defaults``: config.json has the text model's entries in
-    text_config, and these are the defaults of entries that may be missing there; None: the entries are at the top
-    level. ``norm_offset`` is added to the weights of norms. ``soft_caps``: the defaults of the soft caps of attention
-    scores and of logits, 0 for none; None: the family has no such entry. ``local_theta``: layers with a window have
-    their own rope_theta, with this default.
+    number of layers. ``rms_norm_eps``, ``rope_theta``, ``tied`` (embedding and head), ``attention_bias``,
+    ``partial_rotary`` and ``activation`` are defaults too; if ``partial_rotary`` is None, whole heads always rotate.
+    ``rope_interleaved``: the features of a pair are adjacent. ``appended_mtp``: multi-token prediction layers are
+    stored after the last layer. ``quantized``: the kinds of quantised checkpoints that are supported; ``mxfp4``:
+    checkpoints in which only the experts are quantised, in this format, are supported. ``text_defaults``: config.json
+    has the text model's entries in text_config, and these are the defaults of entries that may be missing there; None:
+    the entries are at the top level. ``norm_offset`` is added to the weights of norms. ``soft_caps``: the defaults of
+    the soft caps of attention scores and of logits, 0 for none; None: the family has no such entry. ``local_theta``:
+    layers with a window have their own rope_theta, with this default.
     """
 
     head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     tied: bool = False
     attention_bias: bool = False
@@ -295,7 +302,7 @@ class Family:
     experts: Callable[[ConfigReader, int], ExpertsConfig] | None = None
 
 
-_ERNIE_4_5 = Family(head_dim=128, rope_theta=500_000.0, tied=True, rope_interleaved=True)
+_ERNIE_4_5 = Family(head_dim=128, rms_norm_eps=1e-5, rope_theta=500_000.0, tied=True, rope_interleaved=True)
 _GEMMA_3 = Family(
     head_dim=256,
     rope_theta=1e6,
@@ -320,6 +327,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "Ernie4_5ForCausalLM": _ERNIE_4_5,
         "Ernie4_5_MoeForCausalLM": replace(_ERNIE_4_5, head_dim=None, experts=_ernie_experts),
+        "Exaone4ForCausalLM": Family(rms_norm_eps=1e-5, windows=partial(_periodic_windows, usual_period=4)),
         "Gemma2ForCausalLM": Family(
             head_dim=256,
             tied=True,
@@ -331,10 +339,19 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "Gemma3ForCausalLM": _GEMMA_3,
         "Gemma3ForConditionalGeneration": replace(_GEMMA_3, text_defaults=_GEMMA_3_DEFAULTS),
-        "Glm4ForCausalLM": Family(head_dim=128, partial_rotary=0.5, rope_interleaved=True),
-        "Glm4MoeForCausalLM": Family(partial_rotary=0.5, appended_mtp=True, experts=_glm_experts),
+        "Glm4ForCausalLM": Family(
+            head_dim=128,
+            rms_norm_eps=1.5625e-7,
+            attention_bias=True,
+            partial_rotary=0.5,
+            rope_interleaved=True,
+        ),
+        "Glm4MoeForCausalLM": Family(
+            rms_norm_eps=1e-5, partial_rotary=0.5, appended_mtp=True, experts=_glm_experts
+        ),
         "GptOssForCausalLM": Family(
             head_dim=64,
+            rms_norm_eps=1e-5,
             rope_theta=150000.0,
             attention_bias=True,
             quantized=(),
@@ -352,9 +369,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             experts=partial(_mixtral_experts, sigmoid=True),
         ),
         "MistralForCausalLM": Family(windows=_mistral_windows),
-        "MixtralForCausalLM": Family(rope_theta=1e6, windows=_plain_windows, experts=_mixtral_experts),
-        "Olmo2ForCausalLM": Family(),
-        "Phi3ForCausalLM": Family(partial_rotary=1.0, windows=_plain_windows),
+        "MixtralForCausalLM": Family(
+            rms_norm_eps=1e-5, rope_theta=1e6, windows=_plain_windows, experts=_mixtral_experts
+        ),
+        "Olmo2ForCausalLM": Family(rms_norm_eps=1e-5),
+        "Phi3ForCausalLM": Family(rms_norm_eps=1e-5, partial_rotary=1.0, windows=_plain_windows),
         "Qwen2ForCausalLM": Family(windows=_qwen_windows),
         "Qwen2MoeForCausalLM": Family(windows=_qwen2_moe_windows, experts=_qwen_experts),
         "Qwen3ForCausalLM": Family(head_dim=128, windows=_qwen_windows),

@@ -200,7 +200,7 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
+            rms_norm_eps=reader.number("rms_norm_eps", family.rms_norm_eps),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             max_position_embeddings=max_position,

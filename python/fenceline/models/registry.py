@@ -9,6 +9,7 @@ from fenceline.config.model_config import ModelConfig
 from fenceline.layers.context import LayerContext
 from fenceline.models.decoder import CausalLM
 from fenceline.models.ernie4_5 import Ernie4_5_MoeForCausalLM, Ernie4_5ForCausalLM
+from fenceline.models.exaone4 import Exaone4ForCausalLM
 from fenceline.models.gemma2 import Gemma2ForCausalLM
 from fenceline.models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 from fenceline.models.glm4 import Glm4ForCausalLM
@@ -32,6 +33,7 @@ MODELS: Mapping[str, type[CausalLM]] = MappingProxyType(
     {
         "Ernie4_5ForCausalLM": Ernie4_5ForCausalLM,
         "Ernie4_5_MoeForCausalLM": Ernie4_5_MoeForCausalLM,
+        "Exaone4ForCausalLM": Exaone4ForCausalLM,
         "Gemma2ForCausalLM": Gemma2ForCausalLM,
         "Gemma3ForCausalLM": Gemma3ForCausalLM,
         "Gemma3ForConditionalGeneration": Gemma3ForConditionalGeneration,
