@@ -26,11 +26,11 @@ from multiprocessing.connection import Connection
 from typing import cast
 
 import psutil
-import zmq
 
 from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.server_args import parse_args
 from fenceline.entrypoints.supervisor import serve_until_stopped
+from fenceline.ipc.channel import PushSocket
 from fenceline.ipc.child_process import prepare_child
 from fenceline.ipc.io_struct import (
     SCHEDULER_DECODER,
@@ -45,7 +45,7 @@ from fenceline.ipc.io_struct import (
     TokenOut,
     encode,
 )
-from fenceline.ipc.sockets import Inbox, connect_push
+from fenceline.ipc.sockets import Inbox
 
 FIRST_TOKEN_ID, NUM_TOKEN_IDS = 300, 400  # ordinary words of the demo model's vocabulary
 
@@ -79,10 +79,9 @@ class NullRequest:
 def run_null_scheduler(config: EngineConfig, ports: PortArgs, rate: float, streams: int) -> None:
     """The entry of a scheduler process. Waits for ``streams`` requests, then serves all at ``rate`` tokens/s."""
     prepare_child("scheduler", config.server_args.log_level, ports)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    inbox = Inbox(context, ports.scheduler, SCHEDULER_DECODER)
-    tokenizer = connect_push(context, ports.tokenizer)
-    detokenizer = connect_push(context, ports.detokenizer)
+    inbox = Inbox(ports.scheduler, SCHEDULER_DECODER)
+    tokenizer = PushSocket(ports.tokenizer)
+    detokenizer = PushSocket(ports.detokenizer)
     tokenizer.send(
         encode(
             SchedulerReady(

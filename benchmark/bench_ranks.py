@@ -20,19 +20,18 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
-import zmq
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from bench_scheduler import Bench, NullBox, NullWorker
+from fenceline.ipc.channel import PullSocket, PushSocket
 from fenceline.ipc.io_struct import PortArgs
 from fenceline.ipc.rank_board import RankBoard, create_rank_board, rank_endpoint
-from fenceline.ipc.sockets import bind_pull, connect_push, make_ports, remove_ports
+from fenceline.ipc.sockets import make_ports, remove_ports
 from fenceline.scheduler.ranks import TURN_DECODER, FollowingRank, LeadingRank, Turn
 
 _BLOCK = 16  # steps of one scheduler before the other runs
@@ -46,12 +45,11 @@ class _Over(Exception):
 
 def follow(ports: PortArgs, rank: int, num_ranks: int, running: int, steps: int, results: Connection) -> None:
     """The process of a rank other than 0. Sends the times at which it had read each turn, in nanoseconds."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = bind_pull(context, rank_endpoint(ports, rank))
+    socket = PullSocket(rank_endpoint(ports, rank))
     times: list[int] = []
 
     def receive() -> Turn:
-        data = socket.recv()
+        data = socket.receive()
         if not data:
             raise _Over
         turn = TURN_DECODER.decode(data)
@@ -68,7 +66,7 @@ def follow(ports: PortArgs, rank: int, num_ranks: int, running: int, steps: int,
             bench.run(1)
     except _Over:
         results.send(times)
-    context.destroy(linger=0)
+    socket.close()
 
 
 class Leader:
@@ -78,7 +76,6 @@ class Leader:
         self._ports = make_ports()
         create_rank_board(self._ports, num_ranks)
         spawn = multiprocessing.get_context("spawn")
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._results: list[Connection] = []
         self._processes = []
         for rank in range(1, num_ranks):
@@ -90,9 +87,9 @@ class Leader:
         for results in self._results:
             assert results.recv() == "listens"
         endpoints = [rank_endpoint(self._ports, rank) for rank in range(1, num_ranks)]
-        self._sockets = [connect_push(self._context, endpoint) for endpoint in endpoints]
+        self._sockets = [PushSocket(endpoint) for endpoint in endpoints]
         board = RankBoard(self._ports, 0, num_ranks)
-        send = [partial(socket.send, flags=zmq.NOBLOCK) for socket in self._sockets]
+        send: list[Callable[[bytes], None]] = [socket.send for socket in self._sockets]
         self.sent: list[int] = []  # when each turn began to be sent, in nanoseconds
         send[0] = self._send_first(send[0])
 
@@ -115,7 +112,8 @@ class Leader:
         times = [results.recv() for results in self._results]
         for process in self._processes:
             process.join()
-        self._context.destroy(linger=0)
+        for socket in self._sockets:
+            socket.close()
         remove_ports(self._ports)
         return times
 

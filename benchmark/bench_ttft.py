@@ -27,7 +27,6 @@ from typing import cast
 
 import psutil
 import uvloop
-import zmq
 
 sys.path.insert(0, str(Path(__file__).parent / "h200"))
 
@@ -44,7 +43,7 @@ from fenceline.ipc.child_process import Watchdog, freeze_garbage_collector, prep
 from fenceline.ipc.free_memory import FreeMemoryWatch
 from fenceline.ipc.io_struct import SCHEDULER_DECODER, PortArgs
 from fenceline.ipc.sockets import Inbox
-from fenceline.scheduler.process import ZmqInbox, ZmqOutbox, ready_message, run_loop
+from fenceline.scheduler.process import SocketInbox, SocketOutbox, ready_message, run_loop
 from fenceline.scheduler.scheduler import Scheduler
 
 NUM_PAGES = 1 << 20
@@ -56,15 +55,14 @@ Send = Callable[[list[int]], Awaitable[float]]  # one prompt; seconds until its 
 def run_scheduler(config: EngineConfig, ports: PortArgs) -> None:
     """The entry of the scheduler process."""
     prepare_child("scheduler", config.server_args.log_level, ports)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    messages = Inbox(context, ports.scheduler, SCHEDULER_DECODER)
-    inbox = ZmqInbox(messages, Watchdog(0.0, lambda reason: None), FreeMemoryWatch())
-    outbox = ZmqOutbox(context, ports, config.server_args.skip_tokenizer_init)
+    messages = Inbox(ports.scheduler, SCHEDULER_DECODER)
+    inbox = SocketInbox(messages, Watchdog(0.0, lambda reason: None), FreeMemoryWatch())
+    outbox = SocketOutbox(ports, config.server_args.skip_tokenizer_init)
     scheduler = Scheduler(config, NullWorker(NUM_PAGES, config.max_running_requests), inbox, outbox)
     outbox.to_tokenizer(ready_message(config, scheduler))
     freeze_garbage_collector()
     run_loop(scheduler)
-    context.destroy(linger=1000)
+    outbox.close()
 
 
 class FirstToken(asyncio.Protocol):

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import selectors
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import zmq
 
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import parse_args
+from fenceline.ipc.channel import PullSocket, PushSocket
 from fenceline.ipc.io_struct import (
     AbortReq,
     FlushCacheReq,
@@ -29,13 +29,13 @@ from fenceline.ipc.io_struct import (
     id_array,
 )
 from fenceline.ipc.rank_board import RankBoard, create_rank_board, rank_endpoint
-from fenceline.ipc.sockets import bind_pull, connect_push, make_ports, remove_ports
+from fenceline.ipc.sockets import make_ports, remove_ports
 from fenceline.layers.context import Shard
 from fenceline.memory_order import open_device
 from fenceline.model_executor.decode_runner import DecodeRunner
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.sampling.sampling_params import SamplingParams
-from fenceline.scheduler.process import ZmqOutbox, join_ranks, run_scheduler_process
+from fenceline.scheduler.process import SocketOutbox, join_ranks, run_scheduler_process
 from fenceline.scheduler.ranks import LeadingRank
 from fenceline.scheduler.scheduler import InFlight, Scheduler
 
@@ -43,14 +43,13 @@ _VOCAB = 151643
 
 
 def _take_everything(ports: PortArgs) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    sockets = [bind_pull(context, ports.detokenizer), bind_pull(context, ports.tokenizer)]
-    poller = zmq.Poller()
-    for socket in sockets:
-        poller.register(socket, zmq.POLLIN)
+    selector = selectors.DefaultSelector()
+    for endpoint in (ports.detokenizer, ports.tokenizer):
+        selector.register(PullSocket(endpoint), selectors.EVENT_READ)
     while True:
-        for socket, _ in poller.poll():
-            socket.recv()
+        for key, _ in selector.select():
+            while key.fileobj.receive_nowait() is not None:  # type: ignore[union-attr]
+                pass
 
 
 class _Inbox:
@@ -92,18 +91,14 @@ class InProcessEngine:
         ]
         for child in self._children:
             child.start()
-        self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._inbox = _Inbox()
         self.device = open_device(self.config.device, index=None if num_ranks == 1 else 0)
         shard = Shard() if num_ranks == 1 else join_ranks(self.config, self._ports, 0, self.device)
         self.runner = ModelRunner(self.config, self.device, show_progress=False, shard=shard)
-        outbox = ZmqOutbox(self._zmq, self._ports, skip_detokenizer=False)
+        outbox = SocketOutbox(self._ports, skip_detokenizer=False)
         link = None
         if num_ranks > 1:
-            sockets = [
-                connect_push(self._zmq, rank_endpoint(self._ports, rank)) for rank in range(1, num_ranks)
-            ]
-            send = [partial(socket.send, flags=zmq.NOBLOCK) for socket in sockets]
+            send = [PushSocket(rank_endpoint(self._ports, rank)).send for rank in range(1, num_ranks)]
             link = LeadingRank(RankBoard(self._ports, 0, num_ranks), self.runner, self._inbox.drain, send)
         self.scheduler = Scheduler(self.config, self.runner, self._inbox, outbox, link)
         with self.device.forward.active():
@@ -124,7 +119,6 @@ class InProcessEngine:
         for child in self._children:
             child.kill()
             child.join()
-        self._zmq.destroy(linger=0)
         remove_ports(self._ports)
 
     @property

@@ -17,7 +17,6 @@ from pathlib import Path
 import orjson
 import psutil
 import pytest
-import zmq
 from fake_scheduler import RELEASE, Seed
 from live_server import WAIT_S, WATCHDOG_S, LiveServer, wait_for
 
@@ -25,8 +24,8 @@ from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints import supervisor
 from fenceline.entrypoints.supervisor import bind_socket, listen, serve_until_stopped
+from fenceline.ipc.channel import PushSocket
 from fenceline.ipc.io_struct import BatchStrOut, ShutdownReq, encode
-from fenceline.ipc.sockets import connect_push
 
 LOCALHOST = "127.0.0.1"
 HANGING = {"input_ids": [5, 6], "sampling_params": {"seed": Seed.HANG}}
@@ -273,15 +272,14 @@ def test_half_requests_beyond_the_descriptors_keep_nobody_out(sockets_dir: Path)
 def test_garbage_on_the_sockets_ends_nothing(sockets_dir: Path) -> None:
     with start(sockets_dir) as server, server.wait_ready().client() as client:
         (folder,) = socket_folders(sockets_dir)
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         shutdown, texts = ShutdownReq(), BatchStrOut(outs=[])
         wrong = {"scheduler": [texts, texts], "detokenizer": [texts, texts], "tokenizer": [shutdown]}
         for name, messages in wrong.items():
-            socket = connect_push(context, f"ipc://{folder}/{name}")
+            socket = PushSocket(f"ipc://{folder}/{name}")
             for garbage in (b"", b"\xc1", b"\x91" * 100_000, b"{}", os.urandom(1000), *map(encode, messages)):
                 socket.send(garbage)
-            socket.send_multipart([b"\x00"] * 100)
-        context.destroy(linger=5000)
+            socket.send_many([b"\x00"] * 100)
+            socket.close()
         wait_for(lambda: all(f"The {name}'s socket" in server.output for name in wrong))
         assert client.post("/generate", json={"text": "Hello"}).status_code == 200
         wait_for(lambda: all("dropped, 64 so far" in "".join(of(server, name)) for name in wrong))

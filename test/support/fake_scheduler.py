@@ -15,9 +15,9 @@ import time
 from dataclasses import dataclass
 
 import msgspec
-import zmq
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.ipc.channel import PushSocket
 from fenceline.ipc.child_process import prepare_child
 from fenceline.ipc.io_struct import (
     SCHEDULER_DECODER,
@@ -50,7 +50,7 @@ from fenceline.ipc.io_struct import (
     TransferState,
     encode,
 )
-from fenceline.ipc.sockets import Inbox, connect_push
+from fenceline.ipc.sockets import Inbox
 
 CAPACITY_TOKENS = 4096
 MAX_RUNNING = 64
@@ -335,10 +335,9 @@ class FakeProcess:
 
     def __init__(self, scheduler: FakeScheduler, ports: PortArgs, *, to_tokenizer: bool) -> None:
         self.scheduler = scheduler
-        self.context = zmq.Context()
-        self.inbox = Inbox(self.context, ports.scheduler, SCHEDULER_DECODER)
-        self.tokenizer = connect_push(self.context, ports.tokenizer)
-        self.detokenizer = self.tokenizer if to_tokenizer else connect_push(self.context, ports.detokenizer)
+        self.inbox = Inbox(ports.scheduler, SCHEDULER_DECODER)
+        self.tokenizer = PushSocket(ports.tokenizer)
+        self.detokenizer = self.tokenizer if to_tokenizer else PushSocket(ports.detokenizer)
 
     def run(self) -> None:
         """Serve until told to stop."""
@@ -385,7 +384,6 @@ class FakeProcess:
         self.inbox.socket.close()
         self.tokenizer.close()
         self.detokenizer.close()
-        self.context.term()
 
 
 def run_fake_scheduler(config: EngineConfig, ports: PortArgs) -> None:

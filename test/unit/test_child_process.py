@@ -9,9 +9,9 @@ import threading
 from pathlib import Path
 
 import pytest
-import zmq
 
 from fenceline.frontend.detokenizer_manager import DetokenizerManager
+from fenceline.ipc.channel import PushSocket
 from fenceline.ipc.child_process import Silence, Watchdog, _watch_parent, heartbeat_path
 from fenceline.ipc.io_struct import (
     TOKENIZER_DECODER,
@@ -23,7 +23,7 @@ from fenceline.ipc.io_struct import (
     ShutdownReq,
     encode,
 )
-from fenceline.ipc.sockets import Inbox, connect_push, make_ports, remove_ports
+from fenceline.ipc.sockets import Inbox, make_ports, remove_ports
 from fenceline.scheduler.process import follower_log_level
 
 _PROGRAM = """
@@ -131,13 +131,12 @@ def test_a_detokenizer_that_hangs_is_seen_by_its_watchdog() -> None:
 
     ports = make_ports()
     manager = DetokenizerManager(Noting(), ports)  # type: ignore[arg-type]
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    sender = connect_push(context, ports.detokenizer)
+    sender = PushSocket(ports.detokenizer)
     try:
-        sender.send_multipart([encode(BatchTokenOut(outs=[])), encode(ShutdownReq())])
+        sender.send_many([encode(BatchTokenOut(outs=[])), encode(ShutdownReq())])
         manager.run(Noted())  # type: ignore[arg-type]
     finally:
-        context.destroy(linger=0)
+        sender.close()
         remove_ports(ports)
     assert calls == ["waiting", "busy", "process"]
 
@@ -148,18 +147,17 @@ def test_the_server_is_ready_when_the_detokenizer_runs_too() -> None:
         max_total_num_tokens=1, max_running_requests=1, max_req_input_len=1, context_length=1, memory_bytes={}
     )
     ports = make_ports()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    inbox = Inbox(context, ports.tokenizer, TOKENIZER_DECODER)
+    inbox = Inbox(ports.tokenizer, TOKENIZER_DECODER)
     try:
         manager = DetokenizerManager(None, ports)  # type: ignore[arg-type]
-        sender = connect_push(context, ports.detokenizer)
+        sender = PushSocket(ports.detokenizer)
         for message in (ready, ShutdownReq()):
             sender.send(encode(message))
         manager.run(Watchdog(0, lambda reason: None))
         inbox.wait()
         assert inbox.drain(8) == [ready]
     finally:
-        context.destroy(linger=0)
+        inbox.socket.close()
         remove_ports(ports)
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-import zmq
 
 from fenceline.config import ConfigError
 from fenceline.config.engine_config import EngineConfig, core_dump_dir, resolve
 from fenceline.config.server_args import ServerArgs
+from fenceline.ipc.channel import PullSocket
 from fenceline.ipc.io_struct import FatalError, PortArgs, decode
-from fenceline.ipc.sockets import bind_pull, make_ports, remove_ports
+from fenceline.ipc.sockets import make_ports, remove_ports
 from fenceline.memory_order import Device, open_device
 from fenceline.scheduler import process as scheduler_process
 from fenceline.scheduler.core_dumps import (
@@ -339,12 +339,11 @@ def test_the_end_is_told_whatever_goes_wrong_before(
     monkeypatch.setattr(scheduler_process, "Watchdog", Kept)
     monkeypatch.setattr(scheduler_process, "open_device", fail)
     monkeypatch.setattr(scheduler_process, "log_core_dumps", fail_again)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = PullSocket(ports.tokenizer)
     try:
-        socket = bind_pull(context, ports.tokenizer)
         with pytest.raises(FileNotFoundError, match="somebody cleaned up"):
             run_scheduler_process(config(tmp_path, "cpu"), ports)
         assert socket.poll(10_000)
-        assert decode(socket.recv()) == FatalError(source="scheduler", message="RuntimeError: no device")
+        assert decode(socket.receive()) == FatalError(source="scheduler", message="RuntimeError: no device")
     finally:
-        context.destroy(linger=0)
+        socket.close()

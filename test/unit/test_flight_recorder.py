@@ -13,19 +13,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import zmq
 from scheduler_driver import Driver, make_driver, make_tiered_driver, request
 from token_worker import TokenWorker
 
 from fenceline.config import ConfigError
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
-from fenceline.ipc.io_struct import AbortReq, BatchTokenOut, ControlReply, FlightRecorderReq
-from fenceline.ipc.sockets import make_ports, remove_ports
+from fenceline.ipc.io_struct import AbortReq, ControlReply, FlightRecorderReq
 from fenceline.model_executor.step import DecodeBatch
 from fenceline.scheduler import control, flight_dump, flight_recorder
 from fenceline.scheduler.flight_dump import OFF, dump_and_log, dump_json, write_dump
-from fenceline.scheduler.process import ZmqOutbox
 
 PROMPT = [171, 172, 173, 174, 175, 176, 177, 178, 179]
 
@@ -296,35 +293,6 @@ def test_a_step_does_not_wait_for_a_dump_and_many_requests_share_one(
     assert replies["late 1"].message == replies["late 2"].message != ""
     work()  # for a request that the dump before has answered
     assert len(dumped) == 2
-
-
-def test_a_thread_may_answer_while_steps_send() -> None:
-    ports = make_ports()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    outbox = ZmqOutbox(context, ports, skip_detokenizer=True)
-    held: list[bool] = []
-
-    class Socket:
-        closed = False
-
-        def send(self, data: bytes, flags: int) -> None:
-            held.append(outbox._lock.locked())
-
-        def close(self) -> None:
-            held.append(outbox._lock.locked())
-            self.closed = True
-
-    try:
-        outbox._tokenizer.close()
-        outbox._tokenizer = outbox._tokens = Socket()  # type: ignore[assignment]
-        outbox.to_detokenizer(BatchTokenOut(outs=[]))
-        outbox.to_tokenizer(ControlReply(id="a", success=True))
-        outbox.close()
-        outbox.to_tokenizer(ControlReply(id="too late", success=True))
-    finally:
-        context.destroy(linger=0)
-        remove_ports(ports)
-    assert held == [True, True, True, True], "two messages and two ends"
 
 
 def test_files_are_the_owners_and_never_overwritten(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from fenceline.ipc.child_process import Watchdog
 from fenceline.ipc.free_memory import FreeMemoryWatch
 from fenceline.ipc.io_struct import Message, ShutdownReq
-from fenceline.scheduler.process import TurnInbox, ZmqInbox
+from fenceline.scheduler.process import SocketInbox, TurnInbox
 from fenceline.scheduler.ranks import Turn
 
 MIB = 1 << 20
@@ -115,7 +115,7 @@ def test_the_scheduler_looks_between_steps_and_in_quiet_moments(
 ) -> None:
     process = Process()
     inbox = FakeInbox(arrives_at_wait)
-    ours = ZmqInbox(inbox, Watchdog(0, print), process.watch())  # type: ignore[arg-type]
+    ours = SocketInbox(inbox, Watchdog(0, print), process.watch())  # type: ignore[arg-type]
     assert ours.drain(block, timeout_ms) == [ShutdownReq()]
     assert inbox.waits == waits
     assert process.num_looks == num_looks

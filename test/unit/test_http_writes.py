@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
 import pytest
-import zmq
 from fake_transport import Wire
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -32,9 +31,9 @@ from fenceline.ipc.io_struct import (
     encode,
     id_array,
 )
-from fenceline.ipc.sockets import Inbox, ZmqLink, make_ports, remove_ports
+from fenceline.ipc.sockets import Inbox, SocketLink, make_ports, remove_ports
 from fenceline.sampling.sampling_params import SamplingParams
-from fenceline.scheduler.process import ZmqInbox
+from fenceline.scheduler.process import SocketInbox
 
 
 async def test_writes_of_one_turn_are_one_write_and_come_before_the_end() -> None:
@@ -233,17 +232,16 @@ async def test_the_head_waits_for_the_first_event_but_not_for_ever(
 
 
 @contextmanager
-def scheduler_link() -> Iterator[tuple[ZmqLink, Inbox]]:
+def scheduler_link() -> Iterator[tuple[SocketLink, Inbox]]:
     """The link, and the scheduler's end of it."""
     ports = make_ports()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    inbox = Inbox(context, ports.scheduler, SCHEDULER_DECODER)
-    link = ZmqLink(ports)
+    inbox = Inbox(ports.scheduler, SCHEDULER_DECODER)
+    received, link = inbox.socket, SocketLink(ports)
     try:
         yield link, inbox
     finally:
         link.close()
-        context.destroy(linger=0)
+        received.close()
         remove_ports(ports)
 
 
@@ -290,10 +288,8 @@ class FullSocket:
     def __init__(self, messages: list[bytes]) -> None:
         self._left = messages[::-1]
 
-    def recv(self, flags: int) -> bytes:
-        if not self._left:
-            raise zmq.Again
-        return self._left.pop()
+    def receive_nowait(self) -> bytes | None:
+        return self._left.pop() if self._left else None
 
 
 def test_a_flood_of_prompts_reaches_the_scheduler_over_many_steps() -> None:
@@ -305,7 +301,7 @@ def test_a_flood_of_prompts_reaches_the_scheduler_over_many_steps() -> None:
     ]
     with scheduler_link() as (_, messages):
         messages.socket = FullSocket(list(map(encode, requests)))  # type: ignore[assignment]
-        inbox = ZmqInbox(messages, Watchdog(0, print), FreeMemoryWatch())
+        inbox = SocketInbox(messages, Watchdog(0, print), FreeMemoryWatch())
         arrived: list[ipc.Message] = []
         while step := inbox.drain(False):
             assert 200_000 * len(step) <= ipc.MAX_STEP_BYTES + 200_000
@@ -333,9 +329,9 @@ async def test_who_comes_after_the_samples_of_long_prompts_does_not_wait_for_man
         while len(arrived) < len(samples) + len(others):
             await asyncio.sleep(0)
             if messages.socket.poll(5000):
-                arrived.append(messages.socket.recv())
+                arrived.append(messages.socket.receive())
         messages.socket = FullSocket(arrived)  # type: ignore[assignment]
-        step = ZmqInbox(messages, Watchdog(0, print), FreeMemoryWatch()).drain(False)
+        step = SocketInbox(messages, Watchdog(0, print), FreeMemoryWatch()).drain(False)
     assert [message.rid for message in step] == [message.rid for message in (*samples, *others)]
     with_prompt = [message.rid for message in step if message.input_ids]
     assert with_prompt == ["0.0", "1.0", "other 2", "other 0"]

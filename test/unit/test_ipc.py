@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import numpy as np
 import pytest
-import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_driver import make_driver
 
+from fenceline.ipc.channel import PushSocket
 from fenceline.ipc.io_struct import (
     DETOKENIZER_DECODER,
     ENCODER,
@@ -31,7 +31,7 @@ from fenceline.ipc.io_struct import (
     encode,
     id_array,
 )
-from fenceline.ipc.sockets import MAX_TURN_BYTES, Inbox, ZmqLink, make_ports, remove_ports
+from fenceline.ipc.sockets import MAX_TURN_BYTES, Inbox, SocketLink, make_ports, remove_ports
 from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.scheduler.ranks import TURN_DECODER, Turn
 
@@ -48,9 +48,9 @@ def request(rid: str, num_ids: int) -> TokenizedGenerateReq:
 
 
 async def test_a_burst_is_sent_over_several_turns_and_in_order(ports: PortArgs) -> None:
-    link = ZmqLink(ports)
+    link = SocketLink(ports)
     sent: list[bytes] = []
-    link._outbox.send_multipart = lambda parts, flags: sent.extend(parts)  # type: ignore[method-assign]
+    link._outbox.send_many = sent.extend  # type: ignore[method-assign]
     for index in range(40):
         link.send(request(str(index), 100_000))
     link.send(AbortReq(rid="39"))
@@ -63,14 +63,14 @@ async def test_a_burst_is_sent_over_several_turns_and_in_order(ports: PortArgs) 
     assert max(turns) < 2 * MAX_TURN_BYTES
     messages = [SCHEDULER_DECODER.decode(data) for data in sent]
     assert [message.rid for message in messages] == [*map(str, range(40)), "39"]
-    del link._outbox.send_multipart
+    del link._outbox.send_many
     link.close()
 
 
 async def test_what_is_left_when_the_link_closes_is_sent(ports: PortArgs) -> None:
-    link = ZmqLink(ports)
+    link = SocketLink(ports)
     sent: list[bytes] = []
-    link._outbox.send_multipart = lambda parts, flags: sent.extend(parts)  # type: ignore[method-assign]
+    link._outbox.send_many = sent.extend  # type: ignore[method-assign]
     for index in range(40):
         link.send(request(str(index), 100_000))
     link.close()
@@ -78,18 +78,15 @@ async def test_what_is_left_when_the_link_closes_is_sent(ports: PortArgs) -> Non
 
 
 def test_an_inbox_gives_as_much_as_is_asked_for(ports: PortArgs) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    inbox = Inbox(context, ports.scheduler, SCHEDULER_DECODER)
-    sender = context.socket(zmq.PUSH)
-    sender.connect(ports.scheduler)
+    inbox = Inbox(ports.scheduler, SCHEDULER_DECODER)
+    sender = PushSocket(ports.scheduler)
     messages = [encode(request(str(index), 10_000)) for index in range(10)]
-    sender.send_multipart(messages)
+    sender.send_many(messages)
     inbox.wait()
     taken = [len(inbox.drain(4)), len(inbox.drain(100, 2 * len(messages[0]) - 1)), len(inbox.drain())]
     assert taken == [4, 2, 4]
     inbox.socket.close()
     sender.close()
-    context.term()
 
 
 def test_fewer_requests_are_taken_at_once_if_they_are_more_than_ids(ports: PortArgs) -> None:
@@ -101,15 +98,11 @@ def test_fewer_requests_are_taken_at_once_if_they_are_more_than_ids(ports: PortA
         def __init__(self, *messages: bytes) -> None:
             self.messages = list(messages)
 
-        def recv(self, flags: int) -> bytes:
-            if not self.messages:
-                raise zmq.Again
-            return self.messages.pop(0)
+        def receive_nowait(self) -> bytes | None:
+            return self.messages.pop(0) if self.messages else None
 
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    inbox = Inbox(context, ports.scheduler, SCHEDULER_DECODER)
+    inbox = Inbox(ports.scheduler, SCHEDULER_DECODER)
     inbox.socket.close()
-    context.term()
     params = SamplingParams(logit_bias=dict.fromkeys(range(1000), 1.0))
     biased = msgspec.structs.replace(request("r", 0), sampling_params=params)
     num_ids = len(encode(biased)) // 4
@@ -170,13 +163,11 @@ def test_a_long_prompt_is_sent_and_taken_in_as_one_object() -> None:
 def test_what_are_no_token_ids_is_dropped(
     ids: object, ports: PortArgs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    inbox = Inbox(context, ports.scheduler, SCHEDULER_DECODER)
-    sender = context.socket(zmq.PUSH)
-    sender.connect(ports.scheduler)
+    inbox = Inbox(ports.scheduler, SCHEDULER_DECODER)
+    sender = PushSocket(ports.scheduler)
     good = request("good", 3)
     bad = msgspec.msgpack.decode(encode(good)) | {"input_ids": ids}
-    sender.send_multipart([msgspec.msgpack.encode(bad), encode(good)])
+    sender.send_many([msgspec.msgpack.encode(bad), encode(good)])
     with caplog.at_level(logging.WARNING):
         assert inbox.receive() == []
         assert inbox.receive() == [good]
@@ -184,7 +175,6 @@ def test_what_are_no_token_ids_is_dropped(
     assert "$.input_ids" in caplog.text
     inbox.socket.close()
     sender.close()
-    context.term()
 
 
 PAIRS = st.lists(

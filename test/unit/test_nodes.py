@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-import zmq
 
 import fenceline
 from fenceline.config import ConfigError
@@ -17,6 +16,7 @@ from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.nodes import agreed, described
 from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints.launch import EngineBackend, EngineProcesses
+from fenceline.ipc.channel import PullSocket
 from fenceline.ipc.io_struct import FatalError, PortArgs, decode
 from fenceline.ipc.node_link import (
     AddressError,
@@ -27,7 +27,6 @@ from fenceline.ipc.node_link import (
     tell_nodes,
 )
 from fenceline.ipc.rank_board import RankBoard, create_rank_board
-from fenceline.ipc.sockets import bind_pull
 
 ADDRESS = "127.0.0.1:20000"
 
@@ -79,8 +78,7 @@ class Node:
             scheduler=f"ipc://{folder}/scheduler", detokenizer="", tokenizer=f"ipc://{folder}/tokenizer"
         )
         create_rank_board(self.ports, 2)
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.main = bind_pull(self.context, self.ports.tokenizer)
+        self.main = PullSocket(self.ports.tokenizer)
         self.board = RankBoard(self.ports, number, 2)
         copy = RankBoard(self.ports, number, 2, range(number, number + 1))
         self.listener = NodeListener(self.ports, copy, "127.0.0.1", number, timeout_s)
@@ -88,7 +86,7 @@ class Node:
     def told(self) -> str:
         """Why the server ends, once this node's main process is told."""
         assert self.main.poll(60_000)
-        message = decode(self.main.recv())
+        message = decode(self.main.receive())
         assert isinstance(message, FatalError)
         return f"{message.source}: {message.message}"
 
@@ -99,8 +97,7 @@ def test_what_one_node_posts_the_other_reads_and_each_hears_why_the_other_ends(t
     tell_nodes(nodes[0].ports, "nobody has met yet")
     for node in nodes:
         node.listener.start(endpoints)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    nodes[1].board.mirror = NodePeers(context, endpoints[:1]).write
+    nodes[1].board.mirror = NodePeers(endpoints[:1]).write
     nodes[0].board.post_arrived(9)
     nodes[1].board.post_arrived(4)
     nodes[1].board.post_news([(1, 2, 3)])

@@ -458,7 +458,6 @@ GPU_HOST = {
     "pydantic": "2.14.3",
     "msgspec": "0.22.0",
     "orjson": "3.13.0",
-    "pyzmq": "27.3.0",
     "transformers": "5.17.0",
     "torch": "2.11.0+cu130",
     "openai": "2.6.1",

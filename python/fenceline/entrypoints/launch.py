@@ -25,7 +25,7 @@ from fenceline.ipc.child_process import (
 from fenceline.ipc.io_struct import PortArgs
 from fenceline.ipc.node_link import tell_nodes
 from fenceline.ipc.rank_board import create_rank_board
-from fenceline.ipc.sockets import SchedulerLink, ZmqLink, make_ports, remove_ports
+from fenceline.ipc.sockets import SchedulerLink, SocketLink, make_ports, remove_ports
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ def launch_processes(
     _explain_flags(config)
     context = multiprocessing.get_context("spawn")
     ports = make_ports()
-    link = ZmqLink(ports)
+    link = SocketLink(ports)
     entries: dict[str, tuple[ProcessEntry, tuple[object, ...]]] = {}
     num_ranks = config.server_args.tp_size
     if num_ranks > 1:

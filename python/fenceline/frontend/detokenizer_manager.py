@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
-import zmq
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.frontend.tokenizer import BYTE_TOKEN, Tokenizer, byte_alphabet, load_tokenizer
+from fenceline.ipc.channel import PushSocket
 from fenceline.ipc.child_process import Watchdog, freeze_garbage_collector, prepare_child
 from fenceline.ipc.io_struct import (
     DETOKENIZER_DECODER,
@@ -37,7 +37,7 @@ from fenceline.ipc.io_struct import (
     TokenOut,
     encode,
 )
-from fenceline.ipc.sockets import MAX_DRAINED, MAX_DRAINED_BYTES, Inbox, connect_push
+from fenceline.ipc.sockets import MAX_DRAINED, MAX_DRAINED_BYTES, Inbox
 
 logger = logging.getLogger(__name__)
 _REPLACEMENT = "\ufffd"
@@ -425,10 +425,9 @@ class DetokenizerManager:
 
     def __init__(self, detokenizer: Detokenizer, ports: PortArgs) -> None:
         self._detokenizer = detokenizer
-        self._context = zmq.Context()
-        self._inbox = Inbox(self._context, ports.detokenizer, DETOKENIZER_DECODER)
-        self._to_tokenizer = connect_push(self._context, ports.tokenizer)
-        self._to_scheduler = connect_push(self._context, ports.scheduler)
+        self._inbox = Inbox(ports.detokenizer, DETOKENIZER_DECODER)
+        self._to_tokenizer = PushSocket(ports.tokenizer)
+        self._to_scheduler = PushSocket(ports.scheduler)
 
     def run(self, watchdog: Watchdog) -> None:
         """Decode until told to stop. All messages that are waiting are answered with one."""
@@ -462,7 +461,6 @@ class DetokenizerManager:
         """Close the sockets; what was sent is still delivered."""
         for socket in (self._inbox.socket, self._to_tokenizer, self._to_scheduler):
             socket.close()
-        self._context.term()
 
 
 def run_detokenizer_process(config: EngineConfig, ports: PortArgs) -> None:
@@ -483,7 +481,7 @@ def _exit_hung(ports: PortArgs, reason: str) -> None:
     """Called by the watchdog's thread: report the reason, write all stacks and exit. The hung thread's sockets are not
     touched."""
     faulthandler.dump_traceback(all_threads=True)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    connect_push(context, ports.tokenizer).send(encode(FatalError(source="detokenizer", message=reason)))
-    context.destroy(linger=1000)
+    socket = PushSocket(ports.tokenizer)
+    socket.send(encode(FatalError(source="detokenizer", message=reason)))
+    socket.close()
     os._exit(1)

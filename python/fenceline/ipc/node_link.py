@@ -1,4 +1,4 @@
-"""Messages between the hosts (nodes) of one server apart from collective operations, over zmq and TCP.
+"""Messages between the hosts (nodes) of one server apart from collective operations, over TCP.
 
 On each node the process of its first rank listens. It writes what ranks of other nodes post into its node's copy of the
 RankBoard, passes on why a node fails, and detects nodes that are silent: all nodes send a heartbeat twice a second.
@@ -15,12 +15,11 @@ from pathlib import Path
 
 import msgspec
 import psutil
-import zmq
 
+from fenceline.ipc.channel import PullSocket, PushSocket
 from fenceline.ipc.child_process import Silence
 from fenceline.ipc.io_struct import FatalError, PortArgs, encode
 from fenceline.ipc.rank_board import RankBoard
-from fenceline.ipc.sockets import bind_pull, connect_push
 
 HEARTBEAT_S = 0.5
 
@@ -73,18 +72,11 @@ def own_interface(address: str) -> str:
     raise AddressError(f"no network interface has the address {address}")
 
 
-def bind_tcp(context: zmq.Context[zmq.Socket[bytes]], address: str) -> tuple[zmq.Socket[bytes], str]:
-    """A PULL socket on a free port of ``address``, and its endpoint."""
-    pull = bind_pull(context, f"tcp://{address}:*")
-    endpoint: str = pull.getsockopt_string(zmq.LAST_ENDPOINT)
-    return pull, endpoint
-
-
 class NodePeers:
-    """The listeners of the other nodes. Belongs to one thread; sending never blocks."""
+    """The listeners of the other nodes. Sending never blocks."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoints: Sequence[str]) -> None:
-        self._sockets = [connect_push(context, endpoint) for endpoint in endpoints]
+    def __init__(self, endpoints: Sequence[str]) -> None:
+        self._sockets = [PushSocket(endpoint) for endpoint in endpoints]
 
     def write(self, at: int, data: bytes) -> None:
         """Have the other nodes' boards show what this rank has written to its own."""
@@ -94,7 +86,12 @@ class NodePeers:
         """To all."""
         data = _ENCODER.encode(message)
         for each in self._sockets:
-            each.send(data, zmq.NOBLOCK)
+            each.send(data)
+
+    def close(self) -> None:
+        """See ``PushSocket.close``."""
+        for each in self._sockets:
+            each.close()
 
 
 class NodeListener:
@@ -103,8 +100,8 @@ class NodeListener:
     def __init__(self, ports: PortArgs, board: RankBoard, address: str, node: int, timeout_s: float) -> None:
         """Listens on ``address``. ``board``: a view of its own, on which it writes. A node that is silent for
         ``timeout_s`` has failed."""
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._inbox, self.endpoint = bind_tcp(self._context, address)
+        self._inbox = PullSocket(f"tcp://{address}:*")
+        self.endpoint = self._inbox.endpoint
         self._ports = ports
         self._board = board
         self._node = node
@@ -117,7 +114,7 @@ class NodeListener:
         threading.Thread(target=self._run, args=(others,), name="nodes", daemon=True).start()
 
     def _run(self, others: Mapping[int, str]) -> None:
-        peers = NodePeers(self._context, list(others.values()))
+        peers = NodePeers(list(others.values()))
         silences = {other: Silence(2 * HEARTBEAT_S) for other in others}
         heartbeats = dict.fromkeys(others, 0)
         next_heartbeat = 0.0
@@ -135,7 +132,7 @@ class NodeListener:
             if not self._inbox.poll(int(HEARTBEAT_S * 1000)):
                 continue
             try:
-                message = _DECODER.decode(self._inbox.recv())
+                message = _DECODER.decode(self._inbox.receive())
             except msgspec.MsgspecError:
                 continue  # not one of ours
             match message:
@@ -150,9 +147,9 @@ class NodeListener:
 
     def _tell(self, reason: str) -> None:
         """This node's main process ends the server, or its part of it."""
-        connect_push(self._context, self._ports.tokenizer).send(
-            encode(FatalError(source=f"node {self._node}", message=reason))
-        )
+        main = PushSocket(self._ports.tokenizer)
+        main.send(encode(FatalError(source=f"node {self._node}", message=reason)))
+        main.close()
 
 
 def tell_nodes(ports: PortArgs, reason: str) -> None:
@@ -161,9 +158,9 @@ def tell_nodes(ports: PortArgs, reason: str) -> None:
         endpoints = msgspec.msgpack.decode(_peers_file(ports).read_bytes(), type=list[str])
     except FileNotFoundError:
         return
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    NodePeers(context, endpoints).send(NodeFailed(reason))
-    context.destroy(linger=1000)
+    peers = NodePeers(endpoints)
+    peers.send(NodeFailed(reason))
+    peers.close()
 
 
 def _peers_file(ports: PortArgs) -> Path:

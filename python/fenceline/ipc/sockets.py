@@ -1,4 +1,4 @@
-"""The zmq ends of the pipeline: PULL sockets bound by their readers, PUSH sockets of the writers."""
+"""The ends of the channels between the processes: what each receives, and how the front end sends."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
-import zmq
 
+from fenceline.ipc.channel import PullSocket, PushSocket
 from fenceline.ipc.io_struct import (
     TOKENIZER_DECODER,
     IdArray,
@@ -70,49 +70,26 @@ def remove_ports(ports: PortArgs) -> None:
     shutil.rmtree(Path(ports.scheduler.removeprefix("ipc://")).parent, ignore_errors=True)
 
 
-def bind_pull(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
-    """A PULL socket without a limit on queued messages: a slow reader never blocks the scheduler."""
-    socket = context.socket(zmq.PULL)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.bind(endpoint)
-    return socket
-
-
-def connect_push(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
-    """A PUSH socket; sending never blocks, on close pending messages get a second."""
-    socket = context.socket(zmq.PUSH)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.LINGER, 1000)
-    socket.connect(endpoint)
-    return socket
-
-
 class Inbox:
-    """What one process receives, from a PULL socket bound to ``endpoint``.
+    """What one process receives at ``endpoint``.
 
     What ``decoder`` does not take is logged and dropped: garbage, and well-formed messages for somebody else. Whoever
     can write to the socket cannot end its reader with that.
     """
 
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        endpoint: str,
-        decoder: msgspec.msgpack.Decoder[Any],
-    ) -> None:
-        self.socket = bind_pull(context, endpoint)
+    def __init__(self, endpoint: str, decoder: msgspec.msgpack.Decoder[Any]) -> None:
+        self.socket = PullSocket(endpoint)
         self._decoder = decoder
         self._name = endpoint.rpartition("/")[2]
         self.num_dropped = 0
 
     def wait(self, timeout_ms: int | None = None) -> bool:
         """Wait until something may have arrived; False if the time is over before."""
-        return bool(self.socket.poll(timeout_ms))
+        return self.socket.poll(timeout_ms)
 
     def receive(self) -> list[Message]:
-        """Wait for one message; none if what came was dropped. Costs one system call less than to wait and drain."""
-        return self._decoded(self.socket.recv())
+        """Wait for one message; none if what came was dropped."""
+        return self._decoded(self.socket.receive())
 
     def drain(self, limit: int | None = None, max_bytes: int | None = None) -> list[Message]:
         """The messages that have arrived, without waiting: at most ``limit``, and none after ``max_bytes``. In a
@@ -120,9 +97,8 @@ class Inbox:
         messages: list[Message] = []
         num_bytes = 0
         while (limit is None or len(messages) < limit) and (max_bytes is None or num_bytes < max_bytes):
-            try:
-                data = self.socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
+            data = self.socket.receive_nowait()
+            if data is None:
                 break
             num_bytes += len(data)
             for message in self._decoded(data):
@@ -148,37 +124,33 @@ class Inbox:
             )  # fmt: skip
 
 
-async def _news(socket: zmq.Socket[bytes]) -> None:
-    """Wait until ``socket`` may have received something, after a receive in vain. zmq.asyncio's own poll costs a third
-    more, and first tokens wait for it."""
+async def _news(socket: PullSocket) -> None:
+    """Wait until ``socket`` may have received something, after a receive in vain."""
     loop = asyncio.get_running_loop()
-    fd = socket.getsockopt(zmq.FD)
-    assert isinstance(fd, int)
     news = asyncio.Event()
-    loop.add_reader(fd, news.set)
+    loop.add_reader(socket.fileno(), news.set)
     try:
         await news.wait()
     finally:
-        loop.remove_reader(fd)
+        loop.remove_reader(socket.fileno())
 
 
-class ZmqLink:
-    """The TokenizerManager's sockets: binds ``ports.tokenizer``, connects to ``ports.scheduler``.
+class SocketLink:
+    """The TokenizerManager's sockets: receives at ``ports.tokenizer``, sends to ``ports.scheduler``.
 
     Everything that one turn of the event loop sends arrives together, so that requests that come at the same time are
     one prefill step, and not the first of them alone and then the others. But as soon as there is enough for a step, it
     is sent: the device computes it while the turn continues, which takes a tenth of a second for hundreds of requests.
-    (Parts of a zmq message are delivered all or none; readers take each as a message.) More than :data:`MAX_TURN_BYTES`
-    wait for the next turns, in order, so that thousands of prompts do not keep the loop.
+    More than :data:`MAX_TURN_BYTES` wait for the next turns, in order, so that thousands of prompts do not keep the
+    loop.
 
     The prompt of a body's samples is sent with the first of them. With each of a thousand, it would take the scheduler
     dozens of steps to take them in, for which every later request waits.
     """
 
     def __init__(self, ports: PortArgs) -> None:
-        self._context = zmq.Context()
-        self._inbox = Inbox(self._context, ports.tokenizer, TOKENIZER_DECODER)
-        self._outbox = connect_push(self._context, ports.scheduler)
+        self._inbox = Inbox(ports.tokenizer, TOKENIZER_DECODER)
+        self._outbox = PushSocket(ports.scheduler)
         self._unsent: list[bytes] = []
         self._num_held = 0  # bytes of them
         self._num_turn_bytes = 0  # sent in this turn of the event loop
@@ -241,7 +213,7 @@ class ZmqLink:
     def _flush(self) -> None:
         if self._unsent:
             parts, self._unsent, self._num_held = self._unsent, [], 0
-            self._outbox.send_multipart(parts, zmq.NOBLOCK)
+            self._outbox.send_many(parts)
 
     async def receive(self) -> list[Message]:
         """See :class:`SchedulerLink`."""
@@ -253,11 +225,8 @@ class ZmqLink:
 
     def close(self) -> None:
         """See :class:`SchedulerLink`. Called on the event loop's thread, while no task receives."""
-        if self._context.closed:
-            return
         while self._backlog:
             self._write(self._backlog.popleft())
         self._flush()
         self._inbox.socket.close()
         self._outbox.close()
-        self._context.term()

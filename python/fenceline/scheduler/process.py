@@ -10,15 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import torch
-import zmq
 
 from fenceline.config import num_usable_cores
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.nodes import agreed, described
 from fenceline.distributed.shared_gpu import ranks_share_gpu
+from fenceline.ipc.channel import PullSocket, PushSocket
 from fenceline.ipc.child_process import Watchdog, freeze_garbage_collector, prepare_child
 from fenceline.ipc.free_memory import FreeMemoryWatch
 from fenceline.ipc.io_struct import (
@@ -30,9 +29,9 @@ from fenceline.ipc.io_struct import (
     SchedulerReady,
     encode,
 )
-from fenceline.ipc.node_link import NodeListener, NodePeers, bind_tcp, own_address, own_interface
+from fenceline.ipc.node_link import NodeListener, NodePeers, own_address, own_interface
 from fenceline.ipc.rank_board import RankBoard, rank_endpoint, rank_meeting
-from fenceline.ipc.sockets import MAX_STEP_BYTES, MAX_STEP_MESSAGES, Inbox, bind_pull, connect_push
+from fenceline.ipc.sockets import MAX_STEP_BYTES, MAX_STEP_MESSAGES, Inbox
 from fenceline.layers.context import Shard
 from fenceline.memory_order import CollectiveBackend, Communicator, Device, PeerLostError, open_device
 from fenceline.model_executor.model_runner import ModelRunner
@@ -61,7 +60,7 @@ _RECORDS_WAIT_S = 5.0  # how long a rank waits for the others to write their fli
 _FAILED_POLL_S = 0.1  # the interval of checks whether another rank has failed
 
 
-class ZmqInbox:
+class SocketInbox:
     """Receives the scheduler's messages. It also gives freed memory back to the operating system, between steps and
     when no message has come for a second, because a large batch leaves hundreds of megabytes of it."""
 
@@ -89,9 +88,10 @@ class ZmqInbox:
 
 
 class TurnInbox:
-    """Receives the turns from ``socket``, on a rank other than 0. It gives memory back when :class:`ZmqInbox` does."""
+    """Receives the turns from ``socket``, on a rank other than 0. It gives memory back when :class:`SocketInbox`
+    does."""
 
-    def __init__(self, socket: zmq.Socket[bytes], watchdog: Watchdog, memory: FreeMemoryWatch) -> None:
+    def __init__(self, socket: PullSocket, watchdog: Watchdog, memory: FreeMemoryWatch) -> None:
         self._socket = socket
         self._watchdog = watchdog
         self._memory = memory
@@ -102,39 +102,31 @@ class TurnInbox:
         self._memory.look()
         if not self._socket.poll(_QUIET_MS):
             self._memory.look()
-        data = self._socket.recv()
+        data = self._socket.receive()
         self._watchdog.busy()
         return TURN_DECODER.decode(data)
 
 
-class ZmqOutbox:
+class SocketOutbox:
     """Sends the scheduler's messages. Without a detokenizer, tokens go directly to the tokenizer manager. Any thread
     may send."""
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], ports: PortArgs, skip_detokenizer: bool
-    ) -> None:
-        self._tokenizer = connect_push(context, ports.tokenizer)
-        self._tokens = self._tokenizer if skip_detokenizer else connect_push(context, ports.detokenizer)
-        self._lock = threading.Lock()  # a zmq socket may be used by one thread at a time
+    def __init__(self, ports: PortArgs, skip_detokenizer: bool) -> None:
+        self._tokenizer = PushSocket(ports.tokenizer)
+        self._tokens = self._tokenizer if skip_detokenizer else PushSocket(ports.detokenizer)
 
     def to_detokenizer(self, message: BatchTokenOut | SchedulerReady) -> None:
         """See :class:`fenceline.scheduler.scheduler.Outbox`."""
-        with self._lock:
-            self._tokens.send(encode(message), zmq.NOBLOCK)
+        self._tokens.send(encode(message))
 
     def to_tokenizer(self, message: Message) -> None:
         """See :class:`fenceline.scheduler.scheduler.Outbox`."""
-        data = encode(message)
-        with self._lock:
-            if not self._tokenizer.closed:
-                self._tokenizer.send(data, zmq.NOBLOCK)
+        self._tokenizer.send(encode(message))
 
     def close(self) -> None:
         """What a thread sends from now on is dropped. What has been sent gets a second to arrive."""
-        with self._lock:
-            self._tokens.close()
-            self._tokenizer.close()
+        self._tokens.close()
+        self._tokenizer.close()
 
 
 def ready_message(config: EngineConfig, scheduler: Scheduler) -> SchedulerReady:
@@ -172,7 +164,6 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
         prepare_child(name, follower_log_level(log_level), ports, name)
     faulthandler.enable()
     dumps = enable_core_dumps(config)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     recorder: FlightRecorder | None = None
     device: Device | None = None
     link: RankLink | None = None
@@ -181,8 +172,8 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
         lambda reason: _exit_hung(ports, rank, recorder, _root_cause(reason, link)),
     )
     try:
-        messages = None if rank else Inbox(context, ports.scheduler, SCHEDULER_DECODER)
-        outbox = ZmqOutbox(context, ports, config.server_args.skip_tokenizer_init)
+        messages = None if rank else Inbox(ports.scheduler, SCHEDULER_DECODER)
+        outbox = SocketOutbox(ports, config.server_args.skip_tokenizer_init)
         begin = time.perf_counter()
         device = open_device(config.device, index=_device_of(rank, config))
         logger.info("Opened the device (%s) in %.1f s", config.device, time.perf_counter() - begin)
@@ -193,10 +184,10 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
             with device.forward.active():
                 config = agreed(config, shard.exchange(described(config)))
         worker = ModelRunner(config, device, show_progress=rank == 0, shard=shard)
-        inbox = _NoInbox() if messages is None else ZmqInbox(messages, watchdog, FreeMemoryWatch())
+        inbox = _NoInbox() if messages is None else SocketInbox(messages, watchdog, FreeMemoryWatch())
         if num_ranks > 1:
-            channels = _RankChannels(context, config, ports, shard, device)
-            link = _link_ranks(context, channels, worker, inbox, watchdog)
+            channels = _RankChannels(config, ports, shard, device)
+            link = _link_ranks(channels, worker, inbox, watchdog)
             if device.kind == "cuda":
                 _watch_ranks(link, shard)
         scheduler = Scheduler(config, worker, inbox, outbox if rank == 0 else _NoOutbox(), link)
@@ -238,12 +229,13 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
                 time.sleep(_PEER_LOST_WAIT_S)
         finally:
             try:
-                _send_fatal(context, ports, rank, reason)
+                _send_fatal(ports, rank, reason)
             finally:
                 if num_ranks > 1:
                     _end_rank(1)
         sys.exit(1)
-    context.destroy(linger=1000)
+    if messages is not None:
+        messages.socket.close()
     if num_ranks > 1:
         _end_rank(0)
 
@@ -329,24 +321,18 @@ class _RankChannels:
     """This rank's RankBoard, which is mirrored to other hosts if there are several; the socket on which it receives
     turns; and the endpoints on which all ranks do."""
 
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        config: EngineConfig,
-        ports: PortArgs,
-        shard: Shard,
-        device: Device,
-    ) -> None:
+    def __init__(self, config: EngineConfig, ports: PortArgs, shard: Shard, device: Device) -> None:
         args, rank = config.server_args, shard.rank
         self.board = RankBoard(ports, rank, shard.size)
-        self.turns: zmq.Socket[bytes] | None = None
+        self.turns: PullSocket | None = None
         if args.dist_init_addr is None:
             self.endpoints = [rank_endpoint(ports, other) for other in range(shard.size)]
             if rank:
-                self.turns = bind_pull(context, self.endpoints[rank])
+                self.turns = PullSocket(self.endpoints[rank])
             return
         address = own_address(args.dist_init_addr)
-        self.turns, turns = bind_tcp(context, address)
+        self.turns = PullSocket(f"tcp://{address}:*")
+        turns = self.turns.endpoint
         listens = rank == config.local_ranks[0]
         listener = None
         if listens:
@@ -357,25 +343,22 @@ class _RankChannels:
             told = [data.decode().split() for data in shard.exchange(ours.encode())]
         self.endpoints = [endpoints[0] for endpoints in told]
         boards = [endpoints[1] for endpoints in told if len(endpoints) > 1]
-        peers = NodePeers(context, [each for node, each in enumerate(boards) if node != args.node_rank])
+        peers = NodePeers([each for node, each in enumerate(boards) if node != args.node_rank])
         self.board.mirror = peers.write
         if listener is not None:
             listener.start(boards)
 
 
 def _link_ranks(
-    context: zmq.Context[zmq.Socket[bytes]],
     channels: _RankChannels,
     worker: ModelRunner,
-    inbox: ZmqInbox | _NoInbox,
+    inbox: SocketInbox | _NoInbox,
     watchdog: Watchdog,
 ) -> RankLink:
     board, turns = channels.board, channels.turns
     if board.rank == 0:
-        sockets = [connect_push(context, endpoint) for endpoint in channels.endpoints[1:]]
-        return LeadingRank(
-            board, worker, inbox.drain, [partial(socket.send, flags=zmq.NOBLOCK) for socket in sockets]
-        )
+        sockets = [PushSocket(endpoint) for endpoint in channels.endpoints[1:]]
+        return LeadingRank(board, worker, inbox.drain, [socket.send for socket in sockets])
     assert turns is not None, "rank 0 alone receives no turns"
     return FollowingRank(board, worker, TurnInbox(turns, watchdog, FreeMemoryWatch()).receive)
 
@@ -482,10 +465,10 @@ def _may_be_in_error(device: Device | None) -> Callable[[], bool]:
     return lambda: not sound.is_set()
 
 
-def _send_fatal(context: zmq.Context[zmq.Socket[bytes]], ports: PortArgs, rank: int, message: str) -> None:
-    socket = connect_push(context, ports.tokenizer)
+def _send_fatal(ports: PortArgs, rank: int, message: str) -> None:
+    socket = PushSocket(ports.tokenizer)
     socket.send(encode(FatalError(source=scheduler_name(rank), message=message)))
-    context.destroy(linger=1000)
+    socket.close()
 
 
 def _exit_hung(ports: PortArgs, rank: int, recorder: FlightRecorder | None, reason: str) -> None:
@@ -493,6 +476,5 @@ def _exit_hung(ports: PortArgs, rank: int, recorder: FlightRecorder | None, reas
     process. The sockets of the hung thread are not used."""
     faulthandler.dump_traceback(all_threads=True)
     dump_and_log(recorder, reason)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    _send_fatal(context, ports, rank, reason)
+    _send_fatal(ports, rank, reason)
     os._exit(1)

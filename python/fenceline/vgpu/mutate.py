@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 # Modules that take seconds to load and have no mutants: every mutant's process is forked with them loaded. A model's
 # first parameter loads the second one.
 _LOADED_BEFORE = (
-    "numpy", "torch.distributed.tensor", "xgrammar", "zmq", "msgspec", "orjson", "tokenizers", "safetensors.torch",
+    "numpy", "torch.distributed.tensor", "xgrammar", "msgspec", "orjson", "tokenizers", "safetensors.torch",
     "yaml", "prometheus_client", "psutil",
 )  # fmt: skip
 KILLED, SURVIVED, UNREACHED, CRASHED = "killed", "survived", "unreached", "crashed"

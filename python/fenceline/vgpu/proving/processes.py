@@ -1,5 +1,5 @@
 """The workload ``processes``: a whole server but for HTTP. Requests travel from clients through the tokenizer manager,
-zmq, the scheduler's process on a virtual GPU and the detokenizer's process, and back.
+sockets, the scheduler's process on a virtual GPU and the detokenizer's process, and back.
 
 Everything is the code of the real server; only the device is virtual, with the seed's schedule and all checks. The
 machine decides when messages arrive, so the same seed may give other batches. The answers must not depend on that: the
