@@ -2,14 +2,13 @@
 bfloat16 weights, on the shapes of a model's layers, in captured graphs.
 
 Usage: bench_quantized_gemm.py [--models 8B] [--formats fp8 int4 ...] [--rows 1 2 ...] [--seconds 0.6] [--table FILE]
-    [--skip-sweep] [--triton] [--scaled] [--processes 12]
+    [--skip-sweep] [--triton] [--processes 12]
 
 The method is that of bench_skinny_gemm.py. The sweep looks for the best configuration of each product. It reads so many
 copies of the weight in turn that each comes from memory. Then all products of a step's layers (not the head, which is
 not quantised) are timed one after the other, with the best configurations, with the guesses, and with --triton by
 Triton alone. --triton also tries Triton's kernels, which take seconds to compile; those for int4 are compiled ahead by
---processes processes, and their results are compared with the library's. With --scaled only the configuration in use
-and those that multiply the scales into the weight are tried for int4. The best configurations are written to --table
+--processes processes, and their results are compared with the library's. The best configurations are written to --table
 in the format of layers/kernels/skinny_table.py and replace the file's entries for the same products.
 
 "library" makes the matrix plain and multiplies by cuBLAS, or is the GPU's FP8 product. "bf16" is a plain matrix with
@@ -80,7 +79,6 @@ FORMATS = {
     "int4-32": QuantConfig(method="on-line", kind="int4", group_size=32),
 }
 BITS = {"fp8": 8, "int4": 4}
-_NORMED = ("normed_product", "gated_product")  # functions of products with a norm in front
 
 
 def random_weight(config: QuantConfig, product: Product, bench: Bench) -> QuantizedFormat:
@@ -144,37 +142,11 @@ _INT4_CUTS = {
 }
 
 
-# The same of configurations that multiply the scales into the weight, and how many blocks a multiprocessor holds, by
-# registers and shared memory without a split (with one, some sums take more registers at the end).
-_SCALED_CUTS = {
-    128: (
-        (64, 64, 4, 3, 3),
-        (64, 64, 4, 4, 3),
-        (64, 32, 4, 4, 4),
-        (64, 128, 4, 3, 2),
-        (128, 64, 8, 3, 2),
-        (128, 64, 4, 3, 2),
-        (256, 64, 16, 3, 1),
-    ),
-    256: (
-        (64, 32, 4, 4, 2),
-        (64, 64, 4, 2, 2),
-        (64, 64, 4, 3, 2),
-        (128, 32, 8, 4, 1),
-        (128, 64, 8, 3, 1),
-        (128, 64, 8, 4, 1),
-        (128, 128, 8, 2, 1),
-        (128, 128, 8, 3, 1),
-    ),
-}
-
-
 def int4_configs(product: Product, rows: int, group: int, num_sms: int) -> list[Int4Config]:
     """The configurations to try for a product with a weight in int4."""
     found = []
     for block_rows, cuts in _INT4_CUTS.items():
-        fewest = 64 if rows <= 128 else 128
-        if block_rows < min(rows, fewest) or (block_rows > 16 and block_rows >= 2 * rows):
+        if block_rows < min(rows, 64) or (block_rows > 16 and block_rows >= 2 * rows):
             continue
         for block_n, block_k, num_warps, num_stages in cuts:
             tiles = -(-product.weight_rows // block_n) * -(-rows // block_rows)
@@ -185,57 +157,18 @@ def int4_configs(product: Product, rows: int, group: int, num_sms: int) -> list[
                     continue
                 config = Int4Config(block_n, block_rows, block_k, num_warps, num_stages, split)
                 found += [config, replace(config, reorder=True)]
-    return found + scaled_int4_configs(product, rows, group, num_sms)
-
-
-def scaled_int4_configs(product: Product, rows: int, group: int, num_sms: int) -> list[Int4Config]:
-    """Those that multiply the scales into the weight. x is put into another order where a norm copies it anyway."""
-    found = []
-    for block_rows, cuts in _SCALED_CUTS.items():
-        if rows <= 128 or block_rows >= 2 * rows:
-            continue
-        for block_n, block_k, num_warps, num_stages, at_a_time in cuts:
-            if group % block_k:
-                continue
-            tiles = -(-product.weight_rows // block_n) * -(-rows // block_rows)
-            found += [
-                Int4Config(
-                    block_n,
-                    block_rows,
-                    block_k,
-                    num_warps,
-                    num_stages,
-                    split,
-                    reorder=product.function in _NORMED,
-                    scale_weight=True,
-                )
-                for split in good_splits(tiles, at_a_time * num_sms)
-            ]
     return found
 
 
-def good_splits(tiles: int, places: int) -> list[int]:
-    """In how many programs up to 8 to split each of ``tiles``: those that keep at least a tenth more of ``places``
-    busy than any smaller number does, and at least six tenths, or the best one."""
-    splits, most = [1], 0.0
-    for split in range(1, 9):
-        programs = tiles * split
-        busy = programs / (-(-programs // places) * places)
-        if busy >= most + 0.1:
-            splits, most = [*(splits if most >= 0.6 else []), split], busy
-    return splits
-
-
 def compile_ahead(
-    name: str, models: Sequence[str], rows: Sequence[int], num_sms: int, processes: int, only_scaled: bool
+    name: str, models: Sequence[str], rows: Sequence[int], num_sms: int, processes: int
 ) -> None:
     """Compile all configurations for int4 in processes of their own, into Triton's cache on disk."""
-    configs = scaled_int4_configs if only_scaled else int4_configs
     begin = time.monotonic()
     work: dict[tuple[Product, Int4Config], int] = {}
     for model, num_rows in itertools.product(models, rows):
         for product in MODELS[model].layer if num_rows > 1 else ():
-            for config in configs(product, num_rows, FORMATS[name].group_size, num_sms):
+            for config in int4_configs(product, num_rows, FORMATS[name].group_size, num_sms):
                 work.setdefault((product, config), num_rows)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context) as pool:
@@ -269,7 +202,6 @@ class QuantizedSweep(Sweep):
         copies: Copies,
         products: QuantizedProducts,
         triton: bool,
-        only_scaled: bool,
     ) -> None:
         super().__init__(bench, product, rows, seconds)
         self.copies, self.quantized = copies, products
@@ -281,9 +213,7 @@ class QuantizedSweep(Sweep):
             guess = products._guess_triton(rows, copies.stored[0], product.gated)
             self.deadline = math.inf
             if rows > 1 and self.bits == 4 and products._int4 is not None:
-                configs = scaled_int4_configs if only_scaled else int4_configs
-                found = configs(product, rows, copies.stored[0].group, bench.gpu.num_sms)
-                self.try_all([self.used_now(), *found])
+                self.try_all(int4_configs(product, rows, copies.stored[0].group, bench.gpu.num_sms))
             elif rows == 1 or self.bits == 8:
                 self.try_all([guess, *(self.triton() if rows > 1 else [])])
         self.deadline = time.monotonic() + seconds  # the time begins after Triton has compiled its kernels
@@ -298,13 +228,6 @@ class QuantizedSweep(Sweep):
             )
             if 4 <= n * k <= MAX_DIRECT_WARPS
         ]
-
-    def used_now(self) -> SkinnyChoice:
-        """The choice by the table that is in the package, or the guess."""
-        product, stored = self.product, self.copies.stored[0]
-        return self.quantized._choose(
-            self.acts.inputs[product.k], stored, product.gated, product.function in _NORMED
-        )
 
     def time(self, choice: SkinnyChoice) -> float:
         products = with_table(self.quantized, FixedTable(self.bench.gpu, choice))
@@ -379,9 +302,7 @@ def sweep_format(
         copies = Copies([first, *(random_weight(FORMATS[name], product, bench) for _ in range(number - 1))])
         seeds: list[SkinnyChoice] = []
         for rows in args.rows:
-            sweep = QuantizedSweep(
-                bench, product, rows, args.seconds, copies, products, args.triton, args.scaled
-            )
+            sweep = QuantizedSweep(bench, product, rows, args.seconds, copies, products, args.triton)
             sweep.run(seeds, triton=False)
             seeds = sweep.best(8, CudaConfig)
             winner = sweep.best(1)[0]
@@ -450,11 +371,6 @@ def main() -> None:
     )
     parser.add_argument("--triton", action="store_true", help="try Triton's kernels")
     parser.add_argument("--processes", type=int, default=12, help="that compile for int4 with --triton")
-    parser.add_argument(
-        "--scaled",
-        action="store_true",
-        help="for int4, of Triton's configurations try the one in use and those that scale the weight",
-    )
     parser.add_argument("--table", type=Path, help="file for the best configurations")
     parser.add_argument(
         "--skip-sweep", action="store_true", help="time the chains with the table that is in the package"
@@ -473,9 +389,7 @@ def main() -> None:
                 tables["table"] = found
             else:
                 if args.triton and FORMATS[name].kind == "int4":
-                    compile_ahead(
-                        name, args.models, args.rows, bench.gpu.num_sms, args.processes, args.scaled
-                    )
+                    compile_ahead(name, args.models, args.rows, bench.gpu.num_sms, args.processes)
                 winners = sweep_format(bench, model, name, found, args, rate)
                 entries |= winners
                 tables["winners"] = with_table(found, SkinnyTable(bench.gpu, winners))

@@ -61,31 +61,14 @@ INT4_CUTS = (
     Int4Config(128, 128, 128, 8, 3, split=4, reorder=True),
     Int4Config(64, 128, 128, 4, 3, split=2),
     Int4Config(256, 128, 64, 16, 3),
-    Int4Config(64, 16, 128, 4, 4, split=4, scale_weight=True),
-    Int4Config(64, 128, 64, 4, 4, split=2, scale_weight=True),
-    Int4Config(128, 128, 64, 8, 3, split=5, reorder=True, scale_weight=True),
-    Int4Config(128, 128, 64, 4, 3, scale_weight=True),
-    Int4Config(256, 128, 64, 16, 3, scale_weight=True),
-    Int4Config(64, 256, 64, 4, 3, split=3, scale_weight=True),
-    Int4Config(128, 256, 32, 8, 4, scale_weight=True),
-    Int4Config(128, 256, 64, 8, 4, split=4, reorder=True, scale_weight=True),
-    Int4Config(128, 256, 128, 8, 3, launch_pdl=False, scale_weight=True),
 )
 
 
 class FusedCase:
     """Random operands for a product of ``rows`` rows with ``stored`` and what ``fused`` (one of FUSIONS) says around
-    it, and what it should be, ``want``, in float64. ``rounds_norm``: the normed rows are rounded before the product.
-    ``rounds_weight``: so is the scaled weight."""
+    it, and what it should be, ``want``, in float64. ``rounds_norm``: the normed rows are rounded before the product."""
 
-    def __init__(
-        self,
-        stored: QuantizedFormat,
-        rows: int,
-        fused: str,
-        rounds_norm: bool = False,
-        rounds_weight: bool = False,
-    ) -> None:
+    def __init__(self, stored: QuantizedFormat, rows: int, fused: str, rounds_norm: bool = False) -> None:
         (n, k), device = stored.shape, stored.data.device
         self._fused = fused
         self.x = torch.randn(rows, k, device=device).bfloat16()
@@ -98,8 +81,7 @@ class FusedCase:
             wide = F.rms_norm(wide, (k,), self._norm.double(), 1e-6)
             wide = wide.bfloat16().double() if rounds_norm else wide
         bias = None if self._bias is None else self._bias.double()
-        plain = stored.dequantized(torch.bfloat16 if rounds_weight else torch.float64)
-        self.want = F.linear(wide, plain.double(), bias)
+        self.want = F.linear(wide, stored.dequantized(torch.float64), bias)
         if gated:
             gate, up = self.want.chunk(2, -1)
             self.want = F.silu(gate) * up
@@ -243,17 +225,17 @@ def test_cuda_products_agree_with_float64(name: str, cut: CudaConfig) -> None:
 @pytest.mark.parametrize("name", ["int4-128", "int4-64", "int4-32"])
 def test_triton_products_in_int4_agree_with_float64(name: str, cut: Int4Config) -> None:
     """Every cut, with the same bits again, and rows that do not depend on the others. The weight is multiplied as it is
-    stored, or as it is in bfloat16, so only sums and the result are rounded."""
+    stored, so only sums and the result are rounded."""
     if torch.cuda.get_device_capability() < (9, 0):
         cut = replace(cut, launch_pdl=False)
     workspace = Int4Workspace(torch.device("cuda"))
     torch.manual_seed(3)
-    for (n, k), rows, fused in itertools.product(((1024, 2048), (272, 640)), (1, 33, 130, 300), FUSIONS):
+    for (n, k), rows, fused in itertools.product(((1024, 2048), (272, 640)), (1, 33, 130), FUSIONS):
         stored = make_weight(name, n, k).stored
         assert stored.zeros is not None
         if cut.block_k > stored.group:
             continue
-        case = FusedCase(stored, rows, fused, rounds_norm=True, rounds_weight=cut.scale_weight)
+        case = FusedCase(stored, rows, fused, rounds_norm=True)
         x, out, want = case.x, case.out, case.want
 
         def run(
@@ -361,7 +343,6 @@ def test_a_chain_of_early_starts_in_int4_reads_what_was_written(rows: int) -> No
     for cut in (
         Int4Config(64, 32, 128, 4, 4, split=2),
         Int4Config(128, 128, 128, 8, 3, split=4, reorder=True),
-        Int4Config(128, 256, 64, 8, 4, split=4, reorder=True, scale_weight=True),
     ):
         want = x.clone()
         chain(want, replace(cut, launch_pdl=False))

@@ -230,14 +230,14 @@ def _scaled_products() -> Iterator[Launch]:
 
 
 def _int4_products() -> Iterator[Launch]:
-    # Rows, K, group, outputs, bias, gated, residual, programs that share K, scales in the weight.
+    # Rows, K, group, outputs, bias, gated, residual, programs that share K.
     shapes = (
-        (18, 192, 32, 80, True, False, True, 2, False),
-        (3, 96, 32, 40, True, True, False, 1, False),
-        (17, 128, 64, 80, False, False, False, 1, True),
-        (2, 256, 128, 72, False, True, False, 3, True),
+        (18, 192, 32, 80, True, False, True, 2),
+        (3, 96, 32, 40, True, True, False, 1),
+        (17, 128, 64, 80, False, False, False, 1),
+        (2, 256, 128, 72, False, True, False, 3),
     )
-    for rows, k, group, num_out, has_bias, gated, adds, split, scaled in shapes:
+    for rows, k, group, num_out, has_bias, gated, adds, split in shapes:
         width = num_out * (2 if gated else 1)
         data, scales, zeros = round_to_int4(_random(width, k), group)
         out = _random(rows, num_out)
@@ -247,11 +247,9 @@ def _int4_products() -> Iterator[Launch]:
 
         def run(
             pdl: bool, x: Any, data: Any, scales: Any, zeros: Any, bias: Any, residual: Any, out: Any, _: Any,
-            num_done: Any, gated: bool = gated, group: int = group, split: int = split, scaled: bool = scaled,
+            num_done: Any, gated: bool = gated, group: int = group, split: int = split,
         ) -> None:  # fmt: skip
-            config = int4_gemm.Int4Config(
-                64, 16, min(group, 64), 4, 2, split, launch_pdl=pdl, scale_weight=scaled
-            )
+            config = int4_gemm.Int4Config(64, 16, min(group, 64), 4, 2, split, launch_pdl=pdl)
             workspace = int4_gemm.Int4Workspace(x.device)
             if num_done is not None:
                 workspace.num_done = num_done

@@ -7,10 +7,8 @@ The interpreter is chosen when triton is imported, so the checks run in processe
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -38,9 +36,6 @@ CUTS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "reordered by 64": ((64, 16, 64, 4, 2, 1), {"reorder": True}),
     "reordered by 128": ((64, 16, 128, 4, 2, 2), {"reorder": True}),
     "reordered by 32": ((64, 16, 32, 4, 2, 2), {"reorder": True}),
-    "scaled": ((64, 64, 64, 4, 2, 1), {"scale_weight": True}),
-    "scaled, split": ((128, 16, 32, 4, 2, 3), {"scale_weight": True}),
-    "scaled, reordered": ((64, 32, 128, 4, 2, 1), {"scale_weight": True, "reorder": True}),
 }
 # The interpreter multiplies bfloat16 matrices by their bit patterns, so other types are tried.
 DTYPES = {"float32": 1e-6, "float16": 1e-3}
@@ -56,16 +51,6 @@ VARIANTS = {  # rows of the weight, rows of x and inputs of a block, warps, stag
     "many": (128, 128, 128, 8, 3),
     "small blocks": (64, 128, 64, 4, 4),
 }
-SCALED_VARIANTS = {  # the same with the scales in the weight
-    "scaled": (64, 128, 64, 4, 4),
-    "scaled, many": (128, 128, 64, 8, 3),
-    "scaled, two tiles in height": (128, 128, 64, 4, 3),
-    "scaled, 16 warps": (256, 128, 64, 16, 3),
-    "scaled, 256 rows": (128, 256, 64, 8, 4),
-    "scaled, 256 rows, small blocks": (128, 256, 32, 8, 4),
-    "scaled, 256 rows, large blocks": (128, 256, 128, 8, 3),
-    "scaled, 256 rows, four warps": (64, 256, 64, 4, 3),
-}
 
 results = outcomes_of(__file__)
 compiled = outcomes_of(__file__, "compile")
@@ -76,9 +61,7 @@ def test_interpreted(check: str, results: dict[str, str]) -> None:
     assert results[check] == ""
 
 
-@pytest.mark.parametrize(
-    "name", [*VARIANTS, *SCALED_VARIANTS, "those in use", "sm_80", "sm_100", "float32", "reordering"]
-)
+@pytest.mark.parametrize("name", [*VARIANTS, "sm_80", "sm_100", "float32", "reordering"])
 def test_compiles(name: str, compiled: dict[str, str]) -> None:
     assert compiled[name] == ""
 
@@ -151,11 +134,11 @@ def check_ends() -> None:
     zeros = (torch.arange(32) % 17).to(torch.uint8)[:, None]
     x, scales = torch.eye(32), torch.ones(32, 1)
     want = (numbers.float() - zeros).t()
-    for reorder, scale in itertools.product((False, True), (False, True)):
-        config = Int4Config(64, 32, 32, 4, 2, reorder=reorder, launch_pdl=False, scale_weight=scale)
+    for reorder in (False, True):
+        config = Int4Config(64, 32, 32, 4, 2, reorder=reorder, launch_pdl=False)
         workspace = Int4Workspace(torch.device("cpu"))
         got = int4_linear(x, Int4Format.pack(numbers), scales, zeros, 32, config, workspace)
-        assert torch.equal(got, want), (reorder, scale)
+        assert torch.equal(got, want), reorder
 
 
 def check_reordering() -> None:
@@ -191,7 +174,7 @@ def check_choice() -> None:
         return x.new_zeros(len(x), len(data))
 
     workspace = Int4Workspace(torch.device("cpu"))
-    measured = Int4Config(128, 32, 64, 8, 3, split=2, reorder=True, scale_weight=True)
+    measured = Int4Config(128, 32, 64, 8, 3, split=2, reorder=True)
     gpu = GpuTraits("", 132, (9, 0), has_cuda_kernels=True)
     key = table_key(256, 64, 256, False, "int4/64")
     table = SkinnyTable(gpu, {key: measured})
@@ -228,6 +211,7 @@ def check_choice() -> None:
     assert (few.block_rows, few.block_n, few.split) == (32, 64, 2)
     assert (many.block_rows, many.block_n, many.split) == (128, 64, 1)
     # A file of measurements holds all fields.
+    import json
     import tempfile
     from pathlib import Path
 
@@ -236,12 +220,6 @@ def check_choice() -> None:
         (Path(folder) / "A_GPU.json").write_text(json.dumps({"entries": entries}))
         loaded = load_table(replace(gpu, name="A GPU"), Path(folder))
         assert loaded.choose_quantized(129, 64, 256, False, "int4/64", None) == measured
-        # A file that was made before there were scaled weights has no such field.
-        del entries[key]["scale_weight"]
-        (Path(folder) / "A_GPU.json").write_text(json.dumps({"entries": entries}))
-        loaded = load_table(replace(gpu, name="A GPU"), Path(folder))
-        found = loaded.choose_quantized(129, 64, 256, False, "int4/64", None)
-        assert found == replace(measured, scale_weight=False)
 
 
 def check_trial() -> None:
@@ -274,10 +252,9 @@ def check_trial() -> None:
         for tried, used in ((1.0, True), (1.1, False), (0.0, False)):
             factor = tried
             assert cuda_quantized._multiplies_int4(torch.device("cpu"), workspace) is used
-        first = tried_cuts[:4]
+        first = tried_cuts[:3]
         assert {cut.reorder for cut in first} == {True, False} and any(cut.split > 1 for cut in first)
         assert any(cut.num_warps == 8 and cut.block_rows == 128 for cut in first)
-        assert any(cut.scale_weight and cut.block_rows == 256 for cut in first)
     finally:
         cuda_quantized.int4_linear = right
 
@@ -286,13 +263,6 @@ def ptx_of(
     sizes: tuple[int, int, int, int, int], capability: int = 90, x: str = "bf16", **constants: Any
 ) -> str:
     """The PTX of a gated product. Checks that it compiles to machine code."""
-    return str(compiled_for(sizes, capability, x, **constants)["ptx"])
-
-
-def compiled_for(
-    sizes: tuple[int, int, int, int, int], capability: int = 90, x: str = "bf16", **constants: Any
-) -> Mapping[str, Any]:
-    """What the compiler makes of a gated product, of which "sass" is the machine code."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -302,7 +272,7 @@ def compiled_for(
     block_n, block_rows, block_k, num_warps, num_stages = sizes
     fixed: dict[str, Any] = {
         "K": 4096, "GROUP": 128, "HAS_BIAS": True, "GATED": True, "ADD": False, "BLOCK_N": block_n,
-        "BLOCK_ROWS": block_rows, "BLOCK_K": block_k, "SPLIT": 1, "REORDERED": False, "SCALED": False,
+        "BLOCK_ROWS": block_rows, "BLOCK_K": block_k, "SPLIT": 1, "REORDERED": False,
         "PACKED": x == "bf16", "PDL": capability >= 90, "row_stride": 1,
     } | constants  # fmt: skip
     types = dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), f"*{x}")
@@ -322,8 +292,7 @@ def compiled_for(
     options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": fixed["PDL"]}
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert binary.asm["cubin"] and binary.metadata.shared <= 227 << 10
-    asm: Mapping[str, Any] = binary.asm
-    return asm
+    return str(binary.asm["ptx"])
 
 
 def check_reordering_compiles() -> None:
@@ -353,96 +322,23 @@ def check_reordering_compiles() -> None:
 def check_machine_code(name: str) -> None:
     """The left side of each product is in registers, and all products of a block have ended before the registers are
     written again: a loop carries no product over its end."""
-    scaled = name in SCALED_VARIANTS
-    sizes = SCALED_VARIANTS[name] if scaled else VARIANTS[name]
-    each = max(1, sizes[0] // (16 * sizes[3]))  # of 64 rows of the weight, for each four warps
+    sizes = VARIANTS[name]
     for constants in ({}, {"REORDERED": True}, {"SPLIT": 2, "GATED": False, "ADD": True}):
-        asm = compiled_for(sizes, SCALED=scaled, **constants)
-        ptx = asm["ptx"]
+        ptx = ptx_of(sizes, **constants)
         products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m64n\d+k16)\S*\s+\{[^}]*\},\s*(\S)", ptx)
-        assert len(products) == sizes[2] // 16 * each, products
+        assert len(products) == sizes[2] // 16, products
         assert all(shape == f"m64n{sizes[1]}k16" and left == "{" for shape, left in products), products
         behind = ptx[ptx.rindex("wgmma.mma_async") :]
         assert behind.index("wgmma.wait_group.sync.aligned 0") < behind.index("bra"), behind
         assert ptx.count("griddepcontrol.wait") == ptx.count("griddepcontrol.launch_dependents") == 1
         assert "lop3.b32" in ptx and "prefetch.global.L2" in ptx
-        check_waits(asm["sass"])
-
-
-def check_waits(sass: str) -> None:
-    """While the tensor core works on products, no instruction writes the registers of the left sides or uses those of
-    the sums, and no loop is repeated. The loop of the products has all its values in registers."""
-    loop = re.search(
-        r"^(LBB\d+):\n((?:(?!LBB)[^\n]*\n)*?[^\n]*HGMMA(?:(?!LBB)[^\n]*\n)*?)[^\n]*BRA \1;", sass, re.M
-    )
-    assert loop and not re.search(r"\b(STL|LDL)\b", loop[2]), "registers in memory"
-    reading: set[int] = set()
-    summing: set[int] = set()
-    num_products = num_waits = 0
-    for line in sass.splitlines():
-        text = line.split("\t")[-1].strip()
-        product = re.search(r"HGMMA\.64x(\d+)x16\S* R(\d+), R(\d+), gdesc\S+ (?:R\2|!UPT|RZ)", text)
-        if product:
-            columns, sums, left = map(int, product.groups())
-            num_products += 1
-            reading |= set(range(left, left + 4))
-            summing |= set(range(sums, sums + columns // 2))
-            continue
-        assert "HGMMA" not in text, f"a product whose left side is not in registers: {text}"
-        wait = re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, (\w+)", text)
-        if wait:
-            assert int(wait[1], 16) == 0, f"a wait that leaves products unfinished: {text}"
-            num_waits += 1
-            reading.clear()
-            summing.clear()
-        elif reading:
-            assert not text.startswith("BRA") and " BRA" not in text, "a branch while products run"
-            used = [int(number) for number in re.findall(r"\bR(\d+)\b", text)]
-            assert not summing & set(used), f"sums are used before they are complete: {text}"
-            # The first register is the one that is written, as many as four in a row.
-            assert not used or not reading & set(range(used[0], used[0] + 4)), f"still being read: {text}"
-    assert num_products and num_waits and not reading
-
-
-def check_other_gpu(capability: int) -> None:
-    for scaled in (False, True):
-        ptx_of(VARIANTS["few"], capability, SCALED=scaled)
-
-
-def check_those_in_use() -> None:
-    """The configurations of the measurements and of the guess that multiply the scales into the weight."""
-    from fenceline.layers.kernels import skinny_table
-    from fenceline.layers.kernels.cuda_quantized import guess_int4
-    from fenceline.layers.kernels.int4_gemm import Int4Config
-
-    found = set()
-    for path in skinny_table._CONFIGS.glob("*.json"):
-        entries = json.loads(path.read_text(encoding="utf-8"))["entries"]
-        found |= {skinny_table._choice_from(fields) for fields in entries.values()}
-    stored = stored_in(4096, 1024, 128)
-    found |= {
-        guess_int4(rows, stored, 132, True, normed) for rows in (16, 128, 512) for normed in (False, True)
-    }
-    for config in found:
-        if isinstance(config, Int4Config) and config.scale_weight:
-            sizes = config.block_n, config.block_rows, config.block_k, config.num_warps, config.num_stages
-            for gated in (False, True):
-                constants = {
-                    "SPLIT": config.split,
-                    "REORDERED": config.reorder,
-                    "GATED": gated,
-                    "ADD": not gated,
-                }
-                check_waits(compiled_for(sizes, SCALED=True, **constants)["sass"])
 
 
 def main() -> None:
     if sys.argv[1] == "compile":
-        checks: dict[str, Any] = {
-            name: lambda name=name: check_machine_code(name) for name in (*VARIANTS, *SCALED_VARIANTS)
-        }
-        checks["those in use"] = check_those_in_use
-        checks |= {f"sm_{number}": lambda number=number: check_other_gpu(number) for number in (80, 100)}
+        checks: dict[str, Any] = {name: lambda name=name: check_machine_code(name) for name in VARIANTS}
+        few = VARIANTS["few"]
+        checks |= {f"sm_{number}": lambda number=number: ptx_of(few, number) for number in (80, 100)}
         checks["reordering"] = check_reordering_compiles
         checks["float32"] = lambda: ptx_of((64, 16, 64, 4, 2), x="fp32")
         print_outcomes(checks)

@@ -63,7 +63,6 @@ _GUESSED_CUDA_ROWS = {"fp8": 4, "int4": 32}
 _BITS = {"fp8": 8, "int4": 4}
 # Of Triton's product in int4, as in the table of measurements: a tile of more warps and rows than any guess has.
 _LARGE_TILE: Mapping[str, Any] = {"block_n": 128, "num_warps": 8, "num_stages": 3}
-_SCALED_TILE: Mapping[str, Any] = {**_LARGE_TILE, "block_rows": 256, "block_k": 64, "scale_weight": True}
 _MULTIPLE = 16  # both sides of a matrix must be multiples of this for _scaled_mm
 _ROW_MULTIPLE = 4  # with scales for blocks, the number of rows must be a multiple of this
 _TOLERANCE = (
@@ -386,14 +385,12 @@ def find_quantized_products(device: torch.device, kind: str) -> QuantizedProduct
 
 def _multiplies_int4(device: torch.device, workspace: Int4Workspace) -> bool:
     """Whether Triton's product with a weight in int4 runs on ``device`` and is right: gated and behind a norm, which
-    puts x into another order, with K split and added to a residual, and with large tiles, also those with the scales in
-    the weight. If not, this is logged."""
+    puts x into another order, with K split and added to a residual, and with large tiles. If not, this is logged."""
     draw = partial(torch.randn, device=device, generator=torch.Generator(device).manual_seed(0))
     trials: tuple[tuple[int, int, int, int, bool, Mapping[str, Any]], ...] = (
         (128, 256, 1024, 32, True, {}),
         (64, 192, 2048, 130, False, {}),
         (128, 256, 1024, 130, True, _LARGE_TILE),
-        (128, 256, 2048, 250, False, _SCALED_TILE),
     )
     for group, n, k, rows, gated, changed in trials:
         with device:

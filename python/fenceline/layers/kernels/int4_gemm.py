@@ -11,21 +11,11 @@ core wants pair j of a word from the j-th of four lanes. So each of four lanes l
 each. With ``Int4Config.reorder`` a lane loads words of its own and uses all pairs, for which x must have another order.
 This takes a quarter of the loads from shared memory, but x must be copied; where there is a norm, it makes the copy.
 
-From 128 + number a lane subtracts 128 + zero, which is exact. Then there are two ways:
-
-* The sums of a block, whose inputs are of one group, are multiplied by the scale in float32. So the weight is
-  multiplied as it is stored. A thread has two sums for each number of the result, so tiles have up to 128 rows of x.
-* With ``Int4Config.scale_weight`` the numbers are multiplied by the scale and rounded to bfloat16, and the sums stay in
-  the tensor core from block to block. So tiles of 256 rows of x fit the registers, for which the weight is made plain
-  once instead of twice, and smaller tiles leave room for more blocks on a multiprocessor. The scale is the sum of two
-  bfloat16, since one would lose three of float16's eleven bits. So with the scales of a checkpoint, in float16 or
-  bfloat16, the weight is exactly the plain matrix in bfloat16; with others about one number of a thousand is the
-  neighbouring one.
-
-The tensor core reads a left side from registers while the program goes on, and Triton (3.6) does not keep them: if only
-the next product needs the sums, it makes the numbers of the next block in registers that are still being read, and
-large tiles are wrong. So each block's sums are used by something that is no product, which Triton waits for: the scale,
-or an instruction that does nothing (``_wait``). A test searches the machine code for that.
+From 128 + number a lane subtracts 128 + zero, which is exact, and the sums of a block, whose inputs are of one group,
+are multiplied by the scale in float32. So the weight is multiplied as it is stored. And the tensor core has done a
+block before the numbers of the next one are made: it reads a left side from registers while the program goes on, and
+Triton (3.6) does not keep them. With scaled numbers and sums that stay in the tensor core from block to block, it
+overwrites registers that are still being read, and large tiles are wrong. A test searches the machine code for that.
 
 A weight of 4,096 features has too few blocks for all multiprocessors. So K may be split: each program of a tile writes
 its sums to a workspace, and the last to end, which an atomic counter shows, adds all of them up in the order of K. So a
@@ -60,7 +50,6 @@ class Int4Config:
     ``reorder``: x is copied into the order in which lanes read words.
     ``launch_pdl``: the kernel starts before the preceding one has ended (programmatic dependent launch, sm_90 and
     later), and meanwhile fetches the first weights and its scales into L2.
-    ``scale_weight``: the weight is scaled and rounded to bfloat16 before it is multiplied, instead of the sums.
     """
 
     block_n: int
@@ -71,7 +60,6 @@ class Int4Config:
     split: int = 1
     reorder: bool = False
     launch_pdl: bool = True
-    scale_weight: bool = False
 
 
 class Int4Workspace:
@@ -130,8 +118,8 @@ def int4_linear(
         x, data.view(torch.int32), scales, zeros, fusion.bias, out, partial, workspace.num_done, num_rows, row_blocks,
         num_out, *scales.stride(), K=k, GROUP=group, HAS_BIAS=fusion.bias is not None, GATED=fusion.gated,
         ADD=fusion.residual is not None, BLOCK_N=config.block_n, BLOCK_ROWS=config.block_rows, BLOCK_K=config.block_k,
-        SPLIT=split, REORDERED=config.reorder, SCALED=config.scale_weight, PACKED=x.dtype == torch.bfloat16,
-        PDL=config.launch_pdl, num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.launch_pdl,
+        SPLIT=split, REORDERED=config.reorder, PACKED=x.dtype == torch.bfloat16, PDL=config.launch_pdl,
+        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.launch_pdl,
     )  # fmt: skip
     return out
 
@@ -188,10 +176,10 @@ def _int4_kernel(
     x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partial_ptr, num_done_ptr, num_rows, row_blocks,
     num_out, row_stride, group_stride, K: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr, REORDERED: tl.constexpr, SCALED: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, REORDERED: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x [num_rows, K], weight [num_out or 2 num_out, K] → out [num_rows, num_out]. SCALED: the weight is scaled, not
-    the sums. PACKED: x is bfloat16, and two numbers are made plain at a time."""
+    """x [num_rows, K], weight [num_out or 2 num_out, K] → out [num_rows, num_out]. PACKED: x is bfloat16, and two
+    numbers are made plain at a time."""
     # The programs of the same rows of the weight are adjacent, so that it is read from memory once.
     split, tile = tl.program_id(0) % SPLIT, tl.program_id(0) // SPLIT
     first, block = tile // row_blocks * BLOCK_N, tile % row_blocks
@@ -231,15 +219,10 @@ def _int4_kernel(
         next_scales = tl.load(scale_ptrs + group)
         next_zeros = tl.load(zero_ptrs + group).to(tl.int32)
         if PACKED:
-            weight = _plain_pairs(words, zeros, scales, SCALED, REORDERED, BLOCK_N, BLOCK_K)
+            weight = _plain_pairs(words, zeros, REORDERED, BLOCK_N, BLOCK_K)
         else:
-            weight = _plain(words, zeros, scales, x.dtype, SCALED, REORDERED, BLOCK_N, BLOCK_K)
-        if SCALED:
-            acc = tl.dot(weight, x, acc, input_precision="ieee")
-            if PACKED:
-                acc = _wait(acc)
-        else:
-            acc += tl.dot(weight, x, input_precision="ieee") * scales
+            weight = _plain(words, zeros, x.dtype, REORDERED, BLOCK_N, BLOCK_K)
+        acc += tl.dot(weight, x, input_precision="ieee") * scales
         scales = next_scales
         zeros = next_zeros
 
@@ -274,82 +257,36 @@ def _int4_kernel(
 
 
 @triton.jit
-def _wait(acc):
-    """``acc`` itself, once the tensor core has computed it: Triton waits for a product before anything but a product
-    uses its sums. The machine code has the wait and no copy."""
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _plain_pairs(
-    words, zeros, scales, SCALED: tl.constexpr, REORDERED: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """The numbers of ``words`` [BLOCK_N, BLOCK_K / 8] less their zero points [BLOCK_N, 1], if SCALED times ``scales``
-    [BLOCK_N, 1], bfloat16 [BLOCK_N, BLOCK_K]. Two adjacent numbers are computed together: a shift, a mask that also
-    sets the high bits, and a sum; if SCALED, then the product with the scale's low bits, which is exact for a scale in
-    float16, and that with its high bits plus the former, which is rounded once."""
+def _plain_pairs(words, zeros, REORDERED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The numbers of ``words`` [BLOCK_N, BLOCK_K / 8] less their zero points [BLOCK_N, 1], bfloat16 [BLOCK_N, BLOCK_K].
+    Two adjacent numbers are computed together: a shift, a mask that also sets the high bits, and a sum."""
     less = zeros * _TWICE | _MINUS_MAGIC  # two bfloat16 of -(128 + zero)
-    if SCALED:
-        high_part = scales.to(tl.bfloat16)
-        low_part = (scales - high_part.to(tl.float32)).to(tl.bfloat16)
-        low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 pair, rest;
-            shr.u32 pair, $2, $3;
-            lop3.b32 pair, pair, 0x000f000f, $4, 0xea;
-            fma.rn.bf16x2 pair, pair, $5, $6;
-            mov.b32 rest, 0;
-            fma.rn.bf16x2 rest, pair, $8, rest;
-            fma.rn.bf16x2 pair, pair, $7, rest;
-            mov.b32 {$0, $1}, pair;
-            }""",
-            "=h,=h,r,r,r,r,r,r,r",
-            [
-                _for_pairs(words, REORDERED, BLOCK_N, BLOCK_K), _shifts(REORDERED), _MAGIC, _ONES,
-                _of_row(less, REORDERED, BLOCK_N, BLOCK_K),
-                _of_row(_twice(high_part), REORDERED, BLOCK_N, BLOCK_K),
-                _of_row(_twice(low_part), REORDERED, BLOCK_N, BLOCK_K),
-            ],
-            dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 pair;
-            shr.u32 pair, $2, $3;
-            lop3.b32 pair, pair, 0x000f000f, $4, 0xea;
-            fma.rn.bf16x2 pair, pair, $5, $6;
-            mov.b32 {$0, $1}, pair;
-            }""",
-            "=h,=h,r,r,r,r,r",
-            [
-                _for_pairs(words, REORDERED, BLOCK_N, BLOCK_K), _shifts(REORDERED), _MAGIC, _ONES,
-                _of_row(less, REORDERED, BLOCK_N, BLOCK_K),
-            ],
-            dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
-        )  # fmt: skip
+    low, high = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 pair;
+        shr.u32 pair, $2, $3;
+        lop3.b32 pair, pair, 0x000f000f, $4, 0xea;
+        fma.rn.bf16x2 pair, pair, $5, $6;
+        mov.b32 {$0, $1}, pair;
+        }""",
+        "=h,=h,r,r,r,r,r",
+        [
+            _for_pairs(words, REORDERED, BLOCK_N, BLOCK_K), _shifts(REORDERED), _MAGIC, _ONES,
+            _for_pairs(tl.broadcast_to(less, (BLOCK_N, BLOCK_K // 8)), REORDERED, BLOCK_N, BLOCK_K),
+        ],
+        dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
+    )  # fmt: skip
     return tl.reshape(tl.join(low, high), (BLOCK_N, BLOCK_K))
 
 
 @triton.jit
-def _twice(values):
-    """bfloat16 → int32 with the value in both halves."""
-    return (values.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * _TWICE
-
-
-@triton.jit
 def _plain(
-    words, zeros, scales, dtype: tl.constexpr, SCALED: tl.constexpr, REORDERED: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """The same in another ``dtype``, for Triton's interpreter. Scales are not divided."""
+    words, zeros, dtype: tl.constexpr, REORDERED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """The same in another ``dtype``, for Triton's interpreter."""
     pairs = _for_pairs(words, REORDERED, BLOCK_N, BLOCK_K) >> _shifts(REORDERED)
-    less = _of_row(zeros, REORDERED, BLOCK_N, BLOCK_K)
+    less = _for_pairs(tl.broadcast_to(zeros, (BLOCK_N, BLOCK_K // 8)), REORDERED, BLOCK_N, BLOCK_K)
     low, high = (pairs & 15) - less, (pairs >> 16 & 15) - less
-    if SCALED:
-        factors = _of_row(scales, REORDERED, BLOCK_N, BLOCK_K)
-        low, high = low * factors, high * factors
     return tl.reshape(tl.join(low, high), (BLOCK_N, BLOCK_K)).to(dtype)
 
 
@@ -375,12 +312,6 @@ def _for_pairs(values, REORDERED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: 
     else:
         values = values[:, :, None]
     return values
-
-
-@triton.jit
-def _of_row(values, REORDERED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Values of the weight's rows [BLOCK_N, 1] for all words of a row, as from ``_for_pairs``."""
-    return _for_pairs(tl.broadcast_to(values, (BLOCK_N, BLOCK_K // 8)), REORDERED, BLOCK_N, BLOCK_K)
 
 
 @triton.jit
