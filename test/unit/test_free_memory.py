@@ -131,7 +131,7 @@ class FakeTurns:
         self._process.now += timeout_ms / 1000 if self._quiet else 0.0
         return not self._quiet
 
-    def recv(self) -> bytes:
+    def receive(self) -> bytes:
         return msgspec.msgpack.encode(Turn(7, [], False))
 
 

@@ -124,17 +124,6 @@ class Inbox:
             )  # fmt: skip
 
 
-async def _news(socket: PullSocket) -> None:
-    """Wait until ``socket`` may have received something, after a receive in vain."""
-    loop = asyncio.get_running_loop()
-    news = asyncio.Event()
-    loop.add_reader(socket.fileno(), news.set)
-    try:
-        await news.wait()
-    finally:
-        loop.remove_reader(socket.fileno())
-
-
 class SocketLink:
     """The TokenizerManager's sockets: receives at ``ports.tokenizer``, sends to ``ports.scheduler``.
 
@@ -156,6 +145,8 @@ class SocketLink:
         self._num_turn_bytes = 0  # sent in this turn of the event loop
         self._backlog: deque[Message] = deque()  # what is left to the next turns
         self._turn: asyncio.Handle | None = None  # the end of this turn
+        self._receiving: asyncio.AbstractEventLoop | None = None  # once somebody has received
+        self._news = asyncio.Event()  # something may have arrived
         # The last prompt and logit_bias of a body with several requests that have been sent, and the body's number.
         self._latest_prompt: tuple[int, IdArray] = 0, id_array()
         self._latest_bias: tuple[int, dict[int, float]] = 0, {}
@@ -217,9 +208,14 @@ class SocketLink:
 
     async def receive(self) -> list[Message]:
         """See :class:`SchedulerLink`."""
+        if self._receiving is None:
+            # Watched until the link is closed: to begin and end it for each message would cost more than to read it.
+            self._receiving = asyncio.get_running_loop()
+            self._receiving.add_reader(self._inbox.socket.fileno(), self._news.set)
         messages = self._inbox.drain(MAX_DRAINED, MAX_DRAINED_BYTES)
         while not messages:
-            await _news(self._inbox.socket)
+            self._news.clear()
+            await self._news.wait()
             messages = self._inbox.drain(MAX_DRAINED, MAX_DRAINED_BYTES)
         return messages
 
@@ -228,5 +224,8 @@ class SocketLink:
         while self._backlog:
             self._write(self._backlog.popleft())
         self._flush()
+        if self._receiving is not None and not self._receiving.is_closed():
+            self._receiving.remove_reader(self._inbox.socket.fileno())
+        self._receiving = None
         self._inbox.socket.close()
         self._outbox.close()
