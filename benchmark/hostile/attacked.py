@@ -94,7 +94,7 @@ class AttackedServer:
                 stdin=subprocess.DEVNULL,
                 cwd=self.folder,
                 env=self._env,
-                start_new_session=True,
+                process_group=0,  # Ctrl-C is for the clients; see leave_cores_to_the_server for the session
                 preexec_fn=self._limit,
             )
         return self

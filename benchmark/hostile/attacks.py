@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TypeVar
 
 import httptools
@@ -31,14 +30,13 @@ T = TypeVar("T")
 
 
 def leave_cores_to_the_server() -> None:
-    """Let this process run only when a core has nothing else to do: a real attacker would be on another machine. Linux
-    may share the cores among sessions first and among their processes then, so this becomes a session of its own. The
-    lowest niceness would not be enough: it may take the kernel 100 ms to move a waiting process to a core on which only
-    such processes run. With the policy SCHED_IDLE it starts a process there at once."""
+    """Let this process run only when a core has nothing else to do: a real attacker would be on another machine.
+
+    Linux may share the cores among sessions first (``kernel.sched_autogroup_enabled``), whatever the priorities in
+    them, so the server, its clients and the observer are in one session. The lowest niceness would not be enough: it
+    may take the kernel 100 ms to move a waiting process to a core on which only such processes run. With the policy
+    SCHED_IDLE it starts a process there at once."""
     os.nice(19)
-    with contextlib.suppress(OSError):
-        os.setsid()
-        Path("/proc/self/autogroup").write_text("19")
     with contextlib.suppress(AttributeError, OSError):  # of Linux
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
@@ -53,7 +51,7 @@ def run_apart(run: Callable[..., T], *args: object) -> T:
     there.close()
     try:
         result: T = here.recv()
-    except BaseException:  # Ctrl-C does not reach a process of another session
+    except BaseException:
         process.terminate()
         raise
     finally:

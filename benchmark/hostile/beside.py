@@ -19,7 +19,6 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import NamedTuple, Self
 
 import httptools
@@ -138,10 +137,8 @@ class Observer:
 
 
 def _run(pipe: Connection, port: int, pid: int) -> None:
-    with contextlib.suppress(OSError):  # a session of its own, see attacks.leave_cores_to_the_server
-        os.setsid()
+    with contextlib.suppress(OSError):  # who may not is observed with the priority that there is
         os.nice(-10)
-        Path("/proc/self/autogroup").write_text("-10")
     gc.disable()  # a collection would look like a late answer, and there are few reference cycles here
     asyncio.run(_observe(pipe, port, pid))
 
