@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import logging
 import os
 import selectors
@@ -17,6 +19,8 @@ from hypothesis import strategies as st
 
 from fenceline.ipc import channel
 from fenceline.ipc.channel import PullSocket, PushSocket
+from fenceline.ipc.io_struct import ControlReply, encode
+from fenceline.ipc.sockets import MAX_DRAINED_BYTES, SocketLink, make_ports, remove_ports
 
 LARGE = 3 << 20  # more than a socket holds
 
@@ -123,7 +127,7 @@ def test_what_is_sent_to_a_reader_that_has_gone_is_dropped(reader: PullSocket) -
     assert not sender._unsent
 
 
-def test_what_are_no_messages_closes_the_connection_alone(
+def test_bytes_that_are_not_messages_close_the_connection_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "scheduler"
@@ -137,7 +141,7 @@ def test_what_are_no_messages_closes_the_connection_alone(
         while not caplog.text:
             assert not reader.poll(1)
         assert bad.recv(1) == b"", "closed"
-    assert "The scheduler's socket received what are no messages; the connection was closed" in caplog.text
+    assert "The scheduler's socket received bytes that are not messages" in caplog.text
     good.send(b"2")
     assert reader.receive() == b"2"
     good.close()
@@ -173,14 +177,148 @@ def test_its_descriptor_says_when_something_may_have_arrived(reader: PullSocket)
 
 
 @given(st.lists(st.binary(max_size=40), max_size=12), st.data())
-def test_messages_are_cut_wherever_reads_end(messages: list[bytes], data: st.DataObject) -> None:
+def test_messages_are_put_together_wherever_reads_end(messages: list[bytes], data: st.DataObject) -> None:
     stream = b"".join(channel._HEAD.pack(channel._MAGIC, len(each)) + each for each in messages)
     connection = channel._Connection(None)  # type: ignore[arg-type]
     received: deque[bytes] = deque()
     at = 0
     while at < len(stream):
         num = data.draw(st.integers(1, len(stream) - at))
-        assert connection.cut(memoryview(stream)[at : at + num], received)
+        assert connection.split(memoryview(stream)[at : at + num], received)
         at += num
     assert list(received) == messages
-    assert not connection._begun
+    assert not connection._partial
+
+
+def test_a_large_message_that_has_arrived_is_taken_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes behind it, an abort for example, would wait for as many steps as there are reads."""
+    monkeypatch.setattr(channel, "_READ_BYTES", 1000)
+    reader = PullSocket(f"ipc://{tmp_path}/s")
+    sender = PushSocket(reader.endpoint)
+    messages = [b"x" * 14_000, b"behind"]
+    sender.send_many(messages)
+    assert [reader.receive_nowait() for _ in range(2)] == messages
+    sender.close()
+    reader.close()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOBUFS, errno.EHOSTUNREACH], ids=errno.errorcode.get)
+def test_what_could_not_be_sent_for_a_moment_is_sent_later(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = PullSocket(f"ipc://{tmp_path}/s")
+    sender = PushSocket(reader.endpoint)
+    connected, failures = sender._connected, [OSError(number, "short")] * 3
+
+    def fail_at_first() -> socket.socket:
+        if failures:
+            raise failures.pop()
+        return connected()
+
+    monkeypatch.setattr(sender, "_connected", fail_at_first)
+    sender.send(b"1")
+    sender.send(b"2")
+    assert [reader.receive(), reader.receive()] == [b"1", b"2"]
+    assert not failures
+    sender.close()
+    reader.close()
+
+
+def test_an_error_that_does_not_pass_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    sender = PushSocket(f"ipc://{tmp_path}/file/s")
+    with caplog.at_level(logging.WARNING):
+        sender.send(b"1")
+    assert "nothing more can be sent to ipc://" in caplog.text
+    sender.close()
+
+
+def test_messages_stay_in_order_where_no_thread_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint = f"ipc://{tmp_path}/s"
+    sender = PushSocket(endpoint)
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError):
+            sender.send(b"1")
+    reader = PullSocket(endpoint)
+    sender.send(b"2")
+    assert [reader.receive(), reader.receive()] == [b"1", b"2"]
+    sender.close()
+    reader.close()
+
+
+def test_a_connection_waits_while_there_is_no_descriptor_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "PAUSE_S", 0.001)
+    reader = PullSocket(f"ipc://{tmp_path}/s")
+    listener = reader._listener
+    failures = 2
+
+    class Short:
+        def fileno(self) -> int:
+            return listener.fileno()
+
+        def accept(self) -> tuple[socket.socket, object]:
+            nonlocal failures
+            if failures:
+                failures -= 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return listener.accept()
+
+        def close(self) -> None:
+            listener.close()
+
+    short = Short()
+    reader._selector.unregister(listener)
+    reader._selector.register(short, selectors.EVENT_READ)
+    reader._listener = short  # type: ignore[assignment]
+    sender = PushSocket(reader.endpoint)
+    sender.send(b"1")
+    assert reader.receive_nowait() is None and reader.is_paused
+    assert reader.receive() == b"1"
+    assert not failures and not reader.is_paused
+    sender.close()
+    reader.close()
+
+
+async def test_a_link_receives_what_comes_behind_what_it_drops(tmp_path: Path) -> None:
+    """A drain ends after so many bytes, whether they were messages or not, and the descriptor shows nothing then."""
+    ports = make_ports()
+    link = SocketLink(ports)
+    sender = PushSocket(ports.tokenizer)
+    report = ControlReply(id="1", success=True)
+    sender.send_many([b"\xc1" * (MAX_DRAINED_BYTES + 1), encode(report)])
+    assert await asyncio.wait_for(link.receive(), 60) == [report]
+    sender.send(encode(report))
+    assert await asyncio.wait_for(link.receive(), 60) == [report]
+    sender.close()
+    link.close()
+    remove_ports(ports)
+
+
+async def test_a_link_from_which_nobody_receives_does_not_keep_the_event_loop_busy() -> None:
+    ports = make_ports()
+    link = SocketLink(ports)
+    sender = PushSocket(ports.tokenizer)
+    report = encode(ControlReply(id="1", success=True))
+    sender.send(report)
+    await link.receive()
+    waiting = asyncio.ensure_future(link.receive())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    sender.send(report)
+    while link._receiving is not None:  # for a few turns it is still watched
+        await asyncio.sleep(0)
+    assert len(await link.receive()) == 1
+    sender.close()
+    link.close()
+    remove_ports(ports)

@@ -145,6 +145,12 @@ def test_entries_that_are_missing_are_those_of_transformers(name: str, tmp_path:
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or ours.hidden_size // ours.num_heads)
     for key in ("rms_norm_eps", "tie_word_embeddings", "attention_bias", "mlp_bias"):
         assert getattr(ours, key) == getattr(theirs, key, getattr(ours, key)), key
+    if ours.experts is not None:
+        for key in ("shared_expert_intermediate_size", "first_k_dense_replace"):
+            ours_value = (
+                ours.experts.shared_size if key.startswith("shared") else len(ours.experts.dense_layers)
+            )
+            assert ours_value == getattr(theirs, key, ours_value), key
     window = getattr(theirs, "sliding_window", None)
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.num_layers
     windows = [window if kind == "sliding_attention" else None for kind in kinds]

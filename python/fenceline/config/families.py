@@ -195,7 +195,12 @@ def _gemma_multipliers(reader: ConfigReader) -> Multipliers:
     )
 
 
-def _qwen_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
+def _count(reader: ConfigReader, key: str, default: int) -> int:
+    return default if reader.values.get(key) is None else reader.count(key)
+
+
+def _qwen_experts(reader: ConfigReader, num_layers: int, shared_size: int = 0) -> ExpertsConfig:
+    """``shared_size``: the default."""
     every = reader.size("decoder_sparse_step", 1)
     named = reader.numbers("mlp_only_layers")
     return ExpertsConfig(
@@ -205,7 +210,7 @@ def _qwen_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
         intermediate_size=reader.size("moe_intermediate_size"),
         renormalise=reader.switch("norm_topk_prob"),
         dense_layers=frozenset(named) | {i for i in range(num_layers) if (i + 1) % every},
-        shared_size=reader.count("shared_expert_intermediate_size"),
+        shared_size=_count(reader, "shared_expert_intermediate_size", shared_size),
     )
 
 
@@ -223,7 +228,7 @@ def _glm_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
         top_groups=reader.size("topk_group", 1),
         scaling=reader.number("routed_scaling_factor", 1.0),
         shared_size=size * reader.size("n_shared_experts", 1),
-        dense_layers=frozenset(range(reader.count("first_k_dense_replace"))),
+        dense_layers=frozenset(range(_count(reader, "first_k_dense_replace", 1))),
     )
 
 
@@ -375,7 +380,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Olmo2ForCausalLM": Family(rms_norm_eps=1e-5),
         "Phi3ForCausalLM": Family(rms_norm_eps=1e-5, partial_rotary=1.0, windows=_plain_windows),
         "Qwen2ForCausalLM": Family(windows=_qwen_windows),
-        "Qwen2MoeForCausalLM": Family(windows=_qwen2_moe_windows, experts=_qwen_experts),
+        "Qwen2MoeForCausalLM": Family(
+            windows=_qwen2_moe_windows, experts=partial(_qwen_experts, shared_size=5632)
+        ),
         "Qwen3ForCausalLM": Family(head_dim=128, windows=_qwen_windows),
         "Qwen3MoeForCausalLM": Family(windows=_qwen3_moe_windows, experts=_qwen_experts),
         "SeedOssForCausalLM": Family(head_dim=128, attention_bias=True),

@@ -19,7 +19,7 @@ import msgspec
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.frontend.tokenizer import BYTE_TOKEN, Tokenizer, byte_alphabet, load_tokenizer
-from fenceline.ipc.channel import PushSocket
+from fenceline.ipc.channel import PushSocket, close_all
 from fenceline.ipc.child_process import Watchdog, freeze_garbage_collector, prepare_child
 from fenceline.ipc.io_struct import (
     DETOKENIZER_DECODER,
@@ -459,8 +459,8 @@ class DetokenizerManager:
 
     def close(self) -> None:
         """Close the sockets; what was sent is still delivered."""
-        for socket in (self._inbox.socket, self._to_tokenizer, self._to_scheduler):
-            socket.close()
+        self._inbox.socket.close()
+        close_all((self._to_tokenizer, self._to_scheduler))
 
 
 def run_detokenizer_process(config: EngineConfig, ports: PortArgs) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from fenceline.ipc.channel import PullSocket, PushSocket
+from fenceline.ipc.channel import PullSocket, PushSocket, close_all
 from fenceline.ipc.child_process import Silence
 from fenceline.ipc.io_struct import FatalError, PortArgs, encode
 from fenceline.ipc.rank_board import RankBoard
@@ -76,7 +76,7 @@ class NodePeers:
     """The listeners of the other nodes. Sending never blocks."""
 
     def __init__(self, endpoints: Sequence[str]) -> None:
-        self._sockets = [PushSocket(endpoint) for endpoint in endpoints]
+        self.sockets = [PushSocket(endpoint) for endpoint in endpoints]
 
     def write(self, at: int, data: bytes) -> None:
         """Have the other nodes' boards show what this rank has written to its own."""
@@ -85,13 +85,12 @@ class NodePeers:
     def send(self, message: BoardWrite | Heartbeat | NodeFailed) -> None:
         """To all."""
         data = _ENCODER.encode(message)
-        for each in self._sockets:
+        for each in self.sockets:
             each.send(data)
 
     def close(self) -> None:
-        """See ``PushSocket.close``."""
-        for each in self._sockets:
-            each.close()
+        """Send the rest, for which there is a second."""
+        close_all(self.sockets)
 
 
 class NodeListener:

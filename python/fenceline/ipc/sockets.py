@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from fenceline.ipc.channel import PullSocket, PushSocket
+from fenceline.ipc.channel import PAUSE_S, PullSocket, PushSocket
 from fenceline.ipc.io_struct import (
     TOKENIZER_DECODER,
     IdArray,
@@ -35,6 +35,7 @@ MAX_TURN_BYTES = 2 << 20  # of requests, in one turn of the event loop: one or t
 MAX_STEP_MESSAGES, MAX_STEP_BYTES = 512, 4 << 20
 _SLOW_BYTE = 16
 _MAX_TMPDIR_CHARS = 64
+_MOST_UNREAD = 16  # turns of the event loop in which something has arrived and nobody receives
 
 
 class SchedulerLink(Protocol):
@@ -84,7 +85,7 @@ class Inbox:
         self.num_dropped = 0
 
     def wait(self, timeout_ms: int | None = None) -> bool:
-        """Wait until something may have arrived; False if the time is over before."""
+        """Wait until a message has arrived; False if the time runs out first."""
         return self.socket.poll(timeout_ms)
 
     def receive(self) -> list[Message]:
@@ -145,8 +146,9 @@ class SocketLink:
         self._num_turn_bytes = 0  # sent in this turn of the event loop
         self._backlog: deque[Message] = deque()  # what is left to the next turns
         self._turn: asyncio.Handle | None = None  # the end of this turn
-        self._receiving: asyncio.AbstractEventLoop | None = None  # once somebody has received
+        self._receiving: asyncio.AbstractEventLoop | None = None  # while the inbox is watched
         self._news = asyncio.Event()  # something may have arrived
+        self._num_unread = 0  # how often it was set since somebody received
         # The last prompt and logit_bias of a body with several requests that have been sent, and the body's number.
         self._latest_prompt: tuple[int, IdArray] = 0, id_array()
         self._latest_bias: tuple[int, dict[int, float]] = 0, {}
@@ -194,12 +196,12 @@ class SocketLink:
     def _end_turn(self) -> None:
         """Send what this turn gathered, and as much of the backlog as one more may."""
         self._num_turn_bytes = 0
-        while self._backlog and self._num_turn_bytes <= MAX_TURN_BYTES:
-            self._write(self._backlog.popleft())
-        self._flush()
         self._turn = None
         if self._backlog:
             self._turn = asyncio.get_running_loop().call_soon(self._end_turn)
+        while self._backlog and self._num_turn_bytes <= MAX_TURN_BYTES:
+            self._write(self._backlog.popleft())
+        self._flush()
 
     def _flush(self) -> None:
         if self._unsent:
@@ -208,24 +210,41 @@ class SocketLink:
 
     async def receive(self) -> list[Message]:
         """See :class:`SchedulerLink`."""
-        if self._receiving is None:
-            # Watched until the link is closed: to begin and end it for each message would cost more than to read it.
-            self._receiving = asyncio.get_running_loop()
-            self._receiving.add_reader(self._inbox.socket.fileno(), self._news.set)
         messages = self._inbox.drain(MAX_DRAINED, MAX_DRAINED_BYTES)
         while not messages:
-            self._news.clear()
-            await self._news.wait()
+            self._watch()
+            if not self._inbox.wait(0):  # a drain may have ended at what it dropped
+                await self._news.wait()
             messages = self._inbox.drain(MAX_DRAINED, MAX_DRAINED_BYTES)
         return messages
+
+    def _watch(self) -> None:
+        """Have ``_news`` set once something may have arrived. To begin and end this for each message would cost more
+        than to read it, so the descriptor stays watched as long as somebody receives."""
+        self._news.clear()
+        self._num_unread = 0
+        if self._receiving is None:
+            self._receiving = asyncio.get_running_loop()
+            self._receiving.add_reader(self._inbox.socket.fileno(), self._note_news)
+        if self._inbox.socket.is_paused:
+            self._receiving.call_later(PAUSE_S, self._news.set)
+
+    def _note_news(self) -> None:
+        self._num_unread += 1
+        if self._num_unread > _MOST_UNREAD:  # until somebody receives again
+            self._unwatch()
+        self._news.set()
+
+    def _unwatch(self) -> None:
+        if self._receiving is not None and not self._receiving.is_closed():
+            self._receiving.remove_reader(self._inbox.socket.fileno())
+        self._receiving = None
 
     def close(self) -> None:
         """See :class:`SchedulerLink`. Called on the event loop's thread, while no task receives."""
         while self._backlog:
             self._write(self._backlog.popleft())
         self._flush()
-        if self._receiving is not None and not self._receiving.is_closed():
-            self._receiving.remove_reader(self._inbox.socket.fileno())
-        self._receiving = None
+        self._unwatch()
         self._inbox.socket.close()
         self._outbox.close()

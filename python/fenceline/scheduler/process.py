@@ -17,7 +17,7 @@ from fenceline.config import num_usable_cores
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.nodes import agreed, described
 from fenceline.distributed.shared_gpu import ranks_share_gpu
-from fenceline.ipc.channel import PullSocket, PushSocket
+from fenceline.ipc.channel import PullSocket, PushSocket, close_all
 from fenceline.ipc.child_process import Watchdog, freeze_garbage_collector, prepare_child
 from fenceline.ipc.free_memory import FreeMemoryWatch
 from fenceline.ipc.io_struct import (
@@ -125,8 +125,7 @@ class SocketOutbox:
 
     def close(self) -> None:
         """What a thread sends from now on is dropped. What has been sent gets a second to arrive."""
-        self._tokens.close()
-        self._tokenizer.close()
+        close_all((self._tokens, self._tokenizer))
 
 
 def ready_message(config: EngineConfig, scheduler: Scheduler) -> SchedulerReady:
@@ -167,6 +166,7 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
     recorder: FlightRecorder | None = None
     device: Device | None = None
     link: RankLink | None = None
+    channels: _RankChannels | None = None
     watchdog = Watchdog(
         config.server_args.watchdog_timeout,
         lambda reason: _exit_hung(ports, rank, recorder, _root_cause(reason, link)),
@@ -232,17 +232,19 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
                 _send_fatal(ports, rank, reason)
             finally:
                 if num_ranks > 1:
-                    _end_rank(1)
+                    _end_rank(1, channels)
         sys.exit(1)
     if messages is not None:
         messages.socket.close()
     if num_ranks > 1:
-        _end_rank(0)
+        _end_rank(0, channels)
 
 
-def _end_rank(status: int) -> None:
-    """End the process without what Python and libraries do at the end: NCCL would abort its communicator while CUDA
-    shuts down, which can end the process by SIGABRT instead."""
+def _end_rank(status: int, channels: _RankChannels | None) -> None:
+    """End the process, once the other ranks have been told the rest, without what Python and libraries do at the end:
+    NCCL would abort its communicator while CUDA shuts down, which can end the process by SIGABRT instead."""
+    if channels is not None:
+        close_all(channels.senders)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -325,6 +327,7 @@ class _RankChannels:
         args, rank = config.server_args, shard.rank
         self.board = RankBoard(ports, rank, shard.size)
         self.turns: PullSocket | None = None
+        self.senders: list[PushSocket] = []  # to other ranks and nodes
         if args.dist_init_addr is None:
             self.endpoints = [rank_endpoint(ports, other) for other in range(shard.size)]
             if rank:
@@ -344,6 +347,7 @@ class _RankChannels:
         self.endpoints = [endpoints[0] for endpoints in told]
         boards = [endpoints[1] for endpoints in told if len(endpoints) > 1]
         peers = NodePeers([each for node, each in enumerate(boards) if node != args.node_rank])
+        self.senders += peers.sockets
         self.board.mirror = peers.write
         if listener is not None:
             listener.start(boards)
@@ -358,6 +362,7 @@ def _link_ranks(
     board, turns = channels.board, channels.turns
     if board.rank == 0:
         sockets = [PushSocket(endpoint) for endpoint in channels.endpoints[1:]]
+        channels.senders += sockets
         return LeadingRank(board, worker, inbox.drain, [socket.send for socket in sockets])
     assert turns is not None, "rank 0 alone receives no turns"
     return FollowingRank(board, worker, TurnInbox(turns, watchdog, FreeMemoryWatch()).receive)
