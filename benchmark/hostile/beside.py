@@ -102,8 +102,8 @@ def usual(samples: Iterable[Sample], until: float) -> float:
 
 
 def not_run(lag: Iterable[Sample], wait: Sample) -> float:
-    """The seconds of ``wait`` in which the observer itself did not run although it was due. It has a higher priority
-    than the server, so the machine ran neither, or something else."""
+    """The seconds of ``wait`` in which the observer itself did not run although it was due. Where it may, it
+    has a higher priority than the server, so the machine ran neither, or something else."""
     late = 0.0
     for one in lag:
         due = one.start + PROBE_EVERY_S
