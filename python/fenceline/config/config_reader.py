@@ -27,9 +27,9 @@ class ConfigReader:
             raise ConfigError(f"config.json: {key} must be at most {most}, got {value!r}")
         return value
 
-    def count(self, key: str, most: int | None = None) -> int:
-        """An integer from 0 to ``most`` (None: without upper limit); 0 if the key is missing."""
-        return 0 if self.values.get(key) == 0 else self.size(key, 0, most)
+    def count(self, key: str, most: int | None = None, default: int = 0) -> int:
+        """An integer from 0 to ``most`` (None: without upper limit); ``default`` if the key is missing."""
+        return 0 if self.values.get(key) == 0 else self.size(key, default, most)
 
     def whole(self, key: str, default: int) -> int:
         """An integer of at least -1."""

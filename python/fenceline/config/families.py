@@ -195,10 +195,6 @@ def _gemma_multipliers(reader: ConfigReader) -> Multipliers:
     )
 
 
-def _count(reader: ConfigReader, key: str, default: int) -> int:
-    return default if reader.values.get(key) is None else reader.count(key)
-
-
 def _qwen_experts(reader: ConfigReader, num_layers: int, shared_size: int = 0) -> ExpertsConfig:
     """``shared_size``: the default."""
     every = reader.size("decoder_sparse_step", 1)
@@ -210,7 +206,7 @@ def _qwen_experts(reader: ConfigReader, num_layers: int, shared_size: int = 0) -
         intermediate_size=reader.size("moe_intermediate_size"),
         renormalise=reader.switch("norm_topk_prob"),
         dense_layers=frozenset(named) | {i for i in range(num_layers) if (i + 1) % every},
-        shared_size=_count(reader, "shared_expert_intermediate_size", shared_size),
+        shared_size=reader.count("shared_expert_intermediate_size", default=shared_size),
     )
 
 
@@ -228,7 +224,7 @@ def _glm_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
         top_groups=reader.size("topk_group", 1),
         scaling=reader.number("routed_scaling_factor", 1.0),
         shared_size=size * reader.size("n_shared_experts", 1),
-        dense_layers=frozenset(range(_count(reader, "first_k_dense_replace", 1))),
+        dense_layers=frozenset(range(reader.count("first_k_dense_replace", default=1))),
     )
 
 

@@ -129,6 +129,11 @@ class PullSocket:
         return self._selector.fileno()
 
     @property
+    def has_message(self) -> bool:
+        """Whether one has been read already and not been received; the descriptor does not show it."""
+        return bool(self._messages)
+
+    @property
     def is_paused(self) -> bool:
         """Whether no connections are accepted for a moment, because there is no descriptor for one."""
         return self._accepts_at is not None
@@ -333,7 +338,7 @@ class PushSocket:
             if num:
                 retry_s = _RETRY_S
             else:
-                time.sleep(retry_s)
+                time.sleep(retry_s)  # nothing tells when somebody will listen; nobody waits for this thread
                 retry_s = min(2 * retry_s, _MOST_RETRY_S)
 
     def _connect(self) -> None:

@@ -213,7 +213,7 @@ class SocketLink:
         messages = self._inbox.drain(MAX_DRAINED, MAX_DRAINED_BYTES)
         while not messages:
             self._watch()
-            if not self._inbox.wait(0):  # a drain may have ended at what it dropped
+            if not self._inbox.socket.has_message:  # a drain may have ended at what it dropped
                 await self._news.wait()
             messages = self._inbox.drain(MAX_DRAINED, MAX_DRAINED_BYTES)
         return messages
