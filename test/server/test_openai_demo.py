@@ -31,6 +31,12 @@ def api(demo: LiveServer) -> Iterator[openai.OpenAI]:
         yield client
 
 
+def test_no_step_waits_until_the_grammar_library_is_imported(demo):
+    """An import holds the interpreter lock, for a second beside other requests. So it comes before all requests."""
+    scheduler = demo.engine_processes()[0]
+    assert any("xgrammar" in mapped.path for mapped in scheduler.memory_maps())
+
+
 def test_it_can_add(api):
     answer = api.chat.completions.create(model="demo", messages=SUM, temperature=0)
     assert answer.choices[0].message.content == "42"

@@ -4,6 +4,8 @@ missing."""
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -141,3 +143,29 @@ def test_the_skinny_gemm_is_left_out_where_its_cuts_do_not_fit(
     monkeypatch.setitem(sys.modules, "fenceline_kernel", package)
     monkeypatch.setitem(sys.modules, "fenceline_kernel.skinny", skinny)
     assert (cuda_kernels._find_cuda_product(torch.device("cuda")) is not None) == used
+
+
+# What run_scheduler finds when it imports the scheduler's process.
+_ENTRY = """
+import os, sys
+from types import SimpleNamespace
+from fenceline.entrypoints.launch import run_scheduler
+
+def scheduler_process(*args):
+    print(os.environ.get("OMP_WAIT_POLICY"), "torch" in sys.modules)
+
+sys.modules["fenceline.scheduler.process"] = SimpleNamespace(run_scheduler_process=scheduler_process)
+run_scheduler(SimpleNamespace(device=sys.argv[1]), None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "policy"),
+    [("cpu", None, "passive"), ("cpu", "active", "active"), ("cuda", None, "None")],
+)
+def test_threads_of_a_cpu_do_not_spin_between_operations(device: str, given: str | None, policy: str) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    env |= {"OMP_WAIT_POLICY": given} if given else {}
+    command = [sys.executable, "-c", _ENTRY, device]
+    told = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.split()
+    assert told == [policy, "False"], "torch reads it when it is imported"

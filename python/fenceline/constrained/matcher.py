@@ -56,7 +56,8 @@ class GrammarStore:
         self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
 
     def prepare(self) -> None:
-        """Import the library, which takes seconds, before anybody waits for a step."""
+        """Import the library before anybody waits for a step. It takes up to seconds, and even in another thread it
+        holds the interpreter lock for most of them."""
         import xgrammar  # noqa: F401
 
     def use_threads(self, num: int) -> None:

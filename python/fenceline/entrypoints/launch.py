@@ -58,6 +58,10 @@ class EngineBackend(Protocol):
 
 def run_scheduler(config: EngineConfig, ports: PortArgs, rank: int = 0) -> None:
     """The entry of a scheduler's process. Its imports (torch, the model) happen in the child only."""
+    if config.device == "cpu":
+        # Between two operations torch's threads would spin for milliseconds on cores that the front end's processes
+        # need. OpenMP reads the variable when torch is imported.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from fenceline.scheduler.process import run_scheduler_process
 
     run_scheduler_process(config, ports, rank)

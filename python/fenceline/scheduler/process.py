@@ -196,12 +196,12 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
         scheduler.control.run_in_background = _run_in_thread
         scheduler.still_working = watchdog.busy
         scheduler.grammars.run_in_background = ThreadPoolExecutor(1, thread_name_prefix="grammars").submit
-        if config.device == "cuda" and config.refuses_grammars is None:
-            # On a CPU this is left to the first grammar, so that the server starts sooner.
+        if config.refuses_grammars is None:
             scheduler.grammars.prepare()
-            # The front end's processes need the other half of the cores.
-            num_threads = num_usable_cores() // (2 * config.num_sharing)
-            scheduler.grammars.use_threads(min(max(num_threads, 1), _MOST_MASK_THREADS))
+            if config.device == "cuda":
+                # The front end's processes need the other half of the cores.
+                num_threads = num_usable_cores() // (2 * config.num_sharing)
+                scheduler.grammars.use_threads(min(max(num_threads, 1), _MOST_MASK_THREADS))
         with device.forward.active():
             shard.smallest(0)  # wait until all ranks are here
         if rank == 0:
