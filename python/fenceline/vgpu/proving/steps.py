@@ -53,7 +53,14 @@ from fenceline.vgpu.proving.shared_prefixes import compare_shared_prefixes
 from fenceline.vgpu.proving.start_up import compare_start
 from fenceline.vgpu.proving.storage_record import StorageRecord
 from fenceline.vgpu.proving.storage_use import StorageUse
-from fenceline.vgpu.proving.tiny_model import PLAIN, plain_path, tiny_draft, tiny_model_path, tiny_tokenizer
+from fenceline.vgpu.proving.tiny_model import (
+    PLAIN,
+    ROUNDED,
+    plain_path,
+    tiny_draft,
+    tiny_model_path,
+    tiny_tokenizer,
+)
 from fenceline.vgpu.proving.watched import WatchedScheduler
 from fenceline.vgpu.speculative_tags import make_tags
 from fenceline.vgpu.tags import Tags
@@ -72,6 +79,8 @@ def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineCo
         algorithm, folder = tiny_draft(str(draft), model)
         args |= {"speculative_algorithm": algorithm, "speculative_draft_model_path": folder}
     folder = tiny_model_path(model)
+    if model in ROUNDED:
+        args["quantization"] = ROUNDED[model]
     config = resolve(ServerArgs(model_path=folder, random_seed=1, log_level="error", **args))  # type: ignore[arg-type]
     if isinstance(backend, str):
         # FlashInfer plans on the host and so cannot verify drafts: our own kernels do, as on a GPU.

@@ -322,7 +322,15 @@ def _attention(backend: str) -> Callable[[Random], Scenario]:
 def _experts(random: Random) -> Scenario:
     """The tokens of a step meet in the experts, among them padded ones of graphs."""
     scenario = random.choice((_mixed, _prefixes, _aborts, _graphs, _retraction))(random)
-    return replace(scenario, flags={**scenario.flags, "model": "experts"})
+    model = random.choice(("experts", "shared", "gpt_oss", "mxfp4", "fp8_experts", "int4_experts"))
+    return replace(scenario, flags={**scenario.flags, "model": model})
+
+
+def _models(random: Random) -> Scenario:
+    """Families and number formats that other workloads do not have."""
+    scenario = random.choice((_mixed, _prefixes, _graphs, _retraction))(random)
+    model = random.choice(("wide", "wide", "llama3", "yarn", "fp8", "fp8_rows", "rounded_fp8", "int4"))
+    return replace(scenario, flags={**scenario.flags, "model": model})
 
 
 def _windows(random: Random) -> Scenario:
@@ -334,7 +342,8 @@ def _windows(random: Random) -> Scenario:
     if drafts and random.random() < 0.3:
         scenario = trees_under_windows(random)
         return replace(scenario, flags={**scenario.flags, **ours})
-    return replace(scenario, flags={**scenario.flags, **ours, **drafts, "model": "windows"})
+    model = random.choice(("windows", "windows", "gpt_oss"))  # the second one has sinks
+    return replace(scenario, flags={**scenario.flags, **ours, **drafts, "model": model})
 
 
 def _new_weights(random: Random) -> Scenario:
@@ -413,6 +422,7 @@ WORKLOADS: dict[str, Workload] = {
         ),
         Workload("new_weights", "the weights are replaced while requests run", _new_weights, share=3),
         Workload("experts", "a mixture of experts, in padded graphs and without", _experts, share=2),
+        Workload("models", "other families and number formats", _models),
         Workload("windows", "layers with sliding windows and soft caps", _windows, share=2),
         *SPECULATIVE_WORKLOADS,
         Workload(COLLECTIVES, "F10, F19: sums of several ranks, eager and in graphs", _no_script),
