@@ -329,6 +329,7 @@ def test_small_limits_reach_what_large_batches_alone_would(monkeypatch: pytest.M
         return groups
 
     monkeypatch.setattr(torch_backend, "decode_groups", groups_of)
+    monkeypatch.setattr(steps, "compare_attention", lambda random: "")  # it asks the function itself
     assert first_failure("mixed", seeds=range(8)).trial.has_small_limits
     before = torch_backend._GATHER_BYTES_DEFAULT
     with small_limits():
@@ -346,6 +347,7 @@ def test_with_small_limits_the_engine_runs_on_the_cpu_too(monkeypatch: pytest.Mo
         return num_alike(self, requests, first, last) + 2 * first
 
     monkeypatch.setattr(torch_backend._Grouping, "_num_alike", too_many)
-    monkeypatch.setattr(steps, "compare_shared_prefixes", lambda random: "")  # it asks the function itself
+    for question in ("compare_shared_prefixes", "compare_attention"):  # they ask the function itself
+        monkeypatch.setattr(steps, question, lambda random: "")
     found = run(trial)
     assert found.checker == ANSWERS and found.report.startswith("on the CPU: "), found.report

@@ -33,6 +33,7 @@ from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.footprint import check_footprints
 from fenceline.vgpu.proving.admission import Admissions
 from fenceline.vgpu.proving.answers import Findings, Setting, Transcript
+from fenceline.vgpu.proving.attention_plans import compare_attention
 from fenceline.vgpu.proving.backups import Backups
 from fenceline.vgpu.proving.chunks import Chunks
 from fenceline.vgpu.proving.decisions import Decision, Event, Fetched, Owned, device_bytes, host_bytes
@@ -47,6 +48,7 @@ from fenceline.vgpu.proving.observers import compare_observers
 from fenceline.vgpu.proving.oracle import Oracle
 from fenceline.vgpu.proving.random_depths import RandomDepths
 from fenceline.vgpu.proving.recorded_worker import RecordedWorker
+from fenceline.vgpu.proving.sampled_batches import compare_sampling
 from fenceline.vgpu.proving.scheduler_record import SchedulerRecord
 from fenceline.vgpu.proving.script import Arrival, Flags, FollowUp, Reaction, Scenario
 from fenceline.vgpu.proving.shared_prefixes import compare_shared_prefixes
@@ -62,6 +64,7 @@ from fenceline.vgpu.proving.tiny_model import (
     tiny_tokenizer,
 )
 from fenceline.vgpu.proving.watched import WatchedScheduler
+from fenceline.vgpu.proving.weight_slots import compare_weight_slots
 from fenceline.vgpu.speculative_tags import make_tags
 from fenceline.vgpu.tags import Tags
 
@@ -330,6 +333,8 @@ class Loop:
             time.perf_counter() - self._began,
         )
         steps = [event for event in self.decisions if isinstance(event, Decision)]
+        # Questions to functions are others in each run, and the same when it is repeated.
+        random = Random(str([exchange.tokens for exchange in self.transcript.exchanges.values()]))
         said = self._record.compare(state, self.transcript.exchanges, self.scheduler.verified, steps)
         parts = (
             found.wrong,
@@ -344,8 +349,11 @@ class Loop:
             said,
             compare_observers(self.scheduler),
             self._sizes.compare(config, self.runner.kv_pool.num_pages),
-            compare_start(config, self.runner, Random(len(self.decisions))),
-            compare_shared_prefixes(Random(len(self.decisions))),
+            compare_start(config, self.runner, random),
+            compare_shared_prefixes(random),
+            compare_attention(random),
+            compare_weight_slots(random),
+            compare_sampling(random),
             self._wrong_storage,
         )
         return replace(found, wrong="\n".join(part for part in parts if part))
