@@ -8,10 +8,12 @@ from random import Random
 import pytest
 import torch
 
+from fenceline.ipc.rank_board import RankBoard
 from fenceline.mem_cache.hicache import HiCache
 from fenceline.mem_cache.storage import agreement
 from fenceline.mem_cache.tree.radix_cache import RadixCache, TreeNode
 from fenceline.memory_order.staging import ResultLease
+from fenceline.scheduler import decisions
 from fenceline.vgpu.proving.runs import Trial, run
 from fenceline.vgpu.proving.workloads import WORKLOADS
 
@@ -66,6 +68,40 @@ def test_a_fault_of_ranks_with_storage_is_reported(
 ) -> None:
     plant(monkeypatch)
     outcomes = (run(Trial("ranks_storage", seed)) for seed in range(30))
+    outcome = next((outcome for outcome in outcomes if not outcome.clean), None)
+    assert outcome is not None and said in outcome.report, outcome
+
+
+def _some_requests_look_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decisions, "_names", len)
+
+
+def _tokens_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decisions.Decisions, "published", lambda self, out: None)
+
+
+def _nothing_is_posted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RankBoard, "post_decision", lambda self, step, fields: None)
+
+
+def _results_are_not_posted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RankBoard, "post_arrived", lambda self, step: None)
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        (_some_requests_look_alike, "for the requests ('r"),
+        (_tokens_do_not_count, "for the sampled tokens"),
+        (_nothing_is_posted, "rank 0 has not posted what it has decided for step 1"),
+        (_results_are_not_posted, "results are said to be there up to step 0"),
+    ],
+)
+def test_what_the_ranks_post_about_their_steps_is_compared(
+    monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None], said: str
+) -> None:
+    plant(monkeypatch)
+    outcomes = (run(Trial("ranks", seed)) for seed in range(8))
     outcome = next((outcome for outcome in outcomes if not outcome.clean), None)
     assert outcome is not None and said in outcome.report, outcome
 

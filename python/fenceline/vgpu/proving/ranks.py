@@ -27,12 +27,12 @@ from fenceline.layers.context import Shard
 from fenceline.mem_cache.storage.file_backend import FileBackend
 from fenceline.memory_order import Communicator
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.scheduler.ranks import TURN_DECODER, FollowingRank, LeadingRank, Turn
+from fenceline.scheduler.ranks import TURN_DECODER, FollowingRank, LeadingRank, RankLink, Turn
 from fenceline.scheduler.scheduler import InFlight, Scheduler
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.peers import Grain, Group, PeerRank
-from fenceline.vgpu.proving.agreement_record import AgreementRecord
+from fenceline.vgpu.proving.agreement_record import AgreementRecord, BoardRecord
 from fenceline.vgpu.proving.hicache_workloads import with_storage_limits
 from fenceline.vgpu.proving.oracle import Oracle, Query
 from fenceline.vgpu.proving.script import Arrival, Flag, Flags, Scenario, Script
@@ -138,6 +138,7 @@ class RankRun:
         self.ends: list[dict[str, str]] = [{} for _ in range(NUM_RANKS)]  # how each request has ended
         self.num_steps = self.num_tokens = 0
         self.agreement = AgreementRecord(NUM_RANKS)
+        self._board = BoardRecord(NUM_RANKS)
         self.wrong: list[str] = []
         self._group = Group(gpu, NUM_RANKS, _GRAIN)
         self._joined: list[int] = []
@@ -157,7 +158,7 @@ class RankRun:
             join_all(workers)
         if self.answers[0] != self.answers[1] or self.ends[0] != self.ends[1]:
             return f"ranks give different answers: {self.answers}, {self.ends}"
-        parts = (self._compare(configs[0]), self.agreement.finish(), *self.wrong)
+        parts = (self._compare(configs[0]), self.agreement.finish(), *self._board.wrong, *self.wrong)
         return "\n".join(part for part in parts if part)
 
     def _config(self, rank: int, folder: Path) -> EngineConfig:
@@ -172,6 +173,11 @@ class RankRun:
         ep_size = int(str(flags.pop("ep_size", 1)))
         config = make_config(flags, VgpuDevice.kind)
         return replace(config, server_args=replace(config.server_args, tp_size=NUM_RANKS, ep_size=ep_size))
+
+    def watch_board(self, rank: int, scheduler: Scheduler, link: RankLink) -> None:
+        """Compare what ``rank`` posts about its steps. Where something is severed its own check must report it."""
+        if not self._severed:
+            self._board.watch(rank, scheduler, link)
 
     @property
     def _shares_storage(self) -> bool:
@@ -275,6 +281,7 @@ class _RankLoop:
         else:
             self.scheduler.ranks = FollowingRank(board, runner, self._receive)
             run.agreement.watch(rank, self.scheduler.ranks._codec, None)
+        run.watch_board(rank, self.scheduler, self.scheduler.ranks)
 
     def _clock(self) -> float:
         """Seconds, computed from the number of steps. Each call returns a later time."""
