@@ -15,6 +15,7 @@ from fenceline.scheduler.request_memory import RequestMemory
 from fenceline.scheduler.running_batch import NewTokenRatio, RunningBatch
 from fenceline.scheduler.schedule_policy import ShortShare
 from fenceline.scheduler.scheduler import Scheduler
+from fenceline.scheduler.waiting_queue import WaitingQueue
 from fenceline.vgpu.proving.runs import ANSWERS, Trial, run
 
 torch.set_num_threads(1)
@@ -106,6 +107,29 @@ def _the_device_waits_for_the_host(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "speculates_under_masks", property(lambda self: True))
 
 
+def _nobody_is_preempted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "preempt", lambda self, threshold: None)
+
+
+def _samples_do_not_wait(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WaitingQueue, "waits_for_sample", lambda self, req: False)
+
+
+def _prompts_are_looked_for_without_a_row(patch: pytest.MonkeyPatch) -> None:
+    right = Scheduler.plan_prefill
+
+    def wrong(self: Scheduler) -> Any:
+        if not self.memory.rows.num_free:
+            self.planner.plan(lambda: iter(()), self.planner.step_tokens, None, 1, 0, lambda: 0, self.share)
+        return right(self)
+
+    patch.setattr(Scheduler, "plan_prefill", wrong)
+
+
+def _no_short_one_goes_first(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "short_newcomer", lambda self, num_tokens: None)
+
+
 @pytest.mark.parametrize(
     ("plant", "workload", "seeds", "said"),
     [
@@ -127,7 +151,7 @@ def _the_device_waits_for_the_host(patch: pytest.MonkeyPatch) -> None:
             _a_decode_step_waits_longer,
             "mixed",
             range(8),
-            "prompt tokens is planned, and a decode step is due",
+            "prompt tokens (is planned, and a decode step is due|in a row are counted, not)",
         ),
         (
             _a_prompt_waits_for_a_decode_step,
@@ -143,6 +167,10 @@ def _the_device_waits_for_the_host(patch: pytest.MonkeyPatch) -> None:
         ),
         (_the_ratio_does_not_sink, "bodies", range(4), "the ratio of new tokens is"),
         (_a_retraction_is_forgotten, "retraction", range(8), "the ratio of new tokens is"),
+        (_nobody_is_preempted, "priorities", range(16), "nobody gives way to r\\d+, which would fit then"),
+        (_samples_do_not_wait, "bodies", range(4), "r\\d+ computes the prompt that r\\d+ computes"),
+        (_prompts_are_looked_for_without_a_row, "row_reuse", range(4), "and there is no row for any"),
+        (_no_short_one_goes_first, "bodies", range(8), "is not tried before the decode step"),
     ],
 )
 def test_a_request_that_waits_or_runs_for_a_wrong_sum_is_reported(

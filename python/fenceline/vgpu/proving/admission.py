@@ -16,10 +16,11 @@ from typing import Any
 
 from fenceline.model_executor.step import ExtendBatch, ScheduleBatch
 from fenceline.scheduler import prefill, schedule_policy
+from fenceline.scheduler import scheduler as scheduler_module
 from fenceline.scheduler.prefill import PrefillPlan
 from fenceline.scheduler.req import Req
-from fenceline.scheduler.scheduler import Scheduler
 from fenceline.vgpu.proving.events import around
+from fenceline.vgpu.proving.watched import WatchedScheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class _Need:
 class Admissions:
     """Follows the planner of ``scheduler``. ``wrong``: what it decided wrongly."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: WatchedScheduler) -> None:
         self.wrong: list[str] = []
         self._scheduler = scheduler
         self._size = scheduler.memory.page_size
@@ -68,7 +69,10 @@ class Admissions:
         )
         if self._kept[0] < schedule_policy._NUM_SHORT * schedule_policy._LEAST_SHORT_TOKENS:
             self._kept = 0, 0
-        self._most_in_row = scheduler.planner.step_tokens  # one step, as on the CPU
+        num_steps = vars(scheduler_module)["max_prefills_in_row"](
+            scheduler.config.device
+        )  # or that of ``limits``
+        self._most_in_row = num_steps * scheduler.planner.step_tokens
         self._step_tokens = 0  # of the step that is being planned
         self._left = 0.0  # tokens that the present plan may still give away
         self._used: set[int] = set()  # pages that some request holds or keeps in the tree
@@ -94,6 +98,10 @@ class Admissions:
         self._in_row, self._short_one_went = 0, False
         self._was_asked = False  # the planner, by the present turn of the loop
         self._some_run = self._some_body_runs_several = False  # when it began
+        self._best: Req | None = (
+            None  # the first that waits, if it fits once all that give way to it are retracted
+        )
+        self._short_one_waits = ""  # the request that may go before a decode step in this turn, which is due
         around(scheduler, "plan_prefill", before=self._begin_turn, after=self._end_turn)
         admit: Callable[..., bool] = planner._admit
 
@@ -168,36 +176,105 @@ class Admissions:
         self._some_run = len(self._scheduler.running) > 0
         if not self._some_run:
             self._in_row, self._short_one_went = 0, False
+        self._scheduler.is_decode_due = self._is_due
+        self._short_one_waits = self._short_newcomer() if self._is_due and self._may_go_first else ""
+        self._best = self._for_which_others_give_way()
+
+    def _for_which_others_give_way(self) -> Req | None:
+        """The request whose turn it is, if it fits once all running ones of worse priority have been retracted. What
+        drafts need is not computed here. While some request is about to end, it may wait for that one's memory."""
+        scheduler = self._scheduler
+        priority, running = scheduler.config.priority, scheduler.running.reqs
+        threshold = None if priority is None else priority.preemption_threshold
+        holders = [req for req in (*scheduler.reqs.values(), *scheduler.departed) if req.row]
+        if threshold is None or scheduler.config.speculative is not None or len(holders) != len(running):
+            return None
+        req = next((req for req in scheduler.waiting if scheduler.may_schedule(req)), None)
+        if req is None:
+            return None
+        stay = [other for other in running if other.rank <= req.rank + threshold]
+        num_rows = scheduler.memory.rows.num_free + len(running) - len(stay)
+        used = set[int]().union(*map(self._pages_of, stay))
+        available = scheduler.memory.num_pages - len(used)
+        left = available * self._size - int(sum(map(self._expected_of, stay)) * self._ratio + 1e-6)
+        need = self._need_of(req, scheduler.memory.match(req).match)
+        num_pages = need.num_pages + len(need.match_pages - used)
+        needed = num_pages * self._size + need.later
+        short = [other for other in stay if other.is_short]
+        return req if self._has_room(req, num_pages, needed, available, left, num_rows, short) else None
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether a decode step has to come before another full step of prompts."""
+        return self._some_run and self._in_row + self._scheduler.planner.step_tokens > self._most_in_row
+
+    @property
+    def _may_go_first(self) -> bool:
+        """Whether a short prompt of a body that runs nothing may still go before that decode step."""
+        return self._takes_turns and self._some_body_runs_several and not self._short_one_went
+
+    @property
+    def _takes_turns(self) -> bool:
+        config = self._scheduler.config
+        return config.server_args.schedule_policy == "fcfs" and config.priority is None
+
+    def _short_newcomer(self) -> str:
+        """The first request that fits whole into a quarter of a step. Of each body that runs nothing, in turn, the
+        first that may be scheduled is looked at, and no more bodies than the engine looks at."""
+        scheduler = self._scheduler
+        running = {req.source.body or req.rid for req in scheduler.reqs.values() if req.row}
+        first: dict[object, Req] = {}
+        for req in scheduler.waiting:
+            body = req.source.body or req.rid
+            if body not in running and body not in first and scheduler.may_schedule(req):
+                first[body] = req
+        quarter = scheduler.planner.step_tokens // 4
+        for req in list(first.values())[: scheduler_module._MAX_NEWCOMERS]:
+            most = min(quarter, prefill.MAX_SCORED_TOKENS) if req.scores_prompt else quarter
+            if req.num_tokens - scheduler.memory.match(req).num_tokens <= most:
+                return req.rid
+        return ""
 
     def _end_turn(self, plan: PrefillPlan | None) -> None:
         """Prompts go before the next decode step as long as their tokens, with a quarter of a step for a short one,
         leave room for another whole step. Then a short prompt of a body that runs nothing may go, once."""
-        scheduler, step = self._scheduler, self._scheduler.planner.step_tokens
-        is_due = self._some_run and self._in_row + step > self._most_in_row
+        scheduler = self._scheduler
+        is_due = self._is_due
         left = scheduler.chunked is not None or (
             len(scheduler.waiting) > 0 and scheduler.memory.rows.num_free > 0
         )
         if plan is None and left and not is_due and not self._was_asked:
             self._tell("prompts wait for a decode step, and it is not due")
+        if self._short_one_waits and not self._was_asked:
+            self._tell(f"{self._short_one_waits} is short, and is not tried before the decode step")
+        best = self._best
+        if self._was_asked and best is not None and not best.row:
+            self._tell(f"nobody gives way to {best.rid}, which would fit then")
         if plan is not None:
             is_last = scheduler.chunked is None and not scheduler.waiting
             least = (self._most_in_row if is_last else self._step_tokens) // 4
             self._in_row += max(sum(len(seq.token_ids) for seq in plan.batch.seqs), least)
+            said = scheduler.prefill_in_row
+            self._check(
+                said == self._in_row, f"{said} prompt tokens in a row are counted, not {self._in_row}"
+            )
 
     def _check_turn(self, step_tokens: int) -> None:
         """Whether the planner may be asked for a step of so many tokens now."""
         scheduler, step = self._scheduler, self._scheduler.planner.step_tokens
         self._was_asked, self._step_tokens = True, step_tokens
-        if not self._some_run or self._in_row + step <= self._most_in_row:
+        may_retract = scheduler.config.priority is not None or (
+            self._takes_turns and self._some_body_runs_several
+        )
+        self._check(
+            scheduler.chunked is not None or may_retract or scheduler.memory.rows.num_free > 0,
+            "a step of prompts is planned, and there is no row for any",
+        )
+        if not self._is_due:
             self._check(step_tokens == step, f"a step may have {step_tokens} tokens, {step} are right")
             return
-        args = scheduler.config.server_args
-        takes_turns = args.schedule_policy == "fcfs" and scheduler.config.priority is None
         self._check(
-            takes_turns
-            and self._some_body_runs_several
-            and not self._short_one_went
-            and step_tokens == step // 4,
+            self._may_go_first and step_tokens == step // 4,
             f"a step of {step_tokens} prompt tokens is planned, and a decode step is due",
         )
         self._short_one_went = True

@@ -49,7 +49,9 @@ SMALL: Mapping[str, Mapping[str, object]] = {
         "_NUM_SHORT": 2,
         "_LEAST_SHORT_TOKENS": 1,
     },
-    "scheduler.scheduler": {"_MAX_NEWCOMERS": 2},
+    # As on a GPU, several full steps of prompts may follow one another.
+    "scheduler.scheduler": {"_MAX_NEWCOMERS": 2, "max_prefills_in_row": lambda device: 3},
+    "scheduler.stats": {"_REPORT_INTERVAL_S": 0.0},
     "scheduler.waiting_queue": {"_MIN_SHARED_TOKENS": 4},
 }
 
