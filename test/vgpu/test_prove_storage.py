@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.mem_cache import hicache, page_hash
 from fenceline.mem_cache.storage import directory, file_backend, page_file, worker
 from fenceline.mem_cache.storage.controller import StorageController
@@ -21,6 +22,7 @@ from fenceline.mem_cache.transfer import Ticket
 from fenceline.mem_cache.tree import hiradix_cache
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.scheduler.request_memory import RequestMemory
+from fenceline.scheduler.scheduler import Scheduler
 from fenceline.vgpu.proving.runs import Trial, run
 from fenceline.vgpu.proving.storage_record import StorageRecord
 from fenceline.vgpu.proving.workloads import WORKLOADS
@@ -151,6 +153,17 @@ def _the_last_token_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RequestMemory, "prefetch", wrong)
 
 
+def _nothing_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept = Scheduler.accept
+
+    def wrong(self: Scheduler, message: TokenizedGenerateReq) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.memory, "prefetch", lambda req: None)
+            accept(self, message)
+
+    monkeypatch.setattr(Scheduler, "accept", wrong)
+
+
 def _the_first_node_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     right = hicache.StorageTier.write
     monkeypatch.setattr(
@@ -178,6 +191,7 @@ def _the_first_node_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
         (_fetched_pages_given_back, (), "storage's use: gives back"),
         (_one_page_less_is_looked_for, (), "storage's use: asks for"),
         (_the_last_token_is_looked_for, (), "storage's use: asks for"),
+        (_nothing_is_looked_for, (), "storage's use: the prompt of r0 is not looked for"),
         (_the_first_node_is_not_written, (), "pages not in storage"),
     ],
 )

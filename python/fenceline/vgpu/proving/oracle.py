@@ -420,7 +420,7 @@ def _automaton(edges: Sequence[tuple[int, str | bytes, int]], ends: Sequence[int
     return Automaton(table, frozenset(ends))
 
 
-# By number: (th|he|a)+\\.   [a-e ]{2,6}!?   é?(no|on){1,3}
+# By number: (th|he|a)+\\.   [a-e ]{2,6}!?   é?(no|on){1,3}   [a-c]{1,3}#
 AUTOMATA = {
     1: _automaton(
         [(0, "t", 1), (0, "h", 2), (0, "a", 3), (3, "t", 1), (3, "h", 2), (3, "a", 3)]
@@ -438,10 +438,16 @@ AUTOMATA = {
         + [(3 * s + 2, b"n", 3 * s + 3) for s in range(3)],
         [3, 6, 9],
     ),
+    4: _automaton([(s, "abc", s + 1) for s in range(3)] + [(s, "#", 4) for s in range(1, 4)], [4]),
 }
 
 
-def _allowed(query: Query, outputs: list[int]) -> npt.NDArray[np.bool_]:
+def is_stuck(query: Query, outputs: Sequence[int]) -> bool:
+    """Whether the query's grammar allows no token after ``outputs``."""
+    return bool(query.grammar) and not _allowed(query, outputs).any()
+
+
+def _allowed(query: Query, outputs: Sequence[int]) -> npt.NDArray[np.bool_]:
     """[V]: which tokens may come after ``outputs`` in the query's grammar."""
     automaton = AUTOMATA[query.grammar]
     state = automaton.after(b"".join(query.pieces[token] for token in outputs))

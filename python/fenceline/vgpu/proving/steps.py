@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -37,11 +38,13 @@ from fenceline.vgpu.proving.attention_plans import compare_attention
 from fenceline.vgpu.proving.backups import Backups
 from fenceline.vgpu.proving.chunks import Chunks
 from fenceline.vgpu.proving.decisions import Decision, Event, Fetched, Owned, device_bytes, host_bytes
-from fenceline.vgpu.proving.decode_room import DecodeRoom
+from fenceline.vgpu.proving.decode_room import DecodeRoom, compare_growth
 from fenceline.vgpu.proving.drafts import compare_drafts
 from fenceline.vgpu.proving.events import Watch, around, state_of
 from fenceline.vgpu.proving.figures import Evictions, HostEvictions, compare_figures, compare_storage
 from fenceline.vgpu.proving.flashinfer_library import FLASHINFER, FLASHINFER_TENSOR_CORES
+from fenceline.vgpu.proving.gpu_core_dumps import compare_core_dumps
+from fenceline.vgpu.proving.in_time import InTime
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
 from fenceline.vgpu.proving.memory_sizes import MemorySizes
 from fenceline.vgpu.proving.observers import compare_observers
@@ -166,13 +169,14 @@ class Loop:
         # Where something is severed its own check must report it.
         self._decode_room = DecodeRoom(self.scheduler) if not device.severed else None
         self._chunks = Chunks(self.scheduler)
+        self._in_time = InTime(self.scheduler)
         memory = self.scheduler.memory
         self._host_evictions = None if memory.tiers is None else HostEvictions(memory.tiers.tree)
         self._backups = None if memory.tiers is None else Backups(memory, memory.tiers)
         self._storage_use: StorageUse | None = None
         if memory.tiers is not None and memory.tiers.storage is not None:
             assert config.hicache is not None and config.hicache.storage is not None
-            self._storage_use = StorageUse(memory, config.hicache.storage.prefetch_threshold)
+            self._storage_use = StorageUse(self.scheduler, config.hicache.storage.prefetch_threshold)
         if "depth_seed" in scenario.flags:
             depths = tuple(self.scheduler.shapes)
             self.scheduler.draft_depth = RandomDepths(depths, int(str(scenario.flags["depth_seed"])))
@@ -301,6 +305,11 @@ class Loop:
         assert waiting.num_short == num_short, (
             f"{waiting.num_short} short ones are said to wait, {num_short} do"
         )
+        running = [req.source.body for req in self.scheduler.reqs.values() if req.row and req.source.body]
+        num_running = Counter(running)
+        assert waiting._num_running == num_running, (
+            f"bodies are said to run {dict(waiting._num_running)} requests, they run {dict(num_running)}"
+        )
 
     def run(self) -> None:
         """Run until all requests are answered and every transfer has ended. Raises what the engine raises."""
@@ -344,6 +353,7 @@ class Loop:
             *(() if self._backups is None else self._backups.wrong),
             *(() if self._decode_room is None else self._decode_room.wrong),
             *self._chunks.wrong,
+            *self._in_time.wrong,
             self._compare_drafts(rounds_kv),
             figures,
             said,
@@ -354,6 +364,8 @@ class Loop:
             compare_attention(random),
             compare_weight_slots(random),
             compare_sampling(random),
+            compare_growth(random),
+            compare_core_dumps(random),
             self._wrong_storage,
         )
         return replace(found, wrong="\n".join(part for part in parts if part))

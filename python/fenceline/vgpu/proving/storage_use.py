@@ -12,12 +12,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.mem_cache.hicache import OffloadedTail
 from fenceline.mem_cache.page_hash import PageKey
 from fenceline.mem_cache.storage.worker import Prefetch
 from fenceline.mem_cache.tree.radix_cache import HostHold, MatchResult, TreeNode
 from fenceline.scheduler.req import Req
-from fenceline.scheduler.request_memory import RequestMemory
+from fenceline.scheduler.scheduler import Scheduler
 from fenceline.vgpu.proving.events import around
 
 I32 = npt.NDArray[np.int32]
@@ -27,15 +28,19 @@ class StorageUse:
     """``wrong``: what was asked or done wrongly. ``num_to_keep``: pages copied to the host as part of the
     tree, which storage is to write."""
 
-    def __init__(self, memory: RequestMemory, threshold: int) -> None:
+    def __init__(self, scheduler: Scheduler, threshold: int) -> None:
         """``threshold``: shorter prefixes, in tokens, are not looked for."""
+        memory = scheduler.memory
         tiers = memory.tiers
         assert tiers is not None and tiers.storage is not None, "there is storage"
         self.wrong: list[str] = []
         self.num_to_keep = 0
         self._tree = tree = tiers.tree
         self._threshold = threshold
+        self._scheduler = scheduler
+        self._rid = ""  # of the request whose prompt has been looked for last
         self._prompt: list[int] = []  # the part of a prompt that may be cached, with what follows it
+        around(scheduler, "accept", after=self._accepted)
         around(memory, "prefetch", before=self._arrives)
         around(tiers.storage, "prefetch", after=self._asked)
         around(tree, "hold_host", after=self._held)
@@ -53,10 +58,17 @@ class StorageUse:
     def _arrives(self, req: Req) -> None:
         """The tokens from the first one on whose logprob is asked for are computed in any case, and the last one is."""
         prompt, source = req.prompt_ids.tolist(), req.source
+        self._rid = req.rid
         num = len(prompt) - 1
         if source.return_logprob and source.logprob_start_len >= 0:
             num = min(num, source.logprob_start_len)
         self._prompt = prompt[: num + max(self._tree.lookahead, 1)]
+
+    def _accepted(self, _: None, message: TokenizedGenerateReq) -> None:
+        is_queued = message.rid in self._scheduler.reqs
+        self._check(
+            not is_queued or self._rid == message.rid, f"the prompt of {message.rid} is not looked for"
+        )
 
     def _asked(
         self, op: Prefetch | None, token_ids: Sequence[int], match: MatchResult, extra_key: str = ""

@@ -24,7 +24,7 @@ from fenceline.vgpu.proving.flashinfer_library import FLASHINFER
 from fenceline.vgpu.proving.grammars import GRAMMARS
 from fenceline.vgpu.proving.hicache_workloads import HICACHE_WORKLOADS, tier_flags
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
-from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Flags, Scenario, Script, Workload
+from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Flag, Flags, Scenario, Script, Workload
 from fenceline.vgpu.proving.speculative_workloads import (
     SPECULATIVE_WORKLOADS,
     chains_of_models,
@@ -101,18 +101,22 @@ def _aborts(random: Random) -> Scenario:
 
 
 def _retraction(random: Random) -> Scenario:
+    """Requests that ask for more memory than there is, together or alone."""
     script = Script(random)
     for _ in range(4):
         script.add(random.randrange(3), script.prompt(3, 8), random.randint(5, 9), ignore_eos=True)
-    return script.scenario(
-        max_total_tokens=random.choice((24, 28, 32)),
-        max_running_requests=4,
-        chunked_prefill_size=16,
-        page_size=4,
-        schedule_conservativeness=0.01,
+    flags: Flags = {
+        "max_total_tokens": random.choice((24, 28, 32)),
+        "max_running_requests": 4,
+        "chunked_prefill_size": 16,
+        "page_size": 4,
+        "schedule_conservativeness": 0.01,
         **script.graphs(2, 4),
         **script.in_turn(),
-    )
+    }
+    if random.random() < 0.4:  # its answer ends when it has all memory
+        script.add(random.randrange(8), script.prompt(1, 22), 64, ignore_eos=True)
+    return script.scenario(**flags)
 
 
 def _priorities(random: Random) -> Scenario:
@@ -165,15 +169,21 @@ def _bodies(random: Random) -> Scenario:
         for _ in range(random.randint(1, 3)):
             script.add(step, script.prompt(1, 12), random.randint(1, 20), ignore_eos=True)
             step += random.randint(0, 4)
-    return script.scenario(
-        max_total_tokens=random.choice((64, 96, 400)),
-        max_running_requests=random.choice((3, 4, 8)),
-        chunked_prefill_size=random.choice((8, 16, -1)),
-        page_size=4,
-        schedule_conservativeness=random.choice((0.05, 1.0)),
-        schedule_policy=random.choice(("fcfs", "fcfs", "dfs-weight")),
-        prefill_max_requests=random.choice((64, 64, 2)),
-    )
+    flags: dict[str, Flag] = {
+        "max_total_tokens": random.choice((64, 96, 400)),
+        "max_running_requests": random.choice((3, 4, 8)),
+        "chunked_prefill_size": random.choice((8, 16, -1)),
+        "page_size": 4,
+        "schedule_conservativeness": random.choice((0.05, 1.0)),
+        "schedule_policy": random.choice(("fcfs", "fcfs", "dfs-weight")),
+        "prefill_max_requests": random.choice((64, 64, 2)),
+    }
+    if random.random() < 0.4:  # short ones come one by one, each of which may go before a decode step
+        for start in range(2, step + 6):
+            script.add(start, script.prompt(1, 4), random.randint(1, 3), ignore_eos=True)
+        flags |= {"max_total_tokens": 400, "max_running_requests": 8, "schedule_policy": "fcfs"}
+        flags["chunked_prefill_size"] = random.choice((8, 16))
+    return script.scenario(**flags)
 
 
 def _bursts(random: Random) -> Scenario:
@@ -190,7 +200,7 @@ def _bursts(random: Random) -> Scenario:
         script.send(pause + random.randint(1, 3), ContinueGenerationReq(id="continue"))
     script.send(random.randrange(step), FlushCacheReq(id="flush"))
     script.send(random.randrange(step), GetInternalStateReq(id="state"))
-    return script.scenario(
+    scenario = script.scenario(
         max_total_tokens=128,
         max_running_requests=4,
         chunked_prefill_size=random.choice((8, -1)),
@@ -200,6 +210,24 @@ def _bursts(random: Random) -> Scenario:
         **script.graphs(1, 4),
         **script.in_turn(),
     )
+    return _scored(scenario, random) if random.random() < 0.3 else scenario
+
+
+def _scored(scenario: Scenario, random: Random) -> Scenario:
+    """The same requests, which all ask for logprobs, from anywhere in their prompts, and for different numbers of
+    alternatives."""
+    arrivals = []
+    for arrival in scenario.arrivals:
+        message = arrival.message
+        if isinstance(message, TokenizedGenerateReq):
+            message = structs.replace(
+                message,
+                return_logprob=True,
+                logprob_start_len=random.randrange(-1, len(message.input_ids)),
+                top_logprobs_num=random.choice((0, 1, 2, 4)),
+            )
+        arrivals.append(replace(arrival, message=message))
+    return replace(scenario, arrivals=tuple(arrivals))
 
 
 def _row_reuse(random: Random) -> Scenario:
@@ -399,7 +427,9 @@ WORKLOADS: dict[str, Workload] = {
             _priorities,
             share=2,
         ),
-        Workload("bodies", "requests of one client take turns with others", _bodies),
+        Workload(
+            "bodies", "requests of one client take turns with others, short ones with long ones", _bodies
+        ),
         Workload("bursts", "four at once, then silence; pauses and flushes", _bursts, share=3),
         Workload(
             "row_reuse", "one row, refilled while its last owner's step is in flight", _row_reuse, share=2
