@@ -128,6 +128,32 @@ def forgets(self: Memory, agent: int, tick: int, write: bool, rows: Any) -> None
         (self.last_writes if write else self.last_reads)[agent] = tick
 
 
+def forgets_the_last_batch(self: PagedMemory, *args: Any) -> None:
+    self._latest = None
+    note_rows(self, *args)
+
+
+def moves_the_last_batch(self: PagedMemory, rows: Any, columns: Any, pages: Any) -> None:
+    self._page_table[rows, columns] = pages
+
+
+def writes_out_late(self: PagedMemory, agent: int, tick: int, write: bool, rows: Any) -> None:
+    self._write_log()
+    Memory.note(self, agent, tick, write, rows)
+
+
+def reads_no_pages(self: OrderChecker, op: Any, memory: PagedMemory, rows: Any, lengths: Any) -> None:
+    memory.note_rows(op.tick, rows, lengths, False)
+
+
+def one_by_one(rows: Any) -> str:
+    more = f" and {len(rows) - 6} more runs" if len(rows) > 6 else ""
+    return ", ".join(map(str, rows.tolist()[:6])) + more
+
+
+note_rows = PagedMemory.note_rows
+
+
 def knows_too_much(self: OrderChecker, name: StreamName, clock: Any) -> None:
     wait(self, name, tuple(tick + 1 for tick in clock))
 
@@ -165,6 +191,11 @@ def other_report(self: OrderChecker, op: Any, memory: Memory, write: bool, past:
         (OrderChecker, "_error", other_report),
         (OrderChecker, "begin_step", lambda self: None),
         (access, "row_numbers", lambda rows: "0-9"),
+        (access, "row_numbers", one_by_one),
+        (PagedMemory, "note_rows", forgets_the_last_batch),
+        (PagedMemory, "write_table", moves_the_last_batch),
+        (PagedMemory, "note", writes_out_late),
+        (OrderChecker, "read_pages", reads_no_pages),
         *((Memory, "unordered", blind(stream, write)) for stream in StreamName for write in (False, True)),
     ],
 )
@@ -172,7 +203,7 @@ def test_the_checker_is_held_against_a_plain_record(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Callable[..., Any]
 ) -> None:
     monkeypatch.setattr(owner, name, fault)
-    found = first_failure("spill", "mixed", seeds=range(1, 8, 2))
+    found = first_failure("spill", "mixed", "retraction", seeds=range(1, 12))
     assert found.checker == "footprint", found.report
 
 
