@@ -61,13 +61,14 @@ _SILENT = re.compile(r"^(logger|log|warnings)\.|^super\(\)|__init__|^object\.__s
 class Mutant:
     """One edit: in ``path`` (below the package) the characters ``[start, end)`` become ``text``.
 
-    ``statement``: the line in which its statement begins. ``ordering``: the edit is at a wait, a record, a lease or the
-    like, and the proof must name what was lost.
+    ``statement`` and ``last_line``: the lines in which its statement begins and ends. ``ordering``: the edit is at a
+    wait, a record, a lease or the like, and the proof must name what was lost.
     """
 
     path: str
     line: int
     statement: int
+    last_line: int
     rule: str
     start: int
     end: int
@@ -149,7 +150,7 @@ class _File:
         old = self.source[start:end]
         if old == text:
             return
-        statement = max(one for one in self.statements if one[0] <= start < one[1])[2]  # the innermost
+        _, last, statement = max(one for one in self.statements if one[0] <= start < one[1])  # the innermost
         occurrence = self.seen[rule, old, text]
         self.seen[rule, old, text] += 1
         self.found.append(
@@ -157,6 +158,7 @@ class _File:
                 self.path,
                 line,
                 statement,
+                self.source.count("\n", 0, last) + 1,
                 rule,
                 start,
                 end,
