@@ -15,6 +15,7 @@ from typing import Any
 
 from fenceline.mem_cache.transfer import Ticket
 from fenceline.memory_order.access import Memory, PagedMemory, Rows
+from fenceline.memory_order.checker import OrderChecker
 from fenceline.memory_order.edges import StreamName
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import DecodeBatch, ScheduleBatch
@@ -75,6 +76,7 @@ class Footprints:
         self._declared: dict[StreamName, set[tuple[Memory, bool]]] = {}  # since the stream's latest Point
         self._touched: dict[StreamName, dict[tuple[Memory, bool], Operation]] = {}
         self._read_by: dict[Memory, Operation] = {}  # FORWARD's reads that have not been declared yet
+        self._declares_earlier = False  # whether some were declared since FORWARD's latest Point
         self._of_transfer: _Declared | None = None
         # The device pages of each load whose end nobody has heard of, and what declares those that a step reads.
         self._loading: dict[Ticket, frozenset[int]] = {}
@@ -84,6 +86,8 @@ class Footprints:
         self._used_by: dict[Memory, tuple[Operation, int]] = {}
         self._num_points = 0
         self._only_pages = bool(device.severed)
+        if (runner._config.server_args.memory_check == "order") != isinstance(device.checker, OrderChecker):
+            raise FootprintError("footprint: --memory-check is not what the device has")
         self._names = {stream.raw: stream.name for stream in device.streams if isinstance(stream, VgpuStream)}
         device._readers += (self._read,)
         if self._only_pages:
@@ -134,7 +138,7 @@ class Footprints:
             for memory, write, _ in op.accesses:
                 reader = self._read_by.get(memory)
                 if stream is StreamName.FORWARD:
-                    self._read_by.pop(memory, None)
+                    self._declares_earlier |= self._read_by.pop(memory, None) is not None
                 elif write and reader is not None:
                     raise _undeclared(reader, memory, False)
 
@@ -183,6 +187,10 @@ class Footprints:
     def _recorded(self, name: StreamName) -> None:
         self._num_points += 1
         declared, touched = self._declared.pop(name, set()), self._touched.pop(name, {})
+        if name is StreamName.FORWARD and self._declares_earlier:
+            for memory, reader in self._read_by.items():  # who waits for this Point waits for this reader too
+                raise _undeclared(reader, memory, False)
+            self._declares_earlier = False
         for (memory, write), op in touched.items():
             if (memory, write) in declared or (memory, True) in declared:
                 continue

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from random import Random
@@ -36,7 +37,9 @@ from fenceline.vgpu.proving.admission import Admissions
 from fenceline.vgpu.proving.answers import Findings, Setting, Transcript
 from fenceline.vgpu.proving.attention_plans import compare_attention
 from fenceline.vgpu.proving.backups import Backups
+from fenceline.vgpu.proving.captures import Captures
 from fenceline.vgpu.proving.chunks import Chunks
+from fenceline.vgpu.proving.contracts import compare_contracts
 from fenceline.vgpu.proving.decisions import Decision, Event, Fetched, Owned, device_bytes, host_bytes
 from fenceline.vgpu.proving.decode_room import DecodeRoom, compare_growth
 from fenceline.vgpu.proving.drafts import compare_drafts
@@ -46,6 +49,7 @@ from fenceline.vgpu.proving.flashinfer_library import FLASHINFER, FLASHINFER_TEN
 from fenceline.vgpu.proving.gpu_core_dumps import compare_core_dumps
 from fenceline.vgpu.proving.in_time import InTime
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
+from fenceline.vgpu.proving.leaks import Leaks
 from fenceline.vgpu.proving.memory_sizes import MemorySizes
 from fenceline.vgpu.proving.observers import compare_observers
 from fenceline.vgpu.proving.oracle import Oracle
@@ -142,7 +146,11 @@ class Loop:
         self._flight: InFlight | None = None
         self.watch = Watch(device)
         self._sizes, self._began = MemorySizes(device), time.perf_counter()
+        watches = isinstance(device, VgpuDevice) and not device.severed and device.gpu.detector is not None
+        self._captures = Captures(device) if isinstance(device, VgpuDevice) and watches else None
         self.runner = ModelRunner(config, device, show_progress=False)
+        if self._captures is not None:
+            self._captures.begin_serving(self.runner)
         self._tags: Tags | None = None
         self._storage_record: StorageRecord | None = None
         self._wrong_storage = ""
@@ -171,6 +179,7 @@ class Loop:
         self._chunks = Chunks(self.scheduler)
         self._in_time = InTime(self.scheduler)
         memory = self.scheduler.memory
+        self._leaks = Leaks(memory, self._tags) if self._tags is not None and not device.severed else None
         self._host_evictions = None if memory.tiers is None else HostEvictions(memory.tiers.tree)
         self._backups = None if memory.tiers is None else Backups(memory, memory.tiers)
         self._storage_use: StorageUse | None = None
@@ -297,7 +306,8 @@ class Loop:
     def step(self) -> None:
         """One step of the scheduler's loop."""
         assert self.step_no < _MAX_STEPS, f"not done after {_MAX_STEPS} steps"
-        self._flight = self.scheduler.step(self._flight)
+        with self._explained():
+            self._flight = self.scheduler.step(self._flight)
         self.step_no += 1
         self.scheduler.memory.tree.check()
         waiting = self.scheduler.waiting
@@ -311,14 +321,25 @@ class Loop:
             f"bodies are said to run {dict(waiting._num_running)} requests, they run {dict(num_running)}"
         )
 
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Errors of the engine's accounts, when no request is left, name the lines that hold what is left over."""
+        try:
+            yield
+        except Exception as error:
+            if self._leaks is None or self.scheduler.reqs:
+                raise
+            raise self._leaks.explain(error) from error
+
     def run(self) -> None:
         """Run until all requests are answered and every transfer has ended. Raises what the engine raises."""
         while self.busy:
             self.step()
         tiers = self.scheduler.memory.tiers
-        if tiers is not None:
-            self._settle(tiers)
-        self.scheduler.memory.check_memory(every_page=True)
+        with self._explained():
+            if tiers is not None:
+                self._settle(tiers)
+            self.scheduler.memory.check_memory(every_page=True)
         if self._storage_record is not None:  # while its directory is there
             self._wrong_storage = self._compare_storage(self._storage_record)
         if self._tags is not None:
@@ -357,6 +378,7 @@ class Loop:
             self._compare_drafts(rounds_kv),
             figures,
             said,
+            "" if self._captures is None else self._captures.compare(self.runner, self.decisions),
             compare_observers(self.scheduler),
             self._sizes.compare(config, self.runner.kv_pool.num_pages),
             compare_start(config, self.runner, random),
@@ -366,6 +388,7 @@ class Loop:
             compare_sampling(random),
             compare_growth(random),
             compare_core_dumps(random),
+            "" if self.runner.device.severed else compare_contracts(random),
             self._wrong_storage,
         )
         return replace(found, wrong="\n".join(part for part in parts if part))
