@@ -44,7 +44,7 @@ class _Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class _Need:
+class Need:
     """What an admitted request gets: new pages, those of its prefix on the device, and the tokens that it may still ask
     for."""
 
@@ -88,7 +88,7 @@ class Admissions:
         self._retracts = False
         self._victim: _Victim | None = None  # the last of them
         self._plan = _Memory()  # what there was for the present plan
-        self._needs: list[_Need] = []  # of the requests that it has admitted
+        self._needs: list[Need] = []  # of the requests that it has admitted
         self._num_admitted = 0
         around(scheduler, "retract_for_waiting", before=self._begin_retraction, after=self._end_retraction)
         around(scheduler, "retract", before=self._retracts_one)
@@ -108,9 +108,14 @@ class Admissions:
         def admitted(plan: Any, req: Req, budget: Any, alone: bool) -> bool:
             match = scheduler.memory.match(req).match
             right, needed = self._fits(req, match, alone)
-            need = self._need_of(req, match)
+            need = self.need_of(req, match)
             could = self._has_turn(req, plan, budget)
+            tokens_before = budget.memory_tokens
             got = admit(plan, req, budget, alone)
+            taken = tokens_before - budget.memory_tokens
+            self._check(
+                taken == (needed if got else 0), f"{req.rid} counts for {taken} tokens, {needed} are right"
+            )
             if got != right and (could or got) and scheduler.config.speculative is None:
                 self._tell(
                     f"{req.rid} {'is admitted' if got else 'waits'}: it needs {needed} tokens of {self._left}"
@@ -119,7 +124,7 @@ class Admissions:
             if got:
                 self._needs.append(need)
                 self._left -= needed
-                self._used |= self._pages_of(req)
+                self._used |= self.pages_of(req)
                 self._short += [req] if req.is_short else []
             return got
 
@@ -150,18 +155,17 @@ class Admissions:
             (num_decoded + 20 * len(reqs)) / max(sum(req.max_new_tokens for req in reqs), 1), 1.0
         )
 
-    def _begin_retraction(self, threshold: int | None) -> None:
+    def _begin_retraction(self, threshold: int | None, newcomer: Req | None) -> None:
         self._num_victims, self._victim = len(self._scheduler.running), None
-        # Of bodies that run nothing, others than those for which it was done may be admitted first.
-        self._retracts = threshold is not None
+        self._retracts = True
 
-    def _end_retraction(self, _: object, threshold: int | None) -> None:
+    def _end_retraction(self, _: object, threshold: int | None, newcomer: Req | None) -> None:
         self._num_victims -= len(self._scheduler.running)
         self._retracts = False
 
     def _retracts_one(self, req: Req) -> None:
         if self._retracts:
-            self._victim = _Victim(self._pages_of(req), self._expected_of(req), req)
+            self._victim = _Victim(self.pages_of(req), self._expected_of(req), req)
 
     def _expected_of(self, req: Req) -> int:
         """The most tokens for which a running request may still need memory, as far as they count."""
@@ -306,7 +310,7 @@ class Admissions:
                 continue
             num_pages = need.num_pages + len(need.match_pages - used)
             needed = num_pages * self._size + need.later
-            if not self._has_room(need.req, num_pages, needed, available, left, num_rows, short):
+            if not self.has_room(need.req, num_pages, needed, available, left, num_rows, short):
                 return False
             used |= need.match_pages
             available, left, num_rows = available - num_pages, left - needed, num_rows - 1
@@ -336,7 +340,7 @@ class Admissions:
             math.isclose(ratio, self._ratio), f"the ratio of new tokens is {ratio}, {self._ratio} is right"
         )
         holders = [req for req in (*scheduler.reqs.values(), *scheduler.departed) if req.row]
-        self._used = set[int]().union(*map(self._pages_of, holders))
+        self._used = set[int]().union(*map(self.pages_of, holders))
         available = scheduler.memory.num_pages - len(self._used)
         if scheduler.memory.num_available_pages != available:
             said = scheduler.memory.num_available_pages
@@ -345,23 +349,35 @@ class Admissions:
         self._left = available * self._size - int(expected * scheduler.ratio.value + 1e-6)
         chunked = [] if scheduler.chunked is None else [scheduler.chunked]
         self._short = [req for req in (*scheduler.running.reqs, *chunked) if req.is_short]
+        self._check_share(args[4])
         self._plan = _Memory(set(self._used), expected, scheduler.memory.rows.num_free, list(self._short))
         self._needs = []
 
+    def _check_share(self, share: Any) -> None:
+        """What is kept for short requests, less what those that run hold of it."""
+        short, (tokens, rows) = self._short, self._kept
+        right = (
+            max(tokens - sum(len(req.pages) for req in short) * self._size, 0),
+            max(rows - len(short), 0),
+            sum(map(self._final, short)),
+        )
+        said = share.kept_tokens, share.kept_rows, share.final_tokens
+        self._check(said == right, f"tokens, rows and lengths of short ones are {said}, {right} are right")
+
     def _fits(self, req: Req, match: Any, alone: bool) -> tuple[bool, int]:
         """Whether the memory rule admits ``req``, and the tokens that it needs."""
-        need = self._need_of(req, match)
+        need = self.need_of(req, match)
         num_pages = need.num_pages + len(need.match_pages - self._used)
         needed = num_pages * self._size + need.later
         available, num_rows = (
             self._scheduler.memory.num_pages - len(self._used),
             self._scheduler.memory.rows.num_free,
         )
-        return self._has_room(
+        return self.has_room(
             req, num_pages, needed, available, self._left, num_rows, self._short, alone
         ), needed
 
-    def _has_room(
+    def has_room(
         self,
         req: Req,
         num_pages: int,
@@ -375,7 +391,10 @@ class Admissions:
         """Whether ``req``, which gets ``num_pages`` and may need ``needed`` tokens, fits into ``available`` pages, of
         which ``left`` tokens may be given away, and into the rows, beside the ``short`` requests that have memory.
         ``alone``: nothing else runs, so it may have all."""
-        held = sum(len(other.pages) for other in short) * self._size
+        # Those that are only thought to be admitted have no pages yet.
+        held = (
+            sum(len(other.pages) or math.ceil(other.num_tokens / self._size) for other in short) * self._size
+        )
         if req.is_short and sum(self._final(other) for other in (*short, req)) <= self._kept[0]:
             left = available * self._size
         else:
@@ -383,11 +402,12 @@ class Admissions:
         has_row = num_rows > (0 if req.is_short else max(self._kept[1] - len(short), 0))
         return has_row and num_pages <= available and (needed <= left or alone)
 
-    def _need_of(self, req: Req, match: Any) -> _Need:
+    def need_of(self, req: Req, match: Any) -> Need:
+        """What ``req`` gets if it is admitted with the cached prefix ``match``."""
         spare = self._scheduler.running.largest.num_slots - 1
         later = min(self._final(req) - req.num_tokens + 1, prefill.CLIP_NEW_TOKENS) + spare
         num_pages = math.ceil(req.num_tokens / self._size) - len(match.pages)
-        return _Need(req, num_pages, set(match.pages.tolist()), later)
+        return Need(req, num_pages, set(match.pages.tolist()), later)
 
     def _has_turn(self, req: Req, plan: Any, budget: Any) -> bool:
         """Whether the step has room for ``req``, or a part of it."""
@@ -397,7 +417,7 @@ class Admissions:
             return False
         return planner._chunk_tokens(req, prefix.num_tokens, budget) > 0
 
-    def _pages_of(self, req: Req) -> set[int]:
+    def pages_of(self, req: Req) -> set[int]:
         """Its own pages, and those of the tree that it keeps there."""
         shared = [] if req.node is None else [node.pages.tolist() for node in req.node.path()]
         return set(req.pages).union(*shared)

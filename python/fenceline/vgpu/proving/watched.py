@@ -7,7 +7,7 @@ admission, and which requests are retracted.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 
 from fenceline.config.engine_config import EngineConfig
@@ -211,11 +211,11 @@ class WatchedScheduler(Scheduler):
                     f"{req.rid} gives way, and nobody waits who is better by more than {threshold}"
                 )
 
-    def displace(self) -> None:
+    def displace(self, newcomers: Iterable[Req]) -> None:
         """See Scheduler. A request is retracted for one of a body without running requests only if others of its own
         body keep running."""
         running = list(self.running.reqs)
-        super().displace()
+        super().displace(newcomers)
         is_newcomer = any(not self._num_rows(req) for req in self.waiting)
         for req in running:
             if req.left and not (is_newcomer and self._num_rows(req)):
