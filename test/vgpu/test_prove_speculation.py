@@ -24,7 +24,7 @@ from fenceline.sampling.sampling_batch import ReqSampling
 from fenceline.scheduler import draft_depth
 from fenceline.speculative.kv_rows import KVMover
 from fenceline.vgpu.errors import OwnershipError, TagError
-from fenceline.vgpu.proving.random_depths import RandomDepths
+from fenceline.vgpu.proving.random_depths import RandomDepths, compare_depths
 from fenceline.vgpu.proving.runs import ANSWERS, Trial, run
 from fenceline.vgpu.proving.script import Flags, Scenario, Script, Workload
 from fenceline.vgpu.proving.speculative_workloads import trees_under_windows
@@ -390,3 +390,14 @@ def test_a_depth_that_is_not_the_best_is_noticed(monkeypatch: pytest.MonkeyPatch
         for _ in range(400):
             choice = depths.choose(3, 2, 3)
             depths.published(choice.depth, np.array([1, min(choice.depth + 1, 3)]))
+
+
+@pytest.mark.parametrize("name", ["_MIN_GAIN", "_HALF_WEIGHT", "_PROBE_SHARE", "_MIN_PROBE_INTERVAL"])
+def test_a_rare_probe_of_greater_depths_is_compared_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Runs of the engine are too short for most of them."""
+    for seed in range(10):
+        compare_depths(seed)
+    monkeypatch.setattr(draft_depth, name, 1.5 * getattr(draft_depth, name))
+    with pytest.raises(AssertionError, match="the draft's depth is"):
+        for seed in range(10):
+            compare_depths(seed)

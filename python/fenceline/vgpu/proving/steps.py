@@ -53,8 +53,11 @@ from fenceline.vgpu.proving.leaks import Leaks
 from fenceline.vgpu.proving.memory_sizes import MemorySizes
 from fenceline.vgpu.proving.observers import compare_observers
 from fenceline.vgpu.proving.oracle import Oracle
-from fenceline.vgpu.proving.random_depths import RandomDepths
+from fenceline.vgpu.proving.passing import Passing
+from fenceline.vgpu.proving.random_depths import RandomDepths, compare_depths
 from fenceline.vgpu.proving.recorded_worker import RecordedWorker
+from fenceline.vgpu.proving.request_pages import RequestPages
+from fenceline.vgpu.proving.retractions import Retractions
 from fenceline.vgpu.proving.sampled_batches import compare_sampling
 from fenceline.vgpu.proving.scheduler_record import SchedulerRecord
 from fenceline.vgpu.proving.script import Arrival, Flags, FollowUp, Reaction, Scenario
@@ -173,6 +176,10 @@ class Loop:
         self.scheduler = WatchedScheduler(config, worker, self, self, self._tags)
         self._evictions = Evictions(self.scheduler.memory.tree)
         self._admissions = Admissions(self.scheduler)
+        self._retractions = Retractions(self.scheduler, self._admissions)
+        self._passing = Passing(self.scheduler, self._admissions)
+        # Where something is severed its own check must report it.
+        self._pages = RequestPages(self.scheduler) if not device.severed else None
         self._record = SchedulerRecord(self.scheduler)
         # Where something is severed its own check must report it.
         self._decode_room = DecodeRoom(self.scheduler) if not device.severed else None
@@ -186,9 +193,10 @@ class Loop:
         if memory.tiers is not None and memory.tiers.storage is not None:
             assert config.hicache is not None and config.hicache.storage is not None
             self._storage_use = StorageUse(self.scheduler, config.hicache.storage.prefetch_threshold)
-        if "depth_seed" in scenario.flags:
-            depths = tuple(self.scheduler.shapes)
-            self.scheduler.draft_depth = RandomDepths(depths, int(str(scenario.flags["depth_seed"])))
+        seed = scenario.flags.get("depth_seed")
+        self._depth_seed = None if seed is None else int(str(seed))
+        if self._depth_seed is not None:
+            self.scheduler.draft_depth = RandomDepths(tuple(self.scheduler.shapes), self._depth_seed)
         around(self.scheduler, "update_weights", before=self._counts_outputs, after=self._updated)
         self.watch.watch(self.scheduler)
         args = config.server_args
@@ -353,6 +361,10 @@ class Loop:
         found = self.transcript.compare(_oracle(config.model.model_path, rounds_kv))
         shared = self.scheduler.sharing.compare(self.transcript.exchanges.values())
         state = self.scheduler.state()
+        if self._pages is not None:
+            self._pages.compare()
+        if self._depth_seed is not None:
+            compare_depths(self._depth_seed)
         figures = compare_figures(
             config,
             state,
@@ -371,6 +383,9 @@ class Loop:
             shared,
             *self.scheduler.wrong,
             *self._admissions.wrong,
+            *self._retractions.wrong,
+            *self._passing.wrong,
+            *(() if self._pages is None else self._pages.wrong),
             *(() if self._backups is None else self._backups.wrong),
             *(() if self._decode_room is None else self._decode_room.wrong),
             *self._chunks.wrong,
