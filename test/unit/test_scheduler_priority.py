@@ -161,6 +161,26 @@ def test_what_is_forecast_is_what_will_be_reserved_after_the_retractions() -> No
     assert forecast.has_room(high, 1, left - 4) and not forecast.has_room(high, 1, left - 3)
 
 
+def test_nobody_gives_way_to_a_prompt_that_is_not_split_and_has_to_wait_for_another_step() -> None:
+    driver = driver_with_priorities(
+        num_pages=64, page_size=4, num_rows=3, chunked_prefill_size=-1, max_prefill_tokens=12
+    )
+    low = [request(f"low{i}", [i + 1] * 3, priority=0, max_new_tokens=30, ignore_eos=True) for i in range(3)]
+    driver.send(*low)
+    for _ in range(4):
+        driver.step()
+    assert len(driver.scheduler.running) == 3
+    high = [
+        request(f"high{i}", [i + 9] * 8, priority=20, max_new_tokens=9, ignore_eos=True) for i in range(2)
+    ]
+    driver.send(*high)
+    driver.step()
+    rows = {rid for rid, req in driver.scheduler.reqs.items() if req.row}
+    assert "high0" in rows and "high1" not in rows and len(rows) == 3, "8 + 8 tokens are more than 12"
+    driver.run()
+    assert_right(driver, *low, *high)
+
+
 def test_a_burst_of_better_requests_goes_in_one_step() -> None:
     driver = driver_with_priorities(num_pages=200, page_size=4, num_rows=6)
     low = [request(f"low{i}", [i + 1] * 9, priority=0, max_new_tokens=30, ignore_eos=True) for i in range(6)]

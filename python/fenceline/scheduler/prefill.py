@@ -335,6 +335,9 @@ class PrefillPlanner:
             if step_tokens <= 0 or index == self._max_reqs:
                 break
             prefix = self._memory.match(req)
+            num_new = req.num_tokens - prefix.num_tokens
+            if index and self._chunk_size is None and num_new > step_tokens:
+                break  # prompts are not split, and this one has to wait for the next step
             forecast.pin(prefix.match.host_node)
             num_pages, num_expected = self._new_memory(req, prefix)
             if victims is None:
@@ -350,7 +353,7 @@ class PrefillPlanner:
                 taken.append(victim)
             forecast.admit(req, num_pages, num_expected)
             num_taken = len(taken)
-            step_tokens -= req.num_tokens - prefix.num_tokens
+            step_tokens -= num_new
         return taken[:num_taken]
 
     def _new_memory(self, req: Req, prefix: Prefix) -> tuple[int, int]:

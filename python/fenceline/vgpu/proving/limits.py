@@ -30,7 +30,7 @@ SMALL: Mapping[str, Mapping[str, object]] = {
     "memory_order.staging": {"_MIN_SLOT_BYTES": 512, "_SMALL_BYTES": 64},
     "sampling.gumbel": {"CHUNK_ELEMENTS": 100},
     "scheduler.prefill": {
-        "MAX_SCORED_TOKENS": 16,
+        "MAX_SCORED_TOKENS": 6,
         "CLIP_NEW_TOKENS": 4,
         "_MAX_LOOKED_AT": 2,
         "_MAX_PASSED": 4,

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase as fnmatch
+from itertools import chain
 from pathlib import Path
 
 import fenceline
@@ -321,7 +322,8 @@ def _shorter_key(file: _File, node: ast.AST) -> None:
     """A part of a key is left out."""
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or not _KEYS.search(node.name):
         return
-    for inner in ast.walk(node):
+    # Not in the annotations of the function, which are never evaluated.
+    for inner in chain.from_iterable(map(ast.walk, node.body)):
         parts = inner.elts if isinstance(inner, ast.Tuple) and isinstance(inner.ctx, ast.Load) else []
         if len(parts) >= 2:
             for part in parts:

@@ -104,6 +104,9 @@ class Retractions:
             if num_new >= planner.step_tokens or len(first) == planner._max_reqs:
                 break
             prefix = memory.match(req)
+            num_left = planner.step_tokens - num_new
+            if first and planner._chunk_size is None and req.num_tokens - prefix.num_tokens > num_left:
+                break  # it is not split, so another step has it
             first.append(self._admissions.need_of(req, prefix.match))
             num = num_gone
             while not self._all_fit(first, order[:num], expected, slack):

@@ -191,28 +191,30 @@ def _beside(random: Random) -> Scenario:
     """Long prompts, and shorter ones that are computed beside them, pass them, or fill a step or its half exactly; some
     come again, whole. Steps have few tokens, in some runs an odd number of them, and prompts are split or not."""
     script = Script(random)
-    page_size, step_tokens = random.choice(((1, 7), (1, 11), (2, 10), (4, 8), (4, 12)))
+    page_size, step_tokens = random.choice(((1, 7), (1, 11), (2, 10), (4, 8), (4, 12), (4, 24)))
     has_priorities, scored = random.random() < 0.3, random.random() < 0.3
     prompts: list[list[int]] = []
     step = 0
     for _ in range(random.randint(8, 11)):
-        size = random.choice(
-            (step_tokens // 2, step_tokens, 2 * page_size, random.randint(1, 6 * step_tokens))
-        )
+        most = min(6 * step_tokens, 50)
+        size = random.choice((step_tokens // 2, step_tokens, 2 * page_size, 5, random.randint(1, most)))
         again = prompts and random.random() < 0.35
         prompts.append(random.choice(prompts) if again else script.prompt(size, size))
         options: dict[str, Any] = {"body": random.choice((0, 0, 0, 1)), "priority": random.choice((0, 0, 1))}
+        if has_priorities:
+            options["body"] = 0
         if scored and random.random() < 0.7:
             options |= {"return_logprob": True, "logprob_start_len": random.randrange(len(prompts[-1]))}
-        script.add(step, prompts[-1], random.randint(1, 9), ignore_eos=True, **options)
+        script.add(step, prompts[-1], random.choice((1, 3, 9, 24)), ignore_eos=True, **options)
         step += random.choice((0, 0, 1, 4))
     return script.scenario(
-        max_total_tokens=random.choice((72, 96, 200)),
+        max_total_tokens=random.choice((56, 72, 120)),
         max_running_requests=random.choice((3, 5, 8)),
-        chunked_prefill_size=random.choice((step_tokens, step_tokens, step_tokens, -1)),
+        chunked_prefill_size=step_tokens if scored or random.random() < 0.7 else -1,
         max_prefill_tokens=step_tokens,
         page_size=page_size,
         enable_priority_scheduling=has_priorities,
+        priority_scheduling_preemption_threshold=0,
         schedule_policy="fcfs" if has_priorities else random.choice(("fcfs", "fcfs", "lpm", "dfs-weight")),
         schedule_conservativeness=random.choice((0.05, 1.0)),
         prefill_max_requests=random.choice((64, 64, 3)),
