@@ -925,12 +925,27 @@ def _of(model: str) -> Workload:
     return Workload("own", "", make)
 
 
-@pytest.mark.parametrize("model", ["fp8", "int4", "llama3", "yarn"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "fp8",
+        "fp8_rows",
+        "rounded_fp8",
+        "int4",
+        "llama3",
+        "yarn",
+        "shared",
+        "fp8_experts",
+        "int4_experts",
+        "gpt_oss",
+        "mxfp4",
+    ],
+)
 def test_a_model_of_another_kind_answers_as_the_oracle_says(
     monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     """In graphs too, which torch's operators for quantised weights have to allow; these stand for plain numbers. In
-    INT4 one layer sees no positions. The last two have biases and one head of keys."""
+    INT4 one layer sees no positions. Those with scaled frequencies have biases and one head of keys."""
     monkeypatch.setitem(WORKLOADS, "own", _of(model))
     outcome = run(Trial("own", 0))
     assert outcome.clean, outcome.report
