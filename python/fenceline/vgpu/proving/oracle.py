@@ -332,6 +332,55 @@ class Answer:
         return out.reshape(num, model.num_heads, model.head_dim)
 
 
+class Lookahead:
+    """The layers of a checkpoint in ``folder`` that look ahead (multi-token prediction), over the model in ``target``.
+
+    Layer k has a row for each token i: of the token 1 + k behind it, and of the hidden state that the layer before has
+    for i, or for k = 0 the target. What layer k has there draws the token 2 + k behind i.
+    """
+
+    def __init__(self, folder: str | Path, target: str | Path, rounds_kv: bool = False) -> None:
+        self._model = model = Model(target, rounds_kv)
+        tensors = load_file(Path(folder) / "model.safetensors")
+        model._weights |= {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+        self.num_layers: int = json.loads((Path(folder) / "config.json").read_text())[
+            "num_nextn_predict_layers"
+        ]
+
+    def logits(self, tokens: tuple[int, ...]) -> list[F64]:
+        """By layer [T - 1 - k, V]: the unadjusted logits of each row that ``tokens`` determine."""
+        model, found = self._model, []
+        target = Answer(lambda _: model, Query(prompt=tokens, seed=0, temperature=0.0))
+        hidden = model.norm(np.concatenate(target._hidden), "model.norm")
+        for layer in range(self.num_layers):
+            name = f"model.mtp_layers.{layer}"
+            embedded = model.embedding[list(tokens[1 + layer :])]
+            embedded[:1] = 0  # at position 0
+            hidden = hidden[: len(embedded)]
+            both = (
+                model.norm(hidden, f"{name}.hidden_layernorm"),
+                model.norm(embedded, f"{name}.token_layernorm"),
+            )
+            x = model.linear(np.concatenate(both, axis=-1), f"{name}.input_proj")
+            rows = Answer(lambda _: model, Query(prompt=tokens[:1], seed=0, temperature=0.0))
+            rows._keys, rows._values = [[]], [[]]
+            h = model.norm(x, f"{name}.input_layernorm")
+            attended = rows._attend(0, h, f"{name}.self_attn", 0).reshape(len(x), -1)
+            x = x + model.linear(attended, f"{name}.self_attn.o_proj")
+            x = x + model.mix(model.norm(x, f"{name}.post_attention_layernorm"), f"{name}.mlp")
+            hidden = model.norm(x, f"{name}.final_layernorm")
+            found.append(hidden @ model.head.T)
+        return found
+
+
+def scores_of(logits: F64, query: Query, position: int) -> F64:
+    """The scores [V] of a draw without filters at ``position``, of which the largest is drawn."""
+    if query.greedy:
+        return logits
+    noise: F64 = (logits - logits.max()) / query.temperature + gumbel(query.seed, position, len(logits))
+    return noise
+
+
 def _e4m3(x: F64) -> F64:
     """The nearest numbers of three bits after the first, exponents from -6 and size to 448; ties to even."""
     exponents = np.maximum(np.floor(np.log2(np.maximum(np.abs(x), 2.0**-20))), -6.0)

@@ -52,7 +52,7 @@ from fenceline.vgpu.proving.launched_attention import LAUNCHED
 from fenceline.vgpu.proving.leaks import Leaks
 from fenceline.vgpu.proving.memory_sizes import MemorySizes
 from fenceline.vgpu.proving.observers import compare_observers
-from fenceline.vgpu.proving.oracle import Oracle
+from fenceline.vgpu.proving.oracle import Lookahead, Oracle
 from fenceline.vgpu.proving.passing import Passing
 from fenceline.vgpu.proving.random_depths import RandomDepths, compare_depths
 from fenceline.vgpu.proving.recorded_worker import RecordedWorker
@@ -111,6 +111,11 @@ def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineCo
 @lru_cache
 def _oracle(model_path: str, rounds_kv: bool) -> Oracle:
     return Oracle(plain_path(model_path), rounds_kv=rounds_kv)
+
+
+@lru_cache
+def _lookahead(folder: str, target: str, rounds_kv: bool) -> Lookahead:
+    return Lookahead(folder, target, rounds_kv)
 
 
 def make_config(flags: Flags, device: str) -> EngineConfig:
@@ -420,11 +425,18 @@ class Loop:
         return "\n".join(part for part in (record.finish(), wrong, *self._storage_use.wrong) if part)
 
     def _compare_drafts(self, rounds_kv: bool) -> str:
-        """Of a draft that is a whole model, how many tokens each step has yielded."""
+        """Of a draft whose proposals follow from the request alone, how many tokens each step has yielded."""
         config = self.scheduler.config.speculative
-        if config is None or config.draft.algorithm is not SpeculativeAlgorithm.STANDALONE:
+        if config is None:
             return ""
-        oracle = _oracle(config.draft.model.model_path, rounds_kv)
+        draft, model = config.draft.model.model_path, self.scheduler.config.model.model_path
+        match config.draft.algorithm:
+            case SpeculativeAlgorithm.STANDALONE:
+                oracle: Oracle | Lookahead = _oracle(draft, rounds_kv)
+            case SpeculativeAlgorithm.NEXTN:
+                oracle = _lookahead(draft, plain_path(model), rounds_kv)
+            case _:
+                return ""
         return compare_drafts(self.scheduler.verified, self.transcript.exchanges, oracle, config.topk)
 
     def _settle(self, tiers: HiCache) -> None:
