@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fenceline.memory_order import Communicator, LeasePool, communicator, staging
+from fenceline.memory_order.all_reduce import Launch
 from fenceline.memory_order.arena import Arena
 from fenceline.memory_order.device import CpuDevice, ThreadWorker
 from fenceline.memory_order.edges import StreamName
@@ -154,6 +155,7 @@ def all_cores(self: CpuDevice, severed: frozenset[str] = frozenset()) -> None:
     torch.set_num_threads(threads)
 
 
+refreshed = Launch.refreshed
 check, alloc, pinned_rows, made = (
     LeasePool._check,
     LeasePool.alloc,
@@ -171,6 +173,12 @@ check, alloc, pinned_rows, made = (
         (Points, "of", staticmethod(of_the_first), "joined are"),
         (Stream, "_check_host_edge", nothing, "synchronize_from_worker for a Point"),
         (CpuDevice, "__init__", all_cores, "threads are used"),
+        (
+            Launch,
+            "refreshed",
+            lambda self, number, *args: refreshed(self, number // 2, *args),
+            "vectors refresh",
+        ),
         (communicator, "sum_gathered", None, "the sum of"),
         (Communicator, "_declare", nothing, "0 of 3 operations"),
         (Communicator, "_require_stream", nothing, "on another stream"),

@@ -18,6 +18,7 @@ import torch
 
 from fenceline.memory_order import Communicator, LeasePool, Points
 from fenceline.memory_order import device as device_module
+from fenceline.memory_order.all_reduce import Launch
 from fenceline.memory_order.communicator import sum_gathered
 from fenceline.memory_order.device import CpuDevice, CpuStream, HostChannel
 from fenceline.memory_order.edges import EDGES, Edge, StreamName
@@ -30,7 +31,7 @@ _NUM_TURNS = 12
 
 def compare_contracts(random: Random) -> str:
     """The first promise that is not kept, "" if all are."""
-    for part in (_leases, _points, _edges, _masks, _workers, _threads, _ranks):
+    for part in (_leases, _points, _edges, _refreshes, _masks, _workers, _threads, _ranks):
         for wrong in part(random):
             return f"contracts: {wrong}"
     return ""
@@ -133,6 +134,23 @@ def _edges(random: Random) -> Iterator[str]:
 
 def _misjudged(wait: str, edge: Edge, stream: CpuStream, fits: bool) -> str:
     return f"{wait} for a Point on {stream.name.value} with {edge.name} is {'refused' if fits else 'made'}"
+
+
+# --- an all-reduce's old words
+
+
+def _refreshes(random: Random) -> Iterator[str]:
+    """Of each of the two halves, which launches use in turn, every vector outside of the message is refreshed in
+    ``2 * every * capacity`` launches, wherever one begins to count, and none of the message."""
+    capacity, every, first = random.randint(1, 6), random.randint(1, 3), random.randrange(50)
+    num_vectors, two_shots = random.randint(0, capacity), random.random() < 0.3
+    launch = Launch(0, 2, num_vectors, 1, 1, two_shots)
+    right = set(range(0 if two_shots else num_vectors, capacity))
+    for half in (0, 1):
+        numbers = (number for number in range(first, first + 2 * every * capacity) if number % 2 == half)
+        got = {launch.refreshed(number, capacity, every) for number in numbers} - {None}
+        if got != right:
+            yield f"launches of {num_vectors} vectors refresh {got} of half {half}, not {right}"
 
 
 # --- masks of tokens
