@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fenceline.layers.attention import torch_backend
-from fenceline.mem_cache.host import cache_controller
+from fenceline.mem_cache.host import cache_controller, page_copy
 from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache, HostTier
 from fenceline.mem_cache.tree.radix_cache import LruQueue
@@ -64,6 +64,47 @@ def test_what_is_not_declared_is_found(
     without(monkeypatch, label)
     found = first_failure(workload)
     assert found.checker == "footprint" and says in found.report
+
+
+def _each_page_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_by_one(device_pages: Any, host_pages: Any) -> Any:
+        return [page_copy.Run(int(a), int(b), 1) for a, b in zip(device_pages, host_pages, strict=True)]
+
+    monkeypatch.setattr(page_copy, "runs_of", one_by_one)
+
+
+def _all_layers_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = page_copy.WatchedPools.copy
+
+    def copied(self: Any, *args: Any, layers: Any = None, **kwargs: Any) -> None:
+        copy(self, *args, **kwargs)
+
+    monkeypatch.setattr(page_copy.WatchedPools, "copy", copied)
+
+
+def _no_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_copy, "_has_pairs", lambda rows: False)
+
+
+def _sms_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_copy, "occupies_sm", lambda op: None)
+
+
+@pytest.mark.parametrize(
+    ("plant", "workload", "says"),
+    [
+        (_each_page_alone, "spill", "copies, "),
+        (_all_layers_each_time, "conversations", "bytes, its pages have"),
+        (_no_pairs, "conversations", "footprint: a "),
+        (_sms_not_taken, "persistent", "a backup by SMs does not occupy them"),
+    ],
+)
+def test_the_copies_of_a_transfer_are_compared(
+    monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None], workload: str, says: str
+) -> None:
+    plant(monkeypatch)
+    found = first_failure(workload)
+    assert says in found.report, found.report
 
 
 def test_memory_that_nothing_uses_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

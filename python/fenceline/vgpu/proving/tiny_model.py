@@ -162,6 +162,8 @@ _DRAFTS: dict[str, dict[str, object]] = {
         "draft_vocab_size": _NUM_KNOWN,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1], "use_aux_hidden_state": True},
     },
+    # Its pages have rows of another size than the target's.
+    "EAGLE3 of one head": {},
     "NEXTN": {"num_nextn_predict_layers": 1},
     "NEXTN2": {"num_nextn_predict_layers": 2},  # a layer for each step
     # Nearly the target, and the target itself: half of the first one's proposals are accepted, and all of the second
@@ -169,7 +171,8 @@ _DRAFTS: dict[str, dict[str, object]] = {
     "NEAR": {},
     "ITSELF": {},
 }
-DRAFTS = tuple(_DRAFTS)
+_DRAFTS["EAGLE3 of one head"] = _DRAFTS["EAGLE3"] | {"num_key_value_heads": 1}
+DRAFTS = tuple(name for name in _DRAFTS if name != "EAGLE3 of one head")  # those that are drawn at random
 _NEAR = 0.1  # how much the weights of NEAR differ from the target's
 
 
@@ -331,7 +334,7 @@ def tiny_draft(name: str, model: str = PLAIN) -> tuple[str, str]:
     if name == "ITSELF":
         return "STANDALONE", tiny_model_path(model)
     assert model == PLAIN or name == "NEAR", f"a draft {name} of {model} has not been written"
-    folder = _folder(f"draft-{name.lower()}", _MODELS[model] | _DRAFTS[name])
+    folder = _folder(f"draft-{name.lower().replace(' ', '-')}", _MODELS[model] | _DRAFTS[name])
     target = Path(plain_path(tiny_model_path(model)))
     weights = load_file(target / "model.safetensors")
     if name == "NEAR":
@@ -340,14 +343,15 @@ def tiny_draft(name: str, model: str = PLAIN) -> tuple[str, str]:
         weights = {n: t + _NEAR * torch.randn(t.shape, generator=generator) for n, t in weights.items()}
         save_file(weights, folder / "model.safetensors")
         return "STANDALONE", str(folder)
-    algorithm = SpeculativeAlgorithm(name.removesuffix("2"))
+    is_eagle = name.startswith("EAGLE3")
+    algorithm = SpeculativeAlgorithm("EAGLE3" if is_eagle else name.removesuffix("2"))
     model_config = resolve(ServerArgs(model_path=tiny_model_path(), device="cpu")).model
     context = torch_context(Shard(), torch.float32)
     config = read_draft_config(algorithm, str(folder), model_config)
-    names = {"lm_head.weight", "d2t"} if name == "EAGLE3" else set[str]()
+    names = {"lm_head.weight", "d2t"} if is_eagle else set[str]()
     slots = make_draft_model(config, context, make_model(model_config, context), names).weight_slots()
     weights = _random(slots, 13)
-    if name == "EAGLE3":
+    if is_eagle:
         known = torch.arange(_NUM_KNOWN)
         weights["d2t"] = known * VOCAB_SIZE // _NUM_KNOWN - known
     save_file(weights, folder / "model.safetensors")
