@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from fenceline.ipc.io_struct import Message, TickReq
 from fenceline.mem_cache import kv_pool
-from fenceline.mem_cache.host import host_pool
+from fenceline.mem_cache.host import cache_controller, host_pool, page_copy
 from fenceline.mem_cache.host.cache_controller import num_host_pages
-from fenceline.mem_cache.kv_pool import ReqPool, num_kv_pages
+from fenceline.mem_cache.kv_pool import KVPool, ReqPool, num_kv_pages
+from fenceline.mem_cache.storage import controller
 from fenceline.memory_order.device import Device
 from fenceline.model_executor.speculative_runner import SpeculativeState
 from fenceline.scheduler import control, core_dumps, live_steps
@@ -23,7 +24,7 @@ from fenceline.scheduler.request_memory import RequestMemory
 from fenceline.scheduler.scheduler import OutputSender, Scheduler
 from fenceline.scheduler.stats import SchedulerStats
 from fenceline.vgpu.proving import start_up
-from fenceline.vgpu.proving.runs import ANSWERS, Outcome, Trial, run
+from fenceline.vgpu.proving.runs import ANSWERS, HAPPENS_BEFORE, Outcome, Trial, run
 
 torch.set_num_threads(1)
 
@@ -259,6 +260,42 @@ def test_decisions_about_memory_at_the_start_are_compared(
         monkeypatch.setattr(owner, name, fault)
     found = first_failure("spill")
     assert found.checker == ANSWERS and says in found.report, found.report
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault", "says"),
+    [
+        (start_up, "_refuses", lambda *args: False, "start: "),
+        (page_copy, "_check", lambda *args: None, ""),
+        (controller, "header_nbytes", lambda secret: 0, "start: storage of "),
+        (start_up, "model_id", lambda config: config.model.model_path, "have one identity"),
+        (KVPool, "nbytes", property(lambda self: 1), "figures: bytes of the cache"),
+    ],
+)
+def test_what_is_decided_with_storage_at_the_start_is_compared(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Any, says: str
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    found = first_failure("storage")
+    assert says in found.report, found.report
+
+
+def test_the_first_copies_wait_for_what_comes_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unordered:
+        """The device, without its waits for itself."""
+
+        def __init__(self, device: Device) -> None:
+            self.store, self.load = device.store, device.load
+
+        def synchronize(self) -> None:
+            return None
+
+    warm_up = cache_controller._warm_up
+    monkeypatch.setattr(
+        cache_controller, "_warm_up", lambda device, *args: warm_up(cast(Device, Unordered(device)), *args)
+    )
+    found = first_failure("spill")
+    assert found.checker == HAPPENS_BEFORE, found.report
 
 
 def with_another_limit(config: Any, device: Any, layout: Any, num_ranks: int) -> int:

@@ -25,7 +25,8 @@ SMALL: Mapping[str, Mapping[str, object]] = {
         "_BLOCK": 2,
         "_MAX_PREFIX_DEPTH": 1,
     },
-    "mem_cache.storage.controller": {"_BATCH_BYTES": 1500},  # some pages of a token, one of four
+    "mem_cache.storage.controller": {"_BATCH_BYTES": 600},  # some pages of a token, none of four
+    "mem_cache.storage.page_file": {"_MAX_PARTS": 2},
     "memory_order.access": {"_MAX_LOG": 4, "_MAX_RUNS": 2},
     "memory_order.staging": {"_MIN_SLOT_BYTES": 512, "_SMALL_BYTES": 64},
     "sampling.gumbel": {"CHUNK_ELEMENTS": 100},

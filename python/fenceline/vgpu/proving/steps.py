@@ -63,6 +63,7 @@ from fenceline.vgpu.proving.scheduler_record import SchedulerRecord
 from fenceline.vgpu.proving.script import Arrival, Flags, FollowUp, Reaction, Scenario
 from fenceline.vgpu.proving.shared_prefixes import compare_shared_prefixes
 from fenceline.vgpu.proving.start_up import compare_start
+from fenceline.vgpu.proving.storage_jobs import StorageJobs
 from fenceline.vgpu.proving.storage_record import StorageRecord
 from fenceline.vgpu.proving.storage_use import StorageUse
 from fenceline.vgpu.proving.tiny_model import (
@@ -87,7 +88,7 @@ _PLANNED = (FLASHINFER, FLASHINFER_TENSOR_CORES)
 def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineConfig:
     args = dict(flags)
     backend, draft = args.pop("attention_backend", None), args.pop("draft", None)
-    model = str(args.pop("model", PLAIN))
+    model, least_tokens = str(args.pop("model", PLAIN)), args.pop("least_tokens", None)
     if draft is not None:
         algorithm, folder = tiny_draft(str(draft), model)
         args |= {"speculative_algorithm": algorithm, "speculative_draft_model_path": folder}
@@ -101,8 +102,8 @@ def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineCo
         config = replace(config, prefill_attention_backend=backend, decode_attention_backend=decode)
     if config.hicache is None:
         return config
-    # One page is enough, and not too short either.
-    storage, threshold = config.hicache.storage, config.server_args.page_size
+    # One page is enough, and not too short either, unless the run asks for more.
+    storage, threshold = config.hicache.storage, int(least_tokens or config.server_args.page_size)
     if storage is not None:
         storage = replace(storage, prefetch_threshold=threshold)
     return replace(config, hicache=replace(config.hicache, load_back_threshold=threshold, storage=storage))
@@ -122,7 +123,8 @@ def make_config(flags: Flags, device: str) -> EngineConfig:
     """The engine's configuration with the tiny model. Beyond the command line it allows smaller pages, the attention
     backends of the proof, loads of prefixes of any length from a lower tier, and ``draft``, one of
     ``tiny_model.DRAFTS``; with ``depth_seed`` its depth is another in each step. ``model``
-    is one of ``tiny_model.MODELS``. With ``bad_days``, a seed, storage fails at random (``StorageRecord``)."""
+    is one of ``tiny_model.MODELS``. ``least_tokens``: shorter parts of a prefix are not taken from a lower tier. With
+    ``bad_days``, a seed, storage fails at random (``StorageRecord``)."""
     flags = {"device": device, **flags}
     flags.pop("bad_days", None)
     if flags.pop("depth_seed", None) is not None:
@@ -161,6 +163,7 @@ class Loop:
             self._captures.begin_serving(self.runner)
         self._tags: Tags | None = None
         self._storage_record: StorageRecord | None = None
+        self._storage_jobs: StorageJobs | None = None
         self._wrong_storage = ""
         if isinstance(device, VgpuDevice):
             self._tags = make_tags(device.gpu, self.runner)
@@ -172,7 +175,12 @@ class Loop:
             days = scenario.flags.get("bad_days")
             assert isinstance(controller._backend, FileBackend), "the one that the flags can ask for"
             self._storage_record = StorageRecord(
-                controller._backend, config, None if days is None else Random(int(str(days)))
+                controller._backend, config, None if days is None else Random(int(str(days))), self._pause
+            )
+            assert self.runner.hicache is not None, "storage is below the host"
+            num_host_pages = self.runner.hicache.host_pool.num_pages
+            self._storage_jobs = StorageJobs(
+                controller, num_host_pages, None if days is None else int(str(days))
             )
             if self._tags is not None:
                 around(controller._backend, "set", before=self._tags.storing)
@@ -235,6 +243,13 @@ class Loop:
         """Seconds, computed from the number of steps so that runs are repeatable. Each call returns a later time."""
         self._num_readings += 1
         return self.step_no * STEP_S + self._num_readings * 1e-6
+
+    def _pause(self, num_polls: int) -> None:
+        """Hold one of storage's threads up until the scheduler has looked for news so many times."""
+        device, jobs = self.runner.device, self._storage_jobs
+        assert isinstance(device, VgpuDevice) and jobs is not None, "only there storage has bad days"
+        until = jobs.num_polls + num_polls
+        device.gpu.rotation.block_until(lambda: jobs.num_polls >= until, "the scheduler to look for news")
 
     def send(self, message: Message) -> None:
         """Put a message into the inbox as of now."""
@@ -322,7 +337,9 @@ class Loop:
         with self._explained():
             self._flight = self.scheduler.step(self._flight)
         self.step_no += 1
-        self.scheduler.memory.tree.check()
+        tree = self.scheduler.memory.tree
+        tree.check()
+        assert tree.num_pages == len(tree.all_pages()), f"{tree.num_pages} pages are said to be in the tree"
         waiting = self.scheduler.waiting
         num_short = sum(req.is_short for req in waiting)
         assert waiting.num_short == num_short, (
@@ -418,11 +435,13 @@ class Loop:
         assert tiers is not None and tiers.storage is not None and recorded is not None, "there is storage"
         for event in record.events:
             self.watch.note(event)
-        assert self._storage_use is not None
+        assert self._storage_use is not None and self._storage_jobs is not None, "there is storage"
+        jobs = self._storage_jobs
         kept = self._storage_use.num_to_keep
         fetched = sum(len(event.keys) for event in self.decisions if isinstance(event, Fetched))
-        wrong = compare_storage(tiers.storage.stats(), record, recorded, kept, fetched)
-        return "\n".join(part for part in (record.finish(), wrong, *self._storage_use.wrong) if part)
+        wrong = compare_storage(tiers.storage.stats(), record, recorded, jobs, kept, fetched)
+        parts = (record.finish(), wrong, *self._storage_use.wrong, *jobs.wrong)
+        return "\n".join(part for part in parts if part)
 
     def _compare_drafts(self, rounds_kv: bool) -> str:
         """Of a draft whose proposals follow from the request alone, how many tokens each step has yielded."""
