@@ -275,7 +275,9 @@ class WatchedScheduler(Scheduler):
         # A step that goes before a decode step leaves out a prompt that is half-way.
         left_out = [req for req in self._half_way if req not in reqs and not req.left]
         waiting = [req for req in self.waiting if req.prefetch is None and not self._has_twin(req)]
-        running = {
+        # Bodies. Of a body that has its first request in this step, those of other priorities still count as waiting
+        # for their first: what runs is counted before a step is planned.
+        running: set[object] = {
             req.source.body or req.rid for req in self.reqs.values() if req.row and req not in admitted
         }
         is_newcomer = len(reqs) == len(admitted) == 1 and (reqs[0].source.body or reqs[0].rid) not in running
@@ -291,14 +293,14 @@ class WatchedScheduler(Scheduler):
             passed = self._wrongly_passed(req, waiting, running, turns, room)
             if passed is not None:
                 self.wrong.append(f"{req.rid} is admitted before {passed.rid}, whose turn it is")
-            running.add(req.source.body or req.rid)
+            running.add(self._turn_key(req))
             turns[self._turn_key(req)] = self._since[self._turn_key(req)] = self._next_moment()
 
     def _wrongly_passed(
         self,
         req: Req,
         waiting: list[Req],
-        running: set[int | str],
+        running: set[object],
         turns: dict[tuple[float, object], int],
         room: int | None,
     ) -> Req | None:
@@ -326,7 +328,7 @@ class WatchedScheduler(Scheduler):
             if passed is None:
                 return first[0]
             waiting.remove(passed)
-            running.add(passed.source.body or passed.rid)
+            running.add(self._turn_key(passed))
             turns[self._turn_key(passed)] = self._next_moment()
 
     def _room_beside(self, batch: ExtendBatch, reqs: Sequence[Req], most: int) -> int | None:
@@ -366,8 +368,9 @@ class WatchedScheduler(Scheduler):
         if one == other:
             by_arrival = not left.num_retractions and self._arrivals[left.rid] < self._arrivals[req.rid]
             return is_fresh < came_fresh or (is_fresh == came_fresh and by_arrival)
-        if (one[1] in running) != (other[1] in running):
-            return one[1] not in running
+        runs, other_runs = ({key, key[1]} & set(running) for key in (one, other))
+        if bool(runs) != bool(other_runs):
+            return not runs
         return turns[one] < turns[other]
 
     def _has_twin(self, req: Req) -> bool:
