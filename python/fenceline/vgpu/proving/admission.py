@@ -198,14 +198,14 @@ class Admissions:
             return None
         stay = [other for other in running if other.rank <= req.rank + threshold]
         num_rows = scheduler.memory.rows.num_free + len(running) - len(stay)
-        used = set[int]().union(*map(self._pages_of, stay))
+        used = set[int]().union(*map(self.pages_of, stay))
         available = scheduler.memory.num_pages - len(used)
         left = available * self._size - int(sum(map(self._expected_of, stay)) * self._ratio + 1e-6)
-        need = self._need_of(req, scheduler.memory.match(req).match)
+        need = self.need_of(req, scheduler.memory.match(req).match)
         num_pages = need.num_pages + len(need.match_pages - used)
         needed = num_pages * self._size + need.later
         short = [other for other in stay if other.is_short]
-        return req if self._has_room(req, num_pages, needed, available, left, num_rows, short) else None
+        return req if self.has_room(req, num_pages, needed, available, left, num_rows, short) else None
 
     @property
     def _is_due(self) -> bool:
