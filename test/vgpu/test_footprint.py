@@ -244,7 +244,7 @@ def test_the_checker_is_held_against_a_plain_record(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Callable[..., Any]
 ) -> None:
     monkeypatch.setattr(owner, name, fault)
-    found = first_failure("spill", "mixed", "retraction", seeds=range(1, 12))
+    found = first_failure("spill", "mixed", "retraction", "together", seeds=range(1, 12))
     assert found.checker == "footprint", found.report
 
 

@@ -266,7 +266,7 @@ def _no_short_one_goes_first(patch: pytest.MonkeyPatch) -> None:
         (_the_share_of_short_ones_is_not_kept, "bodies", SMALL, SHARE),
         (_short_ones_hold_nothing, "bodies", SMALL, SHARE),
         (_more_is_short, "bodies", SMALL, "admission: r\\d+ of \\d+ tokens is short"),
-        (_one_gives_way_although_more_must, "bodies", range(5, 13), "requests are retracted for nobody"),
+        (_one_gives_way_although_more_must, "bodies", range(26, 34), "requests are retracted for nobody"),
         (
             _one_more_gives_way,
             "priorities",
