@@ -27,6 +27,7 @@ from fenceline.mem_cache.page_hash import model_id, page_fingerprint
 from fenceline.mem_cache.storage import controller
 from fenceline.memory_order import Device
 from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.vgpu.device import VgpuDevice
 
 _HEADER_NBYTES, _KEYED_HEADER_NBYTES = 64, 96  # of a page's file
 _KEPT_FREE = 0.05  # of the host's memory
@@ -155,8 +156,11 @@ def _host(config: EngineConfig, runner: ModelRunner, random: Random) -> str:
 
 def _copies(config: EngineConfig, runner: ModelRunner) -> str:
     """Pages that do not exist are not copied. The first copies, at the start, are ordered with what comes before and
-    after them on the default stream."""
+    after them on the default stream. Not asked of an engine with a thread of its own, whose virtual GPU knows only
+    that one."""
     if config.hicache is None:
+        return ""
+    if isinstance(runner.device, VgpuDevice) and not runner.device.gpu.rotation.knows_caller:
         return ""
     assert runner.hicache is not None, "there is a host tier"
     copier, device, pool = runner.hicache._copier, runner.device, runner.kv_pool
