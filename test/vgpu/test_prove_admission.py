@@ -277,7 +277,7 @@ def _no_short_one_goes_first(patch: pytest.MonkeyPatch) -> None:
             _a_decode_step_waits_longer,
             "mixed",
             range(8),
-            "prompt tokens (is planned, and a decode step is due|in a row are counted, not)",
+            "prompt tokens is planned, and a decode step is due",
         ),
         (
             _a_prompt_waits_for_a_decode_step,
