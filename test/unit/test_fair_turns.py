@@ -444,6 +444,23 @@ def test_a_newcomer_goes_before_the_decode_step_of_a_body_that_runs_many(overlap
     driver.run()
 
 
+def test_a_body_gives_way_only_for_the_newcomer_that_goes_before_a_decode_step() -> None:
+    """Others wait for the decode step in any case, so nobody is retracted for them before it."""
+    driver = fair_driver(num_rows=8, chunk=32)
+    driver.send(*body_of(1, 8, prompt_len=9, max_new_tokens=30))
+    while len(driver.scheduler.running) < 8:
+        driver.step()
+    driver.send(request("first", [60, 3, 5, 7], max_new_tokens=9, ignore_eos=True))
+    driver.step()
+    long = request("long", [61] * 20, max_new_tokens=9, ignore_eos=True)
+    driver.send(long, request("short", [62, 3, 5, 7], max_new_tokens=9, ignore_eos=True))
+    driver.step()
+    has_row = {rid: req.row != 0 for rid, req in driver.scheduler.reqs.items()}
+    assert (has_row["first"], has_row["short"], has_row["long"]) == (True, True, False)
+    assert driver.scheduler.state().num_retractions == 2
+    driver.run()
+
+
 @pytest.mark.parametrize("delay", range(5))
 def test_a_newcomer_with_more_scored_tokens_than_a_step_waits_for_its_turn(delay: int) -> None:
     """1,024 tokens of a step are scored at most, so such a one would be half-way beside another that is half-way."""

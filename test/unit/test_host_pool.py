@@ -59,6 +59,29 @@ def test_parts_are_disjoint_contiguous_and_make_up_everything(
 
 
 @pytest.mark.parametrize("shape", [SHAPE, Shape(layers=MIXED)], ids=["alike", "mixed"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_row_by_which_accesses_are_watched_has_bytes_of_two_pages(
+    device: Device, layout: MemLayout, shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named: dict[str, int] = {}
+    monkeypatch.setattr(
+        type(device),
+        "name_memory",
+        lambda self, tensor, name, row_bytes=None: named.update({name: row_bytes}),
+    )
+    _, pool = make_pools(device, layout, shape)
+    pages_of: dict[int, set[int]] = {}
+    for page in range(15):
+        for part in pool.parts:
+            start = part[page].data_ptr() - pool.buffer.data_ptr()
+            for row in range(
+                start // named["host_pool"], -(-(start + part[page].nbytes) // named["host_pool"])
+            ):
+                pages_of.setdefault(row, set()).add(page)
+    assert all(len(pages) == 1 for pages in pages_of.values())
+
+
+@pytest.mark.parametrize("shape", [SHAPE, Shape(layers=MIXED)], ids=["alike", "mixed"])
 def test_storage_sees_the_same_bytes_in_both_layouts(device: Device, shape: Shape) -> None:
     seen = {}
     for layout, num_pieces in (("layer_first", len(shape.layout.parts)), ("page_first", 1)):

@@ -14,7 +14,7 @@ from fenceline.ipc.io_struct import AbortReq, TokenizedGenerateReq
 from fenceline.mem_cache.tree.radix_cache import TreeNode
 from fenceline.scheduler.prefill import PrefillPlan, _MemoryForecast
 from fenceline.scheduler.req import Req
-from fenceline.scheduler.schedule_policy import order_waiting
+from fenceline.scheduler.schedule_policy import ShortShare, order_waiting
 
 
 def driver_with_priorities(**flags: object) -> Driver:
@@ -139,6 +139,46 @@ def test_a_request_that_cannot_fit_costs_a_step_no_search(monkeypatch: pytest.Mo
     assert not released
     driver.run()
     assert_right(driver, same, high, *lows)
+
+
+def test_what_is_forecast_is_what_will_be_reserved_after_the_retractions() -> None:
+    """Parts of tokens are dropped from the sum of those that run on, not from the sum of all; and a short request that
+    is admitted holds all its pages, those of its cached prefix too."""
+    scheduler = driver_with_priorities(num_pages=64, page_size=4, num_rows=8).scheduler
+    low, high = (Req(request(rid, [5] * 8), np.full(8, 5, np.int32), frozenset(), 1, 9, 1) for rid in "ab")
+    low.row, low.node, low.is_short, low.max_new_tokens = 1, scheduler.memory.tree.root, True, 5
+    share = ShortShare(0, 0)
+    num_tokens = scheduler.memory.num_available_pages * 4
+    forecast = _MemoryForecast(scheduler.memory, 2, 0.7 + 4.3, share)
+    forecast.release(low, 0.7)
+    num_pages = (num_tokens - 4) // 4
+    assert forecast.has_room(high, num_pages, 0), "4.3 tokens count as 4, as in the step that admits it"
+    assert not forecast.has_room(high, num_pages, 1)
+    share = ShortShare(40, 2)
+    forecast = _MemoryForecast(scheduler.memory, 2, 0.0, share)
+    forecast.admit(low, 1, 0)  # the other of its two pages is cached
+    left = num_tokens - 4 - (40 - 8)
+    assert forecast.has_room(high, 1, left - 4) and not forecast.has_room(high, 1, left - 3)
+
+
+def test_nobody_gives_way_to_a_prompt_that_is_not_split_and_has_to_wait_for_another_step() -> None:
+    driver = driver_with_priorities(
+        num_pages=64, page_size=4, num_rows=3, chunked_prefill_size=-1, max_prefill_tokens=12
+    )
+    low = [request(f"low{i}", [i + 1] * 3, priority=0, max_new_tokens=30, ignore_eos=True) for i in range(3)]
+    driver.send(*low)
+    for _ in range(4):
+        driver.step()
+    assert len(driver.scheduler.running) == 3
+    high = [
+        request(f"high{i}", [i + 9] * 8, priority=20, max_new_tokens=9, ignore_eos=True) for i in range(2)
+    ]
+    driver.send(*high)
+    driver.step()
+    rows = {rid for rid, req in driver.scheduler.reqs.items() if req.row}
+    assert "high0" in rows and "high1" not in rows and len(rows) == 3, "8 + 8 tokens are more than 12"
+    driver.run()
+    assert_right(driver, *low, *high)
 
 
 def test_a_burst_of_better_requests_goes_in_one_step() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fenceline.layers.attention import torch_backend
-from fenceline.mem_cache.host import cache_controller
+from fenceline.mem_cache.host import cache_controller, page_copy
 from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache, HostTier
 from fenceline.mem_cache.tree.radix_cache import LruQueue
@@ -64,6 +64,47 @@ def test_what_is_not_declared_is_found(
     without(monkeypatch, label)
     found = first_failure(workload)
     assert found.checker == "footprint" and says in found.report
+
+
+def _each_page_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_by_one(device_pages: Any, host_pages: Any) -> Any:
+        return [page_copy.Run(int(a), int(b), 1) for a, b in zip(device_pages, host_pages, strict=True)]
+
+    monkeypatch.setattr(page_copy, "runs_of", one_by_one)
+
+
+def _all_layers_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = page_copy.WatchedPools.copy
+
+    def copied(self: Any, *args: Any, layers: Any = None, **kwargs: Any) -> None:
+        copy(self, *args, **kwargs)
+
+    monkeypatch.setattr(page_copy.WatchedPools, "copy", copied)
+
+
+def _no_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_copy, "_has_pairs", lambda rows: False)
+
+
+def _sms_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_copy, "occupies_sm", lambda op: None)
+
+
+@pytest.mark.parametrize(
+    ("plant", "workload", "says"),
+    [
+        (_each_page_alone, "spill", "copies, "),
+        (_all_layers_each_time, "conversations", "bytes, its pages have"),
+        (_no_pairs, "conversations", "footprint: a "),
+        (_sms_not_taken, "persistent", "a backup by SMs does not occupy them"),
+    ],
+)
+def test_the_copies_of_a_transfer_are_compared(
+    monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None], workload: str, says: str
+) -> None:
+    plant(monkeypatch)
+    found = first_failure(workload)
+    assert says in found.report, found.report
 
 
 def test_memory_that_nothing_uses_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +169,32 @@ def forgets(self: Memory, agent: int, tick: int, write: bool, rows: Any) -> None
         (self.last_writes if write else self.last_reads)[agent] = tick
 
 
+def forgets_the_last_batch(self: PagedMemory, *args: Any) -> None:
+    self._latest = None
+    note_rows(self, *args)
+
+
+def moves_the_last_batch(self: PagedMemory, rows: Any, columns: Any, pages: Any) -> None:
+    self._page_table[rows, columns] = pages
+
+
+def writes_out_late(self: PagedMemory, agent: int, tick: int, write: bool, rows: Any) -> None:
+    self._write_log()
+    Memory.note(self, agent, tick, write, rows)
+
+
+def reads_no_pages(self: OrderChecker, op: Any, memory: PagedMemory, rows: Any, lengths: Any) -> None:
+    memory.note_rows(op.tick, rows, lengths, False)
+
+
+def one_by_one(rows: Any) -> str:
+    more = f" and {len(rows) - 6} more runs" if len(rows) > 6 else ""
+    return ", ".join(map(str, rows.tolist()[:6])) + more
+
+
+note_rows = PagedMemory.note_rows
+
+
 def knows_too_much(self: OrderChecker, name: StreamName, clock: Any) -> None:
     wait(self, name, tuple(tick + 1 for tick in clock))
 
@@ -165,6 +232,11 @@ def other_report(self: OrderChecker, op: Any, memory: Memory, write: bool, past:
         (OrderChecker, "_error", other_report),
         (OrderChecker, "begin_step", lambda self: None),
         (access, "row_numbers", lambda rows: "0-9"),
+        (access, "row_numbers", one_by_one),
+        (PagedMemory, "note_rows", forgets_the_last_batch),
+        (PagedMemory, "write_table", moves_the_last_batch),
+        (PagedMemory, "note", writes_out_late),
+        (OrderChecker, "read_pages", reads_no_pages),
         *((Memory, "unordered", blind(stream, write)) for stream in StreamName for write in (False, True)),
     ],
 )
@@ -172,7 +244,7 @@ def test_the_checker_is_held_against_a_plain_record(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Callable[..., Any]
 ) -> None:
     monkeypatch.setattr(owner, name, fault)
-    found = first_failure("spill", "mixed", seeds=range(1, 8, 2))
+    found = first_failure("spill", "mixed", "retraction", "together", seeds=range(1, 12))
     assert found.checker == "footprint", found.report
 
 
@@ -329,6 +401,7 @@ def test_small_limits_reach_what_large_batches_alone_would(monkeypatch: pytest.M
         return groups
 
     monkeypatch.setattr(torch_backend, "decode_groups", groups_of)
+    monkeypatch.setattr(steps, "compare_attention", lambda random: "")  # it asks the function itself
     assert first_failure("mixed", seeds=range(8)).trial.has_small_limits
     before = torch_backend._GATHER_BYTES_DEFAULT
     with small_limits():
@@ -346,6 +419,7 @@ def test_with_small_limits_the_engine_runs_on_the_cpu_too(monkeypatch: pytest.Mo
         return num_alike(self, requests, first, last) + 2 * first
 
     monkeypatch.setattr(torch_backend._Grouping, "_num_alike", too_many)
-    monkeypatch.setattr(steps, "compare_shared_prefixes", lambda random: "")  # it asks the function itself
+    for question in ("compare_shared_prefixes", "compare_attention"):  # they ask the function itself
+        monkeypatch.setattr(steps, question, lambda random: "")
     found = run(trial)
     assert found.checker == ANSWERS and found.report.startswith("on the CPU: "), found.report

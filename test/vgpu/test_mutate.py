@@ -78,7 +78,7 @@ def test_a_mutant_keeps_its_name_when_lines_move() -> None:
 def test_a_mutant_is_reached_with_the_statement_that_it_changes() -> None:
     """Not with the beginning of the block or function around it, which a run need not execute, or always does."""
     source = """
-def key_of(pages, after):
+def key_of(pages, after) -> tuple[list, Points]:
     if after:
         pages.retire(after)
         pages.count()

@@ -4,6 +4,7 @@ decided again."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from fenceline.layers.attention import torch_backend
 from fenceline.layers.attention.torch_backend import SharedPrefix
+from fenceline.memory_order import Points
 from fenceline.scheduler import scheduler as scheduler_module
 from fenceline.scheduler.prefill import PrefillPlanner
 from fenceline.scheduler.running_batch import RunningBatch
@@ -38,6 +40,14 @@ def never_plentiful(self: RunningBatch, lens: Any, num_available_pages: int, *ar
     return grow(self, lens, 0, *args)
 
 
+def more_is_plentiful(self: RunningBatch, lens: Any, num_available_pages: int, *args: Any) -> Any:
+    return grow(self, lens, num_available_pages - 1, *args)
+
+
+def without_points(self: RunningBatch, *args: Any) -> Any:
+    return replace(schedule_step(self, *args), after=Points.none())
+
+
 def one_page_left_more(self: Scheduler, shape: Any) -> Any:
     room = make_room(self, shape)
     return room and (room[0], room[1] + (room[1] > 0))
@@ -58,6 +68,7 @@ def loses_most(self: Scheduler, req: Any) -> Any:
 
 
 num_pages_needed, grow = RunningBatch.num_pages_needed, RunningBatch._grow
+schedule_step = RunningBatch.schedule_step
 make_room, loses_least = Scheduler.make_room, Scheduler.loses_least
 
 
@@ -109,6 +120,26 @@ def test_a_step_that_has_not_its_memory_is_found(monkeypatch: pytest.MonkeyPatch
     assert "a decode step has not the memory that it needs" in found.report, found.report
 
 
+@pytest.mark.parametrize(
+    ("name", "fault", "says"),
+    [
+        ("_grow", more_is_plentiful, "growth: "),
+        (
+            "needs_nothing",
+            property(lambda self: self._num_plain_steps > 1),
+            "are said to be left for a decode step",
+        ),
+        ("schedule_step", without_points, "a step does not wait for"),
+    ],
+)
+def test_what_decode_steps_take_and_wait_for_is_compared(
+    monkeypatch: pytest.MonkeyPatch, name: str, fault: Any, says: str
+) -> None:
+    monkeypatch.setattr(RunningBatch, name, fault)
+    found = first_failure("retraction", "row_reuse")
+    assert says in found.report, found.report
+
+
 def test_lengths_of_drafts_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     next_lens = RunningBatch.next_lens
     monkeypatch.setattr(
@@ -146,17 +177,18 @@ chunk_tokens, of_step = PrefillPlanner._chunk_tokens, PrefixWork.of_step
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "says"),
     [
-        (PrefillPlanner, "_chunk_tokens", one_token_less, "are computed behind"),
-        (StepSharing, "tokens", lambda self, num_waiting: 10**6, "are a step"),  # with small limits
-        (PrefixWork, "of_step", lambda self, num: 2 * of_step(self, num), "on the CPU: chunks: "),
+        (PrefillPlanner, "_chunk_tokens", one_token_less, ["are computed behind"]),
+        (StepSharing, "tokens", lambda self, num_waiting: 10**6, ["joins 1000000 tokens", "are a step"]),
+        (PrefixWork, "of_step", lambda self, num: 2 * of_step(self, num), ["on the CPU: chunks: "]),
     ],
 )
 def test_the_tokens_of_prefill_steps_are_decided_again(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Callable[..., Any], says: str
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Callable[..., Any], says: list[str]
 ) -> None:
     monkeypatch.setattr(owner, name, fault)
-    found = first_failure("mixed", "bursts", "everything", num_seeds=40)
-    assert found.checker == ANSWERS and says in found.report, found.report
+    # With the limits of seed 1, a step's size shows in its tokens as well.
+    found = first_failure("bursts", "mixed", "everything", num_seeds=40, first=1)
+    assert found.checker == ANSWERS and all(one in found.report for one in says), found.report
 
 
 def not_one_page(self: torch_backend._Grouping, *args: Any) -> int:

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import pytest
 import torch
 
+from fenceline.ipc.io_struct import Message, TickReq
 from fenceline.mem_cache import kv_pool
-from fenceline.mem_cache.host import host_pool
+from fenceline.mem_cache.host import cache_controller, host_pool, page_copy
 from fenceline.mem_cache.host.cache_controller import num_host_pages
-from fenceline.mem_cache.kv_pool import ReqPool, num_kv_pages
+from fenceline.mem_cache.kv_pool import KVPool, ReqPool, num_kv_pages
+from fenceline.mem_cache.storage import controller
 from fenceline.memory_order.device import Device
 from fenceline.model_executor.speculative_runner import SpeculativeState
-from fenceline.scheduler import control, live_steps
-from fenceline.scheduler.control import SchedulerControl
+from fenceline.scheduler import control, core_dumps, live_steps
+from fenceline.scheduler.control import SchedulerControl, StepProfiler
 from fenceline.scheduler.flight_recorder import FlightRecorder
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.request_memory import RequestMemory
-from fenceline.scheduler.scheduler import Scheduler
+from fenceline.scheduler.scheduler import OutputSender, Scheduler
 from fenceline.scheduler.stats import SchedulerStats
 from fenceline.vgpu.proving import start_up
-from fenceline.vgpu.proving.runs import ANSWERS, Outcome, Trial, run
+from fenceline.vgpu.proving.runs import ANSWERS, HAPPENS_BEFORE, Outcome, Trial, run
 
 torch.set_num_threads(1)
 
@@ -63,6 +65,11 @@ def none_cached(self: SchedulerStats, plan: Any, *args: Any) -> None:
     self.num_computed_prompt_tokens += plan.num_new_tokens
 
 
+def remaps_lost(self: Scheduler, writes: Any) -> Any:
+    self.remaps = []
+    return writes
+
+
 end, publish_tokens, resume, admit = Scheduler.end, Scheduler.publish_tokens, Req.resumed, RequestMemory.admit
 
 
@@ -84,6 +91,7 @@ end, publish_tokens, resume, admit = Scheduler.end, Scheduler.publish_tokens, Re
         (FlightRecorder, "departed", nothing, "mixed", "flight record: events"),
         (FlightRecorder, "completed", nothing, "spill", "flight record: events"),
         (FlightRecorder, "sampled", nothing, "grammars", "flight record: end"),
+        (Scheduler, "with_remaps", remaps_lost, "handed_on", "figures: page tables written again"),
     ],
 )
 def test_what_the_scheduler_says_is_compared(
@@ -96,6 +104,48 @@ def test_what_the_scheduler_says_is_compared(
 ) -> None:
     monkeypatch.setattr(owner, name, fault)
     found = first_failure(workload)
+    assert found.checker == ANSWERS and says in found.report, found.report
+
+
+def all_but_the_last(self: Scheduler, messages: Sequence[Message]) -> None:
+    ticks = [message for message in messages if isinstance(message, TickReq)]
+    ingest(self, [message for message in messages if message not in ticks[-1:]])
+
+
+def unsent_after_a_refusal(self: OutputSender) -> None:
+    if self._outs and self._outs[-1].finish_reason is None:
+        flush(self)
+
+
+def one_too_early(self: Scheduler, now: float) -> None:
+    req = next(iter(self.reqs.values()), None)
+    if req is not None and req.clocked_running is True and self.config.server_args.req_running_timeout:
+        self.end(req, "still running after 3 s (--req-running-timeout)", 503)
+    end_overdue(self, now)
+
+
+ingest, flush, end_overdue = Scheduler.ingest, OutputSender.flush, Scheduler.end_overdue
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault", "says"),
+    [
+        (Scheduler, "ingest", all_but_the_last, "is not ended, and has been"),
+        (Scheduler, "end_overdue", one_too_early, "is ended: still running after"),
+        (
+            OutputSender,
+            "flush",
+            unsent_after_a_refusal,
+            "have not been sent, and messages have been taken in",
+        ),
+        (Scheduler, "report", nothing, "0 reports of the idle engine"),
+    ],
+)
+def test_what_is_due_and_does_not_come_is_found(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Callable[..., Any], says: str
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    found = first_failure("everything")
     assert found.checker == ANSWERS and says in found.report, found.report
 
 
@@ -177,6 +227,10 @@ failed = SchedulerControl._failed
             "of the latest steps",
         ),
         (control, "dump_json", lambda *args: b'{"steps": []}', "observers: a dump does not have all steps"),
+        (StepProfiler, "step", nothing, "the profiler's messages succeed and fail"),
+        (control, "trace_folder", lambda root, folder: ["a"], "the profiler's messages succeed and fail"),
+        (core_dumps, "_SECTION_SIZE_AT", 24, "core dumps: "),
+        (core_dumps.CoreDumps, "found", lambda self: {}, "core dumps: a dump is waited for"),
     ],
 )
 def test_answers_that_only_observe_are_compared(
@@ -206,6 +260,42 @@ def test_decisions_about_memory_at_the_start_are_compared(
         monkeypatch.setattr(owner, name, fault)
     found = first_failure("spill")
     assert found.checker == ANSWERS and says in found.report, found.report
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault", "says"),
+    [
+        (start_up, "_refuses", lambda *args: False, "start: "),
+        (page_copy, "_check", lambda *args: None, ""),
+        (controller, "header_nbytes", lambda secret: 0, "start: storage of "),
+        (start_up, "model_id", lambda config: config.model.model_path, "have one identity"),
+        (KVPool, "nbytes", property(lambda self: 1), "figures: bytes of the cache"),
+    ],
+)
+def test_what_is_decided_with_storage_at_the_start_is_compared(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Any, says: str
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    found = first_failure("storage")
+    assert says in found.report, found.report
+
+
+def test_the_first_copies_wait_for_what_comes_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unordered:
+        """The device, without its waits for itself."""
+
+        def __init__(self, device: Device) -> None:
+            self.store, self.load = device.store, device.load
+
+        def synchronize(self) -> None:
+            return None
+
+    warm_up = cache_controller._warm_up
+    monkeypatch.setattr(
+        cache_controller, "_warm_up", lambda device, *args: warm_up(cast(Device, Unordered(device)), *args)
+    )
+    found = first_failure("spill")
+    assert found.checker == HAPPENS_BEFORE, found.report
 
 
 def with_another_limit(config: Any, device: Any, layout: Any, num_ranks: int) -> int:

@@ -8,10 +8,13 @@ from random import Random
 import pytest
 import torch
 
+from fenceline.ipc.rank_board import RankBoard
 from fenceline.mem_cache.hicache import HiCache
 from fenceline.mem_cache.storage import agreement
+from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.mem_cache.tree.radix_cache import RadixCache, TreeNode
 from fenceline.memory_order.staging import ResultLease
+from fenceline.scheduler import decisions
 from fenceline.vgpu.proving.runs import Trial, run
 from fenceline.vgpu.proving.workloads import WORKLOADS
 
@@ -70,6 +73,40 @@ def test_a_fault_of_ranks_with_storage_is_reported(
     assert outcome is not None and said in outcome.report, outcome
 
 
+def _some_requests_look_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decisions, "_names", len)
+
+
+def _tokens_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decisions.Decisions, "published", lambda self, out: None)
+
+
+def _nothing_is_posted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RankBoard, "post_decision", lambda self, step, fields: None)
+
+
+def _results_are_not_posted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RankBoard, "post_arrived", lambda self, step: None)
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        (_some_requests_look_alike, "for the requests ('r"),
+        (_tokens_do_not_count, "for the sampled tokens"),
+        (_nothing_is_posted, "rank 0 has not posted what it has decided for step 1"),
+        (_results_are_not_posted, "results are said to be there up to step 0"),
+    ],
+)
+def test_what_the_ranks_post_about_their_steps_is_compared(
+    monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None], said: str
+) -> None:
+    plant(monkeypatch)
+    outcomes = (run(Trial("ranks", seed)) for seed in range(8))
+    outcome = next((outcome for outcome in outcomes if not outcome.clean), None)
+    assert outcome is not None and said in outcome.report, outcome
+
+
 def test_ranks_with_storage_are_clean() -> None:
     """In the first run the results of one rank arrive before those of the other, and pages are leased in between."""
     outcomes = [run(Trial("ranks_storage", seed)) for seed in range(2)]
@@ -93,9 +130,28 @@ def _uses_uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RadixCache, "_walk", uncounted)
 
 
+def _nothing_is_spilled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HiRadixCache, "_spill_all", lambda *args: None)
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [(lambda *args: False, "is looked up again, and they have not moved"), (lambda *args: True, "")],
+)
+def test_whether_a_match_is_current_is_compared(
+    monkeypatch: pytest.MonkeyPatch, fault: Callable[..., bool], says: str
+) -> None:
+    monkeypatch.setattr(HiRadixCache, "is_current", fault)
+    outcomes = (run(Trial("queued", seed)) for seed in range(8))
+    failed = next((outcome for outcome in outcomes if not outcome.clean), None)
+    assert failed is not None
+    assert says in failed.report, failed.report
+
+
 @pytest.mark.parametrize(
     ("plant", "workload", "policy"),
     [
+        (_nothing_is_spilled, "spill", "write_back"),
         (_nothing_is_backed_up, "persistent", "write_through"),
         (_uses_uncounted, "conversations", "write_through_selective"),
     ],
@@ -107,4 +163,4 @@ def test_a_page_that_the_write_policy_does_not_copy_is_reported(
     make = WORKLOADS[workload].make
     seeds = [seed for seed in range(24) if make(Random(seed)).flags["hicache_write_policy"] == policy]
     reports = (run(Trial(workload, seed)).report for seed in seeds)
-    assert any(f"{policy}: pages" in report and "the host, which has room" in report for report in reports)
+    assert any(f"{policy}: pages" in report and "the host" in report for report in reports)

@@ -19,12 +19,13 @@ from fenceline.layers.forward_batch import AttentionPlan, VerifyInputs
 from fenceline.mem_cache import hicache
 from fenceline.mem_cache.tree import hiradix_cache
 from fenceline.memory_order.access import PagedMemory
+from fenceline.model_executor import speculative_runner
 from fenceline.model_executor.speculative_runner import SpeculativeRunner
 from fenceline.sampling.sampling_batch import ReqSampling
 from fenceline.scheduler import draft_depth
 from fenceline.speculative.kv_rows import KVMover
 from fenceline.vgpu.errors import OwnershipError, TagError
-from fenceline.vgpu.proving.random_depths import RandomDepths
+from fenceline.vgpu.proving.random_depths import RandomDepths, compare_depths
 from fenceline.vgpu.proving.runs import ANSWERS, Trial, run
 from fenceline.vgpu.proving.script import Flags, Scenario, Script, Workload
 from fenceline.vgpu.proving.speculative_workloads import trees_under_windows
@@ -381,6 +382,49 @@ def test_drafts_that_are_rejected_without_reason_are_noticed(
     assert "a step of depth 2 at output" in outcome.report
 
 
+def _hidden_states_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
+    """The second layer begins with a hidden state that is not the last accepted token's."""
+    patch.setattr(speculative_runner, "keep_last_hidden", lambda *args: None)
+
+
+def _proposals_that_are_not_kept(patch: pytest.MonkeyPatch) -> None:
+    """The next step finds no proposals but those of the prompt's end."""
+    patch.setattr(speculative_runner, "keep_proposal", lambda *args: None)
+
+
+def _tokens_of_the_layer_before(patch: pytest.MonkeyPatch) -> None:
+    """At the end of a prompt all layers get the drawn token, and none the proposed ones."""
+    patch.setattr(speculative_runner, "drawn_tokens", lambda pieces: torch.zeros_like(drawn(pieces)))
+
+
+drawn = speculative_runner.drawn_tokens
+
+
+@pytest.mark.parametrize(
+    "fault", [_hidden_states_of_the_step_before, _proposals_that_are_not_kept, _tokens_of_the_layer_before]
+)
+def test_wrong_drafts_of_layers_that_look_ahead_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    """What such layers propose is computed from the request alone; each step must yield what agrees with it."""
+
+    def make(random: Any) -> Scenario:
+        script = Script(random)
+        for step in range(3):
+            script.add(step, script.prompt(4, 9), 16, ignore_eos=True, temperature=1.5)
+        flags: Flags = {"draft": "NEXTN2", "speculative_num_steps": 2, "page_size": 4}
+        return script.scenario(
+            max_total_tokens=128, max_running_requests=3, context_length=64, disable_cuda_graph=True, **flags
+        )
+
+    monkeypatch.setitem(WORKLOADS, "own", Workload("own", "", make))
+    assert run(Trial("own", 2)).clean
+    fault(monkeypatch)
+    outcomes = (run(Trial("own", seed)) for seed in range(2, 12))
+    found = next(outcome for outcome in outcomes if not outcome.clean)
+    assert found.checker == ANSWERS and "a step of depth 2 at output" in found.report, found.report
+
+
 @pytest.mark.parametrize("name", ["_MIN_GAIN", "_HALF_WEIGHT", "_PROBE_SHARE", "_MIN_PROBE_INTERVAL"])
 def test_a_depth_that_is_not_the_best_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """No answer depends on it."""
@@ -390,3 +434,14 @@ def test_a_depth_that_is_not_the_best_is_noticed(monkeypatch: pytest.MonkeyPatch
         for _ in range(400):
             choice = depths.choose(3, 2, 3)
             depths.published(choice.depth, np.array([1, min(choice.depth + 1, 3)]))
+
+
+@pytest.mark.parametrize("name", ["_MIN_GAIN", "_HALF_WEIGHT", "_PROBE_SHARE", "_MIN_PROBE_INTERVAL"])
+def test_a_rare_probe_of_greater_depths_is_compared_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Runs of the engine are too short for most of them."""
+    for seed in range(10):
+        compare_depths(seed)
+    monkeypatch.setattr(draft_depth, name, 1.5 * getattr(draft_depth, name))
+    with pytest.raises(AssertionError, match="the draft's depth is"):
+        for seed in range(10):
+            compare_depths(seed)

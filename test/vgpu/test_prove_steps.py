@@ -61,9 +61,10 @@ def test_workloads_reach_what_they_are_for() -> None:
 
 
 def test_workloads_visit_graphs_padding_and_what_lies_beyond() -> None:
-    """Every scripted workload meets graphs, but for the one with prompts of thousands of tokens and those that decode
-    nothing."""
+    """Every scripted workload meets graphs, but for the one with prompts of thousands of tokens, the one about prefill
+    steps, and those that decode nothing."""
     without = {
+        "beside",
         "growth",
         "overwritten",
         "gone",

@@ -269,18 +269,11 @@ class VocabParallelEmbedding:
         head.weight.data.copy_(self.weight.data[ids.to(self.weight.data.device)])
         return head
 
-    def logits(self, x: torch.Tensor, norm: RMSNorm | None, out: torch.Tensor | None = None) -> torch.Tensor:
-        """As the head: norm(x), or x as it is, [L, hidden_size] → logits [L, vocab_size] in x's dtype, in ``out`` if
-        given."""
-        if self.shard.size == 1:
-            return self._product(x, norm, out)
-        logits = self.whole_logits(self.own_logits(x, norm))
-        return logits if out is None else out.copy_(logits)
-
     def own_logits(
         self, x: torch.Tensor, norm: RMSNorm | None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """This rank's columns of ``logits``, for the tokens from ``first_row`` on. All ranks have the same number of
+        """As the head: norm(x), or x as it is, [L, hidden_size] → this rank's columns of the logits [L, vocab_size] in
+        x's dtype, in ``out`` if given: those of the tokens from ``first_row`` on. All ranks have the same number of
         columns; those of padding are -inf."""
         logits = self._product(x, norm, out)
         if self.num_live_rows < len(self.weight.data):
@@ -288,7 +281,7 @@ class VocabParallelEmbedding:
         return logits
 
     def whole_logits(self, own: torch.Tensor) -> torch.Tensor:
-        """``logits`` [L, vocab_size] from all ranks' ``own_logits``."""
+        """The logits [L, vocab_size] from all ranks' ``own_logits``."""
         return own if self.shard.size == 1 else self.shard.all_gather(own)[:, : self.vocab_size]
 
     def _product(

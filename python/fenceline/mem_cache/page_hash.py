@@ -94,11 +94,10 @@ def page_keys(
     assert len(parent) == KEY_NBYTES, f"a key has {KEY_NBYTES} bytes, this one {len(parent)}"
     assert token_ids.ndim == 1, f"token_ids must be a vector, got {token_ids.ndim} dimensions"
     num_pages = max(len(token_ids) - lookahead, 0) // page_size
-    whole = token_ids[: num_pages * page_size + lookahead]
-    if whole.size and whole.dtype != np.int32:
-        fits = _INT32.min <= int(whole.min()) and int(whole.max()) <= _INT32.max
+    if token_ids.size and token_ids.dtype != np.int32:
+        fits = _INT32.min <= int(token_ids.min()) and int(token_ids.max()) <= _INT32.max
         assert fits, "a token id that does not fit int32 would share its key with another"
-    data = whole.astype("<i4").tobytes()
+    data = token_ids.astype("<i4").tobytes()
     keys: list[PageKey] = []
     for start in range(0, 4 * num_pages * page_size, 4 * page_size):
         parent = hashlib.sha256(parent + data[start : start + 4 * (page_size + lookahead)]).digest()

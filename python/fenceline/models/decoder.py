@@ -92,7 +92,7 @@ class CausalLM(ABC):
 
     def compute_logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """``hidden_states`` [T, hidden_size] → logits [L, vocab_size] of the rows ``batch.logits_index``."""
-        return self.lm_head.logits(logits_rows(x, batch), self.norm, batch.logits_out)
+        return self.lm_head.whole_logits(self.own_logits(x, batch))
 
     def own_logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """This rank's columns of ``compute_logits``: see ``VocabParallelEmbedding``."""

@@ -97,6 +97,7 @@ class _MemoryForecast:
         self, memory: RequestMemory, num_running: int, reserved_tokens: float, share: ShortShare
     ) -> None:
         self._share = replace(share)
+        self._memory = memory
         self._page_size = memory.page_size
         self._num_pages = memory.num_available_pages
         self._num_rows = memory.rows.num_free
@@ -146,13 +147,13 @@ class _MemoryForecast:
             return False
         needed = num_pages * self._page_size + expected_tokens
         available = self._num_pages * self._page_size
-        left = _left_for(req, available, available - self._reserved_tokens, self._share)
+        left = _left_for(req, available, available - int(self._reserved_tokens), self._share)
         return needed <= left or self._num_running == 0
 
     def admit(self, req: Req, num_pages: int, expected_tokens: int) -> None:
         """Count the memory of ``req``, which fits, as taken."""
         if req.is_short:
-            self._share.take(num_pages * self._page_size, req.final_len)
+            self._share.take(self._memory.num_pages_for(req.num_tokens) * self._page_size, req.final_len)
         self._num_pages -= num_pages
         self._num_rows -= 1
         self._num_running += 1
@@ -290,7 +291,7 @@ class PrefillPlanner:
             chain([req], waiting),
             candidates,
             lambda: _largest_bodies_first(candidates, num_running, 0),
-            _MemoryForecast(self._memory, len(running), int(expected.sum()), share),
+            _MemoryForecast(self._memory, len(running), float(expected.sum()), share),
             lambda victim, req: victim.rank - req.rank > threshold,
         )
 
@@ -309,7 +310,7 @@ class PrefillPlanner:
             newcomers,
             candidates,
             lambda: _largest_bodies_first(candidates, num_running, 1),
-            _MemoryForecast(self._memory, len(running), int(expected.sum()), share),
+            _MemoryForecast(self._memory, len(running), float(expected.sum()), share),
             lambda victim, req: True,
         )
 
@@ -334,6 +335,9 @@ class PrefillPlanner:
             if step_tokens <= 0 or index == self._max_reqs:
                 break
             prefix = self._memory.match(req)
+            num_new = req.num_tokens - prefix.num_tokens
+            if index and self._chunk_size is None and num_new > step_tokens:
+                break  # prompts are not split, and this one has to wait for the next step
             forecast.pin(prefix.match.host_node)
             num_pages, num_expected = self._new_memory(req, prefix)
             if victims is None:
@@ -349,7 +353,7 @@ class PrefillPlanner:
                 taken.append(victim)
             forecast.admit(req, num_pages, num_expected)
             num_taken = len(taken)
-            step_tokens -= req.num_tokens - prefix.num_tokens
+            step_tokens -= num_new
         return taken[:num_taken]
 
     def _new_memory(self, req: Req, prefix: Prefix) -> tuple[int, int]:

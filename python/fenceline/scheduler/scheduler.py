@@ -492,6 +492,7 @@ class Scheduler:
         if self.chunked is None and not has_place:
             return None
         step_tokens, queued, chunked = self.planner.step_tokens, self.candidates, self.chunked
+        newcomer: Req | None = None
         if not len(self.running):
             # No running request waits for a decode step.
             self.prefill_in_row, self.newcomer_admitted = 0, False
@@ -506,7 +507,7 @@ class Scheduler:
                 return None
             self.newcomer_admitted, queued, chunked = True, partial(self.track_admissions, (newcomer,)), None
         if may_retract and self.chunked is None:
-            self.retract_for_waiting(threshold)
+            self.retract_for_waiting(threshold, newcomer)
         reserved = self.running.reserved_tokens(self.ratio.value, prefill.CLIP_NEW_TOKENS)
         queue = partial(num_waiting_tokens, self.waiting, self.waiting.num_reqs)
         plan = self.planner.plan(
@@ -582,18 +583,17 @@ class Scheduler:
             share.take(len(self.chunked.pages) * self.memory.page_size, self.chunked.final_len)
         return share
 
-    def retract_for_waiting(self, threshold: int | None) -> None:
+    def retract_for_waiting(self, threshold: int | None, newcomer: Req | None) -> None:
         """Retract running requests in favour of waiting ones: of better priority (by more than ``threshold``), and of
-        HTTP bodies that run nothing."""
+        HTTP bodies that run nothing, or of ``newcomer`` if it goes alone before a decode step."""
         if threshold is not None:
             self.preempt(threshold)
         if self.may_displace:
-            self.displace()
+            self.displace(self.waiting.newcomers(self.may_schedule) if newcomer is None else (newcomer,))
 
-    def displace(self) -> None:
-        """Retract requests of HTTP bodies that run several in favour of bodies that run nothing."""
+    def displace(self, newcomers: Iterable[Req]) -> None:
+        """Retract requests of HTTP bodies that run several in favour of ``newcomers``, of bodies that run nothing."""
         expected = self.running.expected_tokens(self.ratio.value, prefill.CLIP_NEW_TOKENS)
-        newcomers = self.waiting.newcomers(self.may_schedule)
         num_running = self.waiting.num_running
         victims = self.planner.displaced(
             newcomers, self.running.reqs, expected, num_running, self.short_share()

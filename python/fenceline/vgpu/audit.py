@@ -85,12 +85,13 @@ def _mask(accesses: Accesses, region: Region) -> Mask:
     mask = np.zeros(region.capacity, np.bool_)
     for access in accesses:
         if access.tag.region is region:
-            for first, last in _ranges(access):
+            for first, last in ranges_of(access):
                 mask[first:last] = True
     return mask
 
 
-def _ranges(access: Access) -> list[tuple[int, int]]:
+def ranges_of(access: Access) -> list[tuple[int, int]]:
+    """The bytes that ``access`` is to: half-open ranges. Its rows are looked up now."""
     if access.rows is None:
         return list(access.layout.ranges)
     form, num_rows = access.layout.form, access.layout.form.shape[0]

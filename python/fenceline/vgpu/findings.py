@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fenceline.vgpu.errors import CheckError, KernelError, RaceError, VgpuError
+from fenceline.vgpu.place import raised_at
 from fenceline.vgpu.streams import Operation
 
 
@@ -51,7 +52,9 @@ class Findings:
     def fail(self, op: Operation, error: Exception) -> None:
         """A kernel failed. If it read values that a race left there, the race is raised instead."""
         self._raise_first(self._look_ahead())
-        self._failure = KernelError(f"{op.label} on {op.where} failed: {error}\n  submitted at {op.place}")
+        lines = [f"{op.label} on {op.where} failed: {error}", f"submitted at {op.place}"]
+        lines += [f"failed at {line}" for line in raised_at(error, 1)]
+        self._failure = KernelError("\n  ".join(lines))
         raise self._failure from error
 
     def _keep(self, races: Sequence[RaceError]) -> None:

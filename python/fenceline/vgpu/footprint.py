@@ -4,22 +4,26 @@
 not declared, and memory that is declared but not accessed would make other operations wait.
 
 The memory of rings is compared between two Points of a stream: whoever waits for a Point is ordered after what was
-declared before it. Pages are compared by step and by transfer, with those of its requests and of its copies.
+declared before it. Pages are compared by step and by transfer, with those of its requests and of its copies. Of a
+transfer the copies themselves are compared too: each byte is copied once, and with no more copies than are needed.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from fenceline.mem_cache.transfer import Ticket
 from fenceline.memory_order.access import Memory, PagedMemory, Rows
+from fenceline.memory_order.checker import OrderChecker
 from fenceline.memory_order.edges import StreamName
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import DecodeBatch, ScheduleBatch
 from fenceline.vgpu.device import VgpuDevice, VgpuStream
 from fenceline.vgpu.errors import FootprintError
+from fenceline.vgpu.memory import Access, row_values
 from fenceline.vgpu.order_record import numbers
 from fenceline.vgpu.streams import Operation, VirtualStream
 from fenceline.vgpu.tags import Tags
@@ -75,7 +79,14 @@ class Footprints:
         self._declared: dict[StreamName, set[tuple[Memory, bool]]] = {}  # since the stream's latest Point
         self._touched: dict[StreamName, dict[tuple[Memory, bool], Operation]] = {}
         self._read_by: dict[Memory, Operation] = {}  # FORWARD's reads that have not been declared yet
+        self._declares_earlier = False  # whether some were declared since FORWARD's latest Point
         self._of_transfer: _Declared | None = None
+        self._copies: list[
+            tuple[Access, ...]
+        ] = []  # what each operation writes, of the transfer that is being submitted
+        self._sm, self._layout = device._sm.tag, runner.kv_pool.layout
+        hicache = runner._config.hicache
+        self._copies_by_sm = hicache is not None and hicache.io_backend == "kernel"
         # The device pages of each load whose end nobody has heard of, and what declares those that a step reads.
         self._loading: dict[Ticket, frozenset[int]] = {}
         self._of_layer: Callable[..., None] | None = None
@@ -84,6 +95,8 @@ class Footprints:
         self._used_by: dict[Memory, tuple[Operation, int]] = {}
         self._num_points = 0
         self._only_pages = bool(device.severed)
+        if (runner._config.server_args.memory_check == "order") != isinstance(device.checker, OrderChecker):
+            raise FootprintError("footprint: --memory-check is not what the device has")
         self._names = {stream.raw: stream.name for stream in device.streams if isinstance(stream, VgpuStream)}
         device._readers += (self._read,)
         if self._only_pages:
@@ -134,7 +147,7 @@ class Footprints:
             for memory, write, _ in op.accesses:
                 reader = self._read_by.get(memory)
                 if stream is StreamName.FORWARD:
-                    self._read_by.pop(memory, None)
+                    self._declares_earlier |= self._read_by.pop(memory, None) is not None
                 elif write and reader is not None:
                     raise _undeclared(reader, memory, False)
 
@@ -164,6 +177,8 @@ class Footprints:
         name = self._names.get(stream)
         if name is None:
             return
+        if self._of_transfer is not None and name in (StreamName.LOAD, StreamName.STORE):
+            self._copies.append(tuple(op.writes))
         for accesses, write in ((op.reads, False), (op.writes, True)):
             for access in accesses:
                 memory = self._memories.get(access.tag)
@@ -183,6 +198,10 @@ class Footprints:
     def _recorded(self, name: StreamName) -> None:
         self._num_points += 1
         declared, touched = self._declared.pop(name, set()), self._touched.pop(name, {})
+        if name is StreamName.FORWARD and self._declares_earlier:
+            for memory, reader in self._read_by.items():  # who waits for this Point waits for this reader too
+                raise _undeclared(reader, memory, False)
+            self._declares_earlier = False
         for (memory, write), op in touched.items():
             if (memory, write) in declared or (memory, True) in declared:
                 continue
@@ -209,8 +228,10 @@ class Footprints:
 
     def _watched(self, submit: Callable[..., None]) -> Callable[..., None]:
         def submitted(ticket: Any, device_pages: Rows, host_pages: Rows, after: Any) -> None:
+            self._copies = []
             with self._transfer(submit.__name__, device_pages, host_pages):
                 submit(ticket, device_pages, host_pages, after)
+            self._check_copies(submit.__name__ == "load", device_pages.tolist(), host_pages.tolist())
             if submit.__name__ == "load":
                 self._loading[ticket] = frozenset(device_pages.tolist())
 
@@ -235,6 +256,39 @@ class Footprints:
         layers = {(f"kv_pool.layer{layer}", True) for layer in range(self._num_layers if to_device else 0)}
         if named != {("host_pool", not to_device), ("kv_pool", to_device)} | layers:
             raise FootprintError(f"footprint: a {kind} declares {sorted(named)}")
+
+    def _check_copies(self, to_device: bool, device_pages: list[int], host_pages: list[int]) -> None:
+        """SMs copy all pages of a transfer, or of one of its layers, by one launch, and a backup occupies them. The
+        copy engine copies each part of the pages that are neighbours on both sides by one copy."""
+        copies = [writes for writes in self._copies if all(access.tag is not self._sm for access in writes)]
+        nbytes = sum(_nbytes(access) for writes in copies for access in writes)
+        right = len(device_pages) * self._layout.page_nbytes
+        if nbytes != right:
+            raise FootprintError(f"footprint: a transfer copies {nbytes} bytes, its pages have {right}")
+        if self._copies_by_sm:
+            num_kinds = len(
+                list(itertools.groupby(self._layout.layers))
+            )  # a launch takes layers that are alike
+            most = self._num_layers if to_device else num_kinds
+            if not to_device and len(copies) == len(self._copies):
+                raise FootprintError("footprint: a backup by SMs does not occupy them")
+        else:
+            pairs = list(zip(device_pages, host_pages, strict=True))
+            most = _num_runs(pairs) * sum(len(rows) for rows in self._layout.layers)
+        if len(copies) != most:
+            raise FootprintError(f"footprint: a transfer makes {len(copies)} copies, {most} are enough")
+
+
+def _num_runs(pairs: Sequence[tuple[int, int]]) -> int:
+    """In how many pieces ``pairs`` fall, of which each next one has the next number on both sides."""
+    return sum(i == 0 or (a - 1, b - 1) != pairs[i - 1] for i, (a, b) in enumerate(pairs))
+
+
+def _nbytes(access: Access) -> int:
+    """Bytes that are accessed, each row as often as it is named."""
+    form = access.layout.form
+    num_rows = form.shape[0] if access.rows is None else len(row_values(access.rows))
+    return form.numel // form.shape[0] * num_rows * form.itemsize
 
 
 def _undeclared(op: Operation, memory: Memory, write: bool) -> FootprintError:

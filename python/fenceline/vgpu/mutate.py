@@ -20,6 +20,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import resource
 import select
 import signal
@@ -53,6 +54,8 @@ _LOADED_BEFORE = (
 KILLED, SURVIVED, UNREACHED, CRASHED = "killed", "survived", "unreached", "crashed"
 # Checks that tell that something is wrong, but not which rule was broken.
 _UNSPECIFIC = ("tokens", "answers", "invariants", "deadlock", "kernels")
+_EXCEPTIONS = ("invariants", "kernels")  # reports of these have the lines that an exception has come through
+_RECORDS = ("storage: ", "memory: ", "captures: ")  # reports that name a call, or memory, and what is right
 _REVIEW = PACKAGE.parent.parent / "docs" / "mutation_review.json"
 _PAGE = PACKAGE.parent.parent / "docs" / "mutation.md"
 _TABLE = "<!-- written by python -m fenceline.vgpu.mutate --report --write-docs -->"
@@ -240,7 +243,7 @@ def _try_mutant(mutant: Mutant, runs: Iterable[tuple[str, int]], cpu_limit_s: fl
             outcome = run(trial)
             num_runs += 1
             if not outcome.clean:
-                by_name = _by_name(mutant, outcome.checker, outcome.edges)
+                by_name = is_by_name(mutant, outcome.checker, outcome.edges, outcome.report)
                 tell(
                     KILLED, killed_by=outcome.checker, named=outcome.edges, by_name=by_name,
                     workload=trial.workload, seed=trial.seed, num_runs=num_runs, report=outcome.report[:2000],
@@ -253,18 +256,22 @@ def _try_mutant(mutant: Mutant, runs: Iterable[tuple[str, int]], cpu_limit_s: fl
         tell(CRASHED, killed_by="start", num_runs=num_runs, report=f"{type(error).__name__}: {error}"[:2000])
 
 
-def _by_name(mutant: Mutant, checker: str, named: tuple[str, ...]) -> bool:
+def is_by_name(mutant: Mutant, checker: str, named: tuple[str, ...], report: str) -> bool:
     """Whether the report says what is missing: if the changed line names edges or guards, one of them; otherwise any
-    edge or guard, or a check that says which memory was used how."""
+    edge or guard, or a check that says which memory was used how. Or it is of an exception that has come through a line
+    of the changed statement, which it names."""
     from fenceline.memory_order.edges import EDGES, GUARDS, edge_of
 
+    lines = re.findall(rf"{re.escape(mutant.path)}:(\d+) in ", report) if checker in _EXCEPTIONS else []
+    if any(mutant.statement <= int(line) <= mutant.last_line for line in lines):
+        return True
     words = set("".join(c if c.isalnum() or c == "_" else " " for c in mutant.old).split())
     meant = {
         name for name in (*EDGES, *GUARDS) if name.upper() in words
     }  # constants: a variable may have such a name
     if meant:
         return bool(meant & {edge_of(name) for name in named})
-    return bool(named) or checker not in _UNSPECIFIC
+    return bool(named) or checker not in _UNSPECIFIC or report.startswith(_RECORDS)
 
 
 def _campaign(

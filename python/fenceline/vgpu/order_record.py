@@ -3,11 +3,13 @@ compared.
 
 The checker keeps the last accesses of each agent in tables that it fills when it must. This record writes down
 each access at its rows at once. After every few declarations the checker is asked what it would say of an access by an
-agent that has waited for nothing, or only for some: its answer must be the record's.
+agent that has waited for nothing, or only for some: to all rows, to each of those used lately, or to those of some
+requests by the page table. Its answer must be the record's.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +24,7 @@ from fenceline.vgpu.errors import FootprintError
 
 _AGENTS = tuple(StreamName)
 _EVERY = 7  # declarations between two questions
+_LATELY = 16  # rows that count as used lately
 _NEVER_ORDERED = (0,) * len(_AGENTS)
 
 
@@ -33,10 +36,33 @@ class _Kept:
     memory: Memory
     last: dict[int, dict[tuple[int, bool], int]] = field(default_factory=dict)
     table: dict[tuple[int, int], int] = field(default_factory=dict)  # (row of requests, column) → page
+    replaced: deque[int] = field(
+        default_factory=lambda: deque(maxlen=_LATELY)
+    )  # pages that left the table lately
+    lately: deque[int] = field(
+        default_factory=lambda: deque(maxlen=_LATELY)
+    )  # rows that were accessed lately
 
     def note(self, agent: int, tick: int, write: bool, rows: Iterable[int]) -> None:
         for row in rows:
             self.last.setdefault(row, {})[agent, write] = tick
+            self.lately.append(row)
+
+    def write_table(self, rows: Iterable[int], columns: Iterable[int], pages: Iterable[int]) -> None:
+        for row, column, page in zip(rows, columns, pages, strict=True):
+            before = self.table.get((row, column), page)
+            if before != page and before in self.last:
+                self.replaced.append(before)
+            self.table[row, column] = page
+
+    def pages_of(self, row: int, length: int, page_size: int) -> list[int]:
+        """Those of the first ``length`` tokens of a request."""
+        return [self.table.get((row, column), 0) for column in range((length + page_size - 1) // page_size)]
+
+    def after_writes(self, row: int) -> Clock:
+        """The clock of what has waited for all writes of ``row``, and for no later read."""
+        last = self.last[row]
+        return tuple(last.get((agent, True), 0) for agent in range(len(_AGENTS)))
 
     def conflicts(
         self, agent: int, clock: Clock, write: bool, rows: Iterable[int]
@@ -67,18 +93,16 @@ class _Declared:
     def read_pages(self, memory: PagedMemory, rows: Rows, lengths: Rows) -> None:
         kept, size = self._record.kept(memory), memory._page_size
         for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
-            pages = (kept.table.get((row, column), 0) for column in range((length + size - 1) // size))
-            kept.note(self._agent, self._tick, False, pages)
+            kept.note(self._agent, self._tick, False, kept.pages_of(row, length, size))
 
     def append_pages(self, memory: PagedMemory, rows: Rows, lengths: Rows) -> None:
         self.read_pages(memory, rows, lengths)
         kept, size = self._record.kept(memory), memory._page_size
         for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
-            kept.note(self._agent, self._tick, True, [kept.table.get((row, (length - 1) // size), 0)])
+            kept.note(self._agent, self._tick, True, kept.pages_of(row, length, size)[-1:])
 
     def write_table(self, memory: PagedMemory, rows: Rows, columns: Rows, pages: Rows) -> None:
-        table = self._record.kept(memory).table
-        table.update(zip(zip(rows.tolist(), columns.tolist(), strict=True), pages.tolist(), strict=True))
+        self._record.kept(memory).write_table(rows.tolist(), columns.tolist(), pages.tolist())
 
     def release(self, memory: Memory) -> None:
         self.write(memory)
@@ -197,13 +221,57 @@ class OrderRecord:
             choice, agent = divmod(choice, len(_AGENTS))
             choice, order = divmod(choice, 3)
             first = choice % 2
-            clock = _NEVER_ORDERED
-            if order:
-                clock = tuple(tick // 2 if order == 1 else self._known[agent].get(i, 0)
-                              for i, tick in enumerate(self._ticks))  # fmt: skip
             rows = sorted(kept.last)[first :: 1 + first] or list(kept.last)
             asked = None if kept.memory.num_rows == 1 else np.array(rows)
+            clock = self._clock(agent, order)
             self._compare(kept, Operation(agent, 1 << 40, clock, "question", 0), bool(write), rows, asked)
+            if asked is not None:
+                self._ask_each(kept, agent)
+            if kept.table:
+                self._ask_by_table(kept, order, bool(write))
+
+    def _ask_each(self, kept: _Kept, agent: int) -> None:
+        """Ask about single rows that have been used lately, or have left the page table: of each the last write and,
+        after all writes, the last reads must be known exactly."""
+        for row in {*kept.lately, *kept.replaced}:
+            for clock in (_NEVER_ORDERED, kept.after_writes(row)):
+                op = Operation(agent, 1 << 40, clock, "question", 0)
+                self._compare(kept, op, True, [row], np.array([row]))
+
+    def _clock(self, agent: int, order: int) -> Clock:
+        """Of an access that follows nothing, the first half of everything, or what the agent knows."""
+        if order == 0:
+            return _NEVER_ORDERED
+        known = self._known[agent]
+        return tuple(tick // 2 if order == 1 else known.get(i, 0) for i, tick in enumerate(self._ticks))
+
+    def _ask_by_table(self, kept: _Kept, order: int, is_append: bool) -> None:
+        """Ask about a step that reads the pages of some requests by the page table, and writes the last of them."""
+        memory, agent = kept.memory, _AGENTS.index(StreamName.FORWARD)
+        assert isinstance(memory, PagedMemory), "only these have a page table"
+        size, every = memory._page_size, self._num_declared // _EVERY
+        rows = sorted({row for row, _ in kept.table})[every % 2 :: 2] or [min(kept.table)[0]]
+        most = [size * (1 + max(column for one, column in kept.table if one == row)) for row in rows]
+        lengths = [1 + every * 7 % length for length in most]
+        pages = [kept.pages_of(row, length, size) for row, length in zip(rows, lengths, strict=True)]
+        read, written = (
+            sorted({page for part in pages for page in part}),
+            sorted({part[-1] for part in pages}),
+        )
+        op = Operation(agent, 1 << 40, self._clock(agent, order), "question", 0)
+        expected, write, asked = kept.conflicts(agent, op.clock, False, read), False, read
+        if is_append and not expected:
+            expected, write, asked = kept.conflicts(agent, op.clock, True, written), True, written
+        if not expected:
+            self._compare(kept, op, write, asked, np.array(asked))
+            return
+        ask = self._checker.append_pages if is_append else self._checker.read_pages
+        try:
+            ask(op, memory, np.array(rows), np.array(lengths))
+        except OrderError as error:
+            self._check_report(error, kept, op, write, expected)
+            return
+        self._wrong(f"does not find that pages {asked} are used too early by a step, after {expected}")
 
     def _compare(self, kept: _Kept, op: Operation, write: bool, rows: list[int], asked: Rows | None) -> None:
         expected = kept.conflicts(op.agent, op.clock, write, rows)
@@ -272,6 +340,8 @@ def _names(said: str, memory: Memory, rows: list[int]) -> bool:
     found: list[int] = []
     for run in numbers.split(", "):
         first, _, last = run.partition("-")
+        if found and int(first) == found[-1] + 1:
+            return False  # one run is given as two
         found += range(int(first), int(last or first) + 1)
     is_plural = what == f"{memory.row_name}s"
     rest = [row for row in rows if row > found[-1]]

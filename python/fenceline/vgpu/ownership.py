@@ -100,6 +100,14 @@ class Leases:
 
         pool.alloc, pool.retire = noted_alloc, noted_retire  # type: ignore[method-assign, assignment]
 
+    def current(self) -> dict[int, Place]:
+        """What is leased now, with the lines that have leased it."""
+        return {
+            number: lease.leased
+            for number, lease in enumerate(self._of_page)
+            if lease is not None and lease.retired is None
+        }
+
     def claim(
         self, pages: Iterable[int], who: str, owner: Owner | None = None, shared: frozenset[int] = frozenset()
     ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import sys
+import traceback
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
@@ -75,3 +76,17 @@ def here() -> Place:
             return Place(code, frame.f_lasti)
         frame = frame.f_back
     return Place(None, 0)
+
+
+def raised_at(error: BaseException, num_lines: int) -> list[str]:
+    """The innermost lines outside torch and vgpu through which ``error`` has come, the one that raised it first. If
+    there are none, the line that raised it."""
+    tb = error.__traceback__
+    if tb is None:
+        return []
+    frames = list(reversed(traceback.extract_tb(tb)))
+    outside = [frame for frame in frames if not frame.filename.startswith(_ROOTS[:2])]
+    return [
+        f"{_short(frame.filename)}:{frame.lineno} in {frame.name}: {frame.line}"
+        for frame in (outside[:num_lines] or frames[:1])
+    ]

@@ -42,6 +42,10 @@ class VTensor(backend.NoTorchFunction, torch.Tensor):  # type: ignore[misc]
     ) -> Any:
         return _dispatch[0](func, args, kwargs or _NOTHING)
 
+    def data_ptr(self) -> int:
+        """Where its memory lies: it differs from that of all other memory that is in use."""
+        return self.plain.data_ptr()
+
     def tolist(self) -> Any:
         """As torch: copies to the host, which waits for it."""
         return self.cpu().tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +26,7 @@ class HostPool:
     ``mem_layout`` says how the parts of all pages lie:
 
     * ``layer_first``: the same part of all pages together. Consecutive pages are then one piece for each part, so
-    copies
-      of them are large.
+      copies of them are large.
     * ``page_first``: all parts of a page together. A page is then one piece, which is best for storage.
 
     ``pages`` leases page ids, of which none is reserved. The bytes are not initialised. Whoever copies a page, or lets
@@ -64,9 +64,11 @@ class HostPool:
         # Each part of the layout, all pages: uint8 [num_pages, nbytes of the part], one page's contiguous.
         self.parts = [self._part(part) for part in layout.parts]
         self._areas = self._make_areas()
-        # In reports a row is one part if all parts are equally large, else a page.
+        # A row, by which accesses are watched and reported, has bytes of one page only: one part if all are equally
+        # large, else what divides all parts, or a whole page where its parts lie together.
         sizes = {part.nbytes for part in layout.parts}
-        device.name_memory(self.buffer, "host_pool", sizes.pop() if len(sizes) == 1 else self.page_nbytes)
+        whole = mem_layout == "page_first" and len(sizes) > 1
+        device.name_memory(self.buffer, "host_pool", self.page_nbytes if whole else math.gcd(*sizes))
         self.pages = LeasePool("host KV pages", num_pages, reserved=0)
         self._bytes: npt.NDArray[np.uint8] = self.buffer.numpy()
 

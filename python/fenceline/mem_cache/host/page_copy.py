@@ -231,7 +231,6 @@ class CudaCopier(PageCopier):
         none."""
         self.uses_sm = io_backend == "kernel"
         self._device = device
-        self._num_layers = kv_pool.num_layers
         self._pools: list[tuple[range, fenceline_kernel.PagePools | WatchedPools, int]] = []
         self._others: list[range] = []
         self._run_copier = RunCopier(device, kv_pool, host_pool, uses_sm=False, strided=False)
@@ -256,7 +255,7 @@ class CudaCopier(PageCopier):
     def to_device(self, stream: Stream, host_pages: Pages, device_pages: Pages, layers: range) -> None:
         with stream.active():
             for own, pools, _ in self._pools:
-                some = layers if len(own) == self._num_layers else _within(layers, own, own.start)
+                some = _within(layers, own, own.start)
                 if some:
                     pools.copy(device_pages, host_pages, to_host=False, layers=some)
         for own in self._others:

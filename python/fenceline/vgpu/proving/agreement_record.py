@@ -1,4 +1,4 @@
-"""What the ranks must agree on about their storages, by what each of them has said.
+"""What the ranks must agree on, by what each of them has said: about their storages, and about their steps.
 
 ``mem_cache/storage/agreement.py`` keeps counts and flags for each prefetch. Here everything that was said is kept, and
 what holds for all ranks is computed from it again after each word. What follows from it must be agreed on at once, only
@@ -7,12 +7,18 @@ once and on every rank, and nothing else may be.
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from fenceline.mem_cache.storage.agreement import NewsKind, StorageAckCodec, StorageAgreement, StorageNews
 from fenceline.mem_cache.storage.controller import Ack, Done, Fetched, Found, TimedOut, Written
 from fenceline.mem_cache.storage.worker import Outcome
+from fenceline.model_executor.step import ExtendBatch, ScheduleBatch, StepOutput
+from fenceline.scheduler.decisions import FIELDS
+from fenceline.scheduler.ranks import Awaited, RankLink
+from fenceline.scheduler.req import Req
+from fenceline.scheduler.scheduler import InFlight, Scheduler
 from fenceline.vgpu.proving.events import around
 
 Fact = tuple[
@@ -149,3 +155,90 @@ def _first_difference(right: Sequence[tuple[int, Fact]], got: Sequence[tuple[int
         (i for i, (a, b) in enumerate(zip(right, got, strict=False)) if a != b), min(len(right), len(got))
     )
     return f"{got[index : index + 1]} in place of {right[index : index + 1]} as number {index}"
+
+
+class BoardRecord:
+    """What ``num_ranks`` ranks post about their steps: the decisions of each step that is launched, in numbers that
+    tell different decisions apart, and from when on its results are there. ``wrong``: what is posted wrongly."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.wrong: list[str] = []
+        self._arrived = [0] * num_ranks  # the latest step whose results each rank has found to be there
+        self._tokens = [b""] * num_ranks  # a digest of all that each rank has published
+        # By field and kind of step: the number posted for each decision, and the decision of each number.
+        self._numbers: dict[tuple[str, str], dict[object, int]] = defaultdict(dict)
+        self._decisions: dict[tuple[str, str], dict[int, object]] = defaultdict(dict)
+
+    def watch(self, rank: int, scheduler: Scheduler, link: RankLink) -> None:
+        """Follow ``rank``, whose scheduler has the ``link``."""
+
+        def asks(block: bool, timeout_ms: int | None, awaited: Awaited | None, own: object = ()) -> None:
+            if awaited is not None:
+                around(awaited[1], "arrived", after=lambda there: self._asked(rank, awaited[0], there))
+
+        def launched(flight: InFlight, batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
+            posted = link.board.decision(rank, flight.number)
+            if posted is None:
+                self._check(False, f"rank {rank} has not posted what it has decided for step {flight.number}")
+                return
+            for name, number, decision in zip(
+                FIELDS, posted, _decided(self._tokens[rank], flight.batch, reqs), strict=True
+            ):
+                key = name, type(batch).__name__
+                known = self._numbers[key].setdefault(decision, number)
+                other = self._decisions[key].setdefault(number, decision)
+                self._check(
+                    known == number and other == decision,
+                    f"rank {rank} posts {number} for the {name} {decision} of step {flight.number}, it means {other}",
+                )
+
+        around(link, "turn", before=asks)
+        around(link.board, "all_arrived", after=self._all_arrived)
+        around(scheduler, "launch", after=launched)
+        around(scheduler.recorder, "published", before=lambda out: self._published(rank, out))
+
+    def _asked(self, rank: int, step: int, has_arrived: bool) -> None:
+        if has_arrived:
+            self._arrived[rank] = max(self._arrived[rank], step)
+
+    def _published(self, rank: int, out: StepOutput) -> None:
+        if len(out.tokens):
+            self._tokens[rank] = hashlib.sha256(self._tokens[rank] + out.tokens.tobytes()).digest()
+
+    def _all_arrived(self, step: int) -> None:
+        right = min(self._arrived)
+        self._check(
+            step == right, f"results are said to be there up to step {step}, they are up to step {right}"
+        )
+
+    def _check(self, holds: bool, text: str) -> None:
+        if not holds and len(self.wrong) < 5:
+            self.wrong.append(f"steps of the ranks: {text}")
+
+
+def _decided(tokens: bytes, batch: ScheduleBatch, reqs: Sequence[Req]) -> Sequence[object]:
+    """What has been decided for a step, in the order of ``FIELDS``."""
+    writes = [
+        array.tobytes()
+        for array in (batch.page_writes.rows, batch.page_writes.columns, batch.page_writes.pages)
+    ]
+    rids = tuple(req.rid for req in reqs)
+    if not isinstance(batch, ExtendBatch):
+        return (
+            tokens,
+            "decode",
+            rids,
+            tuple(batch.rows.tolist()),
+            tuple(batch.seq_lens.tolist()),
+            tuple(writes),
+            (),
+        )
+    return (
+        tokens,
+        "extend",
+        rids,
+        tuple(seq.row for seq in batch.seqs),
+        tuple((seq.prefix_len, seq.seq_len, seq.sampling is None) for seq in batch.seqs),
+        (*writes, *(seq.out_slots.tobytes() for seq in batch.seqs)),
+        tuple(ticket.id for ticket in batch.loads),
+    )

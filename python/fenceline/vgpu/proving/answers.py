@@ -35,13 +35,16 @@ from fenceline.ipc.io_struct import (
     TokenOut,
     UpdateWeightsReq,
 )
-from fenceline.vgpu.proving.oracle import Answer, Oracle, Query, text_of
+from fenceline.vgpu.proving.oracle import Answer, Oracle, Query, is_stuck, text_of
 from fenceline.vgpu.proving.tiny_model import PIECES
 
 F64 = npt.NDArray[np.float64]
 
 LOGPROB_TOLERANCE = 1e-4
 _MISFIT = "unfit"  # what scripts call weights that are to be refused
+_STUCK = FinishReason(
+    type="abort", message="no token of the vocabulary can follow in its grammar", status_code=400
+)
 _LOWEST = float(np.finfo(np.float32).min)  # the logprob of probability 0
 # At most this share of the compared tokens may differ because of rounding, in addition to one in each run.
 MAX_CLOSE_SHARE = 1e-3
@@ -403,12 +406,13 @@ class _Comparison:
                     return f"output {index} is {token}, alone it is {step.token} (after {tokens[:index]})"
                 self.num_close += 1
                 self._forced = (*self._forced, (index, token))
-            expected = self._end_after(index + 1, token)
-        begun = expected is None or not tokens  # an answer that may be broken off
+            expected = self._end_after(tokens[: index + 1])
+        # An answer that may be broken off.
+        begun = expected is None or not tokens or expected == _STUCK
         if reason is None:
             right = begun and self._exchange.aborted is not None
         elif reason.type == "abort":
-            right = begun and self._may_abort(reason)
+            right = begun and (reason == expected or self._may_abort(reason))
         else:
             right = reason == expected
         return (
@@ -431,14 +435,15 @@ class _Comparison:
             asked.status_code,
         )
 
-    def _end_after(self, num_outputs: int, token: int) -> FinishReason | None:
+    def _end_after(self, tokens: Sequence[int]) -> FinishReason | None:
+        num_outputs, token = len(tokens), tokens[-1]
         if token in self._query.eos_ids:  # its grammar has ended
             return FinishReason(type="stop", matched=token)
         if token in self._query.stop_ids and num_outputs >= self._query.min_new_tokens:
             return FinishReason(type="stop", matched=token)
         if num_outputs >= self._limit:
             return FinishReason(type="length", length=num_outputs)
-        return None
+        return _STUCK if is_stuck(self._query, tokens) else None
 
     def _output_logprobs(self) -> str:
         parts = [out.output_logprobs for out in self._exchange.outs]

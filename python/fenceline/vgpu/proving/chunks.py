@@ -43,6 +43,9 @@ class Chunks:
             scheduler.planner._prefix_work = PrefixWork(_EVEN_TOKENS)
         flop = 2 * products * model.num_layers
         self._step_cost = schedule_policy._STEP_TOKENS + schedule_policy._STEP_FLOP // flop
+        cost = scheduler.planner.sharing.cost_tokens
+        self._check(cost == self._step_cost, f"a step costs {cost} tokens, {self._step_cost} are right")
+        around(scheduler.planner, "_shared_tokens", after=self._shares)
         self._num_waiting = 0  # tokens of waiting prompts, when the step is planned
         self._step_tokens = 0
         self._chunked: Req | None = None
@@ -56,6 +59,18 @@ class Chunks:
         counted = reqs[: schedule_policy._MAX_COUNTED]
         total = sum(len(req.prompt_ids) + len(req.output_ids) for req in counted)
         self._num_waiting = total * len(reqs) // max(len(counted), 1)
+
+    def _shares(self, said: int, plan: Any, num_waiting: int) -> None:
+        """Of what waits, as large a share is cached as of the step's prompts so far."""
+        parts = [
+            (req.num_tokens, seq.prefix_len)
+            for req, seq in zip(plan.reqs, plan.seqs, strict=True)
+            if req is not self._chunked
+        ]
+        num_prompt, num_cached = (sum(column) for column in zip(*parts, strict=True)) if parts else (0, 0)
+        waits = num_waiting * (num_prompt - num_cached) // num_prompt if num_prompt else num_waiting
+        right = max(math.isqrt(waits * self._step_cost), schedule_policy._MIN_SHARED_TOKENS)
+        self._check(said == right, f"no further prompt joins {said} tokens, {right} are right")
 
     def _work(self, num_tokens: float, start: int) -> float:
         """In tokens without a prefix: each one's products, and its attention to all in front of it."""
@@ -74,6 +89,11 @@ class Chunks:
             right = [self._size(req, start, left, left_scored, left_work + slack) for slack in (-1e-6, 1e-6)]
             self._check(
                 size in right, f"{size} tokens of {req.rid} are computed behind {start}, {right} are right"
+            )
+            end, num_after = start + size, max(self._scheduler.memory.tree.lookahead, 1)
+            following = tuple(req.token_ids()[end : end + num_after].tolist())
+            self._check(
+                seq.following == following, f"{seq.following} follow {req.rid}, {following} are right"
             )
             if number and not is_beside:
                 # Of what waits, as large a share is cached as of the prompts so far.

@@ -8,13 +8,23 @@ is plentiful, a request gets pages for some tokens more, but for none behind its
 from __future__ import annotations
 
 import math
+from array import array
+from collections import Counter
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from fenceline.config.draft_config import StepShape
-from fenceline.model_executor.step import DecodeBatch, ScheduleBatch, StepOutput
+from fenceline.ipc.io_struct import TokenizedGenerateReq, id_array
+from fenceline.memory_order import Points
+from fenceline.model_executor.step import DecodeBatch, DepthChoice, ScheduleBatch, StepOutput
+from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.scheduler import running_batch
 from fenceline.scheduler.req import Req
+from fenceline.scheduler.running_batch import RunningBatch
 from fenceline.scheduler.scheduler import Scheduler
 from fenceline.vgpu.proving.events import around
 
@@ -29,12 +39,14 @@ class DecodeRoom:
         self._shape: StepShape | None = None  # of the decode step for which memory is looked for
         self._latest = StepShape()  # the shape of the latest for which there was some
         self._is_plentiful = False
+        self._of_latest: Sequence[Req] = ()  # the requests of the latest decode step, if none has left since
         # Of each request: its length with the published steps, and the most tokens of each decode step in flight.
         self._lens: dict[str, int] = {}
         self._in_flight: dict[str, list[int]] = {}
         around(scheduler, "deepest_with_room", after=self._chose)
         around(scheduler, "make_room", before=self._makes_room, after=self._made_room)
         around(scheduler, "retract", before=self._retracts)
+        around(scheduler, "depart", before=self._departs)
         around(scheduler, "launch", before=self._launches)
         around(scheduler, "publish_counted", before=self._published)
         # The running batch is given this function.
@@ -82,6 +94,17 @@ class DecodeRoom:
         num_long = sum(not req.is_short for req in self._holders)
         return fits and (self._some_end or num_long <= 1)
 
+    def _needs_nothing(self, shape: StepShape) -> bool:
+        """Whether the step is of the requests of the latest one, none of which needs a page or ends before it."""
+        reqs = self._scheduler.running.reqs
+        if self._scheduler.config.speculative is not None or list(self._of_latest) != reqs:
+            return False
+        lens = [self._lens[req.rid] + sum(self._in_flight[req.rid]) + shape.num_tokens for req in reqs]
+        return all(
+            length <= min(len(req.pages) * self._size, req.final_len)
+            for req, length in zip(reqs, lens, strict=True)
+        )
+
     # --- what is decided -----------------------------------------------------------------------------
 
     def _chose(self, depth: int) -> None:
@@ -92,6 +115,9 @@ class DecodeRoom:
 
     def _makes_room(self, shape: StepShape) -> None:
         self._shape = shape
+
+    def _departs(self, req: Req, why: str) -> None:
+        self._of_latest = ()
 
     def _made_room(self, room: Any, shape: StepShape) -> None:
         self._shape = None
@@ -106,9 +132,11 @@ class DecodeRoom:
         self._check(
             num_needed == 0 or self._has_room(shape), "a decode step has not the memory that it needs"
         )
-        # A step that needs none is not told.
-        is_right = available == left or (available == num_needed == 0)
-        self._check(is_right, f"{available} pages are said to be left for a decode step, {left} are")
+        # There is room for a step like the latest one because there was for that one, whatever is left.
+        right = 0 if self._needs_nothing(shape) else left
+        self._check(
+            available == right, f"{available} pages are said to be left for a decode step, {right} is right"
+        )
         self._latest = shape
         self._is_plentiful = available >= 2 * self._ahead * len(scheduler.running)
 
@@ -122,6 +150,7 @@ class DecodeRoom:
         shape = self._shape
         if shape is None:
             return
+        self._check(not self._needs_nothing(shape), f"{req.rid} is retracted for a step that needs nothing")
         self._check(not self._has_room(shape), f"{req.rid} is retracted for a step that has its memory")
         fits = self._num_needed(shape) <= self._scheduler.memory.num_available_pages
         equals = [
@@ -144,8 +173,7 @@ class DecodeRoom:
         final = len(req.prompt_ids) + max(req.max_new_tokens, 1) - 1
         right = self._num_missing(req, shape)
         if self._is_plentiful:
-            more = math.ceil(final / self._size) - len(req.pages)
-            right = max(right, min(self._ahead, more))
+            right = max(right, min(self._ahead, math.ceil(final / self._size) - len(req.pages)))
         self._check(
             num_pages == right, f"{req.rid} gets {num_pages} pages for a decode step, {right} are right"
         )
@@ -156,6 +184,7 @@ class DecodeRoom:
                 self._lens[req.rid], self._in_flight[req.rid] = seq.seq_len, []
             return
         shape = self._scheduler.shapes[batch.depth.depth]
+        self._of_latest = list(reqs)
         for req, end in zip(reqs, batch.seq_lens.tolist(), strict=True):
             right, has = self._end_of(req, shape), len(req.pages) * self._size
             self._check(end == right, f"a step may bring {req.rid} to {end} slots, {right} are right")
@@ -171,3 +200,57 @@ class DecodeRoom:
     def _check(self, holds: bool, text: str) -> None:
         if not holds and len(self.wrong) < 5:
             self.wrong.append(f"decode steps: {text}")
+
+
+def compare_growth(random: Random) -> str:
+    """Asks for decode steps of random requests with as many available pages as make memory plentiful, with one less and
+    with one more. What is wrong with the pages that the requests get, "" if nothing is."""
+    size = random.choice((1, 2, 4, 8, 16, 32))
+    shape = random.choice((StepShape(), StepShape(2, 3, 3), StepShape(2, 6, 6)))
+    reqs = [_random_request(random, row, size) for row in range(1, random.randint(2, 4))]
+    ahead = max(running_batch._AHEAD_TOKENS // size, 1)
+    plentiful = 2 * ahead * len(reqs)
+    for num_available in (plentiful - 1, plentiful, plentiful + 1):
+        right = Counter[int]()
+        for req in reqs:
+            most = req.final_len + shape.num_tokens - 1  # its last step computes as many rows as any other
+            end = min(req.allocated_len + shape.num_tokens, most) + shape.num_spare
+            num_missing = max(math.ceil(end / size) - len(req.pages), 0)
+            if num_missing and num_available >= plentiful:
+                num_missing = max(num_missing, min(ahead, math.ceil(req.final_len / size) - len(req.pages)))
+            right[req.row] = num_missing
+        got = Counter[int]()
+
+        def grow(req: Req, num_pages: int, got: Counter[int] = got) -> tuple[npt.NDArray[np.int32], Points]:
+            got[req.row] += num_pages
+            return np.arange(num_pages, dtype=np.int32), Points.none()
+
+        running = RunningBatch(size, shape, lambda num: num, lambda num: num)
+        running.add(reqs)
+        lens = running.next_lens(shape)
+        num_needed = running.num_pages_needed(lens, shape)
+        batch = running.schedule_step(lens, shape, DepthChoice(shape.depth), num_available, grow)
+        columns = [
+            (req.row, column)
+            for req in reqs
+            for column in range(len(req.pages), len(req.pages) + right[req.row])
+        ]
+        written = list(zip(batch.page_writes.rows.tolist(), batch.page_writes.columns.tolist(), strict=True))
+        if got != right or written != columns or (num_needed > 0) != (right.total() > 0):
+            return (
+                f"growth: {dict(got)} pages of {size} tokens are taken for a step of {shape.num_slots} slots with "
+                f"{num_available} available, {dict(right)} are right"
+            )
+    return ""
+
+
+def _random_request(random: Random, row: int, page_size: int) -> Req:
+    """A request that decodes, with pages for its tokens so far and perhaps for some more."""
+    length, max_new = random.randint(1, 40), random.randint(2, 60)
+    message = TokenizedGenerateReq(
+        rid=f"r{row}", input_ids=id_array(), sampling_params=SamplingParams(max_new_tokens=max_new)
+    )
+    req = Req(message, np.zeros(length, dtype=np.int32), frozenset(), 0, max_new, 1)
+    req.row, req.allocated_len = row, length + random.randrange(max_new - 1)
+    req.pages = array("i", [0] * (math.ceil(req.allocated_len / page_size) + random.choice((0, 0, 1))))
+    return req

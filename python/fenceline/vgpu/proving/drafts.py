@@ -1,18 +1,19 @@
-"""How many tokens each speculative step must have yielded, if its draft is a whole model.
+"""How many tokens each speculative step must have yielded, if its draft is a whole model or layers that look ahead.
 
 A wrong draft is rejected and no token changes, so answers do not show one. But what such a draft proposes follows from
 the request alone: it is what the oracle of the draft's weights draws, with the request's noise and temperature, behind
-the tokens in front. So the step yields the tokens as far as these agree with the answer, and one more.
+the tokens in front. So the step yields the tokens as far as these agree with the answer, and one more. Of a draft that
+computes several steps with one such layer only the first proposal is known here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from fenceline.config.draft_config import StepShape
 from fenceline.vgpu.proving.answers import Exchange
-from fenceline.vgpu.proving.oracle import TOLERANCE, Answer, Oracle, Query
+from fenceline.vgpu.proving.oracle import F64, TOLERANCE, Lookahead, Oracle, Query, scores_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +27,48 @@ class Verified:
 
 
 def compare_drafts(
-    steps: Iterable[Verified], exchanges: Mapping[str, Exchange], oracle: Oracle, topk: int
+    steps: Iterable[Verified], exchanges: Mapping[str, Exchange], oracle: Oracle | Lookahead, topk: int
 ) -> str:
     """The first step that has not yielded as many tokens as it must, "" if all have. ``oracle``: of the draft's
     weights; ``topk``: tokens that the draft proposes in each place. Steps whose drafts are some nodes of a tree are
-    left out: which nodes those are depends on the scores of them all."""
-    answers: dict[str, Answer] = {}
+    left out: which nodes those are depends on the scores of them all. So are requests
+    whose weights were replaced, if the draft reads what these compute."""
+    scores: dict[str, Callable[[int, int], F64]] = {}
     for step in steps:
         exchange = exchanges[step.rid]
         num_nodes = step.shape.depth + 1 if topk == 1 else _num_nodes(topk, step.shape.depth)
-        if num_nodes != step.shape.num_nodes:
+        if num_nodes != step.shape.num_nodes or _not_known(exchange, oracle):
             continue
-        if step.rid not in answers:
-            query = _query(exchange)
-            answers[step.rid] = oracle.answer(query, tuple(enumerate(exchange.tokens)))
-        wrong = _difference(step, exchange, answers[step.rid], topk)
+        if step.rid not in scores:
+            make = _drawn_alone if isinstance(oracle, Oracle) else _looked_ahead
+            scores[step.rid] = make(exchange, oracle)  # type: ignore[arg-type]
+        most = step.shape.depth if isinstance(oracle, Oracle) else oracle.num_layers
+        wrong = _difference(step, exchange, scores[step.rid], topk, most)
         if wrong:
             return f"{step.rid}: {wrong}"
     return ""
+
+
+def _not_known(exchange: Exchange, oracle: Oracle | Lookahead) -> bool:
+    return isinstance(oracle, Lookahead) and any(folder for _, folder in exchange.weights)
+
+
+def _drawn_alone(exchange: Exchange, oracle: Oracle) -> Callable[[int, int], F64]:
+    """The scores of what a draft that is a whole model draws ``ahead`` tokens behind the first ``num`` outputs."""
+    answer = oracle.answer(_query(exchange), tuple(enumerate(exchange.tokens)))
+    return lambda num, ahead: answer.step(num + ahead).scores
+
+
+def _looked_ahead(exchange: Exchange, layers: Lookahead) -> Callable[[int, int], F64]:
+    """The same of layers that look ahead, each of which draws one of the tokens, if those before it are right."""
+    query = _query(exchange)
+    logits = layers.logits((*query.prompt, *exchange.tokens))
+    num_prompt = len(query.prompt)
+
+    def scores(num: int, ahead: int) -> F64:
+        return scores_of(logits[ahead][num_prompt + num - 2], query, num_prompt + num + ahead)
+
+    return scores
 
 
 def _num_nodes(topk: int, depth: int) -> int:
@@ -62,7 +87,10 @@ def _query(exchange: Exchange) -> Query:
     )
 
 
-def _difference(step: Verified, exchange: Exchange, answer: Answer, topk: int) -> str:
+def _difference(
+    step: Verified, exchange: Exchange, scores_of_draft: Callable[[int, int], F64], topk: int, num_known: int
+) -> str:
+    """``num_known``: how many of the proposals ``scores_of_draft`` knows."""
     params, most = exchange.request.sampling_params, step.shape.depth
     penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
     if exchange.request.grammar or penalties != (1.0, 0.0, 0.0):
@@ -71,7 +99,9 @@ def _difference(step: Verified, exchange: Exchange, answer: Answer, topk: int) -
     while num_right < most:
         if num_right == len(tokens):  # it has ended there, and what was drawn behind is not known
             return "" if step.count >= num_right else _say(step, f"at least {num_right}")
-        scores = answer.step(step.first + num_right).scores
+        if num_right == num_known:
+            return "" if step.count > num_right else _say(step, f"at least {num_right + 1}")
+        scores = scores_of_draft(step.first, num_right)
         num_better = (scores > scores[tokens[num_right]] + TOLERANCE).sum()
         if (abs(scores - scores[tokens[num_right]]) <= TOLERANCE).sum() > 1:
             return ""  # rounding decides whether it was proposed

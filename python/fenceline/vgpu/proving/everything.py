@@ -31,6 +31,7 @@ from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
 _RARE_STATES = ("retracted", "retracted with a tail", "waiting for storage")
 _POLICIES = ("write_through", "write_through_selective", "write_back")
 _ATTENTION = (PERSISTENT, LAUNCHED, FLASHINFER, FLASHINFER_TENSOR_CORES, "")  # "": torch's operators
+_OTHER_MODELS = ("experts", "shared", "mxfp4", "fp8", "int4", "llama3", "yarn", "wide")
 _STOP_STRINGS = ("a", "th", "on", "ne", "e t", "é", "r.")
 
 
@@ -341,10 +342,13 @@ def _fitting(flags: Flags) -> Flags:
 
 
 def _with_another_model(random: Random, flags: Flags) -> Flags:
-    """Another model in the place of the plain one, often with a draft. FlashInfer's replacement has no windows: our own
-    kernels attend instead."""
-    model = random.choice(("windows", "windows", "experts", "fp8", "int4", "llama3", "yarn"))
-    if model == "windows" and flags.get("attention_backend") in (FLASHINFER, FLASHINFER_TENSOR_CORES):
+    """Another model in the place of the plain one, often with a draft. FlashInfer's replacement has neither windows nor
+    sinks: our own kernels attend instead."""
+    model = random.choice(("windows", "gpt_oss", *_OTHER_MODELS))
+    if model in ("windows", "gpt_oss", "mxfp4") and flags.get("attention_backend") in (
+        FLASHINFER,
+        FLASHINFER_TENSOR_CORES,
+    ):
         flags = {**flags, "attention_backend": LAUNCHED}
     if "draft" not in flags and random.random() < 0.6:
         return {**flags, "model": model}

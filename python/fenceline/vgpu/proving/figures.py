@@ -21,6 +21,7 @@ from fenceline.model_executor.step import DecodeBatch, ExtendBatch
 from fenceline.vgpu.proving.decisions import Decision, Event, Transfer
 from fenceline.vgpu.proving.events import around
 from fenceline.vgpu.proving.recorded_worker import RecordedStorage
+from fenceline.vgpu.proving.storage_jobs import StorageJobs
 from fenceline.vgpu.proving.storage_record import StorageRecord
 
 
@@ -130,6 +131,10 @@ def compare_figures(
     # Without --max-total-tokens no more than the running requests can use, for which there is memory in each run.
     num_useful = config.max_running_requests * math.ceil(config.model.context_length / page_size)
     num_pages = num_useful if most is None else most // page_size
+    held = {"kv_cache": sum(part.nbytes for part in runner.kv_pool.parts)}
+    if runner.hicache is not None:
+        held["host_kv_cache"] = runner.hicache.host_pool.buffer.nbytes
+    wrong.compare("bytes of the cache", {name: runner.memory_bytes.get(name) for name in held}, held)
     wrong.compare("capacity", state.max_total_num_tokens, num_pages * page_size)
     decodes = [len(batch.rows) for batch in batches if isinstance(batch, DecodeBatch)]
     has_padding = not config.server_args.disable_cuda_graph_padding
@@ -222,7 +227,12 @@ def _compare_tiers(said: HiCacheState, runner: ModelRunner, events: Sequence[Eve
 
 
 def compare_storage(
-    said: StorageTierStats, record: StorageRecord, recorded: RecordedStorage, num_kept: int, num_fetched: int
+    said: StorageTierStats,
+    record: StorageRecord,
+    recorded: RecordedStorage,
+    jobs: StorageJobs,
+    num_kept: int,
+    num_fetched: int,
 ) -> str:
     """The first figure of the storage that is not right, "" if all are. ``num_kept``: pages that it was to keep;
     ``num_fetched``: those that came from it. No job is left."""
@@ -236,7 +246,8 @@ def compare_storage(
     wrong.compare("pages dropped before storage", said.dropped, right)
     wrong.compare("writes to storage", said.num_writes, record.num_calls["set"])
     wrong.compare("crashes of storage", said.crashes, record.num_crashes)
-    wrong.compare("stalls of storage", said.stalls, 0)
+    wrong.compare("stalls of storage", said.stalls, jobs.num_stalls)
+    wrong.compare("pages that were wanted from storage and missed", said.missed, jobs.num_missed)
     wrong.compare("pages found in storage", said.found, recorded.num_found)
     wrong.compare("pages read from storage", said.fetched, num_fetched)
     read = said.fetched + said.fetched_in_vain

@@ -14,8 +14,10 @@ from fenceline.ipc.io_struct import LoadGrammarReq
 from fenceline.vgpu.proving.script import Scenario, Script, Workload
 from fenceline.vgpu.proving.tiny_model import EOS_TOKEN, VOCAB_SIZE, tiny_tokenizer
 
-# By the numbers that requests name. Ends that must come, that may come in several places, and half characters.
-EXPRESSIONS = {1: r"(th|he|a)+\.", 2: "[a-e ]{2,6}!?", 3: "\u00e9?(no|on){1,3}"}
+# By the numbers that requests name. Ends that must come, that may come in several places, and half characters; and one
+# that no answer can complete, since no token of the vocabulary has its last letter.
+EXPRESSIONS = {1: r"(th|he|a)+\.", 2: "[a-e ]{2,6}!?", 3: "\u00e9?(no|on){1,3}", 4: "[a-c]{1,3}#"}
+_DEAD_END = 4
 
 
 @lru_cache
@@ -38,8 +40,8 @@ def load_grammars(script: Script) -> None:
 
 
 def choose(random: Random) -> int:
-    """A grammar's number."""
-    return random.choice(list(EXPRESSIONS))
+    """The number of a grammar that answers can complete."""
+    return random.choice([number for number in EXPRESSIONS if number != _DEAD_END])
 
 
 def _grammars(random: Random) -> Scenario:
@@ -50,7 +52,7 @@ def _grammars(random: Random) -> Scenario:
     for index in range(7):
         options = script.options()
         if random.random() < 0.55:
-            options |= {"grammar": choose(random)}
+            options |= {"grammar": _DEAD_END if random.random() < 0.2 else choose(random)}
         else:
             options |= {"ignore_eos": True}
         script.add(index * random.randint(0, 3), script.prompt(1, 9), random.randint(2, 9), **options)

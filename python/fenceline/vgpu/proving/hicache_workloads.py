@@ -11,7 +11,7 @@ from random import Random
 from fenceline.ipc.io_struct import AbortReq, ContinueGenerationReq, FlushCacheReq, PauseGenerationReq
 from fenceline.vgpu.proving.persistent_attention import PERSISTENT
 from fenceline.vgpu.proving.script import Flag, Flags, Scenario, Script, Workload
-from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE, storage_secret
+from fenceline.vgpu.proving.tiny_model import PLAIN, VOCAB_SIZE, storage_secret
 
 _POLICIES = ("write_through", "write_through_selective", "write_back")
 _LAYOUTS = ("layer_first", "page_first")
@@ -44,7 +44,7 @@ def _conversations(random: Random) -> Scenario:
                 script.send(random.randint(8, 24), AbortReq(rid=rid))
     if random.random() < 0.2:
         script.send(random.randint(10, 30), FlushCacheReq(id="flush"))
-    return script.scenario(
+    scenario = script.scenario(
         max_total_tokens=48,
         max_running_requests=3,
         chunked_prefill_size=16,
@@ -53,12 +53,14 @@ def _conversations(random: Random) -> Scenario:
         **script.graphs(2, 3),
         **script.in_turn(),
     )
+    return replace(scenario, flags=_with_least_tokens(random, scenario.flags))
 
 
 def _fp8(random: Random) -> Scenario:
-    """Conversations whose keys and values are kept in FP8 on all tiers."""
-    scenario = _conversations(random)
-    return replace(scenario, flags={**scenario.flags, "kv_cache_dtype": "fp8_e4m3"})
+    """Conversations whose keys and values are kept in FP8 on all tiers, in some runs divided by the checkpoint's
+    scales."""
+    scenario, model = _conversations(random), random.choice((PLAIN, "kv_scales"))
+    return replace(scenario, flags={**scenario.flags, "kv_cache_dtype": "fp8_e4m3", "model": model})
 
 
 def _spill(random: Random) -> Scenario:
@@ -201,7 +203,21 @@ def _fetched(random: Random) -> Scenario:
         "hicache_storage_prefetch_policy": random.choice(("best_effort", "wait_complete", "wait_complete")),
         **tier_flags(random, page_size=size, hicache_ratio=2.0, hicache_write_policy="write_through"),
     }
-    return script.scenario(**(with_storage_limits(random, flags) if random.random() < 0.3 else flags))
+    if random.random() < 0.3:
+        return script.scenario(**with_storage_limits(random, flags))
+    if random.random() < 0.6:  # in a directory that is large enough, so that what is damaged is read
+        flags = {**flags, "bad_days": random.randrange(1 << 16)}
+        if random.random() < 0.3:
+            flags = {**flags, "hicache_storage_key": f"file:{storage_secret()}"}
+    return script.scenario(**_with_least_tokens(random, flags))
+
+
+def _with_least_tokens(random: Random, flags: Flags) -> Flags:
+    """``flags``, and in some of the runs short parts of a prefix are computed again and not taken from the tier below.
+    How long they must be is often no multiple of a page."""
+    if random.random() < 0.6:
+        return flags
+    return {**flags, "least_tokens": random.randint(1, 3 * int(str(flags["page_size"])))}
 
 
 def with_storage_limits(random: Random, flags: Flags) -> Flags:
@@ -218,7 +234,7 @@ def with_storage_limits(random: Random, flags: Flags) -> Flags:
         more["hicache_storage_key"] = f"file:{storage_secret()}"
     if random.random() < 0.5:
         more["bad_days"] = random.randrange(1 << 16)
-    return {**flags, **more}
+    return _with_least_tokens(random, {**flags, **more})
 
 
 def _swap_flags(script: Script, **flags: Flag) -> Flags:

@@ -25,12 +25,13 @@ SMALL: Mapping[str, Mapping[str, object]] = {
         "_BLOCK": 2,
         "_MAX_PREFIX_DEPTH": 1,
     },
-    "mem_cache.storage.controller": {"_BATCH_BYTES": 1500},  # some pages of a token, one of four
+    "mem_cache.storage.controller": {"_BATCH_BYTES": 600},  # some pages of a token, none of four
+    "mem_cache.storage.page_file": {"_MAX_PARTS": 2},
     "memory_order.access": {"_MAX_LOG": 4, "_MAX_RUNS": 2},
     "memory_order.staging": {"_MIN_SLOT_BYTES": 512, "_SMALL_BYTES": 64},
     "sampling.gumbel": {"CHUNK_ELEMENTS": 100},
     "scheduler.prefill": {
-        "MAX_SCORED_TOKENS": 16,
+        "MAX_SCORED_TOKENS": 6,
         "CLIP_NEW_TOKENS": 4,
         "_MAX_LOOKED_AT": 2,
         "_MAX_PASSED": 4,
@@ -49,7 +50,9 @@ SMALL: Mapping[str, Mapping[str, object]] = {
         "_NUM_SHORT": 2,
         "_LEAST_SHORT_TOKENS": 1,
     },
-    "scheduler.scheduler": {"_MAX_NEWCOMERS": 2},
+    # As on a GPU, several full steps of prompts may follow one another.
+    "scheduler.scheduler": {"_MAX_NEWCOMERS": 2, "max_prefills_in_row": lambda device: 3},
+    "scheduler.stats": {"_REPORT_INTERVAL_S": 0.0},
     "scheduler.waiting_queue": {"_MIN_SHARED_TOKENS": 4},
 }
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase as fnmatch
+from itertools import chain
 from pathlib import Path
 
 import fenceline
@@ -61,13 +62,14 @@ _SILENT = re.compile(r"^(logger|log|warnings)\.|^super\(\)|__init__|^object\.__s
 class Mutant:
     """One edit: in ``path`` (below the package) the characters ``[start, end)`` become ``text``.
 
-    ``statement``: the line in which its statement begins. ``ordering``: the edit is at a wait, a record, a lease or the
-    like, and the proof must name what was lost.
+    ``statement`` and ``last_line``: the lines in which its statement begins and ends. ``ordering``: the edit is at a
+    wait, a record, a lease or the like, and the proof must name what was lost.
     """
 
     path: str
     line: int
     statement: int
+    last_line: int
     rule: str
     start: int
     end: int
@@ -149,7 +151,7 @@ class _File:
         old = self.source[start:end]
         if old == text:
             return
-        statement = max(one for one in self.statements if one[0] <= start < one[1])[2]  # the innermost
+        _, last, statement = max(one for one in self.statements if one[0] <= start < one[1])  # the innermost
         occurrence = self.seen[rule, old, text]
         self.seen[rule, old, text] += 1
         self.found.append(
@@ -157,6 +159,7 @@ class _File:
                 self.path,
                 line,
                 statement,
+                self.source.count("\n", 0, last) + 1,
                 rule,
                 start,
                 end,
@@ -319,7 +322,8 @@ def _shorter_key(file: _File, node: ast.AST) -> None:
     """A part of a key is left out."""
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or not _KEYS.search(node.name):
         return
-    for inner in ast.walk(node):
+    # Not in the annotations of the function, which are never evaluated.
+    for inner in chain.from_iterable(map(ast.walk, node.body)):
         parts = inner.elts if isinstance(inner, ast.Tuple) and isinstance(inner.ctx, ast.Load) else []
         if len(parts) >= 2:
             for part in parts:

@@ -6,7 +6,10 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NoReturn
+from unittest.mock import patch
 
 import orjson
 
@@ -19,6 +22,7 @@ from fenceline.ipc.io_struct import (
 )
 from fenceline.memory_order.edges import StreamName, pages_edge
 from fenceline.model_executor.step import DecodeBatch
+from fenceline.scheduler.control import SchedulerControl, StepProfiler
 from fenceline.scheduler.flight_recorder import CompletionsEvent, Departure, Event, Retirement, StepRecord
 from fenceline.scheduler.scheduler import Scheduler
 
@@ -63,6 +67,53 @@ def compare_observers(scheduler: Scheduler) -> str:
     live = {"steps": [_live(step) for step in records[-_NUM_STEPS:]], "events": _counts(events)}
     if orjson.loads(replies["steps"].payload) != live:
         return f"observers: {replies['steps'].payload.decode()} is told of the latest steps, {live} is right"
+    return _compare_profiles(control, scheduler)
+
+
+class _Profile:
+    """Torch's profiler, which would find nothing on a virtual GPU: a trace without events."""
+
+    def __init__(self, use_device: str | None = None) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *args: object) -> None: ...
+
+    def export_chrome_trace(self, path: str) -> None:
+        Path(path).write_text("{}")
+
+
+def _compare_profiles(control: SchedulerControl, scheduler: Scheduler) -> str:
+    """A trace is written to the folder that was asked for, after so many steps or when it is stopped; what is wrong."""
+    sent: list[Message] = []
+    before = control._send, control.profiler, _LOGGER.disabled
+    with (
+        TemporaryDirectory(prefix="fenceline-prove-") as root,
+        patch("torch.autograd.profiler.profile", _Profile),
+    ):
+        control._send, control.profiler, _LOGGER.disabled = sent.append, StepProfiler(root), True
+
+        def ask(action: str, folder: str | None = None, num_steps: int | None = None) -> bool:
+            message = ProfileReq(id="profile", action=action, output_dir=folder, num_steps=num_steps)
+            control.observe(message, scheduler.state)
+            reply = sent[-1]
+            return isinstance(reply, ControlReply) and reply.success
+
+        try:
+            said = [ask("start", "../outside"), ask("start", "a/b", 2), ask("start", "c")]
+            for _ in range(2):  # steps, which are counted while a trace is to end by itself
+                said.append(control.profiler.steps_left is not None)
+                if said[-1]:
+                    control.profiler.step()
+            said += [ask("stop"), ask("start", f"{root}/d"), ask("stop"), ask("pause")]
+        finally:
+            control._send, control.profiler, _LOGGER.disabled = before
+        folders = sorted(str(path.parent.relative_to(root)) for path in Path(root).rglob("*.trace.json"))
+        made = sorted(str(path.relative_to(root)) for path in Path(root).rglob("*") if path.is_dir())
+    if said != [False, True, False, True, True, False, True, True, False]:
+        return f"observers: the profiler's messages succeed and fail as {said}"
+    if folders != ["a/b", "d"] or made != ["a", "a/b", "d"]:
+        return f"observers: traces are in {folders} of {made}, they were asked for in a/b and d"
     return ""
 
 

@@ -3,7 +3,7 @@
 It is one forward over plain arrays for one request, without cache, batch, graphs or scheduler, and the sampling formula
 as it is documented. Nothing is imported from the package (scripts/tidy.py checks it): if the engine and the oracle
 agree, two independent implementations agree. Weights are read from the model's folder by their names in the checkpoint
-(Qwen3's, those of its mixtures of experts, Gemma 2's, OLMo 2's and SmolLM3's).
+(Qwen3's, those of its and Qwen2's mixtures of experts, Gemma 2's, OLMo 2's, SmolLM3's and gpt-oss's).
 
 The arithmetic is float64, so that the only difference from the engine's float32 is the engine's rounding. Angles of
 rotary positions are float32 by definition.
@@ -82,7 +82,7 @@ class Model:
 
     def __init__(self, folder: str | Path, rounds_kv: bool = False) -> None:
         config = json.loads((Path(folder) / "config.json").read_text())
-        families = ("qwen3", "qwen3_moe", "gemma2", "smollm3", "olmo2")
+        families = ("qwen3", "qwen3_moe", "qwen2_moe", "gemma2", "smollm3", "olmo2", "gpt_oss")
         assert config["model_type"] in families, f"the oracle knows {families}"
         self.is_gemma = config["model_type"] == "gemma2"
         self.norms_branches = config["model_type"] in ("gemma2", "olmo2")  # what they add is normalised
@@ -90,14 +90,19 @@ class Model:
         self.windows: list[int | None] = [None] * config["num_hidden_layers"]
         self.score_scale = 1 / math.sqrt(config["head_dim"])
         self.score_cap = self.logit_cap = 0.0
-        if self.is_gemma:
+        if "layer_types" in config:
             slides = [kind == "sliding_attention" for kind in config["layer_types"]]
             self.windows = [config["sliding_window"] if sliding else None for sliding in slides]
+        if self.is_gemma:
             self.score_scale = 1 / math.sqrt(config["query_pre_attn_scalar"])
             self.score_cap = config["attn_logit_softcapping"]
             self.logit_cap = config["final_logit_softcapping"]
         self.rotates = [bool(one) for one in config.get("no_rope_layers", [])] or [True] * len(self.windows)
         self.top_k: int = config.get("num_experts_per_tok", 0)
+        self.renormalises = config.get(
+            "norm_topk_prob", True
+        )  # the shares of a token's experts add up to one
+        self.swiglu_limit: float = config.get("swiglu_limit", 0.0)
         self.num_layers: int = config["num_hidden_layers"]
         self.num_heads: int = config["num_attention_heads"]
         self.num_kv_heads: int = config["num_key_value_heads"]
@@ -142,17 +147,50 @@ class Model:
 
     def mix(self, x: F64, name: str) -> F64:
         """The MLP ``name`` of x [T, hidden], or its experts: each token's ``top_k`` best, weighted by a softmax over
-        these."""
-        if f"{name}.gate.weight" not in self._weights:
+        these, or over all experts. A shared expert is added for all tokens, weighted by a sigmoid."""
+        router = next((one for one in ("gate", "router") if f"{name}.{one}.weight" in self._weights), None)
+        if router is None:
             return self.gated(x, name)
-        logits = self.linear(x, f"{name}.gate")
+        logits = self.linear(x, f"{name}.{router}")
         result = np.zeros_like(x)
         for token, scores in enumerate(logits):
             best = np.argsort(-scores)[: self.top_k]
-            shares = np.exp(scores[best] - scores[best].max())
-            for expert, share in zip(best, shares / shares.sum(), strict=True):
-                result[token] += share * self.gated(x[token], f"{name}.experts.{expert}")
+            shares = np.exp(scores - scores.max())
+            shares = shares[best] / (shares[best] if self.renormalises else shares).sum()
+            for expert, share in zip(best, shares, strict=True):
+                result[token] += share * self.expert(x[token], f"{name}.experts", int(expert))
+        if f"{name}.shared_expert_gate.weight" in self._weights:
+            share = 1 / (1 + np.exp(-self.linear(x, f"{name}.shared_expert_gate")))
+            result += share * self.gated(x, f"{name}.shared_expert")
         return result
+
+    def expert(self, x: F64, name: str, number: int) -> F64:
+        """One of the experts ``name``. gpt-oss's are in one tensor, in which the outputs of gate and up alternate; its
+        SwiGLU is clamped, and adds one to up."""
+        if f"{name}.gate_up_proj" not in self._weights:
+            return self.gated(x, f"{name}.{number}")
+
+        def product(x: F64, part: str) -> F64:
+            found: F64 = (
+                x @ self._weights[f"{name}.{part}"][number] + self._weights[f"{name}.{part}_bias"][number]
+            )
+            return found
+
+        both = product(x, "gate_up_proj")
+        gate, up = (
+            np.minimum(both[0::2], self.swiglu_limit),
+            np.clip(both[1::2], -self.swiglu_limit, self.swiglu_limit),
+        )
+        return product((up + 1) * gate / (1 + np.exp(-1.702 * gate)), "down_proj")
+
+    def kept(self, x: F64, name: str) -> F64:
+        """Keys or values as they are kept, divided by the checkpoint's scale ``name`` if they are rounded."""
+        scale = float(self._weights.get(name, np.ones(())))
+        return _e4m3(x / scale) * scale if self.rounds_kv else x
+
+    def sinks(self, name: str) -> F64:
+        """One more score of each head that belongs to no token, [heads]; none are -inf."""
+        return self._weights.get(f"{name}.sinks", np.full(self.num_heads, -np.inf))
 
     def rotate(self, x: F64, first: int) -> F64:
         """Rotary positions ``first``, ``first + 1``, ... for x [T, heads, head_dim]: pairs (i, i + head_dim / 2)."""
@@ -227,7 +265,7 @@ class Answer:
                 self._begin(folder)
             elif self._tokens:
                 self._last = self._model.logits(self._forward(self._tokens[-1:]))[0]
-            step = _choose(self._last, self.query, self._tokens)
+            step = choose(self._last, self.query, self._tokens)
             self._steps.append(step)
             self._tokens.append(self._forced.get(len(self._tokens), step.token))
         return self._steps[index]
@@ -271,8 +309,8 @@ class Answer:
         if model.rotates[layer]:
             q, k = model.rotate(q, first), model.rotate(k, first)
         v = heads("v", model.num_kv_heads)
-        self._keys[layer].append(_e4m3(k) if model.rounds_kv else k)
-        self._values[layer].append(_e4m3(v) if model.rounds_kv else v)
+        self._keys[layer].append(model.kept(k, f"{name}.k_scale"))
+        self._values[layer].append(model.kept(v, f"{name}.v_scale"))
         keys, values = np.concatenate(self._keys[layer]), np.concatenate(self._values[layer])
         self._keys[layer], self._values[layer] = [keys], [values]
         # [kv heads, tokens of all query heads that share one, head_dim] and [kv heads, all tokens, head_dim]
@@ -286,11 +324,61 @@ class Answer:
             ago = np.arange(first, first + num)[:, None] - np.arange(len(keys))
             by_query = scores.reshape(-1, num, len(keys))
             by_query += np.where((ago < 0) | (ago >= window), -np.inf, 0.0)
-        scores -= scores.max(axis=-1, keepdims=True)
-        weights = np.exp(scores, out=scores)
-        weights /= weights.sum(axis=-1, keepdims=True)
+        sinks = model.sinks(name).reshape(model.num_kv_heads, -1).repeat(num, axis=1)[..., None]
+        most = np.maximum(scores.max(axis=-1, keepdims=True), sinks)
+        weights = np.exp(scores - most)
+        weights /= weights.sum(axis=-1, keepdims=True) + np.exp(sinks - most)
         out: F64 = (weights @ values.transpose(1, 0, 2)).reshape(grouped.shape).transpose(2, 0, 1, 3)
         return out.reshape(num, model.num_heads, model.head_dim)
+
+
+class Lookahead:
+    """The layers of a checkpoint in ``folder`` that look ahead (multi-token prediction), over the model in ``target``.
+
+    Layer k has a row for each token i: of the token 1 + k behind it, and of the hidden state that the layer before has
+    for i, or for k = 0 the target. What layer k has there draws the token 2 + k behind i.
+    """
+
+    def __init__(self, folder: str | Path, target: str | Path, rounds_kv: bool = False) -> None:
+        self._model = model = Model(target, rounds_kv)
+        tensors = load_file(Path(folder) / "model.safetensors")
+        model._weights |= {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+        self.num_layers: int = json.loads((Path(folder) / "config.json").read_text())[
+            "num_nextn_predict_layers"
+        ]
+
+    def logits(self, tokens: tuple[int, ...]) -> list[F64]:
+        """By layer [T - 1 - k, V]: the unadjusted logits of each row that ``tokens`` determine."""
+        model, found = self._model, []
+        target = Answer(lambda _: model, Query(prompt=tokens, seed=0, temperature=0.0))
+        hidden = model.norm(np.concatenate(target._hidden), "model.norm")
+        for layer in range(self.num_layers):
+            name = f"model.mtp_layers.{layer}"
+            embedded = model.embedding[list(tokens[1 + layer :])]
+            embedded[:1] = 0  # at position 0
+            hidden = hidden[: len(embedded)]
+            both = (
+                model.norm(hidden, f"{name}.hidden_layernorm"),
+                model.norm(embedded, f"{name}.token_layernorm"),
+            )
+            x = model.linear(np.concatenate(both, axis=-1), f"{name}.input_proj")
+            rows = Answer(lambda _: model, Query(prompt=tokens[:1], seed=0, temperature=0.0))
+            rows._keys, rows._values = [[]], [[]]
+            h = model.norm(x, f"{name}.input_layernorm")
+            attended = rows._attend(0, h, f"{name}.self_attn", 0).reshape(len(x), -1)
+            x = x + model.linear(attended, f"{name}.self_attn.o_proj")
+            x = x + model.mix(model.norm(x, f"{name}.post_attention_layernorm"), f"{name}.mlp")
+            hidden = model.norm(x, f"{name}.final_layernorm")
+            found.append(hidden @ model.head.T)
+        return found
+
+
+def scores_of(logits: F64, query: Query, position: int) -> F64:
+    """The scores [V] of a draw without filters at ``position``, of which the largest is drawn."""
+    if query.greedy:
+        return logits
+    noise: F64 = (logits - logits.max()) / query.temperature + gumbel(query.seed, position, len(logits))
+    return noise
 
 
 def _e4m3(x: F64) -> F64:
@@ -325,7 +413,8 @@ class Oracle:
 # --- from logits to a token ----------------------------------------------------------------------------
 
 
-def _choose(logits: F64, query: Query, outputs: list[int]) -> Step:
+def choose(logits: F64, query: Query, outputs: list[int]) -> Step:
+    """The token after ``outputs`` if the model's logits are ``logits`` [V]."""
     logits = _adjusted(logits, query, outputs)
     if query.grammar:
         logits = np.where(_allowed(query, outputs), logits, -np.inf)
@@ -335,7 +424,7 @@ def _choose(logits: F64, query: Query, outputs: list[int]) -> Step:
     else:
         scaled = (logits - logits.max()) / query.temperature
         scores = scaled + gumbel(query.seed, len(query.prompt) + len(outputs), len(logits))
-        nominal, surely, perhaps = _kept(scaled, query)
+        nominal, surely, perhaps = kept(scaled, query)
     token = int(np.where(nominal, scores, -np.inf).argmax())
     best = np.where(surely, scores, -np.inf).max()
     close = np.flatnonzero(perhaps & (scores >= best - TOLERANCE))
@@ -380,7 +469,7 @@ def _automaton(edges: Sequence[tuple[int, str | bytes, int]], ends: Sequence[int
     return Automaton(table, frozenset(ends))
 
 
-# By number: (th|he|a)+\\.   [a-e ]{2,6}!?   é?(no|on){1,3}
+# By number: (th|he|a)+\\.   [a-e ]{2,6}!?   é?(no|on){1,3}   [a-c]{1,3}#
 AUTOMATA = {
     1: _automaton(
         [(0, "t", 1), (0, "h", 2), (0, "a", 3), (3, "t", 1), (3, "h", 2), (3, "a", 3)]
@@ -398,10 +487,16 @@ AUTOMATA = {
         + [(3 * s + 2, b"n", 3 * s + 3) for s in range(3)],
         [3, 6, 9],
     ),
+    4: _automaton([(s, "abc", s + 1) for s in range(3)] + [(s, "#", 4) for s in range(1, 4)], [4]),
 }
 
 
-def _allowed(query: Query, outputs: list[int]) -> npt.NDArray[np.bool_]:
+def is_stuck(query: Query, outputs: Sequence[int]) -> bool:
+    """Whether the query's grammar allows no token after ``outputs``."""
+    return bool(query.grammar) and not _allowed(query, outputs).any()
+
+
+def _allowed(query: Query, outputs: Sequence[int]) -> npt.NDArray[np.bool_]:
     """[V]: which tokens may come after ``outputs`` in the query's grammar."""
     automaton = AUTOMATA[query.grammar]
     state = automaton.after(b"".join(query.pieces[token] for token in outputs))
@@ -413,7 +508,7 @@ def _allowed(query: Query, outputs: list[int]) -> npt.NDArray[np.bool_]:
     return allowed
 
 
-def _kept(scaled: F64, query: Query) -> tuple[npt.NDArray[np.bool_], ...]:
+def kept(scaled: F64, query: Query) -> tuple[npt.NDArray[np.bool_], ...]:
     """[V] each: which tokens top_k, top_p and min_p keep, which they keep with any rounding, and which they may keep.
     Each filter uses the whole distribution, and tokens that tie with the last one kept are kept."""
     lowest = _lowest_kept(scaled, query, 0.0)

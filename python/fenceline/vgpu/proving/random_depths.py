@@ -22,10 +22,12 @@ class RandomDepths:
     """A ``DraftDepth`` that counts the results of its choices: for each depth how often a request got how many
     tokens. Raises AssertionError if a choice is not the one that its definition gives."""
 
-    def __init__(self, depths: Sequence[int], seed: int) -> None:
+    def __init__(self, depths: Sequence[int], seed: int, spread: float = 1.0) -> None:
+        """``spread``: how much the time of a step of some depth varies, from 0 to 1."""
         self.counts: dict[int, Counter[int]] = {depth: Counter() for depth in depths}
         self._depths = list(depths)
         self._random = Random(seed)
+        self._spread = spread
         self._chooser = AdaptiveDepth(self._depths, self._draw())
         # By position: the estimated share of drafts that are accepted there, if all before them have been.
         self._accepted = [0.7] * self._depths[-1]
@@ -46,7 +48,11 @@ class RandomDepths:
     def _draw(self) -> StepCosts:
         """Deeper steps are longer on average, and each depth is the best in some steps."""
         seconds = tuple(
-            tuple(self._random.uniform(1, 1 + 2 * depth) for depth in self._depths) for _ in _SIZES
+            tuple(
+                1 + depth + depth * self._random.uniform(-self._spread, self._spread)
+                for depth in self._depths
+            )
+            for _ in _SIZES
         )
         return StepCosts(_SIZES, seconds)
 
@@ -87,3 +93,26 @@ class RandomDepths:
                 weight = num_verified / (num_verified + 24)
                 share = num_accepted / num_verified
                 self._accepted[place] = (1 - weight) * self._accepted[place] + weight * share
+
+
+def compare_depths(seed: int, num_steps: int = 500) -> None:
+    """Raises AssertionError if one of many choices is not the one that its definition gives. Depths are about equally
+    fast here, so that each is the best for a while, and deeper ones are probed; few drafts are accepted for long."""
+    random = Random(seed)
+    depths = random.choice(((0, 1, 2, 3), (1, 2), (0, 2, 5)))
+    chooser = RandomDepths(depths, seed, spread=random.choice((0.0, 0.05, 0.3)))
+    share = 0.5
+    for _ in range(num_steps):
+        if random.random() < 0.05:
+            share = random.random()
+        num_reqs = random.randint(1, 5)
+        num_drafting = random.randint(0, num_reqs)
+        most = random.choice((depths[-1], depths[-1], depths[-1], random.choice(depths)))
+        depth = chooser.choose(num_reqs, num_drafting, most).depth
+        counts = []
+        for _ in range(num_drafting):
+            count = 1
+            while count <= depth and random.random() < share:
+                count += 1
+            counts.append(count)
+        chooser.published(depth, np.array(counts, dtype=np.int64))

@@ -27,24 +27,26 @@ from fenceline.layers.context import Shard
 from fenceline.mem_cache.storage.file_backend import FileBackend
 from fenceline.memory_order import Communicator
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.scheduler.ranks import TURN_DECODER, FollowingRank, LeadingRank, Turn
+from fenceline.scheduler.ranks import TURN_DECODER, FollowingRank, LeadingRank, RankLink, Turn
 from fenceline.scheduler.scheduler import InFlight, Scheduler
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.peers import Grain, Group, PeerRank
-from fenceline.vgpu.proving.agreement_record import AgreementRecord
+from fenceline.vgpu.proving.agreement_record import AgreementRecord, BoardRecord
 from fenceline.vgpu.proving.hicache_workloads import with_storage_limits
 from fenceline.vgpu.proving.oracle import Oracle, Query
 from fenceline.vgpu.proving.script import Arrival, Flag, Flags, Scenario, Script
 from fenceline.vgpu.proving.steps import STEP_S, make_config
 from fenceline.vgpu.proving.storage_record import StorageRecord, leave_behind, without_logs
-from fenceline.vgpu.proving.tiny_model import PLAIN
+from fenceline.vgpu.proving.tiny_model import plain_path
 from fenceline.vgpu.threads import Channel, join_all
 
 NUM_RANKS = 2
 _GRAIN = Grain(capacity=1, vector_bytes=1 << 16)
 _MAX_STEPS = 2000
-_MODELS = (PLAIN, "experts", "windows", "wide", "llama3")
+_WITH_EXPERTS = ("experts", "shared", "odd_gpt_oss", "mxfp4")
+_MODELS = ("odd_plain", "windows", "odd_wide", "odd_llama3", *_WITH_EXPERTS)
+_HOT = {"temperature": 4.0}  # at which every token of the vocabulary is drawn
 
 
 def make_scenario(random: Random) -> Scenario:
@@ -76,8 +78,6 @@ def make_storage_scenario(random: Random) -> Scenario:
         "hicache_storage_backend": "file",
         "hicache_storage_prefetch_policy": policy,
     }
-    if flags.get("model") == "experts":
-        flags["ep_size"] = random.choice((1, NUM_RANKS))
     if policy == "timeout":
         flags["hicache_storage_prefetch_timeout"] = random.choice((0.02, 0.1))
     return script.scenario(**(flags if random.random() < 0.3 else with_storage_limits(random, flags)))
@@ -90,7 +90,8 @@ def _requests(script: Script, shortest: int = 8, longest: int = 14) -> Sequence[
     families = [script.prompt(shortest, longest) for _ in range(3)]
     for turn in range(8):
         prompt = families[turn % 3] + script.prompt(1, 6)
-        script.add(turn + random.randrange(2), prompt, random.randint(2, 5))
+        options = random.choice(({}, {}, _HOT, _HOT, {"temperature": 1.0, "top_k": 8, "top_p": 0.9}))
+        script.add(turn + random.randrange(2), prompt, random.randint(2, 5), **options)
     return families
 
 
@@ -112,13 +113,15 @@ def _flags(script: Script) -> Flags:
         flags |= {"draft": random.choice(("EAGLE3", "ITSELF")), "speculative_num_steps": 2}
         flags |= script.graphs(1, 2, 3)
     if flags.get("draft") != "EAGLE3":  # which is the plain model's
-        flags["model"] = random.choice(_MODELS)
+        flags["model"] = model = random.choice(_MODELS)
+        if model in _WITH_EXPERTS:
+            flags["ep_size"] = random.choice((1, NUM_RANKS))
     return flags
 
 
 @lru_cache
 def _oracle(folder: str) -> Oracle:
-    return Oracle(folder)
+    return Oracle(plain_path(folder))
 
 
 class _Ended(Exception):
@@ -135,6 +138,7 @@ class RankRun:
         self.ends: list[dict[str, str]] = [{} for _ in range(NUM_RANKS)]  # how each request has ended
         self.num_steps = self.num_tokens = 0
         self.agreement = AgreementRecord(NUM_RANKS)
+        self._board = BoardRecord(NUM_RANKS)
         self.wrong: list[str] = []
         self._group = Group(gpu, NUM_RANKS, _GRAIN)
         self._joined: list[int] = []
@@ -154,7 +158,7 @@ class RankRun:
             join_all(workers)
         if self.answers[0] != self.answers[1] or self.ends[0] != self.ends[1]:
             return f"ranks give different answers: {self.answers}, {self.ends}"
-        parts = (self._compare(configs[0]), self.agreement.finish(), *self.wrong)
+        parts = (self._compare(configs[0]), self.agreement.finish(), *self._board.wrong, *self.wrong)
         return "\n".join(part for part in parts if part)
 
     def _config(self, rank: int, folder: Path) -> EngineConfig:
@@ -169,6 +173,11 @@ class RankRun:
         ep_size = int(str(flags.pop("ep_size", 1)))
         config = make_config(flags, VgpuDevice.kind)
         return replace(config, server_args=replace(config.server_args, tp_size=NUM_RANKS, ep_size=ep_size))
+
+    def watch_board(self, rank: int, scheduler: Scheduler, link: RankLink) -> None:
+        """Compare what ``rank`` posts about its steps. Where something is severed its own check must report it."""
+        if not self._severed:
+            self._board.watch(rank, scheduler, link)
 
     @property
     def _shares_storage(self) -> bool:
@@ -194,7 +203,17 @@ class RankRun:
             if not isinstance(message, TokenizedGenerateReq):
                 continue
             stops = frozenset(config.model.eos_token_ids)
-            query = Query(tuple(message.input_ids), 0, stops, message.sampling_params.max_new_tokens)
+            params = message.sampling_params
+            assert params.seed is not None, "each request of a script has one"
+            query = Query(
+                tuple(message.input_ids),
+                params.seed,
+                stops,
+                params.max_new_tokens,
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+            )
             tokens, end = self.answers[0].get(message.rid, []), self.ends[0].get(message.rid)
             may_abort = message.rid in aborted or may_abort_all
             if end == "abort" and not may_abort:
@@ -262,6 +281,7 @@ class _RankLoop:
         else:
             self.scheduler.ranks = FollowingRank(board, runner, self._receive)
             run.agreement.watch(rank, self.scheduler.ranks._codec, None)
+        run.watch_board(rank, self.scheduler, self.scheduler.ranks)
 
     def _clock(self) -> float:
         """Seconds, computed from the number of steps. Each call returns a later time."""

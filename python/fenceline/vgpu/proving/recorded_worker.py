@@ -140,6 +140,7 @@ class RecordedTransfers:
         self._controller = controller
         self._tags = tags
         self._events = events
+        self._ids: set[int] = set()
 
     @property
     def host_pages(self) -> LeasePool:
@@ -171,6 +172,10 @@ class RecordedTransfers:
     def _begin(self, ticket: Ticket, kind: TransferKind, device_pages: I32, host_pages: I32) -> None:
         num = len(device_pages)
         assert ticket.num_pages == num, f"{ticket!r} is said to have {ticket.num_pages} pages, it has {num}"
+        assert ticket.id > 0 and ticket.id not in self._ids, (
+            f"{ticket!r} has a number that another one has, or none"
+        )
+        self._ids.add(ticket.id)
         self._events.append(Transfer(kind, device_pages.copy(), host_pages.copy()))
 
     def _purpose_of(self, *transfer: Any) -> AbstractContextManager[None]:

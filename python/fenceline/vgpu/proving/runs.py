@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
 import torch
 
-from fenceline.memory_order import LeaseError, OrderError, open_device
-from fenceline.memory_order.edges import edge_of
+from fenceline.memory_order import CommunicatorError, LeaseError, OrderError, open_device
+from fenceline.memory_order.edges import ONE_STREAM, edge_of
+from fenceline.model_executor.graph_runner import GraphMismatch
 from fenceline.scheduler.ranks import RanksDifferError
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.errors import CheckError, DeadlockError, KernelError, RaceError
 from fenceline.vgpu.factories import use
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.pairs import Pair, PairsMet
+from fenceline.vgpu.place import raised_at
 from fenceline.vgpu.policy import Answering, Answers, Policy, Script, make_policy
 from fenceline.vgpu.proving.collectives import Ranks, make_program
 from fenceline.vgpu.proving.decisions import execute, num_steps
@@ -45,9 +45,12 @@ _CHECKERS: tuple[tuple[type[Exception], str], ...] = (
     (DeadlockError, "deadlock"),
     (RanksDifferError, "decisions"),
     (OrderError, "memory-check"),
+    (GraphMismatch, "graphs"),
+    (CommunicatorError, "communicator"),
 )
 INVARIANTS = "invariants"  # assertions, and the scheduler's accounts
 TOKENS = "tokens"  # differ from those of the same decisions executed one after the other
+_NUM_LINES = 3  # of an exception's traceback that a report has
 ANSWERS = "answers"  # differ from those of each request alone
 
 
@@ -313,19 +316,16 @@ def verdict_of(error: Exception) -> Verdict:
         return Verdict(error.checker, (error.guard,) if error.guard else (), error.memory, text)
     checker = next((name for kind, name in _CHECKERS if isinstance(error, kind)), INVARIANTS)
     if checker == INVARIANTS:
-        text = f"{type(error).__name__}: {text}\n  {_origin(error)}"
+        text = "\n  ".join([f"{type(error).__name__}: {text}", *raised_at(error, _NUM_LINES)])
     edges, memory = (error.edges, error.memory) if isinstance(error, RaceError | OrderError) else ((), "")
+    if isinstance(error, CommunicatorError):  # raised by the guard itself
+        edges, text = (ONE_STREAM.name,), f"{text}\n  missing guard: {ONE_STREAM.name}"
     return Verdict(checker, edges, memory, text)
 
 
 def _failure(trial: Trial, error: Exception) -> Outcome:
     verdict = verdict_of(error)
     return Outcome(trial, verdict.checker, verdict.edges, verdict.memory, verdict.report)
-
-
-def _origin(error: Exception) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}"
 
 
 def named_races(trial: Trial) -> tuple[set[str], set[str]]:

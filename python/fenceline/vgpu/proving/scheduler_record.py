@@ -48,6 +48,7 @@ class SchedulerRecord:
         self._scheduler = scheduler
         self._num_prompt_tokens = self._num_outputs = self._num_retractions = 0
         self._num_cached = self._num_computed = 0  # tokens of prompts
+        self._num_refused = 0  # requests that have never been queued
         self._retractions: Counter[str] = Counter()  # by rid
         self._admitted: set[str] = set()
         self._steps: list[_Launched] = []
@@ -55,6 +56,7 @@ class SchedulerRecord:
         self._num_published = 0
         self._happened: list[_Happened] = []
         self._gives_back_all = False
+        self._leased: list[Points] = []  # of the memory that requests have got since the latest step
         around(scheduler, "accept", after=self._accepted)
         around(scheduler, "give_back_all", before=self._begin_all, after=self._end_all)
         around(scheduler, "retract", before=self._retracted)
@@ -64,10 +66,14 @@ class SchedulerRecord:
         around(scheduler, "publish", before=self._published)
         around(scheduler.memory, "complete", before=self._completed)
         around(scheduler.memory.pages, "retire", before=self._retires)
+        around(scheduler.memory, "admit", after=lambda after, *args: self._leased.append(after))
+        around(scheduler.memory, "grow", after=lambda grown, *args: self._leased.append(grown[1]))
 
     def _accepted(self, _: None, message: TokenizedGenerateReq) -> None:
         if message.rid in self._scheduler.reqs:
             self._num_prompt_tokens += len(message.input_ids)
+        else:
+            self._num_refused += 1
 
     def _begin_all(self) -> None:
         self._gives_back_all = True
@@ -89,6 +95,12 @@ class SchedulerRecord:
             self._happened.append(("departure", *facts))
 
     def _launched(self, flight: InFlight, batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
+        leased, self._leased = [point for after in self._leased for point in after if not point.passed], []
+        waits = {point.stream.name: point.serial for point in batch.after}
+        late = [point for point in leased if waits.get(point.stream.name, 0) < point.serial]
+        assert not late, (
+            f"a step does not wait for {_serials(Points.of(*late))}, and its memory was leased after these"
+        )
         happened, self._happened = self._happened, []
         done, num_in_flight = flight.result.done, len(self._steps) - self._num_published
         rids = [req.rid for req in reqs]
@@ -137,7 +149,6 @@ class SchedulerRecord:
     ) -> str:
         reasons = [one.outs[-1].finish_reason for one in exchanges.values() if one.outs]
         aborted = [one for one in reasons if one is not None and one.type == "abort"]
-        num_refused = sum(one.status_code == 400 for one in aborted)
         num_prompt = self._num_cached + self._num_computed
         speculates = self._scheduler.config.speculative is not None
         accepted = sum(one.count - 1 for one in verified)
@@ -146,8 +157,10 @@ class SchedulerRecord:
             ("generated tokens", state.num_generated_tokens, self._num_outputs),
             ("cached tokens", state.num_cached_tokens, self._num_cached),
             ("retractions", state.num_retractions, self._num_retractions),
-            ("aborts", state.num_aborts, len(aborted) - num_refused),
+            ("aborts", state.num_aborts, len(aborted) - self._num_refused),
             ("the cache's hit rate", state.cache_hit_rate, self._num_cached / max(num_prompt, 1)),
+            # Each move of a row is written with the next step, so none is found to be behind.
+            ("page tables written again", self._scheduler.memory.recomputes["page_table"], 0),
         ]
         if state.hicache is not None:
             by_tier = sum(state.hicache.cached_tokens.values())

@@ -117,8 +117,9 @@ def _speculation_trees(random: Random) -> Scenario:
 
 
 def _speculation_tiers(random: Random) -> Scenario:
-    """Prefixes come back from the host and from storage; running requests are retracted, by a pause too. Under masks
-    the draft is extended apart from the step's forward, while backups may want the same multiprocessors."""
+    """Prefixes come back from the host and from storage; running requests are retracted, by a pause too. Some drafts
+    have rows of another size than the target's. Under masks the draft is extended apart from the step's forward, while
+    backups may want the same multiprocessors."""
     script = Script(random)
     constrained = random.random() < 0.4
     if constrained:
@@ -143,7 +144,7 @@ def _speculation_tiers(random: Random) -> Scenario:
     if random.random() < 0.5:
         policy = random.choice(("best_effort", "wait_complete"))
         storage = {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": policy}
-    return script.scenario(
+    scenario = script.scenario(
         max_total_tokens=random.choice((40, 48)),
         max_running_requests=3,
         chunked_prefill_size=16,
@@ -155,6 +156,11 @@ def _speculation_tiers(random: Random) -> Scenario:
         **script.graphs(1, 3, share=0.7),
         **script.in_turn(),
     )
+    if scenario.flags["draft"] == "EAGLE3" and random.random() < 0.8:
+        flags = {**scenario.flags, "draft": "EAGLE3 of one head"}
+        flags["hicache_io_backend"] = random.choice(("kernel", "kernel", "kernel", "direct"))
+        return replace(scenario, flags=flags)
+    return scenario
 
 
 SPECULATIVE_WORKLOADS = (

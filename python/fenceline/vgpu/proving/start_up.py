@@ -1,4 +1,5 @@
-"""How much memory the engine takes at its start, on devices with other amounts of it than the virtual GPU has.
+"""What an engine decides at its start: how much memory it takes, on devices with other amounts of it than the virtual
+GPU has, how small a storage it accepts, and under which identity of the model pages are kept.
 
 Whether an engine starts, and with how large a cache, is asked of the functions that decide it, with amounts at which
 the decision changes, and random ones. What is right is computed here from the flags, as docs/server_arguments.md
@@ -11,16 +12,24 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import cast
+
+import numpy as np
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.mem_cache import kv_pool
-from fenceline.mem_cache.host import host_pool
+from fenceline.mem_cache.host import cache_controller, host_pool
 from fenceline.mem_cache.host.cache_controller import num_host_pages
+from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.kv_pool import KVLayout, check_row_bytes, num_kv_pages
+from fenceline.mem_cache.page_hash import model_id, page_fingerprint
+from fenceline.mem_cache.storage import controller
 from fenceline.memory_order import Device
 from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.vgpu.device import VgpuDevice
 
+_HEADER_NBYTES, _KEYED_HEADER_NBYTES = 64, 96  # of a page's file
 _KEPT_FREE = 0.05  # of the host's memory
 
 
@@ -38,7 +47,14 @@ class _OtherDevice:
 def compare_start(config: EngineConfig, runner: ModelRunner, random: Random) -> str:
     """What is wrong with the decisions about memory, "" if nothing is."""
     layout = runner.kv_pool.layout
-    return _rows(config, runner) or _pages(config, layout, random) or _host(config, runner, random)
+    return (
+        _rows(config, runner)
+        or _pages(config, layout, random)
+        or _host(config, runner, random)
+        or _copies(config, runner)
+        or _storage(config, runner)
+        or _identities(config)
+    )
 
 
 def _refuses(call: Callable[..., object], *args: object) -> bool:
@@ -128,12 +144,86 @@ def _host(config: EngineConfig, runner: ModelRunner, random: Random) -> str:
     got = num_host_pages(asked, runner.kv_pool)
     if got != num_pages:
         return f"start: {got} host pages of {page_bytes} bytes in {host_bytes}, {num_pages} are right"
+    if not _refuses(HostPool, runner.device, 0, runner.kv_pool.layout, "page_first"):
+        return "start: a host tier without a page is accepted"
     nbytes, cpu = num_pages * page_bytes, cast(Device, _HostMemory())
     for available in (math.floor(nbytes / (1 - _KEPT_FREE)) - 2, math.ceil(nbytes / (1 - _KEPT_FREE)) + 2):
         fits = int(available * (1 - _KEPT_FREE)) >= nbytes
         if _refuses(host_pool._allocate, cpu, nbytes, available) == fits:
             return f"start: a host tier of {nbytes} bytes is wrongly judged with {available} available"
     return ""
+
+
+def _copies(config: EngineConfig, runner: ModelRunner) -> str:
+    """Pages that do not exist are not copied. The first copies, at the start, are ordered with what comes before and
+    after them on the default stream. Not asked of an engine with a thread of its own, whose virtual GPU knows only
+    that one."""
+    if config.hicache is None:
+        return ""
+    if isinstance(runner.device, VgpuDevice) and not runner.device.gpu.rotation.knows_caller:
+        return ""
+    assert runner.hicache is not None, "there is a host tier"
+    copier, device, pool = runner.hicache._copier, runner.device, runner.kv_pool
+    sizes = {"device": pool.num_pages, "host": runner.hicache.host_pool.num_pages}
+    for side, num_pages in sizes.items():
+        for page in (-1, num_pages):
+            pages = {name: np.array([page if name == side else 0], dtype=np.int32) for name in sizes}
+            layers = range(pool.num_layers)
+            if not _refuses(copier.to_host, device.store, pages["device"], pages["host"]) or not _refuses(
+                copier.to_device, device.load, pages["host"], pages["device"], layers
+            ):
+                return f"start: page {page} of {num_pages} on the {side} is copied"
+    for _ in range(2):
+        pool.parts[0][0] = 0
+        cache_controller._warm_up(device, copier, pool.num_layers)
+    pool.parts[0][0] = 0
+    device.synchronize()
+    return ""
+
+
+def _storage(config: EngineConfig, runner: ModelRunner) -> str:
+    """A storage is refused if it has no room for one page with its header, and the flag is named."""
+    storage = None if config.hicache is None else config.hicache.storage
+    if storage is None:
+        return ""
+    key = config.server_args.hicache_storage_key
+    fingerprint = page_fingerprint(config, runner.kv_pool.layout)
+    least = runner.kv_pool.layout.page_nbytes + (_HEADER_NBYTES if key is None else _KEYED_HEADER_NBYTES)
+    with TemporaryDirectory(prefix="fenceline-prove-") as folder:
+        for nbytes in (least - 1, least):
+            said = ""
+            try:
+                asked = replace(storage, directory=folder, max_bytes=nbytes)
+                controller._backend(asked, key, fingerprint)
+            except ValueError as error:
+                said = str(error)
+            if (nbytes < least) != said.startswith("--hicache-storage-size"):
+                return f"start: storage of {nbytes} bytes for pages of {least}: {said!r}"
+    return ""
+
+
+def _identities(config: EngineConfig) -> str:
+    """Pages in storage have other keys if anything differs on which their bytes depend."""
+    if config.hicache is None or config.hicache.storage is None:
+        return ""
+    args, model = config.server_args, config.model
+    others = [
+        config,
+        replace(config, server_args=replace(args, weight_version="another")),
+        replace(config, model=replace(model, rope_theta=model.rope_theta + 1)),
+        replace(config, model=replace(model, model_path=f"{model.model_path}/..")),
+    ]
+    if config.speculative is not None:
+        speculative, draft = config.speculative, config.speculative.draft
+        drafts = [
+            replace(draft, model=replace(draft.model, model_path=f"{draft.model.model_path}/..")),
+            replace(draft, model=replace(draft.model, rope_theta=draft.model.rope_theta + 1)),
+        ]
+        others += [replace(config, speculative=replace(speculative, draft=draft)) for draft in drafts]
+        others.append(replace(config, speculative=None))
+    ids = [model_id(other) for other in others]
+    same = [index for index, id in enumerate(ids) if id in ids[:index]]
+    return f"start: models that differ have one identity: number {same[0]}" if same else ""
 
 
 class _HostMemory:

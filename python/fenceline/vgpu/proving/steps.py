@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from random import Random
@@ -33,28 +35,47 @@ from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.footprint import check_footprints
 from fenceline.vgpu.proving.admission import Admissions
 from fenceline.vgpu.proving.answers import Findings, Setting, Transcript
+from fenceline.vgpu.proving.attention_plans import compare_attention
 from fenceline.vgpu.proving.backups import Backups
+from fenceline.vgpu.proving.captures import Captures
 from fenceline.vgpu.proving.chunks import Chunks
+from fenceline.vgpu.proving.contracts import compare_contracts
 from fenceline.vgpu.proving.decisions import Decision, Event, Fetched, Owned, device_bytes, host_bytes
-from fenceline.vgpu.proving.decode_room import DecodeRoom
+from fenceline.vgpu.proving.decode_room import DecodeRoom, compare_growth
 from fenceline.vgpu.proving.drafts import compare_drafts
 from fenceline.vgpu.proving.events import Watch, around, state_of
 from fenceline.vgpu.proving.figures import Evictions, HostEvictions, compare_figures, compare_storage
 from fenceline.vgpu.proving.flashinfer_library import FLASHINFER, FLASHINFER_TENSOR_CORES
+from fenceline.vgpu.proving.gpu_core_dumps import compare_core_dumps
+from fenceline.vgpu.proving.in_time import InTime
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
+from fenceline.vgpu.proving.leaks import Leaks
 from fenceline.vgpu.proving.memory_sizes import MemorySizes
 from fenceline.vgpu.proving.observers import compare_observers
-from fenceline.vgpu.proving.oracle import Oracle
-from fenceline.vgpu.proving.random_depths import RandomDepths
+from fenceline.vgpu.proving.oracle import Lookahead, Oracle
+from fenceline.vgpu.proving.passing import Passing
+from fenceline.vgpu.proving.random_depths import RandomDepths, compare_depths
 from fenceline.vgpu.proving.recorded_worker import RecordedWorker
+from fenceline.vgpu.proving.request_pages import RequestPages
+from fenceline.vgpu.proving.retractions import Retractions
+from fenceline.vgpu.proving.sampled_batches import compare_sampling
 from fenceline.vgpu.proving.scheduler_record import SchedulerRecord
 from fenceline.vgpu.proving.script import Arrival, Flags, FollowUp, Reaction, Scenario
 from fenceline.vgpu.proving.shared_prefixes import compare_shared_prefixes
 from fenceline.vgpu.proving.start_up import compare_start
+from fenceline.vgpu.proving.storage_jobs import StorageJobs
 from fenceline.vgpu.proving.storage_record import StorageRecord
 from fenceline.vgpu.proving.storage_use import StorageUse
-from fenceline.vgpu.proving.tiny_model import PLAIN, plain_path, tiny_draft, tiny_model_path, tiny_tokenizer
+from fenceline.vgpu.proving.tiny_model import (
+    PLAIN,
+    ROUNDED,
+    plain_path,
+    tiny_draft,
+    tiny_model_path,
+    tiny_tokenizer,
+)
 from fenceline.vgpu.proving.watched import WatchedScheduler
+from fenceline.vgpu.proving.weight_slots import compare_weight_slots
 from fenceline.vgpu.speculative_tags import make_tags
 from fenceline.vgpu.tags import Tags
 
@@ -67,11 +88,13 @@ _PLANNED = (FLASHINFER, FLASHINFER_TENSOR_CORES)
 def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineConfig:
     args = dict(flags)
     backend, draft = args.pop("attention_backend", None), args.pop("draft", None)
-    model = str(args.pop("model", PLAIN))
+    model, least_tokens = str(args.pop("model", PLAIN)), args.pop("least_tokens", None)
     if draft is not None:
         algorithm, folder = tiny_draft(str(draft), model)
         args |= {"speculative_algorithm": algorithm, "speculative_draft_model_path": folder}
     folder = tiny_model_path(model)
+    if model in ROUNDED:
+        args["quantization"] = ROUNDED[model]
     config = resolve(ServerArgs(model_path=folder, random_seed=1, log_level="error", **args))  # type: ignore[arg-type]
     if isinstance(backend, str):
         # FlashInfer plans on the host and so cannot verify drafts: our own kernels do, as on a GPU.
@@ -79,8 +102,8 @@ def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineCo
         config = replace(config, prefill_attention_backend=backend, decode_attention_backend=decode)
     if config.hicache is None:
         return config
-    # One page is enough, and not too short either.
-    storage, threshold = config.hicache.storage, config.server_args.page_size
+    # One page is enough, and not too short either, unless the run asks for more.
+    storage, threshold = config.hicache.storage, int(least_tokens or config.server_args.page_size)
     if storage is not None:
         storage = replace(storage, prefetch_threshold=threshold)
     return replace(config, hicache=replace(config.hicache, load_back_threshold=threshold, storage=storage))
@@ -91,11 +114,17 @@ def _oracle(model_path: str, rounds_kv: bool) -> Oracle:
     return Oracle(plain_path(model_path), rounds_kv=rounds_kv)
 
 
+@lru_cache
+def _lookahead(folder: str, target: str, rounds_kv: bool) -> Lookahead:
+    return Lookahead(folder, target, rounds_kv)
+
+
 def make_config(flags: Flags, device: str) -> EngineConfig:
     """The engine's configuration with the tiny model. Beyond the command line it allows smaller pages, the attention
     backends of the proof, loads of prefixes of any length from a lower tier, and ``draft``, one of
     ``tiny_model.DRAFTS``; with ``depth_seed`` its depth is another in each step. ``model``
-    is one of ``tiny_model.MODELS``. With ``bad_days``, a seed, storage fails at random (``StorageRecord``)."""
+    is one of ``tiny_model.MODELS``. ``least_tokens``: shorter parts of a prefix are not taken from a lower tier. With
+    ``bad_days``, a seed, storage fails at random (``StorageRecord``)."""
     flags = {"device": device, **flags}
     flags.pop("bad_days", None)
     if flags.pop("depth_seed", None) is not None:
@@ -127,9 +156,14 @@ class Loop:
         self._flight: InFlight | None = None
         self.watch = Watch(device)
         self._sizes, self._began = MemorySizes(device), time.perf_counter()
+        watches = isinstance(device, VgpuDevice) and not device.severed and device.gpu.detector is not None
+        self._captures = Captures(device) if isinstance(device, VgpuDevice) and watches else None
         self.runner = ModelRunner(config, device, show_progress=False)
+        if self._captures is not None:
+            self._captures.begin_serving(self.runner)
         self._tags: Tags | None = None
         self._storage_record: StorageRecord | None = None
+        self._storage_jobs: StorageJobs | None = None
         self._wrong_storage = ""
         if isinstance(device, VgpuDevice):
             self._tags = make_tags(device.gpu, self.runner)
@@ -141,7 +175,12 @@ class Loop:
             days = scenario.flags.get("bad_days")
             assert isinstance(controller._backend, FileBackend), "the one that the flags can ask for"
             self._storage_record = StorageRecord(
-                controller._backend, config, None if days is None else Random(int(str(days)))
+                controller._backend, config, None if days is None else Random(int(str(days))), self._pause
+            )
+            assert self.runner.hicache is not None, "storage is below the host"
+            num_host_pages = self.runner.hicache.host_pool.num_pages
+            self._storage_jobs = StorageJobs(
+                controller, num_host_pages, None if days is None else int(str(days))
             )
             if self._tags is not None:
                 around(controller._backend, "set", before=self._tags.storing)
@@ -150,20 +189,27 @@ class Loop:
         self.scheduler = WatchedScheduler(config, worker, self, self, self._tags)
         self._evictions = Evictions(self.scheduler.memory.tree)
         self._admissions = Admissions(self.scheduler)
+        self._retractions = Retractions(self.scheduler, self._admissions)
+        self._passing = Passing(self.scheduler, self._admissions)
+        # Where something is severed its own check must report it.
+        self._pages = RequestPages(self.scheduler) if not device.severed else None
         self._record = SchedulerRecord(self.scheduler)
         # Where something is severed its own check must report it.
         self._decode_room = DecodeRoom(self.scheduler) if not device.severed else None
         self._chunks = Chunks(self.scheduler)
+        self._in_time = InTime(self.scheduler)
         memory = self.scheduler.memory
+        self._leaks = Leaks(memory, self._tags) if self._tags is not None and not device.severed else None
         self._host_evictions = None if memory.tiers is None else HostEvictions(memory.tiers.tree)
         self._backups = None if memory.tiers is None else Backups(memory, memory.tiers)
         self._storage_use: StorageUse | None = None
         if memory.tiers is not None and memory.tiers.storage is not None:
             assert config.hicache is not None and config.hicache.storage is not None
-            self._storage_use = StorageUse(memory, config.hicache.storage.prefetch_threshold)
-        if "depth_seed" in scenario.flags:
-            depths = tuple(self.scheduler.shapes)
-            self.scheduler.draft_depth = RandomDepths(depths, int(str(scenario.flags["depth_seed"])))
+            self._storage_use = StorageUse(self.scheduler, config.hicache.storage.prefetch_threshold)
+        seed = scenario.flags.get("depth_seed")
+        self._depth_seed = None if seed is None else int(str(seed))
+        if self._depth_seed is not None:
+            self.scheduler.draft_depth = RandomDepths(tuple(self.scheduler.shapes), self._depth_seed)
         around(self.scheduler, "update_weights", before=self._counts_outputs, after=self._updated)
         self.watch.watch(self.scheduler)
         args = config.server_args
@@ -197,6 +243,13 @@ class Loop:
         """Seconds, computed from the number of steps so that runs are repeatable. Each call returns a later time."""
         self._num_readings += 1
         return self.step_no * STEP_S + self._num_readings * 1e-6
+
+    def _pause(self, num_polls: int) -> None:
+        """Hold one of storage's threads up until the scheduler has looked for news so many times."""
+        device, jobs = self.runner.device, self._storage_jobs
+        assert isinstance(device, VgpuDevice) and jobs is not None, "only there storage has bad days"
+        until = jobs.num_polls + num_polls
+        device.gpu.rotation.block_until(lambda: jobs.num_polls >= until, "the scheduler to look for news")
 
     def send(self, message: Message) -> None:
         """Put a message into the inbox as of now."""
@@ -281,23 +334,42 @@ class Loop:
     def step(self) -> None:
         """One step of the scheduler's loop."""
         assert self.step_no < _MAX_STEPS, f"not done after {_MAX_STEPS} steps"
-        self._flight = self.scheduler.step(self._flight)
+        with self._explained():
+            self._flight = self.scheduler.step(self._flight)
         self.step_no += 1
-        self.scheduler.memory.tree.check()
+        tree = self.scheduler.memory.tree
+        tree.check()
+        assert tree.num_pages == len(tree.all_pages()), f"{tree.num_pages} pages are said to be in the tree"
         waiting = self.scheduler.waiting
         num_short = sum(req.is_short for req in waiting)
         assert waiting.num_short == num_short, (
             f"{waiting.num_short} short ones are said to wait, {num_short} do"
         )
+        running = [req.source.body for req in self.scheduler.reqs.values() if req.row and req.source.body]
+        num_running = Counter(running)
+        assert waiting._num_running == num_running, (
+            f"bodies are said to run {dict(waiting._num_running)} requests, they run {dict(num_running)}"
+        )
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Errors of the engine's accounts, when no request is left, name the lines that hold what is left over."""
+        try:
+            yield
+        except Exception as error:
+            if self._leaks is None or self.scheduler.reqs:
+                raise
+            raise self._leaks.explain(error) from error
 
     def run(self) -> None:
         """Run until all requests are answered and every transfer has ended. Raises what the engine raises."""
         while self.busy:
             self.step()
         tiers = self.scheduler.memory.tiers
-        if tiers is not None:
-            self._settle(tiers)
-        self.scheduler.memory.check_memory(every_page=True)
+        with self._explained():
+            if tiers is not None:
+                self._settle(tiers)
+            self.scheduler.memory.check_memory(every_page=True)
         if self._storage_record is not None:  # while its directory is there
             self._wrong_storage = self._compare_storage(self._storage_record)
         if self._tags is not None:
@@ -311,6 +383,10 @@ class Loop:
         found = self.transcript.compare(_oracle(config.model.model_path, rounds_kv))
         shared = self.scheduler.sharing.compare(self.transcript.exchanges.values())
         state = self.scheduler.state()
+        if self._pages is not None:
+            self._pages.compare()
+        if self._depth_seed is not None:
+            compare_depths(self._depth_seed)
         figures = compare_figures(
             config,
             state,
@@ -321,22 +397,35 @@ class Loop:
             time.perf_counter() - self._began,
         )
         steps = [event for event in self.decisions if isinstance(event, Decision)]
+        # Questions to functions are others in each run, and the same when it is repeated.
+        random = Random(str([exchange.tokens for exchange in self.transcript.exchanges.values()]))
         said = self._record.compare(state, self.transcript.exchanges, self.scheduler.verified, steps)
         parts = (
             found.wrong,
             shared,
             *self.scheduler.wrong,
             *self._admissions.wrong,
+            *self._retractions.wrong,
+            *self._passing.wrong,
+            *(() if self._pages is None else self._pages.wrong),
             *(() if self._backups is None else self._backups.wrong),
             *(() if self._decode_room is None else self._decode_room.wrong),
             *self._chunks.wrong,
+            *self._in_time.wrong,
             self._compare_drafts(rounds_kv),
             figures,
             said,
+            "" if self._captures is None else self._captures.compare(self.runner, self.decisions),
             compare_observers(self.scheduler),
             self._sizes.compare(config, self.runner.kv_pool.num_pages),
-            compare_start(config, self.runner, Random(len(self.decisions))),
-            compare_shared_prefixes(Random(len(self.decisions))),
+            compare_start(config, self.runner, random),
+            compare_shared_prefixes(random),
+            compare_attention(random),
+            compare_weight_slots(random),
+            compare_sampling(random),
+            compare_growth(random),
+            compare_core_dumps(random),
+            "" if self.runner.device.severed else compare_contracts(random),
             self._wrong_storage,
         )
         return replace(found, wrong="\n".join(part for part in parts if part))
@@ -346,18 +435,27 @@ class Loop:
         assert tiers is not None and tiers.storage is not None and recorded is not None, "there is storage"
         for event in record.events:
             self.watch.note(event)
-        assert self._storage_use is not None
+        assert self._storage_use is not None and self._storage_jobs is not None, "there is storage"
+        jobs = self._storage_jobs
         kept = self._storage_use.num_to_keep
         fetched = sum(len(event.keys) for event in self.decisions if isinstance(event, Fetched))
-        wrong = compare_storage(tiers.storage.stats(), record, recorded, kept, fetched)
-        return "\n".join(part for part in (record.finish(), wrong, *self._storage_use.wrong) if part)
+        wrong = compare_storage(tiers.storage.stats(), record, recorded, jobs, kept, fetched)
+        parts = (record.finish(), wrong, *self._storage_use.wrong, *jobs.wrong)
+        return "\n".join(part for part in parts if part)
 
     def _compare_drafts(self, rounds_kv: bool) -> str:
-        """Of a draft that is a whole model, how many tokens each step has yielded."""
+        """Of a draft whose proposals follow from the request alone, how many tokens each step has yielded."""
         config = self.scheduler.config.speculative
-        if config is None or config.draft.algorithm is not SpeculativeAlgorithm.STANDALONE:
+        if config is None:
             return ""
-        oracle = _oracle(config.draft.model.model_path, rounds_kv)
+        draft, model = config.draft.model.model_path, self.scheduler.config.model.model_path
+        match config.draft.algorithm:
+            case SpeculativeAlgorithm.STANDALONE:
+                oracle: Oracle | Lookahead = _oracle(draft, rounds_kv)
+            case SpeculativeAlgorithm.NEXTN:
+                oracle = _lookahead(draft, plain_path(model), rounds_kv)
+            case _:
+                return ""
         return compare_drafts(self.scheduler.verified, self.transcript.exchanges, oracle, config.topk)
 
     def _settle(self, tiers: HiCache) -> None:

@@ -8,6 +8,7 @@ end so are the files and the counts.
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import shutil
@@ -27,6 +28,7 @@ import numpy.typing as npt
 from fenceline.config.engine_config import EngineConfig
 from fenceline.mem_cache.storage import controller
 from fenceline.mem_cache.storage.backend import Reason, StorageStats
+from fenceline.mem_cache.storage.directory import TempFile
 from fenceline.mem_cache.storage.file_backend import FileBackend
 
 Keys = Sequence[bytes]
@@ -36,12 +38,25 @@ _HEADER_NBYTES, _KEYED_HEADER_NBYTES = 64, 96
 _LEFT_SHARE = 0.9  # of the bound, when the least recently used pages have made room
 _TICK_NS = 10**6
 _OTHER_MODEL = "0123456789abcdef" * 2
-_ALWAYS = ("gone", "books", "folder", "crash")
+_ALWAYS = ("gone", "books", "folder", "crash", "crash", "slow", "slow")
 _BAD_DAYS = {
     "exists": ("damage", *_ALWAYS),
-    "get": ("refusal", "refusal", "damage", "damage", *_ALWAYS),
-    "set": ("full", "refusal", "refusal", "damage", *_ALWAYS),
+    "get": ("refusal", "refusal", "damage", "damage", "exchange", *_ALWAYS),
+    "set": (
+        "full",
+        "refusal",
+        "refusal",
+        "no lock",
+        "no lock",
+        "no file",
+        "foreign",
+        "foreign",
+        "damage",
+        *_ALWAYS,
+    ),
 }
+# Where the system refuses something: at a page's file, at the directory's lock, at the file that becomes a page.
+_REFUSALS = {"refusal": "page", "no lock": "lock", "no file": "temp"}
 _LOGGER = logging.getLogger("fenceline.mem_cache.storage")
 
 
@@ -60,11 +75,18 @@ class _File:
 
 class StorageRecord:
     """Compares ``backend`` with what it must do. With ``bad_days`` it fails as disks and people make it fail, at random
-    calls: full, unreadable, damaged or gone pages, lost books, calls that raise. ``wrong``: what it did that it must
-    not do."""
+    calls: full, unreadable, damaged or gone pages, links in their place, lost books, calls that take long or raise.
+    In half of these runs most pages are damaged when they are read. ``wrong``: what it did that it must not do."""
 
-    def __init__(self, backend: FileBackend, config: EngineConfig, bad_days: Random | None) -> None:
-        """``backend`` is that of a server with ``config`` and has not been asked for anything yet."""
+    def __init__(
+        self,
+        backend: FileBackend,
+        config: EngineConfig,
+        bad_days: Random | None,
+        pause: Callable[[int], None] = lambda num_polls: None,
+    ) -> None:
+        """``backend`` is that of a server with ``config`` and has not been asked for anything yet. ``pause`` holds the
+        calling thread up until the scheduler has looked for news so many times."""
         assert config.hicache is not None and config.hicache.storage is not None, "there is storage"
         has_key = config.server_args.hicache_storage_key is not None
         max_bytes = config.hicache.storage.max_bytes
@@ -89,14 +111,21 @@ class StorageRecord:
         self._refuses: frozenset[int] = (
             frozenset()
         )  # pages of a call that the system refuses to write or read
+        self._refusal = ""  # where: one of _REFUSALS
         self._num_refusals = 0
+        self._pause = pause
+        self._decays = bad_days is not None and bad_days.random() < 0.5
         self._start_ns = time.time_ns()
         for path, status in self._pages().items():  # another model's
             # A time in the future comes from a clock that was wrong: the page goes before all others.
             age = status.st_mtime_ns - self._start_ns
             self._files[path] = _File(status.st_size, (age if age <= 0 else -self._start_ns, 0))
+            self._check(
+                stat.S_ISREG(status.st_mode), f"leaves {path} behind, which is no file, when it starts"
+            )
         self._check(self._num_bytes() <= max_bytes, "holds more than its bound allows when it starts")
         self._compare_books()
+        self._compare_description(config)
         self._attach()
 
     # --- calls ---------------------------------------------------------------------------------------
@@ -133,7 +162,7 @@ class StorageRecord:
             right = expected(keys)
             got = call(keys, *pages)
             self._check(got == right, f"{name} of {len(keys)} pages answers {got}, {right} is right")
-            self._is_full, self._refuses = False, frozenset()
+            self._is_full, self._refuses, self._refusal = False, frozenset(), ""
             self._check(self._num_bytes() <= self._max_bytes, "holds more than its bound allows")
             return got
 
@@ -176,6 +205,10 @@ class StorageRecord:
                 self._touch(key, index)
                 self._expected.duplicates += 1
                 stored[index] = True
+                continue
+            if not self._is_full and self._refusal == "lock" and num_new in self._refuses:
+                self._expected.errors[Reason.IO] += 1
+                num_new += 1
                 continue
             reason = Reason.NO_SPACE if self._is_full else None if self._make_room() else Reason.FULL
             if reason is not None:
@@ -235,9 +268,14 @@ class StorageRecord:
     def _begin_bad_day(self, name: str, keys: Keys) -> None:
         """Something may go wrong before or during a call."""
         random = self._bad_days
-        if random is None or random.random() > 0.4:
+        if random is None:
             return
-        kind = random.choice(_BAD_DAYS[name])
+        if name == "get" and self._decays and random.random() < 0.7:
+            kind = random.choice(("damage", "damage", "exchange"))
+        elif random.random() > 0.5:
+            return
+        else:
+            kind = random.choice(_BAD_DAYS[name])
         # What is about to be read, or anything.
         named = {self._path(key) for key in keys} if name == "get" else self._files
         mine = sorted(path for path in named if path in self._files and self._is_mine(path))
@@ -245,10 +283,17 @@ class StorageRecord:
         self._num_refusals = 0
         if kind == "full":
             self._is_full = True
-        elif kind == "refusal":
+        elif kind in _REFUSALS:
+            self._refusal = _REFUSALS[kind]
             self._refuses = frozenset(random.sample(range(len(keys)), random.randint(1, len(keys))))
         elif kind == "damage" and mine:
             self._damage(random.choice(mine), random)
+        elif kind == "exchange" and mine:
+            self._exchange(random.choice(mine), random)
+        elif kind == "foreign":
+            self._place_foreign(keys, random)
+        elif kind == "slow":
+            self._pause(random.randint(1, 16))
         elif kind == "gone" and mine:
             path = random.choice(mine)
             os.unlink(self._root / path)
@@ -283,6 +328,29 @@ class StorageRecord:
         os.utime(place, ns=(status.st_atime_ns, status.st_mtime_ns))
         file.nbytes = len(data)
 
+    def _exchange(self, path: str, random: Random) -> None:
+        """A page's file has the bytes of another page."""
+        others = [other for other in self._files if self._is_mine(other) and not self._files[other].fault]
+        source, place = self._root / random.choice(sorted(others)), self._root / path
+        if source == place:
+            return
+        status = place.stat()
+        place.write_bytes(source.read_bytes())
+        os.utime(place, ns=(status.st_atime_ns, status.st_mtime_ns))
+        self._files[path].fault = "key"
+
+    def _place_foreign(self, keys: Keys, random: Random) -> None:
+        """In the place of the first page that is new, or of its folder, there is a link to somewhere else."""
+        path = next((path for path in map(self._path, keys) if path not in self._files), None)
+        if path is None or not self._root.exists():
+            return
+        folder = (self._root / path).parent
+        folder.parent.mkdir(exist_ok=True, mode=stat.S_IRWXU)
+        if random.random() < 0.7:
+            folder.mkdir(exist_ok=True, mode=stat.S_IRWXU)
+        (self._root / path if folder.exists() else folder).symlink_to("/dev/null")
+        self._expected.errors[Reason.FOREIGN] += 1
+
     def _lose_books(self, random: Random) -> None:
         """The number of bytes in use is lost: its file is gone, has other bytes, or is a link to another file."""
         usage, kind = self._root / "usage", random.randrange(3)
@@ -310,24 +378,40 @@ class StorageRecord:
 
     def _break(self, backend: FileBackend) -> None:
         directory = backend._directory
-        num_free_bytes, publish, open_page = directory.num_free_bytes, directory.publish, directory.open
+        publish, open_page = directory.publish, directory.open
+        is_usage, make_temp = directory._is_usage, directory.make_temp
 
         def free_bytes() -> int:
-            return 0 if self._is_full else num_free_bytes()
+            """As much as a page needs, or a little less."""
+            return self._nbytes - self._is_full
 
-        def refuse() -> None:
+        def refuses(where: str) -> bool:
+            if where != self._refusal:
+                return False
             self._num_refusals += 1
-            if self._num_refusals - 1 in self._refuses:
+            return self._num_refusals - 1 in self._refuses
+
+        def refuse(where: str) -> None:
+            if refuses(where):
                 raise OSError(errno.EIO, "refused")
 
         def published(temp: str, path: str) -> None:
-            refuse()
+            refuse("page")
             publish(temp, path)
 
         def opened(path: str) -> int:
-            refuse()
+            refuse("page")
             return open_page(path)
 
+        def locked(fd: int) -> bool:
+            refuse("lock")
+            return is_usage(fd)
+
+        def made(nbytes: int) -> TempFile:
+            return make_temp(-1 if refuses("temp") else nbytes)  # no file can have that length
+
+        directory._is_usage = locked  # type: ignore[method-assign]
+        directory.make_temp = made  # type: ignore[method-assign]
         directory.num_free_bytes = free_bytes  # type: ignore[method-assign]
         directory.publish = published  # type: ignore[method-assign]
         directory.open = opened  # type: ignore[method-assign]
@@ -354,6 +438,14 @@ class StorageRecord:
             got = getattr(said, name) - before
             self._check(got == mine, f"counts {name}: {got}, {mine} is right")
         return "\n".join(self.wrong)
+
+    def _compare_description(self, config: EngineConfig) -> None:
+        """The folder of the model tells people whose pages it has."""
+        file = self._root / self._backend._model / "fingerprint.json"
+        text = file.read_text() if file.exists() else ""
+        facts = json.loads(text) if text else {}
+        right = facts.get("page_nbytes") == self._payload and config.model.model_path in text
+        self._check(right, f"says {text!r} of the pages in its folder")
 
     def _compare_books(self) -> None:
         """The number of bytes in use is never less than the truth, and no more either if nothing went wrong."""
@@ -394,8 +486,8 @@ def _some(these: dict[str, int], others: dict[str, int]) -> list[str]:
 
 
 def leave_behind(folder: str, random: Random) -> None:
-    """What other servers have left in a directory: pages of another model, some of them from a clock that was wrong,
-    a file that was being written when its writer died, and a folder that anybody may write to."""
+    """What others have left in a directory: pages of another model, some of them from a clock that was wrong, a file
+    that was being written when its writer died, and links that have the names of such files, of a page or a folder."""
     root = Path(folder)
     root.chmod(stat.S_IRWXU)
     now_ns = time.time_ns()
@@ -413,6 +505,15 @@ def leave_behind(folder: str, random: Random) -> None:
         temp.parent.mkdir(mode=stat.S_IRWXU)
         temp.write_bytes(bytes(300))
         temp.chmod(stat.S_IRUSR | stat.S_IWUSR)
+        if random.random() < 0.5:
+            temp.with_name(f"{random.randbytes(16).hex()}.tmp").symlink_to("/dev/null")
+    elif random.random() < 0.5:
+        (root / "tmp").symlink_to("/dev/null")
+    if random.random() < 0.3:
+        name = random.randbytes(32).hex()
+        page = root / _OTHER_MODEL / name[:2] / f"{name}.page"
+        page.parent.mkdir(parents=True, exist_ok=True, mode=stat.S_IRWXU)
+        page.symlink_to("/dev/null")
 
 
 @contextmanager

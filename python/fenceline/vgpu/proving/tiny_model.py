@@ -1,5 +1,6 @@
-"""Models so small that hundreds of engine runs take a minute: a Qwen3, one with experts, one in FP8, a Gemma 2 with
-windows, an OLMo 2, a SmolLM3 in INT4 of which one layer sees no positions; drafts, and a tokenizer.
+"""Models so small that hundreds of engine runs take a minute: a Qwen3, some with experts, some in FP8, a Gemma 2 with
+windows, an OLMo 2, a SmolLM3 in INT4 of which one layer sees no positions, a gpt-oss with sinks and experts in MXFP4;
+drafts, and a tokenizer.
 
 The weights are random and written to a folder once. The tokenizer is byte-level: letters, pairs of letters, and bytes
 of longer characters.
@@ -60,6 +61,26 @@ _EXPERTS = {
     "norm_topk_prob": True,
     "mlp_only_layers": [0],
 }
+# Qwen2's, with one more expert for all tokens.
+_SHARED = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "shared_expert_intermediate_size": 40,
+    "norm_topk_prob": False,
+}
+# gpt-oss's layers: sinks, a window in the first, and experts of which one tensor has all matrices.
+_GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "intermediate_size": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "swiglu_limit": 1.5,
+    "attention_bias": True,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "tie_word_embeddings": False,
+}
 # Gemma 2's layers: the first has a window.
 _WINDOWS = {
     "architectures": ["Gemma2ForCausalLM"],
@@ -79,9 +100,21 @@ _FEW_HEADS = {"num_key_value_heads": 1, "attention_bias": True, "tie_word_embedd
 _LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0, "beta_slow": 1.0}
 _BLOCK = 128  # of FP8, rows and columns
-_GROUP = 32  # of INT4, columns
+_GROUP = 32  # of INT4 and MXFP4, columns
 _FP8 = {"quant_method": "fp8", "weight_block_size": [_BLOCK, _BLOCK]}
 _INT4 = {"quant_method": "gptq", "bits": 4, "group_size": _GROUP, "desc_act": False, "sym": False}
+_MXFP4 = {"quant_method": "mxfp4"}
+_FP8_ROWS = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"type": "float", "num_bits": 8, "strategy": "channel"},
+            "input_activations": {"type": "float", "num_bits": 8, "strategy": "token", "dynamic": True},
+        }
+    },
+}
+_KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 PLAIN = "plain"
 _MODELS = {
     PLAIN: _CONFIG,
@@ -93,9 +126,29 @@ _MODELS = {
     "llama3": _CONFIG | _FEW_HEADS | {"rope_scaling": _LLAMA3 | {"original_max_position_embeddings": 64}},
     "yarn": _CONFIG | _FEW_HEADS | {"rope_scaling": _YARN | {"original_max_position_embeddings": 64}},
     "fp8": _CONFIG | {"intermediate_size": 160, "quantization_config": _FP8},  # a block and a part of one
+    # With a scale for the keys and one for the values of each layer, if they are kept in FP8.
+    "kv_scales": _CONFIG | {"quantization_config": _FP8 | {"kv_cache_scheme": _KV_SCHEME}},
     "int4": _CONFIG | _UNROTATED | {"intermediate_size": 64, "quantization_config": _INT4},
+    "shared": _CONFIG | _EXPERTS | _SHARED,
+    "fp8_experts": _CONFIG | _EXPERTS | {"quantization_config": _FP8},
+    "int4_experts": _CONFIG | _EXPERTS | {
+        "intermediate_size": 64, "moe_intermediate_size": 64, "quantization_config": _INT4
+    },
+    "gpt_oss": _CONFIG | _GPT_OSS,
+    "mxfp4": _CONFIG | _GPT_OSS | {"quantization_config": _MXFP4},
+    "fp8_rows": _CONFIG | {"quantization_config": _FP8_ROWS},
+    # The engine rounds plain numbers, which stay what they are because each is one of the format.
+    "rounded_fp8": _CONFIG,
+}  # fmt: skip
+# With one token more: a vocabulary that two ranks cannot halve.
+_MODELS |= {
+    f"odd_{name}": _MODELS[name] | {"vocab_size": VOCAB_SIZE + 1}
+    for name in (PLAIN, "wide", "llama3", "gpt_oss")
 }
 MODELS = tuple(_MODELS)
+# What --quantization says, where it is not what the checkpoint says.
+ROUNDED = {"rounded_fp8": "fp8"}
+_SOURCES = {"rounded_fp8": "fp8_rows"}  # whose plain numbers they have
 _MEANT = "dequantised"  # the folder in a quantised model's
 _NUM_KNOWN = 40  # tokens of EAGLE3's vocabulary
 
@@ -109,6 +162,8 @@ _DRAFTS: dict[str, dict[str, object]] = {
         "draft_vocab_size": _NUM_KNOWN,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1], "use_aux_hidden_state": True},
     },
+    # Its pages have rows of another size than the target's.
+    "EAGLE3 of one head": {},
     "NEXTN": {"num_nextn_predict_layers": 1},
     "NEXTN2": {"num_nextn_predict_layers": 2},  # a layer for each step
     # Nearly the target, and the target itself: half of the first one's proposals are accepted, and all of the second
@@ -116,13 +171,16 @@ _DRAFTS: dict[str, dict[str, object]] = {
     "NEAR": {},
     "ITSELF": {},
 }
-DRAFTS = tuple(_DRAFTS)
+_DRAFTS["EAGLE3 of one head"] = _DRAFTS["EAGLE3"] | {"num_key_value_heads": 1}
+DRAFTS = tuple(name for name in _DRAFTS if name != "EAGLE3 of one head")  # those that are drawn at random
 _NEAR = 0.1  # how much the weights of NEAR differ from the target's
 
 
 @lru_cache
 def tiny_model_path(name: str = PLAIN) -> str:
     """The folder of one of :data:`MODELS`, the same in every call of a process and deleted when it ends."""
+    if name in _SOURCES:
+        return plain_path(tiny_model_path(_SOURCES[name]))
     if "quantization_config" in _MODELS[name]:
         return str(_quantised(name))
     folder = _folder(name, _MODELS[name])
@@ -146,13 +204,29 @@ def _quantised(name: str) -> Path:
     model = resolve(ServerArgs(model_path=str(folder), device="cpu", load_format="dummy")).model
     tensors = _random(make_model(model, torch_context(Shard(), torch.float32)).weight_slots(), 11)
     stored: dict[str, torch.Tensor] = {}
+    settings = _MODELS[name]["quantization_config"]
+    assert isinstance(settings, dict)
+    store, ending, joint = {
+        "fp8": (_in_fp8, "_proj.weight", "."),
+        "compressed-tensors": (_in_fp8_by_rows, "_proj.weight", "."),
+        "gptq": (_in_int4, "_proj.weight", "."),
+        "mxfp4": (_in_mxfp4, "_proj", "_"),
+    }[settings["quant_method"]]
     for key, tensor in list(tensors.items()):
-        if not key.endswith("_proj.weight"):
+        if not key.endswith(ending):
             stored[key] = tensor
             continue
-        module = key.removesuffix(".weight")
-        parts, tensors[key] = (_in_fp8 if name == "fp8" else _in_int4)(tensor)
-        stored |= {f"{module}.{suffix}": part.contiguous() for suffix, part in parts.items()}
+        parts, tensors[key] = store(tensor)
+        module = key.removesuffix(".weight") + joint
+        stored |= {f"{module}{suffix}": part.contiguous() for suffix, part in parts.items()}
+    if "kv_cache_scheme" in settings:
+        names = [key.replace("q_proj.weight", "{}_scale") for key in tensors if key.endswith("q_proj.weight")]
+        scales = {
+            name.format(kind): torch.tensor(size * (index + 1))
+            for index, name in enumerate(names)
+            for kind, size in (("k", 0.25), ("v", 0.4))
+        }
+        stored, tensors = stored | scales, tensors | scales
     (folder / _MEANT).mkdir()
     save_file(
         {key: tensor.contiguous() for key, tensor in tensors.items()}, folder / _MEANT / "model.safetensors"
@@ -181,6 +255,14 @@ def _in_fp8(matrix: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor
     return {"weight": numbers, "weight_scale_inv": scales}, meant
 
 
+def _in_fp8_by_rows(matrix: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """matrix [N, K] → the tensors of compressed-tensors, with a scale for each row, and the numbers that they stand
+    for."""
+    scales = matrix.abs().amax(1, keepdim=True) / 448
+    numbers = (matrix / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": numbers, "weight_scale": scales}, numbers.float() * scales
+
+
 def _in_int4(matrix: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """matrix [N, K] → gptq's tensors, with a scale and a zero point for each group of columns, and the numbers that
     they stand for. Zero points are stored as one less, which its first version does."""
@@ -196,6 +278,20 @@ def _in_int4(matrix: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tenso
         "g_idx": (torch.arange(matrix.shape[1]) // _GROUP).int(),
     }
     return parts, ((numbers - zeros) * scales).view_as(matrix)
+
+
+def _in_mxfp4(stack: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Matrices [experts, K, N] → gpt-oss's tensors of bytes, in which each 32 numbers along K share an exponent, and
+    the numbers that they stand for, as ``stack``."""
+    sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    grouped = stack.transpose(1, 2).unflatten(2, (-1, _GROUP))  # [experts, N, groups, 32]
+    exponents = grouped.abs().amax(3).log2().floor() - 2  # the largest number becomes 4 or 6
+    scaled = grouped / 2 ** exponents.unsqueeze(3)
+    codes = (scaled.abs().unsqueeze(4) - sizes).abs().argmin(4)
+    meant = (sizes[codes] * scaled.sign() * 2 ** exponents.unsqueeze(3)).flatten(2).transpose(1, 2)
+    codes += 8 * (scaled < 0)
+    blocks = codes[..., ::2] + 16 * codes[..., 1::2]
+    return {"blocks": blocks.to(torch.uint8), "scales": (exponents + 127).to(torch.uint8)}, meant
 
 
 def _words(numbers: torch.Tensor) -> torch.Tensor:
@@ -238,7 +334,7 @@ def tiny_draft(name: str, model: str = PLAIN) -> tuple[str, str]:
     if name == "ITSELF":
         return "STANDALONE", tiny_model_path(model)
     assert model == PLAIN or name == "NEAR", f"a draft {name} of {model} has not been written"
-    folder = _folder(f"draft-{name.lower()}", _MODELS[model] | _DRAFTS[name])
+    folder = _folder(f"draft-{name.lower().replace(' ', '-')}", _MODELS[model] | _DRAFTS[name])
     target = Path(plain_path(tiny_model_path(model)))
     weights = load_file(target / "model.safetensors")
     if name == "NEAR":
@@ -247,14 +343,15 @@ def tiny_draft(name: str, model: str = PLAIN) -> tuple[str, str]:
         weights = {n: t + _NEAR * torch.randn(t.shape, generator=generator) for n, t in weights.items()}
         save_file(weights, folder / "model.safetensors")
         return "STANDALONE", str(folder)
-    algorithm = SpeculativeAlgorithm(name.removesuffix("2"))
+    is_eagle = name.startswith("EAGLE3")
+    algorithm = SpeculativeAlgorithm("EAGLE3" if is_eagle else name.removesuffix("2"))
     model_config = resolve(ServerArgs(model_path=tiny_model_path(), device="cpu")).model
     context = torch_context(Shard(), torch.float32)
     config = read_draft_config(algorithm, str(folder), model_config)
-    names = {"lm_head.weight", "d2t"} if name == "EAGLE3" else set[str]()
+    names = {"lm_head.weight", "d2t"} if is_eagle else set[str]()
     slots = make_draft_model(config, context, make_model(model_config, context), names).weight_slots()
     weights = _random(slots, 13)
-    if name == "EAGLE3":
+    if is_eagle:
         known = torch.arange(_NUM_KNOWN)
         weights["d2t"] = known * VOCAB_SIZE // _NUM_KNOWN - known
     save_file(weights, folder / "model.safetensors")

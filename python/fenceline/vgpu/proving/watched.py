@@ -7,7 +7,7 @@ admission, and which requests are retracted.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 
 from fenceline.config.engine_config import EngineConfig
@@ -19,7 +19,7 @@ from fenceline.model_executor.step import (
     StepOutput,
     Worker,
 )
-from fenceline.scheduler import prefill
+from fenceline.scheduler import prefill, waiting_queue
 from fenceline.scheduler.prefill import PrefillPlan
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.scheduler import Inbox, InFlight, Outbox, Scheduler, StepMasks
@@ -50,9 +50,13 @@ class WatchedScheduler(Scheduler):
         self._num_prefills = 0  # since the latest decode step, or since nobody ran
         self._went_before_decode = False  # a short prompt, since then
         self._may_go_before_decode = False  # one may in the step that is being planned
-        self._may_retract_all: Sequence[
-            Req
-        ] = ()  # waiting requests for which all running ones may be retracted
+        self.is_decode_due = (
+            False  # whether a decode step has to come before a full step of prompts (``Admissions``)
+        )
+        self._was_asked = False  # the planner, in the present turn of the loop
+        self._samples: dict[
+            int, Req
+        ] = {}  # of each prompt the sample that was admitted last, by the array's id
         self._tags = tags
         if tags is not None:
             tags.watch(self)
@@ -64,6 +68,7 @@ class WatchedScheduler(Scheduler):
         self._lookahead = lookahead = 0 if draft is None else draft.lookahead
         self._num_rows_behind = 0 if draft is None else draft.num_rows_behind
         self.sharing = Sharing(args.page_size, args.disable_radix_cache, storage, threshold, lookahead)
+        around(self.planner, "plan", before=self._asks)
         tree = self.memory.tree
         around(tree, "_detach", after=lambda result, node: self.sharing.lost())
         around(tree, "evict", after=lambda num, num_pages: self.sharing.moved() if num else None)
@@ -164,28 +169,41 @@ class WatchedScheduler(Scheduler):
     def plan_prefill(self) -> PrefillPlan | None:
         """See Scheduler. A request for which all others may be retracted does not wait, because it fits if it is
         alone."""
-        self._may_retract_all = ()
         if not len(self.running):
             self._num_prefills, self._went_before_decode = 0, False
-        is_decode_due = self._num_prefills > 0 and not self._went_before_decode
+        is_decode_due = self.is_decode_due and not self._went_before_decode
         # Before any request is retracted: afterwards the body may run only one.
         self._may_go_before_decode = is_decode_due and self._takes_turns and self._some_body_runs_several()
+        self._was_asked, others_give_way = False, self._others_give_way()
         plan = super().plan_prefill()
-        if self._may_retract_all and not any(req.row for req in self._may_retract_all):
-            names = ", ".join(req.rid for req in self._may_retract_all)
+        if self._was_asked and others_give_way and not any(req.row for req in others_give_way):
+            names = ", ".join(req.rid for req in others_give_way)
             self.wrong.append(f"nobody gives way to {names}, and all that run are of a worse priority")
         return plan
+
+    def _asks(self, *args: object, **kwargs: object) -> None:
+        self._was_asked = True
+
+    def _others_give_way(self) -> Sequence[Req]:
+        """Waiting requests for which all running ones may be retracted."""
+        priority = self.config.priority
+        threshold = None if priority is None else priority.preemption_threshold
+        if threshold is None or self.chunked is not None:
+            return ()
+        best = min(map(self._rank, self.waiting), default=math.inf)
+        holders = [req for req in self.reqs.values() if req.row]
+        none_ends = not self.departed and len(holders) == len(self.running)
+        if not holders or not none_ends:
+            return ()
+        if not all(self._rank(req) - best > threshold for req in holders):
+            return ()
+        return [req for req in self.waiting if self._rank(req) == best and self.may_schedule(req)]
 
     def preempt(self, threshold: int) -> None:
         """See Scheduler. A request is retracted only for a waiting one whose priority is better by more than
         ``threshold``, and not if its last token is or may be in flight: its memory becomes free in any case, mostly a
         step later."""
         running, best = list(self.running.reqs), min(map(self._rank, self.waiting), default=math.inf)
-        holders = [req for req in self.reqs.values() if req.row]
-        none_ends = not self.departed and len(holders) == len(running)
-        if none_ends and all(self._rank(req) - best > threshold for req in holders):
-            ready = [req for req in self.waiting if self._rank(req) == best and self.may_schedule(req)]
-            self._may_retract_all = ready if ready and holders else ()
         super().preempt(threshold)
         for req in running:
             if req.left and not self._rank(req) - best > threshold:
@@ -193,11 +211,11 @@ class WatchedScheduler(Scheduler):
                     f"{req.rid} gives way, and nobody waits who is better by more than {threshold}"
                 )
 
-    def displace(self) -> None:
+    def displace(self, newcomers: Iterable[Req]) -> None:
         """See Scheduler. A request is retracted for one of a body without running requests only if others of its own
         body keep running."""
         running = list(self.running.reqs)
-        super().displace()
+        super().displace(newcomers)
         is_newcomer = any(not self._num_rows(req) for req in self.waiting)
         for req in running:
             if req.left and not (is_newcomer and self._num_rows(req)):
@@ -257,7 +275,9 @@ class WatchedScheduler(Scheduler):
         # A step that goes before a decode step leaves out a prompt that is half-way.
         left_out = [req for req in self._half_way if req not in reqs and not req.left]
         waiting = [req for req in self.waiting if req.prefetch is None and not self._has_twin(req)]
-        running = {
+        # Bodies. Of a body that has its first request in this step, those of other priorities still count as waiting
+        # for their first: what runs is counted before a step is planned.
+        running: set[object] = {
             req.source.body or req.rid for req in self.reqs.values() if req.row and req not in admitted
         }
         is_newcomer = len(reqs) == len(admitted) == 1 and (reqs[0].source.body or reqs[0].rid) not in running
@@ -266,17 +286,21 @@ class WatchedScheduler(Scheduler):
         self._half_way = left_out + unfinished
         turns = dict(self._since)
         for req in admitted:
+            other = self._samples.get(id(req.prompt_ids))
+            if other is not None and not req.num_retractions and self._waits_for(req, other):
+                self.wrong.append(f"{req.rid} computes the prompt that {other.rid} computes")
+            self._samples[id(req.prompt_ids)] = req
             passed = self._wrongly_passed(req, waiting, running, turns, room)
             if passed is not None:
                 self.wrong.append(f"{req.rid} is admitted before {passed.rid}, whose turn it is")
-            running.add(req.source.body or req.rid)
+            running.add(self._turn_key(req))
             turns[self._turn_key(req)] = self._since[self._turn_key(req)] = self._next_moment()
 
     def _wrongly_passed(
         self,
         req: Req,
         waiting: list[Req],
-        running: set[int | str],
+        running: set[object],
         turns: dict[tuple[float, object], int],
         room: int | None,
     ) -> Req | None:
@@ -304,7 +328,7 @@ class WatchedScheduler(Scheduler):
             if passed is None:
                 return first[0]
             waiting.remove(passed)
-            running.add(passed.source.body or passed.rid)
+            running.add(self._turn_key(passed))
             turns[self._turn_key(passed)] = self._next_moment()
 
     def _room_beside(self, batch: ExtendBatch, reqs: Sequence[Req], most: int) -> int | None:
@@ -344,8 +368,9 @@ class WatchedScheduler(Scheduler):
         if one == other:
             by_arrival = not left.num_retractions and self._arrivals[left.rid] < self._arrivals[req.rid]
             return is_fresh < came_fresh or (is_fresh == came_fresh and by_arrival)
-        if (one[1] in running) != (other[1] in running):
-            return one[1] not in running
+        runs, other_runs = ({key, key[1]} & set(running) for key in (one, other))
+        if bool(runs) != bool(other_runs):
+            return not runs
         return turns[one] < turns[other]
 
     def _has_twin(self, req: Req) -> bool:
@@ -357,6 +382,17 @@ class WatchedScheduler(Scheduler):
             and other.prompt_ids.tolist() == req.prompt_ids.tolist()
             for other in self.reqs.values()
         )
+
+    def _waits_for(self, req: Req, other: Req) -> bool:
+        """Whether ``req`` has to wait, because ``other`` is a sample of the same prompt and computes what ``req`` would
+        find in the cache afterwards."""
+        size, num_prompt = self.config.server_args.page_size, len(req.prompt_ids)
+        is_sample = req.prompt_ids is other.prompt_ids and self._turn_key(req) == self._turn_key(other)
+        if not is_sample or req.scores_prompt or self.config.server_args.disable_radix_cache:
+            return False
+        num_to_share = (num_prompt - 1) // size * size - other.shared_len
+        is_computing = not other.left and other.committed_len < num_prompt
+        return is_computing and num_to_share >= waiting_queue._MIN_SHARED_TOKENS
 
     def _rank(self, req: Req) -> float:
         args = self.config.server_args

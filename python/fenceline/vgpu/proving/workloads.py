@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 from msgspec import structs
 
@@ -24,7 +25,7 @@ from fenceline.vgpu.proving.flashinfer_library import FLASHINFER
 from fenceline.vgpu.proving.grammars import GRAMMARS
 from fenceline.vgpu.proving.hicache_workloads import HICACHE_WORKLOADS, tier_flags
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
-from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Flags, Scenario, Script, Workload
+from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Flag, Flags, Scenario, Script, Workload
 from fenceline.vgpu.proving.speculative_workloads import (
     SPECULATIVE_WORKLOADS,
     chains_of_models,
@@ -101,18 +102,22 @@ def _aborts(random: Random) -> Scenario:
 
 
 def _retraction(random: Random) -> Scenario:
+    """Requests that ask for more memory than there is, together or alone."""
     script = Script(random)
     for _ in range(4):
         script.add(random.randrange(3), script.prompt(3, 8), random.randint(5, 9), ignore_eos=True)
-    return script.scenario(
-        max_total_tokens=random.choice((24, 28, 32)),
-        max_running_requests=4,
-        chunked_prefill_size=16,
-        page_size=4,
-        schedule_conservativeness=0.01,
+    flags: Flags = {
+        "max_total_tokens": random.choice((24, 28, 32)),
+        "max_running_requests": 4,
+        "chunked_prefill_size": 16,
+        "page_size": 4,
+        "schedule_conservativeness": 0.01,
         **script.graphs(2, 4),
         **script.in_turn(),
-    )
+    }
+    if random.random() < 0.4:  # its answer ends when it has all memory
+        script.add(random.randrange(8), script.prompt(1, 22), 64, ignore_eos=True)
+    return script.scenario(**flags)
 
 
 def _priorities(random: Random) -> Scenario:
@@ -165,14 +170,55 @@ def _bodies(random: Random) -> Scenario:
         for _ in range(random.randint(1, 3)):
             script.add(step, script.prompt(1, 12), random.randint(1, 20), ignore_eos=True)
             step += random.randint(0, 4)
+    flags: dict[str, Flag] = {
+        "max_total_tokens": random.choice((64, 96, 400)),
+        "max_running_requests": random.choice((3, 4, 8)),
+        "chunked_prefill_size": random.choice((8, 16, -1)),
+        "page_size": 4,
+        "schedule_conservativeness": random.choice((0.05, 1.0)),
+        "schedule_policy": random.choice(("fcfs", "fcfs", "dfs-weight")),
+        "prefill_max_requests": random.choice((64, 64, 2)),
+    }
+    if random.random() < 0.4:  # short ones come one by one, each of which may go before a decode step
+        for start in range(2, step + 6):
+            script.add(start, script.prompt(1, 4), random.randint(1, 3), ignore_eos=True)
+        flags |= {"max_total_tokens": 400, "max_running_requests": 8, "schedule_policy": "fcfs"}
+        flags["chunked_prefill_size"] = random.choice((8, 16))
+    return script.scenario(**flags)
+
+
+def _beside(random: Random) -> Scenario:
+    """Long prompts, and shorter ones that are computed beside them, pass them, or fill a step or its half exactly; some
+    come again, whole. Steps have few tokens, in some runs an odd number of them, and prompts are split or not."""
+    script = Script(random)
+    page_size, step_tokens = random.choice(((1, 7), (1, 11), (2, 10), (4, 8), (4, 12), (4, 24)))
+    has_priorities, scored = random.random() < 0.3, random.random() < 0.3
+    prompts: list[list[int]] = []
+    step = 0
+    for _ in range(random.randint(8, 11)):
+        most = min(6 * step_tokens, 50)
+        size = random.choice((step_tokens // 2, step_tokens, 2 * page_size, 5, random.randint(1, most)))
+        again = prompts and random.random() < 0.35
+        prompts.append(random.choice(prompts) if again else script.prompt(size, size))
+        options: dict[str, Any] = {"body": random.choice((0, 0, 0, 1)), "priority": random.choice((0, 0, 1))}
+        if has_priorities:
+            options["body"] = 0
+        if scored and random.random() < 0.7:
+            options |= {"return_logprob": True, "logprob_start_len": random.randrange(len(prompts[-1]))}
+        script.add(step, prompts[-1], random.choice((1, 3, 9, 24)), ignore_eos=True, **options)
+        step += random.choice((0, 0, 1, 4))
     return script.scenario(
-        max_total_tokens=random.choice((64, 96, 400)),
-        max_running_requests=random.choice((3, 4, 8)),
-        chunked_prefill_size=random.choice((8, 16, -1)),
-        page_size=4,
+        max_total_tokens=random.choice((56, 72, 120)),
+        max_running_requests=random.choice((3, 5, 8)),
+        chunked_prefill_size=step_tokens if scored or random.random() < 0.7 else -1,
+        max_prefill_tokens=step_tokens,
+        page_size=page_size,
+        enable_priority_scheduling=has_priorities,
+        priority_scheduling_preemption_threshold=0,
+        schedule_policy="fcfs" if has_priorities else random.choice(("fcfs", "fcfs", "lpm", "dfs-weight")),
         schedule_conservativeness=random.choice((0.05, 1.0)),
-        schedule_policy=random.choice(("fcfs", "fcfs", "dfs-weight")),
-        prefill_max_requests=random.choice((64, 64, 2)),
+        prefill_max_requests=random.choice((64, 64, 3)),
+        **script.in_turn(),
     )
 
 
@@ -190,7 +236,7 @@ def _bursts(random: Random) -> Scenario:
         script.send(pause + random.randint(1, 3), ContinueGenerationReq(id="continue"))
     script.send(random.randrange(step), FlushCacheReq(id="flush"))
     script.send(random.randrange(step), GetInternalStateReq(id="state"))
-    return script.scenario(
+    scenario = script.scenario(
         max_total_tokens=128,
         max_running_requests=4,
         chunked_prefill_size=random.choice((8, -1)),
@@ -200,6 +246,24 @@ def _bursts(random: Random) -> Scenario:
         **script.graphs(1, 4),
         **script.in_turn(),
     )
+    return _scored(scenario, random) if random.random() < 0.3 else scenario
+
+
+def _scored(scenario: Scenario, random: Random) -> Scenario:
+    """The same requests, which all ask for logprobs, from anywhere in their prompts, and for different numbers of
+    alternatives."""
+    arrivals = []
+    for arrival in scenario.arrivals:
+        message = arrival.message
+        if isinstance(message, TokenizedGenerateReq):
+            message = structs.replace(
+                message,
+                return_logprob=True,
+                logprob_start_len=random.randrange(-1, len(message.input_ids)),
+                top_logprobs_num=random.choice((0, 1, 2, 4)),
+            )
+        arrivals.append(replace(arrival, message=message))
+    return replace(scenario, arrivals=tuple(arrivals))
 
 
 def _row_reuse(random: Random) -> Scenario:
@@ -322,7 +386,15 @@ def _attention(backend: str) -> Callable[[Random], Scenario]:
 def _experts(random: Random) -> Scenario:
     """The tokens of a step meet in the experts, among them padded ones of graphs."""
     scenario = random.choice((_mixed, _prefixes, _aborts, _graphs, _retraction))(random)
-    return replace(scenario, flags={**scenario.flags, "model": "experts"})
+    model = random.choice(("experts", "shared", "gpt_oss", "mxfp4", "fp8_experts", "int4_experts"))
+    return replace(scenario, flags={**scenario.flags, "model": model})
+
+
+def _models(random: Random) -> Scenario:
+    """Families and number formats that other workloads do not have."""
+    scenario = random.choice((_mixed, _prefixes, _graphs, _retraction))(random)
+    model = random.choice(("wide", "wide", "llama3", "yarn", "fp8", "fp8_rows", "rounded_fp8", "int4"))
+    return replace(scenario, flags={**scenario.flags, "model": model})
 
 
 def _windows(random: Random) -> Scenario:
@@ -334,7 +406,8 @@ def _windows(random: Random) -> Scenario:
     if drafts and random.random() < 0.3:
         scenario = trees_under_windows(random)
         return replace(scenario, flags={**scenario.flags, **ours})
-    return replace(scenario, flags={**scenario.flags, **ours, **drafts, "model": "windows"})
+    model = random.choice(("windows", "windows", "gpt_oss"))  # the second one has sinks
+    return replace(scenario, flags={**scenario.flags, **ours, **drafts, "model": model})
 
 
 def _new_weights(random: Random) -> Scenario:
@@ -390,7 +463,10 @@ WORKLOADS: dict[str, Workload] = {
             _priorities,
             share=2,
         ),
-        Workload("bodies", "requests of one client take turns with others", _bodies),
+        Workload(
+            "bodies", "requests of one client take turns with others, short ones with long ones", _bodies
+        ),
+        Workload("beside", "prompts beside half-way ones, and steps that they fill", _beside),
         Workload("bursts", "four at once, then silence; pauses and flushes", _bursts, share=3),
         Workload(
             "row_reuse", "one row, refilled while its last owner's step is in flight", _row_reuse, share=2
@@ -413,6 +489,7 @@ WORKLOADS: dict[str, Workload] = {
         ),
         Workload("new_weights", "the weights are replaced while requests run", _new_weights, share=3),
         Workload("experts", "a mixture of experts, in padded graphs and without", _experts, share=2),
+        Workload("models", "other families and number formats", _models),
         Workload("windows", "layers with sliding windows and soft caps", _windows, share=2),
         *SPECULATIVE_WORKLOADS,
         Workload(COLLECTIVES, "F10, F19: sums of several ranks, eager and in graphs", _no_script),

@@ -1,0 +1,118 @@
+"""Whether the scheduler tells and ends everything when it is due: outputs, reports, and requests whose time is up.
+
+Nothing of this changes a token. What is due is known from the messages that have arrived and from the requests alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fenceline.ipc.io_struct import (
+    ContinueGenerationReq,
+    Message,
+    PauseGenerationReq,
+    StatsReport,
+    TickReq,
+    TokenizedGenerateReq,
+)
+from fenceline.scheduler.req import Req
+from fenceline.scheduler.scheduler import InFlight, Scheduler
+from fenceline.vgpu.proving.events import around
+
+
+class InTime:
+    """Follows ``scheduler``. ``wrong``: what came too late, or was ended too early."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.wrong: list[str] = []
+        self._scheduler = scheduler
+        args = scheduler.config.server_args
+        self._limits_s = {"waiting": args.req_waiting_timeout, "running": args.req_running_timeout}
+        # Of each request: its state, and the first tick that has found it there since the latest pause.
+        self._clocks: dict[Req, tuple[str, float]] = {}
+        self._now: float | None = None  # the latest of the ticks that are being taken in
+        self._num_reports = 0
+        self._is_report_due = self._falls_idle = False
+        around(scheduler, "ingest", before=self._begins, after=self._taken_in)
+        around(scheduler, "end", before=self._ends)
+        around(scheduler, "pause", after=lambda result, mode: self._clocks.clear() if result[0] else None)
+        around(scheduler, "publish", before=self._publishes, after=self._published)
+        around(scheduler, "check_memory", before=self._checks_memory, after=self._checked_memory)
+        around(scheduler.stats, "report_is_due", after=self._asked_for_report)
+        around(scheduler, "tell_frontend", before=self._told)
+
+    # --- requests whose time is up -------------------------------------------------------------------
+
+    def _begins(self, messages: Sequence[Message]) -> None:
+        """Of several ticks that arrive together only the last one counts."""
+        self._now = max((message.now for message in messages if isinstance(message, TickReq)), default=None)
+
+    def _ends(self, req: Req, message: str, status_code: int | None) -> None:
+        if status_code != 503:
+            return
+        state, since = _state_of(req), self._clocks.get(req)
+        is_right = since is not None and since[0] == state and self._is_over(state, since[1])
+        self._check(is_right and f"--req-{state}-timeout" in message, f"{req.rid} is ended: {message}")
+
+    def _taken_in(self, _: None, messages: Sequence[Message]) -> None:
+        self._check_sent("messages have been taken in")
+        now, scheduler = self._now, self._scheduler
+        # What a tick beside a pause has found depends on their order; the next one is looked at instead.
+        pauses = any(isinstance(one, PauseGenerationReq | ContinueGenerationReq) for one in messages)
+        if now is None or pauses or scheduler.paused:
+            return
+        last = max(index for index, one in enumerate(messages) if isinstance(one, TickReq))
+        later = {one.rid for one in messages[last:] if isinstance(one, TokenizedGenerateReq)}
+        before, self._clocks = self._clocks, {}
+        for req in scheduler.reqs.values():
+            if req.rid in later:
+                continue
+            state = _state_of(req)
+            known = before.get(req)
+            since = known[1] if known is not None and known[0] == state else now
+            self._clocks[req] = state, since
+            self._check(
+                not self._is_over(state, since), f"{req.rid} is not ended, and has been {state} too long"
+            )
+
+    def _is_over(self, state: str, since: float) -> bool:
+        limit = self._limits_s[state]
+        return limit is not None and self._now is not None and self._now - since > limit
+
+    # --- outputs and reports -------------------------------------------------------------------------
+
+    def _check_sent(self, when: str) -> None:
+        """A step takes long, so nobody waits for one with an output that is there."""
+        num = len(self._scheduler.output._outs)
+        self._check(num == 0, f"{num} outputs have not been sent, and {when}")
+
+    def _publishes(self, flight: InFlight) -> None:
+        self._is_report_due, self._num_reports = False, 0
+
+    def _asked_for_report(self, is_due: bool) -> None:
+        self._is_report_due = is_due
+
+    def _published(self, _: None, flight: InFlight) -> None:
+        self._check_sent("a step has been published")
+        self._check(self._num_reports == self._is_report_due, f"{self._num_reports} reports after a step")
+
+    def _checks_memory(self) -> None:
+        self._falls_idle, self._num_reports = not self._scheduler.memory_checked, 0
+
+    def _checked_memory(self, _: None) -> None:
+        self._check(self._num_reports == self._falls_idle, f"{self._num_reports} reports of the idle engine")
+
+    def _told(self, message: Message) -> None:
+        if isinstance(message, StatsReport):
+            self._num_reports += 1
+            num_reqs = message.state.num_running_reqs + message.state.num_queue_reqs
+            num = len(self._scheduler.reqs)
+            self._check(num_reqs == num, f"a report says {num_reqs} requests, {num} are left")
+
+    def _check(self, holds: bool, text: str) -> None:
+        if not holds and len(self.wrong) < 5:
+            self.wrong.append(f"in time: {text}")
+
+
+def _state_of(req: Req) -> str:
+    return "running" if req.row else "waiting"

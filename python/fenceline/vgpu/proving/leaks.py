@@ -1,0 +1,94 @@
+"""Which line of the engine has locked, held or leased what is left over, or has given back what it had not.
+
+The engine's own accounts notice that something is left, or is given back twice, and can say only how much. So each
+lock of a node of the tree, each hold of host pages and each lease is recorded with its line, and the report of such an
+error names them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from typing import Any
+
+from fenceline.mem_cache.hicache import HiCache
+from fenceline.scheduler.request_memory import RequestMemory
+from fenceline.vgpu.errors import OwnershipError
+from fenceline.vgpu.ownership import Leases
+from fenceline.vgpu.place import Place, here
+from fenceline.vgpu.proving.events import around
+from fenceline.vgpu.tags import Tags
+
+_MAX_NAMED = 4
+
+
+class Leaks:
+    """Records the locks and holds of ``memory``'s tree. Leases are recorded by ``tags``."""
+
+    def __init__(self, memory: RequestMemory, tags: Tags) -> None:
+        self._memory = memory
+        self._tags = tags
+        self._locks: dict[int, list[Place]] = defaultdict(list)  # of each node, by its id
+        self._unlocked: dict[int, Place] = {}  # where each was unlocked last
+        self._holds: dict[int, Place] = {}
+        around(memory.tree, "lock", before=self._lock)
+        around(memory.tree, "unlock", before=self._unlock)
+        if memory.tiers is not None:
+            around(memory.tiers.tree, "hold_host", after=self._hold)
+            around(memory.tiers.tree, "release_hold", before=self._release)
+
+    def _lock(self, node: Any) -> None:
+        if node.parent is not None:  # the root has no pages, and counts no locks
+            self._locks[node.id].append(here())
+
+    def _unlock(self, node: Any, *after: Any) -> None:
+        if node.parent is None:
+            return
+        if not self._locks[node.id]:
+            before = self._unlocked.get(node.id)
+            raise OwnershipError(
+                f"ownership: node {node.id} of the tree is not locked, and is unlocked at {here()}\n"
+                f"  it was unlocked last at {before or 'no line'}"
+            )
+        self._locks[node.id].pop()
+        self._unlocked[node.id] = here()
+
+    def _hold(self, hold: Any, node: Any) -> None:
+        self._holds[hold.id] = here()
+
+    def _release(self, hold_id: int) -> None:
+        self._holds.pop(hold_id, None)
+
+    def explain(self, error: Exception) -> Exception:
+        """``error`` with the lines that hold what is left over, if the engine's accounts or assertions have raised it
+        while no request is left; else ``error`` itself."""
+        if type(error) not in (AssertionError, RuntimeError):
+            return error
+        memory, lines = self._memory, []
+        for number, places in self._locks.items():
+            lines += [f"node {number} of the tree is locked at {place}, and not unlocked" for place in places]
+        lines += [f"host pages are held at {place}, and not released" for place in self._holds.values()]
+        lines += _leased(self._tags.pages, memory.tree.all_pages().tolist())
+        lines += _leased(self._tags.rows, ())
+        if memory.tiers is not None:
+            lines += _leased(self._tags.host_pages, _on_host(memory.tiers))
+        if not lines:
+            return error
+        more = [f"and {len(lines) - _MAX_NAMED} more"] if len(lines) > _MAX_NAMED else []
+        text = "\n  ".join([f"ownership: {error}", *lines[:_MAX_NAMED], *more])
+        return OwnershipError(text)
+
+
+def _leased(leases: Leases, right: Collection[int]) -> list[str]:
+    """The leases of all but the ids that are ``right``."""
+    left = leases.current()
+    return [
+        f"{leases.name} {number} is leased at {place}, and not retired"
+        for number, place in left.items()
+        if number not in right
+    ]
+
+
+def _on_host(tiers: HiCache) -> list[int]:
+    pages: list[int] = tiers.tree.all_host_pages().tolist()
+    return pages
