@@ -70,6 +70,8 @@ def wait_running(server: LiveServer, num: int = 1) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_idle_server_stops_cleanly(sockets_dir: Path, number: int) -> None:
+    if signal.getsignal(number) == signal.SIG_IGN:
+        pytest.skip("this is run by nohup, under which a server outlives its terminal")
     with start(sockets_dir) as server:
         children = server.wait_ready().engine_processes()
         assert socket_folders(sockets_dir)

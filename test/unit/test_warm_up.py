@@ -39,8 +39,9 @@ def test_only_the_sink_is_touched(flags: dict[str, int]) -> None:
     warm_up(runner.device, config, launch)
 
     most = config.chunked_prefill_size or config.max_prefill_tokens
-    sizes = [sum(len(seq.token_ids) for seq in batch.seqs) for batch in batches]
+    sizes = {sum(len(seq.token_ids) for seq in batch.seqs) for batch in batches}
     assert max(sizes) == most and 1 in sizes
+    assert all(any(size <= one < size + 128 for one in sizes) for size in range(512, most, 128))
     assert any(seq.prefix_len for batch in batches for seq in batch.seqs) or most < 100
     for layer in range(config.model.num_layers):
         assert bool((runner.kv_pool.k(layer)[page_size:] == 7).all())

@@ -37,8 +37,13 @@ from fenceline.sampling.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-# Numbers of tokens in a step. Libraries choose kernels by size, and load each one when it is first called.
-_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+# Numbers of tokens in a step. Libraries choose kernels by size, and load each one when it is first called. Between 512
+# and 2,048, where a burst of short prompts is computed, they choose another kernel every few hundred tokens.
+_TOKENS = (
+    *(1, 2, 4, 8, 16, 32, 64, 128, 256),
+    *range(512, 2048, 128),
+    *(2048, 3072, 4096, 6144, 8192),
+)
 # The lengths of a step's requests, and the length of the prefix that each of them has. Attention uses other kernels
 # for requests with a prefix.
 _BATCHES = (
