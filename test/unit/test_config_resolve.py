@@ -130,8 +130,8 @@ def test_sizes_of_prefill_graphs_go_as_far_as_they_pay(model_dir: Path) -> None:
     """The wider a layer, the sooner the GPU is busy for longer than launching takes."""
     sizes = resolved(model_dir, gpu=True).piecewise_cuda_graph_tokens
     assert sizes == (
-        *(16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512),
-        *(640, 768, 896, 1024, 1280, 1536, 1792, 2048),
+        *(16, 32, 48, 64, 96, 128, 160, 192, 224, *range(256, 1024, 64)),
+        *range(1024, 2049, 128),
     )
 
     def largest(hidden_size: int, intermediate_size: int, tp_size: int = 1) -> int:
@@ -141,8 +141,8 @@ def test_sizes_of_prefill_graphs_go_as_far_as_they_pay(model_dir: Path) -> None:
         config = resolved(model_dir, gpu=True, json_model_override_args=overrides, tp_size=tp_size)
         return config.piecewise_cuda_graph_tokens[-1]
 
-    assert [largest(1024, 3072), largest(2560, 9728), largest(65536, 262144)] == [2048, 1024, 16]
-    assert [largest(2560, 9728), largest(4096, 12288), largest(4096, 12288, tp_size=2)] == [1024, 512, 1280]
+    assert [largest(1024, 3072), largest(2560, 9728), largest(65536, 262144)] == [2048, 1792, 16]
+    assert [largest(2560, 9728), largest(4096, 12288), largest(4096, 12288, tp_size=2)] == [1792, 832, 2048]
     asked = resolved(model_dir, gpu=True, piecewise_cuda_graph_max_tokens=3500).piecewise_cuda_graph_tokens
     assert asked == (*sizes, 2560, 3072, 3500)
 

@@ -61,14 +61,15 @@ _MOST_GRAPHS = 512
 # padded row costs most.
 _BUCKET_STEPS = ((64, 8), (256, 16), (512, 32))
 _STEP_BEYOND = 64
-_GRAPH_TOKENS_STEPS = ((64, 16), (256, 32), (512, 64), (1024, 128), (2048, 256))
+_GRAPH_TOKENS_STEPS = ((64, 16), (256, 32), (1024, 64), (2048, 128))
 _GRAPH_TOKENS_STEP_BEYOND = 512
 _SMALLEST_PREFILL = 16
 _MAX_GRAPH_TOKENS = 2048
-# Launching a layer takes the CPU about 0.2 ms. A token takes the GPU two operations for each weight, at 6e14 operations
-# per second (H200). Above twice the number of tokens that the GPU computes in that time, padding costs more than
-# launching. A rank multiplies by its part of the weights only, and launches two sums more in each layer.
-_WORTHWHILE_WEIGHT_TOKENS = 2 * 0.2e-3 * 6e14 / 2
+# Launching a layer takes the CPU about 0.33 ms when a server computes several prompts in a step, and the first tokens
+# of the step before wait for that. A token takes the GPU two operations for each weight, at 6e14 operations per second
+# (H200). Above twice the number of tokens that the GPU computes in that time, padding costs more than launching. A rank
+# multiplies by its part of the weights only, and launches two sums more in each layer.
+_WORTHWHILE_WEIGHT_TOKENS = 2 * 0.33e-3 * 6e14 / 2
 _LAUNCHES_OF_RANKS = 1.25  # the CPU's time for a layer with sums over ranks, compared with one rank
 
 
