@@ -14,6 +14,7 @@ from dataclasses import replace
 from random import Random
 from tempfile import TemporaryDirectory
 from typing import cast
+from unittest.mock import patch
 
 import numpy as np
 
@@ -85,7 +86,9 @@ def _pages(config: EngineConfig, layout: KVLayout, random: Random) -> str:
     more than the running requests can use; on a CPU that part of the free memory, 4 GiB at most, divided among the
     ranks."""
     page_bytes = layout.page_size * sum(row.nbytes for rows in layout.layers for row in rows)
-    most_useful = config.max_running_requests * math.ceil(config.model.context_length / layout.page_size)
+    longest = config.model.context_length + random.choice((0, 1, random.randrange(layout.page_size)))
+    config = replace(config, model=replace(config.model, context_length=longest))
+    most_useful = config.max_running_requests * math.ceil(longest / layout.page_size)
     for kind in ("vgpu", "cpu"):
         num_ranks = random.choice((1, 2, 3)) if kind == "cpu" else 1
         share = random.choice((0.25, 0.5, 0.875))
@@ -127,10 +130,17 @@ def _memory(
 
 
 def _num_pages(config: EngineConfig, device: Device, layout: KVLayout, num_ranks: int) -> int | None:
-    try:
-        return num_kv_pages(config, device, layout, num_ranks)
-    except ValueError:
-        return None
+    said: list[tuple[object, ...]] = []
+    with patch.object(kv_pool.logger, "info", lambda text, *args: said.append(args)):
+        try:
+            num_pages = num_kv_pages(config, device, layout, num_ranks)
+        except ValueError:
+            return None
+    # The log says how large the cache is, without the sink.
+    nbytes = (num_pages - 1) * layout.page_size * sum(row.nbytes for rows in layout.layers for row in rows)
+    free, total = device.memory_info()
+    right = (free / 2**30, total / 2**30, nbytes / 2**30, (num_pages - 1) * layout.page_size)
+    return num_pages if said == [right] else -1
 
 
 def _host(config: EngineConfig, runner: ModelRunner, random: Random) -> str:

@@ -53,6 +53,7 @@ from fenceline.vgpu.proving.leaks import Leaks
 from fenceline.vgpu.proving.memory_sizes import MemorySizes
 from fenceline.vgpu.proving.observers import compare_observers
 from fenceline.vgpu.proving.oracle import Lookahead, Oracle
+from fenceline.vgpu.proving.page_contracts import compare_pages
 from fenceline.vgpu.proving.passing import Passing
 from fenceline.vgpu.proving.random_depths import RandomDepths, compare_depths
 from fenceline.vgpu.proving.recorded_worker import RecordedWorker
@@ -63,9 +64,11 @@ from fenceline.vgpu.proving.scheduler_record import SchedulerRecord
 from fenceline.vgpu.proving.script import Arrival, Flags, FollowUp, Reaction, Scenario
 from fenceline.vgpu.proving.shared_prefixes import compare_shared_prefixes
 from fenceline.vgpu.proving.start_up import compare_start
+from fenceline.vgpu.proving.storage_contracts import compare_storage_contracts
 from fenceline.vgpu.proving.storage_jobs import StorageJobs
 from fenceline.vgpu.proving.storage_record import StorageRecord
 from fenceline.vgpu.proving.storage_use import StorageUse
+from fenceline.vgpu.proving.tier_contracts import compare_tiers
 from fenceline.vgpu.proving.tiny_model import (
     PLAIN,
     ROUNDED,
@@ -74,6 +77,7 @@ from fenceline.vgpu.proving.tiny_model import (
     tiny_model_path,
     tiny_tokenizer,
 )
+from fenceline.vgpu.proving.tree_contracts import compare_trees
 from fenceline.vgpu.proving.watched import WatchedScheduler
 from fenceline.vgpu.proving.weight_slots import compare_weight_slots
 from fenceline.vgpu.speculative_tags import make_tags
@@ -426,6 +430,7 @@ class Loop:
             compare_growth(random),
             compare_core_dumps(random),
             "" if self.runner.device.severed else compare_contracts(random),
+            *(() if self.runner.device.severed else _wrong_promises(random)),
             self._wrong_storage,
         )
         return replace(found, wrong="\n".join(part for part in parts if part))
@@ -481,3 +486,13 @@ class Loop:
         pages, host_pages = tiers.tree.all_pages(), tiers.tree.all_host_pages()
         host = host_bytes(self.runner.hicache.host_pool, host_pages)
         return Owned(pages, device_bytes(self.runner, pages), host_pages, host)
+
+
+def _wrong_promises(random: Random) -> tuple[str, ...]:
+    """What the tiers of the cache promise to any caller, and do not keep."""
+    return (
+        compare_trees(random),
+        compare_pages(random),
+        compare_storage_contracts(random),
+        compare_tiers(random),
+    )
