@@ -55,7 +55,12 @@ KILLED, SURVIVED, UNREACHED, CRASHED = "killed", "survived", "unreached", "crash
 # Checks that tell that something is wrong, but not which rule was broken.
 _UNSPECIFIC = ("tokens", "answers", "invariants", "deadlock", "kernels")
 _EXCEPTIONS = ("invariants", "kernels")  # reports of these have the lines that an exception has come through
-_RECORDS = ("storage: ", "memory: ", "captures: ")  # reports that name a call, or memory, and what is right
+_RECORDS = (
+    "storage: ",
+    "memory: ",
+    "captures: ",
+    "contracts: ",
+)  # reports that name a call, or memory, and what is right
 _REVIEW = PACKAGE.parent.parent / "docs" / "mutation_review.json"
 _PAGE = PACKAGE.parent.parent / "docs" / "mutation.md"
 _TABLE = "<!-- written by python -m fenceline.vgpu.mutate --report --write-docs -->"

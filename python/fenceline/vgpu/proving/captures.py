@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fenceline.memory_order import Graph, GraphPool
-from fenceline.memory_order.edges import Guard
+from fenceline.memory_order import Graph, GraphPool, Role
+from fenceline.memory_order.edges import ARENA_PAD, KEPT_HIDDEN, MASK_ROWS, TOTAL_BUCKETS, Guard
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import DecodeBatch, ExtendBatch
 from fenceline.vgpu.audit import ranges_of
@@ -31,12 +31,13 @@ _OF_NODES = "speculative.target_"  # several rows for each request
 _SHARED = ("req_pool.page_table", "req_pool.last_tokens", "kv_pool.layer0.k", "kv_pool.layer0.v")
 _DRAFTS = ("draft_state.lens", "draft_state.hidden")
 _REPLAYED = ("decode.next_tokens", "decode.logits", "speculative.target_logits")
+_HIDDEN = "speculative.target_hidden"
 _EACH_STEP = (
     "speculative.counts",
     "speculative.num_bad",
     "speculative.path",
     "speculative.path_tokens",
-    "speculative.target_hidden",
+    _HIDDEN,
 )
 
 _Work = tuple[
@@ -53,7 +54,9 @@ class Captures:
         self._done: set[_Work] = set()
         self._graphs: list[VgpuGraph] = []
         self._pointers: dict[str, int] = {}
-        self._fills: Counter[str] = Counter()  # by name of memory, since the engine serves
+        # By the name of the memory and the guard that ensures it, since the engine serves.
+        self._fills: Counter[tuple[str, str]] = Counter()
+        self._num_before = 0  # replays of decode graphs before the engine serves
         device.gpu.submitted = self._submitted
         around(device, "capture", after=self._captured)
         around(device, "name_memory", before=self._named)
@@ -87,6 +90,7 @@ class Captures:
             # The first replay of a graph uploads it to the device. A decode step has few graphs, a prefill step many.
             if graph.name.startswith("prefill") and graph.raw.num_replays == 0 and not self.wrong:
                 self.wrong = f"captures: {graph.name} has not been replayed before the first request"
+        self._num_before = self._num_decoded()
         has_masks = "token_masks" in self._pointers and runner.model.context.shard.size == 1
         decode = (*_SHARED, *(_DRAFTS if runner.speculative is not None else ()))
         masks = ("token_masks",) if has_masks and runner.speculative is None else ()
@@ -100,7 +104,7 @@ class Captures:
                 self.wrong = f"captures: {kind} graphs would not notice that {name} has moved"
 
     def _begun(self, tensors: Sequence[torch.Tensor], guard: Guard) -> None:
-        self._fills.update(self._device.gpu.tag_of(tensor).name for tensor in tensors)
+        self._fills.update((self._device.gpu.tag_of(tensor).name, guard.name) for tensor in tensors)
 
     def compare(self, runner: ModelRunner, events: Sequence[Event]) -> str:
         """What was wrong at the start, or is wrong with what has been said of the memory since; "" if nothing."""
@@ -111,26 +115,42 @@ class Captures:
         batches = [batch.composition for batch in decodes]
         num_batches = sum(one != other for one, other in zip([None, *batches], batches, strict=False))
         num_replays = sum(self._is_replayed(runner.decode.sizes, batch, runner) for batch in decodes)
+        num = self._num_decoded() - self._num_before
+        if runner.speculative is None and num != num_replays:
+            return f"captures: decode graphs are replayed {num} times for {num_replays} steps that have one"
         sizes = () if runner.prefill_graphs is None else runner.prefill_graphs.sizes
         prompts = [step.batch for step in steps if isinstance(step.batch, ExtendBatch)]
         tokens = [sum(len(seq.token_ids) for seq in batch.seqs) for batch in prompts]
         num_prompts = sum(num <= max(sizes, default=0) for num in tokens)
         for name in self._pointers:
+            guard = TOTAL_BUCKETS
             if name.startswith("prefill."):
-                right = num_prompts
+                assert runner.prefill_graphs is not None, "it has this memory"
+                role = runner.prefill_graphs.arena.fields[name.removeprefix("prefill.")].role
+                right, guard = num_prompts, TOTAL_BUCKETS if role is Role.OUTPUT else ARENA_PAD
             elif name in _REPLAYED:
                 right = num_replays
             elif name in _EACH_STEP:
                 right = len(decodes)
+                guard = KEPT_HIDDEN if name == _HIDDEN else TOTAL_BUCKETS
             elif name == "token_masks":
-                right = sum(step.masks is not None for step in steps)
+                right, guard = sum(step.masks is not None for step in steps), MASK_ROWS
             elif name.startswith(_ARENAS) and not name.startswith(_OF_NODES):
-                right = num_batches
+                right, guard = num_batches, ARENA_PAD
             else:
                 continue
-            if self._fills[name] != right:
-                return f"captures: {self._fills[name]} times new values of {name} are said to begin, they do {right}"
+            told = self._fills[name, guard.name]
+            if told != right:
+                return (
+                    f"captures: {told} times new values of {name} are said to begin, they do {right};"
+                    f" missing guard: {guard.name}"
+                )
         return ""
+
+    def _num_decoded(self) -> int:
+        """Replays of decode graphs, without those of draws under masks, which are graphs of their own."""
+        graphs = [graph for graph in self._graphs if re.fullmatch(r"decode\[\d+\]", graph.name)]
+        return sum(graph.raw.num_replays for graph in graphs)
 
     def _is_replayed(self, sizes: Sequence[int], batch: DecodeBatch, runner: ModelRunner) -> bool:
         has_padding = not runner._config.server_args.disable_cuda_graph_padding

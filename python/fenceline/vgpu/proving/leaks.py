@@ -12,6 +12,7 @@ from collections.abc import Collection
 from typing import Any
 
 from fenceline.mem_cache.hicache import HiCache
+from fenceline.scheduler.req import Req
 from fenceline.scheduler.request_memory import RequestMemory
 from fenceline.vgpu.errors import OwnershipError
 from fenceline.vgpu.ownership import Leases
@@ -59,11 +60,24 @@ class Leaks:
     def _release(self, hold_id: int) -> None:
         self._holds.pop(hold_id, None)
 
-    def explain(self, error: Exception) -> Exception:
-        """``error`` with the lines that hold what is left over, if the engine's accounts or assertions have raised it
-        while no request is left; else ``error`` itself."""
+    def explain(self, error: Exception, reqs: Collection[Req] = ()) -> Exception:
+        """``error`` with the lines that hold what is left over, if the engine's accounts or assertions have raised it;
+        else ``error`` itself. ``reqs``: those that have not given their memory back. While there are any, only pages
+        and rows are looked at, which belong to one of them or to the tree."""
         if type(error) not in (AssertionError, RuntimeError):
             return error
+        lines = self._beside(reqs) if reqs else self._left()
+        if not lines:
+            return error
+        more = [f"and {len(lines) - _MAX_NAMED} more"] if len(lines) > _MAX_NAMED else []
+        text = "\n  ".join([f"ownership: {error}", *lines[:_MAX_NAMED], *more])
+        return OwnershipError(text)
+
+    def _beside(self, reqs: Collection[Req]) -> list[str]:
+        pages = {*self._memory.tree.all_pages().tolist(), *(int(page) for req in reqs for page in req.pages)}
+        return _leased(self._tags.pages, pages) + _leased(self._tags.rows, {req.row for req in reqs})
+
+    def _left(self) -> list[str]:
         memory, lines = self._memory, []
         for number, places in self._locks.items():
             lines += [f"node {number} of the tree is locked at {place}, and not unlocked" for place in places]
@@ -72,11 +86,7 @@ class Leaks:
         lines += _leased(self._tags.rows, ())
         if memory.tiers is not None:
             lines += _leased(self._tags.host_pages, _on_host(memory.tiers))
-        if not lines:
-            return error
-        more = [f"and {len(lines) - _MAX_NAMED} more"] if len(lines) > _MAX_NAMED else []
-        text = "\n  ".join([f"ownership: {error}", *lines[:_MAX_NAMED], *more])
-        return OwnershipError(text)
+        return lines
 
 
 def _leased(leases: Leases, right: Collection[int]) -> list[str]:

@@ -267,7 +267,8 @@ def compare_answer(
 
 
 def missing_edges(report: str) -> tuple[str, ...]:
-    """The edges that a race's report names."""
-    return tuple(
-        re.findall(r"\w+", (re.search(r"missing edge: (.*)", report) or ["", ""])[1].replace(" or ", " "))
+    """The edges and guards that a report says are missing."""
+    named = (
+        name for line in re.findall(r"missing (?:edge|guard): (.*)", report) for name in line.split(" or ")
     )
+    return tuple(dict.fromkeys(named))

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from fenceline.memory_order import CommunicatorError, LeaseError, OrderError, open_device
+from fenceline.memory_order import CommunicatorError, GraphError, LeaseError, OrderError, open_device
 from fenceline.memory_order.edges import ONE_STREAM, edge_of
 from fenceline.model_executor.graph_runner import GraphMismatch
 from fenceline.scheduler.ranks import RanksDifferError
@@ -25,6 +25,7 @@ from fenceline.vgpu.proving.collectives import Ranks, make_program
 from fenceline.vgpu.proving.decisions import execute, num_steps
 from fenceline.vgpu.proving.engine import run_engine
 from fenceline.vgpu.proving.limits import small_limits
+from fenceline.vgpu.proving.order_promises import broken_promise
 from fenceline.vgpu.proving.processes import PROCESSES, missing_edges, run_processes
 from fenceline.vgpu.proving.ranks import NUM_RANKS, RankRun, make_scenario, make_storage_scenario
 from fenceline.vgpu.proving.schedule import DescribedScript, shrink
@@ -46,10 +47,12 @@ _CHECKERS: tuple[tuple[type[Exception], str], ...] = (
     (RanksDifferError, "decisions"),
     (OrderError, "memory-check"),
     (GraphMismatch, "graphs"),
+    (GraphError, "graphs"),
     (CommunicatorError, "communicator"),
 )
 INVARIANTS = "invariants"  # assertions, and the scheduler's accounts
 TOKENS = "tokens"  # differ from those of the same decisions executed one after the other
+_NUM_QUESTIONS = 20  # to memory_order when a run has failed
 _NUM_LINES = 3  # of an exception's traceback that a report has
 ANSWERS = "answers"  # differ from those of each request alone
 
@@ -244,6 +247,7 @@ def _judge(trial: Trial, loop: Loop, gpu: VirtualGpu) -> Outcome:
     return Outcome(
         trial,
         checker,
+        () if trial.severed else missing_edges("\n".join(wrong)),
         report="\n".join(wrong),
         num_steps=num_steps(loop.decisions),
         num_tokens=found.num_tokens,
@@ -324,8 +328,14 @@ def verdict_of(error: Exception) -> Verdict:
 
 
 def _failure(trial: Trial, error: Exception) -> Outcome:
+    """An assertion, or an error of any other kind, says where something is wrong, but not why. If memory_order does not
+    keep a promise, that may be the cause, and is reported first."""
     verdict = verdict_of(error)
-    return Outcome(trial, verdict.checker, verdict.edges, verdict.memory, verdict.report)
+    if trial.severed:  # the check of what is severed must name it
+        return Outcome(trial, verdict.checker, verdict.edges, verdict.memory, verdict.report)
+    wrong = broken_promise(_NUM_QUESTIONS) if verdict.checker in (INVARIANTS, "deadlock") else ""
+    report = "\n".join(filter(None, (wrong, verdict.report)))
+    return Outcome(trial, verdict.checker, verdict.edges or missing_edges(report), verdict.memory, report)
 
 
 def named_races(trial: Trial) -> tuple[set[str], set[str]]:

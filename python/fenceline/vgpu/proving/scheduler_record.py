@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from fenceline.ipc.io_struct import InternalState, SpecCounts, TokenizedGenerateReq
 from fenceline.memory_order import Points
+from fenceline.memory_order.edges import StreamName, pages_edge
 from fenceline.model_executor.step import Completions, DecodeBatch, ScheduleBatch
 from fenceline.scheduler.flight_recorder import I32, CompletionsEvent, Departure, Event, Serials, StepRecord
 from fenceline.scheduler.req import Req
@@ -98,8 +99,10 @@ class SchedulerRecord:
         leased, self._leased = [point for after in self._leased for point in after if not point.passed], []
         waits = {point.stream.name: point.serial for point in batch.after}
         late = [point for point in leased if waits.get(point.stream.name, 0) < point.serial]
+        edges = [pages_edge(StreamName.FORWARD, point.stream.name).name for point in late]
         assert not late, (
-            f"a step does not wait for {_serials(Points.of(*late))}, and its memory was leased after these"
+            f"a step does not wait for {_serials(Points.of(*late))}, and its memory was leased after these;"
+            f" missing edge: {' or '.join(edges)}"
         )
         happened, self._happened = self._happened, []
         done, num_in_flight = flight.result.done, len(self._steps) - self._num_published

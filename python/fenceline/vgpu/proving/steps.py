@@ -49,10 +49,12 @@ from fenceline.vgpu.proving.flashinfer_library import FLASHINFER, FLASHINFER_TEN
 from fenceline.vgpu.proving.gpu_core_dumps import compare_core_dumps
 from fenceline.vgpu.proving.in_time import InTime
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
+from fenceline.vgpu.proving.layer_promises import compare_layers
 from fenceline.vgpu.proving.leaks import Leaks
 from fenceline.vgpu.proving.memory_sizes import MemorySizes
 from fenceline.vgpu.proving.observers import compare_observers
 from fenceline.vgpu.proving.oracle import Lookahead, Oracle
+from fenceline.vgpu.proving.order_promises import compare_order
 from fenceline.vgpu.proving.page_contracts import compare_pages
 from fenceline.vgpu.proving.passing import Passing
 from fenceline.vgpu.proving.random_depths import RandomDepths, compare_depths
@@ -337,8 +339,8 @@ class Loop:
 
     def step(self) -> None:
         """One step of the scheduler's loop."""
-        assert self.step_no < _MAX_STEPS, f"not done after {_MAX_STEPS} steps"
         with self._explained():
+            assert self.step_no < _MAX_STEPS, f"not done after {_MAX_STEPS} steps"
             self._flight = self.scheduler.step(self._flight)
         self.step_no += 1
         tree = self.scheduler.memory.tree
@@ -357,13 +359,14 @@ class Loop:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Errors of the engine's accounts, when no request is left, name the lines that hold what is left over."""
+        """Errors of the engine's accounts and assertions name the lines that hold what is left over."""
         try:
             yield
         except Exception as error:
-            if self._leaks is None or self.scheduler.reqs:
+            if self._leaks is None:
                 raise
-            raise self._leaks.explain(error) from error
+            scheduler = self.scheduler
+            raise self._leaks.explain(error, [*scheduler.reqs.values(), *scheduler.departed]) from error
 
     def run(self) -> None:
         """Run until all requests are answered and every transfer has ended. Raises what the engine raises."""
@@ -419,21 +422,25 @@ class Loop:
             self._compare_drafts(rounds_kv),
             figures,
             said,
-            "" if self._captures is None else self._captures.compare(self.runner, self.decisions),
             compare_observers(self.scheduler),
             self._sizes.compare(config, self.runner.kv_pool.num_pages),
             compare_start(config, self.runner, random),
             compare_shared_prefixes(random),
             compare_attention(random),
             compare_weight_slots(random),
+            compare_layers(random),
             compare_sampling(random),
             compare_growth(random),
             compare_core_dumps(random),
-            "" if self.runner.device.severed else compare_contracts(random),
             *(() if self.runner.device.severed else _wrong_promises(random)),
             self._wrong_storage,
         )
-        return replace(found, wrong="\n".join(part for part in parts if part))
+        # What may be the cause of the rest is said first.
+        causes = (
+            "" if self.runner.device.severed else compare_contracts(random) or compare_order(random),
+            "" if self._captures is None else self._captures.compare(self.runner, self.decisions),
+        )
+        return replace(found, wrong="\n".join(part for part in (*causes, *parts) if part))
 
     def _compare_storage(self, record: StorageRecord) -> str:
         tiers, recorded = self.scheduler.memory.tiers, self._worker.recorded_storage
