@@ -6,11 +6,14 @@ it did not declare as read is poisoned first.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from fenceline.vgpu.errors import AuditError
-from fenceline.vgpu.memory import Access, Accesses, Region, row_values
+from fenceline.vgpu.memory import Access, Accesses, Region, Tag, row_values
 from fenceline.vgpu.streams import Operation
 
 Mask = npt.NDArray[np.bool_]
@@ -26,10 +29,11 @@ class Auditor:
     def __init__(self) -> None:
         self.num_audited = 0
 
-    def run(self, op: Operation) -> None:
-        """Run ``op``, and again for the check. Raises ``AuditError`` naming the operation, the memory and the bytes."""
+    def run(self, op: Operation, others: Sequence[Tag] = ()) -> None:
+        """Run ``op``, and again for the check. Raises ``AuditError`` naming the operation, the memory and the bytes.
+        ``others``: memory that it could reach, whether it declares an access to it or not."""
         assert op.run is not None, "marks and waits touch no memory"
-        regions = {access.tag.region: access.tag for access in (*op.reads, *op.writes)}
+        regions = {tag.region: tag for tag in (*others, *(access.tag for access in (*op.reads, *op.writes)))}
         read = {region: _mask(op.reads, region) for region in regions}
         written = {region: _mask(op.writes, region) for region in regions}
         before = {region: _bytes(region).copy() for region in regions}
@@ -68,6 +72,29 @@ class Auditor:
             raise AuditError(
                 f"{op.label} fails when memory that it does not declare as read is poisoned: {error}\n  at {op.place}"
             ) from error
+
+
+class LaunchAuditor:
+    """Audits the first launches of each declared kernel, once it is told to begin, with all memory of its operands.
+
+    Kernels of attention are left out: their reference implementations gather masked tokens as well.
+    """
+
+    def __init__(self, num_each: int) -> None:
+        self.is_on = False
+        self._num_each = num_each
+        self._nums: Counter[str] = Counter()
+        self._auditor = Auditor()
+
+    def run(self, op: Operation, operands: Sequence[Tag]) -> None:
+        """Run ``op``, the launch of a kernel. Raises ``AuditError``."""
+        assert op.run is not None, "kernels compute something"
+        is_attention = any(callable(access.rows) for access in op.reads)
+        if self.is_on and self._nums[op.label] < self._num_each and not is_attention:
+            self._nums[op.label] += 1
+            self._auditor.run(op, operands)
+        else:
+            op.run()
 
 
 def _bytes(region: Region) -> Bytes:

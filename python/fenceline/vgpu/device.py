@@ -95,6 +95,15 @@ class VgpuGraph(Graph):
         with self._stream.active():
             self.raw.replay()
 
+    def _bound(self) -> Callable[[], None]:
+        def replay() -> None:
+            assert self._stream.gpu.thread.current is self._stream.raw, (
+                f"{self.name} is replayed without FORWARD current"
+            )
+            self.raw.replay()
+
+        return replay
+
 
 class _HostAccesses:
     """Accesses of the host to pinned memory that torch does not see: see ``memory_order.access.Accesses``."""

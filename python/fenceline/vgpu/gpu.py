@@ -12,7 +12,7 @@ import torch
 
 from fenceline.memory_order.stream import joined
 from fenceline.vgpu import backend
-from fenceline.vgpu.audit import Auditor
+from fenceline.vgpu.audit import Auditor, LaunchAuditor
 from fenceline.vgpu.checks import Checks
 from fenceline.vgpu.detector import Detector
 from fenceline.vgpu.errors import (
@@ -98,6 +98,7 @@ class VirtualGpu:
         self.edges_met: set[tuple[str, str]] = set()
         # Is told of each operation that is submitted and accesses memory, also of those of a replay.
         self.submitted: Callable[[VirtualStream, Operation], None] | None = None
+        self.launches: LaunchAuditor | None = None  # audits some launches of declared kernels
 
     # --- agents --------------------------------------------------------------------------------------
 

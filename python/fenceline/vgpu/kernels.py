@@ -195,9 +195,18 @@ def launch_declared(kernel: Kernel, compute: Compute, operands: tuple[Any, ...])
         if begun is None:
             reads.accesses += declared.ahead.accesses
             reads.bounds += declared.ahead.bounds
+
+    def run() -> None:
+        compute(*values)
+
+    work: Callable[[], None] = run
+    if gpu.launches is not None:
+        tags = [operand.allocation.tag for operand in operands if isinstance(operand, VTensor)]
+        op = Operation(kernel.name, place, run, tuple(reads.accesses), tuple(declared.writes))
+        work = partial(gpu.launches.run, op, tags)
     gpu.submit(
         kernel.name,
-        lambda: compute(*values),
+        work,
         reads.accesses,
         declared.writes,
         place,

@@ -4,16 +4,24 @@ A wrong draft is rejected and no token changes, so answers do not show one. But 
 the request alone: it is what the oracle of the draft's weights draws, with the request's noise and temperature, behind
 the tokens in front. So the step yields the tokens as far as these agree with the answer, and one more. Of a draft that
 computes several steps with one such layer only the first proposal is known here.
+
+Of trees of which not all candidates are verified, the nodes are chosen here again, from the scores that the draft's
+weights give behind each path. That takes many forwards, so it is done for some steps of a run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from fenceline.config.draft_config import StepShape
 from fenceline.vgpu.proving.answers import Exchange
 from fenceline.vgpu.proving.oracle import F64, TOLERANCE, Lookahead, Oracle, Query, scores_of
+
+_MOST_TREES = 16  # in a run
+_CLOSE = 1e-4  # sums of logarithms of shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +39,31 @@ def compare_drafts(
 ) -> str:
     """The first step that has not yielded as many tokens as it must, "" if all have. ``oracle``: of the draft's
     weights; ``topk``: tokens that the draft proposes in each place. Steps whose drafts are some nodes of a tree are
-    left out: which nodes those are depends on the scores of them all. So are requests
-    whose weights were replaced, if the draft reads what these compute."""
+    left out if the draft is no whole model. So are requests whose weights were replaced, if the draft reads what these
+    compute."""
     scores: dict[str, Callable[[int, int], F64]] = {}
+    trees = []
     for step in steps:
         exchange = exchanges[step.rid]
         num_nodes = step.shape.depth + 1 if topk == 1 else _num_nodes(topk, step.shape.depth)
-        if num_nodes != step.shape.num_nodes or _not_known(exchange, oracle):
+        if _not_known(exchange, oracle):
+            continue
+        if num_nodes != step.shape.num_nodes and not _may_not_count(exchange):
+            trees.append(step)
             continue
         if step.rid not in scores:
             make = _drawn_alone if isinstance(oracle, Oracle) else _looked_ahead
             scores[step.rid] = make(exchange, oracle)  # type: ignore[arg-type]
         most = step.shape.depth if isinstance(oracle, Oracle) else oracle.num_layers
         wrong = _difference(step, exchange, scores[step.rid], topk, most)
+        if wrong:
+            return f"{step.rid}: {wrong}"
+    # What a node deep in the tree proposes shows only where those above it are accepted.
+    trees.sort(key=lambda step: -step.count)
+    if not isinstance(oracle, Oracle):
+        return ""
+    for step in trees[:_MOST_TREES]:
+        wrong = _compare_tree(step, exchanges[step.rid], oracle, topk)
         if wrong:
             return f"{step.rid}: {wrong}"
     return ""
@@ -91,10 +111,7 @@ def _difference(
     step: Verified, exchange: Exchange, scores_of_draft: Callable[[int, int], F64], topk: int, num_known: int
 ) -> str:
     """``num_known``: how many of the proposals ``scores_of_draft`` knows."""
-    params, most = exchange.request.sampling_params, step.shape.depth
-    penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-    if exchange.request.grammar or penalties != (1.0, 0.0, 0.0):
-        most = 0  # its drafts may not count
+    most = 0 if _may_not_count(exchange) else step.shape.depth
     tokens, num_right = exchange.tokens[step.first :], 0
     while num_right < most:
         if num_right == len(tokens):  # it has ended there, and what was drawn behind is not known
@@ -109,6 +126,62 @@ def _difference(
             break
         num_right += 1
     return "" if step.count == num_right + 1 else _say(step, str(num_right + 1))
+
+
+def _may_not_count(exchange: Exchange) -> bool:
+    """Whether drafts of this request may not be accepted."""
+    params = exchange.request.sampling_params
+    penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+    return bool(exchange.request.grammar) or penalties != (1.0, 0.0, 0.0)
+
+
+def _compare_tree(step: Verified, exchange: Exchange, oracle: Oracle, topk: int) -> str:
+    paths = _chosen_paths(step, exchange, oracle, topk)
+    if paths is None:
+        return ""
+    tokens, num_right = exchange.tokens[step.first :], 0
+    while num_right < len(tokens) and tuple(tokens[: num_right + 1]) in paths:
+        num_right += 1
+    if num_right == len(tokens):  # it has ended there, and what was drawn behind is not known
+        return "" if step.count >= num_right else _say(step, f"at least {num_right}")
+    return "" if step.count == num_right + 1 else _say(step, str(num_right + 1))
+
+
+def _chosen_paths(
+    step: Verified, exchange: Exchange, oracle: Oracle, topk: int
+) -> set[tuple[int, ...]] | None:
+    """The tokens in front of and in each node of the step's tree, without the root. None if rounding decides."""
+    query = _query(exchange)
+    root = (*query.prompt, *exchange.tokens[: step.first])
+    found: list[tuple[float, tuple[int, ...]]] = []
+    frontier: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    for _ in range(step.shape.depth):
+        level = []
+        for total, path in frontier:
+            scores = oracle.answer(replace(query, prompt=root + path)).step(0).scores
+            shares = scores - scores.max()
+            shares -= np.log(np.exp(shares).sum())
+            best = [(total + shares[token], (*path, token)) for token in range(len(shares))]
+            children = _best(best, topk)
+            if children is None:
+                return None
+            level += children
+        found += level
+        ahead = _best(level, topk)
+        if ahead is None:
+            return None
+        frontier = ahead
+    nodes = _best(found, step.shape.num_nodes - 1)
+    return None if nodes is None else {path for _, path in nodes}
+
+
+def _best(
+    candidates: list[tuple[float, tuple[int, ...]]], num: int
+) -> list[tuple[float, tuple[int, ...]]] | None:
+    """The ``num`` best, None if the next one is as good but for rounding."""
+    ordered = sorted(candidates, reverse=True)
+    is_close = len(ordered) > num and ordered[num - 1][0] - ordered[num][0] < _CLOSE
+    return None if is_close else ordered[:num]
 
 
 def _say(step: Verified, right: str) -> str:

@@ -591,7 +591,7 @@ def gumbel(seed: int, position: int, num_ids: int) -> F64:
     steps on; the bits of an id are ``lowbias32`` (hash-prospector) of ``id * 0x9E3779B1 + key_a``, with ``key_b``
     mixed in between its two rounds. 31 of them are a uniform number v, and the noise is -log(-log(1 - v)).
     """
-    keys = _finalised(_finalised(seed + _GOLDEN) + position * _GOLDEN)
+    keys = _keys(seed, position)
     key_a, key_b = np.uint32(keys >> 32), np.uint32(keys & 0xFFFFFFFF)
     x: U32 = np.arange(num_ids, dtype=np.uint32) * np.uint32(0x9E3779B1) + key_a
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D) ^ key_b
@@ -599,6 +599,15 @@ def gumbel(seed: int, position: int, num_ids: int) -> F64:
     x ^= x >> np.uint32(16)
     v = ((x & np.uint32(0x7FFFFFFF)) + 0.5) * 2.0**-31
     return -np.log(-np.log1p(-np.minimum(v, 1.0 - 2.0**-24)))
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number from 0 to 1 (excluded) of ``seed`` at ``position``: the lower 31 bits of the upper key."""
+    return (_keys(seed, position) >> 32 & 0x7FFFFFFF) / 2**31
+
+
+def _keys(seed: int, position: int) -> int:
+    return _finalised(_finalised(seed + _GOLDEN) + position * _GOLDEN)
 
 
 def _finalised(z: int) -> int:

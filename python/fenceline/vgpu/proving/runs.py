@@ -15,7 +15,7 @@ from fenceline.memory_order.edges import ONE_STREAM, edge_of
 from fenceline.model_executor.graph_runner import GraphMismatch
 from fenceline.scheduler.ranks import RanksDifferError
 from fenceline.vgpu.device import VgpuDevice
-from fenceline.vgpu.errors import CheckError, DeadlockError, KernelError, RaceError
+from fenceline.vgpu.errors import AuditError, CheckError, DeadlockError, KernelError, RaceError
 from fenceline.vgpu.factories import use
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.pairs import Pair, PairsMet
@@ -44,6 +44,7 @@ _CHECKERS: tuple[tuple[type[Exception], str], ...] = (
     (LeaseError, "leases"),
     (KernelError, "kernels"),
     (DeadlockError, "deadlock"),
+    (AuditError, "audit"),
     (RanksDifferError, "decisions"),
     (OrderError, "memory-check"),
     (GraphMismatch, "graphs"),

@@ -50,7 +50,7 @@ def _compare(random: Random) -> str:
         if random.random() < 0.1:
             output += [random.randrange(vocab_size)] * (_MOST_COUNTED + random.randint(-1, 40))
         params = _params(random, vocab_size, kinds if alike else random.getrandbits(5), len(output))
-        stops = tuple(random.sample(range(vocab_size), 2)) if params.min_new_tokens else ()
+        stops = tuple(random.sample(range(vocab_size), 2)) if params.min_new_tokens else (0, 1)
         wants = bool(kinds & 1 if alike else random.getrandbits(1))
         reqs.append(
             ReqSampling(params, random.getrandbits(63), row, len(prompt), stops, return_logprob=wants)
@@ -63,6 +63,9 @@ def _compare(random: Random) -> str:
     for name in _INDICES:
         if name in arrays and not 0 < len(arrays[name]) < len(reqs):
             return f"{name} {arrays[name]} names none or all of {len(reqs)} requests"
+    masked = {index for index, req in enumerate(reqs) if req.params.min_new_tokens}
+    if {*arrays.get("stop_index", np.empty(0)).tolist()} != masked:
+        return f"stop_index {arrays.get('stop_index')} is given, requests {masked} must not end yet"
     batch = SamplingBatch.from_views(reqs, {name: torch.from_numpy(one) for name, one in arrays.items()})
     queries = [_query(req, prompt) for req, prompt in zip(reqs, prompts, strict=True)]
     for _ in range(_NUM_STEPS):

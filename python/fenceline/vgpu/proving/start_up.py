@@ -55,6 +55,7 @@ def compare_start(config: EngineConfig, runner: ModelRunner, random: Random) -> 
         or _copies(config, runner)
         or _storage(config, runner)
         or _identities(config)
+        or _chosen(config, runner)
     )
 
 
@@ -188,6 +189,26 @@ def _copies(config: EngineConfig, runner: ModelRunner) -> str:
         cache_controller._warm_up(device, copier, pool.num_layers)
     pool.parts[0][0] = 0
     device.synchronize()
+    return ""
+
+
+def _chosen(config: EngineConfig, runner: ModelRunner) -> str:
+    """FORWARD itself writes small results to the host if backups use the copy engine. A draft whose heads are the
+    target's shares its attention, and what the device keeps of each request between two steps has no room to spare."""
+    is_direct = config.hicache is not None and config.hicache.io_backend == "direct"
+    if runner._results._small_by_forward != is_direct:
+        return f"start: small results are {'not ' * is_direct}written to the host by FORWARD"
+    if config.speculative is None or runner.speculative is None:
+        return ""
+    draft, wanted = config.speculative.draft.model, config.speculative.draft_attention_backend
+    heads = [(one.num_heads, one.num_kv_heads, one.head_dim) for one in (config.model, draft)]
+    is_shared, alike = runner._draft_attention is runner._attention, heads[0] == heads[1] and wanted is None
+    if is_shared != alike:
+        return f"start: attention of heads {heads} is {'not ' * alike}shared"
+    state, num_steps = runner.speculative.state, config.speculative.num_steps
+    num_kept = num_steps - 1 if runner.speculative._num_layers > 1 else 1
+    if state.hidden.shape[1] != num_kept:
+        return f"start: {state.hidden.shape[1]} hidden states of each request are kept, {num_kept} are needed"
     return ""
 
 

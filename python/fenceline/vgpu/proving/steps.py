@@ -61,6 +61,7 @@ from fenceline.vgpu.proving.random_depths import RandomDepths, compare_depths
 from fenceline.vgpu.proving.recorded_worker import RecordedWorker
 from fenceline.vgpu.proving.request_pages import RequestPages
 from fenceline.vgpu.proving.retractions import Retractions
+from fenceline.vgpu.proving.runner_parts import compare_runner_parts
 from fenceline.vgpu.proving.sampled_batches import compare_sampling
 from fenceline.vgpu.proving.scheduler_record import SchedulerRecord
 from fenceline.vgpu.proving.script import Arrival, Flags, FollowUp, Reaction, Scenario
@@ -433,6 +434,7 @@ class Loop:
             compare_growth(random),
             compare_core_dumps(random),
             *(() if self.runner.device.severed else _wrong_promises(random)),
+            compare_runner_parts(random),
             self._wrong_storage,
         )
         # What may be the cause of the rest is said first.
