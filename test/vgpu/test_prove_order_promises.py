@@ -28,7 +28,6 @@ from fenceline.model_executor.decode_runner import DecodeRunner
 from fenceline.scheduler.request_memory import RequestMemory
 from fenceline.vgpu.mutate import is_by_name
 from fenceline.vgpu.proving import order_promises
-from fenceline.vgpu.proving.captures import Captures
 from fenceline.vgpu.proving.mutants import all_mutants
 from fenceline.vgpu.proving.order_promises import compare_order
 from fenceline.vgpu.proving.runs import ANSWERS, INVARIANTS, Outcome, Trial, run
@@ -169,13 +168,6 @@ def test_a_missing_guard_is_named_by_what_is_said_of_graphs(monkeypatch: pytest.
     monkeypatch.setattr(DecodeRunner, "replay", silent)
     found = first_failure("graphs")
     assert "captures: 0 times new values" in found.report and "total_buckets" in found.edges, found
-
-
-def test_replays_of_decode_graphs_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = Captures._num_decoded
-    monkeypatch.setattr(Captures, "_num_decoded", lambda self: 2 * counted(self))
-    found = first_failure("graphs")
-    assert found.report.startswith("captures: decode graphs are replayed"), found.report
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,6 @@ class Admissions:
         # The share of their remaining tokens that running requests are expected to ask for: at first, and now.
         self._first_ratio = min(0.7 * scheduler.config.server_args.schedule_conservativeness, 1.0)
         self._ratio = self._first_ratio
-        around(scheduler.ratio, "after_retraction", after=self._retracted)
         around(scheduler, "accept", after=self._accepted)
         self._num_victims = 0  # running requests that the present plan has retracted for waiting ones
         self._retracts = False
@@ -92,6 +91,11 @@ class Admissions:
         self._num_admitted = 0
         around(scheduler, "retract_for_waiting", before=self._begin_retraction, after=self._end_retraction)
         around(scheduler, "retract", before=self._retracts_one)
+        # Running requests that the present decode step has retracted for its memory.
+        self._num_for_memory: int | None = None
+        around(scheduler, "make_room", before=self._makes_room, after=self._made_room)
+        around(scheduler, "displace", before=self._displaces)
+        self._was_displacing = False
         planner: Any = scheduler.planner
         around(planner, "plan", before=self._begin, after=self._end)
         # Prompt tokens since the latest decode step, and whether a short one has gone before the next since then.
@@ -163,7 +167,20 @@ class Admissions:
         self._num_victims -= len(self._scheduler.running)
         self._retracts = False
 
+    def _makes_room(self, shape: object) -> None:
+        self._num_for_memory = 0
+
+    def _made_room(self, room: object, shape: object) -> None:
+        if self._num_for_memory and room is not None:
+            self._retracted()
+        self._num_for_memory = None
+
+    def _displaces(self, newcomers: object) -> None:
+        self._was_displacing = True
+
     def _retracts_one(self, req: Req) -> None:
+        if self._num_for_memory is not None:
+            self._num_for_memory += 1
         if self._retracts:
             self._victim = _Victim(self.pages_of(req), self._expected_of(req), req)
 
@@ -172,7 +189,11 @@ class Admissions:
         return min(max(self._final(req) - self._lengths[req.rid], 0), prefill.CLIP_NEW_TOKENS)
 
     def _begin_turn(self) -> None:
-        self._was_asked = False
+        self._was_asked = self._was_displacing = False
+        most = self._scheduler.max_prefill_in_row
+        self._check(
+            most == self._most_in_row, f"{most} prompt tokens may come in a row, not {self._most_in_row}"
+        )
         # Before any request is retracted: afterwards a body may run only one.
         reqs = self._scheduler.reqs.values()
         bodies = Counter(req.source.body or req.rid for req in reqs if req.row)
@@ -267,6 +288,11 @@ class Admissions:
         """Whether the planner may be asked for a step of so many tokens now."""
         scheduler, step = self._scheduler, self._scheduler.planner.step_tokens
         self._was_asked, self._step_tokens = True, step_tokens
+        if scheduler.chunked is None and self._takes_turns and self._some_body_runs_several:
+            self._check(
+                self._was_displacing,
+                "a body runs several requests, and none gives way to bodies that run nothing",
+            )
         may_retract = scheduler.config.priority is not None or (
             self._takes_turns and self._some_body_runs_several
         )

@@ -205,16 +205,17 @@ class DecodeRoom:
 def compare_growth(random: Random) -> str:
     """Asks for decode steps of random requests with as many available pages as make memory plentiful, with one less and
     with one more. What is wrong with the pages that the requests get, "" if nothing is."""
-    size = random.choice((1, 2, 4, 8, 16, 32))
+    size = random.choice((1, 2, 3, 4, 5, 8, 12, 16, 32))
     shape = random.choice((StepShape(), StepShape(2, 3, 3), StepShape(2, 6, 6)))
     reqs = [_random_request(random, row, size) for row in range(1, random.randint(2, 4))]
     ahead = max(running_batch._AHEAD_TOKENS // size, 1)
     plentiful = 2 * ahead * len(reqs)
     for num_available in (plentiful - 1, plentiful, plentiful + 1):
-        right = Counter[int]()
+        right, ends = Counter[int](), list[int]()
         for req in reqs:
             most = req.final_len + shape.num_tokens - 1  # its last step computes as many rows as any other
             end = min(req.allocated_len + shape.num_tokens, most) + shape.num_spare
+            ends.append(end)
             num_missing = max(math.ceil(end / size) - len(req.pages), 0)
             if num_missing and num_available >= plentiful:
                 num_missing = max(num_missing, min(ahead, math.ceil(req.final_len / size) - len(req.pages)))
@@ -241,6 +242,8 @@ def compare_growth(random: Random) -> str:
                 f"growth: {dict(got)} pages of {size} tokens are taken for a step of {shape.num_slots} slots with "
                 f"{num_available} available, {dict(right)} are right"
             )
+        if batch.seq_lens.tolist() != ends:
+            return f"growth: a step of {shape.num_slots} slots leads to {batch.seq_lens.tolist()}, {ends} is right"
     return ""
 
 

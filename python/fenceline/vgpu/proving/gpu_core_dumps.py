@@ -49,6 +49,9 @@ def _compare_files(path: Path, random: Random) -> str:
         beginnings = (len(data) - 1, _HEADER_BYTES, random.randrange(_HEADER_BYTES), 0)
         cases = [(data, True), *((data[:num], False) for num in beginnings)]
         cases += [(_header(0, num_sections) + data[_HEADER_BYTES:], False), (b"\x7fELG" + data[4:], False)]
+        # The first section, whose size is their number, is there and has not been written yet.
+        empty = _dump(num_sections, len(data), counted_in_header=False)[: _HEADER_BYTES + len(data)]
+        cases.append((empty + bytes(num_sections * _SECTION.size), False))
         for case, right in cases:
             path.write_bytes(case)
             if is_complete(str(path)) != right:

@@ -1,4 +1,6 @@
-"""Whether the scheduler tells and ends everything when it is due: outputs, reports, and requests whose time is up.
+"""Whether the scheduler tells, ends, gives back and checks everything when it is due: outputs, reports, requests whose
+time is up, the memory of requests that have left, backups, flushes that wait, the accounts of an idle engine, and the
+sampling of a step whose masks are known.
 
 Nothing of this changes a token. What is due is known from the messages that have arrived and from the requests alone.
 """
@@ -15,6 +17,7 @@ from fenceline.ipc.io_struct import (
     TickReq,
     TokenizedGenerateReq,
 )
+from fenceline.model_executor.step import DecodeBatch, ScheduleBatch
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.scheduler import InFlight, Scheduler
 from fenceline.vgpu.proving.events import around
@@ -31,7 +34,7 @@ class InTime:
         # Of each request: its state, and the first tick that has found it there since the latest pause.
         self._clocks: dict[Req, tuple[str, float]] = {}
         self._now: float | None = None  # the latest of the ticks that are being taken in
-        self._num_reports = 0
+        self._num_reports = self._num_launched = self._num_published = 0
         self._is_report_due = self._falls_idle = False
         around(scheduler, "ingest", before=self._begins, after=self._taken_in)
         around(scheduler, "end", before=self._ends)
@@ -40,6 +43,12 @@ class InTime:
         around(scheduler, "check_memory", before=self._checks_memory, after=self._checked_memory)
         around(scheduler.stats, "report_is_due", after=self._asked_for_report)
         around(scheduler, "tell_frontend", before=self._told)
+        around(scheduler, "pause", after=self._paused)
+        around(scheduler, "launch_next", before=lambda: self._check_departed("a step is launched"))
+        around(scheduler.memory, "write_backups", before=lambda: self._check_departed("backups begin"))
+        around(scheduler, "step", after=self._stepped)
+        around(scheduler, "launch", before=self._launches)
+        around(scheduler, "publish", after=self._may_sample)
 
     # --- requests whose time is up -------------------------------------------------------------------
 
@@ -78,6 +87,60 @@ class InTime:
     def _is_over(self, state: str, since: float) -> bool:
         limit = self._limits_s[state]
         return limit is not None and self._now is not None and self._now - since > limit
+
+    # --- what a turn of the loop has to do -----------------------------------------------------------
+
+    def _check_departed(self, when: str) -> None:
+        """The memory of a request that has left is given back before the next step looks for some, and with it the tree
+        gets its pages, which are backed up in the same turn."""
+        num = len(self._scheduler.departed)
+        self._check(num == 0, f"{num} requests have left and keep their memory, and {when}")
+
+    def _paused(self, result: tuple[bool, str], mode: str) -> None:
+        holders = [req.rid for req in self._scheduler.reqs.values() if req.row]
+        self._check(
+            not result[0] or mode == "in_place" or not holders, f"{holders} keep their memory ({mode})"
+        )
+
+    def _launches(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
+        scheduler = self._scheduler
+        num = sum(req.grammar is not None for req in scheduler.reqs.values())
+        said = scheduler.num_constrained
+        assert said == num, f"{said} requests are said to have a grammar, {num} do"
+        self._num_launched += 1
+        if scheduler.config.speculative is not None and num:
+            # The second half of a step that drafts uses memory, and its masks need all tokens before.
+            self._check(
+                self._num_launched == self._num_published + 1,
+                f"{self._num_launched - self._num_published} steps are in flight, and some request has a grammar",
+            )
+
+    def _may_sample(self, _: None, flight: InFlight) -> None:
+        """A step whose masks follow from the tokens that have just been published is sampled at once, if all of it has
+        grammars, goes on and could not have ended."""
+        self._num_published += 1
+        pending, batch, reqs = self._scheduler.pending_masks, flight.batch, flight.reqs
+        if pending is None or not isinstance(batch, DecodeBatch) or pending.sampled is not None:
+            return
+        if list(pending.flight.reqs) != list(reqs) or any(req.left or req.grammar is None for req in reqs):
+            return
+        latest = {req.output_ids[-1] for req in reqs}
+        may_end = latest & {*self._scheduler.config.model.eos_token_ids}
+        is_slow = any(req.grammar.is_too_slow for req in reqs if req.grammar is not None)
+        is_stuck = pending.may_go_on is not None and not all(pending.may_go_on)
+        self._check(
+            bool(may_end) or is_slow or is_stuck, "a step whose masks are known has not been sampled early"
+        )
+
+    def _stepped(self, flight: InFlight | None, prev: InFlight | None) -> None:
+        scheduler, tiers = self._scheduler, self._scheduler.memory.tiers
+        self._check_departed("a turn of the loop has ended")
+        num = 0 if tiers is None else len(tiers._inserted)
+        self._check(num == 0, f"{num} nodes of the tree wait to be backed up, and the turn has ended")
+        if flight is None and not scheduler.reqs:
+            num = len(scheduler.flushes)
+            self._check(num == 0, f"{num} flushes wait, and no request is left")
+            self._check(scheduler.memory_checked, "the engine is idle, and its memory has not been checked")
 
     # --- outputs and reports -------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NoReturn
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import orjson
@@ -67,20 +67,59 @@ def compare_observers(scheduler: Scheduler) -> str:
     live = {"steps": [_live(step) for step in records[-_NUM_STEPS:]], "events": _counts(events)}
     if orjson.loads(replies["steps"].payload) != live:
         return f"observers: {replies['steps'].payload.decode()} is told of the latest steps, {live} is right"
-    return _compare_profiles(control, scheduler)
+    return _compare_dumps(control, scheduler) or _compare_profiles(control, scheduler)
+
+
+def _compare_dumps(control: SchedulerControl, scheduler: Scheduler) -> str:
+    """A dump is begun at once if none is asked for before, lets steps run, and if it fails each that asked for it is
+    told so."""
+    sent: list[Message] = []
+    dumps: list[Callable[[], None]] = []
+    pauses: list[float] = []
+    before = control._send, control.run_in_background, _LOGGER.disabled
+    control._send, control.run_in_background, _LOGGER.disabled = sent.append, dumps.append, True
+    try:
+        with patch("time.sleep", pauses.append):
+            control.observe(FlightRecorderReq(id="first", form="trace"), scheduler.state)
+            num_begun = len(dumps)
+            for dump in dumps:
+                dump()
+        anything: Any = control
+        with patch.object(anything, "_dump_reply", lambda form: _fails()):
+            for id in ("fails", "fails too"):
+                control.observe(FlightRecorderReq(id=id, form="trace"), scheduler.state)
+            for dump in dumps[num_begun:]:
+                dump()
+    finally:
+        control._send, control.run_in_background, _LOGGER.disabled = before
+    enabled = scheduler.recorder.enabled
+    said = [(message.id, message.success) for message in sent if isinstance(message, ControlReply)]
+    if said != [("first", enabled), ("fails", False), ("fails too", False)] or (num_begun, len(dumps)) != (
+        1,
+        2,
+    ):
+        return f"observers: {said} is answered, with {num_begun} dumps begun at once and {len(dumps)} in all"
+    if enabled and next(scheduler.recorder.snapshot(1)[0], None) and (not pauses or min(pauses) <= 0):
+        return f"observers: a dump pauses for {pauses} s and does not let steps run"
+    return ""
 
 
 class _Profile:
-    """Torch's profiler, which would find nothing on a virtual GPU: a trace without events."""
+    """Torch's profiler, which would find nothing on a virtual GPU: a trace without events. It is written when the
+    profiler has run and has been stopped."""
 
-    def __init__(self, use_device: str | None = None) -> None: ...
+    def __init__(self, use_device: str | None = None) -> None:
+        self._calls: list[str] = []
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> None:
+        self._calls.append("begin")
 
-    def __exit__(self, *args: object) -> None: ...
+    def __exit__(self, *args: object) -> None:
+        self._calls.append("end")
 
     def export_chrome_trace(self, path: str) -> None:
-        Path(path).write_text("{}")
+        if self._calls == ["begin", "end"]:
+            Path(path).write_text("{}")
 
 
 def _compare_profiles(control: SchedulerControl, scheduler: Scheduler) -> str:
@@ -106,14 +145,16 @@ def _compare_profiles(control: SchedulerControl, scheduler: Scheduler) -> str:
                 if said[-1]:
                     control.profiler.step()
             said += [ask("stop"), ask("start", f"{root}/d"), ask("stop"), ask("pause")]
+            said += [ask("start", "1/2/3/4"), ask("stop"), ask("start", "1/2/3/4/5")]
         finally:
             control._send, control.profiler, _LOGGER.disabled = before
         folders = sorted(str(path.parent.relative_to(root)) for path in Path(root).rglob("*.trace.json"))
         made = sorted(str(path.relative_to(root)) for path in Path(root).rglob("*") if path.is_dir())
-    if said != [False, True, False, True, True, False, True, True, False]:
+    if said != [False, True, False, True, True, False, True, True, False, True, True, False]:
         return f"observers: the profiler's messages succeed and fail as {said}"
-    if folders != ["a/b", "d"] or made != ["a", "a/b", "d"]:
-        return f"observers: traces are in {folders} of {made}, they were asked for in a/b and d"
+    right = ["1", "1/2", "1/2/3", "1/2/3/4", "a", "a/b", "d"]
+    if folders != ["1/2/3/4", "a/b", "d"] or made != right:
+        return f"observers: traces are in {folders} of {made}, they were asked for in a/b, d and 1/2/3/4"
     return ""
 
 

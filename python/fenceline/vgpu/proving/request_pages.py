@@ -102,9 +102,10 @@ class RequestPages:
 
     def _check_fetches(self) -> None:
         for op in self._fetching:
-            self._check(
-                op.over or op.cancelled, "pages are fetched for a request that does not wait for them"
-            )
+            # One that has ended is not cancelled, although the scheduler may learn of its end later.
+            recorded: Any = None if self._storage is None else self._storage._controller
+            goes_on = op in recorded._controller._active and not op.over and not op.cancelled
+            self._check(not goes_on, "pages are fetched for a request that does not wait for them")
         self._fetching = []
 
     def _forgets(self, waiting: Iterable[Req]) -> None:

@@ -26,6 +26,10 @@ from fenceline.vgpu.proving.events import around
 
 _NUM_COMPARED = 64  # steps of the flight record, the latest; the others would only take time
 
+_TRACE_STEPS = 1_000_000  # more than any run has
+
+_LOG_INTERVAL = 3  # decode steps
+
 _Happened = tuple[object, ...]
 
 
@@ -58,6 +62,12 @@ class SchedulerRecord:
         self._happened: list[_Happened] = []
         self._gives_back_all = False
         self._leased: list[Points] = []  # of the memory that requests have got since the latest step
+        # As if a trace were to end after so many steps.
+        self._scheduler.control.profiler.steps_left = _TRACE_STEPS
+        # Short runs have log lines, too.
+        scheduler.stats._decode_log_interval = _LOG_INTERVAL
+        self._num_logged = 0
+        around(scheduler.stats, "log_decode", after=self._logged)
         around(scheduler, "accept", after=self._accepted)
         around(scheduler, "give_back_all", before=self._begin_all, after=self._end_all)
         around(scheduler, "retract", before=self._retracted)
@@ -75,6 +85,9 @@ class SchedulerRecord:
             self._num_prompt_tokens += len(message.input_ids)
         else:
             self._num_refused += 1
+
+    def _logged(self, *args: object) -> None:
+        self._num_logged += 1
 
     def _begin_all(self) -> None:
         self._gives_back_all = True
@@ -107,6 +120,10 @@ class SchedulerRecord:
         happened, self._happened = self._happened, []
         done, num_in_flight = flight.result.done, len(self._steps) - self._num_published
         rids = [req.rid for req in reqs]
+        number = len(self._steps) + 1
+        assert flight.number == self._scheduler.num_launched == number, (
+            f"step {number} has the number {flight.number}, and {self._scheduler.num_launched} are said to be launched"
+        )
         self._steps.append(_Launched(rids, done.serial, done.stream.passed_serial, num_in_flight, happened))
         if isinstance(batch, DecodeBatch):
             self._depths[str(batch.depth.depth)] += 1
@@ -172,6 +189,10 @@ class SchedulerRecord:
             length = 1 + accepted / len(verified) if verified else 0.0
             figures.append(("the length that is accepted", state.avg_spec_accept_length, length))
             figures.append(("steps by depth", state.spec_steps_by_depth, dict(self._depths)))
+        traced = _TRACE_STEPS - (self._scheduler.control.profiler.steps_left or 0)
+        figures.append(("steps of a trace", traced, len(self._steps)))
+        num_due = self._depths.total() // _LOG_INTERVAL
+        figures.append(("log lines of decode steps", self._num_logged, num_due))
         return _first_wrong("figures", figures)
 
     def _compare_counts(self, exchanges: Mapping[str, Exchange], verified: Sequence[Verified]) -> str:

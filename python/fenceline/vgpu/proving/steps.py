@@ -35,6 +35,7 @@ from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.footprint import check_footprints
 from fenceline.vgpu.proving.admission import Admissions
 from fenceline.vgpu.proving.answers import Findings, Setting, Transcript
+from fenceline.vgpu.proving.at_rest import compare_at_rest
 from fenceline.vgpu.proving.attention_plans import compare_attention
 from fenceline.vgpu.proving.backups import Backups
 from fenceline.vgpu.proving.captures import Captures
@@ -59,10 +60,12 @@ from fenceline.vgpu.proving.page_contracts import compare_pages
 from fenceline.vgpu.proving.passing import Passing
 from fenceline.vgpu.proving.random_depths import RandomDepths, compare_depths
 from fenceline.vgpu.proving.recorded_worker import RecordedWorker
+from fenceline.vgpu.proving.request_memory_parts import compare_request_memory
 from fenceline.vgpu.proving.request_pages import RequestPages
 from fenceline.vgpu.proving.retractions import Retractions
 from fenceline.vgpu.proving.runner_parts import compare_runner_parts
 from fenceline.vgpu.proving.sampled_batches import compare_sampling
+from fenceline.vgpu.proving.scheduler_parts import compare_scheduler_parts
 from fenceline.vgpu.proving.scheduler_record import SchedulerRecord
 from fenceline.vgpu.proving.script import Arrival, Flags, FollowUp, Reaction, Scenario
 from fenceline.vgpu.proving.shared_prefixes import compare_shared_prefixes
@@ -435,6 +438,9 @@ class Loop:
             compare_core_dumps(random),
             *(() if self.runner.device.severed else _wrong_promises(random)),
             compare_runner_parts(random),
+            compare_scheduler_parts(random),
+            compare_request_memory(random),
+            "" if self.runner.device.severed else compare_at_rest(self.scheduler, random),
             self._wrong_storage,
         )
         # What may be the cause of the rest is said first.
@@ -486,7 +492,11 @@ class Loop:
             assert count == 0, f"{count} {what} though nothing is on its way"
         mine, leased = tree.all_host_pages(), tiers.host_pages.owned()
         assert np.array_equal(mine, leased), f"host pages {leased} are leased, the tree has {mine}"
-        tiers.close()
+        self.scheduler.close()
+        storage = self.runner.storage
+        assert storage is None or storage.controller._num_gone == len(storage.controller._workers), (
+            "the scheduler has been closed, and threads of the storage are left"
+        )
         self.runner.device.synchronize()
         self.decisions.append(self._owned(tiers))
 

@@ -14,6 +14,7 @@ from msgspec import structs
 
 from fenceline.ipc.io_struct import (
     AbortReq,
+    CancelFlushReq,
     ContinueGenerationReq,
     FlushCacheReq,
     GetInternalStateReq,
@@ -25,7 +26,7 @@ from fenceline.vgpu.proving.flashinfer_library import FLASHINFER
 from fenceline.vgpu.proving.grammars import GRAMMARS
 from fenceline.vgpu.proving.hicache_workloads import HICACHE_WORKLOADS, tier_flags
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
-from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Flag, Flags, Scenario, Script, Workload
+from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Arrival, Flag, Flags, Scenario, Script, Workload
 from fenceline.vgpu.proving.speculative_workloads import (
     SPECULATIVE_WORKLOADS,
     chains_of_models,
@@ -246,7 +247,19 @@ def _bursts(random: Random) -> Scenario:
         **script.graphs(1, 4),
         **script.in_turn(),
     )
-    return _scored(scenario, random) if random.random() < 0.3 else scenario
+    if random.random() < 0.3:
+        scenario = _scored(scenario, random)
+    return _with_waiting_flush(scenario, random) if random.random() < 0.4 else scenario
+
+
+def _with_waiting_flush(scenario: Scenario, random: Random) -> Scenario:
+    """The same, and a flush that waits until no request is left; in some runs it is cancelled."""
+    step = random.randrange(max(arrival.step for arrival in scenario.arrivals) + 1)
+    added = [Arrival(step, FlushCacheReq(id="waits", wait=True))]
+    if random.random() < 0.3:
+        added.append(Arrival(step + random.randint(1, 6), CancelFlushReq(id="waits")))
+    arrivals = sorted((*scenario.arrivals, *added), key=lambda arrival: arrival.step)
+    return replace(scenario, arrivals=tuple(arrivals))
 
 
 def _scored(scenario: Scenario, random: Random) -> Scenario:
