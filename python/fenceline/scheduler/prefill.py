@@ -103,14 +103,23 @@ class _MemoryForecast:
         self._num_rows = memory.rows.num_free
         self._num_running = num_running
         self._reserved_tokens = reserved_tokens
-        self._num_released: Counter[TreeNode] = Counter()  # locks that retracted requests would give back
-        self._pinned: set[TreeNode] = set()  # nodes that admitted ones would lock
+        # The ends of the paths whose locks retracted requests would give back, and of those that admitted ones would
+        # lock.
+        self._released: list[TreeNode] = []
+        self._pinned: list[TreeNode] = []
+        # The nodes of these paths, each as often as it would be given back.
+        self._num_released: Counter[TreeNode] = Counter()
+        self._kept: set[TreeNode] = set()
 
     def pin(self, node: TreeNode) -> None:
         """Count the path of ``node`` as not evictable: it is the prefix of a request to be admitted."""
+        # Again from the ends: the lookup of this prefix may have split nodes.
+        self._num_released = Counter(chain.from_iterable(end.path() for end in self._released))
+        self._kept = set(chain.from_iterable(end.path() for end in self._pinned))
+        self._pinned.append(node)
         for part in node.path():
-            if part not in self._pinned:
-                self._pinned.add(part)
+            if part not in self._kept:
+                self._kept.add(part)
                 if part.lock_ref == self._num_released[part]:
                     self._num_pages -= part.num_device_pages
 
@@ -118,9 +127,10 @@ class _MemoryForecast:
         """Count the row, the own pages and the locks of ``req``, which is running, as given back."""
         assert req.node is not None, f"{req.rid} does not run"
         self._num_pages += len(req.pages) - req.shared_len // self._page_size
+        self._released.append(req.node)
         for part in req.node.path():
             self._num_released[part] += 1
-            if part.lock_ref == self._num_released[part] and part not in self._pinned:
+            if part.lock_ref == self._num_released[part] and part not in self._kept:
                 self._num_pages += part.num_device_pages
         self._num_rows += 1
         self._num_running -= 1
@@ -147,7 +157,9 @@ class _MemoryForecast:
             return False
         needed = num_pages * self._page_size + expected_tokens
         available = self._num_pages * self._page_size
-        left = _left_for(req, available, available - int(self._reserved_tokens), self._share)
+        # Not the integer below if the sum should be one: what remains of a sum of floats depends on their order.
+        reserved = int(self._reserved_tokens + 1e-6)
+        left = _left_for(req, available, available - reserved, self._share)
         return needed <= left or self._num_running == 0
 
     def admit(self, req: Req, num_pages: int, expected_tokens: int) -> None:
@@ -291,7 +303,7 @@ class PrefillPlanner:
             chain([req], waiting),
             candidates,
             lambda: _largest_bodies_first(candidates, num_running, 0),
-            _MemoryForecast(self._memory, len(running), float(expected.sum()), share),
+            lambda: _MemoryForecast(self._memory, len(running), float(expected.sum()), share),
             lambda victim, req: victim.rank - req.rank > threshold,
         )
 
@@ -310,7 +322,7 @@ class PrefillPlanner:
             newcomers,
             candidates,
             lambda: _largest_bodies_first(candidates, num_running, 1),
-            _MemoryForecast(self._memory, len(running), float(expected.sum()), share),
+            lambda: _MemoryForecast(self._memory, len(running), float(expected.sum()), share),
             lambda victim, req: True,
         )
 
@@ -319,7 +331,7 @@ class PrefillPlanner:
         waiting: Iterable[Req],
         candidates: Sequence[_Victim],
         ordered: Callable[[], Sequence[_Victim]],
-        forecast: _MemoryForecast,
+        new_forecast: Callable[[], _MemoryForecast],
         gives_way: Callable[[Req, Req], bool],
     ) -> list[Req]:
         """The leading requests of ``ordered()`` (``candidates`` in order of retraction) that have to be retracted for
@@ -327,9 +339,10 @@ class PrefillPlanner:
         which the next candidate does not give way."""
         if not candidates:
             return []
-        step_tokens = self.step_tokens
+        step_tokens, forecast = self.step_tokens, new_forecast()
         victims: Iterator[_Victim] | None = None
-        taken: list[Req] = []
+        taken: list[_Victim] = []
+        admitted: list[Req] = []
         num_taken = 0
         for index, req in enumerate(waiting):
             if step_tokens <= 0 or index == self._max_reqs:
@@ -345,16 +358,40 @@ class PrefillPlanner:
                 if not forecast.might_have_room(req, num_pages, num_expected, candidates):
                     return []
                 victims = iter(ordered())
-            while not forecast.has_room(req, num_pages, num_expected):
-                victim, victim_expected = next(victims, (None, 0.0))
-                if victim is None or not gives_way(victim, req):
-                    return taken[:num_taken]
-                forecast.release(victim, victim_expected)
+            while not (
+                forecast.has_room(req, num_pages, num_expected)
+                and self._still_fit(admitted, taken, new_forecast)
+            ):
+                victim = next(victims, None)
+                if victim is None or not gives_way(victim[0], req):
+                    return [one for one, _ in taken[:num_taken]]
                 taken.append(victim)
+                forecast.release(*victim)
             forecast.admit(req, num_pages, num_expected)
+            admitted.append(req)
             num_taken = len(taken)
             step_tokens -= num_new
-        return taken[:num_taken]
+        return [one for one, _ in taken]
+
+    def _still_fit(
+        self, admitted: Sequence[Req], taken: Sequence[_Victim], new_forecast: Callable[[], _MemoryForecast]
+    ) -> bool:
+        """Whether the requests of ``admitted``, which fitted when some of the victims ``taken`` had gone, fit now that
+        all have. When a short one goes, long ones must leave more to short ones again, which may be more than it gave
+        back if it shared pages."""
+        if not any(victim.is_short for victim, _ in taken) or all(req.is_short for req in admitted):
+            return True
+        forecast = new_forecast()
+        for victim in taken:
+            forecast.release(*victim)
+        for req in admitted:
+            prefix = self._memory.match(req)
+            forecast.pin(prefix.match.host_node)
+            needed = self._new_memory(req, prefix)
+            if not forecast.has_room(req, *needed):
+                return False
+            forecast.admit(req, *needed)
+        return True
 
     def _new_memory(self, req: Req, prefix: Prefix) -> tuple[int, int]:
         """Pages that ``req`` gets when it is admitted, and tokens that it is expected to ask for afterwards."""
