@@ -58,12 +58,12 @@ SMALL: Mapping[str, Mapping[str, object]] = {
 
 
 @contextmanager
-def small_limits() -> Iterator[None]:
-    """Inside, the engine has these limits."""
+def small_limits(*modules: str) -> Iterator[None]:
+    """Inside, the engine has these limits; if ``modules`` are named, those of these alone."""
     before: list[tuple[ModuleType, str, object]] = []
-    for name, values in SMALL.items():
+    for name in modules or SMALL:
         module = importlib.import_module(f"fenceline.{name}")
-        for limit, value in values.items():
+        for limit, value in SMALL[name].items():
             before.append((module, limit, getattr(module, limit)))
             setattr(module, limit, value)
     try:

@@ -40,8 +40,12 @@ class _Asked:
 class Retractions:
     """Follows the planner of ``scheduler``. ``wrong``: what it decided wrongly."""
 
-    def __init__(self, scheduler: Scheduler, admissions: Admissions) -> None:
+    def __init__(
+        self, scheduler: Scheduler, admissions: Admissions, slacks: Sequence[float] = (-1e-6, 1e-6)
+    ) -> None:
+        """``slacks``: what sums of expected tokens may differ by. Rounding decides about a token that just fits."""
         self.wrong: list[str] = []
+        self._slacks = slacks
         self._scheduler = scheduler
         self._admissions = admissions
         planner: Any = scheduler.planner
@@ -70,8 +74,7 @@ class Retractions:
         """``expected``: the tokens that each running request is expected to ask for. Each body keeps ``num_kept``."""
         of_rid = dict(zip((req.rid for req in self._scheduler.running.reqs), expected.tolist(), strict=True))
         order = self._order(num_kept)
-        # Rounding decides about a token that just fits.
-        right = [self._right(waiting.again(), order, of_rid, gives_way, slack) for slack in (-1e-6, 1e-6)]
+        right = [self._right(waiting.again(), order, of_rid, gives_way, slack) for slack in self._slacks]
         if found not in right and len(self.wrong) < 5:
             names = [[req.rid for req in reqs] for reqs in (found, right[0])]
             self.wrong.append(f"retractions: {names[0]} give way to waiting requests, {names[1]} are right")

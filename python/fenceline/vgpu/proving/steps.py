@@ -58,6 +58,8 @@ from fenceline.vgpu.proving.oracle import Lookahead, Oracle
 from fenceline.vgpu.proving.order_promises import compare_order
 from fenceline.vgpu.proving.page_contracts import compare_pages
 from fenceline.vgpu.proving.passing import Passing
+from fenceline.vgpu.proving.policy_order import compare_policies
+from fenceline.vgpu.proving.prefill_plans import compare_prefill_plans
 from fenceline.vgpu.proving.random_depths import RandomDepths, compare_depths
 from fenceline.vgpu.proving.recorded_worker import RecordedWorker
 from fenceline.vgpu.proving.request_memory_parts import compare_request_memory
@@ -429,6 +431,8 @@ class Loop:
             compare_observers(self.scheduler),
             self._sizes.compare(config, self.runner.kv_pool.num_pages),
             compare_start(config, self.runner, random),
+            "" if self.runner.device.severed else compare_prefill_plans(random),
+            "" if self.runner.device.severed else compare_policies(random),
             compare_shared_prefixes(random),
             compare_attention(random),
             compare_weight_slots(random),
