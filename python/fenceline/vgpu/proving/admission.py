@@ -25,11 +25,13 @@ from fenceline.vgpu.proving.watched import WatchedScheduler
 
 @dataclass(frozen=True, slots=True)
 class _Victim:
-    """A retracted request: the pages that it had or kept in the tree, and the tokens that it might have asked for."""
+    """A retracted request: the pages that it had or kept in the tree, the tokens that it might have asked for, and the
+    number of pages that it had itself, which is another one if the same plan has admitted it again."""
 
     pages: set[int]
     expected: int
     req: Req
+    num_pages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ class Admissions:
         self._plan = _Memory()  # what there was for the present plan
         self._needs: list[Need] = []  # of the requests that it has admitted
         self._num_admitted = 0
+        self._was_refused = False  # whether the present plan has found no memory for a request
         around(scheduler, "retract_for_waiting", before=self._begin_retraction, after=self._end_retraction)
         around(scheduler, "retract", before=self._retracts_one)
         # Running requests that the present decode step has retracted for its memory.
@@ -125,6 +128,7 @@ class Admissions:
                     f"{req.rid} {'is admitted' if got else 'waits'}: it needs {needed} tokens of {self._left}"
                 )
             self._num_admitted += got
+            self._was_refused = self._was_refused or not got
             if got:
                 self._needs.append(need)
                 self._left -= needed
@@ -182,7 +186,7 @@ class Admissions:
         if self._num_for_memory is not None:
             self._num_for_memory += 1
         if self._retracts:
-            self._victim = _Victim(self.pages_of(req), self._expected_of(req), req)
+            self._victim = _Victim(self.pages_of(req), self._expected_of(req), req, len(req.pages))
 
     def _expected_of(self, req: Req) -> int:
         """The most tokens for which a running request may still need memory, as far as they count."""
@@ -314,10 +318,16 @@ class Admissions:
             self._tell(text)
 
     def _end(self, _: object, *args: Any, **kwargs: Any) -> None:
-        """Requests are retracted for waiting ones only if one of these is admitted then."""
+        """Requests are retracted for waiting ones only if one of these is admitted then. If another limit of the step
+        has ended the plan, the request for which the last one gave way may have to wait for the next step."""
         if self._num_victims and not self._num_admitted:
             self._tell(f"{self._num_victims} requests are retracted for nobody")
-        elif self._num_victims and self._victim is not None and self._scheduler.config.speculative is None:
+        elif (
+            self._num_victims
+            and self._victim is not None
+            and self._scheduler.config.speculative is None
+            and (self._was_refused or all(req.row for req in self._scheduler.waiting))
+        ):
             self._check(
                 not self._all_fit_beside(self._victim),
                 f"{self._victim.req.rid} is retracted, and without that the same requests would be admitted",
@@ -336,7 +346,9 @@ class Admissions:
                 continue
             num_pages = need.num_pages + len(need.match_pages - used)
             needed = num_pages * self._size + need.later
-            if not self.has_room(need.req, num_pages, needed, available, left, num_rows, short):
+            if not self.has_room(
+                need.req, num_pages, needed, available, left, num_rows, short, victim=victim
+            ):
                 return False
             used |= need.match_pages
             available, left, num_rows = available - num_pages, left - needed, num_rows - 1
@@ -359,7 +371,7 @@ class Admissions:
     def _begin(self, waiting: object, step_tokens: int, *args: Any, **kwargs: Any) -> None:
         scheduler = self._scheduler
         self._check_turn(step_tokens)
-        self._num_admitted = 0
+        self._num_admitted, self._was_refused = 0, False
         self._check_batch()
         ratio = scheduler.ratio.value
         self._check(
@@ -413,14 +425,16 @@ class Admissions:
         num_rows: int,
         short: Sequence[Req],
         alone: bool = False,
+        victim: _Victim | None = None,
     ) -> bool:
         """Whether ``req``, which gets ``num_pages`` and may need ``needed`` tokens, fits into ``available`` pages, of
         which ``left`` tokens may be given away, and into the rows, beside the ``short`` requests that have memory.
-        ``alone``: nothing else runs, so it may have all."""
+        ``alone``: nothing else runs, so it may have all. ``victim``: one of ``short``, as it was when it ran."""
         # Those that are only thought to be admitted have no pages yet.
-        held = (
-            sum(len(other.pages) or math.ceil(other.num_tokens / self._size) for other in short) * self._size
-        )
+        pages = {other.rid: len(other.pages) or math.ceil(other.num_tokens / self._size) for other in short}
+        if victim is not None and victim.req.rid in pages:
+            pages[victim.req.rid] = victim.num_pages
+        held = sum(pages.values()) * self._size
         if req.is_short and sum(self._final(other) for other in (*short, req)) <= self._kept[0]:
             left = available * self._size
         else:

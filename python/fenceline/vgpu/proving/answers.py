@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -41,6 +42,8 @@ from fenceline.vgpu.proving.tiny_model import PIECES
 F64 = npt.NDArray[np.float64]
 
 LOGPROB_TOLERANCE = 1e-4
+# Keys or values in FP8 that lie between two of its numbers may be rounded to either.
+_ROUNDED_TOLERANCE = 1e-3
 _MISFIT = "unfit"  # what scripts call weights that are to be refused
 _STUCK = FinishReason(
     type="abort", message="no token of the vocabulary can follow in its grammar", status_code=400
@@ -511,6 +514,7 @@ class _Comparison:
         tops = [top for part in present for top in part.top_logprobs]
         named = [pairs for part in present for pairs in part.token_ids_logprobs]
         asked = self._exchange.request.token_ids_logprob
+        close = partial(_close, tolerance=_ROUNDED_TOLERANCE if self._oracle.rounds_kv else LOGPROB_TOLERANCE)
         if ids != list(tokens) or not len(ids) == len(chosen) == len(tops):
             return f"has {side} logprobs of the tokens {ids}, not of {list(tokens)}"
         if len(named) != (len(ids) if asked else 0):
@@ -522,14 +526,12 @@ class _Comparison:
             else:
                 num_top = min(self._exchange.request.top_logprobs_num, len(row))
                 best = np.sort(row)[::-1][:num_top].tolist()
-                wrong = not _close(value, row[token]) or len({id for _, id in top}) != num_top
+                wrong = not close(value, row[token]) or len({id for _, id in top}) != num_top
                 wrong |= len(top) != num_top or any(
-                    not _close(got, row[id]) or not _close(got, right)
+                    not close(got, row[id]) or not close(got, right)
                     for (got, id), right in zip(top, best, strict=False)
                 )
-                wrong |= [id for _, id in pairs] != asked or not all(
-                    _close(got, row[id]) for got, id in pairs
-                )
+                wrong |= [id for _, id in pairs] != asked or not all(close(got, row[id]) for got, id in pairs)
             if wrong:
                 right = (
                     None if row is None else [(row[token], token), *_best(row, len(top)), *_of(row, asked)]
@@ -538,8 +540,8 @@ class _Comparison:
         return ""
 
 
-def _close(value: float | None, right: float) -> bool:
-    return value is not None and abs(value - max(right, _LOWEST)) <= LOGPROB_TOLERANCE
+def _close(value: float | None, right: float, tolerance: float) -> bool:
+    return value is not None and abs(value - max(right, _LOWEST)) <= tolerance
 
 
 def _best(row: F64, num: int) -> list[tuple[float, int]]:

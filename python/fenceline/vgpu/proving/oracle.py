@@ -394,6 +394,7 @@ class Oracle:
 
     def __init__(self, folder: str | Path, max_answers: int = 512, rounds_kv: bool = False) -> None:
         """``rounds_kv``: keys and values are kept in FP8."""
+        self.rounds_kv = rounds_kv
         self._models = lru_cache(lambda other: Model(other or folder, rounds_kv))
         self._max_answers = max_answers
         self._answers: OrderedDict[tuple[Query, tuple[tuple[int, int], ...]], Answer] = OrderedDict()
