@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_model import without_questions
 
 from fenceline.layers.attention import torch_backend
 from fenceline.mem_cache.host import cache_controller, page_copy
@@ -244,6 +245,7 @@ def test_the_checker_is_held_against_a_plain_record(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Callable[..., Any]
 ) -> None:
     monkeypatch.setattr(owner, name, fault)
+    without_questions(monkeypatch)
     found = first_failure("spill", "mixed", "retraction", "together", seeds=range(1, 12))
     assert found.checker == "footprint", found.report
 
@@ -293,6 +295,7 @@ def test_figures_are_compared_with_counts(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Callable[..., Any], checks: str
 ) -> None:
     monkeypatch.setattr(owner, name, fault)
+    without_questions(monkeypatch)
     found = first_failure("graphs", "spill")
     assert found.checker in (ANSWERS, INVARIANTS) and checks in found.report, found.report
 
@@ -340,6 +343,7 @@ def test_figures_of_the_host_and_times_are_compared(
     says: str,
 ) -> None:
     monkeypatch.setattr(owner, name, fault)
+    without_questions(monkeypatch)
     found = first_failure(workload, seeds=range(16))
     assert found.checker in (ANSWERS, INVARIANTS) and says in found.report, found.report
 

@@ -431,8 +431,23 @@ class Loop:
             compare_observers(self.scheduler),
             self._sizes.compare(config, self.runner.kv_pool.num_pages),
             compare_start(config, self.runner, random),
-            "" if self.runner.device.severed else compare_prefill_plans(random),
-            "" if self.runner.device.severed else compare_policies(random),
+        )
+        answers, order = self._ask(random)
+        # What may be the cause of the rest is said first.
+        causes = (
+            order,
+            "" if self._captures is None else self._captures.compare(self.runner, self.decisions),
+        )
+        everything = (*causes, *parts, *answers, self._wrong_storage)
+        return replace(found, wrong="\n".join(part for part in everything if part))
+
+    def _ask(self, random: Random) -> tuple[list[str], str]:
+        """Questions that are asked at random, whatever the run was: what is wrong with the answers, and with what
+        memory_order promises."""
+        is_whole = not self.runner.device.severed
+        answers = [
+            compare_prefill_plans(random) if is_whole else "",
+            compare_policies(random) if is_whole else "",
             compare_shared_prefixes(random),
             compare_attention(random),
             compare_weight_slots(random),
@@ -440,19 +455,13 @@ class Loop:
             compare_sampling(random),
             compare_growth(random),
             compare_core_dumps(random),
-            *(() if self.runner.device.severed else _wrong_promises(random)),
+            *(_wrong_promises(random) if is_whole else ()),
             compare_runner_parts(random),
             compare_scheduler_parts(random),
             compare_request_memory(random),
-            "" if self.runner.device.severed else compare_at_rest(self.scheduler, random),
-            self._wrong_storage,
-        )
-        # What may be the cause of the rest is said first.
-        causes = (
-            "" if self.runner.device.severed else compare_contracts(random) or compare_order(random),
-            "" if self._captures is None else self._captures.compare(self.runner, self.decisions),
-        )
-        return replace(found, wrong="\n".join(part for part in (*causes, *parts) if part))
+            compare_at_rest(self.scheduler, random) if is_whole else "",
+        ]
+        return answers, (compare_contracts(random) or compare_order(random)) if is_whole else ""
 
     def _compare_storage(self, record: StorageRecord) -> str:
         tiers, recorded = self.scheduler.memory.tiers, self._worker.recorded_storage
