@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_model import without_questions
 
 from fenceline.scheduler import prefill, waiting_queue
 from fenceline.scheduler.prefill import PrefillPlanner
@@ -270,7 +271,7 @@ def _no_short_one_goes_first(patch: pytest.MonkeyPatch) -> None:
         (
             _one_more_gives_way,
             "priorities",
-            range(16),
+            range(17, 33),
             "and without that the same requests would be admitted",
         ),
         (
@@ -323,6 +324,7 @@ def test_a_request_that_waits_or_runs_for_a_wrong_sum_is_reported(
     said: str,
 ) -> None:
     plant(monkeypatch)
+    without_questions(monkeypatch)
     outcomes = (run(Trial(workload, seed)) for seed in seeds)
     found = next((one for one in outcomes if not one.clean), None)
     assert found is not None and found.checker == ANSWERS

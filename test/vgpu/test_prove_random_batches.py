@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_model import without_questions
 
 from fenceline.layers.attention import torch_backend
 from fenceline.layers.attention.torch_backend import _Scores, _Source
@@ -117,6 +118,7 @@ def test_runs_of_models_show_the_fault(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Callable[..., Any], workload: str
 ) -> None:
     monkeypatch.setattr(owner, name, fault)
+    without_questions(monkeypatch)
     outcomes = (run(Trial(workload, seed)) for seed in range(40))
     found = next(outcome for outcome in outcomes if not outcome.clean)
     assert found.checker == ANSWERS and (" in place of " in found.report or "alone it is" in found.report)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_model import without_questions
 
 from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.mem_cache import hicache, page_hash
@@ -199,6 +200,7 @@ def test_a_fault_of_the_storage_is_reported(
     said: str,
 ) -> None:
     plant(monkeypatch)
+    without_questions(monkeypatch)
     reports = (run(Trial("storage", seed)).report for seed in _seeds(*flags))
     report = next((report for report in reports if report), "")
     assert said in report, report
@@ -298,6 +300,7 @@ def test_a_fault_in_fetching_is_reported(
     said: str,
 ) -> None:
     plant(monkeypatch)
+    without_questions(monkeypatch)
     outcomes = (run(Trial("fetched", seed)) for seed in _seeds(*flags, workload="fetched"))
     failed = next((outcome for outcome in outcomes if not outcome.clean), None)
     assert failed is not None

@@ -112,10 +112,11 @@ class SchedulerRecord:
         leased, self._leased = [point for after in self._leased for point in after if not point.passed], []
         waits = {point.stream.name: point.serial for point in batch.after}
         late = [point for point in leased if waits.get(point.stream.name, 0) < point.serial]
-        edges = [pages_edge(StreamName.FORWARD, point.stream.name).name for point in late]
+        others = [point.stream.name for point in late if point.stream.name is not StreamName.FORWARD]
+        edges = [pages_edge(StreamName.FORWARD, name).name for name in others]
         assert not late, (
             f"a step does not wait for {_serials(Points.of(*late))}, and its memory was leased after these;"
-            f" missing edge: {' or '.join(edges)}"
+            + (f" missing edge: {' or '.join(edges)}" if edges else "")
         )
         happened, self._happened = self._happened, []
         done, num_in_flight = flight.result.done, len(self._steps) - self._num_published

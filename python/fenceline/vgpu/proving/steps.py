@@ -177,6 +177,7 @@ class Loop:
         self._storage_record: StorageRecord | None = None
         self._storage_jobs: StorageJobs | None = None
         self._wrong_storage = ""
+        self._wrong_end = ""
         if isinstance(device, VgpuDevice):
             self._tags = make_tags(device.gpu, self.runner)
             if device.gpu.detector is not None:  # without it only wrong answers are to be found
@@ -438,7 +439,7 @@ class Loop:
             order,
             "" if self._captures is None else self._captures.compare(self.runner, self.decisions),
         )
-        everything = (*causes, *parts, *answers, self._wrong_storage)
+        everything = (*causes, *parts, *answers, self._wrong_storage, self._wrong_end)
         return replace(found, wrong="\n".join(part for part in everything if part))
 
     def _ask(self, random: Random) -> tuple[list[str], str]:
@@ -507,9 +508,8 @@ class Loop:
         assert np.array_equal(mine, leased), f"host pages {leased} are leased, the tree has {mine}"
         self.scheduler.close()
         storage = self.runner.storage
-        assert storage is None or storage.controller._num_gone == len(storage.controller._workers), (
-            "the scheduler has been closed, and threads of the storage are left"
-        )
+        if storage is not None and storage.controller._num_gone != len(storage.controller._workers):
+            self._wrong_end = "storage: the scheduler has been closed, and threads of the storage are left"
         self.runner.device.synchronize()
         self.decisions.append(self._owned(tiers))
 
