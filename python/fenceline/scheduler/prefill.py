@@ -71,6 +71,8 @@ class _Plan:
 
 # A running request that may be retracted, and the tokens that it is expected to ask for yet.
 _Victim = tuple[Req, float]
+# A waiting request, the end of its cached prefix, its pages, and the tokens that it is expected to ask for afterwards.
+_Admission = tuple[Req, TreeNode, int, int]
 
 
 def _largest_bodies_first(
@@ -342,7 +344,7 @@ class PrefillPlanner:
         step_tokens, forecast = self.step_tokens, new_forecast()
         victims: Iterator[_Victim] | None = None
         taken: list[_Victim] = []
-        admitted: list[Req] = []
+        admitted: list[_Admission] = []
         num_taken = 0
         for index, req in enumerate(waiting):
             if step_tokens <= 0 or index == self._max_reqs:
@@ -360,7 +362,10 @@ class PrefillPlanner:
                 victims = iter(ordered())
             while not (
                 forecast.has_room(req, num_pages, num_expected)
-                and self._still_fit(admitted, taken, new_forecast)
+                and (
+                    not any(victim.is_short for victim, _ in taken[num_taken:])
+                    or self._still_fit(admitted, taken, new_forecast)
+                )
             ):
                 victim = next(victims, None)
                 if victim is None or not gives_way(victim[0], req):
@@ -368,29 +373,30 @@ class PrefillPlanner:
                 taken.append(victim)
                 forecast.release(*victim)
             forecast.admit(req, num_pages, num_expected)
-            admitted.append(req)
+            admitted.append((req, prefix.match.host_node, num_pages, num_expected))
             num_taken = len(taken)
             step_tokens -= num_new
         return [one for one, _ in taken]
 
     def _still_fit(
-        self, admitted: Sequence[Req], taken: Sequence[_Victim], new_forecast: Callable[[], _MemoryForecast]
+        self,
+        admitted: Sequence[_Admission],
+        taken: Sequence[_Victim],
+        new_forecast: Callable[[], _MemoryForecast],
     ) -> bool:
         """Whether the requests of ``admitted``, which fitted when some of the victims ``taken`` had gone, fit now that
         all have. When a short one goes, long ones must leave more to short ones again, which may be more than it gave
         back if it shared pages."""
-        if not any(victim.is_short for victim, _ in taken) or all(req.is_short for req in admitted):
+        if all(req.is_short for req, *_ in admitted):
             return True
         forecast = new_forecast()
         for victim in taken:
             forecast.release(*victim)
-        for req in admitted:
-            prefix = self._memory.match(req)
-            forecast.pin(prefix.match.host_node)
-            needed = self._new_memory(req, prefix)
-            if not forecast.has_room(req, *needed):
+        for req, node, num_pages, num_expected in admitted:
+            forecast.pin(node)
+            if not forecast.has_room(req, num_pages, num_expected):
                 return False
-            forecast.admit(req, *needed)
+            forecast.admit(req, num_pages, num_expected)
         return True
 
     def _new_memory(self, req: Req, prefix: Prefix) -> tuple[int, int]:

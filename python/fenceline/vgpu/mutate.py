@@ -55,12 +55,11 @@ KILLED, SURVIVED, UNREACHED, CRASHED = "killed", "survived", "unreached", "crash
 # Checks that tell that something is wrong, but not which rule was broken.
 _UNSPECIFIC = ("tokens", "answers", "invariants", "deadlock", "kernels")
 _EXCEPTIONS = ("invariants", "kernels")  # reports of these have the lines that an exception has come through
+# Reports that name a call, or memory, and what is right. Those of trees do if they are about one operation.
 _RECORDS = (
-    "storage: ",
-    "memory: ",
-    "captures: ",
-    "contracts: ",
-)  # reports that name a call, or memory, and what is right
+    "storage: ", "memory: ", "captures: ", "contracts: ", "pages: ", "tiers: ", "storage's files: ", "prefill plans: ",
+    "in time: ", "trees: a load ", "trees: page ",
+)  # fmt: skip
 _REVIEW = PACKAGE.parent.parent / "docs" / "mutation_review.json"
 _PAGE = PACKAGE.parent.parent / "docs" / "mutation.md"
 _TABLE = "<!-- written by python -m fenceline.vgpu.mutate --report --write-docs -->"

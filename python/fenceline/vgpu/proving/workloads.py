@@ -411,8 +411,9 @@ def _models(random: Random) -> Scenario:
 
 
 def _windows(random: Random) -> Scenario:
-    """Layers that read what lies in their window and layers that read all, by either kind of attention; in half of the
-    runs drafts are verified, of a model whose layers are as the target's, and in some of these trees of drafts."""
+    """Layers that read what lies in their window and layers that read all, by either kind of attention, some of them
+    between the pieces of a graph; in half of the runs drafts are verified, of a model whose layers are as the target's,
+    and in some of these trees of drafts."""
     scenario = random.choice((_mixed, _prefixes, _aborts, _graphs, _retraction))(random)
     ours = {"attention_backend": LAUNCHED} if random.random() < 0.7 else {}
     drafts = chains_of_models(random) if random.random() < 0.5 else {}
@@ -420,7 +421,9 @@ def _windows(random: Random) -> Scenario:
         scenario = trees_under_windows(random)
         return replace(scenario, flags={**scenario.flags, **ours})
     model = random.choice(("windows", "windows", "gpt_oss"))  # the second one has sinks
-    return replace(scenario, flags={**scenario.flags, **ours, **drafts, "model": model})
+    pieces: Flags = {"piecewise_cuda_graph_tokens": (4, 8), "context_length": GRAPH_CONTEXT}
+    between = pieces if random.random() < 0.4 else {}
+    return replace(scenario, flags={**scenario.flags, **ours, **drafts, **between, "model": model})
 
 
 def _new_weights(random: Random) -> Scenario:
