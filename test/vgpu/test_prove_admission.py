@@ -298,7 +298,7 @@ def _no_short_one_goes_first(patch: pytest.MonkeyPatch) -> None:
         (_no_short_one_passes, "beside", SMALL_64, "turns: the step ends at r\\d+, and there is no reason"),
         (_nobody_is_beside, "beside", range(8), "turns: nobody else is taken beside r\\d+"),
         (_a_token_less_fits_beside, "beside", range(16), "turns: r\\d+ is passed, and its \\d+ tokens fit"),
-        (_no_sample_waits, "bodies", range(1, 32), "turns: r\\d+ does not wait for a sample"),
+        (_no_sample_waits, "bodies", range(32), "turns: r\\d+ does not wait for a sample"),
         (_the_last_token_counts_as_cached, "bodies", SMALL, "turns: r\\d+ waits for a sample"),
         (_a_step_costs_half, "mixed", range(1), "chunks: a step costs \\d+ tokens"),
         (_a_prompt_counts_as_cached, "beside", range(16), "chunks: no further prompt joins \\d+ tokens"),
@@ -311,9 +311,9 @@ def _no_short_one_goes_first(patch: pytest.MonkeyPatch) -> None:
         (_the_ratio_does_not_sink, "bodies", range(4), "the ratio of new tokens is"),
         (_a_retraction_is_forgotten, "retraction", range(8), "the ratio of new tokens is"),
         (_nobody_is_preempted, "priorities", range(16), "nobody gives way to r\\d+, which would fit then"),
-        (_samples_do_not_wait, "bodies", range(1, 4), "r\\d+ computes the prompt that r\\d+ computes"),
+        (_samples_do_not_wait, "bodies", range(4), "r\\d+ computes the prompt that r\\d+ computes"),
         (_prompts_are_looked_for_without_a_row, "row_reuse", range(4), "and there is no row for any"),
-        (_no_short_one_goes_first, "bodies", range(3, 8), "is not tried before the decode step"),
+        (_no_short_one_goes_first, "bodies", range(8), "is not tried before the decode step"),
     ],
 )
 def test_a_request_that_waits_or_runs_for_a_wrong_sum_is_reported(

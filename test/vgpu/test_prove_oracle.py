@@ -885,14 +885,12 @@ WRONG = [
     (_a_flush_that_is_forgotten, "everything", r"'early' was never answered"),
     (_a_pause_that_goes_on, "bursts", r"r\d goes on while generation is paused"),
 ]  # fmt: skip
-# In earlier seeds of these, only the decisions that are taken again (``turns``, ``retractions``, ``admission``) differ,
-# or what the scheduler does at rest.
+# In earlier seeds of these, only the decisions that are taken again (``turns``, ``retractions``, ``admission``) differ.
 FIRST_SEED = {
     _all_of_a_step_for_short_prompts: 18,
     _the_last_short_prompt_first: 6,
     _the_best_one_is_retracted: 1,
     _nobody_gives_way: 9,
-    _a_flush_that_is_forgotten: 4,
 }
 
 

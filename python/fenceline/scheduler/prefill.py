@@ -113,11 +113,13 @@ class _MemoryForecast:
         self._num_released: Counter[TreeNode] = Counter()
         self._kept: set[TreeNode] = set()
 
-    def pin(self, node: TreeNode) -> None:
-        """Count the path of ``node`` as not evictable: it is the prefix of a request to be admitted."""
-        # Again from the ends: the lookup of this prefix may have split nodes.
+    def walk_again(self) -> None:
+        """Walk the paths again, from their ends: a lookup may have split nodes of them."""
         self._num_released = Counter(chain.from_iterable(end.path() for end in self._released))
         self._kept = set(chain.from_iterable(end.path() for end in self._pinned))
+
+    def pin(self, node: TreeNode) -> None:
+        """Count the path of ``node`` as not evictable: it is the prefix of a request to be admitted."""
         self._pinned.append(node)
         for part in node.path():
             if part not in self._kept:
@@ -353,6 +355,7 @@ class PrefillPlanner:
             num_new = req.num_tokens - prefix.num_tokens
             if index and self._chunk_size is None and num_new > step_tokens:
                 break  # prompts are not split, and this one has to wait for the next step
+            forecast.walk_again()
             forecast.pin(prefix.match.host_node)
             num_pages, num_expected = self._new_memory(req, prefix)
             if victims is None:

@@ -37,7 +37,8 @@ def compare_contracts(random: Random) -> str:
     return ""
 
 
-def _raises(kind: type[Exception], call: Callable[..., object], *args: object) -> bool:
+def raises(kind: type[Exception], call: Callable[..., object], *args: object) -> bool:
+    """Whether ``call`` with ``args`` raises an exception of this kind."""
     try:
         call(*args)
     except kind:
@@ -85,7 +86,7 @@ def _leases(random: Random) -> Iterator[str]:
         if before != sorted(leased):
             yield f"{before} are said to be leased, {sorted(leased)} are"
         is_right = len({*wrong}) == len(wrong) and {*wrong} <= leased
-        if _raises(LeaseError, pool.retire, np.array(wrong, np.int32), Points.of(point)) == is_right:
+        if raises(LeaseError, pool.retire, np.array(wrong, np.int32), Points.of(point)) == is_right:
             yield f"the ids {wrong} are {'not ' * is_right}retired, leased are {before}"
         right = wrong if is_right else random.sample(before, random.randint(0, len(before)))
         if not is_right:
@@ -128,7 +129,7 @@ def _edges(random: Random) -> Iterator[str]:
         for edge in random.sample(list(EDGES.values()), 4):
             fits = (StreamName.HOST, stream.name) in edge.pairs
             for wait in (stream.synchronize_from_worker, stream.synchronize):
-                if _raises(AssertionError, wait, point, edge) == fits:
+                if raises(AssertionError, wait, point, edge) == fits:
                     yield _misjudged(wait.__name__, edge, stream, fits)
 
 
@@ -221,7 +222,7 @@ def _workers(random: Random) -> Iterator[str]:
     device_module.logger.disabled = True  # the worker's failure is one that it was asked for
     try:
         asked.put(None)
-        raised = _raises(_Stop, worker.join)
+        raised = raises(_Stop, worker.join)
     finally:
         device_module.logger.disabled = False
     if not raised:
@@ -298,7 +299,7 @@ def _ranks(random: Random) -> Iterator[str]:
         yield f"{exchanged} is exchanged, not {data}"
     if declared[0] != 3:
         yield f"{declared[0]} of 3 operations of a communicator are declared"
-    if not _raises(RuntimeError, ranks.all_gather, values[rank]):
+    if not raises(RuntimeError, ranks.all_gather, values[rank]):
         yield "a communicator's operation is made on another stream"
     ranks.close()
     if not backend.is_closed:

@@ -58,7 +58,7 @@ from fenceline.memory_order.stream import applied_at, joined
 from fenceline.vgpu import order_record
 from fenceline.vgpu.errors import FootprintError
 from fenceline.vgpu.order_record import OrderRecord
-from fenceline.vgpu.proving.contracts import compare_contracts
+from fenceline.vgpu.proving.contracts import compare_contracts, raises
 
 _NUM_OPERATIONS = 18
 _GRANULE = 16  # bytes at a multiple of which an array begins
@@ -156,14 +156,6 @@ class _Streams(TorchFunctionMode):
             stream = getattr(device_module._current, "stream", None)
             self.written.append((name, None if stream is None else stream.name.value))
         return func(*args, **(kwargs or {}))
-
-
-def _raises(kind: type[Exception], call: Callable[..., object], *args: object) -> bool:
-    try:
-        call(*args)
-    except kind:
-        return True
-    return False
 
 
 # --- names and declarations
@@ -517,7 +509,7 @@ def _arenas(random: Random) -> Iterator[str]:
                 yield f"{num} rows of {name} are taken, and not leased until the next replay"
     arena.begin_replay()
     for name, field in arena.fields.items():
-        if field.role is not Role.PLAN and not _raises(LeaseError, outputs.take, name, 1):
+        if field.role is not Role.PLAN and not raises(LeaseError, outputs.take, name, 1):
             yield f"{name} of a replay is taken after the next one"
 
 
@@ -570,10 +562,10 @@ def _graphs(random: Random) -> Iterator[str]:
     num = random.randint(0, 2)
     steps = [lambda: graph.register(*(Registers() for _ in range(num))), graph.allow_replay]
     for step in steps:
-        if not (_raises(GraphError, graph.replay) and _raises(GraphError, graph.bind)):
+        if not (raises(GraphError, graph.replay) and raises(GraphError, graph.bind)):
             yield f"a graph that is {graph.state.name} is replayed"
         step()
-    if not all(_raises(GraphError, step) for step in steps):
+    if not all(raises(GraphError, step) for step in steps):
         yield "a graph is registered or allowed twice"
     before, bound = runs[0], graph.bind()
     for replay in (graph.replay, bound):
@@ -642,7 +634,7 @@ def _results(random: Random) -> Iterator[str]:
                 for number, dtype in enumerate(types)
             }
             if len(flights) == depth:
-                if not _raises(LeaseError, ring.download, tensors, is_small):
+                if not raises(LeaseError, ring.download, tensors, is_small):
                     yield f"{depth + 1} steps of results are in a ring of {depth}"
                 yield from _take(*flights.pop(0))
                 device.taken()
@@ -683,7 +675,7 @@ def _take(lease: Any, right: dict[str, list[Any]], tensors: object) -> Iterator[
         yield f"the results {right} arrive as {got}"
     if not lease.produced.passed:
         yield "results have been taken, and the host does not know that they have been produced"
-    if not _raises(LeaseError, lease.wait):
+    if not raises(LeaseError, lease.wait):
         yield "results are taken twice"
 
 
@@ -803,7 +795,7 @@ def _ranks(random: Random) -> Iterator[str]:
     ranks = Communicator("contract", device, device.forward, backend)  # type: ignore[arg-type]
     given = (torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1), 1e-6)
     with device.store.active():
-        if not _raises(CommunicatorError, ranks.all_reduce_add_norm, *given):
+        if not raises(CommunicatorError, ranks.all_reduce_add_norm, *given):
             yield "a sum with its norm is made on another stream"
     for _ in range(2):
         with device.forward.active():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
 from types import SimpleNamespace
@@ -31,6 +31,7 @@ from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order.device import CpuDevice, CpuStream
 from fenceline.memory_order.edges import WHOLE_PAGE, StreamName
 from fenceline.memory_order.stream import Point, Points, Stream
+from fenceline.vgpu.proving.contracts import raises
 
 _ROOM = 1 << 30
 _MEM_LAYOUTS: tuple[MemLayout, ...] = ("layer_first", "page_first")
@@ -48,14 +49,6 @@ def compare_pages(random: Random) -> str:
     finally:
         torch.set_num_threads(threads)
     return ""
-
-
-def _raises(kind: type[Exception], call: Callable[..., object], *args: object) -> bool:
-    try:
-        call(*args)
-    except kind:
-        return True
-    return False
 
 
 def _layout(random: Random, with_latents: bool = True) -> KVLayout:
@@ -409,5 +402,5 @@ def _keys(random: Random) -> Iterator[str]:
     if got != right:
         yield f"{len(got)} keys of {len(tokens)} tokens are not the {len(right)} that are right"
     beyond = np.array([1, random.choice((_INT32.min - 1, _INT32.max + 1))], np.int64)
-    if not _raises(AssertionError, page_keys, parent, beyond, size):
+    if not raises(AssertionError, page_keys, parent, beyond, size):
         yield f"tokens {beyond} share a key with others"

@@ -92,6 +92,8 @@ from fenceline.vgpu.speculative_tags import make_tags
 from fenceline.vgpu.tags import Tags
 
 _MAX_STEPS = 2000
+# What the tiers of the cache promise to any caller.
+_OF_CACHES = compare_trees, compare_pages, compare_storage_contracts, compare_tiers
 STEP_S = 0.01
 _PLANNED = (FLASHINFER, FLASHINFER_TENSOR_CORES)
 
@@ -456,7 +458,7 @@ class Loop:
             compare_sampling(random),
             compare_growth(random),
             compare_core_dumps(random),
-            *(_wrong_promises(random) if is_whole else ()),
+            *((compare(random) for compare in _OF_CACHES) if is_whole else ()),
             compare_runner_parts(random),
             compare_scheduler_parts(random),
             compare_request_memory(random),
@@ -518,13 +520,3 @@ class Loop:
         pages, host_pages = tiers.tree.all_pages(), tiers.tree.all_host_pages()
         host = host_bytes(self.runner.hicache.host_pool, host_pages)
         return Owned(pages, device_bytes(self.runner, pages), host_pages, host)
-
-
-def _wrong_promises(random: Random) -> tuple[str, ...]:
-    """What the tiers of the cache promise to any caller, and do not keep."""
-    return (
-        compare_trees(random),
-        compare_pages(random),
-        compare_storage_contracts(random),
-        compare_tiers(random),
-    )

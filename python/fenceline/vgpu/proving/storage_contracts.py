@@ -11,7 +11,7 @@ import errno
 import gc
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -28,6 +28,7 @@ from fenceline.mem_cache.storage import file_backend, page_file
 from fenceline.mem_cache.storage.backend import Reason, StorageError, StorageStats
 from fenceline.mem_cache.storage.directory import Cleaner, PageFile, StorageDirectory
 from fenceline.mem_cache.storage.file_backend import FileBackend
+from fenceline.vgpu.proving.contracts import raises
 
 _SECOND_NS = 10**9
 _STEP_NS = 1000  # between the times of two pages of a call
@@ -48,14 +49,6 @@ def compare_storage_contracts(random: Random) -> str:
             for wrong in part(random, folder):
                 return f"storage's files: {wrong}"
     return ""
-
-
-def _raises(kind: type[Exception], call: Callable[..., object], *args: object) -> bool:
-    try:
-        call(*args)
-    except kind:
-        return True
-    return False
 
 
 def _num_open() -> int:
@@ -163,7 +156,7 @@ def _entries(random: Random, root: Path) -> Iterator[str]:
         link.symlink_to(precious if what == "page" else outside)
         folder = StorageDirectory(place, 0.0, reasons.append)  # which knows no folder yet
         reasons.clear() if what != "tmp" else None
-        if what == "page" and not _raises(FileNotFoundError, folder.open, path):
+        if what == "page" and not raises(FileNotFoundError, folder.open, path):
             yield "a link in the place of a page is read"
         if what in ("fan", "model") and folder.holds(path):
             yield f"a page is found through a link in the place of its {what}"
@@ -249,7 +242,7 @@ def _locks(random: Random, root: Path) -> Iterator[str]:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     with patch("fcntl.flock", refuses):
-        if not _raises(OSError, _use_locked, first):
+        if not raises(OSError, _use_locked, first):
             yield "a lock that the system refuses is had"
     if _num_open() != num_open:
         yield "a lock that is refused leaves a file open"
@@ -441,7 +434,7 @@ def _openings(random: Random, root: Path) -> Iterator[str]:
 
     for reason in (errno.ENOSPC, errno.EACCES):
         with patch.object(StorageDirectory, "publish", refuses):
-            is_refused = _raises(ValueError, FileBackend, root, _fingerprint(nbytes), size)
+            is_refused = raises(ValueError, FileBackend, root, _fingerprint(nbytes), size)
         if is_refused != (reason != errno.ENOSPC):
             yield f"a directory is {'' if is_refused else 'not '}refused because of {os.strerror(reason)}"
         if list((root / "tmp").iterdir()):
