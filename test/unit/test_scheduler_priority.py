@@ -161,6 +161,25 @@ def test_what_is_forecast_is_what_will_be_reserved_after_the_retractions() -> No
     assert forecast.has_room(high, 1, left - 4) and not forecast.has_room(high, 1, left - 3)
 
 
+def test_the_plan_and_the_forecast_round_sums_of_expected_tokens_alike() -> None:
+    """Otherwise a request that just fits would have others retracted for it."""
+    scheduler = make_driver(num_pages=64, page_size=4, num_rows=8).scheduler
+    running = []
+    for row, num_left in enumerate((39, 37, 51, 38, 5), 1):
+        req = Req(request(str(row), [5, 5]), np.full(2, 5, np.int32), frozenset(), 1, num_left, 1)
+        req.row, req.allocated_len = row, req.final_len - num_left
+        running.append(req)
+    scheduler.running.add(running)
+    expected = float(scheduler.running.expected_tokens(0.7, 4096).sum())
+    assert 118 < expected < 119, "0.7 * 170 is 119, and this sum of floats is not"
+    reserved = scheduler.running.reserved_tokens(0.7, 4096)
+    assert reserved == 119
+    waiting = Req(request("waiting", [5] * 4), np.full(4, 5, np.int32), frozenset(), 1, 9, 1)
+    forecast = _MemoryForecast(scheduler.memory, 5, expected, ShortShare(0, 0))
+    left = scheduler.memory.num_available_pages * 4 - reserved
+    assert forecast.has_room(waiting, 1, left - 4) and not forecast.has_room(waiting, 1, left - 3)
+
+
 def test_nobody_gives_way_to_a_prompt_that_is_not_split_and_has_to_wait_for_another_step() -> None:
     driver = driver_with_priorities(
         num_pages=64, page_size=4, num_rows=3, chunked_prefill_size=-1, max_prefill_tokens=12

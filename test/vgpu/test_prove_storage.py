@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from functools import cache
 from itertools import islice
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from storage_tier import tier_fingerprint
 from tiny_model import without_questions
 
 from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.mem_cache import hicache, page_hash
 from fenceline.mem_cache.storage import directory, file_backend, page_file, worker
 from fenceline.mem_cache.storage.controller import StorageController
+from fenceline.mem_cache.storage.file_backend import FileBackend
 from fenceline.mem_cache.transfer import Ticket
 from fenceline.mem_cache.tree import hiradix_cache
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
@@ -335,3 +338,45 @@ def test_a_storage_with_bad_days_is_clean() -> None:
         "storage raises",
         "eviction from storage",
     }
+
+
+def _recorded(root: Path, num_pages: int) -> tuple[FileBackend, StorageRecord, Callable[..., list[bool]]]:
+    """A directory for ``num_pages`` pages, its record, and a function that stores pages of these keys."""
+    fingerprint = tier_fingerprint()
+    max_bytes = num_pages * (page_file.header_nbytes(None) + fingerprint.page_nbytes)
+    backend = FileBackend(root, fingerprint, max_bytes)
+    storage = SimpleNamespace(directory=str(root), max_bytes=max_bytes)
+    config: Any = SimpleNamespace(
+        hicache=SimpleNamespace(storage=storage),
+        server_args=SimpleNamespace(hicache_storage_key=None),
+        model=SimpleNamespace(model_path=""),
+    )
+    record = StorageRecord(backend, config, Random(0))
+    page = np.zeros(fingerprint.page_nbytes, dtype=np.uint8)
+    return backend, record, lambda *keys: backend.set(list(keys), [[page]] * len(keys))
+
+
+def test_a_call_that_is_held_up_is_numbered_when_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What other threads use meanwhile was used before it, so it may evict that."""
+    backend, record, store = _recorded(tmp_path, num_pages=3)
+    *old, new = (bytes([number]) * 32 for number in range(4))
+    monkeypatch.setattr(record, "_begin_bad_day", lambda name, keys: None)
+    assert store(*old) == [True] * 3
+    monkeypatch.setattr(record, "_begin_bad_day", lambda name, keys: name == "set" and backend.exists(old))
+    assert store(new) == [True]
+    assert not record.wrong
+
+
+def test_a_folder_that_the_engine_has_checked_is_not_exchanged_for_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, record, store = _recorded(tmp_path, num_pages=3)
+    monkeypatch.setattr(record, "_begin_bad_day", lambda name, keys: None)
+    assert store(bytes(32)) == [True]
+    record._remove_folder(SimpleNamespace(choice=lambda names: backend._model))  # type: ignore[arg-type]
+    random: Any = SimpleNamespace(random=lambda: 0.9)
+    monkeypatch.setattr(record, "_begin_bad_day", lambda name, keys: record._place_foreign(keys, random))
+    assert store(bytes(32)) == [True]
+    assert not record.wrong

@@ -65,10 +65,10 @@ _GRAPH_TOKENS_STEPS = ((64, 16), (256, 32), (1024, 64), (2048, 128))
 _GRAPH_TOKENS_STEP_BEYOND = 512
 _SMALLEST_PREFILL = 16
 _MAX_GRAPH_TOKENS = 2048
-# Launching a layer takes the CPU about 0.33 ms when a server computes several prompts in a step, and the first tokens
-# of the step before wait for that. A token takes the GPU two operations for each weight, at 6e14 operations per second
-# (H200). Above twice the number of tokens that the GPU computes in that time, padding costs more than launching. A rank
-# multiplies by its part of the weights only, and launches two sums more in each layer.
+# Launching one layer takes the CPU about 0.33 ms in a server that computes several prompts in a step, and meanwhile it
+# cannot send the first tokens of the step before. A token takes the GPU two operations for each weight, at 6e14
+# operations per second (H200). Above twice the number of tokens that the GPU computes in that time, padding costs more
+# than launching. A rank multiplies by its part of the weights only, and launches two sums more in each layer.
 _WORTHWHILE_WEIGHT_TOKENS = 2 * 0.33e-3 * 6e14 / 2
 _LAUNCHES_OF_RANKS = 1.25  # the CPU's time for a layer with sums over ranks, compared with one rank
 

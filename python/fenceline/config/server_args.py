@@ -599,8 +599,8 @@ class ServerArgs:
     piecewise_cuda_graph_tokens: tuple[int, ...] | None = flag(
         None,
         "The prefill sizes in tokens to capture, a step runs in the next larger one. Unless given, on a GPU every 16th "
-        "to 64, every 32nd to 256, every 64th to 1024, every 128th, up to --piecewise-cuda-graph-max-tokens; on a CPU "
-        "none.",
+        "to 64, every 32nd to 256, every 64th to 1024, every 128th to 2048, every 512th, up to "
+        "--piecewise-cuda-graph-max-tokens; on a CPU none.",
         group=_RUNTIME,
         metavar="TOKENS",
     )

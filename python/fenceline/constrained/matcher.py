@@ -56,8 +56,8 @@ class GrammarStore:
         self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
 
     def prepare(self) -> None:
-        """Import the library before anybody waits for a step. It takes up to seconds, and even in another thread it
-        holds the interpreter lock for most of them."""
+        """Import the library now, before a request has to wait for it. This may take seconds and holds the interpreter
+        lock for most of them, so another thread would not help."""
         import xgrammar  # noqa: F401
 
     def use_threads(self, num: int) -> None:

@@ -15,7 +15,7 @@ from fenceline.memory_order import Points
 from fenceline.model_executor.step import ExtendBatch, ExtendSeq, PageWrites, concatenated
 from fenceline.scheduler.req import Prefix, Req
 from fenceline.scheduler.request_memory import Remap, RequestMemory
-from fenceline.scheduler.schedule_policy import PrefixWork, ShortShare, StepSharing, loses_least
+from fenceline.scheduler.schedule_policy import PrefixWork, ShortShare, StepSharing, loses_least, whole_tokens
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -109,12 +109,17 @@ class _MemoryForecast:
         # lock.
         self._released: list[TreeNode] = []
         self._pinned: list[TreeNode] = []
-        # The nodes of these paths, each as often as it would be given back.
+        # The nodes of these paths, each as often as it would be given back. They are current as long as the tree has
+        # made no node since.
         self._num_released: Counter[TreeNode] = Counter()
         self._kept: set[TreeNode] = set()
+        self._num_created = memory.tree.num_created
 
     def walk_again(self) -> None:
-        """Walk the paths again, from their ends: a lookup may have split nodes of them."""
+        """Find the nodes of the paths again if a lookup may have split one of them: its new upper half is missing."""
+        if self._num_created == self._memory.tree.num_created:
+            return
+        self._num_created = self._memory.tree.num_created
         self._num_released = Counter(chain.from_iterable(end.path() for end in self._released))
         self._kept = set(chain.from_iterable(end.path() for end in self._pinned))
 
@@ -161,9 +166,7 @@ class _MemoryForecast:
             return False
         needed = num_pages * self._page_size + expected_tokens
         available = self._num_pages * self._page_size
-        # Not the integer below if the sum should be one: what remains of a sum of floats depends on their order.
-        reserved = int(self._reserved_tokens + 1e-6)
-        left = _left_for(req, available, available - reserved, self._share)
+        left = _left_for(req, available, available - whole_tokens(self._reserved_tokens), self._share)
         return needed <= left or self._num_running == 0
 
     def admit(self, req: Req, num_pages: int, expected_tokens: int) -> None:
@@ -290,9 +293,11 @@ class PrefillPlanner:
         threshold: int,
         share: ShortShare,
     ) -> list[Req]:
-        """The requests of ``running`` to retract so that the next step can admit those of ``waiting`` whose rank is
-        better by more than ``threshold``. As few as suffice are chosen: the worst rank first, then those of the HTTP
-        bodies that run most (``num_running``). No request is retracted for one that would not fit even then.
+        """The requests of ``running`` to retract so that those of ``waiting`` whose rank is better by more than
+        ``threshold`` have memory. As few as suffice are chosen: the worst rank first, then those of the HTTP bodies
+        that run most (``num_running``). No request is retracted for one that would not fit even then. The requests that
+        get memory have at most as many tokens as a step; where prompts share steps (``sharing``), they are admitted in
+        several steps that follow one another.
 
         ``expected`` [len(running)]: tokens that each is expected to ask for in future. ``waiting`` is ordered by rank;
         no more of it is examined than fits into a step.
@@ -339,8 +344,8 @@ class PrefillPlanner:
         gives_way: Callable[[Req, Req], bool],
     ) -> list[Req]:
         """The leading requests of ``ordered()`` (``candidates`` in order of retraction) that have to be retracted for
-        the next step to admit ``waiting``. It stops at the first waiting request that does not fit even then, or for
-        which the next candidate does not give way."""
+        ``waiting`` to be admitted, as far as a step's tokens go. It stops at the first waiting request that does not
+        fit even then, or for which the next candidate does not give way."""
         if not candidates:
             return []
         step_tokens, forecast = self.step_tokens, new_forecast()

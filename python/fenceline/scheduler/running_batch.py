@@ -12,7 +12,7 @@ from fenceline.memory_order import Points
 from fenceline.model_executor.step import DecodeBatch, DepthChoice, PageWrites, constrained_rows
 from fenceline.sampling.sampling_batch import ReqSampling
 from fenceline.scheduler.req import Req
-from fenceline.scheduler.schedule_policy import ShortShare
+from fenceline.scheduler.schedule_policy import ShortShare, whole_tokens
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
@@ -87,7 +87,7 @@ class RunningBatch:
         """The sum of :meth:`expected_tokens`."""
         if not self.reqs:  # a first token waits for this
             return 0
-        return int(self.expected_tokens(ratio, clip).sum())
+        return whole_tokens(self.expected_tokens(ratio, clip).sum())
 
     def short_share(self, share: ShortShare) -> ShortShare:
         """``share``, with what the short requests among these hold of it."""

@@ -171,6 +171,12 @@ def num_waiting_tokens(waiting: Iterable[Req], num_waiting: int) -> int:
     return total * num_waiting // max(len(counted), 1)
 
 
+def whole_tokens(num_tokens: float) -> int:
+    """``num_tokens`` rounded down. A sum of floats that should be an integer may be slightly less, which depends on the
+    order of its terms, so 1e-6 is added first."""
+    return int(num_tokens + 1e-6)
+
+
 def loses_least(req: Req) -> tuple[int, int]:
     """Sort key for the retraction of running requests of one rank; the smallest goes first. As in SGLang, these are the
     requests with the fewest outputs, and among them those with the longest prompts."""

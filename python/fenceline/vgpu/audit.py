@@ -118,7 +118,7 @@ def _mask(accesses: Accesses, region: Region) -> Mask:
 
 
 def ranges_of(access: Access) -> list[tuple[int, int]]:
-    """The bytes that ``access`` is to: half-open ranges. Its rows are looked up now."""
+    """The bytes that ``access`` covers, as half-open ranges. The numbers of its rows are read from memory now."""
     if access.rows is None:
         return list(access.layout.ranges)
     form, num_rows = access.layout.form, access.layout.form.shape[0]

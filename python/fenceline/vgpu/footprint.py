@@ -269,14 +269,14 @@ class Footprints:
             num_kinds = len(
                 list(itertools.groupby(self._layout.layers))
             )  # a launch takes layers that are alike
-            most = self._num_layers if to_device else num_kinds
+            num_right = self._num_layers if to_device else num_kinds
             if not to_device and len(copies) == len(self._copies):
                 raise FootprintError("footprint: a backup by SMs does not occupy them")
         else:
             pairs = list(zip(device_pages, host_pages, strict=True))
-            most = _num_runs(pairs) * sum(len(rows) for rows in self._layout.layers)
-        if len(copies) != most:
-            raise FootprintError(f"footprint: a transfer makes {len(copies)} copies, {most} are enough")
+            num_right = _num_runs(pairs) * sum(len(rows) for rows in self._layout.layers)
+        if len(copies) != num_right:
+            raise FootprintError(f"footprint: a transfer makes {len(copies)} copies, {num_right} are right")
 
 
 def _num_runs(pairs: Sequence[tuple[int, int]]) -> int:

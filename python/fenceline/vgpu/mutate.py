@@ -261,9 +261,9 @@ def _try_mutant(mutant: Mutant, runs: Iterable[tuple[str, int]], cpu_limit_s: fl
 
 
 def is_by_name(mutant: Mutant, checker: str, named: tuple[str, ...], report: str) -> bool:
-    """Whether the report says what is missing: if the changed line names edges or guards, one of them; otherwise any
-    edge or guard, or a check that says which memory was used how. Or it is of an exception that has come through a line
-    of the changed statement, which it names."""
+    """Whether the report identifies the fault. If the changed line names edges or guards, the report must name one of
+    them; otherwise any edge or guard, or a check that says which memory was used how, is enough. A line of the changed
+    statement in an exception's traceback is enough too."""
     from fenceline.memory_order.edges import EDGES, GUARDS, edge_of
 
     lines = re.findall(rf"{re.escape(mutant.path)}:(\d+) in ", report) if checker in _EXCEPTIONS else []

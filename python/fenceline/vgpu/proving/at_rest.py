@@ -269,7 +269,8 @@ def _slow_grammars(own: _Questions, random: Random) -> Iterator[str]:
 
 
 def _short_ones(own: _Questions, random: Random) -> Iterator[str]:
-    """Before a decode step that is due a request may go of which so many tokens are not cached."""
+    """``short_newcomer(n)`` finds a waiting request of which at most n tokens are not cached. It may be computed before
+    a decode step that is due."""
     num_tokens, num_cached = random.randint(2, 20), random.randrange(5)
     if num_tokens + num_cached + 1 >= own.scheduler.config.model.context_length // 2:
         return
@@ -286,7 +287,7 @@ def _short_ones(own: _Questions, random: Random) -> Iterator[str]:
 
 
 def _accounts(own: _Questions, random: Random) -> Iterator[str]:
-    """What the memory of requests refuses is passed on, once after each step."""
+    """The memory's accounts are checked exactly once after the last step before the engine is idle."""
     scheduler, asked = own.scheduler, list[int]()
     with patch.object(scheduler.memory, "check_memory", lambda: asked.append(1)):
         scheduler.memory_checked = False

@@ -1,10 +1,10 @@
 """Graphs and their memory: what must hold of each capture, and of what the engine says before each replay.
 
-A capture's body has been run before, operation by operation and not on the default stream, so that nothing is compiled
-or set up while it is captured, and that has ended when the capture begins. A graph does something, and one for n rows
-accesses no row of its arena beyond these. Plans of attention that a graph contains are made for the longest requests.
-What a step computes for itself is read after it has been written. A row of an arena without a request holds what
-docs/graphs.md says, and a batch of other lengths than the arena's is refused.
+Before a capture begins, its body must have run once, with the same operations and shapes and not on the default stream,
+and that run must have ended: so nothing is compiled or set up while it is captured. A graph does something, and one for
+n rows accesses no row of its arena beyond these. Plans of attention that a graph contains are made for the longest
+requests. What a step computes for itself is read after it has been written. A row of an arena without a request holds
+what docs/graphs.md says, and a batch of other lengths than the arena's is refused.
 
 The engine keeps the addresses of the memory that all graphs share, to notice when it has moved. Each graph is replayed
 as often as there are steps of its size. And the engine says when the values of an arena, and of a graph's outputs,

@@ -42,8 +42,8 @@ def compare_layers(random: Random) -> str:
 
 
 class _Ranks:
-    """Stands for the communicators of all ranks, which do the same one after the other, twice. The first time each
-    one's sums and concatenations are its own; the second time they are those of all."""
+    """Replaces the communicators of all ranks in one thread. The ranks' calls are made one after the other, twice: the
+    first time each rank's sums and concatenations are of its own part alone; the second time they are of all parts."""
 
     def __init__(self, size: int) -> None:
         self.size = size

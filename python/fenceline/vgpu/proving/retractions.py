@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 from fenceline.scheduler.req import Req
@@ -34,7 +33,8 @@ class _Asked:
 
     def again(self) -> Iterator[Req]:
         """All from the beginning. Only those that have not been asked for yet are taken from the queue now."""
-        return chain(list(self._noted), self._reqs)
+        yield from list(self._noted)
+        yield from self
 
 
 class Retractions:

@@ -435,7 +435,12 @@ class Loop:
             self._sizes.compare(config, self.runner.kv_pool.num_pages),
             compare_start(config, self.runner, random),
         )
-        answers, order = self._ask(random)
+        try:
+            answers, order = self._ask(random)
+        except Exception as error:
+            if not any(parts):
+                raise
+            answers, order = [f"a question cannot be asked: {type(error).__name__}: {error}"], ""
         # What may be the cause of the rest is said first.
         causes = (
             order,

@@ -244,7 +244,7 @@ def _locks(random: Random, root: Path) -> Iterator[str]:
     with patch("fcntl.flock", refuses):
         if not raises(OSError, _use_locked, first):
             yield "a lock that the system refuses is had"
-    if _num_open() != num_open:
+    if _num_open() > num_open:  # there may be fewer: older directories are closed when they are collected
         yield "a lock that is refused leaves a file open"
     with patch("os.statvfs", lambda _: SimpleNamespace(f_bavail=3, f_frsize=512)):
         if first.num_free_bytes() != 3 * 512:
@@ -358,7 +358,7 @@ def _batches(random: Random, root: Path) -> Iterator[str]:
     backend = FileBackend(
         root, _fingerprint(nbytes), most * (_HEADER_NBYTES + nbytes), clean_to=1.0, clock=lambda: now[0]
     )
-    lock, stats = _Lock(), backend._stats
+    lock = _Lock()
     backend._stats_lock = lock  # type: ignore[assignment]
     held: list[bool] = []
 
@@ -371,7 +371,6 @@ def _batches(random: Random, root: Path) -> Iterator[str]:
     if stored != [number < most for number in range(len(keys))]:
         yield f"a call with {len(keys)} pages for a directory of {most} keeps {stored}"
     # The next call's pages would take the place of these, which are older than all of its own.
-    now[0] += len(keys) * _STEP_NS + 1
     others = [random.randbytes(32) for _ in range(most)]
     now[0] = 10**15 + most * _STEP_NS + 1
     stored = backend.set(others, _pages(random, most, nbytes))
@@ -382,7 +381,6 @@ def _batches(random: Random, root: Path) -> Iterator[str]:
         backend.stats()
     if held != [True, True]:
         yield f"counts are changed under their lock: {held}"
-    del stats
 
 
 def _failures(random: Random, root: Path) -> Iterator[str]:

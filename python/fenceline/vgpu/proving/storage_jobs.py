@@ -38,8 +38,10 @@ from fenceline.mem_cache.storage.worker import (
 from fenceline.memory_order import Points
 from fenceline.vgpu.proving.events import around
 
-_SHORT_PATIENCE_S = 0.055  # between five steps and six
-_LOOK_S = 0.01  # times are looked at once in so many seconds
+# Seconds without news after which storage counts as stalled: more than five steps of the loop and less than six, since
+# a step takes 0.01 s.
+_SHORT_PATIENCE_S = 0.055
+_LOOK_S = 0.01  # seconds after which the time is compared again
 
 
 @dataclass(slots=True)

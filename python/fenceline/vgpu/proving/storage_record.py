@@ -152,9 +152,9 @@ class StorageRecord:
         self, name: str, call: Callable[..., list[bool]], expected: Callable[[Keys], list[bool]]
     ) -> Callable[..., list[bool]]:
         def compared(keys: Keys, *pages: Pages) -> list[bool]:
-            self._num_calls += 1
             self.num_calls[name] += 1
             self._begin_bad_day(name, keys)
+            self._num_calls += 1  # after that: other threads may have made calls meanwhile
             most = max(1, controller._BATCH_BYTES // self._payload)
             self._check(
                 name == "exists" or len(keys) <= most, f"{name} of {len(keys)} pages, {most} are the most"
@@ -340,13 +340,15 @@ class StorageRecord:
         self._files[path].fault = "key"
 
     def _place_foreign(self, keys: Keys, random: Random) -> None:
-        """In the place of the first page that is new, or of its folder, there is a link to somewhere else."""
+        """In the place of the first page that is new, or of its folder, there is a link to somewhere else. Folders that
+        the engine has checked stay folders: nobody else may exchange them."""
         path = next((path for path in map(self._path, keys) if path not in self._files), None)
         if path is None or not self._root.exists():
             return
         folder = (self._root / path).parent
         folder.parent.mkdir(exist_ok=True, mode=stat.S_IRWXU)
-        if random.random() < 0.7:
+        is_known = str(folder.relative_to(self._root)) in self._backend._directory._folders
+        if random.random() < 0.7 or is_known:
             folder.mkdir(exist_ok=True, mode=stat.S_IRWXU)
         (self._root / path if folder.exists() else folder).symlink_to("/dev/null")
         self._expected.errors[Reason.FOREIGN] += 1

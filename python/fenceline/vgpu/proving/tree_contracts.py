@@ -490,15 +490,15 @@ class _Calls:
         self._back_up(self.tiers.backup_candidates(found.match.node, force=True))
 
     def _begin_beside(self) -> None:
-        """Pages that are copied to a full host take the place of all that are not in front of those which are to be
-        copied too; for these no room is left. Then what is in front of them has nothing on the host behind it."""
+        """A backup to a full host evicts every page there but those of the ancestors of nodes that are to be backed up
+        as well. No room is left for these nodes, so their ancestors end up without descendants on the host."""
         beside, own = self._pages("beside", 2 + self.lookahead, 2), self._pages("beside", 3 + self.lookahead)
         self._insert(beside)
         found = self._match(beside)
         self._back_up(self.tiers.backup_candidates(found.match.node, force=True))
         self._insert(own)
         behind = self._match(own).match.node
-        while self.host_pool.num_free:
+        for _ in range(self.host_pool.num_free):
             self._insert_host(self._pages(f"other {self.host_pool.num_free}", 1))
         num_common = len({*self._prefixes(*beside)} & {*self._prefixes(*own)})
         first = self._pages("first", min(self.host_pool.size - num_common, self.pool.num_free))
