@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from random import Random
 from typing import Any
@@ -32,7 +32,9 @@ from fenceline.ipc.io_struct import (
     StrOut,
     TickReq,
     TokenizedGenerateReq,
+    TokenLogprobs,
     TokenOut,
+    TokenPairs,
     id_array,
 )
 from fenceline.layers import rotary
@@ -52,8 +54,8 @@ from fenceline.scheduler.prefill import PrefillPlanner
 from fenceline.scheduler.req import LogprobLog, Req
 from fenceline.scheduler.scheduler import OutputSender, Scheduler, StepMasks
 from fenceline.scheduler.waiting_queue import WaitingQueue
-from fenceline.vgpu.proving.answers import Exchange, Findings, Setting, Sharing, Transcript
-from fenceline.vgpu.proving.oracle import TOLERANCE, Model, Oracle, Query, Text, gumbel, text_of
+from fenceline.vgpu.proving.answers import LOGPROB_TOLERANCE, Exchange, Findings, Setting, Sharing, Transcript
+from fenceline.vgpu.proving.oracle import TOLERANCE, Model, Oracle, Place, Query, Text, gumbel, text_of
 from fenceline.vgpu.proving.runs import ANSWERS, Outcome, Trial, run
 from fenceline.vgpu.proving.script import Flag, Flags, Scenario, Script, Workload
 from fenceline.vgpu.proving.table import Proof
@@ -110,8 +112,10 @@ def test_what_rounding_could_decide_is_known() -> None:
 SETTING = Setting(random_seed=1, eos_ids=frozenset((0,)), capacity=64)
 
 
-def _transcript(ask: Query, tokens: list[int], setting: Setting = SETTING) -> Transcript:
-    """Of one request that was answered so."""
+def _transcript(
+    ask: Query, tokens: list[int], setting: Setting = SETTING, logprobs: Sequence[float] = ()
+) -> Transcript:
+    """Of one request that was answered so. ``logprobs``: of its tokens, if it asks for them."""
     params = SamplingParams(
         max_new_tokens=len(tokens),
         temperature=ask.temperature,
@@ -120,8 +124,21 @@ def _transcript(ask: Query, tokens: list[int], setting: Setting = SETTING) -> Tr
         ignore_eos=True,
     )
     transcript = Transcript(setting)
-    transcript.received(TokenizedGenerateReq(rid="r", input_ids=id_array(ask.prompt), sampling_params=params))
+    transcript.received(
+        TokenizedGenerateReq(
+            rid="r",
+            input_ids=id_array(ask.prompt),
+            sampling_params=params,
+            return_logprob=bool(logprobs),
+            logprob_start_len=-1,
+        )
+    )
     for index, token in enumerate(tokens, 1):
+        said = None
+        if logprobs:
+            said = TokenLogprobs(
+                token_ids=[token], logprobs=[logprobs[index - 1]], top_logprobs=TokenPairs.of([[]])
+            )
         reason = FinishReason(type="length", length=index) if index == len(tokens) else None
         decode = DecodeInfo(prompt_tail_ids=[], sampling_params=params) if index == 1 else None
         transcript.sent(
@@ -133,6 +150,7 @@ def _transcript(ask: Query, tokens: list[int], setting: Setting = SETTING) -> Tr
                 cached_tokens=0,
                 finish_reason=reason,
                 decode=decode,
+                output_logprobs=said,
             )
         )
     return transcript
@@ -155,6 +173,30 @@ def test_after_a_close_call_the_answer_is_followed(gap: float) -> None:
         assert f"output 4 is {tokens[4]}, alone it is" in _transcript(ask, tokens).compare(oracle).wrong
     else:
         assert f"r: output 0 is {second}, alone it is {first}" in found.wrong
+
+
+def test_a_key_halfway_between_two_numbers_of_fp8_may_be_rounded_to_either() -> None:
+    oracle, random = Oracle(tiny_model_path(), rounds_kv=True), Random(0)
+
+    def values(ask: Query, *turned: Place) -> tuple[list[int], list[float]]:
+        steps = list(map(oracle.answer(ask, turned=frozenset(turned)).step, range(3)))
+        return [step.token for step in steps], [float(step.logprobs[step.token]) for step in steps]
+
+    def matters(ask: Query) -> bool:
+        (place,) = oracle.answer(ask).near_ties[:1] or [None]
+        if place is None:
+            return False
+        (tokens, either), (same, other) = values(ask), values(ask, place)
+        return tokens == same and abs(either[0] - other[0]) > 4 * LOGPROB_TOLERANCE
+
+    prompts = (tuple(random.choices(range(1, 64), k=40)) for _ in range(1000))
+    ask = next(filter(matters, (Query(prompt, seed=0, temperature=0.0) for prompt in prompts)))
+    tokens, either = values(ask)
+    _, other = values(ask, oracle.answer(ask).near_ties[0])
+    for said in (either, other):
+        assert not _transcript(ask, tokens, logprobs=said).compare(oracle).wrong
+        between = [(either[0] + other[0]) / 2, *said[1:]]
+        assert "output logprobs at 0" in _transcript(ask, tokens, logprobs=between).compare(oracle).wrong
 
 
 def test_an_answer_that_the_detokenizer_lost_is_missed() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import tempfile
+import weakref
 from collections.abc import Sequence
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +21,7 @@ from fenceline.vgpu.policy import Turn
 from fenceline.vgpu.proving.decisions import Fetched, Kept, Owned, Transfer, execute
 from fenceline.vgpu.proving.hicache_workloads import HICACHE_WORKLOADS
 from fenceline.vgpu.proving.persistent_attention import PERSISTENT
+from fenceline.vgpu.proving.runs import Trial, run
 from fenceline.vgpu.proving.schedule import shrink
 from fenceline.vgpu.proving.steps import Loop, make_config
 from fenceline.vgpu.proving.workloads import SCRIPTED, WORKLOADS
@@ -216,3 +220,20 @@ def test_whatever_is_still_held_at_the_end_is_noticed() -> None:
         spoil(tiers, node)
         with pytest.raises(AssertionError, match=message):
             loop.run()
+
+
+@pytest.mark.parametrize("workload", ["mixed", "speculation"])
+def test_an_engine_is_freed_after_its_run(workload: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A campaign makes thousands of runs in one process."""
+    made: list[weakref.ref[Loop]] = []
+    begin = Loop.__init__
+
+    def noting(self: Loop, *args: Any, **options: Any) -> None:
+        made.append(weakref.ref(self))
+        begin(self, *args, **options)
+
+    monkeypatch.setattr(Loop, "__init__", noting)
+    assert run(Trial(workload, 1)).clean
+    gc.collect()
+    assert made
+    assert all(loop() is None for loop in made)

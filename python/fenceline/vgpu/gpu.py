@@ -100,6 +100,20 @@ class VirtualGpu:
         self.submitted: Callable[[VirtualStream, Operation], None] | None = None
         self.launches: LaunchAuditor | None = None  # audits some launches of declared kernels
 
+    def close(self) -> None:
+        """Forget what has used this GPU, so that it can be freed. Nothing may use it afterwards; its findings stay.
+
+        Tensors refer to their GPU, and Python's garbage collector does not follow a tensor that has views. So a cycle
+        from an observer of the GPU, by way of the engine, to such a tensor would never be freed."""
+        self.submitted = self.launches = None
+        for name in [
+            name for name in vars(self) if hasattr(type(self), name)
+        ]:  # methods that observers have replaced
+            delattr(self, name)
+        for stream in self.streams:
+            stream.queue.clear()
+            stream.restart(None)
+
     # --- agents --------------------------------------------------------------------------------------
 
     def stream(self, name: str, device: int | None = None) -> VirtualStream:

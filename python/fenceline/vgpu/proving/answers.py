@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import chain, combinations
 from random import Random
 
 import numpy as np
@@ -36,14 +36,14 @@ from fenceline.ipc.io_struct import (
     TokenOut,
     UpdateWeightsReq,
 )
-from fenceline.vgpu.proving.oracle import Answer, Oracle, Query, is_stuck, text_of
+from fenceline.vgpu.proving.oracle import Answer, Oracle, Place, Query, is_stuck, text_of
 from fenceline.vgpu.proving.tiny_model import PIECES
 
 F64 = npt.NDArray[np.float64]
 
 LOGPROB_TOLERANCE = 1e-4
-# Keys or values in FP8 that lie between two of its numbers may be rounded to either.
-_ROUNDED_TOLERANCE = 1e-3
+# Keys and values halfway between two numbers of FP8 may be rounded to either: all combinations of so many are tried.
+_MAX_NEAR_TIES = 4
 _MISFIT = "unfit"  # what scripts call weights that are to be refused
 _STUCK = FinishReason(
     type="abort", message="no token of the vocabulary can follow in its grammar", status_code=400
@@ -343,6 +343,7 @@ class _Comparison:
         self._limit = setting.num_new_tokens(exchange.request)
         self._refused = self._limit < 0
         self._forced: tuple[tuple[int, int], ...] = ()
+        self._turned: frozenset[Place] = frozenset()
         self._query = Query(
             prompt=tuple(prompt),
             seed=exchange.seed,
@@ -373,6 +374,18 @@ class _Comparison:
         if self._refused:
             right = reason is not None and reason.type == "abort" and reason.status_code == 400
             return "" if right and not exchange.tokens else "is not refused though it does not fit"
+        wrong = self._first_error(reason)
+        if wrong:
+            near_ties = list(dict.fromkeys(self._answer.near_ties))[:_MAX_NEAR_TIES]
+            for turned in chain.from_iterable(
+                combinations(near_ties, num) for num in range(1, len(near_ties) + 1)
+            ):
+                self._turned, self._forced, self.num_tokens, self.num_close = frozenset(turned), (), 0, 0
+                if not self._first_error(reason):
+                    return ""
+        return wrong
+
+    def _first_error(self, reason: FinishReason | None) -> str:
         return (
             self._tokens(reason)
             or self._counts()
@@ -394,7 +407,7 @@ class _Comparison:
 
     @property
     def _answer(self) -> Answer:
-        return self._oracle.answer(self._query, self._forced)
+        return self._oracle.answer(self._query, self._forced, self._turned)
 
     def _tokens(self, reason: FinishReason | None) -> str:
         expected = FinishReason(type="length", length=0) if self._limit == 0 else None
@@ -514,7 +527,6 @@ class _Comparison:
         tops = [top for part in present for top in part.top_logprobs]
         named = [pairs for part in present for pairs in part.token_ids_logprobs]
         asked = self._exchange.request.token_ids_logprob
-        close = partial(_close, tolerance=_ROUNDED_TOLERANCE if self._oracle.rounds_kv else LOGPROB_TOLERANCE)
         if ids != list(tokens) or not len(ids) == len(chosen) == len(tops):
             return f"has {side} logprobs of the tokens {ids}, not of {list(tokens)}"
         if len(named) != (len(ids) if asked else 0):
@@ -526,12 +538,14 @@ class _Comparison:
             else:
                 num_top = min(self._exchange.request.top_logprobs_num, len(row))
                 best = np.sort(row)[::-1][:num_top].tolist()
-                wrong = not close(value, row[token]) or len({id for _, id in top}) != num_top
+                wrong = not _close(value, row[token]) or len({id for _, id in top}) != num_top
                 wrong |= len(top) != num_top or any(
-                    not close(got, row[id]) or not close(got, right)
+                    not _close(got, row[id]) or not _close(got, right)
                     for (got, id), right in zip(top, best, strict=False)
                 )
-                wrong |= [id for _, id in pairs] != asked or not all(close(got, row[id]) for got, id in pairs)
+                wrong |= [id for _, id in pairs] != asked or not all(
+                    _close(got, row[id]) for got, id in pairs
+                )
             if wrong:
                 right = (
                     None if row is None else [(row[token], token), *_best(row, len(top)), *_of(row, asked)]
@@ -540,8 +554,8 @@ class _Comparison:
         return ""
 
 
-def _close(value: float | None, right: float, tolerance: float) -> bool:
-    return value is not None and abs(value - max(right, _LOWEST)) <= tolerance
+def _close(value: float | None, right: float) -> bool:
+    return value is not None and abs(value - max(right, _LOWEST)) <= LOGPROB_TOLERANCE
 
 
 def _best(row: F64, num: int) -> list[tuple[float, int]]:

@@ -30,6 +30,8 @@ U32 = npt.NDArray[np.uint32]
 
 # Scores (logits over temperature, with noise) that differ by less than this may change their order in float32.
 TOLERANCE = 1e-5
+# By how much of their mean size float32 may have keys and values differ from float64. It is some 1e-7 in most cases.
+_NEAR_TIE = 2e-6
 _TOP_P_SLACK = 1e-6  # the same for sums of probabilities
 _CHUNK = 256  # prompt tokens computed at once, which bounds the size of attention's scores
 _GREEDY_BELOW = 1e-6
@@ -183,10 +185,9 @@ class Model:
         )
         return product((up + 1) * gate / (1 + np.exp(-1.702 * gate)), "down_proj")
 
-    def kept(self, x: F64, name: str) -> F64:
-        """Keys or values as they are kept, divided by the checkpoint's scale ``name`` if they are rounded."""
-        scale = float(self._weights.get(name, np.ones(())))
-        return _e4m3(x / scale) * scale if self.rounds_kv else x
+    def kv_scale(self, name: str) -> float:
+        """Keys or values are divided by this before they are rounded: the checkpoint's scale ``name``, or 1."""
+        return float(self._weights.get(name, np.ones(())))
 
     def sinks(self, name: str) -> F64:
         """One more score of each head that belongs to no token, [heads]; none are -inf."""
@@ -231,15 +232,28 @@ def _scaled(frequencies: F64, theta: float, scaling: dict[str, Any]) -> tuple[np
     return (frequencies * (1 - slowed + slowed / factor)).astype(np.float32), 0.1 * math.log(factor) + 1
 
 
+# A key or a value of a layer: the name of its scale, and its position, head and dimension.
+Place = tuple[str, int, int, int]
+
+
 class Answer:
-    """One request's answer, computed as far as it is needed. Tokens in ``forced`` are given and not computed."""
+    """One request's answer, computed as far as it is needed. Tokens in ``forced`` are given and not computed.
+
+    ``near_ties``: keys and values so far that lie so near to the middle between two numbers of FP8 that another order
+    of additions may round them to the other one. Those in ``turned`` are rounded to the other one here."""
 
     def __init__(
-        self, models: Callable[[str], Model], query: Query, forced: tuple[tuple[int, int], ...] = ()
+        self,
+        models: Callable[[str], Model],
+        query: Query,
+        forced: tuple[tuple[int, int], ...] = (),
+        turned: frozenset[Place] = frozenset(),
     ) -> None:
         self.query = query
+        self.near_ties: list[Place] = []
         self._models = models
         self._forced = dict(forced)
+        self._turned = turned
         self._tokens: list[int] = []  # outputs
         self._steps: list[Step] = []
         self._hidden: list[F64] = []  # of the prompt, with the weights of the first output
@@ -309,8 +323,8 @@ class Answer:
         if model.rotates[layer]:
             q, k = model.rotate(q, first), model.rotate(k, first)
         v = heads("v", model.num_kv_heads)
-        self._keys[layer].append(model.kept(k, f"{name}.k_scale"))
-        self._values[layer].append(model.kept(v, f"{name}.v_scale"))
+        self._keys[layer].append(self._kept(k, f"{name}.k_scale", first))
+        self._values[layer].append(self._kept(v, f"{name}.v_scale", first))
         keys, values = np.concatenate(self._keys[layer]), np.concatenate(self._values[layer])
         self._keys[layer], self._values[layer] = [keys], [values]
         # [kv heads, tokens of all query heads that share one, head_dim] and [kv heads, all tokens, head_dim]
@@ -330,6 +344,19 @@ class Answer:
         weights /= weights.sum(axis=-1, keepdims=True) + np.exp(sinks - most)
         out: F64 = (weights @ values.transpose(1, 0, 2)).reshape(grouped.shape).transpose(2, 0, 1, 3)
         return out.reshape(num, model.num_heads, model.head_dim)
+
+    def _kept(self, x: F64, name: str, first: int) -> F64:
+        """Keys or values x [T, heads, head_dim] of the tokens from position ``first`` on, as they are kept."""
+        if not self._model.rounds_kv:
+            return x
+        scale = self._model.kv_scale(name)
+        rounded, other, is_near_tie = _e4m3(x / scale)
+        for token, head, dim in np.argwhere(is_near_tie).tolist():
+            place = (name, first + token, head, dim)
+            self.near_ties.append(place)
+            if place in self._turned:
+                rounded[token, head, dim] = other[token, head, dim]
+        return rounded * scale
 
 
 class Lookahead:
@@ -381,12 +408,15 @@ def scores_of(logits: F64, query: Query, position: int) -> F64:
     return noise
 
 
-def _e4m3(x: F64) -> F64:
-    """The nearest numbers of three bits after the first, exponents from -6 and size to 448; ties to even."""
+def _e4m3(x: F64) -> tuple[F64, F64, npt.NDArray[np.bool_]]:
+    """The nearest numbers of three bits after the first, exponents from -6 and size to 448, with ties to even; the
+    numbers on the other side of x; and whether x is so near to the middle of both that rounding of sums decides."""
     exponents = np.maximum(np.floor(np.log2(np.maximum(np.abs(x), 2.0**-20))), -6.0)
     steps = 2.0 ** (exponents - 3)
-    rounded: F64 = np.clip(np.round(x / steps) * steps, -448.0, 448.0)
-    return rounded
+    nearest, low = np.round(x / steps), np.floor(x / steps)
+    off = np.abs(x / steps - low - 0.5) * steps
+    rounded, other = (np.clip(n * steps, -448.0, 448.0) for n in (nearest, 2 * low + 1 - nearest))
+    return rounded, other, off <= _NEAR_TIE * np.sqrt((x * x).mean())
 
 
 class Oracle:
@@ -397,14 +427,22 @@ class Oracle:
         self.rounds_kv = rounds_kv
         self._models = lru_cache(lambda other: Model(other or folder, rounds_kv))
         self._max_answers = max_answers
-        self._answers: OrderedDict[tuple[Query, tuple[tuple[int, int], ...]], Answer] = OrderedDict()
+        self._answers: OrderedDict[tuple[Query, tuple[tuple[int, int], ...], frozenset[Place]], Answer] = (
+            OrderedDict()
+        )
 
-    def answer(self, query: Query, forced: tuple[tuple[int, int], ...] = ()) -> Answer:
-        """``forced``: (index, token) of outputs for which the engine's rounding gave another token."""
-        key = (query, forced)
+    def answer(
+        self,
+        query: Query,
+        forced: tuple[tuple[int, int], ...] = (),
+        turned: frozenset[Place] = frozenset(),
+    ) -> Answer:
+        """``forced``: (index, token) of outputs for which the engine's rounding gave another token. ``turned``: see
+        Answer."""
+        key = (query, forced, turned)
         found = self._answers.get(key)
         if found is None:
-            found = self._answers[key] = Answer(self._models, query, forced)
+            found = self._answers[key] = Answer(self._models, query, forced, turned)
             if len(self._answers) > self._max_answers:
                 self._answers.popitem(last=False)
         self._answers.move_to_end(key)

@@ -189,7 +189,9 @@ def _checkers() -> list[tuple[str, str]]:
 def _run(trial: Trial, policy: Policy, only_races: bool = False) -> tuple[Outcome, VirtualGpu]:
     """``only_races``: find all races, and do not compare the answers."""
     with _one_thread(), small_limits() if trial.has_small_limits else nullcontext():
-        return _run_in_one_thread(trial, policy, only_races)
+        outcome, gpu = _run_in_one_thread(trial, policy, only_races)
+    gpu.close()
+    return outcome, gpu
 
 
 @contextmanager
