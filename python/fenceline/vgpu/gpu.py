@@ -106,9 +106,8 @@ class VirtualGpu:
         Tensors refer to their GPU, and Python's garbage collector does not follow a tensor that has views. So a cycle
         from an observer of the GPU, by way of the engine, to such a tensor would never be freed."""
         self.submitted = self.launches = None
-        for name in [
-            name for name in vars(self) if hasattr(type(self), name)
-        ]:  # methods that observers have replaced
+        # Methods that observers have replaced.
+        for name in [name for name in vars(self) if hasattr(type(self), name)]:
             delattr(self, name)
         for stream in self.streams:
             stream.queue.clear()
