@@ -164,9 +164,8 @@ class ForwardBatch:
     logits_index: torch.Tensor | None  # [L] int64 into the T tokens; None: logits of every token
     attn: AttentionPlan  # how this batch's attention is computed, planned once for all layers
     kv_pool: KVPool  # where keys and values go
-    logits_out: torch.Tensor | None = (
-        None  # [L, this rank's columns]: where the logits go; None: memory of their own
-    )
+    # [L, this rank's columns]: where the logits go; None: memory of their own.
+    logits_out: torch.Tensor | None = None
     # Called before each layer first reads or writes the pool, outside graphs. It makes FORWARD wait until this layer of
     # the pages that are being loaded for the batch is complete. None: nothing is being loaded.
     layer_ready: Callable[[int], None] | None = None
