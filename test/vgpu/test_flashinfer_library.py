@@ -10,6 +10,7 @@ import pytest
 import torch
 from attention_cases import SCALE, Case
 
+from fenceline.layers.attention.by_window import BackendsByWindow
 from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBackend, _GraphDecodePlan
 from fenceline.layers.attention.flashinfer_library import DecodeKernels, Lens, PrefillKernels, Workspace
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
@@ -20,6 +21,7 @@ from fenceline.vgpu.errors import FootprintError, TagError
 from fenceline.vgpu.proving import steps
 from fenceline.vgpu.proving.flashinfer_library import PlannedLibrary
 from fenceline.vgpu.proving.runs import HAPPENS_BEFORE, Trial, run
+from fenceline.vgpu.proving.workloads import WORKLOADS
 
 torch.set_num_threads(1)
 
@@ -128,8 +130,6 @@ def test_the_engine_is_clean_with_planned_attention() -> None:
 
 def _decodes_in_graphs() -> list[int]:
     """Seeds of the workload whose runs have graphs and are not cut short."""
-    from fenceline.vgpu.proving.workloads import WORKLOADS
-
     make = WORKLOADS["flashinfer"].make
     return [seed for seed in range(30) if "cuda_graph_bs" in make(Random(seed)).flags][:3]
 
@@ -153,6 +153,22 @@ def test_a_replay_with_the_plan_of_an_earlier_one_is_noticed(monkeypatch: pytest
     assert all(one.checker == TagError.checker and missed.search(one.report) for one in found), found
     blind = [run(Trial("flashinfer", seed, detect=False)) for seed in _decodes_in_graphs()]
     assert any(not one.clean and one.checker != HAPPENS_BEFORE for one in blind), "tokens are wrong as well"
+
+
+def test_each_window_has_a_plan_of_its_own_before_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model whose layers have different windows, the plans of all windows are made again."""
+    make = WORKLOADS["windows"].make
+    flags = {seed: make(Random(seed)).flags for seed in range(120)}
+    planned = [
+        seed for seed, has in flags.items() if str(has.get("attention_backend")).startswith("flashinfer")
+    ]
+    seeds = [seed for seed in planned if "cuda_graph_bs" in flags[seed]][:6]
+    assert all(run(Trial("windows", seed)).clean for seed in seeds)
+    monkeypatch.setattr(
+        BackendsByWindow, "before_replay", lambda self, *args: self.backends[-1].before_replay(*args)
+    )
+    found = [outcome for seed in seeds if not (outcome := run(Trial("windows", seed))).clean]
+    assert any(one.checker == TagError.checker and "in decode[" in one.report for one in found), found
 
 
 def test_a_graph_that_reads_what_plans_are_copied_to_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ draw, addresses, accept = DecodeRunner._draw_under_masks, DecodeRunner.addresses
             SpeculativeRunner,
             "_accept",
             only_captured,
-            "speculation",
+            "speculation_tiers",
             "captures: accept.* not been run before",
         ),
         (

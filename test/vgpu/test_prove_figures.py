@@ -16,6 +16,7 @@ from fenceline.mem_cache.host.cache_controller import num_host_pages
 from fenceline.mem_cache.kv_pool import KVPool, ReqPool, num_kv_pages
 from fenceline.mem_cache.storage import controller
 from fenceline.memory_order.device import Device
+from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.speculative_runner import SpeculativeState
 from fenceline.scheduler import control, core_dumps, live_steps
 from fenceline.scheduler.control import SchedulerControl, StepProfiler
@@ -71,6 +72,13 @@ def remaps_lost(self: Scheduler, writes: Any) -> Any:
     return writes
 
 
+def not_counted(self: ModelRunner, batch: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(self.device.checker, "begin_step", lambda: None, raising=False)
+        return launch(self, batch)
+
+
+launch = ModelRunner.launch
 end, publish_tokens, resume, admit = Scheduler.end, Scheduler.publish_tokens, Req.resumed, RequestMemory.admit
 
 
@@ -83,6 +91,7 @@ end, publish_tokens, resume, admit = Scheduler.end, Scheduler.publish_tokens, Re
         (SchedulerStats, "retracted", nothing, "retraction", "figures: retractions: 0 is reported"),
         (SchedulerStats, "preempted", nothing, "priorities", "figures: retractions"),
         (Scheduler, "end", one_abort_more, "aborts", "figures: aborts"),
+        (ModelRunner, "launch", not_counted, "everything", "figures: steps of --memory-check order: 0"),
         (SchedulerStats, "decode", lambda self, depth: False, "speculation", "figures: steps by depth"),
         (SchedulerStats, "verified", nothing, "speculation", "figures: the length that is accepted"),
         (Req, "resumed", not_retracted, "retraction", "retractions: 0 is reported"),

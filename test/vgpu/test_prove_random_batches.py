@@ -12,6 +12,7 @@ import pytest
 import torch
 from tiny_model import without_questions
 
+from fenceline.layers import decoder_layer
 from fenceline.layers.attention import torch_backend
 from fenceline.layers.attention.torch_backend import _Scores, _Source
 from fenceline.layers.decoder_layer import SelfAttention
@@ -30,6 +31,7 @@ torch.set_num_threads(1)
 
 groups, corner_mask, attended = torch_backend.decode_groups, torch_backend._corner_mask, _Source.num_attended
 last_in_nucleus, begin, arrays_of = sampler._last_in_nucleus, TokenCounts.begin, sampling_batch._add_filters
+penalized = TokenCounts.apply
 check = WeightSlot.check
 
 
@@ -45,6 +47,10 @@ def counts_every_second(
     self: TokenCounts, row: int, prompt_ids: torch.Tensor, output_ids: torch.Tensor
 ) -> None:
     begin(self, row, prompt_ids, output_ids[::2])
+
+
+def shifted(self: TokenCounts, *args: Any) -> torch.Tensor:
+    return penalized(self, *args) - 1
 
 
 def names_all(arrays: dict[str, Any], reqs: Any) -> None:
@@ -67,6 +73,7 @@ def shapes_of_two(self: WeightSlot, name: str, tensor: torch.Tensor) -> None:
         (_Scores, "by_rows", without_sinks, compare_attention, "sinks tensor"),
         (sampler, "_last_in_nucleus", lambda *args: last_in_nucleus(*args) + 1, compare_sampling, "are kept"),
         (TokenCounts, "begin", counts_every_second, compare_sampling, "is drawn in place of"),
+        (TokenCounts, "apply", shifted, compare_sampling, "penalties change the logits of"),
         (sampling_batch, "_add_filters", names_all, compare_sampling, "names none or all of"),
         (WeightSlot, "check_type", lambda *args: None, compare_weight_slots, "are taken"),
         (WeightSlot, "check", shapes_of_two, compare_weight_slots, "are refused"),
@@ -100,7 +107,22 @@ def of_the_next(self: ExpertMatrices, name: str, expert: int, *args: Any) -> Any
     return slots(self, name, (expert + 1) % self.shape[0], *args)
 
 
-slots = ExpertMatrices.slots
+def only_with_scaled_keys(self: SelfAttention, attended: torch.Tensor) -> torch.Tensor:
+    return attended if self._kv_scales.k == 1 else values(self, attended)
+
+
+def not_between_pieces(self: SelfAttention, batch: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SelfAttention, "_as_values", as_it_is)
+        between_pieces(self, batch)
+
+
+slots, values = ExpertMatrices.slots, SelfAttention._as_values
+between_pieces, in_order = SelfAttention.attend_between_pieces, decoder_layer._reordered
+
+
+def in_reverse(order: Any, convert: Any, tensor: torch.Tensor) -> torch.Tensor:
+    return in_order(order[::-1], convert, tensor)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +133,9 @@ slots = ExpertMatrices.slots
         (_Scores, "by_rows", without_sinks, "windows"),
         (WideNorm, "forward", as_it_is, "models"),
         (SelfAttention, "_take_kv_scales", lambda self: None, "fp8"),
+        (SelfAttention, "_as_values", only_with_scaled_keys, "fp8"),
+        (SelfAttention, "attend_between_pieces", not_between_pieces, "fp8"),
+        (decoder_layer, "_reordered", in_reverse, "models"),
         (VocabParallelEmbedding, "own_logits", not_masked, "ranks"),
     ],
 )

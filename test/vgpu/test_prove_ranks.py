@@ -14,6 +14,7 @@ from fenceline.mem_cache.storage import agreement
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.mem_cache.tree.radix_cache import RadixCache, TreeNode
 from fenceline.memory_order.staging import ResultLease
+from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.scheduler import decisions
 from fenceline.vgpu.proving.runs import Trial, run
 from fenceline.vgpu.proving.workloads import WORKLOADS
@@ -105,6 +106,15 @@ def test_what_the_ranks_post_about_their_steps_is_compared(
     outcomes = (run(Trial("ranks", seed)) for seed in range(8))
     outcome = next((outcome for outcome in outcomes if not outcome.clean), None)
     assert outcome is not None and said in outcome.report, outcome
+
+
+def test_weights_that_one_rank_cannot_read_are_replaced_on_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the ranks' exchange each acts on what it has read itself, and they serve two models."""
+    outcomes = [run(Trial("ranks", seed)) for seed in range(6)]
+    assert all(outcome.clean for outcome in outcomes), [outcome.report for outcome in outcomes]
+    monkeypatch.setattr(ModelRunner, "check_weights", lambda self, weights: self._check_weights(weights))
+    found = [outcome for seed in range(12) if not (outcome := run(Trial("ranks", seed))).clean]
+    assert found, "some rank cannot read them"
 
 
 def test_ranks_with_storage_are_clean() -> None:

@@ -421,9 +421,8 @@ class DecodeRunner(GraphRunner):
 
     def _warm_up(self, size: int, plan: AttentionPlan) -> None:
         """Run the step once, so that kernels are compiled and libraries set up before the capture. The arena holds only
-        padding, so only the sink is touched."""
+        padding, for which ``plan`` was made, so only the sink is touched."""
         with self._device.forward.active():
-            self._attention.before_replay(size, np.ones(0, dtype=np.int64))
             self._run(size, plan)
             if self._masks is not None:
                 self._draw_under_masks(size)

@@ -79,7 +79,8 @@ class Footprints:
         self._declared: dict[StreamName, set[tuple[Memory, bool]]] = {}  # since the stream's latest Point
         self._touched: dict[StreamName, dict[tuple[Memory, bool], Operation]] = {}
         self._read_by: dict[Memory, Operation] = {}  # FORWARD's reads that have not been declared yet
-        self._declares_earlier = False  # whether some were declared since FORWARD's latest Point
+        # The rings of those of them that were declared since FORWARD's latest Point.
+        self._declares_earlier: set[str] = set()
         self._of_transfer: _Declared | None = None
         self._copies: list[
             tuple[Access, ...]
@@ -147,7 +148,8 @@ class Footprints:
             for memory, write, _ in op.accesses:
                 reader = self._read_by.get(memory)
                 if stream is StreamName.FORWARD:
-                    self._declares_earlier |= self._read_by.pop(memory, None) is not None
+                    if self._read_by.pop(memory, None) is not None:
+                        self._declares_earlier.add(_ring(memory))
                 elif write and reader is not None:
                     raise _undeclared(reader, memory, False)
 
@@ -198,10 +200,12 @@ class Footprints:
     def _recorded(self, name: StreamName) -> None:
         self._num_points += 1
         declared, touched = self._declared.pop(name, set()), self._touched.pop(name, {})
-        if name is StreamName.FORWARD and self._declares_earlier:
-            for memory, reader in self._read_by.items():  # who waits for this Point waits for this reader too
-                raise _undeclared(reader, memory, False)
-            self._declares_earlier = False
+        if name is StreamName.FORWARD:
+            # Who waits for this Point waits for all that has read the ring. Of two rings each has a Point of its own.
+            for memory, reader in self._read_by.items():
+                if _ring(memory) in self._declares_earlier:
+                    raise _undeclared(reader, memory, False)
+            self._declares_earlier.clear()
         for (memory, write), op in touched.items():
             if (memory, write) in declared or (memory, True) in declared:
                 continue
@@ -282,6 +286,11 @@ class Footprints:
 def _num_runs(pairs: Sequence[tuple[int, int]]) -> int:
     """In how many pieces ``pairs`` fall, of which each next one has the next number on both sides."""
     return sum(i == 0 or (a - 1, b - 1) != pairs[i - 1] for i, (a, b) in enumerate(pairs))
+
+
+def _ring(memory: Memory) -> str:
+    """The name of the ring whose slot ``memory`` is: without what it is of the slot, and the slot's number."""
+    return memory.name.rpartition(".")[0]
 
 
 def _nbytes(access: Access) -> int:

@@ -205,6 +205,7 @@ _SPECULATIVE_ARMS = (
         "guard",
         "speculation",
         _by_guard(FreshnessError.checker, "total_buckets"),
+        first=4,
     ),
     Arm("graph_pool/speculation", "guard", "speculation", _by_guard(StaleMemoryError.checker, "graph_pool")),
     Arm("sink/speculation", "guard", "speculation", _by_guard(BoundsError.checker, "sink")),

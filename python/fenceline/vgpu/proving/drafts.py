@@ -7,11 +7,15 @@ computes several steps with one such layer only the first proposal is known here
 
 Of trees of which not all candidates are verified, the nodes are chosen here again, from the scores that the draft's
 weights give behind each path. That takes many forwards, so it is done for some steps of a run.
+
+Most proposals of layers that look ahead are wrong, since their weights are random, and then the number of tokens does
+not show whether they are the right wrong ones. So for some steps of a run, whose drafts are a chain, each proposal is
+compared with the one that the draft's weights draw behind the tokens and proposals in front of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,8 +23,10 @@ import numpy as np
 from fenceline.config.draft_config import StepShape
 from fenceline.vgpu.proving.answers import Exchange
 from fenceline.vgpu.proving.oracle import F64, TOLERANCE, Lookahead, Oracle, Query, scores_of
+from fenceline.vgpu.speculative_tags import Proposed
 
 _MOST_TREES = 16  # in a run
+_MOST_CHAINS = 24
 _CLOSE = 1e-4  # sums of logarithms of shares
 
 
@@ -67,6 +73,40 @@ def compare_drafts(
         if wrong:
             return f"{step.rid}: {wrong}"
     return ""
+
+
+def compare_proposals(
+    steps: Sequence[Proposed], exchanges: Mapping[str, Exchange], oracle: Oracle | Lookahead
+) -> str:
+    """The first proposal that the draft's weights do not draw, "" if there is none. ``oracle``: of these weights."""
+    known = [step for step in steps if not _not_known(exchanges[step.rid], oracle)]
+    for step in known[:: -(-len(known) // _MOST_CHAINS) or 1]:
+        exchange = exchanges[step.rid]
+        query = _query(exchange)
+        tokens = (*query.prompt, *exchange.tokens)[: step.num_tokens]
+        if len(tokens) < step.num_tokens:
+            continue  # it has left meanwhile, and its last tokens are not known
+        for ahead, scores in enumerate(_scores_ahead(tokens, step.drafts, query, oracle)):
+            draft = step.drafts[ahead]
+            if scores[draft] < scores.max() - TOLERANCE:
+                return (
+                    f"{step.rid}: draft {ahead} behind {len(tokens)} tokens is {draft}, not {scores.argmax()}"
+                )
+    return ""
+
+
+def _scores_ahead(
+    tokens: tuple[int, ...], drafts: tuple[int, ...], query: Query, oracle: Oracle | Lookahead
+) -> list[F64]:
+    """The scores of each of the ``drafts`` that is known behind ``tokens`` and the drafts in front of it."""
+    if isinstance(oracle, Oracle):
+        answer = oracle.answer(replace(query, prompt=tokens), tuple(enumerate(drafts)))
+        return [answer.step(ahead).scores for ahead in range(len(drafts))]
+    num, logits = len(tokens), oracle.logits((*tokens, *drafts))
+    return [
+        scores_of(logits[ahead][num - 2], query, num + ahead)
+        for ahead in range(min(len(drafts), oracle.num_layers))
+    ]
 
 
 def _not_known(exchange: Exchange, oracle: Oracle | Lookahead) -> bool:
@@ -190,4 +230,4 @@ def _say(step: Verified, right: str) -> str:
     )
 
 
-__all__ = ["Verified", "compare_drafts"]
+__all__ = ["Verified", "compare_drafts", "compare_proposals"]

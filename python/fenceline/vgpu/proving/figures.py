@@ -16,6 +16,7 @@ from fenceline.mem_cache.storage.controller import StorageTierStats
 from fenceline.mem_cache.transfer import TransferKind
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.mem_cache.tree.radix_cache import RadixCache, TreeNode
+from fenceline.memory_order.checker import OrderChecker
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import DecodeBatch, ExtendBatch
 from fenceline.vgpu.proving.decisions import Decision, Event, Transfer
@@ -125,6 +126,9 @@ def compare_figures(
     seconds since before the engine was made."""
     batches = [event.batch for event in events if isinstance(event, Decision)]
     wrong = _Wrong()
+    checker = runner.device.checker
+    if isinstance(checker, OrderChecker):
+        wrong.compare("steps of --memory-check order", checker.step, len(batches))
     wrong.compare("used tokens", state.num_used_tokens, 0)
     wrong.compare("requests", state.num_running_reqs + state.num_queue_reqs, 0)
     most, page_size = config.server_args.max_total_tokens, config.server_args.page_size

@@ -13,7 +13,7 @@ on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -117,6 +117,23 @@ def _tiles(plan: torch.Tensor, layout: _Layout, num_requests: int) -> Iterator[_
             yield _Tile(request, query_tile, key_tile * chunk, (key_tile + 1) * chunk)
 
 
+class _Rules(NamedTuple):
+    """Which keys a query attends to, and how. ``window_left``: so many before its own; -1: all."""
+
+    scale: float
+    soft_cap: float
+    window_left: int
+    causal: bool
+
+    def first_key(self, position: int) -> int:
+        """Of those that a query at ``position`` attends to."""
+        return 0 if self.window_left < 0 else max(position - self.window_left, 0)
+
+
+def _rules_of(args: Mapping[str, Any], causal: bool) -> _Rules:
+    return _Rules(args["sm_scale"], args["logits_soft_cap"], args["window_left"], causal)
+
+
 def _slots_of_requests(
     indptr: torch.Tensor, indices: torch.Tensor, last_page_lens: torch.Tensor, page_size: int
 ) -> list[I64]:
@@ -132,17 +149,22 @@ def _slots_of_requests(
 
 def _planned_slots(
     plan: torch.Tensor,
+    query_starts: torch.Tensor | None,
     indptr: torch.Tensor,
     indices: torch.Tensor,
     last_page_lens: torch.Tensor,
     layout: _Layout,
     page_size: int,
+    rules: _Rules,
 ) -> I64:
     """The slots whose keys the plan's tiles attend to, request after request."""
     slots = _slots_of_requests(indptr, indices, last_page_lens, page_size)
+    starts = range(len(slots) + 1) if query_starts is None else query_starts.tolist()
     read = [np.zeros(len(mine), np.bool_) for mine in slots]
     for tile in _tiles(plan, layout, len(slots)):
-        read[tile.request][tile.first_key : tile.last_key] = True
+        num_queries, num_keys = starts[tile.request + 1] - starts[tile.request], len(slots[tile.request])
+        first_key = rules.first_key(num_keys - num_queries + tile.query_tile * _QUERY_TILE)
+        read[tile.request][max(tile.first_key, first_key) : tile.last_key] = True
     return np.concatenate([np.zeros(0, np.int64), *(s[r] for s, r in zip(slots, read, strict=True))])
 
 
@@ -161,13 +183,25 @@ def flashinfer_paged(
     last_page_lens: torch.Tensor,
     layout: _Layout,
     page_size: int,
+    rules: _Rules,
 ) -> None:
     """``DecodeKernels.run`` and ``PrefillKernels.run_paged``: not launched programmatically, so nothing is early.
     Partial results are written to ``floats`` and read from there."""
     for read in (q, plan, query_starts, indptr, indices, last_page_lens):
         op.read(read)
     for cache in (k_cache, v_cache):
-        op.read_rows(cache, _planned_slots, plan, indptr, indices, last_page_lens, layout, page_size)
+        op.read_rows(
+            cache,
+            _planned_slots,
+            plan,
+            query_starts,
+            indptr,
+            indices,
+            last_page_lens,
+            layout,
+            page_size,
+            rules,
+        )
     op.write(floats)
     op.write(out)
 
@@ -207,8 +241,7 @@ def _attend(
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    scale: float,
-    causal: bool,
+    rules: _Rules,
 ) -> None:
     """q, out [T, num_heads, head_dim], k, v [slots, num_kv_heads, head_dim]: a partial result for each tile, and their
     sum over the tiles of the same queries. Rows that no tile names are zero."""
@@ -221,15 +254,18 @@ def _attend(
         first = min(begin + tile.query_tile * _QUERY_TILE, rows)
         last = min(first + _QUERY_TILE, end, rows)
         slots = seqs.slots[tile.request]
-        at = torch.from_numpy(slots[tile.first_key : tile.last_key])
+        first_key = max(tile.first_key, rules.first_key(first - end + len(slots)))
+        at = torch.from_numpy(slots[first_key : tile.last_key])
         if first >= last or len(at) == 0:
             continue
         keys, values = (x.index_select(0, at).float().repeat_interleave(group, 1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->qhk", q[first:last].float(), keys) * scale
-        if causal:
-            positions = torch.arange(first, last) - end + len(slots)
-            beyond = tile.first_key + torch.arange(len(at)) > positions[:, None]
-            scores.masked_fill_(beyond[:, None], float("-inf"))
+        scores = torch.einsum("qhd,khd->qhk", q[first:last].float(), keys) * rules.scale
+        if rules.soft_cap:
+            scores = (scores / rules.soft_cap).tanh() * rules.soft_cap
+        positions = torch.arange(first, last) - end + len(slots)
+        ago = positions[:, None] - first_key - torch.arange(len(at))
+        beyond = (ago < 0) & rules.causal | (ago > rules.window_left) & (rules.window_left >= 0)
+        scores.masked_fill_(beyond[:, None], float("-inf"))
         top = torch.maximum(best[first:last], scores.amax(-1, keepdim=True))
         seen = torch.isfinite(top)
         weights = torch.where(seen, (scores - top).exp(), torch.zeros(()))
@@ -250,8 +286,7 @@ def _run_paged(
     query_starts: torch.Tensor | None,
     pages: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     out: torch.Tensor,
-    scale: float,
-    causal: bool,
+    rules: _Rules,
 ) -> None:
     layout, page_size = _Layout(*info), k_pages.shape[1]
 
@@ -261,10 +296,21 @@ def _run_paged(
     ) -> None:  # fmt: skip
         slots = _slots_of_requests(indptr, indices, lens, page_size)
         query_starts = range(len(slots) + 1) if starts is None else starts.tolist()
-        _attend(plan, layout, _Sequences(query_starts, slots), q, k, v, out, scale, causal)
+        _attend(plan, layout, _Sequences(query_starts, slots), q, k, v, out, rules)
 
     caches = [cache.view(-1, *cache.shape[2:]) for cache in (k_pages, v_pages)]
-    operands = (q, *caches, out, floats, ints[: layout.nbytes], query_starts, *pages, layout, page_size)
+    operands = (
+        q,
+        *caches,
+        out,
+        floats,
+        ints[: layout.nbytes],
+        query_starts,
+        *pages,
+        layout,
+        page_size,
+        rules,
+    )
     flashinfer_paged.launch(compute, *operands)
 
 
@@ -309,8 +355,7 @@ class _Decode:
             None,
             (args["paged_kv_indptr"], args["paged_kv_indices"], args["paged_kv_last_page_len"]),
             args["o"],
-            args["sm_scale"],
-            causal=False,
+            _rules_of(args, causal=False),
         )
 
 
@@ -359,13 +404,12 @@ class _Prefill:
             args["qo_indptr"],
             (args["paged_kv_indptr"], args["paged_kv_indices"], args["paged_kv_last_page_len"]),
             args["o"],
-            args["sm_scale"],
-            causal=args["mask_mode"] == _CAUSAL,
+            _rules_of(args, causal=args["mask_mode"] == _CAUSAL),
         )
 
     def ragged_run(self, **args: Any) -> None:
         """See ``flashinfer_library.PrefillKernels.run_ragged``."""
-        layout, scale = _Layout(*args["plan_info_vec"]), args["sm_scale"]
+        layout, rules = _Layout(*args["plan_info_vec"]), _rules_of(args, causal=True)
 
         def compute(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, _: torch.Tensor,
@@ -373,7 +417,7 @@ class _Prefill:
         ) -> None:  # fmt: skip
             at = starts.tolist()
             slots = [np.arange(first, last) for first, last in zip(at, at[1:], strict=False)]
-            _attend(plan, layout, _Sequences(at, slots), q, k, v, out, scale, causal=True)
+            _attend(plan, layout, _Sequences(at, slots), q, k, v, out, rules)
 
         plan = args["int_workspace_buffer"][: layout.nbytes]
         memory = args["o"], args["float_workspace_buffer"], plan, args["qo_indptr"]
@@ -389,8 +433,7 @@ class PlannedLibrary:
         self.plan_slots = plan_slots
 
     def check(self, device: Device, shape: AttentionShape) -> None:
-        """Everything can be computed but windows and soft caps."""
-        assert shape.window is None and shape.soft_cap == 0, "such layers run on the launched backend"
+        """Everything can be computed."""
 
     def num_sms(self, device: torch.device) -> int:
         """See ``Library``: few, so that not everything is split into single pages."""

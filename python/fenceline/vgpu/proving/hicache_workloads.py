@@ -10,7 +10,7 @@ from random import Random
 
 from fenceline.ipc.io_struct import AbortReq, ContinueGenerationReq, FlushCacheReq, PauseGenerationReq
 from fenceline.vgpu.proving.persistent_attention import PERSISTENT
-from fenceline.vgpu.proving.script import Flag, Flags, Scenario, Script, Workload
+from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Flag, Flags, Scenario, Script, Workload
 from fenceline.vgpu.proving.tiny_model import PLAIN, VOCAB_SIZE, storage_secret
 
 _POLICIES = ("write_through", "write_through_selective", "write_back")
@@ -58,9 +58,13 @@ def _conversations(random: Random) -> Scenario:
 
 def _fp8(random: Random) -> Scenario:
     """Conversations whose keys and values are kept in FP8 on all tiers, in some runs divided by the checkpoint's
-    scales."""
-    scenario, model = _conversations(random), random.choice((PLAIN, "kv_scales"))
-    return replace(scenario, flags={**scenario.flags, "kv_cache_dtype": "fp8_e4m3", "model": model})
+    scales, and in some computed in pieces."""
+    scenario, model = _conversations(random), random.choice((PLAIN, "kv_scales", "kv_scales"))
+    pieces: Flags = {"piecewise_cuda_graph_tokens": (4, 8), "context_length": GRAPH_CONTEXT}
+    between = pieces if random.random() < 0.5 else {}
+    return replace(
+        scenario, flags={**scenario.flags, **between, "kv_cache_dtype": "fp8_e4m3", "model": model}
+    )
 
 
 def _spill(random: Random) -> Scenario:

@@ -3,7 +3,8 @@
 It is one forward over plain arrays for one request, without cache, batch, graphs or scheduler, and the sampling formula
 as it is documented. Nothing is imported from the package (scripts/tidy.py checks it): if the engine and the oracle
 agree, two independent implementations agree. Weights are read from the model's folder by their names in the checkpoint
-(Qwen3's, those of its and Qwen2's mixtures of experts, Gemma 2's, OLMo 2's, SmolLM3's and gpt-oss's).
+(Qwen3's, those of its and Qwen2's mixtures of experts, Gemma 2's, OLMo 2's, SmolLM3's, gpt-oss's, ERNIE 4.5's and
+GLM-4's).
 
 The arithmetic is float64, so that the only difference from the engine's float32 is the engine's rounding. Angles of
 rotary positions are float32 by definition.
@@ -79,16 +80,35 @@ class Step:
     scores: F64
 
 
+# The names of a layer's norms by family: of what attention adds, of what the MLP reads, and of what it adds. There are
+# not all of them in each family.
+_NORMS = {
+    "gemma2": ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    "olmo2": ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    "glm4": ("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+}
+_ALIKE = (
+    "qwen3",
+    "qwen3_moe",
+    "qwen2_moe",
+    "smollm3",
+    "gpt_oss",
+    "ernie4_5",
+)  # one norm before each of the two
+_ADJACENT = ("ernie4_5", "glm4")  # whose pairs of rotated features are neighbours
+
+
 class Model:
     """The weights of a model in a folder with Hugging Face's layout."""
 
     def __init__(self, folder: str | Path, rounds_kv: bool = False) -> None:
         config = json.loads((Path(folder) / "config.json").read_text())
-        families = ("qwen3", "qwen3_moe", "qwen2_moe", "gemma2", "smollm3", "olmo2", "gpt_oss")
-        assert config["model_type"] in families, f"the oracle knows {families}"
-        self.is_gemma = config["model_type"] == "gemma2"
-        self.norms_branches = config["model_type"] in ("gemma2", "olmo2")  # what they add is normalised
-        self.norms_heads = config["model_type"] != "olmo2"  # each alone, not all together
+        families, family = (*_ALIKE, *_NORMS), config["model_type"]
+        assert family in families, f"the oracle knows {families}"
+        self.is_gemma = family == "gemma2"
+        self.norms = _NORMS.get(family, ("", "post_attention_layernorm", ""))
+        self.norms_heads = family != "olmo2"  # each alone, not all together
+        self.rotates_neighbours = family in _ADJACENT
         self.windows: list[int | None] = [None] * config["num_hidden_layers"]
         self.score_scale = 1 / math.sqrt(config["head_dim"])
         self.score_cap = self.logit_cap = 0.0
@@ -113,7 +133,8 @@ class Model:
         self.rounds_kv = rounds_kv
         tensors = load_file(Path(folder) / "model.safetensors")
         self._weights = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
-        exponents = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
+        self.num_rotated = int(self.head_dim * config.get("partial_rotary_factor", 1))
+        exponents = np.arange(0, self.num_rotated, 2, dtype=np.float32) / np.float32(self.num_rotated)
         frequencies = np.float32(1.0) / np.float32(config["rope_theta"]) ** exponents
         self._frequencies, self._rotary_factor = _scaled(
             frequencies.astype(np.float64), config["rope_theta"], config.get("rope_scaling") or {}
@@ -139,13 +160,17 @@ class Model:
         return product if bias is None else product + bias
 
     def gated(self, x: F64, name: str) -> F64:
-        """The MLP ``name``: SwiGLU, in Gemma with gelu in its approximation by tanh."""
-        gate = self.linear(x, f"{name}.gate_proj")
+        """The MLP ``name``: SwiGLU, in Gemma with gelu in its approximation by tanh. GLM-4 has gate and up in one
+        matrix, one after the other."""
+        if f"{name}.gate_up_proj.weight" in self._weights:
+            gate, up = np.split(self.linear(x, f"{name}.gate_up_proj"), 2, axis=-1)
+        else:
+            gate, up = self.linear(x, f"{name}.gate_proj"), self.linear(x, f"{name}.up_proj")
         if self.is_gemma:
             share = (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) / 2
         else:
             share = 1 / (1 + np.exp(-gate))
-        return self.linear(gate * share * self.linear(x, f"{name}.up_proj"), f"{name}.down_proj")
+        return self.linear(gate * share * up, f"{name}.down_proj")
 
     def mix(self, x: F64, name: str) -> F64:
         """The MLP ``name`` of x [T, hidden], or its experts: each token's ``top_k`` best, weighted by a softmax over
@@ -194,12 +219,19 @@ class Model:
         return self._weights.get(f"{name}.sinks", np.full(self.num_heads, -np.inf))
 
     def rotate(self, x: F64, first: int) -> F64:
-        """Rotary positions ``first``, ``first + 1``, ... for x [T, heads, head_dim]: pairs (i, i + head_dim / 2)."""
+        """Rotary positions ``first``, ``first + 1``, ... for the first ``num_rotated`` = n features of x [T, heads,
+        head_dim]: pairs (i, i + n / 2), or (2 i, 2 i + 1)."""
         positions = np.arange(first, first + len(x), dtype=np.float32)
         angles = (positions[:, None] * self._frequencies).astype(np.float64)[:, None, :]
         cos, sin = np.cos(angles) * self._rotary_factor, np.sin(angles) * self._rotary_factor
-        a, b = np.split(x, 2, axis=-1)
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+        pairs, rest = np.split(x, [self.num_rotated], axis=-1)
+        if self.rotates_neighbours:
+            a, b = pairs[..., 0::2], pairs[..., 1::2]
+            turned = np.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(pairs.shape)
+        else:
+            a, b = np.split(pairs, 2, axis=-1)
+            turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+        return np.concatenate([turned, rest], axis=-1)
 
     def logits(self, hidden: F64) -> F64:
         """[T, hidden] after the last layer → [T, V]."""
@@ -298,14 +330,10 @@ class Answer:
             h = model.norm(x, f"{name}.input_layernorm")
             attended = self._attend(layer, h, f"{name}.self_attn", first)
             attended = model.linear(attended.reshape(num, -1), f"{name}.self_attn.o_proj")
-            if model.norms_branches:
-                x = x + model.norm(attended, f"{name}.post_attention_layernorm")
-                h = model.norm(x, f"{name}.pre_feedforward_layernorm")
-                x = x + model.norm(model.mix(h, f"{name}.mlp"), f"{name}.post_feedforward_layernorm")
-            else:
-                x = x + attended
-                h = model.norm(x, f"{name}.post_attention_layernorm")
-                x = x + model.mix(h, f"{name}.mlp")
+            after_attention, before_mlp, after_mlp = (f"{name}.{norm}" for norm in model.norms)
+            x = x + model.norm(attended, after_attention)
+            mixed = model.mix(model.norm(x, before_mlp), f"{name}.mlp")
+            x = x + model.norm(mixed, after_mlp)
         self._num_computed += num
         return x
 
@@ -375,11 +403,12 @@ class Lookahead:
         ]
 
     def logits(self, tokens: tuple[int, ...]) -> list[F64]:
-        """By layer [T - 1 - k, V]: the unadjusted logits of each row that ``tokens`` determine."""
+        """By layer [T - 1 - k, V]: the unadjusted logits of each row that ``tokens`` determine, without the layers that
+        have none."""
         model, found = self._model, []
         target = Answer(lambda _: model, Query(prompt=tokens, seed=0, temperature=0.0))
         hidden = model.norm(np.concatenate(target._hidden), "model.norm")
-        for layer in range(self.num_layers):
+        for layer in range(min(self.num_layers, len(tokens) - 1)):
             name = f"model.mtp_layers.{layer}"
             embedded = model.embedding[list(tokens[1 + layer :])]
             embedded[:1] = 0  # at position 0

@@ -17,10 +17,12 @@ from fenceline.config.engine_config import EngineConfig
 from fenceline.ipc.io_struct import (
     AbortReq,
     BatchTokenOut,
+    ControlReply,
     FlushCacheReq,
     Message,
     PortArgs,
     TokenizedGenerateReq,
+    UpdateWeightsReq,
 )
 from fenceline.ipc.rank_board import RankBoard, create_rank_board
 from fenceline.layers.context import Shard
@@ -38,7 +40,7 @@ from fenceline.vgpu.proving.oracle import Oracle, Query
 from fenceline.vgpu.proving.script import Arrival, Flag, Flags, Scenario, Script
 from fenceline.vgpu.proving.steps import STEP_S, make_config
 from fenceline.vgpu.proving.storage_record import StorageRecord, leave_behind, without_logs
-from fenceline.vgpu.proving.tiny_model import plain_path
+from fenceline.vgpu.proving.tiny_model import PLAIN, plain_path, tiny_model_path
 from fenceline.vgpu.threads import Channel, join_all
 
 NUM_RANKS = 2
@@ -54,7 +56,8 @@ def make_scenario(random: Random) -> Scenario:
     runs speculate."""
     script = Script(random)
     _requests(script)
-    return script.scenario(**_flags(script))
+    flags = _flags(script)
+    return script.scenario(**flags, **_new_weights(script, flags))
 
 
 def make_storage_scenario(random: Random) -> Scenario:
@@ -119,6 +122,17 @@ def _flags(script: Script) -> Flags:
     return flags
 
 
+def _new_weights(script: Script, flags: Flags) -> Flags:
+    """In half of the runs the weights are replaced by the same ones, which in half of these some rank cannot read."""
+    random = script.random
+    if random.random() < 0.5:
+        return {}
+    folder = tiny_model_path(str(flags.get("model", PLAIN)))
+    script.send(random.randrange(2, 14), UpdateWeightsReq(id="weights", model_path=folder))
+    # A rank, or a number that none has.
+    return {"rank_without_weights": random.randrange(2 * NUM_RANKS)}
+
+
 @lru_cache
 def _oracle(folder: str) -> Oracle:
     return Oracle(plain_path(folder))
@@ -135,6 +149,8 @@ class RankRun:
         self.gpu, self._severed = gpu, severed
         self.scenario = scenario
         self.answers: list[dict[str, list[int]]] = [{} for _ in range(NUM_RANKS)]
+        # Of each rank and each update of the weights whether it says that it was made.
+        self.updated: list[list[bool]] = [[] for _ in range(NUM_RANKS)]
         self.ends: list[dict[str, str]] = [{} for _ in range(NUM_RANKS)]  # how each request has ended
         self.num_steps = self.num_tokens = 0
         self.agreement = AgreementRecord(NUM_RANKS)
@@ -158,7 +174,8 @@ class RankRun:
             join_all(workers)
         if self.answers[0] != self.answers[1] or self.ends[0] != self.ends[1]:
             return f"ranks give different answers: {self.answers}, {self.ends}"
-        parts = (self._compare(configs[0]), self.agreement.finish(), *self._board.wrong, *self.wrong)
+        answers, updates = self._compare(configs[0]), self._compare_updates()
+        parts = (answers, updates, self.agreement.finish(), *self._board.wrong, *self.wrong)
         return "\n".join(part for part in parts if part)
 
     def _config(self, rank: int, folder: Path) -> EngineConfig:
@@ -170,6 +187,7 @@ class RankRun:
             if "bad_days" in flags:
                 leave_behind(str(directory), Random(int(str(flags["bad_days"])) + rank))
             flags["hicache_storage_dir"] = str(directory)
+        flags.pop("rank_without_weights", None)
         ep_size = int(str(flags.pop("ep_size", 1)))
         config = make_config(flags, VgpuDevice.kind)
         return replace(config, server_args=replace(config.server_args, tp_size=NUM_RANKS, ep_size=ep_size))
@@ -192,6 +210,24 @@ class RankRun:
         days = self.scenario.flags.get("bad_days")
         fails = days is not None and int(str(days)) % (NUM_RANKS + 1) in (rank, NUM_RANKS)
         return StorageRecord(backend, config, Random(int(str(days))) if fails else None)
+
+    def check_weights(self, rank: int, runner: ModelRunner) -> None:
+        """Let ``runner`` fail to read new weights if it is that of the rank that cannot."""
+        if self.scenario.flags.get("rank_without_weights") != rank:
+            return
+
+        def unreadable(weights: object) -> None:
+            raise OSError("the file cannot be read")
+
+        runner._check_weights = unreadable  # type: ignore[method-assign]
+
+    def _compare_updates(self) -> str:
+        """Weights that one rank cannot read are replaced on none."""
+        rank = self.scenario.flags.get("rank_without_weights")
+        right = [[] if rank is None else [int(str(rank)) >= NUM_RANKS]] * NUM_RANKS
+        return (
+            "" if self.updated == right else f"updates of the weights were made: {self.updated}, not {right}"
+        )
 
     def _compare(self, config: EngineConfig) -> str:
         """The answers, and each request's alone."""
@@ -244,6 +280,7 @@ class RankRun:
             communicator = Communicator("tp", device, device.forward, backend)
             shard = Shard(rank, NUM_RANKS, communicator, config.server_args.ep_size)
             runner = ModelRunner(config, device, False, shard)
+            self.check_weights(rank, runner)
             loop = _RankLoop(self, rank, config, runner, RankBoard(ports, rank, NUM_RANKS), turns)
             loop.run()
             device.synchronize()
@@ -314,6 +351,8 @@ class _RankLoop:
 
     def to_tokenizer(self, message: Message) -> None:
         """See ``scheduler.scheduler.Outbox``."""
+        if isinstance(message, ControlReply) and message.id == "weights":
+            self._run.updated[self._rank].append(message.success)
 
     def run(self) -> None:
         """Run rank 0 until everything is answered and every transfer has ended, and the other rank until rank 0 has

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fenceline.sampling.sampler import Sampler, keep_thresholds
+from fenceline.sampling.sampler import Sampler, TokenCounts, keep_thresholds
 from fenceline.sampling.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
 from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.vgpu.proving.limits import small_limits
@@ -34,6 +34,33 @@ def compare_sampling(random: Random) -> str:
             wrong = _compare(random)
             if wrong:
                 return f"sampling: {wrong}"
+    wrong = _compare_bits(random)
+    return f"sampling: {wrong}" if wrong else ""
+
+
+def _compare_bits(random: Random) -> str:
+    """Penalties change the logits of the tokens that they are for; all other bits stay as they are."""
+    vocab_size, num_reqs = 16, 3
+    generator = np.random.default_rng(random.getrandbits(32))
+    counts = TokenCounts(_NUM_ROWS, vocab_size, torch.device("cpu"))
+    rows = random.sample(range(_NUM_ROWS), num_reqs)
+    prompts, outputs = (
+        [random.sample(range(vocab_size), random.randint(1, 5)) for _ in range(num_reqs)] for _ in range(2)
+    )
+    for row, prompt, output in zip(rows, prompts, outputs, strict=True):
+        counts.begin(row, torch.tensor(prompt), torch.tensor(output))
+    logits = torch.from_numpy(_logits(random, generator, (num_reqs, vocab_size)))
+    repetition, frequency, presence = (
+        torch.tensor([random.choice((neutral, other)) for _ in range(num_reqs)])
+        for neutral, other in ((1.0, 1.3), (0.0, 0.7), (0.0, -0.4))
+    )
+    penalized = counts.apply(logits, torch.tensor(rows), repetition, frequency, presence)
+    for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        changed = set(np.flatnonzero((penalized[index] != logits[index]).numpy()).tolist())
+        may_change = set(output) if frequency[index] or presence[index] else set()
+        may_change |= {*prompt, *output} if repetition[index] != 1 else set()
+        if not changed <= may_change:
+            return f"penalties change the logits of {sorted(changed - may_change)}, which they are not for"
     return ""
 
 

@@ -54,7 +54,8 @@ def trees_under_windows(random: Random) -> Scenario:
 
 def several_layers(random: Random) -> Flags:
     """A draft with a layer for each of its steps."""
-    return {"draft": "NEXTN2", "speculative_num_steps": 2, **_depths(random)}
+    num_layers = random.choice((2, 3))
+    return {"draft": f"NEXTN{num_layers}", "speculative_num_steps": num_layers, **_depths(random)}
 
 
 def _depths(random: Random) -> dict[str, Flag]:
@@ -87,11 +88,13 @@ def _options(script: Script) -> dict[str, object]:
 
 
 def _speculation(random: Random) -> Scenario:
-    """Prompts with common prefixes, in chunks; aborts at any moment; little memory. All decode steps are in graphs."""
+    """Prompts with common prefixes, in chunks, and some that are shorter than a draft has layers; aborts at any moment;
+    little memory. All decode steps are in graphs."""
     script = Script(random)
     family = script.prompt(9, 13)
     for index in range(6):
-        prompt = family[: random.randrange(4, 14)] + script.prompt(1, 4)
+        is_short = random.random() < 0.2
+        prompt = script.prompt(1, 3) if is_short else family[: random.randrange(4, 14)] + script.prompt(1, 4)
         rid = script.add(index * random.randint(0, 3), prompt, random.randint(3, 12), **_options(script))
         if random.random() < 0.25:
             script.send(random.randrange(3, 14), AbortReq(rid=rid, silent=random.random() < 0.3))

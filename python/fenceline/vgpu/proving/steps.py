@@ -43,7 +43,7 @@ from fenceline.vgpu.proving.chunks import Chunks
 from fenceline.vgpu.proving.contracts import compare_contracts
 from fenceline.vgpu.proving.decisions import Decision, Event, Fetched, Owned, device_bytes, host_bytes
 from fenceline.vgpu.proving.decode_room import DecodeRoom, compare_growth
-from fenceline.vgpu.proving.drafts import compare_drafts
+from fenceline.vgpu.proving.drafts import compare_drafts, compare_proposals
 from fenceline.vgpu.proving.events import Watch, around, state_of
 from fenceline.vgpu.proving.figures import Evictions, HostEvictions, compare_figures, compare_storage
 from fenceline.vgpu.proving.flashinfer_library import FLASHINFER, FLASHINFER_TENSOR_CORES
@@ -88,7 +88,7 @@ from fenceline.vgpu.proving.tiny_model import (
 from fenceline.vgpu.proving.tree_contracts import compare_trees
 from fenceline.vgpu.proving.watched import WatchedScheduler
 from fenceline.vgpu.proving.weight_slots import compare_weight_slots
-from fenceline.vgpu.speculative_tags import make_tags
+from fenceline.vgpu.speculative_tags import SpeculativeTags, make_tags
 from fenceline.vgpu.tags import Tags
 
 _MAX_STEPS = 2000
@@ -497,7 +497,11 @@ class Loop:
                 oracle = _lookahead(draft, plain_path(model), rounds_kv)
             case _:
                 return ""
-        return compare_drafts(self.scheduler.verified, self.transcript.exchanges, oracle, config.topk)
+        exchanges = self.transcript.exchanges
+        wrong = compare_drafts(self.scheduler.verified, exchanges, oracle, config.topk)
+        if wrong or not isinstance(self._tags, SpeculativeTags) or self.runner.device.severed:
+            return wrong
+        return compare_proposals(self._tags.proposed, exchanges, oracle)
 
     def _settle(self, tiers: HiCache) -> None:
         """F6: all transfers end, their acks are drained, and then nothing is held."""

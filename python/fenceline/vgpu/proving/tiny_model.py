@@ -1,6 +1,6 @@
 """Models so small that hundreds of engine runs take a minute: a Qwen3, some with experts, some in FP8, a Gemma 2 with
-windows, an OLMo 2, a SmolLM3 in INT4 of which one layer sees no positions, a gpt-oss with sinks and experts in MXFP4;
-drafts, and a tokenizer.
+windows, an OLMo 2, a SmolLM3 in INT4 of which one layer sees no positions, a gpt-oss with sinks and experts in MXFP4,
+an ERNIE 4.5 and a GLM-4, whose rotary pairs are neighbours; drafts, and a tokenizer.
 
 The weights are random and written to a folder once. The tokenizer is byte-level: letters, pairs of letters, and bytes
 of longer characters.
@@ -95,6 +95,11 @@ _WINDOWS = {
 # OLMo 2's layers: norms behind each branch, and of queries and keys over all heads at once.
 _WIDE = {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
 _UNROTATED = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "no_rope_layers": [1, 0]}
+# Rotary pairs of adjacent features, of all of a head or of the first half of them.
+_ADJACENT = {"architectures": ["Ernie4_5ForCausalLM"], "model_type": "ernie4_5", "use_bias": True}
+_PARTIAL = {
+    "architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "attention_bias": True, "partial_rotary_factor": 0.5
+}  # fmt: skip
 # One head of keys for all queries, biases, and rotary frequencies that are scaled for longer contexts in two ways.
 _FEW_HEADS = {"num_key_value_heads": 1, "attention_bias": True, "tie_word_embeddings": False}
 _LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -114,6 +119,8 @@ _FP8_ROWS = {
         }
     },
 }
+# Of each layer. In the second one keys have none.
+_KV_SCALES = {"k": (0.25, 1.0), "v": (0.4, 0.8)}
 _KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 PLAIN = "plain"
 _MODELS = {
@@ -123,6 +130,8 @@ _MODELS = {
     # The shortest windows under which there may be trees of drafts.
     "long_windows": _CONFIG | _WINDOWS | {"sliding_window": 64},
     "wide": _CONFIG | _WIDE,
+    "adjacent": _CONFIG | _ADJACENT,
+    "partial": _CONFIG | _PARTIAL,
     "llama3": _CONFIG | _FEW_HEADS | {"rope_scaling": _LLAMA3 | {"original_max_position_embeddings": 64}},
     "yarn": _CONFIG | _FEW_HEADS | {"rope_scaling": _YARN | {"original_max_position_embeddings": 64}},
     "fp8": _CONFIG | {"intermediate_size": 160, "quantization_config": _FP8},  # a block and a part of one
@@ -166,13 +175,15 @@ _DRAFTS: dict[str, dict[str, object]] = {
     "EAGLE3 of one head": {},
     "NEXTN": {"num_nextn_predict_layers": 1},
     "NEXTN2": {"num_nextn_predict_layers": 2},  # a layer for each step
+    "NEXTN3": {"num_nextn_predict_layers": 3},
     # Nearly the target, and the target itself: half of the first one's proposals are accepted, and all of the second
     # one's.
     "NEAR": {},
     "ITSELF": {},
 }
 _DRAFTS["EAGLE3 of one head"] = _DRAFTS["EAGLE3"] | {"num_key_value_heads": 1}
-DRAFTS = tuple(name for name in _DRAFTS if name != "EAGLE3 of one head")  # those that are drawn at random
+_NOT_DRAWN = ("EAGLE3 of one head", "NEXTN3")  # those that a workload asks for
+DRAFTS = tuple(name for name in _DRAFTS if name not in _NOT_DRAWN)
 _NEAR = 0.1  # how much the weights of NEAR differ from the target's
 
 
@@ -222,9 +233,9 @@ def _quantised(name: str) -> Path:
     if "kv_cache_scheme" in settings:
         names = [key.replace("q_proj.weight", "{}_scale") for key in tensors if key.endswith("q_proj.weight")]
         scales = {
-            name.format(kind): torch.tensor(size * (index + 1))
+            name.format(kind): torch.tensor(sizes[index])
             for index, name in enumerate(names)
-            for kind, size in (("k", 0.25), ("v", 0.4))
+            for kind, sizes in _KV_SCALES.items()
         }
         stored, tensors = stored | scales, tensors | scales
     (folder / _MEANT).mkdir()
@@ -344,7 +355,7 @@ def tiny_draft(name: str, model: str = PLAIN) -> tuple[str, str]:
         save_file(weights, folder / "model.safetensors")
         return "STANDALONE", str(folder)
     is_eagle = name.startswith("EAGLE3")
-    algorithm = SpeculativeAlgorithm("EAGLE3" if is_eagle else name.removesuffix("2"))
+    algorithm = SpeculativeAlgorithm("EAGLE3" if is_eagle else name.rstrip("23"))
     model_config = resolve(ServerArgs(model_path=tiny_model_path(), device="cpu")).model
     context = torch_context(Shard(), torch.float32)
     config = read_draft_config(algorithm, str(folder), model_config)

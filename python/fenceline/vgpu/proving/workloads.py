@@ -22,7 +22,7 @@ from fenceline.ipc.io_struct import (
     TokenizedGenerateReq,
 )
 from fenceline.vgpu.proving.everything import EVERYTHING
-from fenceline.vgpu.proving.flashinfer_library import FLASHINFER
+from fenceline.vgpu.proving.flashinfer_library import FLASHINFER, FLASHINFER_TENSOR_CORES
 from fenceline.vgpu.proving.grammars import GRAMMARS
 from fenceline.vgpu.proving.hicache_workloads import HICACHE_WORKLOADS, tier_flags
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
@@ -406,16 +406,22 @@ def _experts(random: Random) -> Scenario:
 def _models(random: Random) -> Scenario:
     """Families and number formats that other workloads do not have."""
     scenario = random.choice((_mixed, _prefixes, _graphs, _retraction))(random)
-    model = random.choice(("wide", "wide", "llama3", "yarn", "fp8", "fp8_rows", "rounded_fp8", "int4"))
+    model = random.choice(
+        ("wide", "wide", "adjacent", "partial", "llama3", "yarn", "fp8", "fp8_rows", "rounded_fp8", "int4")
+    )
     return replace(scenario, flags={**scenario.flags, "model": model})
 
 
 def _windows(random: Random) -> Scenario:
-    """Layers that read what lies in their window and layers that read all, by either kind of attention, some of them
+    """Layers that read what lies in their window and layers that read all, by three kinds of attention, some of them
     between the pieces of a graph; in half of the runs drafts are verified, of a model whose layers are as the target's,
-    and in some of these trees of drafts."""
+    and in some of these trees of drafts. FlashInfer has one plan for each window."""
     scenario = random.choice((_mixed, _prefixes, _aborts, _graphs, _retraction))(random)
-    ours = {"attention_backend": LAUNCHED} if random.random() < 0.7 else {}
+    kind = random.random()
+    if kind < 0.25:
+        planned = {"attention_backend": random.choice((FLASHINFER, FLASHINFER_TENSOR_CORES))}
+        return replace(scenario, flags={**scenario.flags, **planned, "model": "windows"})
+    ours = {"attention_backend": LAUNCHED} if kind < 0.75 else {}
     drafts = chains_of_models(random) if random.random() < 0.5 else {}
     if drafts and random.random() < 0.3:
         scenario = trees_under_windows(random)
