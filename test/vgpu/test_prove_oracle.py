@@ -55,7 +55,7 @@ from fenceline.scheduler.req import LogprobLog, Req
 from fenceline.scheduler.scheduler import OutputSender, Scheduler, StepMasks
 from fenceline.scheduler.waiting_queue import WaitingQueue
 from fenceline.vgpu.proving.answers import LOGPROB_TOLERANCE, Exchange, Findings, Setting, Sharing, Transcript
-from fenceline.vgpu.proving.oracle import TOLERANCE, Model, Oracle, Place, Query, Text, gumbel, text_of
+from fenceline.vgpu.proving.oracle import TOLERANCE, Model, Oracle, Place, Query, Text, gumbel, kept, text_of
 from fenceline.vgpu.proving.runs import ANSWERS, Outcome, Trial, run
 from fenceline.vgpu.proving.script import Flag, Flags, Scenario, Script, Workload
 from fenceline.vgpu.proving.table import Proof
@@ -360,15 +360,30 @@ def test_what_has_left_the_device_is_used_from_a_number_of_tokens_on(threshold: 
 @pytest.mark.parametrize(
     ("workload", "seed"),
     [("engine", 1170), ("speculation_tiers", 13), ("everything", 100_012), ("everything", 100_085),
-     ("everything", 100_595), ("everything", 100_070), ("bodies", 51), ("bodies", 5310)],
+     ("everything", 100_595), ("everything", 100_070), ("bodies", 51), ("bodies", 5310), ("everything", 900_614)],
 )  # fmt: skip
 def test_seeds_that_failed_once(workload: str, seed: int) -> None:
     """A prefix of one token that only the host had, which is not worth loading; a draft extended under masks while a
     backup ran on SMs; prefill steps that are compared with their replays (three seeds); a time-out before the scheduler
     heard of a stop string; a short prompt of a body whose first ones did not fit beside a half-way prompt; a short
-    prompt that goes before a decode step and passes a longer one."""
+    prompt that goes before a decode step and passes a longer one; a tick beside new weights, which found a request
+    running that they retracted."""
     outcome = run(Trial(workload, seed))
     assert outcome.clean, outcome.report
+
+
+def test_which_tokens_are_kept_may_depend_on_rounding_if_they_tie_after_penalties_alone() -> None:
+    """Two tokens have half of the probability each, of which top_p keeps the first. If the model's own logits tie, so
+    do the engine's, and both are kept."""
+    query = Query((1,), 0, temperature=0.5, top_p=0.3)
+    scaled = np.array([-4.0, 0.0, 0.0])
+    both = [False, True, True]
+    for model_logits, surely in (([-3.0, -2.0, -2.0], both), ([-3.0, -2.0, -1.0], [False] * 3)):
+        found = kept(scaled, query, np.array(model_logits))
+        assert [mask.tolist() for mask in found] == [both, surely, both]
+    # Of three tokens that are kept in any order it does not matter which of them tie.
+    found = kept(scaled, Query((1,), 0, temperature=0.5, top_k=3), np.array([-3.0, -2.0, -1.0]))
+    assert all(mask.all() for mask in found)
 
 
 def test_close_calls_are_few_or_the_proof_is_not_clean() -> None:
@@ -984,6 +999,8 @@ def _of(model: str) -> Workload:
         "int4",
         "llama3",
         "yarn",
+        "adjacent",
+        "partial",
         "shared",
         "fp8_experts",
         "int4_experts",

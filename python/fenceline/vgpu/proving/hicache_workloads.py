@@ -15,7 +15,7 @@ from fenceline.vgpu.proving.tiny_model import PLAIN, VOCAB_SIZE, storage_secret
 
 _POLICIES = ("write_through", "write_through_selective", "write_back")
 _LAYOUTS = ("layer_first", "page_first")
-_MOST_TOKEN_BYTES = 512  # of the KV of a token of a tiny model, its draft's included
+_MOST_TOKEN_BYTES = 640  # of the KV of a token of a tiny model, its draft's included
 
 
 def tier_flags(random: Random, **flags: Flag) -> Flags:

@@ -34,9 +34,12 @@ class InTime:
         # Of each request: its state, and the first tick that has found it there since the latest pause.
         self._clocks: dict[Req, tuple[str, float]] = {}
         self._now: float | None = None  # the latest of the ticks that are being taken in
+        # The state of each request as the tick has found it: new weights beside it retract all that runs.
+        self._found: dict[Req, str] | None = None
         self._num_reports = self._num_launched = self._num_published = 0
         self._is_report_due = self._falls_idle = False
         around(scheduler, "ingest", before=self._begins, after=self._taken_in)
+        around(scheduler, "end_overdue", before=self._looked_at)
         around(scheduler, "end", before=self._ends)
         around(scheduler, "pause", after=lambda result, mode: self._clocks.clear() if result[0] else None)
         around(scheduler, "publish", before=self._publishes, after=self._published)
@@ -55,6 +58,10 @@ class InTime:
     def _begins(self, messages: Sequence[Message]) -> None:
         """Of several ticks that arrive together only the last one counts."""
         self._now = max((message.now for message in messages if isinstance(message, TickReq)), default=None)
+        self._found = None
+
+    def _looked_at(self, now: float) -> None:
+        self._found = {req: _state_of(req) for req in self._scheduler.reqs.values()}
 
     def _ends(self, req: Req, message: str, status_code: int | None) -> None:
         if status_code != 503:
@@ -74,9 +81,9 @@ class InTime:
         later = {one.rid for one in messages[last:] if isinstance(one, TokenizedGenerateReq)}
         before, self._clocks = self._clocks, {}
         for req in scheduler.reqs.values():
-            if req.rid in later:
+            if req.rid in later or (self._found is not None and req not in self._found):
                 continue
-            state = _state_of(req)
+            state = _state_of(req) if self._found is None else self._found[req]
             known = before.get(req)
             since = known[1] if known is not None and known[0] == state else now
             self._clocks[req] = state, since

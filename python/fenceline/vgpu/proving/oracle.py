@@ -483,7 +483,7 @@ class Oracle:
 
 def choose(logits: F64, query: Query, outputs: list[int]) -> Step:
     """The token after ``outputs`` if the model's logits are ``logits`` [V]."""
-    logits = _adjusted(logits, query, outputs)
+    model_logits, logits = logits, _adjusted(logits, query, outputs)
     if query.grammar:
         logits = np.where(_allowed(query, outputs), logits, -np.inf)
     if query.greedy:
@@ -492,7 +492,7 @@ def choose(logits: F64, query: Query, outputs: list[int]) -> Step:
     else:
         scaled = (logits - logits.max()) / query.temperature
         scores = scaled + gumbel(query.seed, len(query.prompt) + len(outputs), len(logits))
-        nominal, surely, perhaps = kept(scaled, query)
+        nominal, surely, perhaps = kept(scaled, query, model_logits)
     token = int(np.where(nominal, scores, -np.inf).argmax())
     best = np.where(surely, scores, -np.inf).max()
     close = np.flatnonzero(perhaps & (scores >= best - TOLERANCE))
@@ -576,32 +576,36 @@ def _allowed(query: Query, outputs: Sequence[int]) -> npt.NDArray[np.bool_]:
     return allowed
 
 
-def kept(scaled: F64, query: Query) -> tuple[npt.NDArray[np.bool_], ...]:
+def kept(scaled: F64, query: Query, model_logits: F64 | None = None) -> tuple[npt.NDArray[np.bool_], ...]:
     """[V] each: which tokens top_k, top_p and min_p keep, which they keep with any rounding, and which they may keep.
-    Each filter uses the whole distribution, and tokens that tie with the last one kept are kept."""
-    lowest = _lowest_kept(scaled, query, 0.0)
+    Each filter uses the whole distribution, and tokens that tie with the last one kept are kept. Those that tie only
+    after ``model_logits`` have been adjusted may do so in float64 alone."""
+    lowest, num_kept = _lowest_kept(scaled, query, 0.0)
     kept = scaled >= lowest
-    low, high = _lowest_kept(scaled, query, _TOP_P_SLACK), _lowest_kept(scaled, query, -_TOP_P_SLACK)
+    (low, _), (high, _) = (_lowest_kept(scaled, query, slack) for slack in (_TOP_P_SLACK, -_TOP_P_SLACK))
     dropped = scaled[~kept]
     on_the_edge = query.min_p > 0 and bool((abs(scaled - math.log(query.min_p)) <= TOLERANCE).any())
+    if model_logits is not None and kept.sum() > num_kept:
+        on_the_edge |= len(set(model_logits[scaled == lowest].tolist())) > 1
     if low == high and not on_the_edge and (not len(dropped) or dropped.max() < lowest - TOLERANCE):
         return kept, kept, kept
     return kept, scaled > high + TOLERANCE, scaled >= low - TOLERANCE
 
 
-def _lowest_kept(scaled: F64, query: Query, slack: float) -> float:
+def _lowest_kept(scaled: F64, query: Query, slack: float) -> tuple[float, int]:
+    """The lowest score that is kept, and how many tokens top_k and top_p keep if none ties with the last of them."""
     ordered = np.sort(scaled)[::-1]
-    lowest = ordered[-1]
+    num_kept = len(ordered)
     if query.top_k > 0:
-        lowest = ordered[min(query.top_k, len(ordered)) - 1]
+        num_kept = min(query.top_k, num_kept)
     if query.top_p < 1:
         mass = np.exp(ordered) / np.exp(ordered).sum()
         before = mass.cumsum() - mass  # the smallest set whose mass reaches top_p
-        num_kept = max(int((before < query.top_p + slack).sum()), 1)
-        lowest = max(lowest, ordered[num_kept - 1])
+        num_kept = min(max(int((before < query.top_p + slack).sum()), 1), num_kept)
+    lowest = float(ordered[num_kept - 1])
     if query.min_p > 0:
         lowest = max(lowest, math.log(query.min_p))  # the largest probability has score 0
-    return float(lowest)
+    return lowest, num_kept
 
 
 def _log_softmax(scores: F64) -> F64:
