@@ -269,6 +269,20 @@ def test_the_samples_of_a_prompt_compute_it_once(chunk: int, overlap: bool, poli
         assert len(driver.answers[req.rid].output_ids) == 4
 
 
+def test_a_sample_that_arrives_after_the_first_is_admitted_waits_for_its_prompt() -> None:
+    """The body has nothing else that waits, and is remembered as long as it runs something."""
+    driver = fair_driver(num_rows=16, chunk=16)
+    counts = computed_tokens(driver)
+    prompt = [i % 250 + 1 for i in range(101)]
+    first, *others = samples(1, 3, prompt)
+    driver.send(first)
+    driver.step()
+    driver.send(*others)
+    driver.run()
+    assert sum(counts) == 101 + 2 * 1
+    assert not driver.scheduler.waiting._computing, "nobody of the body is left"
+
+
 def test_samples_share_one_copy_of_their_prompt() -> None:
     driver = fair_driver()
     driver.send(*samples(1, 5, [1, 2, 3] * 9), *body_of(2, 2), *samples(3, 1, [1, 2, 3] * 9))

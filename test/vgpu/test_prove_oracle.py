@@ -360,14 +360,16 @@ def test_what_has_left_the_device_is_used_from_a_number_of_tokens_on(threshold: 
 @pytest.mark.parametrize(
     ("workload", "seed"),
     [("engine", 1170), ("speculation_tiers", 13), ("everything", 100_012), ("everything", 100_085),
-     ("everything", 100_595), ("everything", 100_070), ("bodies", 51), ("bodies", 5310), ("everything", 900_614)],
+     ("everything", 100_595), ("everything", 100_070), ("bodies", 51), ("bodies", 5310), ("everything", 900_614),
+     ("beside", 1_000_570)],
 )  # fmt: skip
 def test_seeds_that_failed_once(workload: str, seed: int) -> None:
     """A prefix of one token that only the host had, which is not worth loading; a draft extended under masks while a
     backup ran on SMs; prefill steps that are compared with their replays (three seeds); a time-out before the scheduler
     heard of a stop string; a short prompt of a body whose first ones did not fit beside a half-way prompt; a short
     prompt that goes before a decode step and passes a longer one; a tick beside new weights, which found a request
-    running that they retracted."""
+    running that they retracted; a sample that came when its body had nothing else that waited, and computed the prompt
+    again."""
     outcome = run(Trial(workload, seed))
     assert outcome.clean, outcome.report
 

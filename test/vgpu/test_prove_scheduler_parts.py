@@ -297,7 +297,7 @@ publish_counted, pause, decode = Scheduler.publish_counted, Scheduler.pause, Sch
         (Scheduler, "has_room", takes_the_share, "mixed", "at rest: "),
         (Scheduler, "track_admissions", tells_late, "mixed", "at rest: the queue has been told of"),
         (Scheduler, "publish_counted", no_drafts_told, "mixed", "is told of the drafts"),
-        (scheduler_module, "_log_prompt", scores_nothing, "mixed", "of a prompt are scored"),
+        (scheduler_module, "_log_prompt", scores_nothing, "prefixes", "of a prompt are scored"),
         (Scheduler, "launch", numbers_from_zero, "mixed", "has the number 0"),
         (StepProfiler, "step", nothing, "mixed", "steps of a trace"),
         (SchedulerStats, "decode", logs_never, "mixed", "log lines of decode steps"),

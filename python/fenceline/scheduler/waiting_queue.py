@@ -22,8 +22,6 @@ class _BodyQueue:
     rank: int
     turn: int
     reqs: deque[Req] = field(default_factory=deque)
-    # Admitted requests of this body that compute a prompt which others of it may share, by the id of that prompt.
-    computing: dict[int, Req] = field(default_factory=dict)
 
     @property
     def precedence(self) -> tuple[int, int]:
@@ -52,6 +50,9 @@ class WaitingQueue:
         self._queues: list[_BodyQueue] = []  # sorted by precedence
         self._queue_of: dict[tuple[int, int | str], _BodyQueue] = {}
         self._num_running: Counter[int] = Counter()  # admitted requests of each body that is larger than one
+        # Of each such body, the admitted requests that compute a prompt which others of it may share, by their rank and
+        # the id of that prompt. The body may have no request that waits: its next sample may not have arrived yet.
+        self._computing: dict[int, dict[tuple[int, int], Req]] = {}
         self._num_turns = 0
         self.num_reqs = 0
         self.num_short = 0  # see ShortShare
@@ -109,6 +110,7 @@ class WaitingQueue:
             self._num_running[body] -= 1
             if not self._num_running[body]:
                 del self._num_running[body]
+                self._computing.pop(body, None)
 
     def _queue(self, req: Req, turn: int) -> _BodyQueue:
         key = _key(req)
@@ -172,18 +174,15 @@ class WaitingQueue:
 
     def computes(self, req: Req) -> None:
         """``req`` has just been admitted: the other samples of its prompt should wait until it is cached."""
-        if req.source.body:
-            queue = self._queue_of[_key(req)]
-            queue.computing = {
-                key: other for key, other in queue.computing.items() if self._is_computing(other)
-            }
-            queue.computing[id(req.prompt_ids)] = req
+        body = req.source.body
+        if body:
+            before = self._computing.get(body, {})
+            still = {key: other for key, other in before.items() if self._is_computing(other)}
+            self._computing[body] = {**still, (req.rank, id(req.prompt_ids)): req}
 
     def waits_for_sample(self, req: Req) -> bool:
         """Whether another sample of the same prompt computes what ``req`` would find in the cache afterwards."""
-        if not req.source.body:  # it came alone
-            return False
-        other = self._queue_of[_key(req)].computing.get(id(req.prompt_ids))
+        other = self._computing.get(req.source.body, {}).get((req.rank, id(req.prompt_ids)))
         return other is not None and other is not req and self._is_computing(other) and not req.scores_prompt
 
     def _is_computing(self, req: Req) -> bool:

@@ -71,10 +71,6 @@ class Passing:
         around(scheduler.memory, "match", after=self._matched)
         around(planner, "_admit", after=self._tried)
         around(planner, "plan", before=self._begin)
-        # Admitted requests of which the queue knows nothing any more, since nobody of their body waited then.
-        self._unknown: set[str] = set()
-        around(scheduler.waiting, "admit", before=lambda req: self._unknown.discard(req.rid))
-        around(scheduler.waiting, "remove", after=self._removed)
         around(scheduler.waiting, "waits_for_sample", after=self._waits)
         any_planner: Any = planner
         admit_waiting, admit_beside = any_planner._admit_waiting, any_planner._admit_beside
@@ -248,11 +244,6 @@ class Passing:
             f"others are {'' if self._was_beside else 'not '}looked for beside {req.rid}, which has {left} tokens left",
         )
 
-    def _removed(self, _: object, req: Req) -> None:
-        if not any(_group(other) == _group(req) for other in self._scheduler.waiting):
-            reqs = self._scheduler.reqs.values()
-            self._unknown |= {other.rid for other in reqs if other.row and _group(other) == _group(req)}
-
     def _waits(self, waits: bool, req: Req) -> None:
         """A sample waits for pages that another one of its prompt computes, and for no others: the last token of a
         prompt is computed in any case, and so are those behind the last whole page in front of it."""
@@ -265,7 +256,6 @@ class Passing:
         found = any(
             other.row
             and other is not req
-            and other.rid not in self._unknown
             and _group(other) == _group(req)
             and other.prompt_ids is req.prompt_ids
             and other.committed_len < num

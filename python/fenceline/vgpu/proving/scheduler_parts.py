@@ -57,21 +57,21 @@ def _request(prompt: I32, rid: str = "r", rank: int = 0, max_new: int = 8, **opt
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """Requests of one body and rank that wait, and the sample of each prompt that was admitted last, as long as others
-    of the line wait."""
+    """Requests of one body and rank that wait."""
 
     body: int
     reqs: list[Req] = field(default_factory=list)
-    samples: dict[int, Req] = field(default_factory=dict)
 
 
 class _Queue:
-    """A waiting queue that keeps the lines of each rank in a list, in turn."""
+    """A waiting queue that keeps the lines of each rank in a list, in turn, and the sample that was admitted last of
+    each body, rank and prompt."""
 
     def __init__(self, page_size: int | None, most: int | None) -> None:
         self.page_size, self.most = page_size, most
         self.lines: dict[int, list[_Line]] = {}
         self.running: list[Req] = []
+        self.samples: dict[tuple[int, int, int], Req] = {}
 
     def line_of(self, req: Req) -> _Line | None:
         body = req.source.body
@@ -100,7 +100,7 @@ class _Queue:
         assert line is not None, "it waits"
         self.take(req)
         self.running.append(req)
-        line.samples[id(req.prompt_ids)] = req
+        self.samples[req.source.body, req.rank, id(req.prompt_ids)] = req
         if line.reqs:
             of_rank.remove(line)
             of_rank.append(line)
@@ -134,8 +134,8 @@ class _Queue:
 
     def waits_for_sample(self, req: Req) -> bool:
         """A sample waits for pages of its prompt that another one computes, if they are enough."""
-        line = self.line_of(req)
-        other = None if line is None or not req.source.body else line.samples.get(id(req.prompt_ids))
+        body = req.source.body
+        other = self.samples.get((body, req.rank, id(req.prompt_ids))) if body else None
         if other is None or other.left or self.page_size is None or req.scores_prompt:
             return False
         num = len(other.prompt_ids)
