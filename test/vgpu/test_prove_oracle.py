@@ -383,6 +383,11 @@ def test_which_tokens_are_kept_may_depend_on_rounding_if_they_tie_after_penaltie
     for model_logits, surely in (([-3.0, -2.0, -2.0], both), ([-3.0, -2.0, -1.0], [False] * 3)):
         found = kept(scaled, query, np.array(model_logits))
         assert [mask.tolist() for mask in found] == [both, surely, both]
+    # Half of the probability, but for 6e-8, is one token's: whether top_p keeps one or two is for rounding as well.
+    found = kept(
+        np.array([0.0, 0.0, -16.0]), Query((1,), 0, temperature=0.5, top_p=0.5), np.array([-3.0, -2.0, -1.0])
+    )
+    assert [mask.tolist() for mask in found] == [[True, True, False], [False] * 3, [True, True, False]]
     # Of three tokens that are kept in any order it does not matter which of them tie.
     found = kept(scaled, Query((1,), 0, temperature=0.5, top_k=3), np.array([-3.0, -2.0, -1.0]))
     assert all(mask.all() for mask in found)

@@ -182,6 +182,8 @@ class WaitingQueue:
 
     def waits_for_sample(self, req: Req) -> bool:
         """Whether another sample of the same prompt computes what ``req`` would find in the cache afterwards."""
+        if not req.source.body:  # it came alone
+            return False
         other = self._computing.get(req.source.body, {}).get((req.rank, id(req.prompt_ids)))
         return other is not None and other is not req and self._is_computing(other) and not req.scores_prompt
 

@@ -79,7 +79,7 @@ class Footprints:
         self._declared: dict[StreamName, set[tuple[Memory, bool]]] = {}  # since the stream's latest Point
         self._touched: dict[StreamName, dict[tuple[Memory, bool], Operation]] = {}
         self._read_by: dict[Memory, Operation] = {}  # FORWARD's reads that have not been declared yet
-        # The rings of those of them that were declared since FORWARD's latest Point.
+        # The rings of those reads that have been declared since FORWARD's latest Point, later than it.
         self._declares_earlier: set[str] = set()
         self._of_transfer: _Declared | None = None
         self._copies: list[

@@ -88,7 +88,8 @@ class FlashInferAttentionBackend(AttentionBackend):
         if self.shape.group > _MAX_CUDA_CORE_GROUP if tensor_cores is None else tensor_cores:
             fa2 = self.prefill
             self.decode = PrefillKernels(self.shape, "fa2", library) if fa3_or_fa2 != "fa2" else fa2
-        name = "plan_ring" if window is None else f"plan_ring.window_{window}"
+        # Layers with other windows, and those of a draft with other heads, have backends of their own.
+        name = f"plan_ring.layer{layers[0]}" if layers[0] else "plan_ring"
         self._ring = PlanRing(device, library.plan_bytes, library.plan_slots, name)
         self._num_sms = library.num_sms(device.torch_device)
         self._floats = self._bytes(self._eager_float_bytes())

@@ -342,10 +342,10 @@ def _fitting(flags: Flags) -> Flags:
 
 
 def _with_another_model(random: Random, flags: Flags) -> Flags:
-    """Another model in the place of the plain one, often with a draft. FlashInfer's replacement has neither windows nor
-    sinks: our own kernels attend instead."""
+    """Another model in the place of the plain one, often with a draft. FlashInfer has no sinks: our own kernels attend
+    instead."""
     model = random.choice(("windows", "gpt_oss", *_OTHER_MODELS))
-    if model in ("windows", "gpt_oss", "mxfp4") and flags.get("attention_backend") in (
+    if model in ("gpt_oss", "mxfp4") and flags.get("attention_backend") in (
         FLASHINFER,
         FLASHINFER_TENSOR_CORES,
     ):

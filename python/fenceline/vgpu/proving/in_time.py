@@ -61,7 +61,8 @@ class InTime:
         self._found = None
 
     def _looked_at(self, now: float) -> None:
-        self._found = {req: _state_of(req) for req in self._scheduler.reqs.values()}
+        if now == self._now:
+            self._found = {req: _state_of(req) for req in self._scheduler.reqs.values()}
 
     def _ends(self, req: Req, message: str, status_code: int | None) -> None:
         if status_code != 503:

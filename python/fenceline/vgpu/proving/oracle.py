@@ -87,14 +87,8 @@ _NORMS = {
     "olmo2": ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     "glm4": ("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
 }
-_ALIKE = (
-    "qwen3",
-    "qwen3_moe",
-    "qwen2_moe",
-    "smollm3",
-    "gpt_oss",
-    "ernie4_5",
-)  # one norm before each of the two
+# Those with one norm before each of the two.
+_ALIKE = ("qwen3", "qwen3_moe", "qwen2_moe", "smollm3", "gpt_oss", "ernie4_5")
 _ADJACENT = ("ernie4_5", "glm4")  # whose pairs of rotated features are neighbours
 
 
@@ -580,12 +574,13 @@ def kept(scaled: F64, query: Query, model_logits: F64 | None = None) -> tuple[np
     """[V] each: which tokens top_k, top_p and min_p keep, which they keep with any rounding, and which they may keep.
     Each filter uses the whole distribution, and tokens that tie with the last one kept are kept. Those that tie only
     after ``model_logits`` have been adjusted may do so in float64 alone."""
-    lowest, num_kept = _lowest_kept(scaled, query, 0.0)
+    lowest, _ = _lowest_kept(scaled, query, 0.0)
     kept = scaled >= lowest
-    (low, _), (high, _) = (_lowest_kept(scaled, query, slack) for slack in (_TOP_P_SLACK, -_TOP_P_SLACK))
+    low, _ = _lowest_kept(scaled, query, _TOP_P_SLACK)
+    high, least_kept = _lowest_kept(scaled, query, -_TOP_P_SLACK)
     dropped = scaled[~kept]
     on_the_edge = query.min_p > 0 and bool((abs(scaled - math.log(query.min_p)) <= TOLERANCE).any())
-    if model_logits is not None and kept.sum() > num_kept:
+    if model_logits is not None and kept.sum() > least_kept:
         on_the_edge |= len(set(model_logits[scaled == lowest].tolist())) > 1
     if low == high and not on_the_edge and (not len(dropped) or dropped.max() < lowest - TOLERANCE):
         return kept, kept, kept

@@ -211,7 +211,7 @@ class RankRun:
         fails = days is not None and int(str(days)) % (NUM_RANKS + 1) in (rank, NUM_RANKS)
         return StorageRecord(backend, config, Random(int(str(days))) if fails else None)
 
-    def check_weights(self, rank: int, runner: ModelRunner) -> None:
+    def fail_to_read(self, rank: int, runner: ModelRunner) -> None:
         """Let ``runner`` fail to read new weights if it is that of the rank that cannot."""
         if self.scenario.flags.get("rank_without_weights") != rank:
             return
@@ -280,7 +280,7 @@ class RankRun:
             communicator = Communicator("tp", device, device.forward, backend)
             shard = Shard(rank, NUM_RANKS, communicator, config.server_args.ep_size)
             runner = ModelRunner(config, device, False, shard)
-            self.check_weights(rank, runner)
+            self.fail_to_read(rank, runner)
             loop = _RankLoop(self, rank, config, runner, RankBoard(ports, rank, NUM_RANKS), turns)
             loop.run()
             device.synchronize()

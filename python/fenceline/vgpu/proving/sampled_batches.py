@@ -34,12 +34,12 @@ def compare_sampling(random: Random) -> str:
             wrong = _compare(random)
             if wrong:
                 return f"sampling: {wrong}"
-    wrong = _compare_bits(random)
+    wrong = _compare_unpenalized(random)
     return f"sampling: {wrong}" if wrong else ""
 
 
-def _compare_bits(random: Random) -> str:
-    """Penalties change the logits of the tokens that they are for; all other bits stay as they are."""
+def _compare_unpenalized(random: Random) -> str:
+    """Penalties change the logits of the tokens that they are for, and no others."""
     vocab_size, num_reqs = 16, 3
     generator = np.random.default_rng(random.getrandbits(32))
     counts = TokenCounts(_NUM_ROWS, vocab_size, torch.device("cpu"))

@@ -485,7 +485,8 @@ class Loop:
         return "\n".join(part for part in parts if part)
 
     def _compare_drafts(self, rounds_kv: bool) -> str:
-        """Of a draft whose proposals follow from the request alone, how many tokens each step has yielded."""
+        """Of a draft whose proposals follow from the request alone, how many tokens each step has yielded, and what was
+        proposed."""
         config = self.scheduler.config.speculative
         if config is None:
             return ""
