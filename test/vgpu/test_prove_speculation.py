@@ -400,6 +400,25 @@ def _tokens_of_the_layer_before(patch: pytest.MonkeyPatch) -> None:
 drawn = speculative_runner.drawn_tokens
 
 
+def _looks_ahead(num_layers: int, num_reqs: int, max_new_tokens: int, **options: object) -> Workload:
+    """A few requests, with a draft of ``num_layers`` layers that look ahead."""
+
+    def make(random: Any) -> Scenario:
+        script = Script(random)
+        for step in range(num_reqs):
+            script.add(step, script.prompt(4, 9), max_new_tokens, ignore_eos=True, **options)
+        flags: Flags = {"draft": f"NEXTN{num_layers}", "speculative_num_steps": num_layers, "page_size": 4}
+        return script.scenario(
+            max_total_tokens=128,
+            max_running_requests=num_reqs,
+            context_length=64,
+            disable_cuda_graph=True,
+            **flags,
+        )
+
+    return Workload("own", "", make)
+
+
 @pytest.mark.parametrize(
     "fault", [_hidden_states_of_the_step_before, _proposals_that_are_not_kept, _tokens_of_the_layer_before]
 )
@@ -407,21 +426,12 @@ def test_wrong_drafts_of_layers_that_look_ahead_are_noticed(
     monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     """What such layers propose is computed from the request alone; each step must yield what agrees with it."""
-
-    def make(random: Any) -> Scenario:
-        script = Script(random)
-        for step in range(3):
-            script.add(step, script.prompt(4, 9), 16, ignore_eos=True, temperature=1.5)
-        flags: Flags = {"draft": "NEXTN2", "speculative_num_steps": 2, "page_size": 4}
-        return script.scenario(
-            max_total_tokens=128, max_running_requests=3, context_length=64, disable_cuda_graph=True, **flags
-        )
-
-    monkeypatch.setitem(WORKLOADS, "own", Workload("own", "", make))
+    monkeypatch.setitem(WORKLOADS, "own", _looks_ahead(2, 3, 16, temperature=1.5))
     assert run(Trial("own", 2)).clean
     fault(monkeypatch)
     found = [outcome for seed in range(2, 12) if not (outcome := run(Trial("own", seed))).clean]
-    assert all(outcome.checker == ANSWERS for outcome in found), found
+    named = re.compile(r"a step of depth 2 at output|draft [01] behind \d+ tokens is")
+    assert all(outcome.checker == ANSWERS and named.search(outcome.report) for outcome in found), found
     assert any("a step of depth 2 at output" in outcome.report for outcome in found), found
 
 
@@ -449,17 +459,7 @@ def test_a_rare_probe_of_greater_depths_is_compared_too(monkeypatch: pytest.Monk
 
 def test_wrong_drafts_that_are_rejected_anyway_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts of random weights are seldom accepted, so the number of tokens does not show that others were proposed."""
-
-    def make(random: Any) -> Scenario:
-        script = Script(random)
-        for step in range(2):
-            script.add(step, script.prompt(4, 9), 6, ignore_eos=True)
-        flags: Flags = {"draft": "NEXTN3", "speculative_num_steps": 3, "page_size": 4}
-        return script.scenario(
-            max_total_tokens=128, max_running_requests=2, context_length=64, disable_cuda_graph=True, **flags
-        )
-
-    monkeypatch.setitem(WORKLOADS, "own", Workload("own", "", make))
+    monkeypatch.setitem(WORKLOADS, "own", _looks_ahead(3, 2, 6))
     assert run(Trial("own", 2)).clean
     _hidden_states_of_the_step_before(monkeypatch)
     outcome = run(Trial("own", 2))

@@ -259,8 +259,8 @@ class SpeculativeStep(Step):
     def _add_tokens(self, seq: Seq, last_token: int) -> None:
         index, tags, tokens = self.seqs.index(seq), self._tags, self._tokens(self.seqs.index(seq))
         base = self._base(index)
-        drafts = tuple(self._row("input_ids", index, self._num_rows)[1:])
-        if drafts and self._topk == 1:
+        if self._topk == 1 and self._shape.depth:
+            drafts = tuple(self._row("input_ids", index, self._num_rows)[1:])
             tags.proposed.append(Proposed(seq.account.source.rid, base + 1, drafts))
         for number, token in enumerate(tokens):
             seq.account.sampled(base + 1 + number, token)

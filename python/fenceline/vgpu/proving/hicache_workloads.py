@@ -10,12 +10,11 @@ from random import Random
 
 from fenceline.ipc.io_struct import AbortReq, ContinueGenerationReq, FlushCacheReq, PauseGenerationReq
 from fenceline.vgpu.proving.persistent_attention import PERSISTENT
-from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Flag, Flags, Scenario, Script, Workload
-from fenceline.vgpu.proving.tiny_model import PLAIN, VOCAB_SIZE, storage_secret
+from fenceline.vgpu.proving.script import PIECES, Flag, Flags, Scenario, Script, Workload
+from fenceline.vgpu.proving.tiny_model import MOST_TOKEN_BYTES, PLAIN, VOCAB_SIZE, storage_secret
 
 _POLICIES = ("write_through", "write_through_selective", "write_back")
 _LAYOUTS = ("layer_first", "page_first")
-_MOST_TOKEN_BYTES = 640  # of the KV of a token of a tiny model, its draft's included
 
 
 def tier_flags(random: Random, **flags: Flag) -> Flags:
@@ -60,8 +59,7 @@ def _fp8(random: Random) -> Scenario:
     """Conversations whose keys and values are kept in FP8 on all tiers, in some runs divided by the checkpoint's
     scales, and in some computed in pieces."""
     scenario, model = _conversations(random), random.choice((PLAIN, "kv_scales", "kv_scales"))
-    pieces: Flags = {"piecewise_cuda_graph_tokens": (4, 8), "context_length": GRAPH_CONTEXT}
-    between = pieces if random.random() < 0.5 else {}
+    between = PIECES if random.random() < 0.5 else {}
     return replace(
         scenario, flags={**scenario.flags, **between, "kv_cache_dtype": "fp8_e4m3", "model": model}
     )
@@ -231,7 +229,7 @@ def with_storage_limits(random: Random, flags: Flags) -> Flags:
     more: dict[str, Flag] = {}
     if random.random() < 0.5:
         page_bytes = (
-            _MOST_TOKEN_BYTES * int(str(flags["page_size"])) + 96
+            MOST_TOKEN_BYTES * int(str(flags["page_size"])) + 96
         )  # with a header and an authentication code
         more["hicache_storage_size"] = random.uniform(1.1, 4.0) * page_bytes / 1e9
     if random.random() < 0.3:

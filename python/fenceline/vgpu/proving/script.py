@@ -14,6 +14,8 @@ from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE, tiny_misfit, tiny_mode
 Flag = int | float | str | bool | tuple[int, ...]
 Flags = Mapping[str, Flag]
 GRAPH_CONTEXT = 64
+# Prefill steps in pieces, of two sizes.
+PIECES: Flags = {"piecewise_cuda_graph_tokens": (4, 8), "context_length": GRAPH_CONTEXT}
 _OF_THE_MESSAGE = frozenset(TokenizedGenerateReq.__struct_fields__)  # the rest are sampling parameters
 
 

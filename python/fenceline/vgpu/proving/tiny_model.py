@@ -184,6 +184,14 @@ _DRAFTS: dict[str, dict[str, object]] = {
 _DRAFTS["EAGLE3 of one head"] = _DRAFTS["EAGLE3"] | {"num_key_value_heads": 1}
 _NOT_DRAWN = ("EAGLE3 of one head", "NEXTN3")  # those that a workload asks for
 DRAFTS = tuple(name for name in _DRAFTS if name not in _NOT_DRAWN)
+_NUM_LAYERS, _NUM_KV_HEADS, _HEAD_DIM = (
+    int(str(_CONFIG[name])) for name in ("num_hidden_layers", "num_key_value_heads", "head_dim")
+)
+_DRAFT_LAYERS = max(
+    int(str(draft.get("num_nextn_predict_layers", _NUM_LAYERS))) for draft in _DRAFTS.values()
+)
+# Of the KV of a token, that of the largest draft included: keys and values of each layer, in float32.
+MOST_TOKEN_BYTES = 2 * (_NUM_LAYERS + _DRAFT_LAYERS) * _NUM_KV_HEADS * _HEAD_DIM * 4
 _NEAR = 0.1  # how much the weights of NEAR differ from the target's
 
 

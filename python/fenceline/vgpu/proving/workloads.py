@@ -26,7 +26,16 @@ from fenceline.vgpu.proving.flashinfer_library import FLASHINFER, FLASHINFER_TEN
 from fenceline.vgpu.proving.grammars import GRAMMARS
 from fenceline.vgpu.proving.hicache_workloads import HICACHE_WORKLOADS, tier_flags
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
-from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Arrival, Flag, Flags, Scenario, Script, Workload
+from fenceline.vgpu.proving.script import (
+    GRAPH_CONTEXT,
+    PIECES,
+    Arrival,
+    Flag,
+    Flags,
+    Scenario,
+    Script,
+    Workload,
+)
 from fenceline.vgpu.proving.speculative_workloads import (
     SPECULATIVE_WORKLOADS,
     chains_of_models,
@@ -427,8 +436,7 @@ def _windows(random: Random) -> Scenario:
         scenario = trees_under_windows(random)
         return replace(scenario, flags={**scenario.flags, **ours})
     model = random.choice(("windows", "windows", "gpt_oss"))  # the second one has sinks
-    pieces: Flags = {"piecewise_cuda_graph_tokens": (4, 8), "context_length": GRAPH_CONTEXT}
-    between = pieces if random.random() < 0.4 else {}
+    between = PIECES if random.random() < 0.4 else {}
     return replace(scenario, flags={**scenario.flags, **ours, **drafts, **between, "model": model})
 
 
