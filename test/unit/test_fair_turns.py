@@ -283,6 +283,25 @@ def test_a_sample_that_arrives_after_the_first_is_admitted_waits_for_its_prompt(
     assert not driver.scheduler.waiting._computing, "nobody of the body is left"
 
 
+def test_a_sample_waits_for_the_first_one_when_a_scored_one_that_came_later_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU, prefill steps may follow one another."""
+    monkeypatch.setattr("fenceline.scheduler.scheduler.max_prefills_in_row", lambda device: 3)
+    driver = fair_driver(chunk=512)
+    counts = computed_tokens(driver)
+    prompt = [i % 250 + 1 for i in range(101)]
+    first, _, third = samples(1, 3, prompt)
+    _, scored, _ = samples(1, 3, prompt, return_logprob=True, logprob_start_len=0)
+    driver.send(first, scored)
+    driver.step()
+    assert counts == [2 * 101], "a scored one does not wait"
+    driver.send(AbortReq(rid=scored.rid), third)
+    driver.run()
+    assert sum(counts) == 2 * 101 + 1
+    assert not driver.scheduler.waiting._computing, "nobody of the body is left"
+
+
 def test_samples_share_one_copy_of_their_prompt() -> None:
     driver = fair_driver()
     driver.send(*samples(1, 5, [1, 2, 3] * 9), *body_of(2, 2), *samples(3, 1, [1, 2, 3] * 9))

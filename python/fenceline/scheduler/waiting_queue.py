@@ -51,8 +51,10 @@ class WaitingQueue:
         self._queue_of: dict[tuple[int, int | str], _BodyQueue] = {}
         self._num_running: Counter[int] = Counter()  # admitted requests of each body that is larger than one
         # Of each such body, the admitted requests that compute a prompt which others of it may share, by their rank and
-        # the id of that prompt. The body may have no request that waits: its next sample may not have arrived yet.
-        self._computing: dict[int, dict[tuple[int, int], Req]] = {}
+        # the id of that prompt. Several compute one prompt if some of them ask for its logprobs, for these do not wait.
+        # Some may have computed it by now. The body may have no request that waits: its next sample may not have
+        # arrived yet.
+        self._computing: dict[int, dict[tuple[int, int], list[Req]]] = {}
         self._num_turns = 0
         self.num_reqs = 0
         self.num_short = 0  # see ShortShare
@@ -108,6 +110,11 @@ class WaitingQueue:
         body = req.source.body
         if body:
             self._num_running[body] -= 1
+            others = self._others_computing(req)
+            of_body = self._computing.get(body, {})
+            of_body.pop(_prompt_of(req), None)
+            if others:
+                of_body[_prompt_of(req)] = others
             if not self._num_running[body]:
                 del self._num_running[body]
                 self._computing.pop(body, None)
@@ -174,18 +181,20 @@ class WaitingQueue:
 
     def computes(self, req: Req) -> None:
         """``req`` has just been admitted: the other samples of its prompt should wait until it is cached."""
-        body = req.source.body
-        if body:
-            before = self._computing.get(body, {})
-            still = {key: other for key, other in before.items() if self._is_computing(other)}
-            self._computing[body] = {**still, (req.rank, id(req.prompt_ids)): req}
+        if req.source.body:
+            of_body = self._computing.setdefault(req.source.body, {})
+            of_body[_prompt_of(req)] = [*self._others_computing(req), req]
 
     def waits_for_sample(self, req: Req) -> bool:
-        """Whether another sample of the same prompt computes what ``req`` would find in the cache afterwards."""
+        """Whether another sample of the same prompt computes what ``req`` would find in the cache afterwards. It does
+        not help one that needs the logits of the whole prompt."""
+        return not req.scores_prompt and bool(self._others_computing(req))
+
+    def _others_computing(self, req: Req) -> list[Req]:
         if not req.source.body:  # it came alone
-            return False
-        other = self._computing.get(req.source.body, {}).get((req.rank, id(req.prompt_ids)))
-        return other is not None and other is not req and self._is_computing(other) and not req.scores_prompt
+            return []
+        others = self._computing.get(req.source.body, {}).get(_prompt_of(req), ())
+        return [other for other in others if other is not req and self._is_computing(other)]
 
     def _is_computing(self, req: Req) -> bool:
         """Whether ``req`` is still computing its prompt, and enough whole pages of it that waiting is worthwhile."""
@@ -193,6 +202,10 @@ class WaitingQueue:
         if size is None or req.left or req.committed_len >= num_prompt:
             return False
         return (num_prompt - 1) // size * size - req.shared_len >= _MIN_SHARED_TOKENS
+
+
+def _prompt_of(req: Req) -> tuple[int, int]:
+    return req.rank, id(req.prompt_ids)
 
 
 def _key(req: Req) -> tuple[int, int | str]:

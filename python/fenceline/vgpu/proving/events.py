@@ -38,6 +38,7 @@ STATES = (
     "half-way through its prompt",
     "with its first step in flight",
     "running",
+    "before a remap",
     "retracted",
     "retracted with a tail",
 )
@@ -67,6 +68,7 @@ EVENTS: dict[str, str] = {
     "planned decode replay": "the plan is copied to the graph's own memory before it is replayed",
     "replay compared with its step": "--debug-cuda-graph computes the step without its graph as well",
     "steps of a quantised model": "of numbers of eight bits or four",
+    "decode replay with an FP8 cache": "keys and values are kept in eight bits",
     "a step for a request that has left": "it left while the step was in flight, so its results are dropped",
     # speculation
     "verification replay": "a speculative step replayed, exactly as large as its graphs",
@@ -96,6 +98,7 @@ EVENTS: dict[str, str] = {
     "pages handed on in use": "pages are leased again before it is known that their last users are done",
     # the host tier
     "load": "a prefix comes from the host",
+    "load in FP8": "",
     "load of several nodes": "",
     "load for several requests": "one transfer for all that a step admits",
     "match of pages that are loading": "a request finds pages that another request's load has not filled yet",
@@ -171,6 +174,8 @@ def state_of(scheduler: Scheduler, req: Req) -> str:
         return "queued" if scheduler.memory.may_schedule(req) else "waiting for storage"
     if req is scheduler.chunked:
         return "half-way through its prompt"
+    if any(remap.req is req for remap in scheduler.remaps):
+        return "before a remap"
     return "running" if req.output_ids else "with its first step in flight"
 
 
@@ -197,6 +202,7 @@ class Watch:
     def watch(self, scheduler: Scheduler) -> None:
         """Wrap the methods of ``scheduler`` in which events are seen."""
         self._scheduler = scheduler
+        self._in_fp8 = scheduler.config.server_args.kv_cache_dtype == "fp8_e4m3"
         memory = scheduler.memory
         around(scheduler, "launch", after=self._launched)
         around(scheduler, "publish", before=self._publishes)
@@ -237,6 +243,9 @@ class Watch:
         )
         self.note("planned decode replay", planned and replayed and isinstance(batch, DecodeBatch))
         self.note("steps of a quantised model", self._scheduler.config.model.quantization)
+        self.note(
+            "decode replay with an FP8 cache", self._in_fp8 and replayed and isinstance(batch, DecodeBatch)
+        )
         if isinstance(batch, DecodeBatch):
             self._decode(batch, [name for name in replayed if name.startswith(("decode", "verify"))])
         else:
@@ -414,6 +423,7 @@ class Watch:
         self.note("hit", match.num_tokens)
         self.note("load", match.num_host_tokens)
         self.note("load with a draft", match.num_host_tokens and self._speculates)
+        self.note("load in FP8", match.num_host_tokens and self._in_fp8)
         self.note("match of pages that are loading", match.loading)
         self.note("return", req.num_retractions)
         self.note("return with its tail", prefix.num_tail_tokens)

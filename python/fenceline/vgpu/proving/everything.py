@@ -17,6 +17,7 @@ from fenceline.ipc.io_struct import (
     FlushCacheReq,
     PauseGenerationReq,
     TickReq,
+    UpdateWeightsReq,
 )
 from fenceline.vgpu.proving.events import STATES
 from fenceline.vgpu.proving.flashinfer_library import FLASHINFER, FLASHINFER_TENSOR_CORES
@@ -26,12 +27,14 @@ from fenceline.vgpu.proving.launched_attention import LAUNCHED
 from fenceline.vgpu.proving.persistent_attention import PERSISTENT
 from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Flag, Flags, Scenario, Script, Workload
 from fenceline.vgpu.proving.speculative_workloads import chains_of_models, draft_flags, several_layers
-from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
+from fenceline.vgpu.proving.tiny_model import PLAIN, VOCAB_SIZE
 
-_RARE_STATES = ("retracted", "retracted with a tail", "waiting for storage")
+_RARE_STATES = ("before a remap", "retracted", "retracted with a tail", "waiting for storage")
 _POLICIES = ("write_through", "write_through_selective", "write_back")
 _ATTENTION = (PERSISTENT, LAUNCHED, FLASHINFER, FLASHINFER_TENSOR_CORES, "")  # "": torch's operators
-_OTHER_MODELS = ("experts", "shared", "mxfp4", "fp8", "int4", "llama3", "yarn", "wide")
+_OTHER_MODELS = (
+    "experts", "shared", "mxfp4", "fp8", "int4", "llama3", "yarn", "wide", "adjacent", "partial"
+)  # fmt: skip
 _STOP_STRINGS = ("a", "th", "on", "ne", "e t", "é", "r.")
 
 
@@ -196,12 +199,13 @@ def _tiers(random: Random) -> Flags:
 
 def _loads_meet(script: Script, page_size: int) -> Flags:
     """An arranged run: two prefixes that are on the host alone are needed at once, one of them twice. That one consists
-    of two nodes, because its beginning was a prompt before."""
+    of two nodes, because its beginning was a prompt before. With write_back other prompts, which fill the device, go to
+    the host one after the other while the first of the two is loading."""
     random, size = script.random, 3 * page_size
     first, second = script.prompt(size, size), script.prompt(size, size)
-    filler = script.prompt(12 * page_size, 12 * page_size)
-    for turn, prompt in enumerate((first[:page_size], first, second, filler)):
-        script.add(8 * turn, prompt + script.prompt(1, 1), 1)
+    fillers = [script.prompt(size, size) for _ in range(4)]
+    for turn, prompt in enumerate((first[:page_size], first, second, *fillers)):
+        script.add(5 * turn, prompt + script.prompt(1, 1), 1)
     for prompt in (first, second, first):
         script.add(38, prompt + script.prompt(1, 2), random.randint(1, 3))
     return {
@@ -245,19 +249,21 @@ def _from_storage(script: Script, page_size: int) -> Flags:
     families = [script.prompt(3 * page_size, 5 * page_size) for _ in range(2)]
     for turn, family in enumerate(families):
         script.add(3 * turn, family + script.prompt(1, 3), random.randint(1, 3))
-    back = random.randint(9, 14)
+    back = random.randint(12, 20)
     script.send(back, AbortReq(abort_all=True))
-    script.send(back, FlushCacheReq(id="emptied"))
+    script.send(back, FlushCacheReq(id="emptied", wait=True))
     for family, pause in zip(
         (families[0], families[1], families[0]), (0, 1, random.randrange(4)), strict=True
     ):
         options = _request(random, page_size) | {"extra_key": ""}
-        script.add(back + pause, family + script.prompt(1, 3), random.randint(2, 6), **options)
+        script.add(back + 3 + pause, family + script.prompt(1, 3), random.randint(2, 6), **options)
     if random.random() < 0.4:
         script.abort_when("waiting for storage", back)
     if random.random() < 0.5:
         script.when_idle(back + 6, FlushCacheReq(id="of storage", storage=True))
-    flags = draft_flags(random) if random.random() < 0.6 else {}
+    flags: dict[str, Flag] = dict(draft_flags(random)) if random.random() < 0.6 else {}
+    if random.random() < 0.5:  # or storage often answers too late
+        flags["hicache_storage_prefetch_policy"] = "wait_complete"
     return {
         **flags,
         "max_total_tokens": 16 * page_size + 16,
@@ -303,7 +309,8 @@ _SET_PIECES = (_loads_meet, _overtaken, _from_storage, _from_storage, _paused_tw
 
 def _everything(random: Random) -> Scenario:
     scenario = _product(random)
-    return replace(scenario, flags=with_storage_limits(random, scenario.flags))
+    limited = replace(scenario, flags=with_storage_limits(random, scenario.flags))
+    return limited if "draft" in limited.flags or random.random() < 0.6 else _in_fp8(random, limited)
 
 
 def _product(random: Random) -> Scenario:
@@ -337,14 +344,31 @@ def _product(random: Random) -> Scenario:
 
 def _fitting(flags: Flags) -> Flags:
     """Without --debug-cuda-graph beside drafts: it computes prefill steps in pieces twice and the draft's rows once,
-    and the tags expect one after the other."""
-    return {**flags, "debug_cuda_graph": False} if "draft" in flags else flags
+    and the tags expect one after the other. Without a time-out for prefetches of another policy."""
+    fitting = dict(flags)
+    if "draft" in flags:
+        fitting["debug_cuda_graph"] = False
+    if flags.get("hicache_storage_prefetch_policy") != "timeout":
+        fitting.pop("hicache_storage_prefetch_timeout", None)
+    return fitting
+
+
+def _in_fp8(random: Random, scenario: Scenario) -> Scenario:
+    """With keys and values in FP8, if the model is the plain one often divided by a checkpoint's scales. Such scales
+    cannot be replaced with the weights, and FlashInfer does not read FP8: our own kernels attend instead."""
+    flags: dict[str, Flag] = {**scenario.flags, "kv_cache_dtype": "fp8_e4m3"}
+    if flags.get("attention_backend") in (FLASHINFER, FLASHINFER_TENSOR_CORES):
+        flags["attention_backend"] = LAUNCHED
+    updated = any(isinstance(arrival.message, UpdateWeightsReq) for arrival in scenario.arrivals)
+    if "model" not in flags and not updated:
+        flags["model"] = random.choice((PLAIN, "kv_scales"))
+    return replace(scenario, flags=flags)
 
 
 def _with_another_model(random: Random, flags: Flags) -> Flags:
     """Another model in the place of the plain one, often with a draft. FlashInfer has no sinks: our own kernels attend
     instead."""
-    model = random.choice(("windows", "gpt_oss", *_OTHER_MODELS))
+    model = random.choice(("windows", "windows", "gpt_oss", *_OTHER_MODELS))
     if model in ("gpt_oss", "mxfp4") and flags.get("attention_backend") in (
         FLASHINFER,
         FLASHINFER_TENSOR_CORES,

@@ -87,10 +87,10 @@ class LaunchedAttentionBackend(AttentionBackend):
 
 
 class _Layer:
-    """A KV pool of one layer, on the CPU."""
+    """A KV pool of one layer, on the CPU. ``dtype``: of the model, which is not that of a cache in FP8."""
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, page_size: int) -> None:
-        self._k, self._v, self.page_size, self.dtype = k, v, page_size, k.dtype
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, page_size: int, dtype: torch.dtype) -> None:
+        self._k, self._v, self.page_size, self.dtype = k, v, page_size, dtype
 
     def k(self, layer: int) -> torch.Tensor:
         return self._k
@@ -127,7 +127,9 @@ class _Plan(AttentionPlan):
             *tensors: torch.Tensor,
         ) -> None:
             new = [_new_tokens(layer, inputs, tensors)] if extends else []
-            k, v = (cache[new[0]] if new else cache[: len(q)] for cache in (layer.k(0), layer.v(0)))
+            k, v = (
+                (cache[new[0]] if new else cache[: len(q)]).to(q.dtype) for cache in (layer.k(0), layer.v(0))
+            )
             plan = self._plan_again(layer, replace(rules, sinks=sinks), *tensors)
             out.copy_(plan.forward(0, q, k, v, scale))
 
@@ -135,12 +137,12 @@ class _Plan(AttentionPlan):
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *rest: torch.Tensor
         ) -> None:
             tree = rest[7:8] if isinstance(inputs, VerifyInputs) else ()
-            attend(out, _Layer(k, v, pool.page_size), q, rest[-1], *rest[:3], *tree)
+            attend(out, _Layer(k, v, pool.page_size, q.dtype), q, rest[-1], *rest[:3], *tree)
 
         def extend(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, _: None, *rest: torch.Tensor
         ) -> None:
-            attend(out, _Layer(k, v, pool.page_size), q, rest[-1], *rest[:3])
+            attend(out, _Layer(k, v, pool.page_size, q.dtype), q, rest[-1], *rest[:3])
 
         beside = rules.window, rules.sinks
         if extends:

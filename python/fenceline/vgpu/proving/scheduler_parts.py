@@ -64,14 +64,12 @@ class _Line:
 
 
 class _Queue:
-    """A waiting queue that keeps the lines of each rank in a list, in turn, and the sample that was admitted last of
-    each body, rank and prompt."""
+    """A waiting queue that keeps the lines of each rank in a list, in turn."""
 
     def __init__(self, page_size: int | None, most: int | None) -> None:
         self.page_size, self.most = page_size, most
         self.lines: dict[int, list[_Line]] = {}
         self.running: list[Req] = []
-        self.samples: dict[tuple[int, int, int], Req] = {}
 
     def line_of(self, req: Req) -> _Line | None:
         body = req.source.body
@@ -100,7 +98,6 @@ class _Queue:
         assert line is not None, "it waits"
         self.take(req)
         self.running.append(req)
-        self.samples[req.source.body, req.rank, id(req.prompt_ids)] = req
         if line.reqs:
             of_rank.remove(line)
             of_rank.append(line)
@@ -134,13 +131,16 @@ class _Queue:
 
     def waits_for_sample(self, req: Req) -> bool:
         """A sample waits for pages of its prompt that another one computes, if they are enough."""
-        body = req.source.body
-        other = self.samples.get((body, req.rank, id(req.prompt_ids))) if body else None
-        if other is None or other.left or self.page_size is None or req.scores_prompt:
+        if not req.source.body or self.page_size is None or req.scores_prompt:
             return False
-        num = len(other.prompt_ids)
-        whole = max(range(0, num, self.page_size))  # the last token is computed in any case
-        return other.committed_len < num and whole - other.shared_len >= waiting_queue._MIN_SHARED_TOKENS
+        whole = max(range(0, len(req.prompt_ids), self.page_size))  # the last token is computed in any case
+        return any(
+            (other.source.body, other.rank) == (req.source.body, req.rank)
+            and other.prompt_ids is req.prompt_ids
+            and other.committed_len < len(req.prompt_ids)
+            and whole - other.shared_len >= waiting_queue._MIN_SHARED_TOKENS
+            for other in self.running
+        )
 
 
 def _queue(random: Random) -> Iterator[str]:
