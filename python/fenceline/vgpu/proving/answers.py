@@ -104,8 +104,8 @@ class _Control:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The first error in the answers of a run, "" if there is none; the number of tokens that were compared, and of
-    those that differ because of rounding."""
+    """The first error in the answers of a run, "" if there is none; the number of tokens that were compared; and of
+    those that differ because of rounding, together with the keys and values that were rounded otherwise to FP8."""
 
     wrong: str = ""
     num_tokens: int = 0
@@ -318,6 +318,7 @@ class Transcript:
     def compare(self, oracle: Oracle) -> Findings:
         """Compare everything with ``oracle``."""
         wrong, num_tokens, num_close = list(self._wrong), 0, 0
+        turned = set[Place]()  # samples of a prompt have the same
         wrong += [f"{id!r} was never answered" for id in self._open]
         for rid, exchange in self.exchanges.items():
             comparison = _Comparison(exchange, oracle, self._setting)
@@ -326,13 +327,16 @@ class Transcript:
                 wrong.append(f"{rid}: {difference}")
             num_tokens += comparison.num_tokens
             num_close += comparison.num_close
+            turned |= comparison.turned
+        num_close += len(turned)
         if num_close > 1 + num_tokens * MAX_CLOSE_SHARE:
             wrong.append(f"{num_close} of {num_tokens} tokens differ by rounding: that is too many")
         return Findings("\n".join(wrong), num_tokens, num_close)
 
 
 class _Comparison:
-    """The comparison of one request."""
+    """The comparison of one request. ``turned``: keys and values that the engine seems to have rounded to the other of
+    two numbers of FP8 between which they lie."""
 
     def __init__(self, exchange: Exchange, oracle: Oracle, setting: Setting) -> None:
         params, prompt = exchange.request.sampling_params, exchange.request.input_ids
@@ -343,7 +347,7 @@ class _Comparison:
         self._limit = setting.num_new_tokens(exchange.request)
         self._refused = self._limit < 0
         self._forced: tuple[tuple[int, int], ...] = ()
-        self._turned: frozenset[Place] = frozenset()
+        self.turned: frozenset[Place] = frozenset()
         self._query = Query(
             prompt=tuple(prompt),
             seed=exchange.seed,
@@ -380,9 +384,10 @@ class _Comparison:
             for turned in chain.from_iterable(
                 combinations(near_ties, num) for num in range(1, len(near_ties) + 1)
             ):
-                self._turned, self._forced, self.num_tokens, self.num_close = frozenset(turned), (), 0, 0
+                self.turned, self._forced, self.num_tokens, self.num_close = frozenset(turned), (), 0, 0
                 if not self._first_error(reason):
                     return ""
+            self.turned = frozenset()
         return wrong
 
     def _first_error(self, reason: FinishReason | None) -> str:
@@ -407,7 +412,7 @@ class _Comparison:
 
     @property
     def _answer(self) -> Answer:
-        return self._oracle.answer(self._query, self._forced, self._turned)
+        return self._oracle.answer(self._query, self._forced, self.turned)
 
     def _tokens(self, reason: FinishReason | None) -> str:
         expected = FinishReason(type="length", length=0) if self._limit == 0 else None
