@@ -250,6 +250,24 @@ def test_when_memory_runs_short_the_lowest_priority_is_retracted() -> None:
     assert driver.answers["r5"].last.num_retractions == 0
 
 
+@pytest.mark.parametrize("num_steps", [14, 16], ids=["alone", "beside a half-way prompt"])
+def test_a_retraction_is_counted_whatever_is_left_running(num_steps: int) -> None:
+    """The only request that decodes gives way, so the decode step waits."""
+    driver = driver_with_priorities(
+        num_pages=64, page_size=1, chunked_prefill_size=8, schedule_conservativeness=0.01
+    )
+    worse = request("worse", [5, 6, 7], max_new_tokens=40, ignore_eos=True)
+    better = request("better", list(range(1, 43)), max_new_tokens=2, ignore_eos=True, priority=1)
+    driver.send(worse)
+    for _ in range(num_steps):
+        driver.step()
+    driver.send(better)
+    driver.run()
+    assert driver.answers["worse"].last.num_retractions == 1
+    assert driver.scheduler.state().num_retractions == 1
+    assert_right(driver, worse, better)
+
+
 @st.composite
 def arrivals(draw: st.DrawFn) -> list[tuple[int, TokenizedGenerateReq | AbortReq]]:
     found: list[tuple[int, TokenizedGenerateReq | AbortReq]] = []

@@ -59,6 +59,13 @@ def in_front(self: WaitingQueue, req: Req) -> None:
     self.num_short += req.is_short
 
 
+def noted(self: WaitingQueue, req: Req) -> None:
+    if req.source.body:
+        self._num_running[req.source.body] -= 1
+        if not self._num_running[req.source.body]:
+            del self._num_running[req.source.body], self._computing[req.source.body]
+
+
 def unshared(self: WaitingQueue) -> bool:
     return any(num > 2 for num in self._num_running.values())
 
@@ -102,6 +109,7 @@ decode_info, append = Req.decode_info, scheduler_module._append
     [
         (WaitingQueue, "add", in_front, "the queue's order"),
         (WaitingQueue, "computes", nothing, "the queue's samples that wait"),
+        (WaitingQueue, "release", noted, "the queue's notes of those that have left"),
         (WaitingQueue, "is_shared", property(unshared), "the queue's sharing"),
         (WaitingQueue, "_is_computing", always_computing, "the queue's samples that wait"),
         (waiting_queue, "_key", lambda req: (0, req.source.body or req.rid), "the queue's newcomers"),

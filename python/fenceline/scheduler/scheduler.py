@@ -821,6 +821,7 @@ class Scheduler:
             self.retract(min(holders, key=self.loses_least))
             retracted += 1
             if not len(self.running):
+                self.stats.retracted(retracted, self.ratio.value)
                 return None
             lens = self.running.next_lens(shape)
         if retracted:

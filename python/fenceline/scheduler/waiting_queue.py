@@ -110,11 +110,7 @@ class WaitingQueue:
         body = req.source.body
         if body:
             self._num_running[body] -= 1
-            others = self._others_computing(req)
-            of_body = self._computing.get(body, {})
-            of_body.pop(_prompt_of(req), None)
-            if others:
-                of_body[_prompt_of(req)] = others
+            self._note_computing(req, list(self._others_computing(req)))
             if not self._num_running[body]:
                 del self._num_running[body]
                 self._computing.pop(body, None)
@@ -182,19 +178,25 @@ class WaitingQueue:
     def computes(self, req: Req) -> None:
         """``req`` has just been admitted: the other samples of its prompt should wait until it is cached."""
         if req.source.body:
-            of_body = self._computing.setdefault(req.source.body, {})
-            of_body[_prompt_of(req)] = [*self._others_computing(req), req]
+            self._note_computing(req, [*self._others_computing(req), req])
 
     def waits_for_sample(self, req: Req) -> bool:
-        """Whether another sample of the same prompt computes what ``req`` would find in the cache afterwards. It does
-        not help one that needs the logits of the whole prompt."""
-        return not req.scores_prompt and bool(self._others_computing(req))
+        """Whether another sample of the same prompt computes what ``req`` would find in the cache afterwards. A request
+        whose prompt is scored does not wait: it computes the prompt itself."""
+        return not req.scores_prompt and any(True for _ in self._others_computing(req))
 
-    def _others_computing(self, req: Req) -> list[Req]:
-        if not req.source.body:  # it came alone
-            return []
+    def _others_computing(self, req: Req) -> Iterator[Req]:
+        """The other requests that compute its prompt; none for a request that came alone."""
         others = self._computing.get(req.source.body, {}).get(_prompt_of(req), ())
-        return [other for other in others if other is not req and self._is_computing(other)]
+        return (other for other in others if other is not req and self._is_computing(other))
+
+    def _note_computing(self, req: Req, reqs: list[Req]) -> None:
+        """``reqs`` compute the prompt of ``req``."""
+        of_body = self._computing.setdefault(req.source.body, {})
+        if reqs:
+            of_body[_prompt_of(req)] = reqs
+        else:
+            of_body.pop(_prompt_of(req), None)
 
     def _is_computing(self, req: Req) -> bool:
         """Whether ``req`` is still computing its prompt, and enough whole pages of it that waiting is worthwhile."""

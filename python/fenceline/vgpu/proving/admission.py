@@ -25,15 +25,15 @@ from fenceline.vgpu.proving.watched import WatchedScheduler
 
 @dataclass(frozen=True, slots=True)
 class _Victim:
-    """A retracted request: the pages that it had or kept in the tree, the tokens that it might have asked for, the
-    number of pages that it had itself, which is another one if the same plan has admitted it again, and those that were
-    in the tree before it went, to which its own may have been added then."""
+    """A retracted request: the pages that it had or kept in the tree, the tokens that it might have asked for, and the
+    number of pages that it had itself, which is another one if the same plan has admitted it again. ``own``: those of
+    ``pages`` that were not in the tree before it was retracted, which may have put them there."""
 
     pages: set[int]
     expected: int
     req: Req
     num_pages: int
-    cached: set[int]
+    own: set[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +188,9 @@ class Admissions:
         if self._num_for_memory is not None:
             self._num_for_memory += 1
         if self._retracts:
-            cached = set(self._scheduler.memory.tree.all_pages().tolist())
-            self._victim = _Victim(self.pages_of(req), self._expected_of(req), req, len(req.pages), cached)
+            pages, cached = self.pages_of(req), self._scheduler.memory.tree.all_pages().tolist()
+            own = pages.difference(cached)
+            self._victim = _Victim(pages, self._expected_of(req), req, len(req.pages), own)
 
     def _expected_of(self, req: Req) -> int:
         """The most tokens for which a running request may still need memory, as far as they count."""
@@ -347,7 +348,7 @@ class Admissions:
     def _all_fit_beside(self, victim: _Victim) -> bool:
         """Whether all that the plan has admitted would have fitted beside ``victim``, which was retracted for them."""
         used = self._plan.used | victim.pages
-        shared = used & victim.cached  # which cost a request nothing
+        shared = used - victim.own  # which cost a request nothing
         available = self._scheduler.memory.num_pages - len(used)
         expected = int((self._plan.expected + victim.expected) * self._ratio + 1e-6)
         left, num_rows = available * self._size - expected, self._plan.num_rows - 1
@@ -361,7 +362,7 @@ class Admissions:
                 need.req, num_pages, needed, available, left, num_rows, short, victim=victim
             ):
                 return False
-            shared |= need.match_pages & victim.cached
+            shared |= need.match_pages - victim.own
             available, left, num_rows = available - num_pages, left - needed, num_rows - 1
             short += [need.req] if need.req.is_short else []
         return True

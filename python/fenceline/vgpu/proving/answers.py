@@ -318,7 +318,7 @@ class Transcript:
     def compare(self, oracle: Oracle) -> Findings:
         """Compare everything with ``oracle``."""
         wrong, num_tokens, num_close = list(self._wrong), 0, 0
-        turned = set[Place]()  # samples of a prompt have the same
+        turned = set[object]()  # samples of a prompt have the same
         wrong += [f"{id!r} was never answered" for id in self._open]
         for rid, exchange in self.exchanges.items():
             comparison = _Comparison(exchange, oracle, self._setting)
@@ -327,10 +327,10 @@ class Transcript:
                 wrong.append(f"{rid}: {difference}")
             num_tokens += comparison.num_tokens
             num_close += comparison.num_close
-            turned |= comparison.turned
+            turned |= comparison.turned_places()
         num_close += len(turned)
         if num_close > 1 + num_tokens * MAX_CLOSE_SHARE:
-            wrong.append(f"{num_close} of {num_tokens} tokens differ by rounding: that is too many")
+            wrong.append(f"{num_close} differences by rounding in {num_tokens} tokens: that is too many")
         return Findings("\n".join(wrong), num_tokens, num_close)
 
 
@@ -389,6 +389,11 @@ class _Comparison:
                     return ""
             self.turned = frozenset()
         return wrong
+
+    def turned_places(self) -> set[object]:
+        """:attr:`turned`, each with what it depends on: the weights, and the tokens up to its own."""
+        tokens = (*self._query.prompt, *self._exchange.tokens)
+        return {(self._query.weights, tokens[: place[1] + 1], place) for place in self.turned}
 
     def _first_error(self, reason: FinishReason | None) -> str:
         return (

@@ -6,9 +6,12 @@ new feature is one more line in one of them, and an event or two in ``events.EVE
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
+
+from msgspec import structs
 
 from fenceline.ipc.io_struct import (
     AbortReq,
@@ -17,6 +20,7 @@ from fenceline.ipc.io_struct import (
     FlushCacheReq,
     PauseGenerationReq,
     TickReq,
+    TokenizedGenerateReq,
     UpdateWeightsReq,
 )
 from fenceline.vgpu.proving.events import STATES
@@ -25,16 +29,19 @@ from fenceline.vgpu.proving.grammars import choose, load_grammars
 from fenceline.vgpu.proving.hicache_workloads import with_storage_limits
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
 from fenceline.vgpu.proving.persistent_attention import PERSISTENT
-from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Flag, Flags, Scenario, Script, Workload
+from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Arrival, Flag, Flags, Scenario, Script, Workload
 from fenceline.vgpu.proving.speculative_workloads import chains_of_models, draft_flags, several_layers
-from fenceline.vgpu.proving.tiny_model import PLAIN, VOCAB_SIZE
+from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
 
 _RARE_STATES = ("before a remap", "retracted", "retracted with a tail", "waiting for storage")
 _POLICIES = ("write_through", "write_through_selective", "write_back")
-_ATTENTION = (PERSISTENT, LAUNCHED, FLASHINFER, FLASHINFER_TENSOR_CORES, "")  # "": torch's operators
+_PLANNED = (FLASHINFER, FLASHINFER_TENSOR_CORES)
+_ATTENTION = (PERSISTENT, LAUNCHED, *_PLANNED, "")  # "": torch's operators
 _OTHER_MODELS = (
-    "experts", "shared", "mxfp4", "fp8", "int4", "llama3", "yarn", "wide", "adjacent", "partial"
+    "experts", "shared", "mxfp4", "fp8", "fp8_rows", "rounded_fp8", "fp8_experts", "int4", "int4_experts", "llama3",
+    "yarn", "wide", "adjacent", "partial",
 )  # fmt: skip
+_WITH_SINKS = ("gpt_oss", "mxfp4")
 _STOP_STRINGS = ("a", "th", "on", "ne", "e t", "é", "r.")
 
 
@@ -309,8 +316,51 @@ _SET_PIECES = (_loads_meet, _overtaken, _from_storage, _from_storage, _paused_tw
 
 def _everything(random: Random) -> Scenario:
     scenario = _product(random)
-    limited = replace(scenario, flags=with_storage_limits(random, scenario.flags))
-    return limited if "draft" in limited.flags or random.random() < 0.6 else _in_fp8(random, limited)
+    flags = dict(with_storage_limits(random, scenario.flags))
+    if "draft" not in flags and random.random() < 0.4:
+        updated = any(isinstance(arrival.message, UpdateWeightsReq) for arrival in scenario.arrivals)
+        flags |= _fp8_cache(random, "model" not in flags and not updated)
+    flags |= _seldom(random, flags)
+    # FlashInfer has no sinks and reads no FP8: our own kernels attend in its place.
+    if "kv_cache_dtype" in flags or flags.get("model") in _WITH_SINKS:
+        flags = {name: LAUNCHED if value in _PLANNED else value for name, value in flags.items()}
+    arrivals = _in_bodies(random, scenario.arrivals) if random.random() < 0.3 else scenario.arrivals
+    return replace(scenario, flags=flags, arrivals=arrivals)
+
+
+def _fp8_cache(random: Random, may_have_scales: bool) -> Flags:
+    """Keys and values in FP8. If ``may_have_scales``, they are divided by a checkpoint's scales in half of the runs.
+    Such scales cannot be replaced with the weights."""
+    scaled: Flags = {"model": "kv_scales"} if may_have_scales and random.random() < 0.5 else {}
+    return {"kv_cache_dtype": "fp8_e4m3", **scaled}
+
+
+def _seldom(random: Random, flags: Flags) -> Flags:
+    """Flags that few runs have."""
+    more: dict[str, Flag] = {}
+    if random.random() < 0.15:
+        more["prefill_max_requests"] = random.choice((1, 2))
+    if random.random() < 0.15:
+        more["max_prefill_tokens"] = random.choice((24, 40))
+    if flags.get("enable_priority_scheduling") and random.random() < 0.15:
+        more["disable_priority_preemption"] = True
+    if random.random() < 0.2:  # another one than prefill has; on a GPU both stand-ins of FlashInfer are one
+        planned = () if flags.get("attention_backend") in _PLANNED else _PLANNED
+        more["decode_attention_backend"] = random.choice((PERSISTENT, LAUNCHED, "", *planned))
+    if "draft" in flags and random.random() < 0.2:
+        more["speculative_draft_attention_backend"] = random.choice((PERSISTENT, LAUNCHED))
+    return more
+
+
+def _in_bodies(random: Random, arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:
+    """Most requests that arrive together come in one HTTP body: twins are samples of one prompt."""
+    placed = []
+    for arrival in arrivals:
+        message = arrival.message
+        if isinstance(message, TokenizedGenerateReq) and random.random() < 0.8:
+            message = structs.replace(message, body=arrival.step + 1)
+        placed.append(replace(arrival, message=message))
+    return tuple(placed)
 
 
 def _product(random: Random) -> Scenario:
@@ -344,7 +394,7 @@ def _product(random: Random) -> Scenario:
 
 def _fitting(flags: Flags) -> Flags:
     """Without --debug-cuda-graph beside drafts: it computes prefill steps in pieces twice and the draft's rows once,
-    and the tags expect one after the other. Without a time-out for prefetches of another policy."""
+    and the tags expect one after the other. Without a time-out for prefetches unless their policy is ``timeout``."""
     fitting = dict(flags)
     if "draft" in flags:
         fitting["debug_cuda_graph"] = False
@@ -353,27 +403,9 @@ def _fitting(flags: Flags) -> Flags:
     return fitting
 
 
-def _in_fp8(random: Random, scenario: Scenario) -> Scenario:
-    """With keys and values in FP8, if the model is the plain one often divided by a checkpoint's scales. Such scales
-    cannot be replaced with the weights, and FlashInfer does not read FP8: our own kernels attend instead."""
-    flags: dict[str, Flag] = {**scenario.flags, "kv_cache_dtype": "fp8_e4m3"}
-    if flags.get("attention_backend") in (FLASHINFER, FLASHINFER_TENSOR_CORES):
-        flags["attention_backend"] = LAUNCHED
-    updated = any(isinstance(arrival.message, UpdateWeightsReq) for arrival in scenario.arrivals)
-    if "model" not in flags and not updated:
-        flags["model"] = random.choice((PLAIN, "kv_scales"))
-    return replace(scenario, flags=flags)
-
-
 def _with_another_model(random: Random, flags: Flags) -> Flags:
-    """Another model in the place of the plain one, often with a draft. FlashInfer has no sinks: our own kernels attend
-    instead."""
+    """Another model in the place of the plain one, often with a draft."""
     model = random.choice(("windows", "windows", "gpt_oss", *_OTHER_MODELS))
-    if model in ("gpt_oss", "mxfp4") and flags.get("attention_backend") in (
-        FLASHINFER,
-        FLASHINFER_TENSOR_CORES,
-    ):
-        flags = {**flags, "attention_backend": LAUNCHED}
     if "draft" not in flags and random.random() < 0.6:
         return {**flags, "model": model}
     others = ("speculative_", "depth_seed")  # the other draft's

@@ -87,7 +87,7 @@ class LaunchedAttentionBackend(AttentionBackend):
 
 
 class _Layer:
-    """A KV pool of one layer, on the CPU. ``dtype``: of the model, which is not that of a cache in FP8."""
+    """A KV pool of one layer, on the CPU. ``dtype``: the model's; a cache in FP8 has another."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, page_size: int, dtype: torch.dtype) -> None:
         self._k, self._v, self.page_size, self.dtype = k, v, page_size, dtype

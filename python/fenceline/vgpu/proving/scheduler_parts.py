@@ -186,16 +186,20 @@ def _queue(random: Random) -> Iterator[str]:
         may = random.sample(waiting, random.randint(0, len(waiting)))
         several = Counter(req.source.body for req in right.running if req.source.body)
         asked = random.choice(waiting)
-        waits = [[one.rid for one in waiting if is_waiting(one)]
-                 for is_waiting in (queue.waits_for_sample, right.waits_for_sample)]  # fmt: skip
-        pairs = (
+        said_waits, waits = (
+            [one.rid for one in waiting if is_waiting(one)]
+            for is_waiting in (queue.waits_for_sample, right.waits_for_sample)
+        )
+        noted = [req for body in queue._computing.values() for reqs in body.values() for req in reqs]
+        pairs: tuple[tuple[str, object, object], ...] = (
             ("order", [req.rid for req in queue], right.order(None, None)),
             ("turns", [req.rid for req in queue.in_turn(may.__contains__)], right.order(may, most)),
             ("newcomers", [req.rid for req in queue.newcomers(may.__contains__)], right.newcomers(may)),
             ("number", len(queue), len(waiting)),
             ("sharing", queue.is_shared, max(several.values(), default=0) > 1),
             ("running ones", queue.num_running(asked), max(right.num_running(asked.source.body), 1)),
-            ("samples that wait", *waits),
+            ("samples that wait", said_waits, waits),
+            ("notes of those that have left", [req.rid for req in noted if req.left], []),
         )
         for name, said, true in pairs:
             if said != true:

@@ -101,7 +101,9 @@ _PLANNED = (FLASHINFER, FLASHINFER_TENSOR_CORES)
 @lru_cache
 def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineConfig:
     args = dict(flags)
-    backend, draft = args.pop("attention_backend", None), args.pop("draft", None)
+    backend, draft = args.pop("attention_backend", ""), args.pop("draft", None)
+    prefill, decode = (str(args.pop(f"{mode}_attention_backend", backend)) for mode in ("prefill", "decode"))
+    of_draft = args.pop("speculative_draft_attention_backend", None)
     model, least_tokens = str(args.pop("model", PLAIN)), args.pop("least_tokens", None)
     if draft is not None:
         algorithm, folder = tiny_draft(str(draft), model)
@@ -110,10 +112,17 @@ def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineCo
     if model in ROUNDED:
         args["quantization"] = ROUNDED[model]
     config = resolve(ServerArgs(model_path=folder, random_seed=1, log_level="error", **args))  # type: ignore[arg-type]
-    if isinstance(backend, str):
-        # FlashInfer plans on the host and so cannot verify drafts: our own kernels do, as on a GPU.
-        decode = LAUNCHED if draft is not None and backend in _PLANNED else backend
-        config = replace(config, prefill_attention_backend=backend, decode_attention_backend=decode)
+    # FlashInfer plans on the host and so cannot verify drafts: our own kernels do, as on a GPU.
+    decode = LAUNCHED if draft is not None and decode in _PLANNED else decode
+    config = replace(
+        config,
+        prefill_attention_backend=prefill or config.prefill_attention_backend,
+        decode_attention_backend=decode or config.decode_attention_backend,
+    )
+    if of_draft is not None and config.speculative is not None:
+        config = replace(
+            config, speculative=replace(config.speculative, draft_attention_backend=str(of_draft))
+        )
     if config.hicache is None:
         return config
     # One page is enough, and not too short either, unless the run asks for more.

@@ -54,9 +54,6 @@ class WatchedScheduler(Scheduler):
             False  # whether a decode step has to come before a full step of prompts (``Admissions``)
         )
         self._was_asked = False  # the planner, in the present turn of the loop
-        self._samples: dict[
-            int, Req
-        ] = {}  # of each prompt the sample that was admitted last, by the array's id
         self._tags = tags
         if tags is not None:
             tags.watch(self)
@@ -285,11 +282,12 @@ class WatchedScheduler(Scheduler):
             self._went_before_decode, room = True, most // 4
         self._half_way = left_out + unfinished
         turns = dict(self._since)
-        for req in admitted:
-            other = self._samples.get(id(req.prompt_ids))
-            if other is not None and not req.num_retractions and self._waits_for(req, other):
+        earlier = [req for req in self.reqs.values() if req.row and req not in admitted]
+        for index, req in enumerate(admitted):
+            others = (*earlier, *admitted[:index])
+            other = next((other for other in others if self._waits_for(req, other)), None)
+            if other is not None and not req.num_retractions:
                 self.wrong.append(f"{req.rid} computes the prompt that {other.rid} computes")
-            self._samples[id(req.prompt_ids)] = req
             passed = self._wrongly_passed(req, waiting, running, turns, room)
             if passed is not None:
                 self.wrong.append(f"{req.rid} is admitted before {passed.rid}, whose turn it is")
