@@ -109,7 +109,7 @@ class WatchedScheduler(Scheduler):
         super().publish(flight)
         for seq, req in reqs:
             if seq.sampling is not None:
-                self._cached(req, seq.seq_len, seq.seq_len)
+                self._cached(req, seq.seq_len, req.num_tokens)
 
     def publish_counted(self, batch: DecodeBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
         """See Scheduler."""
