@@ -222,7 +222,7 @@ class Admissions:
         holders = [req for req in (*scheduler.reqs.values(), *scheduler.departed) if req.row]
         if threshold is None or scheduler.config.speculative is not None or len(holders) != len(running):
             return None
-        req = next((req for req in scheduler.waiting if scheduler.may_schedule(req)), None)
+        req = next(scheduler.waiting.in_turn(scheduler.may_schedule), None)
         if req is None:
             return None
         stay = [other for other in running if other.rank <= req.rank + threshold]
