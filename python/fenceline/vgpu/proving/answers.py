@@ -40,6 +40,7 @@ from fenceline.vgpu.proving.oracle import Answer, Oracle, Place, Query, is_stuck
 from fenceline.vgpu.proving.tiny_model import PIECES
 
 F64 = npt.NDArray[np.float64]
+_Logprobs = Sequence[tuple[float | None, int]]
 
 LOGPROB_TOLERANCE = 1e-4
 # Keys and values halfway between two numbers of FP8 may be rounded to either: all combinations of so many are tried.
@@ -336,7 +337,8 @@ class Transcript:
 
 class _Comparison:
     """The comparison of one request. ``turned``: keys and values that the engine seems to have rounded to the other of
-    two numbers of FP8 between which they lie."""
+    two numbers of FP8 between which they lie. It may have done so in one step and not in another: a prompt is computed
+    by several requests, and again after a retraction. So each token and each logprob may be that of either."""
 
     def __init__(self, exchange: Exchange, oracle: Oracle, setting: Setting) -> None:
         params, prompt = exchange.request.sampling_params, exchange.request.input_ids
@@ -381,9 +383,7 @@ class _Comparison:
         wrong = self._first_error(reason)
         if wrong:
             near_ties = list(dict.fromkeys(self._answer.near_ties))[:_MAX_NEAR_TIES]
-            for turned in chain.from_iterable(
-                combinations(near_ties, num) for num in range(1, len(near_ties) + 1)
-            ):
+            for turned in _subsets(near_ties)[1:]:
                 self.turned, self._forced, self.num_tokens, self.num_close = frozenset(turned), (), 0, 0
                 if not self._first_error(reason):
                     return ""
@@ -417,7 +417,17 @@ class _Comparison:
 
     @property
     def _answer(self) -> Answer:
-        return self._oracle.answer(self._query, self._forced, self.turned)
+        return self._oracle.answer(self._query, self._forced)
+
+    @property
+    def _answers(self) -> list[Answer]:
+        """What the engine may have computed. If something was rounded otherwise, all follow the engine's tokens."""
+        if not self.turned:
+            return [self._answer]
+        tokens = tuple(enumerate(self._exchange.tokens))
+        return [
+            self._oracle.answer(self._query, tokens, frozenset(turned)) for turned in _subsets(self.turned)
+        ]
 
     def _tokens(self, reason: FinishReason | None) -> str:
         expected = FinishReason(type="length", length=0) if self._limit == 0 else None
@@ -425,11 +435,11 @@ class _Comparison:
         for index, token in enumerate(tokens):
             if expected is not None:
                 return f"goes on with {token} after its end ({_describe(expected)}) at output {index}"
-            step = self._answer.step(index)
+            steps = [answer.step(index) for answer in self._answers]
             self.num_tokens += 1
-            if token != step.token:
-                if token not in step.close:
-                    return f"output {index} is {token}, alone it is {step.token} (after {tokens[:index]})"
+            if all(token != step.token for step in steps):
+                if all(token not in step.close for step in steps):
+                    return f"output {index} is {token}, alone it is {steps[0].token} (after {tokens[:index]})"
                 self.num_close += 1
                 self._forced = (*self._forced, (index, token))
             expected = self._end_after(tokens[: index + 1])
@@ -476,7 +486,7 @@ class _Comparison:
         if not self._exchange.request.return_logprob:
             return "has logprobs that nobody asked for" if any(parts) else ""
         tokens = self._exchange.tokens
-        expected = [self._answer.step(index).logprobs for index in range(len(tokens))]
+        expected = [[answer.step(index).logprobs for answer in self._answers] for index in range(len(tokens))]
         return self._logprobs("output", parts, tokens, expected)
 
     def _input_logprobs(self, reason: FinishReason | None) -> str:
@@ -490,7 +500,8 @@ class _Comparison:
         if len(parts) != 1:
             return f"has its input logprobs in {len(parts)} of its outputs, not in one"
         tokens = request.input_ids[start:]
-        rows: list[F64 | None] = [None, *self._answer.prompt_logprobs(start)]
+        either = zip(*(answer.prompt_logprobs(start) for answer in self._answers), strict=True)
+        rows: list[Sequence[F64] | None] = [None, *either]
         # In the middle of its prompt.
         if reason is not None and reason.type == "abort" and not self._exchange.tokens:
             tokens = tokens[: len(parts[0].token_ids)]
@@ -529,8 +540,9 @@ class _Comparison:
         side: str,
         parts: Sequence[TokenLogprobs | None],
         tokens: Sequence[int],
-        expected: Sequence[F64 | None],
+        expected: Sequence[Sequence[F64] | None],
     ) -> str:
+        """``expected``: of each token the rows of logprobs of which one is right, None if it has no logprob."""
         present = [part for part in parts if part is not None]
         ids = [token for part in present for token in part.token_ids]
         chosen = [value for part in present for value in part.logprobs]
@@ -541,27 +553,43 @@ class _Comparison:
             return f"has {side} logprobs of the tokens {ids}, not of {list(tokens)}"
         if len(named) != (len(ids) if asked else 0):
             return f"has {side} logprobs of named tokens at {len(named)} of {len(ids)} positions"
-        for position, (token, value, top, row) in enumerate(zip(tokens, chosen, tops, expected, strict=True)):
+        for position, (token, value, top, rows) in enumerate(
+            zip(tokens, chosen, tops, expected, strict=True)
+        ):
             pairs = named[position] if asked else []
-            if row is None:
+            if rows is None:
                 wrong = value is not None or bool(top) or bool(pairs)
             else:
-                num_top = min(self._exchange.request.top_logprobs_num, len(row))
-                best = np.sort(row)[::-1][:num_top].tolist()
-                wrong = not _close(value, row[token]) or len({id for _, id in top}) != num_top
-                wrong |= len(top) != num_top or any(
-                    not _close(got, row[id]) or not _close(got, right)
-                    for (got, id), right in zip(top, best, strict=False)
-                )
-                wrong |= [id for _, id in pairs] != asked or not all(
-                    _close(got, row[id]) for got, id in pairs
-                )
+                wrong = not any(self._agrees((value, token), top, pairs, row) for row in rows)
             if wrong:
+                row = None if rows is None else rows[0]
                 right = (
                     None if row is None else [(row[token], token), *_best(row, len(top)), *_of(row, asked)]
                 )
                 return f"{side} logprobs at {position} are {[(value, token), *top, *pairs]}, alone {right}"
         return ""
+
+    def _agrees(self, chosen: tuple[float | None, int], top: _Logprobs, named: _Logprobs, row: F64) -> bool:
+        """Whether the logprobs of a position, of its token, the best ones and the ``named`` ones, are those of ``row``
+        [V]."""
+        request = self._exchange.request
+        num_top = min(request.top_logprobs_num, len(row))
+        best = np.sort(row)[::-1][:num_top].tolist()
+        return (
+            len(top) == len({id for _, id in top}) == num_top
+            and all(
+                _close(got, row[id]) and _close(got, right)
+                for (got, id), right in zip(top, best, strict=True)
+            )
+            and [id for _, id in named] == request.token_ids_logprob
+            and all(_close(got, row[id]) for got, id in (chosen, *named))
+        )
+
+
+def _subsets(places: Iterable[Place]) -> list[tuple[Place, ...]]:
+    """All sets of some of ``places``, the smallest first."""
+    some = list(places)
+    return list(chain.from_iterable(combinations(some, num) for num in range(len(some) + 1)))
 
 
 def _close(value: float | None, right: float) -> bool:
