@@ -17,7 +17,14 @@ from ranks import Ranks
 from safetensors.torch import load_file, save_file
 from scheduler_driver import Driver, answers, make_model_driver, request
 
-from fenceline.ipc.io_struct import ControlReply, Message, PauseGenerationReq, UpdateWeightsReq
+from fenceline.ipc.io_struct import (
+    ContinueGenerationReq,
+    ControlReply,
+    Message,
+    PauseGenerationReq,
+    TickReq,
+    UpdateWeightsReq,
+)
 
 TIERS = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0, "hicache_write_policy": "write_through"}
 FORMATS = FP8_FORMATS | INT4_FORMATS
@@ -95,6 +102,24 @@ def test_what_runs_can_be_aborted_and_generation_stay_paused(changed: str) -> No
     finish = driver.answers["r"].finish
     assert reply.success and reply.payload == b"0" and finish is not None and finish.type == "abort"
     assert driver.scheduler.paused
+
+
+def test_a_pause_that_new_weights_begin_does_not_count_for_time_outs(changed: str) -> None:
+    driver = make_model_driver(num_rows=1, req_waiting_timeout=10.0)
+
+    def left_after(*messages: Message) -> list[str]:
+        driver.send(*messages)
+        driver.step()
+        return sorted(driver.scheduler.reqs)
+
+    prompt = prompts()[0]
+    for rid in ("runs", "waits"):
+        driver.send(request(rid, prompt, max_new_tokens=40, **GREEDY))
+    assert left_after(TickReq(now=1.0)) == ["runs", "waits"]
+    assert update(driver, model_path=changed, keep_pause=True).success
+    assert left_after(ContinueGenerationReq(id="c"), TickReq(now=99.0)) == ["runs", "waits"]
+    assert left_after(TickReq(now=109.0)) == ["runs", "waits"]
+    assert left_after(TickReq(now=109.1)) == ["runs"]
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_touched(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from msgspec import structs
 
+from fenceline.constrained.matcher import GrammarClock, GrammarStore
 from fenceline.ipc.io_struct import CancelFlushReq
 from fenceline.mem_cache.hicache import HiCache
 from fenceline.mem_cache.storage.controller import StorageController
@@ -101,6 +102,32 @@ def unnoticed(self: RankLink) -> None:
     """In the place of the comparison of ranks."""
 
 
+def without_its_time(self: Req) -> Req:
+    again = resumed(self)
+    again.queue_time_s = None
+    return again
+
+
+def with_all_logprobs(self: Req) -> Req:
+    again = resumed(self)
+    again.prompt_log = self.prompt_log
+    return again
+
+
+def nothing_forgotten(
+    self: GrammarStore, id: str, number: int, data: bytes, vocabulary: bytes, _: Any
+) -> None:
+    load(self, id, number, data, vocabulary, ())
+
+
+def with_the_old_clock(self: GrammarStore, number: int, think: Any) -> Any:
+    clock = self._clocks.get(number)
+    begun = begin(self, number, think)
+    begun.clock = clock or begun.clock
+    return begun
+
+
+resumed, load, begin = Req.resumed, GrammarStore.load, GrammarStore.begin
 decode_info, append = Req.decode_info, scheduler_module._append
 
 
@@ -116,6 +143,21 @@ decode_info, append = Req.decode_info, scheduler_module._append
         (PageTables, "moved", not_behind, "of the page table"),
         (NewTokenRatio, "after_retraction", too_many_more, "are expected to ask for"),
         (Req, "finish_reason_after", nothing, "end with None"),
+        (Req, "resumed", without_its_time, "has another queue_time_s"),
+        (Req, "resumed", with_all_logprobs, "has logprobs of [2, 3] of its prompt"),
+        (GrammarStore, "load", nothing_forgotten, "and 2 was forgotten"),
+        (
+            GrammarClock,
+            "is_over",
+            property(lambda self: False),
+            "of a grammar that was too slow are not ended",
+        ),
+        (
+            GrammarStore,
+            "begin",
+            with_the_old_clock,
+            "of a grammar that was too slow are not ended, or new ones are",
+        ),
         (Req, "decode_info", one_context_token_less, "the prompt ends with"),
         (OutputSender, "token", one_token_late, "with an interval of"),
         (scheduler_module, "_append", all_alternatives, "a request gets the logprobs"),

@@ -1102,7 +1102,8 @@ class Scheduler:
             self.worker.replace_weights(weights, self.still_working)
         except (OSError, ValueError) as error:
             raise RuntimeError(f"some weights are new and others are not: {error}") from error
-        self.paused = self.paused or message.keep_pause
+        if message.keep_pause:
+            self.stop_scheduling()
         return True, "weights updated", str(running).encode()
 
     def give_back_all(self) -> int:
@@ -1126,14 +1127,18 @@ class Scheduler:
             return False, f"unknown mode {mode!r}: use abort, retract or in_place"
         if self.draining:
             return False, "the server is shutting down: its last requests must be allowed to end"
-        self.paused = True
+        self.stop_scheduling()
         if mode == "abort":
             self.abort(AbortReq(abort_all=True))
         elif mode == "retract":
             self.give_back_all()
+        return True, f"paused ({mode}); /continue_generation resumes"
+
+    def stop_scheduling(self) -> None:
+        """Pause until a ContinueGenerationReq. The time until then does not count for the requests' time-outs."""
+        self.paused = True
         for req in self.reqs.values():
             req.clocked_running = None
-        return True, f"paused ({mode}); /continue_generation resumes"
 
     def state(self) -> InternalState:
         """The scheduler's counters and gauges, for the front end."""

@@ -37,6 +37,7 @@ from fenceline.ipc.io_struct import (
     UpdateWeightsReq,
 )
 from fenceline.vgpu.proving.oracle import Answer, Oracle, Place, Query, is_stuck, text_of
+from fenceline.vgpu.proving.script import MISFIT
 from fenceline.vgpu.proving.tiny_model import PIECES
 
 F64 = npt.NDArray[np.float64]
@@ -45,7 +46,6 @@ _Logprobs = Sequence[tuple[float | None, int]]
 LOGPROB_TOLERANCE = 1e-4
 # Keys and values halfway between two numbers of FP8 may be rounded to either: all combinations of so many are tried.
 _MAX_NEAR_TIES = 4
-_MISFIT = "unfit"  # what scripts call weights that are to be refused
 _STUCK = FinishReason(
     type="abort", message="no token of the vocabulary can follow in its grammar", status_code=400
 )
@@ -184,16 +184,23 @@ class Transcript:
                 for exchange in self._targets(AbortReq(abort_all=True)):
                     exchange.ticks.append(message.now)
             case PauseGenerationReq():
-                self._paused = True
-                for exchange in self.exchanges.values():
-                    exchange.waited_before = max(exchange.waited_before, exchange.waited)
-                    exchange.ticks.clear()
+                self._pauses()
                 if message.mode == "abort":
                     self.received(AbortReq(abort_all=True))
             case ContinueGenerationReq():
                 self._paused = self._quiet = False
-            case UpdateWeightsReq(abort_all_requests=True, weight_version=label) if label != _MISFIT:
-                self.received(AbortReq(abort_all=True))
+            case UpdateWeightsReq(weight_version=label) if label != MISFIT:
+                if message.abort_all_requests:
+                    self.received(AbortReq(abort_all=True))
+                if message.keep_pause:
+                    self._pauses()
+
+    def _pauses(self) -> None:
+        """Generation is paused, which does not count for time-outs."""
+        self._paused = True
+        for exchange in self.exchanges.values():
+            exchange.waited_before = max(exchange.waited_before, exchange.waited)
+            exchange.ticks.clear()
 
     def updated(self, folder: str, num_outputs: Mapping[str, int]) -> None:
         """The weights are those of ``folder`` from now on. ``num_outputs``: of the requests that are there, by rid."""
@@ -245,7 +252,7 @@ class Transcript:
                 return True, f"paused ({control.message.mode})"
             case ContinueGenerationReq():
                 return True, "generation continues"
-            case UpdateWeightsReq(weight_version=label) if label == _MISFIT:
+            case UpdateWeightsReq(weight_version=label) if label == MISFIT:
                 return False, "weights not updated: "
             case UpdateWeightsReq():
                 return True, "weights updated"
@@ -342,6 +349,7 @@ class _Comparison:
 
     def __init__(self, exchange: Exchange, oracle: Oracle, setting: Setting) -> None:
         params, prompt = exchange.request.sampling_params, exchange.request.input_ids
+        think = exchange.request.think
         self.num_tokens = self.num_close = 0
         self._exchange = exchange
         self._oracle = oracle
@@ -366,6 +374,7 @@ class _Comparison:
             presence_penalty=params.presence_penalty,
             logit_bias=tuple(sorted((params.logit_bias or {}).items())),
             grammar=exchange.request.grammar,
+            think=None if think is None else (think.start, (think.end, *think.or_end), think.is_open),
             eos_ids=setting.eos_ids if exchange.request.grammar else frozenset(),
             pieces=PIECES if exchange.request.grammar else (),
             weights=tuple(dict(exchange.weights).items()),

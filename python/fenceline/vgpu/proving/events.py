@@ -54,6 +54,7 @@ EVENTS: dict[str, str] = {
     "masks and draw after publishing": "of the step before, because an answer may have ended or not all have a mask",
     "masks of a first token": "a prefill step samples under a mask",
     "mask of a request that has left": "it left while the step's forward ran",
+    "reasoning before a grammar": "the mask of a request in its reasoning",
     "return with a grammar": "a retracted request continues where it was in its grammar",
     "decode beyond the graphs": "a decode step larger than every graph",
     "piecewise replay": "a prefill step in pieces, exactly as large as its graphs",
@@ -142,6 +143,7 @@ EVENTS: dict[str, str] = {
     "return without its tail": "that page is dropped and computed again",
     "return": "a retracted request continues",
     "retracted twice": "",
+    "retraction of a half-scored prompt": "whose first logprobs have been computed",
     "return of counted tokens": "with penalties: its output is counted again",
     # ends
     **{f"abort {state}": "" for state in STATES},
@@ -158,6 +160,8 @@ EVENTS: dict[str, str] = {
     "logprobs over chunks": "they come from several steps",
     **{f"pause by {mode}": "with requests running" for mode in ("abort", "retract", "in_place")},
     "new weights with requests running": "which are computed again with these",
+    "new weights of some tensors": "with requests running or waiting",
+    "new weights before a pause": "generation does not go on with them at once",
     "new weights refused": "because they are another model's, or not whole",
     "flush": "of a tree that holds pages",
     "flush refused": "because requests are pending",
@@ -308,6 +312,8 @@ class Watch:
             self.note("masks for some of a batch", len(mine) < len(batch.rows))
             self.note("masks after a replay", self._has_replayed)
         self.note("mask of a request that has left", any(req.left for req in mine))
+        grammars = [req.grammar for req in mine if req.grammar is not None]
+        self.note("reasoning before a grammar", not all(grammar.is_matching for grammar in grammars))
         self.note("return with a grammar", any(req.num_retractions and not req.left for req in mine))
 
     def _publishes(self, flight: InFlight) -> None:
@@ -389,6 +395,10 @@ class Watch:
         self.note("retraction by pause" if self._scheduler.paused else "retraction for memory")
         self.note("retraction by offload" if offloads else "retraction by recompute")
         self.note("retracted twice", req.num_retractions == 1)
+        self.note(
+            "retraction of a half-scored prompt",
+            req.scores_prompt and not req.output_ids and req.committed_len,
+        )
         self.note("retraction while speculating", req.num_verified)
 
     def _preempts(self, num_victims: int) -> None:
@@ -407,6 +417,8 @@ class Watch:
     def _updated(self, result: tuple[bool, str, bytes], message: UpdateWeightsReq) -> None:
         self.note("new weights with requests running", result[0] and self._runs)
         self.note("new weights refused", not result[0])
+        self.note("new weights of some tensors", result[0] and message.file and self._scheduler.reqs)
+        self.note("new weights before a pause", result[0] and message.keep_pause)
 
     def _flushed(self, result: tuple[bool, str], storage: bool) -> None:
         self.note("flush refused", not result[0] and self._scheduler.reqs)

@@ -25,13 +25,22 @@ from fenceline.ipc.io_struct import (
 )
 from fenceline.vgpu.proving.events import STATES
 from fenceline.vgpu.proving.flashinfer_library import FLASHINFER, FLASHINFER_TENSOR_CORES
-from fenceline.vgpu.proving.grammars import choose, load_grammars
+from fenceline.vgpu.proving.grammars import choose, choose_thinking, load_grammars
 from fenceline.vgpu.proving.hicache_workloads import with_storage_limits
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
 from fenceline.vgpu.proving.persistent_attention import PERSISTENT
-from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Arrival, Flag, Flags, Scenario, Script, Workload
+from fenceline.vgpu.proving.script import (
+    GRAPH_CONTEXT,
+    MISFIT,
+    Arrival,
+    Flag,
+    Flags,
+    Scenario,
+    Script,
+    Workload,
+)
 from fenceline.vgpu.proving.speculative_workloads import chains_of_models, draft_flags, several_layers
-from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
+from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE, tiny_model_path
 
 _RARE_STATES = ("before a remap", "retracted", "retracted with a tail", "waiting for storage")
 _POLICIES = ("write_through", "write_through_selective", "write_back")
@@ -61,7 +70,7 @@ def _request(random: Random, page_size: int) -> dict[str, Any]:
     if wants(0.35):
         options |= {"frequency_penalty": random.choice((-0.5, 0.8)), "presence_penalty": 0.3}
         options["repetition_penalty"] = random.choice((1.0, 1.4))
-    if wants(0.15):
+    if wants(0.25):
         options["logit_bias"] = {random.randrange(VOCAB_SIZE): 4.0, random.randrange(VOCAB_SIZE): -5.0}
     if wants(0.3):
         options["stop_token_ids"] = tuple(random.sample(range(1, VOCAB_SIZE), 8))
@@ -119,6 +128,8 @@ def _some(
                 options["stop_token_ids"] = tuple(range(16, VOCAB_SIZE))  # which it would draw before
             if constrained and random.random() < 0.6:
                 options["grammar"] = choose(random)
+                if random.random() < 0.3:
+                    options["think"] = choose_thinking(random)
             if options.get("logprob_start_len", -1) >= len(prompt):
                 options["logprob_start_len"] = len(prompt) - 1
         rid = script.add(step, prompt, num_tokens, **options)
@@ -298,6 +309,10 @@ def _paused_twice(script: Script, page_size: int) -> Flags:
         options = kinds[index % len(kinds)] | {"ignore_eos": True}
         script.add(index, script.prompt(2, 2 * page_size), random.randint(10, 18), **options)
     step = random.randint(5, 7)
+    if random.random() < 0.5:  # half-way through its prompt
+        flags = {**flags, "chunked_prefill_size": 8}
+        scored = {"return_logprob": True, "logprob_start_len": random.randrange(4)}
+        script.add(step - random.randint(2, 4), script.prompt(24, 32), random.randint(1, 4), **scored)
     for number in range(2):
         script.send(step, PauseGenerationReq(id=f"pause {number}", mode="retract"))
         script.send(step + random.randint(1, 2), ContinueGenerationReq(id=f"continue {number}"))
@@ -317,22 +332,30 @@ _SET_PIECES = (_loads_meet, _overtaken, _from_storage, _from_storage, _paused_tw
 def _everything(random: Random) -> Scenario:
     scenario = _product(random)
     flags = dict(with_storage_limits(random, scenario.flags))
+    arrivals = scenario.arrivals
     if "draft" not in flags and random.random() < 0.4:
-        updated = any(isinstance(arrival.message, UpdateWeightsReq) for arrival in scenario.arrivals)
-        flags |= _fp8_cache(random, "model" not in flags and not updated)
+        flags["kv_cache_dtype"] = "fp8_e4m3"
+        if "model" not in flags and random.random() < 0.5:
+            flags["model"] = "kv_scales"
+            arrivals = tuple(map(_refused, arrivals))
     flags |= _seldom(random, flags)
     # FlashInfer has no sinks and reads no FP8: our own kernels attend in its place.
     if "kv_cache_dtype" in flags or flags.get("model") in _WITH_SINKS:
         flags = {name: LAUNCHED if value in _PLANNED else value for name, value in flags.items()}
-    arrivals = _in_bodies(random, scenario.arrivals) if random.random() < 0.3 else scenario.arrivals
+    if random.random() < 0.3:
+        arrivals = _in_bodies(random, arrivals)
     return replace(scenario, flags=flags, arrivals=arrivals)
 
 
-def _fp8_cache(random: Random, may_have_scales: bool) -> Flags:
-    """Keys and values in FP8. If ``may_have_scales``, they are divided by a checkpoint's scales in half of the runs.
-    Such scales cannot be replaced with the weights."""
-    scaled: Flags = {"model": "kv_scales"} if may_have_scales and random.random() < 0.5 else {}
-    return {"kv_cache_dtype": "fp8_e4m3", **scaled}
+def _refused(arrival: Arrival) -> Arrival:
+    """The same, where new weights are those of the checkpoint with scales for FP8, which cannot be replaced."""
+    message = arrival.message
+    if not isinstance(message, UpdateWeightsReq):
+        return arrival
+    folder = tiny_model_path("kv_scales")
+    return replace(
+        arrival, message=structs.replace(message, model_path=folder, file=None, weight_version=MISFIT)
+    )
 
 
 def _seldom(random: Random, flags: Flags) -> Flags:
@@ -383,7 +406,9 @@ def _product(random: Random) -> Scenario:
     _control(script)
     flags = _flags(random, page_size, most=random.randint(2, 4))
     if random.random() < 0.4:
-        script.new_weights(random.randrange(3, 24), misfits=0.3)  # which are the plain model's
+        # They are the plain model's.
+        keep_pause = random.random() < 0.5
+        script.new_weights(random.randrange(3, 24), misfits=0.3, partly=0.3, keep_pause=keep_pause)
     elif random.random() < 0.6:
         flags = _with_another_model(random, flags)
     if random.random() < 0.2:  # as much memory as the running requests can use

@@ -9,7 +9,7 @@ from functools import lru_cache
 from random import Random
 
 from fenceline.constrained.compile import compile_grammar, make_vocabulary
-from fenceline.constrained.spec import GrammarSpec
+from fenceline.constrained.spec import GrammarSpec, ThinkTokens
 from fenceline.ipc.io_struct import LoadGrammarReq
 from fenceline.vgpu.proving.script import Scenario, Script, Workload
 from fenceline.vgpu.proving.tiny_model import EOS_TOKEN, VOCAB_SIZE, tiny_tokenizer
@@ -21,7 +21,8 @@ _DEAD_END = 4
 
 
 @lru_cache
-def _compiled() -> tuple[bytes, dict[int, bytes]]:
+def compiled_grammars() -> tuple[bytes, dict[int, bytes]]:
+    """The vocabulary, and each of :data:`EXPRESSIONS` by its number, as the front end sends them."""
     tokenizer = tiny_tokenizer()
     vocabulary = make_vocabulary(tokenizer.backend.to_str(), tokenizer.special_ids, VOCAB_SIZE, (EOS_TOKEN,))
     grammars = {
@@ -33,7 +34,7 @@ def _compiled() -> tuple[bytes, dict[int, bytes]]:
 
 def load_grammars(script: Script) -> None:
     """All of them arrive before the first request."""
-    vocabulary, grammars = _compiled()
+    vocabulary, grammars = compiled_grammars()
     for number, data in grammars.items():
         first = vocabulary if number == 1 else b""
         script.send(0, LoadGrammarReq(id=f"grammar {number}", grammar=number, data=data, vocabulary=first))
@@ -42,6 +43,15 @@ def load_grammars(script: Script) -> None:
 def choose(random: Random) -> int:
     """The number of a grammar that answers can complete."""
     return random.choice([number for number in EXPRESSIONS if number != _DEAD_END])
+
+
+def choose_thinking(random: Random) -> ThinkTokens:
+    """Reasoning in front of an answer with a grammar: it ends soon, because many tokens end it."""
+    start = random.choice((-1, random.randrange(1, VOCAB_SIZE)))
+    ends = [(random.randrange(1, VOCAB_SIZE),) for _ in range(12)] + [
+        tuple(random.choices(range(1, VOCAB_SIZE), k=2))
+    ]
+    return ThinkTokens(start, ends[0], start < 0 or random.random() < 0.5, tuple(ends[1:]))
 
 
 def _grammars(random: Random) -> Scenario:

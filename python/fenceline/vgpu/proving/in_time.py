@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fenceline.ipc.io_struct import (
-    ContinueGenerationReq,
     Message,
-    PauseGenerationReq,
     StatsReport,
     TickReq,
     TokenizedGenerateReq,
@@ -38,10 +36,12 @@ class InTime:
         self._found: dict[Req, str] | None = None
         self._num_reports = self._num_launched = self._num_published = 0
         self._is_report_due = self._falls_idle = False
+        self._was_paused = False  # at some time while the present messages are taken in
+        self._may_think = False  # some request of the step that is being published
         around(scheduler, "ingest", before=self._begins, after=self._taken_in)
         around(scheduler, "end_overdue", before=self._looked_at)
         around(scheduler, "end", before=self._ends)
-        around(scheduler, "pause", after=lambda result, mode: self._clocks.clear() if result[0] else None)
+        around(scheduler, "stop_scheduling", before=self._clocks_stop)
         around(scheduler, "publish", before=self._publishes, after=self._published)
         around(scheduler, "check_memory", before=self._checks_memory, after=self._checked_memory)
         around(scheduler.stats, "report_is_due", after=self._asked_for_report)
@@ -59,6 +59,12 @@ class InTime:
         """Of several ticks that arrive together only the last one counts."""
         self._now = max((message.now for message in messages if isinstance(message, TickReq)), default=None)
         self._found = None
+        self._was_paused = self._scheduler.paused
+
+    def _clocks_stop(self) -> None:
+        """A pause begins, by new weights too. It does not count."""
+        self._clocks.clear()
+        self._was_paused = True
 
     def _looked_at(self, now: float) -> None:
         if now == self._now:
@@ -75,8 +81,7 @@ class InTime:
         self._check_sent("messages have been taken in")
         now, scheduler = self._now, self._scheduler
         # What a tick beside a pause has found depends on their order; the next one is looked at instead.
-        pauses = any(isinstance(one, PauseGenerationReq | ContinueGenerationReq) for one in messages)
-        if now is None or pauses or scheduler.paused:
+        if now is None or self._was_paused or scheduler.paused:
             return
         last = max(index for index, one in enumerate(messages) if isinstance(one, TickReq))
         later = {one.rid for one in messages[last:] if isinstance(one, TokenizedGenerateReq)}
@@ -125,7 +130,7 @@ class InTime:
 
     def _may_sample(self, _: None, flight: InFlight) -> None:
         """A step whose masks follow from the tokens that have just been published is sampled at once, if all of it has
-        grammars, goes on and could not have ended."""
+        grammars, is not in its reasoning, goes on and could not have ended."""
         self._num_published += 1
         pending, batch, reqs = self._scheduler.pending_masks, flight.batch, flight.reqs
         if pending is None or not isinstance(batch, DecodeBatch) or pending.sampled is not None:
@@ -137,7 +142,8 @@ class InTime:
         is_slow = any(req.grammar.is_too_slow for req in reqs if req.grammar is not None)
         is_stuck = pending.may_go_on is not None and not all(pending.may_go_on)
         self._check(
-            bool(may_end) or is_slow or is_stuck, "a step whose masks are known has not been sampled early"
+            bool(may_end) or is_slow or is_stuck or self._may_think,
+            "a step whose masks are known has not been sampled early",
         )
 
     def _stepped(self, flight: InFlight | None, prev: InFlight | None) -> None:
@@ -159,6 +165,7 @@ class InTime:
 
     def _publishes(self, flight: InFlight) -> None:
         self._is_report_due, self._num_reports = False, 0
+        self._may_think = any(req.grammar is not None and req.grammar.may_think for req in flight.reqs)
 
     def _asked_for_report(self, is_due: bool) -> None:
         self._is_report_due = is_due

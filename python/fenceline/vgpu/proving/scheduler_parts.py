@@ -17,6 +17,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from fenceline.constrained.matcher import GrammarStore
 from fenceline.ipc.io_struct import BatchTokenOut, FinishReason, TokenizedGenerateReq, id_array
 from fenceline.model_executor.step import LogprobValues, PageWrites
 from fenceline.sampling.sampling_params import SamplingParams
@@ -30,6 +31,7 @@ from fenceline.scheduler.request_memory import PageTables
 from fenceline.scheduler.running_batch import NewTokenRatio
 from fenceline.scheduler.scheduler import OutputSender
 from fenceline.scheduler.waiting_queue import WaitingQueue
+from fenceline.vgpu.proving.grammars import compiled_grammars
 
 _NUM_CHANGES = 40  # of a queue
 
@@ -38,7 +40,20 @@ I32 = npt.NDArray[np.int32]
 
 def compare_scheduler_parts(random: Random) -> str:
     """The first promise that is not kept, "" if all are."""
-    for part in (_queue, _queue, _queue, _tables, _ratio, _ends, _outputs, _logprobs, _decisions):
+    parts = (
+        _queue,
+        _queue,
+        _queue,
+        _tables,
+        _ratio,
+        _ends,
+        _outputs,
+        _logprobs,
+        _decisions,
+        _resumed,
+        _grammar_store,
+    )
+    for part in parts:
         for wrong in part(random):
             return f"scheduler: {wrong}"
     return ""
@@ -204,6 +219,70 @@ def _queue(random: Random) -> Iterator[str]:
         for name, said, true in pairs:
             if said != true:
                 yield f"the queue's {name}: {said}, {true} is right after {number + 1} changes"
+
+
+# --- requests that have been retracted
+
+# What a retracted request keeps, with a value that a new one does not have.
+_KEPT = {
+    "output_ids": [5, 6], "num_emitted": 1, "num_verified": 7, "num_drafts": 6, "num_accepted": 4,
+    "has_bad_draft": True, "announced": True, "cached_tokens": 3, "output_log": LogprobLog([5], [-0.5]),
+    "arrived_at": 3.5, "queue_time_s": 0.25, "is_short": True, "grammar": object(),
+}  # fmt: skip
+
+
+def _resumed(random: Random) -> Iterator[str]:
+    """A retracted request goes on as a new one, which has all but the memory. Logprobs of its prompt are gathered anew,
+    unless the prompt was completed."""
+    for outputs in ([], [5, 6]):
+        prompt = np.array([1, 2, 3, 4], np.int32)
+        req = _request(prompt, rank=2, return_logprob=True, logprob_start_len=1)
+        for name, value in _KEPT.items():
+            setattr(req, name, value)
+        req.output_ids, req.row, req.committed_len, req.num_retractions = outputs, 3, 4, 1
+        req.prompt_log = LogprobLog([2, 3], [None, -0.5])
+        again = req.resumed()
+        for name in (
+            *_KEPT,
+            "source",
+            "prompt_ids",
+            "stop_ids",
+            "seed",
+            "max_new_tokens",
+            "emit_interval",
+            "rank",
+        ):
+            if getattr(again, name) is not getattr(req, name):
+                yield f"a retracted request has another {name}"
+        found = again.num_retractions, again.was_admitted, again.row, again.committed_len, again.left
+        if found != (2, True, 0, 0, False):
+            yield f"a retracted request has {found}"
+        said = None if again.prompt_log is None else again.prompt_log.token_ids
+        if said != ([2, 3] if outputs else [2]):
+            yield f"a retracted request has logprobs of {said} of its prompt"
+
+
+# --- grammars
+
+
+def _grammar_store(random: Random) -> Iterator[str]:
+    """Grammars are kept until the front end forgets them. One that was too slow is tried again by new requests."""
+    store = GrammarStore((0,))
+    vocabulary, grammars = compiled_grammars()
+    for number, data in grammars.items():
+        forgotten = [number - 1] if number == 3 else []
+        store.load(str(number), number, data, vocabulary if number == 1 else b"", forgotten)
+    ended = dict(store.loaded())
+    if ended != dict.fromkeys(map(str, grammars)):
+        yield f"grammars have been loaded: {ended}"
+    if store._grammars.keys() != grammars.keys() - {2}:
+        yield f"grammars {sorted(store._grammars)} are kept, and 2 was forgotten"
+    first = store.begin(1, None)
+    if store.begin(1, None).clock is not first.clock or store.begin(3, None).clock is first.clock:
+        yield "the time of a grammar is not counted for all its requests together"
+    store.end([1])
+    if not first.is_too_slow or store.begin(1, None).is_too_slow:
+        yield "requests of a grammar that was too slow are not ended, or new ones are"
 
 
 # --- page tables

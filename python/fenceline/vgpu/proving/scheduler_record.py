@@ -52,6 +52,7 @@ class SchedulerRecord:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._num_prompt_tokens = self._num_outputs = self._num_retractions = 0
+        self._latest_num = 0  # tokens of the latest prompt that has come
         self._num_cached = self._num_computed = 0  # tokens of prompts
         self._num_refused = 0  # requests that have never been queued
         self._retractions: Counter[str] = Counter()  # by rid
@@ -81,8 +82,10 @@ class SchedulerRecord:
         around(scheduler.memory, "grow", after=lambda grown, *args: self._leased.append(grown[1]))
 
     def _accepted(self, _: None, message: TokenizedGenerateReq) -> None:
+        if not message.same_prompt:
+            self._latest_num = len(message.input_ids)
         if message.rid in self._scheduler.reqs:
-            self._num_prompt_tokens += len(message.input_ids)
+            self._num_prompt_tokens += self._latest_num
         else:
             self._num_refused += 1
 

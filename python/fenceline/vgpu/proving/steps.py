@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from random import Random
 
 import msgspec
@@ -167,6 +168,7 @@ class Loop:
     ) -> None:
         self.decisions: list[Event] = []
         self.step_no = self._num_readings = 0
+        self._latest: Message | None = None  # as it was before ``_as_sent``
         self._num_outputs: dict[str, int] = {}
         scenario = Scenario({}, ()) if scenario is None else scenario
         self._arrivals = list(scenario.arrivals)
@@ -261,7 +263,8 @@ class Loop:
 
     def _updated(self, result: tuple[bool, str, bytes], message: UpdateWeightsReq) -> None:
         if result[0]:
-            self.transcript.updated(message.model_path or "", self._num_outputs)
+            folder = str(Path(message.file).parent) if message.file else message.model_path
+            self.transcript.updated(folder or "", self._num_outputs)
 
     def _clock(self) -> float:
         """Seconds, computed from the number of steps so that runs are repeatable. Each call returns a later time."""
@@ -298,7 +301,22 @@ class Loop:
             self.transcript.received(message)
             if isinstance(message, TokenizedGenerateReq) and message.rid in self._follow_ups:
                 self._outputs[message.rid] = list(message.input_ids)
-        return messages
+        return [self._as_sent(message) for message in messages]
+
+    def _as_sent(self, message: Message) -> Message:
+        """``message`` as the front end sends it: of the samples of one prompt the first has that and the bias."""
+        before, self._latest = self._latest, message
+        if not isinstance(message, TokenizedGenerateReq) or not isinstance(before, TokenizedGenerateReq):
+            return message
+        if not message.body or message.body != before.body:
+            return message
+        bias = message.sampling_params.logit_bias
+        if message.input_ids == before.input_ids:
+            message = msgspec.structs.replace(message, input_ids=id_array(), same_prompt=True)
+        if bias and bias == before.sampling_params.logit_bias:
+            params = msgspec.structs.replace(message.sampling_params, logit_bias=None)
+            message = msgspec.structs.replace(message, sampling_params=params, same_bias=True)
+        return message
 
     def _react(self) -> list[Message]:
         """Messages of the reactions that are due."""

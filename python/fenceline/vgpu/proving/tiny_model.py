@@ -332,6 +332,20 @@ def tiny_weights(number: int) -> str:
 
 
 @lru_cache
+def tiny_part(number: int) -> str:
+    """A safetensors file with half of the tensors of :func:`tiny_weights`. Its folder is that of the checkpoint that
+    the model has after the update."""
+    tensors, others = (
+        load_file(Path(folder) / "model.safetensors") for folder in (tiny_model_path(), tiny_weights(number))
+    )
+    part = {name: others[name] for name in sorted(others)[::2]}
+    folder = _folder(f"part-{number}", _CONFIG)
+    save_file(tensors | part, folder / "model.safetensors")
+    save_file(part, folder / "part.safetensors")
+    return str(folder / "part.safetensors")
+
+
+@lru_cache
 def tiny_misfit(kind: str) -> str:
     """The folder of a checkpoint that cannot take the model's place: it ``lacks`` a tensor, has one of another shape
     (``shape``), or is another model (``model``)."""
