@@ -28,7 +28,7 @@ from fenceline.scheduler.req import Prefix, Req
 from fenceline.scheduler.scheduler import InFlight, Scheduler, StepMasks
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.gpu import Graph
-from fenceline.vgpu.proving.flashinfer_library import FLASHINFER, FLASHINFER_TENSOR_CORES
+from fenceline.vgpu.proving.flashinfer_library import PLANNED
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
 
 # The states of a request, for aborts (``state_of``).
@@ -240,7 +240,7 @@ class Watch:
     def _launched(self, flight: InFlight, batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
         replayed = self._replayed()
         backend = self._scheduler.config.decode_attention_backend
-        planned = backend in (FLASHINFER, FLASHINFER_TENSOR_CORES)
+        planned = backend in PLANNED
         self.note("steps of our attention kernels", backend == LAUNCHED)
         self.note(
             "planned steps", planned and not self._scheduler.config.server_args.disable_overlap_schedule

@@ -24,7 +24,7 @@ from fenceline.ipc.io_struct import (
     UpdateWeightsReq,
 )
 from fenceline.vgpu.proving.events import STATES
-from fenceline.vgpu.proving.flashinfer_library import FLASHINFER, FLASHINFER_TENSOR_CORES
+from fenceline.vgpu.proving.flashinfer_library import PLANNED
 from fenceline.vgpu.proving.grammars import choose, choose_thinking, load_grammars
 from fenceline.vgpu.proving.hicache_workloads import with_storage_limits
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
@@ -44,8 +44,7 @@ from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE, tiny_model_path
 
 _RARE_STATES = ("before a remap", "retracted", "retracted with a tail", "waiting for storage")
 _POLICIES = ("write_through", "write_through_selective", "write_back")
-_PLANNED = (FLASHINFER, FLASHINFER_TENSOR_CORES)
-_ATTENTION = (PERSISTENT, LAUNCHED, *_PLANNED, "")  # "": torch's operators
+_ATTENTION = (PERSISTENT, LAUNCHED, *PLANNED, "")  # "": torch's operators
 _OTHER_MODELS = (
     "experts", "shared", "mxfp4", "fp8", "fp8_rows", "rounded_fp8", "fp8_experts", "int4", "int4_experts", "llama3",
     "yarn", "wide", "adjacent", "partial",
@@ -341,7 +340,7 @@ def _everything(random: Random) -> Scenario:
     flags |= _seldom(random, flags)
     # FlashInfer has no sinks and reads no FP8: our own kernels attend in its place.
     if "kv_cache_dtype" in flags or flags.get("model") in _WITH_SINKS:
-        flags = {name: LAUNCHED if value in _PLANNED else value for name, value in flags.items()}
+        flags = {name: LAUNCHED if value in PLANNED else value for name, value in flags.items()}
     if random.random() < 0.3:
         arrivals = _in_bodies(random, arrivals)
     return replace(scenario, flags=flags, arrivals=arrivals)
@@ -368,7 +367,7 @@ def _seldom(random: Random, flags: Flags) -> Flags:
     if flags.get("enable_priority_scheduling") and random.random() < 0.15:
         more["disable_priority_preemption"] = True
     if random.random() < 0.2:  # another one than prefill has; on a GPU both stand-ins of FlashInfer are one
-        planned = () if flags.get("attention_backend") in _PLANNED else _PLANNED
+        planned = () if flags.get("attention_backend") in PLANNED else PLANNED
         more["decode_attention_backend"] = random.choice((PERSISTENT, LAUNCHED, "", *planned))
     if "draft" in flags and random.random() < 0.2:
         more["speculative_draft_attention_backend"] = random.choice((PERSISTENT, LAUNCHED))

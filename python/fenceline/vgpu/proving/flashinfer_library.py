@@ -28,6 +28,7 @@ from fenceline.memory_order import Device
 from fenceline.memory_order.kernel import KernelAccesses, declare_kernel
 
 FLASHINFER, FLASHINFER_TENSOR_CORES = "flashinfer_planned", "flashinfer_tensor_cores"
+PLANNED = (FLASHINFER, FLASHINFER_TENSOR_CORES)  # both backends
 
 _NUM_SMS = 6
 _QUERY_TILE = 4  # queries of a tile; FlashInfer's have 16 to 128 rows

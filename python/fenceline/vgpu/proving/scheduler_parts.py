@@ -225,10 +225,12 @@ def _queue(random: Random) -> Iterator[str]:
 
 # What a retracted request keeps, with a value that a new one does not have.
 _KEPT = {
-    "output_ids": [5, 6], "num_emitted": 1, "num_verified": 7, "num_drafts": 6, "num_accepted": 4,
+    "num_emitted": 1, "num_verified": 7, "num_drafts": 6, "num_accepted": 4,
     "has_bad_draft": True, "announced": True, "cached_tokens": 3, "output_log": LogprobLog([5], [-0.5]),
     "arrived_at": 3.5, "queue_time_s": 0.25, "is_short": True, "grammar": object(),
 }  # fmt: skip
+
+_GIVEN = ("source", "prompt_ids", "stop_ids", "seed", "max_new_tokens", "emit_interval", "rank", "output_ids")
 
 
 def _resumed(random: Random) -> Iterator[str]:
@@ -242,16 +244,7 @@ def _resumed(random: Random) -> Iterator[str]:
         req.output_ids, req.row, req.committed_len, req.num_retractions = outputs, 3, 4, 1
         req.prompt_log = LogprobLog([2, 3], [None, -0.5])
         again = req.resumed()
-        for name in (
-            *_KEPT,
-            "source",
-            "prompt_ids",
-            "stop_ids",
-            "seed",
-            "max_new_tokens",
-            "emit_interval",
-            "rank",
-        ):
+        for name in (*_KEPT, *_GIVEN):
             if getattr(again, name) is not getattr(req, name):
                 yield f"a retracted request has another {name}"
         found = again.num_retractions, again.was_admitted, again.row, again.committed_len, again.left

@@ -47,7 +47,7 @@ from fenceline.vgpu.proving.decode_room import DecodeRoom, compare_growth
 from fenceline.vgpu.proving.drafts import compare_drafts, compare_proposals
 from fenceline.vgpu.proving.events import Watch, around, state_of
 from fenceline.vgpu.proving.figures import Evictions, HostEvictions, compare_figures, compare_storage
-from fenceline.vgpu.proving.flashinfer_library import FLASHINFER, FLASHINFER_TENSOR_CORES
+from fenceline.vgpu.proving.flashinfer_library import PLANNED
 from fenceline.vgpu.proving.gpu_core_dumps import compare_core_dumps
 from fenceline.vgpu.proving.in_time import InTime
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
@@ -96,7 +96,6 @@ _MAX_STEPS = 2000
 # What the tiers of the cache promise to any caller.
 _OF_CACHES = compare_trees, compare_pages, compare_storage_contracts, compare_tiers
 STEP_S = 0.01
-_PLANNED = (FLASHINFER, FLASHINFER_TENSOR_CORES)
 
 
 @lru_cache
@@ -114,7 +113,7 @@ def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineCo
         args["quantization"] = ROUNDED[model]
     config = resolve(ServerArgs(model_path=folder, random_seed=1, log_level="error", **args))  # type: ignore[arg-type]
     # FlashInfer plans on the host and so cannot verify drafts: our own kernels do, as on a GPU.
-    decode = LAUNCHED if draft is not None and decode in _PLANNED else decode
+    decode = LAUNCHED if draft is not None and decode in PLANNED else decode
     config = replace(
         config,
         prefill_attention_backend=prefill or config.prefill_attention_backend,

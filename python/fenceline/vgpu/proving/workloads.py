@@ -22,7 +22,7 @@ from fenceline.ipc.io_struct import (
     TokenizedGenerateReq,
 )
 from fenceline.vgpu.proving.everything import EVERYTHING
-from fenceline.vgpu.proving.flashinfer_library import FLASHINFER, FLASHINFER_TENSOR_CORES
+from fenceline.vgpu.proving.flashinfer_library import FLASHINFER, PLANNED
 from fenceline.vgpu.proving.grammars import GRAMMARS
 from fenceline.vgpu.proving.hicache_workloads import HICACHE_WORKLOADS, tier_flags
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
@@ -428,7 +428,7 @@ def _windows(random: Random) -> Scenario:
     scenario = random.choice((_mixed, _prefixes, _aborts, _graphs, _retraction))(random)
     kind = random.random()
     if kind < 0.25:
-        planned = {"attention_backend": random.choice((FLASHINFER, FLASHINFER_TENSOR_CORES))}
+        planned = {"attention_backend": random.choice(PLANNED)}
         return replace(scenario, flags={**scenario.flags, **planned, "model": "windows"})
     ours = {"attention_backend": LAUNCHED} if kind < 0.75 else {}
     drafts = chains_of_models(random) if random.random() < 0.5 else {}
