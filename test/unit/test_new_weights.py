@@ -22,6 +22,7 @@ from fenceline.ipc.io_struct import (
     ControlReply,
     Message,
     PauseGenerationReq,
+    ShutdownReq,
     TickReq,
     UpdateWeightsReq,
 )
@@ -102,6 +103,14 @@ def test_what_runs_can_be_aborted_and_generation_stay_paused(changed: str) -> No
     finish = driver.answers["r"].finish
     assert reply.success and reply.payload == b"0" and finish is not None and finish.type == "abort"
     assert driver.scheduler.paused
+
+
+def test_new_weights_do_not_begin_a_pause_of_a_server_that_drains(changed: str) -> None:
+    driver = make_model_driver()
+    driver.send(request("r", prompts()[0], max_new_tokens=20, **GREEDY), ShutdownReq(drain=True))
+    assert update(driver, model_path=changed, keep_pause=True).success
+    driver.run()
+    assert driver.scheduler.stopped and len(driver.answers["r"].output_ids) == 20
 
 
 def test_a_pause_that_new_weights_begin_does_not_count_for_time_outs(changed: str) -> None:

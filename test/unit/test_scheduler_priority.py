@@ -217,6 +217,33 @@ def test_a_burst_of_better_requests_goes_in_one_step() -> None:
     assert_right(driver, *low, *high)
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "scores", "num_gone"),
+    [(40, False, 1), (9, False, 2), (40, True, 2)],
+    ids=["it waits", "the prompt is short", "it is scored"],
+)
+def test_nobody_gives_way_to_a_sample_that_would_wait_for_another_one(
+    num_tokens: int, scores: bool, num_gone: int
+) -> None:
+    driver = driver_with_priorities(num_pages=200, page_size=4, num_rows=4)
+    low = [request(f"low{i}", [i + 1] * 9, priority=0, max_new_tokens=30, ignore_eos=True) for i in range(4)]
+    driver.send(*low)
+    for _ in range(3):
+        driver.step()
+    scored: dict[str, object] = {"return_logprob": True, "logprob_start_len": 0} if scores else {}
+    high = [
+        request(f"high{i}", list(range(1, num_tokens + 1)), priority=20, body=1, max_new_tokens=9, **scored)
+        for i in range(2)
+    ]
+    driver.send(*high)
+    driver.step()
+    assert driver.scheduler.stats.num_retractions == num_gone
+    driver.run()
+    assert_right(driver, *low)
+    assert all(len(driver.answers[req.rid].output_ids) for req in high)
+    assert driver.scheduler.stats.num_retractions == 2, "the second sample runs when its prompt is cached"
+
+
 def test_a_shared_prefix_that_a_retracted_request_leaves_is_not_counted_as_room() -> None:
     """The better request uses the very pages that the other one lets go of: they cannot be evicted for it."""
     driver = driver_with_priorities(num_pages=30, page_size=4, num_rows=4)

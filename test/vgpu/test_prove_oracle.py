@@ -364,7 +364,7 @@ def test_what_has_left_the_device_is_used_from_a_number_of_tokens_on(threshold: 
     [("engine", 1170), ("speculation_tiers", 13), ("everything", 100_012), ("everything", 100_085),
      ("everything", 100_595), ("everything", 100_070), ("bodies", 51), ("bodies", 5310), ("everything", 900_614),
      ("beside", 1_000_570), ("everything", 2_100_147),
-     ("everything", 3_001_617), ("everything", 4_001_161)],
+     ("everything", 3_001_617), ("everything", 4_001_161), ("everything", 8_001_025)],
 )  # fmt: skip
 def test_seeds_that_failed_once(workload: str, seed: int) -> None:
     """A prefix of one token that only the host had, which is not worth loading; a draft extended under masks while a
@@ -374,7 +374,8 @@ def test_seeds_that_failed_once(workload: str, seed: int) -> None:
     running that they retracted; a sample that came when its body had nothing else that waited, and computed the prompt
     again; a request that gave way to another, which found the pages of the first one in the tree only then;
     pages of a prompt whose last rows depend on its first output too, in a draft of two layers; a body whose first
-    request waits for storage, and whose second one goes in its turn."""
+    request waits for storage, and whose second one goes in its turn; a request that gave way to a sample, which then
+    waited for another sample of its prompt."""
     outcome = run(Trial(workload, seed))
     assert outcome.clean, outcome.report
 
@@ -713,6 +714,22 @@ def _displaced_for_anybody(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WaitingQueue, "newcomers", WaitingQueue.in_turn)
 
 
+def _all_samples_are_given_way_to(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        WaitingQueue, "in_turn_if_admitted", lambda self, may_schedule, num_shared: self.in_turn(may_schedule)
+    )
+
+
+def _one_sample_is_given_way_to(patch: pytest.MonkeyPatch) -> None:
+    """However short their prompt is."""
+    right = WaitingQueue.in_turn_if_admitted
+    patch.setattr(
+        WaitingQueue,
+        "in_turn_if_admitted",
+        lambda self, may_schedule, num_shared: right(self, may_schedule, lambda req: -100),
+    )
+
+
 def _equals_give_way(patch: pytest.MonkeyPatch) -> None:
     """A request makes room for another that is no better."""
     right = Scheduler.preempt
@@ -892,7 +909,28 @@ def _better_at_the_end(random: Random, **drafts: Flag) -> Scenario:
     )
 
 
+def _better_samples(random: Random) -> Scenario:
+    """Two samples of a better priority, and a third request of their body, when all rows are taken: of a long prompt,
+    for which the second one waits, and then of a short one, for which it does not."""
+    script = Script(random)
+    for turn, length in enumerate((12, 3)):
+        for _ in range(3):
+            script.add(30 * turn, script.prompt(2, 4), 12, ignore_eos=True, priority=0)
+        prompt = script.prompt(length, length)
+        for words in (prompt, prompt, script.prompt(2, 2)):
+            script.add(30 * turn + 6, words, 2, priority=9, body=turn + 1)
+    return script.scenario(
+        max_total_tokens=128,
+        max_running_requests=3,
+        chunked_prefill_size=32,
+        page_size=2,
+        enable_priority_scheduling=True,
+        priority_scheduling_preemption_threshold=0,
+    )
+
+
 MORE_WORKLOADS = {
+    "better_samples": _better_samples,
     "better_at_the_end": _better_at_the_end,
     "better_at_the_end_of_drafts": partial(_better_at_the_end, draft="NEAR", speculative_num_steps=2),
     "bodies_in_turn": _bodies_in_turn,
@@ -945,6 +983,8 @@ WRONG = [
     (_displaced_for_anybody, "bodies_in_turn",
      r"r\d+ is (displaced, and it is not for a body that runs nothing|admitted before r\d+, whose turn it is)"),
     (_the_best_one_is_retracted, "priorities", r"r\d is retracted, and a request of a worse priority runs on"),
+    (_all_samples_are_given_way_to, "better_samples", r"turns: others may have to go for r\d, which would wait for a"),
+    (_one_sample_is_given_way_to, "better_samples", r"turns: r\d+ is left out before r\d+"),
     (_equals_give_way, "priorities", r"r\d gives way, and nobody waits who is better by more than \d+"),
     (_any_number_of_prompts, "bodies", r"a prefill step computes \d prompts, 2 are allowed"),
     (_nobody_gives_way, "priorities", r"nobody gives way to r\d, and all that run are of a worse priority"),

@@ -606,7 +606,9 @@ class Scheduler:
     def preempt(self, threshold: int) -> None:
         """Retract running requests in favour of waiting ones whose priority is better by more than ``threshold``."""
         expected = self.running.expected_tokens(self.ratio.value, prefill.CLIP_NEW_TOKENS)
-        waiting = self.waiting.in_turn(self.may_schedule)
+        waiting = self.waiting.in_turn_if_admitted(
+            self.may_schedule, lambda req: self.memory.match(req).num_page_tokens
+        )
         victims = self.planner.preempted(
             waiting,
             self.running.reqs,
@@ -1102,7 +1104,7 @@ class Scheduler:
             self.worker.replace_weights(weights, self.still_working)
         except (OSError, ValueError) as error:
             raise RuntimeError(f"some weights are new and others are not: {error}") from error
-        if message.keep_pause:
+        if message.keep_pause and not self.draining:  # the last requests must be allowed to end
             self.stop_scheduling()
         return True, "weights updated", str(running).encode()
 

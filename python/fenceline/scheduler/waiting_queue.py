@@ -131,6 +131,22 @@ class WaitingQueue:
         ``may_schedule`` is called as late as possible, and for no more requests than are taken."""
         return self._ordered(may_schedule, self._max_of_body)
 
+    def in_turn_if_admitted(
+        self, may_schedule: Callable[[Req], bool], num_shared: Callable[[Req], int]
+    ) -> Iterator[Req]:
+        """Like :meth:`in_turn`, as if each request had been admitted when the next one is asked for: other samples of
+        its prompt, which would wait for it then, are left out. ``num_shared``: the tokens of a request's cached
+        pages."""
+        computed: set[tuple[int, int, int]] = set()
+
+        def may(req: Req) -> bool:
+            return (req.scores_prompt or _sample_of(req) not in computed) and may_schedule(req)
+
+        for req in self.in_turn(may):
+            yield req
+            if req.source.body and self._is_worth_waiting(req, num_shared(req)):
+                computed.add(_sample_of(req))
+
     def _ordered(self, may_schedule: Callable[[Req], bool], max_of_body: int | None) -> Iterator[Req]:
         for _, queues in groupby(self._queues, key=lambda queue: queue.rank):
             again: deque[Iterator[Req]] = deque()
@@ -200,14 +216,25 @@ class WaitingQueue:
 
     def _is_computing(self, req: Req) -> bool:
         """Whether ``req`` is still computing its prompt, and enough whole pages of it that waiting is worthwhile."""
-        num_prompt, size = len(req.prompt_ids), self._page_size
-        if size is None or req.left or req.committed_len >= num_prompt:
-            return False
-        return (num_prompt - 1) // size * size - req.shared_len >= _MIN_SHARED_TOKENS
+        is_done = req.left or req.committed_len >= len(req.prompt_ids)
+        return not is_done and self._is_worth_waiting(req, req.shared_len)
+
+    def _is_worth_waiting(self, req: Req, num_shared: int) -> bool:
+        """Whether the other samples of its prompt wait if ``req`` computes it behind the ``num_shared`` leading tokens
+        whose pages are cached."""
+        size = self._page_size
+        return (
+            size is not None and (len(req.prompt_ids) - 1) // size * size - num_shared >= _MIN_SHARED_TOKENS
+        )
 
 
 def _prompt_of(req: Req) -> tuple[int, int]:
     return req.rank, id(req.prompt_ids)
+
+
+def _sample_of(req: Req) -> tuple[int, int, int]:
+    """What the samples of a prompt have in common that may wait for one another: body, rank and prompt."""
+    return req.source.body, *_prompt_of(req)
 
 
 def _key(req: Req) -> tuple[int, int | str]:

@@ -42,7 +42,13 @@ from fenceline.vgpu.proving.script import (
 from fenceline.vgpu.proving.speculative_workloads import chains_of_models, draft_flags, several_layers
 from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE, tiny_model_path
 
-_RARE_STATES = ("before a remap", "retracted", "retracted with a tail", "waiting for storage")
+_RARE_STATES = (
+    "before a remap",
+    "before a remap",
+    "retracted",
+    "retracted with a tail",
+    "waiting for storage",
+)
 _POLICIES = ("write_through", "write_through_selective", "write_back")
 _ATTENTION = (PERSISTENT, LAUNCHED, *PLANNED, "")  # "": torch's operators
 _OTHER_MODELS = (
@@ -69,7 +75,7 @@ def _request(random: Random, page_size: int) -> dict[str, Any]:
     if wants(0.35):
         options |= {"frequency_penalty": random.choice((-0.5, 0.8)), "presence_penalty": 0.3}
         options["repetition_penalty"] = random.choice((1.0, 1.4))
-    if wants(0.25):
+    if wants(0.35):
         options["logit_bias"] = {random.randrange(VOCAB_SIZE): 4.0, random.randrange(VOCAB_SIZE): -5.0}
     if wants(0.3):
         options["stop_token_ids"] = tuple(random.sample(range(1, VOCAB_SIZE), 8))
@@ -97,7 +103,7 @@ def _requests(script: Script, page_size: int) -> None:
     """
     random, step = script.random, 0
     plain = random.random() < 0.4
-    constrained = not plain and random.random() < 0.5
+    constrained = not plain and random.random() < 0.75
     if constrained:
         load_grammars(script)
     families = [script.prompt(9, 15) for _ in range(4)]
@@ -115,7 +121,7 @@ def _some(
 ) -> None:
     """A request, or two with the same prompt. The two have equal options except the seed, or independent ones."""
     random = script.random
-    num_twins = random.choice((1, 1, 1, 2))
+    num_twins = random.choice((1, 1, 2))
     alike = plain or random.random() < 0.5
     for index in range(num_twins):
         if index == 0 or not alike:
@@ -200,8 +206,8 @@ def _flags(random: Random, page_size: int, most: int, tiers: bool = False) -> Fl
 def _tiers(random: Random) -> Flags:
     flags: dict[str, Flag] = {
         "enable_hierarchical_cache": True,
-        "hicache_ratio": random.choice((0.5, 1.0, 2.0)),
-        "hicache_write_policy": random.choice(_POLICIES),
+        "hicache_ratio": random.choice((0.5, 0.5, 1.0, 2.0)),
+        "hicache_write_policy": random.choice(("write_through", *_POLICIES)),
         "hicache_mem_layout": random.choice(("layer_first", "page_first")),
         "hicache_io_backend": random.choice(("kernel", "direct")),
         "retract_policy": random.choice(("recompute", "offload", "offload", "offload")),
@@ -235,16 +241,21 @@ def _loads_meet(script: Script, page_size: int) -> Flags:
 
 
 def _overtaken(script: Script, page_size: int) -> Flags:
-    """An arranged run: of two twins one is preempted by a request of higher priority. Or both are, because that request
-    is large, and it evicts their pages from a small host tier, so that their tails cannot be used."""
+    """An arranged run: of two twins one is preempted by a request of higher priority, or by two samples of a prompt. Or
+    both are, because that request is large, and it evicts their pages from a small host tier, so that their tails
+    cannot be used."""
     random = script.random
     large = random.random() < 0.6
+    num_better = 1 if large else random.choice((1, 2))
     prompt = script.prompt(2 * page_size, 2 * page_size + 2)
     num_tokens = 5 * page_size
-    for priority in (0, 0 if large else 30):
+    for priority in (0, 0 if large or num_better == 2 else 30):
         script.add(0, prompt, num_tokens, ignore_eos=True, priority=priority)
-    better = script.prompt(6 * page_size, 6 * page_size) if large else script.prompt(2, 4)
-    script.add(random.randint(5, 8), better, 10 * page_size if large else 12, ignore_eos=True, priority=30)
+    step = random.randint(5, 8)
+    better = script.prompt(6 * page_size, 6 * page_size) if large else script.prompt(2, 12)
+    for _ in range(num_better):
+        body = 1 if num_better == 2 else 0
+        script.add(step, better, 10 * page_size if large else 12, ignore_eos=True, priority=30, body=body)
     return {
         "max_total_tokens": 18 * page_size,
         "max_running_requests": 3 if large else 2,
@@ -279,8 +290,10 @@ def _from_storage(script: Script, page_size: int) -> Flags:
     if random.random() < 0.5:
         script.when_idle(back + 6, FlushCacheReq(id="of storage", storage=True))
     flags: dict[str, Flag] = dict(draft_flags(random)) if random.random() < 0.6 else {}
-    if random.random() < 0.5:  # or storage often answers too late
+    if random.random() < 0.7:  # or storage often answers too late
         flags["hicache_storage_prefetch_policy"] = "wait_complete"
+    if random.random() < 0.7:  # or a directory is often too small for what comes back
+        flags["hicache_storage_size"] = 1.0
     return {
         **flags,
         "max_total_tokens": 16 * page_size + 16,
@@ -297,19 +310,20 @@ def _paused_twice(script: Script, page_size: int) -> Flags:
     layers, which few other runs have."""
     random = script.random
     flags: Flags = {}
-    if random.random() < 0.5:
-        flags = several_layers(random) if random.random() < 0.4 else draft_flags(random)
+    if random.random() < 0.6:
+        flags = several_layers(random) if random.random() < 0.6 else draft_flags(random)
     hot = {"temperature": 1.3} if flags else {}
     kinds: list[dict[str, Any]] = [hot, {**hot, "repetition_penalty": 1.3, "frequency_penalty": 0.4}]
     if random.random() < 0.5:
         load_grammars(script)
         kinds.append({"grammar": choose(random)})
+    most = random.choice((2, 3))
     for index in range(3):
         options = kinds[index % len(kinds)] | {"ignore_eos": True}
         script.add(index, script.prompt(2, 2 * page_size), random.randint(10, 18), **options)
     step = random.randint(5, 7)
     if random.random() < 0.5:  # half-way through its prompt
-        flags = {**flags, "chunked_prefill_size": 8}
+        flags, most = {**flags, "chunked_prefill_size": 8}, 4
         scored = {"return_logprob": True, "logprob_start_len": random.randrange(4)}
         script.add(step - random.randint(2, 4), script.prompt(24, 32), random.randint(1, 4), **scored)
     for number in range(2):
@@ -320,19 +334,28 @@ def _paused_twice(script: Script, page_size: int) -> Flags:
     return {
         **flags,
         "max_total_tokens": random.choice((64, 96)),
-        "max_running_requests": random.choice((2, 3)),
+        "max_running_requests": most,
+        "hicache_ratio": random.choice((0.5, 0.5, 1.0)),
         "retract_policy": random.choice(("offload", "offload", "recompute")),
     }
 
 
-_SET_PIECES = (_loads_meet, _overtaken, _from_storage, _from_storage, _paused_twice, _paused_twice)
+_SET_PIECES = (
+    _loads_meet,
+    _overtaken,
+    _overtaken,
+    _from_storage,
+    _from_storage,
+    _paused_twice,
+    _paused_twice,
+)
 
 
 def _everything(random: Random) -> Scenario:
     scenario = _product(random)
     flags = dict(with_storage_limits(random, scenario.flags))
     arrivals = scenario.arrivals
-    if "draft" not in flags and random.random() < 0.4:
+    if "draft" not in flags and random.random() < 0.5:
         flags["kv_cache_dtype"] = "fp8_e4m3"
         if "model" not in flags and random.random() < 0.5:
             flags["model"] = "kv_scales"
@@ -341,7 +364,7 @@ def _everything(random: Random) -> Scenario:
     # FlashInfer has no sinks and reads no FP8: our own kernels attend in its place.
     if "kv_cache_dtype" in flags or flags.get("model") in _WITH_SINKS:
         flags = {name: LAUNCHED if value in PLANNED else value for name, value in flags.items()}
-    if random.random() < 0.3:
+    if random.random() < 0.4:
         arrivals = _in_bodies(random, arrivals)
     return replace(scenario, flags=flags, arrivals=arrivals)
 
@@ -393,21 +416,24 @@ def _product(random: Random) -> Scenario:
         script.send(step, TickReq(now=step / 2))
     if random.random() < 0.2:
         script.add(random.randrange(20), script.prompt(120, 130), 1)  # larger than the pool
-    if random.random() < 0.5:  # arranged, for events that rarely happen by chance
+    if random.random() < 0.55:  # arranged, for events that rarely happen by chance
         page_size = random.choice((2, 4))
         piece = random.choice(_SET_PIECES)(script, page_size)
         most = int(str(piece["max_running_requests"]))
         flags = _flags(random, page_size, most, tiers=True)
         if "draft" in piece:  # the other draft's go with it
             flags = {name: value for name, value in flags.items() if not name.startswith("speculative_")}
-        return script.scenario(**_fitting({**flags, **piece}))
+        flags = {**flags, **piece}
+        if "draft" not in piece and random.random() < 0.35:
+            flags = _with_another_model(random, flags)
+        return script.scenario(**_fitting(flags))
     _requests(script, page_size)
     _control(script)
     flags = _flags(random, page_size, most=random.randint(2, 4))
-    if random.random() < 0.4:
+    if random.random() < 0.5:
         # They are the plain model's.
         keep_pause = random.random() < 0.5
-        script.new_weights(random.randrange(3, 24), misfits=0.3, partly=0.3, keep_pause=keep_pause)
+        script.new_weights(random.randrange(3, 24), misfits=0.2, partly=0.5, keep_pause=keep_pause)
     elif random.random() < 0.6:
         flags = _with_another_model(random, flags)
     if random.random() < 0.2:  # as much memory as the running requests can use

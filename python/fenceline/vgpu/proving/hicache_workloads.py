@@ -227,7 +227,7 @@ def with_storage_limits(random: Random, flags: Flags) -> Flags:
     if flags.get("hicache_storage_backend", "none") == "none":
         return flags
     more: dict[str, Flag] = {}
-    if random.random() < 0.5:
+    if "hicache_storage_size" not in flags and random.random() < 0.5:
         page_bytes = (
             MOST_TOKEN_BYTES * int(str(flags["page_size"])) + 96
         )  # with a header and an authentication code

@@ -3,13 +3,14 @@
 The planner is offered waiting requests in their order. It may stop only where a step is full or the documentation lets
 it (see "Fair turns" in security.md), and may pass a request only if that is long and short ones wait behind it, or
 beside a half-way prompt if it does not fit whole into the other half of the step. Samples of a prompt wait only for one
-that computes pages which they would find. No answer depends on any of this.
+that computes pages which they would find, and nobody gives way to a sample that would wait then. No answer depends on
+any of this.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,8 @@ class Passing:
             self._was_beside = True
             self._check_beside(offers, chunked, budget, scored, least_work, num_short)
 
+        preempted = any_planner.preempted
+        any_planner.preempted = lambda reqs, *args: preempted(self._given_way_to(reqs), *args)
         any_planner._admit_waiting, any_planner._admit_beside = waiting, beside
         self._was_beside = False
         around(planner, "_add_chunk", before=self._adds)
@@ -245,25 +248,52 @@ class Passing:
         )
 
     def _waits(self, waits: bool, req: Req) -> None:
-        """A sample waits for pages that another one of its prompt computes, and for no others: the last token of a
-        prompt is computed in any case, and so are those behind the last whole page in front of it."""
-        scheduler = self._scheduler
-        if scheduler.config.server_args.disable_radix_cache or not req.source.body:
-            self._check(not waits, f"{req.rid} waits for a sample that it cannot use")
-            return
-        num, size = len(req.prompt_ids), scheduler.memory.page_size
-        whole = max(range(0, num, size))
+        """A sample waits for pages that another one of its prompt computes, and for no others."""
         found = any(
             other.row
             and other is not req
-            and _group(other) == _group(req)
-            and other.prompt_ids is req.prompt_ids
-            and other.committed_len < num
-            and whole - other.shared_len >= waiting_queue._MIN_SHARED_TOKENS
-            for other in scheduler.reqs.values()
+            and other.committed_len < len(req.prompt_ids)
+            and self._computes_for(other, other.shared_len, req)
+            for other in self._scheduler.reqs.values()
         )
-        right = found and not req.scores_prompt
-        self._check(waits == right, f"{req.rid} {'waits' if waits else 'does not wait'} for a sample")
+        self._check(waits == found, f"{req.rid} {'waits' if waits else 'does not wait'} for a sample")
+
+    def _given_way_to(self, reqs: Iterable[Req]) -> Iterator[Req]:
+        """``reqs``, for which running requests may have to go, are all that may be scheduled of a body and rank;
+        without samples that would wait for an earlier one of them."""
+        seen: list[Req] = []
+        for req in reqs:
+            would_wait = self._would_wait(req, seen)
+            self._check(not would_wait, f"others may have to go for {req.rid}, which would wait for a sample")
+            for other in self._scheduler.waiting:
+                if other is req:
+                    break
+                is_out = (
+                    _group(other) == _group(req) and other not in seen and self._scheduler.may_schedule(other)
+                )
+                would_wait = is_out and self._would_wait(other, seen)
+                self._check(not is_out or would_wait, f"{other.rid} is left out before {req.rid}")
+            seen.append(req)
+            yield req
+
+    def _would_wait(self, req: Req, earlier: Sequence[Req]) -> bool:
+        """Whether ``req`` would wait if those of ``earlier`` had been admitted."""
+        matches = [(other, self._scheduler.memory.match(other).match) for other in earlier]
+        size = self._scheduler.memory.page_size
+        return any(
+            self._computes_for(other, len(match.pages) * size + match.num_host_tokens, req)
+            for other, match in matches
+        )
+
+    def _computes_for(self, other: Req, num_shared: int, req: Req) -> bool:
+        """Whether ``other``, which computes its prompt behind ``num_shared`` tokens, computes pages that ``req`` would
+        find, and enough of them. The last token of a prompt is computed in any case, and so are those behind the last
+        whole page in front of it."""
+        if self._scheduler.config.server_args.disable_radix_cache or not req.source.body or req.scores_prompt:
+            return False
+        whole = max(range(0, len(req.prompt_ids), self._scheduler.memory.page_size))
+        is_same = _group(other) == _group(req) and other.prompt_ids is req.prompt_ids
+        return is_same and whole - num_shared >= waiting_queue._MIN_SHARED_TOKENS
 
     def _check(self, holds: bool, text: str) -> None:
         if not holds and len(self.wrong) < 5:

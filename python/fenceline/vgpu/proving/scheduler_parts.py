@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any, cast
 
@@ -144,18 +145,35 @@ class _Queue:
         idle = [one.reqs for one in lines if not self.num_running(one.body)]
         return [one.rid for one in (next((r for r in reqs if r in may), None) for reqs in idle) if one]
 
+    def order_if_admitted(self, may: Sequence[Req], num_shared: dict[str, int]) -> list[str]:
+        """Like ``order``, without those that would wait for one before them if that ran."""
+        rest, number, of_rid = list(may), 0, {req.rid: req for req in may}
+        while number < len(found := self.order(rest, self.most)):
+            req, *before = (of_rid[rid] for rid in reversed(found[: number + 1]))
+            if any(self._computes_for(other, num_shared[other.rid], req) for other in before):
+                rest.remove(req)
+            else:
+                number += 1
+        return found
+
     def waits_for_sample(self, req: Req) -> bool:
         """A sample waits for pages of its prompt that another one computes, if they are enough."""
+        return any(
+            other.committed_len < len(req.prompt_ids) and self._computes_for(other, other.shared_len, req)
+            for other in self.running
+        )
+
+    def _computes_for(self, other: Req, num_shared: int, req: Req) -> bool:
         if not req.source.body or self.page_size is None or req.scores_prompt:
             return False
         whole = max(range(0, len(req.prompt_ids), self.page_size))  # the last token is computed in any case
-        return any(
-            (other.source.body, other.rank) == (req.source.body, req.rank)
-            and other.prompt_ids is req.prompt_ids
-            and other.committed_len < len(req.prompt_ids)
-            and whole - other.shared_len >= waiting_queue._MIN_SHARED_TOKENS
-            for other in self.running
-        )
+        is_same = (other.source.body, other.rank) == (req.source.body, req.rank)
+        is_enough = whole - num_shared >= waiting_queue._MIN_SHARED_TOKENS
+        return is_same and other.prompt_ids is req.prompt_ids and is_enough
+
+
+def _of_rid(numbers: dict[str, int], req: Req) -> int:
+    return numbers[req.rid]
 
 
 def _queue(random: Random) -> Iterator[str]:
@@ -205,10 +223,13 @@ def _queue(random: Random) -> Iterator[str]:
             [one.rid for one in waiting if is_waiting(one)]
             for is_waiting in (queue.waits_for_sample, right.waits_for_sample)
         )
+        shared = {req.rid: random.choice((0, 0, page_size or 1)) for req in waiting}
+        in_turn = queue.in_turn_if_admitted(may.__contains__, partial(_of_rid, shared))
         noted = [req for body in queue._computing.values() for reqs in body.values() for req in reqs]
         pairs: tuple[tuple[str, object, object], ...] = (
             ("order", [req.rid for req in queue], right.order(None, None)),
             ("turns", [req.rid for req in queue.in_turn(may.__contains__)], right.order(may, most)),
+            ("turns of those that run", [req.rid for req in in_turn], right.order_if_admitted(may, shared)),
             ("newcomers", [req.rid for req in queue.newcomers(may.__contains__)], right.newcomers(may)),
             ("number", len(queue), len(waiting)),
             ("sharing", queue.is_shared, max(several.values(), default=0) > 1),
