@@ -108,7 +108,8 @@ def test_what_runs_can_be_aborted_and_generation_stay_paused(changed: str) -> No
 def test_new_weights_do_not_begin_a_pause_of_a_server_that_drains(changed: str) -> None:
     driver = make_model_driver()
     driver.send(request("r", prompts()[0], max_new_tokens=20, **GREEDY), ShutdownReq(drain=True))
-    assert update(driver, model_path=changed, keep_pause=True).success
+    reply = update(driver, model_path=changed, keep_pause=True)
+    assert reply.success and "no pause: the server is shutting down" in reply.message
     driver.run()
     assert driver.scheduler.stopped and len(driver.answers["r"].output_ids) == 20
 

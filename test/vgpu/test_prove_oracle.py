@@ -720,6 +720,18 @@ def _all_samples_are_given_way_to(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def _pages_of_the_host_stay_there(patch: pytest.MonkeyPatch) -> None:
+    """Whoever is retracted."""
+    right = WaitingQueue.in_turn_if_admitted
+    patch.setattr(
+        WaitingQueue,
+        "in_turn_if_admitted",
+        lambda self, may_schedule, num_shared: right(
+            self, may_schedule, lambda req: req.queued_match.prefix.num_tokens
+        ),
+    )
+
+
 def _one_sample_is_given_way_to(patch: pytest.MonkeyPatch) -> None:
     """However short their prompt is."""
     right = WaitingQueue.in_turn_if_admitted
@@ -929,8 +941,36 @@ def _better_samples(random: Random) -> Scenario:
     )
 
 
+def _better_samples_of_the_host(random: Random) -> Scenario:
+    """Two samples of a better priority, whose prompt is on the host alone. Both rows are taken, and when the requests
+    that have them are retracted, their pages take the place of the prompt's on the host."""
+    script = Script(random)
+    prompt = script.prompt(45, 45)
+    for turn in range(3):
+        script.add(4 * turn, prompt, 1)
+    script.add(14, script.prompt(130, 130), 1)  # evicts the prompt from the device
+    for _ in range(2):
+        script.add(20, script.prompt(3, 3), 40, ignore_eos=True, priority=0)
+    for _ in range(2):
+        script.add(50, prompt, 3, priority=9, body=1, ignore_eos=True)
+    return script.scenario(
+        max_total_tokens=180,
+        max_running_requests=2,
+        chunked_prefill_size=-1,
+        page_size=4,
+        enable_priority_scheduling=True,
+        priority_scheduling_preemption_threshold=0,
+        enable_hierarchical_cache=True,
+        hicache_ratio=0.27,
+        hicache_write_policy="write_through_selective",
+        retract_policy="offload",
+        schedule_conservativeness=0.01,
+    )
+
+
 MORE_WORKLOADS = {
     "better_samples": _better_samples,
+    "better_samples_of_the_host": _better_samples_of_the_host,
     "better_at_the_end": _better_at_the_end,
     "better_at_the_end_of_drafts": partial(_better_at_the_end, draft="NEAR", speculative_num_steps=2),
     "bodies_in_turn": _bodies_in_turn,
@@ -984,6 +1024,11 @@ WRONG = [
      r"r\d+ is (displaced, and it is not for a body that runs nothing|admitted before r\d+, whose turn it is)"),
     (_the_best_one_is_retracted, "priorities", r"r\d is retracted, and a request of a worse priority runs on"),
     (_all_samples_are_given_way_to, "better_samples", r"turns: others may have to go for r\d, which would wait for a"),
+    (_all_samples_are_given_way_to, "better_samples",
+     r"admission: r\d is retracted, and without that the same requests would be admitted"),
+    (_pages_of_the_host_stay_there, "better_samples_of_the_host",
+     r"admission: r\d is retracted, and without that the same requests would be admitted"),
+    (_one_sample_is_given_way_to, "better_samples", r"turns: r\d+ is left out though nobody else is left"),
     (_one_sample_is_given_way_to, "better_samples", r"turns: r\d+ is left out before r\d+"),
     (_equals_give_way, "priorities", r"r\d gives way, and nobody waits who is better by more than \d+"),
     (_any_number_of_prompts, "bodies", r"a prefill step computes \d prompts, 2 are allowed"),
@@ -994,12 +1039,14 @@ WRONG = [
     (_a_flush_that_is_forgotten, "everything", r"'early' was never answered"),
     (_a_pause_that_goes_on, "bursts", r"r\d goes on while generation is paused"),
 ]  # fmt: skip
-# In earlier seeds of these, only the decisions that are taken again (``turns``, ``retractions``, ``admission``) differ.
+# In earlier seeds of these nothing differs, or only the decisions that are taken again (``turns``, ``retractions``,
+# ``admission``).
 FIRST_SEED = {
     _all_of_a_step_for_short_prompts: 18,
     _the_last_short_prompt_first: 6,
     _the_best_one_is_retracted: 1,
     _nobody_gives_way: 9,
+    _a_flush_that_is_forgotten: 30,
 }
 
 

@@ -139,8 +139,8 @@ class UpdateWeightsReq(Message):
     """Replace the model's weights between two steps: by the checkpoint in the directory ``model_path``, or where there
     is none by the tensors in ``file``, a safetensors file. What runs is aborted (``abort_all_requests``), or returns to
     the queue and is computed again with the new weights. ``weight_version``: their label, None keeps the old one.
-    ``keep_pause``: nothing is scheduled afterwards. Answered by :class:`ControlReply`, with the number of requests that
-    ran as its payload; one that fails has changed nothing."""
+    ``keep_pause``: nothing is scheduled afterwards, unless the server is shutting down. Answered by
+    :class:`ControlReply`, with the number of requests that ran as its payload; one that fails has changed nothing."""
 
     id: str
     model_path: str | None = None

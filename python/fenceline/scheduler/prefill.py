@@ -354,8 +354,6 @@ class PrefillPlanner:
         admitted: list[_Admission] = []
         num_taken = 0
         for index, req in enumerate(waiting):
-            if step_tokens <= 0 or index == self._max_reqs:
-                break
             prefix = self._memory.match(req)
             num_new = req.num_tokens - prefix.num_tokens
             if index and self._chunk_size is None and num_new > step_tokens:
@@ -384,6 +382,8 @@ class PrefillPlanner:
             admitted.append((req, prefix.match.host_node, num_pages, num_expected))
             num_taken = len(taken)
             step_tokens -= num_new
+            if step_tokens <= 0 or index + 1 == self._max_reqs:
+                break  # before another one is looked for
         return [one for one, _ in taken]
 
     def _still_fit(

@@ -606,8 +606,9 @@ class Scheduler:
     def preempt(self, threshold: int) -> None:
         """Retract running requests in favour of waiting ones whose priority is better by more than ``threshold``."""
         expected = self.running.expected_tokens(self.ratio.value, prefill.CLIP_NEW_TOKENS)
+        # Pages that only the host has may have to go for those of the requests that are retracted.
         waiting = self.waiting.in_turn_if_admitted(
-            self.may_schedule, lambda req: self.memory.match(req).num_page_tokens
+            self.may_schedule, lambda req: self.memory.match(req).match.num_tokens
         )
         victims = self.planner.preempted(
             waiting,
@@ -1104,9 +1105,14 @@ class Scheduler:
             self.worker.replace_weights(weights, self.still_working)
         except (OSError, ValueError) as error:
             raise RuntimeError(f"some weights are new and others are not: {error}") from error
-        if message.keep_pause and not self.draining:  # the last requests must be allowed to end
+        done = "weights updated"
+        if message.keep_pause and self.draining:
+            done += (
+                ", and no pause: the server is shutting down, and its last requests must be allowed to end"
+            )
+        elif message.keep_pause:
             self.stop_scheduling()
-        return True, "weights updated", str(running).encode()
+        return True, done, str(running).encode()
 
     def give_back_all(self) -> int:
         """Retract every request that holds memory. Returns how many there were."""

@@ -135,12 +135,13 @@ class WaitingQueue:
         self, may_schedule: Callable[[Req], bool], num_shared: Callable[[Req], int]
     ) -> Iterator[Req]:
         """Like :meth:`in_turn`, as if each request had been admitted when the next one is asked for: other samples of
-        its prompt, which would wait for it then, are left out. ``num_shared``: the tokens of a request's cached
-        pages."""
+        its prompt, which would then wait for it, are left out. ``num_shared``: how many leading tokens of a request's
+        prompt will surely be cached when it is admitted."""
         computed: set[tuple[int, int, int]] = set()
 
         def may(req: Req) -> bool:
-            return (req.scores_prompt or _sample_of(req) not in computed) and may_schedule(req)
+            waits = bool(computed) and not req.scores_prompt and _sample_of(req) in computed
+            return not waits and may_schedule(req)
 
         for req in self.in_turn(may):
             yield req

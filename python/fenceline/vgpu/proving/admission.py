@@ -323,21 +323,22 @@ class Admissions:
 
     def _end(self, plan: PrefillPlan | None, *args: Any, **kwargs: Any) -> None:
         """Requests are retracted for waiting ones only if one of these is admitted then. If the plan ends before the
-        step is full and though there is memory, the request for which the last one gave way may have to wait: from some
-        number of tokens on no further prompt joins a step, and a step may do only so much work on a CPU."""
+        step is full and though there are memory and rows, the request for which the last one gave way may have to wait:
+        from some number of tokens on no further prompt joins a step, and a step may do only so much work on a CPU."""
         planner = self._scheduler.planner
         is_full = plan is not None and (
             plan.num_new_tokens >= self._step_tokens
             or len(plan.reqs) == planner._max_reqs
             or self._step_tokens < planner.step_tokens  # one prompt alone, before a decode step that is due
         )
+        no_row = self._scheduler.memory.rows.num_free == 0
         if self._num_victims and not self._num_admitted:
             self._tell(f"{self._num_victims} requests are retracted for nobody")
         elif (
             self._num_victims
             and self._victim is not None
             and self._scheduler.config.speculative is None
-            and (is_full or self._was_refused or all(req.row for req in self._scheduler.waiting))
+            and (is_full or no_row or self._was_refused or all(req.row for req in self._scheduler.waiting))
         ):
             self._check(
                 not self._all_fit_beside(self._victim),

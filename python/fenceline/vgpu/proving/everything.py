@@ -103,7 +103,7 @@ def _requests(script: Script, page_size: int) -> None:
     """
     random, step = script.random, 0
     plain = random.random() < 0.4
-    constrained = not plain and random.random() < 0.75
+    constrained = not plain and random.random() < 0.65
     if constrained:
         load_grammars(script)
     families = [script.prompt(9, 15) for _ in range(4)]
@@ -207,7 +207,7 @@ def _tiers(random: Random) -> Flags:
     flags: dict[str, Flag] = {
         "enable_hierarchical_cache": True,
         "hicache_ratio": random.choice((0.5, 0.5, 1.0, 2.0)),
-        "hicache_write_policy": random.choice(("write_through", *_POLICIES)),
+        "hicache_write_policy": random.choice(_POLICIES),
         "hicache_mem_layout": random.choice(("layer_first", "page_first")),
         "hicache_io_backend": random.choice(("kernel", "direct")),
         "retract_policy": random.choice(("recompute", "offload", "offload", "offload")),
@@ -241,9 +241,9 @@ def _loads_meet(script: Script, page_size: int) -> Flags:
 
 
 def _overtaken(script: Script, page_size: int) -> Flags:
-    """An arranged run: of two twins one is preempted by a request of higher priority, or by two samples of a prompt. Or
-    both are, because that request is large, and it evicts their pages from a small host tier, so that their tails
-    cannot be used."""
+    """An arranged run: of two twins one is preempted by a request of higher priority. Or both are, because that request
+    is large, and it evicts their pages from a small host tier, so that their tails cannot be used. Or one goes for a
+    sample of a prompt, and the other one for the second sample, when the prompt is cached."""
     random = script.random
     large = random.random() < 0.6
     num_better = 1 if large else random.choice((1, 2))
@@ -252,12 +252,14 @@ def _overtaken(script: Script, page_size: int) -> Flags:
     for priority in (0, 0 if large or num_better == 2 else 30):
         script.add(0, prompt, num_tokens, ignore_eos=True, priority=priority)
     step = random.randint(5, 8)
-    better = script.prompt(6 * page_size, 6 * page_size) if large else script.prompt(2, 12)
+    better = script.prompt(6 * page_size, 6 * page_size) if large else script.prompt(2, 4)
+    if num_better == 2:
+        better = script.prompt(34, 38)
     for _ in range(num_better):
-        body = 1 if num_better == 2 else 0
+        body = step + 1 if num_better == 2 else 0
         script.add(step, better, 10 * page_size if large else 12, ignore_eos=True, priority=30, body=body)
     return {
-        "max_total_tokens": 18 * page_size,
+        "max_total_tokens": 128 if num_better == 2 else 18 * page_size,
         "max_running_requests": 3 if large else 2,
         "chunked_prefill_size": -1,
         "enable_priority_scheduling": True,
@@ -335,7 +337,7 @@ def _paused_twice(script: Script, page_size: int) -> Flags:
         **flags,
         "max_total_tokens": random.choice((64, 96)),
         "max_running_requests": most,
-        "hicache_ratio": random.choice((0.5, 0.5, 1.0)),
+        "hicache_ratio": random.choice((0.5, 0.5, 1.0, 2.0)),
         "retract_policy": random.choice(("offload", "offload", "recompute")),
     }
 

@@ -3,8 +3,8 @@
 The planner is offered waiting requests in their order. It may stop only where a step is full or the documentation lets
 it (see "Fair turns" in security.md), and may pass a request only if that is long and short ones wait behind it, or
 beside a half-way prompt if it does not fit whole into the other half of the step. Samples of a prompt wait only for one
-that computes pages which they would find, and nobody gives way to a sample that would wait then. No answer depends on
-any of this.
+that computes pages which they would find, and nobody gives way to a sample that would then wait for another one. No
+answer depends on any of this.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fenceline.scheduler import prefill, waiting_queue
+from fenceline.scheduler import prefill, schedule_policy, waiting_queue
 from fenceline.scheduler.req import Prefix, Req
 from fenceline.scheduler.scheduler import Scheduler
 from fenceline.vgpu.proving.admission import Admissions
@@ -259,30 +259,37 @@ class Passing:
         self._check(waits == found, f"{req.rid} {'waits' if waits else 'does not wait'} for a sample")
 
     def _given_way_to(self, reqs: Iterable[Req]) -> Iterator[Req]:
-        """``reqs``, for which running requests may have to go, are all that may be scheduled of a body and rank;
-        without samples that would wait for an earlier one of them."""
+        """``reqs``, for which running requests may have to go. Of each body and rank these are all that may be
+        scheduled, up to the last one that is asked for, except samples that would wait for an earlier one of them."""
         seen: list[Req] = []
         for req in reqs:
             would_wait = self._would_wait(req, seen)
             self._check(not would_wait, f"others may have to go for {req.rid}, which would wait for a sample")
-            for other in self._scheduler.waiting:
-                if other is req:
-                    break
-                is_out = (
-                    _group(other) == _group(req) and other not in seen and self._scheduler.may_schedule(other)
-                )
-                would_wait = is_out and self._would_wait(other, seen)
-                self._check(not is_out or would_wait, f"{other.rid} is left out before {req.rid}")
+            same = [other for other in self._scheduler.waiting if _group(other) == _group(req)]
+            self._check_left_out(same[: same.index(req)], seen, f"before {req.rid}")
             seen.append(req)
             yield req
+        self._check_left_out(list(self._scheduler.waiting), seen, "though nobody else is left")
+
+    def _check_left_out(self, reqs: Sequence[Req], seen: Sequence[Req], when: str) -> None:
+        scheduler = self._scheduler
+        most = schedule_policy.max_of_body(scheduler.config.device)
+        for req in reqs:
+            if req in seen or not scheduler.may_schedule(req) or self._would_wait(req, seen):
+                continue
+            in_body = [
+                one for one in (*scheduler.reqs.values(), *seen) if one.source.body == req.source.body != 0
+            ]
+            num = sum(one.row > 0 or one in seen for one in set(in_body))
+            self._check(most is not None and num >= most, f"{req.rid} is left out {when}")
 
     def _would_wait(self, req: Req, earlier: Sequence[Req]) -> bool:
-        """Whether ``req`` would wait if those of ``earlier`` had been admitted."""
-        matches = [(other, self._scheduler.memory.match(other).match) for other in earlier]
-        size = self._scheduler.memory.page_size
+        """Whether ``req`` would wait if those of ``earlier`` had been admitted. Pages of their prompts that only the
+        host has may go before."""
+        memory = self._scheduler.memory
         return any(
-            self._computes_for(other, len(match.pages) * size + match.num_host_tokens, req)
-            for other, match in matches
+            self._computes_for(other, len(memory.match(other).match.pages) * memory.page_size, req)
+            for other in earlier
         )
 
     def _computes_for(self, other: Req, num_shared: int, req: Req) -> bool:

@@ -229,7 +229,7 @@ def _queue(random: Random) -> Iterator[str]:
         pairs: tuple[tuple[str, object, object], ...] = (
             ("order", [req.rid for req in queue], right.order(None, None)),
             ("turns", [req.rid for req in queue.in_turn(may.__contains__)], right.order(may, most)),
-            ("turns of those that run", [req.rid for req in in_turn], right.order_if_admitted(may, shared)),
+            ("turns if each is admitted", [req.rid for req in in_turn], right.order_if_admitted(may, shared)),
             ("newcomers", [req.rid for req in queue.newcomers(may.__contains__)], right.newcomers(may)),
             ("number", len(queue), len(waiting)),
             ("sharing", queue.is_shared, max(several.values(), default=0) > 1),
