@@ -364,7 +364,7 @@ def test_what_has_left_the_device_is_used_from_a_number_of_tokens_on(threshold: 
     [("engine", 1170), ("speculation_tiers", 13), ("everything", 100_012), ("everything", 100_085),
      ("everything", 100_595), ("everything", 100_070), ("bodies", 51), ("bodies", 5310), ("everything", 900_614),
      ("beside", 1_000_570), ("everything", 2_100_147),
-     ("everything", 3_001_617), ("everything", 4_001_161), ("everything", 8_001_025)],
+     ("everything", 3_001_617), ("everything", 4_001_161), ("everything", 8_001_025), ("overwritten", 9_100_780)],
 )  # fmt: skip
 def test_seeds_that_failed_once(workload: str, seed: int) -> None:
     """A prefix of one token that only the host had, which is not worth loading; a draft extended under masks while a
@@ -375,7 +375,7 @@ def test_seeds_that_failed_once(workload: str, seed: int) -> None:
     again; a request that gave way to another, which found the pages of the first one in the tree only then;
     pages of a prompt whose last rows depend on its first output too, in a draft of two layers; a body whose first
     request waits for storage, and whose second one goes in its turn; a request that gave way to a sample, which then
-    waited for another sample of its prompt."""
+    waited for another sample of its prompt; a cached prefix that was evicted for a prompt of the same step."""
     outcome = run(Trial(workload, seed))
     assert outcome.clean, outcome.report
 

@@ -363,10 +363,12 @@ class _Server:
                 num_cached += part.start
         owed: list[Points] = []
         looked_up: list[Req] = []
+        evicted: list[int] = []
         any_memory: Any = memory
-        match, admit = any_memory.match, any_memory.admit
+        match, admit, evict = any_memory.match, any_memory.admit, any_memory.tree.evict
         around(memory, "match", before=looked_up.append)
         around(memory, "admit", after=lambda after, *args: owed.append(after))
+        around(memory.tree, "evict", after=lambda num, _: evicted.append(num))
         share = self._share()
         plan = planner.plan(
             lambda: iter(self.waiting),
@@ -378,17 +380,22 @@ class _Server:
             share,
             num_short,
         )
-        any_memory.match, any_memory.admit = match, admit
+        any_memory.match, any_memory.admit, any_memory.tree.evict = match, admit, evict
         seqs = () if plan is None else plan.batch.seqs
         reqs = () if plan is None else plan.reqs
         said = [(req.rid, seq.prefix_len, len(seq.token_ids)) for req, seq in zip(reqs, seqs, strict=True)]
         wanted = [(part.req.rid, part.start, part.size) for part in right]
-        if said != wanted:
+        # Pages for one prompt may take the place of the cached prefix of a later one, which is longer then.
+        now = {rid: start for rid, start, _ in said}
+        is_longer = sum(evicted) > 0 and any(
+            now.get(req.rid, memory.match(req).num_tokens) < start for req, start in step.looked_up.items()
+        )
+        if said != wanted and not is_longer:
             return f"a step has {said}, {wanted} are right"
         needless = [req.rid for req in looked_up if req not in step.looked_up]
-        if needless:
+        if needless and not is_longer:
             return f"the prefix of {needless[0]} is looked up, which this step cannot take"
-        if plan is not None:
+        if plan is not None and not is_longer:
             facts = plan.chunked, plan.num_cached_tokens
             if facts != (right_next, num_cached):
                 return f"{facts} are left half-way and cached, {(right_next, num_cached)} are right"
@@ -446,12 +453,13 @@ def _covers(after: Points, point: Any) -> bool:
 
 
 class _Step:
-    """What a prefill step must have. ``looked_up``: the requests whose cached prefixes are needed to know that."""
+    """What a prefill step must have. ``looked_up``: the requests whose cached prefixes are needed to know that, and how
+    long these are."""
 
     def __init__(
         self, server: _Server, step_tokens: int, reserved: int, num_waiting: int, num_short: int
     ) -> None:
-        self.looked_up: set[Req] = set()
+        self.looked_up: dict[Req, int] = {}
         self._server = server
         self._step_tokens, self._reserved = step_tokens, reserved
         self._num_waiting, self._num_short = num_waiting, num_short
@@ -500,8 +508,8 @@ class _Step:
         return 0.0 if even is None else num_tokens + num_tokens * (start + num_tokens / 2) / even
 
     def _start(self, req: Req) -> int:
-        self.looked_up.add(req)
-        return self._server.memory.match(req).num_tokens
+        self.looked_up[req] = self._server.memory.match(req).num_tokens
+        return self.looked_up[req]
 
     def _size(self, req: Req, start: int) -> int:
         """The tokens of ``req`` for which the step has room."""
