@@ -52,7 +52,7 @@ def displaced(
 ) -> list[str]:
     planner = PrefillPlanner(memory, None, 64, StepSharing(1))
     bodies = Counter(req.source.body for req in running)
-    found = planner.displaced(
+    found, _ = planner.displaced(
         newcomers,
         running,
         np.array(expected or [0.0] * len(running)),

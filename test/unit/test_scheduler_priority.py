@@ -244,6 +244,35 @@ def test_nobody_gives_way_to_a_sample_that_would_wait_for_another_one(
     assert driver.scheduler.stats.num_retractions == 2, "the second sample runs when its prompt is cached"
 
 
+def test_who_gives_way_does_not_take_the_place_of_the_better_requests_prefix_on_the_host() -> None:
+    driver = make_tiered_driver(
+        num_pages=36,
+        num_host_pages=12,
+        num_rows=3,
+        enable_priority_scheduling=True,
+        chunked_prefill_size=16,
+        hicache_write_policy="write_through_selective",
+        retract_policy="offload",
+    )
+    prompt = [i % 250 + 1 for i in range(45)]
+    for i in range(3):
+        driver.send(request(f"before{i}", prompt, max_new_tokens=1))
+        driver.run()
+    driver.send(request("large", [7] * 125, max_new_tokens=1))  # evicts it from the device
+    driver.run()
+    low = [request(f"low{i}", [i + 1] * 3, max_new_tokens=40, ignore_eos=True, priority=0) for i in range(2)]
+    driver.send(*low)
+    for _ in range(20):
+        driver.step()
+    high = request("high", prompt, max_new_tokens=4, priority=30)
+    driver.send(high)
+    driver.run()
+    assert_right(driver, *low, high)
+    last = driver.answers["high"].last
+    assert last is not None and last.cached_tokens == 44
+    assert driver.scheduler.stats.num_retractions == 1
+
+
 def test_a_shared_prefix_that_a_retracted_request_leaves_is_not_counted_as_room() -> None:
     """The better request uses the very pages that the other one lets go of: they cannot be evicted for it."""
     driver = driver_with_priorities(num_pages=30, page_size=4, num_rows=4)

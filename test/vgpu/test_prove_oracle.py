@@ -364,7 +364,8 @@ def test_what_has_left_the_device_is_used_from_a_number_of_tokens_on(threshold: 
     [("engine", 1170), ("speculation_tiers", 13), ("everything", 100_012), ("everything", 100_085),
      ("everything", 100_595), ("everything", 100_070), ("bodies", 51), ("bodies", 5310), ("everything", 900_614),
      ("beside", 1_000_570), ("everything", 2_100_147),
-     ("everything", 3_001_617), ("everything", 4_001_161), ("everything", 8_001_025), ("overwritten", 9_100_780)],
+     ("everything", 3_001_617), ("everything", 4_001_161), ("everything", 8_001_025), ("overwritten", 9_100_780),
+     ("everything", 10_000_257)],
 )  # fmt: skip
 def test_seeds_that_failed_once(workload: str, seed: int) -> None:
     """A prefix of one token that only the host had, which is not worth loading; a draft extended under masks while a
@@ -375,7 +376,8 @@ def test_seeds_that_failed_once(workload: str, seed: int) -> None:
     again; a request that gave way to another, which found the pages of the first one in the tree only then;
     pages of a prompt whose last rows depend on its first output too, in a draft of two layers; a body whose first
     request waits for storage, and whose second one goes in its turn; a request that gave way to a sample, which then
-    waited for another sample of its prompt; a cached prefix that was evicted for a prompt of the same step."""
+    waited for another sample of its prompt; a cached prefix that was evicted for a prompt of the same step;
+    a request that was retracted to the host, and took the place of the prefix of the one for which it went."""
     outcome = run(Trial(workload, seed))
     assert outcome.clean, outcome.report
 
@@ -720,16 +722,10 @@ def _all_samples_are_given_way_to(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def _pages_of_the_host_stay_there(patch: pytest.MonkeyPatch) -> None:
-    """Whoever is retracted."""
-    right = WaitingQueue.in_turn_if_admitted
-    patch.setattr(
-        WaitingQueue,
-        "in_turn_if_admitted",
-        lambda self, may_schedule, num_shared: right(
-            self, may_schedule, lambda req: req.queued_match.prefix.num_tokens
-        ),
-    )
+def _what_is_retracted_evicts_any_prefix(patch: pytest.MonkeyPatch) -> None:
+    """Also the prefixes of those for which others are retracted."""
+    right = Scheduler.retract_beside
+    patch.setattr(Scheduler, "retract_beside", lambda self, victims, prefixes: right(self, victims, ()))
 
 
 def _one_sample_is_given_way_to(patch: pytest.MonkeyPatch) -> None:
@@ -943,7 +939,7 @@ def _better_samples(random: Random) -> Scenario:
 
 def _better_samples_of_the_host(random: Random) -> Scenario:
     """Two samples of a better priority, whose prompt is on the host alone. Both rows are taken, and when the requests
-    that have them are retracted, their pages take the place of the prompt's on the host."""
+    that have them are retracted, the host has room for their pages only in the place of the prompt's."""
     script = Script(random)
     prompt = script.prompt(45, 45)
     for turn in range(3):
@@ -1026,7 +1022,7 @@ WRONG = [
     (_all_samples_are_given_way_to, "better_samples", r"turns: others may have to go for r\d, which would wait for a"),
     (_all_samples_are_given_way_to, "better_samples",
      r"admission: r\d is retracted, and without that the same requests would be admitted"),
-    (_pages_of_the_host_stay_there, "better_samples_of_the_host",
+    (_what_is_retracted_evicts_any_prefix, "better_samples_of_the_host",
      r"admission: r\d is retracted, and without that the same requests would be admitted"),
     (_one_sample_is_given_way_to, "better_samples", r"turns: r\d+ is left out though nobody else is left"),
     (_one_sample_is_given_way_to, "better_samples", r"turns: r\d+ is left out before r\d+"),

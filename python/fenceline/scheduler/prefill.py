@@ -71,6 +71,8 @@ class _Plan:
 
 # A running request that may be retracted, and the tokens that it is expected to ask for yet.
 _Victim = tuple[Req, float]
+# The requests that are to be retracted, and the ends of the cached prefixes of those for which they go.
+_Retractions = tuple[list[Req], list[TreeNode]]
 # A waiting request, the end of its cached prefix, its pages, and the tokens that it is expected to ask for afterwards.
 _Admission = tuple[Req, TreeNode, int, int]
 
@@ -292,12 +294,12 @@ class PrefillPlanner:
         num_running: Callable[[Req], int],
         threshold: int,
         share: ShortShare,
-    ) -> list[Req]:
+    ) -> _Retractions:
         """The requests of ``running`` to retract so that those of ``waiting`` whose rank is better by more than
         ``threshold`` have memory. As few as suffice are chosen: the worst rank first, then those of the HTTP bodies
         that run most (``num_running``). No request is retracted for one that would not fit even then. The requests that
         get memory have at most as many tokens as a step; where prompts share steps (``sharing``), they are admitted in
-        several steps that follow one another.
+        several steps that follow one another. The second list has the ends of their cached prefixes.
 
         ``expected`` [len(running)]: tokens that each is expected to ask for in future. ``waiting`` is ordered by rank;
         no more of it is examined than fits into a step.
@@ -305,7 +307,7 @@ class PrefillPlanner:
         waiting = iter(waiting)
         req = next(waiting, None)
         if req is None:
-            return []
+            return [], []
         worst_rank = req.rank + threshold
         candidates = [v for v in zip(running, expected.tolist(), strict=True) if v[0].rank > worst_rank]
         return self._victims(
@@ -323,7 +325,7 @@ class PrefillPlanner:
         expected: F64,
         num_running: Callable[[Req], int],
         share: ShortShare,
-    ) -> list[Req]:
+    ) -> _Retractions:
         """Like :meth:`preempted`, for ``newcomers`` of HTTP bodies that run nothing. Requests of bodies that run
         several are retracted; each of these bodies keeps one."""
         candidates = [v for v in zip(running, expected.tolist(), strict=True) if num_running(v[0]) > 1]
@@ -342,12 +344,12 @@ class PrefillPlanner:
         ordered: Callable[[], Sequence[_Victim]],
         new_forecast: Callable[[], _MemoryForecast],
         gives_way: Callable[[Req, Req], bool],
-    ) -> list[Req]:
+    ) -> _Retractions:
         """The leading requests of ``ordered()`` (``candidates`` in order of retraction) that have to be retracted for
         ``waiting`` to be admitted, as far as a step's tokens go. It stops at the first waiting request that does not
         fit even then, or for which the next candidate does not give way."""
         if not candidates:
-            return []
+            return [], []
         step_tokens, forecast = self.step_tokens, new_forecast()
         victims: Iterator[_Victim] | None = None
         taken: list[_Victim] = []
@@ -364,7 +366,7 @@ class PrefillPlanner:
             if victims is None:
                 # This is computed in every step while a request waits for memory; most such calls end here.
                 if not forecast.might_have_room(req, num_pages, num_expected, candidates):
-                    return []
+                    return [], []
                 victims = iter(ordered())
             while not (
                 forecast.has_room(req, num_pages, num_expected)
@@ -375,7 +377,7 @@ class PrefillPlanner:
             ):
                 victim = next(victims, None)
                 if victim is None or not gives_way(victim[0], req):
-                    return [one for one, _ in taken[:num_taken]]
+                    return [one for one, _ in taken[:num_taken]], [node for _, node, *_ in admitted]
                 taken.append(victim)
                 forecast.release(*victim)
             forecast.admit(req, num_pages, num_expected)
@@ -384,7 +386,7 @@ class PrefillPlanner:
             step_tokens -= num_new
             if step_tokens <= 0 or index + 1 == self._max_reqs:
                 break  # before another one is looked for
-        return [one for one, _ in taken]
+        return [one for one, _ in taken], [node for _, node, *_ in admitted]
 
     def _still_fit(
         self,

@@ -75,9 +75,14 @@ class Prefix:
     num_tail_tokens: int = 0
 
     @property
+    def num_page_tokens(self) -> int:
+        """Tokens in pages of the tree, on the device or the host."""
+        return self.match.num_tokens + self.match.num_host_tokens
+
+    @property
     def num_tokens(self) -> int:
         """Tokens whose KV need not be computed."""
-        return self.match.num_tokens + self.match.num_host_tokens + self.num_tail_tokens
+        return self.num_page_tokens + self.num_tail_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -234,7 +234,7 @@ class RequestMemory:
         req.pages = no_pages()
         req.pages.frombytes(match.pages.tobytes() + loaded.tobytes() + pages.tobytes())
         req.node, req.queued_match = match.host_node, None
-        req.shared_len = match.num_tokens + match.num_host_tokens
+        req.shared_len = prefix.num_page_tokens
         req.allocated_len = req.committed_len = prefix.num_tokens
         return after.join(row_after)
 

@@ -52,6 +52,7 @@ from fenceline.ipc.io_struct import (
     UpdateWeightsReq,
     id_array,
 )
+from fenceline.mem_cache.tree.radix_cache import TreeNode
 from fenceline.memory_order import Points, forgetting_old_kv, slots_of_tree, tokens_in_flight
 from fenceline.model_executor.step import (
     DecodeBatch,
@@ -595,22 +596,20 @@ class Scheduler:
         """Retract requests of HTTP bodies that run several in favour of ``newcomers``, of bodies that run nothing."""
         expected = self.running.expected_tokens(self.ratio.value, prefill.CLIP_NEW_TOKENS)
         num_running = self.waiting.num_running
-        victims = self.planner.displaced(
+        victims, prefixes = self.planner.displaced(
             newcomers, self.running.reqs, expected, num_running, self.short_share()
         )
-        for victim in victims:
-            self.retract(victim)
         if victims:
+            self.retract_beside(victims, prefixes)
             self.stats.displaced(len(victims))
 
     def preempt(self, threshold: int) -> None:
         """Retract running requests in favour of waiting ones whose priority is better by more than ``threshold``."""
         expected = self.running.expected_tokens(self.ratio.value, prefill.CLIP_NEW_TOKENS)
-        # Pages that only the host has may have to go for those of the requests that are retracted.
         waiting = self.waiting.in_turn_if_admitted(
-            self.may_schedule, lambda req: self.memory.match(req).match.num_tokens
+            self.may_schedule, lambda req: self.memory.match(req).num_page_tokens
         )
-        victims = self.planner.preempted(
+        victims, prefixes = self.planner.preempted(
             waiting,
             self.running.reqs,
             expected,
@@ -619,9 +618,19 @@ class Scheduler:
             self.short_share(),
         )
         if victims:
-            for victim in victims:
-                self.retract(victim)
+            self.retract_beside(victims, prefixes)
             self.stats.preempted(len(victims))
+
+    def retract_beside(self, victims: Sequence[Req], prefixes: Sequence[TreeNode]) -> None:
+        """Retract ``victims``. What they leave on the host does not take the place of ``prefixes``, the ends of the
+        cached prefixes of the requests for which they go."""
+        tree = self.memory.tree
+        for node in prefixes:
+            tree.lock(node)
+        for victim in victims:
+            self.retract(victim)
+        for node in prefixes:
+            tree.unlock(node)
 
     def launch_prefill(self, plan: PrefillPlan) -> InFlight:
         """Submit a prefill step. Requests whose prompt it completes decode from the next step on."""

@@ -284,12 +284,12 @@ class Passing:
             self._check(most is not None and num >= most, f"{req.rid} is left out {when}")
 
     def _would_wait(self, req: Req, earlier: Sequence[Req]) -> bool:
-        """Whether ``req`` would wait if those of ``earlier`` had been admitted. Pages of their prompts that only the
-        host has may go before."""
-        memory = self._scheduler.memory
+        """Whether ``req`` would wait if those of ``earlier`` had been admitted."""
+        size = self._scheduler.memory.page_size
+        matches = [(other, self._scheduler.memory.match(other).match) for other in earlier]
         return any(
-            self._computes_for(other, len(memory.match(other).match.pages) * memory.page_size, req)
-            for other in earlier
+            self._computes_for(other, len(match.pages) * size + match.num_host_tokens, req)
+            for other, match in matches
         )
 
     def _computes_for(self, other: Req, num_shared: int, req: Req) -> bool:

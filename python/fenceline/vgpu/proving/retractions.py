@@ -12,11 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from fenceline.mem_cache.tree.radix_cache import TreeNode
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.scheduler import Scheduler
 from fenceline.vgpu.proving.admission import Admissions, Need
 
 _GivesWay = Callable[[Req, Req], bool]
+# The requests that are retracted, and the ends of the prefixes of those for which they go.
+_Found = tuple[list[Req], list[TreeNode]]
 
 
 class _Asked:
@@ -49,21 +52,19 @@ class Retractions:
         self._scheduler = scheduler
         self._admissions = admissions
         planner: Any = scheduler.planner
-        preempted: Callable[..., list[Req]] = planner.preempted
-        displaced: Callable[..., list[Req]] = planner.displaced
+        preempted: Callable[..., _Found] = planner.preempted
+        displaced: Callable[..., _Found] = planner.displaced
 
-        def preempts(waiting: Iterable[Req], running: Sequence[Req], expected: Any, *args: Any) -> list[Req]:
+        def preempts(waiting: Iterable[Req], running: Sequence[Req], expected: Any, *args: Any) -> _Found:
             asked, threshold = _Asked(waiting), args[1]
             found = preempted(asked, running, expected, *args)
-            self._compare(found, asked, expected, 0, lambda one, req: one.rank - req.rank > threshold)
+            self._compare(found[0], asked, expected, 0, lambda one, req: one.rank - req.rank > threshold)
             return found
 
-        def displaces(
-            newcomers: Iterable[Req], running: Sequence[Req], expected: Any, *args: Any
-        ) -> list[Req]:
+        def displaces(newcomers: Iterable[Req], running: Sequence[Req], expected: Any, *args: Any) -> _Found:
             asked = _Asked(newcomers)
             found = displaced(asked, running, expected, *args)
-            self._compare(found, asked, expected, 1, lambda one, req: True)
+            self._compare(found[0], asked, expected, 1, lambda one, req: True)
             return found
 
         planner.preempted, planner.displaced = preempts, displaces
