@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -25,7 +26,7 @@ from fenceline.memory_order.edges import (
 from fenceline.vgpu import prove
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.errors import TagError
-from fenceline.vgpu.proving import runs
+from fenceline.vgpu.proving import campaign, runs
 from fenceline.vgpu.proving.arms import (
     DORMANT,
     MISNAMED,
@@ -165,6 +166,31 @@ def test_a_severed_edge_gets_no_more_runs_than_it_needs(until_shown: bool) -> No
     assert rows[arm.name].status == NECESSARY and rows[arm.name].seed == 0
     assert rows[arm.name].num_runs == rows[arm.name].num_caught == (1 if until_shown else 3)
     assert rows[unnamed.name].status == MISNAMED and rows[unnamed.name].num_runs == 3
+
+
+def test_what_no_run_has_shown_gets_more_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the first one that fails, unless it is known to be covered; six times as many at most."""
+
+    def quick_run(trial: Trial) -> Outcome:
+        return Outcome(trial, checker=HAPPENS_BEFORE if trial.seed == 7 and "sink" in trial.severed else "")
+
+    monkeypatch.setattr(campaign, "run", quick_run)
+    arms = [
+        Arm("sink", "guard", "graphs", lambda outcome: not outcome.clean),
+        Arm("graph_pool", "guard", "graphs", lambda outcome: not outcome.clean),
+        ARMS["staging_reuse@MaskTable.begin"],
+    ]
+    plan = Plan(
+        arms=tuple(arms), workloads=("mixed",), first_seed=0, num_intact=1, num_per_arm=3, until_shown=False,
+        jobs=1, detect=True, deadline=math.inf, with_unarmed=True, with_branches=False, progress=lambda count: None,
+    )  # fmt: skip
+    for more, num_runs in ((plan, [8, 18, 3]), (dataclasses.replace(plan, with_unarmed=False), [3, 3, 3])):
+        rows = {row.name: row for row in carry_out(more).rows}
+        assert [rows[arm.name].num_runs for arm in arms] == num_runs
+        assert (rows["sink"].status, rows["sink"].seed) == (
+            (NECESSARY, 7) if num_runs[0] == 8 else (REDUNDANT, None)
+        )
+        assert rows["graph_pool"].status == REDUNDANT and not rows["graph_pool"].fine
 
 
 def test_a_failure_of_another_name_does_not_count() -> None:

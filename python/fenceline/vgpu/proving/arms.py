@@ -65,6 +65,11 @@ class Arm:
         return -(-most // 2) if self.workload.startswith(("speculation", "ranks")) else most
 
     @property
+    def covered(self) -> str:
+        """What covers a part of an edge without which no run fails, "" if nothing is known to."""
+        return _covered(self.name)
+
+    @property
     def severs(self) -> str:
         """The edge, part of an edge or guard."""
         return UNDER_SPECULATION.get(self.name, self.name)
@@ -92,8 +97,11 @@ class Row:
     @property
     def fine(self) -> bool:
         """Whether it is necessary, or there is a reason for keeping it."""
-        explained = self.name in EDGE_PARTS and EDGE_PARTS[self.name].covered
-        return self.status in (NECESSARY, DORMANT) or (self.status == REDUNDANT and bool(explained))
+        return self.status in (NECESSARY, DORMANT) or (self.status == REDUNDANT and bool(_covered(self.name)))
+
+
+def _covered(name: str) -> str:
+    return EDGE_PARTS[name].covered if name in EDGE_PARTS else ""
 
 
 def _by_edge(name: str) -> Callable[[Outcome], bool]:
@@ -227,8 +235,8 @@ def judge(arm: Arm, outcomes: Sequence[Outcome]) -> Row:
     caught = [outcome for outcome in outcomes if arm.names(outcome)]
     failed = [outcome for outcome in outcomes if not outcome.clean]
     first = next(iter(caught or failed), None)
-    if first is None and arm.name in EDGE_PARTS and EDGE_PARTS[arm.name].covered:
-        return replace(row, status=REDUNDANT, report=EDGE_PARTS[arm.name].covered)
+    if first is None and arm.covered:
+        return replace(row, status=REDUNDANT, report=arm.covered)
     if first is None:
         report = (
             covered_by([outcome.trial for outcome in outcomes[:3]])

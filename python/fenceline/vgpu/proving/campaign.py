@@ -30,6 +30,8 @@ _MEASURED_ROUNDS = 1  # of all workloads, with branches counted
 # must have been seen. For events that have not been,
 # up to this many runs are added, because every change to the engine changes which seeds reach a rare event.
 _RUNS_FOR_EVENTS, _MORE_RUNS_FOR_EVENTS = 20, 100
+# An edge or guard that should be necessary gets up to so many times as many runs as others, if none has failed.
+_MORE_RUNS_PER_ARM = 6
 
 
 _OBJECTS_PER_COLLECTION = 100_000
@@ -39,7 +41,8 @@ _MAX_PREEMPTIONS = 2  # answers that differ from the usual one in a schedule tha
 @dataclass(frozen=True, slots=True)
 class Plan:
     """``num_intact`` None: as many as there is time for. ``num_per_arm``: runs of each arm; with ``until_shown`` at
-    most so many, up to the first that fails as it must. ``deadline`` is of ``time.monotonic``."""
+    most so many, up to the first that fails as it must. An arm that none has shown then gets more in a campaign of all
+    arms (``with_unarmed``). ``deadline`` is of ``time.monotonic``."""
 
     arms: tuple[Arm, ...]
     workloads: tuple[str, ...]
@@ -96,7 +99,8 @@ def carry_out(plan: Plan) -> Proof:
         first.append(_Job(measured_trials, with_branches=True))
     if plan.with_unarmed and plan.detect:
         first.append(_Job((Trial(PROCESSES, plan.first_seed),)))
-    for done in _results(chain(first, _jobs(chain(_severed_trials(plan, tally), intact))), plan):
+    trials = chain(_severed_trials(plan, tally), intact, _more_severed_trials(plan, tally))
+    for done in _results(chain(first, _jobs(trials)), plan):
         proof.branches = {**proof.branches, **done.branches}
         for outcome in done.outcomes:
             tally.add(outcome)
@@ -202,6 +206,16 @@ def _severed_trials(plan: Plan, tally: _Tally) -> Iterator[Trial]:
         for arm in _arms(plan):
             shown = plan.until_shown and any(arm.names(outcome) for outcome in tally.of(arm))
             if i < arm.num_runs(plan.num_per_arm) and not shown:
+                yield arm.trial(plan.first_seed + i, plan.detect)
+
+
+def _more_severed_trials(plan: Plan, tally: _Tally) -> Iterator[Trial]:
+    """More runs of the arms that no run has shown: some need an order of events that few seeds have."""
+    if not plan.with_unarmed or not plan.detect:
+        return
+    for i in range(plan.num_per_arm, _MORE_RUNS_PER_ARM * plan.num_per_arm):
+        for arm in _arms(plan):
+            if not arm.covered and not any(arm.names(outcome) for outcome in tally.of(arm)):
                 yield arm.trial(plan.first_seed + i, plan.detect)
 
 
