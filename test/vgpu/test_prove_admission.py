@@ -75,8 +75,8 @@ def _one_more_gives_way(patch: pytest.MonkeyPatch) -> None:
     right = PrefillPlanner.preempted
 
     def wrong(self: PrefillPlanner, waiting: Any, running: Any, *args: Any) -> Any:
-        victims = right(self, waiting, running, *args)
-        return victims and victims + [req for req in running if req not in victims][-1:]
+        victims, prefixes = right(self, waiting, running, *args)
+        return victims and victims + [req for req in running if req not in victims][-1:], prefixes
 
     patch.setattr(PrefillPlanner, "preempted", wrong)
 

@@ -94,7 +94,7 @@ make_room, loses_least = Scheduler.make_room, Scheduler.loses_least
             "pages are said to be left for a decode step",
         ),
         (Scheduler, "make_room", always_waits, "mixed", 0, "a decode step waits, and has memory"),
-        (Scheduler, "deepest_with_room", shallowest, "everything", 7, "memory for drafts of depth"),
+        (Scheduler, "deepest_with_room", shallowest, "everything", 0, "memory for drafts of depth"),
         (Scheduler, "loses_least", loses_most, "retraction", 0, "another one loses less"),
     ],
 )
