@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -169,28 +170,36 @@ def test_a_severed_edge_gets_no_more_runs_than_it_needs(until_shown: bool) -> No
 
 
 def test_what_no_run_has_shown_gets_more_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to the first one that fails, unless it is known to be covered; six times as many at most."""
+    """Up to the first one that fails, unless it is known to be covered; six times the usual number at most. Also those
+    of which there are usually half as many, and if there is more time than intact runs can fill."""
+    made: list[tuple[frozenset[str], int]] = []
 
     def quick_run(trial: Trial) -> Outcome:
+        made.append((trial.severed, trial.seed))
         return Outcome(trial, checker=HAPPENS_BEFORE if trial.seed == 7 and "sink" in trial.severed else "")
 
     monkeypatch.setattr(campaign, "run", quick_run)
+    monkeypatch.setattr("time.monotonic", count().__next__)
     arms = [
         Arm("sink", "guard", "graphs", lambda outcome: not outcome.clean),
         Arm("graph_pool", "guard", "graphs", lambda outcome: not outcome.clean),
+        Arm("ended_on_all", "guard", "ranks", lambda outcome: not outcome.clean),
         ARMS["staging_reuse@MaskTable.begin"],
     ]
     plan = Plan(
-        arms=tuple(arms), workloads=("mixed",), first_seed=0, num_intact=1, num_per_arm=3, until_shown=False,
-        jobs=1, detect=True, deadline=math.inf, with_unarmed=True, with_branches=False, progress=lambda count: None,
+        arms=tuple(arms), workloads=("mixed",), first_seed=0, num_intact=None, num_per_arm=3, until_shown=False,
+        jobs=1, detect=True, deadline=200, with_unarmed=True, with_branches=False, progress=lambda count: None,
     )  # fmt: skip
-    for more, num_runs in ((plan, [8, 18, 3]), (dataclasses.replace(plan, with_unarmed=False), [3, 3, 3])):
+    one = dataclasses.replace(plan, with_unarmed=False, deadline=400)
+    for more, num_runs in ((plan, [8, 18, 18, 3]), (one, [3, 3, 2, 3])):
+        made.clear()
         rows = {row.name: row for row in carry_out(more).rows}
         assert [rows[arm.name].num_runs for arm in arms] == num_runs
         assert (rows["sink"].status, rows["sink"].seed) == (
             (NECESSARY, 7) if num_runs[0] == 8 else (REDUNDANT, None)
         )
         assert rows["graph_pool"].status == REDUNDANT and not rows["graph_pool"].fine
+        assert [seed for severed, seed in made if "ended_on_all" in severed] == list(range(num_runs[2]))
 
 
 def test_a_failure_of_another_name_does_not_count() -> None:

@@ -346,8 +346,9 @@ class PrefillPlanner:
         gives_way: Callable[[Req, Req], bool],
     ) -> _Retractions:
         """The leading requests of ``ordered()`` (``candidates`` in order of retraction) that have to be retracted for
-        ``waiting`` to be admitted, as far as a step's tokens go. It stops at the first waiting request that does not
-        fit even then, or for which the next candidate does not give way."""
+        ``waiting`` to be admitted, as far as a step's tokens go, and the ends of the prefixes of those of ``waiting``.
+        It stops at the first waiting request that does not fit even then, or for which the next candidate does not give
+        way."""
         if not candidates:
             return [], []
         step_tokens, forecast = self.step_tokens, new_forecast()

@@ -135,8 +135,8 @@ class WaitingQueue:
         self, may_schedule: Callable[[Req], bool], num_shared: Callable[[Req], int]
     ) -> Iterator[Req]:
         """Like :meth:`in_turn`, as if each request had been admitted when the next one is asked for: other samples of
-        its prompt, which would then wait for it, are left out. ``num_shared``: how many leading tokens of a request's
-        prompt will surely be cached when it is admitted."""
+        its prompt, which would then wait for it, are left out. ``num_shared``: the leading tokens of a request's
+        prompt whose pages are cached."""
         computed: set[tuple[int, int, int]] = set()
 
         def may(req: Req) -> bool:

@@ -40,8 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--seeds-per-edge", type=int, metavar="N",
-        help=f"runs of each severed edge and guard; unless given up to {_SEEDS_PER_ARM}, or a fortieth of --seeds if"
-        " that is more, until one fails as it must",
+        help="runs of each severed edge and guard, or more if none of these fails as it must; unless given up to"
+        f" {_SEEDS_PER_ARM}, or a fortieth of --seeds if that is more, until one fails as it must",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--edge", metavar="NAME", help="sever this edge or guard and do nothing else")

@@ -30,7 +30,8 @@ _MEASURED_ROUNDS = 1  # of all workloads, with branches counted
 # must have been seen. For events that have not been,
 # up to this many runs are added, because every change to the engine changes which seeds reach a rare event.
 _RUNS_FOR_EVENTS, _MORE_RUNS_FOR_EVENTS = 20, 100
-# An edge or guard that should be necessary gets up to so many times as many runs as others, if none has failed.
+# An edge or guard that should be necessary gets up to so many times the usual number of runs, if none has failed as it
+# must.
 _MORE_RUNS_PER_ARM = 6
 
 
@@ -99,7 +100,9 @@ def carry_out(plan: Plan) -> Proof:
         first.append(_Job(measured_trials, with_branches=True))
     if plan.with_unarmed and plan.detect:
         first.append(_Job((Trial(PROCESSES, plan.first_seed),)))
-    trials = chain(_severed_trials(plan, tally), intact, _more_severed_trials(plan, tally))
+    # The tally knows of a run a little later than the next ones are chosen.
+    between = islice(intact, 4 * plan.jobs)
+    trials = chain(_severed_trials(plan, tally), between, _more_severed_trials(plan, tally), intact)
     for done in _results(chain(first, _jobs(trials)), plan):
         proof.branches = {**proof.branches, **done.branches}
         for outcome in done.outcomes:
@@ -213,9 +216,10 @@ def _more_severed_trials(plan: Plan, tally: _Tally) -> Iterator[Trial]:
     """More runs of the arms that no run has shown: some need an order of events that few seeds have."""
     if not plan.with_unarmed or not plan.detect:
         return
-    for i in range(plan.num_per_arm, _MORE_RUNS_PER_ARM * plan.num_per_arm):
+    for i in range(_MORE_RUNS_PER_ARM * plan.num_per_arm):
         for arm in _arms(plan):
-            if not arm.covered and not any(arm.names(outcome) for outcome in tally.of(arm)):
+            is_more = i >= arm.num_runs(plan.num_per_arm) and not arm.covered
+            if is_more and not any(arm.names(outcome) for outcome in tally.of(arm)):
                 yield arm.trial(plan.first_seed + i, plan.detect)
 
 

@@ -12,6 +12,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -385,19 +386,29 @@ class _Server:
         reqs = () if plan is None else plan.reqs
         said = [(req.rid, seq.prefix_len, len(seq.token_ids)) for req, seq in zip(reqs, seqs, strict=True)]
         wanted = [(part.req.rid, part.start, part.size) for part in right]
-        # Pages for one prompt may take the place of the cached prefix of a later one, which is longer then.
+        # Pages for one prompt may take the place of the cached prefix of a later one. What is decided with that is not
+        # compared.
         now = {rid: start for rid, start, _ in said}
-        is_longer = sum(evicted) > 0 and any(
-            now.get(req.rid, memory.match(req).num_tokens) < start for req, start in step.looked_up.items()
-        )
-        if said != wanted and not is_longer:
+        known = list(step.looked_up)
+        if sum(evicted):
+            known = [
+                *takewhile(
+                    lambda req: now.get(req.rid, memory.match(req).num_tokens) >= step.looked_up[req], known
+                )
+            ]
+        is_whole = len(known) == len(step.looked_up)
+        names = {req.rid for req in known}
+        pair = [
+            parts if is_whole else [part for part in parts if part[0] in names] for parts in (said, wanted)
+        ]
+        if pair[0] != pair[1]:
             return f"a step has {said}, {wanted} are right"
         needless = [req.rid for req in looked_up if req not in step.looked_up]
-        if needless and not is_longer:
+        if needless and is_whole:
             return f"the prefix of {needless[0]} is looked up, which this step cannot take"
-        if plan is not None and not is_longer:
+        if plan is not None:
             facts = plan.chunked, plan.num_cached_tokens
-            if facts != (right_next, num_cached):
+            if facts != (right_next, num_cached) and is_whole:
                 return f"{facts} are left half-way and cached, {(right_next, num_cached)} are right"
             wrong = self._wrong_batch(plan, owed) or next(filter(None, map(self._wrong_part, reqs, seqs)), "")
             if wrong:
