@@ -400,14 +400,26 @@ def _seldom(random: Random, flags: Flags) -> Flags:
 
 
 def _in_bodies(random: Random, arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:
-    """Most requests that arrive together come in one HTTP body: twins are samples of one prompt."""
-    placed = []
+    """Most requests that arrive together come in one HTTP body: twins are samples of one prompt, and have one bias."""
+    placed: list[Arrival] = []
+    former: TokenizedGenerateReq | None = None
     for arrival in arrivals:
         message = arrival.message
         if isinstance(message, TokenizedGenerateReq) and random.random() < 0.8:
             message = structs.replace(message, body=arrival.step + 1)
+            if former is not None and (former.body, former.input_ids) == (message.body, message.input_ids):
+                message = _with_bias_of(former, message)
+            former = message
         placed.append(replace(arrival, message=message))
     return tuple(placed)
+
+
+def _with_bias_of(former: TokenizedGenerateReq, message: TokenizedGenerateReq) -> TokenizedGenerateReq:
+    """``message``, with the bias of ``former`` in the place of its own, if both have one."""
+    bias, params = former.sampling_params.logit_bias, message.sampling_params
+    if not bias or not params.logit_bias:
+        return message
+    return structs.replace(message, sampling_params=structs.replace(params, logit_bias=bias))
 
 
 def _product(random: Random) -> Scenario:
