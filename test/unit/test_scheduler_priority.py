@@ -244,33 +244,37 @@ def test_nobody_gives_way_to_a_sample_that_would_wait_for_another_one(
     assert driver.scheduler.stats.num_retractions == 2, "the second sample runs when its prompt is cached"
 
 
-def test_who_gives_way_does_not_take_the_place_of_the_better_requests_prefix_on_the_host() -> None:
+@pytest.mark.parametrize("lengths", [(45,), (21, 25)], ids=["one", "two"])
+def test_who_gives_way_does_not_take_the_place_of_the_better_requests_prefixes_on_the_host(
+    lengths: tuple[int, ...],
+) -> None:
     driver = make_tiered_driver(
         num_pages=36,
         num_host_pages=12,
-        num_rows=3,
+        num_rows=2,
         enable_priority_scheduling=True,
-        chunked_prefill_size=16,
+        chunked_prefill_size=128,
         hicache_write_policy="write_through_selective",
         retract_policy="offload",
     )
-    prompt = [i % 250 + 1 for i in range(45)]
-    for i in range(3):
-        driver.send(request(f"before{i}", prompt, max_new_tokens=1))
+    prompts = [[(100 * i + j) % 250 + 1 for j in range(length)] for i, length in enumerate(lengths)]
+    for i in range(3 * len(prompts)):
+        driver.send(request(f"before{i}", prompts[i // 3], max_new_tokens=1))
         driver.run()
-    driver.send(request("large", [7] * 125, max_new_tokens=1))  # evicts it from the device
+    driver.send(request("large", [7] * 125, max_new_tokens=1))  # evicts them from the device
     driver.run()
     low = [request(f"low{i}", [i + 1] * 3, max_new_tokens=40, ignore_eos=True, priority=0) for i in range(2)]
     driver.send(*low)
     for _ in range(20):
         driver.step()
-    high = request("high", prompt, max_new_tokens=4, priority=30)
-    driver.send(high)
+    high = [request(f"high{i}", prompt, max_new_tokens=4, priority=30) for i, prompt in enumerate(prompts)]
+    driver.send(*high)
     driver.run()
-    assert_right(driver, *low, high)
-    last = driver.answers["high"].last
-    assert last is not None and last.cached_tokens == 44
-    assert driver.scheduler.stats.num_retractions == 1
+    assert_right(driver, *low, *high)
+    for req, prompt in zip(high, prompts, strict=True):
+        last = driver.answers[req.rid].last
+        assert last is not None and last.cached_tokens == len(prompt) // 4 * 4
+    assert driver.scheduler.stats.num_retractions == len(prompts)
 
 
 def test_a_shared_prefix_that_a_retracted_request_leaves_is_not_counted_as_room() -> None:
