@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from demo_requests import greedy_requests, sampled_requests
 from scheduler_driver import answers, make_model_driver
 
+from fenceline.config.engine_config import cuda_is_available, torch_cuda_version
+
 pytestmark = pytest.mark.gpu
+
+
+def test_the_gpu_is_found_without_torch() -> None:
+    assert cuda_is_available()
+    assert torch_cuda_version() == torch.version.cuda
 
 
 def test_greedy_equals_the_cpu() -> None:

@@ -6,7 +6,9 @@ import dataclasses
 import json
 import os
 import pickle
+import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,13 @@ from model_files import CONFIG_JSON, make_model_dir
 
 from fenceline.config import ConfigError
 from fenceline.config.chat_templates import CHAT_TEMPLATES
-from fenceline.config.engine_config import EngineConfig, PriorityConfig, choose_device, resolve
+from fenceline.config.engine_config import (
+    EngineConfig,
+    PriorityConfig,
+    choose_device,
+    resolve,
+    torch_cuda_version,
+)
 from fenceline.config.model_files import model_directory
 from fenceline.config.server_args import ServerArgs, parse_args
 
@@ -28,6 +36,22 @@ def model_dir(tmp_path: Path) -> Path:
 
 def resolved(model_dir: Path, gpu: bool = False, **values: Any) -> EngineConfig:
     return resolve(ServerArgs(model_path=str(model_dir), **values), cuda_probe=lambda: gpu)
+
+
+def test_torch_need_not_be_imported_to_know_what_it_was_built_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = import_module("torch")
+    assert torch_cuda_version() == torch.version.cuda
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "torch")
+    assert torch_cuda_version() is None, "it is not installed"
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError")
+    version = tmp_path / "torch" / "version.py"
+    for text, built_for in [("cuda: Optional[str] = '13.0'", "13.0"), ("cuda = None", None)]:
+        version.write_text(f"__version__ = '2.11'\n{text}\nhip: Optional[str] = '6.2'\n")
+        assert torch_cuda_version() == built_for
 
 
 def test_the_flight_recorders_own_folder_is_nobody_elses(
