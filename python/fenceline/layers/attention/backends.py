@@ -22,7 +22,7 @@ from fenceline.memory_order import Device
 _AUTO = "auto"
 _REFERENCE = "torch"
 _READ_FP8 = ("triton", _REFERENCE)  # these can read a KV cache in FP8
-# Tried in this order; flashinfer last, because it may have to compile for a minute.
+# Tried in this order; flashinfer last, because it may have to be compiled first.
 _CANDIDATES = ("triton", "fa3", "flashinfer")
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,11 @@ logger = logging.getLogger(__name__)
 # Therefore one without a plan step is taken unless its kernels are slower by more than this factor.
 _PLAN_STEP_CREDIT = 1.1
 _PLAN_STEP = frozenset({"flashinfer"})
+# Why a backend that is not compiled is not measured.
+_COLD = {
+    ForwardMode.EXTEND: "being compiled for the next start (choose it by name to wait for it)",
+    ForwardMode.DECODE: "not compiled (choose it by name to compile it)",
+}
 _NUM_CALLS = (8, 32)  # minimum and maximum of the attention calls in a measured step, one for each layer
 _NUM_ROUNDS = 4
 
@@ -151,6 +156,7 @@ def make_attention_backends(prefill: str, decode: str, setting: AttentionSetting
     prefill = _chosen(prefill, ForwardMode.EXTEND, setting)
     decode = _chosen(decode, ForwardMode.DECODE, setting)
     backend = _make(prefill, setting)
+    backend.begin_to_compile()  # if a flag chose it; graphs are captured meanwhile
     return AttentionBackends(
         prefill=backend,
         decode=backend if decode == prefill else _make(decode, setting),
@@ -195,7 +201,7 @@ def _chosen(name: str, mode: ForwardMode, setting: AttentionSetting) -> str:
     times_us: dict[str, float] = {}
     notes: list[str] = []
     for candidate in _CANDIDATES:
-        result = _try(candidate, mode, setting, compile_cold=not times_us or mode is ForwardMode.EXTEND)
+        result = _try(candidate, mode, setting, compile_cold=not times_us)
         if isinstance(result, str):
             notes.append(f"{candidate} {result}")
         else:
@@ -215,20 +221,20 @@ def _chosen(name: str, mode: ForwardMode, setting: AttentionSetting) -> str:
 
 
 def _try(name: str, mode: ForwardMode, setting: AttentionSetting, compile_cold: bool) -> float | str:
-    """Microseconds that one layer takes, or the reason why the backend cannot run here. FlashInfer's prefill is worth
-    compiling for a minute, once on each machine. Its decode is compiled only if no other backend works."""
-    from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBackend
-
+    """Microseconds that one layer takes, or the reason why the backend cannot run here. No server waits a minute and a
+    half for FlashInfer's kernels while another backend works: those of prefill are compiled in the background, once on
+    each machine, for the next start. ``compile_cold``: no other backend works."""
     try:
         backend = _make(name, setting)
     except ValueError as error:
         return f"not usable ({error})"
     try:
-        parts = backend.backends if isinstance(backend, BackendsByWindow) else (backend,)
-        if any(isinstance(p, FlashInferAttentionBackend) and not p.is_compiled(mode) for p in parts):
+        if not backend.is_compiled(mode):
+            if mode is ForwardMode.EXTEND:
+                backend.begin_to_compile()
             if not compile_cold:
-                return "not compiled yet (choose it by name to compile it)"
-            logger.info("Compiling FlashInfer's kernels, about a minute, once on this machine")
+                return _COLD[mode]
+            logger.info("Compiling FlashInfer's kernels, about a minute and a half, once on this machine")
         return measure_us(backend, setting, mode)
     except Exception as error:  # a candidate that fails, for whatever reason, must not stop the others
         logger.warning("Attention backend %s cannot be used", name, exc_info=True)

@@ -62,6 +62,14 @@ class AttentionBackend(ABC):
         kernel that needs SMs may run at the same time (edge sm_exclusive)."""
         return False
 
+    def is_compiled(self, mode: ForwardMode) -> bool:
+        """Whether steps of this mode can run without a compiler that takes a minute or more."""
+        return True
+
+    def begin_to_compile(self) -> None:
+        """Compile what prefill steps need in the background, unless it is compiled. Who needs it earlier waits."""
+        return
+
     def warm_up(self) -> None:
         """Load the kernels that only some batches need, so that no step waits for a compiler. Called once at start."""
         return

@@ -34,6 +34,15 @@ class BackendsByWindow(AttentionBackend):
         """See ``AttentionBackend.persistent``."""
         return any(backend.persistent(mode) for backend in self.backends)
 
+    def is_compiled(self, mode: ForwardMode) -> bool:
+        """See ``AttentionBackend.is_compiled``."""
+        return all(backend.is_compiled(mode) for backend in self.backends)
+
+    def begin_to_compile(self) -> None:
+        """See ``AttentionBackend.begin_to_compile``."""
+        for backend in self.backends:
+            backend.begin_to_compile()
+
     def warm_up(self) -> None:
         """See ``AttentionBackend.warm_up``."""
         for backend in self.backends:

@@ -97,8 +97,15 @@ class FlashInferAttentionBackend(AttentionBackend):
         self._buckets: dict[int, _Bucket] = {}
 
     def is_compiled(self, mode: ForwardMode) -> bool:
-        """Whether a step of this mode can run without compiling kernels first."""
-        return (self.prefill if mode is ForwardMode.EXTEND else self.decode).is_compiled
+        """See ``AttentionBackend.is_compiled``."""
+        if mode is ForwardMode.EXTEND:
+            return self.prefill.is_compiled and self._few_queries.is_compiled
+        return self.decode.is_compiled
+
+    def begin_to_compile(self) -> None:
+        """See ``AttentionBackend.begin_to_compile``."""
+        for kernels in (self.prefill, self._few_queries):
+            kernels.begin_to_compile()
 
     def persistent(self, mode: ForwardMode) -> bool:
         """The fa3 kernels are persistent, and only prefill uses them. The fa2 and decode kernels have a block for each

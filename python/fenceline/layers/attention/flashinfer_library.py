@@ -11,12 +11,14 @@ writes its result to a pinned buffer and submits one cudaMemcpyAsync of it to an
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,6 +34,10 @@ _NHD, _NON_CAUSAL, _CAUSAL, _NO_POSITIONS, _WHOLE_WINDOW = 0, 0, 1, 0, -1  # val
 # Programmatic dependent launch lets a kernel begin before the preceding one has ended. Then a wait inside the kernel
 # orders its reads and not the stream, but this code relies on the order of the stream.
 _DEPENDENT_LAUNCH = False
+
+_LOWEST_PRIORITY = 19  # of the system's scheduler, see nice(1)
+
+logger = logging.getLogger(__name__)
 
 # What ``plan`` returns and ``run`` takes: offsets into the integer workspace, and sizes of the launch.
 PlanInfo = Sequence[int]
@@ -119,7 +125,10 @@ class Module(Protocol):
 
     @property
     def functions(self) -> Any:
-        """Its ``plan`` and ``run`` functions. May compile them first, for up to a minute."""
+        """Its ``plan`` and ``run`` functions. May compile them first, for a minute and a half."""
+
+    def begin_to_compile(self) -> None:
+        """Compile it in the background unless it is compiled. ``functions`` waits for that, and raises its errors."""
 
 
 class Library(Protocol):
@@ -155,10 +164,7 @@ class _CompiledModule:
     @property
     def is_compiled(self) -> bool:
         """See ``Module``."""
-        if self._functions is not None:
-            return True
-        modules: ModuleType = import_module("flashinfer.jit.attention.modules")
-        return bool(getattr(modules, self._generate)(*self._args).is_compiled)
+        return self._functions is not None or bool(self._spec().is_compiled)
 
     @property
     def functions(self) -> Any:
@@ -166,6 +172,24 @@ class _CompiledModule:
         if self._functions is None:
             self._functions = getattr(import_module(self._module), self._get)(*self._args)
         return self._functions
+
+    def begin_to_compile(self) -> None:
+        """See ``Module``. The compilers have the lowest priority, since steps may be computed meanwhile. FlashInfer
+        locks the module, so that of several processes one compiles it."""
+        if not self.is_compiled:
+            threading.Thread(target=self._compile, args=(self._spec(),), name="compile", daemon=True).start()
+
+    def _compile(self, spec: Any) -> None:
+        os.setpriority(
+            os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY
+        )  # Linux: of this thread alone
+        try:
+            spec.build(verbose=False)
+        except Exception as error:  # whoever asks for the functions gets it as well, and says what to do
+            logger.debug("FlashInfer's module %s does not compile: %s", spec.name, error)
+
+    def _spec(self) -> Any:
+        return getattr(import_module("flashinfer.jit.attention.modules"), self._generate)(*self._args)
 
 
 class InstalledLibrary:
@@ -225,8 +249,12 @@ class PrefillKernels:
 
     @property
     def functions(self) -> Any:
-        """The module's functions. The first call on a machine compiles them, for up to a minute."""
+        """The module's functions. The first call on a machine compiles them, for a minute and a half."""
         return self._module.functions
+
+    def begin_to_compile(self) -> None:
+        """See ``Module``."""
+        self._module.begin_to_compile()
 
     def plan(
         self,

@@ -320,6 +320,9 @@ class _Decode:
 
     is_compiled = True
 
+    def begin_to_compile(self) -> None:
+        """See ``Module``."""
+
     @property
     def functions(self) -> Any:
         """See ``Module``."""
@@ -364,6 +367,9 @@ class _Prefill:
     """The functions of FlashInfer's fa2 prefill module."""
 
     is_compiled = True
+
+    def begin_to_compile(self) -> None:
+        """See ``Module``."""
 
     @property
     def functions(self) -> Any:
