@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import logging
+import os
 import re
 import sys
 from pathlib import Path
@@ -142,6 +143,19 @@ def test_truncated_file_is_named(checkpoint: Path, keep: int) -> None:
     with pytest.raises(ValueError, match=f"{path.name}: truncated or damaged.*download") as caught:
         load(checkpoint)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "part-1.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_only_regular_files_are_read(checkpoint: Path, name: str, kind: str) -> None:
+    """Opening a pipe would wait for ever."""
+    (checkpoint / "model.safetensors.index.json").unlink()
+    if kind == "device":
+        (checkpoint / name).symlink_to("/dev/zero")
+    else:
+        os.mkfifo(checkpoint / name) if kind == "pipe" else (checkpoint / name).mkdir()
+    with pytest.raises(ValueError, match=f"{name}: is no regular file"):
+        load(str(checkpoint))
 
 
 def test_index_without_a_map(checkpoint: Path) -> None:

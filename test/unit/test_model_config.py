@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -350,6 +351,25 @@ def test_broken_config_json(tmp_path: Path, content: bytes | None, message: str)
     with pytest.raises(ValueError, match=message) as caught:
         ModelConfig.from_dir(str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "generation_config.json",
+        "tokenizer_config.json",
+        "hf_quant_config.json",
+        "tokenizer.json",
+    ],
+)
+def test_only_regular_files_are_read(tmp_path: Path, name: str) -> None:
+    """Opening a pipe would wait for ever."""
+    write(tmp_path, LLAMA, special_tokens_map={"eos_token": "end"})
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name}: is no regular file"):
+        ModelConfig.from_dir(str(tmp_path))
 
 
 def test_missing_directory(tmp_path: Path) -> None:

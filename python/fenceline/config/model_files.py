@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -147,6 +148,20 @@ CONVERT_DRAFT = (  # transformers has no class for drafts
 )
 
 
+def is_file(path: Path) -> bool:
+    """Whether there is a regular file at ``path``, through links. Raises ``ConfigError`` if there is something else,
+    because opening a pipe waits for ever and a device has no end."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if not stat.S_ISREG(mode):
+        raise ConfigError(f"{path}: is no regular file; remove it, or download the model again")
+    return True
+
+
 def read_json_object(path: Path) -> dict[str, object]:
     """The JSON object in ``path``. Raises ``ConfigError`` if the file is unreadable, not JSON, or not an object."""
     try:
@@ -163,7 +178,7 @@ def read_json_object(path: Path) -> dict[str, object]:
 
 def read_optional(path: Path) -> dict[str, object]:
     """Like ``read_json_object``, but empty if there is no such file."""
-    return read_json_object(path) if path.is_file() else {}
+    return read_json_object(path) if is_file(path) else {}
 
 
 def read_model_json(directory: Path) -> dict[str, object]:
@@ -171,7 +186,7 @@ def read_model_json(directory: Path) -> dict[str, object]:
     if not directory.is_dir():
         raise ConfigError(f"{directory}: no such model directory; give --model-path a directory or a hub id")
     path = directory / "config.json"
-    if not path.is_file():
+    if not is_file(path):
         raise ConfigError(f"{directory}: {_instead_of_a_model(directory)}")
     return read_json_object(path)
 
@@ -179,7 +194,7 @@ def read_model_json(directory: Path) -> dict[str, object]:
 def _instead_of_a_model(directory: Path, convert: str = CONVERT) -> str:
     """For an error message: what a directory without config.json or without weights seems to be, and the remedy."""
     adapter = directory / "adapter_config.json"
-    if adapter.is_file():
+    if is_file(adapter):
         base = read_json_object(adapter).get("base_model_name_or_path") or "its base model"
         return (
             f"holds an adapter (LoRA), not a model; merge it into {base} (peft: merge_and_unload, save_pretrained) and "
@@ -204,22 +219,23 @@ def weight_files(directory: Path, convert: str = CONVERT) -> list[Path]:
     """The checkpoint's safetensors files, in order. Raises ``ConfigError`` if there are none or one is missing;
     ``convert`` is the remedy if the weights are in another format."""
     index = directory / _INDEX
-    if index.is_file():
+    if is_file(index):
         weight_map = read_json_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ConfigError(f"{index}: no weight_map; download the file again")
         names = sorted({str(name) for name in weight_map.values()})
-        missing = [name for name in names if not (directory / name).is_file()]
+        missing = [name for name in names if not is_file(directory / name)]
         if missing:
             raise ConfigError(
                 f"{directory}: {len(missing)} of {len(names)} weight files are missing, first {missing[0]}; "
                 f"download the model again"
             )
         return [_no_pointer(directory / name) for name in names]
-    if (directory / _SINGLE).is_file():
+    if is_file(directory / _SINGLE):
         return [_no_pointer(directory / _SINGLE)]
     # Some repositories have the weights in Mistral's own format too, in files with this name.
-    found = sorted(p for p in directory.glob("*.safetensors") if not p.name.startswith("consolidated"))
+    candidates = sorted(p for p in directory.glob("*.safetensors") if not p.name.startswith("consolidated"))
+    found = [path for path in candidates if is_file(path)]
     if not found or (directory / "adapter_config.json").is_file():
         raise ConfigError(f"{directory}: {_instead_of_a_model(directory, convert)}")
     return [_no_pointer(path) for path in found]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fenceline.config import ConfigError
-from fenceline.config.model_files import read_json_object
+from fenceline.config.model_files import is_file, read_json_object
 
 ON_LINE = ("fp8", "int4")  # what --quantization makes of plain weights
 ON_LINE_METHOD = "on-line"
@@ -130,7 +130,7 @@ def _stated(hf: Mapping[str, object], directory: Path) -> tuple[str | None, Mapp
             bits = next((name for name in ("load_in_4bit", "load_in_8bit") if fields.get(name)), None)
             method = fields.get("quant_method") or (bits and "bitsandbytes") or fields.get("quant_algo")
             return str(method or "a method that config.json does not name"), fields
-    if (directory / "hf_quant_config.json").is_file():
+    if is_file(directory / "hf_quant_config.json"):
         entry = read_json_object(directory / "hf_quant_config.json").get("quantization")
         algorithm = entry.get("quant_algo") if isinstance(entry, Mapping) else None
         return f"modelopt {algorithm}" if algorithm else "modelopt", {}
