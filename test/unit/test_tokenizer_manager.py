@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from fenceline.frontend.request_types import (
     merge_chunks,
 )
 from fenceline.frontend.tokenize_pool import INLINE_CHARS
-from fenceline.frontend.tokenizer import PIECE_CHARS, Tokenizer, load_tokenizer
+from fenceline.frontend.tokenizer import PIECE_CHARS, Tokenizer, check_vocabulary, load_tokenizer
 from fenceline.frontend.tokenizer_manager import TokenizerManager
 from fenceline.ipc.io_struct import (
     AbortReq,
@@ -818,7 +819,6 @@ def test_front_end_imports_no_torch() -> None:
 
 @pytest.mark.parametrize("template_file", [False, True])
 def test_tokenizer_reads_special_tokens_and_template(tmp_path: Path, template_file: bool) -> None:
-    from fenceline.frontend.tokenizer import load_tokenizer
 
     byte_level().backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(
@@ -832,3 +832,47 @@ def test_tokenizer_reads_special_tokens_and_template(tmp_path: Path, template_fi
     assert tokenizer.chat_template == ("F" if template_file else "D")
     with pytest.raises(ValueError, match="--tokenizer-path"):
         load_tokenizer(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "no tokenizer in"),
+        ({"vocab.json": "{}", "merges.txt": ""}, "which is never run"),
+        ({"tokenizer.json": "{}"}, "is no tokenizer"),
+        ({"tokenizer.json": None}, "is no regular file"),
+        ({"chat_template.jinja": None}, "is no regular file"),
+        ({"vocab.json": None}, "is no regular file"),
+    ],
+)
+def test_a_folder_without_a_tokenizer_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str | None], message: str
+) -> None:
+    """Its config.json offers code of its own, which is neither run nor asked for. None: a named pipe."""
+
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    own_code = (
+        '{"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoTokenizer": ["own.T", null]}}'
+    )
+    (tmp_path / "config.json").write_text(own_code)
+    (tmp_path / "tokenizer_config.json").write_text(own_code)
+    for name, text in files.items():
+        if text is None:
+            os.mkfifo(tmp_path / name)
+        else:
+            (tmp_path / name).write_text(text)
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    with pytest.raises(ValueError, match=message) as raised:
+        load_tokenizer(tmp_path)
+    assert not (tmp_path / "ran").exists() and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("vocab_size", [200, 5000])
+def test_a_tokenizer_of_another_model_is_refused(vocab_size: int) -> None:
+
+    tokenizer = byte_level()
+    check_vocabulary(tokenizer, tokenizer.vocab_size, "folder")
+    with pytest.raises(
+        ValueError, match=f"has {tokenizer.vocab_size} tokens, the model {vocab_size}: .*--skip-tok"
+    ):
+        check_vocabulary(tokenizer, vocab_size, "folder")

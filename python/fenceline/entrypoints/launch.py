@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from typing import Protocol
 
 from fenceline.config.engine_config import EngineConfig
-from fenceline.frontend.tokenizer import load_tokenizer
+from fenceline.frontend.tokenizer import check_vocabulary, load_tokenizer
 from fenceline.frontend.tokenizer_manager import TokenizerManager
 from fenceline.ipc.child_process import (
     DUMP_SIGNAL,
@@ -238,10 +238,11 @@ def launch_processes(
 
 
 def make_manager(config: EngineConfig, link: SchedulerLink) -> TokenizerManager:
-    """The TokenizerManager with its tokenizer. Raises ValueError if there is none to load."""
+    """The TokenizerManager with its tokenizer. Raises ValueError if there is none that fits."""
     begin, tokenizer = time.perf_counter(), None
     if not config.server_args.skip_tokenizer_init:
         tokenizer = load_tokenizer(config.tokenizer_path)
+        check_vocabulary(tokenizer, config.model.vocab_size, config.tokenizer_path)
         seconds = time.perf_counter() - begin
         logger.info("Loaded the tokenizer (%d tokens) in %.1f s", tokenizer.vocab_size, seconds)
     return TokenizerManager(config, tokenizer, link)

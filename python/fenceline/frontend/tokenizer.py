@@ -12,10 +12,13 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
+from fenceline.config.model_files import is_file, read_optional
 from fenceline.config.request_limits import MAX_UNBROKEN_CHARS
 
 PIECE_CHARS = 1 << 15  # some ten milliseconds
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# The files that have the vocabulary where there is no tokenizer.json.
+_VOCABULARIES = ("*.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json")
 _SHORT_CHARS = 2048  # below, the plain call costs less
 # A batch call would take all cores for itself; how many threads tokenise is up to TokenizePool, unless the environment
 # says otherwise.
@@ -119,44 +122,64 @@ class Tokenizer:
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load from a local directory with a ``tokenizer.json``.
 
-    A directory with only a sentencepiece model is converted by transformers, which costs its import.
+    A directory with only a sentencepiece model is converted by transformers, which costs its import. Code in it is
+    never run.
     Raises ValueError with the remedy if there is no tokenizer.
     """
     folder = Path(path)
-    config = _read_json(folder / "tokenizer_config.json")
+    config = read_optional(folder / "tokenizer_config.json")
     specials = _special_tokens(config, folder)
     template = _chat_template(config, folder)
-    if (folder / "tokenizer.json").is_file():
-        return Tokenizer(RustTokenizer.from_file(str(folder / "tokenizer.json")), specials, template)
-    return Tokenizer(_convert(folder), specials, template)
+    file = folder / "tokenizer.json"
+    if not is_file(file):
+        return Tokenizer(_convert(folder, config), specials, template)
+    try:
+        backend = RustTokenizer.from_file(str(file))
+    except Exception as error:  # of no class of its own
+        raise ValueError(f"{file}: is no tokenizer ({error}); download the file again") from error
+    return Tokenizer(backend, specials, template)
 
 
-def _convert(folder: Path) -> RustTokenizer:
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, folder: str) -> None:
+    """Raises ValueError with the remedy if ``tokenizer``, from ``folder``, belongs to a model of another vocabulary
+    than one of ``vocab_size`` tokens. Models have rows that no token uses, and some tokenizers have added tokens that
+    only a vision tower reads."""
+    largest = max(tokenizer.backend.get_vocab(with_added_tokens=False).values(), default=-1)
+    if largest < vocab_size <= 2 * tokenizer.vocab_size:
+        return
+    raise ValueError(
+        f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, the model {vocab_size}: they do not belong"
+        " together; point --tokenizer-path to the model's tokenizer or use --skip-tokenizer-init"
+    )
+
+
+def _convert(folder: Path, config: Mapping[str, object]) -> RustTokenizer:
+    remedy = "point --tokenizer-path to a folder with a tokenizer.json or use --skip-tokenizer-init"
+    # Without a vocabulary transformers would make a tokenizer of its special tokens alone.
+    if not [path for pattern in _VOCABULARIES for path in sorted(folder.glob(pattern)) if is_file(path)]:
+        raise ValueError(f"no tokenizer in {folder}: {remedy}")
     try:
         from transformers import AutoTokenizer
 
+        # False: code from the folder is neither run nor offered on the terminal.
         backend: RustTokenizer | None = AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True
+            str(folder), local_files_only=True, trust_remote_code=False
         )._tokenizer
         if backend is None:
             raise TypeError("it has no fast implementation")
         return backend
     except Exception as error:  # whatever transformers raises, the remedy is the same
-        raise ValueError(
-            f"no tokenizer in {folder}: it needs a tokenizer.json; point --tokenizer-path to one or use "
-            f"--skip-tokenizer-init ({type(error).__name__})"
-        ) from error
-
-
-def _read_json(path: Path) -> dict[str, object]:
-    if not path.is_file():
-        return {}
-    value = json.loads(path.read_text(encoding="utf-8"))
-    return value if isinstance(value, dict) else {}
+        own_code = "auto_map" in config or "auto_map" in read_optional(folder / "config.json")
+        reason = (
+            "it is code in that folder (auto_map), which is never run"
+            if own_code
+            else "it cannot be converted"
+        )
+        raise ValueError(f"no tokenizer in {folder}: {reason}; {remedy} ({type(error).__name__})") from error
 
 
 def _special_tokens(config: dict[str, object], folder: Path) -> dict[str, str]:
-    merged = {**_read_json(folder / "special_tokens_map.json"), **config}
+    merged = {**read_optional(folder / "special_tokens_map.json"), **config}
     found = {}
     for name in _SPECIAL_NAMES:
         value = merged.get(name)
@@ -169,7 +192,7 @@ def _special_tokens(config: dict[str, object], folder: Path) -> dict[str, str]:
 
 def _chat_template(config: dict[str, object], folder: Path) -> str | None:
     file = folder / "chat_template.jinja"
-    if file.is_file():
+    if is_file(file):
         return file.read_text(encoding="utf-8")
     value = config.get("chat_template")
     if isinstance(value, list):  # several named templates: the default one
