@@ -177,6 +177,15 @@ def test_no_weights_at_all(checkpoint: Path) -> None:
         load(checkpoint)
 
 
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"])
+def test_sizes_that_are_not_those_of_the_files_allocate_nothing(checkpoint: Path, key: str) -> None:
+    """Memory of such sizes would be refused, or taken from others."""
+    config = json.loads((checkpoint / "config.json").read_text()) | {key: 1 << 23, "head_dim": 8}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="config.json asks for .*8388608|config.json asks for .*67108864"):
+        load(checkpoint)
+
+
 def test_unknown_load_format(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="use auto, safetensors or dummy"):
         load(checkpoint, "pt")

@@ -311,6 +311,16 @@ def test_layers_with_a_window_rotate_in_their_own_way(tmp_path: Path) -> None:
         ({"num_hidden_layers": True}, "num_hidden_layers must be"),
         ({"num_hidden_layers": 10**30}, "num_hidden_layers must be at most 10000"),
         ({"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers must be at most 10000"),
+        *[
+            ({key: 2**31}, f"{key} must be at most 16777216")
+            for key in ("vocab_size", "hidden_size", "head_dim", "max_position_embeddings", "rotary_dim")
+        ],
+        ({**GEMMA, "sliding_window": 2**31}, "sliding_window must be at most 16777216"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e9}}, "choose a length with --context-length"),
+        (
+            {"architectures": ["Phi3ForCausalLM"], "head_dim": 20, "partial_rotary_factor": 0.25},
+            "rotates 5 of 20 features",
+        ),
         ({"num_key_value_heads": 3}, "cannot share 3"),
         ({"num_attention_heads": 6, "num_key_value_heads": 6}, "set head_dim"),
         ({"head_dim": 7}, "even"),

@@ -7,6 +7,10 @@ from collections.abc import Mapping
 
 from fenceline.config import ConfigError
 
+# The most that a size may be. No model comes near it, so a larger number is a mistake, and it is found before memory is
+# asked for. Positions beyond it are no whole numbers in float32.
+MOST = 1 << 24
+
 
 class ConfigReader:
     """Typed reads from config.json. A value of the wrong type or size raises ``ConfigError``, which names the key."""
@@ -14,8 +18,8 @@ class ConfigReader:
     def __init__(self, values: Mapping[str, object]) -> None:
         self.values = values
 
-    def size(self, key: str, default: int | None = None, most: int | None = None) -> int:
-        """An integer from 1 to ``most`` (None: without upper limit)."""
+    def size(self, key: str, default: int | None = None, most: int = MOST) -> int:
+        """An integer from 1 to ``most``."""
         value = self.values.get(key)
         if value is None and default is not None:
             return default
@@ -23,12 +27,12 @@ class ConfigReader:
             raise ConfigError(f"config.json: {key} is missing")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"config.json: {key} must be a whole number of at least 1, got {value!r}")
-        if most is not None and value > most:
+        if value > most:
             raise ConfigError(f"config.json: {key} must be at most {most}, got {value!r}")
         return value
 
-    def count(self, key: str, most: int | None = None, default: int = 0) -> int:
-        """An integer from 0 to ``most`` (None: without upper limit); ``default`` if the key is missing."""
+    def count(self, key: str, most: int = MOST, default: int = 0) -> int:
+        """An integer from 0 to ``most``; ``default`` if the key is missing."""
         return 0 if self.values.get(key) == 0 else self.size(key, default, most)
 
     def whole(self, key: str, default: int) -> int:

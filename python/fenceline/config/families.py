@@ -224,7 +224,7 @@ def _glm_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
         top_groups=reader.size("topk_group", 1),
         scaling=reader.number("routed_scaling_factor", 1.0),
         shared_size=size * reader.size("n_shared_experts", 1),
-        dense_layers=frozenset(range(reader.count("first_k_dense_replace", default=1))),
+        dense_layers=frozenset(range(min(reader.count("first_k_dense_replace", default=1), num_layers))),
     )
 
 

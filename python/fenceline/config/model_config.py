@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fenceline.config import ConfigError
-from fenceline.config.config_reader import ConfigReader
+from fenceline.config.config_reader import MOST, ConfigReader
 from fenceline.config.families import FAMILIES, ExpertsConfig, Family, Multipliers, Windows
 from fenceline.config.model_files import (
     read_model_json,
@@ -215,7 +215,7 @@ class ModelConfig:
             num_mtp_layers=0 if family.appended_mtp else num_nextn_layers,
             num_appended_layers=num_nextn_layers if family.appended_mtp else 0,
             partial_rotary_factor=_partial_rotary(
-                hf, family.partial_rotary, reader.count("rotary_dim") / head_dim
+                hf, family.partial_rotary, reader.count("rotary_dim"), head_dim
             ),
             rope_interleaved=family.rope_interleaved,
             unrotated_layers=family.unrotated(reader, num_layers),
@@ -320,6 +320,11 @@ def _head_dim(reader: ConfigReader, default: int | None, num_heads: int) -> int:
 
 def _context_length(asked: int | None, limit: int) -> int:
     if asked is None:
+        if limit > MOST:
+            raise ConfigError(
+                f"config.json: with its rope scaling the context has {limit} tokens, at most {MOST} are possible;"
+                " choose a length with --context-length"
+            )
         return limit
     if asked < 1:
         raise ConfigError(f"--context-length must be at least 1, got {asked}")
@@ -400,13 +405,18 @@ class RopeScaling:
     truncate: bool = True
 
 
-def _partial_rotary(hf: Mapping[str, object], default: float | None, stated: float) -> float:
-    """The fraction of a head that rotates. ``default`` None: the family always rotates whole heads. ``stated``: the
-    fraction that follows from the entry rotary_dim, 0 if there is none."""
+def _partial_rotary(hf: Mapping[str, object], default: float | None, rotary_dim: int, head_dim: int) -> float:
+    """The fraction of a head that rotates. ``default`` None: the family always rotates whole heads. ``rotary_dim`` is
+    the entry of this name, 0 if there is none."""
     raw = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     inside = raw if isinstance(raw, Mapping) else {}
-    whole = 1.0 if default is None else stated or default
+    whole = 1.0 if default is None else rotary_dim / head_dim or default
     value = _number(inside, "partial_rotary_factor", _number(hf, "partial_rotary_factor", whole))
+    if int(value * head_dim) % 2:
+        raise ConfigError(
+            f"config.json: partial_rotary_factor {value:g} rotates {int(value * head_dim)} of {head_dim} features of"
+            " a head, which are no pairs"
+        )
     if value == 1.0 or (default is not None and 0.0 < value < 1.0):
         return value
     raise ConfigError(f"config.json: partial_rotary_factor {value:g} is not supported for this architecture")

@@ -19,7 +19,7 @@ from fenceline.config.draft_config import DraftConfig, SpeculativeAlgorithm
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.model_files import CONVERT, CONVERT_DRAFT, weight_files
 from fenceline.config.quantization import QuantConfig
-from fenceline.layers.context import LayerContext
+from fenceline.layers.context import LayerContext, Shard, torch_context
 from fenceline.layers.quantized import COLUMN_ORDER
 from fenceline.layers.weight import WeightSlots
 from fenceline.models.decoder import MTP_PREFIX, CausalLM
@@ -50,6 +50,8 @@ def load_model(
     """
     files = _files(config.model_path, load_format)
     begin = time.perf_counter()
+    if files:
+        _check_headers(config, context.dtype, files)
     # Parameters are allocated directly on the device, because a large model may not fit in host memory.
     with torch.no_grad(), torch.device(device):
         context = dataclasses.replace(context, format=_stored_format(config, load_format))
@@ -78,6 +80,8 @@ def load_draft_model(
     directory = config.model.model_path
     files = _files(directory, load_format, CONVERT_DRAFT)
     begin = time.perf_counter()
+    if files and config.algorithm is SpeculativeAlgorithm.STANDALONE:
+        _check_headers(config.model, context.dtype, files)
     context = dataclasses.replace(context, format=_stored_format(config.model, load_format))
     with torch.no_grad(), torch.device(device):
         if load_format == "dummy":
@@ -93,6 +97,15 @@ def load_draft_model(
         draft.weights_loaded()
     _log_loaded("the draft's weights", draft.nbytes, files, begin)
     return draft
+
+
+def _check_headers(config: ModelConfig, dtype: torch.dtype, files: Sequence[Path]) -> None:
+    """Raises ``ValueError`` if the sizes in config.json are not those of the tensors in ``files``. It reads only the
+    files' headers and allocates nothing, however large the sizes are."""
+    context = dataclasses.replace(torch_context(Shard(), dtype), format=config.quantization)
+    with torch.device("meta"):
+        model = make_model(dataclasses.replace(config, context_length=1), context)
+        model.load_weights(_read_headers(files, with_order=False), only_check=True)
 
 
 class DraftNames:
@@ -227,12 +240,13 @@ _HEADER_TYPES = {
 }  # fmt: skip
 
 
-def _read_headers(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor without values) for every tensor of ``files``. The order of GPTQ's columns has values."""
+def _read_headers(files: Sequence[Path], with_order: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor without values) for every tensor of ``files``. ``with_order``: the order of GPTQ's columns has
+    values."""
     for path in files:
         with _naming(path), safe_open(path, framework="pt", device="cpu") as file:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
-                if name.endswith(COLUMN_ORDER):
+                if with_order and name.endswith(COLUMN_ORDER):
                     yield name, file.get_tensor(name)
                     continue
                 described = file.get_slice(name)
