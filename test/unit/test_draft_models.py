@@ -4,6 +4,7 @@ after step, through paged memory beside the target's, in float32 on the CPU."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from ranks import Ranks
 from fenceline.config.draft_config import SpeculativeAlgorithm, read_draft_config
 from fenceline.layers.context import Shard, torch_context
 from fenceline.layers.forward_batch import AuxHiddenStates, ForwardMode, PieceBuffers
-from fenceline.models.draft import DraftModel
+from fenceline.models.draft import DraftModel, StandaloneDraft
 from fenceline.models.loader import load_draft_model
 
 EAGLE, EAGLE3 = SpeculativeAlgorithm.EAGLE, SpeculativeAlgorithm.EAGLE3
@@ -192,6 +193,15 @@ def test_a_whole_model_drafts_beside_its_target(tmp_path: Path, draft_name: str,
         ((logits, _),) = ours.draft_step([Rows(3, start, text[start:end], hidden)], mode)
         parts.append(logits)
     close(torch.cat(parts), expected.double())
+
+
+def test_a_whole_model_that_only_says_that_it_is_tied_keeps_its_head(tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path / "target")
+    save_checkpoint("llama", tmp_path / "draft", {"tie_word_embeddings": False})
+    config = json.loads((tmp_path / "draft" / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
+    draft = PagedDraft(tmp_path / "target", 16, STANDALONE, tmp_path / "draft").draft
+    assert isinstance(draft, StandaloneDraft) and draft.lm_head is not draft.model.embed_tokens
 
 
 @pytest.mark.parametrize("algorithm", [EAGLE, EAGLE3, NEXTN])

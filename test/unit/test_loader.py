@@ -268,6 +268,33 @@ def test_old_rotary_tables_and_tied_heads_are_ignored(tmp_path: Path) -> None:
     assert same(before, load(tmp_path))
 
 
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+def test_a_tied_head_of_its_own_is_loaded_on_each_rank_and_refused_in_updates(
+    tmp_path: Path, prefix: str
+) -> None:
+    """Names with ``prefix`` are those of Gemma 3 with a vision tower."""
+    save_checkpoint("gemma3", tmp_path)
+    tied = load(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    if prefix:
+        config |= {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": dict(config)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = merged(tmp_path)
+    embedding = tensors["model.embed_tokens.weight"]
+    head = tensors["lm_head.weight"] = embedding.flip(0).contiguous()
+    save_file({prefix + name: tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    for rank in range(2):
+        config = ModelConfig.from_dir(str(tmp_path))
+        context = torch_context(Shard(rank, 2), torch.float32)
+        model = load_model(config, "auto", CPU, context, 0, progress=False)
+        for ours, stored in ((model.lm_head, head), (model.embed_tokens, embedding)):
+            rows = stored[rank * 51 : (rank + 1) * 51]
+            assert torch.equal(ours.weight.data[: len(rows)], rows)
+    if not prefix:
+        with pytest.raises(ValueError, match="lm_head.weight is not the embedding"):
+            loader.check_weights(tied, loader.NewWeights("update", str(tmp_path)))
+
+
 def test_dummy_needs_only_config_json_and_follows_the_seed(checkpoint: Path) -> None:
     merged(checkpoint)
     model = load(checkpoint, "dummy", seed=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,6 +74,20 @@ def test_the_text_model_of_one_that_sees_images(
         tensors |= {name.replace("model.", prefix, 1): tensor for name, tensor in load_file(file).items()}
     save_file(tensors, tmp_path / "model.safetensors")
     assert ModelConfig.from_dir(str(tmp_path)).eos_token_ids == (1,)  # 106 is outside this vocabulary of 101
+    check_parity(tmp_path, reference, 16, "cpu")
+
+
+def test_a_head_of_its_own_counts_more_than_a_config_that_says_tied(
+    saved: Callable[[str], Saved], tmp_path: Path
+) -> None:
+    directory, _ = saved("qwen3-tied-biased")
+    tensors = {
+        name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    shutil.copy(directory / "config.json", tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     check_parity(tmp_path, reference, 16, "cpu")
 
 

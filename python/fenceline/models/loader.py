@@ -27,6 +27,8 @@ from fenceline.models.draft import DraftModel
 from fenceline.models.draft_registry import make_draft_model
 from fenceline.models.registry import make_model
 
+# With the prefixes that models have which see images too. Layers that predict further tokens may have copies.
+_HEAD_AND_EMBEDDING = ("lm_head.weight", "model.embed_tokens.weight", "language_model.embed_tokens.weight")
 _LOG_EVERY_S = 10.0
 _DUMMY_STD = 0.02  # the standard deviation that most families are initialised with
 
@@ -51,6 +53,7 @@ def load_model(
     files = _files(config.model_path, load_format)
     begin = time.perf_counter()
     if files:
+        config = _with_stored_head(config, files)
         _check_headers(config, context.dtype, files)
     # Parameters are allocated directly on the device, because a large model may not fit in host memory.
     with torch.no_grad(), torch.device(device):
@@ -81,6 +84,7 @@ def load_draft_model(
     files = _files(directory, load_format, CONVERT_DRAFT)
     begin = time.perf_counter()
     if files and config.algorithm is SpeculativeAlgorithm.STANDALONE:
+        config = dataclasses.replace(config, model=_with_stored_head(config.model, files))
         _check_headers(config.model, context.dtype, files)
     context = dataclasses.replace(context, format=_stored_format(config.model, load_format))
     with torch.no_grad(), torch.device(device):
@@ -97,6 +101,33 @@ def load_draft_model(
         draft.weights_loaded()
     _log_loaded("the draft's weights", draft.nbytes, files, begin)
     return draft
+
+
+def _with_stored_head(config: ModelConfig, files: Sequence[Path]) -> ModelConfig:
+    """``config``, untied if it says that the head is the embedding and ``files`` have another head. The stored weights
+    are the model that was trained, so they decide, as in transformers."""
+    if not config.tie_word_embeddings or not _stores_another_head(files):
+        return config
+    logger.warning(
+        "config.json says tie_word_embeddings, but lm_head.weight is not the embedding: the stored head is used"
+    )
+    return dataclasses.replace(config, tie_word_embeddings=False)
+
+
+def _stores_another_head(files: Sequence[Path]) -> bool:
+    """Whether ``files`` have both an embedding and a head, with different values."""
+    found: dict[str, torch.Tensor] = {}
+    for path in files:
+        with _naming(path), safe_open(path, framework="pt", device="cpu") as file:
+            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                if name.endswith(_HEAD_AND_EMBEDDING):
+                    found[name.split(".")[-2]] = file.get_tensor(name)
+    head, embedding = found.get("lm_head"), found.get("embed_tokens")
+    if head is None or embedding is None:
+        return False
+    if head.dtype != embedding.dtype:
+        head, embedding = head.float(), embedding.float()
+    return not torch.equal(head, embedding)
 
 
 def _check_headers(config: ModelConfig, dtype: torch.dtype, files: Sequence[Path]) -> None:
@@ -164,8 +195,14 @@ class NewWeights:
 
 def check_weights(model: CausalLM, weights: NewWeights) -> None:
     """Raises ``ValueError`` if ``weights`` do not fit ``model``. Reads the files' headers, and only those values that
-    decide whether a format is supported."""
-    model.load_weights(_read_headers(weights.files()), weights.partly, only_check=True)
+    decide whether a format is supported or the model shares its head with the embedding."""
+    files = weights.files()
+    model.load_weights(_read_headers(files), weights.partly, only_check=True)
+    if model.lm_head is model.embed_tokens and _stores_another_head(files):
+        raise ValueError(
+            "lm_head.weight is not the embedding, which the model that is served has as its head; start a server with"
+            " these weights"
+        )
 
 
 def replace_weights(model: CausalLM, weights: NewWeights, one_more: Callable[[], None]) -> None:
