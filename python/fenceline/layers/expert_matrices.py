@@ -6,7 +6,7 @@ import torch
 
 from fenceline.config.quantization import MXFP4_GROUP, ON_LINE_METHOD, QuantConfig
 from fenceline.layers.context import LayerContext, converts_fp8
-from fenceline.layers.kernels.base import Routing
+from fenceline.layers.kernels.base import SILU, Routing
 from fenceline.layers.mxfp4 import Arrange, mxfp4_slots, rounding_slot
 from fenceline.layers.quantized import QuantizedFormat, make_format
 from fenceline.layers.weight import WeightSlot, WeightSlots
@@ -60,11 +60,14 @@ class ExpertMatrices:
         gated: bool = False,
         bias: torch.Tensor | None = None,
         limit: float = 0.0,
+        activation: str = SILU,
     ) -> torch.Tensor:
-        """See ``LayerKernels.grouped_product``."""
-        return self._kernels.grouped_product(
-            x, self.data, routing, gated, bias=bias, limit=limit, scales=self.scales, zeros=self.zeros
+        """See ``LayerKernels.grouped_product``. ``activation``: see ``LayerKernels.activate``."""
+        fused = gated and activation == SILU
+        y = self._kernels.grouped_product(
+            x, self.data, routing, fused, bias=bias, limit=limit, scales=self.scales, zeros=self.zeros
         )
+        return self._kernels.activate(y, activation) if gated and not fused else y
 
     def slots(
         self, name: str, expert: int, rows: slice, full_shape: tuple[int, int], dim: int, start: int

@@ -76,12 +76,12 @@ class Router:
 
 
 class SharedExpert:
-    """A SwiGLU MLP for all tokens. In some families its result is multiplied by the sigmoid of a product of x."""
+    """A gated MLP for all tokens. In some families its result is multiplied by the sigmoid of a product of x."""
 
     def __init__(self, config: ModelConfig, size: int, names: ExpertNames, context: LayerContext) -> None:
         hidden_size = config.hidden_size
         outputs = {"gate_proj": size, "up_proj": size}
-        self.names = names
+        self.names, self.activation = names, config.activation
         inside = context.inside(str(names.shared))
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, outputs, False, inside)
         self.down_proj = RowParallelLinear("down_proj", size, hidden_size, False, inside)
@@ -93,7 +93,7 @@ class SharedExpert:
     def add_to(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """y [T, hidden_size] += this rank's part of the expert's result for x [T, hidden_size], in place; returns
         y."""
-        gated = self.gate_up_proj.forward_gated(x, None)
+        gated = self.gate_up_proj.forward_gated(x, None, self.activation)
         if self.gate is not None:
             gated = gated * self.gate.forward(x).sigmoid()
         return self.down_proj.weight.add_product(y, gated, None)
@@ -149,7 +149,7 @@ class ExpertsMLP(Branch):
         self.gate_up = ExpertMatrices(num_own, 2 * self.size, hidden_size, context, up_format)
         self.down = ExpertMatrices(num_own, hidden_size, self.size, context, down_format)
         self.shared = SharedExpert(config, experts.shared_size, names, context) if names.shared else None
-        self.limit = experts.limit
+        self.limit, self.activation = experts.limit, config.activation
         self.gate_up_bias = self.down_bias = None
         if names.stacked:
             self.gate_up_bias = torch.empty(num_own, 2 * self.size, dtype=context.dtype)
@@ -162,7 +162,9 @@ class ExpertsMLP(Branch):
         routing = self.router.forward(h, batch.out_slots, batch.kv_pool.page_size)
         if self.shard.ep_size > 1:
             routing = routing.of_experts(self.own)
-        gated = self.gate_up.product(h, routing, gated=True, bias=self.gate_up_bias, limit=self.limit)
+        gated = self.gate_up.product(
+            h, routing, gated=True, bias=self.gate_up_bias, limit=self.limit, activation=self.activation
+        )
         product = self.down.product(gated, routing, bias=self.down_bias if self.adds_down_bias else None)
         if self.shared is None and self.adds_plainly and self.shard.size == 1:
             return self._kernels.combine_experts(product, routing, x)
