@@ -20,7 +20,7 @@ from fenceline.models.draft import DraftModel
 from fenceline.models.loader import load_model
 
 CONTEXT = 256
-_SIZES: dict[str, object] = {
+SIZES: dict[str, object] = {
     "vocab_size": 101,
     "hidden_size": 48,
     "intermediate_size": 70,
@@ -86,7 +86,7 @@ _GPT_OSS: dict[str, object] = {
     },
 }
 
-# The family and the entries of config.json that differ from _SIZES. The names are test ids.
+# The family and the entries of config.json that differ from SIZES. The names are test ids.
 CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("Llama", {}),
     "llama-tied-biased": ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -247,7 +247,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
     ),
 }
 
-# Entries of config.json that have no defaults, beside _SIZES.
+# Entries of config.json that have no defaults, beside SIZES.
 _REQUIRED = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "moe_k",
              "moe_intermediate_size")  # fmt: skip
 
@@ -256,7 +256,7 @@ def shortest_config(name: str) -> tuple[transformers.PreTrainedConfig, dict[str,
     """A config.json of the family of ``CHECKPOINTS[name]`` from which every entry with a default is left out, and what
     transformers makes of it."""
     family, changes = CHECKPOINTS[name]
-    entries = {**_SIZES, "num_hidden_layers": 8, **{key: changes[key] for key in _REQUIRED if key in changes}}
+    entries = {**SIZES, "num_hidden_layers": 8, **{key: changes[key] for key in _REQUIRED if key in changes}}
     padding = {"pad_token_id": 0}  # for transformers: some defaults are outside this vocabulary
     config = getattr(transformers, f"{family}Config")(**entries, **padding)
     return config, {**entries, "architectures": [f"{family.removesuffix('Text')}ForCausalLM"]}
@@ -272,7 +272,7 @@ def save_checkpoint(
     name_of_class = f"{family.removesuffix('Text')}ForCausalLM"
     model_class: Callable[..., transformers.PreTrainedModel] = getattr(transformers, name_of_class)
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    config = config_class(**{**_SIZES, **changes, **(others or {}), **eager})
+    config = config_class(**{**SIZES, **changes, **(others or {}), **eager})
     model = model_class(config).eval()
     if hasattr(config, "swiglu_limit"):  # earlier versions of transformers always use 7
         for layer in model.model.layers:
@@ -294,7 +294,10 @@ def reference_logits(
 ) -> list[torch.Tensor]:
     """transformers' logits [len(prompt), vocab_size] of every prompt, each computed alone."""
     with torch.no_grad():
-        return [model(prompt.to(model.device)[None]).logits[0].float().cpu() for prompt in prompts]
+        return [
+            model(prompt.to(model.device)[None], use_cache=False).logits[0].float().cpu()
+            for prompt in prompts
+        ]
 
 
 class PagedModel:

@@ -330,6 +330,11 @@ def test_layers_with_a_window_rotate_in_their_own_way(tmp_path: Path) -> None:
         ({"hidden_act": ["silu"]}, "supported are silu"),
         ({"layer_types": ["full_attention"], **GEMMA}, "tells of 1 layers"),
         ({"layer_types": ["chunked_attention"] * 4, **GEMMA}, "chunked_attention are not supported"),
+        ({"layer_types": ["sliding_attention"] * 4}, "which other entries contradict"),
+        ({"layer_types": ["linear_attention"] * 4}, "this architecture does not have"),
+        ({"use_bidirectional_attention": True, **GEMMA}, "use_bidirectional_attention true is not supported"),
+        ({"is_causal": False}, "only null or true is"),
+        ({"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported"),
         ({"attn_logit_softcapping": -1.0, **GEMMA}, "must not be negative"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "unquantised"),
         ({"torch_dtype": "int8"}, "--dtype"),
@@ -343,6 +348,16 @@ def test_configs_that_cannot_work_are_refused_in_one_line(
     with pytest.raises(ValueError, match=message) as caught:
         ModelConfig.from_dir(path)
     assert "\n" not in str(caught.value)
+
+
+def test_unknown_entries_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of future families may matter, so they are not dropped in silence. But no model is refused for them."""
+    rope = {"type": "linear", "factor": 2.0, "future": 1}
+    ModelConfig.from_dir(
+        write(tmp_path, {**LLAMA, "attention_dropout": 0.1, "future_gate": True, "rope_scaling": rope})
+    )
+    (record,) = caplog.records
+    assert record.getMessage().endswith("have no effect: future_gate, rope_scaling.future")
 
 
 @pytest.mark.parametrize(

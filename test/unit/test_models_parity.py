@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import transformers
 from model_parity import (
     CHECKPOINTS,
+    SIZES,
     PagedModel,
     check_parity,
     reference_logits,
@@ -174,3 +176,112 @@ def test_entries_that_are_missing_are_those_of_transformers(name: str, tmp_path:
 
 def test_registry_and_config_name_the_same_architectures() -> None:
     assert sorted(MODELS) == sorted(SUPPORTED_ARCHITECTURES)
+
+
+# Other values of entries whose type does not suggest one.
+_OTHERS: dict[str, object] = {
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "silu",
+    "sliding_window": 20,
+    "use_bidirectional_attention": True,
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 3.0,
+    "mlp_only_layers": [0],
+    "pad_token_id": 7,
+    "bos_token_id": 7,
+    "eos_token_id": 7,
+    "swiglu_alpha": 1.0,
+}
+# They change nothing but what the file is, or what transformers reads.
+_OF_THE_FILE = {
+    "architectures",
+    "tie_word_embeddings",
+    "return_dict",
+    "transformers_version",
+    "dtype",
+    "id2label",
+    "label2id",
+    "problem_type",
+    "rope_parameters",
+}
+
+
+def _other(key: str, value: object, num_layers: int) -> object:
+    """Another value of an entry of config.json."""
+    if key in _OTHERS and _OTHERS[key] != value:
+        return _OTHERS[key]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    if isinstance(value, float):
+        return value * 2 + 0.25
+    if key == "layer_types":
+        kinds = {"full_attention": "sliding_attention", "sliding_attention": "full_attention"}
+        return [kinds[kind] for kind in value] if value else ["full_attention"] * num_layers
+    if key == "no_rope_layers":
+        return [0, 1] * (num_layers // 2)
+    return None if value is not None else 1
+
+
+def _mutants(name: str) -> Iterator[tuple[str, dict[str, object]]]:
+    """(what is changed, the values that differ) for every entry of the config class and every rope parameter."""
+    family, changes = CHECKPOINTS[name]
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
+    for field in dataclasses.fields(config):
+        if field.name not in _OF_THE_FILE:
+            yield (
+                field.name,
+                {field.name: _other(field.name, getattr(config, field.name), config.num_hidden_layers)},
+            )
+    rope = config.rope_parameters
+    for key, value in rope.items():
+        if isinstance(value, dict):
+            for inside in value:
+                changed = {**value, inside: _other(inside, value[inside], 0)}
+                yield f"{key}.{inside}", {"rope_parameters": {**rope, key: changed}}
+        elif key != "rope_type":
+            yield f"rope_parameters.{key}", {"rope_parameters": {**rope, key: _other(key, value, 0)}}
+
+
+@pytest.mark.parametrize("name", {family: name for name, (family, _) in CHECKPOINTS.items()}.values())
+def test_no_entry_that_changes_logits_is_dropped(
+    saved: Callable[[str], Saved], name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every entry of the family's config class gets another value. The logits stay those of transformers, or the
+    checkpoint is refused, as it is if transformers has no weights for it."""
+    directory, reference = saved(name)
+    changes = CHECKPOINTS[name][1]
+    for file in directory.glob("*.safetensors*"):
+        (tmp_path / file.name).symlink_to(file)
+    prompt = torch.randint(0, reference.config.vocab_size, (45,), generator=torch.Generator().manual_seed(5))
+    dropped, num_computed = [], 0
+    for key, values in _mutants(name):
+        try:
+            config = type(reference.config)(**{**SIZES, **changes, **values})
+            config._attn_implementation = config._experts_implementation = "eager"
+            model = type(reference)(config).eval()
+        except Exception:  # transformers refuses it, with errors of many types
+            continue
+        config.architectures = [type(reference).__name__]
+        config.save_pretrained(tmp_path)
+        try:
+            (ours,) = PagedModel(tmp_path, 16, "cpu").step([(0, prompt, 0, 45)], ForwardMode.EXTEND)
+        except ValueError:
+            continue
+        try:
+            model.load_state_dict(reference.state_dict())
+        except RuntimeError:
+            dropped.append(f"{key}: transformers has other weights")
+            continue
+        try:
+            (expected,) = reference_logits(model, [prompt])
+        except (TypeError, ValueError, RuntimeError):  # transformers cannot compute it
+            dropped.append(f"{key}: transformers fails")
+            continue
+        num_computed += 1
+        if not torch.allclose(ours, expected, atol=1e-4, rtol=1e-4):
+            dropped.append(f"{key} {values}: off by {(ours - expected).abs().max():.1g}")
+    assert not dropped
+    assert num_computed > 10
+    assert "not known" not in caplog.text

@@ -2,14 +2,115 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, ValuesView
+from types import MappingProxyType
 
 from fenceline.config import ConfigError
 
+logger = logging.getLogger(__name__)
 # The most that a size may be. No model comes near it, so a larger number is a mistake, and it is found before memory is
 # asked for. Positions beyond it are no whole numbers in float32.
 MOST = 1 << 24
+# Entries that cannot change a logit, by the reason.
+_NO_EFFECT = frozenset(
+    {
+        # They name the model, and what made the file.
+        "architectures", "auto_map", "model_type", "name_or_path", "_name_or_path", "transformers_version",
+        "unsloth_fixed", "unsloth_version", "torch_dtype", "dtype", "base_model_name_or_path",
+        # They are for training: initialisation, dropout, losses.
+        "initializer_range", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "residual_dropout",
+        "hidden_dropout", "hidden_dropout_prob", "dropout", "router_aux_loss_coef", "router_jitter_noise",
+        "output_router_logits", "pretraining_tp", "use_mtp", "moe_aux_loss_lambda", "moe_capacity",
+        "moe_use_aux_free", "moe_use_hard_gate", "input_jitter_noise",
+        # They say what a call of transformers returns, and how it computes the same numbers.
+        "use_cache", "output_hidden_states", "output_attentions", "return_dict", "return_dict_in_generate",
+        "chunk_size_feed_forward", "tie_last_hidden_states", "_attn_implementation", "attn_implementation",
+        "_experts_implementation", "experts_implementation", "cache_implementation", "use_flash_attention",
+        "torchscript", "fuse_rms_norm", "use_rmsnorm", "compression_ratio",
+        # They are for classifiers, encoders and images, of which nothing is computed here.
+        "id2label", "label2id", "problem_type", "num_labels", "vision_config", "mm_tokens_per_image",
+        "boi_token_index", "eoi_token_index", "image_token_index", "image_token_id", "boi_token_id", "eoi_token_id",
+        # They are ids of tokens and defaults of sampling; generation_config.json and the request say them.
+        "pad_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id", "bos_token_id", "eos_token_id",
+        "temperature", "top_p", "top_k", "repetition_penalty", "do_sample", "max_length", "max_new_tokens",
+        # They repeat others in the words of the checkpoint's authors.
+        "experts_per_token", "initial_context_length", "mlp_intermediate_size", "num_mtp_modules",
+        "mtp_transformer_layers", "use_routing_bias",
+        # The draft of a speculative algorithm has them (config/draft_config.py).
+        "target_hidden_size", "target_model_type", "draft_vocab_size", "eagle_config",
+    }
+)  # fmt: skip
+# Entries with which a model computes something else, and the values that say that it does not.
+_COMPUTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "use_bidirectional_attention": (None, False),
+        "is_causal": (None, True),
+        "is_encoder_decoder": (None, False),
+        "is_decoder": (None, True, False),
+        "add_cross_attention": (None, False),
+        "cross_attention_hidden_size": (None,),
+        "per_layer_config": (None, {}),
+        "attn_logit_softcapping": (None, 0, 0.0),
+        "final_logit_softcapping": (None, 0, 0.0),
+        "clip_qkv": (None,),
+        "logit_scale": (None, 1, 1.0),
+        "pruned_heads": (None, {}),
+    }
+)
+_ROPE = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention")
+
+
+class Entries(Mapping[str, object]):
+    """The entries of a config.json, which remember whether they have been read. The rope parameters inside them do
+    too."""
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        self._values = {
+            key: Entries(value) if isinstance(value, Mapping) and key in _ROPE else value
+            for key, value in values.items()
+        }
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> object:
+        self.read.add(key)
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def values(self) -> ValuesView[object]:
+        """All values; they do not count as read."""
+        return self._values.values()
+
+    def unread(self) -> dict[str, object]:
+        """The entries that nobody has read; those of rope parameters with a dotted name."""
+        found = {key: value for key, value in self._values.items() if key not in self.read}
+        for key, value in self._values.items():
+            if isinstance(value, Entries) and key in self.read:
+                found |= {f"{key}.{inside}": unread for inside, unread in value.unread().items()}
+        return found
+
+
+def check_unread(entries: Entries, computed: Mapping[str, tuple[object, ...]]) -> None:
+    """Raises ``ConfigError`` if an entry that nobody has read says that the model computes something else than we do.
+    ``computed`` has the family's entries of this kind and the values that we compute. A log line names entries that are
+    not known here."""
+    expected, unread = {**_COMPUTED, **computed}, entries.unread()
+    for key in unread.keys() & expected.keys():
+        if unread[key] not in expected[key]:
+            wanted = " or ".join(json.dumps(value) for value in expected[key])
+            raise ConfigError(
+                f"config.json: {key} {json.dumps(unread[key])} is not supported for this architecture, only {wanted} is"
+            )
+    unknown = sorted(unread.keys() - expected.keys() - _NO_EFFECT)
+    if unknown:
+        logger.warning("config.json: these entries are not known and have no effect: %s", ", ".join(unknown))
 
 
 class ConfigReader:
@@ -17,6 +118,11 @@ class ConfigReader:
 
     def __init__(self, values: Mapping[str, object]) -> None:
         self.values = values
+
+    def overridden(self, *keys: str) -> None:
+        """Count ``keys`` as read: they have no effect, because of the values of others."""
+        for key in keys:
+            self.values.get(key)
 
     def size(self, key: str, default: int | None = None, most: int = MOST) -> int:
         """An integer from 1 to ``most``."""

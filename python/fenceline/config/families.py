@@ -4,7 +4,7 @@ they compute is in ``models/``."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
@@ -92,6 +92,7 @@ def _none_unrotated(reader: ConfigReader, num_layers: int) -> frozenset[int]:
 def _smollm3_unrotated(reader: ConfigReader, num_layers: int) -> frozenset[int]:
     """The layers without rotation: ``no_rope_layers`` has a 1 for each layer that does rotate, despite its name."""
     rotates = reader.numbers("no_rope_layers")
+    reader.overridden("no_rope_layer_interval")
     if not rotates:
         every = reader.size("no_rope_layer_interval", 4)
         rotates = tuple(int((i + 1) % every != 0) for i in range(num_layers))
@@ -141,6 +142,7 @@ def _plain_windows(reader: ConfigReader, num_layers: int) -> Windows:
 def _qwen_windows(reader: ConfigReader, num_layers: int) -> Windows:
     """Some layers have a window, but only if use_sliding_window is true."""
     if not reader.switch("use_sliding_window"):
+        reader.overridden("sliding_window", "max_window_layers")
         return ()
     first = 0 if reader.values.get("max_window_layers") == 0 else reader.size("max_window_layers", 28)
     return _by_layer(reader, num_layers, reader.size("sliding_window", 4096), lambda i: i >= first)
@@ -149,6 +151,7 @@ def _qwen_windows(reader: ConfigReader, num_layers: int) -> Windows:
 def _qwen2_moe_windows(reader: ConfigReader, num_layers: int) -> Windows:
     """Without layer_types, every second one of the first layers has a window."""
     if not reader.switch("use_sliding_window"):
+        reader.overridden("sliding_window", "max_window_layers")
         return ()
     last = 0 if reader.values.get("max_window_layers") == 0 else reader.size("max_window_layers", 28)
     window = reader.size("sliding_window", 4096)
@@ -156,7 +159,9 @@ def _qwen2_moe_windows(reader: ConfigReader, num_layers: int) -> Windows:
 
 
 def _qwen3_moe_windows(reader: ConfigReader, num_layers: int) -> Windows:
+    reader.overridden("max_window_layers")  # the published configs have it, and no model reads it
     if not reader.switch("use_sliding_window"):
+        reader.overridden("sliding_window")
         return ()
     return (reader.size("sliding_window", 4096),) * num_layers
 
@@ -164,6 +169,7 @@ def _qwen3_moe_windows(reader: ConfigReader, num_layers: int) -> Windows:
 def _smollm3_windows(reader: ConfigReader, num_layers: int) -> Windows:
     """Without layer_types, the layers without position embedding have a window."""
     if not reader.switch("use_sliding_window") or reader.values.get("sliding_window") is None:
+        reader.overridden("sliding_window")
         return ()
     unrotated = _smollm3_unrotated(reader, num_layers)
     return _by_layer(reader, num_layers, reader.size("sliding_window"), lambda i: i in unrotated)
@@ -178,6 +184,7 @@ def _periodic_windows(
 ) -> Windows:
     """All layers except every ``period``-th have a window. If ``period`` is None, config.json may state it;
     ``usual_period`` and ``window`` are the defaults."""
+    reader.overridden("sliding_window_pattern", "_sliding_window_pattern")  # by layer_types, or by ``period``
     if "sliding_window" in reader.values and reader.values["sliding_window"] is None:
         return ()
 
@@ -238,6 +245,12 @@ def _mixtral_experts(reader: ConfigReader, num_layers: int, sigmoid: bool = Fals
     )
 
 
+def _minimax_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
+    if set(reader.numbers("attn_type_list")) - {1}:
+        raise ConfigError("config.json: attn_type_list has layers of another attention than 1 (softmax)")
+    return _mixtral_experts(reader, num_layers, sigmoid=True)
+
+
 def _ernie_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
     """Every ``moe_layer_interval``-th layer of a range has experts. The index of the range's last layer may be -1,
     which stands for the model's last layer."""
@@ -273,13 +286,16 @@ class Family:
     of each layer, ``experts`` the mixture of experts, ``unrotated`` the layers without position embedding; all get the
     number of layers. ``rms_norm_eps``, ``rope_theta``, ``tied`` (embedding and head), ``attention_bias``,
     ``partial_rotary`` and ``activation`` are defaults too; if ``partial_rotary`` is None, whole heads always rotate.
+    ``activation_key`` is the entry for the activation, None if there is none.
     ``rope_interleaved``: the features of a pair are adjacent. ``appended_mtp``: multi-token prediction layers are
     stored after the last layer. ``quantized``: the kinds of quantised checkpoints that are supported; ``mxfp4``:
     checkpoints in which only the experts are quantised, in this format, are supported. ``text_defaults``: config.json
     has the text model's entries in text_config, and these are the defaults of entries that may be missing there; None:
     the entries are at the top level. ``norm_offset`` is added to the weights of norms. ``soft_caps``: the defaults of
     the soft caps of attention scores and of logits, 0 for none; None: the family has no such entry. ``local_theta``:
-    layers with a window have their own rope_theta, with this default.
+    layers with a window have their own rope_theta, with this default. ``switches`` are entries, true or false, that the
+    family's file in models/ reads. ``computed`` has entries of which only one value is computed, or a few: other values
+    are refused.
     """
 
     head_dim: int | None = None
@@ -294,6 +310,9 @@ class Family:
     appended_mtp: bool = False
     quantized: tuple[str, ...] = ("fp8", "int4")
     activation: str = "silu"
+    activation_key: str | None = "hidden_act"
+    switches: tuple[str, ...] = ()
+    computed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     norm_offset: float = 0.0
     soft_caps: tuple[float | None, float | None] = (None, None)
     local_theta: float | None = None
@@ -303,12 +322,26 @@ class Family:
     experts: Callable[[ConfigReader, int], ExpertsConfig] | None = None
 
 
-_ERNIE_4_5 = Family(head_dim=128, rms_norm_eps=1e-5, rope_theta=500_000.0, tied=True, rope_interleaved=True)
+_ERNIE_4_5 = Family(
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    rope_theta=500_000.0,
+    tied=True,
+    rope_interleaved=True,
+    switches=("use_bias",),
+    computed={
+        "moe_norm_min": (1e-12,),
+        "moe_gate": (None, "topk"),
+        "moe_gate_act": (None, "softmax"),
+        "moe_norm_gate_logits": (True,),
+    },
+)
 _GEMMA_3 = Family(
     head_dim=256,
     rope_theta=1e6,
     tied=True,
     activation="gelu_pytorch_tanh",
+    activation_key="hidden_activation",
     norm_offset=1.0,
     soft_caps=(None, 0.0),
     local_theta=1e4,
@@ -333,6 +366,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             head_dim=256,
             tied=True,
             activation="gelu_pytorch_tanh",
+            activation_key="hidden_activation",
             norm_offset=1.0,
             soft_caps=(50.0, 30.0),
             multipliers=_gemma_multipliers,
@@ -348,7 +382,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             rope_interleaved=True,
         ),
         "Glm4MoeForCausalLM": Family(
-            rms_norm_eps=1e-5, partial_rotary=0.5, appended_mtp=True, experts=_glm_experts
+            rms_norm_eps=1e-5,
+            partial_rotary=0.5,
+            appended_mtp=True,
+            switches=("use_qk_norm",),
+            computed={"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")},
+            experts=_glm_experts,
         ),
         "GptOssForCausalLM": Family(
             head_dim=64,
@@ -357,6 +396,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             attention_bias=True,
             quantized=(),
             mxfp4=True,
+            activation_key=None,  # the experts have a clamped SwiGLU, whatever hidden_act says
+            computed={"swiglu_alpha": (1.702,), "hidden_act": ("silu",)},
             windows=partial(_periodic_windows, period=2, window=128),
             experts=_gpt_oss_experts,
         ),
@@ -367,7 +408,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             head_dim=128,
             rope_theta=5e6,
             partial_rotary=1.0,
-            experts=partial(_mixtral_experts, sigmoid=True),
+            computed={
+                "qk_norm_type": ("per_layer",),
+                "scoring_func": ("sigmoid",),
+                "shared_intermediate_size": (None, 0),
+                "use_qk_norm": (True,),
+                "sliding_window": (None,),
+            },
+            experts=_minimax_experts,
         ),
         "MistralForCausalLM": Family(windows=_mistral_windows),
         "MixtralForCausalLM": Family(
@@ -377,11 +425,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Phi3ForCausalLM": Family(rms_norm_eps=1e-5, partial_rotary=1.0, windows=_plain_windows),
         "Qwen2ForCausalLM": Family(windows=_qwen_windows),
         "Qwen2MoeForCausalLM": Family(
-            windows=_qwen2_moe_windows, experts=partial(_qwen_experts, shared_size=5632)
+            windows=_qwen2_moe_windows,
+            switches=("qkv_bias",),
+            experts=partial(_qwen_experts, shared_size=5632),
         ),
         "Qwen3ForCausalLM": Family(head_dim=128, windows=_qwen_windows),
         "Qwen3MoeForCausalLM": Family(windows=_qwen3_moe_windows, experts=_qwen_experts),
-        "SeedOssForCausalLM": Family(head_dim=128, attention_bias=True),
+        "SeedOssForCausalLM": Family(head_dim=128, attention_bias=True, switches=("attention_out_bias",)),
         "SmolLM3ForCausalLM": Family(
             rope_theta=2e6, tied=True, windows=_smollm3_windows, unrotated=_smollm3_unrotated
         ),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fenceline.config import ConfigError
-from fenceline.config.config_reader import MOST, ConfigReader
+from fenceline.config.config_reader import MOST, ConfigReader, Entries, check_unread
 from fenceline.config.families import FAMILIES, ExpertsConfig, Family, Multipliers, Windows
 from fenceline.config.model_files import (
     read_model_json,
@@ -157,11 +157,12 @@ class ModelConfig:
         Raises ``ConfigError`` (a ``ValueError``), one line with the remedy.
         """
         directory = Path(path)
-        hf = _apply_overrides(read_model_json(directory), overrides or {})
+        plain = _apply_overrides(read_model_json(directory), overrides or {})
         generation = read_optional(directory / "generation_config.json")
-        architecture = _architecture(hf)
+        architecture = _architecture(plain)
         family = FAMILIES[architecture]
-        hf = _of_text(hf, family)
+        plain = _of_text(plain, family)
+        hf = Entries(plain)
         reader = ConfigReader(hf)
         experts_format = read_mxfp4(hf, quantization) if family.mxfp4 else None
         quantization_config = None if experts_format else read_quantization(hf, directory, quantization)
@@ -189,7 +190,11 @@ class ModelConfig:
         num_layers = reader.size("num_hidden_layers", most=_MOST_LAYERS)
         head_dim = _head_dim(reader, family.head_dim, num_heads)
         bos = token_ids(hf.get("bos_token_id"))
-        return cls(
+        windows = family.windows(reader, num_layers)
+        _check_layer_types(reader, windows, num_layers)
+        for key in family.switches:
+            reader.switch(key)  # it is read where the layers are made, and checked here
+        config = cls(
             model_path=path,
             architecture=architecture,
             model_type=str(hf.get("model_type", "")),
@@ -208,7 +213,7 @@ class ModelConfig:
             tie_word_embeddings=reader.switch("tie_word_embeddings", family.tied),
             attention_bias=reader.switch("attention_bias", family.attention_bias),
             mlp_bias=reader.switch("mlp_bias"),
-            windows=family.windows(reader, num_layers),
+            windows=windows,
             eos_token_ids=_eos_ids(hf, generation, Path(tokenizer_path or path), vocab_size),
             bos_token_id=bos[0] if bos else None,
             dtype=_resolve_dtype(dtype, hf),
@@ -222,14 +227,16 @@ class ModelConfig:
             multipliers=family.multipliers(reader),
             attention_soft_cap=_soft_cap(reader, "attn_logit_softcapping", attention_cap),
             logits_soft_cap=_soft_cap(reader, "final_logit_softcapping", logits_cap),
-            activation=_activation(hf, family.activation),
+            activation=_activation(hf, family),
             norm_offset=family.norm_offset,
             local_rope=parse_local_rope(hf, max_position, family.local_theta),
             quantization=quantization_config,
             experts=_experts(family, reader, num_layers, experts_format),
             sampling_defaults=_sampling_defaults(generation),
-            hf_config=hf,
+            hf_config=plain,
         )
+        check_unread(hf, family.computed)
+        return config
 
 
 def _apply_overrides(hf: dict[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
@@ -277,13 +284,24 @@ def _architecture(hf: Mapping[str, object]) -> str:
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
-def _activation(hf: Mapping[str, object], default: str) -> str:
-    name = hf.get("hidden_activation") or hf.get("hidden_act") or default
+def _activation(hf: Mapping[str, object], family: Family) -> str:
+    name = (family.activation_key and hf.get(family.activation_key)) or family.activation
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ConfigError(
-            f"config.json: hidden_act {name!r} is not supported; supported are {', '.join(_ACTIVATIONS)}"
+            f"config.json: {family.activation_key} {name!r} is not supported; supported are {', '.join(_ACTIVATIONS)}"
         )
     return _ACTIVATIONS[name]
+
+
+def _check_layer_types(reader: ConfigReader, windows: Windows, num_layers: int) -> None:
+    """Raises ``ConfigError`` if layer_types contradicts ``windows``, which may follow from other entries."""
+    for layer, kind in enumerate(reader.strings("layer_types")[:num_layers]):
+        window = windows[layer] if layer < len(windows) else None
+        if kind != ("full_attention" if window is None else "sliding_attention"):
+            raise ConfigError(
+                f"config.json: layer_types says {kind} of layer {layer}, which other entries contradict"
+                " (sliding_window, use_sliding_window) or this architecture does not have"
+            )
 
 
 def _soft_cap(reader: ConfigReader, key: str, default: float | None) -> float:
@@ -434,7 +452,8 @@ def parse_rope(
     transformers 5 writes one dict ``rope_parameters`` with ``rope_theta`` inside, older versions ``rope_scaling``
     beside ``rope_theta``; as in transformers ``rope_scaling`` wins where both are there. Raises ``ConfigError``.
     """
-    raw = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    newer = hf.get("rope_parameters")
+    raw = hf.get("rope_scaling") or newer or {}
     if not isinstance(raw, Mapping):
         raise ConfigError(f"config.json: rope_scaling must be an object, got {raw!r}")
     if by_layer_type and isinstance(full := raw.get("full_attention"), Mapping):
@@ -450,6 +469,7 @@ def parse_rope(
             f"rope type {rope_type!r} is not supported; --json-model-override-args "
             f"'{{\"rope_scaling\": ...}}' can choose one of {', '.join(SUPPORTED_ROPE_TYPES[1:])}"
         )
+    hf.get("original_max_position_embeddings")  # has no effect without scaling
     if rope_type == "default":
         return theta, None
     return theta, _scaling(rope_type, raw, hf, max_position_embeddings)
