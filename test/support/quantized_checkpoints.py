@@ -144,7 +144,7 @@ def _int4(matrix: torch.Tensor, group: int, symmetric: bool) -> tuple[torch.Tens
     else:
         low, high = grouped.amin(2), grouped.amax(2)
         scales = ((high - low) / 15).half().float()
-        zeros = (-low / scales).round().clamp(1, 15)  # gptq's first version has no zero point of 0
+        zeros = (-low / scales).round().clamp(0, 15)
     numbers = ((grouped / scales[:, :, None]).round() + zeros[:, :, None]).clamp(0, 15)
     meant = (numbers - zeros[:, :, None]) * scales[:, :, None]
     return numbers.view_as(matrix).int(), scales, zeros.int(), meant.view_as(matrix)
@@ -170,10 +170,14 @@ def _awq(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 
 def _gptq(group: int, offset: int, symmetric: bool) -> Quantiser:
     def quantise(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        if not symmetric:
+            matrix = matrix.clone()
+            matrix[1::4].abs_()  # their zero points are 0, the next row's are not
         numbers, scales, zeros, meant = _int4(matrix, group, symmetric)
         return {
             "qweight": _words(numbers).t(),
-            "qzeros": _words(zeros.t() - offset),
+            "qzeros": _words(zeros.t())
+            - offset * 0x11111111,  # a borrow goes to the next zero point, as in GPTQModel
             "scales": scales.t().half(),
             "g_idx": (torch.arange(matrix.shape[1]) // group).int(),
         }, meant
@@ -195,6 +199,12 @@ def _compressed_int4(group: int, symmetric: bool) -> Quantiser:
 
 
 _INT4_WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group"}
+
+# GPTQ's first version, in which zero points are stored less one.
+GPTQ_ASYMMETRIC = Published(
+    {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False},
+    _gptq(32, 1, symmetric=False),
+)
 
 INT4_FORMATS: dict[str, Published] = {
     "awq": Published(

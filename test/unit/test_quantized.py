@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from model_parity import PagedModel, save_checkpoint
-from quantized_checkpoints import FP8_FORMATS, INT4_FORMATS, write_published
+from quantized_checkpoints import FP8_FORMATS, GPTQ_ASYMMETRIC, INT4_FORMATS, write_published
 from safetensors.torch import load_file, save_file
 
 from fenceline.config.engine_config import resolve
@@ -353,6 +353,15 @@ def test_columns_in_the_order_of_activations_are_refused(plain: Path, tmp_path: 
     save_file(weights, path)
     with pytest.raises(ValueError, match=r"model.layers.1.mlp.up_proj.g_idx: .*desc_act"):
         PagedModel(tmp_path, 16, "cpu")
+
+
+@pytest.mark.parametrize("family", ["glm4", "qwen3-moe"])
+def test_zero_points_of_0_in_gptqs_first_version(
+    family: str, plain_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    write_published(plain_of(family), tmp_path, GPTQ_ASYMMETRIC)
+    ours, meant = PagedModel(tmp_path, 16, "cpu"), PagedModel(tmp_path / "dequantised", 16, "cpu")
+    torch.testing.assert_close(logits_of(ours), logits_of(meant), atol=1e-4, rtol=1e-4)
 
 
 def test_int4_needs_whole_groups() -> None:

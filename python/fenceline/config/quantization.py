@@ -39,7 +39,8 @@ class QuantConfig:
     computes scales from its input.
 
     For int4, ``group_size`` numbers along a row share a scale and a zero point. ``has_zeros``: a compressed-tensors
-    checkpoint stores zero points; otherwise they are 8. ``zero_offset`` is added to the zero points of gptq.
+    checkpoint stores zero points; otherwise they are 8. ``zero_offset`` is added to the zero points of gptq,
+    to words of eight at once: where one has been 0, subtracting has borrowed from the next.
 
     ``has_kv_scales``: the checkpoint has a scale for the keys and one for the values of each layer, for a KV cache in
     FP8.

@@ -237,10 +237,10 @@ class Int4Format(QuantizedFormat):
                 "scales": stored(scales, (groups, n), torch.Tensor.t),
             }
         else:
-            offset = self.config.zero_offset
+            ones = self.config.zero_offset * 0x11111111  # one for each of a word's zero points
             slots = {
                 "qweight": stored(data, (k // 8, n), lambda words: self.pack(_numbers(words, 0).t())),
-                "qzeros": stored(zeros, (groups, n // 8), lambda words: _numbers(words, 1).t() + offset),
+                "qzeros": stored(zeros, (groups, n // 8), lambda words: _numbers(words.int() + ones, 1).t()),
                 "scales": stored(scales, (groups, n), torch.Tensor.t),
                 COLUMN_ORDER: WeightSlot(
                     torch.empty(0, dtype=torch.int64), (k,), convert=partial(_check_order, name, self.group)
