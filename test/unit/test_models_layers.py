@@ -28,7 +28,7 @@ from fenceline.layers.linear import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from fenceline.layers.rotary import RotaryEmbedding
+from fenceline.layers.rotary import RotaryEmbedding, inverse_frequencies
 from fenceline.layers.weight import WeightSlots, fill_slots
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 from fenceline.models.decoder import CausalLM
@@ -335,6 +335,15 @@ def test_rotary_table_equals_transformers_at_far_positions(name: str) -> None:
     ours_cos, ours_sin = rotary_angles(RotaryEmbedding(128, 131072, theta, scaling).table, positions)
     torch.testing.assert_close(ours_cos[:, 0], cos[0], atol=1e-6, rtol=0)
     torch.testing.assert_close(ours_sin[:, 0], sin[0, :, :64], atol=1e-6, rtol=0)
+
+
+def test_attn_factor_of_deepseek_r1_0528_qwen3_8b_cancels_yarns_temperature() -> None:
+    """vLLM's and SGLang's attn_factor multiplies the factor of the paper, which transformers uses without it."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    _, scaling = parse_rope({"rope_scaling": {**rope, "attn_factor": 0.8782488562869419}}, 131072)
+    assert inverse_frequencies(128, 1e6, scaling)[1] == pytest.approx(1.0, abs=1e-12)
+    _, stated = parse_rope({"rope_scaling": {**rope, "attn_factor": 0.5, "attention_factor": 1.2}}, 131072)
+    assert inverse_frequencies(128, 1e6, stated)[1] == 1.2
 
 
 def test_rotation_keeps_half_precision_results_close_to_float32() -> None:

@@ -414,8 +414,9 @@ class RopeScaling:
     # llama3
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    # yarn; attention_factor None: derived from factor (and mscale) as the paper says
+    # yarn; attention_factor None: derived from factor (and mscale) as the paper says, times attn_factor
     attention_factor: float | None = None
+    attn_factor: float = 1.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float = 0.0
@@ -507,6 +508,7 @@ def _scaling(
         low_freq_factor=_number(raw, "low_freq_factor", 1.0),
         high_freq_factor=_number(raw, "high_freq_factor", 4.0),
         attention_factor=attention_factor,
+        attn_factor=_number(raw, "attn_factor", 1.0),
         beta_fast=_number(raw, "beta_fast", 32.0) or 32.0,
         beta_slow=_number(raw, "beta_slow", 1.0) or 1.0,
         mscale=_number(raw, "mscale", 0.0),

@@ -142,6 +142,7 @@ def _yarn_attention_factor(scaling: RopeScaling) -> float:
     def mscale(weight: float) -> float:
         return 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1.0
 
+    # transformers ignores attn_factor. The models that have it were published for SGLang and vLLM, which do not.
     if scaling.mscale and scaling.mscale_all_dim:
-        return mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
-    return mscale(1.0)
+        return scaling.attn_factor * mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
+    return scaling.attn_factor * mscale(1.0)
