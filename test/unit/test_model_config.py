@@ -440,3 +440,39 @@ def test_experts_may_be_int4_but_not_those_of_a_family_with_a_format_of_its_own(
         ValueError, match="GptOssForCausalLM: weights of this family in int4 are not supported .none are."
     ):
         ModelConfig.from_dir(str(tmp_path), quantization=asked)
+
+
+PUBLISHED: dict[str, Json] = json.loads(
+    (Path(__file__).parents[1] / "support" / "published_configs.json").read_text()
+)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """``test/support/published_configs.json`` has the entries and values of published files, with their source."""
+    published = PUBLISHED[name]
+    config = ModelConfig.from_dir(write(tmp_path, published["config"]))
+    read: Json = {
+        "context_length": config.context_length,
+        "windows": sum(window is not None for window in config.windows),
+        "experts": config.experts and [config.experts.num_experts, config.experts.top_k],
+        "quantization": config.quantization and [config.quantization.kind, config.quantization.scales],
+        "rotates": config.partial_rotary_factor,
+        "unrotated": len(config.unrotated_layers),
+        "tied": config.tie_word_embeddings,
+        "mtp_layers": config.num_mtp_layers,
+    }
+    usual: Json = dict.fromkeys(read) | {
+        "windows": 0,
+        "rotates": 1.0,
+        "unrotated": 0,
+        "tied": False,
+        "mtp_layers": 0,
+    }
+    assert read == usual | published["expected"]
+    assert caplog.text == ""  # no entry is unknown
+
+
+def test_a_config_of_each_family_is_published() -> None:
+    families = {name for published in PUBLISHED.values() for name in published["config"]["architectures"]}
+    assert families == set(SUPPORTED_ARCHITECTURES)

@@ -168,6 +168,7 @@ def _qwen3_moe_windows(reader: ConfigReader, num_layers: int) -> Windows:
 
 def _smollm3_windows(reader: ConfigReader, num_layers: int) -> Windows:
     """Without layer_types, the layers without position embedding have a window."""
+    reader.overridden("max_window_layers")
     if not reader.switch("use_sliding_window") or reader.values.get("sliding_window") is None:
         reader.overridden("sliding_window")
         return ()
@@ -361,7 +362,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "Ernie4_5ForCausalLM": _ERNIE_4_5,
         "Ernie4_5_MoeForCausalLM": replace(_ERNIE_4_5, head_dim=None, experts=_ernie_experts),
-        "Exaone4ForCausalLM": Family(rms_norm_eps=1e-5, windows=partial(_periodic_windows, usual_period=4)),
+        "Exaone4ForCausalLM": Family(
+            rms_norm_eps=1e-5,
+            computed={"reorder_qk_norm": (True,)},
+            windows=partial(_periodic_windows, usual_period=4),
+        ),
         "Gemma2ForCausalLM": Family(
             head_dim=256,
             tied=True,

@@ -286,6 +286,8 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh
 
 def _activation(hf: Mapping[str, object], family: Family) -> str:
     name = (family.activation_key and hf.get(family.activation_key)) or family.activation
+    if family.activation_key == "hidden_activation":
+        hf.get("hidden_act")  # Gemma is published with both
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ConfigError(
             f"config.json: {family.activation_key} {name!r} is not supported; supported are {', '.join(_ACTIVATIONS)}"

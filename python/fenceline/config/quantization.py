@@ -19,6 +19,7 @@ ON_LINE = ("fp8", "int4")  # what --quantization makes of plain weights
 ON_LINE_METHOD = "on-line"
 CHECKPOINT_METHODS = ("fp8", "compressed-tensors", "awq", "gptq")
 INT4_GROUPS = (32, 64, 128)
+_E4M3 = ("e4m3", "float8_e4m3fn")  # what DeepSeek and MiniMax call it
 MXFP4_GROUP = 32  # this many numbers of a row share an exponent
 FP8_BLOCK = 128  # rows and columns of a block that has one scale
 # Matrices that some checkpoints store fused, and their parts.
@@ -161,7 +162,7 @@ def _strings(value: object) -> list[str]:
 
 def _read_fp8(name: str, fields: Mapping[str, object]) -> tuple[QuantConfig, list[str]]:
     scheme, block = fields.get("activation_scheme", "dynamic"), fields.get("weight_block_size")
-    if fields.get("fmt", "e4m3") != "e4m3":
+    if fields.get("fmt", "e4m3") not in _E4M3:
         raise _refusal(name, f"with numbers of the format {fields['fmt']}, of which only e4m3 is supported")
     if scheme not in ("dynamic", "static"):
         raise _refusal(name, f"with the activation_scheme {scheme!r}, which is neither dynamic nor static")
