@@ -155,7 +155,7 @@ def test_only_regular_files_are_read(checkpoint: Path, name: str, kind: str) -> 
     else:
         os.mkfifo(checkpoint / name) if kind == "pipe" else (checkpoint / name).mkdir()
     with pytest.raises(ValueError, match=f"{name}: is no regular file"):
-        load(str(checkpoint))
+        load(checkpoint)
 
 
 def test_index_without_a_map(checkpoint: Path) -> None:

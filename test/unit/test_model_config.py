@@ -333,6 +333,7 @@ def test_layers_with_a_window_rotate_in_their_own_way(tmp_path: Path) -> None:
         ({"layer_types": ["sliding_attention"] * 4}, "which other entries contradict"),
         ({"layer_types": ["linear_attention"] * 4}, "this architecture does not have"),
         ({"use_bidirectional_attention": True, **GEMMA}, "use_bidirectional_attention true is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window true is not supported"),
         ({"is_causal": False}, "only null or true is"),
         ({"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported"),
         ({"attn_logit_softcapping": -1.0, **GEMMA}, "must not be negative"),
@@ -354,7 +355,10 @@ def test_unknown_entries_are_named_once(tmp_path: Path, caplog: pytest.LogCaptur
     """Those of future families may matter, so they are not dropped in silence. But no model is refused for them."""
     rope = {"type": "linear", "factor": 2.0, "future": 1}
     ModelConfig.from_dir(
-        write(tmp_path, {**LLAMA, "attention_dropout": 0.1, "future_gate": True, "rope_scaling": rope})
+        write(
+            tmp_path,
+            {**LLAMA, "attention_dropout": 0.1, "future_gate": True, "other": None, "rope_scaling": rope},
+        )
     )
     (record,) = caplog.records
     assert record.getMessage().endswith("have no effect: future_gate, rope_scaling.future")

@@ -24,12 +24,12 @@ _NO_EFFECT = frozenset(
         "initializer_range", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "residual_dropout",
         "hidden_dropout", "hidden_dropout_prob", "dropout", "router_aux_loss_coef", "router_jitter_noise",
         "output_router_logits", "pretraining_tp", "use_mtp", "moe_aux_loss_lambda", "moe_capacity",
-        "moe_use_aux_free", "moe_use_hard_gate", "input_jitter_noise",
+        "moe_use_aux_free", "input_jitter_noise",
         # They say what a call of transformers returns, and how it computes the same numbers.
         "use_cache", "output_hidden_states", "output_attentions", "return_dict", "return_dict_in_generate",
         "chunk_size_feed_forward", "tie_last_hidden_states", "_attn_implementation", "attn_implementation",
         "_experts_implementation", "experts_implementation", "cache_implementation", "use_flash_attention",
-        "torchscript", "fuse_rms_norm", "use_rmsnorm", "compression_ratio",
+        "torchscript", "fuse_rms_norm",
         # They are for classifiers, encoders and images, of which nothing is computed here.
         "id2label", "label2id", "problem_type", "num_labels", "vision_config", "mm_tokens_per_image",
         "boi_token_index", "eoi_token_index", "image_token_index", "image_token_id", "boi_token_id", "eoi_token_id",
@@ -39,6 +39,8 @@ _NO_EFFECT = frozenset(
         # They repeat others in the words of the checkpoint's authors.
         "experts_per_token", "initial_context_length", "mlp_intermediate_size", "num_mtp_modules",
         "mtp_transformer_layers", "use_routing_bias",
+        # It counts only with use_sliding_window.
+        "max_window_layers",
         # The draft of a speculative algorithm has them (config/draft_config.py).
         "target_hidden_size", "target_model_type", "draft_vocab_size", "eagle_config",
     }
@@ -58,6 +60,8 @@ _COMPUTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "clip_qkv": (None,),
         "logit_scale": (None, 1, 1.0),
         "pruned_heads": (None, {}),
+        "use_rmsnorm": (True,),
+        "use_sliding_window": (None, False),
     }
 )
 _ROPE = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention")
@@ -108,7 +112,8 @@ def check_unread(entries: Entries, computed: Mapping[str, tuple[object, ...]]) -
             raise ConfigError(
                 f"config.json: {key} {json.dumps(unread[key])} is not supported for this architecture, only {wanted} is"
             )
-    unknown = sorted(unread.keys() - expected.keys() - _NO_EFFECT)
+    stated = {key for key, value in unread.items() if value is not None}
+    unknown = sorted(stated - expected.keys() - _NO_EFFECT)
     if unknown:
         logger.warning("config.json: these entries are not known and have no effect: %s", ", ".join(unknown))
 

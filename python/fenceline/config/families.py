@@ -159,7 +159,6 @@ def _qwen2_moe_windows(reader: ConfigReader, num_layers: int) -> Windows:
 
 
 def _qwen3_moe_windows(reader: ConfigReader, num_layers: int) -> Windows:
-    reader.overridden("max_window_layers")  # the published configs have it, and no model reads it
     if not reader.switch("use_sliding_window"):
         reader.overridden("sliding_window")
         return ()
@@ -168,7 +167,6 @@ def _qwen3_moe_windows(reader: ConfigReader, num_layers: int) -> Windows:
 
 def _smollm3_windows(reader: ConfigReader, num_layers: int) -> Windows:
     """Without layer_types, the layers without position embedding have a window."""
-    reader.overridden("max_window_layers")
     if not reader.switch("use_sliding_window") or reader.values.get("sliding_window") is None:
         reader.overridden("sliding_window")
         return ()
@@ -335,6 +333,7 @@ _ERNIE_4_5 = Family(
         "moe_gate": (None, "topk"),
         "moe_gate_act": (None, "softmax"),
         "moe_norm_gate_logits": (True,),
+        "compression_ratio": (1.0,),
     },
 )
 _GEMMA_3 = Family(
