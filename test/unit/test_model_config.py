@@ -113,7 +113,9 @@ def test_scaling_extends_the_context(tmp_path: Path, rope: Json, context_length:
         ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic' is not supported"),
         ({"rope_type": "longrope", "factor": 2.0}, "linear, llama3, yarn"),
         ({"rope_type": "yarn"}, "needs a factor"),
-        ({"rope_type": "linear", "factor": 0.5}, "at least 1"),
+        ({"rope_type": "linear", "factor": 0.5}, "from 1 to"),
+        ({"rope_type": "linear", "factor": 1e308}, "from 1 to"),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1e308}, "from 1 to"),
         ({"rope_type": "linear", "factor": "2"}, "finite number"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"full_attention": {"rope_theta": 1e4}}, "layer type"),
@@ -315,8 +317,16 @@ def test_layers_with_a_window_rotate_in_their_own_way(tmp_path: Path) -> None:
             ({key: 2**31}, f"{key} must be at most 16777216")
             for key in ("vocab_size", "hidden_size", "head_dim", "max_position_embeddings", "rotary_dim")
         ],
+        (
+            {
+                "architectures": ["Ernie4_5_MoeForCausalLM"],
+                "moe_intermediate_size": 8,
+                "moe_num_shared_experts": -1,
+            },
+            "moe_num_shared_experts must be",
+        ),
         ({**GEMMA, "sliding_window": 2**31}, "sliding_window must be at most 16777216"),
-        ({"rope_scaling": {"type": "linear", "factor": 1e9}}, "choose a length with --context-length"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e6}}, "choose a length with --context-length"),
         (
             {"architectures": ["Phi3ForCausalLM"], "head_dim": 20, "partial_rotary_factor": 0.25},
             "rotates 5 of 20 features",

@@ -256,7 +256,7 @@ def _ernie_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
     every, start = reader.size("moe_layer_interval", 1), reader.whole("moe_layer_start_index", 1)
     end = reader.whole("moe_layer_end_index", -1)
     sparse = range(start, num_layers if end == -1 else end + 1)
-    size, num_shared = reader.size("moe_intermediate_size"), reader.whole("moe_num_shared_experts", 2)
+    size, num_shared = reader.size("moe_intermediate_size"), reader.count("moe_num_shared_experts", default=2)
     return ExpertsConfig(
         num_experts=reader.size("moe_num_experts"),
         top_k=reader.size("moe_k"),

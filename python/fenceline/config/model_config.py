@@ -497,8 +497,8 @@ def _scaling(
     if raw.get("factor") is None:
         raise ConfigError(f"config.json: rope scaling of type {rope_type!r} needs a factor")
     factor = _number(raw, "factor", 1.0)
-    if factor < 1.0:
-        raise ConfigError(f"config.json: the rope scaling factor must be at least 1, got {factor:g}")
+    if not 1.0 <= factor <= MOST:
+        raise ConfigError(f"config.json: the rope scaling factor must be from 1 to {MOST}, got {factor:g}")
     # A top-level value, as Phi-3 writes it, takes precedence over the one inside the dict, as in transformers.
     inside = _number(raw, "original_max_position_embeddings", float(max_position_embeddings))
     original = _number(hf, "original_max_position_embeddings", inside)
@@ -517,8 +517,8 @@ def _scaling(
         mscale_all_dim=_number(raw, "mscale_all_dim", 0.0),
         truncate=raw.get("truncate") is not False,
     )
-    if scaling.original_max_position_embeddings < 1:
-        raise ConfigError("config.json: original_max_position_embeddings must be at least 1")
+    if not 1 <= scaling.original_max_position_embeddings <= MOST:
+        raise ConfigError(f"config.json: original_max_position_embeddings must be from 1 to {MOST}")
     if rope_type == "llama3" and not 0.0 < scaling.low_freq_factor < scaling.high_freq_factor:
         raise ConfigError("config.json: llama3 rope scaling needs 0 < low_freq_factor < high_freq_factor")
     return scaling
