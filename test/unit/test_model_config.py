@@ -425,6 +425,13 @@ def test_context_length_beyond_the_model_is_refused(tmp_path: Path) -> None:
         ModelConfig.from_dir(path, context_length=0)
 
 
+def test_a_length_may_be_chosen_where_the_models_is_absurd(tmp_path: Path) -> None:
+    path = write(tmp_path, {**LLAMA, "rope_scaling": {"type": "linear", "factor": 1e6}})
+    assert ModelConfig.from_dir(path, context_length=1 << 24).context_length == 1 << 24
+    with pytest.raises(ValueError, match="at most 16777216 are possible"):
+        ModelConfig.from_dir(path, context_length=1 << 25)
+
+
 def test_unknown_dtype_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="use auto, half"):
         ModelConfig.from_dir(write(tmp_path, LLAMA), dtype="int4")
@@ -435,6 +442,8 @@ def test_the_part_of_a_head_that_rotates_in_either_notation(tmp_path: Path) -> N
     for entries, factor in (({}, 0.5), ({"partial_rotary_factor": 0.25}, 0.25), ({"rotary_dim": 12}, 0.75)):
         config = ModelConfig.from_dir(write(tmp_path, {**glm, **entries}))
         assert (config.partial_rotary_factor, config.rope_interleaved) == (factor, True)
+    config = ModelConfig.from_dir(write(tmp_path, {**glm, "head_dim": 44, "rotary_dim": 30}))
+    assert int(config.partial_rotary_factor * 44) == 30  # 30 / 44 * 44 is below 30
 
 
 @pytest.mark.parametrize("asked", [None, "int4"])

@@ -339,12 +339,12 @@ def _head_dim(reader: ConfigReader, default: int | None, num_heads: int) -> int:
 
 
 def _context_length(asked: int | None, limit: int) -> int:
+    if min(limit, asked or limit) > MOST:
+        raise ConfigError(
+            f"config.json: with its rope scaling the context has {limit} tokens, at most {MOST} are possible;"
+            " choose a length with --context-length"
+        )
     if asked is None:
-        if limit > MOST:
-            raise ConfigError(
-                f"config.json: with its rope scaling the context has {limit} tokens, at most {MOST} are possible;"
-                " choose a length with --context-length"
-            )
         return limit
     if asked < 1:
         raise ConfigError(f"--context-length must be at least 1, got {asked}")
@@ -431,7 +431,10 @@ def _partial_rotary(hf: Mapping[str, object], default: float | None, rotary_dim:
     the entry of this name, 0 if there is none."""
     raw = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     inside = raw if isinstance(raw, Mapping) else {}
-    whole = 1.0 if default is None else rotary_dim / head_dim or default
+    stated = rotary_dim / head_dim
+    if int(stated * head_dim) < rotary_dim:  # it has been rounded down
+        stated = math.nextafter(stated, 1.0)
+    whole = 1.0 if default is None else stated or default
     value = _number(inside, "partial_rotary_factor", _number(hf, "partial_rotary_factor", whole))
     if int(value * head_dim) % 2:
         raise ConfigError(
