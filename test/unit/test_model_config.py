@@ -344,7 +344,7 @@ def test_layers_with_a_window_rotate_in_their_own_way(tmp_path: Path) -> None:
         ({"layer_types": ["linear_attention"] * 4}, "this architecture does not have"),
         ({"use_bidirectional_attention": True, **GEMMA}, "use_bidirectional_attention true is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window true is not supported"),
-        ({"is_causal": False}, "only null or true is"),
+        ({"is_causal": False}, "only true or null is"),
         ({"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported"),
         ({"attn_logit_softcapping": -1.0, **GEMMA}, "must not be negative"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "unquantised"),

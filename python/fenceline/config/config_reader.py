@@ -29,7 +29,7 @@ _NO_EFFECT = frozenset(
         "use_cache", "output_hidden_states", "output_attentions", "return_dict", "return_dict_in_generate",
         "chunk_size_feed_forward", "tie_last_hidden_states", "_attn_implementation", "attn_implementation",
         "_experts_implementation", "experts_implementation", "cache_implementation", "use_flash_attention",
-        "torchscript", "fuse_rms_norm",
+        "torchscript", "fuse_rms_norm", "is_decoder",
         # They are for classifiers, encoders and images, of which nothing is computed here.
         "id2label", "label2id", "problem_type", "num_labels", "vision_config", "mm_tokens_per_image",
         "boi_token_index", "eoi_token_index", "image_token_index", "image_token_id", "boi_token_id", "eoi_token_id",
@@ -45,23 +45,22 @@ _NO_EFFECT = frozenset(
         "target_hidden_size", "target_model_type", "draft_vocab_size", "eagle_config",
     }
 )  # fmt: skip
-# Entries with which a model computes something else, and the values that say that it does not.
+# Entries with which a model computes something else, and the values that say that it does not. null never says so.
 _COMPUTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
-        "use_bidirectional_attention": (None, False),
-        "is_causal": (None, True),
-        "is_encoder_decoder": (None, False),
-        "is_decoder": (None, True, False),
-        "add_cross_attention": (None, False),
-        "cross_attention_hidden_size": (None,),
-        "per_layer_config": (None, {}),
-        "attn_logit_softcapping": (None, 0, 0.0),
-        "final_logit_softcapping": (None, 0, 0.0),
-        "clip_qkv": (None,),
-        "logit_scale": (None, 1, 1.0),
-        "pruned_heads": (None, {}),
+        "use_bidirectional_attention": (False,),
+        "is_causal": (True,),
+        "is_encoder_decoder": (False,),
+        "add_cross_attention": (False,),
+        "cross_attention_hidden_size": (),
+        "per_layer_config": ({},),
+        "attn_logit_softcapping": (0,),
+        "final_logit_softcapping": (0,),
+        "clip_qkv": (),
+        "logit_scale": (1,),
+        "pruned_heads": ({},),
         "use_rmsnorm": (True,),
-        "use_sliding_window": (None, False),
+        "use_sliding_window": (False,),
     }
 )
 _ROPE = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention")
@@ -105,15 +104,15 @@ def check_unread(entries: Entries, computed: Mapping[str, tuple[object, ...]]) -
     """Raises ``ConfigError`` if an entry that nobody has read says that the model computes something else than we do.
     ``computed`` has the family's entries of this kind and the values that we compute. A log line names entries that are
     not known here."""
-    expected, unread = {**_COMPUTED, **computed}, entries.unread()
+    expected = {**_COMPUTED, **computed}
+    unread = {key: value for key, value in entries.unread().items() if value is not None}
     for key in unread.keys() & expected.keys():
         if unread[key] not in expected[key]:
-            wanted = " or ".join(json.dumps(value) for value in expected[key])
+            wanted = " or ".join(json.dumps(value) for value in (*expected[key], None))
             raise ConfigError(
                 f"config.json: {key} {json.dumps(unread[key])} is not supported for this architecture, only {wanted} is"
             )
-    stated = {key for key, value in unread.items() if value is not None}
-    unknown = sorted(stated - expected.keys() - _NO_EFFECT)
+    unknown = sorted(unread.keys() - expected.keys() - _NO_EFFECT)
     if unknown:
         logger.warning("config.json: these entries are not known and have no effect: %s", ", ".join(unknown))
 

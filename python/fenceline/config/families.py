@@ -293,8 +293,8 @@ class Family:
     the entries are at the top level. ``norm_offset`` is added to the weights of norms. ``soft_caps``: the defaults of
     the soft caps of attention scores and of logits, 0 for none; None: the family has no such entry. ``local_theta``:
     layers with a window have their own rope_theta, with this default. ``switches`` are entries, true or false, that the
-    family's file in models/ reads. ``computed`` has entries of which only one value is computed, or a few: other values
-    are refused.
+    family's file in models/ reads. ``computed`` has entries of which only these values are computed; others are
+    refused, except for null.
     """
 
     head_dim: int | None = None
@@ -330,8 +330,7 @@ _ERNIE_4_5 = Family(
     switches=("use_bias",),
     computed={
         "moe_norm_min": (1e-12,),
-        "moe_gate": (None, "topk"),
-        "moe_gate_act": (None, "softmax"),
+        "moe_gate_act": ("softmax",),
         "moe_norm_gate_logits": (True,),
         "compression_ratio": (1.0,),
     },
@@ -390,7 +389,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             partial_rotary=0.5,
             appended_mtp=True,
             switches=("use_qk_norm",),
-            computed={"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")},
+            computed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
             experts=_glm_experts,
         ),
         "GptOssForCausalLM": Family(
@@ -415,9 +414,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             computed={
                 "qk_norm_type": ("per_layer",),
                 "scoring_func": ("sigmoid",),
-                "shared_intermediate_size": (None, 0),
+                "shared_intermediate_size": (0,),
                 "use_qk_norm": (True,),
-                "sliding_window": (None,),
+                "sliding_window": (),
             },
             experts=_minimax_experts,
         ),
