@@ -51,19 +51,21 @@ class Published:
 _CHATML_CALLS = """
 {%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
 {%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
     {%- if message.role == 'tool' %}
         {%- if loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
-        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {{- '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}
         {%- if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
     {%- elif message.tool_calls %}
-        {{- '<|im_start|>assistant' + ('\\n' + message.content if message.content else '') }}
+        {{- '<|im_start|>assistant' + ('\\n' + content if content else '') }}
         {%- for call in message.tool_calls %}
+            {%- set arguments = call.function.arguments %}
             {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-            {{- call.function.arguments | tojson + '}\\n</tool_call>' }}
+            {{- (arguments if arguments is string else arguments | tojson) + '}\\n</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
     {%- else %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
     {%- endif %}
 {%- endfor %}
 {{- '<|im_start|>assistant\\n' if add_generation_prompt }}"""
@@ -90,14 +92,28 @@ _HERMES = """
 
 _LLAMA_31 = """{{- bos_token }}
 {%- macro head(role) %}{{ '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' }}{% endmacro %}
-{%- for tool in tools or [] %}{{ tool | tojson(indent=4) }}{% endfor %}
+{%- set system = '' %}
+{%- if messages[0].role == 'system' %}
+    {%- set system = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{{- head('system') + system + '<|eot_id|>' }}
+{%- if tools %}
+    {%- if not messages %}{{ raise_exception('no first user message') }}{% endif %}
+    {{- head('user') + tools | tojson(indent=4) + messages[0]['content'] | trim + '<|eot_id|>' }}
+    {%- set messages = messages[1:] %}
+{%- endif %}
 {%- for message in messages %}
     {%- if 'tool_calls' in message %}
         {%- if message.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}
         {{- head('assistant') + '{"name": "' + message.tool_calls[0].function.name + '", "parameters": ' }}
         {{- message.tool_calls[0].function.arguments | tojson + '}<|eot_id|>' }}
     {%- elif message.role == 'tool' %}
-        {{- head('ipython') + message.content | tojson + '<|eot_id|>' }}
+        {{- head('ipython') }}
+        {%- if message.content is mapping or message.content is iterable %}
+            {{- message.content | tojson }}
+        {%- else %}{{ message.content }}{% endif %}
+        {{- '<|eot_id|>' }}
     {%- else %}
         {{- head(message.role) + message['content'] | trim + '<|eot_id|>' }}
     {%- endif %}
@@ -149,11 +165,29 @@ _MISTRAL_V3 = """{{- bos_token }}
 {%- endfor %}"""
 
 _MISTRAL_V11 = """{{- bos_token }}
+{%- if messages[0].role == 'system' %}
+    {%- set system = messages[0].content if messages[0].content is string else messages[0].content[0].text %}
+    {%- set turns = messages[1:] %}
+    {{- '[SYSTEM_PROMPT]' + system + '[/SYSTEM_PROMPT]' }}
+{%- else %}
+    {%- set turns = messages %}
+{%- endif %}
 {{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' if tools }}
-{%- for message in messages %}
+{%- set users = namespace(turn=true) %}
+{%- for message in turns if message.role != 'tool' and not message.tool_calls %}
+    {%- if (message.role == 'user') != users.turn %}{{ raise_exception('roles must alternate') }}{% endif %}
+    {%- set users.turn = not users.turn %}
+{%- endfor %}
+{%- for message in turns %}
     {%- if message.role == 'user' %}
-        {{- '[INST]' + message.content + '[/INST]' }}
-    {%- elif message.tool_calls %}
+        {{- '[INST]' }}
+        {%- if message.content is string %}{{ message.content }}{% else %}
+            {%- for part in message.content %}
+                {%- if part.type == 'text' %}{{ part.text }}{% else %}{{ raise_exception('only text') }}{% endif %}
+            {%- endfor %}
+        {%- endif %}
+        {{- '[/INST]' }}
+    {%- elif message.tool_calls is defined %}
         {%- for call in message.tool_calls %}
             {%- if call.id | length != 9 %}{{ raise_exception('an id has nine characters') }}{% endif %}
             {{- '[TOOL_CALLS]' + call.function.name + '[CALL_ID]' + call.id }}
@@ -161,9 +195,11 @@ _MISTRAL_V11 = """{{- bos_token }}
         {%- endfor %}
         {{- eos_token }}
     {%- elif message.role == 'tool' %}
-        {{- '[TOOL_RESULTS]' + message.tool_call_id + '[TOOL_CONTENT]' + message.content + '[/TOOL_RESULTS]' }}
+        {{- '[TOOL_RESULTS]' + message.tool_call_id + '[TOOL_CONTENT]' + message.content | string + '[/TOOL_RESULTS]' }}
+    {%- elif message.role == 'assistant' %}
+        {{- (message.content if message.content is string else message.content[0].text) + eos_token }}
     {%- else %}
-        {{- message.content + eos_token }}
+        {{- raise_exception('a system message is the first one') }}
     {%- endif %}
 {%- endfor %}"""
 
@@ -192,6 +228,81 @@ _QWEN3_CODER = """
 {%- endfor %}
 {{- '<|im_start|>assistant\\n' if add_generation_prompt }}"""
 
+_QWEN_35 = """
+{%- macro shown(content) %}
+    {%- if content is string %}{{ content }}
+    {%- elif content is iterable and content is not mapping %}
+        {%- for part in content %}
+            {%- if 'text' in part %}{{ part.text }}{% else %}{{ raise_exception('no such part') }}{% endif %}
+        {%- endfor %}
+    {%- elif content is not none and content is defined %}{{ raise_exception('no such content') }}{% endif %}
+{%- endmacro %}
+{%- if tools %}
+    {{- '<|im_start|>system\\n<tool_call>\\n<function=name>\\n<parameter=key>\\nvalue' + tools | tojson }}
+    {{- '\\n\\n' + shown(messages[0].content) | trim if messages[0].role == 'system' }}
+    {{- '<|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + shown(messages[0].content) | trim + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- set content = shown(message.content) | trim %}
+    {%- if message.role == 'system' %}
+        {%- if not loop.first %}{{ raise_exception('a system message is the first one') }}{% endif %}
+    {%- elif message.role == 'user' %}
+        {{- '<|im_start|>user\\n' + content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n<think>\\n' + (message.reasoning_content or '') + '\\n</think>\\n\\n' + content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- ('\\n\\n' if content else '') if loop.first else '\\n' }}
+            {{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+            {%- for key, value in call.function.arguments | items %}
+                {%- set structured = value is mapping or (value is sequence and value is not string) %}
+                {{- '<parameter=' + key + '>\\n' + (value | tojson if structured else value | string) }}
+                {{- '\\n</parameter>\\n' }}
+            {%- endfor %}
+            {{- '</function>\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user' if loop.previtem and loop.previtem.role != 'tool' }}
+        {{- '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
+    {%- else %}{{ raise_exception('no such role') }}{% endif %}
+{%- endfor %}
+{{- '<|im_start|>assistant\\n<think>\\n' if add_generation_prompt }}"""
+
+_SEED_OSS = """
+{%- set turns = messages %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] %}
+    {%- set turns = messages[1:] %}
+{%- endif %}
+{{- bos_token + 'system\\n' + system if system is defined }}
+{%- for tool in tools or [] if tool.type == 'function' %}
+    {{- '\\ndef ' + tool.function.name + '(' }}
+    {%- for name, value in tool.function.parameters.properties.items() %}{{ name + ': ' + value.type }}{% endfor %}
+    {{- '): ' + tool.function.description | trim }}
+{%- endfor %}
+{{- '\\n<seed:tool_call>\\n<function=name>\\n' if tools }}
+{{- eos_token if tools or system is defined }}
+{%- for message in turns %}
+    {{- bos_token + message.role + '\\n' }}
+    {%- if message.role == 'assistant' and message.tool_calls is defined and message.tool_calls | length > 0 %}
+        {{- message.content | trim + '\\n' if message.content is string and message.content | trim }}
+        {%- for call in message.tool_calls %}
+            {{- '\\n<seed:tool_call>\\n<function=' + call.function.name + '>\\n' }}
+            {%- for key, value in call.function.arguments | items %}
+                {{- '<parameter=' + key + '>' + (value if value is string else value | string) + '</parameter>\\n' }}
+            {%- endfor %}
+            {{- '</function>\\n</seed:tool_call>' }}
+        {%- endfor %}
+    {%- elif message.role == 'assistant' %}
+        {{- message.content | trim if message.content is string }}
+    {%- else %}{{ message.content + '' }}{% endif %}
+    {{- eos_token }}
+{%- endfor %}
+{{- bos_token + 'assistant\\n' if add_generation_prompt }}"""
+
 _DEEPSEEK_V3 = """{{- bos_token }}
 {%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
 {%- for message in messages %}
@@ -214,19 +325,28 @@ _DEEPSEEK_V3 = """{{- bos_token }}
     {%- endif %}
 {%- endfor %}"""
 
-_DEEPSEEK_V31 = """{{- bos_token }}
+_DEEPSEEK_V31 = """
+{%- set found = namespace(system='', first=true) %}
+{%- for message in messages if message['role'] == 'system' %}
+    {%- set found.system = found.system + ('' if found.first else '\\n\\n') + message['content'] %}
+    {%- set found.first = false %}
+{%- endfor %}
+{{- bos_token + found.system }}
 {%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
 {%- for message in messages %}
     {%- if message['role'] == 'user' %}
         {{- '<｜User｜>' + message['content'] }}
         {%- if loop.last %}{{ '<｜Assistant｜>' + ('<think>' if thinking else '</think>') }}{% endif %}
     {%- elif message['role'] == 'assistant' and message['tool_calls'] is defined %}
-        {{- '<｜Assistant｜></think>' + (message['content'] or '') + '<｜tool▁calls▁begin｜>' }}
+        {{- '<｜Assistant｜></think>' + ('' if message['content'] is none else message['content']) }}
+        {{- '<｜tool▁calls▁begin｜>' }}
         {%- for call in message['tool_calls'] %}
             {{- '<｜tool▁call▁begin｜>' + call['function']['name'] + '<｜tool▁sep｜>' }}
             {{- call['function']['arguments'] + '<｜tool▁call▁end｜>' }}
         {%- endfor %}
         {{- '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}
+    {%- elif message['role'] == 'assistant' %}
+        {{- '<｜Assistant｜></think>' + message['content'] + '<｜end▁of▁sentence｜>' }}
     {%- elif message['role'] == 'tool' %}
         {{- '<｜tool▁output▁begin｜>' + message['content'] + '<｜tool▁output▁end｜>' }}
     {%- endif %}
@@ -235,54 +355,82 @@ _DEEPSEEK_V31 = """{{- bos_token }}
 _GLM_45 = """{{- '[gMASK]<sop>' }}
 {%- if tools %}{{ '<|system|>\\n<tool_call>name\\n<arg_key>key</arg_key>' + tools | tojson }}{% endif %}
 {%- macro shown(content) %}
-    {%- if content is string %}{{ content }}{% else %}{% for part in content %}{{ part.text }}{% endfor %}{% endif %}
+    {%- if content is string %}{{ content }}
+    {%- elif content is iterable and content is not mapping %}
+        {%- for part in content %}{{ part.text if part is mapping and part.type == 'text' }}{% endfor %}
+    {%- else %}{{ content }}{% endif %}
 {%- endmacro %}
 {%- for message in messages %}
-    {%- if message.role == 'tool' %}
+    {%- if message.role == 'tool' and message.content is string %}
         {{- '<|observation|>' if loop.previtem.role != 'tool' }}
         {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|observation|>' }}
+        {%- for one in message.content %}
+            {{- '\\n<tool_response>\\n' ~ (one.output if one.output is defined else one) ~ '\\n</tool_response>' }}
+        {%- endfor %}
     {%- elif message.role == 'assistant' %}
         {{- '<|assistant|>\\n<think>' + (message.reasoning_content or '') + '</think>' }}
         {{- '\\n' + shown(message.content) | trim if shown(message.content) | trim }}
         {%- for call in message.tool_calls or [] %}
             {{- '\\n<tool_call>' + call.function.name }}
-            {%- for key, value in call.function.arguments.items() %}
+            {%- for key, value in (call.function.arguments or {}).items() %}
                 {{- '\\n<arg_key>' + key + '</arg_key>\\n<arg_value>' }}
                 {{- (value if value is string else value | tojson) + '</arg_value>' }}
             {%- endfor %}
             {{- '\\n</tool_call>' }}
         {%- endfor %}
-    {%- else %}
+    {%- elif message.role in ('user', 'system') %}
         {{- '<|' + message.role + '|>\\n' + shown(message.content) }}
     {%- endif %}
 {%- endfor %}
 {{- '<|assistant|>' if add_generation_prompt }}"""
 
-_MINIMAX_M2 = """{{- ']~!b[]~b]system\\n' }}
+_MINIMAX_M2 = """
+{%- macro shown(content) %}
+    {%- if content is string %}{{ content }}
+    {%- elif content is iterable and content is not mapping %}
+        {%- for part in content %}{{ part.text if part is mapping and part.type == 'text' }}{% endfor %}
+    {%- else %}{{ content }}{% endif %}
+{%- endmacro %}
+{%- set system, turns = none, messages %}
+{%- if messages and messages[0].role == 'system' %}
+    {%- set system, turns = messages[0], messages[1:] %}
+{%- endif %}
+{{- ']~!b[]~b]system\\n' + (shown(system.content) if system and system.content else '') }}
 {%- if tools %}{{ '<minimax:tool_call>\\n<invoke name="name">' + tools | tojson }}{% endif %}
 {{- '[e~[\\n' }}
-{%- for message in messages %}
+{%- set called = namespace(name=none) %}
+{%- for message in turns %}
     {%- if message.role == 'tool' %}
+        {%- if called.name is none %}{{ raise_exception('an answer without a call') }}{% endif %}
         {%- if loop.previtem.role != 'tool' %}{{ ']~b]tool' }}{% endif %}
-        {{- '\\n<response>' + message.content + '</response>' }}
+        {%- if message.content is string %}{{ '\\n<response>' + message.content + '</response>' }}{% else %}
+            {%- for one in message.content %}
+                {{- '\\n<response>' ~ (one.output if one.output is defined else one) ~ '\\n</response>' }}
+            {%- endfor %}
+        {%- endif %}
         {%- if loop.last or loop.nextitem.role != 'tool' %}{{ '[e~[\\n' }}{% endif %}
     {%- elif message.role == 'assistant' %}
-        {{- ']~b]ai\\n' + message.content }}
+        {{- ']~b]ai\\n' + shown(message.content) }}
+        {%- set called.name = none %}
         {%- if message.tool_calls %}
             {{- '\\n<minimax:tool_call>\\n' }}
             {%- for call in message.tool_calls %}
                 {{- '<invoke name="' + call.function.name + '">\\n' }}
-                {%- for key, value in call.function.arguments | items %}
+                {%- set arguments = call.function.arguments %}
+                {%- for key, value in arguments.items() %}
                     {{- '<parameter name="' + key + '">' + (value if value is string else value | tojson) }}
                     {{- '</parameter>\\n' }}
                 {%- endfor %}
                 {{- '</invoke>\\n' }}
+                {%- set called.name = call.function.name %}
             {%- endfor %}
             {{- '</minimax:tool_call>' }}
         {%- endif %}
         {{- '[e~[\\n' }}
-    {%- else %}
-        {{- ']~b]' + message.role + '\\n' + message.content + '[e~[\\n' }}
+    {%- elif message.role == 'user' %}
+        {{- ']~b]user\\n' + shown(message.content) + '[e~[\\n' }}
     {%- endif %}
 {%- endfor %}
 {{- ']~b]ai\\n<think>\\n' if add_generation_prompt }}"""
@@ -291,6 +439,11 @@ _SEP, _END = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 
 _GPT_OSS = """{{- '<|start|>system<|message|>Reasoning: ' + reasoning_effort | default('medium') }}
 {{- '\\n# Valid channels: analysis, commentary, final.<|end|>' }}
+{%- set told, turns = '', messages %}
+{%- if messages[0].role in ('developer', 'system') %}
+    {%- set told, turns = messages[0].content, messages[1:] %}
+{%- endif %}
+{{- '<|start|>developer<|message|># Instructions\\n\\n' + told + '<|end|>' if told }}
 {%- if tools %}
     {{- '<|start|>developer<|message|># Tools\\n\\nnamespace functions {\\n' }}
     {%- for tool in tools %}
@@ -299,7 +452,7 @@ _GPT_OSS = """{{- '<|start|>system<|message|>Reasoning: ' + reasoning_effort | d
     {{- '}<|end|>' }}
 {%- endif %}
 {%- set called = namespace(name=none) %}
-{%- for message in messages %}
+{%- for message in turns %}
     {%- if message.role == 'assistant' and 'tool_calls' in message %}
         {%- if message.content and message.thinking %}{{ raise_exception('pass one of them') }}{% endif %}
         {%- if message.content or message.thinking %}
@@ -317,8 +470,8 @@ _GPT_OSS = """{{- '<|start|>system<|message|>Reasoning: ' + reasoning_effort | d
         {%- if called.name is none %}{{ raise_exception('an answer without a call') }}{% endif %}
         {{- '<|start|>functions.' + called.name + ' to=assistant<|channel|>commentary<|message|>' }}
         {{- message.content | tojson + '<|end|>' }}
-    {%- else %}
-        {{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
+    {%- elif message.role == 'user' %}
+        {{- '<|start|>user<|message|>' + message.content + '<|end|>' }}
     {%- endif %}
 {%- endfor %}
 {{- '<|start|>assistant' if add_generation_prompt }}"""
@@ -400,8 +553,8 @@ PUBLISHED: dict[str, Published] = {
         mirrors="meta-llama/Llama-3.1-8B-Instruct, tokenizer_config.json; one call at a time",
         template=_LLAMA_31 + '{# "parameters": dictionary of argument name and its value #}',
         written=f'{{"name": "weather", "parameters": {_JSON}}}',
-        history="<s><|start_header_id|>user<|end_header_id|>\n\nAnd?<|eot_id|><|start_header_id|>assistant"
-        "<|end_header_id|>\n\nWRITTEN<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n\"rain\"<|eot_id|>"
+        history="<s><|start_header_id|>system<|end_header_id|>\n\n<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
+        "And?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nWRITTEN<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n\"rain\"<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
         num_calls=1,
     ),
@@ -444,6 +597,31 @@ PUBLISHED: dict[str, Published] = {
         "<tool_response>\nrain\n</tool_response>\n<tool_response>\nnoon\n</tool_response>\n<|im_end|>\n"
         "<|im_start|>assistant\n",
     ),
+    "Qwen3.5": Published(
+        parser="qwen3_coder",
+        mirrors="Qwen/Qwen3.5-4B, chat_template.jinja; an answer begins within its thought",
+        template=_QWEN_35,
+        written=f"<tool_call>\n<function=weather>\n<parameter=city>\n{CITY}\n</parameter>\n<parameter=days>\n3\n"
+        "</parameter>\n<parameter=hourly>\nTrue\n</parameter>\n<parameter=fields>\n[\"a]\", {\"b\": null}]\n"
+        "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        history="<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nWRITTEN<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\nrain\n</tool_response>\n<tool_response>\nnoon\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n",
+    ),
+    "Seed-OSS": Published(
+        parser="seed_oss",
+        mirrors="ByteDance-Seed/Seed-OSS-36B-Instruct, chat_template.jinja; it writes lists as Python does",
+        template=_SEED_OSS,
+        written=f"<seed:tool_call>\n<function=weather>\n<parameter=city>{CITY}</parameter>\n<parameter=days>3</parameter>"
+        "\n<parameter=hourly>True</parameter>\n<parameter=fields>[\"a]\", {\"b\": null}]</parameter>\n"
+        "</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
+        history=f"<s>user\nAnd?</s><s>assistant\n\n<seed:tool_call>\n<function=weather>\n<parameter=city>{CITY}</parameter>"
+        "\n<parameter=days>3</parameter>\n<parameter=hourly>True</parameter>\n<parameter=fields>['a]', {'b': None}]"
+        "</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>"
+        "</s><s>tool\nrain</s><s>tool\nnoon</s><s>assistant\n",
+        thinks="seed_oss",
+        thought="<seed:think>so</seed:think>\n\n",
+    ),
     "DeepSeek V3": Published(
         parser="deepseekv3",
         mirrors="deepseek-ai/DeepSeek-V3-0324, tokenizer_config.json",
@@ -464,9 +642,9 @@ PUBLISHED: dict[str, Published] = {
         "<｜tool▁output▁end｜><｜tool▁output▁begin｜>noon<｜tool▁output▁end｜>",
         thinks="deepseek-v3",
     ),
-    "GLM-4.5": Published(
+    "GLM-4.5 and 4.6": Published(
         parser="glm45",
-        mirrors="zai-org/GLM-4.5, chat_template.jinja",
+        mirrors="zai-org/GLM-4.5 and GLM-4.6, chat_template.jinja",
         template=_GLM_45,
         written=f"<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>{CITY}</arg_value>\n<arg_key>days</arg_key>\n"
         "<arg_value>3</arg_value>\n<arg_key>hourly</arg_key>\n<arg_value>true</arg_value>\n<arg_key>fields</arg_key>\n"

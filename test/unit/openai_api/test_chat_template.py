@@ -223,16 +223,20 @@ def test_parity_of_parts(render):
 
 
 @pytest.mark.parametrize(
-    ("source", "loops"),
+    ("source", "text"),
     [
-        (CHATML, False), (QWEN3, False), (LLAMA3, False), (MISTRAL, False), (PARTS, True),
-        ("{% for m in messages %}{% for c in m['content'] %}{% endfor %}{% endfor %}", True),
-        ("{% for m in messages %}{% for c in m.content | selectattr('type') %}{% endfor %}{% endfor %}", True),
-        ("{% for m in messages %}{% for line in m.content.split('x') %}{% endfor %}{% endfor %}", False),
+        (PARTS, "user: (a)(b)\n"),
+        ("{% for m in messages %}{% for c in m['content'] %}{{ c.text }},{% endfor %}{% endfor %}", "a,b,"),
+        ("{% for m in messages %}{{ m.content | map(attribute='text') | join('+') }}{% endfor %}", "a+b"),
+        ("{% for m in messages %}{{ m.content if m.content is string else"
+         " m.content | map(attribute='text') | join('+') }}{% endfor %}", "a+b"),
+        ("{% for m in messages %}{% for line in m.content.split('x') %}{{ line }}{% endfor %}{% endfor %}", "a\nb"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}{% if x %}{% for p in x.content %}{% endfor %}{% endif %}", "a\nb"),
     ],
 )  # fmt: skip
-def test_which_templates_take_parts(source, loops):
-    assert ChatTemplate(source, {}).loops_over_content is loops
+def test_which_templates_take_parts(source, text):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert ChatTemplate(source, {}).render(messages) == text
 
 
 def test_parts_become_one_text_for_other_templates():

@@ -12,9 +12,10 @@ import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import jinja2
+import pydantic_core
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -41,6 +42,25 @@ _RESERVED = frozenset(
         "tokenize",
     )
 )
+# What a template does with a message is found out by rendering some. In a part of a content, _TRACE is the value of a
+# field that no template knows: where it is shown, the part was written as an object instead of as its text.
+_FIRST, _SECOND, _TRACE = "first0probe", "second0probe", "trace0probe"
+_KINDS = ("system", "user", "assistant", "calls", "tool")  # "calls": an assistant's message with calls
+_PROBE_TOOL: Mapping[str, object] = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "f",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": []},
+    },
+}
+
+
+class _Systems(NamedTuple):
+    """Whether a template shows several system messages at the beginning, each as one, and one that comes later."""
+
+    several: bool
+    late: bool
 
 
 class ChatTemplate:
@@ -52,7 +72,6 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             tree = environment.parse(source)
-            self.loops_over_content = _loops_over_content(tree)
             names = {node.name for node in tree.find_all(nodes.Name)}
             self.has_tools = bool(names & {"tools", "available_tools"})  # the latter is what Granite's read
             self.tool_call_format = tool_call_format_of(source)
@@ -63,6 +82,54 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"not a valid Jinja template, line {error.lineno}: {error.message}") from error
         self._special_tokens = dict(special_tokens)
+        with_tools = (False, True) if self.has_tools else (False,)
+        # As long as these are found out, the template gets everything as it is.
+        self._takes_parts = frozenset(_KINDS)
+        self._arguments_as_sent, self._shows_text_as_arguments = False, True
+        self._systems = dict.fromkeys(with_tools, _Systems(True, True))
+        self._shows_text_as_arguments = _FIRST in self._probe(
+            _conversation("calls", "", _FIRST), self.has_tools
+        )
+        if self._shows_text_as_arguments:
+            objects = self._probe(_conversation("calls", "", f'{{"x": "{_FIRST}"}}'), self.has_tools)
+            self._arguments_as_sent = _FIRST not in objects
+        self._takes_parts = frozenset(kind for kind in _KINDS if self._loops_over_content(kind, with_tools))
+        self._systems = {tools: self._find_systems(tools) for tools in with_tools}
+
+    def _probe(self, messages: Sequence[Message], tools: bool) -> str:
+        """The prompt text, "" if the template refuses the messages."""
+        try:
+            return self.render(messages, tools=[_PROBE_TOOL] if tools else ())
+        except (ValueError, RecursionError):
+            return ""
+
+    def _loops_over_content(self, kind: str, with_tools: Sequence[bool]) -> bool:
+        """Whether the template shows all text parts of a message of ``kind``, and nothing but their texts."""
+        whole = f"{_FIRST} {_SECOND}"
+        parts = [{"type": "text", "text": text, "trace": _TRACE} for text in (_FIRST, _SECOND)]
+        shown = False
+        for tools in with_tools:
+            num_shown = self._probe(_conversation(kind, whole), tools).count(whole)
+            text = self._probe(_conversation(kind, parts), tools)
+            num_parts = text.count(_FIRST) if _TRACE not in text else 0
+            if num_shown and not num_parts == text.count(_SECOND) == num_shown:
+                return False
+            shown = shown or num_parts > 0
+        return shown
+
+    def _find_systems(self, tools: bool) -> _Systems:
+        end = {"role": "user", "content": "Hi"}
+
+        def shows(before: Sequence[Message]) -> bool:
+            """Whether a system message after ``before`` is shown as something else than a user's."""
+            system, user = (
+                self._probe([*before, {"role": role, "content": _SECOND}, end], tools)
+                for role in ("system", "user")
+            )
+            return _SECOND in system and system != user
+
+        turns = [end, {"role": "assistant", "content": "Ho"}]
+        return _Systems(shows([{"role": "system", "content": _FIRST}]), shows(turns))
 
     def render(
         self,
@@ -80,6 +147,7 @@ class ChatTemplate:
         with the template's message if the template refuses the conversation, and RecursionError for values nested too
         deeply.
         """
+        messages = self._with_systems_shown(messages, bool(tools))
         messages = _linked(messages, short_ids=self.tool_call_format == "mistral")
         if self.tool_call_format == "gpt-oss":
             messages = _one_call_each(messages)
@@ -103,26 +171,21 @@ class ChatTemplate:
         try:
             text = self._render(context)
         except ValueError:
-            if not (tools or any(message.get("tool_calls") for message in messages)):
+            if not tools and self.tool_call_format != "gpt-oss":
                 raise
-            text = self._render_otherwise(context, messages)
+            text = self._render(self._completed(context))
         return _cut(text) if continue_final_message else text
 
-    def _render_otherwise(self, context: dict[str, object], messages: Sequence[Message]) -> str:
-        """The prompt text of a template that refuses the usual form of tools and calls."""
+    def _completed(self, context: Mapping[str, object]) -> Mapping[str, object]:
+        """``context`` for a template that refuses what others take: each tool has a description and parameters. Of
+        gpt-oss's, a call's preamble is a part of the thought; others may leave the thought out, and the text with it.
+        """
         conversation, tools = context["messages"], context["tools"]
         assert isinstance(conversation, list)
         if self.tool_call_format == "gpt-oss":
-            # It wants each tool to have a description, and a call's preamble as a part of the thought. Others may leave
-            # the thought out, and the text with it.
-            context["tools"] = [_described(tool) for tool in tools] if isinstance(tools, list) else None
-            context["messages"] = [_with_one_thought(message) for message in conversation]
-        else:  # a few want a call's arguments as the text that the client sent
-            context["messages"] = [
-                {**plain, **({"tool_calls": sent["tool_calls"]} if sent.get("tool_calls") else {})}
-                for plain, sent in zip(conversation, messages, strict=True)
-            ]
-        return self._render(context)
+            conversation = [_with_one_thought(message) for message in conversation]
+        complete = [_complete_tool(tool) for tool in tools] if isinstance(tools, list) else None
+        return {**context, "messages": conversation, "tools": complete}
 
     def _render(self, context: Mapping[str, object]) -> str:
         try:
@@ -142,6 +205,21 @@ class ChatTemplate:
                 f"the chat template cannot render these messages: {type(error).__name__}: {error}"
             ) from error
 
+    def _with_systems_shown(self, messages: Sequence[Message], tools: bool) -> Sequence[Message]:
+        """System messages in the way in which the template shows them: if it takes only one, those at the beginning are
+        one, and later ones, which it would refuse or leave out, are a user's."""
+        systems = self._systems.get(tools, self._systems[False])
+        num = next(
+            (i for i, message in enumerate(messages) if message.get("role") != "system"), len(messages)
+        )
+        first, rest = messages[:num], messages[num:]
+        if num > 1 and not systems.several:
+            texts = [_text_of(message.get("content")) for message in first]
+            first = [{**first[0], "content": "\n\n".join(text for text in texts if text)}]
+        if not systems.late:
+            rest = [{**m, "role": "user"} if m.get("role") == "system" else m for m in rest]
+        return [*first, *rest]
+
     def _plain(self, message: Message) -> dict[str, object]:
         """The message as templates expect it: without entries that are None (except a content that the template tests
         for None) and lists of no calls, with text parts joined unless the template loops over them, and with call
@@ -149,22 +227,42 @@ class ChatTemplate:
         plain = {name: value for name, value in message.items() if value is not None}
         if not plain.get("tool_calls"):
             plain.pop("tool_calls", None)
+        kind = "calls" if "tool_calls" in plain else plain.get("role")
         content = plain.get("content")
-        if content is None or (content == "" and plain.get("tool_calls")):
+        if not content and kind == "calls":
             content = plain["content"] = self._no_content
-        if isinstance(content, list) and not self.loops_over_content:
-            plain["content"] = "\n".join(part["text"] for part in content)
+        elif content is None or (isinstance(content, list) and kind not in self._takes_parts):
+            plain["content"] = _text_of(content)
         if "reasoning_content" in plain:
             plain.setdefault("thinking", plain["reasoning_content"])  # the name that some templates read
         calls = plain.get("tool_calls")
         if isinstance(calls, list):
-            plain["tool_calls"] = objects = [_plain_call(call) for call in calls]
+            plain["tool_calls"] = objects = [self._plain_call(call) for call in calls]
             if self._calls_as_content:
                 functions = [call["function"] for call in objects if "function" in call]
                 plain["content"] = f"{plain['content'] or ''}<|tool_call|>{_to_json(functions)}"
         if plain.get("role") == "tool":
             plain["role"] = self._tool_role
         return plain
+
+    def _plain_call(self, call: Mapping[str, object]) -> Mapping[str, object]:
+        """OpenAI sends a call's arguments as JSON text, most templates want the object."""
+        function = call.get("function")
+        if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+            return call
+        if self._arguments_as_sent:
+            return call
+        sent = function["arguments"] or "{}"
+        arguments: object = sent
+        try:
+            arguments = json.loads(sent)
+        except json.JSONDecodeError:
+            pass
+        except ValueError:  # Python does not make a number of more than 4,300 digits
+            raise ValueError("the arguments of a tool call have a number of too many digits") from None
+        if not isinstance(arguments, dict) and not self._shows_text_as_arguments:
+            arguments = _completed_arguments(sent)
+        return {**call, "function": {**function, "arguments": arguments}}
 
 
 def chat_template_of(tokenizer: Tokenizer | None, config: EngineConfig) -> ChatTemplate | str:
@@ -245,9 +343,18 @@ def _one_call_each(messages: Sequence[Message]) -> Sequence[Message]:
     return apart
 
 
-def _described(tool: Mapping[str, object]) -> Mapping[str, object]:
+def _complete_tool(tool: Mapping[str, object]) -> Mapping[str, object]:
+    """``tool`` with all that OpenAI's clients may leave out and some templates read."""
     function = tool.get("function")
-    return {**tool, "function": {"description": "", **function}} if isinstance(function, Mapping) else tool
+    if not isinstance(function, Mapping):
+        return tool
+    parameters = function.get("parameters")
+    parameters = {
+        "type": "object",
+        "properties": {},
+        **(parameters if isinstance(parameters, Mapping) else {}),
+    }
+    return {**tool, "function": {"description": "", **function, "parameters": parameters}}
 
 
 def _with_one_thought(message: Mapping[str, object]) -> Mapping[str, object]:
@@ -264,18 +371,38 @@ def _short_id(id: str) -> str:
     return hashlib.sha256(id.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
-def _plain_call(call: Mapping[str, object]) -> Mapping[str, object]:
-    """OpenAI sends a call's arguments as JSON text, templates want the object."""
-    function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
+def _completed_arguments(text: str) -> Mapping[str, object]:
+    """The arguments that ``text`` begins, if a call was cut off; other text as the one argument ``arguments``."""
     try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except json.JSONDecodeError:
-        return call
-    except ValueError:  # Python does not make a number of more than 4,300 digits
-        raise ValueError("the arguments of a tool call have a number of too many digits") from None
-    return {**call, "function": {**function, "arguments": arguments}}
+        value = pydantic_core.from_json(text, allow_partial="trailing-strings")
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {"arguments": text}
+
+
+def _text_of(content: object) -> str:
+    """The text of a message's content: a string, text parts or None."""
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content)
+    return content if isinstance(content, str) else ""
+
+
+def _conversation(kind: str, content: object, arguments: str = "{}") -> Sequence[Message]:
+    """A conversation with messages of ``kind`` that have ``content``, and a call's ``arguments``."""
+    user, assistant = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
+    function = {"name": "f", "arguments": arguments}
+    calls = {**assistant, "tool_calls": [{"id": "call00000", "type": "function", "function": function}]}
+    tool = {"role": "tool", "tool_call_id": "call00000", "content": "ok"}
+    match kind:
+        case "system":
+            return [{"role": "system", "content": content}, user]
+        case "user":
+            return [{**user, "content": content}, assistant, {**user, "content": content}]
+        case "assistant":
+            return [user, {**assistant, "content": content}, user]
+        case "calls":
+            return [user, {**calls, "content": content}, tool]
+    return [user, {**calls, "content": None}, {**tool, "content": content}]
 
 
 def _marked(message: dict[str, object]) -> dict[str, object]:
@@ -344,14 +471,6 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
-def _loops_over_content(tree: nodes.Template) -> bool:
-    """Whether the template walks a message's content as a list of parts.
-
-    Those that do get the parts as the client sent them; the others get one text.
-    """
-    return any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
-
-
 def _tests_content_for_none(tree: nodes.Template) -> bool:
     """Whether the template asks if a message's content is none; one that does not gets an empty text."""
     return any(_is_content(test.node) for test in tree.find_all(nodes.Test) if test.name == "none")
@@ -359,12 +478,8 @@ def _tests_content_for_none(tree: nodes.Template) -> bool:
 
 def _is_content(node: nodes.Node | None) -> bool:
     match node:
-        case nodes.Filter():  # message.content | selectattr(...)
-            return _is_content(node.node)
         case nodes.Getattr():
             return node.attr == "content"
-        case nodes.Getitem(arg=nodes.Slice()):
-            return _is_content(node.node)
         case nodes.Getitem(arg=nodes.Const(value=key)):
             return bool(key == "content")
         case nodes.Name():  # a macro's parameter, or {% set content = message.content %}
