@@ -231,7 +231,8 @@ def test_parity_of_parts(render):
         ("{% for m in messages %}{{ m.content if m.content is string else"
          " m.content | map(attribute='text') | join('+') }}{% endfor %}", "a+b"),
         ("{% for m in messages %}{% for line in m.content.split('x') %}{{ line }}{% endfor %}{% endfor %}", "a\nb"),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}{% if x %}{% for p in x.content %}{% endfor %}{% endif %}", "a\nb"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}"
+         "{% if x %}{% for p in x.content %}{% endfor %}{% endif %}", "a\nb"),
     ],
 )  # fmt: skip
 def test_which_templates_take_parts(source, text):

@@ -166,6 +166,25 @@ async def test_history_with_calls_and_answers(serve, template):
         assert "<|im_start|>tool\nnoon" in prompt
 
 
+async def test_an_empty_answer_and_an_empty_result_can_be_put_back(serve, template):
+    async with serve(chat_template=template, reasoning_parser="qwen3") as server:
+        create = server.client.chat.completions.create
+        server.script.pieces = []
+        answer = (await create(model="byte", messages=HI)).choices[0].message
+        assert (answer.content, answer.reasoning_content) == (None, None)
+        server.script.pieces = CALLS
+        call = (await create(model="byte", messages=HI, tools=[WEATHER, NOW])).choices[0].message
+        result = {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": None}
+        await create(model="byte", messages=[*HI, answer, *HI, call, result], tools=[WEATHER, NOW])
+        prompt = server.tokenizer.decode(server.link.sent[-1].input_ids, skip_special_tokens=False)
+        assert "<|im_start|>assistant\n<|im_end|>" in prompt and "<|im_start|>tool\n<|im_end|>" in prompt
+        call = {"type": "function_call", "call_id": "a", "name": "now", "arguments": '{"cut'}
+        result = {"type": "function_call_output", "call_id": "a", "output": None}
+        await server.client.responses.create(model="byte", input=[*HI, call, result])
+        prompt = server.tokenizer.decode(server.link.sent[-1].input_ids, skip_special_tokens=False)
+        assert "<|im_start|>tool\n<|im_end|>" in prompt and '{\\"cut' in prompt
+
+
 async def test_the_flag_names_the_form_where_the_template_does_not_show_it(serve, tmp_path):
     path = tmp_path / "template.jinja"
     path.write_text("{{ tools | tojson }}{{ messages[0].content }}")

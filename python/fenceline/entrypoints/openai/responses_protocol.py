@@ -48,7 +48,7 @@ def _check_item(item: object) -> None:
         case "function_call_output":
             if not isinstance(item.get("call_id"), str):
                 raise ValueError("is a function_call_output without its call_id")
-            _text_of(item.get("output"))
+            _text_of(item.get("output") or "")
         case "reasoning":
             _text_of(item.get("content") or [], ("reasoning_text",))
         case kind:
@@ -194,7 +194,11 @@ def _messages(items: list[JsonObject]) -> Iterator[Message]:
             if kind == "message":
                 yield {"role": item["role"], "content": _text_of(item["content"])}
             else:
-                yield {"role": "tool", "tool_call_id": item["call_id"], "content": _text_of(item["output"])}
+                yield {
+                    "role": "tool",
+                    "tool_call_id": item["call_id"],
+                    "content": _text_of(item.get("output") or ""),
+                }
     if own:
         yield own
 
