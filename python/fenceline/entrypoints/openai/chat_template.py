@@ -207,18 +207,13 @@ class ChatTemplate:
 
     def _with_systems_shown(self, messages: Sequence[Message], tools: bool) -> Sequence[Message]:
         """System messages in the way in which the template shows them: if it takes only one, those at the beginning are
-        one, and later ones, which it would refuse or leave out, are a user's."""
+        one, and later ones, which it would refuse or leave out, belong to the user's message beside them."""
         systems = self._systems.get(tools, self._systems[False])
-        num = next(
-            (i for i, message in enumerate(messages) if message.get("role") != "system"), len(messages)
-        )
+        num = next((i for i, one in enumerate(messages) if one.get("role") != "system"), len(messages))
         first, rest = messages[:num], messages[num:]
         if num > 1 and not systems.several:
-            texts = [_text_of(message.get("content")) for message in first]
-            first = [{**first[0], "content": "\n\n".join(text for text in texts if text)}]
-        if not systems.late:
-            rest = [{**m, "role": "user"} if m.get("role") == "system" else m for m in rest]
-        return [*first, *rest]
+            first = [_joined(first, "system")]
+        return [*first, *(rest if systems.late else _as_users(rest))]
 
     def _plain(self, message: Message) -> dict[str, object]:
         """The message as templates expect it: without entries that are None (except a content that the template tests
@@ -314,6 +309,27 @@ def _linked(messages: Sequence[Message], short_ids: bool) -> Sequence[Message]:
             message = {**message, "tool_calls": calls}
         linked.append(message)
     return linked
+
+
+def _as_users(messages: Sequence[Message]) -> Sequence[Message]:
+    """``messages`` without a system's: those are a part of the user's message beside them, or one of their own."""
+    groups: list[list[Message]] = []
+    for message in messages:
+        latest = groups[-1][-1] if groups else {}
+        roles = {message.get("role"), latest.get("role")}
+        if roles == {"system"} or roles == {"system", "user"}:
+            groups[-1].append(message)
+        else:
+            groups.append([message])
+    return [
+        _joined(group, "user") if any(one.get("role") == "system" for one in group) else group[0]
+        for group in groups
+    ]
+
+
+def _joined(messages: Sequence[Message], role: str) -> Message:
+    texts = [_text_of(message.get("content")) for message in messages]
+    return {**messages[0], "role": role, "content": "\n\n".join(text for text in texts if text)}
 
 
 def _one_call_each(messages: Sequence[Message]) -> Sequence[Message]:
