@@ -150,6 +150,38 @@ def test_the_end_of_the_sequence_within_a_thought_is_no_answer() -> None:
     assert not _begin("ab", ThinkTokens(-1, (_END,), is_open=True)).accept(_EOS)
 
 
+def test_a_call_may_stand_in_place_of_the_grammar() -> None:
+    """It begins with its token, at the beginning of the answer or after the thought, and is not checked."""
+    think = ThinkTokens(_START, (_END,), is_open=False, calls=(9,))
+    for thought in ((), (_START, 33, 9, _END)):
+        grammar = _begin("ab", think)
+        for token in thought:
+            assert grammar.accept(token)
+        assert _allowed(grammar) == sorted({_A, _AB, 9} | (set() if thought else {_START}))
+        assert grammar.accept(9) and grammar.may_think and not grammar.is_matching
+        assert len(_allowed(grammar)) == len(_PIECES)
+        assert _EOS not in _allowed(grammar, least_more=1)
+        for token in (33, _START, _END, 9, _EOS):
+            assert grammar.accept(token) and len(_allowed(grammar)) == len(_PIECES)
+        other = _begin("ab", think)
+        for token in (*thought, _A):
+            assert other.accept(token)
+        assert _allowed(other) == [_B] and not other.may_think
+        assert not other.accept(9)
+    assert _allowed(_begin("ab", ThinkTokens(-1, (), False, calls=(9, 31)))) == [_A, _AB, 9, 31]
+
+
+def test_an_answer_may_end_with_a_call_that_is_read_as_a_thought() -> None:
+    think = ThinkTokens(-1, (_START, _B), True, header_end=(_END,), may_end=True)
+    grammar = _begin("ab", think)
+    assert len(_allowed(grammar)) == len(_PIECES)
+    assert _EOS not in _allowed(grammar, least_more=1)
+    assert grammar.accept(33) and grammar.accept(_EOS)
+    grammar = _begin("ab", think)
+    assert all(grammar.accept(token) for token in (_START, _B, _END))
+    assert _allowed(grammar) == [_A, _AB]
+
+
 def test_a_grammar_whose_tokens_take_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     grammar = _begin("(ab)*")
     seconds = iter(np.arange(0, 100, 0.04).tolist())  # each call of the clock is 40 ms after the one before

@@ -268,6 +268,7 @@ class RequestGrammar:
         self._eos = eos
         self._think = think  # None once the reasoning is over
         self._in_thought = think is not None and think.is_open
+        self._in_call = False  # which follows no grammar
         self._latest: tuple[int, ...] = ()  # the latest tokens of the reasoning, as many as its end may have
         self._header_left = 0  # how many more tokens the answer's header may have
         self.clock = clock
@@ -294,7 +295,7 @@ class RequestGrammar:
     @property
     def is_matching(self) -> bool:
         """Whether the grammar decides on the next token, because the request is not in its reasoning."""
-        return not self._in_thought
+        return not (self._in_thought or self._in_call)
 
     def accept(self, token: int) -> bool:
         """Advance by a sampled token. Returns False if this token may not come."""
@@ -303,19 +304,29 @@ class RequestGrammar:
             accepted = bool(self.matcher.accept_token(token))
             self.clock.count(1, time.thread_time() - begin)
             return accepted
-        return not self._in_thought or token not in self._eos
+        return not self._in_thought or self._may_end_in_thought or token not in self._eos
+
+    @property
+    def _may_end_in_thought(self) -> bool:
+        return self._think is not None and self._think.may_end
 
     def _takes(self, token: int) -> bool:
         """Whether ``token`` belongs to the grammar and not to the reasoning. Updates the state of the reasoning."""
         think = self._think
         if think is None:
             return True
+        if self._in_call:
+            return False
         if self._in_thought:
             if self._ends_thought(think, token):
-                self._think, self._in_thought = None, False
+                self._in_thought = False
+                self._think = ThinkTokens(-1, (), False, calls=think.calls) if think.calls else None
             return False
         if token == think.start:
             self._in_thought = True
+            return False
+        if token in think.calls:
+            self._in_call = True
             return False
         self._think = None
         return True
@@ -335,10 +346,13 @@ class RequestGrammar:
         """Change a mask ``words`` [ceil(V / 32)] int32 for the reasoning and for ``least_more``, of which the grammar
         does not know. See ``GrammarStore.finish_fill``."""
         if self._in_thought:
-            _clear(words, self._eos)
+            if least_more > 0 or not self._may_end_in_thought:
+                _clear(words, self._eos)
             return
-        if self._think is not None and self._think.start >= 0:
-            words[self._think.start // 32] |= _bit(self._think.start)
+        if self._think is not None and not self._in_call:
+            for token in (self._think.start, *self._think.calls):
+                if token >= 0:
+                    words[token // 32] |= _bit(token)
         if least_more > 0:
             before = words.copy()
             _clear(words, self._eos)

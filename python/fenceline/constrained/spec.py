@@ -32,7 +32,11 @@ class ThinkTokens(msgspec.Struct, frozen=True, array_like=True):
 
     If answers are lists of messages, ``end``, and each sequence of ``or_end``, only begins the header of the message
     that is the answer. The reasoning then ends with that header: with ``header_end``, after at most
-    ``MAX_HEADER_TOKENS`` other tokens.
+    ``MAX_HEADER_TOKENS`` other tokens. ``may_end``: the answer may end before, because messages that call tools are
+    read as reasoning.
+
+    ``calls``: tokens that begin a call. An answer that begins with one of them, after the reasoning if there is any,
+    follows no grammar.
     """
 
     start: int
@@ -40,6 +44,8 @@ class ThinkTokens(msgspec.Struct, frozen=True, array_like=True):
     is_open: bool
     or_end: tuple[tuple[int, ...], ...] = ()
     header_end: tuple[int, ...] = ()
+    may_end: bool = False
+    calls: tuple[int, ...] = ()
 
 
 def max_whitespace(pattern: str | None) -> int | None:

@@ -64,6 +64,14 @@ async def test_thinking_text_and_tools_are_blocks(serve, template):
         assert '"description": "The weather"' in prompt and '"parameters": {' in prompt
 
 
+async def test_arguments_of_strict_tools_follow_their_schemas(serve, template):
+    async with serve(chat_template=template) as server:
+        for strict in (True, False):
+            tool = {**WEATHER, "strict": strict}
+            await client_of(server).messages.create(model="byte", max_tokens=9, messages=HI, tools=[tool])
+        assert [message.grammar > 0 for message in server.link.sent] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("written", "read"),
     [('{"x": 123456789012345678901234567890}', {"x": 123456789012345678901234567890}), ('{"x": "\\ud800"}', {}),

@@ -8,6 +8,7 @@ import json
 import re
 from typing import Any
 
+import msgspec
 import pytest
 from published_formats import ARGUMENTS, CALLS, NOW, PUBLISHED, WEATHER, Published
 from tokenizers import AddedToken
@@ -185,9 +186,13 @@ def test_no_system_message_is_lost_or_refused(name, tools):
     assert text.index(ONE) < text.index(TWO) < text.index("And?")
     parts = {"role": "system", "content": [{"type": "text", "text": TWO}]}
     assert template.render([first, parts, question], tools=tools) == text
-    if name != "Mistral Small 3.2":  # takes no two user's messages in a row either
-        text = template.render([first, question, answer, second, question], tools=tools)
-        assert text.index(ONE) < text.index("So.") and (TWO in text)
+    for turns in (
+        [question, answer, second, question],
+        [question, second, answer, question],
+        [question, second],
+    ):
+        text = template.render([first, *turns], tools=tools)
+        assert ONE in text and TWO in text and text.count("And?") == turns.count(question)
 
 
 @names
@@ -364,7 +369,12 @@ async def test_harmony_of_a_server_is_taken_apart_unless_the_client_wants_it_who
         [choice] = (await create(**ask, tools=[NOW], tool_choice="required")).choices
         assert [call.function.name for call in choice.message.tool_calls] == ["now"]
         await create(**ask, response_format={"type": "json_object"})
-        assert server.link.sent[-1].think.or_end == ()  # a preamble is no answer
+        think = server.link.sent[-1].think
+        assert think.or_end == () and not think.may_end  # a preamble is no answer
+        server.script.pieces = ['<|channel|>commentary to=functions.now <|constrain|>json<|message|>{"x": 1}']
+        [choice] = (await create(**ask, tools=[NOW], response_format={"type": "json_object"})).choices
+        assert choice.message.tool_calls[0].function.arguments == '{"x": 1}'
+        assert server.link.sent[-1].think == msgspec.structs.replace(think, may_end=True)
 
 
 def test_a_gpt_oss_template_gets_what_it_takes():

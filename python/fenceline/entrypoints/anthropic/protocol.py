@@ -96,6 +96,7 @@ class InputTool(BaseModel):
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")
     description: str | None = None
     input_schema: JsonObject
+    strict: bool | None = None
 
 
 class ToolChoice(BaseModel):
@@ -165,6 +166,7 @@ def chat_fields(body: CountBody) -> dict[str, object]:
                     "name": tool.name,
                     "parameters": tool.input_schema,
                     **({} if tool.description is None else {"description": tool.description}),
+                    **({} if tool.strict is None else {"strict": tool.strict}),
                 },
             }
             for tool in body.tools

@@ -3,7 +3,8 @@ of one readable line."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import orjson
@@ -235,7 +236,53 @@ def must_call(body: ChatBody) -> bool:
 def calls_tag(body: ChatBody, texts: CallTexts) -> GrammarSpec | None:
     """The form of an answer of text and calls, each of one of the tools, with arguments as its schema says, or of any
     JSON object where the tool is not strict."""
-    tags = []
+    form = {
+        "type": "triggered_tags",
+        "triggers": [texts.mark],
+        "tags": _call_tags(body, texts),
+        "stop_after_first": not body.parallel_tool_calls,
+    }
+    return grammar_of(structural_tag={"type": "structural_tag", "format": form})
+
+
+def call_or(
+    form: GrammarSpec, body: ChatBody, texts: CallTexts | None, begins: Sequence[str]
+) -> GrammarSpec | None:
+    """The form of an answer that is calls, or as ``form`` says. ``texts``: as of :func:`calls_tag`; None if all that is
+    known of calls is how they begin, with one of ``begins``: then what follows may be anything. Raises RequestError
+    (400) if ``form`` cannot be a part of another."""
+    match form.kind:
+        case "json_schema":
+            answer = {"type": "json_schema", "json_schema": json.loads(form.text)}
+        case "regex":
+            answer = {"type": "regex", "pattern": form.text}
+        case "ebnf":
+            answer = {"type": "grammar", "grammar": form.text}
+        case "structural_tag":
+            answer = json.loads(form.text).get("format")
+            if not isinstance(answer, dict):
+                raise RequestError(
+                    400,
+                    "response_format: this structural tag leaves the model no way to call its tools: give it a format, "
+                    "or set tool_choice to 'none' or 'required'",
+                    param="response_format",
+                    code="unsupported",
+                )
+    calls: list[dict[str, object]]
+    if texts is not None:
+        one = {"at_least_one": True, "stop_after_first": not body.parallel_tool_calls}
+        tags = _call_tags(body, texts)
+        calls = [{"type": "tags_with_separator", "tags": tags, "separator": "\n", **one}]
+    else:
+        parts = [({"type": "const_string", "value": begin}, {"type": "any_text"}) for begin in begins]
+        calls = [{"type": "sequence", "elements": list(part)} for part in parts]
+    either = {"type": "or", "elements": [answer, *calls]}
+    return grammar_of(structural_tag={"type": "structural_tag", "format": either}) if calls else form
+
+
+def _call_tags(body: ChatBody, texts: CallTexts) -> list[dict[str, object]]:
+    """A tag for the calls of each tool."""
+    tags: list[dict[str, object]] = []
     for tool in body.tools:
         schema: object = (
             (tool.function.parameters or _NO_PARAMETERS) if tool.function.strict else {"type": "object"}
@@ -243,13 +290,7 @@ def calls_tag(body: ChatBody, texts: CallTexts) -> GrammarSpec | None:
         begin = texts.before_name + tool.function.name + texts.before_arguments
         content = {"type": "json_schema", "json_schema": schema}
         tags.append({"type": "tag", "begin": begin, "content": content, "end": texts.end})
-    form = {
-        "type": "triggered_tags",
-        "triggers": [texts.mark],
-        "tags": tags,
-        "stop_after_first": not body.parallel_tool_calls,
-    }
-    return grammar_of(structural_tag={"type": "structural_tag", "format": form})
+    return tags
 
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fenceline.constrained.spec import ThinkTokens
+from fenceline.constrained.spec import GrammarSpec, ThinkTokens
 from fenceline.entrypoints.generate_body import extra_keys
 from fenceline.entrypoints.openai.answer import (
     AnswerHead,
@@ -26,6 +27,7 @@ from fenceline.entrypoints.openai.chat_template import ChatTemplate
 from fenceline.entrypoints.openai.delivery import Answer, StreamShape
 from fenceline.entrypoints.openai.parsing import (
     answer_grammar,
+    call_or,
     calls_tag,
     must_call,
     refuse_chat,
@@ -44,6 +46,8 @@ from fenceline.entrypoints.openai.tool_call_parser import (
 from fenceline.entrypoints.sse import while_connected
 from fenceline.frontend.request_stream import StreamGroup
 from fenceline.frontend.request_types import GenerateInput, RequestError, expand_samples, have_grammars
+
+logger = logging.getLogger(__name__)
 
 _MESSAGES = "gpt-oss"  # the format of answers that are lists of messages
 # Conversations up to this size are rendered on the event loop, which takes a millisecond or two.
@@ -70,6 +74,7 @@ class ChatServing:
         self._template = template
         self._reasoning = reasoning
         self._tool_calls = tool_calls
+        self._told_not_strict = False
 
     async def respond(self, body: ChatBody, head: AnswerHead, request: Request) -> Response:
         """The answer, whole or as a stream. Raises RequestError, before anything is sent."""
@@ -104,25 +109,16 @@ class ChatServing:
     def check(self, body: ChatBody) -> None:
         """Raise RequestError (400) for what this server or this model does not have."""
         refuse_chat(body)
-        if may_call(body) and self._tool_calls is None:
+        if may_call(body) and self._tool_calls is None and not must_call(body):
             raise RequestError(
                 400,
                 "tools is not available: the chat template does not show how this model writes calls; start the server "
-                "with --tool-call-parser, or set tool_choice to 'none'",
-                param="tools",
-                code="unsupported",
-            )
-        if self._call_texts(body) is None and _is_strict(body):
-            raise RequestError(
-                400,
-                "a function with strict true is not available where the model may answer with text too: in the way in "
-                "which this model writes calls, no text tells for certain that JSON arguments begin; set tool_choice to"
-                " 'required' or to the function, or leave strict out",
+                "with --tool-call-parser, or set tool_choice to 'none', 'required' or a function",
                 param="tools",
                 code="unsupported",
             )
 
-    def _call_texts(self, body: ChatBody) -> CallTexts | None:
+    def _call_texts(self) -> CallTexts | None:
         """What stands around calls, None where a grammar does not find them in other text."""
         texts = None if self._tool_calls is None else self._tool_calls.texts
         if texts is None:
@@ -150,8 +146,8 @@ class ChatServing:
     ) -> ChatReader:
         """What reads one answer to ``body``; ``functions``: :func:`functions_of` it."""
         form = self._tool_calls if may_call(body) else None
-        if form is not None and must_call(body):
-            form = replace(JSON_CALLS, make_id=form.make_id)
+        if must_call(body):
+            form = JSON_CALLS if form is None else replace(JSON_CALLS, make_id=form.make_id)
         front: ReasoningParser | ToolCallParser | None = self._parser(body, prompt)
         if self._reads_messages(body):
             messages = TOOL_CALL_FORMATS[_MESSAGES]
@@ -181,17 +177,13 @@ class ChatServing:
         in_messages = self._reasoning is not None and self._reasoning.in_messages
         if in_messages or (may_call(body) and self._calls_have_special_tokens()):
             params = msgspec.structs.replace(params, skip_special_tokens=False)
-        grammar, texts = answer_grammar(body), self._call_texts(body)
-        if grammar is None and texts is not None and _is_strict(body):
-            grammar = calls_tag(body, texts)
-        elif grammar is not None and may_call(body) and not must_call(body):
-            raise RequestError(
-                400,
-                f"{grammar.kind} or response_format leaves the model no way to call its tools: set tool_choice to "
-                "'none' or 'required', or leave the format out",
-                param="response_format",
-                code="unsupported",
-            )
+        grammar = answer_grammar(body)
+        calls: tuple[int, ...] = ()
+        if may_call(body) and not must_call(body):
+            if grammar is not None:
+                grammar, calls = self._call_or(grammar, body)
+            elif any(tool.function.strict for tool in body.tools):
+                grammar = self._strict_calls(body)
         first = GenerateInput(
             text=prompt if isinstance(prompt, str) else None,
             input_ids=None if isinstance(prompt, str) else prompt,
@@ -204,9 +196,38 @@ class ChatServing:
             priority=body.priority,
             add_special_tokens=bool(body.add_special_tokens),  # off by default: the template writes them
             grammar=grammar,
-            think=None if grammar is None else self._think(body, prompt),
+            think=None if grammar is None else self._think(body, prompt, calls),
         )
         return expand_samples(first, body.n)
+
+    def _strict_calls(self, body: ChatBody) -> GrammarSpec | None:
+        """The form of text and calls with arguments as strict functions' schemas say. None, once with a line in the
+        log, where a grammar does not find calls in other text."""
+        texts = self._call_texts()
+        if texts is not None:
+            return calls_tag(body, texts)
+        if not self._told_not_strict:
+            self._told_not_strict = True
+            logger.warning(
+                "A request has functions with strict true. Their schemas are not enforced where the model may answer "
+                "with text too, because no text tells for certain that JSON arguments begin in this model's calls; "
+                "with tool_choice 'required' or the name of a function they are"
+            )
+        return None
+
+    def _call_or(self, form: GrammarSpec, body: ChatBody) -> tuple[GrammarSpec | None, tuple[int, ...]]:
+        """The form of an answer that is calls or as ``form`` says, and tokens with which calls may begin instead: texts
+        of grammars do not contain special tokens."""
+        assert self._tool_calls is not None, "check refuses such requests"
+        tokenizer = required_tokenizer(self._generator)
+        names = [tool.function.name for tool in body.tools]
+        begins = dict.fromkeys(
+            begin.replace("NAME", name) for begin in self._tool_calls.begins for name in names
+        )
+        ids = {begin: tokenizer.backend.token_to_id(begin) for begin in begins}
+        special = {begin: id for begin, id in ids.items() if id is not None and id in tokenizer.special_ids}
+        texts = [begin for begin in begins if begin not in special]
+        return call_or(form, body, self._call_texts(), texts), tuple(special.values())
 
     def _parser(self, body: ChatBody, prompt: str | list[int]) -> ReasoningParser | None:
         form = self._reasoning
@@ -217,8 +238,15 @@ class ChatServing:
             return ReasoningParser(form, inside=True) if form.is_open_within(begun) else None
         return ReasoningParser(form, form.is_open_after(self._tail(prompt)))
 
-    def _think(self, body: ChatBody, prompt: str | list[int]) -> ThinkTokens | None:
-        """Between which tokens the model thinks before the answer's grammar begins; None if it does not."""
+    def _think(self, body: ChatBody, prompt: str | list[int], calls: tuple[int, ...]) -> ThinkTokens | None:
+        """Between which tokens the model thinks before the answer's grammar begins; None if it does not, and there are
+        no ``calls``."""
+        think = self._thought(body, prompt)
+        if not calls:
+            return think
+        return msgspec.structs.replace(think or ThinkTokens(-1, (), False), calls=calls)
+
+    def _thought(self, body: ChatBody, prompt: str | list[int]) -> ThinkTokens | None:
         form = self._reasoning
         if form is None:
             return None
@@ -238,7 +266,8 @@ class ChatServing:
                 for text in (form.answer_header, form.call_header, form.header_end)
             )
             # A model that has to call begins with the header of a call; the grammar's calls follow all the same.
-            return ThinkTokens(-1, answer, True, (call,) if must_call(body) else (), header_end)
+            must, may = must_call(body), may_call(body)
+            return ThinkTokens(-1, answer, True, (call,) if must else (), header_end, may and not must)
         start, end = tokenizer.backend.token_to_id(form.start), tokenizer.backend.token_to_id(form.end)
         if end is None:
             raise RequestError(
@@ -265,11 +294,6 @@ class ChatServing:
 def may_call(body: ChatBody) -> bool:
     """Whether the request's tools are shown to the model and it may call them."""
     return bool(body.tools) and body.tool_choice != "none"
-
-
-def _is_strict(body: ChatBody) -> bool:
-    """Whether arguments of the calls among an answer's text must follow their schemas."""
-    return may_call(body) and not must_call(body) and any(tool.function.strict for tool in body.tools)
 
 
 def functions_of(body: ChatBody) -> Mapping[str, Mapping[str, object]]:
@@ -311,7 +335,8 @@ def render_chat(template: ChatTemplate | str, body: ChatBody) -> str:
     the conversation, or with ``template`` if that is the reason why there is none."""
     if isinstance(template, str):
         raise RequestError(400, template)
-    if may_call(body) and not template.has_tools:
+    shows_tools = may_call(body) and template.has_tools
+    if may_call(body) and not (shows_tools or must_call(body)):
         raise RequestError(
             400, "tools is not available: the chat template has no place for them", param="tools"
         )
@@ -323,7 +348,7 @@ def render_chat(template: ChatTemplate | str, body: ChatBody) -> str:
             [_template_message(message) for message in body.messages],
             add_generation_prompt=body.add_generation_prompt is not False,
             continue_final_message=body.continue_final_message,
-            tools=[tool.model_dump(exclude_none=True) for tool in body.tools] if may_call(body) else (),
+            tools=[tool.model_dump(exclude_none=True) for tool in body.tools] if shows_tools else (),
             variables=variables,
         )
     except ValueError as error:

@@ -126,14 +126,15 @@ class CallTexts(NamedTuple):
 class ToolCallFormat:
     """How a model writes its calls.
 
-    ``marks``: texts in a chat template that tell the format. ``has_special_tokens``: what marks a call is a special
-    token, or may be; of other formats the tokenizer tells whether one of ``marks`` is. ``make_id`` makes the id of a
-    call. ``texts``: None where a grammar cannot tell by text alone that a call begins, or where its arguments are no
-    JSON. ``reads_reasoning``: the form is that of whole answers, of which the reasoning is a part.
+    ``marks``: texts in a chat template that tell the format. ``begins``: how an answer may begin that is a call; NAME
+    stands for a function's name. ``has_special_tokens``: what marks a call is a special token, or may be; of other
+    formats the tokenizer tells whether one of ``marks`` is. ``make_id`` makes the id of a call. ``texts``: None where a
+    grammar cannot tell by text alone that a call begins, or where its arguments are no JSON. ``reads_reasoning``: the form is that of whole answers, of which the reasoning is a part.
     """
 
     read: Callable[[Source], Reading[None]]
     marks: tuple[str, ...]
+    begins: tuple[str, ...]
     has_special_tokens: bool = False
     texts: CallTexts | None = None
     make_id: Callable[[], str] = lambda: f"call_{uuid.uuid4().hex[:24]}"
@@ -888,23 +889,37 @@ def _mistral_id() -> str:
 
 # SGLang's names, and vLLM's where they differ.
 TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
-    "seed_oss": ToolCallFormat(partial(_qwen3_coder, tag="seed:tool_call>"), ("<seed:tool_call>",)),
-    "qwen3_coder": ToolCallFormat(_qwen3_coder, ("<function=",)),
-    "glm45": ToolCallFormat(_glm, ("<arg_key>",)),
-    "granite": ToolCallFormat(_granite, ("<|tool_call|>",), has_special_tokens=True),
-    "minimax-m2": ToolCallFormat(_minimax, ("<minimax:tool_call>",)),
-    "qwen25": ToolCallFormat(_hermes, ("<tool_call>",), texts=_HERMES_TEXTS),
-    "hermes": ToolCallFormat(_hermes, (), texts=_HERMES_TEXTS),
-    "mistral": ToolCallFormat(_mistral, ("[TOOL_CALLS]",), has_special_tokens=True, make_id=_mistral_id),
-    "deepseekv3": ToolCallFormat(_deepseek, (_CALLS_BEGIN,), has_special_tokens=True),
-    "deepseekv31": ToolCallFormat(_deepseek, (), has_special_tokens=True),
-    "pythonic": ToolCallFormat(_pythonic, ("<|python_start|>", "[func_name1(param"), has_special_tokens=True),
-    "gpt-oss": ToolCallFormat(_harmony, ("<|channel|>",), has_special_tokens=True, reads_reasoning=True),
+    "seed_oss": ToolCallFormat(
+        partial(_qwen3_coder, tag="seed:tool_call>"), ("<seed:tool_call>",), ("<seed:tool_call>",)
+    ),
+    "qwen3_coder": ToolCallFormat(_qwen3_coder, ("<function=",), ("<tool_call>", "<function=")),
+    "glm45": ToolCallFormat(_glm, ("<arg_key>",), ("<tool_call>",)),
+    "granite": ToolCallFormat(
+        _granite, ("<|tool_call|>",), ("<|tool_call|>", "<tool_call>"), has_special_tokens=True
+    ),
+    "minimax-m2": ToolCallFormat(_minimax, ("<minimax:tool_call>",), ("<minimax:tool_call>",)),
+    "qwen25": ToolCallFormat(_hermes, ("<tool_call>",), ("<tool_call>",), texts=_HERMES_TEXTS),
+    "hermes": ToolCallFormat(_hermes, (), ("<tool_call>",), texts=_HERMES_TEXTS),
+    "mistral": ToolCallFormat(
+        _mistral, ("[TOOL_CALLS]",), ("[TOOL_CALLS]",), has_special_tokens=True, make_id=_mistral_id
+    ),
+    "deepseekv3": ToolCallFormat(_deepseek, (_CALLS_BEGIN,), (_CALLS_BEGIN,), has_special_tokens=True),
+    "deepseekv31": ToolCallFormat(_deepseek, (), (_CALLS_BEGIN,), has_special_tokens=True),
+    "pythonic": ToolCallFormat(
+        _pythonic,
+        ("<|python_start|>", "[func_name1(param"),
+        ("<|python_start|>", "[NAME("),
+        has_special_tokens=True,
+    ),
+    "gpt-oss": ToolCallFormat(_harmony, ("<|channel|>",), (), has_special_tokens=True, reads_reasoning=True),
     "llama3": ToolCallFormat(
-        _llama3, ("<|python_tag|>", '"parameters": dictionary of argument name'), has_special_tokens=True
+        _llama3,
+        ("<|python_tag|>", '"parameters": dictionary of argument name'),
+        ("<|python_tag|>", '{"name": "NAME", "parameters": {'),
+        has_special_tokens=True,
     ),
 }
-JSON_CALLS = ToolCallFormat(_json_list, ())
+JSON_CALLS = ToolCallFormat(_json_list, (), ())
 
 
 def tool_call_format_of(template: str) -> str | None:
