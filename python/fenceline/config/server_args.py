@@ -672,6 +672,7 @@ class ServerArgs:
             "qwen3",
             "qwen3-thinking",
             "seed_oss",
+            *("deepseek_r1", "deepseek_v3", "glm47", "minimax_m2", "openai_gptoss"),  # other names of these
         ),
     )
     tool_call_parser: str | None = flag(
@@ -693,6 +694,9 @@ class ServerArgs:
             "gpt-oss",
             "granite",
             "hermes",
+            # other names of these
+            *("qwen", "qwen3_xml", "mimo", "llama3_json", "llama4_json", "llama4_pythonic", "deepseek_v3"),
+            *("deepseek_v31", "glm", "glm47", "minimax_m2", "openai"),
         ),
     )
     grammar_backend: Literal["xgrammar", "none"] = flag(

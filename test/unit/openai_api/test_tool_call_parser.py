@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fenceline.config.flags import flags_of
+from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints.openai.tool_call_parser import (
     JSON_CALLS,
     TOOL_CALL_FORMATS,
@@ -34,7 +36,8 @@ WEATHER = {
     },
 }
 TOOLS = {"weather": WEATHER, "now": {"name": "now"}}
-FORMATS = {**TOOL_CALL_FORMATS, "json": JSON_CALLS}
+_FIRST_NAMES = {id(form): name for name, form in reversed(TOOL_CALL_FORMATS.items())}  # some have several
+FORMATS = {**{name: TOOL_CALL_FORMATS[name] for name in _FIRST_NAMES.values()}, "json": JSON_CALLS}
 
 PARIS = {"city": 'Paris "la belle"\n{}[]\\', "days": 3}
 PARIS_JSON = json.dumps(PARIS)
@@ -312,6 +315,10 @@ def test_a_piece_costs_as_much_late_as_early(name: str, begin: str, long: str, e
     parser.finish()
     assert work < 10 * len(long)
     assert summary(read(name, [begin, *cuts(long, 4), end])) == summary(read(name, [begin + long + end]))
+
+
+def test_every_flag_value_has_a_format() -> None:
+    assert set(flags_of(ServerArgs)["tool_call_parser"].spec.choices or ()) == set(TOOL_CALL_FORMATS)
 
 
 def test_formats_are_told_from_templates() -> None:

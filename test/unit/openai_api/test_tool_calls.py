@@ -203,6 +203,27 @@ async def test_the_flag_names_the_form_where_the_template_does_not_show_it(serve
         assert not server.link.sent
 
 
+@pytest.mark.parametrize(
+    ("names", "written"),
+    [
+        (("qwen", "deepseek_r1"), 'so</think><tool_call>{"name": "now", "arguments": {}}</tool_call>'),
+        (("glm", "glm47"), "<think>so</think><tool_call>now</tool_call>"),
+        (("minimax_m2", "minimax_m2"), '<think>so</think><minimax:tool_call><invoke name="now"></invoke>'),
+        (("openai", None), "<|channel|>analysis<|message|>so<|end|><|start|>assistant to=functions.now<|channel|>"
+         "commentary json<|message|>{}"),
+    ],
+)  # fmt: skip
+async def test_names_of_other_servers_for_parsers(serve, template, names, written):
+    async with serve(chat_template=template, tool_call_parser=names[0], reasoning_parser=names[1]) as server:
+        server.script.pieces = list(written)
+        answer = await server.client.chat.completions.create(model="byte", messages=HI, tools=[NOW])
+        message = answer.choices[0].message
+        assert (message.reasoning_content, message.content) == ("so", None)
+        assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == [
+            ("now", "{}")
+        ]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_call_that_must_be_is_read_from_what_the_grammar_allows(serve, template, stream):
     async with serve(chat_template=template) as server:

@@ -50,8 +50,7 @@ class ReasoningFormat:
 
 _THINK = ReasoningFormat("<think>", "</think>", assumed=False)
 _THINK_ASSUMED = ReasoningFormat("<think>", "</think>", assumed=True)
-# SGLang's names, and vLLM's where they differ.
-REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+_FORMATS: Mapping[str, ReasoningFormat] = {
     "deepseek-r1": _THINK_ASSUMED,
     "deepseek-v3": _THINK,
     "glm45": _THINK,
@@ -70,6 +69,15 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "qwen3-thinking": _THINK_ASSUMED,
     "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>", assumed=False),
 }
+# What SGLang and vLLM call them besides.
+_ALSO_CALLED = {
+    "deepseek_r1": "deepseek-r1",
+    "deepseek_v3": "deepseek-v3",
+    "glm47": "glm45",
+    "minimax_m2": "minimax",
+    "openai_gptoss": "gpt-oss",
+}
+REASONING_FORMATS = {**_FORMATS, **{name: _FORMATS[own] for name, own in _ALSO_CALLED.items()}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) 
     calls = TOOL_CALL_FORMATS[calls_name] if calls_name is not None else None
     thinks = config.server_args.reasoning_parser
     if thinks is None and calls is not None and calls.reads_reasoning:
-        thinks = calls_name  # nothing of such an answer can be read without
+        thinks = "gpt-oss"  # nothing of such an answer can be read without
     reasoning = REASONING_FORMATS[thinks] if thinks is not None else None
     completions = CompletionServing(manager, model, texts)
     chat = ChatServing(manager, model, texts, template, reasoning, calls)

@@ -129,7 +129,8 @@ class ToolCallFormat:
     ``marks``: texts in a chat template that tell the format. ``begins``: how an answer may begin that is a call; NAME
     stands for a function's name. ``has_special_tokens``: what marks a call is a special token, or may be; of other
     formats the tokenizer tells whether one of ``marks`` is. ``make_id`` makes the id of a call. ``texts``: None where a
-    grammar cannot tell by text alone that a call begins, or where its arguments are no JSON. ``reads_reasoning``: the form is that of whole answers, of which the reasoning is a part.
+    grammar cannot tell by text alone that a call begins, or where its arguments are no JSON. ``reads_reasoning``: the
+    form is that of whole answers, of which the reasoning is a part.
     """
 
     read: Callable[[Source], Reading[None]]
@@ -887,8 +888,7 @@ def _mistral_id() -> str:
     return uuid.uuid4().hex[:9]  # its templates refuse ids of any other form
 
 
-# SGLang's names, and vLLM's where they differ.
-TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
+_FORMATS: Mapping[str, ToolCallFormat] = {
     "seed_oss": ToolCallFormat(
         partial(_qwen3_coder, tag="seed:tool_call>"), ("<seed:tool_call>",), ("<seed:tool_call>",)
     ),
@@ -919,12 +919,28 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
         has_special_tokens=True,
     ),
 }
+# What SGLang and vLLM call them besides.
+_ALSO_CALLED = {
+    "qwen": "qwen25",
+    "qwen3_xml": "qwen3_coder",
+    "mimo": "qwen3_coder",
+    "llama3_json": "llama3",
+    "llama4_json": "llama3",
+    "llama4_pythonic": "pythonic",
+    "deepseek_v3": "deepseekv3",
+    "deepseek_v31": "deepseekv31",
+    "glm": "glm45",
+    "glm47": "glm45",
+    "minimax_m2": "minimax-m2",
+    "openai": "gpt-oss",
+}
+TOOL_CALL_FORMATS = {**_FORMATS, **{name: _FORMATS[own] for name, own in _ALSO_CALLED.items()}}
 JSON_CALLS = ToolCallFormat(_json_list, (), ())
 
 
 def tool_call_format_of(template: str) -> str | None:
     """The format whose marks a chat template contains."""
-    for name, form in TOOL_CALL_FORMATS.items():
+    for name, form in _FORMATS.items():
         if any(mark in template for mark in form.marks):
             return name
     return None
