@@ -212,6 +212,20 @@ def test_a_call_that_was_cut_off_can_stay_in_the_history(name, sent):
 
 
 @names
+@pytest.mark.parametrize("sent", [None, {}, {"city": "Paris"}])
+def test_arguments_may_be_an_object_or_null(name, sent):
+    """As a few clients send them; the same as in JSON."""
+    model = PUBLISHED[name]
+    template = ChatTemplate(model.template, model.special_tokens)
+    texts = []
+    for arguments in (sent, json.dumps(sent or {})):
+        messages = history(Published("", "", "", "", "", num_calls=1), IDS)
+        messages[1]["tool_calls"][0]["function"]["arguments"] = arguments
+        texts.append(template.render(messages))
+    assert texts[0] == texts[1]
+
+
+@names
 def test_a_tool_needs_no_parameters_and_no_description(name):
     model = PUBLISHED[name]
     template = ChatTemplate(model.template, model.special_tokens)

@@ -100,7 +100,7 @@ class ChatTemplate:
         """The prompt text, "" if the template refuses the messages."""
         try:
             return self.render(messages, tools=[_PROBE_TOOL] if tools else ())
-        except (ValueError, RecursionError):
+        except (ValueError, RuntimeError):  # a RecursionError too
             return ""
 
     def _loops_over_content(self, kind: str, with_tools: Sequence[bool]) -> bool:
@@ -243,21 +243,27 @@ class ChatTemplate:
     def _plain_call(self, call: Mapping[str, object]) -> Mapping[str, object]:
         """OpenAI sends a call's arguments as JSON text, most templates want the object."""
         function = call.get("function")
-        if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        if not isinstance(function, Mapping):
             return call
+        arguments = function.get("arguments") or "{}"
         if self._arguments_as_sent:
-            return call
-        sent = function["arguments"] or "{}"
-        arguments: object = sent
+            arguments = arguments if isinstance(arguments, str) else _to_json(arguments)
+        elif isinstance(arguments, str):
+            arguments = self._object_of(arguments)
+        return {**call, "function": {**function, "arguments": arguments}}
+
+    def _object_of(self, text: str) -> object:
+        """What ``text`` says in JSON. Of anything but an object, what the template can show of it."""
+        arguments: object = text
         try:
-            arguments = json.loads(sent)
+            arguments = json.loads(text)
         except json.JSONDecodeError:
             pass
         except ValueError:  # Python does not make a number of more than 4,300 digits
             raise ValueError("the arguments of a tool call have a number of too many digits") from None
         if not isinstance(arguments, dict) and not self._shows_text_as_arguments:
-            arguments = _completed_arguments(sent)
-        return {**call, "function": {**function, "arguments": arguments}}
+            return _completed_arguments(text)
+        return arguments
 
 
 def chat_template_of(tokenizer: Tokenizer | None, config: EngineConfig) -> ChatTemplate | str:
