@@ -12,7 +12,7 @@ _USAGE = """\
 usage: fenceline COMMAND [flags]
 
 commands:
-  serve   start the server; the same as python -m fenceline.launch_server
+  serve   start the server, as in fenceline serve MODEL; the same as python -m fenceline.launch_server
   bench   measure a running server; the same as python -m fenceline.bench_serving
   trace   make a trace for Perfetto of a flight recorder's file
 

@@ -12,7 +12,7 @@ import pytest
 
 from fenceline.config import ConfigError, docs
 from fenceline.config.flags import flags_of
-from fenceline.config.refused import ANY, ELSEWHERE, REFUSED
+from fenceline.config.refused import ANY, REFUSED, find
 from fenceline.config.server_args import ServerArgs, parse_args
 from fenceline.entrypoints.middleware import ADMIN_PATHS, OPEN_PATHS
 from fenceline.entrypoints.web_page import PAGE_PATHS
@@ -82,7 +82,7 @@ def test_thread_command_parses_once_the_remedy_is_followed(name: str) -> None:
             continue
         if group == ["--attention-backend", "minicpm_flashinfer"]:
             group = ["--attention-backend", "flashinfer"]
-        kept += [] if group[0] in REFUSED else group
+        kept += [] if find(group[0]) else group
     args = parse_args(kept)
     assert args.model_path == words[1]
     assert args.disable_radix_cache == ("--disable-radix-cache" in words)
@@ -95,19 +95,113 @@ def test_thread_command_parses_once_the_remedy_is_followed(name: str) -> None:
     assert args.hicache_size == (64 if name == "hicache-stress" else 0)
 
 
-@pytest.mark.parametrize("option", REFUSED)
-def test_every_refused_flag_has_an_answer_and_accepts_its_neutral_values(option: str) -> None:
-    known = REFUSED[option]
-    for value in ("",) if known.neutral == ANY else known.neutral:
+FOREIGN = [option.replace("*", "") if option == "-O*" else option.replace("*", "x") for option in REFUSED]
+OWN = {option for flag in flags_of(ServerArgs).values() for option in flag.options}
+
+
+@pytest.mark.parametrize("option", FOREIGN)
+def test_every_foreign_flag_has_an_answer_that_names_flags_of_ours_and_accepts_its_neutral_values(
+    option: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a command line and in a YAML file alike."""
+    entry = find(option)
+    assert entry is not None
+    known = entry[1]
+    assert option not in OWN
+    assert set(re.findall(r"--[a-z-]+", known.remedy)) <= OWN
+    for value in ("",) if known.neutral == ANY or known.hint else known.neutral:
         assert parse_args(["--model", "m", option, *value.split()]).model_path == "m"
-    if known.neutral != ANY:
-        message = refusal(["--model", "m", option, "17"])
-        assert message == f"{option} 17: not available, {known.remedy}"
+    assert bool(caplog.messages) == known.hint
+    if known.neutral == ANY or known.hint:
+        return
+    answer = f"{option} 17: not available, {known.remedy}"
+    assert refusal(["--model", "m", f"{option}=17"]) == answer
+    if option.startswith("--"):
+        file = tmp_path / "server.yaml"
+        file.write_text(f"{option[2:].replace('-', '_')}: 17\n")
+        assert refusal(["--config", str(file)]) == answer
 
 
-def test_no_flag_is_both_known_and_refused() -> None:
-    known = {option for flag in flags_of(ServerArgs).values() for option in flag.options}
-    assert not known & set(REFUSED)
+# Lines of the documentation of SGLang and vLLM and of model cards, and what of each has to be named.
+PUBLIC_LINES = {
+    "--model-path meta-llama/Meta-Llama-3-8B-Instruct --tp 2 --enable-p2p-check": "",
+    "--model-path meta-llama/Llama-2-7b-chat-hf --speculative-algo EAGLE --speculative-draft"
+    " lmsys/sglang-EAGLE-llama2-chat-7B --speculative-num-steps 5 --speculative-eagle-topk 8"
+    " --speculative-num-draft-tokens 64 --mem-fraction 0.7 --enable-torch-compile --cuda-graph-max-bs 2":
+        "--speculative-draft",
+    "--model meta-llama/Llama-3.1-8B-Instruct --speculative-algorithm EAGLE3 --speculative-draft-model x/y"
+    " --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4 --dtype float16": "",
+    "--model-path openai/gpt-oss-120b --tp-size=1 --data-parallel-size=2 --mem-fraction-static 0.85"
+    " --chunked-prefill-size 16384 --ep-size=1 --stream-interval 50 --moe-runner-backend triton_kernel": "",
+    "--model-path Qwen/Qwen3-235B-A22B --tp-size 8 --dp-size 8 --enable-dp-attention --enable-ep-moe"
+    " --enable-torch-compile --max-running-requests 128": "--enable-dp-attention --enable-ep-moe",
+    "--model-path deepseek-ai/DeepSeek-V3 --tp 16 --dist-init-addr 10.0.0.1:5000 --nnodes 2 --node-rank 0"
+    " --trust-remote-code --enable-mixed-chunk --num-continuous-decode-steps 4 --schedule-conservativeness 0.3": "",
+    "--model Qwen/Qwen3-8B --enable-hicache --hicache-ratio 2 --page-size 64 --hicache-storage-backend file"
+    " --hicache-storage-prefetch-policy wait_complete --enable-metrics --enable-cache-report": "",
+    "--model m --disaggregation-mode prefill --disaggregation-ib-device mlx5_0 --port 30000":
+        "--disaggregation-mode --disaggregation-ib-device",
+    "--model m --enable-lora --lora-paths a=x/a b=x/b --max-loras-per-batch 2 --lora-backend triton":
+        "--enable-lora --lora-paths --max-loras-per-batch --lora-backend",
+    "NousResearch/Meta-Llama-3-8B-Instruct --dtype auto --api-key token-abc123": "",
+    "Qwen/Qwen3-4B-Thinking-2507 --host 0.0.0.0 --port 8000 --seed 42 -tp 1 --max-model-len 2048"
+    " --gpu_memory_utilization 0.8 --speculative-config {\"num_speculative_tokens\":5}":
+        "--seed -tp --max-model-len --gpu-memory-utilization --speculative-config",
+    "PrimeIntellect/INTELLECT-3 --tensor-parallel-size 2 --enable-auto-tool-choice --tool-call-parser qwen3_coder": "",
+    "zai-org/GLM-4.5-Air --tensor-parallel-size 4 --enable-expert-parallel --async-scheduling -O3"
+    " --compilation-config.mode 3 --no-enable-prefix-caching --max-num-seqs 256 --disable-log-requests":
+        "--enable-expert-parallel --no-enable-prefix-caching --max-num-seqs",
+    "Qwen/Qwen3-8B --default-chat-template-kwargs {\"enable_thinking\":false} --chat-template-content-format string"
+    " --override-generation-config {\"temperature\":0.2} --limit-mm-per-prompt.image 2 --enforce-eager":
+        "--default-chat-template-kwargs --chat-template-content-format --override-generation-config"
+        " --limit-mm-per-prompt --enforce-eager",
+    "--model m --zzz 1 --kv-transfer-config {} --yyy --attention-backend fa4 --port many":
+        "--zzz --kv-transfer-config --yyy --attention-backend --port",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", PUBLIC_LINES)
+def test_a_public_line_starts_or_is_answered_with_all_that_has_to_change(line: str) -> None:
+    named = PUBLIC_LINES[line].split()
+    if not named:
+        assert parse_args(line.split()).model_path in line
+        return
+    message = refusal(line.split())
+    given = {word.split("=")[0].split(".")[0].replace("_", "-") for word in line.split() if word[0] == "-"}
+    assert set(named) <= given
+    for option in given - OWN | set(named):
+        said = re.search(rf"(?:^|flag | ){option}[ ,:;]", message) is not None
+        assert said == (option in named), (option, message)
+
+
+def test_what_can_change_no_answer_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    parse_args(["m", "--enable-torch-compile", "--num-continuous-decode-steps", "4", "--enable-metrics"])
+    assert caplog.messages == [
+        "--enable-torch-compile, --num-continuous-decode-steps 4: without effect here, no answer changes by it"
+    ]
+    ServerArgs.from_kwargs({"enable_torch_compile": False, "torch_compile_max_bs": None})
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "values"),
+    [
+        ("m", {"model_path": "m"}),
+        ("m --port 1", {"model_path": "m", "port": 1}),
+        ("--port 1 m", {"model_path": "m", "port": 1}),
+        ("--enable-metrics m --port 1", {"model_path": "m", "port": 1, "enable_metrics": True}),
+        ("--enable-mixed-chunk m", {"model_path": "m"}),
+        ("--enable-mixed-chunk -- m", {"model_path": "m"}),
+        ("--chunked-prefill-size -1 m", {"model_path": "m", "chunked_prefill_size": -1}),
+        ("--max-que 3 m", {"model_path": "m", "max_queued_requests": 3}),
+        ("--max-que=3 m", {"model_path": "m", "max_queued_requests": 3}),
+        ("--page_size 16 m", {"model_path": "m", "page_size": 16}),
+        ("m --no-enable-lora --no-enable-metrics", {"model_path": "m"}),
+        ("m --disable-prefill-cuda-graph", {"model_path": "m", "disable_piecewise_cuda_graph": True}),
+    ],
+)
+def test_a_model_alone_and_shortened_flags(argv: str, values: dict[str, object]) -> None:
+    assert parse_args(argv.split()) == ServerArgs(**values)  # type: ignore[arg-type]
 
 
 def test_values_reach_their_fields() -> None:
@@ -130,43 +224,15 @@ def test_values_reach_their_fields() -> None:
     )
 
 
-@pytest.mark.parametrize("option", ELSEWHERE)
-def test_flags_of_other_servers_are_answered_with_what_they_are_called_here(
-    option: str, tmp_path: Path
-) -> None:
-    """The answer names flags of ours alone, none that would be refused in turn; a YAML file gets the same one."""
-    known = {name for flag in flags_of(ServerArgs).values() for name in flag.options}
-    assert option not in known | set(REFUSED)
-    assert set(re.findall(r"--[a-z-]+", ELSEWHERE[option])) <= known
-    assert (
-        refusal(["--model", "m", option, "17"]) == f"{option} is another server's flag: {ELSEWHERE[option]}"
-    )
-    assert (
-        refusal(["--model", "m", f"{option}=17"]) == f"{option} is another server's flag: {ELSEWHERE[option]}"
-    )
-    name = option[2:].replace("-", "_")
-    file = tmp_path / "server.yaml"
-    file.write_text(f"{name}: 17\n")
-    assert refusal(["--config", str(file)]) == f"{name} is another server's setting: {ELSEWHERE[option]}"
-
-
-@pytest.mark.parametrize("option", [*REFUSED, *ELSEWHERE])
-def test_a_mistyped_flag_is_never_answered_with_one_that_is_refused(option: str) -> None:
-    known = {name for flag in flags_of(ServerArgs).values() for name in flag.options} | {"--config", "--help"}
-    for wrong in (option + "s", option[:-1], option.replace("-", "", 3)):
-        for named in re.findall(
-            r"did you mean (\S+)\?", refusal_or_empty(["--model", "m", "--" + wrong.lstrip("-")])
-        ):
-            assert named in known
-
-
-def refusal_or_empty(argv: list[str]) -> str:
-    """For words that may happen to be a flag."""
-    try:
-        parse_args(argv)
-    except ConfigError as error:
-        return str(error)
-    return ""
+def test_a_mistyped_flag_is_never_answered_with_one_that_is_refused() -> None:
+    wrong = [
+        f"--{option.lstrip('-')}"
+        for foreign in FOREIGN
+        for option in (foreign + "s", foreign.replace("-", "", 3))
+    ]
+    named = re.findall(r"did you mean (\S+)\?", refusal(["m", *wrong]))
+    assert len(named) > 100
+    assert set(named) <= OWN | {"--config", "--help"}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +241,17 @@ def refusal_or_empty(argv: list[str]) -> str:
         ("--prot 1", "unknown flag --prot; did you mean --port?; see --help"),
         ("--page-sise=16", "unknown flag --page-sise; did you mean --page-size?; see --help"),
         ("--zzzz", "unknown flag --zzzz; see --help"),
-        ("some-model", "unexpected argument 'some-model': every setting is a --flag; see --help"),
+        ("a b", "unexpected argument 'b': --model-path is 'a' already"),
+        ("--model a b", "unexpected argument 'b': --model-path is 'a' already"),
+        (
+            "--log 1",
+            "--log may be --log-level or --log-level-http or --log-requests or --log-requests-level: write",
+        ),
+        (
+            "--port x --zzz --pp 2",
+            "--pp 2: not available, a model is split by --tp-size and --ep-size alone: leave it"
+            " out; unknown flag --zzz; see --help; --port x: expected a whole number",
+        ),
         ("--port x", "--port x: expected a whole number"),
         ("--port 1.5", "--port 1.5: expected a whole number"),
         ("--watchdog-timeout inf", "--watchdog-timeout inf: expected a number"),
@@ -206,7 +282,7 @@ def refusal_or_empty(argv: list[str]) -> str:
         ("--config /nowhere.yaml", "--config /nowhere.yaml: cannot be read"),
         (
             "--pp 2 --pp-size 2",
-            "--pp 2, --pp-size 2: not available, this server runs one model on one host: leave it",
+            "--pp 2, --pp-size 2: not available, a model is split by --tp-size and --ep-size alone: leave it",
         ),
     ],
 )
@@ -254,9 +330,12 @@ def test_yaml_file_gives_values_and_the_command_line_wins(tmp_path: Path) -> Non
         ("port: [1, 2]", "--port [1, 2]: expected a whole number"),
         ("host: [a]", "--host ['a']: expected a text"),
         ("host: null", "--host None: expected a text"),
-        ("pp: 4", "--pp 4: not available, this server runs one model on one host"),
+        ("pp: 4", "--pp 4: not available, a model is split by"),
         ("enable-lora: true", "--enable-lora: not available, merge the adapter"),
-        ("max_model_len: 4096", "max_model_len is another server's setting: use --context-length"),
+        (
+            "max_model_len: 4096\nport: x",
+            "--max-model-len 4096: not available, use --context-length; --port x: exp",
+        ),
         ("tensor_paralel_size: 2", "unknown setting tensor_paralel_size"),
         ("- model", "--config FILE: expected one mapping, as in 'page_size: 16'"),
         ("a: [", "--config FILE: not valid YAML at line 1"),
@@ -280,10 +359,8 @@ def test_keyword_arguments_are_judged_like_flags() -> None:
     for values, message in [
         ({"pp_size": 4}, "--pp-size 4: not available"),
         ({"enable_lora": True}, "--enable-lora: not available"),
-        (
-            {"gpu_memory_utilization": 0.9},
-            "gpu_memory_utilization is another server's setting: use --mem-frac",
-        ),
+        ({"gpu_memory_utilization": 0.9}, "--gpu-memory-utilization 0.9: not available, use --mem-frac"),
+        ({"a": 1, "page_size": 7}, "unknown setting a; --page-size 7: choose one of"),
         ({"page_sise": 4}, "unknown setting page_sise; did you mean page_size?"),
         ({"disable_radix_cache": "perhaps"}, "--disable-radix-cache perhaps: expected true or false"),
         ({"page_size": object()}, "--page-size <object"),
@@ -309,7 +386,7 @@ def test_wrong_flag_ends_the_process_with_status_2_and_one_line(command: list[st
     assert result.returncode == 2
     assert result.stdout == ""
     assert len(result.stderr.splitlines()) == 1
-    assert "error: --pp 4: not available, this server runs one model on one host" in result.stderr
+    assert "error: --pp 4: not available, a model is split by" in result.stderr
 
 
 @pytest.mark.parametrize(

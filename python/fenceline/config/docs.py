@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 
 from fenceline.config.flags import Flag, flags_of
-from fenceline.config.refused import ANY, ELSEWHERE, REFUSED, Refusal
+from fenceline.config.refused import ANY, REFUSED, Refusal
 from fenceline.config.server_args import ServerArgs
 
 _HEADER = """\
@@ -17,29 +17,20 @@ _HEADER = """\
 The flags of `python -m fenceline.launch_server` (the same as `fenceline serve` and `scripts/serve`). Names and
 meanings are SGLang's wherever SGLang has the flag. The same names, with underscores, are keyword arguments of
 `fenceline.Engine` and keys of a YAML file given with `--config FILE`; the command line wins over the file, and
-`--no-FLAG` takes back a switch that the file sets.
+`--no-FLAG` takes back a switch that the file sets. The model may stand alone (`fenceline serve MODEL --port 8000`), and
+a flag may be shortened as long as no other begins so.
 
 This page is generated: change `python/fenceline/config/server_args.py` and run `python -m fenceline.config.docs`.
 """
 _REFUSED_HEADER = """\
-## Flags that are refused
-
-These flags of SGLang are not available here (yet). Each is refused at start with the answer in the table, in one line.
-Values in the column "accepted" are allowed, because they ask for what happens anyway.
-
-| flag | answer | accepted |
-|---|---|---|
-"""
-
-
-_ELSEWHERE_HEADER = """\
 ## Flags of other servers
 
-What to use instead of flags of vLLM, Text Generation Inference and llama.cpp. A start with one of them is refused with
-the same words.
+Flags of SGLang, vLLM, Text Generation Inference and llama.cpp that are not available here (yet); `*` stands for any
+ending. A start that gives some of them is refused with one line that names them all with the answers of this table.
+Values in the column "accepted" ask for what happens anyway.
 
-| flag | here |
-|---|---|
+| flags | answer | accepted |
+|---|---|---|
 """
 
 
@@ -49,11 +40,11 @@ def render() -> str:
     for group, flags in groupby(flags_of(ServerArgs).values(), key=lambda flag: flag.spec.group):
         parts.append(f"## {group}\n\n| flag | values | default | meaning |\n|---|---|---|---|\n")
         parts[-1] += "".join(_row(flag) for flag in flags)
-    parts.append(
-        _REFUSED_HEADER + "".join(_refused_row(option, refusal) for option, refusal in REFUSED.items())
-    )
-    rows = (f"| `{option}` | {_escape(remedy)} |\n" for option, remedy in ELSEWHERE.items())
-    parts.append(_ELSEWHERE_HEADER + "".join(rows))
+    uses: dict[Refusal, list[str]] = {}
+    for option, refusal in REFUSED.items():
+        uses.setdefault(refusal, []).append(f"`{option}`")
+    rows = (_refused_row(", ".join(options), refusal) for refusal, options in uses.items())
+    parts.append(_REFUSED_HEADER + "".join(rows))
     return "\n".join(parts)
 
 
@@ -68,11 +59,13 @@ def _row(flag: Flag) -> str:
     return f"| {options} | {values} | {default} | {_escape(flag.spec.help)} |\n"
 
 
-def _refused_row(option: str, refusal: Refusal) -> str:
+def _refused_row(options: str, refusal: Refusal) -> str:
+    if refusal.hint:
+        return f"| {options} | accepted with a warning, without effect: no answer changes by it | any |\n"
     if refusal.neutral == ANY:
-        return f"| `{option}` | accepted, it asks for what happens anyway | any |\n"
+        return f"| {options} | accepted, it asks for what happens anyway | any |\n"
     accepted = ", ".join(f"`{value}`" for value in refusal.neutral)
-    return f"| `{option}` | {_escape(refusal.remedy)} | {accepted} |\n"
+    return f"| {options} | {_escape(refusal.remedy)} | {accepted} |\n"
 
 
 def _escape(text: str) -> str:

@@ -10,6 +10,8 @@ import argparse
 import dataclasses
 import difflib
 import json
+import logging
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +22,9 @@ from typing import Any, NoReturn
 import yaml
 
 from fenceline.config import ConfigError
-from fenceline.config.refused import ELSEWHERE, Refusal, complaints
+from fenceline.config.refused import REFUSED, Refusal, find
+
+logger = logging.getLogger(__name__)
 
 _METADATA_KEY = "flag"
 _TRUE_WORDS = ("true", "yes", "on", "1")
@@ -33,6 +37,9 @@ _EXPECTED_MANY: dict[type[Any], str] = {
 
 Scalar = str | int | float | bool
 Value = Scalar | tuple[Scalar, ...]
+
+_SPELLINGS = re.compile(r"^argument ([^/:]+)[^:]*:")  # how argparse names a flag: with all its names
+_SWITCHES = ("--enable-", "--disable-", "--no-", "--skip-", "--use-", "--enforce-")  # such flags take no word
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,16 +200,14 @@ class _Parser(argparse.ArgumentParser):
     """An argparse parser that raises ConfigError instead of printing the usage and ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message.removeprefix("argument "))
+        raise ConfigError(_SPELLINGS.sub(r"\1:", message))
 
 
-def build_parser(
-    cls: type[Any], prog: str, description: str, refused: Mapping[str, Refusal]
-) -> argparse.ArgumentParser:
+def build_parser(cls: type[Any], prog: str, description: str) -> argparse.ArgumentParser:
     """A parser for the flags of ``cls``. Values stay text; ``coerce`` converts and checks them later."""
     parser = _Parser(
         prog=prog,
-        usage="%(prog)s --model-path MODEL [flags]",
+        usage="%(prog)s MODEL [flags]",
         description=description,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
@@ -215,8 +220,6 @@ def build_parser(
         if flag.spec.group not in groups:
             groups[flag.spec.group] = parser.add_argument_group(flag.spec.group)
         _add_flag(groups[flag.spec.group], flag)
-    for option in refused:
-        parser.add_argument(option, dest=option, nargs="*", action="append", help=argparse.SUPPRESS)
     return parser
 
 
@@ -225,8 +228,7 @@ def _add_flag(group: Any, flag: Flag) -> None:
     if flag.type is bool:
         group.add_argument(*flag.options, dest=flag.name, action="store_true", help=text)
         # Only needed to overrule a `true` of the YAML file.
-        negative = f"--no-{flag.option[2:]}"
-        group.add_argument(negative, dest=flag.name, action="store_false", help=argparse.SUPPRESS)
+        group.add_argument(_negative(flag), dest=flag.name, action="store_false", help=argparse.SUPPRESS)
         return
     if flag.default is not None and flag.default != "":
         text += f" (default: {flag.default})".replace("%", "%%")
@@ -237,63 +239,174 @@ def _add_flag(group: Any, flag: Flag) -> None:
     group.add_argument(*flag.options, dest=flag.name, metavar=metavar, nargs=nargs, help=text)
 
 
+def _negative(flag: Flag) -> str:
+    return f"--no-{flag.option[2:]}"
+
+
+class _Complaints:
+    """Everything that is wrong with the settings of a start, to be said in one line, and what has no effect."""
+
+    def __init__(self) -> None:
+        self._refused: dict[str, list[str]] = {}  # uses of flags by remedy
+        self._lines: list[str] = []
+        self._hints: list[str] = []
+
+    def judge(self, option: str, words: Sequence[str], refusal: Refusal) -> None:
+        """Judge the use of another server's flag."""
+        value = " ".join(words)
+        if refusal.accepts(value):
+            return
+        use = f"{option} {value}".rstrip()
+        if refusal.hint:
+            self._hints.append(use)
+        else:
+            self._refused.setdefault(refusal.remedy, []).append(use)
+
+    def add(self, line: str) -> None:
+        """Something else that is wrong."""
+        self._lines.append(line)
+
+    def settle(self) -> None:
+        """Raise ConfigError if anything is wrong, and otherwise warn of what has no effect."""
+        lines = [f"{', '.join(uses)}: not available, {remedy}" for remedy, uses in self._refused.items()]
+        if lines or self._lines:
+            raise ConfigError("; ".join(lines + self._lines))
+        if self._hints:
+            logger.warning("%s: without effect here, no answer changes by it", ", ".join(self._hints))
+
+
 def parse_values(
-    parser: argparse.ArgumentParser, cls: type[Any], argv: Sequence[str], refused: Mapping[str, Refusal]
+    parser: argparse.ArgumentParser, cls: type[Any], argv: Sequence[str], positional: str
 ) -> dict[str, Any]:
-    """The values that ``argv`` and the YAML file of its ``--config`` give to flags of ``cls``.
+    """The values that ``argv`` and the YAML file of its ``--config`` give to flags of ``cls``. A word that belongs to
+    no flag is the value of the flag with the name ``positional``.
 
-    Raises ConfigError, one line, for anything unknown, refused or of the wrong type.
+    Raises ConfigError, one line for everything that is unknown, refused or of the wrong type.
     """
-    namespace, extra = parser.parse_known_args(list(argv))
+    complaints = _Complaints()
+    known, stray = _own_words(argv, cls, complaints)
+    try:
+        namespace, extra = parser.parse_known_args(known)
+    except ConfigError as error:
+        complaints.add(str(error))
+        complaints.settle()
+        raise
     given = vars(namespace)
-    config_file = given.pop("config", None)
-    _refuse([(option, words) for option in refused for words in given.pop(option, [])], refused)
-    if extra:
-        raise ConfigError(_unknown(extra[0], cls))
-    values = read_mapping(config_file) if config_file is not None else {}
-    return from_mapping(cls, values, refused) | from_mapping(cls, given, refused)
+    for word in [*extra, *stray]:
+        if positional in given:
+            complaints.add(
+                f"unexpected argument {word!r}: {option_of(positional)} is {given[positional]!r} already"
+            )
+        given.setdefault(positional, word)
+    values: Mapping[str, object] = {}
+    if config_file := given.pop("config", None):
+        try:
+            values = read_mapping(config_file)
+        except ConfigError as error:
+            complaints.add(str(error))
+    found = _judge(cls, values, complaints) | _judge(cls, given, complaints)
+    complaints.settle()
+    return found
 
 
-def _refuse(given: Sequence[tuple[str, Sequence[str]]], refused: Mapping[str, Refusal]) -> None:
-    line = complaints(given, refused)
-    if line is not None:
-        raise ConfigError(line)
+def from_mapping(cls: type[Any], values: Mapping[str, object]) -> dict[str, Any]:
+    """Field values of ``cls`` from a mapping of names to values: keyword arguments, YAML, or a parsed command line.
+
+    A name may be a field's or a flag's, with dashes or underscores, aliases included. Raises ConfigError, one line for
+    everything that is wrong.
+    """
+    complaints = _Complaints()
+    found = _judge(cls, values, complaints)
+    complaints.settle()
+    return found
 
 
-def _unknown(word: str, cls: type[Any]) -> str:
-    if not word.startswith("-"):
-        return f"unexpected argument {word!r}: every setting is a --flag; see --help"
-    option = word.split("=", 1)[0]
-    if option in ELSEWHERE:
-        return f"{option} is another server's flag: {ELSEWHERE[option]}"
-    known = ["--config", "--help", *(name for flag in flags_of(cls).values() for name in flag.options)]
+def _own_words(argv: Sequence[str], cls: type[Any], complaints: _Complaints) -> tuple[list[str], list[str]]:
+    """The words of ``argv`` for flags of ``cls``, each flag spelled in full, and words that belong to none. Flags of
+    other servers and unknown ones go to ``complaints`` with their words.
+
+    As with argparse, a beginning that only one flag has stands for that flag; flags of other servers count, because
+    their users mean those. Underscores are dashes.
+    """
+    known = _spellings(cls)
+    own: list[str] = []
+    stray: list[str] = []
+    foreign: list[tuple[str, list[str], Refusal]] = []
+    words, most = (
+        own,
+        len(argv),
+    )  # where the next word that is no flag belongs, and how many such words may be there
+    for position, word in enumerate(argv):
+        if word == "--":
+            stray += argv[position + 1 :]
+            break
+        if not _is_option(word):
+            (words if len(words) < most else stray).append(word)
+            continue
+        name, equals, value = word.partition("=")
+        option = _in_full(name.replace("_", "-"), known)
+        if option in known:
+            own.append(option + equals + value)
+            words, most = own, len(argv)
+            continue
+        words = [value] if equals else []
+        most = 0 if option.startswith(_SWITCHES) else len(argv)
+        entry = find(option)
+        if entry is None and option.startswith("--no-") and (entry := find("--" + option[5:])) is not None:
+            words.append("false")
+        if entry is None:
+            complaints.add(_unknown(option, known))
+        else:
+            foreign.append((entry[0], words, entry[1]))
+    for option, given, refusal in foreign:
+        complaints.judge(option, given, refusal)
+    return own, stray
+
+
+def _spellings(cls: type[Any]) -> dict[str, str]:
+    """Every option of a command line with the name of its flag."""
+    known = {option: flag.name for flag in flags_of(cls).values() for option in flag.options}
+    negatives = {_negative(flag): flag.name for flag in flags_of(cls).values() if flag.type is bool}
+    return known | negatives | {"--config": "config", "--help": "help", "-h": "help"}
+
+
+def _is_option(word: str) -> bool:
+    return word.startswith("-") and word != "-" and _convert(float, word) is None
+
+
+def _in_full(name: str, known: Mapping[str, str]) -> str:
+    """``name``, or the option that it is the beginning of if that can be no other."""
+    if name in known or find(name) is not None or not name.startswith("--"):
+        return name
+    begun = [option for option in (*known, *REFUSED) if option.startswith(name) and not option.endswith("*")]
+    return begun[0] if len({known.get(option, option) for option in begun}) == 1 else name
+
+
+def _unknown(option: str, known: Iterable[str]) -> str:
+    known = [other for other in known if not other.startswith("--no-")]
+    begun = [other for other in known if other.startswith(option)]
+    if len(begun) > 1 and option.startswith("--"):
+        return f"{option} may be {' or '.join(begun)}: write it in full"
     return f"unknown flag {option}{did_you_mean(option, known)}; see --help"
 
 
-def from_mapping(
-    cls: type[Any], values: Mapping[str, object], refused: Mapping[str, Refusal]
-) -> dict[str, Any]:
-    """Field values of ``cls`` from a mapping of names to values: keyword arguments, YAML, or a parsed command line.
-
-    A name may be a field's or a flag's, with dashes or underscores, aliases included. Raises ConfigError.
-    """
+def _judge(cls: type[Any], values: Mapping[str, object], complaints: _Complaints) -> dict[str, Any]:
+    """:func:`from_mapping` that leaves what is wrong with ``complaints``."""
     flags = flags_of(cls)
     names = {option.lstrip("-").replace("-", "_"): flag for flag in flags.values() for option in flag.options}
     found: dict[str, Any] = {}
-    refusals: list[tuple[str, list[str]]] = []
     for key, value in values.items():
         name = str(key).lstrip("-").replace("-", "_")
-        option = "--" + name.replace("_", "-")
         if name in names:
-            found[names[name].name] = coerce(names[name], _as_text(names[name], value))
-        elif option in refused:
+            try:
+                found[names[name].name] = coerce(names[name], _as_text(names[name], value))
+            except ConfigError as error:
+                complaints.add(str(error))
+        elif (entry := find(option_of(name))) is not None:
             if value is not None:
-                refusals.append((option, _words(value)))
-        elif option in ELSEWHERE:
-            raise ConfigError(f"{key} is another server's setting: {ELSEWHERE[option]}")
+                complaints.judge(entry[0], _words(value), entry[1])
         else:
-            raise ConfigError(f"unknown setting {key}{did_you_mean(name, names)}")
-    _refuse(refusals, refused)
+            complaints.add(f"unknown setting {key}{did_you_mean(name, names)}")
     return found
 
 

@@ -16,7 +16,6 @@ from typing import Literal, NoReturn
 from fenceline.config import ConfigError
 from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.config.flags import build_parser, flag, from_mapping, parse_values
-from fenceline.config.refused import REFUSED
 
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 MemLayout = Literal["layer_first", "page_first"]
@@ -320,6 +319,7 @@ class ServerArgs:
         "Keep KV pages in host memory too, as a second tier of the prefix cache: pages that were evicted from the "
         "device are copied back instead of being computed again.",
         group=_HICACHE,
+        aliases=("--enable-hicache",),
     )
     hicache_ratio: float = flag(
         2.0,
@@ -426,6 +426,7 @@ class ServerArgs:
         "The draft model: a directory or a hub id. Unless given, it is looked for in the model's own directory: NEXTN "
         "in the checkpoint, any algorithm in a folder of its name (eagle3), as the demo model has them.",
         group=_SPECULATION,
+        aliases=("--speculative-draft-model",),
     )
     speculative_draft_model_revision: str | None = flag(
         None,
@@ -531,6 +532,7 @@ class ServerArgs:
         "HOST:PORT of node 0 at which the ranks of several hosts meet: an IPv4 address of a private network and a free "
         "port.",
         group=_RUNTIME,
+        aliases=("--nccl-init-addr",),
     )
     attention_backend: str | None = flag(
         None,
@@ -571,6 +573,7 @@ class ServerArgs:
         "Largest decode batch that is captured as a graph, larger ones run without; 256 or --max-running-requests if "
         "that is smaller, unless given.",
         group=_RUNTIME,
+        aliases=("--cuda-graph-max-bs-decode",),
     )
     cuda_graph_bs: tuple[int, ...] | None = flag(
         None,
@@ -579,6 +582,7 @@ class ServerArgs:
         "--cuda-graph-max-bs; on a CPU, where graphs are there for testing, none.",
         group=_RUNTIME,
         metavar="BS",
+        aliases=("--cuda-graph-bs-decode",),
     )
     disable_cuda_graph_padding: bool = flag(
         False,
@@ -587,7 +591,10 @@ class ServerArgs:
         group=_RUNTIME,
     )
     disable_piecewise_cuda_graph: bool = flag(
-        False, "Launch every prefill step kernel by kernel.", group=_RUNTIME
+        False,
+        "Launch every prefill step kernel by kernel.",
+        group=_RUNTIME,
+        aliases=("--disable-prefill-cuda-graph",),
     )
     piecewise_cuda_graph_max_tokens: int | None = flag(
         None,
@@ -595,6 +602,7 @@ class ServerArgs:
         "ones keep the GPU busy for longer than launching them takes. Unless given, it depends on the model's width "
         "and is at most 2048.",
         group=_RUNTIME,
+        aliases=("--cuda-graph-max-bs-prefill",),
     )
     piecewise_cuda_graph_tokens: tuple[int, ...] | None = flag(
         None,
@@ -603,6 +611,7 @@ class ServerArgs:
         "--piecewise-cuda-graph-max-tokens; on a CPU none.",
         group=_RUNTIME,
         metavar="TOKENS",
+        aliases=("--cuda-graph-bs-prefill",),
     )
     debug_cuda_graph: bool = flag(
         False,
@@ -802,17 +811,18 @@ class ServerArgs:
         known = {
             name: value for name, value in values.items() if name != "device" or not is_registered(value)
         }
-        args = cls(**from_mapping(cls, known, REFUSED))
+        args = cls(**from_mapping(cls, known))
         return args if len(known) == len(values) else dataclasses.replace(args, device=str(values["device"]))
 
 
 def parse_args(argv: Sequence[str], prog: str = "python -m fenceline.launch_server") -> ServerArgs:
-    """The flags of a command line and of its ``--config`` file. ``-h`` prints the help and exits.
+    """The flags of a command line and of its ``--config`` file; the model may also stand alone, as in ``MODEL --port
+    8000``. ``-h`` prints the help and exits.
 
-    Raises ConfigError, one line with the remedy, for anything unknown, refused or malformed.
+    Raises ConfigError, one line with the remedies, for everything that is unknown, refused or malformed.
     """
-    parser = build_parser(ServerArgs, prog, "Serve a language model over HTTP.", REFUSED)
-    return ServerArgs(**parse_values(parser, ServerArgs, argv, REFUSED))
+    parser = build_parser(ServerArgs, prog, "Serve a language model over HTTP.")
+    return ServerArgs(**parse_values(parser, ServerArgs, argv, positional="model_path"))
 
 
 def exit_with(error: ConfigError, prog: str) -> NoReturn:
