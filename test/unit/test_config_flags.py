@@ -114,7 +114,8 @@ def test_every_foreign_flag_has_an_answer_that_names_flags_of_ours_and_accepts_i
     assert bool(caplog.messages) == known.hint
     if known.neutral == ANY or known.hint:
         return
-    answer = f"{option} 17: not available, {known.remedy}"
+    shown = option if option == "--hf-token" else f"{option} 17"
+    answer = f"{shown}: not available, {known.remedy}"
     assert refusal(["--model", "m", f"{option}=17"]) == answer
     if option.startswith("--"):
         file = tmp_path / "server.yaml"

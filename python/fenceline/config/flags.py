@@ -39,6 +39,7 @@ Scalar = str | int | float | bool
 Value = Scalar | tuple[Scalar, ...]
 
 _SPELLINGS = re.compile(r"^argument ([^/:]+)[^:]*:")  # how argparse names a flag: with all its names
+_SECRET = ("-token", "-password")  # what is given to such flags is not repeated
 _SWITCHES = ("--enable-", "--disable-", "--no-", "--skip-", "--use-", "--enforce-")  # such flags take no word
 
 
@@ -256,7 +257,7 @@ class _Complaints:
         value = " ".join(words)
         if refusal.accepts(value):
             return
-        use = f"{option} {value}".rstrip()
+        use = option if option.endswith(_SECRET) else f"{option} {value}".rstrip()
         if refusal.hint:
             self._hints.append(use)
         else:
@@ -292,10 +293,13 @@ def parse_values(
         complaints.settle()
         raise
     given = vars(namespace)
+    flags = flags_of(cls)
+    is_secret = any(name in flags and flags[name].spec.secret for name in given)
     for word in [*extra, *stray]:
         if positional in given:
+            shown = "" if is_secret else f" {word!r}"  # it may be a second key
             complaints.add(
-                f"unexpected argument {word!r}: {option_of(positional)} is {given[positional]!r} already"
+                f"unexpected argument{shown}: {option_of(positional)} is {given[positional]!r} already"
             )
         given.setdefault(positional, word)
     values: Mapping[str, object] = {}
