@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from fenceline.version import __version__
 
 if TYPE_CHECKING:
-    from fenceline.entrypoints.engine import Engine
+    from fenceline.entrypoints.engine import Engine, SamplingParams
+    from fenceline.entrypoints.llm import LLM
 
-__all__ = ["Engine", "__version__", "demo_model_path"]
+__all__ = ["LLM", "Engine", "SamplingParams", "__version__", "demo_model_path"]
 
 
 def demo_model_path(name: str = "demo") -> str:
@@ -21,9 +22,13 @@ def demo_model_path(name: str = "demo") -> str:
 
 
 def __getattr__(name: str) -> object:
-    # Engine imports torch; `import fenceline` must stay cheap (the command line's --help goes through it).
-    if name == "Engine":
-        from fenceline.entrypoints.engine import Engine
+    # These import torch; `import fenceline` must stay cheap (the command line's --help goes through it).
+    if name in ("Engine", "SamplingParams"):
+        from fenceline.entrypoints import engine
 
-        return Engine
+        return getattr(engine, name)
+    if name == "LLM":
+        from fenceline.entrypoints.llm import LLM
+
+        return LLM
     raise AttributeError(f"module 'fenceline' has no attribute {name!r}")

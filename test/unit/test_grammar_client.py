@@ -270,7 +270,7 @@ async def test_whoever_waits_for_a_process_that_cannot_be_started_is_told(
     def failing() -> None:
         raise RuntimeError("no thread")
 
-    monkeypatch.setattr(grammar_client, "signals_blocked", failing)
+    monkeypatch.setattr(grammar_client, "starting_children", failing)
     process = CompileProcess(_NO_SOURCE, 2)
     with pytest.raises(RequestError) as caught:
         await asyncio.wait_for(process.vocabulary, 60)
@@ -287,7 +287,7 @@ async def test_a_process_that_is_closed_while_it_starts_ends(monkeypatch: pytest
         assert closed.wait(60)
         yield
 
-    monkeypatch.setattr(grammar_client, "signals_blocked", slowly)
+    monkeypatch.setattr(grammar_client, "starting_children", slowly)
     process = CompileProcess(_NO_SOURCE, 2)
     process.close()
     closed.set()

@@ -35,7 +35,7 @@ from fenceline.entrypoints.json_body import count_values
 from fenceline.entrypoints.middleware import BODY_BYTES
 from fenceline.entrypoints.sse import unless_gone
 from fenceline.frontend.request_types import RequestError
-from fenceline.ipc.child_process import signals_blocked
+from fenceline.ipc.child_process import starting_children
 from fenceline.ipc.free_memory import trim_memory
 
 T = TypeVar("T")
@@ -165,7 +165,7 @@ class BodyParser:
             context = multiprocessing.get_context("spawn")
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), name="body-parser", daemon=True)
-            with signals_blocked():
+            with starting_children():
                 process.start()
             theirs.close()
             self._helper = process, ours

@@ -6,12 +6,16 @@ import asyncio
 import atexit
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
+import msgspec
 import orjson
 import uvloop
+from starlette.requests import Request
+from starlette.types import Message
 
 from fenceline.config import ConfigError
 from fenceline.config.engine_config import EngineConfig, resolve
@@ -24,9 +28,15 @@ from fenceline.entrypoints.generate_api import (
     stream_answers,
     thinking_end_id,
 )
-from fenceline.entrypoints.generate_body import GenerateBody, expand, parse_generate
+from fenceline.entrypoints.generate_body import GenerateBody, NativeSampling, expand, parse_generate
 from fenceline.entrypoints.launch import EngineBackend, FrontEnd
 from fenceline.entrypoints.native_api import describe_server
+from fenceline.entrypoints.openai.answer import AnswerHead, ServedModel
+from fenceline.entrypoints.openai.parsing import parse_body
+from fenceline.entrypoints.openai.protocol import ChatBody
+from fenceline.entrypoints.openai.router import make_chat
+from fenceline.entrypoints.openai.serving_chat import ChatServing
+from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.entrypoints.replicas import launch as launch_replicas
 from fenceline.entrypoints.update_weights import (
     UpdateFromDiskBody,
@@ -35,7 +45,7 @@ from fenceline.entrypoints.update_weights import (
     update_from_tensors,
 )
 from fenceline.frontend.request_stream import StreamGroup
-from fenceline.frontend.request_types import RequestError
+from fenceline.frontend.request_types import RequestError, new_rid
 from fenceline.frontend.tokenizer_manager import TokenizerManager
 
 if TYPE_CHECKING:
@@ -45,6 +55,22 @@ T = TypeVar("T")
 Answer = dict[str, Any]  # the JSON object that /generate answers with
 
 STOP_TIMEOUT_S = 5.0
+_VLLM_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
+# What sampling parameters are called in the bodies of chat requests.
+_CHAT_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+
+
+class SamplingParams(NativeSampling, kw_only=True):
+    """Sampling parameters of :class:`Engine` and :class:`fenceline.LLM`: those of /generate (a dict of them is taken
+    too). What is not given is as in the model's generation_config.json. ``max_tokens`` and ``min_tokens`` are vLLM's
+    names of ``max_new_tokens`` and ``min_new_tokens``."""
+
+    max_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
+    min_tokens: int | None = None
+
+
+Params = Mapping[str, Any] | SamplingParams
+Conversation = Sequence[Mapping[str, Any]]  # messages
 
 
 class Engine:
@@ -52,17 +78,22 @@ class Engine:
 
     ::
 
-        if __name__ == "__main__":  # the child processes import the main module
-            with fenceline.Engine(model_path="demo") as engine:
-                print(engine.generate("Once upon a time", {"max_new_tokens": 32})["text"])
+        with fenceline.Engine("demo") as engine:
+            print(engine.generate("Once upon a time", {"max_new_tokens": 32})["text"])
 
     Keyword arguments are the server's flags. ``launch`` starts the backend; the default starts processes.
     Raises ConfigError for wrong arguments and RuntimeError if the engine does not come up.
     """
 
     def __init__(
-        self, launch: Callable[[EngineConfig], EngineBackend] = launch_replicas, **server_args: Any
+        self,
+        model_path: str | None = None,
+        *,
+        launch: Callable[[EngineConfig], EngineBackend] = launch_replicas,
+        **server_args: Any,
     ) -> None:
+        if model_path is not None:
+            server_args["model_path"] = model_path
         self.config = resolve(ServerArgs.from_kwargs({"log_level": "error", **server_args}))
         node = self.config.server_args.node_rank
         if node > 0:
@@ -73,6 +104,7 @@ class Engine:
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine-loop", daemon=True)
         self._closed = False
+        self._served = ServedModel.from_config(self.config)
         self._front_end: FrontEnd | None = None
         self._backend = launch(self.config)
         self._thread.start()
@@ -94,10 +126,50 @@ class Engine:
 
     # --- generation
 
+    @overload
+    def generate(
+        self,
+        prompt: str | None = None,
+        sampling_params: Params | None = None,
+        *,
+        input_ids: list[int] | None = None,
+        stream: Literal[False] = False,
+        **options: Any,
+    ) -> Answer: ...
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        prompt: list[str] | tuple[str, ...] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
+        *,
+        input_ids: list[list[int]] | None = None,
+        stream: Literal[False] = False,
+        **options: Any,
+    ) -> list[Answer]: ...
+    @overload
     def generate(
         self,
         prompt: str | Sequence[str] | None = None,
-        sampling_params: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        stream: Literal[True],
+        **options: Any,
+    ) -> Iterator[Answer]: ...
+    @overload
+    def generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        stream: bool = False,
+        **options: Any,
+    ) -> Answer | list[Answer] | Iterator[Answer]: ...
+    def generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         *,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         stream: bool = False,
@@ -105,19 +177,60 @@ class Engine:
     ) -> Answer | list[Answer] | Iterator[Answer]:
         """Complete one prompt or several, given as text or token ids.
 
-        Returns what /generate answers: one dict for one prompt, a list for several or ``n`` > 1, an iterator
-        of dicts with ``stream``. ``options`` are /generate's other fields (``return_logprob``, ``rid``, ...).
-        Raises ValueError for a wrong request and RuntimeError if the engine cannot serve it.
+        Returns what /generate answers: one dict for one prompt, a list for several or ``n`` > 1 (which types cannot
+        tell: give a list of one prompt), an iterator of dicts with ``stream``. ``options`` are /generate's other
+        fields (``return_logprob``, ``rid``, ...). Raises ValueError for a wrong request and RuntimeError if the engine
+        cannot serve it.
         """
         body = _body(prompt, sampling_params, input_ids, stream, options)
         if stream:
             return self._iterate(body)
         return self._run(self._answer(body))
 
+    @overload
+    async def async_generate(
+        self,
+        prompt: str | None = None,
+        sampling_params: Params | None = None,
+        *,
+        input_ids: list[int] | None = None,
+        stream: Literal[False] = False,
+        **options: Any,
+    ) -> Answer: ...
+    @overload
+    async def async_generate(  # type: ignore[overload-overlap]
+        self,
+        prompt: list[str] | tuple[str, ...] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
+        *,
+        input_ids: list[list[int]] | None = None,
+        stream: Literal[False] = False,
+        **options: Any,
+    ) -> list[Answer]: ...
+    @overload
     async def async_generate(
         self,
         prompt: str | Sequence[str] | None = None,
-        sampling_params: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        stream: Literal[True],
+        **options: Any,
+    ) -> AsyncIterator[Answer]: ...
+    @overload
+    async def async_generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        stream: bool = False,
+        **options: Any,
+    ) -> Answer | list[Answer] | AsyncIterator[Answer]: ...
+    async def async_generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         *,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         stream: bool = False,
@@ -128,6 +241,137 @@ class Engine:
         if stream:
             return self._aiterate(body)
         return await self._await(self._answer(body))
+
+    @overload
+    def chat(
+        self,
+        messages: Conversation,
+        sampling_params: Params | None = None,
+        *,
+        stream: Literal[False] = False,
+        **options: Any,
+    ) -> Answer: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Conversation],
+        sampling_params: Params | Sequence[Params] | None = None,
+        **options: Any,
+    ) -> list[Answer]: ...
+    @overload
+    def chat(
+        self,
+        messages: Conversation,
+        sampling_params: Params | None = None,
+        *,
+        stream: Literal[True],
+        **options: Any,
+    ) -> Iterator[Answer]: ...
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: Params | Sequence[Params] | None = None,
+        *,
+        stream: bool = False,
+        **options: Any,
+    ) -> Answer | list[Answer] | Iterator[Answer]:
+        """Write the assistant's next message of one conversation or of several.
+
+        Returns what /v1/chat/completions answers: one dict, a list for several conversations, with ``stream`` an
+        iterator of one conversation's chunks. ``options`` are other fields of that route (``tools``,
+        ``response_format``, ``chat_template_kwargs``, ...). Raises like :meth:`generate`.
+        """
+        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        several = conversations is messages
+        params = sampling_params if isinstance(sampling_params, (list, tuple)) else None
+        params = params or [sampling_params] * len(conversations)
+        if len(params) != len(conversations) or (several and stream):
+            raise ValueError("give sampling_params for each conversation; stream one conversation at a time")
+        bodies = [
+            _chat_body(one, of_one, {"stream": stream, **options})
+            for one, of_one in zip(conversations, params, strict=True)
+        ]
+        if stream:
+            return self._chat_chunks(bodies[0])
+        answers = self._run(self._chat_answers(bodies))
+        return answers if several else answers[0]
+
+    async def _chat_answers(self, bodies: Sequence[ChatBody]) -> list[Answer]:
+        return await asyncio.gather(*map(self._chat_answer, bodies))
+
+    async def _chat_answer(self, body: ChatBody) -> Answer:
+        answer: Answer = orjson.loads(b"".join([part async for part in self._chat_bytes(body)]))
+        return answer
+
+    def _chat_chunks(self, body: ChatBody) -> Iterator[Answer]:
+        pieces, rest = self._chat_bytes(body), b""
+        try:
+            while (piece := self._run(_next(pieces))) is not None:
+                *events, rest = (rest + piece).split(b"\n\n")
+                for event in events:
+                    if (data := event.removeprefix(b"data: ")) == b"[DONE]":
+                        continue
+                    chunk: Answer = orjson.loads(data)
+                    if "error" in chunk:
+                        raise RuntimeError(chunk["error"]["message"])
+                    yield chunk
+        finally:
+            if not self._closed:
+                self._run(pieces.aclose())
+
+    async def _chat_bytes(self, body: ChatBody) -> AsyncGenerator[bytes, None]:
+        """The answer as it goes over HTTP, without HTTP."""
+        gone = asyncio.Event()  # is never set: leaving the generator ends the answer
+        pieces: asyncio.Queue[bytes] = asyncio.Queue(1)
+
+        async def receive() -> Message:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            if piece := message.get("body"):
+                await pieces.put(piece)
+
+        async def answer() -> None:
+            try:
+                head = AnswerHead.now(
+                    body.rid or body.request_id or f"chatcmpl-{new_rid()}", self._served.name
+                )
+                response = await self._chat.respond(body, head, Request(scope, receive))
+                await response(scope, receive, send)
+            finally:
+                await pieces.put(b"")
+
+        scope: dict[str, Any] = {"type": "http"}
+        answering = asyncio.ensure_future(answer())
+        try:
+            while piece := await pieces.get():
+                yield piece
+            await answering
+        finally:
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
+
+    @cached_property
+    def _chat(self) -> ChatServing:
+        tokenizer = self._manager.tokenizer
+        texts = None if tokenizer is None else TokenTexts(tokenizer)
+        return make_chat(self._manager, self.config, self._served, texts)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer as transformers has it. Raises ValueError if the engine runs without one."""
+        if self.config.server_args.skip_tokenizer_init:
+            raise ValueError("the engine was started with skip_tokenizer_init: it has no tokenizer")
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(
+            self.config.tokenizer_path, local_files_only=True, trust_remote_code=False
+        )
+
+    def get_tokenizer(self) -> Any:
+        """:attr:`tokenizer`, by SGLang's and vLLM's name."""
+        return self.tokenizer
 
     async def _submit(self, body: GenerateBody) -> tuple[StreamGroup, list[AnswerWriter], bool]:
         tokenizer = self._manager.tokenizer
@@ -312,18 +556,58 @@ def _python_error(error: RequestError) -> ValueError | RuntimeError:
 
 def _body(
     prompt: str | Sequence[str] | None,
-    sampling_params: dict[str, Any] | Sequence[dict[str, Any]] | None,
+    sampling_params: Params | Sequence[Params] | None,
     input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
     stream: bool,
     options: dict[str, Any],
 ) -> GenerateBody:
     """The request as /generate would get it, checked the same way. Raises ValueError."""
+    params: object = None
+    if isinstance(sampling_params, (list, tuple)):
+        params = [params_dict(one) for one in sampling_params]
+    elif sampling_params is not None:
+        params = params_dict(sampling_params)
     fields = {
-        "text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, "stream": stream, **options,
+        "text": prompt, "sampling_params": params, "input_ids": input_ids, "stream": stream, **options,
     }  # fmt: skip
     try:
-        return parse_generate(json.dumps(fields, allow_nan=False).encode(), UnknownFields(strict=True))
+        return parse_generate(_as_json(fields), UnknownFields(strict=True))
     except RequestError as error:
         raise _python_error(error) from error
+
+
+def _chat_body(messages: object, params: object, options: Mapping[str, object]) -> ChatBody:
+    """The request as /v1/chat/completions would get it, checked the same way. Raises ValueError."""
+    given = {_CHAT_NAMES.get(name, name): value for name, value in params_dict(params).items()}
+    try:
+        return parse_body(
+            ChatBody, _as_json({"messages": messages, **given, **options}), UnknownFields(strict=True)
+        )
+    except RequestError as error:
+        raise _python_error(error) from error
+
+
+def params_dict(params: object) -> dict[str, Any]:
+    """Sampling parameters as /generate takes them. Raises ValueError for anything else."""
+    if params is None:
+        return {}
+    if isinstance(params, Mapping):
+        return dict(params)
+    if not isinstance(params, SamplingParams):
+        name = f"{type(params).__module__}.{type(params).__qualname__}".removeprefix("builtins.")
+        raise ValueError(
+            f"sampling_params: give a dict or a fenceline.SamplingParams, or a list of them, not {name}"
+        )
+    given = {name: getattr(params, name) for name in params.__struct_fields__}
+    return {
+        _VLLM_NAMES.get(name, name): value
+        for name, value in given.items()
+        if value is not msgspec.UNSET and (value is not None or name in ("max_new_tokens", "max_tokens"))
+    }
+
+
+def _as_json(fields: Mapping[str, object]) -> bytes:
+    try:
+        return json.dumps(fields, allow_nan=False).encode()
     except (TypeError, RecursionError) as error:
         raise ValueError(str(error)) from error

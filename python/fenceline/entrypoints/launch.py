@@ -20,7 +20,7 @@ from fenceline.ipc.child_process import (
     HEARTBEAT_INTERVAL_S,
     Silence,
     heartbeat_path,
-    signals_blocked,
+    starting_children,
 )
 from fenceline.ipc.io_struct import PortArgs
 from fenceline.ipc.node_link import tell_nodes
@@ -227,7 +227,7 @@ def launch_processes(
     try:
         for name, (entry, others) in entries.items():
             process = context.Process(target=entry, args=(config, ports, *others), name=name, daemon=True)
-            with signals_blocked():
+            with starting_children():
                 process.start()
             processes.append(process)
     except BaseException:

@@ -28,7 +28,7 @@ from fenceline.frontend.compile_queue import CompileQueue, QueuedGrammar, Tenant
 from fenceline.frontend.control import ControlClient
 from fenceline.frontend.request_types import RequestError, shutting_down
 from fenceline.frontend.tokenizer import Tokenizer
-from fenceline.ipc.child_process import signals_blocked
+from fenceline.ipc.child_process import starting_children
 
 logger = logging.getLogger(__name__)
 
@@ -319,7 +319,7 @@ class CompileProcess:
         """The thread that starts the process, since that takes a while, and reads what comes."""
         decoder = msgspec.msgpack.Decoder(Compiled)
         try:
-            with signals_blocked():
+            with starting_children():
                 self._process.start()
             theirs.close()
             if self._closed:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 from tqdm import tqdm
@@ -32,6 +33,8 @@ LOG_FORMAT = "[%(asctime)s] %(message)s"
 _UNSHOWN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 logger = logging.getLogger(__name__)
+
+_main_hidden = threading.Lock()  # two threads may start children at the same time
 
 
 def prepare_child(name: str, log_level: str, ports: PortArgs, log_name: str = "") -> None:
@@ -62,15 +65,23 @@ def prepare_child(name: str, log_level: str, ports: PortArgs, log_name: str = ""
 
 
 @contextmanager
-def signals_blocked() -> Iterator[None]:
+def starting_children() -> Iterator[None]:
     """Processes that are started inside this context ignore the parent's signals from the beginning, long before
-    :func:`prepare_child` runs in them. Signals to this thread are delivered at the end."""
+    :func:`prepare_child` runs in them. Signals to this thread are delivered at the end.
+
+    Nor do they import the program's main module, as children of multiprocessing do otherwise: it may start another
+    engine where it has no ``if __name__ == "__main__"``, and be no file.
+    """
     resource_tracker.ensure_running()  # multiprocessing starts it with the first child, and unblocks signals then
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*PARENTS_SIGNALS, DUMP_SIGNAL))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with _main_hidden:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (*PARENTS_SIGNALS, DUMP_SIGNAL))
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def one_line(text: str) -> str:

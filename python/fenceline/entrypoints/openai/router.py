@@ -37,16 +37,8 @@ def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) 
     """
     model = ServedModel.from_config(config)
     texts = TokenTexts(manager.tokenizer) if manager.tokenizer is not None else None
-    template = chat_template_of(manager.tokenizer, config)
-    shown = None if isinstance(template, str) else template.tool_call_format
-    calls_name = config.server_args.tool_call_parser or shown
-    calls = TOOL_CALL_FORMATS[calls_name] if calls_name is not None else None
-    thinks = config.server_args.reasoning_parser
-    if thinks is None and calls is not None and calls.reads_reasoning:
-        thinks = "gpt-oss"  # nothing of such an answer can be read without
-    reasoning = REASONING_FORMATS[thinks] if thinks is not None else None
     completions = CompletionServing(manager, model, texts)
-    chat = ChatServing(manager, model, texts, template, reasoning, calls)
+    chat = make_chat(manager, config, model, texts)
     router = APIRouter()
     _add_model_routes(router, model)
     router.include_router(ResponsesServing(chat, model, parser).router())
@@ -79,6 +71,22 @@ def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) 
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
     return router
+
+
+def make_chat(
+    manager: Generator, config: EngineConfig, model: ServedModel, texts: TokenTexts | None
+) -> ChatServing:
+    """What answers chat requests over ``manager``, with the chat template and the parsers that ``config`` or the
+    template name. Raises ValueError if --chat-template is not a valid template."""
+    template = chat_template_of(manager.tokenizer, config)
+    shown = None if isinstance(template, str) else template.tool_call_format
+    calls_name = config.server_args.tool_call_parser or shown
+    calls = TOOL_CALL_FORMATS[calls_name] if calls_name is not None else None
+    thinks = config.server_args.reasoning_parser
+    if thinks is None and calls is not None and calls.reads_reasoning:
+        thinks = "gpt-oss"  # nothing of such an answer can be read without
+    reasoning = REASONING_FORMATS[thinks] if thinks is not None else None
+    return ChatServing(manager, model, texts, template, reasoning, calls)
 
 
 _parse_completion = partial(parse_body, CompletionBody)

@@ -101,7 +101,7 @@ def run_engine(random: Random, kind: str, open_device: Callable[[], Device]) -> 
         policy = random.choice(("write_through", "write_back"))
         tiers = {"enable_hierarchical_cache": True, "hicache_ratio": 1.0, "hicache_write_policy": policy}
     engine = fenceline.Engine(
-        launch,
+        launch=launch,
         model_path=tiny_model_path(),
         device=kind,
         skip_tokenizer_init=True,

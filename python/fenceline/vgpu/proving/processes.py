@@ -97,7 +97,7 @@ def run_processes(seed: int, policy: str, severed: frozenset[str]) -> Findings:
 
         clients = _clients(random)
         said = {client.rid: _Said() for client in clients}
-        with fenceline.Engine(launch, tokenizer_path=folder, **_flags(random)) as engine:
+        with fenceline.Engine(launch=launch, tokenizer_path=folder, **_flags(random)) as engine:
             asyncio.run(_serve(engine, clients, said))
             # What the detokenizer has ended, at a stop string, may go on for some steps.
             flushed = any(engine.flush_cache() for _ in range(_MAX_FLUSHES))
