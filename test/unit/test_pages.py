@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -10,6 +11,8 @@ import pytest
 
 import pages
 import setup_env
+from fenceline.config.families import FAMILIES
+from fenceline.config.server_args import parse_args
 
 DOCS = setup_env.ROOT / "docs"
 DRAWINGS = ("processes", "step", "page", "folders")
@@ -25,6 +28,26 @@ def test_the_architecture_is_a_short_page_with_four_drawings() -> None:
     assert len(text.split()) <= 1200
     assert re.findall(r"\(drawings/(\w+)\.svg\)", text) == list(DRAWINGS)
     assert {path.stem for path in (DOCS / "drawings").glob("*.txt")} == set(DRAWINGS)
+
+
+def test_the_page_of_models_lists_the_families_that_are_served() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", (DOCS / "models.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(FAMILIES)
+
+
+def test_every_server_that_a_page_starts_has_flags_of_ours() -> None:
+    """Those of the lab are a record of what was run."""
+    lines: list[str] = []
+    for page in [setup_env.ROOT / "README.md", *DOCS.glob("*.md")]:
+        text = page.read_text().replace("\\\n", " ")
+        for language, block in re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL):
+            if language in ("", "bash"):
+                lines += re.findall(
+                    r"(?:scripts/serve|fenceline serve|\.launch_server)([^\n#;&|>]*)", block, re.DOTALL
+                )
+    assert len(lines) > 10
+    for line in lines:
+        parse_args(shlex.split(line.replace("FURTHER_FLAGS", "")))
 
 
 @pytest.mark.parametrize("path", sorted(DOCS.glob("*/*.svg")), ids=lambda path: path.stem)
