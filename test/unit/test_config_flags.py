@@ -110,7 +110,7 @@ def test_every_foreign_flag_has_an_answer_that_names_flags_of_ours_and_accepts_i
     assert option not in OWN
     assert set(re.findall(r"--[a-z-]+", known.remedy)) <= OWN
     for value in ("",) if known.neutral == ANY or known.hint else known.neutral:
-        assert parse_args(["--model", "m", option, *value.split()]).model_path == "m"
+        assert parse_args(["--model", "m", f"{option}={value}" if value else option]).model_path == "m"
     assert bool(caplog.messages) == known.hint
     if known.neutral == ANY or known.hint:
         return

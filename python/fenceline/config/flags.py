@@ -95,16 +95,18 @@ def option_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-_hints: dict[
-    type[Any], dict[str, Any]
-] = {}  # the types of flags; annotations are text, which takes time to evaluate
+_read: dict[type[Any], Mapping[str, Flag]] = {}  # annotations are text, which takes time to evaluate
 
 
-def flags_of(cls: type[Any]) -> dict[str, Flag]:
+def flags_of(cls: type[Any]) -> Mapping[str, Flag]:
     """The flags of a dataclass by field name, in the order of declaration."""
-    if cls not in _hints:
-        _hints[cls] = typing.get_type_hints(cls)
-    hints = _hints[cls]
+    if cls not in _read:
+        _read[cls] = _read_flags(cls)
+    return _read[cls]
+
+
+def _read_flags(cls: type[Any]) -> Mapping[str, Flag]:
+    hints = typing.get_type_hints(cls)
     found = {}
     for field in dataclasses.fields(cls):
         hint = hints[field.name]

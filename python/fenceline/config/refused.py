@@ -176,7 +176,7 @@ REFUSED: Mapping[str, Refusal] = _table(
     ),
     ("--ssl-* --enable-ssl-refresh", Refusal("put a TLS proxy in front of the server and leave it out")),
     (
-        "--fastapi-root-path --root-path --uds --middleware --grpc-mode --smg-* --grpc-port --enable-http2",
+        "--fastapi-root-path --root-path --uds --middleware --grpc* --smg-* --enable-http2 --http2-*",
         Refusal("HTTP/1.1 at --host and --port is served, a proxy in front can do the rest: leave it out"),
     ),
     ("--disaggregation-mode", Refusal("prefill and decode share one server: leave it out", ("null", "none"))),
@@ -186,13 +186,16 @@ REFUSED: Mapping[str, Refusal] = _table(
         Refusal("prefill and decode share one server: leave it out"),
     ),
     (
-        "--is-embedding --runner --task --convert --pooler-config --override-pooler-config",
+        "--is-embedding --runner --task --convert --pooler-config --override-pooler-config --enable-mis"
+        " --multi-item-scoring-delimiter --tokens-only --enable-scale-out",
         Refusal("only text generation is served: leave it out", ("auto", "generate", "none")),
     ),
     (
         "--enable-multimodal --mm-* --limit-mm-* --media-* --image-processor-backend --disable-fast-image-processor"
         " --keep-mm-feature-on-device --enable-prefix-mm-cache --allowed-media-domains --allowed-local-media-path"
-        " --interleave-mm-strings --skip-mm-profiling --encoder-* --language-only --asr-*",
+        " --interleave-mm-strings --skip-mm-profiling --encoder-* --language-only --asr-* --video-* --enable-mm-*"
+        " --enable-broadcast-mm-inputs-process --enable-precise-embedding-interpolation --trust-mm-content-hashes"
+        " --trust-request-mm-kwargs",
         Refusal("only text models are served: leave it out"),
     ),
     (
@@ -225,7 +228,8 @@ REFUSED: Mapping[str, Refusal] = _table(
     (
         "--custom-weight-loader --remote-instance-weight-loader-* --modelexpress-config --modelopt-* --decrypted-*"
         " --quantization-param-path --calculate-kv-scales --model-checksum --weight-cache-* --weight-transfer-config"
-        " --checkpoint-engine-wait-weights-before-ready --rl-quant-profile --code-revision --tokenizer-revision",
+        " --checkpoint-engine-wait-weights-before-ready --rl-quant-profile --code-revision --tokenizer-revision"
+        " --hf-config-path --ignore-patterns",
         Refusal(
             "weights and tokenizer are read from the files of --model-path and --tokenizer-path: leave it out"
         ),
@@ -237,7 +241,7 @@ REFUSED: Mapping[str, Refusal] = _table(
         Refusal("no code is loaded into the server: leave it out"),
     ),
     (
-        "--enable-return-* --return-hidden-states-mode --enable-prompt-embeds --return-tokens-as-token-ids",
+        "--enable-return-* --return-* --enable-prompt-embeds --aux-output-config",
         Refusal("answers carry text, token ids and logprobs: leave it out"),
     ),
     ("--use-ray", Refusal("each rank is a process of its own: leave it out")),
@@ -255,7 +259,21 @@ REFUSED: Mapping[str, Refusal] = _table(
     ),
     ("--max-logprobs", Refusal("the limit is fixed (docs/openai_api.md): leave it out")),
     ("--enable-fp32-lm-head", Refusal("use --dtype float32 for all of the model")),
+    (
+        "--enable-quant-communications --enable-tf32-matmul --deepep-dispatcher-output-dtype --rl-on-policy-target"
+        " --flashinfer-mxfp4-moe-precision --triton-attention-split-tile-size",
+        Refusal(
+            "products and sums are those of --dtype and the checkpoint: leave it out", ("auto", "default")
+        ),
+    ),
+    ("--disable-sliding-window", Refusal("windows are the model's: leave it out")),
+    ("--response-role", Refusal("it is assistant: leave it out", ("assistant",))),
+    (
+        "--allow-credentials --allowed-methods --allowed-headers",
+        Refusal("--cors-allowed-origins says all that is asked: leave it out"),
+    ),
     ("--radix-eviction-policy", Refusal("eviction is least recently used: leave it out", ("lru",))),
+    ("--radix-eviction-policy-config", Refusal("eviction is least recently used: leave it out")),
     (
         "--speculative-attention-mode",
         Refusal(
@@ -306,7 +324,8 @@ REFUSED: Mapping[str, Refusal] = _table(
         "--enable-auto-tool-choice --enable-prefix-caching --enable-chunked-prefill --async-scheduling"
         " --disable-log-requests --language-model-only --enable-response-store --disable-hybrid-swa-memory"
         " --disable-hicache-numa-detect --sleep-on-idle --skip-server-warmup --enable-multi-layer-eagle"
-        " --enable-piecewise-cuda-graph --disable-custom-all-reduce",
+        " --enable-piecewise-cuda-graph --disable-custom-all-reduce --triton-attention-reduce-in-fp32"
+        " --exclude-tools-when-tool-choice-none --enable-request-id-headers --prefix-caching-hash-algo",
         Refusal("", ANY),
     ),
     # These can change nothing but speed, or figures that nobody relies on.
@@ -329,12 +348,16 @@ REFUSED: Mapping[str, Refusal] = _table(
         " --moe-runner-backend --moe-backend --moe-a2a-backend --all2all-backend --linear-backend --deepep-mode"
         " --deepep-config --enable-deepep-moe --speculative-moe-runner-backend --speculative-moe-a2a-backend"
         " --enable-eplb --eplb-* --ep-num-redundant-experts --ep-dispatch-algorithm --init-expert-location"
+        " --disable-attn-tp-gather --enable-attn-tp-input-scattered --enable-tp-lm-head-all-to-all --boundary-reduction"
+        " --disable-aiter-* --disable-flashinfer-cutlass-moe-fp4-allgather --fp4-gemm-backend --enable-waterfill"
+        " --expert-placement-strategy --ubatch-size --prefill-schedule-interval --prefill-round-robin-balance"
+        " --disable-hybrid-kv-cache-manager --disable-nccl-for-dp-synchronization --scheduler-reserve-full-isl"
         " --enable-dp-lm-head --tokenizer-worker-num --detokenizer-worker-num --tokenizer-backend --api-server-count"
         " --renderer-num-workers --enable-tokenizer-batch-encode --disable-tokenizer-batch-decode"
         " --enable-dynamic-batch-tokenizer --dynamic-batch-tokenizer-* --batch-notify-size"
         " --disable-outlines-disk-cache --numa-node --numa-bind* --gc-threshold --gc-warning-threshold-secs"
         " --warmups --model-loader-extra-config --weight-loader-* --startup-weight-load-mode --safetensors-*"
-        " --max-parallel-loading-workers --use-tqdm-on-load --enable-layerwise-nvtx-marker"
+        " --max-parallel-loading-workers --pt-load-map-location --use-tqdm-on-load --enable-layerwise-nvtx-marker"
         " --enable-layerwise-nvtx-tracing --show-time-cost --enable-request-time-stats-logging --enable-mfu-metrics"
         " --enable-metrics-for-all-schedulers --collect-tokens-histogram --bucket-* --prompt-tokens-buckets"
         " --generation-tokens-buckets --load-watch-interval --kv-cache-metrics --cudagraph-metrics"
