@@ -193,6 +193,7 @@ def test_what_can_change_no_answer_is_one_warning(caplog: pytest.LogCaptureFixtu
         ("--enable-metrics m --port 1", {"model_path": "m", "port": 1, "enable_metrics": True}),
         ("--enable-mixed-chunk m", {"model_path": "m"}),
         ("--enable-mixed-chunk -- m", {"model_path": "m"}),
+        ("--enable-lora false m", {"model_path": "m"}),
         ("--chunked-prefill-size -1 m", {"model_path": "m", "chunked_prefill_size": -1}),
         ("--max-que 3 m", {"model_path": "m", "max_queued_requests": 3}),
         ("--max-que=3 m", {"model_path": "m", "max_queued_requests": 3}),

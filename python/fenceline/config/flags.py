@@ -338,25 +338,22 @@ def _own_words(argv: Sequence[str], cls: type[Any], complaints: _Complaints) -> 
     own: list[str] = []
     stray: list[str] = []
     foreign: list[tuple[str, list[str], Refusal]] = []
-    words, most = (
-        own,
-        len(argv),
-    )  # where the next word that is no flag belongs, and how many such words may be there
+    words, takes_words = own, True  # where a word that is no flag belongs, unless it is stray
     for position, word in enumerate(argv):
         if word == "--":
             stray += argv[position + 1 :]
             break
         if not _is_option(word):
-            (words if len(words) < most else stray).append(word)
+            belongs = takes_words or (not words and _to_bool(word) is not None)
+            (words if belongs else stray).append(word)
             continue
         name, equals, value = word.partition("=")
         option = _in_full(name.replace("_", "-"), known)
         if option in known:
             own.append(option + equals + value)
-            words, most = own, len(argv)
+            words, takes_words = own, True
             continue
-        words = [value] if equals else []
-        most = 0 if option.startswith(_SWITCHES) else len(argv)
+        words, takes_words = [value] if equals else [], not option.startswith(_SWITCHES)
         entry = find(option)
         if entry is None and option.startswith("--no-") and (entry := find("--" + option[5:])) is not None:
             words.append("false")
