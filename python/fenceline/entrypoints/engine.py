@@ -297,7 +297,12 @@ class Engine:
         return answers if several else answers[0]
 
     async def _chat_answers(self, bodies: Sequence[ChatBody]) -> list[Answer]:
-        return await asyncio.gather(*map(self._chat_answer, bodies))
+        answering = [asyncio.ensure_future(self._chat_answer(body)) for body in bodies]
+        try:
+            return await asyncio.gather(*answering)
+        finally:  # if one fails, the others are not wanted any more
+            for one in answering:
+                one.cancel()
 
     async def _chat_answer(self, body: ChatBody) -> Answer:
         answer: Answer = orjson.loads(b"".join([part async for part in self._chat_bytes(body)]))
