@@ -191,7 +191,7 @@ FILE = ON + " --hicache-storage-backend file"
         (ON + " --hicache-io-backend kernel_ascend", "not available, use --hicache-io-backend kernel or"),
         (ON + " --hicache-mem-layout page_head", "not available, use --hicache-mem-layout page_first"),
         (ON + " --hicache-storage-backend mooncake", "not available, use --hicache-storage-backend file"),
-        (ON + " --hicache-storage-backend-extra-config {}", "not available, each setting has its flag: use"),
+        (ON + " --hicache-storage-backend-extra-config {}", "not available, use --hicache-storage-dir"),
         (ON + " --hicache-storage-dir /tmp", "--hicache-storage-dir /tmp: needs --hicache-storage-backend"),
         (
             ON + " --hicache-storage-size 1",
