@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
+from fastapi import FastAPI
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message
 
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
+from fenceline.entrypoints.access import Access, rule_of
 from fenceline.entrypoints.http_server import create_app
+from fenceline.entrypoints.web_page import PAGE_PATHS
 from fenceline.frontend.tokenizer import load_tokenizer
 from fenceline.frontend.tokenizer_manager import TokenizerManager
 from fenceline.ipc import io_struct as io
@@ -80,3 +84,20 @@ def ask_many(
         return await asyncio.gather(*(one() for _ in range(num)))
 
     return asyncio.run(run())
+
+
+def routes_of(app: ASGIApp) -> list[Route]:
+    """All routes of :func:`make_app`'s application."""
+    inner: Any = app
+    while not isinstance(inner, FastAPI):
+        inner = inner._app if hasattr(inner, "_app") else inner.app
+    return cast("list[Route]", inner.routes)
+
+
+def paths_for(app: ASGIApp, access: Access) -> set[str]:
+    """The paths of the routes that ``access`` may use, without those of the page."""
+    return {
+        route.path
+        for route in routes_of(app)
+        if rule_of(route).access is access and route.path not in PAGE_PATHS
+    }

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from app_requests import make_app, paths_for
 
 from fenceline.config import ConfigError, docs
 from fenceline.config.flags import flags_of
 from fenceline.config.refused import ANY, REFUSED, find
 from fenceline.config.server_args import ServerArgs, parse_args
-from fenceline.entrypoints.middleware import ADMIN_PATHS, OPEN_PATHS
-from fenceline.entrypoints.web_page import PAGE_PATHS
+from fenceline.entrypoints.access import Access
 
 # The launch commands of the public threads that this project started from, module renamed.
 THREAD_COMMANDS = {
@@ -417,6 +417,6 @@ def test_configuration_imports_no_torch() -> None:
 
 
 def test_the_help_of_the_keys_names_every_endpoint_that_they_treat_apart() -> None:
-    flags = flags_of(ServerArgs)
-    assert all(path in flags["api_key"].spec.help for path in (OPEN_PATHS - PAGE_PATHS) | {"/,"})
-    assert all(path in flags["admin_api_key"].spec.help for path in ADMIN_PATHS)
+    flags, app = flags_of(ServerArgs), make_app()
+    assert all(path in flags["api_key"].spec.help for path in paths_for(app, Access.ANYBODY) | {"/,"})
+    assert all(path in flags["admin_api_key"].spec.help for path in paths_for(app, Access.ADMINISTRATORS))

@@ -26,6 +26,7 @@ from uvicorn.server import ServerState
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints import http_protocol as limits
+from fenceline.entrypoints.access import AccessRules
 from fenceline.entrypoints.http_protocol import (
     BoundedReader,
     ConnectionLimits,
@@ -206,7 +207,7 @@ async def test_ambiguous_and_malformed_heads_are_400(
     headers: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = App()
-    door = RequestMiddleware(app, None)
+    door = RequestMiddleware(app, AccessRules())
     connection, wire = Server(door).connect()
     connection.data_received(b"POST /generate HTTP/1.1\r\nHost: x\r\n" + headers + b"\r\n\r\n{}")
     await settle()
@@ -217,7 +218,7 @@ async def test_ambiguous_and_malformed_heads_are_400(
 
 
 async def test_a_length_beyond_the_limit_is_413_however_long_its_number() -> None:
-    connection, wire = Server(RequestMiddleware(App(), None)).connect()
+    connection, wire = Server(RequestMiddleware(App(), AccessRules())).connect()
     connection.data_received(b"POST / HTTP/1.1\r\nContent-Length: 18446744073709551615\r\n\r\n")
     await settle()
     assert status_of(wire) == 413
@@ -246,7 +247,7 @@ def test_any_bytes_are_answered_or_refused(data: list[bytes], key: str | None) -
         handler = logging.Handler(logging.ERROR)
         handler.emit = logged.append  # type: ignore[method-assign]
         logging.getLogger().addHandler(handler)
-        connection, wire = Server(RequestMiddleware(App(), key)).connect()
+        connection, wire = Server(RequestMiddleware(App(), AccessRules(api_key=key))).connect()
         for part in data:
             if wire.closing:
                 break
@@ -333,7 +334,7 @@ async def test_every_request_of_a_connection_hears_that_the_client_has_gone() ->
 
 async def test_a_wrong_key_is_refused_before_the_body() -> None:
     app = App()
-    connection, wire = Server(RequestMiddleware(app, "secret")).connect()
+    connection, wire = Server(RequestMiddleware(app, AccessRules(api_key="secret"))).connect()
     head = b"POST /generate HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 60000000\r\n\r\n"
     connection.data_received(head)
     await settle()
@@ -349,7 +350,7 @@ async def test_a_wrong_key_is_refused_before_the_body() -> None:
 
 
 async def test_what_follows_a_refusal_is_not_read_for_ever() -> None:
-    connection, wire = Server(RequestMiddleware(App(), "secret")).connect()
+    connection, wire = Server(RequestMiddleware(App(), AccessRules(api_key="secret"))).connect()
     connection.data_received(b"POST /generate HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
     await settle()
     num_sent, chunk = 0, b"%x\r\n" % MIB + b"a" * MIB + b"\r\n"
@@ -385,7 +386,7 @@ async def test_all_large_bodies_together_are_limited() -> None:
         finally:
             num_held -= mine
 
-    door = RequestMiddleware(app, None)
+    door = RequestMiddleware(app, AccessRules())
     piece = bytes(MIB)
 
     async def client() -> None:

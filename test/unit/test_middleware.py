@@ -10,6 +10,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
+from fenceline.entrypoints.access import AccessRules
 from fenceline.entrypoints.errors import install_error_handlers
 from fenceline.entrypoints.json_body import PartsResponse
 from fenceline.entrypoints.middleware import RequestMiddleware
@@ -36,7 +37,7 @@ async def answer(started: bool) -> list[Message]:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    task = asyncio.ensure_future(RequestMiddleware(app, None)(dict(SCOPE), receive, send))
+    task = asyncio.ensure_future(RequestMiddleware(app, AccessRules())(dict(SCOPE), receive, send))
     await waits.wait()
     task.cancel()
     await task  # no exception: nothing for the server to log
@@ -72,7 +73,7 @@ async def test_a_defect_of_any_endpoint_is_an_error_object_and_logged(
         sent.append(message)
 
     scope = {**SCOPE, "method": "GET", "path": "/broken", "query_string": b"", "http_version": "1.1"}
-    await RequestMiddleware(application, None)(scope, receive, send)
+    await RequestMiddleware(application, AccessRules())(scope, receive, send)
     start, body = sent
     assert start["status"] == 500
     assert orjson.loads(body["body"])["error"]["message"].startswith("internal error: KeyError")
@@ -103,7 +104,7 @@ async def test_memory_of_large_bodies_is_given_back_once_for_many_of_them(
 
         await door(dict(SCOPE), receive, send)
 
-    door = RequestMiddleware(app, None)
+    door = RequestMiddleware(app, AccessRules())
     for _ in range(100):
         await ask(60_000)  # small ones give nothing back
     await ask(1 << 20)  # little waits for more to come with it
@@ -138,7 +139,7 @@ async def test_memory_of_large_answers_is_given_back_too(
 
     async def send(message: Message) -> None: ...
 
-    await RequestMiddleware(app, None)(dict(SCOPE), receive, send)
+    await RequestMiddleware(app, AccessRules())(dict(SCOPE), receive, send)
     await asyncio.wait_for(given_back.wait(), 30)
 
 

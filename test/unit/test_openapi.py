@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 import pytest
-from app_requests import ask, ask_many, make_app
+from app_requests import ask, ask_many, make_app, paths_for
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
@@ -17,11 +17,11 @@ from fenceline.config import ConfigError, engine_config
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints import openapi
-from fenceline.entrypoints.middleware import ADMIN_PATHS, OPEN_PATHS
-from fenceline.entrypoints.web_page import PAGE_PATHS
+from fenceline.entrypoints.access import Access
 from fenceline.frontend.metrics import Metrics
 
-# What a client asks for itself. Whoever adds an endpoint decides here, or in ADMIN_PATHS, who may use it.
+# Whoever adds an endpoint decides where it is declared, and here again, who may use it.
+OPEN_PATHS = {"/health", "/metrics"}
 NORMAL_PATHS = {
     "/generate", "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens",
     "/v1/responses", "/v1/responses/{id}",
@@ -29,6 +29,11 @@ NORMAL_PATHS = {
     "/v1/tokenize", "/detokenize", "/v1/detokenize", "/health_generate", "/model_info", "/get_model_info",
     "/weight_version", "/get_weight_version",
     "/server_info", "/get_server_info", "/live_state",
+}  # fmt: skip
+ADMIN_PATHS = {
+    "/flush_cache", "/clear_hicache_storage_backend", "/hicache/storage-backend/clear", "/abort_request",
+    "/pause_generation", "/continue_generation", "/start_profile", "/stop_profile", "/flight_recorder",
+    "/update_weights_from_disk", "/update_weights_from_tensor",
 }  # fmt: skip
 WITHOUT_BODY = {
     "/flush_cache", "/clear_hicache_storage_backend", "/hicache/storage-backend/clear", "/continue_generation",
@@ -114,18 +119,21 @@ def test_the_page_needs_nothing_from_elsewhere(app: ASGIApp) -> None:
 
 
 def test_a_404_names_what_every_user_has(app: ASGIApp) -> None:
-    status, _, body = ask(app, "/nothing\x1bhere")
+    status, _, body = ask(app, "/nothing\u2028here")
     message = orjson.loads(body)["error"]["message"]
     assert status == 404
-    assert message == "no such endpoint: /nothing\\x1bhere; /docs lists them all"
+    assert message == "no such endpoint: /nothing\\u2028here; /docs lists them all"
 
 
 # --- keys
 
 
-def test_every_endpoint_is_open_normal_or_an_administrators(document: dict[str, Any]) -> None:
-    assert document["paths"].keys() == (OPEN_PATHS - PAGE_PATHS) | NORMAL_PATHS | ADMIN_PATHS
-    assert not (OPEN_PATHS | NORMAL_PATHS) & ADMIN_PATHS
+def test_every_endpoint_is_open_normal_or_an_administrators(app: ASGIApp, document: dict[str, Any]) -> None:
+    assert document["paths"].keys() == OPEN_PATHS | NORMAL_PATHS | ADMIN_PATHS
+    normal = {re.sub(":path", "", path) for path in paths_for(app, Access.CLIENTS)}
+    assert paths_for(app, Access.ANYBODY) == OPEN_PATHS
+    assert normal == NORMAL_PATHS | {"/docs", "/openapi.json"}
+    assert paths_for(app, Access.ADMINISTRATORS) == ADMIN_PATHS
 
 
 KEY, ADMIN = {"authorization": "Bearer key"}, {"authorization": "Bearer admin"}

@@ -12,6 +12,7 @@ from fenceline.config.server_args import ServerArgs
 from fenceline.constrained.spec import max_whitespace
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.\-\[\]:]+")
+_HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _MAX_SEED = 2**63 - 1
 _CHUNKING_OFF = -1
 _MOST = 2**31 - 1  # the largest count, because int32 tensors hold counts
@@ -84,6 +85,11 @@ def _check_server(args: ServerArgs) -> None:
             origin == "*" or _ORIGIN.fullmatch(origin) is not None,
             f"--cors-allowed-origins {origin}: give *, or what browsers call the origin of a page: scheme, host and"
             " perhaps a port in small letters, without a path, as in https://chat.example.org",
+        )
+    for name in args.allowed_hosts or ():
+        _require(
+            _HOST.fullmatch(name) is not None,
+            f"--allowed-hosts {name}: give names without a scheme or port, as llm.example.org or *.example.org, or *",
         )
     _require(
         args.watchdog_timeout > 0,

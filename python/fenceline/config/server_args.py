@@ -188,6 +188,14 @@ class ServerArgs:
         group=_HTTP,
         metavar="ORIGIN",
     )
+    allowed_hosts: tuple[str, ...] | None = flag(
+        None,
+        "Further host names by which browsers and other clients may address this server where no key is asked for, as "
+        "in --allowed-hosts llm.example.org *.example.com, or * for all. IP addresses, --host, the machine's own name, "
+        "names without a dot and names that end in .localhost, .local or .internal are always allowed.",
+        group=_HTTP,
+        metavar="NAME",
+    )
     disable_web_page: bool = flag(
         False,
         "Serve no page at /, where people can chat with the model and watch the server.",

@@ -19,6 +19,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.entrypoints.access import AccessRules, Hosts, own_names
 from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.errors import CLIENT_GONE, error_response, install_error_handlers, too_deep
 from fenceline.entrypoints.fields import UnknownFields
@@ -60,16 +61,23 @@ def create_app(manager: TokenizerManager, config: EngineConfig) -> ASGIApp:
     app = FastAPI(title="Fenceline", version=__version__, openapi_url=None)
     install_error_handlers(app)
     parser = BodyParser(config.model.context_length, UnknownFields(config.server_args.strict_fields))
-    routers = (NativeApi(manager, config, parser).router(), create_router(manager, config, parser))
-    for router in routers:
-        app.include_router(router)
-    install_docs(app)
-    if not config.server_args.disable_web_page:
-        install_web_page(app)
-        app.include_router(LiveState(manager, config).router())
-    direct = DirectRoutes(app, handlers_of(route for router in routers for route in router.routes))
     args = config.server_args
-    served = RequestMiddleware(direct, api_key=args.api_key, admin_api_key=args.admin_api_key)
+    routers = [NativeApi(manager, config, parser).router(), create_router(manager, config, parser)]
+    if not args.disable_web_page:
+        routers.append(LiveState(manager, config).router())
+    for router in routers:
+        app.router.routes.extend(router.routes)  # and not nested: each has its rule
+    install_docs(app)
+    if not args.disable_web_page:
+        install_web_page(app)
+    rules = AccessRules(
+        app.routes,
+        args.api_key,
+        args.admin_api_key,
+        Hosts(own_names(args.host), args.allowed_hosts or ()),
+        args.cors_allowed_origins or (),
+    )
+    served = RequestMiddleware(DirectRoutes(app, handlers_of(app.routes)), rules)
     if args.cors_allowed_origins is None:
         return served
     # Outermost, because a browser sends the preflight request without the key, and pages must be able to read errors.

@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.entrypoints.access import for_clients
 from fenceline.entrypoints.http_protocol import LIVE_STATE_PATH
 from fenceline.frontend.tokenizer_manager import TokenizerManager
 from fenceline.version import __version__
@@ -47,6 +48,7 @@ class LiveState:
         router.add_api_route(LIVE_STATE_PATH, self.live_state, methods=["GET"])
         return router
 
+    @for_clients
     async def live_state(self) -> Response:
         """The scheduler's state and its last 32 steps in counts, at most 0.2 s old (2 s while nothing runs)."""
         now = _now()

@@ -1,18 +1,17 @@
-"""The one middleware: request ids, the API key, the size of bodies. Pure ASGI, because each of a stream's
+"""The one middleware: request ids, access, the size of bodies. Pure ASGI, because each of a stream's
 chunks passes through it."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import re
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fenceline.entrypoints.access import AccessRules
 from fenceline.entrypoints.errors import error_response, internal_error
 from fenceline.entrypoints.json_body import MAX_BODY_BYTES, PIECE_BYTES
-from fenceline.entrypoints.web_page import PAGE_PATHS
 from fenceline.frontend.request_types import RequestError, new_rid, shutting_down
 from fenceline.frontend.tokenize_pool import FreedMemory
 
@@ -28,29 +27,18 @@ _MAX_LENGTH_DIGITS = 20  # of a Content-Length
 # Bodies larger than this share MAX_BODIES_BYTES while their requests are worked on; there is always room for others.
 _SMALL_BODY_BYTES = 64 << 10
 MAX_BODIES_BYTES = 4 * MAX_BODY_BYTES
-# Open without a key: probes and scrapers send none, and the page asks its user for the key.
-OPEN_PATHS = frozenset(("/health", "/metrics", *PAGE_PATHS))
-# These act on the whole server or on other clients' requests: with --admin-api-key only that key opens them.
-ADMIN_PATHS = frozenset(
-    (
-        "/flush_cache", "/clear_hicache_storage_backend", "/hicache/storage-backend/clear", "/abort_request",
-        "/pause_generation", "/continue_generation", "/start_profile", "/stop_profile", "/flight_recorder",
-        "/update_weights_from_disk", "/update_weights_from_tensor",
-    )
-)  # fmt: skip
 
 
 class RequestMiddleware:
-    """Gives every request an id (the client's ``x-request-id`` or a fresh one) that its answer carries too, compares
-    keys in constant time, refuses bodies over 64 MiB and answers if the application has a defect.
+    """Gives every request an id (the client's ``x-request-id`` or a fresh one) that its answer carries too, refuses
+    what ``rules`` refuse and bodies over 64 MiB, and answers if the application has a defect.
 
     All large bodies in the server at one time may have 256 MiB together; a body that exceeds this is answered with 503.
     The memory of large bodies and answers is returned to the system."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None, admin_api_key: str | None = None) -> None:
+    def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
         self._app = app
-        self._key = None if api_key is None else api_key.encode()
-        self._admin_key = self._key if admin_api_key is None else admin_api_key.encode()
+        self._rules = rules
         self.num_body_bytes = 0  # of large bodies whose requests have not ended
         self._memory = FreedMemory()
 
@@ -102,21 +90,7 @@ class RequestMiddleware:
             return RequestError(400, "Content-Length is not a number of bytes")
         if int(length) > MAX_BODY_BYTES:
             return _too_large()
-        path = scope["path"]
-        key = self._admin_key if path in ADMIN_PATHS else self._key
-        if key is None or path in OPEN_PATHS or scope["method"] == "OPTIONS":
-            return None
-        if hmac.compare_digest(_given_key(headers), key):
-            return None
-        which = "admin API key" if path in ADMIN_PATHS and key is not self._key else "API key"
-        return RequestError(
-            401, f"send the server's {which} as 'Authorization: Bearer KEY'", code="invalid_api_key"
-        )
-
-
-def _given_key(headers: dict[bytes, bytes]) -> bytes:
-    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-    return key if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+        return self._rules.refusal(scope, headers)
 
 
 class _Body:

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.entrypoints.access import for_anybody, for_clients
 from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.fields import (
     OPENAI,
@@ -168,16 +169,19 @@ class NativeApi:
 
     # --- generation
 
+    @for_clients
     async def generate(self, request: Request) -> Response:
         """Complete one prompt or several; see docs/api.md."""
         return await generate(self._manager, self._config, self._parser, request)
 
     # --- health and information
 
+    @for_anybody
     async def health(self) -> Response:
         """200 while requests are accepted, else 503."""
         return Response(status_code=200 if self._manager.serving else 503)
 
+    @for_clients
     async def health_generate(self) -> Response:
         """200 if each replica generates a token, for this request or any other, within 20 seconds, else 503. Also 200
         while weights are being replaced, when nothing is generated."""
@@ -213,6 +217,7 @@ class NativeApi:
             of = "the engine" if len(self._manager.last_news) == 1 else f"replica {silent[0]}"
             raise RequestError(503, f"{of} generated nothing within {HEALTH_TIMEOUT_S:g} s", code="unhealthy")
 
+    @for_clients
     async def model_info(self) -> Response:
         """What is being served."""
         config = self._config
@@ -236,10 +241,12 @@ class NativeApi:
             }
         )
 
+    @for_clients
     async def server_info(self) -> Response:
         """The resolved arguments, the limits found at start and the scheduler's state now."""
         return json_response(await describe_server(self._manager, self._config))
 
+    @for_anybody
     async def metrics(self) -> Response:
         """Prometheus' text format; 404 without --enable-metrics."""
         if not self._config.server_args.enable_metrics:
@@ -252,7 +259,7 @@ class NativeApi:
     def _forget_exposition(self) -> None:
         self._exposition = None
 
-    # --- control
+    # --- control, for administrators
 
     async def flush_cache(self, request: Request, storage: bool = False, timeout: float = 0.0) -> Response:
         """Empty the prefix cache on device and host, with ``storage`` the storage tier too; 400 while requests are
@@ -299,6 +306,7 @@ class NativeApi:
         body = await self._read(request, UpdateFromTensorBody)
         return _updated(await update_from_body(self._manager, body))
 
+    @for_clients
     async def weight_version(self) -> Response:
         """The label of the weights."""
         return json_response({"weight_version": self._manager.weights.version})
@@ -332,6 +340,7 @@ class NativeApi:
 
     # --- tokenizer
 
+    @for_clients
     async def tokenize(self, request: Request) -> Response:
         """Token ids of one text or several, or of a conversation as the chat template writes it."""
         body = await self._parser.parse(request, _parse_tokenize)
@@ -360,6 +369,7 @@ class NativeApi:
             }
         )
 
+    @for_clients
     async def detokenize(self, request: Request) -> Response:
         """The text of one list of token ids or several."""
         body = await self._read(request, DetokenizeBody)

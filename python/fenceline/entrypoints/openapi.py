@@ -19,6 +19,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
+from fenceline.entrypoints.access import for_clients
 from fenceline.entrypoints.anthropic.protocol import CountBody, MessagesBody
 from fenceline.entrypoints.generate_body import GenerateBody
 from fenceline.entrypoints.native_api import AbortBody, DetokenizeBody, PauseBody, ProfileBody, TokenizeBody
@@ -98,9 +99,11 @@ def install_docs(app: FastAPI) -> None:
     def document() -> bytes:  # writing it takes longer than all else that a request for it costs
         return orjson.dumps(describe_app(app))
 
+    @for_clients
     async def openapi(request: Request) -> Response:
         return Response(document(), media_type="application/json")
 
+    @for_clients
     async def docs(request: Request) -> Response:
         return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY})
 

@@ -14,6 +14,8 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from fenceline.entrypoints.access import for_anybody
+
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 # The file behind each path.
 _FILES = {
@@ -53,6 +55,7 @@ def _handler(name: str, content: bytes) -> Callable[[Request], Awaitable[Respons
     headers = {**_HEADERS, "ETag": etag}
     kind = _KINDS[name.rpartition(".")[2]]
 
+    @for_anybody
     async def serve(request: Request) -> Response:
         known = request.headers.get("if-none-match", "")
         if etag in (tag.strip().removeprefix("W/") for tag in known.split(",")):

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.server_args import ServerArgs
+from fenceline.entrypoints.access import AccessRules
 from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.errors import install_error_handlers
 from fenceline.entrypoints.fields import UnknownFields
@@ -224,7 +225,7 @@ def serve(model_dir: Path) -> Callable[..., object]:
         install_error_handlers(app)
         parser = BodyParser(config.model.context_length, UnknownFields(config.server_args.strict_fields))
         app.include_router(create_router(manager, config, parser))
-        app.add_middleware(RequestMiddleware, api_key=config.server_args.api_key)
+        app.add_middleware(RequestMiddleware, rules=AccessRules(api_key=config.server_args.api_key))
         async with _running(app) as url:
             key = config.server_args.api_key or "none"
             client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from fenceline.entrypoints.access import for_clients
 from fenceline.entrypoints.anthropic.protocol import RULES, CountBody, MessagesBody, chat_body
 from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.errors import CLIENT_GONE, MAX_MESSAGE_CHARS, too_deep
@@ -240,6 +241,7 @@ def _with_errors(
 ) -> Callable[[Request], Awaitable[Response]]:
     """``handler`` with errors as Anthropic's API writes them."""
 
+    @for_clients
     async def answer(request: Request) -> Response:
         try:
             return await handler(request)

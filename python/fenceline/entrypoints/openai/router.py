@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.entrypoints.access import for_clients
 from fenceline.entrypoints.anthropic.serving_messages import MessagesServing
 from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.errors import error_response
@@ -41,10 +42,11 @@ def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) 
     chat = make_chat(manager, config, model, texts)
     router = APIRouter()
     _add_model_routes(router, model)
-    router.include_router(ResponsesServing(chat, model, parser).router())
-    router.include_router(MessagesServing(chat, model, manager, parser).router())
+    for serving in (ResponsesServing(chat, model, parser), MessagesServing(chat, model, manager, parser)):
+        router.routes.extend(serving.router().routes)
 
     @router.post("/v1/completions")
+    @for_clients
     async def create_completion(request: Request) -> Response:
         """Continue a prompt: text, token ids or a batch of either."""
         try:
@@ -58,6 +60,7 @@ def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) 
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
     @router.post("/v1/chat/completions")
+    @for_clients
     async def create_chat_completion(request: Request) -> Response:
         """Write the assistant's next message of a conversation."""
         try:
@@ -105,11 +108,13 @@ def _add_model_routes(router: APIRouter, model: ServedModel) -> None:
     }
 
     @router.get("/v1/models")
+    @for_clients
     async def list_models() -> Response:
         """The served model, as a list of one."""
         return json_response({"object": "list", "data": [card]})
 
     @router.get("/v1/models/{name:path}")
+    @for_clients
     async def retrieve_model(name: str) -> Response:
         """The served model by its name."""
         try:

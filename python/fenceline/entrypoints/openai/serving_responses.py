@@ -18,6 +18,7 @@ from fastapi import APIRouter, Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
+from fenceline.entrypoints.access import for_clients
 from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.json_body import json_response
@@ -117,6 +118,7 @@ class ResponsesServing:
         router.add_api_route("/v1/responses/{id}", self.delete, methods=["DELETE"])
         return router
 
+    @for_clients
     async def create(self, request: Request) -> Response:
         """Write the next items of a conversation."""
         body = await self._parser.parse(request, _parse)
@@ -142,10 +144,12 @@ class ResponsesServing:
         self._keep(answer, body, history)
         return json_response(answer.fields)
 
+    @for_clients
     async def retrieve(self, id: str) -> Response:
         """A stored response."""
         return json_response(self.store.get(id).response)
 
+    @for_clients
     async def delete(self, id: str) -> Response:
         """Forget a stored response."""
         self.store.delete(id)
