@@ -175,7 +175,7 @@ class AccessRules:
             return RequestError(
                 403,
                 f"pages of {_shown(origin or b'other sites')} may not use this server: start it with"
-                " --cors-allowed-origins and this origin, or send a key",
+                " --cors-allowed-origins and this origin, or with a key",
                 code="origin_not_allowed",
             )
         if _has_body(headers) and not _is_json(headers.get(b"content-type", b"")):

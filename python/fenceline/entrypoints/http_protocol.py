@@ -50,8 +50,9 @@ _LINES_AT_ONCE = 16
 MAX_HEAD_BYTES = 64 << 10  # request line and headers together
 MAX_URL_BYTES = 8 << 10
 MAX_HEADERS = 128
+_MAX_LENGTH_DIGITS = 20
 MAX_FRAMING_BYTES = 16 << 10  # of a chunked body, in a row: chunk extensions, trailers
-MAX_PIPELINED = 16  # requests that have arrived before the answer to the one before them is complete
+MAX_PIPELINED = 16  # requests that are read before the answer to the one before them is complete
 # Limits on the pace of a connection, which check_pace checks once a second.
 HEAD_TIMEOUT_S = 10.0  # for a request's head, and for a new connection to say anything
 BODY_PERIOD_S = 20.0  # a body brings BODY_PERIOD_BYTES in each such period, or ends
@@ -67,6 +68,7 @@ _EVICTED_SHARE = 16  # of idle connections, how many are closed where a new one 
 _MAX_DISCARDED_BYTES = 2 * MAX_BODY_BYTES
 _REFUSAL_HEAD = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
 _PIECE_BYTES = 16 << 10  # of a request that is parsed in one go
+_END = b"\r\n\r\n"  # of a head, and of a chunked body
 # Of all connections together in one turn of the event loop, some milliseconds: bytes that are read and parsed, and what
 # counts as so many bytes.
 TURN_BYTES = 1 << 20
@@ -463,6 +465,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_head_bytes = 0  # of the request that is being received
         self._num_framing_bytes = 0  # since the last byte of a body
         self._num_body_bytes = 0
+        self._content_length: int | None = None  # as it was announced; None: nothing, or in chunks
+        self._last_bytes = b""  # of what has been parsed, if they may be the beginning of _END
+        self._waits_for_answers = False  # as many requests as may wait do so, and what follows is not parsed
         self._earlier: list[
             RequestResponseCycle
         ] = []  # requests in front of the last one; some may be answered
@@ -520,10 +525,8 @@ class HttpProtocol(HttpToolsProtocol):
     def _parse(self) -> None:
         """Parse in pieces, so that limits are noticed before much is kept."""
         rest, limits = self._unparsed, self._limits
-        while rest and limits.left > 0 and not self.transport.is_closing():
-            limit = (
-                min(MAX_HEAD_BYTES - self._num_head_bytes, _PIECE_BYTES) if self._in_head else _PIECE_BYTES
-            )
+        while rest and limits.left > 0 and not self.transport.is_closing() and not self._is_full():
+            limit = self._piece_bytes(rest)
             if len(rest) <= limit:
                 piece, rest = rest, b""
             else:
@@ -536,7 +539,31 @@ class HttpProtocol(HttpToolsProtocol):
         if self._unparsed or (limits.left <= 0 and not self._in_head):
             self._waits_for_turn = True
             self.transport.pause_reading()
-            limits.wait(self._go_on, len(self._unparsed) <= _SMALL_BYTES and self._in_head)
+            self._waits_for_answers = self._is_full()
+            if not self._waits_for_answers:
+                limits.wait(self._go_on, len(self._unparsed) <= _SMALL_BYTES and self._in_head)
+
+    def _is_full(self) -> bool:
+        return self._in_head and len(self.pipeline) >= MAX_PIPELINED
+
+    def on_response_complete(self) -> None:
+        """An answer has been written: the next request begins, and one more may be read."""
+        super().on_response_complete()
+        if self._waits_for_answers and not self.transport.is_closing():
+            self._waits_for_answers = False
+            self._limits.wait(self._go_on, True)
+
+    def _piece_bytes(self, rest: bytes | memoryview) -> int:
+        """How much of ``rest`` is parsed at once: no more than the end of a head or body, so that what follows can
+        wait."""
+        if not self._in_head and self._content_length is not None:
+            return min(self._content_length - self._num_body_bytes, _PIECE_BYTES)
+        limit = min(MAX_HEAD_BYTES - self._num_head_bytes, _PIECE_BYTES) if self._in_head else _PIECE_BYTES
+        before = self._last_bytes
+        text = before + rest[:limit]
+        end = text.find(_END)
+        self._last_bytes = text[-3:] if end < 0 else b""
+        return limit if end < 0 else end + len(_END) - len(before)
 
     def _go_on(self) -> None:
         """Called in the turn that continues with this connection."""
@@ -555,8 +582,12 @@ class HttpProtocol(HttpToolsProtocol):
             self._num_head_bytes += len(piece)
         try:
             self.parser.feed_data(piece)
-        except httptools.HttpParserUpgrade:  # to HTTP/2, which some clients offer: they get HTTP/1.1
-            pass
+        except httptools.HttpParserUpgrade as offer:
+            # To HTTP/2, as curl --http2 does: it gets HTTP/1.1. httptools would skip the body.
+            self._feed(self._without_offer())
+            if (rest := piece[offer.args[0] :]) and not self.transport.is_closing():
+                self._feed(rest)
+            return
         except httptools.HttpParserError as error:
             self._refuse(self._refusal or RequestError(400, f"this is not valid HTTP: {error}"))
             return
@@ -572,6 +603,16 @@ class HttpProtocol(HttpToolsProtocol):
         elif self._num_framing_bytes > MAX_FRAMING_BYTES:
             self._refuse(RequestError(400, "chunk extensions and trailers are not supported: leave them out"))
 
+    def _without_offer(self) -> bytes:
+        """The head that was parsed last, without its offer of another protocol, for a new parser."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (method, self.url, version)]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        with suppress(AttributeError):  # httptools before 0.6.3; as uvicorn
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return b"\r\n".join(lines) + _END
+
     def on_url(self, url: bytes) -> None:
         """A part of the request's URL."""
         super().on_url(url)
@@ -580,10 +621,17 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The head is complete: the application gets the request."""
+        if self.parser.get_method() == b"CONNECT":
+            self._raise(RequestError(405, "CONNECT is not allowed: this is no proxy"))
+        if self.parser.should_upgrade():
+            return  # it will be parsed again
         if len(self.headers) > MAX_HEADERS:
             self._raise(_too_large_head(f"{MAX_HEADERS} lines"))
-        if len(self.pipeline) >= MAX_PIPELINED:
-            self._raise(RequestError(400, f"more than {MAX_PIPELINED} requests wait on one connection"))
+        self._unset_keepalive_if_required()
+        length = next((value for name, value in self.headers if name == b"content-length"), None)
+        if length is not None and len(length) > _MAX_LENGTH_DIGITS:
+            self._raise(RequestError(400, f"Content-Length has more than {_MAX_LENGTH_DIGITS} digits"))
+        self._content_length = None if length is None else int(length)
         before = self.cycle
         super().on_headers_complete()
         if self.pipeline:
@@ -610,8 +658,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Whether a request can be answered although its body has not arrived."""
         if self.expect_100_continue or self._crowded:
             return True
-        length = next((value for name, value in self.headers if name == b"content-length"), b"0")
-        return not length.isdigit() or len(length) > 20 or int(length) > MAX_BODY_BYTES
+        return (self._content_length or 0) > MAX_BODY_BYTES
 
     def on_body(self, body: bytes) -> None:
         """A part of the request's body."""
@@ -631,6 +678,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is complete."""
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         self._in_head, self._num_head_bytes, self._num_body_bytes = True, 0, 0
         if self._unstarted is not None:
