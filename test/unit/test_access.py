@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+from types import SimpleNamespace
+from typing import Any, cast
 from urllib.parse import unquote
 
 import orjson
@@ -13,6 +16,10 @@ from fenceline.config import ConfigError
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints.access import Access, Hosts, rule_of
+from fenceline.entrypoints.supervisor import Supervisor
+from fenceline.frontend.metrics import Metrics
+from fenceline.frontend.request_types import RequestError
+from fenceline.ipc.io_struct import SchedulerReady
 
 EVIL = "https://evil.example.org"
 LOCAL = {"host": "127.0.0.1:30000"}
@@ -192,6 +199,40 @@ def test_behind_a_proxy_that_speaks_tls_the_page_works(app: ASGIApp) -> None:
         assert ask(server, "/abort_request", {**headers, **JSON}, "POST")[0] == 400
 
 
+# --- what is counted
+
+
+def test_refused_requests_are_counted_by_status_and_reason() -> None:
+    app = make_app(enable_metrics=True, api_key="key", disable_web_page=True)
+    key = {"authorization": "Bearer key"}
+    for path, headers, method in (
+        ("/nothing", {}, "GET"), ("/nothing", key, "GET"), ("/nothing/else", key, "GET"), ("/v1/models", key, "POST"),
+        ("/health\n", {}, "GET"), ("/abort_request", key, "POST"), ("/v1/messages", key, "POST"),
+        ("/v1/completions", key, "POST"), ("/generate", {**key, "content-length": "99999999"}, "POST"),
+    ):  # fmt: skip
+        assert ask(app, path, headers, method)[0] >= 400
+    lines = ask(app, "/metrics")[2].decode().splitlines()
+    counts = {
+        line.partition("{")[2] for line in lines if line.startswith("fenceline:num_refused_requests_total{")
+    }
+    labels = 'model_name="demo",reason="%s",status="%s"} %s'
+    assert counts == {
+        labels % ("invalid_api_key", 401, "1.0"), labels % ("not_found", 404, "2.0"),
+        labels % ("invalid_request", 405, "1.0"), labels % ("invalid_request", 400, "1.0"),
+        labels % ("invalid_json", 400, "3.0"), labels % ("body_too_large", 413, "1.0"),
+    }  # fmt: skip
+
+
+def test_the_reasons_are_bounded() -> None:
+    metrics = Metrics("m")
+    for number in range(1000):
+        metrics.refused(RequestError(400, "", code=f"code {number}"))
+    samples = [
+        line for line in metrics.exposition().decode().splitlines() if "num_refused_requests_total{" in line
+    ]
+    assert len(samples) <= 101 and sum(float(line.rpartition(" ")[2]) for line in samples) == 1000
+
+
 # --- host names
 
 
@@ -245,3 +286,26 @@ def test_a_name_that_leads_here_from_outside_reads_nothing(app: ASGIApp) -> None
 def test_what_is_no_host_name_is_refused_at_start(name: str) -> None:
     with pytest.raises(ConfigError, match="--allowed-hosts"):
         resolve(ServerArgs(model_path="demo", device="cpu", allowed_hosts=(name,)))
+
+
+# --- at start
+
+
+@pytest.mark.parametrize(
+    ("host", "flags", "warns"),
+    [
+        ("0.0.0.0", {}, True), ("0.0.0.0", {"api_key": "key"}, False), ("::", {"admin_api_key": "key"}, True),
+        ("127.0.0.1", {}, False), ("localhost", {}, False), ("192.168.1.5", {}, True),
+    ],
+)  # fmt: skip
+def test_a_server_that_is_open_to_others_says_so(
+    host: str, flags: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = resolve(ServerArgs(model_path="demo", device="cpu", host=host, **flags))
+    limits = SchedulerReady(
+        max_total_num_tokens=1, max_running_requests=1, max_req_input_len=1, context_length=1, memory_bytes={}
+    )
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        Supervisor(config, cast(Any, None), sock)._announce(cast(Any, SimpleNamespace(limits=limits)))
+    assert [record.levelname for record in caplog.records].count("WARNING") == warns
+    assert ("Without --api-key" in caplog.text) == warns

@@ -37,6 +37,7 @@ from fenceline.entrypoints.http_protocol import (
 from fenceline.entrypoints.http_server import (
     MAX_CONNECTIONS,
     HttpServer,
+    is_worth_a_line,
     max_connections,
     raise_descriptor_limit,
 )
@@ -282,6 +283,17 @@ async def test_what_is_ambiguous_with_an_offer_ends_the_connection(head: bytes) 
     await settle()
     assert app.paths == []
     assert wire.closing and status_of(wire) in (400, 405)
+
+
+async def test_what_the_application_does_not_get_is_counted() -> None:
+    refused: list[tuple[int, str | None]] = []
+    server = Server(App(), max_connections=0)
+    server.limits.refused = lambda error: refused.append((error.status, error.code))
+    for data in (b"x\r\n\r\n", b"GET / HTTP/1.1\r\nX: " + b"a" * 70_000, b"GET / HTTP/1.1\r\n\r\n"):
+        connection, _ = server.connect()
+        connection.data_received(data)
+        await settle()
+    assert refused == [(400, None), (431, "headers_too_large"), (503, "too_many_connections")]
 
 
 async def test_the_idle_timeout_does_not_end_a_request_that_waited_for_its_turn() -> None:
@@ -1092,6 +1104,23 @@ async def test_the_server_looks_once_a_second() -> None:
     for counter in range(30):
         await server.on_tick(counter)
     assert looks == [0, 10, 20]
+
+
+def test_probes_have_no_access_line_unless_they_fail() -> None:
+    def is_written(path: str, status: int, level: int = logging.INFO) -> bool:
+        logger = logging.getLogger("test.probes")
+        logger.setLevel(level)
+        values = ("1.2.3.4:5", "GET", path, "1.1", status)
+        line = '%s - "%s %s HTTP/%s" %d'
+        return is_worth_a_line(logger.makeRecord(logger.name, logging.INFO, "", 0, line, values, None))
+
+    for path in ("/health", "/health_generate", "/metrics", "/live_state"):
+        assert not is_written(path, 200)
+        assert is_written(path, 503)
+        assert is_written(path, 200, logging.DEBUG)
+    assert is_written("/v1/models", 200) and is_written("/health/x", 404)
+    HttpServer(App(), resolve(ServerArgs(model_path="demo", device="cpu")))
+    assert is_worth_a_line in logging.getLogger("uvicorn.access").filters
 
 
 async def test_who_takes_nothing_or_too_little_of_his_answer_is_dropped() -> None:

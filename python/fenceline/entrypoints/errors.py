@@ -8,11 +8,13 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from fenceline.frontend.request_types import RequestError
 from fenceline.ipc.child_process import one_line
 
 MAX_MESSAGE_CHARS = 1000
+REFUSED = "fenceline.refused"  # in the ASGI scope
 CLIENT_GONE = 499  # no client reads it; the access log shows it
 
 
@@ -34,14 +36,28 @@ def error_bytes(error: RequestError) -> bytes:
     return orjson.dumps(error_body(error))
 
 
+class ErrorResponse(Response):
+    """The answer to a request that is refused for ``error``, with a body of any form. It leaves the error in the
+    request's scope, where the middleware finds it to count it."""
+
+    media_type = "application/json"
+
+    def __init__(self, error: RequestError, body: bytes) -> None:
+        headers = {"Retry-After": "1"} if error.status == 503 else {}
+        if error.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        super().__init__(body, status_code=error.status, headers=headers)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        scope[REFUSED] = self._error
+        await super().__call__(scope, receive, send)
+
+
 def error_response(error: RequestError) -> Response:
     """The HTTP answer to a request that failed before anything was sent."""
-    headers = {"Retry-After": "1"} if error.status == 503 else {}
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return Response(
-        error_bytes(error), status_code=error.status, media_type="application/json", headers=headers
-    )
+    return ErrorResponse(error, error_bytes(error))
 
 
 def internal_error(error: BaseException) -> RequestError:

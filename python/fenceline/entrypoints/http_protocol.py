@@ -42,7 +42,6 @@ Pace = tuple[int, str, int]
 Address = tuple[str, int]
 
 MAX_HELD_BYTES = 1 << 16
-LIVE_STATE_PATH = "/live_state"
 LOG_DELAY_S = 0.05  # longer than a burst of requests takes to be accepted
 _LINES_AT_ONCE = 16
 
@@ -195,8 +194,8 @@ class JoiningTransport(asyncio.Transport):
 
 
 class LateLogger:
-    """Writes access lines a moment later, many at a time, so that answers that begin now do not wait for the log file.
-    The requests that the web page makes three times a second are not logged."""
+    """Writes access lines a moment later, many at a time, so that answers that begin now do not wait for the log
+    file."""
 
     def __init__(self, logger: logging.Logger, loop: asyncio.AbstractEventLoop) -> None:
         self._logger = logger
@@ -205,7 +204,7 @@ class LateLogger:
 
     def info(self, text: str, *values: object) -> None:
         """As ``logging.Logger.info``, in the same order."""
-        if self._logger.isEnabledFor(logging.INFO) and LIVE_STATE_PATH not in values:
+        if self._logger.isEnabledFor(logging.INFO):
             if not self._lines:
                 self._loop.call_later(LOG_DELAY_S, self._write)
             self._lines.append((text, values))
@@ -227,12 +226,14 @@ class ConnectionLimits:
     """The limits that the connections of one server share: how many there may be, how much one turn of the event loop
     reads and parses for all of them, and the clock by which their pace is measured.
 
-    ``access_log``: where their requests are logged. ``now`` is in seconds. Time in which the server itself was
+    ``access_log``: where their requests are logged. ``refused`` is told of those that the application does not get,
+    with the reason. ``now`` is in seconds. Time in which the server itself was
     suspended or busy is not counted, because it could not read what its clients sent.
     """
 
-    def __init__(self, max_connections: int) -> None:
+    def __init__(self, max_connections: int, refused: Callable[[RequestError], object] | None = None) -> None:
         self.max_connections = max_connections
+        self.refused = refused or (lambda error: None)
         self.num_made = 0  # connections, from the beginning
         self.num_leaving = 0  # closed to make room; the event loop has not removed them yet
         self.now = 0.0
@@ -500,7 +501,7 @@ class HttpProtocol(HttpToolsProtocol):
         num_staying = len(self.connections) - self._limits.num_leaving
         if num_staying > self._limits.max_connections and not self._make_room():
             self._crowded = True
-            self.app = partial(_only_health, self.app)  # type: ignore[assignment]  # uvicorn's types and starlette's
+            self.app = partial(_only_health, self.app, self._limits.refused)  # type: ignore[assignment]  # uvicorn's types and starlette's
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client has disconnected. uvicorn reports this only to the last of its requests."""
@@ -691,6 +692,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: RequestError) -> None:
         """Answer with ``error``, unless an answer has begun or others come first, and close the connection."""
+        self._limits.refused(error)
         cycle = self.cycle  # of this request, or of the one before if this one's head is not complete
         free = self._is_answered() if self._in_head else not (cycle.response_started or self.pipeline)
         if free:
@@ -818,12 +820,15 @@ class BoundedReader(asyncio.BufferedProtocol):
         self._connection.resume_writing()
 
 
-async def _only_health(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+async def _only_health(
+    app: ASGIApp, refused: Callable[[RequestError], object], scope: Scope, receive: Receive, send: Send
+) -> None:
     """``app`` for a connection too many."""
     if scope["path"] == "/health":
         await app(scope, receive, send)
         return
     error = RequestError(503, "the server has no room for more connections", code="too_many_connections")
+    refused(error)
     response = error_response(error)
     response.headers["connection"] = "close"
     await response(scope, receive, send)

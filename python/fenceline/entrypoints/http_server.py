@@ -31,7 +31,7 @@ from fenceline.entrypoints.http_protocol import (
     Listener,
     check_paces,
 )
-from fenceline.entrypoints.live_state import LiveState
+from fenceline.entrypoints.live_state import LIVE_STATE_PATH, LiveState
 from fenceline.entrypoints.middleware import RequestMiddleware
 from fenceline.entrypoints.native_api import NativeApi
 from fenceline.entrypoints.openai.router import create_router
@@ -46,6 +46,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 GENERATE_PATHS = (
     "/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 )  # fmt: skip
+_PROBES = ("/health", "/health_generate", "/metrics", LIVE_STATE_PATH)
 SHUTDOWN_TIMEOUT_S = 2  # for answers still being written when the server closes
 KEEP_ALIVE_S = 60
 MAX_CONNECTIONS = 16384
@@ -77,7 +78,8 @@ def create_app(manager: TokenizerManager, config: EngineConfig) -> ASGIApp:
         Hosts(own_names(args.host), args.allowed_hosts or ()),
         args.cors_allowed_origins or (),
     )
-    served = RequestMiddleware(DirectRoutes(app, handlers_of(app.routes)), rules)
+    direct = DirectRoutes(app, handlers_of(app.routes))
+    served = RequestMiddleware(direct, rules, manager.metrics.refused)
     if args.cors_allowed_origins is None:
         return served
     # Outermost, because a browser sends the preflight request without the key, and pages must be able to read errors.
@@ -149,12 +151,29 @@ def max_connections(num_descriptors: int) -> int:
     return min(MAX_CONNECTIONS, max(num_descriptors - _RESERVED_DESCRIPTORS, num_descriptors // 2))
 
 
-class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: the supervisor decides what a signal means."""
+def is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Whether a line of the access log is written: those of probes, scrapers and the page, which come every few
+    seconds, only if they failed or with --log-level debug."""
+    values = record.args
+    if not isinstance(values, tuple) or len(values) != 5 or values[2] not in _PROBES:
+        return True
+    status = values[4]
+    return (
+        not isinstance(status, int)
+        or status >= 400
+        or logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
+    )
 
-    def __init__(self, app: ASGIApp, config: EngineConfig) -> None:
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: the supervisor decides what a signal means. ``refused`` is told of requests
+    that do not reach ``app``."""
+
+    def __init__(
+        self, app: ASGIApp, config: EngineConfig, refused: Callable[[RequestError], object] | None = None
+    ) -> None:
         num_descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._limits = ConnectionLimits(max_connections(num_descriptors))
+        self._limits = ConnectionLimits(max_connections(num_descriptors), refused)
         # Beyond the limit there is room for connections that get a 503, and for /health.
         self._max_accepted = self._limits.max_connections + _RESERVED_DESCRIPTORS // 2
         super().__init__(
@@ -173,6 +192,7 @@ class HttpServer(uvicorn.Server):
         )
         # The supervisor reports start and stop.
         logging.getLogger("uvicorn.error").setLevel("WARNING")
+        logging.getLogger("uvicorn.access").addFilter(is_worth_a_line)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections on ``sockets``, which listen already."""

@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.entrypoints.access import for_clients
-from fenceline.entrypoints.http_protocol import LIVE_STATE_PATH
 from fenceline.frontend.tokenizer_manager import TokenizerManager
 from fenceline.version import __version__
 
+LIVE_STATE_PATH = "/live_state"
 NUM_STEPS = 32
 # How long one answer of the scheduler serves all who ask. While nothing runs, the scheduler is left alone for longer:
 # it gives memory back when nobody has written to it for a second.

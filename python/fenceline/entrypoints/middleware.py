@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fenceline.entrypoints.access import AccessRules
-from fenceline.entrypoints.errors import error_response, internal_error
+from fenceline.entrypoints.errors import REFUSED, error_response, internal_error
 from fenceline.entrypoints.json_body import MAX_BODY_BYTES, PIECE_BYTES
 from fenceline.frontend.request_types import RequestError, new_rid, shutting_down
 from fenceline.frontend.tokenize_pool import FreedMemory
@@ -31,14 +32,18 @@ MAX_BODIES_BYTES = 4 * MAX_BODY_BYTES
 
 class RequestMiddleware:
     """Gives every request an id (the client's ``x-request-id`` or a fresh one) that its answer carries too, refuses
-    what ``rules`` refuse and bodies over 64 MiB, and answers if the application has a defect.
+    what ``rules`` refuse and bodies over 64 MiB, and answers if the application has a defect. ``refused`` is told of
+    each request that is answered with an error.
 
     All large bodies in the server at one time may have 256 MiB together; a body that exceeds this is answered with 503.
     The memory of large bodies and answers is returned to the system."""
 
-    def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
+    def __init__(
+        self, app: ASGIApp, rules: AccessRules, refused: Callable[[RequestError], object] | None = None
+    ) -> None:
         self._app = app
         self._rules = rules
+        self._refused = refused
         self.num_body_bytes = 0  # of large bodies whose requests have not ended
         self._memory = FreedMemory()
 
@@ -67,6 +72,7 @@ class RequestMiddleware:
         error = self._refusal(scope, headers)
         if error is not None:
             await error_response(error)(scope, receive, send_with_id)
+            self._count(scope)
             return
         body = _Body(self, receive)
         try:
@@ -79,10 +85,15 @@ class RequestMiddleware:
             if not started:
                 await error_response(internal_error(defect))(scope, receive, send_with_id)
         finally:
+            self._count(scope)
             self.num_body_bytes -= body.num_shared
             num_freed = body.num_shared + (num_sent if num_sent > PIECE_BYTES else scope.get(LARGE_BYTES, 0))
             if num_freed:
                 self._memory.freed(num_freed)
+
+    def _count(self, scope: Scope) -> None:
+        if self._refused is not None and (error := scope.get(REFUSED)) is not None:
+            self._refused(error)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> RequestError | None:
         length = headers.get(b"content-length", b"0")

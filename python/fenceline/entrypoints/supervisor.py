@@ -111,6 +111,10 @@ def serve_until_stopped(config: EngineConfig, scheduler_entry: ProcessEntry = ru
             backend.link.close()
 
 
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
 class Supervisor:
     """One server's life on one event loop."""
 
@@ -160,7 +164,7 @@ class Supervisor:
         ready.cancel()
         if manager.limits is None or stop.done():
             return await self._finish(manager, await stop)
-        server = HttpServer(create_app(manager, self._config), self._config)
+        server = HttpServer(create_app(manager, self._config), self._config, manager.metrics.refused)
         try:
             listen(self._sock, server.config.backlog)  # whoever reads the address may connect at once
         except ValueError as error:
@@ -185,7 +189,13 @@ class Supervisor:
             "max_total_num_tokens=%d, max_running_requests=%d, context_length=%d",
             limits.max_total_num_tokens, limits.max_running_requests, limits.context_length,
         )  # fmt: skip
-        key = "" if self._config.server_args.api_key is None else " -H 'Authorization: Bearer YOUR_KEY'"
+        args = self._config.server_args
+        if args.api_key is None and not _is_loopback(args.host):
+            logger.warning(
+                "Without --api-key everybody who reaches port %d may use this server, since it listens on --host %s",
+                port, args.host,
+            )  # fmt: skip
+        key = "" if args.api_key is None else " -H 'Authorization: Bearer YOUR_KEY'"
         logger.info("The server is fired up and ready to roll!")
         print(
             f"\nFenceline serves {self._config.served_model_name} at http://{shown}:{port}\n"

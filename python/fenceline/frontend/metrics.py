@@ -20,6 +20,7 @@ from prometheus_client.core import (
 )
 
 from fenceline.frontend.request_table import RequestEntry
+from fenceline.frontend.request_types import RequestError
 from fenceline.ipc.io_struct import CudaGraphState, HiCacheState, InternalState, TokenOut, TransferState
 
 _TTFT_BUCKETS = (
@@ -66,6 +67,7 @@ _E2E_BUCKETS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 2.5, 5, 10, 20, 40, 80, 160, 320,
 _QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _PREFIX = "fenceline:"
 _SGLANG_PREFIX = "sglang:"
+_MAX_REASONS = 100  # there are two dozen
 # Our metrics that SGLang has, by its names (without the endings that come with a metric's kind).
 _SGLANG_NAMES = {
     name: name
@@ -127,6 +129,7 @@ class Metrics:
         self._cached_tokens = {"device": 0, "host": 0, "storage": 0}
         self._num_requests = 0
         self._num_aborted = 0
+        self._refused: dict[tuple[str, str], int] = {}  # by status and reason
         self.registry.register(self)
 
     def observe(self, entry: RequestEntry, token: TokenOut, now: float) -> None:
@@ -163,6 +166,13 @@ class Metrics:
         self._num_requests += 1
         self._num_aborted += 1
 
+    def refused(self, error: RequestError) -> None:
+        """An HTTP request was answered with ``error``. Its code is the reason, or else its type."""
+        pair = str(error.status), error.code or error.type.removesuffix("_error")
+        if pair not in self._refused and len(self._refused) >= _MAX_REASONS:
+            pair = "other", "other"
+        self._refused[pair] = self._refused.get(pair, 0) + 1
+
     def report(self, state: InternalState, replica: int = 0) -> None:
         """The latest report of ``replica``'s scheduler."""
         self._states[replica] = state
@@ -188,6 +198,7 @@ class Metrics:
         yield self._cached()
         yield self._counter("num_requests", "Requests that have ended.", self._num_requests)
         yield self._counter("num_aborted_requests", "Requests that ended by an abort.", self._num_aborted)
+        yield self._refusals()
         yield self._histogram("time_to_first_token_seconds", "From arrival to the first token.", self._ttft)
         yield self._histogram("inter_token_latency_seconds", "Between tokens of one request.", self._itl)
         yield self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", self._e2e)
@@ -246,6 +257,15 @@ class Metrics:
         yield self._counters(f"{name}_fallbacks", text, "reason", graphs.fallbacks)
         text = f"{steps} before which inputs of the graph had to be written again, by reason."
         yield self._counters(f"{name}_repairs", text, "reason", graphs.repairs)
+
+    def _refusals(self) -> Metric:
+        text = "HTTP requests that were answered with an error, by status and reason."
+        family = CounterMetricFamily(
+            _PREFIX + "num_refused_requests", text, labels=["model_name", "status", "reason"]
+        )
+        for pair, value in (self._refused or {("none", "none"): 0}).items():
+            family.add_metric([self._model_name, *pair], float(value))
+        return family
 
     def _cached(self) -> Metric:
         """Prompt tokens found cached: SGLang's counter with its label, which is there only where there are tiers."""

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from fenceline.entrypoints.access import for_clients
 from fenceline.entrypoints.anthropic.protocol import RULES, CountBody, MessagesBody, chat_body
 from fenceline.entrypoints.body_parser import BodyParser
-from fenceline.entrypoints.errors import CLIENT_GONE, MAX_MESSAGE_CHARS, too_deep
+from fenceline.entrypoints.errors import CLIENT_GONE, MAX_MESSAGE_CHARS, ErrorResponse, too_deep
 from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.json_body import json_response
 from fenceline.entrypoints.middleware import REQUEST_ID
@@ -251,9 +251,7 @@ def _with_errors(
             error = too_deep()
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
-        headers = {"retry-after": "1"} if error.status == 503 else {}
-        body = orjson.dumps({"type": "error", "error": _error(error)})
-        return Response(body, status_code=error.status, media_type="application/json", headers=headers)
+        return ErrorResponse(error, orjson.dumps({"type": "error", "error": _error(error)}))
 
     answer.__doc__ = handler.__doc__
     return answer
