@@ -174,7 +174,7 @@ class AccessRules:
         if not self._is_own(origin, site, host):
             return RequestError(
                 403,
-                f"pages of {_shown(origin or b'other sites')} may not use this server: start it with"
+                f"pages of {_shown(origin) if origin else 'other sites'} may not use this server: start it with"
                 " --cors-allowed-origins and this origin, or with a key",
                 code="origin_not_allowed",
             )
@@ -205,7 +205,7 @@ def _is_json(content_type: bytes) -> bool:
 
 
 def _shown(value: bytes) -> str:
-    return value.decode("latin-1")[:100]
+    return repr(value.decode("latin-1")[:100])
 
 
 def own_names(host: str) -> tuple[str, ...]:
