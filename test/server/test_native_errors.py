@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from urllib.parse import urlsplit
 
@@ -184,6 +185,26 @@ def test_client_that_leaves_while_it_sends(server: LiveServer, client: httpx.Cli
         raw.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
     assert client.get("/health").status_code == 200
     assert "Traceback" not in "".join(server.lines[num_lines:])
+
+
+def test_offers_to_upgrade_and_pipelines_are_answered_in_order(server: LiveServer) -> None:
+    """As curl --http2 and proxies with open connections send them; a body is never the next request."""
+    address = urlsplit(server.base_url)
+    offer = b"Host: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+    inner = b"POST /flush_cache HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    rounds = 20
+    data = (
+        b'POST /detokenize HTTP/1.1\r\n%sContent-Length: 14\r\n\r\n{"tokens":[7]}' % offer
+        + b"POST /nothing HTTP/1.1\r\n%sContent-Length: %d\r\n\r\n%s" % (offer, len(inner), inner)
+        + b"POST /nothing HTTP/1.1\r\n%sTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n"
+        % (offer, len(inner), inner)
+        + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    ) * rounds + b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    with socket.create_connection((address.hostname, address.port)) as raw:
+        raw.sendall(data)
+        answers = b"".join(iter(lambda: raw.recv(1 << 16), b""))
+    assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"200", b"404", b"404", b"200"] * rounds + [b"200"]
+    assert b"Cache flushed" not in answers
 
 
 def test_duplicate_id_is_refused_while_in_flight(server: LiveServer) -> None:

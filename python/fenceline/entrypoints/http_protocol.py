@@ -227,8 +227,8 @@ class ConnectionLimits:
     reads and parses for all of them, and the clock by which their pace is measured.
 
     ``access_log``: where their requests are logged. ``refused`` is told of those that the application does not get,
-    with the reason. ``now`` is in seconds. Time in which the server itself was
-    suspended or busy is not counted, because it could not read what its clients sent.
+    with the reason. ``now`` is in seconds. Time in which the server itself was suspended or busy is not counted,
+    because it could not read what its clients sent.
     """
 
     def __init__(self, max_connections: int, refused: Callable[[RequestError], object] | None = None) -> None:
@@ -552,7 +552,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self._waits_for_answers and not self.transport.is_closing():
             self._waits_for_answers = False
-            self._limits.wait(self._go_on, True)
+            self._limits.wait(self._go_on, len(self._unparsed) <= _SMALL_BYTES)
 
     def _piece_bytes(self, rest: bytes | memoryview) -> int:
         """How much of ``rest`` is parsed at once: no more than the end of a head or body, so that what follows can
