@@ -65,6 +65,57 @@ _ROPES: dict[str, dict[str, object]] = {
     },
 }
 
+# Rules whose angles depend on a sequence's length in transformers, for the numbers of rotated features there are.
+LENGTH_ROPES: dict[str, tuple[str, dict[str, object]]] = {
+    "phi3-longrope": (
+        "Phi3",
+        {
+            "pad_token_id": 0,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 100.0,
+                "short_factor": [1.0, 1.2, 1.5, 2.0],
+                "long_factor": [1.1, 2.0, 5.0, 9.0],
+            },
+        },
+    ),
+    "phi3-longrope-partial": (  # Phi-4-mini
+        "Phi3",
+        {
+            "pad_token_id": 0,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 100.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.5, 2.0],
+                "long_factor": [1.3, 5.0, 9.0],
+            },
+        },
+    ),
+    "llama-longrope": (  # as MiniCPM3 writes it, with the attention factor in config.json
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 100.0,
+                "original_max_position_embeddings": 64,
+                "attention_factor": 1.4,
+                "short_factor": [0.9, 1.2, 1.5, 2.0],
+                "long_factor": [1.1, 2.0, 5.0, 9.0],
+            },
+        },
+    ),
+    "llama-dynamic": (
+        "Llama",
+        {
+            "max_position_embeddings": 64,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0},
+        },
+    ),
+}
+
 _HALF_ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 _CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}
 _EXPERTS: dict[str, object] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -267,7 +318,7 @@ def save_checkpoint(
 ) -> transformers.PreTrainedModel:
     """A random model of ``CHECKPOINTS[name]``, saved in several safetensors files; float32, in eval mode. ``others``:
     entries of its config.json that are replaced."""
-    family, changes = CHECKPOINTS[name]
+    family, changes = (CHECKPOINTS | LENGTH_ROPES)[name]
     config_class = getattr(transformers, f"{family}Config")
     name_of_class = f"{family.removesuffix('Text')}ForCausalLM"
     model_class: Callable[..., transformers.PreTrainedModel] = getattr(transformers, name_of_class)
@@ -311,10 +362,11 @@ class PagedModel:
         num_rows: int = 8,
         context: LayerContext | None = None,
         make_draft: Callable[[CausalLM], DraftModel] | None = None,
+        context_length: int | None = None,
     ) -> None:
         """``context``: what its layers are made with; None: torch's operators. ``make_draft`` makes a draft from the
         model, whose layers follow the model's in the pool."""
-        self.config = ModelConfig.from_dir(str(directory))
+        self.config = ModelConfig.from_dir(str(directory), context_length=context_length)
         self.device = torch.device(device)
         if context is None:
             context = torch_context(Shard(), torch.float32)

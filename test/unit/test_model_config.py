@@ -97,6 +97,9 @@ def test_both_notations_of_rope_scaling(tmp_path: Path, rope: Json) -> None:
         ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
         ({"type": "yarn", "factor": 2.0}, 8192),
         ({"type": "linear", "factor": 2.5}, 10240),
+        ({"type": "dynamic", "factor": 2.0}, 8192),
+        ({"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}, 4096),
+        ({"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}, 4096),
         ({"type": "default"}, 4096),
     ],
 )
@@ -110,8 +113,14 @@ def test_scaling_extends_the_context(tmp_path: Path, rope: Json, context_length:
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic' is not supported"),
-        ({"rope_type": "longrope", "factor": 2.0}, "linear, llama3, yarn"),
+        ({"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0}, "'dynamic with alpha' is not supported"),
+        ({"rope_type": "mrope"}, "'mrope' is not supported"),
+        ({"rope_type": "longrope", "factor": 2.0}, "needs short_factor, a list"),
+        ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [0.0]}, "needs long_factor, a list"),
+        (
+            {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]},
+            "short_factor has 1 numbers",
+        ),
         ({"rope_type": "yarn"}, "needs a factor"),
         ({"rope_type": "linear", "factor": 0.5}, "from 1 to"),
         ({"rope_type": "linear", "factor": 1e308}, "from 1 to"),

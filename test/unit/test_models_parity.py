@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import torch
 import transformers
 from model_parity import (
     CHECKPOINTS,
+    LENGTH_ROPES,
     SIZES,
     PagedModel,
     check_parity,
@@ -49,6 +51,41 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
 def test_logits_equal_transformers(saved: Callable[[str], Saved], name: str, page_size: int) -> None:
     directory, reference = saved(name)
     check_parity(directory, reference, page_size, "cpu")
+
+
+@pytest.mark.parametrize("name", LENGTH_ROPES)
+@pytest.mark.parametrize("length", [150, 60])
+def test_angles_that_depend_on_the_length_are_chosen_once(
+    saved: Callable[[str], Saved], name: str, length: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The context length stands for the sequence's: a sequence of this length has transformers' logits, computed at
+    once or behind a cached prefix that is shorter than the original length of 64."""
+    directory, reference = saved(name)
+    prompt = torch.randint(0, 101, (length,), generator=torch.Generator().manual_seed(3))
+    (expected,) = reference_logits(reference, [prompt])
+    with caplog.at_level(logging.INFO, logger="fenceline"):
+        ours = PagedModel(directory, 16, "cpu", context_length=length)
+    assert caplog.text.count("--context-length") == 1
+    assert (
+        f"--context-length {length} is {'more than' if length > 64 else 'within'} the original 64"
+        in caplog.text
+    )
+    (whole,) = ours.step([(0, prompt, 0, length)], ForwardMode.EXTEND)
+    torch.testing.assert_close(whole, expected, atol=1e-4, rtol=0)
+    ours.step([(1, prompt, 0, 32)], ForwardMode.EXTEND)
+    (rest,) = ours.step([(1, prompt, 32, length)], ForwardMode.EXTEND)
+    torch.testing.assert_close(rest, expected[32:], atol=1e-4, rtol=0)
+
+
+def test_a_length_chooses_between_the_factors_of_longrope(saved: Callable[[str], Saved]) -> None:
+    directory, _ = saved("phi3-longrope-partial")
+    prompt = torch.arange(1, 50)
+    logits = [
+        PagedModel(directory, 16, "cpu", context_length=n).step([(0, prompt, 0, 49)], ForwardMode.EXTEND)[0]
+        for n in (64, 65, None)
+    ]
+    assert (logits[0] - logits[1]).abs().max() > 1e-2
+    assert torch.equal(logits[1], logits[2])  # the model's own limit of 256 is beyond the original length
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])

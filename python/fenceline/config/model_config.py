@@ -189,6 +189,8 @@ class ModelConfig:
         num_nextn_layers = reader.count("num_nextn_predict_layers", most=_MOST_LAYERS)
         num_layers = reader.size("num_hidden_layers", most=_MOST_LAYERS)
         head_dim = _head_dim(reader, family.head_dim, num_heads)
+        partial_rotary = _partial_rotary(hf, family.partial_rotary, reader.count("rotary_dim"), head_dim)
+        _check_divisors(rope_scaling, int(head_dim * partial_rotary))
         bos = token_ids(hf.get("bos_token_id"))
         windows = family.windows(reader, num_layers)
         _check_layer_types(reader, windows, num_layers)
@@ -219,9 +221,7 @@ class ModelConfig:
             dtype=_resolve_dtype(dtype, hf),
             num_mtp_layers=0 if family.appended_mtp else num_nextn_layers,
             num_appended_layers=num_nextn_layers if family.appended_mtp else 0,
-            partial_rotary_factor=_partial_rotary(
-                hf, family.partial_rotary, reader.count("rotary_dim"), head_dim
-            ),
+            partial_rotary_factor=partial_rotary,
             rope_interleaved=family.rope_interleaved,
             unrotated_layers=family.unrotated(reader, num_layers),
             multipliers=family.multipliers(reader),
@@ -401,14 +401,15 @@ def _sampling_defaults(generation: Mapping[str, object]) -> SamplingDefaults:
     )
 
 
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
 DEFAULT_ROPE_THETA = 10000.0
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """The parameters of a RoPE scaling rule. ``rope_type`` is linear, llama3 or yarn. Fields that a rule does not use
-    keep their defaults. ``original_max_position_embeddings`` is in tokens and set for llama3 and yarn."""
+    """The parameters of a RoPE scaling rule. ``rope_type`` is linear, llama3, yarn, longrope or dynamic. Fields that a
+    rule does not use keep their defaults. ``original_max_position_embeddings`` is in tokens; for dynamic it is the
+    model's max_position_embeddings, and linear does not use it."""
 
     rope_type: str
     factor: float
@@ -416,7 +417,8 @@ class RopeScaling:
     # llama3
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    # yarn; attention_factor None: derived from factor (and mscale) as the paper says, times attn_factor
+    # yarn and longrope; attention_factor None: derived from factor (and mscale) as the papers say, for yarn times
+    # attn_factor
     attention_factor: float | None = None
     attn_factor: float = 1.0
     beta_fast: float = 32.0
@@ -424,6 +426,9 @@ class RopeScaling:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
+    # longrope: one divisor for each frequency, for sequences up to the original length and beyond
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
 
 def _partial_rotary(hf: Mapping[str, object], default: float | None, rotary_dim: int, head_dim: int) -> float:
@@ -470,10 +475,13 @@ def parse_rope(
     if theta <= 1.0:
         raise ConfigError(f"config.json: rope_theta must be above 1, got {theta:g}")
     rope_type = str(raw.get("rope_type") or raw.get("type") or "default")
-    if rope_type not in SUPPORTED_ROPE_TYPES:
+    if rope_type in ("su", "yarn") and raw.get("long_factor") is not None:
+        rope_type = "longrope"  # the first Phi-3 files have the rule under these names
+    if rope_type not in SUPPORTED_ROPE_TYPES or (rope_type == "dynamic" and raw.get("alpha") is not None):
+        shown = f"{rope_type} with alpha" if rope_type == "dynamic" else rope_type
         raise ConfigError(
-            f"rope type {rope_type!r} is not supported; --json-model-override-args "
-            f"'{{\"rope_scaling\": ...}}' can choose one of {', '.join(SUPPORTED_ROPE_TYPES[1:])}"
+            f"rope type {shown!r} is not supported ({', '.join(SUPPORTED_ROPE_TYPES)} are); another rule would make"
+            " another model, so choose a model with one of these"
         )
     hf.get("original_max_position_embeddings")  # has no effect without scaling
     if rope_type == "default":
@@ -497,14 +505,20 @@ def parse_local_rope(
 def _scaling(
     rope_type: str, raw: Mapping[str, object], hf: Mapping[str, object], max_position_embeddings: int
 ) -> RopeScaling:
-    if raw.get("factor") is None:
-        raise ConfigError(f"config.json: rope scaling of type {rope_type!r} needs a factor")
-    factor = _number(raw, "factor", 1.0)
-    if not 1.0 <= factor <= MOST:
-        raise ConfigError(f"config.json: the rope scaling factor must be from 1 to {MOST}, got {factor:g}")
     # A top-level value, as Phi-3 writes it, takes precedence over the one inside the dict, as in transformers.
     inside = _number(raw, "original_max_position_embeddings", float(max_position_embeddings))
     original = _number(hf, "original_max_position_embeddings", inside)
+    if rope_type == "dynamic":
+        original = float(max_position_embeddings)
+    longrope = rope_type == "longrope"
+    least = 2 if longrope else 1  # longrope divides by its logarithm
+    if not least <= original <= MOST:
+        raise ConfigError(f"config.json: original_max_position_embeddings must be from {least} to {MOST}")
+    if raw.get("factor") is None and not longrope:
+        raise ConfigError(f"config.json: rope scaling of type {rope_type!r} needs a factor")
+    factor = _number(raw, "factor", max(max_position_embeddings / original, 1.0) if longrope else 1.0)
+    if not 1.0 <= factor <= MOST:
+        raise ConfigError(f"config.json: the rope scaling factor must be from 1 to {MOST}, got {factor:g}")
     attention_factor = None if raw.get("attention_factor") is None else _number(raw, "attention_factor", 1.0)
     scaling = RopeScaling(
         rope_type=rope_type,
@@ -519,18 +533,41 @@ def _scaling(
         mscale=_number(raw, "mscale", 0.0),
         mscale_all_dim=_number(raw, "mscale_all_dim", 0.0),
         truncate=raw.get("truncate") is not False,
+        short_factor=_divisors(raw, "short_factor") if longrope else (),
+        long_factor=_divisors(raw, "long_factor") if longrope else (),
     )
-    if not 1 <= scaling.original_max_position_embeddings <= MOST:
-        raise ConfigError(f"config.json: original_max_position_embeddings must be from 1 to {MOST}")
     if rope_type == "llama3" and not 0.0 < scaling.low_freq_factor < scaling.high_freq_factor:
         raise ConfigError("config.json: llama3 rope scaling needs 0 < low_freq_factor < high_freq_factor")
     return scaling
 
 
+def _divisors(raw: Mapping[str, object], key: str) -> tuple[float, ...]:
+    values = raw.get(key)
+    numbers = values if isinstance(values, list) else []
+    divisors = tuple(_number({key: value}, key, 0.0) for value in numbers)
+    if not divisors or min(divisors) <= 0.0:
+        raise ConfigError(
+            f"config.json: rope scaling of type 'longrope' needs {key}, a list of numbers above 0"
+        )
+    return divisors
+
+
+def _check_divisors(scaling: RopeScaling | None, rotated: int) -> None:
+    """Raises ``ConfigError`` where longrope's lists are not for ``rotated`` features of a head."""
+    if scaling is None or scaling.rope_type != "longrope":
+        return
+    for key in ("short_factor", "long_factor"):
+        if (length := len(getattr(scaling, key))) != rotated // 2:
+            raise ConfigError(
+                f"config.json: {key} has {length} numbers, heads of {rotated} rotated features need {rotated // 2}"
+            )
+
+
 def scaled_context_length(max_position_embeddings: int, scaling: RopeScaling | None) -> int:
     """The context length with scaled positions. Linear and yarn configs that were written by hand often have the length
-    before scaling in ``max_position_embeddings``; llama3 configs have the final length."""
-    if scaling is None or scaling.rope_type == "llama3":
+    before scaling in ``max_position_embeddings``; llama3 and longrope configs have the final length, and dynamic ones
+    never do."""
+    if scaling is None or scaling.rope_type in ("llama3", "longrope"):
         return max_position_embeddings
     if scaling.rope_type == "linear":
         return int(max_position_embeddings * scaling.factor)

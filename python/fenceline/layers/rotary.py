@@ -37,7 +37,7 @@ class RotaryEmbedding:
         ours is, None if all keep their places. Reordering does not change attention scores, because queries and keys
         are reordered in the same way."""
         rotated = int(head_dim * partial)
-        inv_freq, attention_factor = inverse_frequencies(rotated, theta, scaling)
+        inv_freq, attention_factor = inverse_frequencies(rotated, theta, scaling, max_positions)
         positions = torch.arange(max_positions + _MAX_STEP_ROWS, dtype=torch.float32, device="cpu")
         angles = positions[:, None] * inv_freq
         cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
@@ -77,6 +77,28 @@ def make_rotary(config: ModelConfig) -> RotaryEmbedding:
     return rotary
 
 
+def choice_by_length(config: ModelConfig) -> str | None:
+    """For the log: which angles were chosen by the context length; None: the model's rule leaves no choice."""
+    scaling, length = config.rope_scaling, config.context_length
+    if scaling is None:
+        return None
+    original = scaling.original_max_position_embeddings
+    compared = f"--context-length {length} is {'more than' if length > original else 'within'} the original {original}"
+    if scaling.rope_type == "longrope":
+        chosen = f"the {'long' if length > original else 'short'} factors of longrope"
+        other = (
+            f"at most {original} chooses the short ones"
+            if length > original
+            else "more chooses the long ones"
+        )
+    elif scaling.rope_type == "dynamic":
+        chosen = f"dynamic angles of sequences of {max(length, original)} tokens"
+        other = "another one chooses other angles"
+    else:
+        return None
+    return f"{chosen} for sequences of any length, because {compared}; {other}"
+
+
 def _order(head_dim: int, rotated: int, interleaved: bool) -> tuple[int, ...] | None:
     features = range(rotated)
     first = features[::2] if interleaved else features[: rotated // 2]
@@ -87,13 +109,25 @@ def _order(head_dim: int, rotated: int, interleaved: bool) -> tuple[int, ...] | 
 
 
 def inverse_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | None
+    head_dim: int, theta: float, scaling: RopeScaling | None, context_length: int = 0
 ) -> tuple[torch.Tensor, float]:
-    """``(frequencies [head_dim / 2] float32 on the CPU, factor of cos and sin)``."""
+    """``(frequencies [head_dim / 2] float32 on the CPU, factor of cos and sin)``.
+
+    With longrope and dynamic scaling they depend on the length of a sequence in transformers. Here ``context_length``
+    takes its place, so that a position has the same angle in all sequences and cached keys stay valid."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     inv_freq = 1.0 / (theta**exponents)
     if scaling is None:
         return inv_freq, 1.0
+    original = scaling.original_max_position_embeddings
+    if scaling.rope_type == "dynamic":
+        stretch = scaling.factor * max(context_length, original) / original - (scaling.factor - 1)
+        return 1.0 / ((theta * stretch ** (head_dim / max(head_dim - 2, 1))) ** exponents), 1.0
+    if scaling.rope_type == "longrope":
+        divisors = scaling.long_factor if context_length > original else scaling.short_factor
+        return 1.0 / (torch.tensor(divisors, dtype=torch.float32, device="cpu") * theta**exponents), (
+            _longrope_attention_factor(scaling)
+        )
     if scaling.rope_type == "linear":
         return inv_freq / scaling.factor, 1.0
     if scaling.rope_type == "llama3":
@@ -132,6 +166,15 @@ def _yarn(head_dim: int, theta: float, scaling: RopeScaling) -> torch.Tensor:
     extrapolated = 1 - ((steps - low) / (high - low)).clamp(0, 1)
     waves = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
     return 1.0 / (scaling.factor * waves) * (1 - extrapolated) + 1.0 / waves * extrapolated
+
+
+def _longrope_attention_factor(scaling: RopeScaling) -> float:
+    """LongRoPE's factor of cos and sin (arXiv:2402.13753), the same for short and long sequences."""
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.factor <= 1.0:
+        return 1.0
+    return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position_embeddings))
 
 
 def _yarn_attention_factor(scaling: RopeScaling) -> float:

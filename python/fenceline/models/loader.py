@@ -21,6 +21,7 @@ from fenceline.config.model_files import CONVERT, CONVERT_DRAFT, weight_files
 from fenceline.config.quantization import QuantConfig
 from fenceline.layers.context import LayerContext, Shard, torch_context
 from fenceline.layers.quantized import COLUMN_ORDER
+from fenceline.layers.rotary import choice_by_length
 from fenceline.layers.weight import WeightSlots
 from fenceline.models.decoder import MTP_PREFIX, CausalLM
 from fenceline.models.draft import DraftModel
@@ -64,6 +65,8 @@ def load_model(
         else:
             model.load_weights(read_weights(files, progress))
     _log_loaded("weights", model.nbytes, files, begin)
+    if choice := choice_by_length(config):
+        logger.info("Rotary positions: %s", choice)
     return model
 
 
