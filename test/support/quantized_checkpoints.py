@@ -32,9 +32,16 @@ class Published:
     quantise: Quantiser
 
 
-def write_published(plain: Path, folder: Path, published: Published, left_out: str = "") -> None:
+def write_published(
+    plain: Path,
+    folder: Path,
+    published: Published,
+    left_out: str = "",
+    quantise: Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]] | None = None,
+) -> None:
     """The checkpoint ``plain`` in the ``published`` format in ``folder``, and the numbers that it stands for, as a
-    plain checkpoint, in ``folder / "dequantised"``. Modules whose whole names match ``left_out`` stay plain."""
+    plain checkpoint, in ``folder / "dequantised"``. Modules whose whole names match ``left_out`` stay plain.
+    ``quantise`` also gets a module's name; None: the format's function."""
     config = json.loads((plain / "config.json").read_text())
     tensors: Tensors = {}
     for path in sorted(plain.glob("*.safetensors")):
@@ -47,7 +54,8 @@ def write_published(plain: Path, folder: Path, published: Published, left_out: s
         if not is_linear or re.fullmatch(left_out, module):
             stored[name] = meant[name] = tensor
             continue
-        parts, meant[name] = published.quantise(tensor.float())
+        matrix = tensor.float()
+        parts, meant[name] = quantise(module, matrix) if quantise else published.quantise(matrix)
         stored |= {f"{module}.{suffix}": part for suffix, part in parts.items()}
     for where, entries, values in (
         (folder, {"quantization_config": dict(published.config)}, stored),
@@ -79,6 +87,13 @@ def _fp8_static(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {**parts, "input_scale": torch.tensor([0.25 + len(matrix) / 1024])}, meant
 
 
+def _as_transformers(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """One number has no dimension in what transformers 5 writes, and other names."""
+    parts, meant = _fp8_static(matrix)
+    scales = {"weight_scale_inv": parts["weight_scale"], "activation_scale": parts["input_scale"]}
+    return {"weight": parts["weight"]} | {name: scale.reshape(()) for name, scale in scales.items()}, meant
+
+
 def _fp8_blocks(suffix: str) -> Quantiser:
     def quantise(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         num_rows, num_columns = matrix.shape
@@ -96,7 +111,7 @@ def _fp8_blocks(suffix: str) -> Quantiser:
 
 
 def _compressed(weights: Mapping[str, object], **inputs: object) -> dict[str, object]:
-    activations = {"num_bits": 8, "type": "float", **inputs} if inputs else None
+    activations = {"num_bits": 8, "type": weights["type"], **inputs} if inputs else None
     group = {"targets": ["Linear"], "weights": dict(weights), "input_activations": activations}
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
 
@@ -107,6 +122,16 @@ FP8_FORMATS: dict[str, Published] = {
     "fp8-tensor": Published({"quant_method": "fp8", "activation_scheme": "dynamic"}, _fp8_tensor),
     "fp8-static": Published(
         {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}, _fp8_static
+    ),
+    "fp8-transformers": Published(
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "weight_block_size": None,
+            "dequantize": False,
+            "modules_to_not_convert": ["lm_head"],
+        },
+        _as_transformers,
     ),
     "fp8-blocks": Published(
         {
@@ -136,7 +161,9 @@ FP8_FORMATS: dict[str, Published] = {
 
 
 def _int4(matrix: torch.Tensor, group: int, symmetric: bool) -> tuple[torch.Tensor, ...]:
-    """Numbers [N, K] from 0 to 15, scales and zero points [N, K / group], and what they stand for."""
+    """Numbers [N, K] from 0 to 15, scales and zero points [N, K / group], and what they stand for; a group of -1 is a
+    row."""
+    group = matrix.shape[1] if group == -1 else group
     grouped = matrix.view(len(matrix), -1, group)
     if symmetric:
         scales = (grouped.abs().amax(2) / 7.5).half().float()
@@ -158,14 +185,14 @@ def _words(numbers: torch.Tensor, order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6,
     return torch.where(words >= 2**31, words - 2**32, words).int()
 
 
-def _awq(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    numbers, scales, zeros, meant = _int4(matrix, 128, symmetric=False)
-    order = (0, 2, 4, 6, 1, 3, 5, 7)
-    return {
-        "qweight": _words(numbers.t(), order),
-        "qzeros": _words(zeros.t(), order),
-        "scales": scales.t().half(),
-    }, meant
+def _awq(group: int, symmetric: bool, with_zeros: bool = True) -> Quantiser:
+    def quantise(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        numbers, scales, zeros, meant = _int4(matrix, group, symmetric)
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        parts = {"qweight": _words(numbers.t(), order), "scales": scales.t().half()}
+        return parts | ({"qzeros": _words(zeros.t(), order)} if with_zeros else {}), meant
+
+    return quantise
 
 
 def _gptq(group: int, offset: int, symmetric: bool) -> Quantiser:
@@ -179,7 +206,7 @@ def _gptq(group: int, offset: int, symmetric: bool) -> Quantiser:
             "qzeros": _words(zeros.t())
             - offset * 0x11111111,  # a borrow goes to the next zero point, as in GPTQModel
             "scales": scales.t().half(),
-            "g_idx": (torch.arange(matrix.shape[1]) // group).int(),
+            "g_idx": (torch.arange(matrix.shape[1]) // (group if group > 0 else matrix.shape[1])).int(),
         }, meant
 
     return quantise
@@ -208,7 +235,23 @@ GPTQ_ASYMMETRIC = Published(
 
 INT4_FORMATS: dict[str, Published] = {
     "awq": Published(
-        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}, _awq
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+        _awq(128, symmetric=False),
+    ),
+    "awq-rows": Published(
+        {"quant_method": "awq", "bits": 4, "group_size": -1, "zero_point": True}, _awq(-1, symmetric=False)
+    ),
+    "awq-symmetric": Published(
+        {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": False},
+        _awq(64, symmetric=True, with_zeros=False),
+    ),
+    "gptq-rows-act-order": Published(  # all columns are of one group, so their order makes no difference
+        {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": True, "sym": True},
+        _gptq(-1, 1, symmetric=True),
+    ),
+    "gptq-act-order-in-place": Published(  # as static groups leave it
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "static_groups": True},
+        _gptq(32, 1, symmetric=False),
     ),
     "gptq": Published(
         {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": True},
@@ -222,8 +265,69 @@ INT4_FORMATS: dict[str, Published] = {
         _compressed(_INT4_WEIGHTS | {"group_size": 128, "symmetric": True}) | {"format": "pack-quantized"},
         _compressed_int4(128, symmetric=True),
     ),
+    "compressed-tensors-int4-channel": Published(
+        _compressed({"num_bits": 4, "type": "int", "strategy": "channel", "symmetric": True}),
+        _compressed_int4(-1, symmetric=True),
+    ),
     "compressed-tensors-int4-zeros": Published(
         _compressed(_INT4_WEIGHTS | {"group_size": 32, "symmetric": False}),
         _compressed_int4(32, symmetric=False),
     ),
+}
+
+
+def _int8(matrix: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Numbers [N, K], scales [N, K / group], and what they stand for."""
+    grouped = matrix.view(len(matrix), -1, group)
+    scales = (grouped.abs().amax(2) / 127).bfloat16()
+    numbers = (grouped / scales.float()[:, :, None]).round().clamp(-128, 127)
+    return (
+        numbers.view_as(matrix).to(torch.int8),
+        scales,
+        (numbers * scales.float()[:, :, None]).view_as(matrix),
+    )
+
+
+def _int8_rows(with_input: bool) -> Quantiser:
+    def quantise(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        numbers, scales, meant = _int8(matrix, matrix.shape[1])
+        unused = {"input_scale": torch.ones(1), "input_zero_point": torch.ones(1, dtype=torch.int8)}
+        zeros = {"weight_zero_point": torch.zeros(len(matrix), 1, dtype=torch.int8)}
+        return {"weight": numbers, "weight_scale": scales} | (unused | zeros if with_input else {}), meant
+
+    return quantise
+
+
+def _int8_packed(group: int) -> Quantiser:
+    def quantise(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        numbers, scales, meant = _int8(matrix, group if group > 0 else matrix.shape[1])
+        words = (numbers.long() + 128).view(len(matrix), -1, 4)
+        words = (words << torch.tensor([0, 8, 16, 24])).sum(2)
+        words = torch.where(words >= 2**31, words - 2**32, words).int()
+        return {
+            "weight_packed": words,
+            "weight_scale": scales,
+            "weight_shape": torch.tensor(matrix.shape),
+        }, meant
+
+    return quantise
+
+
+_INT8_WEIGHTS: dict[str, object] = {"num_bits": 8, "type": "int", "symmetric": True}
+_IN_GROUPS = {"strategy": "group", "group_size": 128}
+
+INT8_FORMATS: dict[str, Published] = {
+    "w8a8": Published(
+        _compressed(_INT8_WEIGHTS | {"strategy": "channel"}, dynamic=True, strategy="token")
+        | {"format": "int-quantized"},
+        _int8_rows(with_input=False),
+    ),
+    "w8a8-static": Published(
+        _compressed(_INT8_WEIGHTS | {"strategy": "channel"}, dynamic=False, strategy="tensor"),
+        _int8_rows(with_input=True),
+    ),
+    "w8a16": Published(
+        _compressed(_INT8_WEIGHTS | {"strategy": "channel"}) | {"format": "pack-quantized"}, _int8_packed(-1)
+    ),
+    "w8a16-groups": Published(_compressed(_INT8_WEIGHTS | _IN_GROUPS), _int8_packed(128)),
 }

@@ -6,6 +6,7 @@ Run as a script this file is the interpreted checks themselves: see ``triton_int
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ CHECKS = (
     "products",
     "biases_and_limits",
     "fp8",
-    "fp8_as_a_layer_stores_it",
+    "eight_bits_as_a_layer_stores_them",
     "few_experts_hit",
     "all_to_one",
     "all_padded",
@@ -142,12 +143,16 @@ def test_compiles(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "scales": "*fp32",
         "zeros": "*u8",
     }
-    cases = [(8, False, 0, 0), (4096, False, 0, 0), (65536, False, 0, 0), (4096, True, 0, 0)]
+    plain, fp8, int8, packed = "*bf16", "*fp8e4nv", "*i8", "*u8"
+    cases = [
+        (n, clamps, 0, 0, plain) for n, clamps in ((8, False), (4096, False), (65536, False), (4096, True))
+    ]
     if capability >= 89:  # earlier ones have no instructions for FP8
-        cases += [(8, False, 16, 0), (65536, False, 16, 0), (4096, False, 1, 0)]
-    cases += [(8, False, 16, 1), (65536, False, 64, 1), (4096, True, 64, 2)]
-    for num_pairs, clamps, groups, numbers in cases:
-        types["weight"] = "*u8" if numbers else "*fp8e4nv" if groups else "*bf16"
+        cases += [(8, False, 16, 0, fp8), (65536, False, 16, 0, fp8), (4096, False, 1, 0, fp8)]
+    cases += [(8, False, 16, 0, int8), (65536, False, 1, 0, int8)]
+    cases += [(8, False, 16, 1, packed), (65536, False, 64, 1, packed), (4096, True, 64, 2, packed)]
+    for num_pairs, clamps, groups, numbers, weight in cases:
+        types["weight"] = weight
         types["scales"] = "*u8" if numbers == 2 else "*fp32"
         config = grouped_gemm.grouped_config(num_pairs, 128, 2)
         variant = grouped_gemm._grouped_variant(
@@ -188,11 +193,13 @@ def check_fp8() -> None:
         compare(routed(5, 1, [0, 2], 3), 130, 32, torch.float16, groups=groups)
 
 
-def check_fp8_as_a_layer_stores_it() -> None:
+def check_eight_bits_as_a_layer_stores_them() -> None:
     from fenceline.layers.kernels import grouped_gemm
 
-    for scales in ("tensor", "channel", "block"):
-        config = QuantConfig(method="on-line", kind="fp8", scales=scales)
+    for kind, scales in itertools.product(("fp8", "int8"), ("tensor", "channel", "block", "group")):
+        if scales == {"fp8": "group", "int8": "block"}[kind]:
+            continue
+        config = QuantConfig(method="on-line", kind=kind, scales=scales)
         stored = ExpertMatrices(3, 24, 256, torch_context(Shard(), torch.float32), config)
         for expert in range(3):
             slots = stored.slots("up", expert, slice(0, 24), (24, 256), 0, 0)

@@ -206,7 +206,7 @@ def rewrite(directory: Path, change: dict[str, torch.Tensor | None]) -> None:
         ),
         ({"lm_head.weight": None}, "lacks weights: lm_head.weight; check.*tie_word_embeddings"),
         (
-            {"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)},
+            {"model.layers.0.self_attn.q_proj.bias": torch.ones(48)},
             "does not have: .*q_proj.bias.*attention_bias",
         ),
         (

@@ -20,11 +20,18 @@ REMEDY = "; use the model's unquantised weights, with --quantization "
 FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
 
 
 def compressed(weights: object, **others: object) -> dict[str, object]:
     group = {"targets": ["Linear"], "weights": weights, **others}
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+def mixed(first: list[str], second: list[str]) -> dict[str, object]:
+    """FP8 for the modules ``first``, int4 for ``second``."""
+    groups = {"a": {"targets": first, "weights": FP8}, "b": {"targets": second, "weights": INT4}}
+    return {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["lm_head"]}
 
 
 def read(entry: object, folder: Path, asked: str | None = None) -> QuantConfig | None:
@@ -56,7 +63,11 @@ def test_published_fp8_is_read(name: str, scales: str, static: bool, tmp_path: P
 @pytest.mark.parametrize(
     ("name", "group", "has_zeros", "offset"),
     [
-        ("awq", 128, False, 0),
+        ("awq", 128, True, 0),
+        ("awq-rows", -1, True, 0),
+        ("awq-symmetric", 64, False, 0),
+        ("gptq-rows-act-order", -1, False, 1),
+        ("compressed-tensors-int4-channel", -1, False, 0),
         ("gptq", 64, False, 1),
         ("gptq-v2", 32, False, 0),
         ("compressed-tensors-int4", 128, False, 0),
@@ -126,26 +137,31 @@ def test_a_checkpoint_that_modelopt_has_quantised_is_refused(text: str, method: 
             compressed(FP8) | {"ignore": ["lm_head", "re:("]},
             r"except 're:\(', which is no regular expression",
         ),
-        (compressed(FP8) | {"config_groups": {}}, "several config_groups or none"),
-        (compressed(FP8, targets=["re:.*q_proj"]), "targets"),
+        (compressed(FP8) | {"config_groups": {}}, "without config_groups"),
         (compressed({**FP8, "strategy": "group"}), "scale for each group"),
         (compressed({**FP8, "strategy": "block", "block_structure": [1, 128]}), r"blocks of \[1, 128\]"),
         (compressed({**INT4, "group_size": 16}), "groups of 16"),
-        (compressed({**INT4, "strategy": "channel"}), "not adjacent"),
+        (compressed({**INT4, "strategy": "tensor"}), "scale of int4 for each tensor"),
         (compressed({**INT4, "actorder": "group"}), "not adjacent"),
         (compressed(INT4, input_activations={"num_bits": 8}), "rounded input"),
         ({"quant_method": "awq", "bits": 8, "group_size": 128}, "8 bits"),
-        ({"quant_method": "awq", "bits": 4, "group_size": -1}, "groups of -1"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 0}, "groups of 0"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "packed as gemv"),
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "3 bits"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, "order of activations"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:x": {}}}, "several ways"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"}, "marlin"),
         (
             {"quant_method": "gptq", "bits": 4, "group_size": 128, "lm_head": True},
             "head, which must be plain",
         ),
-        (compressed({"num_bits": 8, "type": "int", "strategy": "channel"}), r"8 bits \(int\)"),
+        (compressed({"num_bits": 2, "type": "int", "strategy": "channel"}), r"2 bits \(int\)"),
+        (compressed({**INT8, "strategy": "group", "group_size": 64}), r"int8 for each group \(64\)"),
+        (compressed({**INT8, "symmetric": False}), "zero points"),
+        (compressed(INT8, format="marlin-24"), "int8 as marlin-24"),
+        (compressed(INT8, input_activations={"num_bits": 8, "type": "float"}), "another format for inputs"),
+        (compressed(FP8, targets=[]), "no list of modules"),
+        (mixed(["Linear"], ["Linear"]), "several config_groups for all linear layers"),
+        (mixed(["re:("], ["Linear"]), "no regular expression"),
     ],
 )
 def test_variants_that_cannot_be_served_are_refused(entry: object, message: str, tmp_path: Path) -> None:
@@ -190,10 +206,25 @@ def test_which_modules_a_listed_one_names(listed: str, plain: str, quantised: st
         {"quant_method": "fp8", "modules_to_not_convert": ["lm_head", listed]},
     ):
         config = read(entry, tmp_path)
-        assert config is not None and config.leaves_plain("lm_head")
-        assert config.leaves_plain(plain) and not config.leaves_plain(quantised)
+        assert config is not None and config.of("lm_head") is None
+        assert config.of(plain) is None and config.of(quantised) == config
     everything = read(compressed(FP8), tmp_path)
-    assert everything is not None and not everything.leaves_plain(plain)
+    assert everything is not None and everything.of(plain) == everything
+
+
+def test_each_module_has_the_format_of_its_group(tmp_path: Path) -> None:
+    """Names have precedence over all linear layers, whatever the order of the groups is."""
+    for entry, inverse in (
+        (mixed(["re:.*self_attn.*"], ["Linear"]), False),
+        (mixed(["Linear"], ["re:.*mlp.*"]), False),
+        (mixed(["re:.*mlp.down_proj"], ["model.layers.0.self_attn"]), True),
+    ):
+        config = read(entry, tmp_path)
+        assert config is not None and config.of("lm_head") is None
+        attention, down = (config.of(f"model.layers.0.{name}_proj") for name in ("self_attn.q", "mlp.down"))
+        assert attention is not None and down is not None
+        assert (attention.kind, down.kind) == (("int4", "fp8") if inverse else ("fp8", "int4"))
+        assert (config.of("model.layers.0.mlp.up_proj") is None) is inverse
 
 
 @pytest.mark.parametrize(

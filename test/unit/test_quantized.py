@@ -3,15 +3,26 @@ them is given."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from model_parity import PagedModel, save_checkpoint
-from quantized_checkpoints import FP8_FORMATS, GPTQ_ASYMMETRIC, INT4_FORMATS, write_published
+from model_parity import PagedModel, reference_logits, save_checkpoint
+from quantized_checkpoints import (
+    FP8_FORMATS,
+    GPTQ_ASYMMETRIC,
+    INT4_FORMATS,
+    INT8_FORMATS,
+    Published,
+    Tensors,
+    write_published,
+)
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from fenceline.config.engine_config import resolve
 from fenceline.config.model_config import ModelConfig
@@ -20,12 +31,13 @@ from fenceline.config.server_args import ServerArgs
 from fenceline.layers.context import Shard, torch_context
 from fenceline.layers.experts import ExpertsMLP
 from fenceline.layers.forward_batch import ForwardMode
+from fenceline.layers.kernels.base import KVScales
 from fenceline.layers.kernels.four_bit import four_bit_numbers
 from fenceline.layers.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
 from fenceline.layers.quantized import QuantizedWeight, round_to_fp8
 from fenceline.layers.weight import fill_slots
 from fenceline.models.decoder import CausalLM
-from fenceline.models.loader import load_model
+from fenceline.models.loader import NewWeights, check_weights, load_model
 
 CPU = torch.device("cpu")
 # Matrices of several blocks of 128 (one of 64 rows) and groups of 32, 64 and 128.
@@ -35,7 +47,7 @@ SIZES: dict[str, object] = {
     "num_hidden_layers": 2,
     "head_dim": 32,
 }
-FORMATS = FP8_FORMATS | INT4_FORMATS
+FORMATS = FP8_FORMATS | INT8_FORMATS | INT4_FORMATS
 # The largest error of a number, relative to itself, and relative to its scale.
 WORST = {"fp8": (2**-4, 2**-10), "int4": (0.0, 0.501)}
 PROMPT = torch.arange(2, 42)
@@ -56,10 +68,11 @@ def logits_of(model: PagedModel) -> torch.Tensor:
 def test_a_published_checkpoint_means_what_its_format_says(name: str, plain: Path, tmp_path: Path) -> None:
     write_published(plain, tmp_path, FORMATS[name])
     ours = PagedModel(tmp_path, 16, "cpu")
-    meant = PagedModel(tmp_path / "dequantised", 16, "cpu")
-    assert ours.config.quantization is not None and meant.config.quantization is None
-    torch.testing.assert_close(logits_of(ours), logits_of(meant), atol=1e-4, rtol=1e-4)
-    assert ours.model.nbytes < 0.6 * meant.model.nbytes
+    meant = AutoModelForCausalLM.from_pretrained(tmp_path / "dequantised")
+    assert ours.config.quantization is not None and not hasattr(meant.config, "quantization_config")
+    (expected,) = reference_logits(meant, [PROMPT])
+    torch.testing.assert_close(logits_of(ours)[0], expected, atol=1e-4, rtol=1e-4)
+    assert ours.model.nbytes < 0.6 * meant.num_parameters() * 4
 
 
 WITH_EXPERTS = {
@@ -191,8 +204,114 @@ def test_modules_that_a_checkpoint_leaves_plain(
     assert _quantised_modules(random) == _quantised_modules(ours.model)
 
 
+# Two config_groups, and which modules have the first format.
+MIXED = [
+    ("phi3", "compressed-tensors-channel", ["re:.*self_attn.*"], "compressed-tensors-int4", ["Linear"]),
+    ("glm4", "w8a8", ["Linear"], "compressed-tensors-int4-channel", [r"re:.*mlp\..*"]),
+    ("qwen3-moe", "w8a8", ["re:.*self_attn.*"], "compressed-tensors-int4", [r"re:.*mlp\.experts.*"]),
+    ("mixtral", "compressed-tensors-channel", ["Linear"], "w8a16", ["re:.*w2$"]),
+]
+
+
+@pytest.mark.parametrize(("family", "one", "ones", "two", "twos"), MIXED)
+def test_a_checkpoint_with_two_formats(
+    family: str, one: str, ones: list[str], two: str, twos: list[str], plain_of: Callable[[str], Path], tmp_path: Path
+) -> None:  # fmt: skip
+    groups = {}
+    for name, targets in ((one, ones), (two, twos)):
+        config = FORMATS[name].config
+        group = {**config["config_groups"]["group_0"], "targets": targets, "format": config.get("format")}
+        groups[name] = group
+    named = two if ones == ["Linear"] else one
+    pattern = next(targets[0] for targets in (ones, twos) if targets != ["Linear"]).removeprefix("re:")
+
+    def quantise(module: str, matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        return FORMATS[named if re.match(pattern, module) else one if named == two else two].quantise(matrix)
+
+    config = {**FORMATS[one].config, "config_groups": groups, "format": "mixed-precision"}
+    write_published(plain_of(family), tmp_path, Published(config, FORMATS[one].quantise), quantise=quantise)
+    ours = PagedModel(tmp_path, 16, "cpu")
+    meant = PagedModel(tmp_path / "dequantised", 16, "cpu")
+    torch.testing.assert_close(logits_of(ours), logits_of(meant), atol=1e-4, rtol=1e-4)
+    assert ours.model.nbytes < 0.6 * meant.model.nbytes
+    kinds = {slot.dest.dtype for slot in ours.model.weight_slots().values()}
+    assert len(kinds & {torch.int8, torch.uint8, torch.float8_e4m3fn}) == 2
+
+
+def test_parts_of_one_product_with_two_formats_are_refused(plain_of: Callable[[str], Path]) -> None:
+    groups = {
+        name: {**FORMATS[name].config["config_groups"]["group_0"], "targets": targets}
+        for name, targets in (("w8a8", ["re:.*q_proj"]), ("compressed-tensors-channel", ["Linear"]))
+    }
+    config = {**FORMATS["w8a8"].config, "config_groups": groups}
+    with pytest.raises(
+        ValueError, match="model.layers.0.self_attn q_proj and k_proj have different formats, which"
+    ):
+        _made(plain_of("phi3"), config)
+
+
+def test_tensors_that_cannot_matter_are_left_out(plain: Path, tmp_path: Path) -> None:
+    """AutoGPTQ's zero biases, a head beside a tied embedding, scales of keys that are not in FP8, old tables."""
+    write_published(plain, tmp_path, FORMATS["gptq"])
+    for folder in (tmp_path / "dequantised", tmp_path):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+        path = folder / "model.safetensors"
+        weights = load_file(path)
+        del weights["lm_head.weight"]
+        save_file(weights, path)
+    layer = "model.layers.0."
+    extra = {f"{layer}self_attn.{x}_proj.bias": torch.zeros(256) for x in "qo"}
+    extra |= {f"{layer}mlp.up_proj.bias": torch.zeros(512)}
+    extra |= {f"lm_head.{suffix}": torch.ones(2) for suffix in ("qweight", "qzeros", "scales", "g_idx")}
+    extra |= {
+        f"{layer}self_attn.{name}": torch.tensor(1.5)
+        for name in ("k_proj.k_scale", "v_proj.v_scale", "q_scale", "prob_scale", "k_scale")
+    }
+    extra |= {f"{layer}self_attn.rotary_emb.{name}": torch.ones(4) for name in ("inv_freq", "cos_cached")}
+    save_file(weights | extra, path)
+    ours, meant = PagedModel(tmp_path, 16, "cpu"), PagedModel(tmp_path / "dequantised", 16, "cpu")
+    torch.testing.assert_close(logits_of(ours), logits_of(meant), atol=1e-4, rtol=1e-4)
+    check_weights(ours.model, NewWeights("1", directory=str(tmp_path)))
+    name = f"{layer}mlp.up_proj.bias"
+    save_file(weights | extra | {name: torch.eye(1, 512)[0]}, path)
+    for read in (
+        lambda: PagedModel(tmp_path, 16, "cpu"),
+        lambda: check_weights(ours.model, NewWeights("1", directory=str(tmp_path))),
+    ):
+        with pytest.raises(ValueError, match=f"does not have: {name};"):
+            read()
+
+
+def test_scales_of_keys_that_are_not_announced_are_told_of(
+    plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a KV cache in FP8 they would matter."""
+    write_published(plain, tmp_path, FORMATS["fp8-tensor"])
+    weights = load_file(tmp_path / "model.safetensors")
+    scales = {"model.layers.0.self_attn.k_proj.k_scale": torch.tensor(0.5)}
+    save_file(weights | scales, tmp_path / "model.safetensors")
+    for kv_dtype, told in ((None, False), (torch.float8_e4m3fn, True)):
+        caplog.clear()
+        context = replace(torch_context(Shard(), torch.float32), kv_dtype=kv_dtype)
+        load_model(ModelConfig.from_dir(str(tmp_path)), "auto", CPU, context, 0, progress=False)
+        assert ("k_proj.k_scale" in caplog.text and "without a scale" in caplog.text) is told
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = {
+        "num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    scales = {
+        f"model.layers.{i}.self_attn.{x}_proj.{x}_scale": torch.tensor(0.5) for i in range(2) for x in "kv"
+    }
+    save_file(weights | scales, tmp_path / "model.safetensors")
+    context = replace(torch_context(Shard(), torch.float32), kv_dtype=torch.float8_e4m3fn)
+    model = load_model(ModelConfig.from_dir(str(tmp_path)), "auto", CPU, context, 0, progress=False)
+    assert model.layers[1].self_attn._kv_scales == KVScales(0.5, 0.5)
+
+
 def _quantised_modules(model: CausalLM) -> set[str]:
-    few_bits = (torch.uint8, torch.float8_e4m3fn)
+    few_bits = (torch.uint8, torch.int8, torch.float8_e4m3fn)
     return {
         name.rsplit(".", 1)[0] for name, slot in model.weight_slots().items() if slot.dest.dtype in few_bits
     }

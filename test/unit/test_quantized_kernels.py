@@ -27,6 +27,8 @@ FORMATS = {
     "fp8-rows": QuantConfig(method="on-line", kind="fp8"),
     "fp8-blocks": QuantConfig(method="on-line", kind="fp8", scales="block"),
     "int4": QuantConfig(method="on-line", kind="int4", group_size=64),
+    "int8": QuantConfig(method="on-line", kind="int8"),
+    "int8-groups": QuantConfig(method="on-line", kind="int8", scales="group"),
 }
 # The interpreter multiplies bfloat16 matrices by their bit patterns, so two rows or more are tried in float16.
 DTYPES = {"float32": 1e-6, "float16": 2e-3}
@@ -34,11 +36,13 @@ SHAPES = {
     "fp8-rows": ((48, 64), (50, 72)),
     "fp8-blocks": ((48, 256), (34, 200)),
     "int4": ((48, 128), (34, 96)),
+    "int8": ((48, 64), (50, 72)),
+    "int8-groups": ((48, 256), (34, 200)),
 }
 PRODUCTS = [
     f"{name} {dtype} {rows} {fusion}"
     for name, dtype, rows, fusion in itertools.product(FORMATS, DTYPES, ROWS, FUSIONS)
-    if rows == 1 or name != "int4"
+    if rows == 1 or not name.startswith("int")
 ]
 OTHERS = (
     "rows of the input are rounded to the nearest numbers",
@@ -195,6 +199,8 @@ def check_plain() -> None:
 
     cases = [
         ("int4", (32, 128), (never, never)),
+        ("int8", (32, 256), (never, never)),
+        ("int8-groups", (32, 200), (never, never)),
         ("fp8-rows", (32, 256), (None, never)),
         ("fp8-blocks", (32, 256), (never, None)),
         ("fp8-rows", (40, 256), (never, never)),  # no multiple of 16

@@ -31,7 +31,7 @@ from fenceline.config.hicache import HiCacheConfig, hicache_config, machine_byte
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.model_files import hub_file, model_directory, weight_files
 from fenceline.config.private_files import make_private_folder, why_unusable
-from fenceline.config.quantization import INT4_GROUPS, ON_LINE_METHOD
+from fenceline.config.quantization import INT4_GROUPS, ON_LINE_METHOD, WHOLE_ROWS
 from fenceline.config.request_limits import MAX_PRIORITY, MIN_PRIORITY
 from fenceline.config.server_args import ServerArgs, is_registered
 
@@ -396,9 +396,13 @@ def _expert_group(model: ModelConfig) -> int:
     if model.experts is None:
         return 1
     stored = model.experts.format or model.quantization
-    if stored is None or stored.kind == "fp8":
-        return 1
-    return min(INT4_GROUPS) if stored.method == ON_LINE_METHOD else stored.group_size
+    four_bits = [] if stored is None else [each for each in stored.formats if each.kind in ("int4", "mxfp4")]
+    # Made on-line or with a scale for each row, numbers are stored in groups that fit.
+    fits = [each.method == ON_LINE_METHOD or each.group_size == WHOLE_ROWS for each in four_bits]
+    sizes = [
+        min(INT4_GROUPS) if any_ else each.group_size for any_, each in zip(fits, four_bits, strict=True)
+    ]
+    return max(sizes, default=1)
 
 
 def _priority(args: ServerArgs) -> PriorityConfig | None:

@@ -307,7 +307,7 @@ class Family:
     partial_rotary: float | None = None
     rope_interleaved: bool = False
     appended_mtp: bool = False
-    quantized: tuple[str, ...] = ("fp8", "int4")
+    quantized: tuple[str, ...] = ("fp8", "int8", "int4")
     activation: str = "silu"
     activation_key: str | None = "hidden_act"
     switches: tuple[str, ...] = ()

@@ -166,9 +166,10 @@ class ModelConfig:
         reader = ConfigReader(hf)
         experts_format = read_mxfp4(hf, quantization) if family.mxfp4 else None
         quantization_config = None if experts_format else read_quantization(hf, directory, quantization)
-        if quantization_config is not None and quantization_config.kind not in family.quantized:
+        formats = () if quantization_config is None else quantization_config.formats
+        if unserved := [each.kind for each in formats if each.kind not in family.quantized]:
             raise ConfigError(
-                f"{architecture}: weights of this family in {quantization_config.kind} are not supported"
+                f"{architecture}: weights of this family in {unserved[0]} are not supported"
                 f" ({' and '.join(family.quantized) or 'none'} are); use the model's unquantised weights, without"
                 " --quantization"
             )

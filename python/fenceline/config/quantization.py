@@ -19,6 +19,8 @@ ON_LINE = ("fp8", "int4")  # what --quantization makes of plain weights
 ON_LINE_METHOD = "on-line"
 CHECKPOINT_METHODS = ("fp8", "compressed-tensors", "awq", "gptq")
 INT4_GROUPS = (32, 64, 128)
+WHOLE_ROWS = -1  # the group size of a format with one scale for each row
+INT8_GROUP = 128
 _E4M3 = ("e4m3", "float8_e4m3fn")  # what DeepSeek and MiniMax call it
 MXFP4_GROUP = 32  # this many numbers of a row share an exponent
 FP8_BLOCK = 128  # rows and columns of a block that has one scale
@@ -33,21 +35,24 @@ class QuantConfig:
 
     ``method`` says how the tensors are named and packed: ``fp8``, ``compressed-tensors``, ``awq`` or ``gptq``. With
     ``on-line`` the checkpoint is plain, and its matrices are rounded while they are loaded. ``kind`` is the type of the
-    numbers: ``fp8`` is E4M3, ``int4`` integers of four bits, and ``mxfp4`` E2M1, which only experts have.
+    numbers: ``fp8`` is E4M3, ``int8`` and ``int4`` are integers of eight and four bits, and ``mxfp4`` is E2M1, which
+    only experts have.
 
-    For fp8, ``scales`` says for what there is one scale: each ``tensor``, output ``channel`` or ``block`` of 128 x 128.
-    ``static_input``: the checkpoint has a scale for the input of each layer; otherwise a kernel that multiplies in fp8
-    computes scales from its input.
+    For fp8 and int8, ``scales`` says for what there is one scale: each ``tensor``, output ``channel`` or ``block`` of
+    128 x 128, and for int8 also each ``group`` of 128 along a row. ``static_input``: the checkpoint has a scale for the
+    input of each layer; otherwise a kernel that multiplies in fp8 computes scales from its input. ``packed``: four
+    numbers of int8 are stored in a word of 32 bits.
 
-    For int4, ``group_size`` numbers along a row share a scale and a zero point. ``has_zeros``: a compressed-tensors
-    checkpoint stores zero points; otherwise they are 8. ``zero_offset`` is added to the zero points of gptq,
-    to words of eight at once: where one has been 0, subtracting has borrowed from the next.
+    For int4, ``group_size`` numbers along a row, or WHOLE_ROWS, share a scale and a zero point. ``has_zeros``: the
+    checkpoint says that it has zero points, which gptq always has. If it does not, they are 8, unless awq stores some
+    all the same. ``zero_offset`` is added to the zero points of gptq, to words of eight at once: where one has been 0,
+    subtracting has borrowed from the next.
 
     ``has_kv_scales``: the checkpoint has a scale for the keys and one for the values of each layer, for a KV cache in
     FP8.
 
     ``plain`` lists the modules that the checkpoint leaves unquantised. ``only``, if it is not empty, lists those that
-    are quantised: the others are plain.
+    are quantised: the others are plain, or have one of the formats ``others``.
     """
 
     method: str
@@ -57,19 +62,33 @@ class QuantConfig:
     group_size: int = INT4_GROUPS[-1]
     has_zeros: bool = False
     zero_offset: int = 0
+    packed: bool = False
     has_kv_scales: bool = False
     plain: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
+    others: tuple[QuantConfig, ...] = ()
 
-    def leaves_plain(self, module: str) -> bool:
-        """Whether the linear layer ``module`` (such as ``model.layers.0.mlp.up_proj``) is not quantised. The entries of
-        the lists are names or parts of names that consist of whole components, in which ``*`` stands for anything, or
-        regular expressions after ``re:``, which must match from the beginning of the name on."""
-        return _lists(self.plain, module) or bool(self.only and not _lists(self.only, module))
+    def of(self, module: str) -> QuantConfig | None:
+        """The format of the linear layer ``module`` (such as ``model.layers.0.mlp.up_proj``); None: it is not
+        quantised. The entries of the lists are names or parts of names that consist of whole components, in which ``*``
+        stands for anything, or regular expressions after ``re:``, which must match from the beginning of the name
+        on."""
+        for config in self.formats:
+            if not _lists(config.plain, module) and (not config.only or _lists(config.only, module)):
+                return config
+        return None
+
+    @property
+    def formats(self) -> tuple[QuantConfig, ...]:
+        """This format and ``others``."""
+        return (self, *self.others)
 
     def on_line(self) -> QuantConfig:
         """The same format, made from plain weights, which dummy weights are."""
-        return dataclasses.replace(self, method=ON_LINE_METHOD, static_input=False, has_kv_scales=False)
+        others = tuple(other.on_line() for other in self.others)
+        return dataclasses.replace(
+            self, method=ON_LINE_METHOD, static_input=False, has_kv_scales=False, others=others
+        )
 
 
 def read_quantization(
@@ -102,7 +121,10 @@ def read_quantization(
         )
     config, plain = reader(name, fields)
     _check_patterns(name, plain)
-    return dataclasses.replace(config, plain=tuple(plain), has_kv_scales=_has_kv_scales(name, fields))
+    others = tuple(dataclasses.replace(other, plain=tuple(plain)) for other in config.others)
+    return dataclasses.replace(
+        config, plain=tuple(plain), has_kv_scales=_has_kv_scales(name, fields), others=others
+    )
 
 
 def read_mxfp4(hf: Mapping[str, object], asked: str | None) -> QuantConfig | None:
@@ -178,50 +200,90 @@ def _read_fp8(name: str, fields: Mapping[str, object]) -> tuple[QuantConfig, lis
 
 
 def _read_compressed_tensors(name: str, fields: Mapping[str, object]) -> tuple[QuantConfig, list[str]]:
-    groups = fields.get("config_groups")
-    group = next(iter(groups.values())) if isinstance(groups, Mapping) and len(groups) == 1 else None
+    stated = fields.get("config_groups")
+    groups = list(stated.values()) if isinstance(stated, Mapping) else []
+    if not groups:
+        raise _refusal(name, "without config_groups")
+    formats = [_compressed_group(name, group, fields.get("format")) for group in groups]
+    for config in formats:
+        _check_patterns(name, config.only)
+    if len([config for config in formats if not config.only]) > 1:
+        raise _refusal(name, "with several config_groups for all linear layers, of which each may have one")
+    # A group that names its modules has precedence over one for all of them.
+    first, *others = sorted(formats, key=lambda config: not config.only)
+    return dataclasses.replace(first, others=tuple(others)), _strings(fields.get("ignore"))
+
+
+def _compressed_group(name: str, group: object, packing: object) -> QuantConfig:
+    """The format of one of config_groups. ``packing`` is that of all groups, if they have no format of their own."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(group, Mapping) or not isinstance(weights, Mapping):
-        raise _refusal(name, "with several config_groups or none, of which one is supported")
-    if group.get("targets") != ["Linear"]:
-        raise _refusal(
-            name, f"with the targets {group.get('targets')}, of which only ['Linear'] is supported"
+        raise _refusal(name, "with config_groups that do not describe weights")
+    inputs, packing = group.get("input_activations"), group.get("format") or packing
+    kind = weights.get("type"), weights.get("num_bits")
+    if kind == ("float", 8):
+        config = _compressed_fp8(name, weights, inputs)
+    elif kind == ("int", 8):
+        config = _compressed_int8(name, weights, inputs, packing)
+    elif kind == ("int", 4):
+        config = _compressed_int4(name, weights, inputs, packing)
+    else:
+        reason = f"with weights of {kind[1]} bits ({kind[0]}), of which fp8, int8 and int4 are supported"
+        raise _refusal(name, reason)
+    targets = _strings(group.get("targets"))
+    if not targets:
+        raise _refusal(name, f"with the targets {group.get('targets')!r}, which are no list of modules")
+    return dataclasses.replace(config, only=() if "Linear" in targets else tuple(targets))
+
+
+def _compressed_int8(
+    name: str, weights: Mapping[str, object], inputs: object, packing: object
+) -> QuantConfig:
+    if weights.get("symmetric") is False or weights.get("actorder") not in (None, False, "static", "weight"):
+        raise _refusal(name, "with zero points or an order of activations for int8, which are not supported")
+    if isinstance(inputs, Mapping) and (inputs.get("type"), inputs.get("num_bits")) != ("int", 8):
+        raise _refusal(name, "with int8 for weights and another format for inputs, which is not supported")
+    strategy, size = weights.get("strategy"), weights.get("group_size")
+    if strategy not in ("tensor", "channel") and (strategy, size) != ("group", INT8_GROUP):
+        reason = (
+            f"with a scale of int8 for each {strategy} ({size}), of which tensor, channel and group (128) are"
         )
-    inputs = group.get("input_activations")
-    ignored = _strings(fields.get("ignore"))
-    if (weights.get("type"), weights.get("num_bits")) == ("float", 8):
-        return _compressed_fp8(name, weights, inputs), ignored
-    if (weights.get("type"), weights.get("num_bits")) == ("int", 4):
-        return _compressed_int4(name, weights, inputs, fields.get("format")), ignored
-    raise _refusal(
-        name,
-        f"with weights of {weights.get('num_bits')} bits ({weights.get('type')}), of which fp8 and int4 are supported",
-    )
+        raise _refusal(name, f"{reason} supported")
+    if packing not in (None, "pack-quantized", "int-quantized", "naive-quantized", "mixed-precision"):
+        raise _refusal(
+            name, f"with int8 as {packing}, of which int-quantized and pack-quantized are supported"
+        )
+    packed = packing == "pack-quantized" or (packing != "int-quantized" and inputs is None)
+    return QuantConfig(method=name, kind="int8", scales=str(strategy), packed=packed)
 
 
 def _compressed_int4(
     name: str, weights: Mapping[str, object], inputs: object, packing: object
 ) -> QuantConfig:
-    if inputs is not None or packing not in (None, "pack-quantized"):
+    if inputs is not None or packing not in (None, "pack-quantized", "mixed-precision"):
         raise _refusal(
             name, f"with 4 bits as {packing} and rounded input, of which only packed weights are supported"
         )
-    if weights.get("strategy") != "group" or weights.get("actorder") not in (None, False, "static", "weight"):
+    strategy = weights.get("strategy")
+    if strategy not in ("group", "channel"):
+        raise _refusal(
+            name, f"with a scale of int4 for each {strategy}, of which group and channel are supported"
+        )
+    if weights.get("actorder") not in (None, False, "static", "weight"):
         raise _refusal(name, "with columns of 4 bits in groups that are not adjacent, which is not supported")
     return QuantConfig(
         method=name,
         kind="int4",
-        group_size=_group_size(name, weights),
+        group_size=WHOLE_ROWS if strategy == "channel" else _group_size(name, weights),
         has_zeros=weights.get("symmetric") is False,
     )
 
 
 def _group_size(name: str, fields: Mapping[str, object]) -> int:
     size = fields.get("group_size")
-    if size not in INT4_GROUPS or not isinstance(size, int):
-        raise _refusal(
-            name, f"in groups of {size}, of which {', '.join(map(str, INT4_GROUPS))} are supported"
-        )
+    if size not in (*INT4_GROUPS, WHOLE_ROWS) or not isinstance(size, int):
+        shown = ", ".join(map(str, (*INT4_GROUPS, WHOLE_ROWS)))
+        raise _refusal(name, f"in groups of {size}, of which {shown} (whole rows) are supported")
     return size
 
 
@@ -233,11 +295,14 @@ def _check_bits(name: str, fields: Mapping[str, object]) -> None:
 
 def _read_awq(name: str, fields: Mapping[str, object]) -> tuple[QuantConfig, list[str]]:
     _check_bits(name, fields)
-    if str(fields.get("version", "gemm")).lower() != "gemm" or fields.get("zero_point") is False:
-        raise _refusal(
-            name, f"packed as {fields.get('version')}, of which gemm with zero points is supported"
-        )
-    config = QuantConfig(method=name, kind="int4", group_size=_group_size(name, fields))
+    if str(fields.get("version", "gemm")).lower() != "gemm":
+        raise _refusal(name, f"packed as {fields.get('version')}, of which gemm is supported")
+    config = QuantConfig(
+        method=name,
+        kind="int4",
+        group_size=_group_size(name, fields),
+        has_zeros=fields.get("zero_point") is not False,
+    )
     return config, _strings(fields.get("modules_to_not_convert"))
 
 
@@ -245,11 +310,8 @@ def _read_gptq(name: str, fields: Mapping[str, object]) -> tuple[QuantConfig, li
     _check_bits(name, fields)
     entry = fields.get("dynamic")
     dynamic = [str(key) for key in entry] if isinstance(entry, Mapping) else []
-    if fields.get("desc_act") or any(not key.startswith("-:") for key in dynamic):
-        raise _refusal(
-            name,
-            "in the order of activations (desc_act) or in several ways (dynamic), which is not supported",
-        )
+    if any(not key.startswith("-:") for key in dynamic):
+        raise _refusal(name, "in several ways (dynamic), which is not supported")
     packing = fields.get("checkpoint_format", "gptq")
     if packing not in ("gptq", "gptq_v2"):
         raise _refusal(name, f"packed as {packing}, of which gptq and gptq_v2 are supported")

@@ -117,22 +117,37 @@ class LayerContext:
 
     def format_of(self, names: Sequence[str]) -> QuantConfig | None:
         """The format of the matrices ``names`` (relative to ``module``), which are multiplied as one; None: plain
-        numbers. Raises ``ValueError`` if only some of them are quantised."""
+        numbers. Raises ``ValueError`` if they differ."""
         if self.format is None:
             return None
-        plain = [name for name in names if self.format.leaves_plain(self.module + name)]
-        if plain and len(plain) < len(names):
-            other = next(name for name in names if name not in plain)
-            raise ValueError(
-                f"the checkpoint is quantised ({self.format.method}), but of {self.module.removesuffix('.')} it leaves"
-                f" {plain[0]} plain and {other} not, which are multiplied as one matrix; use a checkpoint in which they"
-                " agree, or the model's unquantised weights"
-            )
-        return None if plain else self.format
+        formats = {name: self.format.of(self.module + name) for name in names}
+        first, *others = formats
+        for other in others:
+            if not _stored_alike(formats[first], formats[other]):
+                plain, stored = (other, first) if formats[other] is None else (first, other)
+                how = (
+                    "it leaves {} plain and {} not"
+                    if formats[plain] is None
+                    else "{} and {} have different formats"
+                )
+                raise ValueError(
+                    f"the checkpoint is quantised ({self.format.method}), but of {self.module.removesuffix('.')}"
+                    f" {how.format(plain, stored)}, which are multiplied as one matrix; use a checkpoint in which they"
+                    " agree, or the model's unquantised weights"
+                )
+        return formats[first]
 
     def norm(self, size: int, eps: float) -> RMSNorm:
         """An RMSNorm over ``size`` features."""
         return RMSNorm(size, eps, self.dtype, self.kernels, self.norm_offset)
+
+
+def _stored_alike(a: QuantConfig | None, b: QuantConfig | None) -> bool:
+    """Whether two formats are the same but for the modules that have them."""
+    if a is b or a is None or b is None:
+        return a is b
+    lists: dict[str, tuple[()]] = {"plain": (), "only": (), "others": ()}
+    return dataclasses.replace(a, **lists) == dataclasses.replace(b, **lists)
 
 
 def make_layer_context(device: torch.device, shard: Shard, dtype: torch.dtype) -> LayerContext:

@@ -220,4 +220,6 @@ class ExpertsMLP(Branch):
 def _empty_slot(slot: WeightSlot) -> WeightSlot:
     """A slot for a tensor like that of ``slot`` of which this rank keeps nothing."""
     empty = torch.empty(0, dtype=slot.dtype)
-    return WeightSlot(empty, slot.full_shape, convert=lambda tensor: tensor.reshape(-1)[:0])
+    return WeightSlot(
+        empty, slot.full_shape, convert=lambda tensor: tensor.reshape(-1)[:0], optional=slot.optional
+    )

@@ -9,13 +9,20 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from fenceline.config.quantization import FP8_BLOCK, INT4_GROUPS, ON_LINE_METHOD, QuantConfig
+from fenceline.config.quantization import (
+    FP8_BLOCK,
+    INT4_GROUPS,
+    INT8_GROUP,
+    ON_LINE_METHOD,
+    WHOLE_ROWS,
+    QuantConfig,
+)
 from fenceline.layers.kernels.base import FP8_MAX
 from fenceline.layers.kernels.four_bit import pack_halves, unpack_halves
 from fenceline.layers.weight import Weight, WeightSlot, WeightSlots
@@ -160,6 +167,65 @@ class Fp8Format(QuantizedFormat):
         return (self.data.float() * spread(self.scales, self.group, self._shape[1])).to(dtype)
 
 
+class Int8Format(QuantizedFormat):
+    """Integers from -128 to 127 with a scale for each row, or for each 128 numbers of a row.
+
+    Checkpoints of which inputs are rounded too (W8A8) are multiplied with the input as it is, which is nearer to the
+    model that was rounded. The tensors with scales and zero points of inputs are not used."""
+
+    kind = "int8"
+
+    def __init__(self, out_features: int, in_features: int, config: QuantConfig, dtype: torch.dtype) -> None:
+        """Uninitialised, on the default device."""
+        super().__init__(out_features, in_features)
+        self.config = config
+        self._dtype = dtype
+        self.group = INT8_GROUP if config.scales == "group" else in_features
+        self.data = torch.empty(out_features, in_features, dtype=torch.int8)
+        self.scales = torch.empty(-(-in_features // self.group), out_features, dtype=torch.float32).t()
+
+    def slots(self, name: str, rows: slice, full_shape: tuple[int, int], dim: int, start: int) -> WeightSlots:
+        by_group = self.config.scales == "group"
+        first = self.group_start(name, full_shape, dim, start) if by_group or dim == 0 else 0
+        data, scales = self.data[rows], self.scales[rows]
+        if self.config.method == ON_LINE_METHOD:
+            return {
+                f"{name}.weight": QuantizingSlot(
+                    dest=data,
+                    full_shape=full_shape,
+                    dim=dim,
+                    parts=((data, start), (scales, first)),
+                    round=lambda matrix: round_to_int8(matrix, INT8_GROUP if by_group else matrix.shape[1]),
+                    plain_dtype=self._dtype,
+                )
+            }
+        n, k = full_shape
+        both = object()
+        convert, shape = None, (n, 1)
+        if self.config.scales == "tensor":
+            convert, shape = (lambda scale: scale.reshape(1, 1).expand(n, 1)), ()
+        elif by_group:
+            shape = (n, -(-k // INT8_GROUP))
+        slots = {f"{name}.weight_scale": WeightSlot(scales, shape, dim, first, convert, together=both)}
+        nothing = torch.empty(0)
+        if self.config.packed:
+            slots |= {
+                f"{name}.weight_packed": WeightSlot(
+                    data, (n, -(-k // 4)), dim, start, lambda words: _bytes(words)[:, :k], together=both
+                ),
+                f"{name}.weight_shape": WeightSlot(nothing.long(), (2,)),
+            }
+        else:
+            slots[f"{name}.weight"] = WeightSlot(data, full_shape, dim, start, together=both)
+        for unused in ("input_scale", "input_zero_point"):
+            dest = nothing if unused == "input_scale" else nothing.to(torch.int8)
+            slots[f"{name}.{unused}"] = WeightSlot(dest, (), convert=torch.flatten, optional=True)
+        return slots
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        return (self.data.float() * spread(self.scales, self.group, self._shape[1])).to(dtype)
+
+
 class Int4Format(QuantizedFormat):
     """Integers of four bits, from 0 to 15, with a scale and a zero point for each group along a row.
 
@@ -182,17 +248,20 @@ class Int4Format(QuantizedFormat):
 
     def __init__(self, out_features: int, in_features: int, config: QuantConfig, dtype: torch.dtype) -> None:
         """Uninitialised but for the zero points, on the default device. Raises ``ValueError`` where groups do not
-        divide ``in_features``; numbers that are made on-line get smaller groups then."""
+        divide ``in_features``; numbers that are made on-line, or have a scale for each row, get smaller groups then."""
         super().__init__(out_features, in_features)
         self.config = config
         self._dtype = dtype
-        self.group = config.group_size
-        if config.method == ON_LINE_METHOD:
-            self.group = math.gcd(in_features, config.group_size)
+        # A scale for a whole row is stored once for each of its groups, which is what the kernels read.
+        whole_rows = config.group_size == WHOLE_ROWS
+        self.group = INT4_GROUPS[-1] if whole_rows else config.group_size
+        if whole_rows or config.method == ON_LINE_METHOD:
+            self.group = math.gcd(in_features, self.group)
         if in_features % self.group or self.group not in INT4_GROUPS:
+            groups = min(INT4_GROUPS) if whole_rows else config.group_size
             raise ValueError(
-                f"int4: {in_features} input features for each rank are no groups of {config.group_size}; choose another"
-                " --tp-size, or --quantization fp8"
+                f"int4: {in_features} input features for each rank are no groups of {groups}; choose another --tp-size,"
+                " or --quantization fp8"
             )
         self.data = torch.empty(out_features, in_features // 2, dtype=torch.uint8)
         self.scales = torch.empty(in_features // self.group, out_features, dtype=torch.float32).t()
@@ -214,16 +283,20 @@ class Int4Format(QuantizedFormat):
             )
             return {f"{name}.weight": slot}
         n, k = full_shape
-        groups, all_of_them = k // self.group, object()
+        whole_rows, all_of_them = self.config.group_size == WHOLE_ROWS, object()
+        groups = 1 if whole_rows else k // self.group
+        num_spread = k // self.group
 
-        def stored(dest: torch.Tensor, shape: tuple[int, int], convert: Convert | None) -> WeightSlot:
-            first = byte_start if dest is data else group_start
-            return WeightSlot(dest, shape, dim, first, convert, together=all_of_them)
+        def stored(dest: torch.Tensor, shape: tuple[int, int], convert: Convert) -> WeightSlot:
+            if dest is data:
+                return WeightSlot(dest, shape, dim, byte_start, convert, together=all_of_them)
+            spread_out = partial(_spread_out, num_spread, convert)
+            return WeightSlot(dest, shape, dim, group_start, spread_out, together=all_of_them)
 
         if self.config.method == "compressed-tensors":
             slots = {
                 "weight_packed": stored(data, (n, k // 8), lambda words: self.pack(_numbers(words, 1))),
-                "weight_scale": stored(scales, (n, groups), None),
+                "weight_scale": stored(scales, (n, groups), lambda scales: scales),
                 "weight_shape": WeightSlot(torch.empty(0, dtype=torch.int64), (2,)),
             }
             if self.config.has_zeros:
@@ -236,6 +309,8 @@ class Int4Format(QuantizedFormat):
                 "qzeros": stored(zeros, (groups, n // 8), lambda words: _numbers(words, 1, _AWQ_ORDER).t()),
                 "scales": stored(scales, (groups, n), torch.Tensor.t),
             }
+            if not self.config.has_zeros:
+                slots["qzeros"] = replace(slots["qzeros"], together=None, optional=True)
         else:
             ones = self.config.zero_offset * 0x11111111  # one for each of a word's zero points
             slots = {
@@ -243,7 +318,7 @@ class Int4Format(QuantizedFormat):
                 "qzeros": stored(zeros, (groups, n // 8), lambda words: _numbers(words.int() + ones, 1).t()),
                 "scales": stored(scales, (groups, n), torch.Tensor.t),
                 COLUMN_ORDER: WeightSlot(
-                    torch.empty(0, dtype=torch.int64), (k,), convert=partial(_check_order, name, self.group)
+                    torch.empty(0, dtype=torch.int64), (k,), convert=partial(_check_order, name, k // groups)
                 ),
             }
         return {f"{name}.{suffix}": slot for suffix, slot in slots.items()}
@@ -275,6 +350,16 @@ def _numbers(words: torch.Tensor, dim: int, order: Sequence[int] = _IN_ORDER) ->
     for position, place in enumerate(order):
         parts[place] = (words >> 4 * position & 15).to(torch.uint8)
     return torch.stack(parts, dim + 1).flatten(dim, dim + 1)
+
+
+def _bytes(words: torch.Tensor) -> torch.Tensor:
+    """``words`` int32 [N, K / 4], each with four numbers plus 128 → the numbers [N, K] int8."""
+    return torch.stack([(words >> 8 * place & 255) - 128 for place in range(4)], 2).to(torch.int8).flatten(1)
+
+
+def _spread_out(num_groups: int, convert: Convert, stored: torch.Tensor) -> torch.Tensor:
+    """Scales or zero points as a checkpoint has them → [N, num_groups]; one for a whole row is that of all groups."""
+    return convert(stored).expand(-1, num_groups)
 
 
 def _check_order(name: str, group: int, indices: torch.Tensor) -> torch.Tensor:
@@ -328,6 +413,15 @@ def round_to_fp8(matrix: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.
     padded = F.pad(matrix.float(), (0, -num_columns % group)).view(num_rows, -1, group)
     scales = (padded.abs().amax(2) / FP8_MAX).clamp_(min=_SMALLEST_SCALE)
     numbers = (padded / scales[:, :, None]).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+    return numbers.view(num_rows, -1)[:, :num_columns], scales
+
+
+def round_to_int8(matrix: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """matrix [N, K] of any float type → integers [N, K] from -127 to 127 and their scales [N, ceil(K / group)]."""
+    num_rows, num_columns = matrix.shape
+    padded = F.pad(matrix.float(), (0, -num_columns % group)).view(num_rows, -1, group)
+    scales = (padded.abs().amax(2) / 127).clamp_(min=_SMALLEST_SCALE)
+    numbers = (padded / scales[:, :, None]).round_().to(torch.int8)
     return numbers.view(num_rows, -1)[:, :num_columns], scales
 
 
@@ -397,8 +491,9 @@ def make_format(
     ``of_experts``: grouped products read it.
 
     Raises ``ValueError`` for a matrix that the format cannot hold."""
-    formats: dict[str, type[Fp8Format] | type[Int4Format]] = {
+    formats: dict[str, type[Fp8Format] | type[Int8Format] | type[Int4Format]] = {
         "fp8": Fp8Format,
+        "int8": Int8Format,
         "int4": Int4ExpertsFormat if of_experts else Int4Format,
     }
     return formats[config.kind](out_features, in_features, config, dtype)

@@ -30,6 +30,7 @@ class WeightSlot:
     If the checkpoint stores the values in another way, ``convert`` makes the tensor of which ``dest`` takes its part
     from the checkpoint's whole tensor. ``loaded`` is called when all slots of the model have been filled. Slots that
     must all be filled if one of them is have the same object in ``together``; None: the slot is independent.
+    ``optional``: the checkpoint may lack the tensor, and the parameter then keeps its values.
     """
 
     dest: torch.Tensor
@@ -39,6 +40,7 @@ class WeightSlot:
     convert: Callable[[torch.Tensor], torch.Tensor] | None = None
     loaded: Callable[[], None] | None = None
     together: object | None = None
+    optional: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -100,17 +102,17 @@ def fill_slots(
 ) -> None:
     """Load each (name, tensor) pair of ``weights`` into the slot with its name, one after the other.
 
-    Raises ``ValueError`` for a tensor that has no slot (unless its name is ``ignored``), comes twice or has the wrong
-    shape or type, and for slots that no tensor has filled. With ``partly`` slots may stay as they are, but of slots
-    that belong together (``WeightSlot.together``) either all or none must be filled. With ``only_check`` nothing is
-    written, and tensors on the device ``meta`` are enough. The values of tensors on other devices are then checked too
-    if none of their values are kept.
+    Raises ``ValueError`` for a tensor that has no slot (unless its name is ``ignored``, or it is a bias or a zero point
+    that is zero), comes twice or has the wrong shape or type, and for slots that no tensor has filled. With ``partly``
+    slots may stay as they are, but of slots that belong together (``WeightSlot.together``) either all or none must be
+    filled. With ``only_check`` nothing is written, and tensors on the device ``meta`` are enough. The values of tensors
+    on other devices are then checked too if none of their values are kept.
     """
     missing = set(slots)
     unexpected = []
     for name, tensor in weights:
         if name not in slots:
-            if not ignored(name):
+            if not ignored(name) and not _adds_nothing(name, tensor):
                 unexpected.append(name)
             continue
         if name not in missing:
@@ -126,9 +128,10 @@ def fill_slots(
             f"the checkpoint holds weights that the model does not have: {_shorten(unexpected)}; "
             f"check config.json (architectures, num_hidden_layers, attention_bias, tie_word_embeddings)"
         )
-    if missing and not partly:
+    lacking = sorted(name for name in missing if not slots[name].optional)
+    if lacking and not partly:
         raise ValueError(
-            f"the checkpoint lacks weights: {_shorten(sorted(missing))}; "
+            f"the checkpoint lacks weights: {_shorten(lacking)}; "
             f"check config.json (num_hidden_layers, tie_word_embeddings) or download the model again"
         )
     filled = {id(slot.together) for name, slot in slots.items() if name not in missing}
@@ -141,6 +144,15 @@ def fill_slots(
     for name, slot in slots.items():
         if slot.loaded is not None and name not in missing and not only_check:
             slot.loaded()
+
+
+# Names of tensors that are added or subtracted, and of which some tools store zeros where the model has none.
+ADDED = (".bias", "_zero_point")
+
+
+def _adds_nothing(name: str, tensor: torch.Tensor) -> bool:
+    """Whether the tensor is such a one. One without values is taken for it until its values are read."""
+    return name.endswith(ADDED) and (tensor.is_meta or not tensor.any())
 
 
 def _shorten(names: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -21,9 +22,20 @@ from fenceline.layers.weight import WeightSlots, fill_slots
 from fenceline.mem_cache.kv_pool import KVRow
 from fenceline.memory_order import ArenaField, Role
 
-ROTARY_TABLE = ".rotary_emb.inv_freq"  # a tensor that old checkpoints store and that is not needed
-KV_SCALES = (".self_attn.k_scale", ".self_attn.v_scale")  # needed only if the KV cache is in FP8
+ROTARY_TABLES = "rotary_emb."  # in the names of tensors that old checkpoints store and that are not needed
+KV_SCALES = (".k_scale", ".v_scale", ".kv_scale")  # needed only if the KV cache is in FP8
+OTHER_SCALES = (".q_scale", ".prob_scale")  # of queries and scores, which are never in FP8
+# Suffixes of names and what we call such a tensor. The first two are those of transformers 5 for FP8 with a scale for
+# each tensor.
+_OTHER_NAMES = {
+    ".weight_scale_inv": ".weight_scale",
+    ".activation_scale": ".input_scale",
+    ".k_proj.k_scale": ".k_scale",
+    ".v_proj.v_scale": ".v_scale",
+}
 MTP_PREFIX = "model.mtp_layers."  # the prefix of the tensors of multi-token prediction layers
+
+logger = logging.getLogger(__name__)
 
 
 class CausalLM(ABC):
@@ -158,18 +170,29 @@ class CausalLM(ABC):
         first, more = len(self.layers), self.config.num_appended_layers
         appended = tuple(f"model.layers.{first + index}." for index in range(more))
 
+        kv_scales: list[str] = []
+
         def ignored(name: str) -> bool:
             # Some checkpoints store a tied head a second time, and old ones store the rotary table. Multi-token
             # prediction layers are a draft model (models/mtp.py).
+            if name.endswith(KV_SCALES):
+                kv_scales.append(name)
+                return True
             return (
-                (tied and name == "lm_head.weight")
-                or name.endswith((ROTARY_TABLE, *KV_SCALES))
+                (tied and name.startswith("lm_head."))
+                or ROTARY_TABLES in name
+                or name.endswith(OTHER_SCALES)
                 or (mtp and name.startswith(MTP_PREFIX))
                 or name.startswith(appended)
             )
 
         slots = self.weight_slots()
         fill_slots(slots, _split_fused(slots, weights), ignored, partly, only_check)
+        if kv_scales and self.context.kv_dtype not in (None, self.context.dtype) and not only_check:
+            logger.warning(
+                "the checkpoint has scales of keys and values (%s, ...) that its config.json does not announce as"
+                " kv_cache_scheme: keys and values are stored in FP8 without a scale", kv_scales[0],
+            )  # fmt: skip
 
     def weight_slots(self) -> WeightSlots:
         """Where each tensor of the checkpoint goes. Together the slots cover every parameter."""
@@ -195,14 +218,28 @@ def logits_rows(x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
 def _split_fused(
     slots: WeightSlots, weights: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """``weights``, with fused matrices split if the model has slots for their parts."""
-    for name, tensor in weights:
-        module = name.rsplit(".", 2)[-2] if name.count(".") > 1 else ""
-        names = [name.replace(f".{module}.", f".{part}.") for part in FUSED.get(module, ())]
-        if not names or any(part not in slots for part in names):
-            yield name, tensor
-            continue
-        yield from zip(names, _parts(name, tensor, [slots[part].full_shape for part in names]), strict=True)
+    """``weights``, with fused matrices split if the model has slots for their parts, and under our names where other
+    tools have given a tensor another one."""
+    for given, tensor in weights:
+        for name in (given, _our_name(given)):
+            module = name.rsplit(".", 2)[-2] if name.count(".") > 1 else ""
+            names = [name.replace(f".{module}.", f".{part}.") for part in FUSED.get(module, ())]
+            if names and all(part in slots for part in names):
+                shapes = [slots[part].full_shape for part in names]
+                yield from zip(names, _parts(given, tensor, shapes), strict=True)
+                break
+            if name in slots:
+                yield name, tensor
+                break
+        else:
+            yield given, tensor
+
+
+def _our_name(name: str) -> str:
+    for suffix, ours in _OTHER_NAMES.items():
+        if name.endswith(suffix):
+            return name.removesuffix(suffix) + ours
+    return name
 
 
 def _parts(name: str, tensor: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[torch.Tensor]:

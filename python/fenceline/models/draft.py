@@ -18,7 +18,7 @@ from fenceline.layers.linear import VocabParallelEmbedding
 from fenceline.layers.rotary import RotaryEmbedding, make_rotary
 from fenceline.layers.weight import RMSNorm, WeightSlots, fill_slots
 from fenceline.mem_cache.kv_pool import KVRow
-from fenceline.models.decoder import ROTARY_TABLE, CausalLM
+from fenceline.models.decoder import ROTARY_TABLES, CausalLM
 
 
 class DraftModel(ABC):
@@ -205,9 +205,7 @@ class SharingDraft(DraftModel):
         return slots
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        fill_slots(
-            self.weight_slots(), weights, lambda name: name in self.ignored or name.endswith(ROTARY_TABLE)
-        )
+        fill_slots(self.weight_slots(), weights, lambda name: name in self.ignored or ROTARY_TABLES in name)
         target = self.target
         # Many drafts have a copy of the target's embedding, of up to a gigabyte. A single rank drops it. Several ranks
         # keep it: each compares only its part, so some ranks might share the table while others do not.

@@ -22,7 +22,7 @@ from fenceline.config.quantization import QuantConfig
 from fenceline.layers.context import LayerContext, Shard, torch_context
 from fenceline.layers.quantized import COLUMN_ORDER
 from fenceline.layers.rotary import choice_by_length
-from fenceline.layers.weight import WeightSlots
+from fenceline.layers.weight import ADDED, WeightSlots
 from fenceline.models.decoder import MTP_PREFIX, CausalLM
 from fenceline.models.draft import DraftModel
 from fenceline.models.draft_registry import make_draft_model
@@ -139,7 +139,7 @@ def _check_headers(config: ModelConfig, dtype: torch.dtype, files: Sequence[Path
     context = dataclasses.replace(torch_context(Shard(), dtype), format=config.quantization)
     with torch.device("meta"):
         model = make_model(dataclasses.replace(config, context_length=1), context)
-        model.load_weights(_read_headers(files, with_order=False), only_check=True)
+        model.load_weights(_read_headers(files, with_values=False), only_check=True)
 
 
 class DraftNames:
@@ -280,13 +280,13 @@ _HEADER_TYPES = {
 }  # fmt: skip
 
 
-def _read_headers(files: Sequence[Path], with_order: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor without values) for every tensor of ``files``. ``with_order``: the order of GPTQ's columns has
-    values."""
+def _read_headers(files: Sequence[Path], with_values: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor without values) for every tensor of ``files``. ``with_values``: the order of GPTQ's columns has
+    values, and so have tensors that do not matter if they are zero."""
     for path in files:
         with _naming(path), safe_open(path, framework="pt", device="cpu") as file:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
-                if with_order and name.endswith(COLUMN_ORDER):
+                if with_values and name.endswith((COLUMN_ORDER, *ADDED)):
                     yield name, file.get_tensor(name)
                     continue
                 described = file.get_slice(name)

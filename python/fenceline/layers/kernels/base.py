@@ -168,10 +168,10 @@ class LayerKernels(ABC):
         ``limit`` c above 0, gate is clamped to at most c and up to [-c, c], and the result is
         gate * sigmoid(CLAMPED_ALPHA * gate) * (up + 1).
 
-        ``weight`` may be FP8 with float32 ``scales`` [num_experts, N, groups]. A row has one scale (groups is 1) or one
-        for each FP8_GROUP numbers. The unscaled numbers are converted to x's type and multiplied by x, and the sums are
-        scaled. ``weight`` may also have four bits for each number, uint8 [num_experts, N, K / 2], with ``scales`` and
-        ``zeros`` for groups: see ``four_bit.four_bit_numbers``.
+        ``weight`` may be FP8 or int8 with float32 ``scales`` [num_experts, N, groups]. A row has one scale (groups is
+        1) or one for each FP8_GROUP numbers. The unscaled numbers are converted to x's type and multiplied by x, and
+        the sums are scaled. ``weight`` may also have four bits for each number, uint8 [num_experts, N, K / 2], with
+        ``scales`` and ``zeros`` for groups: see ``four_bit.four_bit_numbers``.
         """
 
     def prepare_four_bits(self, group: int, has_zeros: bool) -> None:
@@ -317,7 +317,7 @@ def _of_best_groups(scores: torch.Tensor, experts: ExpertsConfig) -> torch.Tenso
 
 
 def _scaled(matrix: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """FP8 numbers [N, K] times their scales [N, groups] → [N, K] float32."""
+    """FP8 or int8 numbers [N, K] times their scales [N, groups] → [N, K] float32."""
     if scales.shape[1] > 1:
         scales = scales.repeat_interleave(FP8_GROUP, 1)[:, : matrix.shape[1]]
     return matrix.float() * scales

@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 # Without a measurement the CUDA product is used up to this many rows. For int4 this may take two launches, which still
 # pays where Triton's product cannot be used, because the plain matrix has four times as many bytes.
 _GUESSED_CUDA_ROWS = {"fp8": 4, "int4": 32}
-_BITS = {"fp8": 8, "int4": 4}
+_BITS = {"fp8": 8, "int4": 4}  # of the formats that fenceline_kernel multiplies
 # Of Triton's product in int4, as in the table of measurements: a tile of more warps and rows than any guess has.
 _LARGE_TILE: Mapping[str, Any] = {"block_n": 128, "num_warps": 8, "num_stages": 3}
 _MULTIPLE = 16  # both sides of a matrix must be multiples of this for _scaled_mm
@@ -364,7 +364,7 @@ def find_quantized_products(device: torch.device, kind: str) -> QuantizedProduct
     """The products with weights of ``kind`` for ``device``. What torch._scaled_mm supports depends on GPU, CUDA and
     torch, so it is tried. Compiles fenceline_kernel on first use if it is installed (a minute at most, once)."""
     find = partial(_working, device)
-    product = find_cuda_quantized(device, kind)
+    product = find_cuda_quantized(device, kind) if kind in _BITS else None
     if product is not None and not _agrees(device, product, kind):
         product = None
     gpu = gpu_traits(device, product is not None)

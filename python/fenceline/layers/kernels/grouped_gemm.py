@@ -71,9 +71,9 @@ def grouped_product(
     zeros: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ``LayerKernels.grouped_product``. All tensors are contiguous; x, weight and bias have one floating dtype, or
-    weight is FP8 or four-bit with ``scales``; sums are float32. With many pairs, four-bit numbers are multiplied in x's
-    dtype, and ``config`` must take a multiple of 32 inputs at a time. Current stream, no host synchronisation. ``pdl``:
-    see ``rms_norm``; reads nothing before its wait."""
+    weight is FP8, int8 or four-bit with ``scales``; sums are float32. With many pairs, four-bit numbers are multiplied
+    in x's dtype, and ``config`` must take a multiple of 32 inputs at a time. Current stream, no host synchronisation.
+    ``pdl``: see ``rms_norm``; reads nothing before its wait."""
     (num_experts, width, _), k = weight.shape, x.shape[1]
     num_pairs, size = routing.order.shape[0], width // 2 if gated else width
     assert x.is_contiguous() and weight.is_contiguous()
@@ -87,7 +87,8 @@ def grouped_product(
         assert scales.dtype == (torch.uint8 if zeros is None else torch.float32)
         assert zeros is None or (zeros.is_contiguous() and zeros.shape == scales.shape)
     else:
-        assert weight.dtype == (x.dtype if scales is None else torch.float8_e4m3fn) and zeros is None
+        of_eight_bits = scales is not None and weight.dtype in (torch.float8_e4m3fn, torch.int8)
+        assert (of_eight_bits or (scales is None and weight.dtype == x.dtype)) and zeros is None
         assert scales is None or groups in (1, -(-k // FP8_GROUP)), (groups, k)
     assert bias is None or (bias.is_contiguous() and bias.shape == weight.shape[:2])
     assert gated or not limit

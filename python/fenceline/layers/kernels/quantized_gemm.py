@@ -30,7 +30,8 @@ def quantized_linear(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [1, K] times the weight [N, K] that ``data``, ``scales`` and ``zeros`` store (``quantized.QuantizedFormat``:
-    int4 if there are ``zeros``, else fp8), with ``fusion`` around it → [1, N] ([1, N / 2] if gated), in x's dtype.
+    int4 if there are ``zeros``, else fp8 or int8), with ``fusion`` around it → [1, N] ([1, N / 2] if gated), in x's
+    dtype.
 
     The result is in ``fusion.residual`` or ``out`` (contiguous, at most one is given) or in a new tensor. All tensors
     are on one device and contiguous, except scales and zeros, which have equal strides. Computed in float32. Current
