@@ -526,12 +526,12 @@ def _extends() -> Iterator[Launch]:
         )  # fmt: skip
         outputs = [out, stats] if stats is not None else []
         yield Launch(name, accesses.extend_attention, operands, run, outputs)
-    partial, out = _random(2, 5, 4, 16), torch.empty(5, 4, 16)
+    partial, out = _random(2, 5, 4, 12), torch.empty(5, 4, 12)
     stats = torch.rand(2, 2, 5, 4) + 0.5
 
     def merge(pdl: bool, partial: Any, stats: Any, out: Any) -> None:
         extend_attention._merge_kernel[(5, 2)](
-            partial, stats, out, 2, 5, NUM_HEADS=4, HEAD_DIM=16, GROUP=2, GROUP_PAD=2, num_warps=4
+            partial, stats, out, 2, 5, NUM_HEADS=4, HEAD_DIM=12, DIM_PAD=16, GROUP=2, GROUP_PAD=2, num_warps=4
         )
 
     yield Launch("merge_splits", accesses.merge_splits, (partial, stats, out), merge)

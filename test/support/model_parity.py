@@ -141,6 +141,9 @@ _GPT_OSS: dict[str, object] = {
 CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("Llama", {}),
     "llama-tied-biased": ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama-relu": ("Llama", {"hidden_act": "relu", "num_hidden_layers": 1}),
+    "llama-gelu": ("Llama", {"hidden_act": "gelu"}),
+    "llama-gelu-new": ("Llama", {"hidden_act": "gelu_new", "num_hidden_layers": 1}),
     "llama-mha-one-layer": ("Llama", {"num_key_value_heads": 6, "num_hidden_layers": 1, "vocab_size": 1009}),
     **{f"llama-{name}": ("Llama", {"rope_parameters": rope}) for name, rope in _ROPES.items()},
     "qwen2": ("Qwen2", {"num_key_value_heads": 1}),

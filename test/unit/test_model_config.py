@@ -90,6 +90,12 @@ def test_both_notations_of_rope_scaling(tmp_path: Path, rope: Json) -> None:
     assert config.context_length == 4096  # llama3's max_position_embeddings is the scaled length
 
 
+def test_a_name_from_before_the_family_was_in_transformers(tmp_path: Path) -> None:
+    """As ERNIE 4.5 0.3B was published."""
+    config = ModelConfig.from_dir(write(tmp_path, {**LLAMA, "architectures": ["Ernie4_5_ForCausalLM"]}))
+    assert (config.architecture, config.rope_interleaved) == ("Ernie4_5ForCausalLM", True)
+
+
 @pytest.mark.parametrize(
     ("rope", "context_length"),
     [
@@ -345,7 +351,7 @@ def test_layers_with_a_window_rotate_in_their_own_way(tmp_path: Path) -> None:
         ({"head_dim": 7}, "even"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number"),
         ({"tie_word_embeddings": "yes"}, "true or false"),
-        ({"hidden_act": "gelu"}, "supported are silu"),
+        ({"hidden_act": "quick_gelu"}, "supported are silu"),
         ({"hidden_act": ["silu"]}, "supported are silu"),
         ({"layer_types": ["full_attention"], **GEMMA}, "tells of 1 layers"),
         ({"layer_types": ["chunked_attention"] * 4, **GEMMA}, "chunked_attention are not supported"),

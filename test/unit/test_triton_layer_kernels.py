@@ -120,8 +120,10 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
     for kernel, warps, constants, types in (
         (rms_norm._rms_norm_kernel, 16, {"SIZE": 4096, "BLOCK": 4096, "ROWS": 1}, {}),
         (embed_join_triton._embed_and_join_kernel, 16, joined, of_draft),
-        (activation._silu_and_mul_kernel, 4, {"SIZE": 12_288, "BLOCK": 1024, "GELU": False}, {}),
-        (activation._silu_and_mul_kernel, 4, {"SIZE": 12_288, "BLOCK": 1024, "GELU": True}, {}),
+        *(
+            (activation._silu_and_mul_kernel, 4, {"SIZE": 12_288, "BLOCK": 1024, "ACTIVATION": number}, {})
+            for number in range(4)
+        ),
         (rotate_store._rotate_and_store_kernel, 1, heads, {}),
         (quantized_gemm._one_row_kernel, 4, one, {}),
         (skinny_gemm._rows_kernel, 4, dense, {}),
@@ -189,15 +191,15 @@ def check_rms_norm() -> None:
 
 
 def check_silu_and_mul() -> None:
-    from fenceline.layers.kernels.activation import gelu_and_mul, silu_and_mul
+    from fenceline.layers.kernels.activation import silu_and_mul
+    from fenceline.layers.kernels.base import ACTIVATIONS, TorchLayerKernels
 
     for dtype in DTYPES:
         for rows, size in ((1, 64), (5, 96), (2, 2752), (0, 64)):
             x = random(rows, 2 * size, dtype=dtype) * 4
-            gate, up = x.float().chunk(2, dim=-1)
-            close(silu_and_mul(x), (torch.nn.functional.silu(gate) * up).to(dtype))
-            gelu = torch.nn.functional.gelu(gate, approximate="tanh")
-            close(gelu_and_mul(x), (gelu * up).to(dtype))
+            for name in ACTIVATIONS:
+                expected = TorchLayerKernels().activate(x.float(), name).to(dtype)
+                close(silu_and_mul(x, activation=name), expected)
 
 
 def check_rotate_and_store() -> None:

@@ -62,8 +62,9 @@ class ModelConfig:
 
     ``context_length`` is the longest sequence that the engine serves. ``windows`` has the sliding window of each layer,
     None for a layer that attends to all tokens (empty: all layers do). ``attention_soft_cap`` and ``logits_soft_cap``
-    are 0 if there is none. ``activation`` is that of MLPs, silu or gelu_tanh. ``norm_offset`` is added to the weights
-    of norms. ``local_rope`` has rope_theta and scaling of layers with a window; None: they are those of all layers.
+    are 0 if there is none. ``activation`` is that of MLPs (silu, gelu_tanh, gelu or relu). ``norm_offset`` is added to
+    the weights of norms. ``local_rope`` has rope_theta and scaling of layers with a window; None: they are those of all
+    layers.
     ``eos_token_ids`` is the sorted union of the ids in config.json, generation_config.json and the tokenizer.
     ``attention_bias`` and ``mlp_bias`` are those of config.json; the family's file in models/ says which projections
     they are for. ``num_mtp_layers`` is the number of multi-token prediction layers (--speculative-algorithm NEXTN), and
@@ -269,12 +270,21 @@ def _of_text(hf: dict[str, object], family: Family) -> dict[str, object]:
     return {**family.text_defaults, **stated, **text}
 
 
+# Names that checkpoints had before their family was part of transformers.
+_FORMER_NAMES = {"Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM"}
+
+
 def _architecture(hf: Mapping[str, object]) -> str:
-    names = hf.get("architectures")
-    known = [name for name in names if name in SUPPORTED_ARCHITECTURES] if isinstance(names, list) else []
+    stated = hf.get("architectures")
+    names = (
+        [_FORMER_NAMES.get(name, name) for name in stated if isinstance(name, str)]
+        if isinstance(stated, list)
+        else []
+    )
+    known = [name for name in names if name in SUPPORTED_ARCHITECTURES]
     if known:
-        return str(known[0])
-    given = ", ".join(map(str, names)) if isinstance(names, list) and names else "none"
+        return known[0]
+    given = ", ".join(names) or "none"
     near = difflib.get_close_matches(given, SUPPORTED_ARCHITECTURES, n=1)
     raise ConfigError(
         f"config.json: architecture {given} is not supported{f' (the nearest is {near[0]})' if near else ''}; supported"
@@ -282,7 +292,15 @@ def _architecture(hf: Mapping[str, object]) -> str:
     )
 
 
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+}
 
 
 def _activation(hf: Mapping[str, object], family: Family) -> str:

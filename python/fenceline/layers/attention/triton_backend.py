@@ -40,10 +40,7 @@ _ONE_TILE = (1, MAX_GROUP)
 
 class TritonAttentionBackend(AttentionBackend):
     """Plans over layers of one KV pool whose heads have the same number and size. All plans share workspaces, so they
-    must run on one stream.
-
-    Raises ValueError for head sizes that are not a power of two.
-    """
+    must run on one stream."""
 
     def __init__(
         self, kv_pool: KVPool, first_layer: int = 0, rules: Mapping[int, LayerRules] = NO_RULES
@@ -51,11 +48,6 @@ class TritonAttentionBackend(AttentionBackend):
         """``first_layer``: the first of these layers."""
         keys = self._keys = kv_pool.k(first_layer)
         head_dim = keys.shape[2]
-        if head_dim < 16 or head_dim & (head_dim - 1):
-            raise ValueError(
-                f"--attention-backend triton supports head sizes 16, 32, 64, 128, ..., not {head_dim}: use "
-                "--attention-backend flashinfer or torch"
-            )
         self.kv_pool = kv_pool
         self.rules, self.window = rules, window_of(rules)
         self.num_sms = 1

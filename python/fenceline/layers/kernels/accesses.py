@@ -22,7 +22,7 @@ def rms_norm(op: KernelAccesses, x: torch.Tensor, weight: torch.Tensor, out: tor
 
 @declare_kernel
 def silu_and_mul(op: KernelAccesses, gate_up: torch.Tensor, out: torch.Tensor) -> None:
-    """See ``activation.silu_and_mul``; ``gelu_and_mul`` has the same accesses."""
+    """See ``activation.silu_and_mul``; all activations have the same accesses."""
     op.wait()
     op.start_dependents()
     op.read(gate_up)

@@ -9,14 +9,17 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from fenceline.layers.kernels.base import ACTIVATIONS, GELU, GELU_TANH, RELU, SILU
 from fenceline.layers.kernels.launcher import KernelVariant
 
+_GELU_TANH, _GELU, _RELU = (tl.constexpr(ACTIVATIONS.index(name)) for name in (GELU_TANH, GELU, RELU))
 _BLOCK = 1024
 _ELEMENTS_A_THREAD = 8
 
 
-def silu_and_mul(gate_up: torch.Tensor, pdl: bool = False, gelu: bool = False) -> torch.Tensor:
-    """gate_up [T, 2 I], gate then up → silu(gate) * up, a new tensor [T, I] in its dtype, computed in float32.
+def silu_and_mul(gate_up: torch.Tensor, pdl: bool = False, activation: str = SILU) -> torch.Tensor:
+    """gate_up [T, 2 I], gate then up → silu(gate) * up, a new tensor [T, I] in its dtype, computed in float32, or with
+    another ``activation``: see ``LayerKernels.activate``.
 
     gate_up is contiguous, in bfloat16, float16 or float32. Runs on the current stream, without host synchronisation.
     ``pdl``: see ``rms_norm``.
@@ -27,26 +30,21 @@ def silu_and_mul(gate_up: torch.Tensor, pdl: bool = False, gelu: bool = False) -
     out = gate_up.new_empty(num_rows, size)
     if num_rows == 0:
         return out
-    variant = _variant(size, gelu, pdl)
+    variant = _variant(size, ACTIVATIONS.index(activation), pdl)
     variant.launch((num_rows * -(-size // variant.constants["BLOCK"]),), (gate_up, out))
     return out
 
 
-def gelu_and_mul(gate_up: torch.Tensor, pdl: bool = False) -> torch.Tensor:
-    """Like ``silu_and_mul``, with the tanh approximation of gelu in place of silu."""
-    return silu_and_mul(gate_up, pdl, gelu=True)
-
-
 @cache
-def _variant(size: int, gelu: bool, pdl: bool) -> KernelVariant:
+def _variant(size: int, activation: int, pdl: bool) -> KernelVariant:
     block = min(_BLOCK, triton.next_power_of_2(size))
-    constants = {"SIZE": size, "BLOCK": block, "GELU": gelu, "PDL": pdl}
+    constants = {"SIZE": size, "BLOCK": block, "ACTIVATION": activation, "PDL": pdl}
     return KernelVariant(_silu_and_mul_kernel, constants, max(1, block // (32 * _ELEMENTS_A_THREAD)), pdl)
 
 
 @triton.jit
 def _silu_and_mul_kernel(
-    gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr
+    gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr
 ):
     num_blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // num_blocks).to(tl.int64)
@@ -58,8 +56,12 @@ def _silu_and_mul_kernel(
     gates = gate_up + row * (2 * SIZE) + columns
     gate = tl.load(gates, mask=live, other=0.0).to(tl.float32)
     up = tl.load(gates + SIZE, mask=live, other=0.0).to(tl.float32)
-    if GELU:  # (1 + tanh(y)) / 2 is the sigmoid of 2 y
+    if ACTIVATION == _GELU_TANH:  # (1 + tanh(y)) / 2 is the sigmoid of 2 y
         share = tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    elif ACTIVATION == _GELU:
+        share = 0.5 + 0.5 * tl.erf(gate * 0.7071067811865476)
+    elif ACTIVATION == _RELU:
+        share = (gate > 0.0).to(tl.float32)
     else:
         share = tl.sigmoid(gate)
     product = gate * share * up

@@ -34,7 +34,7 @@ class HeadLayout:
 
 
 CLAMPED_ALPHA = 1.702  # of the clamped SwiGLU in gpt-oss's experts
-SILU, GELU_TANH = "silu", "gelu_tanh"
+ACTIVATIONS = SILU, GELU_TANH, GELU, RELU = "silu", "gelu_tanh", "gelu", "relu"
 
 FP8_MAX = 448.0  # the largest number of E4M3
 FP8_GROUP = 128  # how many numbers of a row share a scale, if a row has several scales
@@ -94,16 +94,9 @@ class LayerKernels(ABC):
         """RMSNorm over the last axis, x [..., D] → a new tensor of its shape. ``weight`` may be float32."""
 
     @abstractmethod
-    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """gate_up [T, 2 I], gate then up → silu(gate) * up, a new tensor [T, I]."""
-
-    @abstractmethod
-    def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Like ``silu_and_mul``, with the tanh approximation of gelu (arXiv:1606.08415) in place of silu."""
-
     def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        """``silu_and_mul`` or ``gelu_and_mul``, as ``activation`` says (SILU or GELU_TANH)."""
-        return self.gelu_and_mul(gate_up) if activation == GELU_TANH else self.silu_and_mul(gate_up)
+        """gate_up [T, 2 I], gate then up → activation(gate) * up, a new tensor [T, I]. ``activation`` is one of
+        ACTIVATIONS; GELU_TANH is the approximation of gelu by tanh (arXiv:1606.08415)."""
 
     @abstractmethod
     def rotate_and_store(
@@ -196,13 +189,13 @@ class TorchLayerKernels(LayerKernels):
             return F.rms_norm(x, weight.shape, weight, eps)
         return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
-    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
-
-    def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.gelu(gate, approximate="tanh").mul_(up)
+        if activation == SILU:
+            return F.silu(gate).mul_(up)
+        if activation == RELU:
+            return F.relu(gate).mul_(up)
+        return F.gelu(gate, approximate="tanh" if activation == GELU_TANH else "none").mul_(up)
 
     def rotate_and_store(
         self,
@@ -294,7 +287,7 @@ class TorchLayerKernels(LayerKernels):
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
             products = gate * torch.sigmoid(gate * CLAMPED_ALPHA) * (up + 1)
         elif gated:
-            products = self.silu_and_mul(products)
+            products = self.activate(products, SILU)
         return torch.empty_like(products).index_copy_(0, routing.order, products)
 
     def combine_experts(

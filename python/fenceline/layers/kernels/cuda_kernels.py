@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from fenceline.config.families import ExpertsConfig
-from fenceline.layers.kernels.activation import gelu_and_mul, silu_and_mul
+from fenceline.layers.kernels.activation import silu_and_mul
 from fenceline.layers.kernels.base import ONE, SILU, HeadLayout, KVScales, LayerKernels, QKNorm, Routing
 from fenceline.layers.kernels.cuda_four_bit import four_bits_agree, product_by_parts
 from fenceline.layers.kernels.grouped_gemm import combine_experts, grouped_product
@@ -65,11 +65,8 @@ class CudaLayerKernels(LayerKernels):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, weight, eps, pdl=self._pdl)
 
-    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return silu_and_mul(gate_up, pdl=self._pdl)
-
-    def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return gelu_and_mul(gate_up, pdl=self._pdl)
+    def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        return silu_and_mul(gate_up, self._pdl, activation)
 
     def rotate_and_store(
         self,
@@ -221,7 +218,7 @@ class CudaDenseWeight(DenseWeight):
             done = self._products.multiply(x, self.data, gated_fusion(norm, bias))
             if done is not None:
                 return done
-        return kernels.silu_and_mul(F.linear(x if norm is None else norm.forward(x), self.data, bias))
+        return kernels.activate(F.linear(x if norm is None else norm.forward(x), self.data, bias), SILU)
 
     def add_product(self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if x.shape[0] <= _FEW_ROWS:

@@ -132,7 +132,7 @@ def decode_attention(
     ``rules``: see ``LayerRules``; sinks are contiguous.
 
     q [B * num_queries, H, D], one request after the other, its heads contiguous, tokens possibly strided; k_cache,
-    v_cache [num_slots, Hkv, D], contiguous, in q's dtype or FP8; H / Hkv <= 16, D a power of two >= 16. ``tree`` says
+    v_cache [num_slots, Hkv, D], contiguous, in q's dtype or FP8; H / Hkv <= 16. ``tree`` says
     to which tokens each query attends; the keys and values of all of them must be finite. Softmax statistics and sums
     are float32. A query that attends to no token (in a request shorter than its queries) gets finite numbers. One
     launch on the current stream, which a graph may capture; no host synchronisation.
@@ -163,21 +163,28 @@ def decode_attention(
     assert tree.ancestors is None or not window or window >= tree.num_nodes, (window, tree.num_nodes)
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (num_heads,))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dim_pad = padded_head_dim(head_dim)
     merged_rows = min(triton.next_power_of_2(tree.num_queries * group), rows)
     _decode_kernel[(num_tiles * num_kv_heads, config.num_workers)](
         q, k_cache, v_cache, out, requests.page_table, requests.rows, requests.seq_lens, tree.ancestors,
         sinks, workspace.partial, workspace.stats, workspace.num_done,
         batch, scale * _LOG2_E, rules.soft_cap * _LOG2_E, q.stride(0), requests.page_table.stride(0),
-        NUM_WORKERS=config.num_workers, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, GROUP=group,
+        NUM_WORKERS=config.num_workers, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, DIM_PAD=dim_pad, GROUP=group,
         NUM_QUERIES=tree.num_queries, NUM_NODES=tree.num_nodes, TREE=tree.ancestors is not None, ROWS=rows,
         WINDOW=window, CAPS=rules.soft_cap != 0, SINKS=sinks is not None,
         MERGED_ROWS=merged_rows, PAGE_SIZE=requests.page_size, BATCH_PAD=padded_batch(batch), BLOCK_N=config.block_n,
-        MERGE=max(config.merge_elements * config.num_warps // (merged_rows * head_dim), 1),
+        MERGE=max(config.merge_elements * config.num_warps // (merged_rows * dim_pad), 1),
         PDL=config.launch_pdl, NUM_PREFETCHED=config.num_prefetched if config.launch_pdl else 0,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.launch_pdl,
         maxnreg=config.max_registers,
     )  # fmt: skip
     return out
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """``head_dim`` rounded up to what matrix products take. The features past a head's end are zeros in registers, and
+    are neither read nor written."""
+    return max(triton.next_power_of_2(head_dim), 16)
 
 
 def padded_batch(batch: int) -> int:
@@ -190,8 +197,8 @@ def padded_batch(batch: int) -> int:
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, page_table_ptr, rows_ptr, seq_lens_ptr, ancestors_ptr, sinks_ptr, partial_ptr,
     stats_ptr, num_done_ptr, batch, scale_log2, cap_log2, q_stride, page_table_stride,
-    NUM_WORKERS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
-    NUM_QUERIES: tl.constexpr, NUM_NODES: tl.constexpr, TREE: tl.constexpr, ROWS: tl.constexpr,
+    NUM_WORKERS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    GROUP: tl.constexpr, NUM_QUERIES: tl.constexpr, NUM_NODES: tl.constexpr, TREE: tl.constexpr, ROWS: tl.constexpr,
     WINDOW: tl.constexpr, CAPS: tl.constexpr, SINKS: tl.constexpr,
     MERGED_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, BATCH_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
     MERGE: tl.constexpr, PDL: tl.constexpr, NUM_PREFETCHED: tl.constexpr,
@@ -230,15 +237,15 @@ def _decode_kernel(
         _prefetch(
             k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, page_table_ptr + table_row * page_table_stride,
             block_of_first + unit - request_first, block_of_first + last_unit - request_first, seq_len,
-            NUM_KV_HEADS, HEAD_DIM, NUM_QUERIES, PAGE_SIZE, BLOCK_N, NUM_PREFETCHED,
+            NUM_KV_HEADS, HEAD_DIM, DIM_PAD, NUM_QUERIES, PAGE_SIZE, BLOCK_N, NUM_PREFETCHED,
         )  # fmt: skip
     if PDL:
         tl_cuda.gdc_wait()
     rows = tl.arange(0, ROWS)
-    dims = tl.arange(0, HEAD_DIM)
+    dims = tl.arange(0, DIM_PAD)
     queries = (first_row + rows) // GROUP
     query_live = queries < NUM_QUERIES
-    row_live = query_live[:, None]
+    row_live = in_heads(query_live[:, None], dims, HEAD_DIM, DIM_PAD)
     q_offsets = (
         _row_offsets(first_row + rows, head, q_stride, GROUP, HEAD_DIM, NUM_QUERIES)[:, None] + dims[None, :]
     )
@@ -273,7 +280,7 @@ def _decode_kernel(
             page_table_ptr + table_row * page_table_stride,
             block_of_first + unit - request_first, block_of_first + stop - request_first, seq_len,
             scale_log2, cap_log2,
-            NUM_KV_HEADS, HEAD_DIM, NUM_QUERIES, NUM_NODES, TREE, ROWS, WINDOW, CAPS, PAGE_SIZE, BLOCK_N,
+            NUM_KV_HEADS, HEAD_DIM, DIM_PAD, NUM_QUERIES, NUM_NODES, TREE, ROWS, WINDOW, CAPS, PAGE_SIZE, BLOCK_N,
         )  # fmt: skip
         out_row = out_ptr + first_query * out_stride
         if (unit == request_first) & (stop == request_end):
@@ -295,7 +302,7 @@ def _decode_kernel(
                 tl.store(counter, 0)
                 _merge(
                     out_row, partial_ptr, stats_ptr, lane, first_row, first_worker, last_worker,
-                    NUM_WORKERS, NUM_KV_HEADS, HEAD_DIM, GROUP, NUM_QUERIES, ROWS, MERGED_ROWS, MERGE,
+                    NUM_WORKERS, NUM_KV_HEADS, HEAD_DIM, DIM_PAD, GROUP, NUM_QUERIES, ROWS, MERGED_ROWS, MERGE,
                 )  # fmt: skip
         unit = stop
         request, request_first = next_request, request_end
@@ -335,22 +342,24 @@ def _row_offsets(
 @triton.jit
 def _prefetch(
     k_ptr, v_ptr, table_ptr, first_block, last_block, seq_len, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    NUM_QUERIES: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    DIM_PAD: tl.constexpr, NUM_QUERIES: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Prefetch the first ``NUM_BLOCKS`` of a range of a request's blocks into L2, except the tokens of its queries.
 
     All multiprocessors share L2, so data that is written after the prefetch is read correctly.
     """
     SECTOR: tl.constexpr = _SECTOR_BYTES * 8 // k_ptr.dtype.element_ty.primitive_bitwidth
-    sectors = tl.arange(0, HEAD_DIM // SECTOR if HEAD_DIM > SECTOR else 1) * SECTOR
+    sectors = tl.arange(0, DIM_PAD // SECTOR if DIM_PAD > SECTOR else 1) * SECTOR
     for ahead in tl.static_range(NUM_BLOCKS):
         positions = (first_block + ahead) * BLOCK_N + tl.arange(0, BLOCK_N)
         live = (positions < seq_len - NUM_QUERIES) & (first_block + ahead < last_block)
         pages = tl.load(table_ptr + positions // PAGE_SIZE, mask=live, other=0)
         slots = pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE
         offsets = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + sectors[None, :]
-        _prefetch_sectors(k_ptr + offsets, live[:, None])
-        _prefetch_sectors(v_ptr + offsets, live[:, None])
+        wanted = in_heads(live[:, None], sectors, HEAD_DIM, DIM_PAD)
+        _prefetch_sectors(k_ptr + offsets, wanted)
+        _prefetch_sectors(v_ptr + offsets, wanted)
 
 
 @triton.jit
@@ -365,17 +374,17 @@ def _prefetch_sectors(pointers, live):
 def _attend(
     q, queries, ancestors, top, norm, k_ptr, v_ptr, table_ptr, first_block, last_block, seq_len,
     scale_log2, cap_log2,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_QUERIES: tl.constexpr, NUM_NODES: tl.constexpr,
-    TREE: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, CAPS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, NUM_QUERIES: tl.constexpr,
+    NUM_NODES: tl.constexpr, TREE: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, CAPS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Attention of q [ROWS, HEAD_DIM] over some blocks of a request → sums [ROWS, HEAD_DIM], largest scores [ROWS] and
+    """Attention of q [ROWS, DIM_PAD] over some blocks of a request → sums [ROWS, DIM_PAD], largest scores [ROWS] and
     norms [ROWS]. The latter two start with the values of ``top`` and ``norm``.
 
     Row r is query ``queries[r]`` with the mask ``ancestors[r]``, both [ROWS]. A row that attends to no token in these
     blocks keeps ``_NO_SCORE`` as its largest score, and so has no weight in a merge."""
-    dims = tl.arange(0, HEAD_DIM)
-    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    dims = tl.arange(0, DIM_PAD)
+    acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
     if WINDOW > 0:
         if TREE:
             own_bit = tl.full([ROWS], 1, tl.int64) << (NUM_NODES - NUM_QUERIES + queries).to(tl.int64)
@@ -392,8 +401,9 @@ def _attend(
             live = live & (positions >= _first_visible(seq_len, NUM_NODES, WINDOW))
         slots = token_slots(table_ptr, block, positions, live, PAGE_SIZE, BLOCK_N, True)
         offsets = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]
-        k = tl.load(k_ptr + offsets, mask=live[:, None], other=0.0).to(q.dtype)
-        v = tl.load(v_ptr + offsets, mask=live[:, None], other=0.0).to(q.dtype)
+        wanted = in_heads(live[:, None], dims, HEAD_DIM, DIM_PAD)
+        k = tl.load(k_ptr + offsets, mask=wanted, other=0.0).to(q.dtype)
+        v = tl.load(v_ptr + offsets, mask=wanted, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         if CAPS:
             scores = soft_capped(scores, cap_log2)
@@ -421,6 +431,14 @@ def _attend(
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
         top = new_top
     return acc, top, norm
+
+
+@triton.jit
+def in_heads(live, dims, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """The mask ``live`` [N, 1] without the features ``dims`` past a head's end."""
+    if DIM_PAD > HEAD_DIM:
+        live = live & (dims < HEAD_DIM)[None, :]
+    return live
 
 
 @triton.jit
@@ -463,14 +481,14 @@ def _piece(lane, worker, begins, NUM_WORKERS: tl.constexpr):
 @triton.jit
 def _merge(
     out_ptr, partial_ptr, stats_ptr, lane, first_row, first_worker, last_worker, NUM_WORKERS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_QUERIES: tl.constexpr,
-    ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr, MERGE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, GROUP: tl.constexpr,
+    NUM_QUERIES: tl.constexpr, ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
     """Merge the pieces of a request's tile and store the result; ``out_ptr`` points to that of the first query."""
     rows = tl.arange(0, MERGED_ROWS)
-    dims = tl.arange(0, HEAD_DIM)
+    dims = tl.arange(0, DIM_PAD)
     row_live = first_row + rows < NUM_QUERIES * GROUP
-    acc = tl.zeros([MERGED_ROWS, HEAD_DIM], tl.float32)
+    acc = tl.zeros([MERGED_ROWS, DIM_PAD], tl.float32)
     top = tl.full([MERGED_ROWS], _NO_SCORE, tl.float32)
     norm = tl.zeros([MERGED_ROWS], tl.float32)
     # Rows are the first axis, so each warp has its own rows, and a thread adds up pieces without exchanging data.
@@ -479,7 +497,10 @@ def _merge(
         pieces = _piece(lane, workers, workers == first_worker, NUM_WORKERS)
         live = row_live[:, None] & (workers <= last_worker)[None, :]
         at = pieces[None, :, None] * (ROWS * HEAD_DIM) + rows[:, None, None] * HEAD_DIM + dims[None, None, :]
-        partial = tl.load(partial_ptr + at, mask=live[:, :, None], other=0.0)
+        wanted = live[:, :, None]
+        if DIM_PAD > HEAD_DIM:
+            wanted = wanted & (dims < HEAD_DIM)[None, None, :]
+        partial = tl.load(partial_ptr + at, mask=wanted, other=0.0)
         stats_at = stats_ptr + pieces[None, :] * (2 * ROWS) + rows[:, None]
         piece_top = tl.load(stats_at, mask=live, other=_NO_SCORE)
         piece_norm = tl.load(stats_at + ROWS, mask=live, other=0.0)
@@ -493,4 +514,5 @@ def _merge(
     stride: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
     offsets = _row_offsets(first_row + rows, lane % NUM_KV_HEADS, stride, GROUP, HEAD_DIM, NUM_QUERIES)
     out_at = out_ptr + offsets[:, None] + dims[None, :]
-    tl.store(out_at, (acc / norm[:, None]).to(out_ptr.dtype.element_ty), mask=row_live[:, None])
+    wanted = in_heads(row_live[:, None], dims, HEAD_DIM, DIM_PAD)
+    tl.store(out_at, (acc / norm[:, None]).to(out_ptr.dtype.element_ty), mask=wanted)

@@ -19,7 +19,14 @@ import triton
 import triton.language as tl
 
 from fenceline.layers.attention.base import PLAIN, LayerRules
-from fenceline.layers.kernels.decode_attention import PagedRequests, padded_batch, soft_capped, token_slots
+from fenceline.layers.kernels.decode_attention import (
+    PagedRequests,
+    in_heads,
+    padded_batch,
+    padded_head_dim,
+    soft_capped,
+    token_slots,
+)
 
 _LOG2_E = 1.4426950408889634
 _LOG2_E_IN_KERNEL = tl.constexpr(_LOG2_E)
@@ -84,7 +91,7 @@ def extend_attention(
 
     q [T, H, D], its heads contiguous, tokens possibly strided; the queries of request b are q[query_starts[b] :
     query_starts[b + 1]], query_starts [B + 1] int32 on the device; k_cache, v_cache [num_slots, Hkv, D], contiguous,
-    in q's dtype or FP8; D a power of two >= 16. ``grid`` must be that of this batch and ``config``; more tiles do no
+    in q's dtype or FP8. ``grid`` must be that of this batch and ``config``; more tiles do no
     harm. Softmax statistics and sums are float32. ``rules``: see ``LayerRules``; sinks are contiguous. On the current
     stream, no host synchronisation.
     """
@@ -100,7 +107,7 @@ def extend_attention(
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     assert out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
-    partial = stats = out
+    dim_pad, partial, stats = padded_head_dim(head_dim), out, out
     if grid.num_splits > 1:
         partial = torch.empty((grid.num_splits, *q.shape), dtype=torch.float32, device=q.device)
         stats = torch.empty((grid.num_splits, 2, *q.shape[:2]), dtype=torch.float32, device=q.device)
@@ -108,14 +115,14 @@ def extend_attention(
         q, k_cache, v_cache, partial, stats, requests.page_table, requests.rows, requests.seq_lens, query_starts,
         rules.sinks, batch, len(q), scale * _LOG2_E, rules.soft_cap * _LOG2_E,
         q.stride(0), requests.page_table.stride(0),
-        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, GROUP=num_heads // num_kv_heads,
+        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, DIM_PAD=dim_pad, GROUP=num_heads // num_kv_heads,
         PAGE_SIZE=requests.page_size, BATCH_PAD=padded_batch(batch), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         SPLIT=grid.num_splits > 1, WINDOW=rules.window or 0, CAPS=rules.soft_cap != 0,
         SINKS=rules.sinks is not None, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     if grid.num_splits > 1:
         _merge_kernel[(len(q), num_kv_heads)](
-            partial, stats, out, grid.num_splits, len(q), NUM_HEADS=num_heads, HEAD_DIM=head_dim,
+            partial, stats, out, grid.num_splits, len(q), NUM_HEADS=num_heads, HEAD_DIM=head_dim, DIM_PAD=dim_pad,
             GROUP=num_heads // num_kv_heads, GROUP_PAD=triton.next_power_of_2(num_heads // num_kv_heads), num_warps=4,
         )  # fmt: skip
     return out
@@ -125,8 +132,8 @@ def extend_attention(
 def _extend_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr, page_table_ptr, rows_ptr, seq_lens_ptr, query_starts_ptr,
     sinks_ptr, batch, num_tokens, scale_log2, cap_log2, q_stride, page_table_stride,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BATCH_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, GROUP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BATCH_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     WINDOW: tl.constexpr, CAPS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
@@ -150,7 +157,8 @@ def _extend_kernel(
     row_live = (rows < num_queries * GROUP)[:, None]
     tokens = rows // GROUP
     heads = head * GROUP + rows % GROUP
-    dims = tl.arange(0, HEAD_DIM)
+    dims = tl.arange(0, DIM_PAD)
+    row_live = in_heads(row_live, dims, HEAD_DIM, DIM_PAD)
     q_at = (start + tokens).to(tl.int64)[:, None] * q_stride + heads[:, None] * HEAD_DIM + dims[None, :]
     q = tl.load(q_ptr + q_at, mask=row_live, other=0.0)
 
@@ -171,7 +179,7 @@ def _extend_kernel(
     k_head = k_ptr + head * HEAD_DIM
     v_head = v_ptr + head * HEAD_DIM
     table = page_table_ptr + table_row * page_table_stride
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
     top = tl.full([BLOCK_M], _NO_SCORE, tl.float32)
     norm = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:
@@ -185,18 +193,18 @@ def _extend_kernel(
         acc, top, norm = _attend(
             q, k_head, v_head, table, acc, top, norm, prefix + tokens, first_block, edge,
             first_visible, num_visible, scale_log2, cap_log2,
-            NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, True, WINDOW, CAPS,
+            NUM_KV_HEADS, HEAD_DIM, DIM_PAD, PAGE_SIZE, BLOCK_N, True, WINDOW, CAPS,
         )  # fmt: skip
         first_block = tl.maximum(edge, first_block)
     acc, top, norm = _attend(
         q, k_head, v_head, table, acc, top, norm, prefix + tokens, first_block, full_end,
         first_visible, num_visible, scale_log2, cap_log2,
-        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, False, WINDOW, CAPS,
+        NUM_KV_HEADS, HEAD_DIM, DIM_PAD, PAGE_SIZE, BLOCK_N, False, WINDOW, CAPS,
     )  # fmt: skip
     acc, top, norm = _attend(
         q, k_head, v_head, table, acc, top, norm, prefix + tokens,
         tl.maximum(full_end, first_block), last_block, first_visible, num_visible, scale_log2, cap_log2,
-        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, True, WINDOW, CAPS,
+        NUM_KV_HEADS, HEAD_DIM, DIM_PAD, PAGE_SIZE, BLOCK_N, True, WINDOW, CAPS,
     )  # fmt: skip
     out_rows = (start + tokens).to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
     if SPLIT:
@@ -214,43 +222,46 @@ def _extend_kernel(
 @triton.jit(do_not_specialize=["num_splits", "num_tokens"])
 def _merge_kernel(
     partial_ptr, stats_ptr, out_ptr, num_splits, num_tokens,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one token's heads that share a KV head. A split in which a row attends to no key has weight
     0."""
     group = tl.arange(0, GROUP_PAD)
     live = group < GROUP
     rows = tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1) * GROUP + group
-    at = rows[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    dims = tl.arange(0, DIM_PAD)
+    at = rows[:, None] * HEAD_DIM + dims[None, :]
+    wanted = in_heads(live[:, None], dims, HEAD_DIM, DIM_PAD)
     split_rows = num_tokens.to(tl.int64) * NUM_HEADS
-    acc = tl.zeros([GROUP_PAD, HEAD_DIM], tl.float32)
+    acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
     top = tl.full([GROUP_PAD], _NO_SCORE, tl.float32)
     norm = tl.zeros([GROUP_PAD], tl.float32)
     for split in tl.range(0, num_splits):
         split_top = tl.load(stats_ptr + 2 * split * split_rows + rows, mask=live, other=_NO_SCORE)
         split_norm = tl.load(stats_ptr + (2 * split + 1) * split_rows + rows, mask=live, other=1.0)
-        partial = tl.load(partial_ptr + split * split_rows * HEAD_DIM + at, mask=live[:, None], other=0.0)
+        partial = tl.load(partial_ptr + split * split_rows * HEAD_DIM + at, mask=wanted, other=0.0)
         new_top = tl.maximum(top, split_top)
         weight = tl.exp2(split_top - new_top)
         decay = tl.exp2(top - new_top)
         norm = norm * decay + split_norm * weight
         acc = acc * decay[:, None] + partial * weight[:, None]
         top = new_top
-    tl.store(out_ptr + at, (acc / norm[:, None]).to(out_ptr.dtype.element_ty), mask=live[:, None])
+    tl.store(out_ptr + at, (acc / norm[:, None]).to(out_ptr.dtype.element_ty), mask=wanted)
 
 
 @triton.jit
 def _attend(
     q, k_ptr, v_ptr, table_ptr, acc, top, norm, last_visible, first_block, last_block, first_visible, num_visible,
     scale_log2, cap_log2,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, CAPS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, CAPS: tl.constexpr,
 ):  # fmt: skip
-    """Attention of q [BLOCK_M, HEAD_DIM] over some blocks of keys. Row r attends to keys up to ``last_visible[r]``. No
+    """Attention of q [BLOCK_M, DIM_PAD] over some blocks of keys. Row r attends to keys up to ``last_visible[r]``. No
     row attends to keys outside ``first_visible`` .. ``num_visible``; these are not read.
 
     A row that attends to no key in these blocks keeps ``_NO_SCORE`` as its maximum, and so has no weight in a merge."""
-    dims = tl.arange(0, HEAD_DIM)
+    dims = tl.arange(0, DIM_PAD)
     for block in tl.range(first_block, last_block):
         positions = block * BLOCK_N + tl.arange(0, BLOCK_N)
         if MASKED:
@@ -259,13 +270,19 @@ def _attend(
                 live = live & (positions >= first_visible)
             slots = token_slots(table_ptr, block, positions, live, PAGE_SIZE, BLOCK_N, True)
             offsets = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]
-            k = tl.load(k_ptr + offsets, mask=live[:, None], other=0.0).to(q.dtype)
-            v = tl.load(v_ptr + offsets, mask=live[:, None], other=0.0).to(q.dtype)
+            wanted = in_heads(live[:, None], dims, HEAD_DIM, DIM_PAD)
+            k = tl.load(k_ptr + offsets, mask=wanted, other=0.0).to(q.dtype)
+            v = tl.load(v_ptr + offsets, mask=wanted, other=0.0).to(q.dtype)
         else:
             slots = token_slots(table_ptr, block, positions, positions, PAGE_SIZE, BLOCK_N, False)
             offsets = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]
-            k = tl.load(k_ptr + offsets).to(q.dtype)
-            v = tl.load(v_ptr + offsets).to(q.dtype)
+            if DIM_PAD > HEAD_DIM:
+                inside = (dims < HEAD_DIM)[None, :]
+                k = tl.load(k_ptr + offsets, mask=inside, other=0.0).to(q.dtype)
+                v = tl.load(v_ptr + offsets, mask=inside, other=0.0).to(q.dtype)
+            else:
+                k = tl.load(k_ptr + offsets).to(q.dtype)
+                v = tl.load(v_ptr + offsets).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         if CAPS:
             scores = soft_capped(scores, cap_log2)

@@ -37,17 +37,9 @@ class LaunchedLayerKernels(LayerKernels):
         accesses.rms_norm.launch(compute, x, weight, out)
         return out
 
-    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         def compute(gate_up: torch.Tensor, out: torch.Tensor) -> None:
-            out.copy_(_TORCH.silu_and_mul(gate_up))
-
-        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        accesses.silu_and_mul.launch(compute, gate_up, out)
-        return out
-
-    def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        def compute(gate_up: torch.Tensor, out: torch.Tensor) -> None:
-            out.copy_(_TORCH.gelu_and_mul(gate_up))
+            out.copy_(_TORCH.activate(gate_up, activation))
 
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         accesses.silu_and_mul.launch(compute, gate_up, out)
@@ -248,7 +240,7 @@ class LaunchedDenseWeight(DenseWeight):
             if norm is not None and norm_weight is not None:
                 x = _TORCH.rms_norm(x, norm_weight, norm.eps)
             product = torch.nn.functional.linear(x, weight, bias)
-            out.copy_(_TORCH.silu_and_mul(product) if gated else product)
+            out.copy_(_TORCH.activate(product, SILU) if gated else product)
 
         if out is None:
             out = x.new_empty(x.shape[0], self.shape[0] // (2 if gated else 1))
