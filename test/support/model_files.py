@@ -1,5 +1,5 @@
-"""A model directory with only what the configuration reads: a small Llama's config.json and an empty file of
-weights."""
+"""A model directory with only what the configuration reads: a small Llama's config.json and a file of weights
+without tensors."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def make_model_dir(folder: Path) -> Path:
     directory = folder / "model"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(CONFIG_JSON))
-    (directory / "model.safetensors").write_bytes(b"")
+    (directory / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
     return directory

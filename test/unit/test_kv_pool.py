@@ -7,7 +7,9 @@ import pytest
 import torch
 from page_pools import MIXED
 
+from fenceline.ipc.io_struct import SchedulerReady
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool, KVRow
+from fenceline.scheduler.process import warn_of_small_pool
 
 MIB = 1 << 20
 
@@ -25,6 +27,21 @@ def test_an_unused_pool_on_the_cpu_costs_no_memory(dtype: torch.dtype) -> None:
         assert pool.k(layer).dtype == pool.v(layer).dtype == dtype
         assert not pool.k(layer)[:64].any()  # the sink above all
         assert not pool.v(layer)[:64].any()
+
+
+@pytest.mark.parametrize(("num_tokens", "warns"), [(4095, True), (4096, False)])
+def test_a_pool_smaller_than_one_request_is_told_of(
+    num_tokens: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = SchedulerReady(
+        max_total_num_tokens=num_tokens,
+        max_running_requests=1,
+        max_req_input_len=num_tokens - 1,
+        context_length=4096,
+        memory_bytes={},
+    )
+    warn_of_small_pool(limits)
+    assert ("room for 4095 tokens" in caplog.text and "prompts of more than 4094" in caplog.text) is warns
 
 
 def test_layers_and_sides_do_not_share_memory() -> None:

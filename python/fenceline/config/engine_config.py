@@ -29,11 +29,19 @@ from fenceline.config.families import Windows
 from fenceline.config.flags import flags_of
 from fenceline.config.hicache import HiCacheConfig, hicache_config, machine_bytes
 from fenceline.config.model_config import ModelConfig
-from fenceline.config.model_files import hub_file, model_directory, weight_files
+from fenceline.config.model_files import CONVERT_DRAFT, hub_file, model_directory, weight_files
 from fenceline.config.private_files import make_private_folder, why_unusable
 from fenceline.config.quantization import INT4_GROUPS, ON_LINE_METHOD, WHOLE_ROWS
 from fenceline.config.request_limits import MAX_PRIORITY, MIN_PRIORITY
 from fenceline.config.server_args import ServerArgs, is_registered
+from fenceline.config.weight_headers import (
+    check_fits,
+    check_headers,
+    gpu_free_bytes,
+    machine_free_bytes,
+    read_headers,
+    weight_bytes,
+)
 
 # Keys can also be given in the environment, because every user of the machine can read a command line.
 API_KEY_VARIABLE = "FENCELINE_API_KEY"
@@ -282,6 +290,10 @@ def _speculative(
     if token_map is not None:
         token_map = hub_file(token_map, "--speculative-token-map", args.download_dir)
     draft = read_draft_config(SpeculativeAlgorithm(args.speculative_algorithm), directory, target, token_map)
+    if args.load_format != "dummy" and draft.model.model_path != target.model_path:
+        read_headers(
+            weight_files(Path(draft.model.model_path), CONVERT_DRAFT)
+        )  # a damaged file is reported now
     num_layers = draft.model.num_layers
     has_layers_by_step = draft.algorithm is SpeculativeAlgorithm.NEXTN and num_layers > 1
     num_steps = args.speculative_num_steps or (num_layers if has_layers_by_step else _SPECULATIVE_STEPS)
@@ -518,16 +530,32 @@ def _read_model(
         model = ModelConfig.from_dir(
             path, overrides, args.context_length, args.dtype, tokenizer_path, args.quantization
         )
+        if args.dtype == "auto":
+            model = dataclasses.replace(model, dtype=_auto_dtype(device, model.dtype))
         if args.load_format != "dummy":
-            weight_files(Path(path))  # the scheduler reads them, but a missing file is reported now
+            # The scheduler reads them, but what is missing, damaged or too large is reported now.
+            tensors = read_headers(weight_files(Path(path)))
+            check_headers(model, tensors)
+            _check_weight_bytes(args, model, weight_bytes(model, tensors), device)
     except ValueError as error:
         text = str(error).removeprefix(f"{path}: ")  # the flag's name already leads to it
         raise ConfigError(
             text if text.startswith("--") else f"--model-path {args.model_path}: {text}"
         ) from error
-    if args.dtype == "auto":
-        return dataclasses.replace(model, dtype=_auto_dtype(device, model.dtype))
     return model
+
+
+def _check_weight_bytes(args: ServerArgs, model: ModelConfig, num_bytes: int, device: str) -> None:
+    """Raises ConfigError if the ranks' parts of the weights do not fit here."""
+    part = num_bytes // args.tp_size
+    if device == "cuda":
+        free = gpu_free_bytes()
+        if free is not None:
+            check_fits(model, part, free, "a GPU", (f"--tp-size {-(-num_bytes // free)} or more",))
+    elif device == "cpu":
+        num_ranks = args.tp_size // args.nnodes * args.dp_size
+        remedies = ("fewer --dp-size",) if args.dp_size > 1 else ()
+        check_fits(model, part * num_ranks, machine_free_bytes(), "this machine", remedies)
 
 
 # Fields in which a checkpoint with new weights may differ: they do not affect the computation, or the server chooses

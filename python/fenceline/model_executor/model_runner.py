@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,9 @@ import torch
 
 from fenceline.config.draft_config import StepShape
 from fenceline.config.engine_config import EngineConfig, check_same_model, with_weights
+from fenceline.config.model_files import weight_files
 from fenceline.config.quantization import ON_LINE_METHOD
+from fenceline.config.weight_headers import check_fits, read_headers, weight_bytes
 from fenceline.layers.attention.backends import AttentionBackends, AttentionSetting, make_attention_backends
 from fenceline.layers.context import Shard, fp8_kv_dtype, make_layer_context
 from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
@@ -98,6 +101,9 @@ class ModelRunner:
             context = make_layer_context(device.torch_device, shard, dtype)
         if config.server_args.kv_cache_dtype == "fp8_e4m3":
             context = replace(context, kv_dtype=fp8_kv_dtype(device.torch_device))
+        if device.kind == "cuda" and config.server_args.load_format != "dummy":
+            needed = weight_bytes(model, read_headers(weight_files(Path(model.model_path)))) // shard.size
+            check_fits(model, needed, device.memory_info()[0], "this GPU", ("a larger --tp-size",))
         self.model = load_model(
             model,
             config.server_args.load_format,

@@ -143,6 +143,17 @@ def ready_message(config: EngineConfig, scheduler: Scheduler) -> SchedulerReady:
     )
 
 
+def warn_of_small_pool(limits: SchedulerReady) -> None:
+    """Log it if the KV pool is smaller than one request may be."""
+    if limits.max_total_num_tokens < limits.context_length:
+        logger.warning(
+            "the KV cache has room for %d tokens, fewer than one request of --context-length %d may have: prompts of"
+            " more than %d tokens are refused; raise --mem-fraction-static or --max-total-tokens, or lower"
+            " --context-length",
+            limits.max_total_num_tokens, limits.context_length, limits.max_req_input_len,
+        )  # fmt: skip
+
+
 def run_loop(scheduler: Scheduler) -> None:
     """Serve until the scheduler has been told to stop and every request is done."""
     flight: InFlight | None = None
@@ -205,8 +216,10 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
         with device.forward.active():
             shard.smallest(0)  # wait until all ranks are here
         if rank == 0:
+            limits = ready_message(config, scheduler)
+            warn_of_small_pool(limits)
             scheduler.report()  # so that an idle server's gauges are 0 instead of absent
-            outbox.to_detokenizer(ready_message(config, scheduler))
+            outbox.to_detokenizer(limits)
         freeze_garbage_collector()
         run_loop(scheduler)
         watchdog.waiting()

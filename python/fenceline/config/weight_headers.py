@@ -1,0 +1,224 @@
+"""What the headers of a checkpoint's safetensors files say, without torch: whether the files are whole, whether they
+belong to config.json, and whether the weights fit in memory.
+
+The format: eight bytes with the length of a JSON object, the object (for each tensor its type, shape and place), data.
+https://huggingface.co/docs/safetensors
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from fenceline.config import ConfigError
+from fenceline.config.model_config import ModelConfig
+from fenceline.config.quantization import ON_LINE_METHOD
+
+_MAX_HEADER_BYTES = 100_000_000  # the library's limit
+_LENGTH_BYTES = 8
+_BITS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+}
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_NOT_KEPT = (".weight_shape", ".g_idx", ".inv_freq")  # tensors of which no values stay in memory
+_ON_LINE_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 0.5}  # of a number
+# The tensors of a text model, also inside one that sees images.
+_OF_TEXT = re.compile(
+    r"(?:language_model\.)?(?:model\.(?:language_model\.)?(?:layers\.(?P<layer>\d+)\.(?P<inside>.+)|(?P<outside>.+))"
+    r"|(?P<head>lm_head\..+))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file: its type as safetensors names it, its shape and its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
+    """All tensors of ``files`` by name. Raises ``ConfigError``, one line with the file and the remedy, for a file that
+    is not whole or whose header cannot be true, and for a tensor that is in two of them."""
+    tensors: dict[str, StoredTensor] = {}
+    for path in files:
+        found = _read_header(path)
+        if twice := sorted(tensors.keys() & found.keys()):
+            raise ConfigError(f"{path}: weight {twice[0]} comes twice; remove the extra safetensors file")
+        tensors |= found
+    return tensors
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
+                raise _damaged(path, f"a header of {length} bytes in a file of {size}")
+            header: object = json.loads(file.read(length))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise _damaged(path, f"the header is no JSON: {str(error).splitlines()[0]}") from None
+    if not isinstance(header, dict):
+        raise _damaged(path, "the header is no JSON object")
+    tensors: dict[str, StoredTensor] = {}
+    places: list[tuple[int, int, str]] = []
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        dtype, shape, place = _entry(path, name, entry)
+        nbytes = place[1] - place[0]
+        if (bits := _BITS.get(dtype)) is not None and math.prod(shape) * bits != nbytes * 8:
+            raise _damaged(path, f"{name} is {dtype} {list(shape)} and has {nbytes} bytes")
+        tensors[name] = StoredTensor(dtype, shape, nbytes)
+        places.append((*place, name))
+    end = 0
+    for first, last, name in sorted(places):
+        if first != end:
+            raise _damaged(path, f"{name} begins at byte {first}, the tensor in front of it ends at {end}")
+        end = last
+    if end != size - _LENGTH_BYTES - length:
+        raise _damaged(path, f"the tensors take {end} bytes, the file has {size - _LENGTH_BYTES - length}")
+    return tensors
+
+
+def _entry(path: Path, name: str, entry: object) -> tuple[str, tuple[int, ...], tuple[int, int]]:
+    values = entry if isinstance(entry, Mapping) else {}
+    dtype, shape, place = values.get("dtype"), values.get("shape"), values.get("data_offsets")
+    if not isinstance(dtype, str) or not _sizes(shape) or not _sizes(place) or len(place) != 2:
+        raise _damaged(path, f"the header does not describe {name}")
+    if place[0] > place[1]:
+        raise _damaged(path, f"{name} ends at byte {place[1]}, in front of its beginning at {place[0]}")
+    return dtype, tuple(shape), (place[0], place[1])
+
+
+def _sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _damaged(path: Path, reason: str) -> ConfigError:
+    return ConfigError(f"{path}: truncated or damaged ({reason}); download the file again")
+
+
+def check_headers(model: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raises ``ConfigError`` where the types or shapes of tensors that every family has do not fit ``model``. The rest
+    is checked by the process that loads them, which knows the family's layers."""
+    hidden, heads = model.hidden_size, model.num_heads * model.head_dim
+    kv_heads = model.num_kv_heads * model.head_dim
+    shapes = {
+        "embed_tokens.weight": (model.vocab_size, hidden),
+        "lm_head.weight": (model.vocab_size, hidden),
+        "norm.weight": (hidden,),
+        "self_attn.q_proj.weight": (heads, hidden),
+        "self_attn.k_proj.weight": (kv_heads, hidden),
+        "self_attn.v_proj.weight": (kv_heads, hidden),
+        "self_attn.o_proj.weight": (hidden, heads),
+    }
+    is_plain = model.quantization is None or model.quantization.method == ON_LINE_METHOD
+    for name, stored in tensors.items():
+        found = _OF_TEXT.fullmatch(name)
+        if found is None:
+            continue
+        suffix = found["inside"] or found["outside"] or found["head"]
+        if (wanted := shapes.get(suffix)) is None:
+            continue
+        if stored.shape != wanted:
+            raise ConfigError(
+                f"weight {name} has shape {list(stored.shape)}, config.json asks for {list(wanted)}; the weights and"
+                " config.json belong to different models"
+            )
+        if is_plain and stored.dtype not in _FLOATS:
+            raise ConfigError(
+                f"weight {name} is {stored.dtype}, and config.json names no quantisation; use the model's unquantised"
+                " weights"
+            )
+
+
+def weight_bytes(model: ModelConfig, tensors: Mapping[str, StoredTensor]) -> int:
+    """Bytes of ``model``'s weights as they are stored in memory, all ranks together. It is never too large: tensors
+    that are not loaded do not count, and small ones that grow do not either."""
+    on_line = 0.0
+    if model.quantization is not None and model.quantization.method == ON_LINE_METHOD:
+        on_line = _ON_LINE_BYTES[model.quantization.kind]
+    per_number = 4 if model.dtype == "float32" else 2
+    total = 0.0
+    for name, stored in tensors.items():
+        found = _OF_TEXT.fullmatch(name)
+        if found is None or (found["head"] and model.tie_word_embeddings) or name.endswith(_NOT_KEPT):
+            continue
+        if found["layer"] and int(found["layer"]) >= model.num_layers:
+            continue
+        if stored.dtype not in _FLOATS or not name.endswith((".weight", ".bias")):
+            total += stored.nbytes
+        elif on_line and found["layer"] and len(stored.shape) > 1:
+            total += math.prod(stored.shape) * on_line
+        else:
+            total += math.prod(stored.shape) * per_number
+    return int(total)
+
+
+def check_fits(model: ModelConfig, needed: int, free: int, where: str, remedies: Sequence[str]) -> None:
+    """Raises ``ConfigError`` with the remedies if ``needed`` bytes of weights are more than the ``free`` ones of
+    ``where``. ``remedies``: those of this place."""
+    if needed <= free:
+        return
+    choices = [*remedies, "a smaller model"]
+    stored = "as they are quantised"
+    if model.quantization is None:
+        stored = f"in {model.dtype}"
+        choices.insert(0, "--quantization fp8 or int4")
+        if model.dtype == "float32":
+            choices.insert(0, "--dtype bfloat16")
+    elif model.quantization.method == ON_LINE_METHOD:
+        stored = f"in {model.quantization.kind}"
+    raise ConfigError(
+        f"its weights need {needed / 1e9:.1f} GB {stored}, and {where} has {free / 1e9:.1f} free; use"
+        f" {', '.join(choices[:-1])}{',' * (len(choices) > 2)} or {choices[-1]}"
+    )
+
+
+def machine_free_bytes() -> int:
+    """The free memory of this machine."""
+    available: int = psutil.virtual_memory().available
+    return available
+
+
+def gpu_free_bytes() -> int | None:
+    """The free memory of that GPU of this machine which has the most; None if the driver does not say. It is asked
+    without CUDA, which would take half a gigabyte of the GPU for this process."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    if nvml.nvmlInit_v2() != 0:
+        return None
+    try:
+        count = ctypes.c_uint(0)
+        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        most = 0
+        for index in range(count.value):
+            handle, sizes = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # total, free, used
+            if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) == 0:
+                nvml.nvmlDeviceGetMemoryInfo(handle, sizes)
+                most = max(most, sizes[1])
+        return most or None
+    finally:
+        nvml.nvmlShutdown()
