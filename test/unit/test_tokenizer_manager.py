@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import os
 import threading
 import time
@@ -15,7 +17,8 @@ import pytest
 from frontend_bench import READY, STOP, Bench, MemoryLink, demo_config
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_tokenizers import byte_level
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from tiny_tokenizers import CORPUS, byte_level
 
 from fenceline.config.engine_config import PriorityConfig
 from fenceline.constrained.spec import GrammarSpec
@@ -804,6 +807,27 @@ def test_only_aborts_with_a_status_are_errors() -> None:
     )
     assert error is not None
     assert (error.status, error.message) == (507, "no room")
+
+
+def test_a_sentencepiece_model_without_tokenizer_json(tmp_path: Path) -> None:
+    """As Llama 2 and Mistral 7B were first published."""
+    made = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS), model_writer=made, model_type="bpe", vocab_size=330, byte_fallback=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    (tmp_path / "tokenizer.model").write_bytes(made.getvalue())
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}
+    config = tokens | {"tokenizer_class": "LlamaTokenizer"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer, theirs = load_tokenizer(tmp_path), SentencePieceProcessor(model_proto=made.getvalue())
+    assert tokenizer.special_tokens == {
+        name: tokens[name] for name in ("bos_token", "eos_token", "unk_token")
+    }
+    for text in (*CORPUS[:3], "The fox,  42 ☃ times", "été"):
+        assert tokenizer.encode(text, add_special_tokens=False) == theirs.encode(text)
+        assert tokenizer.encode(text) == [theirs.bos_id(), *theirs.encode(text)]
+        assert tokenizer.decode(theirs.encode(text)) == text
 
 
 def test_front_end_imports_no_torch() -> None:
