@@ -25,6 +25,7 @@ from fenceline.layers.context import Shard, torch_context
 from fenceline.models.loader import load_model
 
 Header = dict[str, Any]
+FORMATS = FP8_FORMATS | INT8_FORMATS | INT4_FORMATS
 
 
 @pytest.fixture
@@ -139,6 +140,21 @@ def test_tensors_of_another_model_are_refused(
     assert said in refused(checkpoint)
 
 
+def test_a_quantised_head_and_columns_out_of_place_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_key_value_heads": 2}
+    save_checkpoint("qwen3", tmp_path / "plain", sizes | {"num_attention_heads": 8})
+    for name in ("gptq", "gptq-act-order-in-place", "gptq-rows-act-order"):
+        write_published(tmp_path / "plain", folder := tmp_path / name, FORMATS[name])
+        resolve_here(folder)
+    path, key = tmp_path / "gptq" / "model.safetensors", "model.layers.0.mlp.down_proj.g_idx"
+    weights = load_file(path)
+    save_file(weights | {key: weights[key].flip(0)}, path)
+    assert f"{key}: columns are in the order of activations (desc_act)" in refused(tmp_path / "gptq")
+    head = weights.pop("lm_head.weight")
+    save_file(weights | {"lm_head.qweight": head.int()}, path)
+    assert "lm_head.qweight: a quantised head is not supported" in refused(tmp_path / "gptq")
+
+
 def test_dummy_weights_need_no_files(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").write_bytes(b"")
     resolve_here(checkpoint, load_format="dummy")
@@ -151,9 +167,6 @@ def test_a_damaged_draft_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     path = weight_files(draft)[0]
     path.write_bytes(path.read_bytes()[:-1])
     assert f"{path.name}: truncated or damaged" in refused(checkpoint, **flags)
-
-
-FORMATS = FP8_FORMATS | INT8_FORMATS | INT4_FORMATS
 
 
 @pytest.mark.parametrize("name", ["plain", "bfloat16", "fp8", "int4", *FORMATS, "gpt-oss"])

@@ -11,9 +11,11 @@ import ctypes
 import json
 import math
 import re
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 import psutil
 
@@ -44,10 +46,12 @@ _OF_TEXT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file: its type as safetensors names it, its shape and its bytes."""
+    """A tensor in ``file``: its type as safetensors names it, its shape, its first byte and how many they are."""
 
     dtype: str
     shape: tuple[int, ...]
+    file: Path
+    start: int
     nbytes: int
 
 
@@ -88,7 +92,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         nbytes = place[1] - place[0]
         if (bits := _BITS.get(dtype)) is not None and math.prod(shape) * bits != nbytes * 8:
             raise _damaged(path, f"{name} is {dtype} {list(shape)} and has {nbytes} bytes")
-        tensors[name] = StoredTensor(dtype, shape, nbytes)
+        tensors[name] = StoredTensor(dtype, shape, path, _LENGTH_BYTES + length + place[0], nbytes)
         places.append((*place, name))
     end = 0
     for first, last, name in sorted(places):
@@ -110,7 +114,7 @@ def _entry(path: Path, name: str, entry: object) -> tuple[str, tuple[int, ...], 
     return dtype, tuple(shape), (place[0], place[1])
 
 
-def _sizes(value: object) -> bool:
+def _sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
@@ -119,8 +123,9 @@ def _damaged(path: Path, reason: str) -> ConfigError:
 
 
 def check_headers(model: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
-    """Raises ``ConfigError`` where the types or shapes of tensors that every family has do not fit ``model``. The rest
-    is checked by the process that loads them, which knows the family's layers."""
+    """Raises ``ConfigError`` where the types or shapes of tensors that every family has do not fit ``model``, for a
+    head that is quantised, and for GPTQ's columns in the order of activations. The rest is checked by the process that
+    loads them, which knows the family's layers."""
     hidden, heads = model.hidden_size, model.num_heads * model.head_dim
     kv_heads = model.num_kv_heads * model.head_dim
     shapes = {
@@ -132,7 +137,13 @@ def check_headers(model: ModelConfig, tensors: Mapping[str, StoredTensor]) -> No
         "self_attn.v_proj.weight": (kv_heads, hidden),
         "self_attn.o_proj.weight": (hidden, heads),
     }
-    is_plain = model.quantization is None or model.quantization.method == ON_LINE_METHOD
+    stored_as = model.quantization
+    is_plain = stored_as is None or stored_as.method == ON_LINE_METHOD
+    head = next((name for name in tensors if name.startswith("lm_head.")), None)
+    if head is not None and "lm_head.weight" not in tensors and not model.tie_word_embeddings:
+        raise ConfigError(f"{head}: a quantised head is not supported; use a checkpoint whose head is plain")
+    if stored_as is not None and stored_as.method == "gptq":
+        _check_column_order(stored_as.group_size, tensors)
     for name, stored in tensors.items():
         found = _OF_TEXT.fullmatch(name)
         if found is None:
@@ -150,6 +161,23 @@ def check_headers(model: ModelConfig, tensors: Mapping[str, StoredTensor]) -> No
                 f"weight {name} is {stored.dtype}, and config.json names no quantisation; use the model's unquantised"
                 " weights"
             )
+
+
+def _check_column_order(group: int, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raises ``ConfigError`` if the first matrix has groups of columns that are not adjacent. The process that loads
+    the weights checks all of them."""
+    found = ((name, stored) for name, stored in tensors.items() if name.endswith(".g_idx"))
+    name, stored = next(found, ("", None))
+    if stored is None or stored.dtype != "I32":
+        return
+    with stored.file.open("rb") as file:
+        file.seek(stored.start)
+        order = array("i", file.read(stored.nbytes))
+    if any(number != (column // group if group > 0 else 0) for column, number in enumerate(order)):
+        raise ConfigError(
+            f"{name}: columns are in the order of activations (desc_act), which is not supported; use a checkpoint"
+            " without it"
+        )
 
 
 def weight_bytes(model: ModelConfig, tensors: Mapping[str, StoredTensor]) -> int:

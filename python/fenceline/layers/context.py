@@ -146,8 +146,9 @@ def _stored_alike(a: QuantConfig | None, b: QuantConfig | None) -> bool:
     """Whether two formats are the same but for the modules that have them."""
     if a is b or a is None or b is None:
         return a is b
-    lists: dict[str, tuple[()]] = {"plain": (), "only": (), "others": ()}
-    return dataclasses.replace(a, **lists) == dataclasses.replace(b, **lists)
+    return dataclasses.replace(a, plain=(), only=(), others=()) == dataclasses.replace(
+        b, plain=(), only=(), others=()
+    )
 
 
 def make_layer_context(device: torch.device, shard: Shard, dtype: torch.dtype) -> LayerContext:

@@ -201,11 +201,10 @@ class Int8Format(QuantizedFormat):
             }
         n, k = full_shape
         both = object()
-        convert, shape = None, (n, 1)
+        shape: tuple[int, ...] = (n, -(-k // INT8_GROUP) if by_group else 1)
+        convert: Convert | None = None
         if self.config.scales == "tensor":
             convert, shape = (lambda scale: scale.reshape(1, 1).expand(n, 1)), ()
-        elif by_group:
-            shape = (n, -(-k // INT8_GROUP))
         slots = {f"{name}.weight_scale": WeightSlot(scales, shape, dim, first, convert, together=both)}
         nothing = torch.empty(0)
         if self.config.packed:
