@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
@@ -16,10 +17,10 @@ from fenceline.constrained.spec import GrammarSpec
 
 
 @pytest.fixture
-def server() -> Iterator[Connection]:
+def server(request: pytest.FixtureRequest) -> Iterator[Connection]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve_work, args=(theirs,))
+    process = context.Process(target=serve_work, args=(theirs, *getattr(request, "param", ())))
     process.start()
     theirs.close()
     yield ours
@@ -51,8 +52,9 @@ def test_the_vocabulary_is_sent_before_the_priority_is_lowered(monkeypatch: pyte
     monkeypatch.setattr(compile_server.signal, "signal", lambda *_: None)
     monkeypatch.setattr(compile_server.signal, "pthread_sigmask", lambda *_: None)
     monkeypatch.setattr(compile, "make_vocabulary", lambda *_: done.append("loaded") or _Vocabulary())
-    monkeypatch.setattr(compile_server, "_Server", _Ended)
-    compile_server.serve(theirs, VocabularySource("", frozenset(), 1, (0,)), 1)
+    monkeypatch.setattr(compile_server, "CompileServer", _Ended)
+    ours.send_bytes(msgspec.msgpack.encode(VocabularySource("", frozenset(), 1, (0,))))
+    compile_server.serve(theirs, 1)
     assert done == ["loaded", "lowered"]
     assert _receive(ours) == Compiled(0, b"{}")
 
@@ -99,6 +101,7 @@ def test_as_many_as_there_are_children_end_before_the_next_begin(server: Connect
         ("eat", "needs more than", True),
         ("crash", "the compiler failed", True),
         ("kill", "try again later", False),
+        ("no files", "are short: try again later", False),
         ("refuse", "this is why", True),
     ],
 )
@@ -110,3 +113,30 @@ def test_a_compiler_that_fails_says_why_and_the_next_grammar_is_compiled(
     assert reason in answer.error and answer.is_refused == is_refused
     _send(server, 2, "fine")
     assert _receive(server).data
+
+
+@pytest.mark.parametrize("server", [(0, 0.5)], indirect=True)
+def test_a_compiler_that_is_stopped_is_given_up(server: Connection) -> None:
+    _send(server, 1, "stop")
+    answer = _receive(server)
+    assert "not compiled within 0.5 s" in answer.error and not answer.is_refused
+
+
+@pytest.mark.parametrize("server", [(2,)], indirect=True)
+def test_a_fork_that_fails_fails_one_job_and_not_the_process(server: Connection) -> None:
+    for id in (1, 2, 3):
+        _send(server, id, "fine")
+    answers = {answer.id: answer for answer in (_receive(server) for _ in range(3))}
+    for id in (1, 2):
+        assert "try again later" in answers[id].error and not answers[id].is_refused
+    assert answers[3].data
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prlimit")
+def test_no_memory_at_all_is_not_the_grammar_s_fault(server: Connection) -> None:
+    """The limit of the whole process, as of a machine whose memory is used up, lies below the compiler's own."""
+    _send(server, 1, "limit all")
+    assert _receive(server).data
+    _send(server, 2, "eat")
+    answer = _receive(server)
+    assert "memory or processes are short" in answer.error and not answer.is_refused

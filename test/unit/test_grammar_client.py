@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from frontend_bench import demo_config
+from grammar_work import serve_from_source
 
 from fenceline.constrained.compile_server import Compiled, VocabularySource
 from fenceline.constrained.spec import GrammarSpec
@@ -27,13 +28,17 @@ class FakeProcess:
     """Compiles as its ``answers`` say, each text when it is told to; ``slow`` ones not at the first attempt."""
 
     def __init__(self) -> None:
-        self.vocabulary: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self.vocabulary.set_result(b"vocabulary")
-        self.ended = self.is_unusable = False
+        self.ended, self.ended_s = False, 0.0
+        self.start_error: RequestError | None = None
         self.go = asyncio.Event()
         self.compiled: list[str] = []
         self.answers: dict[str, Compiled] = {}
         self.slow: set[str] = set()
+
+    async def started(self) -> bytes:
+        if self.start_error is not None:
+            raise self.start_error
+        return b"vocabulary"
 
     async def compile(self, spec: GrammarSpec, max_whitespace: int | None, is_short: bool) -> Compiled:
         self.compiled.append(spec.text)
@@ -51,6 +56,7 @@ class Bench:
         config = demo_config()
         self.sent: list[LoadGrammarReq] = []
         self.num_processes = 0
+        self.starts: list[str] = []  # what becomes of the next processes, see grammar_work
         self.process = FakeProcess()
         self.replies = True
         self.is_cut_off = False
@@ -242,16 +248,26 @@ async def test_what_the_scheduler_did_not_take_in_is_forgotten_there_later(bench
     ]
 
 
-async def test_a_tokenizer_that_cannot_be_used_is_tried_once(bench: Bench) -> None:
-    bench.process.vocabulary = asyncio.get_running_loop().create_future()
-    bench.process.vocabulary.set_exception(
-        RequestError(500, "grammars cannot be compiled for this tokenizer")
-    )
-    bench.process.ended = bench.process.is_unusable = True
-    for text in "ab":
-        with pytest.raises(RequestError, match="this tokenizer"):
-            await bench.number(text)
-    assert bench.num_processes == 1
+async def test_a_process_that_cannot_start_is_started_again_after_a_pause(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory may have been short for a moment. Without the pause each request would start a process in vain."""
+    now = 0.0
+    monkeypatch.setattr(grammar_client.time, "monotonic", lambda: now)
+    bench.process.go.set()
+    bench.process.start_error = RequestError(503, "no memory")
+    bench.process.ended = True
+    starts = []
+    for second in range(32):
+        now, before = float(second), bench.num_processes
+        with pytest.raises(RequestError, match="no memory"):
+            await bench.number("a")
+        if bench.num_processes > before:
+            starts.append(second)
+            bench.process.ended_s = now
+    assert starts == [0, 2, 6, 14, 30]
+    bench.process.ended, bench.process.start_error = False, None
+    assert await bench.number("a") > 0
 
 
 async def test_a_body_has_a_limited_number_of_grammars(bench: Bench) -> None:
@@ -273,7 +289,7 @@ async def test_whoever_waits_for_a_process_that_cannot_be_started_is_told(
     monkeypatch.setattr(grammar_client, "starting_children", failing)
     process = CompileProcess(_NO_SOURCE, 2)
     with pytest.raises(RequestError) as caught:
-        await asyncio.wait_for(process.vocabulary, 60)
+        await asyncio.wait_for(process.started(), 60)
     assert caught.value.status == 503
     with pytest.raises(RequestError):
         await process.compile(GrammarSpec("regex", "a"), None, is_short=True)
@@ -292,8 +308,62 @@ async def test_a_process_that_is_closed_while_it_starts_ends(monkeypatch: pytest
     process.close()
     closed.set()
     with pytest.raises(RequestError) as caught:
-        await asyncio.wait_for(process.vocabulary, 60)
+        await asyncio.wait_for(process.started(), 60)
     assert caught.value.status == 503  # before it could say that there is no tokenizer
+
+
+@pytest.fixture
+def worker(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    """The front end with processes whose compiler does what a grammar's text says."""
+    monkeypatch.setattr(grammar_client, "serve", serve_from_source)
+    started: list[CompileProcess] = []
+
+    def start(source: VocabularySource, num_children: int) -> CompileProcess:
+        texts = bench.starts.pop(0) if bench.starts else "fine"
+        started.append(CompileProcess(VocabularySource(texts, frozenset(), 8, (0,)), num_children))
+        bench.num_processes = len(started)
+        return started[-1]
+
+    monkeypatch.setattr(grammar_client, "CompileProcess", start)
+    yield bench
+    for process in started:
+        process.close()
+
+
+@pytest.mark.parametrize("text", ["stop all", "kill all"])
+async def test_a_compiler_that_hangs_or_is_killed_is_replaced_and_only_its_own_grammars_fail(
+    worker: Bench, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    await worker.number("first")  # the process has started
+    monkeypatch.setattr(grammar_client, "ANSWER_S", 1.0)
+    asked = asyncio.create_task(worker.number(text))
+    # As many as are sent at a time, and others that wait for their turn. What is sent is more than a pipe holds.
+    texts = [f"{number}" + "x" * 100_000 for number in range(6)]
+    others = [asyncio.create_task(worker.number(one)) for one in texts]
+    with pytest.raises(RequestError, match="ended; try again") as caught:
+        await asyncio.wait_for(asked, 60)
+    assert caught.value.status == 503
+    monkeypatch.setattr(grammar_client, "ANSWER_S", 60.0)
+    ends = await asyncio.wait_for(asyncio.gather(*others, return_exceptions=True), 60)
+    failed = [end for end in ends if isinstance(end, BaseException)]
+    assert len(failed) <= 1 and all(isinstance(end, RequestError) for end in failed)
+    assert worker.num_processes == 2
+    assert await worker.number(texts[0]) > 0
+
+
+@pytest.mark.parametrize("start", ["stop", "no memory"])
+async def test_a_compiler_that_cannot_start_fails_the_request_and_the_next_one_is_answered(
+    worker: Bench, monkeypatch: pytest.MonkeyPatch, start: str
+) -> None:
+    monkeypatch.setattr(grammar_client, "START_S", 2.0 if start == "stop" else 60.0)
+    monkeypatch.setattr(grammar_client, "FIRST_PAUSE_S", 0.0)
+    worker.starts = [start]
+    with pytest.raises(RequestError) as caught:
+        await asyncio.wait_for(worker.number("a"), 60)
+    assert caught.value.status == 503
+    monkeypatch.setattr(grammar_client, "START_S", 60.0)
+    assert await worker.number("a") > 0
+    assert worker.num_processes == 2
 
 
 def test_a_schema_counts_as_many_characters_as_it_has() -> None:
