@@ -70,6 +70,11 @@ COMPLETION_MISTAKES = [
         "response_format.type",
         "json_schema or structural_tag, got 'xml'",
     ),
+    (
+        {"response_format": {"type": "json_object", "schema": 5}},
+        "response_format.schema",
+        "an object as schema",
+    ),
     ({"regex": "a*", "ebnf": "root ::= x"}, "ebnf", "exclude each other"),
     ({"regex": "a*", "response_format": {"type": "json_object"}}, "regex", "exclude each other"),
     ({"regex": "a" * 200_000}, "regex", "may have 131072 characters"),

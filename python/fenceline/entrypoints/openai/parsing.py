@@ -151,8 +151,15 @@ def answer_grammar(body: GenerationBody) -> GrammarSpec | None:
             400, f"{asked.kind} and response_format exclude each other: give one of them", param=asked.kind
         )
     match kind:
-        case "json_object":
-            return ANY_OBJECT
+        case "json_object":  # other servers take a schema here too
+            schema = form.get("schema")
+            if schema is not None and not isinstance(schema, dict):
+                raise RequestError(
+                    400,
+                    "response_format of type json_object takes an object as schema",
+                    param="response_format.schema",
+                )
+            return grammar_of(json_schema=schema) if schema else ANY_OBJECT
         case "json_schema":
             given = form.get("json_schema")
             schema = given.get("schema") if isinstance(given, dict) else None
