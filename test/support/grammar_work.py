@@ -19,9 +19,9 @@ NUM_CHILDREN = 2
 
 
 def work(job: CompileJob) -> bytes:
-    """Compile: ``loop`` never ends, ``eat`` takes all memory, ``crash`` crashes, ``kill`` is killed, ``stop`` is stopped,
-    ``refuse`` is refused, ``no files`` finds no file free; ``limit all``, ``stop all`` and ``kill all`` limit the memory
-    of the process that compiles all grammars, stop it and kill it; anything else is compiled."""
+    """Compile: ``loop`` never ends, ``eat`` takes all memory, ``crash`` crashes, ``kill`` is killed, ``stop`` is
+    stopped, ``refuse`` is refused, ``no files`` finds no file free; ``limit all``, ``stop all`` and ``kill all`` limit
+    the memory of the process that compiles all grammars, stop it and kill it; anything else is compiled."""
     match job.spec.text:
         case "loop":
             while True:
@@ -59,8 +59,8 @@ def serve_work(connection: Connection, num_failing_forks: int = 0, max_wall_s: f
 
 
 def serve_from_source(connection: Connection, num_children: int) -> None:
-    """:func:`serve_work` as the front end starts it. The text of the tokenizer says what becomes of the start: ``stop``,
-    ``no memory``, or the whole process of any other."""
+    """:func:`serve_work` as the front end starts it. The text of the tokenizer says what becomes of the start:
+    ``stop`` or ``no memory``; with any other it succeeds."""
     source = msgspec.msgpack.decode(connection.recv_bytes(), type=compile_server.VocabularySource)
     match source.tokenizer_json:
         case "stop":

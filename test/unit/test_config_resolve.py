@@ -16,7 +16,7 @@ import pytest
 from huggingface_hub import errors
 from model_files import CONFIG_JSON, make_model_dir
 
-from fenceline.config import ConfigError
+from fenceline.config import ConfigError, checks
 from fenceline.config.chat_templates import CHAT_TEMPLATES
 from fenceline.config.engine_config import (
     EngineConfig,
@@ -69,6 +69,15 @@ def test_the_flight_recorders_own_folder_is_nobody_elses(
     chosen = {resolved(model_dir).flight_recorder_dir for _ in range(2)}
     assert len(chosen) == 2 and str(usual) not in chosen
     assert all(path.startswith(f"{usual}-") and not Path(path).exists() for path in chosen)
+
+
+def test_a_missing_grammar_library_is_named_with_the_remedy_before_anything_is_loaded(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="pip install xgrammar, or start with --grammar-backend none"):
+        resolved(model_dir)
+    assert resolved(model_dir, grammar_backend="none").refuses_grammars is not None
 
 
 def test_defaults_on_a_cpu(model_dir: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +14,10 @@ from frontend_bench import demo_config
 from grammar_work import serve_from_source
 
 from fenceline.constrained.compile_server import Compiled, VocabularySource
-from fenceline.constrained.spec import GrammarSpec
+from fenceline.constrained.spec import ANY_OBJECT, GrammarSpec
 from fenceline.entrypoints.generate_body import grammar_of
+from fenceline.entrypoints.openai.parsing import answer_grammar
+from fenceline.entrypoints.openai.protocol import ChatBody
 from fenceline.frontend import grammar_client
 from fenceline.frontend.compile_queue import CompileQueue, QueuedGrammar, Tenant
 from fenceline.frontend.control import ControlClient
@@ -364,6 +367,17 @@ async def test_a_compiler_that_cannot_start_fails_the_request_and_the_next_one_i
     monkeypatch.setattr(grammar_client, "START_S", 60.0)
     assert await worker.number("a") > 0
     assert worker.num_processes == 2
+
+
+@pytest.mark.parametrize("form", ["json_object", "json_schema"])
+def test_a_schema_beside_json_object_is_the_schema_of_the_answer(form: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    beside = {"schema": schema} if form == "json_object" else {"json_schema": {"name": "n", "schema": schema}}
+    body = {"messages": [{"role": "user", "content": "Hi"}], "response_format": {"type": form, **beside}}
+    grammar = answer_grammar(ChatBody.model_validate(body))
+    assert grammar is not None and json.loads(grammar.text) == schema
+    body["response_format"] = {"type": "json_object", "schema": {}}
+    assert answer_grammar(ChatBody.model_validate(body)) == ANY_OBJECT
 
 
 def test_a_schema_counts_as_many_characters_as_it_has() -> None:

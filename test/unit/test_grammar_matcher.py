@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from queue import SimpleQueue
@@ -20,6 +21,12 @@ from fenceline.sampling.kernels.sample import masked
 # Ids by text: 0 ends an answer, 1 and 2 are tags, 31 and 32 lie on either side of a word's border.
 _PIECES = [b"", b"<t>", b"</t>", b"a", b"b", b"ab", *(b"%d" % i for i in range(6, 31)), b"x", b"y", b"z"]
 _EOS, _START, _END, _A, _B, _AB = range(6)
+
+
+def test_a_library_that_cannot_be_imported_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(ValueError, match="cannot be used .*pip install xgrammar"):
+        GrammarStore((_EOS,)).prepare()
 
 
 @lru_cache

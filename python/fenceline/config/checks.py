@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 
 from fenceline.config import ConfigError
 from fenceline.config.flags import flags_of
 from fenceline.config.hicache import check_hicache
 from fenceline.config.request_limits import MAX_PRIORITY, MIN_PRIORITY
 from fenceline.config.server_args import ServerArgs
-from fenceline.constrained.spec import max_whitespace
+from fenceline.constrained.spec import GRAMMAR_REMEDY, max_whitespace
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.\-\[\]:]+")
 _HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
@@ -348,6 +349,10 @@ def _check_conflicts(args: ServerArgs) -> None:
         max_whitespace(args.constrained_json_whitespace_pattern)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    _require(
+        args.grammar_backend == "none" or args.skip_tokenizer_init or find_spec("xgrammar") is not None,
+        f"--grammar-backend xgrammar: the package is not installed; {GRAMMAR_REMEDY}",
+    )
     if args.skip_tokenizer_init:
         for name in ("tokenizer_path", "chat_template", "reasoning_parser", "tool_call_parser"):
             option = "--" + name.replace("_", "-")

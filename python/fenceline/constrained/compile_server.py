@@ -51,8 +51,9 @@ class CompileJob(msgspec.Struct, frozen=True):
 
 class Compiled(msgspec.Struct, frozen=True):
     """The result of a job: the grammar, or why there is none. The first result of a process has ``id`` 0 and the
-    vocabulary, or why the process could not start. ``is_refused``: the grammar itself causes the error, so that another attempt would fail too.
-    ``is_given_up``: a short job has taken too long; whether the grammar compiles is not known."""
+    vocabulary, or why the process could not start. ``is_refused``: the grammar itself causes the error, so that another
+    attempt would fail too. ``is_given_up``: a short job has taken too long; whether the grammar compiles is not
+    known."""
 
     id: int
     data: bytes = b""
@@ -111,8 +112,8 @@ def serve(connection: Connection, num_children: int) -> None:
 
 
 class CompileServer:
-    """Compiles the jobs that come on ``connection`` with ``work``, ``num_children`` at a time, each in a process that may have
-    an address space of ``memory`` bytes."""
+    """Compiles the jobs that come on ``connection`` with ``work``, ``num_children`` at a time, each in a process that
+    may have an address space of ``memory`` bytes."""
 
     def __init__(
         self, connection: Connection, num_children: int, memory: int, work: Callable[[CompileJob], bytes]

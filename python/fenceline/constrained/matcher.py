@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
-from fenceline.constrained.spec import MAX_HEADER_TOKENS, ThinkTokens
+from fenceline.constrained.spec import GRAMMAR_REMEDY, MAX_HEADER_TOKENS, ThinkTokens
 
 if TYPE_CHECKING:
     import xgrammar
@@ -57,8 +57,13 @@ class GrammarStore:
 
     def prepare(self) -> None:
         """Import the library now, before a request has to wait for it. This may take seconds and holds the interpreter
-        lock for most of them, so another thread would not help."""
-        import xgrammar  # noqa: F401
+        lock for most of them, so another thread would not help. Raises ValueError with the remedy if that fails."""
+        try:
+            import xgrammar  # noqa: F401
+        except ImportError as error:
+            raise ValueError(
+                f"--grammar-backend xgrammar: it cannot be used ({error}): {GRAMMAR_REMEDY}"
+            ) from error
 
     def use_threads(self, num: int) -> None:
         """From now on ``num`` threads, the caller's included, fill masks; to be called once. The library could use

@@ -9,6 +9,7 @@ import msgspec
 
 GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 
+GRAMMAR_REMEDY = "pip install xgrammar, or start with --grammar-backend none"  # where the library is missing
 MAX_GRAMMAR_CHARS = 1 << 17
 # Characters of white space in one place of a JSON text. Without a limit a model may never stop writing them.
 DEFAULT_MAX_WHITESPACE = 20

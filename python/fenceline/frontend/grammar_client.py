@@ -48,8 +48,8 @@ MAX_ERRORS = 4096
 MAX_WAITING = 1024  # to be compiled
 MAX_OF_BODY = 16  # different ones
 
-# A process that has not loaded the library by then, or has not answered a job, hangs. The latter is more than MAX_WALL_S,
-# after which the process itself gives up.
+# A process that has not loaded the library by then, or has not answered a job, hangs. The latter is more than
+# MAX_WALL_S, after which the process itself gives up.
 START_S, ANSWER_S = 120.0, MAX_WALL_S + 10
 # After a process that could not start, the next one is started after FIRST_PAUSE_S, then after twice as long each time.
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 120.0
@@ -265,8 +265,8 @@ class GrammarClient:
                 self._forgotten.append(grammar.number)
 
     def _running_process(self) -> CompileProcess:
-        """The process, started again if it has ended. Raises RequestError (503) if the last one could not start a moment
-        ago."""
+        """The process, started again if it has ended. Raises RequestError (503) if the last one failed to start a
+        moment ago."""
         if self._closed:
             raise shutting_down()
         last = self._process
@@ -362,7 +362,9 @@ class CompileProcess:
             async with asyncio.timeout(limit_s):
                 return await answer
         except TimeoutError:
-            logger.error("the process that compiles grammars has not answered for %g s and is killed", limit_s)
+            logger.error(
+                "the process that compiles grammars has not answered for %g s and is killed", limit_s
+            )
             self.close()
             self._fail()
             raise _compiler_ended() from None
