@@ -18,7 +18,7 @@ from fenceline.constrained.compile_server import Compiled, CompileJob
 NUM_CHILDREN = 2
 
 
-def work(job: CompileJob) -> bytes:
+def work(job: CompileJob) -> Compiled:
     """Compile: ``loop`` never ends, ``eat`` takes all memory, ``crash`` crashes, ``kill`` is killed, ``stop`` is
     stopped, ``refuse`` is refused, ``no files`` finds no file free; ``limit all``, ``stop all`` and ``kill all`` limit
     the memory of the process that compiles all grammars, stop it and kill it; anything else is compiled."""
@@ -27,7 +27,7 @@ def work(job: CompileJob) -> bytes:
             while True:
                 pass
         case "eat":
-            return b"".join([bytes(1 << 28) for _ in range(1000)])
+            return Compiled(0, b"".join([bytes(1 << 28) for _ in range(1000)]))
         case "crash":
             os.kill(os.getpid(), signal.SIGSEGV)
         case "kill":
@@ -46,7 +46,7 @@ def work(job: CompileJob) -> bytes:
             raise OSError(errno.EMFILE, "too many open files")
         case "refuse":
             raise ValueError("this is why")
-    return job.spec.text.encode()[:4] * 100_000  # more than a pipe holds
+    return Compiled(job.id, job.spec.text.encode()[:4] * 100_000)  # more than a pipe holds
 
 
 def serve_work(connection: Connection, num_failing_forks: int = 0, max_wall_s: float = 30.0) -> None:

@@ -1,10 +1,17 @@
-"""Generated JSON schemas of any depth, and a validator for the keywords that they use."""
+"""Generated JSON schemas of any depth, a validator for the keywords that they use, and texts drawn from a grammar."""
 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from random import Random
 from typing import Any
+
+import numpy as np
+import xgrammar
+
+from fenceline.constrained.compile import compile_grammar
+from fenceline.constrained.spec import GrammarKind, GrammarSpec
 
 Schema = dict[str, Any]
 
@@ -113,3 +120,46 @@ def _is_of(value: object, name: str) -> bool:
         "array": (list,), "object": (dict,),
     }  # fmt: skip
     return type(value) in kinds[name]
+
+
+_END = 256
+
+
+@lru_cache
+def vocabulary() -> xgrammar.TokenizerInfo:
+    """A token for each byte, and the end."""
+    pieces = [bytes([byte]) for byte in range(256)] + [b""]
+    return xgrammar.TokenizerInfo(pieces, xgrammar.VocabType.RAW, vocab_size=257, stop_token_ids=[_END])
+
+
+def compiled(kind: GrammarKind, text: str) -> xgrammar.CompiledGrammar:
+    """As the scheduler has it. Raises ValueError."""
+    data = compile_grammar(vocabulary(), GrammarSpec(kind, text), 2)
+    return xgrammar.CompiledGrammar.deserialize_json(data.decode(), vocabulary())
+
+
+def accepts(grammar: xgrammar.CompiledGrammar, text: str) -> bool:
+    """Whether ``text`` is an answer."""
+    matcher = xgrammar.GrammarMatcher(grammar)
+    return matcher.accept_string(text) and matcher.accept_token(_END)
+
+
+def walk(grammar: xgrammar.CompiledGrammar, random: Random, hints: bytes = b"") -> str | None:
+    """A text of the grammar, each byte drawn from those that may come, and from ``hints`` more often; None if it does
+    not end soon."""
+    matcher, words = xgrammar.GrammarMatcher(grammar), np.zeros((1, 9), np.int32)
+    text = bytearray()
+    for _ in range(3000):
+        words.fill(-1)
+        matcher.fill_next_token_bitmask(words)
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:257]
+        allowed = np.flatnonzero(bits).tolist()
+        closing = [token for token in (_END, *b'"}],:') if token in allowed]
+        hinted = [token for token in hints if token in allowed]
+        token = random.choice(closing) if closing and random.random() < 0.4 else random.choice(allowed)
+        token = random.choice(hinted) if hinted and random.random() < 0.5 else token
+        assert matcher.accept_token(token)
+        if token == _END:
+            return text.decode(errors="replace")  # halves of surrogate pairs may be in names, as U+FFFD
+        text.append(token)
+    return None

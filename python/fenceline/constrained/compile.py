@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fenceline.constrained.compact import compact
-from fenceline.constrained.json_schema import MAX_DEPTH, enforced_schema
+from fenceline.constrained.json_schema import MAX_DEPTH, Enforced, enforced_schema
 from fenceline.constrained.patterns import check_pattern
 from fenceline.constrained.spec import GrammarSpec
 
@@ -55,9 +55,13 @@ def make_vocabulary(
 
 
 def compile_grammar(
-    vocabulary: xgrammar.TokenizerInfo, spec: GrammarSpec, max_whitespace: int | None
+    vocabulary: xgrammar.TokenizerInfo,
+    spec: GrammarSpec,
+    max_whitespace: int | None,
+    noted: Callable[[str], object] = lambda _: None,
 ) -> bytes:
-    """The compiled grammar, serialised. ``max_whitespace``: see :func:`spec.max_whitespace`.
+    """The compiled grammar, serialised. ``max_whitespace``: see :func:`spec.max_whitespace`. ``noted``: see
+    :func:`json_schema.enforced_schema`.
 
     Raises ValueError with the reason if the grammar is wrong or could not be enforced, and MemoryError if there is not
     enough memory.
@@ -66,7 +70,7 @@ def compile_grammar(
 
     compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
     try:
-        whole = _compiled(compiler, spec, max_whitespace).serialize_json()
+        whole = _compiled(compiler, spec, max_whitespace, noted).serialize_json()
     # The library raises only the first; the second comes from a message of its that is cut within a character.
     except (RuntimeError, UnicodeDecodeError) as error:
         raise ValueError(_reason(error)) from error
@@ -140,23 +144,66 @@ def _reason(error: RuntimeError | UnicodeDecodeError) -> str:
 
 
 def _compiled(
-    compiler: xgrammar.GrammarCompiler, spec: GrammarSpec, max_whitespace: int | None
+    compiler: xgrammar.GrammarCompiler,
+    spec: GrammarSpec,
+    max_whitespace: int | None,
+    noted: Callable[[str], object],
 ) -> xgrammar.CompiledGrammar:
     match spec.kind:
         case "json_schema":
-            schema = json.dumps(enforced_schema(_parsed(spec.text)))
+            enforced = enforced_schema(_parsed(spec.text), noted)
+            if enforced.rules:
+                return compiler.compile_grammar(_with_rules(enforced, max_whitespace))
             return compiler.compile_json_schema(
-                schema, any_whitespace=max_whitespace != 0, max_whitespace_cnt=max_whitespace or None
+                json.dumps(enforced.schema),
+                any_whitespace=max_whitespace != 0,
+                max_whitespace_cnt=max_whitespace or None,
             )
         case "regex":
-            check_pattern(spec.text, in_json=False)
+            check_pattern(spec.text)
             return compiler.compile_regex(spec.text)
         case "ebnf":
             return compiler.compile_grammar(spec.text)
         case "structural_tag":
             return compiler.compile_structural_tag(
-                json.dumps(_enforced_tag(_parsed(spec.text), 0, max_whitespace))
+                json.dumps(_enforced_tag(_current_tag(_parsed(spec.text)), 0, max_whitespace, noted))
             )
+
+
+def _with_rules(enforced: Enforced, max_whitespace: int | None) -> str:
+    """A schema as a grammar in the library's notation, with the rules that belong in it."""
+    import xgrammar
+
+    text = str(
+        xgrammar.Grammar.from_json_schema(
+            json.dumps(enforced.schema),
+            any_whitespace=max_whitespace != 0,
+            max_whitespace_cnt=max_whitespace or None,
+        )
+    )
+    for name, rules in enforced.rules.items():
+        text = "\n".join((text.replace(json.dumps(json.dumps(name)), name), *rules))
+    return text
+
+
+def _current_tag(value: Any) -> Any:
+    """``value``, a structural tag, with the older form, ``structures`` and ``triggers``, written as the current one."""
+    if not isinstance(value, dict) or "structures" not in value or "format" in value:
+        return value
+    structures, triggers = value["structures"], value.get("triggers")
+    if not isinstance(structures, list) or not all(isinstance(one, dict) for one in structures):
+        raise ValueError('structures is a list of {"begin": ..., "schema": {...}, "end": ...}')
+    tags = [
+        {
+            "type": "tag",
+            "begin": one.get("begin"),
+            "content": {"type": "json_schema", "json_schema": one.get("schema") or {}},
+            "end": one.get("end"),
+        }
+        for one in structures
+    ]
+    form = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+    return {"type": "structural_tag", "format": form}
 
 
 def _parsed(text: str) -> Any:
@@ -170,24 +217,32 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not valid JSON")
 
 
-def _enforced_tag(value: Any, depth: int, max_whitespace: int | None) -> Any:
+def _enforced_tag(value: Any, depth: int, max_whitespace: int | None, noted: Callable[[str], object]) -> Any:
     """``value``, a part of a structural tag, with its schemas rewritten as they are enforced and its patterns checked.
     In JSON ``max_whitespace`` characters of white space are allowed in one place, but at least one, unless the tag
     itself has a limit."""
     if depth > MAX_DEPTH:
         raise ValueError(f"tags may be nested {MAX_DEPTH} deep")
     if isinstance(value, list):
-        return [_enforced_tag(one, depth + 1, max_whitespace) for one in value]
+        return [_enforced_tag(one, depth + 1, max_whitespace, noted) for one in value]
     if not isinstance(value, dict):
         return value
     made = {}
     for name, one in value.items():
-        if name in ("json_schema", "schema"):
-            made[name] = enforced_schema(one)
-        else:
-            made[name] = _enforced_tag(one, depth + 1, max_whitespace)
+        if name not in ("json_schema", "schema"):
+            made[name] = _enforced_tag(one, depth + 1, max_whitespace, noted)
+            continue
+        enforced = enforced_schema(one, noted)
+        if enforced.rules:
+            if value.get("type") != "json_schema":
+                raise ValueError(
+                    "multipleOf with bounds or of decimals is not enforced within this kind of tag"
+                )
+            most = value.get("max_whitespace_cnt", max_whitespace and max(max_whitespace, 1))
+            return {"type": "grammar", "grammar": _with_rules(enforced, most)}
+        made[name] = enforced.schema
     if value.get("type") == "json_schema" and max_whitespace is not None:
         made.setdefault("max_whitespace_cnt", max(max_whitespace, 1))
     if value.get("type") == "regex" and isinstance(value.get("pattern"), str):
-        check_pattern(value["pattern"], in_json=False)
+        check_pattern(value["pattern"])
     return made

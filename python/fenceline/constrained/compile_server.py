@@ -53,13 +53,14 @@ class Compiled(msgspec.Struct, frozen=True):
     """The result of a job: the grammar, or why there is none. The first result of a process has ``id`` 0 and the
     vocabulary, or why the process could not start. ``is_refused``: the grammar itself causes the error, so that another
     attempt would fail too. ``is_given_up``: a short job has taken too long; whether the grammar compiles is not
-    known."""
+    known. ``notes``: lines for the log, of a small number of kinds."""
 
     id: int
     data: bytes = b""
     error: str = ""
     is_refused: bool = False
     is_given_up: bool = False
+    notes: tuple[str, ...] = ()
 
 
 class VocabularySource(msgspec.Struct, frozen=True):
@@ -103,12 +104,13 @@ def serve(connection: Connection, num_children: int) -> None:
     # for minutes.
     os.nice(_NICENESS)
     memory = psutil.Process().memory_info().vms + MAX_MEMORY_BYTES
-    CompileServer(
-        connection,
-        num_children,
-        memory,
-        lambda job: compile_grammar(vocabulary, job.spec, job.max_whitespace),
-    ).run()
+
+    def compiled(job: CompileJob) -> Compiled:
+        notes: list[str] = []
+        data = compile_grammar(vocabulary, job.spec, job.max_whitespace, notes.append)
+        return Compiled(job.id, data, notes=tuple(dict.fromkeys(notes)))
+
+    CompileServer(connection, num_children, memory, compiled).run()
 
 
 class CompileServer:
@@ -116,7 +118,7 @@ class CompileServer:
     may have an address space of ``memory`` bytes."""
 
     def __init__(
-        self, connection: Connection, num_children: int, memory: int, work: Callable[[CompileJob], bytes]
+        self, connection: Connection, num_children: int, memory: int, work: Callable[[CompileJob], Compiled]
     ) -> None:
         self._connection = connection
         self._num_children = num_children
@@ -213,7 +215,9 @@ def _result(child: _Child, status: int) -> Compiled:
     return Compiled(child.id, error=reason, is_refused=True)
 
 
-def _compile_and_write(work: Callable[[CompileJob], bytes], job: CompileJob, file: int, memory: int) -> None:
+def _compile_and_write(
+    work: Callable[[CompileJob], Compiled], job: CompileJob, file: int, memory: int
+) -> None:
     """What a child does: compile ``job`` within its limits, write the result to ``file`` and exit."""
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -226,7 +230,7 @@ def _compile_and_write(work: Callable[[CompileJob], bytes], job: CompileJob, fil
         quiet = os.open(os.devnull, os.O_WRONLY)  # the library prints warnings about what is refused
         os.dup2(quiet, sys.stderr.fileno())
         try:
-            made = Compiled(job.id, work(job))
+            made = work(job)
         except ValueError as error:
             reason = str(error) or "the compiler gives no reason"
             made = Compiled(job.id, error=reason, is_refused=True)

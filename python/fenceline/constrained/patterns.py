@@ -1,48 +1,28 @@
 """Which regular expressions the grammar library enforces exactly as they are written.
 
-xgrammar refuses some constructs with an error, but reads others as something else: anchors in the middle and
-look-aheads in a string's pattern are ignored, unknown escapes stand for their letter, and in a string's pattern a
-literal quote or control character is written as it is, where JSON needs an escape. All of these are refused here.
+xgrammar refuses some constructs with an error, but reads others as something else: anchors in the middle are ignored,
+and unknown escapes stand for their letter. These are refused here. Patterns of texts within JSON are not handed to it,
+see :mod:`fenceline.constrained.regular`.
 """
 
 from __future__ import annotations
 
 _CLASSES = "dDwWsS"
-_CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11}
+_CONTROLS = "nrtfv"
 _HEX_DIGITS = {"x": 2, "u": 4}
 
 
-def check_pattern(pattern: str, in_json: bool) -> None:
-    """Raise ValueError with the reason if the library would read a construct as something else. ``in_json``: the
-    pattern is for a string within JSON, where some characters need an escape.
+def check_pattern(pattern: str) -> None:
+    """Raise ValueError with the reason if the library would read a construct as something else.
 
     The pattern has to match the whole text, as in xgrammar. Whether it is well-formed is checked by the library.
     """
-    _Scan(pattern, in_json).run()
-
-
-def in_ascii(pattern: str) -> str:
-    """A pattern that has been checked, with escapes for all characters beyond ASCII. If there is one as it is, the
-    library's classes for a string within JSON, such as [^x], contain quotes and control characters, which JSON has to
-    escape."""
-    parts: list[str] = []
-    escaped = False  # by a backslash, which is not in parts yet
-    for char in pattern:
-        if ord(char) > 0x7F:
-            parts.append(f"\\u{{{ord(char):X}}}")
-        elif char == "\\" and not escaped:
-            escaped = True
-            continue
-        else:
-            parts.append("\\" * escaped + char)
-        escaped = False
-    return "".join(parts)
+    _Scan(pattern).run()
 
 
 class _Scan:
-    def __init__(self, pattern: str, in_json: bool) -> None:
+    def __init__(self, pattern: str) -> None:
         self._pattern = pattern
-        self._in_json = in_json
         self._at = 0
         self._depth = 0
         self._in_class = False
@@ -77,8 +57,6 @@ class _Scan:
                 after = self._pattern[self._at :]
                 if after and not (after.startswith("|") and self._depth == 0):
                     raise self._error("$ is only possible at the end")
-            else:
-                self._literal(ord(char))
 
     def _group(self) -> None:
         rest = self._pattern[self._at :]
@@ -98,17 +76,8 @@ class _Scan:
             if len(digits) != _HEX_DIGITS[char] or not all(d in "0123456789abcdefABCDEF" for d in digits):
                 raise self._error(f"\\{char} takes {_HEX_DIGITS[char]} hexadecimal digits")
             self._at += len(digits)
-            self._literal(int(digits, 16))
-        elif char in _CONTROLS:
-            self._literal(_CONTROLS[char])
-        elif not char or (char.isalnum() and char not in _CLASSES):
+        elif not char or (char.isalnum() and char not in _CLASSES + _CONTROLS):
             raise self._error(f"\\{char} is not possible")
-        elif char not in _CLASSES:
-            self._literal(ord(char))
-
-    def _literal(self, code: int) -> None:
-        if self._in_json and not self._in_class and (code < 0x20 or code in (0x22, 0x5C)):
-            raise self._error(f"the character {chr(code)!r}, which JSON escapes, is not possible")
 
     def _error(self, reason: str) -> ValueError:
         return ValueError(f"the regular expression {self._pattern[:60]!r}: {reason}")

@@ -95,6 +95,7 @@ class GrammarClient:
         self._forgotten: list[int] = []  # and not told yet
         self._process: CompileProcess | None = None
         self._num_failed_starts = 0  # one after the other
+        self._notes: set[str] = set()  # that have been logged
         self._vocabulary_sent = False
         # Half of the cores, so that generation has the others; two, so that nobody waits for one alone.
         self._num_children = min(8, max(2, num_usable_cores() // 2))
@@ -213,6 +214,9 @@ class GrammarClient:
                 raise RequestError(400, f"{spec.kind}: {made.error}", param=spec.kind)
             if made.error:
                 raise RequestError(503, f"{spec.kind}: {made.error}", param=spec.kind)
+            for note in set(made.notes) - self._notes:
+                self._notes.add(note)
+                logger.warning("%s: %s", spec.kind, note)
             async with self._loading:
                 grammar.num_bytes = len(made.data)
                 self._num_bytes += grammar.num_bytes
