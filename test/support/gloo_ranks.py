@@ -6,6 +6,7 @@ import multiprocessing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from fenceline.distributed.gloo import GlooBackend
@@ -18,11 +19,12 @@ def numbers(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return values.to(dtype)
 
 
-def run_gloo_ranks(size: int, folder: Path) -> list[dict[str, Any]]:
-    """The results of all ranks: sums by dtype, what each has gathered, and the error that it got after the last rank
-    had ended."""
+def run_gloo_ranks(size: int, folder: Path, meeting: str | None = None) -> list[dict[str, Any]]:
+    """The results of all ranks: sums by dtype, what each has gathered, the addresses at which it listened, and the
+    error that it got after the last rank had ended. They meet in a file unless ``meeting`` is given."""
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_run, args=(rank, size, folder)) for rank in range(size)]
+    meeting = meeting or (folder / "meeting").as_uri()
+    processes = [context.Process(target=_run, args=(rank, size, folder, meeting)) for rank in range(size)]
     for process in processes:
         process.start()
     for process in processes:
@@ -31,9 +33,9 @@ def run_gloo_ranks(size: int, folder: Path) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt") for rank in range(size)]
 
 
-def _run(rank: int, size: int, folder: Path) -> None:
+def _run(rank: int, size: int, folder: Path, meeting: str) -> None:
     device = open_device("cpu")
-    backend = GlooBackend(rank, size, (folder / "meeting").as_uri())
+    backend = GlooBackend(rank, size, meeting)
     communicator = Communicator("ranks", device, device.forward, backend)
     results: dict[str, Any] = {}
     with device.forward.active():
@@ -42,6 +44,8 @@ def _run(rank: int, size: int, folder: Path) -> None:
         results["gathered"] = communicator.all_gather(torch.arange(4).view(2, 2) + 10 * rank)
         results["smallest"] = communicator.smallest(100 - rank)
         results["exchanged"] = [data.hex() for data in communicator.exchange(b"x\0y" * rank)]
+        sockets = psutil.Process().net_connections("inet")
+        results["listens"] = [each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN]
         results["lost"] = ""
         if rank < size - 1:
             try:

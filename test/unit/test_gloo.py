@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from gloo_ranks import numbers, run_gloo_ranks
+from live_server import unused_port
+
+from fenceline.distributed.gloo import GlooBackend
 
 
-def test_ranks_over_gloo(tmp_path: Path) -> None:
-    """Sums are those of float32 in the order of ranks, rounded once; a rank that has ended ends the others' waiting."""
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_ranks_over_gloo(tmp_path: Path, hosts: int) -> None:
+    """Sums are those of float32 in the order of ranks, rounded once; a rank that has ended ends the others' waiting.
+    Nothing listens on other networks than that of the meeting."""
     size = 3
-    by_rank = run_gloo_ranks(size, tmp_path)
+    by_rank = run_gloo_ranks(size, tmp_path, f"tcp://127.0.0.1:{unused_port()}" if hosts > 1 else None)
+    assert {address for results in by_rank for address in results["listens"]} == {"127.0.0.1"}
     for dtype in (torch.float32, torch.bfloat16):
         first, second, third = (numbers(rank, dtype).float() for rank in range(size))
         in_order = ((first + second) + third).to(dtype)
@@ -28,3 +35,8 @@ def test_ranks_over_gloo(tmp_path: Path) -> None:
         assert results["exchanged"] == ["", "780079", "780079780079"]
         if rank < size - 1:
             assert f"rank {rank} of {size}: a collective has failed" in results["lost"]
+
+
+def test_rank_0_listens_at_an_address_of_its_own_host() -> None:
+    with pytest.raises(ValueError, match="cannot meet at tcp://203.0.113.9:20000 .*: check --dist-init-addr"):
+        GlooBackend(0, 2, "tcp://203.0.113.9:20000")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -9,12 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fenceline.distributed import nccl
+from fenceline.distributed import meeting, nccl
 from fenceline.distributed.nccl import NcclBackend
 from fenceline.memory_order import CommunicatorError, PeerLostError
 
 DEVICE = torch.device("cuda", 1)
 SIZE = 3
+NETWORK = "NCCL_SOCKET_IFNAME"
 
 
 class FakeDistributed:
@@ -55,7 +57,9 @@ class FakeDistributed:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDistributed:
     fake = FakeDistributed()
-    monkeypatch.setattr(nccl, "dist", fake)
+    for module in (nccl, meeting):
+        monkeypatch.setattr(module, "dist", fake)
+    monkeypatch.delenv(NETWORK, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return fake
 
@@ -63,9 +67,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDistributed:
 def test_the_communicator_is_made_at_once_on_the_rank_s_gpu_and_waits_without_limit(
     fake: FakeDistributed,
 ) -> None:
-    backend = NcclBackend(1, SIZE, "tcp://10.0.0.1:20000", DEVICE)
+    backend = NcclBackend(1, SIZE, "file:///m", DEVICE)
     assert fake.calls == [("nccl", 1, SIZE, DEVICE)]
-    assert fake.flags["init_method"] == "tcp://10.0.0.1:20000"
+    assert fake.flags["init_method"] == "file:///m"
     assert fake.flags["timeout"].days >= 365  # type: ignore[attr-defined]
     backend.check()
     backend.give_up()
@@ -76,15 +80,27 @@ def test_the_communicator_is_made_at_once_on_the_rank_s_gpu_and_waits_without_li
     assert fake.calls[1:] == [("abort",), ("aborted",)]
     fake.fails = "The server socket has failed to listen\nmore"
     with pytest.raises(
-        ValueError, match=r"cannot meet at tcp://h:1 with NCCL \(The server socket has failed to listen\)"
+        ValueError, match=r"cannot meet at file:///m with NCCL \(The server socket has failed to listen\)"
     ):
-        NcclBackend(1, SIZE, "tcp://h:1", DEVICE)
+        NcclBackend(1, SIZE, "file:///m", DEVICE)
+
+
+def test_nccl_listens_on_the_network_of_the_ranks_unless_the_user_names_one(
+    fake: FakeDistributed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    NcclBackend(1, SIZE, "file:///m", DEVICE)
+    assert os.environ.pop(NETWORK).removesuffix("0") == "=lo"
+    NcclBackend(1, SIZE, "file:///m", DEVICE, "eth1")
+    assert os.environ[NETWORK] == "=eth1"
+    monkeypatch.setenv(NETWORK, "ib0")
+    NcclBackend(1, SIZE, "file:///m", DEVICE, "eth1")
+    assert os.environ[NETWORK] == "ib0"
 
 
 def test_to_give_up_does_not_wait_for_graphs_that_contain_operations(fake: FakeDistributed) -> None:
     """NCCL's abort waits until all of them have been destroyed, which a rank never does: it would not report why it
     ends, and a server that is told to end would have to be killed."""
-    backend = NcclBackend(1, SIZE, "tcp://h:1", DEVICE)
+    backend = NcclBackend(1, SIZE, "file:///m", DEVICE)
     fake.no_graphs.clear()
     backend.give_up()
     backend.close()
@@ -96,7 +112,7 @@ def test_to_give_up_does_not_wait_for_graphs_that_contain_operations(fake: FakeD
 
 def test_an_orderly_end_aborts_nothing(fake: FakeDistributed) -> None:
     """An abort that has not ended when CUDA shuts down ends the process by SIGABRT."""
-    NcclBackend(1, SIZE, "tcp://h:1", DEVICE).close()
+    NcclBackend(1, SIZE, "file:///m", DEVICE).close()
     assert [call[0] for call in fake.calls] == ["nccl"]
 
 
@@ -108,7 +124,7 @@ def test_sums_are_those_of_float32_in_the_order_of_ranks_rounded_once(
         torch.randn(4, 50, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(SIZE)
     ]
     fake.others = {0: parts[0], 2: parts[2]}
-    backend = NcclBackend(1, SIZE, "tcp://h:1", DEVICE)
+    backend = NcclBackend(1, SIZE, "file:///m", DEVICE)
     x = parts[1].clone()
     backend.all_reduce(x)
     expected = ((parts[0].float() + parts[1].float()) + parts[2].float()).to(dtype)
@@ -119,7 +135,7 @@ def test_sums_are_those_of_float32_in_the_order_of_ranks_rounded_once(
 def test_a_size_is_captured_only_after_it_has_run(
     fake: FakeDistributed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = NcclBackend(1, SIZE, "tcp://h:1", DEVICE)
+    backend = NcclBackend(1, SIZE, "file:///m", DEVICE)
     small, large = torch.ones(8), torch.ones(16)
     backend.all_reduce(small)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -137,7 +153,7 @@ def test_a_size_is_captured_only_after_it_has_run(
 
 
 def test_a_rank_that_is_gone_is_named_as_such(fake: FakeDistributed) -> None:
-    backend = NcclBackend(1, SIZE, "tcp://h:1", DEVICE)
+    backend = NcclBackend(1, SIZE, "file:///m", DEVICE)
     fake.fails = "NCCL communicator was aborted\nand much advice"
     with pytest.raises(
         PeerLostError, match=r"rank 1 of 3: a collective has failed \(NCCL communicator was aborted\)"

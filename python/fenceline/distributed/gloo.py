@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import sys
 
 import torch
 import torch.distributed as dist
 
+from fenceline.distributed.meeting import join_group
 from fenceline.memory_order import PeerLostError, sum_gathered
 
-# A collective waits for the slowest rank without a limit, since that rank may read weights for minutes at start-up. A
-# rank that hangs is found by the watchdog.
-_NO_LIMIT = datetime.timedelta(days=365)
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -22,16 +19,13 @@ class GlooBackend:
     """See ``memory_order.CollectiveBackend``. One in a process, since it is torch.distributed's default group."""
 
     def __init__(self, rank: int, size: int, meeting: str, interface: str | None = None) -> None:
-        """Waits until all ``size`` ranks have joined. ``meeting`` is the same for all: ``tcp://host:port`` of rank 0's
-        host, or on one host the URI of a file that does not exist yet. ``interface``: the network interface that the
-        ranks use, the loopback one unless given. Raises ``ValueError`` if rank 0 cannot listen there."""
+        """Waits until all ``size`` ranks have joined at ``meeting`` (see ``join_group``). ``interface``: the network
+        interface that the ranks use, the loopback one unless given. Raises ``ValueError`` if they cannot meet."""
         self.rank = rank
         self.size = size
-        os.environ.setdefault(_INTERFACE, interface or _LOOPBACK)  # the host's name may have no address
+        os.environ.setdefault(_INTERFACE, interface or LOOPBACK)  # the host's name may have no address
         try:
-            dist.init_process_group(
-                "gloo", init_method=meeting, rank=rank, world_size=size, timeout=_NO_LIMIT
-            )
+            join_group("gloo", rank, size, meeting)
         except dist.DistNetworkError as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(

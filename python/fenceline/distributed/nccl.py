@@ -10,33 +10,36 @@ operation may be captured only after one of the same size has run.
 
 from __future__ import annotations
 
-import datetime
+import os
 import threading
 
 import torch
 import torch.distributed as dist
 
+from fenceline.distributed.gloo import LOOPBACK
+from fenceline.distributed.meeting import join_group
 from fenceline.memory_order import CommunicatorError, PeerLostError, sum_gathered
-
-_NO_LIMIT = datetime.timedelta(days=365)  # as for gloo: a rank that hangs is found by the watchdog
 
 
 class NcclBackend:
     """See ``memory_order.CollectiveBackend``. One in a process, since it is torch.distributed's default group."""
 
-    def __init__(self, rank: int, size: int, meeting: str, device: torch.device) -> None:
-        """Waits until all ``size`` ranks have joined at ``meeting`` (see ``GlooBackend``). ``device``: the GPU of this
-        rank alone, which must be the current one. Raises ``ValueError`` if the ranks cannot meet."""
+    def __init__(
+        self, rank: int, size: int, meeting: str, device: torch.device, interface: str | None = None
+    ) -> None:
+        """Waits until all ``size`` ranks have joined at ``meeting`` over ``interface`` (see ``GlooBackend``).
+        ``device``: the GPU of this rank alone, which must be the current one. Raises ``ValueError`` if the ranks cannot
+        meet."""
         assert device.type == "cuda" and device.index is not None, f"{device} is no GPU of one rank"
         self.rank = rank
         self.size = size
         self._warm: set[int] = set()  # bytes of operations that have run
         self._given_up = False
+        # Where NCCL listens; "=" is this name and none that begins with it. InfiniBand does not depend on it.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface or LOOPBACK}")
         try:
             # With device_id, NCCL makes its communicator now and not in the first operation.
-            dist.init_process_group(
-                "nccl", init_method=meeting, rank=rank, world_size=size, timeout=_NO_LIMIT, device_id=device
-            )
+            join_group("nccl", rank, size, meeting, device_id=device)
         except RuntimeError as error:
             raise ValueError(
                 f"the ranks cannot meet at {meeting} with NCCL ({_first_line(error)})"

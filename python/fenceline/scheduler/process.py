@@ -323,7 +323,7 @@ def join_ranks(config: EngineConfig, ports: PortArgs, rank: int, device: Device)
         if ranks_share_gpu():
             others = StagedBackend(GlooBackend(rank, num_ranks, meeting, interface))
         else:
-            others = NcclBackend(rank, num_ranks, meeting, device.torch_device)
+            others = NcclBackend(rank, num_ranks, meeting, device.torch_device, interface)
         backend = PeerBackend(others, device.torch_device) if args.nnodes == 1 else others
     else:
         from fenceline.distributed.gloo import GlooBackend
