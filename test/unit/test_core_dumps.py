@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import stat
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -36,10 +37,12 @@ from fenceline.scheduler.process import (
 
 
 @pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     values = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
     monkeypatch.setattr(os, "environ", values)
-    return values
+    before = os.umask(0o022)
+    yield values
+    os.umask(before)
 
 
 def config(folder: Path | None, device: str) -> EngineConfig:
@@ -92,6 +95,9 @@ def test_variables_are_set_before_cuda_starts(
     assert "skip_global_memory" in flags  # the KV pool
     assert "skip_abort" in flags  # the flight recorder writes its file afterwards
     assert f"the driver dumps the GPU to {pattern}" in caplog.text
+    dump = tmp_path / "dump"  # as the driver makes it
+    dump.write_bytes(b"")
+    assert stat.S_IMODE(dump.stat().st_mode) == 0o600
 
 
 def test_variables_of_the_environment_win(tmp_path: Path, environment: dict[str, str]) -> None:

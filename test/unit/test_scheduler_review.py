@@ -212,7 +212,19 @@ def test_profile_into_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) ->
     driver.send(ProfileReq(id="q", action="start", output_dir="a/b", num_steps=2))
     driver.send(request("a", [1, 2], max_new_tokens=5))
     driver.run()
-    assert len(list((tmp_path / "a" / "b").glob("*.trace.json"))) == 1
+    [trace] = (tmp_path / "a" / "b").iterdir()
+    assert trace.name.endswith(".trace.json") and json.loads(trace.read_text())["traceEvents"]
+
+
+def test_a_profile_is_private_in_a_folder_that_is_not(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    driver = make_driver(torch_profiler_dir=str(tmp_path))
+    driver.send(ProfileReq(id="p", action="start", output_dir="a/b"), ProfileReq(id="q", action="stop"))
+    driver.send(ProfileReq(id="r", action="start"), ProfileReq(id="s", action="stop"))
+    driver.step()
+    assert reply(driver, "q").success and reply(driver, "s").success
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
+    assert sorted(modes.values()) == [0o600, 0o600, 0o700, 0o700], modes
 
 
 PROFILED = """

@@ -12,8 +12,10 @@ import contextlib
 import errno
 import os
 import shlex
+import shutil
 import stat
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 
 _NOTHING_FOREIGN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -63,6 +65,20 @@ def make_private_folder(path: str) -> int:
     except FileExistsError:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), above) from None
     return make_folder(path)
+
+
+@contextlib.contextmanager
+def new_file(path: str) -> Iterator[str]:
+    """A path at which anything may write a file, a library too. At the end it becomes the file at ``path``, which only
+    this user can access, whatever folder it is in; another file or link with that name is replaced. Raises ``OSError``.
+    """
+    folder = tempfile.mkdtemp(prefix=".fenceline-", dir=os.path.dirname(path) or os.curdir)
+    try:
+        yield (inner := os.path.join(folder, os.path.basename(path)))
+        os.chmod(inner, 0o600)
+        os.replace(inner, path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def why_unusable(path: str, error: OSError) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
+from fenceline.config.private_files import new_file
 from fenceline.ipc.io_struct import (
     ControlReply,
     FlightRecorderReq,
@@ -188,8 +189,11 @@ class StepProfiler:
             names = trace_folder(self._root, output_dir)
             if self._root is None:  # after the check: a refused request leaves no folder behind
                 self._root = tempfile.mkdtemp(prefix="fenceline-profile-")
-            folder = Path(self._root, *names)
+            folder = Path(self._root)
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for name in names:
+                folder /= name
+                folder.mkdir(mode=0o700, exist_ok=True)
         except ValueError as error:
             return False, str(error)
         except OSError as error:
@@ -219,7 +223,8 @@ class StepProfiler:
         profile, self._profile, self.steps_left = self._profile, None, None
         try:
             profile.__exit__(None, None, None)
-            profile.export_chrome_trace(self._path)
+            with new_file(self._path) as path:
+                profile.export_chrome_trace(path)
         except Exception as error:  # whatever goes wrong in the profiler, the steps go on
             return False, f"the trace could not be written to {self._path}: {type(error).__name__}: {error}"
         return True, f"trace written to {self._path}"

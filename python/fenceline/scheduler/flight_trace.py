@@ -15,6 +15,7 @@ from typing import Any
 
 import orjson
 
+from fenceline.config.private_files import new_file
 from fenceline.memory_order.edges import StreamName, pages_edge
 from fenceline.scheduler.flight_dump import read_dump
 
@@ -236,7 +237,8 @@ def main(argv: Sequence[str]) -> int:
     output = args.output or args.file.with_suffix(".trace.json")
     try:
         trace = trace_of(read_dump(args.file))
-        output.write_bytes(orjson.dumps(trace))
+        with new_file(str(output)) as path:
+            Path(path).write_bytes(orjson.dumps(trace))
     except (ValueError, OSError) as error:
         print(f"fenceline trace: {error}", file=sys.stderr)
         return 2

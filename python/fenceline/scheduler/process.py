@@ -439,6 +439,7 @@ def enable_core_dumps(config: EngineConfig) -> CoreDumps | None:
     if os.environ["CUDA_ENABLE_COREDUMP_ON_EXCEPTION"].strip() in ("", "0"):
         logger.warning("--cuda-coredump-dir: CUDA_ENABLE_COREDUMP_ON_EXCEPTION turns the core dumps off")
         return None
+    os.umask(0o077)  # registers and stacks may hold tokens; the driver makes the file when it has failed
     pattern = os.environ["CUDA_COREDUMP_FILE"]
     logger.info("If a kernel fails, the driver dumps the GPU to %s", pattern)
     if pattern != ours["CUDA_COREDUMP_FILE"]:
