@@ -106,6 +106,9 @@ def test_flushing_empties_the_tiers_that_were_named(client: httpx.Client) -> Non
     prompt = prompts()[0]
     expected = generate(client, prompt)["output_ids"]
     assert client.post("/flush_cache").status_code == 200
+    metrics = client.get("/metrics").text  # of a server that does nothing
+    for state in ("device", "host", "both", "in_transit"):
+        assert f'fenceline:hicache_pages{{model_name="demo",state="{state}"}} 0.0' in metrics
     found = generate(client, prompt)
     assert found["meta_info"]["cached_tokens_details"]["device"] == 0
     assert found["meta_info"]["cached_tokens_details"]["host"] == 0

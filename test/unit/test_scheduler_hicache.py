@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from scheduler_driver import Driver, assert_right, capacity, expected_output, make_tiered_driver, request
 from token_worker import TokenTransfers
 
-from fenceline.ipc.io_struct import AbortReq, FlushCacheReq, TokenizedGenerateReq
+from fenceline.ipc.io_struct import (
+    AbortReq,
+    ControlReply,
+    FlushCacheReq,
+    InternalState,
+    PauseGenerationReq,
+    StatsReport,
+    TickReq,
+    TokenizedGenerateReq,
+)
 
 POLICIES = ("write_through", "write_through_selective", "write_back")
 
@@ -54,6 +63,41 @@ def test_a_prefix_comes_back_from_the_host(policy: str) -> None:
     serve(driver, request("back", [*prompt, 7, 8, 9], max_new_tokens=4, ignore_eos=True))
     assert transfers(driver).num_moved["load"] - before == 10
     assert driver.answers["back"].last.cached_tokens == 40
+
+
+def told(driver: Driver) -> InternalState:
+    """What the front end knows once the scheduler waits for a message."""
+    while driver.scheduler.memory.num_outstanding:
+        driver.step()
+    driver.send(TickReq(now=0.0))
+    driver.step()
+    return next(message.state for message in reversed(driver.replies) if isinstance(message, StatsReport))
+
+
+def test_the_front_end_knows_the_state_of_a_scheduler_that_has_nothing_to_do() -> None:
+    """Its gauges are those of the last report, for hours if nobody asks anything."""
+    driver = make_tiered_driver()
+    prompt = list(range(20, 60))
+    serve(driver, request("first", prompt, max_new_tokens=2, ignore_eos=True))
+    state = told(driver)
+    assert state == driver.scheduler.state()
+    assert state.hicache is not None and state.hicache.pages["both"] == 10
+    assert state.hicache.pages["in_transit"] == 0
+    driver.send(FlushCacheReq(id="flush"))
+    driver.step()
+    *_, report, reply = driver.replies
+    assert isinstance(reply, ControlReply) and reply.success
+    assert isinstance(report, StatsReport), "whoever has the answer finds it in the metrics"
+    assert report.state.hicache is not None and not any(report.state.hicache.pages.values())
+    driver.send(PauseGenerationReq(id="pause", mode="retract"), request("waits", prompt, max_new_tokens=2))
+    driver.step()
+    assert told(driver).num_queue_reqs == 1
+    driver.send(AbortReq(rid="waits"))
+    driver.step()
+    assert (told(driver).num_queue_reqs, told(driver).num_aborts) == (0, 1)
+    num_reports = len(driver.replies)
+    assert told(driver) == driver.scheduler.state()
+    assert len(driver.replies) == num_reports, "what has not changed is not sent again"
 
 
 @pytest.mark.parametrize("policy", POLICIES)

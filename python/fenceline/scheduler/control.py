@@ -46,15 +46,20 @@ class SchedulerControl:
     out those that change requests or memory, through :meth:`answer`."""
 
     def __init__(
-        self, recorder: FlightRecorder, torch_profiler_dir: str | None, send: Callable[[Message], None]
+        self,
+        recorder: FlightRecorder,
+        torch_profiler_dir: str | None,
+        send: Callable[[Message], None],
+        report: Callable[[], None],
     ) -> None:
-        """``send`` sends a message to the front end."""
+        """``send`` sends a message to the front end, and ``report`` the scheduler's state."""
         self.profiler = StepProfiler(torch_profiler_dir)
         # Runs the work of making a dump, here at once. The scheduler's process uses a thread instead, so that steps go
         # on meanwhile; ``send`` must then be safe to call from that thread.
         self.run_in_background: Callable[[Callable[[], None]], None] = lambda work: work()
         self._recorder = recorder
         self._send = send
+        self._report = report
         self._dumps: deque[FlightRecorderReq] = deque()  # requested, but not begun yet
         self._dumping = threading.Lock()
 
@@ -70,6 +75,7 @@ class SchedulerControl:
         except (OSError, ValueError) as error:
             self._failed(id, error)
         else:
+            self._report()  # first, so that whoever has the answer finds its effects in the metrics
             self._send(ControlReply(id=id, success=success, message=text, payload=b"".join(payload)))
 
     def observe(

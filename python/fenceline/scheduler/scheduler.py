@@ -228,7 +228,10 @@ class Scheduler:
         self.reqs: dict[str, Req] = {}  # all that have not left, by rid
         self.num_constrained = 0  # how many of them have a grammar
         self.recorder = FlightRecorder(config, self.memory, self.reqs)
-        self.control = SchedulerControl(self.recorder, config.torch_profiler_dir, outbox.to_tokenizer)
+        self.control = SchedulerControl(
+            self.recorder, config.torch_profiler_dir, outbox.to_tokenizer, self.report
+        )
+        self.reported: InternalState | None = None  # what the front end knows
         self.still_working: Callable[[], None] = lambda: None  # called during a long turn, for the watchdog
         self.flushes: list[FlushCacheReq] = []  # that wait for the last request to leave
         args = config.server_args
@@ -286,6 +289,8 @@ class Scheduler:
             timeout_ms = _ACK_INTERVAL_MS if self.reqs else _QUIET_ACK_INTERVAL_MS
         if block and self.grammars.loading:
             timeout_ms = _ACK_INTERVAL_MS
+        if block and (timeout_ms is None or self.stats.report_is_due()):
+            self.report()  # nobody else would until the next request
         awaited = prev if prev is not None and self.may_publish_early(prev) else None
         if self.ranks is None:
             self.ingest(self.inbox.drain(block, timeout_ms))
@@ -1163,8 +1168,11 @@ class Scheduler:
         return self.stats.state(num_running, self.waiting.num_reqs, self.ratio.value, self.paused)
 
     def report(self) -> None:
-        """Send :meth:`state` to the front end."""
-        self.tell_frontend(StatsReport(state=self.state()))
+        """Send :meth:`state` to the front end if it has changed since it was sent."""
+        state = self.state()
+        if state != self.reported:
+            self.reported = state
+            self.tell_frontend(StatsReport(state=state))
 
     # --- out -----------------------------------------------------------------------------------------
 
@@ -1200,7 +1208,6 @@ class Scheduler:
                 f"{self.num_constrained} requests with a grammar have left unnoticed"
             )
             self.memory_checked = True
-            self.report()
 
 
 def _loaded(error: BaseException | None) -> tuple[bool, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fenceline.ipc.io_struct import (
+    InternalState,
     Message,
     StatsReport,
     TickReq,
@@ -34,8 +35,9 @@ class InTime:
         self._now: float | None = None  # the latest of the ticks that are being taken in
         # The state of each request as the tick has found it: new weights beside it retract all that runs.
         self._found: dict[Req, str] | None = None
-        self._num_reports = self._num_launched = self._num_published = 0
-        self._is_report_due = self._falls_idle = False
+        self._num_launched = self._num_published = 0
+        self._is_report_due = self._waits = False
+        self._known: InternalState | None = None  # to the front end
         self._was_paused = False  # at some time while the present messages are taken in
         self._may_think = False  # some request of the step that is being published
         around(scheduler, "ingest", before=self._begins, after=self._taken_in)
@@ -43,20 +45,20 @@ class InTime:
         around(scheduler, "end", before=self._ends)
         around(scheduler, "stop_scheduling", before=self._clocks_stop)
         around(scheduler, "publish", before=self._publishes, after=self._published)
-        around(scheduler, "check_memory", before=self._checks_memory, after=self._checked_memory)
         around(scheduler.stats, "report_is_due", after=self._asked_for_report)
         around(scheduler, "tell_frontend", before=self._told)
         around(scheduler, "pause", after=self._paused)
         around(scheduler, "launch_next", before=lambda: self._check_departed("a step is launched"))
         around(scheduler.memory, "write_backups", before=lambda: self._check_departed("backups begin"))
-        around(scheduler, "step", after=self._stepped)
+        around(scheduler, "step", before=self._steps, after=self._stepped)
         around(scheduler, "launch", before=self._launches)
         around(scheduler, "publish", after=self._may_sample)
 
     # --- requests whose time is up -------------------------------------------------------------------
 
     def _begins(self, messages: Sequence[Message]) -> None:
-        """Of several ticks that arrive together only the last one counts."""
+        """Of several ticks that arrive together only the last one counts. The messages may have come after hours."""
+        self._check_known(self._waits, "the engine has waited for messages")
         self._now = max((message.now for message in messages if isinstance(message, TickReq)), default=None)
         self._found = None
         self._was_paused = self._scheduler.paused
@@ -164,7 +166,7 @@ class InTime:
         self._check(num == 0, f"{num} outputs have not been sent, and {when}")
 
     def _publishes(self, flight: InFlight) -> None:
-        self._is_report_due, self._num_reports = False, 0
+        self._is_report_due = False
         self._may_think = any(req.grammar is not None and req.grammar.may_think for req in flight.reqs)
 
     def _asked_for_report(self, is_due: bool) -> None:
@@ -172,24 +174,34 @@ class InTime:
 
     def _published(self, _: None, flight: InFlight) -> None:
         self._check_sent("a step has been published")
-        self._check(self._num_reports == self._is_report_due, f"{self._num_reports} reports after a step")
+        self._check_known(self._is_report_due, "a step has been published")
 
-    def _checks_memory(self) -> None:
-        self._falls_idle, self._num_reports = not self._scheduler.memory_checked, 0
-
-    def _checked_memory(self, _: None) -> None:
-        self._check(self._num_reports == self._falls_idle, f"{self._num_reports} reports of the idle engine")
+    def _steps(self, prev: InFlight | None) -> None:
+        scheduler = self._scheduler
+        is_busy = prev is not None or not scheduler.idle or scheduler.stopped
+        self._waits = not (is_busy or scheduler.memory.num_outstanding or scheduler.grammars.loading)
 
     def _told(self, message: Message) -> None:
         if isinstance(message, StatsReport):
-            self._num_reports += 1
-            num_reqs = message.state.num_running_reqs + message.state.num_queue_reqs
-            num = len(self._scheduler.reqs)
-            self._check(num_reqs == num, f"a report says {num_reqs} requests, {num} are left")
+            self._known = message.state
+
+    def _check_known(self, is_due: bool, when: str) -> None:
+        if is_due:
+            known, true = (
+                None if one is None else _figures(one) for one in (self._known, self._scheduler.state())
+            )
+            self._check(known == true, f"{when}, and the front end knows {known} instead of {true}")
 
     def _check(self, holds: bool, text: str) -> None:
         if not holds and len(self.wrong) < 5:
             self.wrong.append(f"in time: {text}")
+
+
+def _figures(state: InternalState) -> tuple[object, ...]:
+    """What no thread changes beside the scheduler's."""
+    pages = None if state.hicache is None else state.hicache.pages
+    reqs = state.num_running_reqs, state.num_queue_reqs, state.num_aborts
+    return *reqs, state.num_used_tokens, state.paused, pages
 
 
 def _state_of(req: Req) -> str:
