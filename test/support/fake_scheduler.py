@@ -388,7 +388,7 @@ class FakeProcess:
 
 def run_fake_scheduler(config: EngineConfig, ports: PortArgs) -> None:
     """The entry of a scheduler process."""
-    prepare_child("scheduler", config.server_args.log_level, ports)
+    prepare_child("scheduler", config.server_args, ports)
     eos_ids = config.model.eos_token_ids
     scheduler = FakeScheduler(eos_ids, has_tiers=config.hicache is not None)
     process = FakeProcess(scheduler, ports, to_tokenizer=config.server_args.skip_tokenizer_init)
@@ -401,11 +401,11 @@ def run_fake_scheduler(config: EngineConfig, ports: PortArgs) -> None:
 
 def run_stillborn_scheduler(config: EngineConfig, ports: PortArgs) -> None:
     """A scheduler process that fails while it loads its model."""
-    prepare_child("scheduler", config.server_args.log_level, ports)
+    prepare_child("scheduler", config.server_args, ports)
     raise SystemExit(3)
 
 
 def run_never_ready_scheduler(config: EngineConfig, ports: PortArgs) -> None:
     """A scheduler process that loads its model forever."""
-    prepare_child("scheduler", config.server_args.log_level, ports)
+    prepare_child("scheduler", config.server_args, ports)
     threading.Event().wait()

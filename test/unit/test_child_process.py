@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import threading
+from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,13 +32,14 @@ from fenceline.scheduler.process import follower_log_level
 _PROGRAM = """
 import multiprocessing
 from multiprocessing import resource_tracker
+from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import PortArgs
 from fenceline.ipc.child_process import prepare_child
 from tqdm import tqdm
 
 multiprocessing.set_start_method("spawn")  # as in a server's children
 ports = PortArgs(tokenizer="ipc://a", scheduler="ipc://b", detokenizer="ipc://c")
-prepare_child("test", "error", ports)
+prepare_child("test", ServerArgs(model_path="m", log_level="error"), ports)
 for _ in tqdm(range(2)):
     pass
 print(resource_tracker._resource_tracker._fd)
@@ -50,9 +54,10 @@ def test_a_progress_bar_leaves_nothing_in_the_system() -> None:
 
 _LOG = r"""
 import logging
+from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.child_process import setup_logging
 
-setup_logging("info")
+setup_logging(ServerArgs(model_path="m"), "scheduler-1")
 forged = "rid\n[2026-01-01 00:00:00] The server stops\r\x1b[2J\x85\u2028\ud800 é"
 logging.getLogger("x").info("Receive: rid=%s", forged)
 try:
@@ -71,10 +76,22 @@ def test_what_a_client_sends_forges_no_lines_of_the_log() -> None:
     assert not any(line.startswith("[2026-01-01") for line in traceback)
 
 
-def test_a_rank_that_is_not_the_first_names_itself_in_its_log() -> None:
-    program = _LOG.replace('setup_logging("info")', 'setup_logging("info", "scheduler-1")')
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    assert "] scheduler-1: Receive: rid=" in result.stderr.decode().split("\n")[0]
+def test_a_line_has_its_level_and_process_and_json_lines_have_the_traceback_too() -> None:
+    run = partial(subprocess.run, capture_output=True, check=True)
+    first, second, *_ = run([sys.executable, "-c", _LOG]).stderr.decode().split("\n")
+    assert first.split(" ", 2)[2].startswith("INFO scheduler-1] Receive: rid=")
+    assert second.split(" ", 2)[2].startswith("ERROR scheduler-1] request ")
+    program = _LOG.replace('model_path="m"', 'model_path="m", log_format="json"')
+    lines = run([sys.executable, "-c", program]).stderr.splitlines()
+    info, error = map(json.loads, lines)
+    assert info["message"].startswith("Receive: rid=rid\n[2026-01-01")
+    assert (info["level"], info["process"], info["logger"]) == ("INFO", "scheduler-1", "x")
+    assert datetime.fromisoformat(info["time"]).utcoffset() == timedelta(0)
+    assert error["level"] == "ERROR" and error["exception"].startswith("Traceback")
+    assert "exception" not in info
+
+
+def test_other_ranks_than_the_first_log_warnings_alone() -> None:
     assert [follower_log_level(level) for level in ("debug", "info", "warning", "error", "critical")] == [
         "warning", "warning", "warning", "error", "critical"
     ]  # fmt: skip

@@ -237,6 +237,14 @@ def test_a_mistyped_flag_is_never_answered_with_one_that_is_refused() -> None:
     assert set(named) <= OWN | {"--config", "--help"}
 
 
+def test_choices_are_taken_in_any_case() -> None:
+    args = parse_args(
+        ["--model-path", "m", "--log-level", "INFO", "--schedule-policy", "LPM", "--log-format", "JSON"]
+    )
+    assert (args.log_level, args.schedule_policy, args.log_format) == ("info", "lpm", "json")
+    assert ServerArgs.from_kwargs({"model_path": "m", "log_level": "Warning"}).log_level == "warning"
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

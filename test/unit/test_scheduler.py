@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import tracemalloc
 from random import Random
 
@@ -190,6 +191,36 @@ def test_chunked_prefill_interleaves_with_nothing_lost(disable_overlap_schedule:
     driver.send(*reqs)
     driver.run()
     assert_right(driver, *reqs)
+
+
+def test_a_prompt_of_many_steps_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    driver = make_driver(chunked_prefill_size=8)
+    driver.send(request("long", list(range(1, 91)), max_new_tokens=2))
+    with caplog.at_level(logging.INFO):
+        driver.run()
+        driver.send(request("short", [*range(1, 41), 7], max_new_tokens=2))
+        driver.run()
+    lines = [line for line in caplog.messages if line.startswith("Prefill batch")]
+    assert [line.partition(", token")[0] for line in lines] == [
+        "Prefill batch, #new-seq: 1, #new-token: 90, #cached-token: 0",
+        "Prefill batch, #new-seq: 1, #new-token: 1, #cached-token: 40",
+    ]
+
+
+def test_debug_follows_each_request_step_and_control_message(caplog: pytest.LogCaptureFixture) -> None:
+    driver = make_driver()
+    with caplog.at_level(logging.DEBUG):
+        driver.send(
+            request("r", [1, 2, 3], max_new_tokens=2, ignore_eos=True), FlushCacheReq(id="f", wait=True)
+        )
+        driver.run()
+    assert [line for line in caplog.messages if not line.startswith("Prefill")] == [
+        "Request r: 3 tokens, at most 2 new ones",
+        "Control message: FlushCacheReq",
+        "Step 1: ExtendBatch of 1 requests",
+        "Step 2: DecodeBatch of 1 requests",
+        "Request r leaves (length): 3 tokens, 0 of them cached, and 2 new ones, after 0 retractions",
+    ]
 
 
 def test_retraction_changes_no_token() -> None:

@@ -148,6 +148,9 @@ def coerce(flag: Flag, value: object) -> Value | None:
     if str(result) in flag.spec.refused:
         raise ConfigError(f"{flag.option} {result}: not available, {flag.spec.refused[str(result)]}")
     if flag.spec.choices is not None and result not in flag.spec.choices:
+        for choice in flag.spec.choices:
+            if str(choice).lower() == str(result).lower():  # in any case: INFO, Bfloat16
+                return choice
         allowed = ", ".join(str(choice) for choice in flag.spec.choices)
         raise ConfigError(f"{flag.option} {result}: choose one of {allowed}")
     return result

@@ -748,15 +748,21 @@ class ServerArgs:
     # Logging and metrics
     log_level: str = flag(
         "info",
-        "Least severe level that is logged.",
+        "Least severe level that is logged. debug also shows each request, step and control message.",
         group=_LOGGING,
-        choices=("debug", "info", "warning", "error"),
+        choices=("debug", "info", "warning", "error", "critical"),
     )
     log_level_http: str | None = flag(
         None,
         "Least severe level that the HTTP server logs; --log-level unless given.",
         group=_LOGGING,
-        choices=("debug", "info", "warning", "error"),
+        choices=("debug", "info", "warning", "error", "critical"),
+    )
+    log_format: Literal["text", "json"] = flag(
+        "text",
+        "Log lines for people, or one JSON object a line with time, level, process, pid, logger, message and, after an "
+        "error, exception.",
+        group=_LOGGING,
     )
     log_requests: bool = flag(False, "Log every request and its answer.", group=_LOGGING)
     log_requests_level: int = flag(

@@ -86,7 +86,7 @@ def _why_unusable(host: str, port: int, error: OSError) -> str:
 def serve_until_stopped(config: EngineConfig, scheduler_entry: ProcessEntry = run_scheduler) -> int:
     """Run the whole server, or this host's part if there are several hosts. Returns the exit status: 0 if it was asked
     to stop; otherwise the reason has been logged."""
-    setup_logging(config.server_args.log_level)
+    setup_logging(config.server_args)
     if config.server_args.node_rank > 0:
         return serve_node(config, scheduler_entry)
     raise_descriptor_limit()
@@ -99,6 +99,7 @@ def serve_until_stopped(config: EngineConfig, scheduler_entry: ProcessEntry = ru
     logger.info(
         "Loading %s; the address follows when it can answer (Ctrl-C stops).", config.served_model_name
     )
+    logger.debug("Configuration: %s", config.public_dict())
     with sock:
         backend = launch(config, scheduler_entry)
         try:

@@ -465,7 +465,7 @@ class DetokenizerManager:
 
 def run_detokenizer_process(config: EngineConfig, ports: PortArgs) -> None:
     """The detokenizer process' main function; ends with the parent or on :class:`ShutdownReq`."""
-    prepare_child("detokenizer", config.server_args.log_level, ports)
+    prepare_child("detokenizer", config.server_args, ports, config.replica)
     watchdog = Watchdog(config.server_args.watchdog_timeout, lambda reason: _exit_hung(ports, reason))
     manager = DetokenizerManager(Detokenizer(load_tokenizer(config.tokenizer_path)), ports)
     freeze_garbage_collector()

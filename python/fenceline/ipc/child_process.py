@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -21,6 +23,7 @@ from types import ModuleType
 import psutil
 from tqdm import tqdm
 
+from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import PortArgs
 from fenceline.ipc.sockets import remove_ports
 
@@ -28,16 +31,16 @@ PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Blocked in every thread of every child for good; the scheduler's flight recorder waits for it in a thread of its own.
 DUMP_SIGNAL = signal.SIGUSR1
 HEARTBEAT_INTERVAL_S = 0.5
-LOG_FORMAT = "[%(asctime)s] %(message)s"
-
 _UNSHOWN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+# Libraries whose debug lines say nothing about this server, and would be most of the log.
+_CHATTERING = ("asyncio", "filelock", "h11", "httpcore", "httpx", "urllib3", "huggingface_hub", "torch")
 
 logger = logging.getLogger(__name__)
 
 _main_hidden = threading.Lock()  # two threads may start children at the same time
 
 
-def prepare_child(name: str, log_level: str, ports: PortArgs, log_name: str = "") -> None:
+def prepare_child(name: str, args: ServerArgs, ports: PortArgs, replica: int = 0) -> None:
     """Set up a child process: logging, signals, a heartbeat, and an end together with the parent.
 
     Ctrl-C reaches the whole foreground group and a service manager's SIGTERM every process of the service,
@@ -48,7 +51,7 @@ def prepare_child(name: str, log_level: str, ports: PortArgs, log_name: str = ""
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
     signal.pthread_sigmask(signal.SIG_BLOCK, (DUMP_SIGNAL,))
-    setup_logging(log_level, log_name)
+    setup_logging(args, name if args.dp_size == 1 else f"replica {replica} {name}")
     # Interpreter and imports; for the scheduler that is torch, and most of a small model's start.
     started_s = time.time() - psutil.Process().create_time()
     logger.info("Started the %s process in %.1f s", name, started_s)
@@ -99,13 +102,39 @@ class OneLineFormatter(logging.Formatter):
         return one_line(super().formatMessage(record))
 
 
-def setup_logging(log_level: str, log_name: str = "") -> None:
-    """Log lines of this process go to stderr in one format. They begin with ``log_name`` where another process would
-    say the same."""
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line, in ASCII, with the traceback if there is one."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "process": self._process,
+            "pid": record.process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def setup_logging(args: ServerArgs, process: str = "main") -> None:
+    """Log lines of this process, which ``process`` names, go to stderr in one format."""
     handler = logging.StreamHandler(sys.stderr)
-    line = LOG_FORMAT.replace("%(message)s", f"{log_name}: %(message)s") if log_name else LOG_FORMAT
-    handler.setFormatter(OneLineFormatter(line, datefmt="%Y-%m-%d %H:%M:%S"))
-    logging.basicConfig(level=log_level.upper(), handlers=[handler], force=True)
+    if args.log_format == "json":
+        handler.setFormatter(JsonFormatter(process))
+    else:
+        line = f"[%(asctime)s %(levelname)s {process}] %(message)s"
+        handler.setFormatter(OneLineFormatter(line, datefmt="%Y-%m-%d %H:%M:%S"))
+    logging.basicConfig(level=args.log_level.upper(), handlers=[handler], force=True)
+    for name in _CHATTERING:  # with --log-level debug
+        logging.getLogger(name).setLevel(max(logging.INFO, logging.getLogger().level))
 
 
 def freeze_garbage_collector() -> None:

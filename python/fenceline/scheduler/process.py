@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import logging
 import os
@@ -167,11 +168,10 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
     Any error is reported to the front end as :class:`FatalError` and ends the process with status 1.
     """
     num_ranks = config.server_args.tp_size
-    name, log_level = scheduler_name(rank), config.server_args.log_level
-    if rank == 0:
-        prepare_child(name, log_level, ports)
-    else:  # rank 0 logs progress for all; warnings and errors of another rank carry that rank's name
-        prepare_child(name, follower_log_level(log_level), ports, name)
+    args = config.server_args
+    if rank:  # rank 0 logs progress for all
+        args = dataclasses.replace(args, log_level=follower_log_level(args.log_level))
+    prepare_child(scheduler_name(rank), args, ports, config.replica)
     faulthandler.enable()
     dumps = enable_core_dumps(config)
     recorder: FlightRecorder | None = None

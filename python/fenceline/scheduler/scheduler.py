@@ -399,6 +399,9 @@ class Scheduler:
             self.waiting.add(req)
             self.memory.prefetch(req)
             self.stats.arrived(req)
+            logger.debug(
+                "Request %s: %d tokens, at most %d new ones", req.rid, len(prompt_ids), req.max_new_tokens
+            )
             return
         self.output.flush()
 
@@ -679,6 +682,7 @@ class Scheduler:
         result = self.worker.launch(batch)
         done = Points.of(result.done)
         self.num_launched += 1
+        logger.debug("Step %d: %s of %d requests", self.num_launched, type(batch).__name__, len(reqs))
         for req in reqs:
             req.last_flight, req.last_step = done, self.num_launched
         self.memory_checked = False
@@ -1056,6 +1060,7 @@ class Scheduler:
 
     def carry_out(self, message: Message) -> None:
         """Carry out and answer one control message."""
+        logger.debug("Control message: %s", type(message).__name__)
         answer = self.control.answer
         match message:
             case LoadGrammarReq():
@@ -1179,6 +1184,10 @@ class Scheduler:
     def depart(self, req: Req, why: str) -> None:
         """Remove the request. :meth:`retire_departed` gives back its memory, which others may use after the request's
         last step in flight."""
+        logger.debug(
+            "Request %s leaves (%s): %d tokens, %d of them cached, and %d new ones, after %d retractions",
+            req.rid, why, len(req.prompt_ids), req.cached_tokens, len(req.output_ids), req.num_retractions,
+        )  # fmt: skip
         req.left = True
         self.running.departed()
         self.recorder.departed(req, why)

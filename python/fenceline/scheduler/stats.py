@@ -21,6 +21,7 @@ from fenceline.scheduler.request_memory import RequestMemory
 logger = logging.getLogger(__name__)
 
 _REPORT_INTERVAL_S = 1.0
+_PREFILL_LOG_INTERVAL_S = 5.0
 _NO_STORAGE = StorageTierStats(backend=StorageStats())
 
 
@@ -48,6 +49,9 @@ class SchedulerStats:
         self._throughput = 0.0
         self._last_log = self._last_report = time.perf_counter()
         self._last_generated = 0
+        # What the next line of prefill says: requests, and tokens since these numbers.
+        self._unlogged: set[str] = set()
+        self._last_prefill_log, self._last_computed, self._last_cached = self._last_log, 0, 0
         self._last_fallbacks = 0
 
     @property
@@ -96,17 +100,25 @@ class SchedulerStats:
         for req in plan.reqs:
             if req.queue_time_s is None:
                 req.queue_time_s = now - req.arrived_at
-        if self._decode_log_interval and logger.isEnabledFor(logging.INFO):
-            logger.info(
-                "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
-                "#running-req: %d, #queue-req: %d",
-                len(plan.reqs),
-                plan.num_new_tokens,
-                plan.num_cached_tokens,
-                self.token_usage,
-                num_running,
-                num_queued,
-            )
+        if not self._decode_log_interval or not logger.isEnabledFor(logging.INFO):
+            return
+        self._unlogged.update(req.rid for req in plan.reqs)
+        # A CPU computes a prompt in many short steps, which are one line: at its end, or after a while.
+        if plan.reqs == (plan.chunked,) and now - self._last_prefill_log < _PREFILL_LOG_INTERVAL_S:
+            return
+        logger.info(
+            "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
+            "#running-req: %d, #queue-req: %d",
+            len(self._unlogged),
+            self.num_computed_prompt_tokens - self._last_computed,
+            self.num_cached_tokens - self._last_cached,
+            self.token_usage,
+            num_running,
+            num_queued,
+        )
+        self._unlogged.clear()
+        self._last_prefill_log = now
+        self._last_computed, self._last_cached = self.num_computed_prompt_tokens, self.num_cached_tokens
 
     def decode(self, depth: int) -> bool:
         """A decode step with a draft of ``depth`` was planned. Returns whether :meth:`log_decode` is due, which is the

@@ -549,7 +549,8 @@ def _working(device: torch.device, product: ScaledProduct, group: int) -> Scaled
     try:
         y = product(inputs.contiguous(), input_scales, numbers.contiguous(), scales, torch.bfloat16)
     except (RuntimeError, ValueError, AttributeError) as error:
-        logger.info("%s cannot be used here: %s", product.__name__, str(error).splitlines()[0])
+        # Which products a GPU has is no news: another one is used.
+        logger.debug("%s cannot be used here: %s", product.__name__, str(error).splitlines()[0])
         return None
     error_size = ((y.float() - expected).norm() / expected.norm()).item()
     if not error_size < _TOLERANCE:
