@@ -168,6 +168,16 @@ def test_sigterm_finishes_streams_and_refuses_new_requests(sockets_dir: Path) ->
         assert_all_gone(children, sockets_dir)
 
 
+def test_who_does_not_end_in_time_is_aborted(sockets_dir: Path) -> None:
+    with start(sockets_dir, "run_fake_scheduler", "--shutdown-timeout", "0.1") as server:
+        answer = server.wait_ready().post_in_thread(HANGING)
+        wait_running(server)
+        server.signal(signal.SIGTERM)
+        assert server.wait_exit() == 0
+        assert answer.result(WAIT_S).status_code == 503
+        assert "1 requests have not ended within 0.1 s and are aborted (--shutdown-timeout)" in server.output
+
+
 def test_second_signal_stops_now(sockets_dir: Path) -> None:
     with start(sockets_dir) as server:
         children = server.wait_ready().engine_processes()

@@ -17,11 +17,12 @@ import yaml
 import pick_torch
 import setup_env
 from fenceline.config.engine_config import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
-from fenceline.config.server_args import parse_args
-from fenceline.entrypoints.supervisor import DRAIN_TIMEOUT_S, STOP_TIMEOUT_S
+from fenceline.config.server_args import ServerArgs, parse_args
+from fenceline.entrypoints.supervisor import STOP_TIMEOUT_S
 
 ROOT = setup_env.ROOT
 DOCKER = ROOT / "docker"
+STOPS_WITHIN_S = ServerArgs(model_path="demo").shutdown_timeout + STOP_TIMEOUT_S
 UNIT = ROOT / "deploy/fenceline.service"
 Step = tuple[str, str]
 
@@ -117,7 +118,7 @@ def test_the_composed_server(files: tuple[str, ...]) -> None:
     assert args.enable_metrics
     assert args.api_key is None and server["environment"][API_KEY_VARIABLE] == f"${{{API_KEY_VARIABLE}:-}}"
     assert server["environment"][ADMIN_API_KEY_VARIABLE] == f"${{{ADMIN_API_KEY_VARIABLE}:-}}"
-    assert int(server["stop_grace_period"].removesuffix("s")) > DRAIN_TIMEOUT_S + STOP_TIMEOUT_S
+    assert int(server["stop_grace_period"].removesuffix("s")) > STOPS_WITHIN_S
     assert server["volumes"] == [f"cache:{only(targets()['cpu'], 'VOLUME')}"]
 
 
@@ -157,7 +158,7 @@ def unit() -> dict[str, list[str]]:
 
 def test_the_unit_stops_the_server_as_it_wants_to_be_stopped() -> None:
     settings = unit()
-    assert float(settings["TimeoutStopSec"][0]) > DRAIN_TIMEOUT_S + STOP_TIMEOUT_S
+    assert float(settings["TimeoutStopSec"][0]) > STOPS_WITHIN_S
     assert settings["KillMode"] == ["mixed"]  # children stop when their parent says so
     assert settings["DynamicUser"] == ["yes"]
     (command,) = settings["ExecStart"]

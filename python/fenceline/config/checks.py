@@ -96,6 +96,10 @@ def _check_server(args: ServerArgs) -> None:
         args.watchdog_timeout > 0,
         f"--watchdog-timeout {args.watchdog_timeout:g}: give a number of seconds > 0",
     )
+    _require(
+        0 <= args.shutdown_timeout <= _MOST,
+        f"--shutdown-timeout {args.shutdown_timeout:g}: give a number of seconds, 0 to abort requests at once",
+    )
     for name in ("req_waiting_timeout", "req_running_timeout"):
         seconds = getattr(args, name)
         _require(

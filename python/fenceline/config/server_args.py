@@ -218,6 +218,12 @@ class ServerArgs:
         "Seconds after which a running request is ended with 503; SGLANG_REQ_RUNNING_TIMEOUT, or never, unless given.",
         group=_HTTP,
     )
+    shutdown_timeout: float = flag(
+        30.0,
+        "Seconds that running requests have to end after SIGTERM; those that are left are aborted. A service manager "
+        "has to wait ten seconds longer before it kills.",
+        group=_HTTP,
+    )
     allow_auto_truncate: bool = flag(
         False,
         "Cut off the end of prompts that are too long instead of refusing them.",

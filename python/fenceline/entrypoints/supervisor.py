@@ -27,7 +27,6 @@ from fenceline.ipc.child_process import DUMP_SIGNAL, PARENTS_SIGNALS, freeze_gar
 
 logger = logging.getLogger(__name__)
 
-DRAIN_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
 # How long another thread of this process may run Python while the event loop waits for the interpreter, which it does
 # after each wait for news and after many system calls, so several times for one answer. Python's own 5 ms would add up
@@ -225,12 +224,13 @@ class Supervisor:
         return stop.status
 
     async def _drain(self, manager: TokenizerManager, stop: Stop) -> Stop:
+        timeout_s = self._config.server_args.shutdown_timeout
         if manager.num_active:
             logger.info(
                 "%s: finishing %d requests, for at most %g s; the same signal again stops now",
-                stop.reason, manager.num_active, DRAIN_TIMEOUT_S,
+                stop.reason, manager.num_active, timeout_s,
             )  # fmt: skip
-        drain = asyncio.ensure_future(manager.drain(DRAIN_TIMEOUT_S))
+        drain = asyncio.ensure_future(manager.drain(timeout_s))
         forced = asyncio.ensure_future(self._forced.wait())
         dead = asyncio.ensure_future(manager.wait_dead())
         await asyncio.wait((drain, forced, dead), return_when=asyncio.FIRST_COMPLETED)
@@ -238,6 +238,11 @@ class Supervisor:
             task.cancel()
         if manager.fatal is not None:
             return Stop(1, manager.fatal)
+        if manager.num_active and not self._forced.is_set():
+            logger.warning(
+                "%d requests have not ended within %g s and are aborted (--shutdown-timeout)",
+                manager.num_active, timeout_s,
+            )  # fmt: skip
         if self._forced.is_set():
             return Stop(
                 128 + self._signals[-1], f"a second signal came with {manager.num_active} requests running"
