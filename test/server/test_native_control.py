@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 import socket
+from importlib.metadata import version
 from urllib.parse import urlsplit
 
 import httpx
@@ -10,6 +12,9 @@ import orjson
 import pytest
 from fake_scheduler import Seed
 from live_server import WAIT_S, LiveServer, scheduler_state, wait_for
+from prometheus_client.parser import text_string_to_metric_families
+
+from fenceline.version import __version__
 
 
 def hanging(rid: str) -> dict[str, object]:
@@ -157,6 +162,32 @@ def test_metrics(server: LiveServer, client: httpx.Client) -> None:
     assert values["fenceline:inter_token_latency_seconds_count" + label] >= 4
     infinity = 'fenceline:inter_token_latency_seconds_bucket{le="+Inf",model_name="demo"}'
     assert values[infinity] == values["fenceline:inter_token_latency_seconds_count" + label]
+
+
+def test_metrics_of_lengths_ends_processes_and_versions(client: httpx.Client) -> None:
+    def read() -> dict[str, float]:
+        families = text_string_to_metric_families(client.get("/metrics").text)
+        samples = [sample for family in families for sample in family.samples]
+        return {f"{one.name} {' '.join(sorted(one.labels.values()))}": one.value for one in samples}
+
+    before = read()
+    body = {"input_ids": list(range(5, 25)), "sampling_params": {"max_new_tokens": 40}}
+    assert client.post("/generate", json=body).json()["meta_info"]["finish_reason"]["type"] == "length"
+    after = read()
+    more = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    assert more["fenceline:finished_requests_total demo length"] == 1
+    assert more["fenceline:finished_requests_total abort demo"] == 0
+    for name, tokens in (("prompt", 20), ("generation", 40)):
+        assert more[f"fenceline:{name}_tokens_histogram_sum demo"] == tokens
+        assert more[f"fenceline:{name}_tokens_histogram_bucket 16.0 demo"] == 0
+        assert more[f"fenceline:{name}_tokens_histogram_bucket 64.0 demo"] == 1
+    python, torch = platform.python_version(), version("torch")
+    [build] = [name for name in after if name.startswith("fenceline:build_info")]
+    assert set(build.split()[1:]) == {"demo", __version__, python, torch}
+    for process in ("main", "scheduler", "detokenizer"):
+        of_process = {name.split()[0]: value for name, value in after.items() if process in name.split()[1:]}
+        assert 10e6 < of_process["process_resident_memory_bytes"] < of_process["process_virtual_memory_bytes"]
+        assert of_process["process_cpu_seconds_total"] > 0 and of_process["process_open_fds"] > 3
 
 
 def test_api_key_queue_limit_and_incremental_streams() -> None:

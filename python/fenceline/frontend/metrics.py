@@ -8,6 +8,7 @@ touched for every chunk of every stream, and turned into prometheus_client's sha
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -19,6 +20,7 @@ from prometheus_client.core import (
     SummaryMetricFamily,
 )
 
+from fenceline.frontend.process_metrics import build_labels, process_metrics
 from fenceline.frontend.request_table import RequestEntry
 from fenceline.frontend.request_types import RequestError
 from fenceline.ipc.io_struct import CudaGraphState, HiCacheState, InternalState, TokenOut, TransferState
@@ -65,6 +67,7 @@ _ITL_BUCKETS = (
 )
 _E2E_BUCKETS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
 _QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+_LENGTH_BUCKETS = (1, *(2**power for power in range(4, 21)))  # up to a million tokens
 _PREFIX = "fenceline:"
 _SGLANG_PREFIX = "sglang:"
 _MAX_REASONS = 100  # there are two dozen
@@ -76,7 +79,8 @@ _SGLANG_NAMES = {
         "cache_hit_rate", "gen_throughput", "new_token_ratio", "prompt_tokens", "generation_tokens", "cached_tokens",
         "num_requests", "num_aborted_requests", "time_to_first_token_seconds", "inter_token_latency_seconds",
         "e2e_request_latency_seconds", "queue_time_seconds", "hicache_host_used_tokens", "hicache_host_total_tokens",
-        "evicted_tokens", "load_back_tokens", "load_back_duration_seconds", "prefetched_tokens", "backuped_tokens",
+        "prompt_tokens_histogram", "generation_tokens_histogram", "evicted_tokens", "load_back_tokens",
+        "load_back_duration_seconds", "prefetched_tokens", "backuped_tokens",
     )
 } | {"num_retractions": "num_retracted_requests"}  # fmt: skip
 
@@ -92,7 +96,7 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count ``value`` (seconds) ``times`` times."""
+        """Count ``value`` (seconds or tokens) ``times`` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
@@ -127,9 +131,11 @@ class Metrics:
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._cached_tokens = {"device": 0, "host": 0, "storage": 0}
-        self._num_requests = 0
-        self._num_aborted = 0
         self._refused: dict[tuple[str, str], int] = {}  # by status and reason
+        self._prompt_lengths = Histogram(_LENGTH_BUCKETS)
+        self._generation_lengths = Histogram(_LENGTH_BUCKETS)
+        self._finish_reasons = Counter({"stop": 0, "length": 0, "abort": 0})
+        self._build = build_labels()
         self.registry.register(self)
 
     def observe(self, entry: RequestEntry, token: TokenOut, now: float) -> None:
@@ -148,9 +154,11 @@ class Metrics:
         entry.last_token = now
         reason = token.finish_reason
         if reason is not None:
-            self._num_requests += 1
-            self._num_aborted += reason.type == "abort"
+            self._finish_reasons[reason.type] += 1
             self._e2e.observe(now - entry.created)
+            if reason.type != "abort":
+                self._prompt_lengths.observe(token.prompt_tokens)
+                self._generation_lengths.observe(token.completion_tokens)
 
     def _count_cached(self, token: TokenOut) -> None:
         details = token.cached_tokens_details
@@ -163,8 +171,7 @@ class Metrics:
 
     def abandoned(self) -> None:
         """The consumer of a request went away."""
-        self._num_requests += 1
-        self._num_aborted += 1
+        self._finish_reasons["abort"] += 1
 
     def refused(self, error: RequestError) -> None:
         """An HTTP request was answered with ``error``. Its code is the reason, or else its type."""
@@ -188,6 +195,7 @@ class Metrics:
                 yield metric
             if self._prefix != "fenceline":
                 yield from _as_sglang(metric)
+        yield from process_metrics()
 
     def _metrics(self) -> Iterator[Metric]:
         yield from self._reported()
@@ -196,13 +204,25 @@ class Metrics:
             "generation_tokens", "Tokens generated for all requests.", self._generation_tokens
         )
         yield self._cached()
-        yield self._counter("num_requests", "Requests that have ended.", self._num_requests)
-        yield self._counter("num_aborted_requests", "Requests that ended by an abort.", self._num_aborted)
+        reasons = self._finish_reasons
+        yield self._counter("num_requests", "Requests that have ended.", reasons.total())
+        yield self._counter("num_aborted_requests", "Requests that ended by an abort.", reasons["abort"])
+        text = "Requests that have ended, by how."
+        yield self._counters("finished_requests", text, "finish_reason", reasons)
         yield self._refusals()
         yield self._histogram("time_to_first_token_seconds", "From arrival to the first token.", self._ttft)
         yield self._histogram("inter_token_latency_seconds", "Between tokens of one request.", self._itl)
         yield self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", self._e2e)
         yield self._histogram("queue_time_seconds", "From arrival to the first step.", self._queue_time)
+        text = "Tokens of the prompts of requests that have ended by themselves."
+        yield self._histogram("prompt_tokens_histogram", text, self._prompt_lengths)
+        text = "Tokens generated for each of these requests."
+        yield self._histogram("generation_tokens_histogram", text, self._generation_lengths)
+        family = GaugeMetricFamily(
+            f"{_PREFIX}build_info", "The versions of what answers.", labels=["model_name", *self._build]
+        )
+        family.add_metric([self._model_name, *self._build.values()], 1.0)
+        yield family
 
     def _reported(self) -> Iterator[Metric]:
         """The metrics that schedulers report, each once with the samples of all schedulers."""
