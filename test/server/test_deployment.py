@@ -10,15 +10,18 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import yaml
 from live_server import LiveServer
 from prometheus_client.parser import text_string_to_metric_families
 
-DASHBOARD = Path(__file__).parents[2] / "docker/grafana/dashboards/fenceline.json"
+ROOT = Path(__file__).parents[2]
+DASHBOARD = ROOT / "docker/grafana/dashboards/fenceline.json"
+ALERTS = ROOT / "deploy/alerts.yaml"
 ADDED_BY_PROMETHEUS = {"instance", "job"}
 # A metric and its selector; what an aggregation keeps; what a legend shows.
-_METRIC = re.compile(r"\b([a-z]+:\w+)(?:\{([^}]*)\})?")
+_METRIC = re.compile(r"\b((?:[a-z]+:|process_)\w+)(?:\{([^}]*)\})?")
 _BY = re.compile(r"\bby \(([^)]*)\)")
-_LEGEND = re.compile(r"\{\{(\w+)\}\}")
+_LEGEND = re.compile(r"\{\{\s*(?:\$labels\.)?(\w+)\s*\}\}")
 _MATCHER = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"')
 
 
@@ -30,6 +33,12 @@ def queries() -> list[tuple[str, str]]:
     return [(target["expr"], target["legendFormat"]) for target in targets] + [
         (text, "") for text in variables
     ]
+
+
+def alerts() -> list[tuple[str, str]]:
+    """(expression, texts) of every alert."""
+    rules = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+    return [(rule["expr"], " ".join(rule["annotations"].values())) for rule in rules]
 
 
 def labels_asked_for(expression: str, legend: str) -> Iterator[tuple[str, set[str]]]:
@@ -58,11 +67,13 @@ def exposed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     return labels
 
 
-@pytest.mark.parametrize(("expression", "legend"), queries())
-def test_every_query_of_the_dashboard_finds_its_metrics(
+@pytest.mark.parametrize(("expression", "legend"), [*queries(), *alerts()])
+def test_every_query_of_the_dashboard_and_every_alert_finds_its_metrics(
     exposed: dict[str, set[str]], expression: str, legend: str
 ) -> None:
     asked = list(labels_asked_for(expression, legend))
+    if expression.startswith("up{"):
+        return  # Prometheus' own
     assert asked, f"no metric is recognised in {expression}"
     for name, labels in asked:
         assert name in exposed, f"{name} is not in /metrics"

@@ -17,6 +17,7 @@ import yaml
 import pick_torch
 import setup_env
 from fenceline.config.engine_config import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
+from fenceline.config.flags import flags_of
 from fenceline.config.server_args import ServerArgs, parse_args
 from fenceline.entrypoints.supervisor import STOP_TIMEOUT_S
 
@@ -148,6 +149,50 @@ def test_what_is_mounted_is_there_and_names_what_is_there() -> None:
     assert used == {source["uid"]}
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(ids) == len(set(ids))
+
+
+def test_alerts_are_rules_of_the_composed_prometheus() -> None:
+    (name,) = yaml.safe_load((DOCKER / "prometheus.yml").read_text())["rule_files"]
+    mounts = [volume.split(":") for volume in compose("compose.yaml")["prometheus"]["volumes"]]
+    (source,) = [source for source, target, *_ in mounts if target == f"/etc/prometheus/{name}"]
+    text = (DOCKER / source).read_text()
+    flags = {flag.option for flag in flags_of(ServerArgs).values()}
+    assert set(re.findall(r"--[a-z-]+", text)) <= flags
+    (group,) = yaml.safe_load(text)["groups"]
+    names = [rule["alert"] for rule in group["rules"]]
+    assert len(names) == len(set(names)) > 5
+    for rule in group["rules"]:
+        assert rule["labels"]["severity"] in ("critical", "warning") and rule["annotations"]["summary"]
+
+
+def test_kubernetes_waits_for_the_start_and_for_the_end() -> None:
+    documents = list(yaml.safe_load_all((ROOT / "deploy/kubernetes.yaml").read_text()))
+    claim, deployment, service = documents
+    template = deployment["spec"]["template"]
+    pod = template["spec"]
+    (server,) = pod["containers"]
+    image = targets()["cuda"]
+    entry = json.loads(only(image, "ENTRYPOINT"))[3:]
+    args = parse_args([*entry, *server["args"]])
+    assert args.enable_metrics and args.api_key is None
+    assert server["envFrom"] == [{"secretRef": {"name": "fenceline"}}]
+    sleeps_s = float(server["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] > sleeps_s + args.shutdown_timeout + STOP_TIMEOUT_S
+    (port,) = server["ports"]
+    assert port["containerPort"] == args.port == int(only(image, "EXPOSE"))
+    assert template["metadata"]["annotations"]["prometheus.io/port"] == str(args.port)
+    probes = [server[name] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
+    assert all(probe["httpGet"] == {"path": "/health", "port": port["name"]} for probe in probes)
+    assert probes[0]["periodSeconds"] * probes[0]["failureThreshold"] >= 900  # as in the image's health check
+    assert pod["securityContext"]["runAsUser"] == int(only(image, "USER").split(":")[0])
+    mounts = {mount["name"]: mount["mountPath"] for mount in server["volumeMounts"]}
+    assert mounts["cache"] == only(image, "VOLUME") and mounts["tmp"] == "/tmp"
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes.keys() == mounts.keys()
+    assert volumes["cache"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert service["spec"]["selector"] == template["metadata"]["labels"]
+    assert deployment["spec"]["selector"]["matchLabels"] == template["metadata"]["labels"]
+    assert service["spec"]["ports"][0]["targetPort"] == port["name"]
 
 
 def unit() -> dict[str, list[str]]:
