@@ -83,7 +83,7 @@ def _pip_runner(python: Path) -> Run:
 
     def run(args: Sequence[str]) -> bool:
         # Conflicts occur between the steps of an installation only: the last step resolves them, or fails.
-        options = ["--disable-pip-version-check", "--no-warn-conflicts", *bar]
+        options = ["--disable-pip-version-check", "--no-warn-conflicts", "--no-compile", *bar]
         return _run([str(python), "-m", "pip", args[0], *options, *args[1:]])
 
     return run
@@ -107,7 +107,7 @@ def _uv_runner(python: Path, constraints: Path, pip: Run) -> Run | None:
 
     def run(args: Sequence[str]) -> bool:
         return _run(
-            [uv, "pip", args[0], "--compile-bytecode", *progress, "--python", str(python), *args[1:]],
+            [uv, "pip", args[0], *progress, "--python", str(python), *args[1:]],
             environment,
         )
 

@@ -115,6 +115,7 @@ def ensure(root: Path, env: Env, extras: Sequence[str]) -> None:
             begin = time.monotonic()
             run = make_installer(env.python, root / "constraints-cpu.txt")
             install(root, env, choice, sorted(wanted), run)
+            compile_bytecode(env)
             say(f"done in {time.monotonic() - begin:.0f} s")
         except SetupError:
             unfinished.unlink()  # the installer has failed without leaving a half-installed package
@@ -180,6 +181,34 @@ def install(root: Path, env: Env, choice: Choice, extras: Sequence[str], run: Ru
         )
     check_torch(env, choice)
     install_kernels(root, choice, run)
+
+
+def compile_bytecode(env: Env, interval_s: float = 5.0) -> None:
+    """Compile what is installed, on all cores, and say every ``interval_s`` seconds how far it is: it takes a minute on
+    two. Without it every process of a machine that writes no bytecode compiles torch and transformers anew."""
+    files = sorted(str(path) for path in env.path.glob("lib/python*/site-packages/**/*.py"))
+    say(f"compiling {len(files)} files to bytecode")
+    command = [str(env.python), "-m", "compileall", "-i", "-"]  # a line for each file that it compiles
+    num_workers = min(os.cpu_count() or 1, 8)
+    read, write = os.pipe()
+    workers = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=write, stderr=subprocess.DEVNULL)
+        for _ in range(num_workers)
+    ]
+    os.close(write)
+    for first, worker in enumerate(workers):
+        assert worker.stdin is not None, "a pipe was asked for"
+        with worker.stdin as names:  # all are read before the first is compiled
+            names.write("\n".join(files[first::num_workers]).encode())
+    num_done, said = 0, time.monotonic()
+    with open(read, "rb") as lines:
+        while part := lines.read1(1 << 16):
+            num_done += part.count(b"\n")
+            if time.monotonic() - said >= interval_s:
+                said = time.monotonic()
+                say(f"compiled {min(num_done, len(files))} of {len(files)} files")
+    for worker in workers:
+        worker.wait()  # a file that does not compile is no reason to stop: nobody imports it
 
 
 def install_kernels(root: Path, choice: Choice, run: Run) -> None:

@@ -222,8 +222,23 @@ def test_uv_is_installed_in_its_pinned_version_and_used(env: Env, calls: list[li
     assert "uv" in _pins()
     assert theirs[:3] == [str(env.python.parent / "uv"), "pip", "install"]
     assert theirs[-1] == "x"
-    # Without it every process of a machine that writes no bytecode compiles torch and transformers anew.
-    assert "--compile-bytecode" in theirs
+
+
+def test_bytecode_is_compiled_with_a_word_about_how_far_it_is(
+    env: Env, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On two cores it takes a minute, in which installers say nothing."""
+    package = env.path / "lib/python3.11/site-packages/package"
+    package.mkdir(parents=True)
+    for number in range(9):
+        (package / f"module_{number}.py").write_text(f"NUMBER = {number}\n")
+    (package / "module_3.py").write_text("print 'of Python 2'\n")
+    setup_env.compile_bytecode(env, interval_s=0.0)
+    compiled = {path.name.split(".")[0] for path in package.glob("__pycache__/*.pyc")}
+    assert compiled == {f"module_{number}" for number in range(9) if number != 3}
+    first, *progress = capsys.readouterr().err.splitlines()
+    assert first == "[set-up] compiling 9 files to bytecode"
+    assert progress and progress[-1] == "[set-up] compiled 9 of 9 files"
 
 
 def test_uv_of_the_path_is_used_as_it_is(
@@ -265,6 +280,7 @@ def test_installers_draw_no_bars_off_a_terminal_and_are_not_silent(env: Env, cal
     pip, uv = calls
     assert pip[pip.index("--progress-bar") + 1] == "off"
     assert "--no-progress" in uv
+    assert "--no-compile" in pip  # the next step does, and says how far it is
     assert not {"--quiet", "-q"} & {*pip, *uv}
 
 
