@@ -21,8 +21,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from tqdm import tqdm
-
 from fenceline.demo.client import Reply, Server, ask_all, find_model, mean_accept_length, server_url
 from fenceline.demo.evaluation import (
     CATEGORIES,
@@ -37,6 +35,7 @@ from fenceline.demo.evaluation import (
     save_run,
     score,
 )
+from fenceline.ipc.progress import progress_bar
 
 
 def request_body(item: EvalItem, chat: bool) -> dict[str, object]:
@@ -48,10 +47,10 @@ def request_body(item: EvalItem, chat: bool) -> dict[str, object]:
 
 
 def ask(items: Sequence[EvalItem], server: Server, chat: bool, concurrency: int) -> list[Answer]:
-    """Asks every item and scores its reply; shows a progress bar where there is a terminal."""
+    """Asks every item and scores its reply; shows how far it is."""
     bodies = [request_body(item, chat) for item in items]
     endpoint = "/v1/chat/completions" if chat else "/v1/completions"
-    with tqdm(total=len(items), unit="item", disable=not sys.stderr.isatty()) as bar:
+    with progress_bar(len(items), "item") as bar:
 
         def advance(reply: Reply) -> None:
             bar.update()

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-from tqdm import tqdm
 
 from fenceline.benchmarking.args import BenchArgs
 from fenceline.benchmarking.client import Client
 from fenceline.benchmarking.endpoints import backend_kind
 from fenceline.benchmarking.records import BenchRequest, Call, Content, Message, Prompt, Reply, RequestOutput
 from fenceline.benchmarking.tokenizer import Tokenizer
+from fenceline.ipc.progress import progress_bar
 
 Style = Literal["plain", "messages", "template", "template-ids"]
 
@@ -143,7 +143,7 @@ async def run_load(
         asyncio.Semaphore(plan.max_concurrency) if plan.max_concurrency else nullcontext()
     )
     total = sum(len(request.turns) for request in requests)
-    with tqdm(total=total, disable=None if plan.show_progress else True) as bar:
+    with progress_bar(total, "request", plan.show_progress) as bar:
 
         async def one(index: int) -> list[RequestOutput]:
             lora = plan.lora_names[int(loras[index])] if plan.lora_names else None

@@ -11,10 +11,12 @@ import re
 import stat
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 from fenceline.config import ConfigError
+from fenceline.ipc.progress import announced
 
 # The names of demo models and their folders in the package.
 DEMOS = {"demo": "demo_model", "demo-moe": "demo_moe_model", "demo-tools": "demo_tools_model"}
@@ -105,13 +107,15 @@ def _downloads_of(name: str, flag: str, revision: str | None) -> Iterator[None]:
     from huggingface_hub import errors
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
+    say = partial(print, file=sys.stderr, flush=True)
+    progress: AbstractContextManager[None] = nullcontext()
     if not sys.stderr.isatty():
         disable_progress_bars()  # in a log file they would be one long line with carriage returns
-        print(
-            f"Fetching {name} from the hub, unless it is in the download cache", file=sys.stderr, flush=True
-        )
+        say(f"Fetching {name} from the hub, unless it is in the download cache")
+        progress = announced(f"fetching {name}", say)
     try:
-        yield
+        with progress:
+            yield
     except errors.GatedRepoError as error:
         reason = "access to it is restricted; ask for access on its page and set HF_TOKEN"
         raise ConfigError(f"{flag} {name}: {reason}") from error

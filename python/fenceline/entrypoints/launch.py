@@ -24,6 +24,7 @@ from fenceline.ipc.child_process import (
 )
 from fenceline.ipc.io_struct import PortArgs
 from fenceline.ipc.node_link import tell_nodes
+from fenceline.ipc.progress import INTERVAL_S, announced
 from fenceline.ipc.rank_board import create_rank_board
 from fenceline.ipc.sockets import SchedulerLink, SocketLink, make_ports, remove_ports
 
@@ -108,11 +109,18 @@ class EngineProcesses:
         found by the scheduler's own watchdog, which also says where it hangs.)"""
         interval_s = min(self._watchdog_timeout_s / 4, 1.0)
         silences = {process: Silence(interval_s) for process in self.processes}
+        begin = says_at = time.monotonic()
 
         def look() -> None:
+            nonlocal says_at
             if self._stopping:
                 return
             now = time.monotonic()
+            starting = [process.name for process in silences if self._last_beat(process.name) is None]
+            if starting and now - says_at >= INTERVAL_S:
+                says_at = now
+                text = "Still waiting for processes to start, which takes as long as importing torch (%.0f s): %s"
+                logger.info(text, now - begin, ", ".join(starting))
             for process, silence in silences.items():
                 beat = self._last_beat(process.name)
                 limit_s = max(self._watchdog_timeout_s, MIN_SILENCE_S if beat else FIRST_HEARTBEAT_S)
@@ -241,7 +249,8 @@ def make_manager(config: EngineConfig, link: SchedulerLink) -> TokenizerManager:
     """The TokenizerManager with its tokenizer. Raises ValueError if there is none that fits."""
     begin, tokenizer = time.perf_counter(), None
     if not config.server_args.skip_tokenizer_init:
-        tokenizer = load_tokenizer(config.tokenizer_path)
+        with announced("loading the tokenizer"):
+            tokenizer = load_tokenizer(config.tokenizer_path)
         check_vocabulary(tokenizer, config.model.vocab_size, config.tokenizer_path)
         seconds = time.perf_counter() - begin
         logger.info("Loaded the tokenizer (%d tokens) in %.1f s", tokenizer.vocab_size, seconds)

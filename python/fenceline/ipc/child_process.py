@@ -33,7 +33,7 @@ DUMP_SIGNAL = signal.SIGUSR1
 HEARTBEAT_INTERVAL_S = 0.5
 _UNSHOWN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 # Libraries whose debug lines say nothing about this server, and would be most of the log.
-_CHATTERING = ("asyncio", "filelock", "h11", "httpcore", "httpx", "urllib3", "huggingface_hub", "torch")
+_CHATTERING = ("asyncio", "filelock", "h11", "httpcore", "httpx", "urllib3", "huggingface_hub")
 
 logger = logging.getLogger(__name__)
 

@@ -25,6 +25,7 @@ from fenceline.config.engine_config import EngineConfig, check_same_model, with_
 from fenceline.config.model_files import weight_files
 from fenceline.config.quantization import ON_LINE_METHOD
 from fenceline.config.weight_headers import check_fits, read_headers, weight_bytes
+from fenceline.ipc.progress import announced
 from fenceline.layers.attention.backends import AttentionBackends, AttentionSetting, make_attention_backends
 from fenceline.layers.context import Shard, fp8_kv_dtype, make_layer_context
 from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
@@ -97,21 +98,22 @@ class ModelRunner:
         self.page_size = config.server_args.page_size
         model = config.model
         dtype = getattr(torch, model.dtype)
-        with _phase("Prepared kernels"):
+        with _phase("Prepared kernels", "preparing kernels; the first start compiles them"):
             context = make_layer_context(device.torch_device, shard, dtype)
         if config.server_args.kv_cache_dtype == "fp8_e4m3":
             context = replace(context, kv_dtype=fp8_kv_dtype(device.torch_device))
         if device.kind == "cuda" and config.server_args.load_format != "dummy":
             needed = weight_bytes(model, read_headers(weight_files(Path(model.model_path)))) // shard.size
             check_fits(model, needed, device.memory_info()[0], "this GPU", ("a larger --tp-size",))
-        self.model = load_model(
-            model,
-            config.server_args.load_format,
-            device.torch_device,
-            context,
-            config.random_seed,
-            show_progress,
-        )
+        with announced("loading weights", has_bar=True):
+            self.model = load_model(
+                model,
+                config.server_args.load_format,
+                device.torch_device,
+                context,
+                config.random_seed,
+                show_progress,
+            )
         self.draft: DraftModel | None = None
         largest = StepShape()
         if config.speculative is not None:
@@ -143,7 +145,7 @@ class ModelRunner:
         num_pages = num_kv_pages(config, device, layout, config.num_sharing)  # of what is left
         with device.forward.active():
             num_pages = shard.smallest(num_pages)
-        with _phase("Allocated the KV pool"):
+        with _phase("Allocated the KV pool", "allocating the KV pool"):
             self.kv_pool = KVPool(num_pages, layout, device.torch_device, dtype)
         for name, tensor in self.kv_pool.tensors():
             device.name_rows(tensor, f"kv_pool.{name}")
@@ -151,7 +153,7 @@ class ModelRunner:
         device.name_rows(self.req_pool.page_table, "req_pool.page_table")
         device.name_rows(self.req_pool.last_tokens, "req_pool.last_tokens")
         self._num_heads = shard.divide(model.num_heads, "attention heads")
-        with _phase("Prepared attention"):
+        with _phase("Prepared attention", "preparing attention; the first start compiles kernels"):
             self._attention, self._draft_attention = self._make_attention(config)
         self._inputs = InputRing(device)
         hicache = config.hicache
@@ -209,25 +211,30 @@ class ModelRunner:
         self.hicache: HiCacheController | None = None
         self.storage: Storage | None = None
         if config.hicache is not None:
-            with _phase("Allocated the host tier"):
+            with _phase("Allocated the host tier", "allocating the host tier"):
                 with device.forward.active():  # before any rank takes its part
                     room = shard.smallest(available_host_bytes() // config.num_sharing)
                 pages = self._accesses.pages
                 self.hicache = make_hicache_controller(config, device, self.kv_pool, pages, room)
             if config.hicache.storage is not None:
-                with _phase("Opened the storage"):
+                with _phase("Opened the storage", "opening the storage"):
                     self.storage = make_storage(device, self.hicache.host_pool, config, rank=shard.rank)
         device.full_stop(STARTUP_STOP)  # weights and pools were written on the default stream
         self._capture(config, show_progress)
         if device.kind == "cuda":
             with _room_for("the largest prefill step", "lower --chunked-prefill-size"):
-                with _phase("Warmed up attention of prefill steps"):
+                with _phase(
+                    "Warmed up attention of prefill steps",
+                    "warming up attention of prefill steps; the first start compiles kernels",
+                ):
                     for backend in {self._attention.prefill, self._draft_attention.prefill}:
                         backend.warm_up()
-                warm_up(device, config, self.launch)
+                with announced("warming up with prefill steps"):
+                    warm_up(device, config, self.launch)
         self.step_costs: StepCosts | None = None  # None unless the depth of steps may change
         if config.speculative is not None and config.speculative.is_adaptive and device.keeps_time:
-            costs = measure_steps(config, self.launch, self.req_pool.rows, self.pages)
+            with announced("measuring decode steps"):
+                costs = measure_steps(config, self.launch, self.req_pool.rows, self.pages)
             with device.forward.active():
                 self.step_costs = StepCosts.decode(shard.of_first(costs.encode()))
             self.decode.stats.restart()
@@ -267,11 +274,12 @@ class ModelRunner:
     @torch.inference_mode()
     def _capture(self, config: EngineConfig, show_progress: bool) -> None:
         if self.decode.has_graphs:
-            with _room_for("decode graphs", "lower --cuda-graph-max-bs, or give --disable-cuda-graph"):
+            room = _room_for("decode graphs", "lower --cuda-graph-max-bs, or give --disable-cuda-graph")
+            with room, announced("capturing decode graphs", has_bar=True):
                 self.decode.capture(config.model.context_length, show_progress)
         if self.prefill_graphs is not None:
             remedy = "lower --piecewise-cuda-graph-max-tokens, or give --disable-piecewise-cuda-graph"
-            with _room_for("prefill graphs", remedy):
+            with _room_for("prefill graphs", remedy), announced("capturing prefill graphs", has_bar=True):
                 self.prefill_graphs.capture(show_progress)
 
     @property
@@ -548,10 +556,11 @@ def _mode(batch: ScheduleBatch) -> ForwardMode:
 
 
 @contextmanager
-def _phase(done: str) -> Iterator[None]:
-    """Log the duration of a part of start-up when it is done."""
+def _phase(done: str, doing: str) -> Iterator[None]:
+    """Log the duration of a part of start-up when it is done, and that it is going on if it takes long."""
     begin = time.perf_counter()
-    yield
+    with announced(doing):
+        yield
     logger.info("%s in %.1f s", done, time.perf_counter() - begin)
 
 

@@ -31,6 +31,7 @@ from fenceline.ipc.io_struct import (
     encode,
 )
 from fenceline.ipc.node_link import NodeListener, NodePeers, own_address, own_interface
+from fenceline.ipc.progress import announced
 from fenceline.ipc.rank_board import RankBoard, rank_endpoint, rank_meeting
 from fenceline.ipc.sockets import MAX_STEP_BYTES, MAX_STEP_MESSAGES, Inbox
 from fenceline.layers.context import Shard
@@ -186,11 +187,13 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
         messages = None if rank else Inbox(ports.scheduler, SCHEDULER_DECODER)
         outbox = SocketOutbox(ports, config.server_args.skip_tokenizer_init)
         begin = time.perf_counter()
-        device = open_device(config.device, index=_device_of(rank, config))
+        with announced(f"opening the device ({config.device})"):
+            device = open_device(config.device, index=_device_of(rank, config))
         logger.info("Opened the device (%s) in %.1f s", config.device, time.perf_counter() - begin)
         if device.kind == "cpu" and config.num_sharing > 1:
             torch.set_num_threads(max(torch.get_num_threads() // config.num_sharing, 1))
-        shard = Shard() if num_ranks == 1 else join_ranks(config, ports, rank, device)
+        with announced(f"waiting for all {num_ranks} ranks, which import torch and meet"):
+            shard = Shard() if num_ranks == 1 else join_ranks(config, ports, rank, device)
         if config.server_args.nnodes > 1:
             with device.forward.active():
                 config = agreed(config, shard.exchange(described(config)))
@@ -208,13 +211,14 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
         scheduler.still_working = watchdog.busy
         scheduler.grammars.run_in_background = ThreadPoolExecutor(1, thread_name_prefix="grammars").submit
         if config.refuses_grammars is None:
-            scheduler.grammars.prepare()
+            with announced("importing the library of grammars"):
+                scheduler.grammars.prepare()
             if config.device == "cuda":
                 # The front end's processes need the other half of the cores.
                 num_threads = num_usable_cores() // (2 * config.num_sharing)
                 scheduler.grammars.use_threads(min(max(num_threads, 1), _MOST_MASK_THREADS))
-        with device.forward.active():
-            shard.smallest(0)  # wait until all ranks are here
+        with device.forward.active(), announced("waiting for the other ranks, which load the model"):
+            shard.smallest(0)
         if rank == 0:
             limits = ready_message(config, scheduler)
             warn_of_small_pool(limits)
