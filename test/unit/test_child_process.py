@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from datetime import datetime, timedelta
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -77,13 +76,16 @@ def test_what_a_client_sends_forges_no_lines_of_the_log() -> None:
 
 
 def test_a_line_has_its_level_and_process_and_json_lines_have_the_traceback_too() -> None:
-    run = partial(subprocess.run, capture_output=True, check=True)
-    first, second, *_ = run([sys.executable, "-c", _LOG]).stderr.decode().split("\n")
+    def written(program: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, check=True
+        ).stderr.decode()
+
+    first, second, *_ = written(_LOG).split("\n")
     assert first.split(" ", 2)[2].startswith("INFO scheduler-1] Receive: rid=")
     assert second.split(" ", 2)[2].startswith("ERROR scheduler-1] request ")
     program = _LOG.replace('model_path="m"', 'model_path="m", log_format="json"')
-    lines = run([sys.executable, "-c", program]).stderr.splitlines()
-    info, error = map(json.loads, lines)
+    info, error = map(json.loads, written(program).splitlines())
     assert info["message"].startswith("Receive: rid=rid\n[2026-01-01")
     assert (info["level"], info["process"], info["logger"]) == ("INFO", "scheduler-1", "x")
     assert datetime.fromisoformat(info["time"]).utcoffset() == timedelta(0)

@@ -26,7 +26,7 @@ def join_group(backend: str, rank: int, size: int, meeting: str, **others: Any) 
     dist.init_process_group(backend, rank=rank, world_size=size, timeout=NO_LIMIT, **others)
 
 
-def _tcp_store(rank: int, size: int, meeting: str) -> dist.Store:
+def _tcp_store(rank: int, size: int, meeting: str) -> Any:
     """torch's own socket would listen on all interfaces, and whoever reaches the store can change what is in it."""
     host, _, port = meeting.removeprefix("tcp://").rpartition(":")
     descriptor = None
@@ -38,4 +38,5 @@ def _tcp_store(rank: int, size: int, meeting: str) -> dist.Store:
             raise ValueError(
                 f"the ranks cannot meet at {meeting} ({error.strerror or error}): check --dist-init-addr"
             ) from error
-    return dist.TCPStore(host, int(port), size, rank == 0, NO_LIMIT, master_listen_fd=descriptor)
+    store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    return store(host, int(port), size, rank == 0, NO_LIMIT, master_listen_fd=descriptor)

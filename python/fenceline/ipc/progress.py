@@ -56,7 +56,7 @@ def progress_bar(total: int, unit: str, shown: bool = True) -> tqdm:
     return _Lines(total=total, mininterval=INTERVAL_S, miniters=1, bar_format=form, file=io.StringIO())
 
 
-class _Lines(tqdm):  # type: ignore[misc]  # it has no types
+class _Lines(tqdm):
     @staticmethod
     def status_printer(file: object) -> Callable[[str], None]:
         """How tqdm shows its state: here a line."""
