@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from collections import defaultdict
 from pathlib import Path
@@ -133,6 +134,9 @@ def test_the_demo_models_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFi
         assert ended.value.code == 0 and written in capsys.readouterr().out
         assert json.loads((tmp_path / written).read_text()) == trace_of(json.loads(file.read_text()))
         assert stat.S_IMODE((tmp_path / written).stat().st_mode) == 0o600
+    with pytest.raises(SystemExit):
+        main(["trace", str(file), "--output", os.devnull])
+    assert not Path(os.devnull).is_file()
     events = check_content(json.loads(file.read_text()))
     assert list(rows_of(events, REQUESTS)) == [req.rid for req in reqs]
     for req, output in zip(reqs, outputs, strict=True):

@@ -70,8 +70,11 @@ def make_private_folder(path: str) -> int:
 @contextlib.contextmanager
 def new_file(path: str) -> Iterator[str]:
     """A path at which anything may write a file, a library too. At the end it becomes the file at ``path``, which only
-    this user can access, whatever folder it is in; another file or link with that name is replaced. Raises ``OSError``.
-    """
+    this user can access, whatever folder it is in; another file or link with that name is replaced. A pipe or a device
+    is written to instead. Raises ``OSError``."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        yield path
+        return
     folder = tempfile.mkdtemp(prefix=".fenceline-", dir=os.path.dirname(path) or os.curdir)
     try:
         yield (inner := os.path.join(folder, os.path.basename(path)))

@@ -51,7 +51,7 @@ class SchedulerStats:
         self._last_generated = 0
         # What the next line of prefill says: requests, and tokens since these numbers.
         self._unlogged: set[str] = set()
-        self._last_prefill_log, self._last_computed, self._last_cached = self._last_log, 0, 0
+        self._unlogged_since, self._last_computed, self._last_cached = self._last_log, 0, 0
         self._last_fallbacks = 0
 
     @property
@@ -102,9 +102,11 @@ class SchedulerStats:
                 req.queue_time_s = now - req.arrived_at
         if not self._decode_log_interval or not logger.isEnabledFor(logging.INFO):
             return
+        if not self._unlogged:
+            self._unlogged_since = now
         self._unlogged.update(req.rid for req in plan.reqs)
-        # A CPU computes a prompt in many short steps, which are one line: at its end, or after a while.
-        if plan.reqs == (plan.chunked,) and now - self._last_prefill_log < _PREFILL_LOG_INTERVAL_S:
+        # The steps of a prompt, which are short and many on a CPU, are one line: at its end, or after a while.
+        if plan.reqs == (plan.chunked,) and now - self._unlogged_since < _PREFILL_LOG_INTERVAL_S:
             return
         logger.info(
             "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
@@ -117,7 +119,6 @@ class SchedulerStats:
             num_queued,
         )
         self._unlogged.clear()
-        self._last_prefill_log = now
         self._last_computed, self._last_cached = self.num_computed_prompt_tokens, self.num_cached_tokens
 
     def decode(self, depth: int) -> bool:
