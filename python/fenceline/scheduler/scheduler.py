@@ -1173,8 +1173,13 @@ class Scheduler:
         return self.stats.state(num_running, self.waiting.num_reqs, self.ratio.value, self.paused)
 
     def report(self) -> None:
-        """Send :meth:`state` to the front end if it has changed since it was sent."""
-        state = self.state()
+        """Send :meth:`state` to the front end if it has changed since it was sent. No error in it ends the scheduler,
+        which only observes here."""
+        try:
+            state = self.state()
+        except Exception:
+            logger.exception("the state could not be told")
+            return
         if state != self.reported:
             self.reported = state
             self.tell_frontend(StatsReport(state=state))
