@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 # Read when torch (OpenMP) and huggingface_hub are imported, by this process and the servers that tests start: two
 # cores run several test processes at once, and no test may reach the network.
@@ -23,6 +25,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 import hypothesis
 import pytest
+
+from fenceline.ipc.free_memory import trim_memory
 
 hypothesis.settings.register_profile("fenceline", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("fenceline")
@@ -74,7 +78,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         _busy_loops.extend(subprocess.Popen(command) for _ in range(session.config.getoption("--busy-loops")))
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["peak_mib"] = _peak_mib()
     for loop in _busy_loops:
         loop.kill()
         loop.wait()
@@ -100,8 +106,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} NVIDIA GPU(s), found {num_gpus}"))
 
 
+_peaks_mib: list[int] = []  # of other processes that have run tests
+
+
+def _peak_mib() -> int:
+    """The most memory that this process or one that it has started and waited for has held."""
+    whom = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return max(resource.getrusage(who).ru_maxrss * unit for who in whom) >> 20
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A process of pytest-xdist has ended."""
+    _peaks_mib.append(getattr(node, "workeroutput", {}).get("peak_mib", 0))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The slowest files, so that who adds to them sees it."""
+    """The slowest files and the memory of the largest process, so that who adds to them sees it."""
     seconds: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
@@ -111,12 +133,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("slowest files")
         for path, duration in seconds.most_common(_SHOWN_FILES):
             terminalreporter.write_line(f"{duration:7.1f} s  {path}")
+        terminalreporter.write_line(
+            f"largest process: {max([_peak_mib(), *_peaks_mib])} MiB (the limit is 1,536)"
+        )
 
 
 def pytest_collection_finish() -> None:
     _set_aside()
 
 
+@pytest.hookimpl(
+    trylast=True
+)  # when the file's fixtures have ended too: what is alive is never collected again
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     logging.disable(logging.NOTSET)  # the proof's commands silence their process for the runs
     if nextitem is not None and nextitem.path != item.path:
@@ -125,9 +153,11 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def _set_aside() -> None:
     """Let Python's collector look no more at what is alive now: torch, plugins, every test, what files leave behind.
-    Its full rounds would go through all of it while a test runs, which took a fifth of the suite's time."""
+    Its full rounds would go through all of it while a test runs, which took a fifth of the suite's time. The allocator
+    gives back what it has kept, which is hundreds of megabytes after files with threads."""
     gc.collect()
     gc.freeze()
+    trim_memory()
 
 
 def pytest_runtest_setup() -> None:
