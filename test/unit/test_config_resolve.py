@@ -540,6 +540,7 @@ def test_experts_are_split_over_ranks_that_they_fit(model_dir: Path, flags: str,
         ("--tp-size 2 --dist-init-addr h:1", "--dist-init-addr h:1: is for several hosts; give --nnodes too"),
         ("--tp-size 2 --nnodes 2", "--nnodes 2: give --dist-init-addr HOST:PORT, the same on all nodes"),
         ("--tp-size 2 --nnodes 2 --dist-init-addr 10.0.0.1", "--dist-init-addr 10.0.0.1: give HOST:PORT of node 0"),
+        ("--tp-size 2 --nnodes 2 --dist-init-addr 0.0.0.0:1", "--dist-init-addr 0.0.0.0:1: give HOST:PORT of node"),
         ("--nnodes 2 --dist-init-addr h:1", "--nnodes 2: the ranks (--tp-size 1) cannot be spread evenly"),
     ],
 )  # fmt: skip

@@ -273,7 +273,7 @@ def _check_nodes(args: ServerArgs) -> None:
     )
     host, _, port = (address or "").rpartition(":")
     _require(
-        host != "" and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535,
+        host not in ("", "0.0.0.0") and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535,
         f"--dist-init-addr {address}: give HOST:PORT of node 0, for example 192.168.0.1:20000",
     )
     _require(
