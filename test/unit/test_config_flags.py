@@ -255,7 +255,7 @@ def test_choices_are_taken_in_any_case() -> None:
         ("--model a b", "unexpected argument 'b': --model-path is 'a' already"),
         (
             "--log 1",
-            "--log may be --log-level or --log-level-http or --log-requests or --log-requests-level: write",
+            "--log may be --log-level or --log-level-http or --log-format or --log-requests or",
         ),
         (
             "--port x --zzz --pp 2",
