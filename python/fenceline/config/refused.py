@@ -111,6 +111,8 @@ _REMEDIES: Mapping[str, str] = {
     "use --host": "--hostname",
     "use --log-level-http": "--uvicorn-log-level",
     "use --log-level-http warning": "--disable-uvicorn-access-log",
+    "use --log-format": "--log-requests-format=text --json-output",
+    "requests are logged to stderr like everything else: leave it out": "--log-requests-target",
     "use --log-requests": "--enable-log-requests",
     "use --log-requests with --log-requests-level": "--enable-log-outputs --max-log-len",
     "use a larger --decode-log-interval": "--disable-log-stats",
