@@ -129,6 +129,10 @@ GENERATION: Mapping[str, Refused] = {
     ),
     "return_bytes": _TEXT_ONLY,
     "multi_item_delimiter_indices": Refused("send the items as prompts of their own"),
+    # What only /generate does not know by these names:
+    "add_special_tokens": Refused("send input_ids, which /tokenize makes", neutral=(True,)),
+    "include_stop_str_in_output": Refused("use no_stop_trim in sampling_params"),
+    "request_id": Refused("use rid"),
     "ngram_corpus_id": Refused("drafts come from a model, not from earlier text; leave it out"),
     "stream_interval": Refused("start the server with --stream-interval", neutral=(1,)),
     "background": Refused("use stream, or wait for the answer"),
@@ -228,7 +232,8 @@ class FieldRules:
         """``within``: fields that hold objects, with the names in those, which clients write one level too high."""
         self.declared = frozenset(declared)
         self._within = dict(within)  # rules go to another process, which a proxy cannot
-        self._refused = {name: rule for name, rule in refused.items() if name not in self.declared}
+        judged = self.declared | without_effect
+        self._refused = {name: rule for name, rule in refused.items() if name not in judged}
         self._refused_names = frozenset(self._refused)
         self._without_effect = without_effect
 

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Protocol, TypedDict, TypeVar, cast
 
 import msgspec
 import orjson
@@ -213,7 +213,7 @@ async def expand(
     )
     top = _spread(body.top_logprobs_num or 0, num, "top_logprobs_num")
     named = _token_ids_logprob(body.token_ids_logprob, num)
-    keys = extra_keys(body.cache_salt, body.extra_key, num)
+    shared = shared_inputs(body, num)
     params: dict[int, SamplingParams] = {}  # each once, by the identity of what the client wrote
     grammars: dict[int, GrammarSpec | None] = {}
     think = None if thinking_end is None else ThinkTokens(-1, (thinking_end,), is_open=True)
@@ -234,17 +234,15 @@ async def expand(
             text=text,
             input_ids=ids,
             sampling_params=params[id(sampling[index])],
-            stream=body.stream,
             return_logprob=logprob[index],
             logprob_start_len=start[index],
             top_logprobs_num=top[index],
             token_ids_logprob=named[index],
-            extra_key=keys[index],
-            priority=body.priority,
             grammar=grammars[id(sampling[index])],
             think=think,
             rid=new_rid() if rids is None else rids[index],
             family="" if rids is None else family,
+            **shared[index],
         )
         inputs.extend(expand_samples(one, n))
         if (index + 1) % (TURN_REQUESTS // n) == 0:
@@ -309,15 +307,43 @@ def _token_ids_logprob(given: list[int | list[int] | None] | None, num: int) -> 
     return _spread(lists, num, "token_ids_logprob") if lists else [[]] * num
 
 
-def extra_keys(
-    cache_salt: str | list[str | None] | None, extra_key: str | list[str | None] | None, num: int
-) -> list[str]:
-    """The namespace of each of ``num`` prompts' KV: "" for the common one, else a digest of salt and key, from which
-    neither can be read. Raises RequestError for lists of another length and for texts that are too long."""
-    if not cache_salt and not extra_key:
-        return [""] * num
-    salts = _key_texts(cache_salt, num, "cache_salt")
-    return list(map(_namespace, salts, _key_texts(extra_key, num, "extra_key")))
+class SharedFields(Protocol):
+    """The fields of a body that mean the same on every route that generates, /generate too."""
+
+    @property
+    def stream(self) -> bool:
+        """Whether the answer is sent as it grows."""
+
+    @property
+    def priority(self) -> int | None:
+        """Which waiting request goes first."""
+
+    @property
+    def cache_salt(self) -> str | list[str | None] | None:
+        """Whose prefixes a prompt may share: one for all prompts, or one for each."""
+
+    @property
+    def extra_key(self) -> str | list[str | None] | None:
+        """The same as ``cache_salt``; both must be equal."""
+
+
+class SharedInput(TypedDict):
+    """What :class:`SharedFields` are in a GenerateInput. ``extra_key`` is the namespace of the prompt's KV: "" for the
+    common one, else a digest of salt and key, from which neither can be read."""
+
+    stream: bool
+    priority: int | None
+    extra_key: str
+
+
+def shared_inputs(body: SharedFields, num: int) -> list[SharedInput]:
+    """The shared fields of ``body`` for each of its ``num`` prompts; whatever makes a GenerateInput of a body takes
+    them from here. Raises RequestError for lists of another length and for texts that are too long."""
+    keys = [""] * num
+    if body.cache_salt or body.extra_key:
+        salts = _key_texts(body.cache_salt, num, "cache_salt")
+        keys = list(map(_namespace, salts, _key_texts(body.extra_key, num, "extra_key")))
+    return [SharedInput(stream=body.stream, priority=body.priority, extra_key=key) for key in keys]
 
 
 def _key_texts(given: str | list[str | None] | None, num: int, name: str) -> list[str]:

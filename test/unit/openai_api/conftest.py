@@ -23,6 +23,7 @@ from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.errors import install_error_handlers
 from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.middleware import RequestMiddleware
+from fenceline.entrypoints.native_api import NativeApi
 from fenceline.entrypoints.openai.router import create_router
 from fenceline.frontend.tokenizer import Tokenizer, load_tokenizer
 from fenceline.frontend.tokenizer_manager import TokenizerManager
@@ -167,6 +168,7 @@ class Server:
     link: ScriptedLink
     tokenizer: Tokenizer
     client: openai.AsyncOpenAI
+    app: FastAPI
 
     @property
     def script(self) -> Script:
@@ -225,12 +227,13 @@ def serve(model_dir: Path) -> Callable[..., object]:
         install_error_handlers(app)
         parser = BodyParser(config.model.context_length, UnknownFields(config.server_args.strict_fields))
         app.include_router(create_router(manager, config, parser))
+        app.include_router(NativeApi(manager, config, parser).router())
         app.add_middleware(RequestMiddleware, rules=AccessRules(api_key=config.server_args.api_key))
         async with _running(app) as url:
             key = config.server_args.api_key or "none"
             client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
             async with client:
-                yield Server(url, config, manager, link, tokenizer, client)
+                yield Server(url, config, manager, link, tokenizer, client, app)
             link.close()
 
     return start

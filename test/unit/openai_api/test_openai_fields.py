@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import openai
@@ -14,12 +16,59 @@ from fenceline.entrypoints import fields
 from fenceline.entrypoints.fields import CHAT, COMPLETION, MAX_NAMES_LOGGED, UnknownFields
 from fenceline.entrypoints.generate_body import FIELDS, SAMPLING_FIELDS, parse_generate
 from fenceline.entrypoints.openai.parsing import parse_body
-from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody
+from fenceline.entrypoints.openai.protocol import ChatBody, CommonBody, CompletionBody
 from fenceline.frontend.request_types import RequestError
+from fenceline.ipc.io_struct import TokenizedGenerateReq
 
 DOCS = Path(__file__).parents[3] / "docs"
 HI = [{"role": "user", "content": "Hi"}]
-BODIES = {"completions": {"prompt": "a"}, "chat/completions": {"messages": HI}}
+# Every route that generates, with a body that it answers, and every other POST route.
+GENERATING: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": HI},
+    "/v1/responses": {"input": "Hi"},
+    "/v1/messages": {"messages": HI, "max_tokens": 9},
+    "/generate": {"text": "a"},
+}
+OTHER_ROUTES = {
+    "/v1/messages/count_tokens", "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize", "/flush_cache",
+    "/clear_hicache_storage_backend", "/hicache/storage-backend/clear", "/abort_request", "/pause_generation",
+    "/continue_generation", "/update_weights_from_disk", "/update_weights_from_tensor", "/start_profile",
+    "/stop_profile", "/flight_recorder",
+}  # fmt: skip
+# Each field that all routes have in common: a value, and what must come to the engine.
+EFFECTS: dict[str, tuple[object, Callable[[TokenizedGenerateReq], bool]]] = {
+    "model": ("default", lambda sent: True),
+    "stream": (True, lambda sent: sent.stream),
+    "temperature": (0.25, lambda sent: sent.sampling_params.temperature == 0.25),
+    "top_p": (0.5, lambda sent: sent.sampling_params.top_p == 0.5),
+    "top_k": (7, lambda sent: sent.sampling_params.top_k == 7),
+    "min_p": (0.125, lambda sent: sent.sampling_params.min_p == 0.125),
+    "repetition_penalty": (1.5, lambda sent: sent.sampling_params.repetition_penalty == 1.5),
+    "presence_penalty": (0.5, lambda sent: sent.sampling_params.presence_penalty == 0.5),
+    "frequency_penalty": (0.5, lambda sent: sent.sampling_params.frequency_penalty == 0.5),
+    "logit_bias": ({"5": 1.0}, lambda sent: sent.sampling_params.logit_bias == {5: 1.0}),
+    "seed": (11, lambda sent: sent.sampling_params.seed == 11),
+    "min_tokens": (2, lambda sent: sent.sampling_params.min_new_tokens == 2),
+    "stop": ("END", lambda sent: sent.sampling_params.stop == ("END",)),
+    "stop_token_ids": ([9], lambda sent: sent.sampling_params.stop_token_ids == (9,)),
+    "ignore_eos": (True, lambda sent: sent.sampling_params.ignore_eos),
+    "skip_special_tokens": (False, lambda sent: not sent.sampling_params.skip_special_tokens),
+    "spaces_between_special_tokens": (
+        False,
+        lambda sent: not sent.sampling_params.spaces_between_special_tokens,
+    ),
+    "no_stop_trim": (True, lambda sent: sent.sampling_params.no_stop_trim),
+    "include_stop_str_in_output": (True, lambda sent: sent.sampling_params.no_stop_trim),
+    "rid": ("mine", lambda sent: sent.rid == "mine"),
+    "request_id": ("yours", lambda sent: sent.rid == "yours"),
+    "extra_key": ("tenant", lambda sent: len(sent.extra_key) == 64),
+    "cache_salt": ("tenant", lambda sent: len(sent.extra_key) == 64),
+    "priority": (3, lambda sent: sent.priority == 3),
+    "regex": ("a+", lambda sent: sent.grammar is not None),
+    "ebnf": ('root ::= "a"', lambda sent: sent.grammar is not None),
+}
+NATIVE_NAMES = {"min_tokens": "min_new_tokens"}
 # What each of these asks for was left out in silence once.
 ASKED = {
     "stop_regex": "a+", "guided_json": {"type": "object"}, "guided_regex": "a+", "guided_choice": ["a", "b"],
@@ -33,18 +82,71 @@ ASKED = {
 NOTHING = (None, False, "", [], {}, [None, None])
 
 
-@pytest.mark.parametrize(("path", "body"), BODIES.items())
+async def test_every_route_that_generates_is_walked(serve):
+    async with serve() as server:
+        posts = {route.path for route in routes_of(server.app.routes) if "POST" in (route.methods or ())}
+        assert posts == GENERATING.keys() | OTHER_ROUTES
+
+
+def routes_of(routes: Iterable[Any]) -> Iterator[Any]:
+    """All routes, those of included routers too."""
+    for route in routes:
+        inner = getattr(route, "routes", None) or getattr(
+            getattr(route, "original_router", None), "routes", None
+        )
+        if inner is None:
+            yield route
+        else:
+            yield from routes_of(inner)
+
+
+@pytest.mark.parametrize(("path", "body"), GENERATING.items())
+async def test_a_common_field_has_its_effect_or_is_refused(serve, path, body):
+    assert EFFECTS.keys() == CommonBody.model_fields.keys()
+    flags = {"enable_priority_scheduling": True, "served_model_name": "byte"}
+    async with serve(**flags) as server, aiohttp.ClientSession() as session:
+        for name, (value, shows) in EFFECTS.items():
+            asked = {**body, name: value}
+            if path == "/generate" and (inner := NATIVE_NAMES.get(name, name)) in SAMPLING_FIELDS.declared:
+                asked = {**body, "sampling_params": {inner: value}}
+            server.link.sent.clear()
+            async with session.post(server.url + path, json=asked) as response:
+                answer = await response.text()
+                if response.status == 400:
+                    assert "is not available" in answer and not server.link.sent, (name, answer)
+                    continue
+                assert response.status == 200, (name, answer)
+            [sent] = server.link.sent
+            assert shows(sent), name
+
+
+@pytest.mark.parametrize("name", ["cache_salt", "extra_key"])
+async def test_tenants_share_prefixes_on_no_route(serve, name):
+    """The namespace is the same on each route, so that one tenant's routes share with each other alone."""
+    async with serve() as server, aiohttp.ClientSession() as session:
+        for path, body in GENERATING.items():
+            for tenant in ("ann", "ben", "ann"):
+                async with session.post(server.url + path, json={**body, name: tenant}) as response:
+                    assert response.status == 200, await response.text()
+            async with session.post(server.url + path, json={**body, name: "x" * 1025}) as response:
+                assert response.status == 400 and name in await response.text()
+        spaces = [message.extra_key for message in server.link.sent]
+        assert len(set(spaces)) == 2 and spaces == [spaces[0], spaces[1], spaces[0]] * len(GENERATING)
+
+
+@pytest.mark.parametrize(("path", "body"), GENERATING.items())
 async def test_what_was_asked_for_is_refused_by_its_name(serve, path, body):
     async with serve() as server, aiohttp.ClientSession() as session:
         for name, value in ASKED.items():
-            async with session.post(f"{server.url}/v1/{path}", json={**body, name: value}) as response:
+            async with session.post(server.url + path, json={**body, name: value}) as response:
                 error = (await response.json())["error"]
                 assert response.status == 400, name
-            assert error["param"] == name and error["code"] == "unsupported"
+            if path != "/v1/messages":  # Anthropic's errors have neither
+                assert error["param"] == name and error["code"] == "unsupported"
             assert error["message"].startswith(f"{name} is not available: ")
         assert server.link.sent == []
         nothing = {name: NOTHING[index % len(NOTHING)] for index, name in enumerate(ASKED)}
-        async with session.post(f"{server.url}/v1/{path}", json={**body, **nothing}) as response:
+        async with session.post(server.url + path, json={**body, **nothing}) as response:
             assert response.status == 200, await response.text()
 
 

@@ -13,8 +13,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
 from fenceline.config.request_limits import MAX_MESSAGES
-from fenceline.entrypoints.fields import WITHOUT_EFFECT, FieldRules, Refused
-from fenceline.entrypoints.openai.protocol import MAX_MODEL_CHARS, ChatBody, JsonObject
+from fenceline.entrypoints.fields import GENERATION, WITHOUT_EFFECT, FieldRules, Refused
+from fenceline.entrypoints.openai.protocol import CommonBody, JsonObject, chat_only, common_fields
 
 _STRICT = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
 # What the fields of a block must be, by its type. Others are refused.
@@ -117,12 +117,9 @@ class Thinking(BaseModel):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class CountBody(BaseModel):
+class CountBody(CommonBody):
     """The body of /v1/messages/count_tokens: what makes the prompt."""
 
-    model_config = _STRICT
-
-    model: str | None = Field(default=None, max_length=MAX_MODEL_CHARS)
     messages: Annotated[list[InputMessage], FailFast(), BeforeValidator(_not_too_many)] = Field(min_length=1)
     system: Annotated[str | list[JsonObject] | None, BeforeValidator(_texts_only)] = None
     tools: Annotated[list[InputTool], FailFast()] = Field(default_factory=list)
@@ -135,13 +132,18 @@ class MessagesBody(CountBody):
 
     max_tokens: int = Field(ge=1, le=2**53)
     stop_sequences: Annotated[list[str], FailFast()] = Field(default_factory=list)
-    stream: bool = False
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
 
 
 _REFUSED: Mapping[str, Refused] = {
+    **GENERATION,
+    **chat_only(
+        {
+            "max_completion_tokens": "max_tokens",
+            "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+            "reasoning_effort": "output_config.effort",
+            "response_format": "output_config.format",
+        }
+    ),
     "container": Refused("no code is run here; leave it out"),
     "context_management": Refused("send the messages that the model is to see"),
     "mcp_servers": Refused("the client calls tools; leave it out"),
@@ -157,7 +159,7 @@ RULES: Mapping[type[BaseModel], FieldRules] = {
 
 def chat_fields(body: CountBody) -> dict[str, object]:
     """The fields of the chat completion that ``body`` asks for."""
-    fields: dict[str, object] = {"model": body.model, "messages": list(_messages(body))}
+    fields: dict[str, object] = {**common_fields(body), "messages": list(_messages(body))}
     if body.tools:
         fields["tools"] = [
             {
@@ -179,20 +181,10 @@ def chat_fields(body: CountBody) -> dict[str, object]:
     if body.thinking is not None:
         fields["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
     if isinstance(body, MessagesBody):
-        given = {
-            name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "stream", "max_tokens")
-        }
-        fields |= {name: value for name, value in given.items() if value is not None}
-        fields["stop"] = body.stop_sequences
+        fields["max_tokens"] = body.max_tokens
+        fields["stop"] = [*body.stop, *body.stop_sequences]
     fields["continue_final_message"] = body.messages[-1].role == "assistant"
     return fields
-
-
-def chat_body(body: CountBody) -> ChatBody:
-    """:func:`chat_fields`, checked. Raises pydantic's ValidationError."""
-    return ChatBody.model_validate(
-        {name: value for name, value in chat_fields(body).items() if value is not None}
-    )
 
 
 def _messages(body: CountBody) -> Iterator[dict[str, object]]:

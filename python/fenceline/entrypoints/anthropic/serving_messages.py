@@ -8,26 +8,24 @@ from typing import Any
 
 import orjson
 from fastapi import APIRouter, Request
-from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from fenceline.entrypoints.access import for_clients
-from fenceline.entrypoints.anthropic.protocol import RULES, CountBody, MessagesBody, chat_body
+from fenceline.entrypoints.anthropic.protocol import RULES, CountBody, MessagesBody, chat_fields
 from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.errors import CLIENT_GONE, MAX_MESSAGE_CHARS, ErrorResponse, too_deep
 from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.json_body import json_response
-from fenceline.entrypoints.middleware import REQUEST_ID
-from fenceline.entrypoints.openai.answer import Generator, ServedModel
+from fenceline.entrypoints.openai.answer import Generator, ServedModel, answer_id
 from fenceline.entrypoints.openai.chat_reader import ChatReader
-from fenceline.entrypoints.openai.parsing import check_arguments, parse_model, readable
+from fenceline.entrypoints.openai.parsing import chat_completion, parse_model
 from fenceline.entrypoints.openai.protocol import ChatBody
 from fenceline.entrypoints.openai.serving_chat import ChatServing, functions_of
 from fenceline.entrypoints.openai.tool_call_parser import Arguments, CallBegun, Content, Found, Reasoning
 from fenceline.entrypoints.sse import EventStream, collect_or_abort
 from fenceline.frontend.request_stream import StreamGroup
-from fenceline.frontend.request_types import GenerateChunk, RequestError, check_num_params, error_of, new_rid
+from fenceline.frontend.request_types import GenerateChunk, RequestError, error_of
 from fenceline.ipc.child_process import one_line
 
 _ERROR_TYPES = {
@@ -63,8 +61,7 @@ class MessagesServing:
         """Write the assistant's next message, as Anthropic's API does."""
         chat = await self._parser.parse(request, partial(_parse, MessagesBody))
         name = self._model.name_for(chat.model)
-        wanted = f"msg_{request.scope.get(REQUEST_ID) or new_rid()}"
-        with self._manager.reserved_id(wanted, lambda: f"msg_{new_rid()}") as rid:
+        with answer_id("msg_", chat, request, self._manager) as rid:
             prompt, group = await self._chat.submit(chat, rid, request)
         message = _Message(rid, name, self._chat.reader(chat, prompt, functions_of(chat)))
         if chat.stream:
@@ -221,14 +218,7 @@ def _usage(chunk: GenerateChunk) -> dict[str, int]:
 
 
 def _parse(body_type: type[CountBody], raw: bytes, unknown: UnknownFields) -> ChatBody:
-    body = parse_model(body_type, RULES[body_type], raw, unknown)
-    try:
-        chat = chat_body(body)
-    except ValidationError as error:
-        raise readable(error) from None
-    check_num_params(chat.stop, (), None)
-    check_arguments(chat)
-    return chat
+    return chat_completion(chat_fields(parse_model(body_type, RULES[body_type], raw, unknown)))
 
 
 def _error(error: RequestError) -> dict[str, str]:

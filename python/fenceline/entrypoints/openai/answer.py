@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from starlette.requests import Request
+
 from fenceline.config.engine_config import EngineConfig
-from fenceline.entrypoints.openai.protocol import GenerationBody
+from fenceline.entrypoints.middleware import REQUEST_ID
+from fenceline.entrypoints.openai.protocol import CommonBody, GenerationBody
 from fenceline.frontend.request_stream import StreamGroup
-from fenceline.frontend.request_types import GenerateChunk, GenerateInput, RequestError
+from fenceline.frontend.request_types import GenerateChunk, GenerateInput, RequestError, new_rid
 from fenceline.frontend.tokenizer import Tokenizer
 from fenceline.ipc.io_struct import CachedTokensDetails, FinishReason
 
@@ -109,6 +112,17 @@ class AnswerHead:
     def fields(self, kind: str) -> dict[str, object]:
         """As JSON values; ``kind`` is the ``object`` field."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def answer_id(
+    prefix: str, body: CommonBody, request: Request, generator: Generator
+) -> AbstractContextManager[str]:
+    """The id of an answer, by which it can be aborted: the client's own, or ``prefix`` and the HTTP request's id."""
+    given = body.rid or body.request_id
+    if given is not None:
+        return nullcontext(given)
+    wanted = f"{prefix}{request.scope.get(REQUEST_ID) or new_rid()}"
+    return generator.reserved_id(wanted, lambda: f"{prefix}{new_rid()}")
 
 
 class TokenIds:

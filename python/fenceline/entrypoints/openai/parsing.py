@@ -22,7 +22,13 @@ from fenceline.entrypoints.fields import (
 )
 from fenceline.entrypoints.generate_body import grammar_of
 from fenceline.entrypoints.json_body import count_values
-from fenceline.entrypoints.openai.protocol import ChatBody, ChatMessage, CompletionBody, GenerationBody
+from fenceline.entrypoints.openai.protocol import (
+    ChatBody,
+    ChatMessage,
+    CommonBody,
+    CompletionBody,
+    GenerationBody,
+)
 from fenceline.entrypoints.openai.tool_call_parser import CallTexts
 from fenceline.frontend.request_types import RequestError, check_num_params
 from fenceline.sampling.sampling_params import SamplingParams
@@ -43,10 +49,26 @@ def parse_body(body_type: type[Body], raw: bytes, unknown: UnknownFields) -> Bod
     """The body of a request. Raises RequestError (400) for bad JSON, missing fields, wrong types and ranges, and
     fields that are refused."""
     body = parse_model(body_type, _RULES[body_type], raw, unknown)
-    if isinstance(body, GenerationBody):
+    check_counts(body)
+    return body
+
+
+def check_counts(body: BaseModel) -> None:
+    """Raise RequestError (400) for lists of sampling parameters, or arguments of calls, with too many entries."""
+    if isinstance(body, CommonBody):
         check_num_params(body.stop, body.stop_token_ids, body.logit_bias)
     if isinstance(body, ChatBody):
-        check_arguments(body)
+        _check_arguments(body)
+
+
+def chat_completion(fields: Mapping[str, object]) -> ChatBody:
+    """The chat completion of ``fields`` that another route's request stands for; None is no value. Raises RequestError
+    (400) as :func:`parse_body`."""
+    try:
+        body = ChatBody.model_validate({name: value for name, value in fields.items() if value is not None})
+    except ValidationError as error:
+        raise _readable(error) from None
+    check_counts(body)
     return body
 
 
@@ -67,10 +89,10 @@ def parse_model(body_type: type[Body], rules: FieldRules, raw: bytes, unknown: U
     try:
         return body_type.model_validate({key: item for key, item in value.items() if item is not None})
     except ValidationError as error:
-        raise readable(error) from None
+        raise _readable(error) from None
 
 
-def check_arguments(body: ChatBody) -> None:
+def _check_arguments(body: ChatBody) -> None:
     """Raise RequestError (400) if the arguments of all tool calls, which are JSON texts, have too many values to parse.
     Their number is counted before they are parsed."""
     left = MAX_ARGUMENT_VALUES
@@ -105,7 +127,7 @@ def _check_message_fields(messages: object, unknown: UnknownFields) -> None:
         unknown.note(unknown_names, _MESSAGE_RULES)
 
 
-def readable(error: ValidationError) -> RequestError:
+def _readable(error: ValidationError) -> RequestError:
     """The first of pydantic's errors as ``messages[1].role: ...``, without pydantic's vocabulary."""
     first = error.errors(include_url=False, include_context=False)[0]
     steps = [step for step in first["loc"] if not _is_union_tag(step)]

@@ -8,6 +8,7 @@ so that a million wrong entries cost no more than one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 import msgspec
@@ -31,6 +32,7 @@ from fenceline.config.request_limits import (
     MAX_TOOLS,
     MAX_TOOLS_BYTES,
 )
+from fenceline.entrypoints.fields import WITHOUT_EFFECT, Refused
 
 MAX_TOP_LOGPROBS = 20
 MAX_MODEL_CHARS = 256  # limited because the name is repeated in every chunk
@@ -98,17 +100,19 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(BaseModel):
-    """The fields that completions and chat completions share."""
+class CommonBody(BaseModel):
+    """The fields that mean the same on every route of OpenAI and Anthropic that generates.
+
+    Every such body extends this one. A route whose requests are answered as chat completions hands them on with
+    :func:`common_fields`, so that no field can be forgotten on one route.
+    """
 
     model_config = ConfigDict(
         strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=()
     )
 
     model: str | None = Field(default=None, max_length=MAX_MODEL_CHARS)
-    n: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     stream: bool = False
-    stream_options: StreamOptions | None = None
 
     temperature: float | None = None
     top_p: float | None = None
@@ -119,7 +123,6 @@ class GenerationBody(BaseModel):
     frequency_penalty: float = 0.0
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    max_tokens: int | None = Field(default=None, ge=0, le=2**53)
     min_tokens: int = Field(default=0, ge=0, le=2**53)
     stop: Annotated[list[str], FailFast(), BeforeValidator(_stop_list)] = Field(default_factory=list)
     stop_token_ids: Annotated[list[int | None], FailFast()] = Field(default_factory=list)
@@ -134,14 +137,26 @@ class GenerationBody(BaseModel):
     extra_key: str | list[str | None] | None = None
     cache_salt: str | list[str | None] | None = None
     priority: int | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+
+def common_fields(body: CommonBody) -> dict[str, object]:
+    """The fields of :class:`CommonBody` that a request gives, for the chat completion that it stands for."""
+    return {name: getattr(body, name) for name in CommonBody.model_fields if name in body.model_fields_set}
+
+
+class GenerationBody(CommonBody):
+    """The fields that completions and chat completions share."""
+
+    n: int = Field(default=1, ge=1, le=MAX_SAMPLES)
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(default=None, ge=0, le=2**53)
     add_special_tokens: bool | None = None
     return_token_ids: bool = False
     return_prompt_token_ids: bool = False
     return_cached_tokens_details: bool = False
-
     response_format: JsonObject | None = None
-    regex: str | None = None
-    ebnf: str | None = None
 
 
 class CompletionBody(GenerationBody):
@@ -272,3 +287,16 @@ class ChatBody(GenerationBody):
     tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool = True
     modalities: list[str] | None = None
+
+
+def chat_only(instead: Mapping[str, str]) -> dict[str, Refused]:
+    """The fields of a chat completion for routes that are answered as one and do not declare them: refused, unless
+    they have their default. ``instead``: what some of them are called there."""
+    return {
+        name: Refused(
+            f"use {instead.get(name, '/v1/chat/completions')}",
+            neutral=(field.get_default(call_default_factory=True),),
+        )
+        for name, field in ChatBody.model_fields.items()
+        if name not in WITHOUT_EFFECT
+    }

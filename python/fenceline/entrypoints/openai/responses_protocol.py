@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
 from fenceline.config.request_limits import MAX_MESSAGES
-from fenceline.entrypoints.fields import WITHOUT_EFFECT, FieldRules, Refused
-from fenceline.entrypoints.openai.protocol import MAX_MODEL_CHARS, ChatBody, JsonObject
+from fenceline.entrypoints.fields import OPENAI, WITHOUT_EFFECT, FieldRules, Refused
+from fenceline.entrypoints.openai.protocol import CommonBody, JsonObject, chat_only, common_fields
 
 Message = dict[str, object]  # of a chat completion
 MAX_ID_CHARS = 64
@@ -101,20 +101,14 @@ class ReasoningSettings(BaseModel):
     effort: str | None = None
 
 
-class ResponsesBody(BaseModel):
+class ResponsesBody(CommonBody):
     """The body of /v1/responses."""
 
-    model_config = _STRICT
-
-    model: str | None = Field(default=None, max_length=MAX_MODEL_CHARS)
     input: Annotated[str | list[JsonObject], BeforeValidator(_known_items)] = Field(default_factory=list)
     instructions: str | None = None
     previous_response_id: str | None = Field(default=None, max_length=MAX_ID_CHARS)
     store: bool = True
-    stream: bool = False
     max_output_tokens: int | None = Field(default=None, ge=1, le=2**53)
-    temperature: float | None = None
-    top_p: float | None = None
     tools: Annotated[list[ResponsesTool], FailFast()] = Field(default_factory=list)
     tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool = True
@@ -125,37 +119,43 @@ class ResponsesBody(BaseModel):
 
 _NO_LISTS = "the answer has its text, reasoning and calls; leave it out"
 _REFUSED: Mapping[str, Refused] = {
+    **OPENAI,
+    **chat_only(
+        {
+            "max_completion_tokens": "max_output_tokens",
+            "max_tokens": "max_output_tokens",
+            "messages": "input, or /v1/chat/completions",
+            "reasoning_effort": "reasoning.effort",
+            "response_format": "text.format",
+        }
+    ),
     "background": Refused("stream, or wait for the answer"),
     "conversation": Refused("use previous_response_id, or send the whole conversation"),
     "include": Refused(_NO_LISTS, neutral=(["reasoning.encrypted_content"],)),
     "max_tool_calls": Refused("the client runs the calls and can count them"),
-    "messages": Refused("use input, or /v1/chat/completions"),
     "prompt": Refused("there are no stored prompts; send it as instructions and input"),
     "top_logprobs": Refused("use /v1/chat/completions", neutral=(0,)),
     "truncation": Refused("leave old items out of the input", neutral=("disabled",)),
 }
-RULES = FieldRules(ResponsesBody.model_fields, _REFUSED, WITHOUT_EFFECT | {"stream_options"})
+_NO_EFFECT = WITHOUT_EFFECT | {"stream_options"}
+RULES = FieldRules(ResponsesBody.model_fields, _REFUSED, _NO_EFFECT)
 
 
-def chat_body(body: ResponsesBody, history: list[Message]) -> ChatBody:
-    """The chat completion that answers ``body`` after ``history``. Raises pydantic's ValidationError."""
+def chat_fields(body: ResponsesBody, history: list[Message]) -> JsonObject:
+    """The fields of the chat completion that answers ``body`` after ``history``."""
     first: list[Message] = (
         [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     )
-    fields: dict[str, object] = {
-        "model": body.model,
+    return {
+        **common_fields(body),
         "messages": [*first, *history, *input_messages(body.input)],
-        "stream": body.stream,
         "max_completion_tokens": body.max_output_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
         "tools": [_tool(tool) for tool in body.tools],
         "tool_choice": _tool_choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": None if body.text is None else _response_format(body.text.format),
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
     }
-    return ChatBody.model_validate({name: value for name, value in fields.items() if value is not None})
 
 
 def input_messages(items: str | list[JsonObject]) -> list[Message]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from fastapi import APIRouter, Request
@@ -15,18 +14,17 @@ from fenceline.entrypoints.anthropic.serving_messages import MessagesServing
 from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.errors import error_response
 from fenceline.entrypoints.json_body import json_response
-from fenceline.entrypoints.middleware import REQUEST_ID
-from fenceline.entrypoints.openai.answer import AnswerHead, Generator, ServedModel
+from fenceline.entrypoints.openai.answer import AnswerHead, Generator, ServedModel, answer_id
 from fenceline.entrypoints.openai.chat_template import chat_template_of
 from fenceline.entrypoints.openai.parsing import parse_body
-from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody, GenerationBody
+from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody
 from fenceline.entrypoints.openai.reasoning_parser import REASONING_FORMATS
 from fenceline.entrypoints.openai.serving_chat import ChatServing
 from fenceline.entrypoints.openai.serving_completions import CompletionServing
 from fenceline.entrypoints.openai.serving_responses import ResponsesServing
 from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.entrypoints.openai.tool_call_parser import TOOL_CALL_FORMATS
-from fenceline.frontend.request_types import RequestError, new_rid
+from fenceline.frontend.request_types import RequestError
 
 _CLIENT_CLOSED_REQUEST = 499  # for the access log; the client has gone
 
@@ -51,7 +49,7 @@ def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) 
         """Continue a prompt: text, token ids or a batch of either."""
         try:
             body = await parser.parse(request, _parse_completion)
-            with _rid("cmpl", body, request, manager) as rid:
+            with answer_id("cmpl-", body, request, manager) as rid:
                 head = AnswerHead.now(rid, model.name_for(body.model))
                 return await completions.respond(body, head, request)
         except RequestError as error:
@@ -65,7 +63,7 @@ def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) 
         """Write the assistant's next message of a conversation."""
         try:
             body = await parser.parse(request, _parse_chat)
-            with _rid("chatcmpl", body, request, manager) as rid:
+            with answer_id("chatcmpl-", body, request, manager) as rid:
                 head = AnswerHead.now(rid, model.name_for(body.model))
                 return await chat.respond(body, head, request)
         except RequestError as error:
@@ -122,14 +120,3 @@ def _add_model_routes(router: APIRouter, model: ServedModel) -> None:
         except RequestError as error:
             return error_response(error)
         return json_response(card)
-
-
-def _rid(
-    prefix: str, body: GenerationBody, request: Request, manager: Generator
-) -> AbstractContextManager[str]:
-    """The answer's id, by which it can be aborted: the client's own, or one made from the HTTP request's id."""
-    given = body.rid or body.request_id
-    if given is not None:
-        return nullcontext(given)
-    wanted = f"{prefix}-{request.scope.get(REQUEST_ID) or new_rid()}"
-    return manager.reserved_id(wanted, lambda: f"{prefix}-{new_rid()}")

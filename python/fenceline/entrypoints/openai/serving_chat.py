@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fenceline.constrained.spec import GrammarSpec, ThinkTokens
-from fenceline.entrypoints.generate_body import extra_keys
+from fenceline.entrypoints.generate_body import shared_inputs
 from fenceline.entrypoints.openai.answer import (
     AnswerHead,
     Generator,
@@ -189,14 +189,12 @@ class ChatServing:
             input_ids=None if isinstance(prompt, str) else prompt,
             sampling_params=params,
             rid=rid,
-            stream=body.stream,
             return_logprob=body.logprobs,
             top_logprobs_num=body.top_logprobs or 0,
-            extra_key=extra_keys(body.cache_salt, body.extra_key, 1)[0],
-            priority=body.priority,
             add_special_tokens=bool(body.add_special_tokens),  # off by default: the template writes them
             grammar=grammar,
             think=None if grammar is None else self._think(body, prompt, calls),
+            **shared_inputs(body, 1)[0],
         )
         return expand_samples(first, body.n)
 

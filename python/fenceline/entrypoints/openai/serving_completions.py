@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fenceline.entrypoints.generate_body import extra_keys
+from fenceline.entrypoints.generate_body import shared_inputs
 from fenceline.entrypoints.openai.answer import (
     AnswerHead,
     Generator,
@@ -88,7 +88,7 @@ class CompletionServing:
         max_new_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         params = sampling_params(body, max_new_tokens, self._model.sampling_defaults)
         grammar = answer_grammar(body)
-        keys = extra_keys(body.cache_salt, body.extra_key, len(body.prompt))
+        shared = shared_inputs(body, len(body.prompt))
         inputs: list[GenerateInput] = []
         for index, prompt in enumerate(body.prompt):
             first = GenerateInput(
@@ -97,14 +97,12 @@ class CompletionServing:
                 sampling_params=params,
                 rid=rid if index == 0 else f"{rid}-{index * body.n}",
                 family=rid,
-                stream=body.stream,
                 return_logprob=body.logprobs is not None,
                 logprob_start_len=0 if body.echo and body.logprobs is not None else -1,
                 top_logprobs_num=body.logprobs or 0,
-                extra_key=keys[index],
-                priority=body.priority,
                 add_special_tokens=body.add_special_tokens is not False,
                 grammar=grammar,
+                **shared[index],
             )
             inputs.extend(expand_samples(first, body.n))
         return inputs

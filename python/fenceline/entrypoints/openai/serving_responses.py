@@ -15,7 +15,6 @@ from typing import Any
 
 import orjson
 from fastapi import APIRouter, Request
-from pydantic import ValidationError
 from starlette.responses import Response
 
 from fenceline.entrypoints.access import for_clients
@@ -24,12 +23,12 @@ from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.json_body import json_response
 from fenceline.entrypoints.openai.answer import ServedModel
 from fenceline.entrypoints.openai.chat_reader import ChatReader
-from fenceline.entrypoints.openai.parsing import check_arguments, parse_model, readable
+from fenceline.entrypoints.openai.parsing import chat_completion, parse_model
 from fenceline.entrypoints.openai.responses_protocol import (
     RULES,
     Message,
     ResponsesBody,
-    chat_body,
+    chat_fields,
     input_messages,
 )
 from fenceline.entrypoints.openai.serving_chat import ChatServing, functions_of
@@ -125,14 +124,11 @@ class ResponsesServing:
         history = None
         if body.previous_response_id is not None:
             history = self.store.get(body.previous_response_id)
-        try:
-            chat = chat_body(body, [] if history is None else history.messages)
-        except ValidationError as error:
-            raise readable(error) from None
-        check_arguments(chat)
+        chat = chat_completion(chat_fields(body, [] if history is None else history.messages))
         id = f"resp_{new_rid()}"
         name = self._model.name_for(body.model)
-        prompt, group = await self._chat.submit(chat, id, request)
+        # A client's own name of the request aborts it. The response's id cannot be guessed in any case.
+        prompt, group = await self._chat.submit(chat, body.rid or body.request_id or id, request)
         answer = _Answer(id, name, body, self._chat.reader(chat, prompt, functions_of(chat)))
         if body.stream:
             events = _Events()
