@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Iterable
+from functools import partial
+
 import openai
+import orjson
 import pytest
 from chat_answer import ANSWER, TEMPLATE, prompt_of
 from openai.types.responses import ResponseErrorEvent
@@ -118,6 +123,67 @@ async def test_the_output_may_be_sent_back_instead(serve, flags):
         assert prompt_of(server) == said + "[assistant]"
 
 
+@pytest.mark.parametrize("kind", [{"type": "item_reference"}, {}])
+async def test_stored_items_may_be_referred_to(serve, flags, kind):
+    """As the Vercel AI SDK does in every turn but the first."""
+    async with serve(**flags) as server:
+        server.script.pieces = ANSWER
+        create = partial(server.client.responses.create, model="byte")
+        first = await create(input="Hi", tools=[WEATHER])
+        reasoning, message, call = first.output
+        ids = [{**kind, "id": item.id} for item in (reasoning, message, call)]
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "Sun"}
+        second = await create(input=[{"role": "user", "content": "Hi"}, *ids, output])
+        said = '[user]|Hi;[assistant]Let me see.|I look.<tool_call>weather{"city": "Paris"};'
+        assert prompt_of(server) == said + "[tool]|Sun;[assistant]"
+        # What was referred to is part of the conversation that is kept.
+        await create(input="And?", previous_response_id=second.id)
+        assert prompt_of(server).startswith(said + "[tool]|Sun;[assistant]Let me see.|I look.")
+        sent = len(server.link.sent)
+        for unknown in (
+            "x",
+            "msg_x_0",
+            f"{message.id}0",
+            f"{message.id[:-1]}9",
+            message.id.replace("msg", "rs"),
+        ):
+            with pytest.raises(openai.NotFoundError, match="there is no item"):
+                await create(input=[{"type": "item_reference", "id": unknown}])
+        await server.client.responses.delete(first.id)
+        with pytest.raises(openai.NotFoundError, match="there is no item"):
+            await create(input=ids)
+        assert len(server.link.sent) == sent
+
+
+def test_referred_items_are_bounded() -> None:
+    """One stored item may be large, and an input may refer to it four thousand times."""
+    store = ResponseStore(max_conversation_bytes=5000)
+    store.add(response_of("resp_a", [{"id": "msg_a_0", "text": "x" * 2000}]), None, [])
+    reference = {"type": "item_reference", "id": "msg_a_0"}
+    assert store.resolved([reference, reference]) == [{"id": "msg_a_0", "text": "x" * 2000}] * 2
+    with pytest.raises(RequestError, match="more than 5000 bytes") as caught:
+        store.resolved([reference] * 3)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("field", ["tools", "tool_choice", "text"])
+async def test_what_is_nested_too_deeply_to_be_repeated_is_refused(serve, flags, field):
+    deep: object = "x"
+    for _ in range(300):
+        deep = {"a": deep}
+    value = {
+        "tools": [WEATHER | {"parameters": deep}],
+        "tool_choice": {"type": "function", "name": "weather", "x": deep},
+        "text": {"format": {"type": "text", "x": deep}},
+    }[field]
+    async with serve(**flags) as server:
+        with pytest.raises(openai.BadRequestError, match="nested"):
+            await server.client.responses.create(
+                model="byte", input="Hi", **{"tools": [WEATHER], field: value}
+            )
+        assert not server.link.sent
+
+
 async def test_an_answer_at_its_limit_is_incomplete(serve, flags):
     async with serve(**flags) as server:
         server.script.finish = FinishReason(type="length")
@@ -158,7 +224,8 @@ async def test_a_stream_that_fails_says_so(serve, flags):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"input": [{"type": "item_reference", "id": "x"}]}, r"input \[0\] is of type 'item_reference'"),
+        ({"input": [{"type": "item_reference"}]}, r"input \[0\] is an item_reference without its id"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, r"input \[0\] is of type 'computer_call'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "a part that is no text"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "call_id, name and arguments"),
         ({"input": []}, "messages"),
@@ -176,27 +243,52 @@ async def test_what_is_refused(serve, flags, fields, words):
         assert not server.link.sent
 
 
+def response_of(id: str, output: Iterable[dict[str, object]] = ()) -> dict[str, object]:
+    return {"id": id, "output": list(output)}
+
+
 def test_the_store_is_bounded() -> None:
     """By number and by bytes; the least recently used go first."""
-    store = ResponseStore(max_responses=3, max_bytes=2000, max_conversation_bytes=2000)
+    store = ResponseStore(max_responses=3, max_bytes=5000, max_conversation_bytes=5000)
     for name in "abc":
-        store.add({"id": name}, None, [])
+        store.add(response_of(name), None, [])
     store.get("a")
-    store.add({"id": "d"}, None, [])
+    store.add(response_of("d"), None, [])
     with pytest.raises(RequestError):
         store.get("b")
-    store.add({"id": "e"}, None, [{"content": "x" * 1970}])
+    store.add(response_of("e"), None, [{"content": "x" * 4200}])
     for name in "acd":
         with pytest.raises(RequestError):
             store.get(name)
-    store.add(
-        {"id": "f"}, None, [{"content": "x" * 3000}]
-    )  # too long a conversation: nobody else goes for it
-    store.add({"id": "f"}, store.get("e"), [{"content": "x" * 100}])
+    # Too long a conversation: nobody else goes for it.
+    store.add(response_of("f"), None, [{"content": "x" * 5000}])
+    store.add(response_of("f"), store.get("e"), [{"content": "x" * 500}])
     with pytest.raises(RequestError):
         store.get("f")
-    assert store.get("e").response == {"id": "e"}
+    assert orjson.loads(store.get("e").response()) == {"id": "e", "output": []}
     store.delete("e")
     for name in "ghi":
-        store.add({"id": name}, None, [{"content": "x" * 500}])
-    assert [store.get(name).response["id"] for name in "ghi"] == list("ghi")
+        store.add(response_of(name), None, [{"content": "x" * 500}])
+    assert [orjson.loads(store.get(name).response())["id"] for name in "ghi"] == list("ghi")
+
+
+def test_the_store_takes_the_memory_that_it_counts() -> None:
+    """Of short messages Python's objects would take twenty times their JSON."""
+    most = 2 << 20
+    store = ResponseStore(max_bytes=most)
+    message = {"role": "user", "content": "x"}
+    call = {"id": "fc_0", "type": "function_call", "arguments": "{}", "status": "completed"}
+    tracemalloc.start()
+    try:
+        for number in range(400):
+            new = [dict(message) for _ in range(300)]
+            history = store.get(f"resp_{number - 1}") if number % 4 else None
+            store.add(response_of(f"resp_{number}", [dict(call) for _ in range(20)]), history, new)
+            del new, history
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most // 2 < used < 1.05 * most
+    assert store.get("resp_399").conversation() == [message] * 1200
+    with pytest.raises(RequestError):
+        store.get("resp_0")

@@ -34,10 +34,15 @@ def _known_items(value: object) -> object:
     return value
 
 
+def item_kind(item: JsonObject) -> object:
+    """The type of an item, which two kinds may leave out."""
+    return item.get("type") or ("item_reference" if "id" in item and "role" not in item else "message")
+
+
 def _check_item(item: object) -> None:
     if not isinstance(item, dict):
         raise ValueError("must be an object")
-    match item.get("type", "message"):
+    match item_kind(item):
         case "message":
             if item.get("role") not in ("user", "assistant", "system", "developer"):
                 raise ValueError("is a message whose role is not user, assistant, system or developer")
@@ -51,10 +56,13 @@ def _check_item(item: object) -> None:
             _text_of(item.get("output") or "")
         case "reasoning":
             _text_of(item.get("content") or [], ("reasoning_text",))
+        case "item_reference":
+            if not isinstance(item.get("id"), str):
+                raise ValueError("is an item_reference without its id")
         case kind:
             raise ValueError(
-                f"is of type {str(kind)[:64]!r}; this server reads message, function_call, function_call_output and "
-                "reasoning"
+                f"is of type {str(kind)[:64]!r}; this server reads message, function_call, function_call_output, "
+                "reasoning and item_reference"
             )
 
 
@@ -170,7 +178,7 @@ def _messages(items: list[JsonObject]) -> Iterator[Message]:
     calls."""
     own: Message = {}
     for item in items:
-        kind = item.get("type", "message")
+        kind = item_kind(item)
         if kind == "reasoning":
             text = _text_of(item.get("content") or [], ("reasoning_text",))
             if own:

@@ -1,7 +1,8 @@
 """/v1/responses: OpenAI's Responses API, served as a chat completion whose answer is written as items.
 
 Responses are kept for ``previous_response_id`` unless the request says ``store: false``: in memory, the latest 1,024
-and 64 MiB of them, none of a conversation of more than 4 MiB. Their ids cannot be guessed; whoever knows one, and the
+and 64 MiB of them, none of a conversation of more than 4 MiB. They are kept as encoded JSON, because Python's objects
+take up to twenty times as much. Their ids cannot be guessed; whoever knows one, and the
 key, can read, continue and delete it.
 """
 
@@ -11,25 +12,31 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass
+from sys import getsizeof
 from typing import Any
 
+import msgspec
 import orjson
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from fenceline.entrypoints.access import for_clients
 from fenceline.entrypoints.body_parser import BodyParser
+from fenceline.entrypoints.errors import too_deep
 from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.json_body import json_response
 from fenceline.entrypoints.openai.answer import ServedModel
 from fenceline.entrypoints.openai.chat_reader import ChatReader
 from fenceline.entrypoints.openai.parsing import chat_completion, parse_model
+from fenceline.entrypoints.openai.protocol import JsonObject
 from fenceline.entrypoints.openai.responses_protocol import (
+    MAX_ID_CHARS,
     RULES,
     Message,
     ResponsesBody,
     chat_fields,
     input_messages,
+    item_kind,
 )
 from fenceline.entrypoints.openai.serving_chat import ChatServing, functions_of
 from fenceline.entrypoints.openai.tool_call_parser import CallBegun, Content, Found, Reasoning
@@ -39,15 +46,32 @@ from fenceline.frontend.request_types import GenerateChunk, RequestError, error_
 
 MAX_STORED, MAX_STORED_BYTES = 1024, 64 << 20
 MAX_CONVERSATION_BYTES = 4 << 20
+_ENTRY_BYTES = 512  # of the objects that hold one
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """``messages`` are the conversation with the answer, without instructions, which hold for one response."""
+    """A response as encoded JSON, which takes as much memory as it has bytes: ``head`` without its output, the
+    ``items`` of that, and ``messages``, the conversation with the answer as a list without brackets. Instructions are
+    not among them: they hold for one response."""
 
-    response: dict[str, Any]
-    messages: list[Message]
-    num_bytes: int
+    head: bytes
+    items: tuple[bytes, ...]
+    messages: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that it takes."""
+        return _ENTRY_BYTES + sum(map(getsizeof, (self.head, self.messages, self.items, *self.items)))
+
+    def response(self) -> bytes:
+        """The whole response as JSON."""
+        return b'%b,"output":[%b]}' % (self.head[:-1], b",".join(self.items))
+
+    def conversation(self) -> list[Message]:
+        """The messages."""
+        messages: list[Message] = orjson.loads(b"[%b]" % self.messages)
+        return messages
 
 
 class ResponseStore:
@@ -67,15 +91,15 @@ class ResponseStore:
     def add(self, response: dict[str, Any], history: _Stored | None, new: list[Message]) -> None:
         """Keep ``response``, whose conversation is that of ``history`` and the ``new`` messages; the least recently
         used ones make room. One of a longer conversation than is allowed is not kept."""
-        num_bytes = len(orjson.dumps(response)) + len(orjson.dumps(new))
-        messages = new
-        if history is not None:
-            num_bytes += history.num_bytes
-            messages = [*history.messages, *new]
-        if num_bytes > self._max_conversation_bytes:
+        # Not with orjson, whose texts take 4 KiB each at least.
+        parts = (b"" if history is None else history.messages, msgspec.json.encode(new)[1:-1])
+        head = msgspec.json.encode({name: value for name, value in response.items() if name != "output"})
+        items = tuple(map(msgspec.json.encode, response["output"]))
+        stored = _Stored(head, items, b",".join(filter(None, parts)))
+        if stored.num_bytes > self._max_conversation_bytes:
             return
-        self._stored[response["id"]] = _Stored(response, messages, num_bytes)
-        self._num_bytes += num_bytes
+        self._stored[response["id"]] = stored
+        self._num_bytes += stored.num_bytes
         while len(self._stored) > self._max_responses or self._num_bytes > self._max_bytes:
             _, oldest = self._stored.popitem(last=False)
             self._num_bytes -= oldest.num_bytes
@@ -84,7 +108,7 @@ class ResponseStore:
         """The response, which is now the most recently used one. Raises RequestError (404)."""
         found = self._stored.get(id)
         if found is None:
-            raise _not_found(id)
+            raise _not_found("response", id)
         self._stored.move_to_end(id)
         return found
 
@@ -92,12 +116,47 @@ class ResponseStore:
         """Forget it. Raises RequestError (404)."""
         found = self._stored.pop(id, None)
         if found is None:
-            raise _not_found(id)
+            raise _not_found("response", id)
         self._num_bytes -= found.num_bytes
 
+    def resolved(self, items: str | list[JsonObject]) -> str | list[JsonObject]:
+        """``items`` with the stored ones in place of references to them, whose ids say of which response they are.
 
-def _not_found(id: str) -> RequestError:
-    return RequestError(404, f"there is no response {id[:64]!r}: it was not stored, or is kept no longer")
+        Raises RequestError (404) for one that is not kept, and (400) for more than a conversation may have."""
+        if isinstance(items, str):
+            return items
+        left = self._max_conversation_bytes
+        found: list[JsonObject] = []
+        for item in items:
+            if item_kind(item) != "item_reference":
+                found.append(item)
+                continue
+            id = str(item["id"])
+            _, _, rest = id.partition("_")
+            response, _, index = rest.partition("_")
+            stored = self._stored.get(f"resp_{response}")
+            number = int(index) if index.isascii() and index.isdigit() and len(index) < 9 else None
+            kept = () if stored is None or number is None else stored.items[number : number + 1]
+            left -= sum(map(len, kept))
+            if left < 0:
+                raise RequestError(
+                    400,
+                    f"the items that input refers to have more than {self._max_conversation_bytes} bytes",
+                    param="input",
+                )
+            value: JsonObject = orjson.loads(kept[0]) if kept else {}
+            if value.get("id") != id:
+                raise _not_found("item", id)
+            self._stored.move_to_end(f"resp_{response}")
+            found.append(value)
+        return found
+
+
+def _not_found(what: str, id: str) -> RequestError:
+    return RequestError(
+        404,
+        f"there is no {what} {id[:MAX_ID_CHARS]!r}: it was not stored, or is kept no longer; send the conversation",
+    )
 
 
 class ResponsesServing:
@@ -121,10 +180,11 @@ class ResponsesServing:
     async def create(self, request: Request) -> Response:
         """Write the next items of a conversation."""
         body = await self._parser.parse(request, _parse)
+        body = body.model_copy(update={"input": self.store.resolved(body.input)})
         history = None
         if body.previous_response_id is not None:
             history = self.store.get(body.previous_response_id)
-        chat = chat_completion(chat_fields(body, [] if history is None else history.messages))
+        chat = chat_completion(chat_fields(body, [] if history is None else history.conversation()))
         id = f"resp_{new_rid()}"
         name = self._model.name_for(body.model)
         # A client's own name of the request aborts it. The response's id cannot be guessed in any case.
@@ -143,7 +203,7 @@ class ResponsesServing:
     @for_clients
     async def retrieve(self, id: str) -> Response:
         """A stored response."""
-        return json_response(self.store.get(id).response)
+        return Response(self.store.get(id).response(), media_type="application/json")
 
     @for_clients
     async def delete(self, id: str) -> Response:
@@ -179,7 +239,22 @@ class ResponsesServing:
 
 
 def _parse(raw: bytes, unknown: UnknownFields) -> ResponsesBody:
-    return parse_model(ResponsesBody, RULES, raw, unknown)
+    body = parse_model(ResponsesBody, RULES, raw, unknown)
+    try:
+        orjson.dumps([_repeated(body)])  # as deep as in an event
+    except orjson.JSONEncodeError:
+        raise too_deep() from None
+    return body
+
+
+def _repeated(body: ResponsesBody) -> dict[str, object]:
+    """The objects of a request that its response repeats."""
+    form = None if body.text is None else body.text.format
+    return {
+        "text": {"format": form or {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": [tool.model_dump() for tool in body.tools],
+    }
 
 
 class _Events:
@@ -230,13 +305,11 @@ class _Answer:
             },
             "store": body.store,
             "temperature": body.temperature,
-            "text": {"format": (body.text.format if body.text is not None else None) or {"type": "text"}},
-            "tool_choice": body.tool_choice or "auto",
-            "tools": [tool.model_dump() for tool in body.tools],
             "top_p": body.top_p,
             "truncation": "disabled",
             "usage": None,
             "metadata": body.metadata,
+            **_repeated(body),
         }
 
     # Each yields the events of what happened. An answer that does not stream drops them.
