@@ -19,7 +19,7 @@ from fenceline.entrypoints.errors import REFUSED
 from fenceline.entrypoints.generate_body import Expanded, GenerateBody, expand, parse_generate
 from fenceline.entrypoints.json_body import PIECE_BYTES, PartsResponse
 from fenceline.entrypoints.middleware import REQUEST_ID
-from fenceline.entrypoints.openai.reasoning_parser import REASONING_FORMATS
+from fenceline.entrypoints.openai.reasoning_parser import REASONING_FORMATS, ReasoningTokens
 from fenceline.entrypoints.sse import (
     DONE,
     Event,
@@ -183,8 +183,7 @@ class AnswerWriter:
         self._input = _LogprobText()
         self._output = _LogprobText()
         self._prompt_ids = prompt_ids
-        self._thinking_end = thinking_end
-        self._reasoning_tokens = 0
+        self._reasoning = None if thinking_end is None else ReasoningTokens(thinking_end)
 
     def so_far(self, chunk: GenerateChunk) -> list[bytes]:
         """The event for ``chunk`` that repeats everything before it."""
@@ -205,14 +204,14 @@ class AnswerWriter:
             self._prompt_ids = None
         else:
             parts += (b"],", self._head)
-        if self._thinking_end is not None:
-            self._count_reasoning(chunk.output_ids, self._thinking_end)
+        if self._reasoning is not None:
+            self._reasoning.add(chunk.output_ids)
         parts.append(
             b',"prompt_tokens":%d,"completion_tokens":%d,"reasoning_tokens":%d,"cached_tokens":%d,"num_retractions":%d'
             % (
                 chunk.prompt_tokens,
                 chunk.completion_tokens,
-                self._reasoning_tokens,
+                0 if self._reasoning is None else self._reasoning.num,
                 chunk.cached_tokens,
                 chunk.num_retractions,
             )
@@ -249,14 +248,6 @@ class AnswerWriter:
             parts.append(b',"output_token_logprobs_length":%d' % chunk.completion_tokens)
         parts += (b',"weight_version":', orjson.dumps(self._weights.version), self._tail)
         return parts
-
-    def _count_reasoning(self, ids: list[int], thinking_end: int) -> None:
-        """Count new tokens up to the one that ends the thinking, which is the last of them."""
-        if thinking_end in ids:
-            self._reasoning_tokens += ids.index(thinking_end) + 1
-            self._thinking_end = None
-        else:
-            self._reasoning_tokens += len(ids)
 
 
 class _GrowingText:

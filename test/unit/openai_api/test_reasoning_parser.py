@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fenceline.config.flags import flags_of
 from fenceline.config.server_args import ServerArgs
-from fenceline.entrypoints.openai.reasoning_parser import REASONING_FORMATS, ReasoningParser
+from fenceline.entrypoints.openai.reasoning_parser import REASONING_FORMATS, ReasoningParser, ReasoningTokens
 
 QWEN3 = REASONING_FORMATS["qwen3"]
 R1 = REASONING_FORMATS["deepseek-r1"]
@@ -178,3 +178,15 @@ def test_continued_answers(form, begun, inside):
 
 def test_every_flag_value_has_a_format():
     assert set(flags_of(ServerArgs)["reasoning_parser"].spec.choices) == set(REASONING_FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("in_messages", "ids", "num"),
+    [(False, [1, 2, 9, 3, 9, 4], 3), (True, [1, 2, 9, 3, 9, 4], 5), (False, [1, 2], 2), (True, [9], 1), (False, [], 0)],
+)  # fmt: skip
+def test_tokens_of_reasoning_are_counted_however_the_answer_is_cut(in_messages, ids, num):
+    for cut in range(len(ids) + 1):
+        tokens = ReasoningTokens(9, in_messages)
+        tokens.add(ids[:cut])
+        tokens.add(ids[cut:])
+        assert tokens.num == num

@@ -175,16 +175,24 @@ class UsageCounter:
     def note(self, index: int, chunk: GenerateChunk) -> None:
         """Remember the totals of choice ``index`` that its latest chunk carries."""
         self._counts[index] = _Counts(
-            chunk.prompt_tokens, chunk.completion_tokens, chunk.cached_tokens, chunk.cached_tokens_details
+            chunk.prompt_tokens,
+            chunk.completion_tokens,
+            chunk.cached_tokens,
+            chunk.cached_tokens_details,
+            self._counts[index].reasoning,
         )
+
+    def note_reasoning(self, index: int, num_tokens: int | None) -> None:
+        """Remember how many tokens of choice ``index`` were reasoning; None if that is not known."""
+        self._counts[index] = self._counts[index]._replace(reasoning=num_tokens)
 
     def of_choice(self, index: int) -> dict[str, object]:
         """``usage`` of one choice so far."""
-        return self._usage([self._counts[index]], self._counts[index].completion)
+        return self._usage([self._counts[index]], [self._counts[index]])
 
     def total(self) -> dict[str, object]:
         """``usage`` of the answer."""
-        return self._usage(self._prompts(), sum(counts.completion for counts in self._counts))
+        return self._usage(self._prompts(), self._counts)
 
     def extension(self) -> dict[str, object]:
         """``{"sglext": {"cached_tokens_details": ...}}`` if the request asked for it and there is HiCache, else
@@ -195,8 +203,9 @@ class UsageCounter:
     def _prompts(self) -> Sequence[_Counts]:
         return self._counts[:: self._choices_per_prompt]
 
-    def _usage(self, prompts: Sequence[_Counts], completion: int) -> dict[str, object]:
+    def _usage(self, prompts: Sequence[_Counts], choices: Sequence[_Counts]) -> dict[str, object]:
         prompt = sum(counts.prompt for counts in prompts)
+        completion = sum(counts.completion for counts in choices)
         usage: dict[str, object] = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -208,6 +217,9 @@ class UsageCounter:
             if details is not None:
                 report["cached_tokens_details"] = details
             usage["prompt_tokens_details"] = report
+        reasoning = [counts.reasoning for counts in choices if counts.reasoning is not None]
+        if reasoning:
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(reasoning)}
         return usage
 
 
@@ -216,6 +228,7 @@ class _Counts(NamedTuple):
     completion: int = 0
     cached: int = 0
     details: CachedTokensDetails | None = None
+    reasoning: int | None = None
 
 
 def _details(prompts: Sequence[_Counts]) -> dict[str, int] | None:

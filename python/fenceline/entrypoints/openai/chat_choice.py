@@ -32,6 +32,11 @@ class ChatChoice:
         self._held_reasoning: list[str] = []
         self._begun = False
 
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """How many tokens of what has been written are reasoning; None if it is not told from the rest."""
+        return self._reader.reasoning_tokens
+
     # --- whole
 
     def whole(self, chunk: GenerateChunk) -> dict[str, object]:

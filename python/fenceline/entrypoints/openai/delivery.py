@@ -82,6 +82,10 @@ class ChoiceWriter(Protocol):
     def frames(self, chunk: GenerateChunk, shape: StreamShape, usage: Mapping[str, object]) -> bytes:
         """The events for ``chunk``; no bytes if there is nothing to send. ``usage`` is the choice's."""
 
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """How many tokens of what has been written are reasoning; None if that is not known."""
+
     def text_frame(self, shape: StreamShape) -> TextFrame | None:
         """A prepared form of what :meth:`frames` returns for an unfinished chunk from the second one on; None if such
         chunks carry more than text."""
@@ -110,6 +114,7 @@ class Answer:
         parts = [orjson.dumps(fields)[:-1] + b',"choices":[']
         for index, (choice, chunk) in enumerate(zip(self.choices, chunks, strict=True), start=1):
             parts += (await written(chunk, partial(_whole_choice, choice, chunk)), b",")
+            self.usage.note_reasoning(index - 1, choice.reasoning_tokens)
             if index % TURN_REQUESTS == 0:
                 await asyncio.sleep(0)
         rest = {"usage": self.usage.total(), **self.usage.extension()}
@@ -129,7 +134,9 @@ class Answer:
                 raise error
             choice = self.choices[index]
             write = partial(choice.frames, chunk, shape, self.usage.of_choice(index))
-            if data := await written(chunk, write):
+            data = await written(chunk, write)
+            self.usage.note_reasoning(index, choice.reasoning_tokens)
+            if data:
                 yield data
             if chunk.finish_reason is None:
                 prepared[index] = choice.text_frame(shape)

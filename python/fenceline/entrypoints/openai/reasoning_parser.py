@@ -18,12 +18,13 @@ class ReasoningFormat:
     ``in_messages``: the answer is a list of messages, of which the reasoning is one, and only the last begins after
     ``end``; the tool-call format of that name reads them all. Headers of messages may say more than ``start`` and
     ``end`` do: ``answer_header`` and ``call_header`` are how those of an answer and of a call begin, and
-    ``header_end`` is how each ends.
+    ``header_end`` is how each ends. ``end_token``: the special token that ends each message but the last.
     """
 
     start: str
     end: str
     assumed: bool
+    end_token: str = ""
     in_messages: bool = False
     answer_header: str = ""
     call_header: str = ""
@@ -58,6 +59,7 @@ _FORMATS: Mapping[str, ReasoningFormat] = {
         "<|channel|>analysis<|message|>",
         "<|channel|>final<|message|>",
         assumed=True,
+        end_token="<|end|>",
         in_messages=True,
         answer_header="<|channel|>final",
         call_header="<|channel|>commentary",
@@ -78,6 +80,35 @@ _ALSO_CALLED = {
     "openai_gptoss": "gpt-oss",
 }
 REASONING_FORMATS = {**_FORMATS, **{name: _FORMATS[own] for name, own in _ALSO_CALLED.items()}}
+
+
+class ReasoningTokens:
+    """Counts the tokens of an answer's reasoning: those up to the token ``end``, which is the last of them.
+
+    ``in_messages``: ``end`` ends every message but the last; all but that are counted.
+    """
+
+    __slots__ = ("_all", "_end", "_in_messages", "_until_end")
+
+    def __init__(self, end: int, in_messages: bool = False) -> None:
+        self._end = end
+        self._in_messages = in_messages
+        self._all = 0
+        self._until_end: int | None = None
+
+    def add(self, ids: list[int]) -> None:
+        """The next tokens of the answer."""
+        if self._end in ids:
+            if self._in_messages:
+                self._until_end = self._all + len(ids) - ids[::-1].index(self._end)
+            elif self._until_end is None:
+                self._until_end = self._all + ids.index(self._end) + 1
+        self._all += len(ids)
+
+    @property
+    def num(self) -> int:
+        """How many, all while the reasoning has not ended."""
+        return self._all if self._until_end is None else self._until_end
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from fenceline.entrypoints.openai.parsing import (
     sampling_params,
 )
 from fenceline.entrypoints.openai.protocol import ChatBody, ChatMessage
-from fenceline.entrypoints.openai.reasoning_parser import ReasoningFormat, ReasoningParser
+from fenceline.entrypoints.openai.reasoning_parser import ReasoningFormat, ReasoningParser, ReasoningTokens
 from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.entrypoints.openai.tool_call_parser import (
     JSON_CALLS,
@@ -155,7 +155,20 @@ class ChatServing:
             form = None if form is messages else form
         calls = None if form is None else ToolCallParser(form, functions)
         separates = self._reasoning is not None and body.separate_reasoning
-        return ChatReader(front, calls, not body.parallel_tool_calls, separates and front is not None)
+        return ChatReader(
+            front,
+            calls,
+            not body.parallel_tool_calls,
+            separates and front is not None,
+            self._reasoning_tokens(),
+        )
+
+    def _reasoning_tokens(self) -> ReasoningTokens | None:
+        form = self._reasoning
+        if form is None:
+            return None
+        end = required_tokenizer(self._generator).backend.token_to_id(form.end_token or form.end)
+        return None if end is None else ReasoningTokens(end, form.in_messages)
 
     def _reads_messages(self, body: ChatBody) -> bool:
         """Whether answers are lists of messages, which have to be taken apart for ``body``."""

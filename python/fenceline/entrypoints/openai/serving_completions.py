@@ -111,6 +111,8 @@ class CompletionServing:
 class CompletionChoice:
     """Writes one choice, whole or chunk by chunk."""
 
+    reasoning_tokens = None  # a completion is its text
+
     def __init__(
         self, index: int, body: CompletionBody, texts: TokenTexts, echoed: str, ids: TokenIds | None
     ) -> None:
