@@ -106,7 +106,7 @@ class BodyParser:
 
     async def _apart(
         self, parse: Parse[T], parts: deque[bytes]
-    ) -> tuple[object, list[tuple[set[str], FieldRules]]]:
+    ) -> tuple[object, list[tuple[set[str], FieldRules | str]]]:
         """:meth:`_parse_apart`, one body after the other. Bodies wait here and not in the executor's queue, where
         bodies of clients that have disconnected would stay until their turn comes."""
         await self._helper_free.acquire()
@@ -139,7 +139,7 @@ class BodyParser:
 
     def _parse_apart(
         self, parse: Parse[T], parts: deque[bytes], started: Callable[[], object]
-    ) -> tuple[object, list[tuple[set[str], FieldRules]]]:
+    ) -> tuple[object, list[tuple[set[str], FieldRules | str]]]:
         try:
             connection = self._connection()
             started()
@@ -158,7 +158,7 @@ class BodyParser:
                 raise result
             finally:
                 del result  # else the error holds this frame, and this frame the error and the body
-        return cast("tuple[object, list[tuple[set[str], FieldRules]]]", result)
+        return cast("tuple[object, list[tuple[set[str], FieldRules | str]]]", result)
 
     def _connection(self) -> Connection:
         if self._helper is None or not self._helper[0].is_alive():
@@ -190,9 +190,9 @@ class _CollectedFields(UnknownFields):
 
     def __init__(self) -> None:
         super().__init__(strict=False)
-        self.collected: list[tuple[set[str], FieldRules]] = []
+        self.collected: list[tuple[set[str], FieldRules | str]] = []
 
-    def note(self, names: set[str], rules: FieldRules) -> None:
+    def note(self, names: set[str], rules: FieldRules | str) -> None:
         """Keep as many names as may be logged."""
         self.collected.append((set(heapq.nsmallest(MAX_NAMES_LOGGED, names)), rules))
 

@@ -275,23 +275,30 @@ class FieldRules:
 
 
 class UnknownFields:
-    """Fields that nobody knows: logged once a name, or refused with --strict-fields."""
+    """What requests hold and the server does not use, logged once a name: fields that nobody knows, which
+    --strict-fields refuses, and what is left out knowingly."""
 
     def __init__(self, strict: bool) -> None:
         self._strict = strict
         self._seen: set[str] = set()
 
-    def note(self, names: set[str], rules: FieldRules) -> None:
-        """Raises RequestError (400) for the first of ``names`` if the server is strict."""
-        if self._strict and names:
+    def note(self, names: set[str], rules: FieldRules | str) -> None:
+        """``names`` are unknown by these rules, or of things that are left out, whose kind is given: "tool of type".
+
+        Raises RequestError (400) for the first unknown one if the server is strict."""
+        kind = rules if isinstance(rules, str) else ""
+        if self._strict and names and not isinstance(rules, str):
             rules.refuse_unknown(min(names), "field")
         for name in names:
             if len(self._seen) >= MAX_NAMES_LOGGED:
                 return
             clipped = name[:MAX_NAME_CHARS]
-            if clipped in self._seen:
+            if kind + clipped in self._seen:
                 continue
-            self._seen.add(clipped)
+            self._seen.add(kind + clipped)
+            if isinstance(rules, str):
+                logger.warning("A request has a %s %s, which is left out here", rules, clip_name(name))
+                continue
             logger.warning(
                 "A request has the field %s, which is not known and has no effect%s (--strict-fields refuses such)",
                 clip_name(name),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import httpx
 import pytest
 from chat_answer import ANSWER, TEMPLATE, prompt_of
+from pydantic import BaseModel
 
 from fenceline.ipc.io_struct import FinishReason
 
@@ -55,6 +58,8 @@ async def test_thinking_text_and_tools_are_blocks(serve, template):
             model="byte", max_tokens=100, messages=HI, tools=[WEATHER], system="Be brief."
         )
         thinking, text, call = message.content
+        # No token of this tokenizer ends the thinking: of 100 bytes it has eleven.
+        assert 0 < message.usage.output_tokens_details.thinking_tokens < 30
         assert (thinking.type, thinking.thinking) == ("thinking", "Let me see.")
         assert (text.type, text.text) == ("text", "I look.")
         assert (call.type, call.name, call.input) == ("tool_use", "weather", {"city": "Paris"})
@@ -177,6 +182,68 @@ async def test_tokens_are_counted_without_generating(serve, template):
         assert counted.input_tokens == len(server.link.sent[0].input_ids)
 
 
+SCHEMA = {"type": "object", "properties": {"city": {"const": "Rome"}}, "required": ["city"]}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+        {"extra_body": {"output_format": {"type": "json_schema", "schema": SCHEMA}}},
+    ],
+)
+async def test_a_format_is_a_grammar(serve, fields):
+    async with serve() as server:
+        server.script.pieces = ['{"city": "Rome"}']
+        message = await client_of(server).messages.create(model="byte", max_tokens=100, messages=HI, **fields)
+        assert message.content[0].text == '{"city": "Rome"}'
+        assert server.link.sent[0].grammar
+        counted = await client_of(server).messages.count_tokens(model="byte", messages=HI, **fields)
+        assert counted.input_tokens == len(server.link.sent[0].input_ids)
+
+
+async def test_parsed_output(serve):
+    class Trip(BaseModel):
+        city: Literal["Rome", "Oslo"]
+        days: int
+
+    async with serve() as server:
+        server.script.pieces = ['{"city": "Rome", "days": 3}']
+        client = client_of(server)
+        asked = {"model": "byte", "max_tokens": 100, "messages": HI, "output_format": Trip}
+        assert (await client.messages.parse(**asked)).parsed_output == Trip(city="Rome", days=3)
+        async with client.messages.stream(**asked) as stream:
+            assert (await stream.get_final_message()).parsed_output == Trip(city="Rome", days=3)
+        assert all(message.grammar for message in server.link.sent)
+
+
+async def test_what_claude_code_sends(serve, tmp_path, caplog):
+    """Its betas change nothing here: they are accepted, and named in the log once."""
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ reasoning_effort }};" + TEMPLATE)
+    body = {
+        "model": "claude-sonnet-4-5", "max_tokens": 100, "system": [{"type": "text", "text": "Be brief."}],
+        "messages": [*HI, {"role": "system", "content": [{"type": "text", "text": "It is night."}]}],
+        "tools": [WEATHER, {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}],
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "medium"}, "thinking": {"type": "adaptive"}, "metadata": {"user_id": "x"},
+    }  # fmt: skip
+    async with serve(chat_template=str(template), strict_fields=True) as server:
+        client = client_of(server)
+        for _ in range(2):
+            message = await client.beta.messages.create(**body, betas=["claude-code-20250219"])
+            assert message.content[0].text == "Hello wörld"
+        prompt = prompt_of(server)
+        assert prompt.startswith("medium;") and "web_search" not in prompt
+        assert prompt.endswith("[system]|Be brief.;[user]|Hi;[system]|It is night.;[assistant]")
+    told = [record.getMessage() for record in caplog.records if "is left out here" in record.getMessage()]
+    assert sorted(told) == [
+        "A request has a beta 'claude-code-20250219', which is left out here",
+        "A request has a beta 'context_management', which is left out here",
+        "A request has a tool of type 'web_search_20250305', which is left out here",
+    ]
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -186,7 +253,27 @@ async def test_tokens_are_counted_without_generating(serve, template):
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "whose text is missing"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, r"tools\[0\].name"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\]"),
+        ({"tools": [{"type": "custom", "name": "x"}]}, r"tools\[0\].input_schema: this field is required"),
+        ({"tools": [WEATHER] * 129}, "has 129 tools"),
+        (
+            {"tools": [{"type": "web_search_20250305"}], "tool_choice": {"type": "any"}},
+            "only allowed with tools",
+        ),
+        (
+            {
+                "messages": [
+                    *HI,
+                    {
+                        "role": "system",
+                        "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}],
+                    },
+                ]
+            },
+            "text only",
+        ),
+        ({"output_config": {"format": {"type": "json_object"}}}, r"output_config.format must be"),
+        ({"extra_body": {"output_format": {"type": "json_schema"}}}, r"output_format must be"),
+        ({"extra_body": {"response_format": {"type": "json_object"}}}, r"use output_config.format"),
         ({"stop_sequences": ["x"] * 65}, "stop"),
         ({"extra_body": {"temperature": -1.0}}, "temperature"),
         ({"extra_body": {"mcp_servers": [{"url": "x"}]}}, "mcp_servers is not available"),

@@ -15,6 +15,7 @@ from openai.types.responses import ResponseErrorEvent
 from fenceline.entrypoints.openai.chat_reader import ChatReader
 from fenceline.entrypoints.openai.serving_responses import ResponseStore
 from fenceline.frontend.request_types import RequestError
+from fenceline.frontend.tokenizer import Tokenizer, load_tokenizer
 from fenceline.ipc.io_struct import FinishReason
 
 WEATHER = {
@@ -123,6 +124,56 @@ async def test_the_output_may_be_sent_back_instead(serve, flags):
         assert prompt_of(server) == said + "[assistant]"
 
 
+async def test_tools_of_other_kinds_are_left_out(serve, flags, caplog):
+    """What Codex sends: one tool that is not served must not refuse the whole request."""
+    others = [
+        {"type": "web_search"}, {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
+        {"type": "namespace", "name": "mcp", "tools": [WEATHER]},
+    ]  # fmt: skip
+    async with serve(**flags, strict_fields=True) as server:
+        for _ in range(2):
+            response = await server.client.responses.create(
+                model="byte", input="Hi", tools=[others[0], WEATHER, *others[1:]],
+                include=["reasoning.encrypted_content", "web_search_call.action.sources"],
+            )  # fmt: skip
+            assert [tool.name for tool in response.tools] == ["weather"]
+        assert prompt_of(server).count("<tool>") == 1
+        await server.client.responses.create(model="byte", input="Hi", tools=others)
+        assert prompt_of(server) == "[user]|Hi;[assistant]"
+    told = [record.getMessage() for record in caplog.records if "is left out here" in record.getMessage()]
+    assert sorted(told) == [
+        f"A request has a tool of type '{kind}', which is left out here"
+        for kind in ("custom", "namespace", "web_search")
+    ]
+
+
+async def test_usage_tells_tokens_of_reasoning(serve, flags, model_dir):
+    """With the token that ends the thinking exactly, and as all of today's types of the SDKs demand."""
+    tokenizer = load_tokenizer(model_dir)
+    tokenizer.backend.add_special_tokens(["<think>", "</think>"])
+    num = len("Let me see.") + 2
+    async with serve(**flags, tokenizer=Tokenizer(tokenizer.backend)) as server:
+        server.script.pieces = ANSWER
+        response = await server.client.responses.create(model="byte", input="Hi", tools=[WEATHER])
+        assert response.usage.output_tokens_details.reasoning_tokens == num
+        assert response.usage.input_tokens_details.cache_write_tokens == 0
+        stream = await server.client.responses.create(model="byte", input="Hi", stream=True)
+        last = [event async for event in stream][-1].response
+        assert last.usage.output_tokens_details.reasoning_tokens == num
+        create = partial(server.client.chat.completions.create, model="byte")
+        messages = [{"role": "user", "content": "Hi"}]
+        answer = await create(messages=messages, n=2)
+        assert answer.usage.completion_tokens_details.reasoning_tokens == 2 * num
+        chunks = await create(messages=messages, stream=True, stream_options={"include_usage": True})
+        *_, chunk = [chunk async for chunk in chunks]
+        assert chunk.usage.completion_tokens_details.reasoning_tokens == num
+        server.script.pieces = ["No thought."]
+        answer = await create(messages=messages)
+        assert answer.usage.completion_tokens_details.reasoning_tokens == 0
+        raw = await create(messages=messages, extra_body={"separate_reasoning": False})
+        assert raw.usage.completion_tokens_details is None, "it is not told from the rest"
+
+
 @pytest.mark.parametrize("kind", [{"type": "item_reference"}, {}])
 async def test_stored_items_may_be_referred_to(serve, flags, kind):
     """As the Vercel AI SDK does in every turn but the first."""
@@ -229,7 +280,12 @@ async def test_a_stream_that_fails_says_so(serve, flags):
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "a part that is no text"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "call_id, name and arguments"),
         ({"input": []}, "messages"),
-        ({"tools": [{"type": "web_search"}]}, r"tools\[0\].type"),
+        ({"tools": [{"type": "function"}]}, r"tools\[0\].name: this field is required"),
+        ({"tools": [{"name": "x"}]}, r"tools\[0\].type: this field is required"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "only allowed with tools"),
+        ({"tools": [WEATHER] * 129}, "has 129 tools"),
+        ({"include": ["message.output_text.logprobs"]}, "/v1/chat/completions"),
+        ({"extra_body": {"max_tokens": 5}}, "max_tokens is not available: use max_output_tokens"),
         ({"background": True}, "background is not available"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"tool_choice": "required"}, "only allowed with tools"),

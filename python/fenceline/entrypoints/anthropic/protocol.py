@@ -8,13 +8,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    Tag,
+    model_validator,
+)
 
 from fenceline.config.request_limits import MAX_MESSAGES
 from fenceline.entrypoints.fields import GENERATION, WITHOUT_EFFECT, FieldRules, Refused
-from fenceline.entrypoints.openai.protocol import CommonBody, JsonObject, chat_only, common_fields
+from fenceline.entrypoints.openai.protocol import (
+    OTHER_TAG,
+    OWN_TAG,
+    CommonBody,
+    JsonObject,
+    OtherTool,
+    chat_only,
+    common_fields,
+    not_too_many_tools,
+    other_unless,
+)
 
 _STRICT = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
 # What the fields of a block must be, by its type. Others are refused.
@@ -83,12 +102,18 @@ class InputMessage(BaseModel):
 
     model_config = _STRICT
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Annotated[str | list[JsonObject], BeforeValidator(_known_blocks)]
+
+    @model_validator(mode="after")
+    def _system_is_text(self) -> Self:
+        if self.role == "system":
+            _text_of(self.content)
+        return self
 
 
 class InputTool(BaseModel):
-    """A tool that the model may call. Tools that Anthropic's own servers run have other types and are refused."""
+    """A tool that the model may call."""
 
     model_config = _STRICT
 
@@ -97,6 +122,11 @@ class InputTool(BaseModel):
     description: str | None = None
     input_schema: JsonObject
     strict: bool | None = None
+
+
+AnyTool = Annotated[
+    Annotated[InputTool, Tag(OWN_TAG)] | Annotated[OtherTool, Tag(OTHER_TAG)], other_unless("custom")
+]
 
 
 class ToolChoice(BaseModel):
@@ -117,14 +147,43 @@ class Thinking(BaseModel):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
+def _of_a_schema(form: JsonObject) -> JsonObject:
+    if form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
+        raise ValueError('must be {"type": "json_schema", "schema": {...}}')
+    return form
+
+
+OutputFormat = Annotated[JsonObject, AfterValidator(_of_a_schema)]
+
+
+class OutputConfig(BaseModel):
+    """What the answer is like."""
+
+    model_config = _STRICT
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
 class CountBody(CommonBody):
     """The body of /v1/messages/count_tokens: what makes the prompt."""
 
     messages: Annotated[list[InputMessage], FailFast(), BeforeValidator(_not_too_many)] = Field(min_length=1)
     system: Annotated[str | list[JsonObject] | None, BeforeValidator(_texts_only)] = None
-    tools: Annotated[list[InputTool], FailFast()] = Field(default_factory=list)
+    tools: Annotated[list[AnyTool], FailFast(), BeforeValidator(not_too_many_tools)] = Field(
+        default_factory=list
+    )
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the beta's name of output_config.format
+    context_management: JsonObject | None = None
+
+    def left_out(self) -> Iterator[tuple[set[str], str]]:
+        """Names of what has no effect, by their kind."""
+        yield {tool.type for tool in self.tools if isinstance(tool, OtherTool)}, "tool of type"
+        if self.context_management and self.context_management.get("edits"):
+            yield {"context_management"}, "beta"
 
 
 class MessagesBody(CountBody):
@@ -145,10 +204,7 @@ _REFUSED: Mapping[str, Refused] = {
         }
     ),
     "container": Refused("no code is run here; leave it out"),
-    "context_management": Refused("send the messages that the model is to see"),
     "mcp_servers": Refused("the client calls tools; leave it out"),
-    "output_config": Refused("ask for the format in the prompt"),
-    "output_format": Refused("ask for the format in the prompt"),
 }
 _NO_EFFECT = WITHOUT_EFFECT | {"betas", "cache_control", "inference_geo", "speed"}
 RULES: Mapping[type[BaseModel], FieldRules] = {
@@ -160,7 +216,7 @@ RULES: Mapping[type[BaseModel], FieldRules] = {
 def chat_fields(body: CountBody) -> dict[str, object]:
     """The fields of the chat completion that ``body`` asks for."""
     fields: dict[str, object] = {**common_fields(body), "messages": list(_messages(body))}
-    if body.tools:
+    if tools := [tool for tool in body.tools if isinstance(tool, InputTool)]:
         fields["tools"] = [
             {
                 "type": "function",
@@ -171,7 +227,7 @@ def chat_fields(body: CountBody) -> dict[str, object]:
                     **({} if tool.strict is None else {"strict": tool.strict}),
                 },
             }
-            for tool in body.tools
+            for tool in tools
         ]
     if body.tool_choice is not None:
         choice = body.tool_choice
@@ -180,6 +236,13 @@ def chat_fields(body: CountBody) -> dict[str, object]:
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     if body.thinking is not None:
         fields["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+    config = body.output_config or OutputConfig()
+    fields["reasoning_effort"] = config.effort
+    if form := config.format or body.output_format:
+        fields["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": form["schema"]},
+        }
     if isinstance(body, MessagesBody):
         fields["max_tokens"] = body.max_tokens
         fields["stop"] = [*body.stop, *body.stop_sequences]
@@ -193,6 +256,8 @@ def _messages(body: CountBody) -> Iterator[dict[str, object]]:
     for message in body.messages:
         if isinstance(message.content, str):
             yield {"role": message.role, "content": message.content}
+        elif message.role == "system":
+            yield {"role": "system", "content": _text_of(message.content)}
         elif message.role == "user":
             yield from _user(message.content)
         else:

@@ -60,6 +60,8 @@ class MessagesServing:
     async def create(self, request: Request) -> Response:
         """Write the assistant's next message, as Anthropic's API does."""
         chat = await self._parser.parse(request, partial(_parse, MessagesBody))
+        betas = request.headers.get("anthropic-beta", "")
+        self._parser.unknown.note({name.strip() for name in betas.split(",") if name.strip()}, "beta")
         name = self._model.name_for(chat.model)
         with answer_id("msg_", chat, request, self._manager) as rid:
             prompt, group = await self._chat.submit(chat, rid, request)
@@ -101,7 +103,11 @@ class _Message:
                 block["input"] = _input_of(text)
             else:
                 block[block["type"]] = text
-        return {**self._fields, "content": blocks, **self._stop(chunk), "usage": _usage(chunk)}
+        return {**self._fields, "content": blocks, **self._stop(chunk), "usage": self._usage(chunk)}
+
+    def _usage(self, chunk: GenerateChunk) -> dict[str, object]:
+        usage, thinking = _usage(chunk), self._reader.reasoning_tokens
+        return usage if thinking is None else usage | {"output_tokens_details": {"thinking_tokens": thinking}}
 
     # --- streaming
 
@@ -123,7 +129,7 @@ class _Message:
                 parts.append(_event("content_block_delta", index=self._num_blocks, delta=_delta(piece)))
         if chunk.finish_reason is not None:
             parts.append(self._end_block())
-            parts.append(_event("message_delta", delta=self._stop(chunk), usage=_usage(chunk)))
+            parts.append(_event("message_delta", delta=self._stop(chunk), usage=self._usage(chunk)))
             parts.append(_event("message_stop"))
         return b"".join(parts)
 
@@ -207,7 +213,7 @@ def _input_of(arguments: str) -> object:
     )  # numbers as they were written
 
 
-def _usage(chunk: GenerateChunk) -> dict[str, int]:
+def _usage(chunk: GenerateChunk) -> dict[str, object]:
     """Tokens so far. As in Anthropic's counts, ``input_tokens`` are those that were not in the cache."""
     return {
         "input_tokens": chunk.prompt_tokens - chunk.cached_tokens,
@@ -218,7 +224,10 @@ def _usage(chunk: GenerateChunk) -> dict[str, int]:
 
 
 def _parse(body_type: type[CountBody], raw: bytes, unknown: UnknownFields) -> ChatBody:
-    return chat_completion(chat_fields(parse_model(body_type, RULES[body_type], raw, unknown)))
+    body = parse_model(body_type, RULES[body_type], raw, unknown)
+    for names, kind in body.left_out():
+        unknown.note(names, kind)
+    return chat_completion(chat_fields(body))
 
 
 def _error(error: RequestError) -> dict[str, str]:

@@ -17,6 +17,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     FailFast,
     Field,
     PlainValidator,
@@ -254,7 +255,28 @@ class Tool(BaseModel):
     function: Function
 
 
-def _not_too_many_tools(tools: object) -> object:
+class OtherTool(BaseModel):
+    """A tool of a kind that this server does not serve, such as one that its maker's servers run: it is left out."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    type: str
+
+
+def other_unless(*types: str | None) -> Discriminator:
+    """Tells tools of these types from others, which are :class:`OtherTool`."""
+
+    def tag(tool: object) -> str:
+        kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+        return OTHER_TAG if isinstance(kind, str) and kind not in types else OWN_TAG
+
+    return Discriminator(tag)
+
+
+OWN_TAG, OTHER_TAG = "tool[own]", "tool[other]"
+
+
+def not_too_many_tools(tools: object) -> object:
     """Check the number and the size of the tools before any of them is validated."""
     if isinstance(tools, list):
         if len(tools) > MAX_TOOLS:
@@ -281,7 +303,7 @@ class ChatBody(GenerationBody):
     separate_reasoning: bool = True
     stream_reasoning: bool = True
 
-    tools: Annotated[list[Tool], FailFast(), BeforeValidator(_not_too_many_tools)] = Field(
+    tools: Annotated[list[Tool], FailFast(), BeforeValidator(not_too_many_tools)] = Field(
         default_factory=list
     )
     tool_choice: str | JsonObject | None = None

@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Tag
 
 from fenceline.config.request_limits import MAX_MESSAGES
 from fenceline.entrypoints.fields import OPENAI, WITHOUT_EFFECT, FieldRules, Refused
-from fenceline.entrypoints.openai.protocol import CommonBody, JsonObject, chat_only, common_fields
+from fenceline.entrypoints.openai.protocol import (
+    OTHER_TAG,
+    OWN_TAG,
+    CommonBody,
+    JsonObject,
+    OtherTool,
+    chat_only,
+    common_fields,
+    not_too_many_tools,
+    other_unless,
+)
 
 Message = dict[str, object]  # of a chat completion
 MAX_ID_CHARS = 64
@@ -82,7 +92,7 @@ def _text_of(content: object, kinds: tuple[str, ...] = _TEXT_PARTS) -> str:
 
 
 class ResponsesTool(BaseModel):
-    """A function that the model may call. Tools that OpenAI's own servers run have other types and are refused."""
+    """A function that the model may call."""
 
     model_config = _STRICT
 
@@ -91,6 +101,11 @@ class ResponsesTool(BaseModel):
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
+
+
+AnyTool = Annotated[
+    Annotated[ResponsesTool, Tag(OWN_TAG)] | Annotated[OtherTool, Tag(OTHER_TAG)], other_unless("function")
+]
 
 
 class TextSettings(BaseModel):
@@ -109,6 +124,12 @@ class ReasoningSettings(BaseModel):
     effort: str | None = None
 
 
+def _no_logprobs(include: list[str]) -> list[str]:
+    if "message.output_text.logprobs" in include:
+        raise ValueError("has message.output_text.logprobs, which only /v1/chat/completions has")
+    return include  # all else is part of the answer if there is any of it
+
+
 class ResponsesBody(CommonBody):
     """The body of /v1/responses."""
 
@@ -117,15 +138,22 @@ class ResponsesBody(CommonBody):
     previous_response_id: str | None = Field(default=None, max_length=MAX_ID_CHARS)
     store: bool = True
     max_output_tokens: int | None = Field(default=None, ge=1, le=2**53)
-    tools: Annotated[list[ResponsesTool], FailFast()] = Field(default_factory=list)
+    tools: Annotated[list[AnyTool], FailFast(), BeforeValidator(not_too_many_tools)] = Field(
+        default_factory=list
+    )
     tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool = True
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
     metadata: dict[str, str] = Field(default_factory=dict, max_length=16)
+    include: Annotated[list[str], AfterValidator(_no_logprobs)] = Field(default_factory=list)
+
+    @property
+    def functions(self) -> list[ResponsesTool]:
+        """The tools that the model may call."""
+        return [tool for tool in self.tools if isinstance(tool, ResponsesTool)]
 
 
-_NO_LISTS = "the answer has its text, reasoning and calls; leave it out"
 _REFUSED: Mapping[str, Refused] = {
     **OPENAI,
     **chat_only(
@@ -139,7 +167,6 @@ _REFUSED: Mapping[str, Refused] = {
     ),
     "background": Refused("stream, or wait for the answer"),
     "conversation": Refused("use previous_response_id, or send the whole conversation"),
-    "include": Refused(_NO_LISTS, neutral=(["reasoning.encrypted_content"],)),
     "max_tool_calls": Refused("the client runs the calls and can count them"),
     "prompt": Refused("there are no stored prompts; send it as instructions and input"),
     "top_logprobs": Refused("use /v1/chat/completions", neutral=(0,)),
@@ -158,7 +185,7 @@ def chat_fields(body: ResponsesBody, history: list[Message]) -> JsonObject:
         **common_fields(body),
         "messages": [*first, *history, *input_messages(body.input)],
         "max_completion_tokens": body.max_output_tokens,
-        "tools": [_tool(tool) for tool in body.tools],
+        "tools": [_tool(tool) for tool in body.functions],
         "tool_choice": _tool_choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": None if body.text is None else _response_format(body.text.format),

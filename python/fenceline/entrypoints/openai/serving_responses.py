@@ -28,7 +28,7 @@ from fenceline.entrypoints.json_body import json_response
 from fenceline.entrypoints.openai.answer import ServedModel
 from fenceline.entrypoints.openai.chat_reader import ChatReader
 from fenceline.entrypoints.openai.parsing import chat_completion, parse_model
-from fenceline.entrypoints.openai.protocol import JsonObject
+from fenceline.entrypoints.openai.protocol import JsonObject, OtherTool
 from fenceline.entrypoints.openai.responses_protocol import (
     MAX_ID_CHARS,
     RULES,
@@ -244,6 +244,7 @@ def _parse(raw: bytes, unknown: UnknownFields) -> ResponsesBody:
         orjson.dumps([_repeated(body)])  # as deep as in an event
     except orjson.JSONEncodeError:
         raise too_deep() from None
+    unknown.note({tool.type for tool in body.tools if isinstance(tool, OtherTool)}, "tool of type")
     return body
 
 
@@ -253,7 +254,7 @@ def _repeated(body: ResponsesBody) -> dict[str, object]:
     return {
         "text": {"format": form or {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
-        "tools": [tool.model_dump() for tool in body.tools],
+        "tools": [tool.model_dump() for tool in body.functions],
     }
 
 
@@ -338,7 +339,7 @@ class _Answer:
             self.fields["status"] = "incomplete" if cut else "completed"
             if cut:
                 self.fields["incomplete_details"] = {"reason": "max_output_tokens"}
-            self.fields["usage"] = _usage(chunk)
+            self.fields["usage"] = _usage(chunk, self._reader.reasoning_tokens or 0)
             yield {"type": f"response.{self.fields['status']}", "response": self.fields}
 
     def fail(self, error: RequestError) -> Iterator[dict[str, Any]]:
@@ -425,10 +426,11 @@ class _Answer:
         return {"logprobs": []} if self._item["type"] == "message" else {}
 
 
-def _usage(chunk: GenerateChunk) -> dict[str, Any]:
+def _usage(chunk: GenerateChunk, reasoning_tokens: int) -> dict[str, Any]:
     return {
         "input_tokens": chunk.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": chunk.cached_tokens},
+        "input_tokens_details": {"cached_tokens": chunk.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": chunk.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": chunk.prompt_tokens + chunk.completion_tokens,
     }
