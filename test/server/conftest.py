@@ -21,3 +21,11 @@ def client(server: LiveServer) -> Iterator[httpx.Client]:
     """An HTTP client of :func:`server`."""
     with server.client() as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def tools_server() -> Iterator[LiveServer]:
+    """The server with the model that calls tools, shared by the tests of clients."""
+    flags = ["--constrained-json-whitespace-pattern", "", "--max-total-tokens", "8192", "--enable-cache-report"]
+    with LiveServer.real("--model-path", "demo-tools", "--device", "cpu", *flags) as live:
+        yield live.wait_ready()
