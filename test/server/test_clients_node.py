@@ -57,7 +57,7 @@ def flows(folder: Path, tools_server: LiveServer, request: pytest.FixtureRequest
 def test_an_answer_whole_and_streamed(flows: dict[str, Any]) -> None:
     plain, stream = flows["plain"], flows["stream"]
     assert plain.get("text") == stream.get("text") == "Hello! How can I help you?", (plain, stream)
-    assert stream["parts"] > 3
+    assert stream["parts"] > 1
     assert plain["end"] in ("stop", "completed", "end_turn") and plain.get("warnings", []) == []
     for usage in (plain["usage"], stream["usage"]):
         assert _tokens(usage) == TOKENS

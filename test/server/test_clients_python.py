@@ -63,7 +63,7 @@ def test_chat_completions(client: openai.OpenAI) -> None:
         )
     )
     parts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
-    assert "".join(part or "" for part in parts) == ANSWER and len(parts) > 3
+    assert "".join(part or "" for part in parts) == ANSWER and len(parts) > 1
     for usage in (whole.usage, chunks[-1].usage):
         assert usage is not None and (usage.prompt_tokens, usage.completion_tokens) == (NUM_IN, NUM_OUT)
 
@@ -94,7 +94,7 @@ def test_responses(client: openai.OpenAI) -> None:
     events = list(create(model="demo-tools", input=HELLO, temperature=0, stream=True))
     assert whole.output_text == ANSWER and whole.status == "completed"
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
-    assert "".join(deltas) == ANSWER and len(deltas) > 3
+    assert "".join(deltas) == ANSWER and len(deltas) > 1
     assert events[-1].type == "response.completed"
     for usage in (whole.usage, events[-1].response.usage):
         assert usage is not None and (usage.input_tokens, usage.output_tokens) == (NUM_IN, NUM_OUT)
@@ -134,7 +134,7 @@ def test_messages(tools_server: LiveServer) -> None:
     with client.messages.stream(**ask, messages=[said(HELLO)]) as stream:
         parts = list(stream.text_stream)
         streamed = stream.get_final_message()
-    assert "".join(parts) == ANSWER and len(parts) > 3
+    assert "".join(parts) == ANSWER and len(parts) > 1
     for usage in (whole.usage, streamed.usage):
         assert usage.input_tokens + usage.cache_read_input_tokens == NUM_IN
         assert usage.output_tokens == NUM_OUT

@@ -38,11 +38,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "openai_api.md"
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[openai.OpenAI]:
-    with LiveServer.real("--model-path", "demo-tools", "--device", "cpu") as live:
-        base_url = f"{live.wait_ready().base_url}/v1"
-        with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=120) as client:
-            yield client
+def client(tools_server: LiveServer) -> Iterator[openai.OpenAI]:
+    base_url = f"{tools_server.base_url}/v1"
+    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=120) as client:
+        yield client
 
 
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
