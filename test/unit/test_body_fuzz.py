@@ -36,7 +36,8 @@ from fenceline.frontend.tokenizer_manager import TokenizerManager
 from fenceline.ipc import io_struct as io
 
 ENDPOINTS = (
-    "/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/abort_request",
+    "/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages",
+    "/v1/messages/count_tokens", "/tokenize", "/detokenize", "/abort_request",
     "/pause_generation", "/start_profile", "/flush_cache", "/continue_generation", "/stop_profile", "/flight_recorder",
     "/clear_hicache_storage_backend",
 )  # fmt: skip
@@ -228,6 +229,38 @@ FRAMES = {
             "chat_template_kwargs", "tools", "tool_choice", "metadata", "reasoning_effort", "max_tokens", "stranger",
             "input_ids", "extra_key", "model", "response_format", "stream_options", "top_logprobs")),
         '{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"x": %s}}',
+    ],
+    "/v1/responses": [
+        '{"input": %s}', '{"input": [%s]}', '{"input": [{"role": "user", "content": %s}]}',
+        '{"input": [{"role": "user", "content": [{"type": "input_text", "text": %s}]}]}',
+        '{"input": [{"type": %s, "id": "a"}]}', '{"input": [{"type": "item_reference", "id": %s}]}',
+        '{"input": [{"type": "function_call", "call_id": "a", "name": %s, "arguments": "{}"}]}',
+        '{"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": %s}]}',
+        '{"input": [{"type": "function_call_output", "call_id": "a", "output": %s}]}',
+        '{"input": [{"type": "reasoning", "content": %s}]}', '{"input": "a", "stream": true, "metadata": %s}',
+        *('{"input": "a", "' + name + '": %s}' for name in (
+            "instructions", "previous_response_id", "store", "tools", "tool_choice", "text", "reasoning", "metadata",
+            "include", "cache_salt", "extra_key", "priority", "rid", "max_tokens", "logit_bias", "stop", "stranger")),
+        '{"input": "a", "tools": [%s]}', '{"input": "a", "tools": [{"type": %s}]}', '{"input": "a", "include": [%s]}',
+        '{"input": "a", "tools": [{"type": "function", "name": "f", "parameters": %s}], "tool_choice": "none"}',
+        '{"input": "a", "text": {"format": %s}}', '{"input": "a", "stream": true, "text": {"format": {"x": %s}}}',
+    ],
+    "/v1/messages": [
+        '{"messages": %s, "max_tokens": 1}', '{"messages": [%s], "max_tokens": 1}',
+        '{"messages": [{"role": %s, "content": "a"}], "max_tokens": 1}',
+        '{"messages": [{"role": "system", "content": %s}], "max_tokens": 1}',
+        '{"messages": [{"role": "user", "content": %s}], "max_tokens": 1}',
+        '{"messages": [{"role": "user", "content": [%s]}], "max_tokens": 1}',
+        '{"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": %s}]},'
+        ' {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": %s}]}], "max_tokens": 1}',
+        '{"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": %s}]}], "max_tokens": 1}',
+        *('{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "' + name + '": %s}' for name in (
+            "system", "tools", "tool_choice", "thinking", "output_config", "output_format", "context_management",
+            "stop_sequences", "cache_salt", "extra_key", "rid", "metadata", "betas", "response_format", "stranger")),
+        '{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "tools": [{"type": %s}]}',
+        '{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "output_config": {"effort": %s}}',
+        '{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "output_format": {"type": "json_schema",'
+        ' "schema": %s}}', '{"messages": [{"role": "user", "content": "a"}], "max_tokens": %s, "stream": true}',
     ],
     "/tokenize": ['{"prompt": %s}', '{"prompt": [%s]}', '{"messages": [{"role": "user", "content": %s}]}', '{"x": %s}'],
     "/detokenize": ['{"tokens": %s}', '{"tokens": [%s]}', '{"tokens": [[%s]]}', '{"tokens": [1], "x": %s}'],

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fenceline.entrypoints.anthropic.protocol import MessagesBody
+from fenceline.entrypoints.anthropic.serving_messages import _parse as parse_messages
 from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.openai.chat_template import ChatTemplate
-from fenceline.entrypoints.openai.parsing import parse_body, refuse_chat, refuse_completion, sampling_params
+from fenceline.entrypoints.openai.parsing import (
+    chat_completion,
+    parse_body,
+    refuse_chat,
+    refuse_completion,
+    sampling_params,
+)
 from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody
+from fenceline.entrypoints.openai.responses_protocol import ResponsesBody
+from fenceline.entrypoints.openai.responses_protocol import chat_fields as response_fields
 from fenceline.entrypoints.openai.serving_chat import render_chat
+from fenceline.entrypoints.openai.serving_responses import ResponseStore
+from fenceline.entrypoints.openai.serving_responses import _parse as parse_response
 from fenceline.frontend.request_prepare import build_message, check_ids
 from fenceline.frontend.request_types import GenerateInput, RequestError
 from fenceline.ipc.io_struct import SchedulerReady, TokenizedGenerateReq, decode, encode
@@ -87,15 +101,74 @@ def test_completions(body):
 def test_chat(body):
     try:
         parsed = parse_body(ChatBody, orjson.dumps(body), UnknownFields(strict=False))
-        refuse_chat(parsed)
-        render_chat(TEMPLATE, parsed)
-        submit(parsed, [1])
+        submit_chat(parsed)
     except RequestError as error:
         check(error)
 
 
-def check(error: RequestError) -> None:
-    assert error.status == 400
+ITEMS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "type": st.sampled_from(
+                ["message", "function_call", "function_call_output", "reasoning", "item_reference"]
+            )
+        },
+        optional=dict.fromkeys(
+            ("id", "role", "content", "call_id", "name", "arguments", "output", "summary"), VALUES
+        ),
+    )
+    | MESSAGES.map(lambda messages: messages[0] if messages else {}),
+    max_size=3,
+)
+BLOCKS = st.lists(
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["text", "thinking", "redacted_thinking", "tool_use", "tool_result"])},
+        optional=dict.fromkeys(
+            ("text", "thinking", "id", "name", "input", "tool_use_id", "content", "is_error"), VALUES
+        ),
+    ),
+    max_size=2,
+)
+TURNS = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system"]), "content": VALUES | BLOCKS | st.just("a")}
+    ),
+    max_size=3,
+)
+
+
+@settings(max_examples=400)
+@given(body=bodies(ResponsesBody, input=st.just("a") | ITEMS))
+def test_responses(body):
+    try:
+        parsed = parse_response(orjson.dumps(body), UnknownFields(strict=False))
+        items = ResponseStore().resolved(parsed.input)
+        submit_chat(chat_completion(response_fields(parsed.model_copy(update={"input": items}), [])))
+    except RequestError as error:
+        check(error, (400, 404))
+
+
+@settings(max_examples=400)
+@given(
+    body=bodies(
+        MessagesBody, messages=st.just([{"role": "user", "content": "a"}]) | TURNS, max_tokens=st.just(9)
+    )
+)
+def test_messages(body):
+    try:
+        submit_chat(parse_messages(MessagesBody, orjson.dumps(body), UnknownFields(strict=False)))
+    except RequestError as error:
+        check(error)
+
+
+def submit_chat(body: ChatBody) -> None:
+    refuse_chat(body)
+    render_chat(TEMPLATE, body)
+    submit(body, [1])
+
+
+def check(error: RequestError, statuses: Sequence[int] = (400,)) -> None:
+    assert error.status in statuses
     assert error.message and "\n" not in error.message
     assert "pydantic" not in error.message
 
