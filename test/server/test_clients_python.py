@@ -117,6 +117,25 @@ def test_responses(client: openai.OpenAI) -> None:
     assert client.responses.retrieve(kept.id).output_text == LAST
 
 
+def test_tenants_share_no_prefix(client: openai.OpenAI, tools_server: LiveServer) -> None:
+    """On the routes that once ignored whose prefix it was."""
+    anthropic = pytest.importorskip("anthropic", reason="the extra 'test' is not installed: no anthropic")
+    messages = anthropic.Anthropic(base_url=tools_server.base_url, api_key="none", max_retries=0).messages
+
+    def cached(api: str, tenant: str) -> int:
+        salt: Any = {"extra_body": {"cache_salt": f"{api} {tenant}"}}
+        if api == "responses":
+            usage = client.responses.create(model="demo-tools", input=SUM, max_output_tokens=1, **salt).usage
+            assert usage is not None
+            return usage.input_tokens_details.cached_tokens
+        message = messages.create(model="demo-tools", max_tokens=1, messages=[said(SUM)], **salt)
+        return int(message.usage.cache_read_input_tokens)
+
+    for api in ("responses", "messages"):
+        assert cached(api, "ann") == 0 and cached(api, "ann") > 0
+        assert cached(api, "ben") == 0
+
+
 def test_responses_parsed(client: openai.OpenAI) -> None:
     ask: Any = {"model": "demo-tools", "input": "Plan.", "temperature": 0, "max_output_tokens": 200}
     trip = client.responses.parse(**ask, text_format=Trip).output_parsed
