@@ -1,6 +1,6 @@
 """Frameworks over the SDKs against a live server: openai-agents, pydantic-ai, LangChain and LiteLLM.
 
-LangChain over OpenAI's SDK is in test_langchain.py.
+More of LangChain over OpenAI's SDK is in test_langchain.py.
 """
 
 from __future__ import annotations
@@ -10,34 +10,13 @@ import json
 import os
 from functools import reduce
 from operator import add
-from typing import Any, Literal
+from typing import Any
 
 import pytest
+from client_flows import ANSWER, ARGUMENTS, HELLO, LAST, NUM_IN, NUM_OUT, RESULT, SUM, Trip
 from live_server import LiveServer
-from pydantic import BaseModel
 
 pytestmark = pytest.mark.slow
-HELLO, ANSWER = "Hello!", "Hello! How can I help you?"
-SUM = "What is 4821 + 377?"
-RESULT, LAST = "99123", "The answer is 99123."  # not the sum: the last answer can only come from the tool
-NUM_IN, NUM_OUT = 10, 9  # tokens of HELLO's prompt and of ANSWER
-ARGUMENTS = {"expression": "4821 + 377"}
-
-
-class Stop(BaseModel):
-    """A stop."""
-
-    code: Literal["OSL", "FCO"]
-
-
-class Trip(BaseModel):
-    """A trip."""
-
-    kind: Literal["city", "village"]
-    days: Literal[3, 7]
-    sunny: bool
-    stop: Stop
-    note: Literal["early", "late"] | None
 
 
 def calculator(expression: str) -> str:
@@ -123,16 +102,24 @@ def test_pydantic_ai(tools_server: LiveServer, api: str) -> None:
     asyncio.run(flows())
 
 
-def test_langchain_anthropic(tools_server: LiveServer) -> None:
-    pytest.importorskip("langchain_anthropic", reason="langchain-anthropic is not installed")
-    from langchain_anthropic import ChatAnthropic
+@pytest.mark.parametrize("api", ["chat", "responses", "anthropic"])
+def test_langchain(tools_server: LiveServer, api: str) -> None:
+    module = "langchain_anthropic" if api == "anthropic" else "langchain_openai"
+    integration = pytest.importorskip(module, reason=f"{module.replace('_', '-')} is not installed")
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_core.tools import tool
 
-    llm = ChatAnthropic(
-        model="claude-sonnet-4-5", base_url=tools_server.base_url, api_key="none", max_tokens=200,
-        temperature=0, max_retries=0,
-    )  # fmt: skip
+    settings: Any = {"api_key": "none", "max_tokens": 200, "temperature": 0, "max_retries": 0}
+    if api == "anthropic":
+        # As a model of which it knows that it has output_config.format.
+        llm: Any = integration.ChatAnthropic(
+            model="claude-sonnet-4-5", base_url=tools_server.base_url, **settings
+        )
+    else:
+        url, responses = f"{tools_server.base_url}/v1", api == "responses"
+        llm = integration.ChatOpenAI(
+            model="demo-tools", base_url=url, use_responses_api=responses, stream_usage=True, **settings
+        )
     whole, chunks = llm.invoke(HELLO), list(llm.stream(HELLO))
     together = reduce(add, chunks)
     assert whole.text == together.text == ANSWER and len(chunks) > 1

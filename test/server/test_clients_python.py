@@ -4,39 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import openai
 import pytest
+from client_flows import ANSWER, ARGUMENTS, HELLO, LAST, NUM_IN, NUM_OUT, RESULT, SUM, Trip
 from live_server import LiveServer
-from pydantic import BaseModel
 
 pytestmark = pytest.mark.slow
-HELLO, ANSWER = "Hello!", "Hello! How can I help you?"
-SUM = "What is 4821 + 377?"
-RESULT, LAST = "99123", "The answer is 99123."  # not the sum: the last answer can only come from the tool
-NUM_IN, NUM_OUT = 10, 9  # tokens of HELLO's prompt and of ANSWER
-ARGUMENTS = {"expression": "4821 + 377"}
 PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
 CALCULATOR: Any = {"type": "function", "function": {"name": "calculator", "parameters": PARAMETERS}}
 OF_RESPONSES: Any = {"type": "function", "name": "calculator", "parameters": PARAMETERS, "strict": False}
 OF_MESSAGES: Any = {"name": "calculator", "input_schema": PARAMETERS}
-
-
-class Stop(BaseModel):
-    """A stop."""
-
-    code: Literal["OSL", "FCO"]
-
-
-class Trip(BaseModel):
-    """A trip."""
-
-    kind: Literal["city", "village"]
-    days: Literal[3, 7]
-    sunny: bool
-    stop: Stop
-    note: Literal["early", "late"] | None
 
 
 def said(text: str, role: str = "user") -> Any:
