@@ -139,6 +139,19 @@ async def test_tools_and_reasoning(serve, template):
         assert [call.function.name for call in message.tool_calls] == ["weather", "now"]
 
 
+async def test_tools_of_other_kinds_are_left_out(serve, template, caplog):
+    async with serve(chat_template=template) as server:
+        others = [{"type": "custom", "custom": {"name": "x"}}, {"type": "web_search"}]
+        await server.client.chat.completions.create(model="byte", messages=HI, tools=[others[0], WEATHER])
+        prompt = server.tokenizer.decode(server.link.sent[0].input_ids, skip_special_tokens=False)
+        assert "weather" in prompt and "custom" not in prompt
+        await server.client.chat.completions.create(model="byte", messages=HI, tools=others)
+    told = [record.getMessage() for record in caplog.records if "is left out here" in record.getMessage()]
+    assert sorted(told) == [
+        f"A request has a tool of type '{kind}', which is left out here" for kind in ("custom", "web_search")
+    ]
+
+
 async def test_tool_choice_none_hides_the_tools(serve, template):
     async with serve(chat_template=template) as server:
         server.script.pieces = CALLS
@@ -439,7 +452,8 @@ async def test_a_template_without_tools_refuses_them(serve):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"tools": [{"type": "web_search"}]}, r"tools\[0\].type"),
+        ({"tools": [{"type": 5}]}, r"tools\[0\].type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "only allowed with tools"),
         ({"tools": [{"type": "function"}]}, r"tools\[0\].function: this field is required"),
         ({"tools": [{"type": "function", "function": {"name": "two words"}}]}, r"tools\[0\].function.name"),
         ({"tools": [NOW] * 129}, "at most 128"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -17,22 +17,17 @@ from pydantic import (
     ConfigDict,
     FailFast,
     Field,
-    Tag,
     model_validator,
 )
 
 from fenceline.config.request_limits import MAX_MESSAGES
 from fenceline.entrypoints.fields import GENERATION, WITHOUT_EFFECT, FieldRules, Refused
 from fenceline.entrypoints.openai.protocol import (
-    OTHER_TAG,
-    OWN_TAG,
     CommonBody,
     JsonObject,
-    OtherTool,
     chat_only,
     common_fields,
     not_too_many_tools,
-    other_unless,
 )
 
 _STRICT = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
@@ -124,11 +119,6 @@ class InputTool(BaseModel):
     strict: bool | None = None
 
 
-AnyTool = Annotated[
-    Annotated[InputTool, Tag(OWN_TAG)] | Annotated[OtherTool, Tag(OTHER_TAG)], other_unless("custom")
-]
-
-
 class ToolChoice(BaseModel):
     """Whether, and which, tools are called."""
 
@@ -168,9 +158,11 @@ class OutputConfig(BaseModel):
 class CountBody(CommonBody):
     """The body of /v1/messages/count_tokens: what makes the prompt."""
 
+    tool_types: ClassVar[frozenset[str]] = frozenset(["custom"])
+
     messages: Annotated[list[InputMessage], FailFast(), BeforeValidator(_not_too_many)] = Field(min_length=1)
     system: Annotated[str | list[JsonObject] | None, BeforeValidator(_texts_only)] = None
-    tools: Annotated[list[AnyTool], FailFast(), BeforeValidator(not_too_many_tools)] = Field(
+    tools: Annotated[list[InputTool], FailFast(), BeforeValidator(not_too_many_tools)] = Field(
         default_factory=list
     )
     tool_choice: ToolChoice | None = None
@@ -178,12 +170,6 @@ class CountBody(CommonBody):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the beta's name of output_config.format
     context_management: JsonObject | None = None
-
-    def left_out(self) -> Iterator[tuple[set[str], str]]:
-        """Names of what has no effect, by their kind."""
-        yield {tool.type for tool in self.tools if isinstance(tool, OtherTool)}, "tool of type"
-        if self.context_management and self.context_management.get("edits"):
-            yield {"context_management"}, "beta"
 
 
 class MessagesBody(CountBody):
@@ -216,7 +202,7 @@ RULES: Mapping[type[BaseModel], FieldRules] = {
 def chat_fields(body: CountBody) -> dict[str, object]:
     """The fields of the chat completion that ``body`` asks for."""
     fields: dict[str, object] = {**common_fields(body), "messages": list(_messages(body))}
-    if tools := [tool for tool in body.tools if isinstance(tool, InputTool)]:
+    if body.tools:
         fields["tools"] = [
             {
                 "type": "function",
@@ -227,7 +213,7 @@ def chat_fields(body: CountBody) -> dict[str, object]:
                     **({} if tool.strict is None else {"strict": tool.strict}),
                 },
             }
-            for tool in tools
+            for tool in body.tools
         ]
     if body.tool_choice is not None:
         choice = body.tool_choice

@@ -225,8 +225,8 @@ def _usage(chunk: GenerateChunk) -> dict[str, object]:
 
 def _parse(body_type: type[CountBody], raw: bytes, unknown: UnknownFields) -> ChatBody:
     body = parse_model(body_type, RULES[body_type], raw, unknown)
-    for names, kind in body.left_out():
-        unknown.note(names, kind)
+    if body.context_management and body.context_management.get("edits"):
+        unknown.note({"context_management"}, "beta")
     return chat_completion(chat_fields(body))
 
 

@@ -49,11 +49,21 @@ def parse_body(body_type: type[Body], raw: bytes, unknown: UnknownFields) -> Bod
     """The body of a request. Raises RequestError (400) for bad JSON, missing fields, wrong types and ranges, and
     fields that are refused."""
     body = parse_model(body_type, _RULES[body_type], raw, unknown)
-    check_counts(body)
+    _check_counts(body)
     return body
 
 
-def check_counts(body: BaseModel) -> None:
+def _without_other_tools(tools: list[object], types: frozenset[str], unknown: UnknownFields) -> list[object]:
+    """``tools`` of these types, or of none. Others are noted: one must not refuse the whole request."""
+    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+    names = {kind for kind in kinds if isinstance(kind, str)} - types
+    unknown.note(names, "tool of type")
+    return [
+        tool for tool, kind in zip(tools, kinds, strict=True) if not (isinstance(kind, str) and kind in names)
+    ]
+
+
+def _check_counts(body: BaseModel) -> None:
     """Raise RequestError (400) for lists of sampling parameters, or arguments of calls, with too many entries."""
     if isinstance(body, CommonBody):
         check_num_params(body.stop, body.stop_token_ids, body.logit_bias)
@@ -68,7 +78,7 @@ def chat_completion(fields: Mapping[str, object]) -> ChatBody:
         body = ChatBody.model_validate({name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
         raise _readable(error) from None
-    check_counts(body)
+    _check_counts(body)
     return body
 
 
@@ -86,6 +96,8 @@ def parse_model(body_type: type[Body], rules: FieldRules, raw: bytes, unknown: U
         unknown.note(unknown_names, rules)
     if body_type is ChatBody:
         _check_message_fields(value.get("messages"), unknown)
+    if issubclass(body_type, CommonBody) and isinstance(value.get("tools"), list):
+        value["tools"] = _without_other_tools(value["tools"], body_type.tool_types, unknown)
     try:
         return body_type.model_validate({key: item for key, item in value.items() if item is not None})
     except ValidationError as error:

@@ -9,7 +9,7 @@ so that a million wrong entries cost no more than one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import msgspec
 from pydantic import (
@@ -17,7 +17,6 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     FailFast,
     Field,
     PlainValidator,
@@ -111,6 +110,9 @@ class CommonBody(BaseModel):
     model_config = ConfigDict(
         strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+    #: The types of tools that are served. Others, such as those that their maker's servers run, are left out.
+    tool_types: ClassVar[frozenset[str]] = frozenset(["function"])
 
     model: str | None = Field(default=None, max_length=MAX_MODEL_CHARS)
     stream: bool = False
@@ -253,27 +255,6 @@ class Tool(BaseModel):
 
     type: Literal["function"] = "function"
     function: Function
-
-
-class OtherTool(BaseModel):
-    """A tool of a kind that this server does not serve, such as one that its maker's servers run: it is left out."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
-
-    type: str
-
-
-def other_unless(*types: str | None) -> Discriminator:
-    """Tells tools of these types from others, which are :class:`OtherTool`."""
-
-    def tag(tool: object) -> str:
-        kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-        return OTHER_TAG if isinstance(kind, str) and kind not in types else OWN_TAG
-
-    return Discriminator(tag)
-
-
-OWN_TAG, OTHER_TAG = "tool[own]", "tool[other]"
 
 
 def not_too_many_tools(tools: object) -> object:

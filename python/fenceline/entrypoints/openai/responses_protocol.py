@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Tag
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
 from fenceline.config.request_limits import MAX_MESSAGES
 from fenceline.entrypoints.fields import OPENAI, WITHOUT_EFFECT, FieldRules, Refused
 from fenceline.entrypoints.openai.protocol import (
-    OTHER_TAG,
-    OWN_TAG,
     CommonBody,
     JsonObject,
-    OtherTool,
     chat_only,
     common_fields,
     not_too_many_tools,
-    other_unless,
 )
 
 Message = dict[str, object]  # of a chat completion
@@ -103,11 +99,6 @@ class ResponsesTool(BaseModel):
     strict: bool | None = None
 
 
-AnyTool = Annotated[
-    Annotated[ResponsesTool, Tag(OWN_TAG)] | Annotated[OtherTool, Tag(OTHER_TAG)], other_unless("function")
-]
-
-
 class TextSettings(BaseModel):
     """The form of the answer's text."""
 
@@ -138,7 +129,7 @@ class ResponsesBody(CommonBody):
     previous_response_id: str | None = Field(default=None, max_length=MAX_ID_CHARS)
     store: bool = True
     max_output_tokens: int | None = Field(default=None, ge=1, le=2**53)
-    tools: Annotated[list[AnyTool], FailFast(), BeforeValidator(not_too_many_tools)] = Field(
+    tools: Annotated[list[ResponsesTool], FailFast(), BeforeValidator(not_too_many_tools)] = Field(
         default_factory=list
     )
     tool_choice: str | JsonObject | None = None
@@ -147,11 +138,6 @@ class ResponsesBody(CommonBody):
     reasoning: ReasoningSettings | None = None
     metadata: dict[str, str] = Field(default_factory=dict, max_length=16)
     include: Annotated[list[str], AfterValidator(_no_logprobs)] = Field(default_factory=list)
-
-    @property
-    def functions(self) -> list[ResponsesTool]:
-        """The tools that the model may call."""
-        return [tool for tool in self.tools if isinstance(tool, ResponsesTool)]
 
 
 _REFUSED: Mapping[str, Refused] = {
@@ -185,7 +171,7 @@ def chat_fields(body: ResponsesBody, history: list[Message]) -> JsonObject:
         **common_fields(body),
         "messages": [*first, *history, *input_messages(body.input)],
         "max_completion_tokens": body.max_output_tokens,
-        "tools": [_tool(tool) for tool in body.functions],
+        "tools": [_tool(tool) for tool in body.tools],
         "tool_choice": _tool_choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": None if body.text is None else _response_format(body.text.format),

@@ -28,7 +28,7 @@ from fenceline.entrypoints.json_body import json_response
 from fenceline.entrypoints.openai.answer import ServedModel
 from fenceline.entrypoints.openai.chat_reader import ChatReader
 from fenceline.entrypoints.openai.parsing import chat_completion, parse_model
-from fenceline.entrypoints.openai.protocol import JsonObject, OtherTool
+from fenceline.entrypoints.openai.protocol import JsonObject
 from fenceline.entrypoints.openai.responses_protocol import (
     MAX_ID_CHARS,
     RULES,
@@ -244,7 +244,6 @@ def _parse(raw: bytes, unknown: UnknownFields) -> ResponsesBody:
         orjson.dumps([_repeated(body)])  # as deep as in an event
     except orjson.JSONEncodeError:
         raise too_deep() from None
-    unknown.note({tool.type for tool in body.tools if isinstance(tool, OtherTool)}, "tool of type")
     return body
 
 
@@ -254,7 +253,7 @@ def _repeated(body: ResponsesBody) -> dict[str, object]:
     return {
         "text": {"format": form or {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
-        "tools": [tool.model_dump() for tool in body.functions],
+        "tools": [tool.model_dump() for tool in body.tools],
     }
 
 
