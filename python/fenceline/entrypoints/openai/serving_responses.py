@@ -1,9 +1,9 @@
 """/v1/responses: OpenAI's Responses API, served as a chat completion whose answer is written as items.
 
-Responses are kept for ``previous_response_id`` unless the request says ``store: false``: in memory, the latest 1,024
-and 64 MiB of them, none of a conversation of more than 4 MiB. They are kept as encoded JSON, because Python's objects
-take up to twenty times as much. Their ids cannot be guessed; whoever knows one, and the
-key, can read, continue and delete it.
+Responses are kept for ``previous_response_id`` and for references to their items unless the request says ``store:
+false``: in memory, the latest 1,024 and 64 MiB of them, none of a conversation of more than 4 MiB. They are kept as
+encoded JSON, because Python's objects take up to twenty times as much. Their ids cannot be guessed; whoever knows one,
+and the key, can read, continue and delete it.
 """
 
 from __future__ import annotations
