@@ -150,13 +150,16 @@ def drawing(source: str) -> str:
 
 def chart(result: dict[str, Any]) -> str:
     """The SVG of a result file: ``title``, ``unit``, ``better`` (lower or higher), ``series`` (their names), ``rows``
-    (each with a ``name`` and a ``values`` list, one for each series, null where there is none)."""
+    (each with a ``name`` and a ``values`` list, one for each series: a number, [lowest, highest] of several runs, or
+    null where there is none). ``scale``: "row" if each row has a scale of its own. ``commit``, ``date``, ``machine``:
+    of what was measured."""
     series, rows = result["series"], result["rows"]
     assert all(len(row["values"]) == len(series) <= 3 for row in rows), "a value for each series"
     names = max(len(row["name"]) for row in rows)
     left, width, bar = 16 + names * LETTER + 12, 860, 17
-    scale = (width - left - 110) / max(value for row in rows for value in row["values"] if value is not None)
-    svg = Svg(width, 78 + len(rows) * (len(series) * bar + 12), result["title"])
+    most = max(_ends(value)[1] for row in rows for value in row["values"])
+    source = ", ".join(result[key] for key in ("commit", "date", "machine") if key in result)
+    svg = Svg(width, 78 + len(rows) * (len(series) * bar + 12) + 20 * bool(source), result["title"])
     svg.text(16, 20, f"{result['title']} ({result['unit']}, {result['better']} is better)")
     x = 16.0
     for name, colour in zip(series, ("bar", "bar2", "bar3"), strict=False):
@@ -165,14 +168,27 @@ def chart(result: dict[str, Any]) -> str:
         x += 18 + len(name) * LETTER + 24
     y = 66.0
     for row in rows:
+        of_row = max(_ends(value)[1] for value in row["values"])
+        scale = (width - left - 150) / (of_row if result.get("scale") == "row" else most)
         svg.text(left - 12, y + len(series) * bar / 2, row["name"], "ink", "end")
         for value, colour in zip(row["values"], ("bar", "bar2", "bar3"), strict=False):
             if value is not None:
-                svg.rect(left, y + 1, max(value * scale, 1), bar - 3, colour, stroke=False)
-                svg.text(left + value * scale + 8, y + bar / 2 - 1, f"{value:,}", "soft")
+                low, high = _ends(value)
+                svg.rect(left, y + 1, max((low + high) / 2 * scale, 1), bar - 3, colour, stroke=False)
+                if low < high:
+                    svg.line(left + low * scale, y + bar / 2 - 0.5, left + high * scale, y + bar / 2 - 0.5)
+                told = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+                svg.text(left + high * scale + 8, y + bar / 2 - 1, told, "soft")
             y += bar
         y += 12
+    if source:
+        svg.text(16, y + 4, source, "soft")
     return str(svg)
+
+
+def _ends(value: float | list[float] | None) -> tuple[float, float]:
+    low, high = value if isinstance(value, list) else (value or 0, value or 0)
+    return low, high
 
 
 # --- the table of files ---------------------------------------------------------------------------------------------

@@ -176,6 +176,89 @@ def test_everything_that_can_be_used_has_a_name_and_the_keyboard_reaches_it(
     assert {"system", "temperature", "tools", "text", "send", "trace", "timeline"} <= reached
 
 
+def test_a_reload_keeps_the_conversation(echo: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(echo)
+    assert page.evaluate("document.activeElement.id") == "text", "one can write at once"
+    say(page, "**first**", temperature=0.5, max_tokens=4)
+    page.locator(".meta").wait_for()
+    answer = page.locator(".message.assistant .text").inner_html()
+    page.reload()
+    assert page.locator(".message.user .said").inner_text() == "**first**"
+    assert page.locator(".message.assistant .text").inner_html() == answer
+    assert page.locator("[name=temperature]").input_value() == "0.5"
+    sent: list[dict[str, Any]] = []
+    page.on("request", lambda request: request.method == "POST" and sent.append(request.post_data_json))
+    say(page, "second")
+    page.locator(".message.assistant").nth(1).locator(".meta").wait_for()
+    assert [turn["role"] for turn in sent[-1]["messages"]] == ["user", "assistant", "user"]
+    page.get_by_role("button", name="New chat").click()
+    page.reload()
+    assert page.locator(".message").count() == 0 and page.locator("#empty").is_visible()
+
+
+def test_looking_closely_pauses_the_timeline_and_stops_no_answer(
+    demo: LiveServer, open_page: OpenPage
+) -> None:
+    page = open_page(demo)
+    say(page, "Hi", max_tokens=3)
+    page.locator(".meta").wait_for()
+    page.locator("#timeline rect.decode").first.wait_for()
+    page.locator("#timeline").focus()
+    assert not page.locator("#held").is_visible()
+    page.keyboard.press("Space")
+    assert page.locator("#held").is_visible() and page.locator("#timeline .chosen").count() == 1
+    page.keyboard.press("Escape")
+    assert page.locator("#held").is_visible(), "that key stops answers"
+    page.keyboard.press("Space")
+    assert not page.locator("#held").is_visible() and page.locator("#timeline .chosen").count() == 0
+
+
+def test_an_answer_and_its_code_can_be_copied(echo: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(echo)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    text = "see `x`\n\n```\na = 1\n```"
+    with echo.client() as client:
+        num_tokens = len(client.post("/tokenize", json={"prompt": text}).json()["tokens"])
+    say(page, text, max_tokens=num_tokens)
+    page.locator(".meta").wait_for()
+    for name, copied in (("Copy the code", "a = 1"), ("Copy the answer", text)):
+        page.get_by_role("button", name=name).click()
+        page.get_by_text("Copied", exact=True).first.wait_for()
+        assert page.evaluate("navigator.clipboard.readText()") == copied
+
+
+def test_figures_of_a_server_that_is_gone_are_dim(open_page: OpenPage) -> None:
+    with LiveServer.fake() as server:
+        server.wait_ready()
+        page = open_page(server, expected="Failed to load resource")
+        page.get_by_role("status").filter(has_text="Serving").wait_for()
+        dim = "parseFloat(getComputedStyle(document.querySelector('.tiles')).opacity)"
+        assert page.evaluate(dim) == 1
+    page.get_by_role("status").filter(has_text="Not reachable").wait_for()
+    assert page.evaluate(dim) < 1
+
+
+def test_what_a_finger_touches_is_large_enough(browser: Any, echo: LiveServer) -> None:
+    context = browser.new_context(has_touch=True, is_mobile=True, viewport={"width": 380, "height": 700})
+    page = context.new_page()
+    page.goto(echo.base_url)
+    for control in page.locator("button:visible, input:visible, textarea:visible, summary:visible").all():
+        assert control.bounding_box()["height"] >= 44, control.evaluate("e => e.outerHTML")
+    assert page.evaluate("document.activeElement.id") != "text", "no keyboard over the page"
+    context.close()
+
+
+def test_the_api_page_is_grouped_and_says_what_each_endpoint_does(
+    echo: LiveServer, open_page: OpenPage
+) -> None:
+    page = open_page(echo)
+    page.goto(f"{echo.base_url}/docs")
+    page.locator("summary code").first.wait_for()
+    assert page.locator("h2").all_inner_texts() == ["OpenAI", "Anthropic", "Native", "Page"]
+    for summary in page.locator("summary").all():
+        assert len(summary.inner_text().split()) > 2, summary.inner_text()
+
+
 def test_the_trace_is_a_click_away(demo: LiveServer, open_page: OpenPage) -> None:
     page = open_page(demo)
     say(page, "Hi", max_tokens=3)
@@ -243,7 +326,10 @@ def test_what_the_model_writes_is_text(echo: LiveServer, open_page: OpenPage) ->
 
 def test_markdown_as_far_as_it_goes(echo: LiveServer, open_page: OpenPage) -> None:
     page = open_page(echo)
-    text = "# Title\n\nA *word*, 2 * 3 * 4, a_b_c\n- one\n- two\n\n```python\nx = '<b>'\n\ny\n```\n> quoted\n\n3. three"
+    text = (
+        "# Title\n\nA *word*, 2 * 3 * 4, a_b_c\n- one\n- two\n\n```python\nx = '<b>'\n\ny\n```\n> quoted\n\n3. three\n"
+        "\nNext:\n| a | b |\n|---|:-:|\n| 1 | **2** |\n\n[a](https://x.example/y) [b](javascript:alert(1)) `` ` `` `\n"
+    )
     shown = page.evaluate(
         """async (text) => {
             const { showMarkdown } = await import("/web/markdown.js");
@@ -256,9 +342,29 @@ def test_markdown_as_far_as_it_goes(echo: LiveServer, open_page: OpenPage) -> No
     )
     assert shown[0] == shown[1], "the same, however it arrives"
     assert shown[2] == [
-        ["H3", "Title"], ["P", "A word, 2 * 3 * 4, a_b_c"], ["UL", "onetwo"], ["PRE", "x = '<b>'\n\ny"],
-        ["BLOCKQUOTE", "quoted"], ["OL", "three"],
+        ["H3", "Title"], ["P", "A word, 2 * 3 * 4, a_b_c"], ["UL", "onetwo"], ["DIV", "x = '<b>'\n\nyCopy"],
+        ["BLOCKQUOTE", "quoted"], ["OL", "three"], ["P", "Next:"], ["DIV", "ab12"],
+        ["P", "a [b](javascript:alert(1))  `  `"],
     ]  # fmt: skip
+    assert shown[0].count("<a ") == 1 and 'href="https://x.example/y"' in shown[0]
+    assert "<th>a</th>" in shown[0] and "<td><strong>2</strong></td>" in shown[0]
+
+
+@pytest.mark.parametrize(
+    "mark", ["`", "``a", "*", "**a", "** ", "[", "[a](", "|-", "[a](http://b", "~~~", "> ", "- "]
+)
+def test_no_text_makes_the_page_wait(echo: LiveServer, open_page: OpenPage, mark: str) -> None:
+    """Each character is looked at a fixed number of times; looking at the rest for each mark would take minutes."""
+    num_blocks = open_page(echo).evaluate(
+        """async (mark) => {
+            const { showMarkdown } = await import("/web/markdown.js");
+            const marks = mark.repeat(50000), shown = document.createElement("div");
+            showMarkdown(shown, marks + "\\n\\n|" + marks + "\\n|-|\\n" + marks);
+            return shown.children.length;
+        }""",
+        mark,
+    )
+    assert num_blocks >= 1
 
 
 def test_reasoning_is_folded_and_tools_are_answered_by_hand(echo: LiveServer, open_page: OpenPage) -> None:
@@ -356,7 +462,7 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(echo: LiveServer, open_page
     assert page.evaluate(width) == 380
     assert not page.locator("#server").is_visible()
     page.get_by_role("button", name="Server", exact=True).click()
-    page.locator("#kv-note").filter(has_text="tokens").wait_for()
+    page.locator("#kv-legend").filter(has_text="tokens").wait_for()
     assert page.evaluate(width) == 380 and not page.locator("#chat").is_visible()
 
 

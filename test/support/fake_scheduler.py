@@ -290,6 +290,7 @@ class FakeScheduler:
         used = sum(len(running.req.input_ids) + running.num_out for running in self.running.values())
         return InternalState(
             num_running_reqs=len(self.running), num_queue_reqs=len(self.waiting), num_used_tokens=used,
+            num_evictable_tokens=CAPACITY_TOKENS // 4,
             max_total_num_tokens=CAPACITY_TOKENS, token_usage=used / CAPACITY_TOKENS, cache_hit_rate=0.25,
             gen_throughput=123.0, last_gen_throughput=123.0, num_retractions=3, num_aborts=self.num_aborts,
             num_generated_tokens=self.num_generated, num_prompt_tokens=0, num_cached_tokens=0,

@@ -58,7 +58,8 @@ def test_details_reach_the_message_after_a_retraction_too(details: CachedTokensD
 
 def internal_state(hicache: HiCacheState | None) -> InternalState:
     return InternalState(
-        num_running_reqs=0, num_queue_reqs=0, num_used_tokens=0, max_total_num_tokens=1, token_usage=0.0,
+        num_running_reqs=0, num_queue_reqs=0, num_used_tokens=0, num_evictable_tokens=0,
+        max_total_num_tokens=1, token_usage=0.0,
         cache_hit_rate=0.0, gen_throughput=0.0, num_retractions=0, num_aborts=0, num_generated_tokens=0,
         num_prompt_tokens=0, num_cached_tokens=0, new_token_ratio=0.5, paused=False, memory_bytes={},
         hicache=hicache,

@@ -395,7 +395,8 @@ def test_control_messages_are_answered_by_all() -> None:
 
 def state(num_running: int) -> InternalState:
     return InternalState(
-        num_running_reqs=num_running, num_queue_reqs=0, num_used_tokens=0, max_total_num_tokens=9, token_usage=0.0,
+        num_running_reqs=num_running, num_queue_reqs=0, num_used_tokens=0, num_evictable_tokens=0,
+        max_total_num_tokens=9, token_usage=0.0,
         cache_hit_rate=0.0, gen_throughput=0.0, num_retractions=0, num_aborts=0, num_generated_tokens=0,
         num_prompt_tokens=0, num_cached_tokens=0, new_token_ratio=0.0, paused=False, memory_bytes={},
     )  # fmt: skip

@@ -19,6 +19,7 @@ from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints import live_state
 from fenceline.entrypoints.live_state import NUM_STEPS, LiveState
 from fenceline.entrypoints.web_page import PAGE_PATHS
+from fenceline.frontend.metrics import Metrics
 from fenceline.frontend.request_types import RequestError
 from fenceline.frontend.tokenizer_manager import TokenizerManager
 from fenceline.ipc.io_struct import InternalState
@@ -97,6 +98,7 @@ class Engine:
         self.answer = asyncio.Event()
         self.failure: RequestError | None = None
         self.running = 1
+        self.metrics = Metrics("demo")
 
     async def live_state(self, num_steps: int) -> tuple[InternalState, bytes]:
         assert num_steps == NUM_STEPS

@@ -44,7 +44,7 @@ class LiveState:
 
     def router(self) -> APIRouter:
         """The one route."""
-        router = APIRouter(tags=["native"])
+        router = APIRouter(tags=["Page"])
         router.add_api_route(LIVE_STATE_PATH, self.live_state, methods=["GET"])
         return router
 
@@ -68,6 +68,7 @@ class LiveState:
             {
                 **self._about,
                 "time": _now(),
+                "latency": self._manager.metrics.latency(),
                 "state": msgspec.to_builtins(state),
                 "recorded": orjson.Fragment(steps or b"null"),
             }

@@ -138,7 +138,7 @@ class NativeApi:
 
     def router(self) -> APIRouter:
         """All native routes."""
-        router = APIRouter(tags=["native"])
+        router = APIRouter(tags=["Native"])
         both = ["GET", "POST"]
         router.add_api_route("/generate", self.generate, methods=["POST", "PUT"])
         router.add_api_route("/health", self.health, methods=["GET", "HEAD"])

@@ -23,7 +23,8 @@ _FILES = {
     **{
         f"/web/{name}": name
         for name in (
-            "style.css", "icon.svg", "app.js", "api.js", "chat.js", "markdown.js", "server.js", "timeline.js",
+            "style.css", "icon.svg", "app.js", "api.js", "chat.js", "copy.js", "markdown.js", "server.js",
+            "timeline.js",
         )
     },
 }  # fmt: skip

@@ -100,6 +100,11 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
+    @property
+    def total(self) -> tuple[float, int]:
+        """The sum and the number of all observations."""
+        return self.sum, sum(self.counts)
+
     def buckets(self) -> list[tuple[str, float]]:
         """(upper bound, cumulative count) pairs ending with +Inf."""
         total = 0
@@ -137,6 +142,10 @@ class Metrics:
         self._finish_reasons = Counter({"stop": 0, "length": 0, "abort": 0})
         self._build = build_labels()
         self.registry.register(self)
+
+    def latency(self) -> dict[str, tuple[float, int]]:
+        """Sums in seconds and counts since the start: of the times to first tokens, and of those between tokens."""
+        return {"ttft": self._ttft.total, "itl": self._itl.total}
 
     def observe(self, entry: RequestEntry, token: TokenOut, now: float) -> None:
         """Output of a request has arrived at ``now`` (``time.perf_counter()``)."""
@@ -247,6 +256,11 @@ class Metrics:
         yield self._gauge("num_running_reqs", "Requests being decoded.", state.num_running_reqs)
         yield self._gauge("num_queue_reqs", "Requests waiting.", state.num_queue_reqs)
         yield self._gauge("num_used_tokens", "KV cache tokens held by requests.", state.num_used_tokens)
+        yield self._gauge(
+            "kv_evictable_tokens",
+            "KV cache tokens of prefixes that no request holds.",
+            state.num_evictable_tokens,
+        )
         yield self._gauge("max_total_num_tokens", "Size of the KV cache.", state.max_total_num_tokens)
         yield self._gauge("token_usage", "Share of the KV cache held by requests.", state.token_usage)
         yield self._gauge("cache_hit_rate", "Share of prompt tokens found cached.", state.cache_hit_rate)

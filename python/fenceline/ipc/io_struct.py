@@ -410,6 +410,7 @@ class InternalState(msgspec.Struct, frozen=True, kw_only=True):
     num_running_reqs: int
     num_queue_reqs: int
     num_used_tokens: int  # held by requests, the tree's unlocked pages excluded
+    num_evictable_tokens: int  # of prefixes that are kept for later requests, until others need the memory
     max_total_num_tokens: int
     token_usage: float
     cache_hit_rate: float  # of prompt tokens since start

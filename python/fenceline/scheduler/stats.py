@@ -185,6 +185,7 @@ class SchedulerStats:
             num_running_reqs=num_running,
             num_queue_reqs=num_waiting,
             num_used_tokens=self._num_used_pages * self._memory.page_size,
+            num_evictable_tokens=self._memory.tree.num_evictable_pages * self._memory.page_size,
             max_total_num_tokens=self._memory.num_pages * self._memory.page_size,
             token_usage=self.token_usage,
             cache_hit_rate=self.num_cached_tokens / prompt if prompt else 0.0,

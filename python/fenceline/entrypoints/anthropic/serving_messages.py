@@ -49,7 +49,7 @@ class MessagesServing:
 
     def router(self) -> APIRouter:
         """The routes."""
-        router = APIRouter()
+        router = APIRouter(tags=["Anthropic"])
         for path, handler in (
             ("/v1/messages", self.create),
             ("/v1/messages/count_tokens", self.count_tokens),

@@ -38,7 +38,7 @@ def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) 
     texts = TokenTexts(manager.tokenizer) if manager.tokenizer is not None else None
     completions = CompletionServing(manager, model, texts)
     chat = make_chat(manager, config, model, texts)
-    router = APIRouter()
+    router = APIRouter(tags=["OpenAI"])
     _add_model_routes(router, model)
     for serving in (ResponsesServing(chat, model, parser), MessagesServing(chat, model, manager, parser)):
         router.routes.extend(serving.router().routes)

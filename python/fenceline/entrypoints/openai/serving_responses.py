@@ -170,7 +170,7 @@ class ResponsesServing:
 
     def router(self) -> APIRouter:
         """The routes."""
-        router = APIRouter()
+        router = APIRouter(tags=["OpenAI"])
         router.add_api_route("/v1/responses", self.create, methods=["POST"])
         router.add_api_route("/v1/responses/{id}", self.retrieve, methods=["GET"])
         router.add_api_route("/v1/responses/{id}", self.delete, methods=["DELETE"])

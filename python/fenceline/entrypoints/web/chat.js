@@ -1,12 +1,14 @@
 // The chat: a conversation through /v1/chat/completions, streamed.
 
 import { ApiError, events, request } from "/web/api.js";
+import { copyButton } from "/web/copy.js";
 import { showMarkdown } from "/web/markdown.js";
 
 const $ = (id) => document.getElementById(id);
 const composer = $("composer");
 const entry = $("text");
 const scroller = $("scroll");
+const STORED = "fenceline.chat"; // in this tab alone, so that a reload keeps the conversation
 const SUGGESTIONS = ["What is 12 + 30?", "Tell me a short story.", "What can you do?"];
 const EXAMPLE_TOOL = [
   {
@@ -27,6 +29,36 @@ let turns = []; // what the API is sent: user, assistant, tool
 let running = null; // the AbortController of the answer that is being written
 let pending = []; // tool calls without a result: { call, field }
 let tellChange = () => {};
+
+// The conversation and the settings, for a reload. A conversation that is too long for that is not kept.
+function store() {
+  const fields = Object.fromEntries([...new FormData(composer)].filter(([name]) => name));
+  try {
+    sessionStorage.setItem(STORED, JSON.stringify({ turns, fields }));
+  } catch {
+    sessionStorage.removeItem(STORED);
+  }
+}
+
+// What was there before the page was loaded again. Calls that have no results yet can still be given some.
+function restore() {
+  const stored = JSON.parse(sessionStorage.getItem(STORED) ?? "null");
+  if (stored === null) return;
+  for (const [name, value] of Object.entries(stored.fields)) if (composer.elements[name]) composer.elements[name].value = value;
+  let shown = null;
+  for (const turn of (turns = stored.turns)) {
+    if (turn.role === "user") showQuestion(turn.content);
+    else if (turn.role === "tool") shown?.showResult(turn);
+    else if (turn.content || turn.tool_calls) {
+      shown = new Answer(addMessage("assistant", "Model"));
+      shown.content = turn.content ?? "";
+      shown.calls = turn.tool_calls ?? [];
+      shown.end();
+    }
+  }
+  if (turns.at(-1)?.role === "assistant") pending = shown?.askForResults() ?? [];
+  scroller.scrollTop = scroller.scrollHeight;
+}
 
 function make(tag, className, text) {
   const element = document.createElement(tag);
@@ -60,7 +92,12 @@ export function startChat({ onChange }) {
   $("clear").addEventListener("click", clear);
   $("example-tool").addEventListener("click", () => {
     composer.elements.tools.value = JSON.stringify(EXAMPLE_TOOL, null, 2);
+    store();
   });
+  restore();
+  composer.addEventListener("change", store);
+  composer.addEventListener("reset", () => setTimeout(store)); // when the fields have been reset
+  if (matchMedia("(pointer: fine)").matches) entry.focus(); // elsewhere it would open a keyboard over the page
 }
 
 function fitEntry() {
@@ -84,6 +121,7 @@ function clear() {
   $("messages").replaceChildren();
   $("empty").hidden = false;
   $("clear").hidden = true;
+  store();
   entry.focus();
 }
 
@@ -93,13 +131,17 @@ function say(text) {
   // Many templates want turns to alternate, also after an answer that failed or said nothing.
   if (turns.at(-1)?.role === "user") turns.push({ role: "assistant", content: "" });
   turns.push({ role: "user", content: text });
-  const message = addMessage("user", "You");
-  message.append(make("p", "said", text));
+  showQuestion(text);
   entry.value = "";
+  store();
   fitEntry();
   scroller.scrollTop = scroller.scrollHeight;
   entry.focus();
   answer();
+}
+
+function showQuestion(text) {
+  addMessage("user", "You").append(make("p", "said", text));
 }
 
 function addMessage(kind, who) {
@@ -159,6 +201,7 @@ async function answer() {
   if (running !== controller) return; // a new chat has begun
   setRunning(null);
   if (shown.hasContent) turns.push(shown.turn());
+  store();
   pending = shown.askForResults();
 }
 
@@ -170,6 +213,7 @@ function giveResults() {
   }
   pending.at(0)?.form.classList.add("given");
   pending = [];
+  store();
 }
 
 // One answer as it arrives.
@@ -258,7 +302,9 @@ class Answer {
     this.waiting.remove();
     this.message.removeAttribute("aria-busy");
     if (!this.hasContent && !this.reasoning) this.message.append(make("p", "muted", "(no text)"));
-    this.message.append(make("p", "meta muted", this.facts(how)));
+    const meta = make("p", "meta muted", this.facts(how));
+    if (this.content) meta.append(copyButton("Copy the answer", () => this.content));
+    this.message.append(meta);
     this.follow();
   }
 
@@ -286,6 +332,7 @@ class Answer {
       if (running) return;
       if (this.hasContent) turns.pop();
       pending = [];
+      store();
       this.message.remove();
       answer();
     });
@@ -301,6 +348,17 @@ class Answer {
     const turn = { role: "assistant", content: this.content || null };
     if (this.calls.length) turn.tool_calls = this.calls;
     return turn;
+  }
+
+  // A result that was given before the page was loaded again.
+  showResult(turn) {
+    const box = this.callBoxes?.[this.calls.findIndex((call) => call.id === turn.tool_call_id)];
+    if (!box) return;
+    const label = box.appendChild(make("label", "", "Result"));
+    const field = label.appendChild(make("textarea"));
+    field.value = turn.content;
+    field.readOnly = true;
+    field.rows = 1;
   }
 
   // Fields for the results of the calls, if there are any: a person stands in for the tools.

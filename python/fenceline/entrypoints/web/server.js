@@ -10,9 +10,11 @@ const HISTORY_S = 60;
 const RATE_OVER_S = 1.5;
 const TIERS = { device: "device", host: "host memory", storage: "storage" };
 const number = new Intl.NumberFormat("en");
+const milliseconds = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
 
 let samples = []; // [seconds, tokens generated since the start]
 let rates = []; // [seconds, tokens a second]
+let latencies = []; // [seconds, sums and counts since the start]
 let timer = 0;
 let polling = false;
 let locked = false; // the person would not give a key
@@ -62,6 +64,7 @@ async function poll() {
 }
 
 function say(kind, text, why = "") {
+  $("server").classList.toggle("old", kind === "lost"); // the figures are those of a server that answered
   if ($("status").textContent !== text) $("status").textContent = text;
   $("status").dataset.kind = kind;
   $("server-notice").hidden = !why;
@@ -85,6 +88,7 @@ function show(live) {
   $("accept-row").hidden = state.avg_spec_accept_length == null;
   $("accept").textContent = `${(state.avg_spec_accept_length ?? 0).toFixed(2)} tokens a step`;
   $("retractions").textContent = number.format(state.num_retractions);
+  showLatency(live.time, live.latency);
   timeline.show(live);
 }
 
@@ -121,9 +125,11 @@ function drawRates(time) {
 function showKv(state) {
   const percent = 100 * state.token_usage;
   $("kv").textContent = `${percent.toFixed(percent && percent < 10 ? 1 : 0)}%`;
-  showBar($("kv-bar"), [["kv", percent]], `${percent.toFixed(1)}% of the KV cache is held by requests`);
-  const used = number.format(state.num_used_tokens);
-  $("kv-note").textContent = `requests hold ${used} of ${number.format(state.max_total_num_tokens)} tokens`;
+  const cached = (100 * state.num_evictable_tokens) / state.max_total_num_tokens;
+  const told = `${percent.toFixed(1)}% of the KV cache is held by requests, ${cached.toFixed(1)}% keeps prefixes for later ones`;
+  showBar($("kv-bar"), [["kv", percent], ["cached", cached]], told);
+  const [held, kept, all] = [state.num_used_tokens, state.num_evictable_tokens, state.max_total_num_tokens].map(number.format);
+  showLegend($("kv-legend"), [["kv", `held by requests ${held}`], ["cached", `cached ${kept}`], ["none", `of ${all} tokens`]]);
 }
 
 function showHits(state) {
@@ -136,6 +142,17 @@ function showHits(state) {
   showBar($("hits-bar"), parts, `Found: ${told}; the rest was computed`);
   const entries = Object.entries(tokens).map(([tier, count]) => [tier, `${TIERS[tier]} ${number.format(count)}`]);
   showLegend($("hits-legend"), [...entries, ["none", "computed"]]);
+}
+
+// Means of the last minute, from sums and counts since the start.
+function showLatency(time, latency) {
+  const last = latencies.at(-1);
+  if (last && time < last[0]) latencies = []; // another server
+  latencies = [...latencies.filter(([then]) => time - then < HISTORY_S), [time, latency]];
+  for (const name of ["ttft", "itl"]) {
+    const [sum, count] = [0, 1].map((index) => latency[name][index] - latencies[0][1][name][index]);
+    $(name).textContent = count > 0 ? `${milliseconds.format((1000 * sum) / count)} ms` : "–";
+  }
 }
 
 function showGraphs(state) {

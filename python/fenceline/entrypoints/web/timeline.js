@@ -22,8 +22,12 @@ export function startTimeline() {
     const shown = held ?? live;
     if (shown) drawSteps(host, shown, chosen);
   };
+  const hold = (isHeld) => {
+    held = isHeld ? (held ?? live) : null;
+    $("held").hidden = held === null;
+  };
   const choose = (done) => {
-    held = live === null || done === null ? null : (held ?? live);
+    hold(done !== null);
     if (chosen === done) return;
     chosen = done;
     draw();
@@ -36,9 +40,10 @@ export function startTimeline() {
   host.addEventListener("blur", () => choose(null));
   host.addEventListener("keydown", (event) => {
     const steps = (held ?? live)?.recorded?.steps ?? [];
-    if (!["ArrowLeft", "ArrowRight", "Escape"].includes(event.key) || !steps.length) return;
+    if (!["ArrowLeft", "ArrowRight", " "].includes(event.key) || !steps.length) return;
     event.preventDefault();
-    if (event.key === "Escape") return choose(null);
+    if (event.key === " " && held !== null) return choose(null);
+    if (event.key === " ") return choose(steps.at(-1).done);
     const drawn = steps.slice(-numDrawn(host));
     const at = chosen === null ? drawn.length : drawn.findIndex((step) => step.done === chosen);
     const next = at + (event.key === "ArrowLeft" ? -1 : 1);
