@@ -16,6 +16,7 @@ import fenceline.constrained.compile
 from fenceline.constrained.compile import compile_grammar
 from fenceline.constrained.json_schema import SchemaError, enforced_schema
 from fenceline.constrained.patterns import check_pattern
+from fenceline.constrained.regular import matches
 from fenceline.constrained.spec import GrammarKind, GrammarSpec, max_whitespace
 
 
@@ -71,6 +72,8 @@ from fenceline.constrained.spec import GrammarKind, GrammarSpec, max_whitespace
         (5, "a schema is"),
         ({"type": "string", "pattern": "a\\x01"}, "JSON text cannot have"),
         ({"type": "string", "pattern": "a(?<=b)"}, "groups of the kinds"),
+        ({"type": "string", "pattern": "a{100000000000,999999999999}"}, "too large"),
+        ({"type": "string", "pattern": "(?:^a)+"}, "cannot be repeated"),
     ],
 )  # fmt: skip
 def test_what_is_not_enforced_is_refused(schema: Any, reason: str) -> None:
@@ -169,6 +172,10 @@ def test_a_schema_that_is_nested_too_deep_is_refused() -> None:
             {"patternProperties": {"^x": {"minimum": 3}}, "properties": {"x": {"type": "integer"}, "y": {"const": 1}}},
             ['{"x": 3, "y": 1}'], ['{"x": 2}', '{"y": 2}'],
         ),
+        (
+            {"patternProperties": {"(^x)": {"const": 1}}, "properties": {"ax": {"const": 2}}},
+            ['{"ax": 2}'], ['{"ax": 1}'],
+        ),
         # Lists.
         ({"items": [{"const": 1}], "additionalItems": False}, ["[1]", "[]"], ["[2]", "[1, 1]"]),
         ({"items": [{"const": 1}], "additionalItems": {"const": 2}}, ["[1]", "[1, 2, 2]"], ["[2]", "[1, 1]"]),
@@ -201,6 +208,7 @@ def test_a_schema_that_is_nested_too_deep_is_refused() -> None:
         ({"type": "string", "pattern": "^(x[0-9]+)?$"}, ['""', '"x12"'], ['"12"']),
         ({"type": "string", "format": "unheard-of", "maxLength": 1}, ['"a"'], ['"ab"']),
         ({"type": "string", "format": "date", "pattern": "^a$"}, ['"a"'], ['"2020-01-01"']),
+        ({"type": "string", "pattern": "^(?:(?:ab)?)*$", "minLength": 1}, ['"ab"', '"abab"'], ['""']),
         ({"nullable": True, "type": "string", "enum": ["a"]}, ['"a"', "null"], ['"b"']),
     ],
 )  # fmt: skip
@@ -289,6 +297,27 @@ def test_patterns_mean_what_they_mean_elsewhere() -> None:
         for text in random.sample(texts, 40):
             assert accepts(grammar, f'"{text}"') == bool(re.fullmatch(pattern, text)), (pattern, text)
     assert num_taken > 400
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(?:^a)",
+        "(?:^a|b)c",
+        "(?=b)^b",
+        "(?!^a).b",
+        "(?=.{2,3}$)b",
+        "(?!b)[ab]{1,2}$",
+        "^a|b$",
+        "(?:^a)?b",
+        "(?:a$|^b)",
+    ],
+)
+def test_a_pattern_is_found_where_its_anchors_say(pattern: str) -> None:
+    texts = ["".join(letters) for length in range(6) for letters in itertools.product("abc", repeat=length)]
+    assert [text for text in texts if matches(pattern, text)] == [
+        text for text in texts if re.search(pattern, text)
+    ]
 
 
 def test_what_is_an_annotation_although_it_asserts_is_noted() -> None:

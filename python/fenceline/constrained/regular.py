@@ -77,11 +77,16 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
+class Begin:
+    """``^``, for which :func:`_begun` puts what it says."""
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """``$``."""
 
 
-Term = Chars | Seq | Alt | Repeat | And | Not | Look | End
+Term = Chars | Seq | Alt | Repeat | And | Not | Look | Begin | End
 _EMPTY, _NOTHING = Seq(()), Alt(())
 _ANY = Chars(((0, _LAST),))
 _ALL = Repeat(_ANY, 0, None)
@@ -239,21 +244,39 @@ _PROPERTIES: dict[str, Ranges] = {
 
 def _read(pattern: str, is_whole: bool) -> tuple[Term, int, int | None]:
     """``pattern`` as a term, and limits of the length that it has besides."""
-    parser = _Parser(pattern)
-    branches = parser.run()
+    term = _Parser(pattern).whole()
     rest: Term = _EMPTY if is_whole else _ALL
     least, most = 0, None
-    made = []
-    for is_anchored, branch in branches:
-        if len(branches) == 1:
-            branch, least, most = _split(branch, is_whole)
-        term = _resolved(branch, rest)
-        made.append(term if is_whole or is_anchored else _seq(_ALL, term))
-    return _any_of(made), least, most
+    first, later = _begun(term, _EMPTY), _NOTHING if is_whole else _begun(term, _NOTHING)
+    if later == _NOTHING:
+        first, least, most = _split(first, is_whole)
+    made = _resolved(first, rest)
+    if first == later:
+        made = _seq(_ALL, made)
+    elif later != _NOTHING:
+        made = _any_of((made, _seq(_ANY, _ALL, _resolved(later, rest))))
+    return made, least, most
+
+
+def _begun(term: Term, begin: Term) -> Term:
+    """``term`` with ``begin`` in place of ``^``: the empty text at the beginning of the text, nothing later."""
+    match term:
+        case Begin():
+            return begin
+        case Seq():
+            return _seq(*[_begun(part, begin) for part in term.parts])
+        case Alt():
+            return _any_of([_begun(part, begin) for part in term.parts])
+        case Repeat():
+            return _repeat(_begun(term.part, begin), term.least, term.most)
+        case Look():
+            return Look(_begun(term.part, begin), term.is_negative)
+    return term
 
 
 def _split(branch: Term, is_whole: bool) -> tuple[Term, int, int | None]:
-    """``branch`` without what it says of the length of the whole text: counting it would take a state for each number.
+    """``branch``, which begins where the text does, without what it says of the length of the whole text: counting it
+    would take a state for each number.
     That are look-aheads of any characters, and a class that is all of the text."""
     parts = list(branch.parts) if isinstance(branch, Seq) else [branch]
     least, most = 0, None
@@ -287,17 +310,12 @@ class _Parser:
         self._at = 0
         self._depth = 0
 
-    def run(self) -> list[tuple[bool, Term]]:
-        """The alternatives of the whole pattern, each with whether it begins with ``^``."""
-        branches = []
-        while True:
-            is_anchored = self._taken("^")
-            branches.append((is_anchored, self._sequence(is_first=True)))
-            if not self._taken("|"):
-                break
+    def whole(self) -> Term:
+        """The whole pattern."""
+        made = self._alternatives(is_first=True)
         if self._at < len(self._pattern):
             raise self._error("a parenthesis too many")
-        return branches
+        return made
 
     def _alternatives(self, is_first: bool) -> Term:
         self._depth += 1
@@ -310,15 +328,11 @@ class _Parser:
         return _any_of(branches)
 
     def _sequence(self, is_first: bool) -> Term:
-        """``is_first``: the text begins here, so that ``^`` says nothing."""
+        """``is_first``: nothing is before this."""
         parts: list[Term] = []
         while self._at < len(self._pattern) and self._pattern[self._at] not in "|)":
-            if self._taken("^"):
-                if not is_first:
-                    raise self._error("^ is only possible at the beginning")
-                continue
             part = self._quantified(self._atom(is_first))
-            is_first = is_first and isinstance(part, Look)
+            is_first = is_first and isinstance(part, Look | Begin)
             parts.append(part)
         return _seq(*parts) if parts else _EMPTY
 
@@ -332,6 +346,10 @@ class _Parser:
                 return Chars(self._class())
             case ".":
                 return Chars(_DOT)
+            case "^":
+                if not is_first:
+                    raise self._error("^ is only possible at the beginning")
+                return Begin()
             case "$":
                 return End()
             case "\\":
@@ -368,15 +386,17 @@ class _Parser:
             least, most, length = {"*": (0, None, 1), "+": (1, None, 1), "?": (0, 1, 1)}[rest[0]]
         elif rest.startswith("{") and (end := rest.find("}")) > 0:
             low, comma, high = rest[1:end].partition(",")
-            if low.isdecimal() and (high.isdecimal() or not high) and len(rest[1:end]) < 12:
+            if f"{low}{high or 0}".isdecimal() and low and rest[1:end].isascii():
+                if end > 20:
+                    raise self._error("the numbers of a repetition are too large")
                 least, length = int(low), end + 1
                 most = int(high) if high else None if comma else least
                 if most is not None and most < least:
                     raise self._error(f"{{{rest[1:end]}}} is not a range")
         if not length:
             return part
-        if isinstance(part, Look | End):
-            raise self._error("a look-ahead or $ cannot be repeated")
+        if isinstance(part, Look | Begin | End) or (most != 1 and _has_begin(part)):
+            raise self._error("a look-ahead, ^ or $ cannot be repeated")
         self._at += length
         self._taken("?")  # which of several matches is found first does not matter
         return _repeat(part, least, most)
@@ -385,7 +405,7 @@ class _Parser:
         is_negative = self._taken("^")
         if self._pattern.startswith("]", self._at):
             raise self._error("write ] in a class as \\]")
-        ranges: Ranges = ()
+        members: list[tuple[int, int]] = []
         is_partial = False
         while not self._taken("]"):
             if self._at >= len(self._pattern):
@@ -398,7 +418,8 @@ class _Parser:
                 if low[0][0] != low[-1][1] or high[0][0] != high[-1][1] or low > high:
                     raise self._error("a range of a class is not one")
                 low = ((low[0][0], high[0][0]),)
-            ranges = _union(ranges, low)
+            members += low
+        ranges = _union(tuple(members), ())
         if is_negative and is_partial:
             raise self._error("\\p cannot be negated")
         return _complement(ranges) if is_negative else ranges
@@ -448,6 +469,8 @@ class _Parser:
 
 def _resolved(term: Term, rest: Term) -> Term:
     """``term`` and then ``rest``, in which look-aheads and ``$`` have become intersections."""
+    if not _has_looks(term):
+        return _seq(term, rest)
     match term:
         case End():
             return _all_of((_EMPTY, rest))
@@ -458,13 +481,17 @@ def _resolved(term: Term, rest: Term) -> Term:
             for part in reversed(term.parts):
                 rest = _resolved(part, rest)
             return rest
-        case Alt() if _has_looks(term):
+        case Alt():
             return _any_of([_resolved(part, rest) for part in term.parts])
-        case Repeat() if _has_looks(term):
+        case Repeat():
             if (term.least, term.most) != (0, 1):
                 raise ValueError("a look-ahead or $ within a repetition is not possible")
             return _any_of((_resolved(term.part, rest), rest))
-    return _seq(term, rest)
+    raise AssertionError(term)
+
+
+def _has_begin(term: Term) -> bool:
+    return _begun(term, _NOTHING) != term
 
 
 def _has_looks(term: Term) -> bool:
@@ -655,6 +682,9 @@ def _limited(term: Term, least: int, most: int | None) -> Term:
 
 def _limited_repeat(term: Repeat, least: int, most: int | None) -> Term:
     low, high = _lengths(term.part)
+    if least and low == 0:  # empty ones add nothing
+        term = Repeat(_limited(term.part, 1, None), 0, term.most)
+        low, high = _lengths(term.part)
     if high is not None and high <= _SMALL:
         count = term.most if most is None else min(most // high, math.inf if term.most is None else term.most)
         fewest = max(term.least, -(-least // max(low, 1)))
