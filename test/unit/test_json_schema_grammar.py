@@ -74,6 +74,13 @@ from fenceline.constrained.spec import GrammarKind, GrammarSpec, max_whitespace
         ({"type": "string", "pattern": "a(?<=b)"}, "groups of the kinds"),
         ({"type": "string", "pattern": "a{100000000000,999999999999}"}, "too large"),
         ({"type": "string", "pattern": "(?:^a)+"}, "cannot be repeated"),
+        ({"type": "object", "patternProperties": {"^x": {}}, "additionalProperties": False, "required": ["y"]}, "'y'"),
+        ({"allOf": [{"const": 1}, {"enum": [True]}]}, "no value of enum"),
+        ({"enum": [10**400], "const": 10**400}, "beyond 2"),
+        ({"allOf": [{"format": "date"}, {"format": "ipv4"}], "type": "string"}, "no text matches"),
+        ({"oneOf": [{"type": "string", "nullable": True}, {"type": "null"}]}, "oneOf is enforced only"),
+        ({"oneOf": [{"const": [1]}, {"const": [1.0]}]}, "oneOf is enforced only"),
+        ({"type": "string", "nullable": "yes"}, "nullable is true or false"),
     ],
 )  # fmt: skip
 def test_what_is_not_enforced_is_refused(schema: Any, reason: str) -> None:
@@ -173,8 +180,21 @@ def test_a_schema_that_is_nested_too_deep_is_refused() -> None:
             ['{"x": 3, "y": 1}'], ['{"x": 2}', '{"y": 2}'],
         ),
         (
+            {"patternProperties": {"^x": {}}, "additionalProperties": {"const": 1}, "required": ["y"]},
+            ['{"y": 1}'], ['{"y": 2}', "{}"],
+        ),
+        (
             {"patternProperties": {"(^x)": {"const": 1}}, "properties": {"ax": {"const": 2}}},
             ['{"ax": 2}'], ['{"ax": 1}'],
+        ),
+        (
+            {"allOf": [{"patternProperties": {"^x": {"const": 1}}, "additionalProperties": False},
+                {"properties": {"x": {}, "y": {}}, "type": "object"}]},
+            ['{"x": 1}', "{}"], ['{"y": 1}', '{"x": 2}'],
+        ),
+        (
+            {"allOf": [{"properties": {"a": {"const": 1}}}, {"properties": {"a": {"const": True}}}], "type": "object"},
+            ["{}"], ['{"a": true}', '{"a": 1}'],
         ),
         # Lists.
         ({"items": [{"const": 1}], "additionalItems": False}, ["[1]", "[]"], ["[2]", "[1, 1]"]),
@@ -201,6 +221,9 @@ def test_a_schema_that_is_nested_too_deep_is_refused() -> None:
         ({"type": "number", "multipleOf": 0.25, "exclusiveMinimum": 0}, ["0.25", "1.5", "7"], ["0", "0.3", "-0.25"]),
         ({"type": "number", "multipleOf": 0.01, "maximum": 1}, ["0.07", "0.5", "1", "-3.10"], ["0.075", "1.01"]),
         ({"type": "integer", "multipleOf": 2.5}, ["5", "-10"], ["2", "2.5"]),
+        ({"type": "number", "minimum": 1e-7, "maximum": 2e-7}, ["0.0000001", "0.00000015"], ["", "0.0000003"]),
+        ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e-6}, ["0.0000005"], ["0", "0.000001"]),
+        ({"type": "number", "minimum": 0.12345678, "maximum": 0.12345678}, ["0.12345678"], ["", "0.123456"]),
         # Texts.
         ({"type": "string", "pattern": '^"\\\\\\n$'}, ['"\\"\\\\\\n"'], ['""\\\\n"']),
         ({"type": "string", "pattern": r"^(?!ab)(?=.*\d)[a-z\d]{3,4}$"}, ['"a1b"', '"xxx9"'], ['"ab1"', '"abc"']),

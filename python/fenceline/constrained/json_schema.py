@@ -83,10 +83,10 @@ _UNIQUE_IGNORED = (
 
 
 _FORMS: dict[str, tuple[type | tuple[type, ...], str]] = {
-    "pattern": ((str, tuple), "a text"), "format": (str, "a text"), "enum": (list, "a list"),
+    **dict.fromkeys(("pattern", "format"), ((str, tuple), "a text")), "enum": (list, "a list"),
     "properties": (dict, "an object of schemas"), "patternProperties": (dict, "an object of schemas"),
     "required": (list, "a list of names"), "prefixItems": (list, "a list of schemas"),
-    "uniqueItems": (bool, "true or false"),
+    **dict.fromkeys(("uniqueItems", "nullable"), (bool, "true or false")),
     **dict.fromkeys((*_BOUNDS, "multipleOf"), ((int, float), "a number")),
 }  # fmt: skip
 
@@ -361,13 +361,12 @@ class _Walk:
         if most is not None and most < least:
             raise _error(where, f"minLength {least} is more than maxLength {most}")
         patterns = given.get("pattern", ())
-        kind = given.get("format")
-        if not patterns and kind in PATTERNS:  # beside a pattern a format is an annotation
-            patterns = ((LIMITED_PATTERNS if most is not None else PATTERNS).get(kind, PATTERNS[kind]),)
-        if not patterns:
+        known = {**PATTERNS, **(LIMITED_PATTERNS if most is not None else {})}
+        formats = () if patterns else [known[name] for name in given.get("format", ()) if name in known]
+        if not patterns and not formats:
             return {"pattern": f"^{_PLAIN}{{{least},{'' if most is None else most}}}$"} if counts else {}
-        with _explained("pattern", where):
-            return {"pattern": within(patterns, least, most)}
+        with _explained("pattern", where):  # beside which a format is an annotation
+            return {"pattern": within(patterns or formats, least, most, True if formats else None)}
 
     def _number(self, given: Schema, name: str, where: str) -> dict[str, Any]:
         # Of two that are equal the exclusive one says more; max and min take the first.
@@ -380,13 +379,16 @@ class _Walk:
         if low is not None and high is not None and (low[0] > high[0] or _is_empty(low, high)):
             raise _Nothing(f"{where[:200]}: no number is between the bounds")
         if "multipleOf" in given:
-            return self._multiples(given["multipleOf"], low, high, name, where)
+            return self._multiples(_fraction(given["multipleOf"]), low, high, name, where)
+        if name == "number" and low is not None and high is not None:
+            step = _step_between(_fraction(low[0]), _fraction(high[0]))
+            if step < _FINEST:
+                return self._multiples(step, low, high, name, where)
         return {word: value for value, word in filter(None, (low, high))}
 
     def _multiples(
-        self, step: float, low: _Bound | None, high: _Bound | None, name: str, where: str
+        self, exact: Fraction, low: _Bound | None, high: _Bound | None, name: str, where: str
     ) -> dict[str, Any]:
-        exact = _fraction(step)
         if name == "integer":  # those of 2.5 are those of 5
             exact = Fraction(exact.numerator)
             if low is None and high is None and exact <= 1000:
@@ -402,7 +404,7 @@ class _Walk:
             ):
                 end += toward * exact
             ends.append(end)
-        with _explained("multipleOf", where):
+        with _explained("multipleOf or the bounds", where):
             rule = self._rule(lambda rule: multiples(exact, ends[0], ends[1], rule), f"{exact} {ends}")
             return {"anyOf": [{"enum": [rule]}]}
 
@@ -469,11 +471,11 @@ class _Walk:
             listed, is_named = {name: others for name in names if not patterns}, True
         for name in required:
             if name not in listed:
-                if others is False and not patterns:
+                listed[name] = _unlisted(name, given, where)
+                if listed[name] is False:
                     raise _Nothing(
                         f"{where[:200]}: required names {name[:60]!r}, which no property may be called"
                     )
-                listed[name] = others if not patterns else True
         properties = self._members(listed, required, patterns, names, others, where, depth)
         if properties:
             made["properties"] = properties
@@ -580,10 +582,21 @@ class _Walk:
 
 
 _Bound = tuple[float, str]  # and its keyword
+_FINEST = Fraction(
+    1, 10**6
+)  # the library writes a number between two bounds with at most six digits after the point
 
 
 def _is_empty(low: _Bound, high: _Bound) -> bool:
     return low[0] == high[0] and (low[1], high[1]) != ("minimum", "maximum")
+
+
+def _step_between(low: Fraction, high: Fraction) -> Fraction:
+    """A power of ten of which multiples are between the bounds, and not only they themselves unless they are equal."""
+    steps = (_FINEST / 10**digits for digits in range(9))
+    if low == high:
+        return next((step for step in steps if low % step == 0), _FINEST)
+    return next((step for step in steps if 2 * step <= high - low), _FINEST / 10**8)
 
 
 def _whole_bounds(low: _Bound | None, high: _Bound | None) -> tuple[_Bound | None, _Bound | None]:
@@ -633,8 +646,9 @@ def _modern(given: dict[str, Any], where: str) -> dict[str, Any]:
         given["prefixItems"] = given.pop("items")
         if rest is not True:
             given["items"] = rest
-    if isinstance(given.get("pattern"), str):
-        given["pattern"] = (given["pattern"],)
+    for name in ("pattern", "format"):  # of which several may have to hold together
+        if isinstance(given.get(name), str):
+            given[name] = (given[name],)
     return given
 
 
@@ -645,7 +659,7 @@ def _merged(one: dict[str, Any], other: dict[str, Any], where: str) -> dict[str,
     if not one.keys().isdisjoint(lists) and not other.keys().isdisjoint(lists):
         made |= _merged_items(one, other)
     if not one.keys().isdisjoint(objects) and not other.keys().isdisjoint(objects):
-        made |= _merged_members(one, other)
+        made |= _merged_members(one, other, where)
     for name in one.keys() & other.keys():
         pair = one[name], other[name]
         match name:
@@ -654,7 +668,8 @@ def _merged(one: dict[str, Any], other: dict[str, Any], where: str) -> dict[str,
                 if not made[name]:
                     raise _Nothing(f"{where[:200]}: no type is allowed by all schemas")
             case "enum":
-                made[name] = [value for value in pair[0] if any(_same(value, known) for known in pair[1])]
+                known = set(map(_key, pair[1]))
+                made[name] = [value for value in pair[0] if _key(value) in known]
             case "const" if not _same(*pair):
                 raise _Nothing(f"{where[:200]}: no value is allowed by all schemas")
             case "minimum" | "exclusiveMinimum" | "minLength" | "minItems" | "minProperties":
@@ -665,13 +680,11 @@ def _merged(one: dict[str, Any], other: dict[str, Any], where: str) -> dict[str,
                 if not all(type(part) is int and part > 0 for part in pair):
                     raise _error(where, "multipleOf of several schemas is enforced for whole numbers")
                 made[name] = math.lcm(*pair)
-            case "pattern" if pair[0] != pair[1]:
-                made[name] = (*pair[0], *pair[1])
-            case "format" if pair[0] in PATTERNS:
-                made[name] = pair[0]
+            case "pattern" | "format":
+                made[name] = tuple(dict.fromkeys((*pair[0], *pair[1])))
             case "uniqueItems":
                 made[name] = True in pair
-            case "patternProperties" | "propertyNames" if pair[0] != pair[1]:
+            case "patternProperties" | "propertyNames" if not _same(*pair):
                 raise _error(where, f"{name} of several schemas that hold together is not enforced")
     return made
 
@@ -691,21 +704,19 @@ def _merged_items(one: Schema, other: Schema) -> dict[str, Any]:
     return made
 
 
-def _merged_members(one: Schema, other: Schema) -> dict[str, Any]:
+def _merged_members(one: Schema, other: Schema, where: str) -> dict[str, Any]:
     listed = [part.get("properties", {}) for part in (one, other)]
     others = [part.get("additionalProperties", True) for part in (one, other)]
     made: dict[str, Any] = {}
     if any(listed):
-        # A name that only one of them has is an additional one of the other.
-        names = dict.fromkeys((*listed[0], *listed[1]))
         made["properties"] = {
             name: _both(
                 *(
-                    part.get(name, True if "patternProperties" in whole else after)
-                    for part, after, whole in zip(listed, others, (one, other), strict=True)
+                    part[name] if name in part else _unlisted(name, whole, where)
+                    for part, whole in zip(listed, (one, other), strict=True)
                 )
             )
-            for name in names
+            for name in dict.fromkeys((*listed[0], *listed[1]))
         }
     if any(after is not True for after in others):
         made["additionalProperties"] = _both(*others)
@@ -715,8 +726,15 @@ def _merged_members(one: Schema, other: Schema) -> dict[str, Any]:
     return made
 
 
+def _unlisted(name: str, given: Schema, where: str) -> object:
+    """What ``given`` demands of a member that its properties do not have, besides the schemas of patternProperties."""
+    with _explained("pattern", where):
+        is_matched = any(matches(pattern, name) for pattern in given.get("patternProperties", ()))
+    return True if is_matched else given.get("additionalProperties", True)
+
+
 def _both(one: object, other: object) -> object:
-    if one is True or one == other:
+    if one is True or _same(one, other):
         return other
     return one if other is True else {"allOf": [one, other]}
 
@@ -908,7 +926,10 @@ def _kinds(schema: Schema) -> set[str] | None:
     given = schema.get("type")
     if given is None:
         return None
-    names = given if isinstance(given, list) else [given]
+    names = [
+        *(given if isinstance(given, list) else [given]),
+        *(["null"] if schema.get("nullable") is True else []),
+    ]
     return {"number" if name == "integer" else str(name) for name in names}
 
 
@@ -928,12 +949,13 @@ def _lacks(one: Schema, other: Schema, everywhere: Collection[str] | None) -> bo
 
 def _constants(schema: Schema) -> set[str] | None:
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    return {_key(value) for value in values} if isinstance(values, list) else None
+    nulls = [None] if schema.get("nullable") is True else []
+    return {_key(value) for value in (*values, *nulls)} if isinstance(values, list) else None
 
 
 def _key(value: object) -> str:
-    """Equal values have equal keys."""
-    return json.dumps(float(value) if type(value) is int else value, sort_keys=True)
+    """Equal values have equal keys: 1 and 1.0 are equal, and neither is true."""
+    return json.dumps(json.loads(json.dumps(value), parse_int=float), sort_keys=True)
 
 
 def _same(one: object, other: object) -> bool:
