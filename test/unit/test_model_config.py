@@ -361,6 +361,10 @@ def test_layers_with_a_window_rotate_in_their_own_way(tmp_path: Path) -> None:
         ({"use_sliding_window": True}, "use_sliding_window true is not supported"),
         ({"is_causal": False}, "only true or null is"),
         ({"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "long_mscale": 1.3}},
+            "rope_scaling.long_mscale 1.3 is not supported",
+        ),
         ({"attn_logit_softcapping": -1.0, **GEMMA}, "must not be negative"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "unquantised"),
         ({"torch_dtype": "int8"}, "--dtype"),

@@ -45,6 +45,7 @@ _NO_EFFECT = frozenset(
         "target_hidden_size", "target_model_type", "draft_vocab_size", "eagle_config",
     }
 )  # fmt: skip
+_ROPE = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention")
 # Entries with which a model computes something else, and the values that say that it does not. null never says so.
 _COMPUTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
@@ -61,9 +62,12 @@ _COMPUTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "pruned_heads": ({},),
         "use_rmsnorm": (True,),
         "use_sliding_window": (False,),
+        # Factors of cos and sin by the length, of the Phi-3 models with experts or images.
+        **dict.fromkeys(
+            (f"{rope}.{length}_mscale" for rope in _ROPE[:2] for length in ("short", "long")), ()
+        ),
     }
 )
-_ROPE = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention")
 
 
 class Entries(Mapping[str, object]):
