@@ -196,6 +196,16 @@ def test_a_schema_that_is_nested_too_deep_is_refused() -> None:
             {"allOf": [{"properties": {"a": {"const": 1}}}, {"properties": {"a": {"const": True}}}], "type": "object"},
             ["{}"], ['{"a": true}', '{"a": 1}'],
         ),
+        (
+            {"allOf": [{"patternProperties": {"^x": {"enum": [1, True]}}},
+                {"type": "object", "required": ["xb"], "additionalProperties": {"type": "boolean"}}]},
+            ['{"xb": true}'], ['{"xb": 1}', "{}"],
+        ),
+        (
+            {"allOf": [{"patternProperties": {"^x": {"enum": [1, True]}}},
+                {"type": "object", "additionalProperties": {"type": "boolean"}}]},
+            ['{"xb": true}', "{}"], ['{"xb": 1}'],
+        ),
         # Lists.
         ({"items": [{"const": 1}], "additionalItems": False}, ["[1]", "[]"], ["[2]", "[1, 1]"]),
         ({"items": [{"const": 1}], "additionalItems": {"const": 2}}, ["[1]", "[1, 2, 2]"], ["[2]", "[1, 1]"]),

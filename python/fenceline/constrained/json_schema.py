@@ -705,24 +705,46 @@ def _merged_items(one: Schema, other: Schema) -> dict[str, Any]:
 
 
 def _merged_members(one: Schema, other: Schema, where: str) -> dict[str, Any]:
-    listed = [part.get("properties", {}) for part in (one, other)]
-    others = [part.get("additionalProperties", True) for part in (one, other)]
+    both = one, other
+    listed = [part.get("properties", {}) for part in both]
+    rests = [part.get("additionalProperties", True) for part in both]
+    required = list(dict.fromkeys(name for part in both for name in part.get("required", ())))
+    names = dict.fromkeys(
+        (*listed[0], *listed[1], *(required if any("patternProperties" in p for p in both) else ()))
+    )
     made: dict[str, Any] = {}
-    if any(listed):
+    if names:
         made["properties"] = {
             name: _both(
                 *(
                     part[name] if name in part else _unlisted(name, whole, where)
-                    for part, whole in zip(listed, (one, other), strict=True)
+                    for part, whole in zip(listed, both, strict=True)
                 )
             )
-            for name in dict.fromkeys((*listed[0], *listed[1]))
+            for name in names
         }
-    if any(after is not True for after in others):
-        made["additionalProperties"] = _both(*others)
-    required = [part.get("required", []) for part in (one, other)]
-    if any(required):
-        made["required"] = [*required[0], *required[1]]
+    if any(rest is not True for rest in rests):
+        made["additionalProperties"] = _both(*rests)
+    if required:
+        made["required"] = required
+    for part, rest in ((one, rests[1]), (other, rests[0])):
+        if (
+            rest is True
+            or "patternProperties" not in part
+            or "patternProperties" in one.keys() & other.keys()
+        ):
+            continue
+        # What the other schema demands of additional members holds for those of the patterns too.
+        patterns = part["patternProperties"]
+        if names:
+            with _explained("pattern", where):
+                for name, schema in (
+                    (n, schema) for p, schema in patterns.items() for n in names if matches(p, n)
+                ):
+                    made["properties"][name] = _both(made["properties"][name], schema)
+            made |= {"patternProperties": {}, "additionalProperties": False}
+        else:
+            made["patternProperties"] = {pattern: _both(schema, rest) for pattern, schema in patterns.items()}
     return made
 
 
