@@ -78,7 +78,7 @@ class NullRequest:
 
 def run_null_scheduler(config: EngineConfig, ports: PortArgs, rate: float, streams: int) -> None:
     """The entry of a scheduler process. Waits for ``streams`` requests, then serves all at ``rate`` tokens/s."""
-    prepare_child("scheduler", config.server_args.log_level, ports)
+    prepare_child("scheduler", config.server_args, ports)
     inbox = Inbox(ports.scheduler, SCHEDULER_DECODER)
     tokenizer = PushSocket(ports.tokenizer)
     detokenizer = PushSocket(ports.detokenizer)
@@ -259,7 +259,9 @@ def serve(args: argparse.Namespace) -> int:
     flags = ["--model-path", "demo", "--port", "0", "--device", "cpu", "--log-level", "warning"]
     if args.incremental:
         flags.append("--incremental-streaming-output")
-    entry = partial(run_null_scheduler, rate=args.rate, streams=args.streams)
+    import bench_frontend  # the server's processes import this file by its name, not as the program that it is here
+
+    entry = partial(bench_frontend.run_null_scheduler, rate=args.rate, streams=args.streams)
     return serve_until_stopped(resolve(parse_args(flags)), entry)
 
 

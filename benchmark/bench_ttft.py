@@ -54,7 +54,7 @@ Send = Callable[[list[int]], Awaitable[float]]  # one prompt; seconds until its 
 
 def run_scheduler(config: EngineConfig, ports: PortArgs) -> None:
     """The entry of the scheduler process."""
-    prepare_child("scheduler", config.server_args.log_level, ports)
+    prepare_child("scheduler", config.server_args, ports)
     messages = Inbox(ports.scheduler, SCHEDULER_DECODER)
     inbox = SocketInbox(messages, Watchdog(0.0, lambda reason: None), FreeMemoryWatch())
     outbox = SocketOutbox(ports, config.server_args.skip_tokenizer_init)
@@ -205,7 +205,9 @@ def serve(args: argparse.Namespace) -> int:
     # Prompts as long, and steps as large, as on a GPU.
     flags += ["--load-format", "dummy", "--chunked-prefill-size", "8192", "--max-prefill-tokens", "16384"]
     flags += ["--json-model-override-args", '{"max_position_embeddings": 32768}']
-    return serve_until_stopped(resolve(parse_args(flags)), run_scheduler)
+    import bench_ttft  # the server's processes import this file by its name, not as the program that it is here
+
+    return serve_until_stopped(resolve(parse_args(flags)), bench_ttft.run_scheduler)
 
 
 def main() -> int:

@@ -71,7 +71,9 @@ def main(argv: Sequence[str]) -> int:
     faults = args.faults.split(",")
     if not set(faults) <= set(KINDS):
         parser.error(f"--faults {args.faults}: choose of {', '.join(KINDS)}")
-    entry = functools.partial(run_planted_scheduler, faults, args.fault_log)
+    import hicache_fault  # the server's processes import this file by its name, not as the program that it is here
+
+    entry = functools.partial(hicache_fault.run_planted_scheduler, faults, args.fault_log)
     return serve_until_stopped(resolve(parse_args(flags)), entry)
 
 

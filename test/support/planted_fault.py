@@ -43,4 +43,6 @@ def run_planted_scheduler(config: EngineConfig, ports: PortArgs) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(serve_until_stopped(resolve(parse_args(sys.argv[1:])), run_planted_scheduler))
+    import planted_fault  # the server's processes import this file by its name, not as the program that it is here
+
+    sys.exit(serve_until_stopped(resolve(parse_args(sys.argv[1:])), planted_fault.run_planted_scheduler))
