@@ -119,6 +119,7 @@ class Req:
     output_ids: list[int] = field(default_factory=list)
     grammar: RequestGrammar | None = None  # has accepted the tokens of output_ids
     num_retractions: int = 0
+    num_kept: int = 0  # of output_ids: those that it had when it was retracted
     cached_tokens: int = 0  # of the prompt, as reported; set at first admission
     cached_details: CachedTokensDetails | None = None  # the same by tier, set with it; None without HiCache
     was_admitted: bool = False
@@ -234,6 +235,7 @@ class Req:
             output_ids=self.output_ids,
             grammar=self.grammar,
             num_retractions=self.num_retractions + 1,
+            num_kept=len(self.output_ids),
             cached_tokens=self.cached_tokens,
             cached_details=self.cached_details,
             was_admitted=True,

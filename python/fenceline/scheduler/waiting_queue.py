@@ -94,6 +94,9 @@ class WaitingQueue:
 
     def admit(self, req: Req) -> None:
         """Remove a request that has got a row. The next turn of its body comes after those of all other bodies."""
+        assert len(req.output_ids) == req.num_kept, (
+            f"{req.rid} got a token that was in flight at its retraction"
+        )
         queue = self._queue_of[_key(req)]
         self.computes(req)
         self.remove(req)
