@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from page_pools import Shape, make_pools
 
+from fenceline.config.draft_config import DraftConfig, SpeculativeAlgorithm, SpeculativeConfig
 from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.server_args import MemLayout, parse_args
 from fenceline.mem_cache.host.host_pool import HostPool
@@ -112,6 +115,34 @@ def test_what_is_another_model(model_dir: Path) -> None:
     link = model_dir.parent / "link"
     link.symlink_to(model_dir)
     assert model_id(configured(link, FILE)) == seen[-1], "a link to a model is that model"
+
+
+def test_another_draft_is_another_model(model_dir: Path) -> None:
+    """The draft's layers are in the same pages: their bytes depend on the draft too, whatever makes it another one."""
+    plain = configured(model_dir, FILE)
+    folders = model_dir.parent / "draft", model_dir.parent / "copy"
+    for folder in folders:
+        shutil.copytree(model_dir, folder)
+    model = replace(plain.model, model_path=str(folders[0]))
+    eagle = DraftConfig(algorithm=SpeculativeAlgorithm.EAGLE3, model=model, aux_layers=(0, 1, 2))
+    drafts = [
+        None,
+        eagle,
+        replace(eagle, algorithm=SpeculativeAlgorithm.EAGLE),
+        replace(eagle, aux_layers=(0, 1, 3)),
+        replace(eagle, model=replace(model, model_path=str(folders[1]))),
+        replace(eagle, model=replace(model, rms_norm_eps=1e-4)),
+    ]
+    layout = host_pool().layout
+
+    def root_key(draft: DraftConfig | None) -> bytes:
+        speculative = None if draft is None else SpeculativeConfig(draft=draft, num_steps=2)
+        return page_fingerprint(replace(plain, speculative=speculative), layout).root_key()
+
+    seen = [root_key(draft) for draft in drafts]
+    os.utime(folders[0] / "model-00001-of-00002.safetensors", ns=(1, 2))
+    seen.append(root_key(eagle))
+    assert len(set(seen)) == len(seen)
 
 
 def test_a_storage_without_room_for_a_page_is_refused(model_dir: Path) -> None:
