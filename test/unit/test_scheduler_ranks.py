@@ -17,6 +17,7 @@ from fenceline.ipc.io_struct import (
     GetInternalStateReq,
     Message,
     PortArgs,
+    TickReq,
     TokenizedGenerateReq,
 )
 from fenceline.ipc.rank_board import NUM_NEWS, NUM_STEPS, RankBoard, create_rank_board
@@ -116,6 +117,30 @@ def test_ranks_whose_devices_differ_in_speed_decide_the_same(size: int, tmp_path
     assert_right(leader, *[req for req in reqs if req.rid not in ("r12", "r31")])
     assert group.drivers[0].scheduler.stats.num_retractions > 0
     assert len({driver.scheduler.num_launched for driver in group.drivers}) == 1
+
+
+def test_what_time_limits_end_is_the_same_on_all_ranks(tmp_path: Path) -> None:
+    """The time comes with ticks, which are input like all other messages: no rank ends a request by itself, or later."""
+    group = Group(2, tmp_path, num_rows=2, req_waiting_timeout=10.0, req_running_timeout=25.0)
+    leader, random = group.drivers[0], Random(3)
+    now = 1000.0
+    for round in range(12):
+        leader.send(*(request(f"{round}.{i}", [i + 1, round], seed=i, max_new_tokens=60) for i in range(2)))
+        now += random.choice((0.1, 4.0, 9.0))
+        leader.send(TickReq(now=now))
+        for _ in range(random.randrange(1, 6)):
+            group.step()
+            assert len({tuple(driver.scheduler.reqs) for driver in group.drivers}) == 1
+    group.run()
+    finishes = [{rid: answer.finish for rid, answer in driver.answers.items()} for driver in group.drivers]
+    assert finishes[0] == finishes[1] and group.answers()[0] == group.answers()[1]
+    said = [
+        finish.message for finish in finishes[0].values() if finish is not None and finish.type == "abort"
+    ]
+    assert {"running" if "still running" in message else "waiting" for message in said} == {
+        "running",
+        "waiting",
+    }
 
 
 @pytest.mark.parametrize(
