@@ -68,10 +68,10 @@ class TokenResult:
 
 
 class AuditedPool(LeasePool):
-    """Records which steps use which ids, and checks that ids leased again come with those steps' Points."""
+    """Records which steps and transfers use which ids, and checks that ids leased again come with their Points."""
 
-    def __init__(self, name: str, size: int) -> None:
-        super().__init__(name, size, reserved=1)
+    def __init__(self, name: str, size: int, reserved: int = 1) -> None:
+        super().__init__(name, size, reserved)
         self._fresh: set[int] = set()
         self._touched: dict[Stream, np.ndarray] = {}  # by id: the serial of the last work on each stream
         # What each stream has waited for, also through others, now and when a Point was recorded.
@@ -291,7 +291,7 @@ class TokenTransfers:
     copy without a necessary wait reads or writes a page too early."""
 
     def __init__(self, worker: TokenWorker, num_host_pages: int, random: Random) -> None:
-        self.host_pages = LeasePool("host KV pages", num_host_pages, reserved=0)
+        self.host_pages = AuditedPool("host KV pages", num_host_pages, reserved=0)
         self.load_stream = LaggingStream(StreamName.LOAD, frozenset())
         self.store_stream = LaggingStream(StreamName.STORE, frozenset())
         self.num_moved = {"load": 0, "store": 0}
@@ -315,23 +315,30 @@ class TokenTransfers:
         def run() -> None:
             self._host[host_pages] = self._pages[device_pages]
 
-        self._submit(self.store_stream, ticket, device_pages, after, run)
+        self._submit(self.store_stream, ticket, device_pages, host_pages, after, run)
 
     def load(self, ticket: Ticket, device_pages: np.ndarray, host_pages: np.ndarray, after: Points) -> None:
         def run() -> None:
             self._pages[device_pages] = self._host[host_pages]
 
-        self._submit(self.load_stream, ticket, device_pages, after, run)
+        self._submit(self.load_stream, ticket, device_pages, host_pages, after, run)
 
     @property
     def _pages(self) -> np.ndarray:
         return self._worker.slots.reshape(-1, self._worker.page_size)
 
     def _submit(
-        self, stream: Stream, ticket: Ticket, pages: np.ndarray, after: Points, run: Callable[[], None]
+        self,
+        stream: Stream,
+        ticket: Ticket,
+        pages: np.ndarray,
+        host_pages: np.ndarray,
+        after: Points,
+        run: Callable[[], None],
     ) -> None:
-        assert len(pages) == ticket.num_pages > 0
+        assert len(pages) == len(host_pages) == ticket.num_pages > 0
         done = stream.record()
+        self.host_pages.submitted(host_pages, done, after)
         if stream is self.load_stream:
             self._worker.pages.submitted(pages, done, after)
             self.num_moved["load"] += len(pages)

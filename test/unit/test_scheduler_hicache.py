@@ -13,6 +13,7 @@ from token_worker import TokenTransfers
 
 from fenceline.ipc.io_struct import (
     AbortReq,
+    ContinueGenerationReq,
     ControlReply,
     FlushCacheReq,
     InternalState,
@@ -185,6 +186,32 @@ def test_a_retracted_request_is_loaded_rather_than_computed_again() -> None:
     assert results["offload"] < results["recompute"]
 
 
+@settings(max_examples=12)
+@given(seed=st.integers(0, 10**6), policy=st.sampled_from(POLICIES))
+def test_tails_go_to_the_host_and_back_in_any_order(seed: int, policy: str) -> None:
+    """On a host with few pages, each of which changes hands while copies that use it have not run yet."""
+    random = Random(seed)
+    driver = make_tiered_driver(
+        num_pages=40,
+        num_host_pages=random.randint(1, 12),
+        seed=seed,
+        retract_policy="offload",
+        hicache_write_policy=policy,
+    )
+    reqs = []
+    for number in range(10):
+        prompt = [random.randrange(200) for _ in range(random.randint(1, 20))]
+        reqs.append(request(f"r{number}", prompt, max_new_tokens=random.randint(4, 24), ignore_eos=True))
+        driver.send(reqs[-1])
+        for _ in range(random.randint(0, 4)):
+            driver.step()
+        if random.random() < 0.4:
+            driver.send(PauseGenerationReq(id="p", mode="retract"), ContinueGenerationReq(id="c"))
+    driver.run()
+    assert_right(driver, *reqs)
+    drain(driver)
+
+
 def test_a_retracted_request_may_be_aborted_while_it_waits() -> None:
     driver = make_tiered_driver(num_pages=20, retract_policy="offload", schedule_conservativeness=0.01)
     for seed, rid in enumerate(("a", "b"), 1):
@@ -222,8 +249,8 @@ def test_pure_decode_under_a_full_pool_lets_go_of_every_transfer() -> None:
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_anything_goes(data: st.DataObject) -> None:
-    """Arrivals, aborts and flushes at any step; whoever is answered is answered right, and has found no more cached
-    than others of its namespace had brought."""
+    """Arrivals, aborts, flushes and retractions of all that run, at any step; whoever is answered is answered right,
+    and has found no more cached than others of its namespace had brought."""
     seed = data.draw(st.integers(0, 10**6))
     random = Random(seed)
     driver = make_tiered_driver(
@@ -250,6 +277,10 @@ def test_anything_goes(data: st.DataObject) -> None:
             driver.send(AbortReq(rid=random.choice(list(sent))))
         if random.random() < 0.1:
             driver.send(FlushCacheReq(id=f"f{number}"))
+        if random.random() < 0.3:
+            driver.send(
+                PauseGenerationReq(id=f"p{number}", mode="retract"), ContinueGenerationReq(id=f"c{number}")
+            )
     driver.run()
     drain(driver)
     for rid, req in sent.items():
