@@ -522,6 +522,28 @@ def test_a_retracted_request_goes_before_those_that_never_ran(policy: str) -> No
     driver.run()
 
 
+@pytest.mark.parametrize("bodies", [(0, 0, 0, 0, 0), (1, 1, 1, 1, 1), (0, 1, 2, 0, 3)])
+def test_who_is_retracted_resumes_in_the_old_order(bodies: tuple[int, ...]) -> None:
+    """Before those that never ran, whether it came alone or in an HTTP body."""
+    driver = make_driver(num_rows=3)
+    reqs = [
+        request(f"r{i}", [i + 1] * 9, body=body, max_new_tokens=9, ignore_eos=True)
+        for i, body in enumerate(bodies)
+    ]
+    driver.send(*reqs)
+    steps(driver, 4)
+    running = [req.rid for req in driver.scheduler.reqs.values() if req.row]
+    assert running == ["r0", "r1", "r2"]
+    for number in range(2):
+        driver.send(PauseGenerationReq(id=f"p{number}", mode="retract"))
+        driver.step()
+        assert [req.rid for req in driver.scheduler.waiting][:3] == running
+        driver.send(ContinueGenerationReq(id=f"c{number}"))
+        steps(driver, 3)
+    driver.run()
+    assert_right(driver, *reqs)
+
+
 def test_a_step_does_not_look_through_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the head does not fit, a step asks nobody behind it: thousands may wait, and the device must not."""
     driver = make_driver(num_pages=64, page_size=4, num_rows=8)

@@ -225,7 +225,7 @@ class Scheduler:
         self.seeds = Random(config.random_seed)
         # A generator of its own, so that shuffling the queue does not change the requests' seeds.
         self.shuffler = Random(config.random_seed)
-        self.reqs: dict[str, Req] = {}  # all that have not left, by rid
+        self.reqs: dict[str, Req] = {}  # all that have not left, by rid, in order of arrival
         self.num_constrained = 0  # how many of them have a grammar
         self.recorder = FlightRecorder(config, self.memory, self.reqs)
         self.control = SchedulerControl(
@@ -1196,7 +1196,8 @@ class Scheduler:
         req.left = True
         self.running.departed()
         self.recorder.departed(req, why)
-        del self.reqs[req.rid]
+        if why != "retract":  # otherwise the resumed request takes its place
+            del self.reqs[req.rid]
         if req.grammar is not None:
             self.num_constrained -= 1
             self.latest_constrained = None
