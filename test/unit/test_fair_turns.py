@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,8 @@ from scheduler_driver import Driver, assert_right, make_driver, request
 
 from fenceline.ipc.io_struct import AbortReq, TokenizedGenerateReq, id_array
 from fenceline.model_executor.step import ExtendBatch, ForwardResult, ScheduleBatch
+from fenceline.scheduler.req import Req
+from fenceline.scheduler.waiting_queue import WaitingQueue
 
 PAGE = 4
 
@@ -62,6 +65,52 @@ def test_bodies_take_turns(chunk: int) -> None:
     driver.run()
     assert seen == ["1.0", "2.0", "3.0", "1.1", "2.1", "3.1", "1.2", "3.2", "3.3"]
     assert_right(driver, *a, *b, *c)
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("aaartf"), st.integers(0, 3), st.integers(0, 1), st.integers(0, 7)),
+        max_size=40,
+    )
+)
+def test_any_queue_keeps_the_order_of_each_body(ops: list[tuple[str, int, int, int]]) -> None:
+    """Arrivals go behind those of their body, retracted ones before them; whoever came alone is then the first of its
+    rank. Nobody is lost, and a better rank always goes first."""
+    queue, expected, running = WaitingQueue(max_of_body=3), dict[object, list[str]](), list[Req]()
+
+    def key(req: Req) -> object:
+        return req.rank, req.source.body or req.rid
+
+    def leave(index: int) -> Req:
+        req = running.pop(index % len(running))
+        req.left = True
+        queue.release(req)
+        return req
+
+    for number, (op, body, rank, pick) in enumerate(ops):
+        if op == "a":
+            source = request(f"r{number}", [1, 2, 3], body=body)
+            req = Req(source, np.array([1, 2, 3], np.int32), frozenset(), 0, 9, 1, rank)
+            queue.add(req)
+            expected.setdefault(key(req), []).append(req.rid)
+        elif op == "t" and (first := next(queue.in_turn(lambda req: True), None)) is not None:
+            queue.admit(first)
+            assert expected[key(first)].pop(0) == first.rid
+            running.append(first)
+        elif op == "r" and running:
+            req = leave(pick).resumed()
+            queue.put_back(req)
+            expected.setdefault(key(req), []).insert(0, req.rid)
+            if not req.source.body:
+                assert next(other for other in queue if other.rank == req.rank) is req
+        elif op == "f" and running:
+            leave(pick)
+        waiting = list(queue)
+        assert [req.rank for req in waiting] == sorted(req.rank for req in waiting)
+        for of_body, rids in expected.items():
+            assert [req.rid for req in waiting if key(req) == of_body] == rids
+        assert len(queue) == len(waiting) == sum(map(len, expected.values()))
 
 
 def test_who_came_alone_goes_in_order_of_arrival() -> None:

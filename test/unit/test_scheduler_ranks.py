@@ -120,7 +120,7 @@ def test_ranks_whose_devices_differ_in_speed_decide_the_same(size: int, tmp_path
 
 
 def test_what_time_limits_end_is_the_same_on_all_ranks(tmp_path: Path) -> None:
-    """The time comes with ticks, which are input like all other messages: no rank ends a request by itself, or later."""
+    """The time comes with ticks, which are input like all other messages."""
     group = Group(2, tmp_path, num_rows=2, req_waiting_timeout=10.0, req_running_timeout=25.0)
     leader, random = group.drivers[0], Random(3)
     now = 1000.0
