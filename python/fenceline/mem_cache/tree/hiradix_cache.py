@@ -536,6 +536,7 @@ class HostTier:
         for node in victims:
             parent = node.parent
             assert parent is not None, "the root has no pages"
+            assert node.lock_ref == 0 and not node.host_holds, f"node {node.id} is evicted while it is in use"
             num_evicted += self.remove(node)
             if not node.on_device:
                 self._drop(node)
