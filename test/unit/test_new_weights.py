@@ -94,6 +94,25 @@ def test_requests_that_run_go_on_with_the_new_weights_from_their_tokens(changed:
         assert output[num_kept:] == alone(changed, prompt + kept[rid], 24 - num_kept)
 
 
+def test_the_tail_of_a_retracted_request_is_forgotten_with_the_old_weights(changed: str) -> None:
+    """A request that is shorter than a page: all of its KV is on a host page of its own, which no tree holds."""
+    driver = make_model_driver(retract_policy="offload", **TIERS)
+    prompt = prompts()[0][:5]
+    driver.send(request("r", prompt, max_new_tokens=16, **GREEDY))
+    while "r" not in driver.answers or len(driver.answers["r"].output_ids) < 4:
+        driver.step()
+    driver.send(PauseGenerationReq(id="pause", mode="retract"))
+    driver.step()
+    assert driver.scheduler.reqs["r"].tail is not None
+    kept = list(driver.answers["r"].output_ids)
+    assert update(driver, model_path=changed).success
+    driver.send(ContinueGenerationReq(id="continue"))
+    driver.run()
+    output = driver.answers["r"].output_ids
+    assert output[: len(kept)] == kept
+    assert output[len(kept) :] == alone(changed, prompt + kept, 16 - len(kept))
+
+
 def test_what_runs_can_be_aborted_and_generation_stay_paused(changed: str) -> None:
     driver = make_model_driver()
     driver.send(request("r", prompts()[0], max_new_tokens=500, **GREEDY))
