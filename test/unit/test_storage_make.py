@@ -32,6 +32,9 @@ CONFIG_JSON = {
     "torch_dtype": "bfloat16",
     "eos_token_id": 2,
 }
+# safetensors files without tensors: the length of the header, and the header
+EMPTY = (2).to_bytes(8, "little") + b"{}"
+LARGER = (4).to_bytes(8, "little") + b"{}  "
 FILE = "--device cpu --enable-hierarchical-cache --hicache-storage-backend file"
 
 
@@ -42,7 +45,7 @@ def model_dir(tmp_path: Path) -> Path:
     (directory / "config.json").write_text(json.dumps(CONFIG_JSON))
     for number in (1, 2):
         weights = directory / f"model-0000{number}-of-00002.safetensors"
-        weights.write_bytes(b"weights")
+        weights.write_bytes(EMPTY)
         os.utime(weights, ns=(1, 1))
     return directory
 
@@ -104,7 +107,7 @@ def test_what_is_another_model(model_dir: Path) -> None:
     weights = model_dir / "model-00001-of-00002.safetensors"
     os.utime(weights, ns=(1, 2))
     seen.append(model_id(configured(model_dir, FILE)))
-    weights.write_bytes(b"more weights")
+    weights.write_bytes(LARGER)
     os.utime(weights, ns=(1, 2))
     seen.append(model_id(configured(model_dir, FILE)))
     weights.rename(model_dir / "model-00003-of-00002.safetensors")
