@@ -120,11 +120,11 @@ def through_the_host(tiers: Tiers, last: int = 7) -> tuple[StepOutput, StepOutpu
     prefix_len = PREFIX_PAGES * PAGE - 3
     expected = tiers.extend(1, tokens, list(range(1, 10)))
     first = tiers.launch(2, tokens[:prefix_len], list(range(11, 20)))
-    stored = tiers.store(range(11, 11 + PREFIX_PAGES), range(2, 2 + PREFIX_PAGES))
+    stored = tiers.store(range(11, 11 + PREFIX_PAGES), [4, 2, 6, 3, 5])
     second = tiers.launch(3, prompt(2, 100), list(range(21, 30)))  # whose pages the loaded ones will be
     device = tiers.runner.device
     after = stored.points.join(Points.of(device.forward.record()))
-    loaded = tiers.load([25, 23, 21, 22, 28], range(2, 2 + PREFIX_PAGES), after)
+    loaded = tiers.load([25, 23, 21, 22, 28], [4, 2, 6, 3, 5], after)
     first.wait()
     third = tiers.launch(4, tokens, [25, 23, 21, 22, 28, 30], prefix_len, (loaded,))
     assert loaded.waited
