@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from recording_device import RecordingDevice
 
@@ -140,23 +141,29 @@ def test_pinned_slot_is_not_rewritten_before_its_copy_ran() -> None:
     assert [point.serial for point in device.schedule.blocked] == [1]
 
 
-@pytest.mark.parametrize("vocab_size", [31, 33, 1 << 15])
-def test_masks_are_filled_where_they_are_uploaded_from(vocab_size: int) -> None:
-    """Steps with different numbers of masks and of requests; the slot grows, and rows have no mask of an earlier
-    step."""
+_MASKED_STEPS = st.lists(st.tuples(st.integers(1, 80), st.integers(0, 80), st.integers(1, 80)), max_size=5)
+
+
+@given(st.integers(1, 32) | st.integers(1 << 14, 1 << 17), _MASKED_STEPS)
+@example(32 * 1000, [(3, 3, 2), (16, 16, 16), (32, 32, 32), (80, 80, 79), (4, 80, 1)])
+def test_masks_are_filled_where_they_are_uploaded_from(
+    vocab_size: int, steps: list[tuple[int, int, int]]
+) -> None:
+    """Steps (requests, padding, masks) that may need a larger slot than those before, or exactly the rows of one; no
+    row has a mask of an earlier step."""
     device, num_words = open_device("cpu"), -(-vocab_size // 32)
-    table = MaskTable(device, 80, vocab_size)
-    for number, (rows, num_rows) in enumerate(
-        (([0, 2], 3), (list(range(80)), 80), (list(range(79)), 80), ([1], 4)), 1
-    ):
-        masks = table.begin(np.array(rows), num_rows, num_rows)
+    table = MaskTable(device, 160, vocab_size)
+    for number, (num_reqs, num_padded, num_masks) in enumerate(steps, 1):
+        rows = sorted(Random(number).sample(range(num_reqs), min(num_masks, num_reqs)))
+        num_rows = num_reqs + num_padded
+        masks = table.begin(np.array(rows), num_reqs, num_rows)
         assert masks.shape == (len(rows), num_words)
         masks[:] = 1000 * number + np.array(rows)[:, None]
         uploaded = table.upload()
         table.drawn(device.forward.record())
         expected = np.full((num_rows, num_words), -1)
         expected[rows] = 1000 * number + np.array(rows)[:, None]
-        assert uploaded.tolist() == expected.tolist()
+        np.testing.assert_array_equal(uploaded.numpy(), expected)
 
 
 def test_results_are_taken_once_and_the_ring_is_two_deep() -> None:

@@ -208,6 +208,9 @@ class MaskTable(_Ring):
         slot = self._take(first + rows.nbytes)
         slot.begin_write(device, "fill of the step's masks")
         pinned = self._pinned_rows(slot)[:num_pinned]
+        assert len(pinned) == num_pinned and pinned.data_ptr() == slot.host.data_ptr(), (
+            "the rows of this slot"
+        )
         masks: I32 = pinned.numpy()
         if is_whole:
             masks[num:] = -1
