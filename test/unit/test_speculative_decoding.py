@@ -178,6 +178,26 @@ def test_up_to_the_end_of_the_context(models: dict[str, Path], num_tokens: int) 
         assert answers(make_driver(models, algorithm, draft, page_size=1), reqs) == expected
 
 
+@pytest.mark.parametrize(
+    ("draft", "shape"),
+    [("eagle3", {}), ("target", {"topk": 4, "num_draft_tokens": 20})],
+    ids=["chain", "tree"],
+)
+def test_graphs_up_to_the_end_of_the_context(
+    models: dict[str, Path], draft: str, shape: dict[str, object]
+) -> None:
+    """Batches as large as a graph, one larger and one smaller; the attention that a graph has captured reaches the
+    rows beyond the context too."""
+    algorithm = EAGLE3 if draft == "eagle3" else STANDALONE
+    prompts = [[5 + j * (i + 3) % 90 for j in range(CONTEXT - 6 - 9 * i)] for i in range(4)]
+    reqs = [request(f"r{i}", prompt, max_new_tokens=50, ignore_eos=True) for i, prompt in enumerate(prompts)]
+    flags: dict[str, object] = {"page_size": 1, "chunked_prefill_size": 1024, "cuda_graph_bs": (1, 3)}
+    driver = make_driver(models, algorithm, draft, **(flags | shape))  # type: ignore[arg-type]
+    assert answers(driver, reqs) == answers(make_driver(models), reqs)
+    stats = driver.worker.graph_stats
+    assert stats is not None and all(stats.replays_by_size.values()) and stats.fallbacks["size"]
+
+
 def test_a_simulated_acceptance_keeps_the_token_in_front_of_the_last(models: dict[str, Path]) -> None:
     """From which a draft without hidden states goes on, though nobody has proposed it."""
     driver = make_driver(

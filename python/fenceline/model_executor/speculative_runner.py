@@ -135,6 +135,7 @@ class _Plans:
 
     size: int
     shape: StepShape
+    max_len: int  # no request may be longer, all rows of the step included
     is_tree: bool
     verify: AttentionPlan  # of the target, for all rows that are verified
     extend: Sequence[AttentionPlan]  # of the draft's layer k in draft-extend: depth + 1 + k rows per request
@@ -325,6 +326,7 @@ class SpeculativeRunner(GraphRunner):
             self._plans = self._make_plans(num_reqs, self._shapes[depth], batch.seq_lens)
             values = self._propose_and_verify(self._plans)
         else:
+            assert int(batch.seq_lens.max()) <= captured.plans.max_len, "attention was planned for all rows"
             self._device.begin_fill([self._logits], TOTAL_BUCKETS)
             self._plans = captured.plans
             captured.verify.replay()
@@ -456,6 +458,7 @@ class SpeculativeRunner(GraphRunner):
         return _Plans(
             size,
             shape,
+            int(max_lens.max()),
             is_tree,
             verify=plan(shape.num_nodes, arena["seq_lens"], target, None, "ancestors" if is_tree else None),
             extend=[plan(depth + 1 + k, path_lens, draft) for k in range(self._num_layers)],
