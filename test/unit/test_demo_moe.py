@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from scheduler_driver import Driver, answers, make_model_driver, request
+from speculative_driver import STANDALONE, make_driver
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from demo_training.model import MOE_SHAPE, DemoModel
 from fenceline import demo_model_path
 from fenceline.demo.evaluation import EvalItem, held_out_items
 from fenceline.layers.experts import ExpertsMLP
+from fenceline.layers.kernels.base import Routing, TorchLayerKernels
+from fenceline.model_executor.step import DecodeBatch, ForwardResult, HeldStep, ScheduleBatch
 
 SKILLS = ("add", "sub", "mul", "copy", "long_copy")
 
@@ -89,3 +93,43 @@ def test_the_trained_mixture_is_differentiable_in_router_and_experts() -> None:
     assert hits.shape == (2, 16)
     for param in (model.router, model.w_gate, model.w_up, model.w_down):
         assert param.grad is not None and float(param.grad.abs().sum()) > 0
+
+
+@pytest.mark.parametrize("topk", [0, 1, 2], ids=["no draft", "chain", "tree"])
+def test_padding_of_graphs_reaches_no_expert(topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in prefill nor in decode steps, nor in the rows that a draft proposes and that are verified."""
+    seen: list[
+        tuple[int, int, torch.Tensor]
+    ] = []  # live requests or tokens of a step, all of them, and a routing
+    launched: list[tuple[int, tuple[int, ...]]] = []
+    route = TorchLayerKernels.route
+
+    def watched(self: TorchLayerKernels, *args: Any) -> Routing:
+        routing = route(self, *args)
+        num, sizes = launched[-1]
+        seen.append((num, next(size for size in sizes if num <= size), routing.ids))
+        return routing
+
+    def launch(batch: ScheduleBatch) -> ForwardResult | HeldStep:
+        if isinstance(batch, DecodeBatch):
+            launched.append((len(batch.rows), (2, 5)))
+        else:
+            launched.append((sum(len(seq.token_ids) for seq in batch.seqs), (16, 64)))
+        return original(batch)
+
+    models = {"target": Path(demo_model_path("demo-moe"))}
+    sizes: dict[str, object] = {"cuda_graph_bs": (2, 5), "piecewise_cuda_graph_tokens": [16, 64]}
+    draft = (STANDALONE, "target") if topk else ()
+    driver = make_driver(models, *draft, topk=topk, chunked_prefill_size=64, **sizes)  # type: ignore[arg-type]
+    original = driver.worker.launch
+    monkeypatch.setattr(TorchLayerKernels, "route", watched)
+    monkeypatch.setattr(driver.worker, "launch", launch)
+    reqs = [request(f"r{i}", [9 + i] * (7 + i), max_new_tokens=6 + 9 * i, ignore_eos=True) for i in range(4)]
+    answers(driver, reqs)
+    padded = set[tuple[int, int]]()
+    for num, size, ids in seen:
+        if len(ids) % size == 0:  # else a draft's rows of a prompt, which no graph computes
+            rows = ids.view(size, -1)
+            assert (rows[num:] == 8).all() and (rows[:num] < 8).any(1).all()
+            padded.add((num, size))
+    assert {(4, 5), (3, 5), (2, 2), (1, 2)} <= padded and any(size == 64 for _, size in padded)
