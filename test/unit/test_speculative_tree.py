@@ -133,6 +133,25 @@ def test_the_frontier_is_the_best_of_the_last_step(
         assert candidates.frontier[b].tolist() == [first_of_step + i for i in order]
 
 
+@given(drafts())
+def test_a_row_of_the_frontier_attends_to_its_own_path(
+    draft: tuple[int, list[list[list[tuple[int, float]]]]],
+) -> None:
+    """In each step, whatever the frontiers before were."""
+    topk, requests = draft
+    masks = torch.zeros(len(requests), topk, dtype=torch.int64)
+    computed: list[dict[int, int]] = [{} for _ in requests]  # by candidate, the draft's row of it
+    for step in range(1, len(requests[0]) + 1):
+        candidates = on_device(topk, [request[:step] for request in requests])
+        masks = candidates.frontier_ancestors(masks)
+        for b, rows in enumerate(computed):
+            rows |= {c: (step - 1) * topk + r for r, c in enumerate(candidates.frontier[b].tolist())}
+            parents = candidates.parents[b].tolist()
+            for row, candidate in enumerate(candidates.frontier[b].tolist()):
+                path = {rows[above] for above in path_to(parents, candidate)}
+                assert {n for n in range(64) if int(masks[b, row]) >> n & 1} == path
+
+
 def test_a_probability_that_rounding_made_exceed_1_does_not_part_a_child_from_its_parent() -> None:
     first = first_candidates(torch.tensor([[1, 2]]), torch.tensor([[-1.0, -2.0]]))
     logprobs = torch.tensor([[[1e-6, -9.0], [-9.0, -9.0]]])

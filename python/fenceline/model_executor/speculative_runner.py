@@ -594,14 +594,12 @@ class SpeculativeRunner(GraphRunner):
         drafts, scores = self._best(self._first_logits(plans, hidden[:, 0]), size, lens)
         hidden = hidden.expand(size, topk, -1)
         candidates = self._more(None, drafts.unsqueeze(1), scores.unsqueeze(1), is_bad)
-        number = torch.arange(topk, device=rows.device)
         masks = torch.zeros_like(drafts)
         frontiers = []
         for step in range(1, shape.depth):
-            above = number.expand(size, topk) if step == 1 else candidates.frontier_rows
-            nodes = number + (step - 1) * topk
-            masks = masks.gather(1, above) | torch.ones_like(nodes) << nodes
-            hidden = hidden.gather(1, above.unsqueeze(2).expand(-1, -1, hidden.shape[2]))
+            masks = candidates.frontier_ancestors(masks)
+            above = candidates.frontier_rows.unsqueeze(2)
+            hidden = hidden.gather(1, above.expand(-1, -1, hidden.shape[2]))
             arena["draft_ancestors"][:size] = masks
             torch.add(first, topk * step, out=self._draft_lens[:size])
             slots = torch.empty(size, topk, dtype=torch.int64, device=rows.device)

@@ -63,10 +63,20 @@ class Candidates:
 
     @property
     def frontier_rows(self) -> torch.Tensor:
-        """[B, K] int64: for each row of the frontier, the row of its parent in the frontier before (0 to K - 1). Not
-        defined for the first step."""
+        """[B, K] int64: for each row of the frontier, the row of its parent in the frontier before (0 to K - 1); its
+        own in the first step."""
         topk = self.frontier.shape[1]
+        if self.num_steps == 1:
+            return self.frontier
         return (self.frontier - (self.token_ids.shape[1] - topk * topk)) // topk
+
+    def frontier_ancestors(self, before: torch.Tensor) -> torch.Tensor:
+        """[B, K] int64: to which of the rows that the draft has computed so far each row of the frontier attends: bit
+        K * s + r for row r of step s, itself included. ``before``: those of the frontier before, 0 in the first
+        step."""
+        topk = self.frontier.shape[1]
+        own = torch.arange(topk, device=before.device) + (self.num_steps - 1) * topk
+        return before.gather(1, self.frontier_rows) | torch.ones_like(own) << own
 
 
 def first_candidates(token_ids: torch.Tensor, logprobs: torch.Tensor) -> Candidates:
