@@ -16,10 +16,11 @@ DTYPES = (torch.int64, torch.int32, torch.float32, torch.bool)
 
 @dataclass(frozen=True)
 class Fill:
-    """A batch of ``num_live`` requests, and the seed of its values."""
+    """A batch of ``num_live`` requests in a graph of ``size`` (None: all rows), and the seed of its values."""
 
     num_live: int
     seed: int
+    size: int | None
 
 
 fields = st.lists(
@@ -47,7 +48,11 @@ def values(field: ArenaField, num: int, generator: torch.Generator) -> torch.Ten
 
 
 @given(
-    st.integers(1, 9), fields, st.lists(st.builds(Fill, st.integers(0, 9), st.integers(0, 99)), max_size=4)
+    st.integers(1, 9),
+    fields,
+    st.lists(
+        st.builds(Fill, st.integers(0, 9), st.integers(0, 99), st.none() | st.integers(0, 9)), max_size=4
+    ),
 )
 def test_fill_writes_heads_and_tails(
     num_rows: int, specs: list[tuple[torch.dtype, Role, int, tuple[int, ...]]], fills: list[Fill]
@@ -65,13 +70,17 @@ def test_fill_writes_heads_and_tails(
             if field.role is not Role.PLAN:
                 arena[field.name].copy_(values(field, num_rows, generator))
         before = {name: arena[name].clone() for name in arena.fields}
-        arena.fill(sources, num_live)
+        size = None if fill.size is None else min(max(fill.size, num_live), num_rows)
+        end = num_rows if size is None else size
+        arena.fill(sources, num_live, size)
         for field in arena.fields.values():
+            rows, untouched = arena[field.name][:end], arena[field.name][end:]
+            assert torch.equal(untouched, before[field.name][end:]), "no replay of this batch reads these"
             if field.role is Role.PLAN:
-                assert torch.equal(arena[field.name][:num_live], sources[field.name])
-                assert (arena[field.name][num_live:] == field.pad).all()
+                assert torch.equal(rows[:num_live], sources[field.name])
+                assert (rows[num_live:] == field.pad).all()
             elif field.role is Role.INPUT:
-                assert (arena[field.name] == field.pad).all()
+                assert (rows == field.pad).all()
             else:
                 assert torch.equal(arena[field.name], before[field.name]), "outputs are the replays'"
         assert arena.num_fills == number + 1
