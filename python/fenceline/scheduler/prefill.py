@@ -278,6 +278,7 @@ class PrefillPlanner:
         if not plan.reqs:
             return None
         last = plan.reqs[-1]
+        self._check(plan, step_tokens, budget)
         loads = self._memory.start_loads()
         return PrefillPlan(
             batch=ExtendBatch(tuple(plan.seqs), plan.page_writes(), plan.after, loads),
@@ -285,6 +286,31 @@ class PrefillPlanner:
             chunked=last if last.allocated_len < last.num_tokens else None,
             num_cached_tokens=plan.num_cached_tokens,
         )
+
+    def _check(self, plan: _Plan, step_tokens: int, budget: _Budget) -> None:
+        """Assert what every step keeps to, whatever was admitted: its limits, and that each of its requests, none
+        twice, holds the pages of its whole prompt and computes the next part of it."""
+        reqs, num_tokens = plan.reqs, sum(len(seq.token_ids) for seq in plan.seqs)
+        assert num_tokens == plan.num_step_tokens == step_tokens - budget.step_tokens, (
+            "every token counts once"
+        )
+        assert num_tokens <= step_tokens or (self._chunk_size is None and len(reqs) == 1), (
+            f"{num_tokens} tokens in a step of at most {step_tokens}"
+        )
+        assert self._max_reqs is None or len(reqs) <= self._max_reqs, f"{len(reqs)} prompts in a step"
+        assert len({req.row for req in reqs}) == len(reqs), "no request and no row is twice in a step"
+        for req, seq in zip(reqs, plan.seqs, strict=True):
+            assert req.row == seq.row != 0 and not req.left, f"{req.rid} is not admitted"
+            assert len(req.pages) == self._memory.num_pages_for(req.num_tokens), (
+                f"{req.rid} holds {len(req.pages)} pages for {req.num_tokens} tokens"
+            )
+            assert req.committed_len <= seq.prefix_len < seq.seq_len == req.allocated_len, (
+                f"{req.rid} computes tokens {seq.prefix_len} to {seq.seq_len}, {req.allocated_len} are allocated"
+            )
+            is_done = seq.seq_len == req.num_tokens
+            assert is_done == (seq.sampling is not None) and (is_done or req is reqs[-1]), (
+                "a prompt is sampled from where it ends, and only the last of a step is left half-way"
+            )
 
     def preempted(
         self,

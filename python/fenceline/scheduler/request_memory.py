@@ -206,6 +206,7 @@ class RequestMemory:
         The caller has locked the prefix's ``host_node`` for the request. Returns the Points after which the memory may
         be accessed. Pages of the prefix that are only on the host are loaded by :meth:`start_loads`.
         """
+        assert not (req.row or req.pages or req.node or req.left), f"{req.rid} is admitted once"
         match = prefix.match
         loaded = self._begin_load(match)
         num_new = self.num_pages_for(req.num_tokens) - len(match.pages) - len(loaded)
@@ -236,6 +237,7 @@ class RequestMemory:
         req.node, req.queued_match = match.host_node, None
         req.shared_len = prefix.num_page_tokens
         req.allocated_len = req.committed_len = prefix.num_tokens
+        assert len(req.pages) == self.num_pages_for(req.num_tokens), f"{req.rid} has the pages of its tokens"
         return after.join(row_after)
 
     def start_loads(self) -> tuple[Ticket, ...]:
@@ -284,6 +286,7 @@ class RequestMemory:
         assert req.left, "only requests that have left are released"
         self._end_prefetch(req)
         if req.row == 0:  # not admitted, or not again
+            assert not req.pages and req.node is None, f"{req.rid} holds pages without a row"
             if req.tail is not None and self.tiers is not None:
                 self.tiers.drop_tail(req.tail)
             return

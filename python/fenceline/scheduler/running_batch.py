@@ -105,6 +105,9 @@ class RunningBatch:
         """Add requests whose whole prompt has been submitted and that may sample more than one token."""
         if not reqs:
             return
+        assert all(req.row and not req.left and req.committed_len <= req.allocated_len for req in reqs), (
+            "only admitted requests decode"
+        )
         self.reqs.extend(reqs)
         self._rows = _extended(self._rows, [req.row for req in reqs])
         self._allocated_lens = _extended(self._allocated_lens, [req.allocated_len for req in reqs])
@@ -155,6 +158,7 @@ class RunningBatch:
                 again.append(req)
                 continue
             in_flight = 0 if req.last_step == number else self._num_in_flight
+            assert req.committed_len <= lens[index], f"{req.rid} got more tokens than were allocated"
             lens[index] = min(lens[index], req.committed_len + in_flight)
         self._allocated_lens, self._num_advanced = lens, 0
         return again
@@ -199,6 +203,7 @@ class RunningBatch:
             writes, after = PageWrites.none(), Points.none()
         else:
             writes, after = self._grow(kept, num_available_pages, grow)
+            assert (kept <= self._capacity).all(), "a request has the pages that its step writes"
             if self.is_exact:
                 self._num_plain_steps = int((np.minimum(self._capacity, self._final_lens) - lens).min())
         self._allocated_lens = lens
@@ -210,6 +215,7 @@ class RunningBatch:
             committed = np.array(
                 [max(req.committed_len, len(req.prompt_ids)) for req in self.reqs], dtype=np.int64
             )
+            assert (committed < lens).all(), "a step writes behind what has been published"
             committed = np.maximum(committed - self.num_rewritten, 0)
         return DecodeBatch(
             composition=self.composition,

@@ -248,7 +248,7 @@ class Scheduler:
         )
         self.latest_bias: tuple[int, dict[int, float]] = 0, {}
         self.chunked: Req | None = None
-        self.num_launched = 0  # steps
+        self.num_launched = self.num_published = 0  # steps
         # Requests that decode from the next step on: the last part of their prompt has just been submitted.
         self.joining: list[Req] = []
         self.departed: list[Req] = []
@@ -434,6 +434,7 @@ class Scheduler:
 
     def enter(self, req: Req) -> None:
         """Add the request to ``reqs``, where it stays until :meth:`depart`."""
+        assert req.rid not in self.reqs and not req.row, f"{req.rid} enters once, without memory"
         self.reqs[req.rid] = req
         self.num_constrained += req.grammar is not None
 
@@ -676,6 +677,7 @@ class Scheduler:
 
     def launch(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> InFlight:
         """Hand a batch to the worker and note it as the last step of its requests."""
+        assert self.num_launched - self.num_published <= 1, "one step is in flight while another is launched"
         batch = self.memory.tables.up_to_date(batch, reqs)
         if self.ranks is not None:
             self.ranks.decided(self.num_launched + 1, batch, reqs)
@@ -684,6 +686,7 @@ class Scheduler:
         self.num_launched += 1
         logger.debug("Step %d: %s of %d requests", self.num_launched, type(batch).__name__, len(reqs))
         for req in reqs:
+            assert req.row and not req.left, f"{req.rid} is in a step without memory"
             req.last_flight, req.last_step = done, self.num_launched
         self.memory_checked = False
         self.recorder.launched(batch, reqs, result.done)
@@ -891,6 +894,10 @@ class Scheduler:
 
     def publish(self, flight: InFlight) -> None:
         """Take a step's results: append tokens, end requests, tell the detokenizer."""
+        self.num_published += 1
+        assert flight.number == self.num_published <= self.num_launched, (
+            "each step is published once, in order"
+        )
         out = flight.forward_result.wait()
         self.recorder.published(out)
         if self.ranks is not None:
@@ -1189,6 +1196,7 @@ class Scheduler:
     def depart(self, req: Req, why: str) -> None:
         """Remove the request. :meth:`retire_departed` gives back its memory, which others may use after the request's
         last step in flight."""
+        assert self.reqs.get(req.rid) is req and not req.left, f"{req.rid} leaves once"
         logger.debug(
             "Request %s leaves (%s): %d tokens, %d of them cached, and %d new ones, after %d retractions",
             req.rid, why, len(req.prompt_ids), req.cached_tokens, len(req.output_ids), req.num_retractions,
