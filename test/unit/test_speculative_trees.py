@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from scheduler_driver import answers, request
+from scheduler_driver import Driver, answers, request
 from speculative_driver import (
     CONTEXT,
     EAGLE,
@@ -25,6 +26,7 @@ from speculative_driver import (
 from transformers import AutoModelForCausalLM
 
 from fenceline.config.draft_config import SpeculativeAlgorithm
+from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.model_executor import speculative_runner
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import ForwardResult, HeldStep, ScheduleBatch
@@ -77,59 +79,97 @@ def test_every_node_of_a_whole_tree(models: dict[str, Path]) -> None:
     assert set(counted) == {3}
 
 
+@dataclass(frozen=True)
+class Forward:
+    """One forward of the draft: rows [requests * topk, ...]."""
+
+    hidden: torch.Tensor
+    logits: torch.Tensor
+    next_hidden: torch.Tensor
+
+
+class WatchedDraft:
+    """What the draft computes in each step, and the candidates that are made of it, in order."""
+
+    def __init__(self, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert isinstance(driver.worker, ModelRunner) and driver.worker.draft is not None
+        self.seen: list[Candidates | Forward] = []  # of the latest step
+        self.texts: list[list[int]] = []  # of its requests
+        launch, forward = driver.worker.launch, driver.worker.draft.forward
+
+        def launched(batch: ScheduleBatch) -> ForwardResult | HeldStep:
+            self.seen = []
+            self.texts = [req.token_ids().tolist() for req in driver.scheduler.running.reqs]
+            return launch(batch)
+
+        def watched(
+            batch: ForwardBatch, hidden: torch.Tensor, *layer: int
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            logits, following = forward(batch, hidden, *layer)
+            self.seen.append(Forward(hidden.clone(), logits.clone(), following.clone()))
+            return logits, following
+
+        def noted(make: Callable[..., Candidates]) -> Callable[..., Candidates]:
+            def call(*args: Any) -> Candidates:
+                self.seen.append(made := make(*args))
+                return made
+
+            return call
+
+        monkeypatch.setattr(driver.worker, "launch", launched)
+        monkeypatch.setattr(driver.worker.draft, "forward", watched)
+        for name in ("first_candidates", "more_candidates"):
+            monkeypatch.setattr(speculative_runner, name, noted(getattr(speculative_runner, name)))
+
+
+_BRANCHES: dict[str, object] = {"topk": 3, "num_draft_tokens": 12, "disable_overlap_schedule": True}
+
+
 def test_each_row_that_the_draft_computes_sees_its_own_path(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wrong ancestor changes no answer, only what is proposed: the logits of each node of a frontier are those of the
     same model after the request's tokens and the node's path."""
-    flags: dict[str, object] = {"topk": 3, "num_draft_tokens": 12, "disable_overlap_schedule": True}
-    driver = make_driver(models, STANDALONE, "near", 4, **flags)  # type: ignore[arg-type]
-    assert isinstance(driver.worker, ModelRunner) and driver.worker.draft is not None
-    seen: list[Candidates | torch.Tensor] = []  # of one step, in order
-    texts: list[list[int]] = []
-    launch, forward = driver.worker.launch, driver.worker.draft.forward
-
-    def launched(batch: ScheduleBatch) -> ForwardResult | HeldStep:
-        seen.clear()
-        texts[:] = [req.token_ids().tolist() for req in driver.scheduler.running.reqs]
-        return launch(batch)
-
-    def watched(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        logits, hidden = forward(*args)
-        seen.append(logits.clone())
-        return logits, hidden
-
-    def noted(make: Callable[..., Candidates]) -> Callable[..., Candidates]:
-        def call(*args: Any) -> Candidates:
-            seen.append(made := make(*args))
-            return made
-
-        return call
-
-    monkeypatch.setattr(driver.worker, "launch", launched)
-    monkeypatch.setattr(driver.worker.draft, "forward", watched)
-    for name in ("first_candidates", "more_candidates"):
-        monkeypatch.setattr(speculative_runner, name, noted(getattr(speculative_runner, name)))
+    driver = make_driver(models, STANDALONE, "near", 4, **_BRANCHES)  # type: ignore[arg-type]
+    watched = WatchedDraft(driver, monkeypatch)
     reference = AutoModelForCausalLM.from_pretrained(models["near"], dtype=torch.float32).eval()
     driver.send(*requests(6, num=2, max_new_tokens=12, ignore_eos=True))
     num_compared, branched = 0, False
     while driver.pending or driver.scheduler.reqs:
         driver.step()
-        for candidates, logits in pairwise(seen):
-            if not isinstance(candidates, Candidates) or isinstance(logits, Candidates):
+        for candidates, forward in pairwise(watched.seen):
+            if not isinstance(candidates, Candidates) or isinstance(forward, Candidates):
                 continue
-            for b, rows in enumerate(logits.view(len(candidates.frontier), 3, -1)):
-                branched |= candidates.num_steps > 1 and candidates.frontier_rows[b].tolist() != [0, 1, 2]
+            branched |= candidates.num_steps > 1 and bool((candidates.frontier_rows != torch.arange(3)).any())
+            for b, rows in enumerate(forward.logits.view(len(candidates.frontier), 3, -1)):
                 for node, row in zip(candidates.frontier[b].tolist(), rows, strict=True):
                     path: list[int] = []
                     while node >= 0:
                         path.insert(0, int(candidates.token_ids[b, node]))
                         node = int(candidates.parents[b, node])
                     with torch.no_grad():
-                        expected = reference(torch.tensor([texts[b] + path])).logits[0, -1]
+                        expected = reference(torch.tensor([watched.texts[b] + path])).logits[0, -1]
                     torch.testing.assert_close(row, expected, atol=1e-3, rtol=1e-3)
                     num_compared += 1
     assert num_compared > 50 and branched
+
+
+def test_each_row_of_a_frontier_goes_on_from_its_parents_hidden_state(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = make_driver(models, EAGLE, "eagle", 4, **_BRANCHES)  # type: ignore[arg-type]
+    watched, branched = WatchedDraft(driver, monkeypatch), False
+    driver.send(*requests(6, num=2, max_new_tokens=12, ignore_eos=True))
+    while driver.pending or driver.scheduler.reqs:
+        driver.step()
+        for before, candidates, after in zip(watched.seen, watched.seen[1:], watched.seen[2:], strict=False):
+            if not isinstance(before, Forward) or not isinstance(after, Forward):
+                continue
+            if isinstance(candidates, Candidates) and len(after.hidden) == len(before.hidden):
+                above = candidates.frontier_rows + 3 * torch.arange(len(candidates.frontier))[:, None]
+                assert torch.equal(after.hidden, before.next_hidden[above.flatten()])
+                branched |= bool((candidates.frontier_rows != torch.arange(3)).any())
+    assert branched
 
 
 @pytest.mark.parametrize(("algorithm", "draft"), [(EAGLE3, "eagle3"), (STANDALONE, "target")])
