@@ -74,7 +74,18 @@ def test_leaving_a_chat_aborts(engine: fenceline.Engine) -> None:
     next(chunks)
     before = engine.get_server_info()["internal_states"][0]["num_aborts"]
     chunks.close()
-    assert engine.get_server_info()["internal_states"][0]["num_aborts"] == before + 1
+    wait_for(lambda: engine.get_server_info()["internal_states"][0]["num_aborts"] == before + 1)
+
+
+def test_leaving_a_chat_that_is_ahead_of_its_reader(engine: fenceline.Engine) -> None:
+    chunks = engine.chat([{"role": "user", "content": "The fox"}], {"max_new_tokens": 99}, stream=True)
+    next(chunks)
+    wait_for(lambda: engine._manager.num_active == 0)  # all of it has come, and waits for the reader
+    leaving = threading.Thread(target=chunks.close, daemon=True)
+    leaving.start()
+    leaving.join(WAIT_S)
+    assert not leaving.is_alive()
+    wait_for(lambda: not any("_chat_bytes" in repr(task) for task in asyncio.all_tasks(engine._loop)))
 
 
 def test_tokenizer(engine: fenceline.Engine) -> None:

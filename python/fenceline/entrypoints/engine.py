@@ -320,9 +320,9 @@ class Engine:
                     if "error" in chunk:
                         raise RuntimeError(chunk["error"]["message"])
                     yield chunk
-        finally:
+        finally:  # without waiting: the garbage collector may do this on the engine's own thread
             if not self._closed:
-                self._run(pieces.aclose())
+                asyncio.run_coroutine_threadsafe(pieces.aclose(), self._loop)
 
     async def _chat_bytes(self, body: ChatBody) -> AsyncGenerator[bytes, None]:
         """The answer as it goes over HTTP, without HTTP."""
@@ -338,14 +338,14 @@ class Engine:
                 await pieces.put(piece)
 
         async def answer() -> None:
+            head = AnswerHead.now(body.rid or body.request_id or f"chatcmpl-{new_rid()}", self._served.name)
             try:
-                head = AnswerHead.now(
-                    body.rid or body.request_id or f"chatcmpl-{new_rid()}", self._served.name
-                )
                 response = await self._chat.respond(body, head, Request(scope, receive))
                 await response(scope, receive, send)
-            finally:
+            except Exception:  # but not if it is cancelled: then nobody takes the pieces
                 await pieces.put(b"")
+                raise
+            await pieces.put(b"")
 
         scope: dict[str, Any] = {"type": "http"}
         answering = asyncio.ensure_future(answer())
