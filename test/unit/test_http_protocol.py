@@ -176,6 +176,13 @@ async def test_the_number_of_headers_is_limited(num: int, status: int) -> None:
     assert status_of(wire) == status
 
 
+@pytest.mark.parametrize(("num", "status"), [(0, 200), (1, 200), (2, 400)])
+async def test_a_request_names_one_host(num: int, status: int) -> None:
+    wire, _, app = await send([b"GET / HTTP/1.1\r\n" + b"Host: a\r\n" * num + b"\r\n"])
+    assert status_of(wire) == status
+    assert len(app.paths) == (status == 200)
+
+
 @pytest.mark.parametrize(("num", "status"), [(8000, 200), (9000, 414)])
 async def test_the_length_of_a_url_is_limited(num: int, status: int) -> None:
     wire, _, app = await send([b"GET /" + b"a" * num, b" HTTP/1.1\r\nHost: x\r\n\r\n"])

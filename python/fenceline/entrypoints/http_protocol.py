@@ -629,6 +629,8 @@ class HttpProtocol(HttpToolsProtocol):
         if len(self.headers) > MAX_HEADERS:
             self._raise(_too_large_head(f"{MAX_HEADERS} lines"))
         self._unset_keepalive_if_required()
+        if sum(name == b"host" for name, _ in self.headers) > 1:  # a proxy in front may go by the other one
+            self._raise(RequestError(400, "there is more than one Host header"))
         length = next((value for name, value in self.headers if name == b"content-length"), None)
         if length is not None and len(length) > _MAX_LENGTH_DIGITS:
             self._raise(RequestError(400, f"Content-Length has more than {_MAX_LENGTH_DIGITS} digits"))
