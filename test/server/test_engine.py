@@ -196,7 +196,8 @@ def test_wrong_requests_raise_value_error(engine: fenceline.Engine, options: dic
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    ({"messages": []}, "messages"), ({"messages": [{"role": "x", "content": "a"}]}, "role"),
+    ({"messages": []}, "messages"), ({"messages": {"role": "user", "content": "a"}}, "messages: .* list"),
+    ({"messages": [{"role": "x", "content": "a"}]}, "role"),
     ({"messages": [{"role": "user", "content": "a"}], "top_p": 7}, "top_p"),
     ({"messages": [{"role": "user", "content": "a"}], "tool": []}, "'tool' is not known"),
     ({"messages": [{"role": "user", "content": "a"}], "sampling_params": 5}, "give a dict"),

@@ -281,8 +281,8 @@ class Engine:
         iterator of one conversation's chunks. ``options`` are other fields of that route (``tools``,
         ``response_format``, ``chat_template_kwargs``, ...). Raises like :meth:`generate`.
         """
-        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        several = conversations is messages
+        several = are_several(messages)
+        conversations: Sequence[Any] = messages if several else [messages]
         params = sampling_params if isinstance(sampling_params, (list, tuple)) else None
         params = params or [sampling_params] * len(conversations)
         if len(params) != len(conversations) or (several and stream):
@@ -553,6 +553,11 @@ async def _say_goodbye(manager: TokenizerManager) -> None:
 
 async def _next(answers: AsyncIterator[bytes]) -> bytes | None:
     return await anext(answers, None)
+
+
+def are_several(messages: Conversation | Sequence[Conversation]) -> bool:
+    """Whether these are conversations, and not the messages of one. What is neither counts as one, to be refused."""
+    return isinstance(messages, (list, tuple)) and bool(messages) and not isinstance(messages[0], Mapping)
 
 
 def _python_error(error: RequestError) -> ValueError | RuntimeError:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from fenceline.entrypoints.engine import Answer, Conversation, Engine, Params, params_dict
+from fenceline.entrypoints.engine import Answer, Conversation, Engine, Params, are_several, params_dict
 
 Prompt = str | Mapping[str, Any]  # a text, {"prompt": text} or {"prompt_token_ids": ids}
 _MAX_TOKENS = 16  # vLLM's default
@@ -94,8 +94,7 @@ class LLM:
         """Write the assistant's next message of one conversation or several. ``options`` are other fields of
         /v1/chat/completions (``tools``, ``chat_template_kwargs``, ``continue_final_message``, ...). Texts are as the
         model writes them, thinking and calls of tools included."""
-        several = bool(messages) and not isinstance(messages[0], Mapping)
-        conversations = messages if several else [messages]
+        conversations = messages if are_several(messages) else [messages]
         answers = self.llm_engine.chat(
             cast(Sequence[Conversation], conversations),
             _limited(sampling_params),
