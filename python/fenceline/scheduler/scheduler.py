@@ -433,8 +433,9 @@ class Scheduler:
         return prompt_ids
 
     def enter(self, req: Req) -> None:
-        """Add the request to ``reqs``, where it stays until :meth:`depart`."""
-        assert req.rid not in self.reqs and not req.row, f"{req.rid} enters once, without memory"
+        """Add the request to ``reqs``, where it stays until :meth:`depart`. A resumed one takes the place of itself."""
+        earlier = self.reqs.get(req.rid)
+        assert (earlier is None or earlier.left) and not req.row, f"{req.rid} enters once, without memory"
         self.reqs[req.rid] = req
         self.num_constrained += req.grammar is not None
 
