@@ -413,7 +413,7 @@ def test_reasoning_is_folded_and_tools_are_answered_by_hand(echo: LiveServer, op
 
 def test_an_error_is_shown_and_can_be_tried_again(echo: LiveServer, open_page: OpenPage) -> None:
     page = open_page(echo, expected="400")
-    say(page, "hello", tools='[{"type": "nothing"}]')
+    say(page, "hello", tools='[{"type": "function"}]')
     page.get_by_role("alert").filter(has_text="tools").wait_for()
     page.locator("#settings summary").click()
     page.get_by_role("button", name="Reset settings").click()

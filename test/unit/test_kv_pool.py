@@ -18,9 +18,9 @@ MIB = 1 << 20
 def test_an_unused_pool_on_the_cpu_costs_no_memory(dtype: torch.dtype) -> None:
     process = psutil.Process()
     before = process.memory_info().rss
-    num_pages = 256 * MIB // KVLayout.uniform(16, 2, 2, 32, dtype).page_nbytes
+    num_pages = 1024 * MIB // KVLayout.uniform(16, 2, 2, 32, dtype).page_nbytes
     pool = KVPool(num_pages, KVLayout.uniform(16, 2, 2, 32, dtype), torch.device("cpu"))
-    assert pool.nbytes == 256 * MIB
+    assert pool.nbytes == 1024 * MIB
     assert process.memory_info().rss - before < 64 * MIB
     for layer in range(2):
         assert pool.k(layer).shape == pool.v(layer).shape == (num_pages * 16, 2, 32)

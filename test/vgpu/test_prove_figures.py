@@ -148,7 +148,7 @@ ingest, flush, end_overdue = Scheduler.ingest, OutputSender.flush, Scheduler.end
             unsent_after_a_refusal,
             "have not been sent, and messages have been taken in",
         ),
-        (Scheduler, "report", nothing, "0 reports of the idle engine"),
+        (Scheduler, "report", nothing, "the front end knows None instead of"),
     ],
 )
 def test_what_is_due_and_does_not_come_is_found(

@@ -56,7 +56,7 @@ from fenceline.scheduler.scheduler import OutputSender, Scheduler, StepMasks
 from fenceline.scheduler.waiting_queue import WaitingQueue
 from fenceline.vgpu.proving.answers import LOGPROB_TOLERANCE, Exchange, Findings, Setting, Sharing, Transcript
 from fenceline.vgpu.proving.oracle import TOLERANCE, Model, Oracle, Place, Query, Text, gumbel, kept, text_of
-from fenceline.vgpu.proving.runs import ANSWERS, Outcome, Trial, run
+from fenceline.vgpu.proving.runs import ANSWERS, INVARIANTS, Outcome, Trial, run
 from fenceline.vgpu.proving.script import Flag, Flags, Scenario, Script, Workload
 from fenceline.vgpu.proving.table import Proof
 from fenceline.vgpu.proving.tiny_model import tiny_model_path
@@ -987,7 +987,7 @@ WRONG = [
     (_positions_off_by_one, "twins", r"r\d: output \d is \d+, alone it is \d+"),
     (_wrong_page_order, "reloaded", r"r\d: output \d is \d+, alone it is \d+"),
     (_half_a_load, "spill", r"r\d: output \d is \d+, alone it is \d+"),
-    (_retraction_loses_a_token, "retracted", r"r\d: output \d is \d+, alone it is \d+"),
+    (_retraction_loses_a_token, "retracted", r"r\d got a token that was in flight at its retraction"),
     (_sampler_at_the_wrong_position, "mixed", r"r\d: output \d is \d+, alone it is \d+"),
     (_penalties_count_twice, "retracted", r"r\d: output \d is \d+, alone it is \d+"),
     (_namespaces_ignored, "twins", r"r1: \d+ tokens from the cache, but only 0 had been computed"),
@@ -1002,7 +1002,7 @@ WRONG = [
     (_outputs_kept_to_the_end, "mixed", r"r\d gets \d tokens at once, and 1 are due"),
     (_first_output_late, "mixed", r"r\d gets 2 tokens at once, and 1 are due"),
     (_min_tokens_forgotten, "everything", r"r\d: (output \d is \d+, alone it is|ends with stop \d+ after)"),
-    (_chunks_that_add_up, "mixed", r"a prefill step computes \d+ tokens, 8 are allowed"),
+    (_chunks_that_add_up, "mixed", "every token counts once"),
     (_the_last_one_first, "bursts", r"r\d is admitted before r\d, whose turn it is"),
     (_the_last_one_first, "priorities", r"r\d is admitted before r\d, whose turn it is"),
     (_all_of_a_step_for_short_prompts, "bodies_in_turn", r"r\d+ gets \d tokens of a step, \d are its half"),
@@ -1066,11 +1066,12 @@ def test_the_workloads_of_this_page_are_clean(name: str) -> None:
 def test_a_wrong_decision_is_found_and_its_request_and_token_named(
     plant: Callable[[pytest.MonkeyPatch], None], workload: str, report: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all of them the same decisions executed again say nothing: they are carried out as they were taken."""
+    """Of all of them the same decisions executed again say nothing: they are carried out as they were taken. The
+    scheduler's own assertions know some of them first."""
     plant(monkeypatch)
     without_questions(monkeypatch)
     outcome = _first_failure(workload, 16, FIRST_SEED.get(plant, 0))
-    assert outcome is not None and outcome.checker == ANSWERS, outcome and outcome.report
+    assert outcome is not None and outcome.checker in (ANSWERS, INVARIANTS), outcome and outcome.report
     assert re.search(report, outcome.report), outcome.report
 
 
