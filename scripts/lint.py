@@ -16,7 +16,7 @@ CHECKS = (
     ("scripts/tidy.py",),
 )
 # Pages whose programs are checked as a user's would be with mypy --strict, which has no short form within a file.
-SNIPPET_PAGES = ("README.md", "docs/api.md")
+SNIPPET_PAGES = ("README.md", "docs/use/api.md")
 STRICT = (
     "# mypy: disallow-untyped-defs, disallow-untyped-calls, disallow-any-generics, warn-return-any, strict-equality,"
     " warn-unused-ignores\n"

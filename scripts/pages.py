@@ -1,13 +1,12 @@
-"""Makes the generated parts of the documentation: drawings, charts and the table of files.
+"""Makes the drawings and charts of the documentation.
 
-Usage: pages.py [--check]. Writes docs/drawings/*.svg from the text beside them (*.txt), docs/results/*.svg from the
-result files beside them (*.json), and docs/files.md from the first sentence of each module's docstring. With --check
-nothing is written: files that are out of date are named, and the exit status is 1 if there are any.
+Usage: pages.py [--check]. Writes docs/drawings/*.svg from the text beside them (*.txt) and docs/lab/results/*.svg from
+the result files beside them (*.json). With --check nothing is written: files that are out of date are named, and the
+exit status is 1 if there are any.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import shlex
 import sys
@@ -18,7 +17,6 @@ from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PACKAGE = ROOT / "python" / "fenceline"
 
 # Every drawing has its own background, so that it can be read on any page. Viewers that know the reader's colour scheme
 # use it. Each colour is (light, dark).
@@ -191,48 +189,15 @@ def _ends(value: float | list[float] | None) -> tuple[float, float]:
     return low, high
 
 
-# --- the table of files ---------------------------------------------------------------------------------------------
-
-
-def files() -> str:
-    """docs/files.md: each file of the package in the phrase that its docstring begins with."""
-    lines = [
-        "# The files, folder by folder",
-        "",
-        "Made by `scripts/pages.py` from the first sentence of each module's docstring; what the folders are for is in",
-        "[architecture.md](architecture.md). Packages without code of their own are left out.",
-    ]
-    folders: dict[str, list[Path]] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if path.name != "__init__.py" or len(ast.parse(path.read_text()).body) > 1:
-            folders.setdefault(path.parent.relative_to(PACKAGE).as_posix(), []).append(path)
-    for folder, paths in folders.items():
-        lines += [
-            "",
-            "## fenceline" + ("" if folder == "." else f"/{folder}"),
-            "",
-            "| file | what it is |",
-            "|---|---|",
-        ]
-        lines += [f"| `{path.name}` | {_phrase(path)} |" for path in paths]
-    return "\n".join(lines) + "\n"
-
-
-def _phrase(path: Path) -> str:
-    """The first sentence of a module's docstring, or the first paragraph's beginning if it is long."""
-    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    paragraph = " ".join(text.split("\n\n")[0].split())
-    sentence = paragraph.partition(". ")[0].rstrip(".:")
-    return sentence.replace("|", "\\|").replace("``", "`")
+# --- all pages -------------------------------------------------------------------------------------------------------
 
 
 def pages() -> Iterator[tuple[Path, Callable[[], str]]]:
     """Each file that is made, and the function that returns its contents."""
     for source in sorted((DOCS / "drawings").glob("*.txt")):
         yield source.with_suffix(".svg"), lambda source=source: drawing(source.read_text())  # type: ignore[misc]
-    for source in sorted((DOCS / "results").glob("*.json")):
+    for source in sorted((DOCS / "lab" / "results").glob("*.json")):
         yield source.with_suffix(".svg"), lambda source=source: chart(json.loads(source.read_text()))  # type: ignore[misc]
-    yield DOCS / "files.md", files
 
 
 def main(check: bool) -> int:

@@ -161,7 +161,7 @@ def _direction(module: str, imports: list[Import]) -> Iterator[tuple[int, str]]:
             if folder != TEST_ONLY:
                 yield item.line, f"imports {item.module}: nothing outside {TEST_ONLY} may"
         elif not _may_import(module, target):
-            yield item.line, f"imports {item.module}: imports point down (see docs/architecture.md)"
+            yield item.line, f"imports {item.module}: imports point down (see docs/internals/architecture.md)"
 
 
 def _may_import(module: str, target: str) -> bool:

@@ -38,7 +38,7 @@ SETTLED_S = 5.0  # after all requests have ended; memory that is still used then
 WORKERS = 16
 # A short context limits the cost of requests for as many tokens as possible.
 FLAGS = ("--context-length", "512", "--enable-metrics", "--max-queued-requests", "4000")
-# The reasons of a 503 that docs/api.md lists: the server is full, or is not serving at the moment.
+# The reasons of a 503 that docs/use/api.md lists: the server is full, or is not serving at the moment.
 REASONS_503 = {
     "queue_full",
     "starting",

@@ -1,6 +1,6 @@
 """Benchmark online serving: ``python -m fenceline.bench_serving --backend fenceline --num-prompts 100``.
 
-Flags, report and JSONL keys are those of ``sglang.bench_serving``; docs/bench_serving.md has the rest.
+Flags, report and JSONL keys are those of ``sglang.bench_serving``; docs/use/bench_serving.md has the rest.
 """
 
 from __future__ import annotations

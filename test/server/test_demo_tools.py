@@ -34,7 +34,7 @@ CALCULATOR: dict[str, Any] = {
 }
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 NUM_QUESTIONS = 24
-PAGE = Path(__file__).parents[2] / "docs" / "openai_api.md"
+PAGE = Path(__file__).parents[2] / "docs" / "use" / "openai_api.md"
 
 
 @pytest.fixture(scope="module")

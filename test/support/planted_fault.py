@@ -2,7 +2,7 @@
 
 After some decode steps one request's page table names a page that does not exist, like a stale index. The attention
 kernel of the next step, in a graph or not, then reads unmapped memory. It is used to test the steps in
-docs/debugging.md.
+docs/use/debugging.md.
 """
 
 from __future__ import annotations

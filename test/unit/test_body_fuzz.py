@@ -463,7 +463,7 @@ class Requests:
         return self.scalar(kind)
 
 
-# The suite makes a share of them, and a campaign (docs/security.md) as many as it is told.
+# The suite makes a share of them, and a campaign (docs/use/security.md) as many as it is told.
 NUM_REQUESTS = int(os.environ.get("FENCELINE_FUZZED_REQUESTS", "1000"))
 
 

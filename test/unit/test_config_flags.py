@@ -381,7 +381,7 @@ def test_keyword_arguments_are_judged_like_flags() -> None:
 
 
 def test_reference_page_is_fresh() -> None:
-    page = Path(docs.__file__).parents[3] / "docs" / "server_arguments.md"
+    page = Path(docs.__file__).parents[3] / "docs" / "use" / "server_arguments.md"
     assert page.read_text(encoding="utf-8") == docs.render(), "run: python -m fenceline.config.docs"
 
 

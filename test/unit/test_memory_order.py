@@ -188,8 +188,8 @@ def test_a_result_tells_that_its_step_has_passed() -> None:
 
 
 def test_edges_page_is_fresh() -> None:
-    assert (ROOT / "docs" / "edges.md").read_text() == edges_markdown(), (
-        "run: python -m fenceline.memory_order > docs/edges.md"
+    assert (ROOT / "docs" / "internals" / "edges.md").read_text() == edges_markdown(), (
+        "run: python -m fenceline.memory_order > docs/internals/edges.md"
     )
 
 

@@ -1,4 +1,4 @@
-"""``python -m fenceline.config.docs``: writes docs/server_arguments.md from the declarations of the flags."""
+"""``python -m fenceline.config.docs``: writes docs/use/server_arguments.md from the declarations of the flags."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def _escape(text: str) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Write the page to ``argv[0]`` or to docs/server_arguments.md of the source tree."""
-    default = Path(__file__).parents[3] / "docs" / "server_arguments.md"
+    """Write the page to ``argv[0]`` or to docs/use/server_arguments.md of the source tree."""
+    default = Path(__file__).parents[3] / "docs" / "use" / "server_arguments.md"
     path = Path(argv[0]) if argv else default
     path.write_text(render(), encoding="utf-8")
     print(f"wrote {path}")

@@ -170,7 +170,7 @@ _REMEDIES: Mapping[str, str] = {
         "--enable-memory-saver --enable-weights-cpu-backup --enable-draft-weights-cpu-backup --enable-sleep-mode"
         " --sleep-mode-* --delete-ckpt-after-loading"
     ),
-    "models are those of docs/models.md, read from Hugging Face's files: leave it out": (
+    "models are those of docs/use/models.md, read from Hugging Face's files: leave it out": (
         "--model-impl=auto,sglang,vllm --config-format=auto,hf --model-config-parser=auto,hf"
     ),
     "weights and tokenizer are read from the files of --model-path and --tokenizer-path: leave it out": (
@@ -194,7 +194,7 @@ _REMEDIES: Mapping[str, str] = {
         "--stream-response-default-include-usage --enable-force-include-usage"
     ),
     "logprobs are those after penalties and temperature: leave it out": "--logprobs-mode=processed_logprobs",
-    "the limit is fixed (docs/openai_api.md): leave it out": "--max-logprobs",
+    "the limit is fixed (docs/use/openai_api.md): leave it out": "--max-logprobs",
     "use --dtype float32 for all of the model": "--enable-fp32-lm-head",
     "products and sums are those of --dtype and the checkpoint: leave it out": (
         "--enable-quant-communications --enable-tf32-matmul --deepep-dispatcher-output-dtype=auto"

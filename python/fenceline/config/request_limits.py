@@ -1,4 +1,4 @@
-"""How much one request may ask for. docs/api.md lists these figures.
+"""How much one request may ask for. docs/use/api.md lists these figures.
 
 Ordinary requests stay far below these limits. They exist because one request must never stop the others: they bound the
 cost of parsing a request, checking it and sending it between the processes. The length of a prompt is limited by the

@@ -1,8 +1,8 @@
 """ServerArgs: every flag of the server, with SGLang's names wherever SGLang has the flag.
 
 The class's fields are the single place where a flag is declared: the command line, YAML files, keyword arguments
-of ``fenceline.Engine`` and ``docs/server_arguments.md`` all use these declarations. Values are as the user gave them;
-the settings that follow from them on this machine are in ``EngineConfig``.
+of ``fenceline.Engine`` and ``docs/use/server_arguments.md`` all use these declarations. Values are as the user gave
+them; the settings that follow from them on this machine are in ``EngineConfig``.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class ServerArgs:
             ("bitsandbytes", "gguf", "marlin", "gptq_marlin", "awq_marlin", "modelopt", "modelopt_fp8",
              "modelopt_fp4", "w8a8_int8", "w8a8_fp8", "petit_nvfp4", "qoq", "mxfp4", "moe_wna16"),
             "use fp8 or int4, which round plain weights while they are loaded, or a checkpoint in a format of "
-            "docs/quantization.md",
+            "docs/use/quantization.md",
         ),
     )  # fmt: skip
     kv_cache_dtype: str = flag(
@@ -636,7 +636,7 @@ class ServerArgs:
     cuda_coredump_dir: str | None = flag(
         None,
         "Have the CUDA driver write a core dump into this folder when a kernel fails, for cuda-gdb; see "
-        "docs/debugging.md.",
+        "docs/use/debugging.md.",
         group=_RUNTIME,
         metavar="DIR",
     )

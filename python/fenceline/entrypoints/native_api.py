@@ -171,7 +171,7 @@ class NativeApi:
 
     @for_clients
     async def generate(self, request: Request) -> Response:
-        """Complete one prompt or several; see docs/api.md."""
+        """Complete one prompt or several; see docs/use/api.md."""
         return await generate(self._manager, self._config, self._parser, request)
 
     # --- health and information

@@ -1,4 +1,4 @@
-"""Prints the table of edges: ``python -m fenceline.memory_order > docs/edges.md``."""
+"""Prints the table of edges: ``python -m fenceline.memory_order > docs/internals/edges.md``."""
 
 from fenceline.memory_order.edges import edges_markdown
 

@@ -6,9 +6,9 @@ out.
 What a guard does, and what is done instead when a test has severed it, are side by side in one file of this package.
 Other packages call that function and never ask whether the guard is severed.
 
-An edge or guard enters its table with the commit that applies it; ``docs/edges.md`` is generated from the tables, with
-the workload that shows each to be necessary. A guard may be dormant instead: kept for a feature that does not exist
-yet.
+An edge or guard enters its table with the commit that applies it; ``docs/internals/edges.md`` is generated from the
+tables, with the workload that shows each to be necessary. A guard may be dormant instead: kept for a feature that
+does not exist yet.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Edge:
     pairs: tuple[tuple[StreamName, StreamName], ...]
     hazards: tuple[Hazard, ...]
     protects: str
-    failure: str  # the F-number of docs/memory_order.md, "" where none has been reported
+    failure: str  # the F-number of docs/internals/memory_order.md, "" where none has been reported
     # The functions that apply it, if there are several, each with the reason why it stays there although nothing needs
     # it today, "" if it is needed. The proof severs the edge in each of them separately.
     sites: tuple[tuple[str, str], ...] = ()
@@ -293,7 +293,7 @@ class Guard:
 
     name: str
     protects: str
-    failure: str = ""  # the F-number of docs/memory_order.md, "" where none has been reported
+    failure: str = ""  # the F-number of docs/internals/memory_order.md, "" where none has been reported
     dormant: str = ""
 
 
@@ -497,21 +497,21 @@ UNDER_SPECULATION: dict[str, str] = {
 ROWS = (*EDGE_PARTS, *GUARDS, *UNDER_SPECULATION)
 
 
-# --- docs/edges.md -----------------------------------------------------------------------------------
+# --- docs/internals/edges.md -------------------------------------------------------------------------
 
 # Written by ``python -m fenceline.vgpu.prove --write-docs``. Only source trees have it.
 PROOF_FILE = Path(__file__).with_name("proof.json")
 
 
 def edges_markdown() -> str:
-    """The text of ``docs/edges.md``: the tables of edges and guards with the proof's record of each."""
+    """The text of ``docs/internals/edges.md``: the tables of edges and guards with the proof's record of each."""
     proved = _Proved(json.loads(PROOF_FILE.read_text()) if PROOF_FILE.exists() else [])
     lines = [
         "# Edges",
         "",
         "Every cross-stream edge, generated from `python/fenceline/memory_order/edges.py`",
-        "(`python -m fenceline.memory_order > docs/edges.md`). Do not edit by hand. The last columns are written by",
-        "`python -m fenceline.vgpu.prove --write-docs` ([prove.md](prove.md)): with the edge severed, the workload",
+        "(`python -m fenceline.memory_order > docs/internals/edges.md`). The last columns are written by",
+        "`python -m fenceline.vgpu.prove --write-docs` ([prove.md](../prove.md)): with the edge severed, the workload",
         "fails under that seed, and the checker says why. An edge between several pairs of streams is severed for each",
         "pair separately, and one that several functions apply in each of them separately.",
         "",

@@ -1,6 +1,6 @@
 """Dumps: the contents of a FlightRecorder as one JSON object, usually in a file.
 
-``docs/flight_recorder.md`` describes the format, which ``FORMAT`` and ``VERSION`` identify.
+``docs/use/flight_recorder.md`` describes the format, which ``FORMAT`` and ``VERSION`` identify.
 ``python -m fenceline.vgpu.replay FILE`` reads such a file.
 """
 

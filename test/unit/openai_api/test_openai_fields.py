@@ -243,12 +243,12 @@ def test_sampling_parameters_one_level_too_high_are_told_where_they_belong(name,
 
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
 def test_every_field_that_does_something_is_documented(kind):
-    text = (DOCS / "openai_api.md").read_text()
+    text = (DOCS / "use" / "openai_api.md").read_text()
     assert [name for name in kind.model_fields if f"`{name}`" not in text] == []
 
 
 def test_every_field_of_generate_that_does_something_is_documented():
-    text = (DOCS / "api.md").read_text()
+    text = (DOCS / "use" / "api.md").read_text()
     declared = FIELDS.declared | SAMPLING_FIELDS.declared
     assert [name for name in sorted(declared) if f"`{name}`" not in text] == []
 
@@ -379,7 +379,7 @@ def test_a_large_prompt_beside_an_unknown_field_is_kept_as_it_is():
 
 
 def test_every_field_is_documented():
-    text = (DOCS / "openai_api.md").read_text() + (DOCS / "api.md").read_text()
+    text = (DOCS / "use" / "openai_api.md").read_text() + (DOCS / "use" / "api.md").read_text()
     names = {
         *CHAT,
         *COMPLETION,

@@ -1,4 +1,4 @@
-"""The proof's results: a table for people, JSON for programs, and the record that ``docs/edges.md`` is made of."""
+"""The proof's results: a table for people, JSON for programs, and the record that edges.md is made of."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def record(rows: Sequence[Row]) -> list[dict[str, object]]:
 
 def write_docs(rows: Sequence[Row]) -> list[Path]:
     """Write the record and the page made of it, in a source tree; the files written."""
-    page = Path(fenceline.__file__).resolve().parents[2] / "docs" / "edges.md"
+    page = Path(fenceline.__file__).resolve().parents[2] / "docs" / "internals" / "edges.md"
     entries = ",\n".join("  " + json.dumps(entry) for entry in record(rows))
     PROOF_FILE.write_text(f"[\n{entries}\n]\n")
     page.write_text(edges_markdown())
