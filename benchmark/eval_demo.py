@@ -21,8 +21,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from fenceline.demo.client import Reply, Server, ask_all, find_model, mean_accept_length, server_url
-from fenceline.demo.evaluation import (
+from fenceline.ipc.progress import progress_bar
+from fenceline_demo.client import Reply, Server, ask_all, find_model, mean_accept_length, server_url
+from fenceline_demo.evaluation import (
     CATEGORIES,
     Answer,
     Comparison,
@@ -35,7 +36,6 @@ from fenceline.demo.evaluation import (
     save_run,
     score,
 )
-from fenceline.ipc.progress import progress_bar
 
 
 def request_body(item: EvalItem, chat: bool) -> dict[str, object]:

@@ -23,8 +23,8 @@ from typing import Any
 
 import fenceline
 from fenceline.config.server_args import parse_args as parse_server_args
-from fenceline.demo.client import Reply
-from fenceline.demo.evaluation import CATEGORIES, Answer, EvalItem, accuracy, compare, held_out_items, score
+from fenceline_demo.client import Reply
+from fenceline_demo.evaluation import CATEGORIES, Answer, EvalItem, accuracy, compare, held_out_items, score
 
 
 def evaluate(engine: fenceline.Engine, items: Sequence[EvalItem]) -> tuple[list[Answer], float]:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from fenceline.demo.client import Reply, Server, ask_all, find_model, server_url
+from fenceline_demo.client import Reply, Server, ask_all, find_model, server_url
 
 STOP = ["Question", "Assistant:", "<|separator|>"]
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
@@ -59,7 +59,7 @@ def read_problems(path: Path, count: int) -> list[Problem]:
     except OSError as e:
         raise ValueError(
             f"cannot read {path} ({e.strerror}): give GSM8K's test.jsonl with --data-path, or write a small "
-            "file of the kind with python -m fenceline.demo.gsm_file"
+            "file of the kind with python -m fenceline_demo.gsm_file"
         ) from e
     except (json.JSONDecodeError, LookupError, TypeError) as e:
         raise ValueError(

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CHECKS = (
     ("-m", "ruff", "check", "--quiet"),
     ("-m", "ruff", "format", "--check", "--quiet", "--diff"),
-    ("-m", "mypy", "--no-error-summary", "python/fenceline", "SNIPPETS"),
+    ("-m", "mypy", "--no-error-summary", "python/fenceline", "python/fenceline_demo", "SNIPPETS"),
     ("scripts/tidy.py",),
 )
 # Pages whose programs are checked as a user's would be with mypy --strict, which has no short form within a file.

@@ -31,7 +31,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
 # These may be imported from anywhere and may not import from other folders.
 EVERYWHERE = ("config", "ipc", "sampling.sampling_params", "constrained.spec", "version")
 # Command lines and tools around the server, which may import everything except vgpu.
-TOOLS = ("", "__main__", "cli", "launch_server", "bench_serving", "benchmarking", "demo")
+TOOLS = ("", "__main__", "cli", "launch_server", "bench_serving", "benchmarking")
 # This folder may import everything, but nothing outside may import from it.
 TEST_ONLY = "vgpu"
 # These are used in processes, or at times, in which torch must not be loaded. Only config may import it, inside a

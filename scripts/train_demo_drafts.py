@@ -33,8 +33,8 @@ from demo_training.export import load_weights
 from demo_training.model import DemoModel, Shape
 from demo_training.optimizer import Optimizer
 from fenceline.config.model_files import demo_model_path
-from fenceline.demo.corpus import encode_document
-from fenceline.demo.documents import (
+from fenceline_demo.corpus import encode_document
+from fenceline_demo.documents import (
     END_OF_TEXT,
     MAKERS,
     Document,
@@ -44,7 +44,7 @@ from fenceline.demo.documents import (
     short_document,
     train_item,
 )
-from fenceline.demo.tokenizer import FastEncoder
+from fenceline_demo.tokenizer import FastEncoder
 
 DRAFTS: dict[str, type[Eagle3] | type[MTP]] = {"eagle3": Eagle3, "nextn": MTP}
 STEP_WEIGHT = 0.8  # the loss weight of a chain's step, relative to the preceding step

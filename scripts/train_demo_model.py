@@ -31,10 +31,10 @@ from demo_training.evaluate import Row, accuracy, make_rows, make_tool_rows
 from demo_training.export import check_export, export
 from demo_training.model import MOE_SHAPE, TOOLS_SHAPE, DemoModel, Shape
 from demo_training.optimizer import Optimizer
-from fenceline.demo import tools
-from fenceline.demo.corpus import ROW_LENGTHS, TOOLS, Curriculum, Ids, Mask
-from fenceline.demo.evaluation import CATEGORIES
-from fenceline.demo.tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, build_tokenizer, build_tools_tokenizer
+from fenceline_demo import tools
+from fenceline_demo.corpus import ROW_LENGTHS, TOOLS, Curriculum, Ids, Mask
+from fenceline_demo.evaluation import CATEGORIES
+from fenceline_demo.tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, build_tokenizer, build_tools_tokenizer
 
 
 @dataclass(frozen=True, slots=True)

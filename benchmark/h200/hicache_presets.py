@@ -17,9 +17,9 @@ from shapes import num_plain_tokens
 from tokenizers import Tokenizer
 
 from fenceline.config.model_files import DEMOS, demo_model_path
-from fenceline.demo.corpus import encode_document
-from fenceline.demo.documents import short_document
-from fenceline.demo.tokenizer import FastEncoder
+from fenceline_demo.corpus import encode_document
+from fenceline_demo.documents import short_document
+from fenceline_demo.tokenizer import FastEncoder
 
 SEED = "7"  # of the dummy weights, the same for all servers of a run
 Range = tuple[int, int]

@@ -12,8 +12,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from fenceline.demo.corpus import Curriculum, Ids, Mask, build_batch
-from fenceline.demo.tokenizer import FastEncoder
+from fenceline_demo.corpus import Curriculum, Ids, Mask, build_batch
+from fenceline_demo.tokenizer import FastEncoder
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from fenceline.demo.corpus import ROW_LENGTHS
-from fenceline.demo.documents import END_OF_TEXT, chat
-from fenceline.demo.evaluation import CATEGORIES, EvalItem, held_out_items
-from fenceline.demo.tokenizer import FastEncoder
-from fenceline.demo.tools import CALCULATOR, ToolTurn, held_out_questions, tool_chat
+from fenceline_demo.corpus import ROW_LENGTHS
+from fenceline_demo.documents import END_OF_TEXT, chat
+from fenceline_demo.evaluation import CATEGORIES, EvalItem, held_out_items
+from fenceline_demo.tokenizer import FastEncoder
+from fenceline_demo.tools import CALCULATOR, ToolTurn, held_out_questions, tool_chat
 
 from .data import to_device
 from .model import DemoModel

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from fenceline.demo.documents import END_OF_TEXT, IM_END
-from fenceline.demo.tokenizer import save_tokenizer
+from fenceline_demo.documents import END_OF_TEXT, IM_END
+from fenceline_demo.tokenizer import save_tokenizer
 
 from .model import DemoModel
 

@@ -17,7 +17,7 @@ import openai
 import pytest
 from live_server import LiveServer
 
-from fenceline.demo.tools import held_out_questions
+from fenceline_demo.tools import held_out_questions
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 CALCULATOR: dict[str, Any] = {

@@ -10,7 +10,7 @@ from random import Random
 import psutil
 from live_server import LiveServer
 
-from fenceline.demo.evaluation import held_out_items
+from fenceline_demo.evaluation import held_out_items
 
 FLAGS = (
     *("--device", "cuda", "--dtype", "float32", "--max-total-tokens", "16384"),

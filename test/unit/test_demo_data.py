@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from fenceline import demo_model_path
-from fenceline.demo.corpus import ROW_LENGTHS, Curriculum, build_batch
-from fenceline.demo.documents import MAKERS, ledger_document, short_document, train_item
-from fenceline.demo.evaluation import CATEGORIES, held_out_items
-from fenceline.demo.generators import add_key, sub_key
-from fenceline.demo.gsm_file import gsm_rows
-from fenceline.demo.items import HELD_OUT, TRAIN, Item, is_held_out, split_of
-from fenceline.demo.tokenizer import FastEncoder, build_tokenizer
+from fenceline_demo.corpus import ROW_LENGTHS, Curriculum, build_batch
+from fenceline_demo.documents import MAKERS, ledger_document, short_document, train_item
+from fenceline_demo.evaluation import CATEGORIES, held_out_items
+from fenceline_demo.generators import add_key, sub_key
+from fenceline_demo.gsm_file import gsm_rows
+from fenceline_demo.items import HELD_OUT, TRAIN, Item, is_held_out, split_of
+from fenceline_demo.tokenizer import FastEncoder, build_tokenizer
 
 # What the texts themselves say was asked, read back without the generators' help.
 _COPY = re.compile(r"(?:Repeat|Copy this|Say again): (.*?)(?:\n|<)")
@@ -193,7 +193,7 @@ def test_data_package_imports_no_torch() -> None:
     code = (
         "import sys, importlib\n"
         "for name in ('documents', 'tokenizer', 'corpus', 'evaluation', 'client', 'gsm_file'):\n"
-        "    importlib.import_module('fenceline.demo.' + name)\n"
+        "    importlib.import_module('fenceline_demo.' + name)\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

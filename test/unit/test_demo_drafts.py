@@ -19,10 +19,10 @@ from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.config.engine_config import resolve
 from fenceline.config.model_files import demo_model_path
 from fenceline.config.server_args import ServerArgs
-from fenceline.demo.evaluation import held_out_items
 from fenceline.layers.forward_batch import ForwardMode
 from fenceline.memory_order import open_device
 from fenceline.model_executor.model_runner import ModelRunner
+from fenceline_demo.evaluation import held_out_items
 from train_demo_drafts import accept_lengths, answer_rows
 
 

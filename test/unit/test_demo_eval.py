@@ -16,9 +16,9 @@ from types import ModuleType
 import pytest
 from aiohttp import web
 
-from fenceline.demo.client import Reply, server_url
-from fenceline.demo.evaluation import compare, held_out_items, load_run, score
-from fenceline.demo.gsm_file import gsm_rows
+from fenceline_demo.client import Reply, server_url
+from fenceline_demo.evaluation import compare, held_out_items, load_run, score
+from fenceline_demo.gsm_file import gsm_rows
 
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmark"
 

@@ -16,9 +16,9 @@ from demo_training.export import check_export, export
 from demo_training.model import DemoModel, Shape
 from demo_training.optimizer import orthogonalize
 from fenceline import demo_model_path
-from fenceline.demo.corpus import Ids, Mask, build_batch
-from fenceline.demo.evaluation import CATEGORIES, EvalItem, held_out_items
-from fenceline.demo.tokenizer import CHAT_TEMPLATE, FastEncoder
+from fenceline_demo.corpus import Ids, Mask, build_batch
+from fenceline_demo.evaluation import CATEGORIES, EvalItem, held_out_items
+from fenceline_demo.tokenizer import CHAT_TEMPLATE, FastEncoder
 from train_demo_model import Progress, Trainer, load_checkpoint, lr_scale, parse_args, plan_decay
 
 SMALL = Shape(hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=16)

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from demo_training.model import MOE_SHAPE, DemoModel
 from fenceline import demo_model_path
-from fenceline.demo.evaluation import EvalItem, held_out_items
 from fenceline.layers.experts import ExpertsMLP
 from fenceline.layers.kernels.base import Routing, TorchLayerKernels
 from fenceline.model_executor.step import DecodeBatch, ForwardResult, HeldStep, ScheduleBatch
+from fenceline_demo.evaluation import EvalItem, held_out_items
 
 SKILLS = ("add", "sub", "mul", "copy", "long_copy")
 

@@ -11,10 +11,12 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from fenceline import demo_model_path
-from fenceline.demo.corpus import TOOLS, build_batch
-from fenceline.demo.items import is_held_out
-from fenceline.demo.tokenizer import FastEncoder, build_tools_tokenizer
-from fenceline.demo.tools import (
+from fenceline.entrypoints.openai.chat_template import ChatTemplate
+from fenceline.entrypoints.openai.tool_call_parser import TOOL_CALL_FORMATS, ToolCallParser
+from fenceline_demo.corpus import TOOLS, build_batch
+from fenceline_demo.items import is_held_out
+from fenceline_demo.tokenizer import FastEncoder, build_tools_tokenizer
+from fenceline_demo.tools import (
     CALCULATOR,
     CHAT_TEMPLATE,
     TAGS,
@@ -25,8 +27,6 @@ from fenceline.demo.tools import (
     tool_chat,
     tools_document,
 )
-from fenceline.entrypoints.openai.chat_template import ChatTemplate
-from fenceline.entrypoints.openai.tool_call_parser import TOOL_CALL_FORMATS, ToolCallParser
 
 
 @lru_cache(maxsize=1)

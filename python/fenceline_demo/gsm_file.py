@@ -1,6 +1,6 @@
 """Writes GSM8K-shaped problems the demo model can solve, to try benchmark/few_shot_gsm8k.py offline.
 
-python -m fenceline.demo.gsm_file problems.jsonl --num-questions 200
+python -m fenceline_demo.gsm_file problems.jsonl --num-questions 200
 """
 
 from __future__ import annotations
