@@ -12,7 +12,7 @@ import numpy as np
 
 from fenceline.constrained.compact import compact
 from fenceline.constrained.json_schema import MAX_DEPTH, Enforced, enforced_schema
-from fenceline.constrained.patterns import check_pattern
+from fenceline.constrained.regular import check_pattern
 from fenceline.constrained.spec import GrammarSpec
 
 if TYPE_CHECKING:

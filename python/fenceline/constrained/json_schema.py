@@ -13,8 +13,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import secrets
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
@@ -83,7 +83,7 @@ _UNIQUE_IGNORED = (
 
 
 _FORMS: dict[str, tuple[type | tuple[type, ...], str]] = {
-    **dict.fromkeys(("pattern", "format"), ((str, tuple), "a text")), "enum": (list, "a list"),
+    **dict.fromkeys(("pattern", "format"), (str, "a text")), "enum": (list, "a list"),
     "properties": (dict, "an object of schemas"), "patternProperties": (dict, "an object of schemas"),
     "required": (list, "a list of names"), "prefixItems": (list, "a list of schemas"),
     **dict.fromkeys(("uniqueItems", "nullable"), (bool, "true or false")),
@@ -112,11 +112,7 @@ def enforced_schema(schema: object, noted: Callable[[str], object] = lambda _: N
     """``schema``, as parsed from JSON, as it is enforced. ``noted`` gets a line for each kind of keyword that is not
     enforced although it could be taken for more than an annotation. Raises SchemaError."""
     walk = _Walk(schema, noted)
-    made = walk.whole()
-    # References to definitions stay valid when schemas are moved; references to other places might not.
-    movable = all(target.count("/") <= 2 and "/properties" not in target for target in walk.targets)
-    shared = _Sharing(made).whole() if isinstance(made, dict) and movable else made
-    return Enforced(shared, walk.rules)
+    return Enforced(walk.whole(), walk.rules)
 
 
 class _Walk:
@@ -129,11 +125,6 @@ class _Walk:
         self.rules: dict[str, list[str]] = {}
         self._rule_of: dict[str, str] = {}
         self._token = secrets.token_hex(8)  # so that no text of the schema is the name of a rule
-
-    @property
-    def targets(self) -> set[str]:
-        """The places that are referred to."""
-        return {target for _, target in self._refs}
 
     def whole(self) -> object:
         made = self._schema(self._root, "#", 0)
@@ -360,13 +351,15 @@ class _Walk:
         least, most = counts.get("minLength", 0), counts.get("maxLength")
         if most is not None and most < least:
             raise _error(where, f"minLength {least} is more than maxLength {most}")
-        patterns = given.get("pattern", ())
         known = {**PATTERNS, **(LIMITED_PATTERNS if most is not None else {})}
-        formats = () if patterns else [known[name] for name in given.get("format", ()) if name in known]
-        if not patterns and not formats:
+        own = known.get(given.get("format", ""))
+        pattern = given.get("pattern", own)
+        if pattern is None:
             return {"pattern": f"^{_PLAIN}{{{least},{'' if most is None else most}}}$"} if counts else {}
-        with _explained("pattern", where):  # beside which a format is an annotation
-            return {"pattern": within(patterns or formats, least, most, True if formats else None)}
+        if own is not None and re.search(r"\(\?<?[=!]", pattern):  # zod's, of a format that it names beside
+            pattern = own
+        with _explained("pattern", where):
+            return {"pattern": within(pattern, least, most)}
 
     def _number(self, given: Schema, name: str, where: str) -> dict[str, Any]:
         # Of two that are equal the exclusive one says more; max and min take the first.
@@ -492,7 +485,7 @@ class _Walk:
             try:
                 if patterns:
                     with _explained("pattern", where):
-                        pattern = within([pattern], is_whole=False)
+                        pattern = within(pattern, is_whole=False)
                 member = self._schema(schema, f"{where}/patternProperties/{pattern}", depth + 1)
                 made |= {"patternProperties": {pattern: member}, "additionalProperties": False}
             except _Nothing:
@@ -646,9 +639,6 @@ def _modern(given: dict[str, Any], where: str) -> dict[str, Any]:
         given["prefixItems"] = given.pop("items")
         if rest is not True:
             given["items"] = rest
-    for name in ("pattern", "format"):  # of which several may have to hold together
-        if isinstance(given.get(name), str):
-            given[name] = (given[name],)
     return given
 
 
@@ -680,11 +670,9 @@ def _merged(one: dict[str, Any], other: dict[str, Any], where: str) -> dict[str,
                 if not all(type(part) is int and part > 0 for part in pair):
                     raise _error(where, "multipleOf of several schemas is enforced for whole numbers")
                 made[name] = math.lcm(*pair)
-            case "pattern" | "format":
-                made[name] = tuple(dict.fromkeys((*pair[0], *pair[1])))
             case "uniqueItems":
                 made[name] = True in pair
-            case "patternProperties" | "propertyNames" if not _same(*pair):
+            case "pattern" | "format" | "patternProperties" | "propertyNames" if not _same(*pair):
                 raise _error(where, f"{name} of several schemas that hold together is not enforced")
     return made
 
@@ -815,10 +803,8 @@ def _fits(value: object, given: Schema, where: str) -> bool:
     """Whether a value of an enum satisfies the keywords beside it."""
     if isinstance(value, str):
         length = _counts(given, ("minLength", "maxLength"), where)
-        patterns = given.get("pattern", ())
-        return length.get("minLength", 0) <= len(value) <= length.get("maxLength", math.inf) and all(
-            matches(pattern, value) for pattern in patterns
-        )
+        is_long = length.get("minLength", 0) <= len(value) <= length.get("maxLength", math.inf)
+        return is_long and ("pattern" not in given or matches(given["pattern"], value))
     if isinstance(value, int | float) and not isinstance(value, bool):
         bounds = {name: given[name] for name in (*_BOUNDS, "multipleOf") if name in given}
         if "multipleOf" in bounds and _fraction(value) % _fraction(bounds["multipleOf"]) != 0:
@@ -832,97 +818,6 @@ def _fits(value: object, given: Schema, where: str) -> bool:
     if beside:
         raise _error(where, f"{beside[0]} beside enum or const is not enforced: leave it out")
     return True
-
-
-_SHARED_SIZE = 16  # number of values; smaller schemas are written out each time
-_MAPS_OF_SCHEMAS = ("$defs", "definitions", "properties", "patternProperties")
-_LISTS_OF_SCHEMAS = ("anyOf", "allOf", "prefixItems")
-
-
-class _Sharing:
-    """Replaces a schema that occurs several times by a definition and references to it. The library treats each copy as
-    a different schema, so that nested alternatives would double with each level."""
-
-    def __init__(self, root: dict[str, Any]) -> None:
-        self._root = root
-        self._numbers: dict[object, int] = {}  # each different value has one
-        self._sizes: dict[int, int] = {}
-        self._number_of: dict[int, int] = {}  # by the id() of an object, which lives as long as the root
-        self._counts: Counter[int] = Counter()
-        self._names: dict[int, str] = {}
-        self._made: dict[str, Any] = {}
-
-    def whole(self) -> dict[str, Any]:
-        self._number(self._root)
-        self._count(self._root)
-        made = self._rebuilt(self._root, is_root=True)
-        return {**made, "$defs": {**made.get("$defs", {}), **self._made}} if self._made else made
-
-    def _number(self, value: object) -> int:
-        """Equal values have equal numbers; the order of names counts."""
-        size, key = 1, (type(value).__name__, value if not isinstance(value, dict | list) else None)
-        if isinstance(value, dict):
-            parts = [(name, self._number(one)) for name, one in value.items()]
-            size, key = size + sum(self._sizes[number] for _, number in parts), ("dict", tuple(parts))
-        elif isinstance(value, list):
-            numbers = [self._number(one) for one in value]
-            size, key = size + sum(map(self._sizes.__getitem__, numbers)), ("list", tuple(numbers))
-        number = self._numbers.setdefault(key, len(self._numbers))
-        self._sizes[number] = size
-        if isinstance(value, dict):
-            self._number_of[id(value)] = number
-        return number
-
-    def _count(self, schema: dict[str, Any]) -> None:
-        for one in _within(schema):
-            number = self._number_of[id(one)]
-            self._counts[number] += 1
-            if self._counts[number] == 1:  # its copies have the same subschemas
-                self._count(one)
-
-    def _rebuilt(self, schema: dict[str, Any], is_root: bool = False) -> dict[str, Any]:
-        made = dict(schema)
-        for name, value in schema.items():
-            if name in _MAPS_OF_SCHEMAS:
-                place = (
-                    self._rebuilt_definition if is_root and name in ("$defs", "definitions") else self._placed
-                )
-                made[name] = {key: place(one) for key, one in value.items()}
-            elif name in _LISTS_OF_SCHEMAS:
-                made[name] = [self._placed(one) for one in value]
-            elif name in ("items", "additionalProperties"):
-                made[name] = self._placed(value)
-        return made
-
-    def _rebuilt_definition(self, schema: object) -> object:
-        return self._rebuilt(schema) if isinstance(schema, dict) else schema
-
-    def _placed(self, schema: object) -> object:
-        """What is written in place of ``schema``: the schema itself, or a reference to its definition."""
-        if not isinstance(schema, dict):
-            return schema
-        number = self._number_of[id(schema)]
-        if self._counts[number] < 2 or self._sizes[number] < _SHARED_SIZE:
-            return self._rebuilt(schema)
-        if number not in self._names:
-            taken = self._root.get("$defs", {})
-            name = next(name for i in range(len(taken) + 1) if (name := f"same{number}_{i}") not in taken)
-            self._names[number] = name
-            self._made[name] = self._rebuilt(schema)
-        return {"$ref": f"#/$defs/{self._names[number]}"}
-
-
-def _within(schema: Schema) -> list[dict[str, Any]]:
-    """The direct subschemas of ``schema``."""
-    found: list[object] = []
-    for name, value in schema.items():
-        if name in _MAPS_OF_SCHEMAS:
-            found += value.values()
-        elif name in _LISTS_OF_SCHEMAS:
-            found += value
-        elif name in ("items", "additionalProperties"):
-            found.append(value)
-    return [one for one in found if isinstance(one, dict)]
 
 
 def _disjoint(one: Schema, other: Schema, resolved: Callable[[object], Schema]) -> bool:
