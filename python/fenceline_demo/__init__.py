@@ -8,7 +8,6 @@ Nothing here imports torch: training, the evaluation client and the tests share 
     tokenizer   the byte-level BPE tokenizer, its chat template, a fast encoder for the corpus
     corpus      training rows: token ids and loss mask, a function of (seed, step)
     evaluation  held-out prompts, scores of answers, runs compared; client asks a server
-    gsm_file    a small file of GSM8K-shaped problems
 """
 
 from __future__ import annotations

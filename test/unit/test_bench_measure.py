@@ -117,13 +117,3 @@ def test_a_job_that_takes_what_time_there_is_ends_before_its_limit(monkeypatch: 
         found = re.search(r"--(budget|minutes) ([\d.]+)", job.command)
         assert found is not None, job.name
         assert float(found[2]) * (60 if found[1] == "minutes" else 1) < job.seconds, job.name
-
-
-def test_the_sweep_of_a_chain_offers_models_with_all_products_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mixture of experts has no products of an MLP, so that its sweep would end with a KeyError."""
-    pytest.importorskip("triton")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmark" / "kernels"))
-    import sweep_chain
-
-    with pytest.raises(SystemExit):
-        sweep_chain.main(["--models", "30B-A3B"])

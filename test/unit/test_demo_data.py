@@ -19,7 +19,6 @@ from fenceline_demo.corpus import ROW_LENGTHS, Curriculum, build_batch
 from fenceline_demo.documents import MAKERS, ledger_document, short_document, train_item
 from fenceline_demo.evaluation import CATEGORIES, held_out_items
 from fenceline_demo.generators import add_key, sub_key
-from fenceline_demo.gsm_file import gsm_rows
 from fenceline_demo.items import HELD_OUT, TRAIN, Item, is_held_out, split_of
 from fenceline_demo.tokenizer import FastEncoder, build_tokenizer
 
@@ -143,7 +142,6 @@ def test_items_repeat_for_a_seed_and_differ_between_seeds() -> None:
     assert held_out_items(4, 30) == held_out_items(4, 30)
     assert held_out_items(4, 30) != held_out_items(5, 30)
     assert held_out_items(4, 30) == held_out_items(4, 60)[:30]
-    assert gsm_rows(0, 2, 5) == gsm_rows(0, 2, 5)
     with pytest.raises(ValueError, match="unknown categories"):
         held_out_items(0, 5, ("nonsense",))
 
@@ -192,7 +190,7 @@ def test_curriculum_starts_short_and_ends_with_every_length() -> None:
 def test_data_package_imports_no_torch() -> None:
     code = (
         "import sys, importlib\n"
-        "for name in ('documents', 'tokenizer', 'corpus', 'evaluation', 'client', 'gsm_file'):\n"
+        "for name in ('documents', 'tokenizer', 'corpus', 'evaluation', 'client'):\n"
         "    importlib.import_module('fenceline_demo.' + name)\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
     )

@@ -18,7 +18,6 @@ from aiohttp import web
 
 from fenceline_demo.client import Reply, server_url
 from fenceline_demo.evaluation import compare, held_out_items, load_run, score
-from fenceline_demo.gsm_file import gsm_rows
 
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmark"
 
@@ -33,7 +32,6 @@ def _script(name: str) -> ModuleType:
 
 
 EVAL = _script("eval_demo")
-GSM = _script("few_shot_gsm8k")
 FORMATS = _script("eval_formats")
 
 Answerer = Callable[[dict[str, object]], str | None]
@@ -186,50 +184,6 @@ def test_a_file_that_is_no_run_is_refused(tmp_path: Path) -> None:
 )
 def test_server_url(base: str | None, host: str, port: int, url: str) -> None:
     assert server_url(base, host, port) == url
-
-
-def _write_problems(path: Path, num_shots: int, num_questions: int) -> list[dict[str, str]]:
-    rows = gsm_rows(0, num_shots, num_questions)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return rows
-
-
-def test_few_shot_gsm8k(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "problems.jsonl"
-    rows = _write_problems(file, 2, 4)
-    seen: list[str] = []
-
-    def answer(body: dict[str, object]) -> str:
-        prompt = str(body["prompt"])
-        seen.append(prompt)
-        question = next(row for row in rows[2:] if f"Question: {row['question']}\nAnswer:" in prompt)
-        number = rows.index(question)
-        return " " + question["answer"] if number < 4 else (" about 1,000,001" if number == 4 else " none")
-
-    with serving(answer) as port:
-        flags = ["--data-path", str(file), "--num-shots", "2", "--num-questions", "10", "--port", str(port)]
-        assert GSM.main(flags) == 0
-    out = capsys.readouterr().out
-    assert "Accuracy: 0.500" in out and "Invalid: 0.250" in out and "Output throughput:" in out
-    prefix = "".join(f"Question: {row['question']}\nAnswer: {row['answer']}\n\n" for row in rows[:2])
-    assert len(seen) == 4 and all(prompt.startswith(prefix) for prompt in seen)
-
-
-def test_few_shot_gsm8k_says_what_is_wrong_with_its_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert GSM.main(["--data-path", str(tmp_path / "missing.jsonl")]) == 2
-    assert "--data-path" in capsys.readouterr().err
-    (tmp_path / "bad.jsonl").write_text('{"question": "?"}\n')
-    assert GSM.main(["--data-path", str(tmp_path / "bad.jsonl")]) == 2
-    assert "question and answer" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("so 1,234", 1234.0), ("-5 then 7.5.", 7.5), ("none", None), ("#### 18\n", 18.0)]
-)
-def test_answer_value(text: str, value: float | None) -> None:
-    assert GSM.answer_value(text) == value
 
 
 class FormatEngine:
