@@ -191,7 +191,7 @@ class _Parser:
 
     def whole(self) -> list[tuple[bool, Term, bool]]:
         """The alternatives of the whole pattern, each with whether ``^`` is before it and ``$`` after it."""
-        made = []
+        made: list[tuple[bool, Term, bool]] = []
         while not made or self._taken("|"):
             begins, term, ends = self._taken("^"), self._sequence(), self._taken("$")
             made.append((begins, term, ends))
