@@ -18,24 +18,27 @@ from xml.sax.saxutils import escape
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 
-# Every drawing has its own background, so that it can be read on any page. Viewers that know the reader's colour scheme
-# use it. Each colour is (light, dark).
+# The colours of the web page (entrypoints/web/style.css), each (light, dark). A viewer that knows the reader's colour
+# scheme uses it.
 _COLOURS = {
-    "paper": ("#ffffff", "#161b22"),
-    "ink": ("#1f2328", "#e6edf3"),
-    "soft": ("#59636e", "#9198a1"),
-    "line": ("#818b98", "#6e7681"),
-    "grey": ("#eaeef2", "#2d333b"),
-    "blue": ("#cfe4ff", "#1c3f6e"),
-    "green": ("#cdeed6", "#1d4a2c"),
-    "orange": ("#ffe1bf", "#5c3a12"),
-    "purple": ("#e6dcff", "#40306b"),
-    "bar": ("#2f6fd0", "#5b9cf5"),
-    "bar2": ("#9aa4af", "#7d8590"),
-    "bar3": ("#e08a1e", "#e3a04b"),
+    "page": ("#f6f6f3", "#14181a"),
+    "card": ("#ffffff", "#1c2224"),
+    "sunk": ("#eeefeb", "#252c2f"),
+    "line": ("#dcded8", "#343d40"),
+    "text": ("#1c2426", "#e4e8e7"),
+    "muted": ("#5a6669", "#9aa6a8"),
+}
+# What a box or a bar stands for. A box has a tint of its colour inside an outline of it.
+_KINDS = {
+    "prefill": ("#c7791a", "#dd9a48"),
+    "decode": ("#1f8a84", "#45b0a8"),
+    "host": ("#6d7b80", "#8b999d"),
+    "results": ("#43697f", "#8fb4cb"),
+    "memory": ("#5b8fc7", "#7fadde"),
+    "transfer": ("#7b62b3", "#a48fdb"),
 }
 _SIZE = 13  # of the letters, in pixels
-LETTER = 0.6 * _SIZE  # no letter of the font is wider
+LETTER = 0.58 * _SIZE  # the mean width of a letter, with some to spare
 
 
 class Svg:
@@ -46,28 +49,43 @@ class Svg:
         self._parts = [f"<title>{escape(title)}</title>"]
 
     def box(self, x: float, y: float, width: float, height: float, colour: str, lines: list[str]) -> None:
-        """A rectangle with lines of text in its middle."""
+        """A rectangle with lines of text in its middle, the first in bold if others follow."""
         self.rect(x, y, width, height, colour)
         top = y + height / 2 - (len(lines) - 1) * 8.5
         for number, line in enumerate(lines):
-            self.text(x + width / 2, top + number * 17, line, "ink" if number == 0 else "soft", "middle")
+            style = "muted" if number else "text strong" if len(lines) > 1 else "text"
+            self.text(x + width / 2, top + number * 17, line, style, "middle")
 
-    def rect(self, x: float, y: float, width: float, height: float, colour: str, stroke: bool = True) -> None:
-        """A rectangle; without ``stroke`` no outline."""
-        outline = " box" if stroke else ""
+    def rect(self, x: float, y: float, width: float, height: float, colour: str) -> None:
+        """A card of the page's ``card`` or ``sunk``, or a box of a kind."""
+        if colour not in _COLOURS and colour not in _KINDS:
+            raise ValueError(f"there is no colour {colour}")
+        corner = 10 if colour in _COLOURS else 6
         self._parts.append(
-            f'<rect class="{colour}{outline}" x="{x:g}" y="{y:g}" '
-            f'width="{width:g}" height="{height:g}" rx="4"/>'
+            f'<rect class="{colour} box" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{corner}"/>'
         )
 
-    def text(self, x: float, y: float, text: str, colour: str = "ink", anchor: str = "start") -> None:
+    def bar(self, x: float, y: float, width: float, height: float, kind: str) -> None:
+        """A filled rectangle."""
+        self._parts.append(
+            f'<rect class="{kind} full" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3"/>'
+        )
+
+    def legend(self, x: float, y: float, names: dict[str, str]) -> None:
+        """What each kind stands for, in a row that begins at ``x``."""
+        for kind, name in names.items():
+            self.bar(x, y - 5, 10, 10, kind)
+            self.text(x + 16, y, name, "muted")
+            x += 16 + len(name) * LETTER + 18
+
+    def text(self, x: float, y: float, text: str, style: str = "text", anchor: str = "start") -> None:
         """One line, its middle at height ``y``. Refuses a line that would leave the drawing."""
         length = len(text) * LETTER
         left = x - {"start": 0, "middle": length / 2, "end": length}[anchor]
         if left < 0 or left + length > self.width:
             raise ValueError(f"{text!r} does not fit into {self.width} pixels at {x:g}")
         self._parts.append(
-            f'<text class="{colour}" x="{x:g}" y="{y + 4.5:g}" text-anchor="{anchor}">{escape(text)}</text>'
+            f'<text class="{style}" x="{x:g}" y="{y + 4.5:g}" text-anchor="{anchor}">{escape(text)}</text>'
         )
 
     def arrow(self, points: list[tuple[float, float]], dashed: bool = False) -> None:
@@ -82,24 +100,30 @@ class Svg:
 
     def __str__(self) -> str:
         def rules(scheme: int) -> str:
-            fills = " ".join(f".{name} {{ fill: {pair[scheme]} }}" for name, pair in _COLOURS.items())
-            ink, line = _COLOURS["ink"][scheme], _COLOURS["line"][scheme]
-            return f"{fills} .arrow {{ stroke: {ink} }} .box, .rule {{ stroke: {line} }}"
+            fills = [f".{name} {{ fill: {pair[scheme]} }}" for name, pair in _COLOURS.items()]
+            fills.append(f".strong {{ fill: {_COLOURS['text'][scheme]} }}")
+            kinds = [
+                f".{name} {{ fill: {pair[scheme]}; stroke: {pair[scheme]} }}" for name, pair in _KINDS.items()
+            ]
+            line, muted = _COLOURS["line"][scheme], _COLOURS["muted"][scheme]
+            lines = f".card, .sunk {{ stroke: {line} }} .rule, .arrow {{ stroke: {muted} }}"
+            return " ".join([*fills, *kinds, lines])
 
         style = (
-            f"text {{ font: {_SIZE}px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace }}\n"
-            ".rule { stroke-width: .6 } .arrow { fill: none; stroke-width: 1.3 }\n"
+            f"text {{ font: {_SIZE}px system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif }}\n"
+            ".strong { font-weight: 600 } .box { fill-opacity: .16 } .card.box, .sunk.box { fill-opacity: 1 }\n"
+            ".full { stroke: none } .arrow { fill: none; stroke-width: 1.3 } .rule { stroke-width: 1.2 }\n"
             f"{rules(0)}\n@media (prefers-color-scheme: dark) {{ {rules(1)} }}"
         )
         head = (
             '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
             'orient="auto">'
-            '<path class="ink" d="M0 0 L8 4 L0 8 z"/></marker></defs>'
+            '<path class="muted" d="M0 0 L8 4 L0 8 z"/></marker></defs>'
         )
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" width="{self.width}" '
             f'height="{self.height}" role="img">\n<style>\n{style}\n</style>\n{head}\n'
-            f'<rect width="{self.width}" height="{self.height}" rx="6" class="paper"/>\n'
+            f'<rect width="{self.width}" height="{self.height}" rx="10" class="page"/>\n'
             + "\n".join(self._parts)
             + "\n</svg>\n"
         )
@@ -112,7 +136,7 @@ def drawing(source: str) -> str:
     """The SVG that a text describes. Its lines are, with lengths in pixels, texts in quotes, # for comments:
 
     size WIDTH HEIGHT "title"; box X Y WIDTH HEIGHT COLOUR "line" "line" ...; rect X Y WIDTH HEIGHT COLOUR;
-    text X Y "text" [COLOUR [ANCHOR]]; arrow X,Y X,Y ...; dashed X,Y X,Y ...; line X Y X Y
+    text X Y "text" [STYLE [ANCHOR]]; arrow X,Y X,Y ...; dashed X,Y X,Y ...; line X Y X Y; legend X Y KIND "name" ...
     """
     svg: Svg | None = None
     for number, line in enumerate(source.splitlines(), 1):
@@ -130,6 +154,8 @@ def drawing(source: str) -> str:
                 svg.arrow([(x, y) for x, y in points], what == "dashed")
             elif what == "text":
                 svg.text(float(rest[0]), float(rest[1]), *rest[2:])
+            elif what == "legend":
+                svg.legend(float(rest[0]), float(rest[1]), dict(zip(rest[2::2], rest[3::2], strict=True)))
             else:
                 numbers = [float(word) for word in rest[:4]]
                 if what == "box":
@@ -149,39 +175,84 @@ def drawing(source: str) -> str:
 def chart(result: dict[str, Any]) -> str:
     """The SVG of a result file: ``title``, ``unit``, ``better`` (lower or higher), ``series`` (their names), ``rows``
     (each with a ``name`` and a ``values`` list, one for each series: a number, [lowest, highest] of several runs, or
-    null where there is none). ``scale``: "row" if each row has a scale of its own. ``commit``, ``date``, ``machine``:
-    of what was measured."""
+    null where there is none). With ``ratio`` a row is one bar: how many times better the first series is than the
+    second, so that rows of different sizes can be compared. ``commit``, ``date``, ``machine``: of what was measured."""
     series, rows = result["series"], result["rows"]
-    assert all(len(row["values"]) == len(series) <= 3 for row in rows), "a value for each series"
+    assert all(len(row["values"]) == len(series) <= len(_BARS) for row in rows), "a value for each series"
     names = max(len(row["name"]) for row in rows)
-    left, width, bar = 16 + names * LETTER + 12, 860, 17
-    most = max(_ends(value)[1] for row in rows for value in row["values"])
+    left, width, bar = 20 + names * LETTER + 12, 900, 17
     source = ", ".join(result[key] for key in ("commit", "date", "machine") if key in result)
-    svg = Svg(width, 78 + len(rows) * (len(series) * bar + 12) + 20 * bool(source), result["title"])
-    svg.text(16, 20, f"{result['title']} ({result['unit']}, {result['better']} is better)")
-    x = 16.0
-    for name, colour in zip(series, ("bar", "bar2", "bar3"), strict=False):
-        svg.rect(x, 36, 12, 12, colour, stroke=False)
-        svg.text(x + 18, 42, name, "soft")
-        x += 18 + len(name) * LETTER + 24
-    y = 66.0
-    for row in rows:
-        of_row = max(_ends(value)[1] for value in row["values"])
-        scale = (width - left - 150) / (of_row if result.get("scale") == "row" else most)
-        svg.text(left - 12, y + len(series) * bar / 2, row["name"], "ink", "end")
-        for value, colour in zip(row["values"], ("bar", "bar2", "bar3"), strict=False):
-            if value is not None:
-                low, high = _ends(value)
-                svg.rect(left, y + 1, max((low + high) / 2 * scale, 1), bar - 3, colour, stroke=False)
-                if low < high:
-                    svg.line(left + low * scale, y + bar / 2 - 0.5, left + high * scale, y + bar / 2 - 0.5)
-                told = f"{low:,}" if low == high else f"{low:,} to {high:,}"
-                svg.text(left + high * scale + 8, y + bar / 2 - 1, told, "soft")
-            y += bar
-        y += 12
+    in_row = 1 if result.get("ratio") else len(series)
+    svg = Svg(width, 86 + len(rows) * (in_row * bar + 12) + 20 * bool(source), result["title"])
+    svg.rect(8, 8, width - 16, svg.height - 16, "card")
+    y = 74.0
+    if result.get("ratio"):
+        svg.text(20, 28, result["title"], "text strong")
+        first, second = series
+        svg.text(
+            20,
+            50,
+            f"{first}, times better than {second} (line: 1; behind it {result['unit']} of both)",
+            "muted",
+        )
+        ratios = [_times_better(row["values"][0], row["values"][1], result["better"]) for row in rows]
+        told = [
+            f"{_told(*ratio, '.2f')}   ({_told(*_ends(ours))} / {_told(*_ends(theirs))})"
+            for ratio, (ours, theirs) in zip(ratios, (row["values"] for row in rows), strict=True)
+        ]
+        room = [width - 28 - left - len(text) * LETTER for text in told]
+        scale = min(pixels / high for pixels, (_, high) in zip(room, ratios, strict=True))
+        for row, text, (low, high) in zip(rows, told, ratios, strict=True):
+            _bar(svg, left, y, scale, low, high, "decode", text, at_least=1)
+            svg.text(left - 12, y + bar / 2, row["name"], "text", "end")
+            y += bar + 12
+        svg.line(left + scale, 66, left + scale, y - 8)
+    else:
+        svg.text(20, 28, f"{result['title']} ({result['unit']}, {result['better']} is better)", "text strong")
+        svg.legend(20, 50, dict(zip(_BARS, series, strict=False)))
+        most = max(_ends(value)[1] for row in rows for value in row["values"])
+        scale = (width - left - 150) / most
+        for row in rows:
+            svg.text(left - 12, y + len(series) * bar / 2, row["name"], "text", "end")
+            for value, kind in zip(row["values"], _BARS, strict=False):
+                if value is not None:
+                    _bar(svg, left, y, scale, *_ends(value), kind, _told(*_ends(value)))
+                y += bar
+            y += 12
     if source:
-        svg.text(16, y + 4, source, "soft")
+        svg.text(20, y + 4, source, "muted")
     return str(svg)
+
+
+_BARS = ("decode", "host", "prefill")
+
+
+def _bar(
+    svg: Svg,
+    x: float,
+    y: float,
+    scale: float,
+    low: float,
+    high: float,
+    kind: str,
+    told: str,
+    at_least: float = 0,
+) -> None:
+    """A bar as long as the middle of ``low`` and ``high``, a line between these, and what it says behind it."""
+    svg.bar(x, y + 1, max((low + high) / 2 * scale, 1), 14, kind)
+    if low < high:
+        svg.line(x + low * scale, y + 8, x + high * scale, y + 8)
+    svg.text(x + max(high, at_least) * scale + 8, y + 7.5, told, "muted")
+
+
+def _told(low: float, high: float, form: str = ",") -> str:
+    return f"{low:{form}}" if low == high else f"{low:{form}} – {high:{form}}"
+
+
+def _times_better(ours: float | list[float], theirs: float | list[float], better: str) -> tuple[float, float]:
+    """The least and the largest ratio that the runs of both allow, above 1 where ours is better."""
+    (low, high), (their_low, their_high) = _ends(ours), _ends(theirs)
+    return (their_low / high, their_high / low) if better == "lower" else (low / their_high, high / their_low)
 
 
 def _ends(value: float | list[float] | None) -> tuple[float, float]:

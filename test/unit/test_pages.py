@@ -74,12 +74,32 @@ def test_bars_are_as_long_as_their_values() -> None:
     assert {"a", "b", "10", "20", "40", "t (ms, lower is better)"} <= set(texts)
 
 
+def test_a_ratio_is_above_1_where_the_first_series_is_better() -> None:
+    rows = [{"name": "a", "values": [10, 40]}, {"name": "b", "values": [[20, 40], 20]}]
+    result = {
+        "title": "t",
+        "unit": "ms",
+        "better": "lower",
+        "ratio": True,
+        "series": ["x", "y"],
+        "rows": rows,
+    }
+    root = ElementTree.fromstring(pages.chart(result))
+    bars = [e for e in root.iter() if e.tag.endswith("}rect") and e.get("height") == "14"]
+    assert float(bars[1].attrib["width"]) / float(bars[0].attrib["width"]) == pytest.approx(
+        0.75 / 4, rel=1e-4
+    )
+    texts = {e.text for e in root.iter() if e.tag.endswith("}text")}
+    assert {"a", "4.00   (10 / 40)", "b", "0.50 – 1.00   (20 – 40 / 20)"} <= texts
+
+
 @pytest.mark.parametrize(
     ("source", "words"),
     [
         ('size 100 50 "t"\ntext 10 20 "far too long for it"', "line 2.*does not fit"),
         ('size 100 50 "t"\ncircle 1 2 3 4', "line 2.*circle"),
-        ("box 1 2 3 4 blue", "size comes first"),
+        ("box 1 2 3 4 host", "size comes first"),
+        ('size 100 50 "t"\nbox 1 2 3 4 blue', "line 2.*no colour blue"),
     ],
 )
 def test_a_drawing_with_a_mistake_names_its_line(source: str, words: str) -> None:
