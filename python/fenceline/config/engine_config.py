@@ -46,12 +46,11 @@ from fenceline.config.weight_headers import (
 # Keys can also be given in the environment, because every user of the machine can read a command line.
 API_KEY_VARIABLE = "FENCELINE_API_KEY"
 ADMIN_API_KEY_VARIABLE = "FENCELINE_ADMIN_API_KEY"
-# --sampling-backend has no effect: every value that it accepts means this.
 _SPECULATIVE_STEPS = 3
 _ADAPTIVE = False  # whether steps propose more or fewer drafts unless --speculative-adaptive says so
 _TREE_TOKENS = 8  # default number of tokens that are verified with trees: the last token and drafts
 _MOST_TREE_NODES = 64  # an ancestor mask has this many bits
-_SAMPLING_BACKEND = "torch"
+_SAMPLING_BACKEND = "torch"  # --sampling-backend has no effect: every value that it accepts means this
 # One of these files exists where Linux has an NVIDIA driver: bare metal and containers, WSL, Tegra.
 _DRIVER_MARKS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu")
 _MEM_FRACTION = {"cpu": 0.3, "cuda": 0.85}

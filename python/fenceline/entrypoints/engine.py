@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 import orjson
@@ -126,37 +126,6 @@ class Engine:
 
     # --- generation
 
-    @overload
-    def generate(
-        self,
-        prompt: str | None = None,
-        sampling_params: Params | None = None,
-        *,
-        input_ids: list[int] | None = None,
-        stream: Literal[False] = False,
-        **options: Any,
-    ) -> Answer: ...
-    @overload
-    def generate(  # type: ignore[overload-overlap]
-        self,
-        prompt: list[str] | tuple[str, ...] | None = None,
-        sampling_params: Params | Sequence[Params] | None = None,
-        *,
-        input_ids: list[list[int]] | None = None,
-        stream: Literal[False] = False,
-        **options: Any,
-    ) -> list[Answer]: ...
-    @overload
-    def generate(
-        self,
-        prompt: str | Sequence[str] | None = None,
-        sampling_params: Params | Sequence[Params] | None = None,
-        *,
-        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
-        stream: Literal[True],
-        **options: Any,
-    ) -> Iterator[Answer]: ...
-    @overload
     def generate(
         self,
         prompt: str | Sequence[str] | None = None,
@@ -165,20 +134,11 @@ class Engine:
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         stream: bool = False,
         **options: Any,
-    ) -> Answer | list[Answer] | Iterator[Answer]: ...
-    def generate(
-        self,
-        prompt: str | Sequence[str] | None = None,
-        sampling_params: Params | Sequence[Params] | None = None,
-        *,
-        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
-        stream: bool = False,
-        **options: Any,
-    ) -> Answer | list[Answer] | Iterator[Answer]:
+    ) -> Any:
         """Complete one prompt or several, given as text or token ids.
 
-        Returns what /generate answers: one dict for one prompt, a list for several or ``n`` > 1 (which types cannot
-        tell: give a list of one prompt), an iterator of dicts with ``stream``. ``options`` are /generate's other
+        Returns what /generate answers: one dict for one prompt, a list for several or ``n`` > 1, an iterator of dicts
+        with ``stream``. ``options`` are /generate's other
         fields (``return_logprob``, ``rid``, ...). Raises ValueError for a wrong request and RuntimeError if the engine
         cannot serve it.
         """
@@ -187,37 +147,6 @@ class Engine:
             return self._iterate(body)
         return self._run(self._answer(body))
 
-    @overload
-    async def async_generate(
-        self,
-        prompt: str | None = None,
-        sampling_params: Params | None = None,
-        *,
-        input_ids: list[int] | None = None,
-        stream: Literal[False] = False,
-        **options: Any,
-    ) -> Answer: ...
-    @overload
-    async def async_generate(  # type: ignore[overload-overlap]
-        self,
-        prompt: list[str] | tuple[str, ...] | None = None,
-        sampling_params: Params | Sequence[Params] | None = None,
-        *,
-        input_ids: list[list[int]] | None = None,
-        stream: Literal[False] = False,
-        **options: Any,
-    ) -> list[Answer]: ...
-    @overload
-    async def async_generate(
-        self,
-        prompt: str | Sequence[str] | None = None,
-        sampling_params: Params | Sequence[Params] | None = None,
-        *,
-        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
-        stream: Literal[True],
-        **options: Any,
-    ) -> AsyncIterator[Answer]: ...
-    @overload
     async def async_generate(
         self,
         prompt: str | Sequence[str] | None = None,
@@ -226,47 +155,13 @@ class Engine:
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         stream: bool = False,
         **options: Any,
-    ) -> Answer | list[Answer] | AsyncIterator[Answer]: ...
-    async def async_generate(
-        self,
-        prompt: str | Sequence[str] | None = None,
-        sampling_params: Params | Sequence[Params] | None = None,
-        *,
-        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
-        stream: bool = False,
-        **options: Any,
-    ) -> Answer | list[Answer] | AsyncIterator[Answer]:
+    ) -> Any:
         """:meth:`generate` for callers that run an event loop; with ``stream`` it returns an async iterator."""
         body = _body(prompt, sampling_params, input_ids, stream, options)
         if stream:
             return self._aiterate(body)
         return await self._await(self._answer(body))
 
-    @overload
-    def chat(
-        self,
-        messages: Conversation,
-        sampling_params: Params | None = None,
-        *,
-        stream: Literal[False] = False,
-        **options: Any,
-    ) -> Answer: ...
-    @overload
-    def chat(
-        self,
-        messages: Sequence[Conversation],
-        sampling_params: Params | Sequence[Params] | None = None,
-        **options: Any,
-    ) -> list[Answer]: ...
-    @overload
-    def chat(
-        self,
-        messages: Conversation,
-        sampling_params: Params | None = None,
-        *,
-        stream: Literal[True],
-        **options: Any,
-    ) -> Iterator[Answer]: ...
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
@@ -274,7 +169,7 @@ class Engine:
         *,
         stream: bool = False,
         **options: Any,
-    ) -> Answer | list[Answer] | Iterator[Answer]:
+    ) -> Any:
         """Write the assistant's next message of one conversation or of several.
 
         Returns what /v1/chat/completions answers: one dict, a list for several conversations, with ``stream`` an

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from fenceline.entrypoints.engine import Answer, Conversation, Engine, Params, are_several, params_dict
 
@@ -94,9 +94,9 @@ class LLM:
         """Write the assistant's next message of one conversation or several. ``options`` are other fields of
         /v1/chat/completions (``tools``, ``chat_template_kwargs``, ``continue_final_message``, ...). Texts are as the
         model writes them, thinking and calls of tools included."""
-        conversations = messages if are_several(messages) else [messages]
+        conversations: Any = messages if are_several(messages) else [messages]
         answers = self.llm_engine.chat(
-            cast(Sequence[Conversation], conversations),
+            conversations,
             _limited(sampling_params),
             **{"separate_reasoning": False, "return_token_ids": True, **options},
         )
