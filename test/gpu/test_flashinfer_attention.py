@@ -11,7 +11,7 @@ from attention_cases import SCALE, Case
 
 from fenceline.layers.attention.base import PLAIN, AttentionBackend, LayerRules
 from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBackend
-from fenceline.layers.attention.torch_backend import TorchAttentionBackend
+from fenceline.layers.attention.reference import ReferenceAttentionBackend
 from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
 from fenceline.memory_order import Device, open_device
 
@@ -93,7 +93,7 @@ class Step(Case):
         rules = self.rules_there()
         backend = FlashInferAttentionBackend(self.pool, device, self.num_heads, prefill, rules=rules)
         ours = self.through(device, backend, mode)
-        agrees(ours, self.through(device, TorchAttentionBackend(self.pool, rules), mode))
+        agrees(ours, self.through(device, ReferenceAttentionBackend(self.pool, rules), mode))
 
 
 def agrees(ours: torch.Tensor, expected: torch.Tensor) -> None:
@@ -253,7 +253,7 @@ class Captured:
             seq_lens_cpu=np.array(lens, dtype=np.int64),
             query_lens_cpu=np.ones(count, dtype=np.int64),
         )
-        plan = TorchAttentionBackend(self.step.pool, self.step.rules_there()).plan(inputs)
+        plan = ReferenceAttentionBackend(self.step.pool, self.step.rules_there()).plan(inputs)
         return plan.forward(1, self.q[:count], self.kv[:count], self.kv[:count], SCALE)
 
 
@@ -326,7 +326,7 @@ def plans_ahead_of_their_copies(device: Device) -> list[tuple[torch.Tensor, torc
     """
     lens = [[100, 300], [150, 250], [300, 100], [250, 150], [37, 363]]
     steps = [Step(new, new, 16, 4, seed=seed) for seed, new in enumerate(lens)]
-    expected = [step.through(device, TorchAttentionBackend(step.pool), EXTEND) for step in steps]
+    expected = [step.through(device, ReferenceAttentionBackend(step.pool), EXTEND) for step in steps]
     backend = FlashInferAttentionBackend(steps[0].pool, device, steps[0].num_heads)
     steps[0].through(device, backend, EXTEND)  # compiled and loaded
     inputs = [step.inputs(EXTEND) for step in steps]

@@ -10,7 +10,7 @@ import torch
 from attention_cases import SCALE, Case, bits_of, random_tree, verify_cases
 
 from fenceline.layers.attention.base import LayerRules
-from fenceline.layers.attention.torch_backend import TorchAttentionBackend
+from fenceline.layers.attention.reference import ReferenceAttentionBackend
 from fenceline.layers.attention.triton_backend import TritonAttentionBackend
 from fenceline.layers.forward_batch import (
     AttentionInputs,
@@ -120,7 +120,7 @@ def test_windows_soft_caps_and_sinks(head_dim: int) -> None:
 def check_verify(step: Case, trees: list[list[int]] | None, num_nodes: int) -> None:
     expected = torch.cat(step.expected(trees))
     rules = step.rules_there()
-    backends = TritonAttentionBackend(step.pool, rules=rules), TorchAttentionBackend(step.pool, rules)
+    backends = TritonAttentionBackend(step.pool, rules=rules), ReferenceAttentionBackend(step.pool, rules)
     for backend in backends:
         output = step.verify(backend, num_nodes, trees, bound=1)
         torch.testing.assert_close(output.double(), expected, atol=TOLERANCES[output.dtype], rtol=0)

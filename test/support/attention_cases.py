@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from fenceline.layers.attention.base import PLAIN, AttentionBackend, LayerRules
-from fenceline.layers.attention.torch_backend import TorchAttentionBackend
+from fenceline.layers.attention.cpu_backend import CpuAttentionBackend
+from fenceline.layers.attention.reference import ReferenceAttentionBackend
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, QueryTree, VerifyInputs
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 
@@ -87,7 +88,15 @@ class Case:
             for of_request in (self.slots, self.keys, self.values):
                 of_request[i][:num] = of_request[first][:num]
 
-    def run(self, mode: ForwardMode) -> list[torch.Tensor]:
+    @property
+    def backends(self) -> list[AttentionBackend]:
+        """Those that are made of torch's operators; the last one is what ``torch`` names on its device."""
+        kinds: list[type[ReferenceAttentionBackend]] = [ReferenceAttentionBackend, CpuAttentionBackend]
+        return [
+            kind(self.pool, self.rules_there()) for kind in kinds[: 2 if self.device.type == "cpu" else 1]
+        ]
+
+    def run(self, mode: ForwardMode, backend: AttentionBackend | None = None) -> list[torch.Tensor]:
         inputs = AttentionInputs(
             mode=mode,
             page_table=self.page_table.to(self.device),
@@ -96,7 +105,7 @@ class Case:
             seq_lens_cpu=np.array(self.seq_lens, dtype=np.int64),
             query_lens_cpu=np.array(self.query_lens, dtype=np.int64),
         )
-        plan = TorchAttentionBackend(self.pool, self.rules_there()).plan(inputs)
+        plan = (backend or self.backends[-1]).plan(inputs)
         step = (torch.cat(self.queries), torch.cat(self._last(self.keys)), torch.cat(self._last(self.values)))
         output = plan.forward(1, *(tensor.to(self.device) for tensor in step), SCALE)
         return list(output.cpu().split(self.query_lens))
@@ -139,8 +148,16 @@ class Case:
         return results
 
     def check(self, mode: ForwardMode, tolerance: float = 1e-5) -> None:
-        for ours, expected in zip(self.run(mode), self.expected(), strict=True):
-            torch.testing.assert_close(ours.double(), expected, atol=tolerance, rtol=0)
+        for backend in self.backends:
+            for ours, expected in zip(self.run(mode, backend), self.expected(), strict=True):
+                torch.testing.assert_close(ours.double(), expected, atol=tolerance, rtol=0)
+
+    def check_verify(
+        self, num_nodes: int, trees: list[list[int]] | None, bound: int = 0, tolerance: float = 1e-5
+    ) -> None:
+        for backend in self.backends:
+            output = self.verify(backend, num_nodes, trees, bound).double()
+            torch.testing.assert_close(output, torch.cat(self.expected(trees)), atol=tolerance, rtol=0)
 
     def _last(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor[-new:] for tensor, new in zip(tensors, self.query_lens, strict=True)]

@@ -18,9 +18,9 @@ from fenceline.layers.attention import backends, flashinfer_library
 from fenceline.layers.attention.backends import AttentionSetting, choose, make_attention_backends, measure_us
 from fenceline.layers.attention.base import AttentionBackend, LayerRules
 from fenceline.layers.attention.by_window import BackendsByWindow
+from fenceline.layers.attention.cpu_backend import CpuAttentionBackend
 from fenceline.layers.attention.fa3_backend import Fa3AttentionBackend
 from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBackend
-from fenceline.layers.attention.torch_backend import TorchAttentionBackend
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 from fenceline.memory_order import Device, open_device
@@ -71,7 +71,7 @@ def test_the_measurement_runs_the_backend_and_leaves_the_pool_alone(mode: Forwar
     before = kv_pool.k(0).clone()
     calls: list[int] = []
 
-    class Counting(TorchAttentionBackend):
+    class Counting(CpuAttentionBackend):
         def plan(self, inputs):  # type: ignore[no-untyped-def]
             calls.append(int(inputs.seq_lens_cpu.sum()))
             return super().plan(inputs)
@@ -89,7 +89,7 @@ def test_the_measurement_runs_the_backend_and_leaves_the_pool_alone(mode: Forwar
 # --- auto --------------------------------------------------------------------------------------------
 
 
-class Fake(TorchAttentionBackend):
+class Fake(CpuAttentionBackend):
     """A backend by some name."""
 
     def __init__(self, name: str, kv_pool: KVPool) -> None:
@@ -180,7 +180,7 @@ def test_without_a_gpu_and_without_libraries_it_is_the_reference(
 ) -> None:
     chosen = make_attention_backends("auto", "auto", setting(open_device("cpu")))
     assert (chosen.prefill_name, chosen.decode_name) == ("torch", "torch")
-    assert isinstance(chosen.prefill, TorchAttentionBackend) and chosen.prefill is chosen.decode
+    assert isinstance(chosen.prefill, CpuAttentionBackend) and chosen.prefill is chosen.decode
     makers = dict(backends.ATTENTION_BACKENDS)
     machine({})
     nothing = backends.ATTENTION_BACKENDS

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from step_traces import FULL, PLAIN, TraceShape, random_trace, steady_trace, swap_trace
 from trace_runner import first_difference, make_runner, play, same_tokens
 
-from fenceline.layers.attention.torch_backend import TorchAttentionBackend
+from fenceline.layers.attention.cpu_backend import CpuAttentionBackend
 from fenceline.layers.forward_batch import AttentionPlan, GraphDecodeInputs
 from fenceline.memory_order import LeaseError, Points, open_device
 from fenceline.memory_order.device import CpuDevice, CpuGraph
@@ -92,12 +92,12 @@ def test_a_size_that_attention_cannot_plan_is_left_out_with_a_word(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     graphs = bare(runner_of(), SIZES, padding=True)
-    original = TorchAttentionBackend.plan_graph
+    original = CpuAttentionBackend.plan_graph
 
-    def plan_graph(self: TorchAttentionBackend, inputs: GraphDecodeInputs) -> AttentionPlan | None:
+    def plan_graph(self: CpuAttentionBackend, inputs: GraphDecodeInputs) -> AttentionPlan | None:
         return None if len(inputs.rows) > 4 else original(self, inputs)
 
-    monkeypatch.setattr(TorchAttentionBackend, "plan_graph", plan_graph)
+    monkeypatch.setattr(CpuAttentionBackend, "plan_graph", plan_graph)
     with caplog.at_level("WARNING"):
         graphs.capture(128, show_progress=False)
     assert graphs.sizes == (1, 2, 4)

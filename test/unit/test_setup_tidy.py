@@ -66,7 +66,7 @@ def test_the_folders_that_rules_name_exist() -> None:
         ("distributed.gloo", "from fenceline.mem_cache.kv_pool import KVPool"),
         ("layers.linear", "from fenceline.models import llama"),
         ("layers.linear", "from ..models import llama"),
-        ("layers.attention.torch_backend", "from ...models.llama import Llama"),
+        ("layers.attention.cpu_backend", "from ...models.llama import Llama"),
         ("model_executor.runner", "def f():\n    from fenceline.scheduler.scheduler import Scheduler"),
         (
             "model_executor.runner",
@@ -170,7 +170,7 @@ def test_raw_ordering_is_found_outside_memory_order_only(tmp_path: Path, code: s
         ),
         ("scheduler.scheduler", "from fenceline.ipc.io_struct import Abort"),
         ("memory_order.x", "from fenceline.config import ConfigError"),
-        ("layers.attention.x", "from .torch_backend import Torch\nfrom ..linear import Linear"),
+        ("layers.attention.x", "from .cpu_backend import Cpu\nfrom ..linear import Linear"),
         ("config.engine_config", "def f():\n    import torch"),
         (
             "models.x",

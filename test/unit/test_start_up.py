@@ -16,7 +16,7 @@ import torch
 from step_traces import TraceShape
 from trace_runner import make_runner
 
-from fenceline.layers.attention.torch_backend import TorchAttentionBackend
+from fenceline.layers.attention.cpu_backend import CpuAttentionBackend
 from fenceline.layers.forward_batch import AttentionPlan, GraphDecodeInputs
 from fenceline.memory_order.device import CpuDevice
 from fenceline.model_executor import model_runner
@@ -37,13 +37,13 @@ def test_plans_of_graphs_are_made_on_the_stream_that_reads_them(monkeypatch: pyt
         yield
         depth[0] -= 1
 
-    def plan_graph(self: TorchAttentionBackend, inputs: GraphDecodeInputs) -> AttentionPlan | None:
+    def plan_graph(self: CpuAttentionBackend, inputs: GraphDecodeInputs) -> AttentionPlan | None:
         made.append(depth[0])
         return original(self, inputs)
 
-    original = TorchAttentionBackend.plan_graph
+    original = CpuAttentionBackend.plan_graph
     monkeypatch.setattr(device.forward, "active", active)
-    monkeypatch.setattr(TorchAttentionBackend, "plan_graph", plan_graph)
+    monkeypatch.setattr(CpuAttentionBackend, "plan_graph", plan_graph)
     make_runner(device, SHAPE, (1, 2), context_length=128)
     assert made == [1, 1]
 

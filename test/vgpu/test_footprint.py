@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 import torch
 from tiny_model import without_questions
 
-from fenceline.layers.attention import torch_backend
+from fenceline.layers.attention import reference
+from fenceline.layers.attention.reference import ReferenceAttentionBackend
+from fenceline.layers.attention.shared_prefixes import _Grouping
 from fenceline.mem_cache.host import cache_controller, page_copy
 from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache, HostTier
@@ -22,7 +25,6 @@ from fenceline.memory_order.edges import StreamName
 from fenceline.model_executor.graph_runner import GraphRunner, GraphStats
 from fenceline.model_executor.model_runner import StepAccesses
 from fenceline.vgpu.device import VgpuDevice
-from fenceline.vgpu.proving import steps
 from fenceline.vgpu.proving.limits import small_limits
 from fenceline.vgpu.proving.runs import ANSWERS, INVARIANTS, Outcome, Trial, run, verdict_of
 
@@ -394,36 +396,30 @@ def test_bytes_of_transfers_are_compared(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_small_limits_reach_what_large_batches_alone_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests attend in groups, of which the last one leaves out a request."""
-    decode_groups = torch_backend.decode_groups
+    """Requests attend in groups, of which the last one leaves out the last token."""
+    together = ReferenceAttentionBackend._together
 
-    def groups_of(*args: Any) -> list[tuple[int, int]]:
-        groups = decode_groups(*args)
-        if len(groups) > 1:
-            first, last = groups.pop()
-            groups.append((first, last - 1))
-        return groups
+    def all_but_one(*args: Any) -> list[reference.Requests]:
+        *groups, last = together(*args)
+        return [*groups, replace(last, max_seq_len=last.max_seq_len - 1) if groups else last]
 
-    monkeypatch.setattr(torch_backend, "decode_groups", groups_of)
-    monkeypatch.setattr(steps, "compare_attention", lambda random: "")  # it asks the function itself
+    monkeypatch.setattr(ReferenceAttentionBackend, "_together", all_but_one)
     assert first_failure("mixed", seeds=range(8)).trial.has_small_limits
-    before = torch_backend._GATHER_BYTES_DEFAULT
+    before = reference._GATHER_BYTES
     with small_limits():
-        assert before > torch_backend._GATHER_BYTES_DEFAULT
-    assert before == torch_backend._GATHER_BYTES_DEFAULT
+        assert before > reference._GATHER_BYTES
+    assert before == reference._GATHER_BYTES
 
 
 def test_with_small_limits_the_engine_runs_on_the_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where requests share a prefix, and some of them a longer one, only the CPU's attention reads it once for all."""
     trial = Trial("prefixes", 23)
     assert trial.has_small_limits and run(trial).clean
-    num_alike = torch_backend._Grouping._num_alike
+    num_alike = _Grouping._num_alike
 
-    def too_many(self: torch_backend._Grouping, requests: Any, first: int, last: int) -> int:
+    def too_many(self: _Grouping, requests: Any, first: int, last: int) -> int:
         return num_alike(self, requests, first, last) + 2 * first
 
-    monkeypatch.setattr(torch_backend._Grouping, "_num_alike", too_many)
-    for question in ("compare_shared_prefixes", "compare_attention"):  # they ask the function itself
-        monkeypatch.setattr(steps, question, lambda random: "")
+    monkeypatch.setattr(_Grouping, "_num_alike", too_many)
     found = run(trial)
     assert found.checker == ANSWERS and found.report.startswith("on the CPU: "), found.report

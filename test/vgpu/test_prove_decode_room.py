@@ -5,15 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import pytest
 import torch
 from tiny_model import without_questions
 
-from fenceline.layers.attention import torch_backend
-from fenceline.layers.attention.torch_backend import SharedPrefix
 from fenceline.memory_order import Points
 from fenceline.scheduler import scheduler as scheduler_module
 from fenceline.scheduler.prefill import PrefillPlanner
@@ -21,7 +18,6 @@ from fenceline.scheduler.running_batch import RunningBatch
 from fenceline.scheduler.schedule_policy import PrefixWork, StepSharing
 from fenceline.scheduler.scheduler import Scheduler
 from fenceline.vgpu.proving.runs import ANSWERS, Outcome, Trial, run
-from fenceline.vgpu.proving.shared_prefixes import compare_shared_prefixes
 
 torch.set_num_threads(1)
 
@@ -193,29 +189,3 @@ def test_the_tokens_of_prefill_steps_are_decided_again(
     # With the limits of seed 1, a step's size shows in its tokens as well.
     found = first_failure("bursts", "mixed", "everything", num_seeds=40, first=1)
     assert found.checker == ANSWERS and all(one in found.report for one in says), found.report
-
-
-def not_one_page(self: torch_backend._Grouping, *args: Any) -> int:
-    return max(num_alike(self, *args) - 1, 0)
-
-
-num_alike, best = torch_backend._Grouping._num_alike, torch_backend._Grouping.best
-
-
-@pytest.mark.parametrize(
-    ("name", "fault", "says"),
-    [
-        ("_num_alike", not_one_page, "pages, and"),
-        ("best", lambda self, requests, *args: (0, [SharedPrefix(tuple(requests), 1)]), "shares fewer pages"),
-        ("best", lambda self, requests, *args: (0, []), "its pages are read for each"),
-        ("best", lambda self, *args: (0, 2 * best(self, *args)[1]), "has requests of another group"),
-    ],
-)
-def test_the_choice_of_shared_prefixes_is_compared(
-    monkeypatch: pytest.MonkeyPatch, name: str, fault: Callable[..., Any], says: str
-) -> None:
-    monkeypatch.setattr(torch_backend._Grouping, name, fault)
-    found = [compare_shared_prefixes(Random(seed)) for seed in range(40)]
-    assert any(says in one for one in found), found
-    run_finds = first_failure("mixed", num_seeds=40)
-    assert run_finds.checker == ANSWERS and "shared prefixes: " in run_finds.report, run_finds.report

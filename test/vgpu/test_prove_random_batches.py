@@ -13,8 +13,7 @@ import torch
 from tiny_model import without_questions
 
 from fenceline.layers import decoder_layer
-from fenceline.layers.attention import torch_backend
-from fenceline.layers.attention.torch_backend import _Scores, _Source
+from fenceline.layers.attention.reference import ReferencePlan
 from fenceline.layers.decoder_layer import SelfAttention
 from fenceline.layers.expert_matrices import ExpertMatrices
 from fenceline.layers.experts import SharedExpert
@@ -22,25 +21,20 @@ from fenceline.layers.linear import VocabParallelEmbedding, WideNorm
 from fenceline.layers.weight import WeightSlot
 from fenceline.sampling import sampler, sampling_batch
 from fenceline.sampling.sampler import TokenCounts
-from fenceline.vgpu.proving.attention_plans import compare_attention
 from fenceline.vgpu.proving.runs import ANSWERS, Trial, run
 from fenceline.vgpu.proving.sampled_batches import compare_sampling
 from fenceline.vgpu.proving.weight_slots import compare_weight_slots
 
 torch.set_num_threads(1)
 
-groups, corner_mask, attended = torch_backend.decode_groups, torch_backend._corner_mask, _Source.num_attended
 last_in_nucleus, begin, arrays_of = sampler._last_in_nucleus, TokenCounts.begin, sampling_batch._add_filters
 penalized = TokenCounts.apply
+attend = ReferencePlan.attend
 check = WeightSlot.check
 
 
-def masks_for_all(rows: int, width: int, source: Any) -> Any:
-    return corner_mask(max(rows, 2), max(width, 2), source)
-
-
-def without_sinks(self: _Scores, *args: Any) -> _Scores:
-    return replace(self, sinks=None)
+def without_sinks(self: ReferencePlan, *args: Any) -> torch.Tensor:
+    return attend(self, *args[:-1], replace(args[-1], sinks=None))
 
 
 def counts_every_second(
@@ -66,11 +60,6 @@ def shapes_of_two(self: WeightSlot, name: str, tensor: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "compare", "says"),
     [
-        (torch_backend, "decode_groups", lambda lens, most: groups(lens, 9999), compare_attention, "at once"),
-        (torch_backend, "_depths", lambda *args: 0, compare_attention, "from a tree of"),
-        (torch_backend, "_corner_mask", masks_for_all, compare_attention, "there is a mask for"),
-        (_Source, "num_attended", lambda self, num: attended(self, num) - 1, compare_attention, "are needed"),
-        (_Scores, "by_rows", without_sinks, compare_attention, "sinks tensor"),
         (sampler, "_last_in_nucleus", lambda *args: last_in_nucleus(*args) + 1, compare_sampling, "are kept"),
         (TokenCounts, "begin", counts_every_second, compare_sampling, "is drawn in place of"),
         (TokenCounts, "apply", shifted, compare_sampling, "penalties change the logits of"),
@@ -130,7 +119,7 @@ def in_reverse(order: Any, convert: Any, tensor: torch.Tensor) -> torch.Tensor:
     [
         (SharedExpert, "add_to", as_it_is, "experts"),
         (ExpertMatrices, "slots", of_the_next, "experts"),
-        (_Scores, "by_rows", without_sinks, "windows"),
+        (ReferencePlan, "attend", without_sinks, "windows"),
         (WideNorm, "forward", as_it_is, "models"),
         (SelfAttention, "_take_kv_scales", lambda self: None, "fp8"),
         (SelfAttention, "_as_values", only_with_scaled_keys, "fp8"),

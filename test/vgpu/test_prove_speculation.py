@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from fenceline.config.draft_config import DraftConfig
-from fenceline.layers.attention import torch_backend
-from fenceline.layers.attention.torch_backend import TorchAttentionBackend
-from fenceline.layers.forward_batch import AttentionPlan, VerifyInputs
+from fenceline.layers.attention import reference
+from fenceline.layers.attention.reference import ReferenceAttentionBackend
+from fenceline.layers.forward_batch import AttentionPlan, QueryTree, VerifyInputs
 from fenceline.mem_cache import hicache
 from fenceline.mem_cache.tree import hiradix_cache
 from fenceline.memory_order.access import PagedMemory
@@ -107,16 +107,21 @@ def _moved_from_the_next_node(patch: pytest.MonkeyPatch) -> None:
 
 def _verified_by(tokens: int, patch: pytest.MonkeyPatch) -> None:
     """The target's attention of a verification has a window that is longer by ``tokens``, the draft's a right one."""
-    right = TorchAttentionBackend.plan_verify
+    _verify_otherwise(patch, lambda window, tree: window + (tokens if tree.num_nodes > 2 else 0))
 
-    def wrong(self: TorchAttentionBackend, inputs: VerifyInputs) -> AttentionPlan | None:
-        source = self._source
-        if source.window is not None and inputs.tree.num_nodes > 2:  # the draft attends for one row or two
-            source = replace(source, window=source.window + tokens)
-            return torch_backend._VerifyPlan(source, inputs)
-        return right(self, inputs)
 
-    patch.setattr(TorchAttentionBackend, "plan_verify", wrong)
+def _verify_otherwise(patch: pytest.MonkeyPatch, window_of: Callable[[int, QueryTree], int | None]) -> None:
+    """Verifications attend with another window. The draft attends for one row or two."""
+    right = ReferenceAttentionBackend.plan_verify
+
+    def wrong(self: ReferenceAttentionBackend, inputs: VerifyInputs) -> AttentionPlan | None:
+        if self.window is None:
+            return right(self, inputs)
+        window = window_of(self.window, inputs.tree)
+        rules = {layer: replace(rule, window=window) for layer, rule in self.rules.items()}
+        return right(ReferenceAttentionBackend(self.kv_pool, rules), inputs)
+
+    patch.setattr(ReferenceAttentionBackend, "plan_verify", wrong)
 
 
 def _verified_with_a_token_in_front_of_the_window(patch: pytest.MonkeyPatch) -> None:
@@ -129,14 +134,7 @@ def _verified_without_the_first_token_of_the_window(patch: pytest.MonkeyPatch) -
 
 def _drafted_without_a_window(patch: pytest.MonkeyPatch) -> None:
     """The draft attends to all tokens when it proposes, though its layer has a window."""
-    right = TorchAttentionBackend.plan_verify
-
-    def wrong(self: TorchAttentionBackend, inputs: VerifyInputs) -> AttentionPlan | None:
-        if inputs.tree.num_nodes <= 2:
-            return torch_backend._VerifyPlan(replace(self._source, window=None), inputs)
-        return right(self, inputs)
-
-    patch.setattr(TorchAttentionBackend, "plan_verify", wrong)
+    _verify_otherwise(patch, lambda window, tree: window if tree.num_nodes > 2 else None)
 
 
 # Of layers with a window.
@@ -223,21 +221,18 @@ def test_a_verification_reads_the_window_and_nothing_in_front_of_it(
 
 def _half_a_window(patch: pytest.MonkeyPatch) -> None:
     """The nodes of a tree attend to half of the tokens in the window."""
-    right = torch_backend._depths
-    patch.setattr(torch_backend, "_depths", lambda tree, requests: right(tree, requests) + 32)
+    right = reference._visible
+
+    def wrong(tree: QueryTree, nodes: torch.Tensor, window: int | None) -> torch.Tensor:
+        visible = right(tree, nodes, window)
+        return visible if window is None or tree.ancestors is None else visible & (nodes > 32 - window)
+
+    patch.setattr(reference, "_visible", wrong)
 
 
 def _from_the_token_before(patch: pytest.MonkeyPatch) -> None:
     """All reads of a tree begin a token too early."""
-    right = TorchAttentionBackend.plan_verify
-
-    def wrong(self: TorchAttentionBackend, inputs: VerifyInputs) -> AttentionPlan | None:
-        source = self._source
-        if source.window is None or inputs.tree.ancestors is None:
-            return right(self, inputs)
-        return torch_backend._VerifyPlan(replace(source, window=source.window + 1), inputs)
-
-    patch.setattr(TorchAttentionBackend, "plan_verify", wrong)
+    _verify_otherwise(patch, lambda window, tree: window + (tree.ancestors is not None))
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from tiny_model import more_workloads, without_questions
 
 from fenceline.ipc.io_struct import FlushCacheReq
 from fenceline.layers import decoder_layer
-from fenceline.layers.attention import torch_backend
+from fenceline.layers.attention.reference import ReferenceAttentionBackend, Requests
 from fenceline.layers.decoder_layer import SelfAttention
+from fenceline.layers.forward_batch import AttentionInputs, ForwardMode
 from fenceline.mem_cache.hicache import HiCache, StorageTier
 from fenceline.mem_cache.host.page_copy import RunCopier
 from fenceline.mem_cache.kv_pool import ReqPool
@@ -144,51 +145,51 @@ def _a_page_table_off_by_one_page(patch: pytest.MonkeyPatch) -> None:
 
 
 def _attention_reads_one_page_too_far(patch: pytest.MonkeyPatch) -> None:
-    right = torch_backend._token_slots
+    right = Requests.reads
 
-    def wrong(page_table: torch.Tensor, *args: Any) -> torch.Tensor:
-        return right(torch.roll(page_table, -1, 1), *args)
+    def wrong(self: Requests, *args: Any) -> Any:
+        return right(dataclasses.replace(self, page_table=torch.roll(self.page_table, -1, 1)), *args)
 
-    patch.setattr(torch_backend, "_token_slots", wrong)
+    patch.setattr(Requests, "reads", wrong)
 
 
 def _attention_reads_in_another_order(patch: pytest.MonkeyPatch) -> None:
-    right = torch_backend._token_slots
-    patch.setattr(torch_backend, "_token_slots", lambda *args: right(*args).flip(1))
+    right = Requests.reads
+
+    def wrong(*args: Any) -> Any:
+        slots, visible = right(*args)
+        return slots.flip(1), visible
+
+    patch.setattr(Requests, "reads", wrong)
+
+
+def _decode_otherwise(patch: pytest.MonkeyPatch, change: Callable[[AttentionInputs], dict[str, Any]]) -> None:
+    """Decode steps attend with inputs of which some are others."""
+    right = ReferenceAttentionBackend.plan
+
+    def wrong(self: ReferenceAttentionBackend, inputs: AttentionInputs) -> Any:
+        if inputs.mode is ForwardMode.DECODE:
+            inputs = dataclasses.replace(inputs, **change(inputs))
+        return right(self, inputs)
+
+    patch.setattr(ReferenceAttentionBackend, "plan", wrong)
 
 
 def _attention_reads_another_request(patch: pytest.MonkeyPatch) -> None:
     """The rows of a decode step are taken in the opposite order."""
-    right = torch_backend._plan_decode
-
-    def wrong(kv_pool: Any, inputs: Any) -> Any:
-        return right(kv_pool, dataclasses.replace(inputs, rows=inputs.rows.flip(0)))
-
-    patch.setattr(torch_backend, "_plan_decode", wrong)
+    _decode_otherwise(patch, lambda inputs: {"rows": inputs.rows.flip(0)})
 
 
 def _attention_reads_nothing_of_the_last_request(patch: pytest.MonkeyPatch) -> None:
     """Its row is that of padding, whose pages are all the sink's."""
-    right = torch_backend._plan_decode
-
-    def wrong(kv_pool: Any, inputs: Any) -> Any:
-        return right(
-            kv_pool, dataclasses.replace(inputs, rows=torch.cat([inputs.rows[:-1], inputs.rows[-1:] * 0]))
-        )
-
-    patch.setattr(torch_backend, "_plan_decode", wrong)
+    _decode_otherwise(patch, lambda inputs: {"rows": torch.cat([inputs.rows[:-1], inputs.rows[-1:] * 0])})
 
 
 def _attention_leaves_out_the_last_token(patch: pytest.MonkeyPatch) -> None:
     """Of each request of a decode step the token that is computed is not attended to."""
-    right = torch_backend._plan_decode
-
-    def wrong(kv_pool: Any, inputs: Any) -> Any:
-        lens, cpu = inputs.seq_lens - 1, inputs.seq_lens_cpu
-        shorter = dataclasses.replace(inputs, seq_lens=lens, seq_lens_cpu=None if cpu is None else cpu - 1)
-        return right(kv_pool, shorter)
-
-    patch.setattr(torch_backend, "_plan_decode", wrong)
+    _decode_otherwise(
+        patch, lambda inputs: {"seq_lens": inputs.seq_lens - 1, "seq_lens_cpu": inputs.seq_lens_cpu - 1}
+    )
 
 
 def _a_window_longer_by(tokens: int, patch: pytest.MonkeyPatch) -> None:
@@ -510,10 +511,10 @@ PLANTED = [
     (_a_page_table_off_by_one_page, "tags_crowd", TAGS,
      rf"tags: the page table of {R} \(row \d+\), column 0, names page 0, not \d+\n  written by index_put_ on forward"),
     (_attention_reads_one_page_too_far, "tags_crowd", TAGS,
-     rf"tags: {K0} .* holds token 4 of (?P<one>{R}), .*: decode step reads it as token 0 of (?P=one)\n"
+     rf"tags: {K0} .* holds token 4 of (?P<one>{R}), .*: prefill step reads it as token 0 of (?P=one)\n"
      r"  by index_select on forward .*\n  written by rotate_and_store on forward"),
     (_attention_reads_in_another_order, "tags_crowd", TAGS,
-     rf"tags: {K0} .*: decode step reads it as token 0 of {R}\n  by index_select on forward"),
+     rf"tags: {K0} .*: prefill step reads it as token 0 of {R}\n  by index_select on forward"),
     (_attention_reads_another_request, "tags_crowd", TAGS,
      rf"tags: {K0} .* holds token 0 of (?P<one>{R}), .*: decode step reads it as token 0 of (?!(?P=one))"),
     (_attention_reads_nothing_of_the_last_request, "tags_crowd", TAGS,

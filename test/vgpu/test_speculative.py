@@ -11,7 +11,7 @@ import torch
 
 from fenceline.layers.attention.backends import AttentionSetting
 from fenceline.layers.attention.base import AttentionBackend
-from fenceline.layers.attention.torch_backend import TorchAttentionBackend
+from fenceline.layers.attention.reference import ReferenceAttentionBackend
 from fenceline.layers.forward_batch import QueryTree, VerifyInputs
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 from fenceline.speculative.accept import accept
@@ -121,7 +121,7 @@ def test_a_captured_step_follows_its_inputs_without_the_host(is_chain: bool) -> 
         for step in (ours, plain):
             step.fill(seed)
         graph.replay()
-        expected = plain.run(TorchAttentionBackend(plain.pool))
+        expected = plain.run(ReferenceAttentionBackend(plain.pool))
         for left, right in zip(results, expected, strict=True):
             torch.testing.assert_close(left.cpu(), right)
         live = slice(PAGE_SIZE, None)  # padded requests race for the sink's rows

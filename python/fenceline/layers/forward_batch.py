@@ -39,6 +39,16 @@ class AttentionInputs:
     query_lens_cpu: npt.NDArray[np.int64]  # [B], tokens of this step; all 1 in DECODE
     query_starts: torch.Tensor | None = None  # [B + 1] int32, where each request's queries start; EXTEND only
 
+    def check(self) -> None:
+        """Assert that there are requests, and that the queries of each are among its tokens."""
+        lens = self.query_lens_cpu
+        assert len(lens) > 0, "an empty batch has nothing to attend to"
+        assert bool((lens >= 1).all()), "a request without new tokens does not belong in a batch"
+        assert bool((lens <= self.seq_lens_cpu).all()), "seq_lens include this step's tokens"
+        assert self.mode is not ForwardMode.DECODE or bool((lens == 1).all()), (
+            "decode has one query per request"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class GraphDecodeInputs:

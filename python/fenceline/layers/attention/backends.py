@@ -14,14 +14,15 @@ import torch
 
 from fenceline.layers.attention.base import AttentionBackend, LayerRules
 from fenceline.layers.attention.by_window import BackendsByWindow
-from fenceline.layers.attention.torch_backend import TorchAttentionBackend
+from fenceline.layers.attention.cpu_backend import CpuAttentionBackend
+from fenceline.layers.attention.reference import ReferenceAttentionBackend
 from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order import Device
 
 _AUTO = "auto"
-_REFERENCE = "torch"
-_READ_FP8 = ("triton", _REFERENCE)  # these can read a KV cache in FP8
+_ANYWHERE = "torch"
+_READ_FP8 = ("triton", _ANYWHERE)  # these can read a KV cache in FP8
 # Tried in this order; flashinfer last, because it may have to be compiled first.
 _CANDIDATES = ("triton", "fa3", "flashinfer")
 
@@ -105,7 +106,8 @@ def _make_flashinfer(setting: AttentionSetting) -> AttentionBackend:
 
 
 def _make_torch(setting: AttentionSetting) -> AttentionBackend:
-    return TorchAttentionBackend(setting.kv_pool, setting.rules)
+    on_cpu = setting.kv_pool.k(0).device.type == "cpu"
+    return (CpuAttentionBackend if on_cpu else ReferenceAttentionBackend)(setting.kv_pool, setting.rules)
 
 
 def _make_triton(setting: AttentionSetting) -> AttentionBackend:
@@ -188,7 +190,7 @@ def _make_one(name: str, setting: AttentionSetting) -> AttentionBackend:
             f"--attention-backend {name} does not read --kv-cache-dtype fp8_e4m3: use --attention-backend triton or"
             " torch"
         )
-    if name != _REFERENCE and setting.device.kind != "cuda":
+    if name != _ANYWHERE and setting.device.kind != "cuda":
         raise ValueError(f"--attention-backend {name} needs an NVIDIA GPU: use --attention-backend torch")
     return ATTENTION_BACKENDS[name](setting)
 
@@ -197,7 +199,7 @@ def _chosen(name: str, mode: ForwardMode, setting: AttentionSetting) -> str:
     if name != _AUTO:
         return name
     if setting.device.kind != "cuda":
-        return _REFERENCE
+        return _ANYWHERE
     times_us: dict[str, float] = {}
     notes: list[str] = []
     for candidate in _CANDIDATES:
@@ -207,7 +209,7 @@ def _chosen(name: str, mode: ForwardMode, setting: AttentionSetting) -> str:
         else:
             times_us[candidate] = result
             notes.append(f"{candidate} {result:.1f} us")
-    chosen = setting.agreed(choose(times_us, mode) if times_us else _REFERENCE)
+    chosen = setting.agreed(choose(times_us, mode) if times_us else _ANYWHERE)
     batch = BATCHES[mode]
     logger.info(
         "Attention of %s steps: %s (%d requests of %d tokens, one layer: %s)",

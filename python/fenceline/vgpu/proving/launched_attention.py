@@ -1,7 +1,7 @@
 """Our own attention kernels on the virtual GPU: the launches of the ``triton`` backend with the kernels' declared
-accesses, and the values of the torch backend.
+accesses, and the values of the reference.
 
-Importing this module makes the backend :data:`LAUNCHED` available on any device.
+Importing this module makes the backends :data:`LAUNCHED` and :data:`REFERENCE` available on any device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from fenceline.layers.attention.backends import AttentionSetting, register_attention_backend
 from fenceline.layers.attention.base import PLAIN, AttentionBackend, LayerRules
-from fenceline.layers.attention.torch_backend import TorchAttentionBackend
+from fenceline.layers.attention.reference import ReferenceAttentionBackend
 from fenceline.layers.forward_batch import (
     AttentionInputs,
     AttentionPlan,
@@ -26,14 +26,15 @@ from fenceline.layers.kernels import accesses
 from fenceline.memory_order.kernel import is_watched
 
 LAUNCHED = "launched"
+REFERENCE = "reference"
 _WORKSPACE = 1 << 10  # elements; its size has no effect
 
 
 def _make(setting: AttentionSetting) -> AttentionBackend:
-    """On a device that watches its memory; elsewhere the torch backend itself, whose values are the same."""
+    """On a device that watches its memory; elsewhere the reference itself, whose values are the same."""
     if is_watched(setting.kv_pool.k(0).device):
         return LaunchedAttentionBackend(setting)
-    return TorchAttentionBackend(setting.kv_pool, setting.rules)
+    return ReferenceAttentionBackend(setting.kv_pool, setting.rules)
 
 
 class LaunchedAttentionBackend(AttentionBackend):
@@ -41,7 +42,7 @@ class LaunchedAttentionBackend(AttentionBackend):
 
     def __init__(self, setting: AttentionSetting) -> None:
         self.kv_pool, self.rules = setting.kv_pool, setting.rules
-        self._reference = TorchAttentionBackend(setting.kv_pool, setting.rules)
+        self._reference = ReferenceAttentionBackend(setting.kv_pool, setting.rules)
         device = setting.kv_pool.k(0).device
         self.workspace = [
             torch.zeros(_WORKSPACE, dtype=dtype, device=device)
@@ -54,7 +55,7 @@ class LaunchedAttentionBackend(AttentionBackend):
         def plan_again(pool: _Layer, rules: LayerRules, *tensors: torch.Tensor) -> AttentionPlan:
             page_table, rows, seq_lens = tensors
             given = replace(inputs, page_table=page_table, rows=rows, seq_lens=seq_lens)
-            return TorchAttentionBackend(pool, {0: rules}).plan(given)  # type: ignore[arg-type]
+            return ReferenceAttentionBackend(pool, {0: rules}).plan(given)  # type: ignore[arg-type]
 
         return _Plan(self, inputs, plan_again)
 
@@ -64,7 +65,7 @@ class LaunchedAttentionBackend(AttentionBackend):
         def plan_again(pool: _Layer, rules: LayerRules, *tensors: torch.Tensor) -> AttentionPlan:
             page_table, rows, seq_lens = tensors
             given = replace(inputs, page_table=page_table, rows=rows, seq_lens=seq_lens)
-            plan = TorchAttentionBackend(pool, {0: rules}).plan_graph(given)  # type: ignore[arg-type]
+            plan = ReferenceAttentionBackend(pool, {0: rules}).plan_graph(given)  # type: ignore[arg-type]
             assert plan is not None, "there was one for this size"
             plan.prepare()
             return plan
@@ -78,7 +79,7 @@ class LaunchedAttentionBackend(AttentionBackend):
             page_table, rows, seq_lens, ancestors = tensors
             tree = replace(inputs.tree, ancestors=ancestors)
             given = replace(inputs, page_table=page_table, rows=rows, seq_lens=seq_lens, tree=tree)
-            plan = TorchAttentionBackend(pool, {0: rules}).plan_verify(given)  # type: ignore[arg-type]
+            plan = ReferenceAttentionBackend(pool, {0: rules}).plan_verify(given)  # type: ignore[arg-type]
             assert plan is not None
             plan.prepare()
             return plan
@@ -177,3 +178,6 @@ def _new_tokens(
 
 
 register_attention_backend(LAUNCHED, _make)
+register_attention_backend(
+    REFERENCE, lambda setting: ReferenceAttentionBackend(setting.kv_pool, setting.rules)
+)

@@ -14,17 +14,18 @@ from types import ModuleType
 
 # By module and name: the value in those runs.
 SMALL: Mapping[str, Mapping[str, object]] = {
-    "layers.attention.torch_backend": {
-        "_GATHER_BYTES": {},
-        "_GATHER_BYTES_DEFAULT": 3000,  # the keys and values of a few tokens at a time
-        "_GRAPH_GATHERS": 1 << 20,  # or nothing would be captured
+    "layers.attention.cpu_backend": {
+        "_GATHER_BYTES": 3000,  # the keys and values of a few tokens at a time
         "_SLACK_TOKENS": 2,
         "_QUERY_BLOCK": 4,
         "_MIN_SINGLES": 2,
-        "_WORTH_PAIRS": 4,
-        "_BLOCK": 2,
-        "_MAX_PREFIX_DEPTH": 1,
     },
+    "layers.attention.reference": {
+        "_GATHER_BYTES": 3000,
+        "_GRAPH_GATHERS": 1 << 20,  # or nothing would be captured
+        "_QUERY_BLOCK": 4,
+    },
+    "layers.attention.shared_prefixes": {"_WORTH_PAIRS": 4, "_BLOCK": 2, "_MAX_PREFIX_DEPTH": 1},
     "mem_cache.storage.controller": {"_BATCH_BYTES": 600},  # some pages of a token, none of four
     "mem_cache.storage.page_file": {"_MAX_PARTS": 2},
     "memory_order.access": {"_MAX_LOG": 4, "_MAX_RUNS": 2},

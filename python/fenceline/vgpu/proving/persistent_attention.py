@@ -15,7 +15,7 @@ import torch
 
 from fenceline.layers.attention.backends import AttentionSetting, register_attention_backend
 from fenceline.layers.attention.base import AttentionBackend
-from fenceline.layers.attention.torch_backend import TorchAttentionBackend
+from fenceline.layers.attention.reference import ReferenceAttentionBackend
 from fenceline.layers.forward_batch import (
     AttentionInputs,
     AttentionPlan,
@@ -31,11 +31,11 @@ PERSISTENT = "torch_persistent"
 
 
 class PersistentAttentionBackend(AttentionBackend):
-    """The torch backend, with plans whose every layer uses the resource ``sm``."""
+    """The reference, with plans whose every layer uses the resource ``sm``."""
 
     def __init__(self, setting: AttentionSetting) -> None:
         self._device, self._page_size = setting.device, setting.kv_pool.page_size
-        self._reference = TorchAttentionBackend(setting.kv_pool, setting.rules)
+        self._reference = ReferenceAttentionBackend(setting.kv_pool, setting.rules)
 
     def persistent(self, mode: ForwardMode) -> bool:
         """See ``AttentionBackend.persistent``."""

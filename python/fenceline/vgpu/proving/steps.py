@@ -37,7 +37,6 @@ from fenceline.vgpu.footprint import check_footprints
 from fenceline.vgpu.proving.admission import Admissions
 from fenceline.vgpu.proving.answers import Findings, Setting, Transcript
 from fenceline.vgpu.proving.at_rest import compare_at_rest
-from fenceline.vgpu.proving.attention_plans import compare_attention
 from fenceline.vgpu.proving.backups import Backups
 from fenceline.vgpu.proving.captures import Captures
 from fenceline.vgpu.proving.chunks import Chunks
@@ -50,7 +49,7 @@ from fenceline.vgpu.proving.figures import Evictions, HostEvictions, compare_fig
 from fenceline.vgpu.proving.flashinfer_library import PLANNED
 from fenceline.vgpu.proving.gpu_core_dumps import compare_core_dumps
 from fenceline.vgpu.proving.in_time import InTime
-from fenceline.vgpu.proving.launched_attention import LAUNCHED
+from fenceline.vgpu.proving.launched_attention import LAUNCHED, REFERENCE
 from fenceline.vgpu.proving.layer_promises import compare_layers
 from fenceline.vgpu.proving.leaks import Leaks
 from fenceline.vgpu.proving.memory_sizes import MemorySizes
@@ -71,7 +70,6 @@ from fenceline.vgpu.proving.sampled_batches import compare_sampling
 from fenceline.vgpu.proving.scheduler_parts import compare_scheduler_parts
 from fenceline.vgpu.proving.scheduler_record import SchedulerRecord
 from fenceline.vgpu.proving.script import Arrival, Flags, FollowUp, Reaction, Scenario
-from fenceline.vgpu.proving.shared_prefixes import compare_shared_prefixes
 from fenceline.vgpu.proving.start_up import compare_start
 from fenceline.vgpu.proving.storage_contracts import compare_storage_contracts
 from fenceline.vgpu.proving.storage_jobs import StorageJobs
@@ -101,7 +99,9 @@ STEP_S = 0.01
 @lru_cache
 def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineConfig:
     args = dict(flags)
-    backend, draft = args.pop("attention_backend", ""), args.pop("draft", None)
+    # On the CPU alone attention has plans of its own, and rounds differently.
+    backend = args.pop("attention_backend", "" if args["device"] == "cpu" else REFERENCE)
+    draft = args.pop("draft", None)
     prefill, decode = (str(args.pop(f"{mode}_attention_backend", backend)) for mode in ("prefill", "decode"))
     of_draft = args.pop("speculative_draft_attention_backend", None)
     model, least_tokens = str(args.pop("model", PLAIN)), args.pop("least_tokens", None)
@@ -482,8 +482,6 @@ class Loop:
         answers = [
             compare_prefill_plans(random) if is_whole else "",
             compare_policies(random) if is_whole else "",
-            compare_shared_prefixes(random),
-            compare_attention(random),
             compare_weight_slots(random),
             compare_layers(random),
             compare_sampling(random),

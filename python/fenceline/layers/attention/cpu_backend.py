@@ -1,14 +1,13 @@
-"""The reference attention backend: torch's scaled_dot_product_attention over gathered pages, on any device.
+"""The CPU's attention backend: torch's scaled_dot_product_attention over gathered pages.
 
 Grouped-query attention without repeating keys: query heads are laid out as [num_kv_heads, group], so that a group
-shares its key/value head, either as further query rows (decode) or through a stride-0 axis (extend).
+shares its key/value head, either as further query rows (decode) or through a stride-0 axis (extend). Requests of
+similar lengths are gathered together, as many keys at a time as fit a cache. What depends on the batch alone is
+computed once in ``plan``, not once for each layer.
 
-Nothing here makes the host wait for the device: shapes come from the ``*_cpu`` arrays, indices are computed on the
-device, and what depends on the batch alone is computed once in ``plan``, not once for each layer.
-
-On a CPU, planning can read the page table. Pages with which several requests begin are then read once for all of them,
-and each request attends separately to the tokens that follow. The results over two sets of keys are averaged, weighted
-by the sums of their exponentials; attention also returns the logarithms of these sums.
+Planning reads the page table, which is in the host's memory. Pages with which several requests begin are read once for
+all of them, and each request attends separately to the tokens that follow. The results over two sets of keys are
+averaged, weighted by the sums of their exponentials; attention also returns the logarithms of these sums.
 
 Layers with a window gather the tokens of the window only. With a soft cap or sinks attention is computed step by step,
 because scaled_dot_product_attention has neither.
@@ -19,32 +18,21 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from fenceline.layers.attention.base import NO_RULES, PLAIN, AttentionBackend, LayerRules, window_of
-from fenceline.layers.forward_batch import (
-    AttentionInputs,
-    AttentionPlan,
-    ForwardMode,
-    GraphDecodeInputs,
-    QueryTree,
-    VerifyInputs,
-)
+from fenceline.layers.attention.base import NO_RULES, PLAIN, LayerRules
+from fenceline.layers.attention.reference import ReferenceAttentionBackend, ReferencePlan, max_tokens
+from fenceline.layers.attention.shared_prefixes import find_shared_prefixes
+from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode
 from fenceline.mem_cache.kv_pool import KVPool
 
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
-
-# Bytes of keys and values gathered at once in decode. On a CPU they should still be in its cache when they are used:
-# fetching them from memory costs several times the arithmetic. On a GPU the bound only keeps the workspace small.
-_GATHER_BYTES = {"cpu": 2 << 20}
-_GATHER_BYTES_DEFAULT = 256 << 20
-_GRAPH_GATHERS = 4  # a graph gathers all requests at once; it may gather this many times as much
+# Bytes of keys and values gathered at once. They should still be in the CPU's cache when they are used: fetching them
+# from memory costs several times the arithmetic.
+_GATHER_BYTES = 2 << 20
 # Requests share a gather if padding them to its longest adds at most a quarter of that length, or this many tokens.
 _SLACK_TOKENS = 64
 # Rows of the causal mask in extend; longer chunks take several calls, each over only the keys its rows can see.
@@ -53,50 +41,36 @@ _QUERY_BLOCK = 256
 _MIN_SINGLES = 8
 # Masked elements of a gather read the sink page and never a page that may belong to another request by now.
 _SINK_SLOT = 0
-# A prefix that requests share takes an extra call. It is worth it if it saves the reads of at least this many (query,
-# token) pairs, which are those of all queries but one.
-_WORTH_PAIRS = 2048
-# Prefixes within prefixes are searched to this depth, which bounds the work, whatever a client sends.
-_MAX_PREFIX_DEPTH = 16
-_BLOCK = 64  # columns of the page table that are compared at a time
 
 
-class TorchAttentionBackend(AttentionBackend):
-    """Plans over one KV pool. Keeps no state between batches, so plans never share memory."""
+class CpuAttentionBackend(ReferenceAttentionBackend):
+    """Plans batches for a CPU. The plans of verify steps and of graphs are the reference's, with attention by
+    scaled_dot_product_attention."""
 
     def __init__(self, kv_pool: KVPool, rules: Mapping[int, LayerRules] = NO_RULES) -> None:
-        self._source = _Source(kv_pool, rules, window_of(rules))
-        if kv_pool.k(0).is_cuda:
-            # cuDNN's attention builds a plan for each new shape, which takes tens of milliseconds, and every step here
-            # has new shapes. On an H200 a bf16 evaluation took 86 s with cuDNN and 5 s (as in fp32) without.
-            torch.backends.cuda.enable_cudnn_sdp(False)
-
-    def plan_graph(self, inputs: GraphDecodeInputs) -> AttentionPlan | None:
-        """A plan that pads all requests to the longest possible length, so only small contexts can be captured."""
-        source = self._source
-        num_tokens = len(inputs.rows) * source.num_attended(inputs.max_seq_len)
-        if num_tokens > _max_gather_tokens(source.kv_pool) * _GRAPH_GATHERS:
-            return None
-        return _GraphDecodePlan(source, inputs)
-
-    def plan_verify(self, inputs: VerifyInputs) -> AttentionPlan | None:
-        """See ``AttentionBackend.plan_verify``. Keys are padded to the bounds of the lengths."""
-        return _VerifyPlan(self._source, inputs)
+        super().__init__(kv_pool, rules)
+        self.plan_type = _PaddedPlan
+        self._max_tokens = max_tokens(kv_pool, _GATHER_BYTES)
+        self._source = _Source(kv_pool, rules, self.window)
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
-        """A plan for the batch; allocates its index tensors on the current stream. No host synchronisation."""
-        assert len(inputs.seq_lens_cpu) > 0, "an empty batch has nothing to attend to"
-        assert bool((inputs.query_lens_cpu >= 1).all()), (
-            "a request without new tokens does not belong in a batch"
-        )
-        assert bool((inputs.query_lens_cpu <= inputs.seq_lens_cpu).all()), (
-            "seq_lens include this step's tokens"
-        )
-        if inputs.page_table.device.type == "cpu":
-            return _plan_on_cpu(self._source, inputs)
-        if inputs.mode is ForwardMode.DECODE:
-            return _plan_decode(self._source, inputs)
-        return _plan_extend(self._source, inputs)
+        """See ``AttentionBackend.plan``."""
+        inputs.check()
+        return _plan(self._source, inputs)
+
+
+class _PaddedPlan(ReferencePlan):
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        visible: torch.Tensor,
+        scale: float,
+        rules: LayerRules,
+    ) -> torch.Tensor:
+        """See ``ReferencePlan.attend``."""
+        return _attention(q, k, v, _Scores(scale, rules.soft_cap, rules.sinks), None, visible)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +152,8 @@ class _Part(AttentionPlan):
         scores: _Scores,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Like ``AttentionPlan.forward``. If ``lse`` [T, num_heads] float32 is given, which is possible on a CPU only,
-        the logarithms of the sums of exponentials are written to it."""
+        """Like ``AttentionPlan.forward``. If ``lse`` [T, num_heads] float32 is given, the logarithms of the sums of
+        exponentials are written to it."""
 
     def forward(
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -320,16 +294,13 @@ def _attend_gathered(
 
 
 def _plan_decode(source: _Source, inputs: AttentionInputs) -> _DecodePlan:
-    assert bool((inputs.query_lens_cpu == 1).all()), "decode has one query for each request"
     kv_pool = source.kv_pool
     lens = -np.sort(-inputs.seq_lens_cpu)
     if source.window is not None:
         lens = np.minimum(lens, source.window)
-    ranges = decode_groups(lens, _max_gather_tokens(kv_pool))
+    ranges = decode_groups(lens, max_tokens(kv_pool, _GATHER_BYTES))
     order, rows, seq_lens = None, inputs.rows, inputs.seq_lens
     if len(ranges) > 1:
-        # Host and device both sort, so that neither waits for the other: the host needs the lengths, the device the
-        # indices.
         order = torch.argsort(seq_lens, descending=True)
         rows, seq_lens = rows.index_select(0, order), seq_lens.index_select(0, order)
     groups = []
@@ -368,36 +339,6 @@ def _masked(
     return slots.masked_fill(beyond, _SINK_SLOT), mask
 
 
-class _GraphDecodePlan(AttentionPlan):
-    """One query for each request. Every request is padded to the longest possible length, so shapes never change."""
-
-    def __init__(self, source: _Source, inputs: GraphDecodeInputs) -> None:
-        self.source = source
-        self._inputs = inputs
-        self._slots: torch.Tensor | None = None  # [B * max_seq_len] int32
-        self._mask: torch.Tensor | None = None
-
-    def prepare(self) -> None:
-        """See ``AttentionPlan.prepare``."""
-        given, source = self._inputs, self.source
-        num_tokens = source.num_attended(given.max_seq_len)
-        slots, num_attended = _attended_slots(
-            source, given.page_table, given.rows, given.seq_lens, num_tokens
-        )
-        slots, self._mask = _masked(source.kv_pool, slots, num_attended)
-        self._slots = slots.reshape(-1)
-
-    def forward(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """See ``AttentionPlan.forward``."""
-        assert self._slots is not None, "prepare comes first"
-        scores = self.source.scores(layer_id, scale).by_rows(k.shape[1])
-        grouped_q = q.view(len(q), k.shape[1], -1, q.shape[2])
-        attended = _attend_gathered(self.source.kv_pool, layer_id, self._slots, self._mask, grouped_q, scores)
-        return attended.reshape(q.shape)
-
-
 def decode_groups(lens: npt.NDArray[np.int64], max_tokens: int) -> list[tuple[int, int]]:
     """Cut requests with ``lens`` (descending) into ranges ``[first, last)``, each of which is padded to its longest.
 
@@ -415,126 +356,6 @@ def decode_groups(lens: npt.NDArray[np.int64], max_tokens: int) -> list[tuple[in
         groups.append((first, last))
         first = last
     return groups
-
-
-def _max_gather_tokens(kv_pool: KVPool) -> int:
-    keys = kv_pool.k(0)
-    token_bytes = 2 * keys[0].numel() * keys.element_size()
-    return max(_GATHER_BYTES.get(keys.device.type, _GATHER_BYTES_DEFAULT) // token_bytes, 1)
-
-
-# Verify ---------------------------------------------------------------------------------------------------------
-
-
-class _VerifyPlan(AttentionPlan):
-    """A few queries of each request, which form a chain or a tree. Shapes follow from the bounds that the host
-    knows."""
-
-    def __init__(self, source: _Source, inputs: VerifyInputs) -> None:
-        inputs.tree.check(len(inputs.rows))
-        self.source = source
-        self._inputs = inputs
-        self._most = inputs.max_seq_lens_cpu  # tokens that the queries of a request may attend to
-        if source.window is not None:
-            self._most = np.minimum(self._most, source.window + inputs.tree.num_nodes - 1)
-        self._ranges = _verify_ranges(self._most, _max_gather_tokens(source.kv_pool))
-        # For each range: slots [requests * tokens] int32, additive mask [requests, 1, queries, tokens].
-        self._gathers: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def prepare(self) -> None:
-        """See ``AttentionPlan.prepare``."""
-        given, pool, window = self._inputs, self.source.kv_pool, self.source.window
-        self._gathers = []
-        for first, last in self._ranges:
-            num_tokens = int(self._most[first:last].max())
-            seq_lens = given.seq_lens[first:last, None, None]
-            positions = torch.arange(num_tokens, device=seq_lens.device).expand(last - first, 1, -1)
-            start = None
-            if window is not None:
-                start = (given.seq_lens[first:last] - given.tree.num_nodes - window + 1).clamp_(min=0)
-                positions = positions + start[:, None, None]
-            slots = _token_slots(given.page_table, given.rows[first:last], num_tokens, pool.page_size, start)
-            slots = slots.masked_fill((positions >= seq_lens)[:, 0], _SINK_SLOT)
-            hidden = ~_visible(given.tree, slice(first, last), positions, seq_lens, window)
-            mask = torch.zeros(hidden.shape, dtype=pool.dtype, device=slots.device)
-            mask = mask.masked_fill_(hidden, float("-inf")).unsqueeze(1)
-            self._gathers.append((slots.reshape(-1), mask))
-
-    def forward(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """See ``AttentionPlan.forward``."""
-        assert self._gathers, "prepare comes first"
-        num_queries, num_kv_heads = self._inputs.tree.num_queries, k.shape[1]
-        group = q.shape[1] // num_kv_heads
-        # The heads of a group are further query rows: [B, num_kv_heads, group * num_queries, head_dim].
-        rows = q.unflatten(0, (-1, num_queries)).unflatten(2, (num_kv_heads, group))
-        rows = rows.permute(0, 2, 3, 1, 4).flatten(2, 3)
-        scores = self.source.scores(layer_id, scale).by_rows(num_kv_heads, num_queries)
-        outputs = [
-            _attend_gathered(
-                self.source.kv_pool,
-                layer_id,
-                slots,
-                mask.repeat(1, 1, group, 1),
-                rows[first:last],
-                scores,
-            )
-            for (first, last), (slots, mask) in zip(self._ranges, self._gathers, strict=True)
-        ]
-        attended = torch.cat(outputs).unflatten(2, (group, num_queries)).permute(0, 3, 1, 2, 4)
-        return attended.contiguous().view(q.shape)
-
-
-def _visible(
-    tree: QueryTree,
-    requests: slice,
-    positions: torch.Tensor,
-    seq_lens: torch.Tensor,
-    window: int | None,
-) -> torch.Tensor:
-    """[requests, queries, tokens] bool: which tokens at ``positions`` [requests, 1, tokens] each query attends to;
-    ``seq_lens`` [requests, 1, 1]."""
-    nodes = positions - (seq_lens - tree.num_nodes)
-    queries = torch.arange(tree.num_nodes - tree.num_queries, tree.num_nodes, device=nodes.device)
-    own = queries[:, None]
-    if tree.ancestors is None:
-        seen = nodes <= own
-        if window is not None:
-            seen = seen & (nodes > own - window)
-        nowhere = seq_lens - tree.num_nodes + own < 0
-        # A query before the first token attends to the first one, so that its softmax has a key.
-        return seen | nowhere & (positions == 0)
-    bits = tree.ancestors[requests, :, None] >> nodes.clamp(0, 63)
-    in_front = nodes < 0
-    if window is not None:
-        assert window >= tree.num_nodes, f"a window of {window} tokens and a tree of {tree.num_nodes}"
-        in_front = in_front & (nodes > _depths(tree, requests) - window)
-    among = (nodes >= 0) & (bits & 1).bool()
-    return (positions < seq_lens) & (in_front | (nodes == own) | among)
-
-
-def _depths(tree: QueryTree, requests: slice) -> torch.Tensor:
-    """[requests, queries, 1]: how many ancestors each query has."""
-    assert tree.ancestors is not None
-    nodes = torch.arange(tree.num_nodes, device=tree.ancestors.device)
-    own = nodes[tree.num_nodes - tree.num_queries :, None]
-    above = (tree.ancestors[requests, :, None] >> nodes & 1).bool() & (nodes != own)
-    return above.sum(-1, keepdim=True)
-
-
-def _verify_ranges(max_seq_lens: npt.NDArray[np.int64], max_tokens: int) -> list[tuple[int, int]]:
-    """Cut requests, in their order, into ranges ``[first, last)``. Padded to its longest, a range gathers at most
-    ``max_tokens`` tokens unless it is one request."""
-    ranges: list[tuple[int, int]] = []
-    first = longest = 0
-    for i, length in enumerate(max_seq_lens.tolist()):
-        longest = max(longest, length)
-        if i > first and (i + 1 - first) * longest > max_tokens:
-            ranges.append((first, i))
-            first, longest = i, length
-    ranges.append((first, len(max_seq_lens)))
-    return ranges
 
 
 # Extend ---------------------------------------------------------------------------------------------------------
@@ -563,7 +384,7 @@ class _ExtendPlan(_Part):
     ) -> None:
         self.source = source
         self.requests = requests
-        # [rows, width], true or 0 where a key is visible. The causal triangle is in the bottom right corner; with a
+        # [rows, width], 0 where a key is visible, else -inf. The causal triangle is in the bottom right corner; with a
         # window there is another triangle to its left. The mask of any block of queries over any number of keys is the
         # bottom right part of this mask, so one mask is enough for the whole batch.
         self.mask = mask
@@ -629,13 +450,8 @@ class _ExtendPlan(_Part):
         return self.mask[rows - num_queries :, width - num_tokens :]
 
 
-# The group is the *batch* axis of the calls below, where its stride of 0 does no harm. It must not be the heads' axis:
-# if heads have stride 0, torch's memory-efficient CUDA kernel treats a last block of one query as single-token decoding
-# and writes wrong values to that row (with a mask and 65, 129, 193, ... queries; seen with torch 2.11 on an H200).
-
-
 def _heads_first(x: torch.Tensor, group: int) -> torch.Tensor:
-    """A view: [tokens, num_heads, head_dim] → [group, num_kv_heads, tokens, head_dim]."""
+    """A view: [tokens, num_heads, head_dim] → [group, num_kv_heads, tokens, head_dim]. The group is the batch axis."""
     return x.unflatten(1, (-1, group)).permute(2, 1, 0, 3)
 
 
@@ -668,18 +484,15 @@ def _plan_extend(source: _Source, inputs: AttentionInputs) -> _ExtendPlan:
 def _corner_mask(rows: int, width: int, source: _Source) -> torch.Tensor | None:
     if rows <= 1:
         return None
-    device = source.kv_pool.k(0).device
-    last = torch.arange(rows, device=device).unsqueeze(1) + (width - rows)
-    key = torch.arange(width, device=device)
-    visible = key <= last
+    last = torch.arange(rows).unsqueeze(1) + (width - rows)
+    key = torch.arange(width)
+    hidden = key > last
     if source.window is not None:
-        visible &= key > last - source.window
-    if device.type != "cpu":
-        return visible  # it is made additive on each use, because a new tensor has the alignment that the kernel needs
-    return torch.zeros(visible.shape, dtype=source.kv_pool.dtype).masked_fill_(~visible, float("-inf"))
+        hidden |= key <= last - source.window
+    return torch.zeros(hidden.shape, dtype=source.kv_pool.dtype).masked_fill_(hidden, float("-inf"))
 
 
-# On a CPU -------------------------------------------------------------------------------------------------------
+# Shared prefixes ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -754,7 +567,7 @@ class _SplitPlan(_Part):
         return output
 
 
-def _plan_on_cpu(source: _Source, inputs: AttentionInputs) -> AttentionPlan:
+def _plan(source: _Source, inputs: AttentionInputs) -> AttentionPlan:
     if source.window is not None:
         return _plan_parts(source, inputs)  # with a window, queries do not see all tokens of a prefix
     size = source.kv_pool.page_size
@@ -814,78 +627,3 @@ def _plan_parts(source: _Source, inputs: AttentionInputs) -> _Part:
         )
         parts.append((torch.from_numpy(np.flatnonzero(tokens)), plan(source, some)))
     return _SplitPlan(source, parts)
-
-
-@dataclass(frozen=True, slots=True)
-class SharedPrefix:
-    """``num_pages`` pages with which all of ``requests`` begin; these are ascending indices into the batch."""
-
-    requests: tuple[int, ...]
-    num_pages: int
-
-
-def find_shared_prefixes(
-    page_table: I32, num_pages: I64, num_queries: I64, page_size: int
-) -> list[SharedPrefix]:
-    """The prefixes to which all queries of several requests (or the many queries of one) should attend in one call.
-
-    ``page_table`` [B, columns]; ``num_pages`` [B]: how many pages of each request lie wholly before its first query,
-    so that all its queries see all their tokens; ``num_queries`` [B]. No request is in two prefixes. If requests share
-    a short prefix and some of them a longer one, either all are together, or those that go on alike are: whichever way
-    fewer tokens are read.
-    """
-    if int((num_pages * num_queries).sum()) * page_size < _WORTH_PAIRS:
-        return []
-    # Most requests of most batches share nothing. NumPy filters them out, so that they take no time in Python loops.
-    _, branch, sizes = np.unique(page_table[:, 0], return_inverse=True, return_counts=True)
-    candidates = np.flatnonzero((num_pages > 0) & ((sizes[branch] > 1) | (num_queries > 1)))
-    if len(candidates) == 0:
-        return []
-    _, groups = _Grouping(page_table, num_pages).best(candidates.tolist(), 0, _MAX_PREFIX_DEPTH)
-    queries = num_queries.tolist()
-    return [
-        group
-        for group in groups
-        if group.num_pages * page_size * (sum(queries[i] for i in group.requests) - 1) >= _WORTH_PAIRS
-    ]
-
-
-class _Grouping:
-    def __init__(self, page_table: I32, num_pages: I64) -> None:
-        self._table = page_table
-        self._num_pages = num_pages.tolist()
-
-    def best(self, requests: Sequence[int], depth: int, levels: int) -> tuple[int, list[SharedPrefix]]:
-        """The number of pages that are read with the cheaper grouping of ``requests``, and this grouping. The first
-        ``depth`` pages of the requests are the same; at most ``levels`` more levels are searched. The pages that a
-        group shares are counted once, the other pages of each request on their own."""
-        first, nums = requests[0], [self._num_pages[i] for i in requests]
-        if len(requests) == 1:
-            return nums[0], [SharedPrefix((first,), nums[0])]
-        shared = depth + self._num_alike(requests, depth, min(nums))
-        together = sum(nums) - shared * (len(requests) - 1)
-        groups = [SharedPrefix(tuple(requests), shared)] if shared else []
-        if levels == 0:
-            return together, groups
-        branches: dict[int, list[int]] = {}
-        column = self._table[:, min(shared, self._table.shape[1] - 1)].tolist()
-        for request, num in zip(requests, nums, strict=True):
-            # A request that ends here is a branch of its own; page ids are not negative.
-            branches.setdefault(column[request] if num > shared else -1 - request, []).append(request)
-        if len(branches) == len(requests) and shared:
-            return together, groups  # no two requests share more than all of them do
-        parts = [self.best(branch, shared, levels - 1) for branch in branches.values()]
-        apart = sum(cost for cost, _ in parts)
-        if apart < together or not shared:
-            return apart, list(chain.from_iterable(groups for _, groups in parts))
-        return together, groups
-
-    def _num_alike(self, requests: Sequence[int], first: int, last: int) -> int:
-        """How many columns from ``first`` on, before ``last``, are the same in all rows."""
-        rows = list(requests)
-        for begin in range(first, last, _BLOCK):
-            columns = self._table[:, begin : min(begin + _BLOCK, last)]
-            alike = (columns[rows] == columns[rows[0]]).all(axis=0)
-            if not alike.all():
-                return begin - first + int(alike.argmin())
-        return last - first

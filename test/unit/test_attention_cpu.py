@@ -1,4 +1,4 @@
-"""The torch attention backend against the textbook in float64, over random page tables."""
+"""The CPU's attention backend and the reference against the textbook in float64, over random page tables."""
 
 from __future__ import annotations
 
@@ -12,18 +12,35 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fenceline.layers.attention import torch_backend
+from fenceline.layers.attention import cpu_backend, shared_prefixes
 from fenceline.layers.attention.base import LayerRules
-from fenceline.layers.attention.torch_backend import (
-    SharedPrefix,
-    TorchAttentionBackend,
-    _max_gather_tokens,
-    _verify_ranges,
-    decode_groups,
-    find_shared_prefixes,
-)
+from fenceline.layers.attention.cpu_backend import CpuAttentionBackend, decode_groups
+from fenceline.layers.attention.shared_prefixes import SharedPrefix, find_shared_prefixes
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
+
+
+class Work(TorchDispatchMode):
+    """Counts what a step does in one layer."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.reads: list[int] = []  # tokens of the pool's keys, for each gather
+        self.attention_calls = 0
+        self._keys = case.pool.k(1).data_ptr()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.aten.index_select.default and args[0].data_ptr() == self._keys:
+            self.reads.append(len(args[2]))
+        self.attention_calls += "attention" in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+def work_of(case: Case, mode: ForwardMode) -> Work:
+    with Work(case) as work:
+        case.run(mode)
+    return work
+
 
 heads = st.sampled_from([(1, 1), (4, 4), (6, 2), (4, 1)])
 page_sizes = st.sampled_from([1, 16, 32, 64])
@@ -64,8 +81,7 @@ def test_verify_equals_the_textbook(
     random = np.random.default_rng(sum(lens))
     trees = None if is_chain else [random_tree(random, num_nodes) for _ in lens]
     step = Case(lens, [num_queries] * len(lens), page_size, heads, seed=4)
-    output = step.verify(TorchAttentionBackend(step.pool), num_nodes, trees, bound=2)
-    torch.testing.assert_close(output.double(), torch.cat(step.expected(trees)), atol=1e-5, rtol=0)
+    step.check_verify(num_nodes, trees, bound=2)
 
 
 rules_of_six = st.builds(
@@ -97,15 +113,15 @@ def test_windows_soft_caps_and_sinks_equal_the_textbook(
     if not decodes:
         return
     # The same from inside a graph.
-    backend = TorchAttentionBackend(step.pool, step.rules_there())
     inputs = GraphDecodeInputs(step.page_table, step.rows, torch.tensor(seq_lens), max(seq_lens))
-    plan = backend.plan_graph(inputs)
-    assert plan is not None
-    plan.prepare()
-    q = torch.cat(step.queries)
-    kv = q[:, : heads[1]]
-    output = plan.forward(1, q, kv, kv, SCALE)
-    torch.testing.assert_close(output.double(), torch.cat(step.expected()), atol=1e-5, rtol=0)
+    for backend in step.backends:
+        plan = backend.plan_graph(inputs)
+        assert plan is not None
+        plan.prepare()
+        q = torch.cat(step.queries)
+        kv = q[:, : heads[1]]
+        output = plan.forward(1, q, kv, kv, SCALE)
+        torch.testing.assert_close(output.double(), torch.cat(step.expected()), atol=1e-5, rtol=0)
 
 
 def test_extend_with_rules_in_several_query_blocks() -> None:
@@ -128,38 +144,29 @@ def test_verify_with_rules_equals_the_textbook(
     random = np.random.default_rng(sum(lens))
     trees = None if is_chain else [random_tree(random, num_nodes) for _ in lens]
     step = Case(lens, [num_queries] * len(lens), 16, (6, 2), seed=4, rules=rules)
-    output = step.verify(TorchAttentionBackend(step.pool, step.rules_there()), num_nodes, trees, bound=2)
-    torch.testing.assert_close(output.double(), torch.cat(step.expected(trees)), atol=1e-5, rtol=0)
+    step.check_verify(num_nodes, trees, bound=2)
 
 
 def test_a_tree_that_is_larger_than_the_window_is_refused() -> None:
     step = Case([9], [3], 16, (2, 1), seed=4, rules=LayerRules(window=2))
     with pytest.raises(AssertionError, match="a window of 2 tokens and a tree of 3"):
-        step.verify(TorchAttentionBackend(step.pool, step.rules_there()), 3, [[-1, 0, 1]])
+        step.check_verify(3, [[-1, 0, 1]])
 
 
 def test_verify_of_the_trees_that_the_triton_kernel_is_tested_with() -> None:
     for lens, trees, num_queries, page_size, heads in verify_cases():
         step = Case(lens, [num_queries] * len(lens), page_size, heads, seed=1, head_dim=16)
-        output = step.verify(TorchAttentionBackend(step.pool), len(trees[0]), trees)
-        torch.testing.assert_close(output.double(), torch.cat(step.expected(trees)), atol=1e-5, rtol=0)
+        step.check_verify(len(trees[0]), trees)
 
 
 def test_verify_of_more_tokens_than_are_gathered_at_once() -> None:
-    lens, tree = [3000, 17, 900, 2500], [-1, 0, 0, 2]
-    step = Case(lens, [4] * 4, 16, (4, 2), seed=1, head_dim=64)
-    assert len(_verify_ranges(np.array(lens), _max_gather_tokens(step.pool))) > 1
-    output = step.verify(TorchAttentionBackend(step.pool), 4, [tree] * 4)
-    torch.testing.assert_close(output.double(), torch.cat(step.expected([tree] * 4)), atol=1e-5, rtol=0)
-
-
-@given(st.lists(st.integers(1, 5000), min_size=1, max_size=200), st.integers(1, 20000))
-def test_verify_ranges_bound_memory(lens: list[int], max_tokens: int) -> None:
-    ranges = _verify_ranges(np.array(lens), max_tokens)
-    assert [first for first, _ in ranges] == [0, *(last for _, last in ranges[:-1])]
-    assert ranges[-1][1] == len(lens)
-    for first, last in ranges:
-        assert last - first == 1 or (last - first) * max(lens[first:last]) <= max_tokens
+    lens, tree = [900, 17, 800, 300, 1000], [-1, 0, 0, 2]
+    step = Case(lens, [4] * 5, 16, (4, 2), seed=1, head_dim=64)
+    most = cpu_backend.max_tokens(step.pool, cpu_backend._GATHER_BYTES)
+    with Work(step) as work:
+        step.verify(CpuAttentionBackend(step.pool), 4, [tree] * 5)
+    assert max(work.reads) <= most < sum(work.reads)
+    step.check_verify(4, [tree] * 5)
 
 
 def test_decode_of_many_requests_with_a_few_long_ones() -> None:
@@ -195,8 +202,8 @@ def test_a_batch_does_not_change_a_requests_result() -> None:
 @pytest.fixture
 def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefixes of any length are attended to on their own, and single queries of extend steps together."""
-    monkeypatch.setattr(torch_backend, "_WORTH_PAIRS", 1)
-    monkeypatch.setattr(torch_backend, "_MIN_SINGLES", 1)
+    monkeypatch.setattr(shared_prefixes, "_WORTH_PAIRS", 1)
+    monkeypatch.setattr(cpu_backend, "_MIN_SINGLES", 1)
 
 
 @pytest.mark.usefixtures("always_worth_it")
@@ -234,31 +241,13 @@ def test_shared_pages_in_half_precision(dtype: torch.dtype, tolerance: float) ->
     case.check(ForwardMode.DECODE, tolerance)
 
 
-class Work(TorchDispatchMode):
-    """Counts what a step does in one layer."""
-
-    def __init__(self, case: Case, mode: ForwardMode) -> None:
-        super().__init__()
-        self.tokens_read = 0  # from the pool's keys
-        self.attention_calls = 0
-        self._keys = case.pool.k(1).data_ptr()
-        with self:
-            case.run(mode)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func is torch.ops.aten.index_select.default and args[0].data_ptr() == self._keys:
-            self.tokens_read += len(args[2])
-        self.attention_calls += "attention" in func.name()
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("mode", list(ForwardMode))
 def test_a_prefix_of_many_requests_is_read_once(mode: ForwardMode) -> None:
     """Samples of one prompt, or copies of a cached one, cost their own tokens and the prompt's once."""
     case = Case([1000 + i % 3 for i in range(40)], [1] * 40, 16, (4, 2), seed=4)
     case.begin_alike(list(range(40)), 960)
-    work = Work(case, mode)
-    assert 960 <= work.tokens_read <= 960 + 40 * 64
+    work = work_of(case, mode)
+    assert 960 <= sum(work.reads) <= 960 + 40 * 64
     assert work.attention_calls <= 8
     case.check(mode)
 
@@ -266,7 +255,7 @@ def test_a_prefix_of_many_requests_is_read_once(mode: ForwardMode) -> None:
 def test_single_queries_beside_a_chunk_are_attended_to_together() -> None:
     """Cached prompts of which the last token is computed are not one call each because another prompt has more."""
     case = Case([50 + i % 3 for i in range(40)] + [90], [1] * 40 + [30], 16, (4, 2), seed=4)
-    assert Work(case, ForwardMode.EXTEND).attention_calls <= 8
+    assert work_of(case, ForwardMode.EXTEND).attention_calls <= 8
     case.check(ForwardMode.EXTEND)
 
 
@@ -311,14 +300,14 @@ def test_shared_prefixes_are_shared(rows: list[list[int]], queries: list[int]) -
 def test_prefixes_within_prefixes_are_bounded_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each request begins as the one before it and is longer: 500 levels."""
     compared = 0
-    right = torch_backend._Grouping._num_alike
+    right = shared_prefixes._Grouping._num_alike
 
     def counting(self: Any, requests: Any, first: int, last: int) -> int:
         nonlocal compared
         compared += len(requests) * (last - first)
         return right(self, requests, first, last)
 
-    monkeypatch.setattr(torch_backend._Grouping, "_num_alike", counting)
+    monkeypatch.setattr(shared_prefixes._Grouping, "_num_alike", counting)
     find([list(range(1, i + 2)) for i in range(500)])
     assert compared <= 17 * 500
 
@@ -355,4 +344,4 @@ def test_impossible_batches_are_refused(seq_lens: list[int], query_lens: list[in
         query_lens_cpu=np.array(query_lens, dtype=np.int64),
     )
     with pytest.raises(AssertionError):
-        TorchAttentionBackend(pool).plan(inputs)
+        CpuAttentionBackend(pool).plan(inputs)
