@@ -72,8 +72,7 @@ class ServerArgs:
     )
     tokenizer_mode: str = flag(
         "auto",
-        "Accepted as SGLang has it, without effect: the fast tokenizer is always used, and made from the slow one's "
-        "files where a model has only those.",
+        "Accepted as SGLang has it, without effect: the fast tokenizer is always used.",
         group=_MODEL,
         choices=("auto", "slow"),
     )
@@ -144,8 +143,8 @@ class ServerArgs:
     )
     chat_template: str | None = flag(
         None,
-        "The chat template that replaces the tokenizer's own: a file with a Jinja template (.jinja), a JSON file with "
-        "it under chat_template (.json), or one of the names chatml, gemma-it, llama-2, llama-3-instruct, mistral and "
+        "The chat template that replaces the tokenizer's own: a Jinja file (.jinja), a JSON file with "
+        "it under chat_template (.json), or chatml, gemma-it, llama-2, llama-3-instruct, mistral or "
         "vicuna_v1.1.",
         group=_MODEL,
         metavar="FILE",
@@ -164,35 +163,34 @@ class ServerArgs:
     port: int = flag(30000, "The port to listen on; 0 takes a free one.", group=_HTTP)
     api_key: str | None = flag(
         None,
-        "The key that every request must carry, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'. Open without it "
-        "are /health, /metrics and the files of the page at /, which asks people for the key. /health_generate, which "
-        "makes the model work, needs it. Other users of the machine can read a command line, so FENCELINE_API_KEY of "
-        "the environment holds unless this is given.",
+        "The key that requests must carry, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'; open "
+        "are /health, /metrics and the page at /, which asks for the key. Other users can read a "
+        "command line: FENCELINE_API_KEY of the environment holds unless this is given.",
         group=_HTTP,
         secret=True,
     )
     admin_api_key: str | None = flag(
         None,
-        "The key that endpoints for the whole server must carry: /flush_cache, /clear_hicache_storage_backend, "
-        "/hicache/storage-backend/clear, /abort_request, /pause_generation, /continue_generation, "
-        "/update_weights_from_disk, /update_weights_from_tensor, /start_profile, /stop_profile and /flight_recorder. "
-        "--api-key does not open them then; all other endpoints are as without "
-        "this flag. FENCELINE_ADMIN_API_KEY of the environment holds unless this is given.",
+        "The key for endpoints that act on the whole server: /flush_cache, "
+        "/clear_hicache_storage_backend, /hicache/storage-backend/clear, /abort_request, "
+        "/pause_generation, /continue_generation, /update_weights_from_disk, "
+        "/update_weights_from_tensor, /start_profile, /stop_profile and /flight_recorder. --api-key "
+        "does not open them then. FENCELINE_ADMIN_API_KEY of the environment holds unless this is "
+        "given.",
         group=_HTTP,
         secret=True,
     )
     cors_allowed_origins: tuple[str, ...] | None = flag(
         None,
-        "The web sites whose pages may use this server from a browser, as in --cors-allowed-origins "
-        "https://chat.example.org http://localhost:3000, or * for all of them. Unless given, browsers allow none.",
+        "The web sites whose pages may use this server, as in --cors-allowed-origins "
+        "https://chat.example.org http://localhost:3000, or * for all. Unless given, none.",
         group=_HTTP,
         metavar="ORIGIN",
     )
     allowed_hosts: tuple[str, ...] | None = flag(
         None,
-        "Further host names by which browsers and other clients may address this server where no key is asked for, as "
-        "in --allowed-hosts llm.example.org *.example.com, or * for all. IP addresses, --host, the machine's own name, "
-        "names without a dot and names that end in .localhost, .local or .internal are always allowed.",
+        "Further host names by which this server may be addressed where no key is needed, as in "
+        "--allowed-hosts llm.example.org *.example.com, or * for all.",
         group=_HTTP,
         metavar="NAME",
     )
@@ -203,8 +201,8 @@ class ServerArgs:
     )
     max_queued_requests: int | None = flag(
         None,
-        "Most requests that may wait. Further requests are answered with 503; with --enable-priority-scheduling, "
-        "instead of them, waiting requests of the lowest priority are. Unlimited unless given.",
+        "Most requests that may wait; others get 503, with --enable-priority-scheduling the waiting "
+        "ones of the lowest priority. Unlimited unless given.",
         group=_HTTP,
     )
     req_waiting_timeout: float | None = flag(
@@ -263,10 +261,9 @@ class ServerArgs:
     )
     chunked_prefill_size: int | None = flag(
         None,
-        "Most prompt tokens of one prefill step, a multiple of --page-size; longer prompts take several steps. While "
-        "requests decode, a decode step follows at the latest after 16 such steps on a GPU, after one on a CPU: a "
-        "smaller size shortens the pauses. On a CPU steps behind a long prefix, to which attention takes longer, have "
-        "fewer. -1 turns chunking off. 8192 on a GPU, 128 on a CPU unless given.",
+        "Most prompt tokens of one prefill step, a multiple of --page-size; longer prompts take "
+        "several steps, between which requests decode, so a smaller size shortens pauses. -1 turns "
+        "chunking off. 8192 on a GPU, 128 on a CPU unless given.",
         group=_MEMORY,
     )
     max_prefill_tokens: int | None = flag(
@@ -277,8 +274,7 @@ class ServerArgs:
     )
     prefill_max_requests: int | None = flag(
         None,
-        "Most prompts of one prefill step. Those with long cached prefixes take time, though they have few tokens to "
-        "compute. Any number on a GPU, 8 on a CPU unless given.",
+        "Most prompts of one prefill step. Any number on a GPU, 8 on a CPU unless given.",
         group=_MEMORY,
     )
     schedule_policy: str = flag(
@@ -290,19 +286,19 @@ class ServerArgs:
     )
     enable_priority_scheduling: bool = flag(
         False,
-        "Waiting requests of a higher `priority` go first, whatever their arrival, and may take the place of running "
-        "ones. Needs --schedule-policy fcfs.",
+        "Waiting requests of a higher `priority` are admitted first, and running ones may be "
+        "retracted for them. Needs --schedule-policy fcfs.",
         group=_MEMORY,
     )
     schedule_low_priority_values_first: bool = flag(
         False,
-        "With --enable-priority-scheduling: a smaller `priority` goes first.",
+        "With --enable-priority-scheduling: a smaller `priority` is better.",
         group=_MEMORY,
     )
     default_priority_value: int | None = flag(
         None,
-        "With --enable-priority-scheduling: the `priority` of requests that give none. Unless given, these go after "
-        "all that give one.",
+        "With --enable-priority-scheduling: the `priority` of requests that give none. Unless given, "
+        "these are admitted last.",
         group=_MEMORY,
     )
     priority_scheduling_preemption_threshold: int = flag(
@@ -354,11 +350,9 @@ class ServerArgs:
     )
     hicache_io_backend: str | None = flag(
         None,
-        "How pages are copied between device and host: direct by the copy engine; kernel by a copy kernel (of the "
-        "package fenceline_kernel), which slows down other kernels that run at the same time. Unless given, direct; "
-        "but kernel where pages have one token, the package is installed and attention is not persistent (that of "
-        "prefill may be with flashinfer, fa3 and auto, that of decode with fa3 and auto), as a backup's copy "
-        "kernel and a persistent kernel must wait for each other.",
+        "How pages are copied between device and host: direct by the copy engine, kernel by a copy "
+        "kernel (of fenceline_kernel), which slows down others. Unless given, direct; kernel where "
+        "pages have one token, the package is installed and attention is not persistent.",
         group=_HICACHE,
         choices=("kernel", "direct"),
         refused={"kernel_ascend": "use --hicache-io-backend kernel or direct"},
@@ -403,17 +397,15 @@ class ServerArgs:
     )
     hicache_storage_key: str | None = flag(
         None,
-        "Authenticate each page in that directory with a secret key: a page that was changed or added without the key "
-        "is removed and computed again. file:PATH reads the key from a file, env:NAME from an "
-        "environment variable; the key itself would show in the list of processes. Servers share pages only where "
-        "they have the same key.",
+        "Authenticate each stored page with a secret key: file:PATH reads it from a file, env:NAME "
+        "from an environment variable. Servers share pages only where they have the same key.",
         group=_HICACHE,
         metavar="file:PATH|env:NAME",
     )
     hicache_storage_prefetch_policy: PrefetchPolicy = flag(
         "best_effort",
-        "How long a request that could run waits for its pages to be read from the storage: best_effort not at all, "
-        "wait_complete until all are there, timeout for at most --hicache-storage-prefetch-timeout.",
+        "How long a request waits for its pages to be read from storage: best_effort not at all, "
+        "wait_complete until all are there, timeout for --hicache-storage-prefetch-timeout.",
         group=_HICACHE,
     )
     hicache_storage_prefetch_timeout: float | None = flag(
@@ -425,8 +417,8 @@ class ServerArgs:
     # Speculative decoding
     speculative_algorithm: str | None = flag(
         None,
-        "What proposes tokens that the model then verifies several at a time; no answer changes by it: a small layer "
-        "that reads the model's hidden states (EAGLE, EAGLE3), layers in the model's own checkpoint (NEXTN), or a "
+        "What proposes tokens for the model to verify; no answer changes by it: a small layer that "
+        "reads hidden states (EAGLE, EAGLE3), layers in the model's own checkpoint (NEXTN), or a "
         "small model with the same vocabulary (STANDALONE).",
         group=_SPECULATION,
         choices=tuple(algorithm.value for algorithm in SpeculativeAlgorithm),
@@ -437,8 +429,8 @@ class ServerArgs:
     )
     speculative_draft_model_path: str | None = flag(
         None,
-        "The draft model: a directory or a hub id. Unless given, it is looked for in the model's own directory: NEXTN "
-        "in the checkpoint, any algorithm in a folder of its name (eagle3), as the demo model has them.",
+        "The draft model: a directory or a hub id. Unless given, it is looked for in the model's own "
+        "directory: NEXTN in the checkpoint, others in a folder of the algorithm's name.",
         group=_SPECULATION,
         aliases=("--speculative-draft-model",),
     )
@@ -449,9 +441,8 @@ class ServerArgs:
     )
     speculative_token_map: str | None = flag(
         None,
-        "With EAGLE: a file with the ids of the tokens that the draft may propose, a list or a tensor that torch.save "
-        "has written, as those of FR-Spec. Its head then reads only their rows, which is faster with a large "
-        "vocabulary. A path, or ORG/NAME/FILE on the hub.",
+        "With EAGLE: a file with the ids of the tokens that the draft may propose, as torch.save "
+        "writes a list or tensor of them (FR-Spec). A path, or ORG/NAME/FILE on the hub.",
         group=_SPECULATION,
         metavar="FILE",
     )
@@ -475,8 +466,7 @@ class ServerArgs:
     speculative_adaptive: bool | None = flag(
         None,
         "Whether each decode step proposes as many tokens as promise the best speed, from none to "
-        "--speculative-num-steps: by the batch's size, what drafts have been accepted, and what steps took when they "
-        "were measured at start. Off unless given.",
+        "--speculative-num-steps. Off unless given.",
         group=_SPECULATION,
     )
     speculative_draft_attention_backend: str | None = flag(
@@ -513,9 +503,9 @@ class ServerArgs:
     )
     ep_size: int = flag(
         1,
-        "Parts that the experts of a mixture are split into (expert parallelism): --tp-size / --ep-size ranks have one "
-        "part, and where that is more than one rank each has a share of its experts' features. It must divide "
-        "--tp-size and the number of experts. 1 splits the features of every expert over all ranks.",
+        "Parts into which the experts of a mixture are split (expert parallelism), each held by "
+        "--tp-size / --ep-size ranks. It must divide --tp-size and the number of experts. 1 splits "
+        "every expert over all ranks.",
         group=_RUNTIME,
         aliases=("--expert-parallel-size", "--ep"),
     )
@@ -528,8 +518,8 @@ class ServerArgs:
     )
     load_balance_method: LoadBalanceMethod = flag(
         "cache_aware",
-        "Which replica gets a request: round_robin each in turn, shortest_queue the one with the fewest, cache_aware "
-        "the one that was sent the longest part of its prompt before, unless that has several more than another.",
+        "Which replica gets a request: round_robin each in turn, shortest_queue the one with the "
+        "fewest, cache_aware the one that was sent the longest part of its prompt before.",
         group=_RUNTIME,
     )
     nnodes: int = flag(
@@ -550,9 +540,9 @@ class ServerArgs:
     )
     attention_backend: str | None = flag(
         None,
-        "The attention kernels of prefill and decode: triton our own, flashinfer and fa3 those of the packages of that "
-        "name, torch the reference in plain torch and the only one on a CPU. auto, the default, measures those that "
-        "are installed and takes the fastest on this GPU.",
+        "The attention kernels of prefill and decode: triton our own, flashinfer and fa3 those "
+        "packages', torch plain torch and the only one on a CPU. auto, the default, measures those "
+        "that are installed.",
         group=_RUNTIME,
         choices=_BACKENDS,
         refused=_REFUSED_BACKENDS,
@@ -573,8 +563,8 @@ class ServerArgs:
     )
     sampling_backend: str = flag(
         "auto",
-        "Accepted as SGLang has it, without effect: tokens are drawn by our own kernel on a GPU, and by torch's "
-        "operators on a CPU and for requests that ask for more than a temperature.",
+        "Accepted as SGLang has it, without effect: a GPU draws with our own kernel, a CPU with "
+        "torch's operators.",
         group=_RUNTIME,
         choices=("auto", "torch", "pytorch"),
         refused={"flashinfer": "use --sampling-backend torch"},
@@ -591,9 +581,8 @@ class ServerArgs:
     )
     cuda_graph_bs: tuple[int, ...] | None = flag(
         None,
-        "The decode batch sizes to capture, as in --cuda-graph-bs 1 2 4 8; a batch runs in the next larger one. Unless "
-        "given, on a GPU 1, 2, 4, 8, from there every 8th to 64, every 16th to 256, every 32nd to 512, up to "
-        "--cuda-graph-max-bs; on a CPU, where graphs are there for testing, none.",
+        "The decode batch sizes to capture, as in --cuda-graph-bs 1 2 4 8; a batch runs in the next "
+        "larger one. Unless given, on a GPU 24 sizes up to --cuda-graph-max-bs; on a CPU none.",
         group=_RUNTIME,
         metavar="BS",
         aliases=("--cuda-graph-bs-decode",),
@@ -612,17 +601,15 @@ class ServerArgs:
     )
     piecewise_cuda_graph_max_tokens: int | None = flag(
         None,
-        "Prefill steps of up to this many tokens replay graphs of the kernels between their attention calls; larger "
-        "ones keep the GPU busy for longer than launching them takes. Unless given, it depends on the model's width "
-        "and is at most 2048.",
+        "Prefill steps of up to this many tokens replay graphs of the kernels between their attention "
+        "calls. Unless given, it depends on the model's width and is at most 2048.",
         group=_RUNTIME,
         aliases=("--cuda-graph-max-bs-prefill",),
     )
     piecewise_cuda_graph_tokens: tuple[int, ...] | None = flag(
         None,
-        "The prefill sizes in tokens to capture, a step runs in the next larger one. Unless given, on a GPU every 16th "
-        "to 64, every 32nd to 256, every 64th to 1024, every 128th to 2048, every 512th, up to "
-        "--piecewise-cuda-graph-max-tokens; on a CPU none.",
+        "The prefill sizes in tokens to capture; a step runs in the next larger one. Unless given, on "
+        "a GPU sizes up to --piecewise-cuda-graph-max-tokens; on a CPU none.",
         group=_RUNTIME,
         metavar="TOKENS",
         aliases=("--cuda-graph-bs-prefill",),
@@ -647,8 +634,8 @@ class ServerArgs:
     )
     memory_check: str = flag(
         "off",
-        "How memory is watched beyond the checks that cost nothing: order keeps vector clocks of host and streams and "
-        "refuses a step that would touch memory in no order with an earlier one, naming both and the missing edge.",
+        "How memory is watched: order keeps vector clocks of host and streams and refuses a step that "
+        "would access memory in no order with an earlier one, naming both and the missing edge.",
         group=_RUNTIME,
         choices=("off", "order"),
         refused={"full": "use --memory-check order"},
@@ -675,9 +662,8 @@ class ServerArgs:
     )
     enable_deterministic_inference: bool = flag(
         False,
-        "SGLang's flag for answers that do not depend on what else is in the batch. In float32 (--dtype float32, a "
-        "CPU's default) that is always so here; in 16 bits it is not promised, with the flag or without, and a warning "
-        "says so.",
+        "SGLang's flag for answers that do not depend on the batch. In float32 that is always so "
+        "here; in 16 bits it is not promised, and a warning says so.",
         group=_API,
     )
     reasoning_parser: str | None = flag(
@@ -730,8 +716,9 @@ class ServerArgs:
     )
     constrained_json_whitespace_pattern: str | None = flag(
         None,
-        "Where a constrained JSON text may have white space, how much of it: the class [\\n\\t ] followed by *, ? or "
-        "{0,N}; an empty text for a single space after each comma and colon. 20 characters in one place unless given.",
+        "How much white space a constrained JSON text may have in one place: the class [\\n\\t ] "
+        "followed by *, ? or {0,N}; an empty text for one space after each comma and colon. 20 "
+        "characters unless given.",
         group=_API,
         metavar="REGEX",
     )
@@ -797,9 +784,8 @@ class ServerArgs:
     )
     flight_recorder_steps: int = flag(
         512,
-        "How many of the scheduler's last steps are kept in memory. They are written to a file when the engine dies, "
-        "on SIGUSR1 and on request at /flight_recorder; python -m fenceline.vgpu.replay runs them again, fenceline "
-        "trace shows them. 0 keeps none.",
+        "How many of the scheduler's last steps are kept in memory, and written to a file when the "
+        "engine dies, on SIGUSR1 and by /flight_recorder. 0 keeps none.",
         group=_LOGGING,
     )
     flight_recorder_dir: str | None = flag(
@@ -810,8 +796,8 @@ class ServerArgs:
     )
     torch_profiler_dir: str | None = flag(
         None,
-        "Traces of /start_profile are written below this folder and nowhere else; SGLANG_TORCH_PROFILER_DIR of the "
-        "environment, or else a fresh private folder below the system's temporary one, unless given.",
+        "Traces of /start_profile are written below this folder; SGLANG_TORCH_PROFILER_DIR of the "
+        "environment, or a private temporary one, unless given.",
         group=_LOGGING,
         metavar="DIR",
     )
