@@ -49,14 +49,7 @@ from fenceline.ipc.io_struct import (
 )
 from fenceline.mem_cache.kv_pool import ReqPool
 from fenceline.memory_order import LeasePool, Point, open_device
-from fenceline.model_executor.step import (
-    Completions,
-    DecodeBatch,
-    HeldStep,
-    ScheduleBatch,
-    StepOutput,
-    drain_completions,
-)
+from fenceline.model_executor.step import Completions, HeldStep, StepBatch, StepOutput, drain_completions
 from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.scheduler.ranks import RankLink
 from fenceline.scheduler.scheduler import InFlight, Scheduler
@@ -105,12 +98,8 @@ class NullWorker:
     def completions(self, awaited: NullResult | None) -> Completions:
         return drain_completions(None, None, awaited)
 
-    def launch(self, batch: ScheduleBatch) -> NullResult:
-        if isinstance(batch, DecodeBatch):
-            num_tokens = len(batch.rows)
-        else:
-            num_tokens = sum(seq.sampling is not None for seq in batch.seqs)
-        return NullResult(num_tokens, self._forward.record())
+    def launch(self, batch: StepBatch) -> NullResult:
+        return NullResult(len(batch.sampling), self._forward.record())
 
 
 class SchemaWorker(NullWorker):
@@ -123,13 +112,9 @@ class SchemaWorker(NullWorker):
         self._prompt_len = prompt_len
         self._masks = np.empty((answers.shape[1], _VOCAB // 32), np.int32)
 
-    def launch(self, batch: ScheduleBatch) -> HeldStep:
-        if isinstance(batch, DecodeBatch):
-            rows, places = batch.rows, batch.seq_lens - self._prompt_len
-        else:
-            rows = np.array([seq.row for seq in batch.seqs if seq.sampling is not None])
-            places = np.zeros(len(rows), dtype=np.int64)
-        tokens = self._answers[places, rows - 1]
+    def launch(self, batch: StepBatch) -> HeldStep:
+        places = batch.seq_lens - self._prompt_len if batch.is_decode else np.zeros(len(batch.rows), np.int64)
+        tokens = self._answers[places, batch.rows - 1][batch.samples]
         masks = self._masks[: len(tokens)]
         return HeldStep(self._forward.record(), lambda: masks, partial(self._sample, tokens))
 

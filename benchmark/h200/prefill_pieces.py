@@ -49,7 +49,7 @@ def measure(
     """Medians in milliseconds: the layers' CPU time, their GPU time, the step's submission, the first token."""
     rows = []
     timed = _Timed(engine, graphs)
-    engine.runner.prefill_graphs = timed  # type: ignore[assignment]
+    engine.runner.extend.graphs = timed  # type: ignore[assignment]
     for _ in range(_REPEATS + 2):
         engine.submit(1, num_tokens, [1])
         engine.device.synchronize()
@@ -61,7 +61,7 @@ def measure(
         engine.device.synchronize()
         gpu_ms = timed.first.elapsed_time(timed.last)
         rows.append((timed.cpu_ms, gpu_ms, (submitted - begin) * 1e3, (done - begin) * 1e3))
-    engine.runner.prefill_graphs = graphs
+    engine.runner.extend.graphs = graphs
     return tuple(statistics.median(column) for column in zip(*rows[2:], strict=True))
 
 

@@ -16,7 +16,7 @@ from trace_runner import check_same, clear, first_difference, make_runner, play,
 from fenceline.memory_order import Device, open_device
 from fenceline.model_executor.graph_runner import GraphStats
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.step import ExtendBatch, ScheduleBatch, StepOutput
+from fenceline.model_executor.step import StepBatch, StepOutput
 
 pytestmark = pytest.mark.gpu
 
@@ -44,8 +44,8 @@ def runner_of(device: Device, page_size: int = 16, **flags: object) -> ModelRunn
     return make_runner(device, shape, piecewise_cuda_graph_tokens=SIZES, **flags)
 
 
-def check_counts(stats: GraphStats, batches: Sequence[ScheduleBatch]) -> None:
-    nums = [sum(len(s.token_ids) for s in batch.seqs) for batch in batches if isinstance(batch, ExtendBatch)]
+def check_counts(stats: GraphStats, batches: Sequence[StepBatch]) -> None:
+    nums = [batch.num_prompt_tokens for batch in batches if not batch.is_decode]
     assert stats.replays == stats.eligible_steps == sum(num <= SIZES[-1] for num in nums)
     assert stats.fallbacks == stats.repairs == {} and all(stats.replays_by_size.values())
 
@@ -78,7 +78,7 @@ def test_every_replay_equals_its_step_without_the_graphs() -> None:
 def test_padding_costs_no_precision() -> None:
     """Other kernels multiply other numbers of rows and round otherwise: from float32 both are equally far."""
     shape = trace_shape(16, logprob_share=1.0, sampling=PLAIN[:1], outputs=(1, 1))
-    batches = [batch for batch in random_trace(340, 200, shape) if isinstance(batch, ExtendBatch)]
+    batches = [batch for batch in random_trace(340, 200, shape) if not batch.is_decode]
     exact = _best_logprobs(make_runner(open_device("cuda"), shape, dtype="float32"), batches)
     plain = _best_logprobs(make_runner(open_device("cuda"), shape), batches)
     padded = _best_logprobs(runner_of(open_device("cuda")), batches)
@@ -86,7 +86,7 @@ def test_padding_costs_no_precision() -> None:
     assert np.abs(padded - exact).mean() < 1.2 * np.abs(plain - exact).mean()
 
 
-def _best_logprobs(runner: ModelRunner, batches: Sequence[ScheduleBatch]) -> np.ndarray:
+def _best_logprobs(runner: ModelRunner, batches: Sequence[StepBatch]) -> np.ndarray:
     """The largest logprob of every position that is asked for."""
     clear(runner)
     outputs = play(runner, batches)
@@ -120,7 +120,7 @@ def test_other_graphs_and_the_allocator_leave_the_pieces_memory_alone() -> None:
     got: list[StepOutput] = []
     for batch in batches:
         got += play(runner, [batch])
-        if isinstance(batch, ExtendBatch):
+        if not batch.is_decode:
             other.launch(batch).wait()
         with runner.device.forward.active():
             torch.full((1 << 20,), torch.nan, device="cuda")

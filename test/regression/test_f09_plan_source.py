@@ -18,7 +18,7 @@ from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.memory_order import Role
 from fenceline.model_executor.decode_runner import plan_arrays
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.step import DecodeBatch, ScheduleBatch
+from fenceline.model_executor.step import StepBatch
 from fenceline.sampling.sampling_batch import sampling_arrays
 
 __all__ = ["models"]  # a fixture
@@ -29,16 +29,16 @@ class SourceChanged(AssertionError):
     """A PLAN field is not what was filled in."""
 
 
-def play_watched(runner: ModelRunner, batches: Sequence[ScheduleBatch]) -> int:
+def play_watched(runner: ModelRunner, batches: Sequence[StepBatch]) -> int:
     """Play, and compare all of the plan with what the batch's fill must have left, after each step. Returns how many
     decode steps were compared; raises SourceChanged."""
     arena = runner.decode.arena
     expected: dict[str, torch.Tensor] = {}
     current, num_compared = -1, 0
 
-    def compare(batch: ScheduleBatch) -> None:
+    def compare(batch: StepBatch) -> None:
         nonlocal current, num_compared
-        if not isinstance(batch, DecodeBatch):
+        if not batch.is_decode:
             return
         if batch.composition != current:
             current = batch.composition

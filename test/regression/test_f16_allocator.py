@@ -17,7 +17,7 @@ from step_traces import random_trace
 from trace_runner import first_difference, make_runner, play
 
 from fenceline.memory_order import InputRing, open_device
-from fenceline.model_executor.step import ScheduleBatch
+from fenceline.model_executor.step import StepBatch
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +31,7 @@ def test_tenants_of_the_allocator_never_meet_a_step(page_size: int) -> None:
     spin_after_points(runner.device.forward, SHORT_SPIN_CYCLES)
     sizes = [1 << power for power in range(9, 18)]
 
-    def tenants(batch: ScheduleBatch) -> None:
+    def tenants(batch: StepBatch) -> None:
         for nbytes in sizes:
             torch.full((nbytes,), 255, dtype=torch.uint8, device="cuda")
             with runner.device.copy.active():

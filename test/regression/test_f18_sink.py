@@ -12,12 +12,12 @@ from trace_runner import live_memory, make_runner, play
 
 from fenceline.memory_order import arena, open_device
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.step import ScheduleBatch
+from fenceline.model_executor.step import StepBatch
 
 NUM_ROWS = 12
 
 
-def trace(page_size: int) -> tuple[list[ScheduleBatch], list[ScheduleBatch], list[int]]:
+def trace(page_size: int) -> tuple[list[StepBatch], list[StepBatch], list[int]]:
     """All rows are taken; then three of them, not the last, decode in graphs of four. Also the pages of the others."""
     maker = TraceMaker(trace_shape(page_size, NUM_ROWS), Random(180))
     reqs = [req for _ in range(NUM_ROWS) if (req := maker.new_req(40, 20, GREEDY)) is not None]

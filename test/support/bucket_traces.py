@@ -11,7 +11,7 @@ from trace_runner import make_runner, play, same_tokens
 
 from fenceline.layers.context import Shard
 from fenceline.memory_order import Device
-from fenceline.model_executor.step import ScheduleBatch
+from fenceline.model_executor.step import StepBatch
 
 SIZES = (1, 2, 4)
 PIECES = (64, 1024)
@@ -20,9 +20,7 @@ _PROMPTS = (1, 63, 64, 65, 1023, 1024, 1025, 1300)
 _BATCHES = (1, 2, 3, 4, 5, 7, 8, 9, 17)
 
 
-def boundary_trace(
-    shape: TraceShape, prompts: tuple[int, ...], batches: tuple[int, ...]
-) -> list[ScheduleBatch]:
+def boundary_trace(shape: TraceShape, prompts: tuple[int, ...], batches: tuple[int, ...]) -> list[StepBatch]:
     """Prompts of all ``prompts`` lengths, alone and together; then decode batches of all sizes, up and down."""
     maker = TraceMaker(shape, Random(11))
     reqs: list[TraceReq] = []

@@ -19,7 +19,7 @@ from trace_runner import check_same, first_difference, make_runner, play, same_t
 from fenceline.memory_order import Device, Graph, GraphPool, Point, open_device
 from fenceline.memory_order.cuda import CudaDevice, CudaStream
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.step import ScheduleBatch, StepOutput
+from fenceline.model_executor.step import StepBatch, StepOutput
 
 # Cycles of the device's clock, about 10 ms: longer than the host takes to launch the next step.
 SPIN_CYCLES = 20_000_000
@@ -71,7 +71,7 @@ def runners(kind: str, page_size: int, num_rows: int = 12) -> tuple[ModelRunner,
 
 
 def check_guarded(
-    kind: str, page_size: int, batches: Sequence[ScheduleBatch], num_rows: int = 12
+    kind: str, page_size: int, batches: Sequence[StepBatch], num_rows: int = 12
 ) -> list[StepOutput]:
     """Check that with all guards the answers (and on a GPU all memory) equal the reference's. Returns them."""
     reference, guarded = runners(kind, page_size, num_rows)
@@ -108,14 +108,14 @@ def unguarded(kind: str, name: str, page_size: int, num_rows: int = 12) -> Model
     return make_runner(device, trace_shape(page_size, num_rows), SIZES)
 
 
-def corruption(expected: Sequence[StepOutput], runner: ModelRunner, batches: Sequence[ScheduleBatch]) -> str:
+def corruption(expected: Sequence[StepOutput], runner: ModelRunner, batches: Sequence[StepBatch]) -> str:
     """A description of where the answers of ``runner`` differ; "" if they do not."""
     return first_difference(expected, play(runner, batches))
 
 
 def play_spinning(
     runner: ModelRunner,
-    batches: Sequence[ScheduleBatch],
+    batches: Sequence[StepBatch],
     num_setup: int,
     spin: Callable[[Device], None],
     severed: str = "",

@@ -12,14 +12,7 @@ from trace_runner import make_runner
 from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import Device, Points
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.step import (
-    DecodeBatch,
-    ExtendBatch,
-    ExtendSeq,
-    ForwardResult,
-    PageWrites,
-    StepOutput,
-)
+from fenceline.model_executor.step import Chunk, ForwardResult, PageWrites, StepBatch, StepOutput
 from fenceline.sampling.sampling_batch import ReqSampling
 
 PAGE = 16
@@ -67,22 +60,27 @@ class Tiers:
         """Like :meth:`extend`, but without waiting, so that the step is in flight."""
         positions = np.arange(prefix_len, len(tokens))
         sampling = ReqSampling(GREEDY, 1, row, len(tokens), (0,), True, 2)
-        seq = ExtendSeq(
-            row=row,
-            token_ids=tokens[prefix_len:],
-            prefix_len=prefix_len,
-            out_slots=np.array(pages, np.int64)[positions // PAGE] * PAGE + positions % PAGE,
-            sampling=sampling,
-        )
+        slots = np.array(pages, np.int64)[positions // PAGE] * PAGE + positions % PAGE
+        chunk = Chunk(tokens[prefix_len:], slots)
         num = -(-len(tokens) // PAGE)
         rows = np.full(num, row, np.int64)
         writes = PageWrites(rows, np.arange(num, dtype=np.int64), ids(pages[:num]))
-        return self.runner.launch(ExtendBatch((seq,), writes, Points.none(), loads))
+        return self.runner.launch(
+            StepBatch.of_chunks([row], [prefix_len], [chunk], [sampling], writes, Points.none(), loads)
+        )
 
-    def decode_batch(self, row: int, seq_len: int, composition: int) -> DecodeBatch:
+    def decode_batch(self, row: int, seq_len: int, composition: int) -> StepBatch:
         sampling = ReqSampling(GREEDY, 1, row, seq_len, (0,), False, 0)
-        return DecodeBatch(
-            composition, np.array([row]), np.array([seq_len]), (sampling,), PageWrites.none(), Points.none()
+        lens = np.array([seq_len])
+        return StepBatch(
+            rows=np.array([row]),
+            starts=lens - 1,
+            seq_lens=lens,
+            samples=np.ones(1, np.bool_),
+            sampling=(sampling,),
+            page_writes=PageWrites.none(),
+            after=Points.none(),
+            composition=composition,
         )
 
     def store(self, device_pages: range | list[int], host_pages: range | list[int]) -> Ticket:

@@ -23,17 +23,17 @@ def run_planted_scheduler(config: EngineConfig, ports: PortArgs) -> None:
     import torch
 
     from fenceline.model_executor.model_runner import ModelRunner
-    from fenceline.model_executor.step import DecodeBatch, ForwardResult, ScheduleBatch
+    from fenceline.model_executor.step import ForwardResult, StepBatch
     from fenceline.scheduler.process import run_scheduler_process
 
     launch = ModelRunner.launch
     num_steps = 0
 
     @torch.inference_mode()
-    def planted(self: ModelRunner, batch: ScheduleBatch) -> ForwardResult:
+    def planted(self: ModelRunner, batch: StepBatch) -> ForwardResult:
         nonlocal num_steps
-        num_steps += isinstance(batch, DecodeBatch)
-        if isinstance(batch, DecodeBatch) and num_steps == NUM_GOOD_STEPS:
+        num_steps += batch.is_decode
+        if batch.is_decode and num_steps == NUM_GOOD_STEPS:
             with self.device.forward.active():
                 self.req_pool.page_table[int(batch.rows[0]), :2] = NO_SUCH_PAGE
         return launch(self, batch)

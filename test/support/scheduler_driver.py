@@ -26,7 +26,7 @@ from fenceline.ipc.io_struct import (
 from fenceline.layers.context import Shard
 from fenceline.memory_order import Device, open_device
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.step import ExtendBatch, ForwardResult, HeldStep, ScheduleBatch, Worker
+from fenceline.model_executor.step import ForwardResult, HeldStep, StepBatch, Worker
 from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.scheduler.scheduler import InFlight, Scheduler
 
@@ -159,9 +159,9 @@ def prefills(driver: Driver) -> list[list[int]]:
     steps: list[list[int]] = []
     launch = driver.worker.launch
 
-    def recording(batch: ScheduleBatch) -> ForwardResult | HeldStep:
-        if isinstance(batch, ExtendBatch):
-            steps.append([len(seq.token_ids) for seq in batch.seqs])
+    def recording(batch: StepBatch) -> ForwardResult | HeldStep:
+        if not batch.is_decode:
+            steps.append([len(chunk.token_ids) for chunk in batch.chunks])
         return launch(batch)
 
     driver.worker.launch = recording  # type: ignore[method-assign]

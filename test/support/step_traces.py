@@ -12,13 +12,7 @@ from random import Random
 import numpy as np
 
 from fenceline.memory_order import Points
-from fenceline.model_executor.step import (
-    DecodeBatch,
-    ExtendBatch,
-    ExtendSeq,
-    PageWrites,
-    ScheduleBatch,
-)
+from fenceline.model_executor.step import Chunk, PageWrites, StepBatch
 from fenceline.sampling.sampling_batch import ReqSampling
 from fenceline.sampling.sampling_params import SamplingParams
 
@@ -74,7 +68,7 @@ class TraceMaker:
     def __init__(self, shape: TraceShape, random: Random) -> None:
         self.shape = shape
         self.random = random
-        self.batches: list[ScheduleBatch] = []
+        self.batches: list[StepBatch] = []
         self.live: list[TraceReq] = []
         self._rows = list(range(shape.num_rows, 0, -1))
         self._pages = list(range(shape.num_pages, 0, -1))
@@ -102,8 +96,11 @@ class TraceMaker:
     def extend(self, reqs: Sequence[TraceReq]) -> None:
         """The next chunk of each request's prompt."""
         writes: list[tuple[int, int, int]] = []
-        seqs = [self._extend_seq(req, writes) for req in reqs]
-        self.batches.append(ExtendBatch(tuple(seqs), _page_writes(writes), Points.none()))
+        rows, starts = [req.row for req in reqs], [req.seq_len for req in reqs]
+        chunks = [self._chunk(req, writes) for req in reqs]
+        sampling = [req.sampling if req.ready else None for req in reqs]
+        batch = StepBatch.of_chunks(rows, starts, chunks, sampling, _page_writes(writes), Points.none())
+        self.batches.append(batch)
 
     def decode(self, reqs: list[TraceReq]) -> None:
         """A step that computes one token for each request."""
@@ -115,13 +112,15 @@ class TraceMaker:
             assert req.ready and req.seq_len < req.until
             self._grow(req, req.seq_len + 1, writes)
         self.batches.append(
-            DecodeBatch(
-                composition=self._composition,
+            StepBatch(
                 rows=np.array([req.row for req in reqs], np.int64),
+                starts=np.array([req.seq_len - 1 for req in reqs], np.int64),
                 seq_lens=np.array([req.seq_len for req in reqs], np.int64),
+                samples=np.ones(len(reqs), np.bool_),
                 sampling=tuple(req.sampling for req in reqs),
                 page_writes=_page_writes(writes),
                 after=Points.none(),
+                composition=self._composition,
             )
         )
 
@@ -139,7 +138,7 @@ class TraceMaker:
             writes.append((req.row, len(req.pages), self._pages[-1]))
             req.pages.append(self._pages.pop())
 
-    def _extend_seq(self, req: TraceReq, writes: list[tuple[int, int, int]]) -> ExtendSeq:
+    def _chunk(self, req: TraceReq, writes: list[tuple[int, int, int]]) -> Chunk:
         start, size = req.seq_len, self.shape.page_size
         end = len(req.prompt)
         if end - start > self.shape.chunk:
@@ -148,14 +147,11 @@ class TraceMaker:
         positions = np.arange(start, end)
         last = end == len(req.prompt)
         penalised = last and req.sampling.params.needs_penalties
-        return ExtendSeq(
-            row=req.row,
+        return Chunk(
             token_ids=req.prompt[start:end],
-            prefix_len=start,
             out_slots=np.array(req.pages, np.int64)[positions // size] * size + positions % size,
-            sampling=req.sampling if last else None,
-            prompt_logprobs_from=1 if req.prompt_logprobs and start == 0 else None,
-            prompt_top_logprobs=2,
+            scored=range(end - last if req.prompt_logprobs and start == 0 else 0),
+            top_logprobs=2,
             following=() if last else (int(req.prompt[end]),),
             history=(req.prompt, np.zeros(0, np.int64)) if penalised else None,
         )
@@ -168,7 +164,7 @@ def _page_writes(writes: list[tuple[int, int, int]]) -> PageWrites:
     return PageWrites(np.array(rows, np.int64), np.array(columns, np.int64), np.array(pages, np.int32))
 
 
-def random_trace(seed: int, num_steps: int, shape: TraceShape) -> list[ScheduleBatch]:
+def random_trace(seed: int, num_steps: int, shape: TraceShape) -> list[StepBatch]:
     """Random joins, leaves, lengths and batches; all sizes in ``shape.batches`` are equally likely."""
     random = Random(seed)
     maker = TraceMaker(shape, random)
@@ -210,7 +206,7 @@ def _random_req(maker: TraceMaker) -> TraceReq | None:
     )
 
 
-def swap_trace(seed: int, num_steps: int, batch: int = 4, prompt_len: int = 6) -> list[ScheduleBatch]:
+def swap_trace(seed: int, num_steps: int, batch: int = 4, prompt_len: int = 6) -> list[StepBatch]:
     """Two sets of requests alternate. Every step uploads its inputs with the same layout, so that a step that gets
     another step's values still computes valid addresses from them. Pages have one token."""
     shape = TraceShape(page_size=1, num_rows=2 * batch, num_pages=2 * batch * (prompt_len + num_steps))
@@ -227,7 +223,7 @@ def swap_trace(seed: int, num_steps: int, batch: int = 4, prompt_len: int = 6) -
 
 def steady_trace(
     seed: int, num_steps: int, batch: int = 4, page_size: int = 16, params: SamplingParams = PLAIN[1]
-) -> list[ScheduleBatch]:
+) -> list[StepBatch]:
     """One batch of equal prompts, which no request joins or leaves."""
     pages = batch * math.ceil((6 + num_steps) / page_size)
     maker = TraceMaker(TraceShape(page_size=page_size, num_rows=batch, num_pages=pages), Random(seed))
@@ -238,7 +234,7 @@ def steady_trace(
     return maker.batches
 
 
-def row_reuse_trace(seed: int, num_reqs: int, prompt_len: int = 6) -> list[ScheduleBatch]:
+def row_reuse_trace(seed: int, num_reqs: int, prompt_len: int = 6) -> list[StepBatch]:
     """One row and one set of pages: each request ends with its first token, and the next one gets them immediately."""
     maker = TraceMaker(TraceShape(page_size=1, num_rows=1, num_pages=prompt_len), Random(seed))
     for _ in range(num_reqs):

@@ -25,11 +25,9 @@ from fenceline.memory_order import LeasePool, Point, Points, Stream, open_device
 from fenceline.memory_order.edges import StreamName
 from fenceline.model_executor.step import (
     Completions,
-    DecodeBatch,
-    ExtendBatch,
     LogprobValues,
     PageWrites,
-    ScheduleBatch,
+    StepBatch,
     StepOutput,
     drain_completions,
 )
@@ -150,23 +148,19 @@ class TokenWorker:
     def completions(self, awaited: TokenResult | None) -> Completions:
         return drain_completions(self.hicache, self.storage, awaited)
 
-    def launch(self, batch: ScheduleBatch) -> TokenResult:
+    def launch(self, batch: StepBatch) -> TokenResult:
         self.num_steps += 1
-        if isinstance(batch, ExtendBatch):
-            run = lambda: self._extend(batch)  # noqa: E731
-            lens = {seq.row: seq.seq_len for seq in batch.seqs}
-        else:
-            run = lambda: self._decode(batch)  # noqa: E731
-            lens = dict(zip(batch.rows.tolist(), batch.seq_lens.tolist(), strict=True))
-        loads = [point for ticket in getattr(batch, "loads", ()) for point in ticket.points]
+        run = lambda: self._decode(batch) if batch.is_decode else self._extend(batch)  # noqa: E731
+        lens = dict(zip(batch.rows.tolist(), batch.seq_lens.tolist(), strict=True))
+        loads = [point for ticket in batch.loads for point in ticket.points]
         result = TokenResult(self, run, self.forward.record(), (*batch.after, *loads))
-        for ticket in getattr(batch, "loads", ()):
+        for ticket in batch.loads:
             ticket.waited = True
         self._audit(batch, lens, result.done)
         self._queue.append(result)
         return result
 
-    def _audit(self, batch: ScheduleBatch, lens: dict[int, int], done: Point) -> None:
+    def _audit(self, batch: StepBatch, lens: dict[int, int], done: Point) -> None:
         writes = batch.page_writes
         assert (writes.rows > 0).all(), "the page table of the sink row names only the sink page"
         self._page_table[writes.rows, writes.columns] = writes.pages
@@ -212,25 +206,25 @@ class TokenWorker:
     def _history(self, row: int, length: int) -> list[int]:
         return [int(self.slots[self._slot(row, p)]) for p in range(length)]
 
-    def _extend(self, batch: ExtendBatch) -> StepOutput:
+    def _extend(self, batch: StepBatch) -> StepOutput:
         self._write_pages(batch.page_writes)
-        tokens, scored, sampled = [], [], []
-        for seq in batch.seqs:
-            slots = [self._slot(seq.row, p) for p in range(seq.prefix_len, seq.seq_len)]
-            assert slots == seq.out_slots.tolist()
-            self.slots[slots] = seq.token_ids
-            self._lens[seq.row] = seq.seq_len
-            if seq.sampling is not None:
-                token = next_token(self._history(seq.row, seq.seq_len), seq.sampling.seed)
-                self.req_pool.last_tokens[seq.row] = token
+        tokens, scored, samplings = [], [], iter(batch.sampling)
+        columns = (batch.rows, batch.starts, batch.seq_lens, batch.samples)
+        rows = zip(*(column.tolist() for column in columns), batch.chunks, strict=True)
+        for row, start, length, samples, chunk in rows:
+            slots = [self._slot(row, p) for p in range(start, length)]
+            assert slots == chunk.out_slots.tolist()
+            self.slots[slots] = chunk.token_ids
+            self._lens[row] = length
+            if samples:
+                token = next_token(self._history(row, length), next(samplings).seed)
+                self.req_pool.last_tokens[row] = token
                 tokens.append(token)
-                sampled.append(seq.sampling)
-            first, last = seq.prompt_logprob_offsets()
-            scored += [float(seq.prefix_len + offset + 1) for offset in range(first, last)]
+            scored += [float(start + offset + 1) for offset in chunk.scored]
         prompt = _values(scored) if scored else None
-        return StepOutput(np.array(tokens, dtype=np.int64), _logprobs(tokens, sampled), prompt)
+        return StepOutput(np.array(tokens, dtype=np.int64), _logprobs(tokens, batch.sampling), prompt)
 
-    def _decode(self, batch: DecodeBatch) -> StepOutput:
+    def _decode(self, batch: StepBatch) -> StepOutput:
         self._write_pages(batch.page_writes)
         if self._composition is not None and self._composition[0] == batch.composition:
             _, rows, lens = self._composition

@@ -23,7 +23,7 @@ from fenceline.layers.context import Shard, torch_context
 from fenceline.memory_order import Device
 from fenceline.model_executor.graph_runner import GraphStats
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.step import DecodeBatch, ForwardResult, LogprobValues, ScheduleBatch, StepOutput
+from fenceline.model_executor.step import ForwardResult, LogprobValues, StepBatch, StepOutput
 from fenceline.models.registry import make_model
 
 MODEL = {
@@ -117,8 +117,8 @@ _compositions = count(1)
 
 def play(
     runner: ModelRunner,
-    batches: Sequence[ScheduleBatch],
-    after_launch: Callable[[ScheduleBatch], None] = lambda batch: None,
+    batches: Sequence[StepBatch],
+    after_launch: Callable[[StepBatch], None] = lambda batch: None,
     overlap: bool = True,
 ) -> list[StepOutput]:
     """Launch all steps, each (with ``overlap``, as the scheduler does) before the preceding one has been waited for."""
@@ -126,7 +126,7 @@ def play(
     flight: ForwardResult | None = None
     known: dict[int, int] = {}
     for batch in batches:
-        if isinstance(batch, DecodeBatch):  # when a trace is played again, its batches count as new ones
+        if batch.is_decode:  # when a trace is played again, its batches count as new ones
             if batch.composition not in known:
                 known[batch.composition] = next(_compositions)
             batch = dataclasses.replace(batch, composition=known[batch.composition])
@@ -199,7 +199,7 @@ def same_memory(a: ModelRunner, b: ModelRunner) -> bool:
     return all(torch.equal(x, y) for x, y in zip(live_memory(a), live_memory(b), strict=True))
 
 
-def check_same(expected: ModelRunner, got: ModelRunner, batches: Sequence[ScheduleBatch]) -> list[StepOutput]:
+def check_same(expected: ModelRunner, got: ModelRunner, batches: Sequence[StepBatch]) -> list[StepOutput]:
     """Run ``batches`` on both, on the first one step at a time. All answers and all memory must be equal. Returns the
     answers."""
     for runner in (expected, got):

@@ -25,7 +25,7 @@ from fenceline.memory_order.device import CpuDevice, CpuGraph
 from fenceline.model_executor.decode_runner import DecodeRunner, RepairError
 from fenceline.model_executor.graph_runner import GraphMismatch
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.step import DecodeBatch
+from fenceline.model_executor.step import StepBatch
 from fenceline.vgpu.proving.steps import Loop, make_config
 from fenceline.vgpu.proving.workloads import WORKLOADS
 
@@ -117,7 +117,7 @@ def test_steps_without_a_graph_are_counted_and_right(no_padding: bool, reason: s
     replayed = runner_of(disable_cuda_graph_padding=no_padding)
     assert same_tokens(play(runner_of(sizes=()), batches), play(replayed, batches)) == ""
     stats = graphs_of(replayed).stats
-    counts = [len(batch.rows) for batch in batches if isinstance(batch, DecodeBatch)]
+    counts = [len(batch.rows) for batch in batches if batch.is_decode]
     fits = (lambda n: n <= 8) if reason == "size" else (lambda n: n in SIZES)
     assert stats.eligible_steps == len(counts)
     assert stats.replays == sum(map(fits, counts)) > 0
@@ -192,7 +192,7 @@ def test_outputs_of_a_replay_end_with_the_next(runner: ModelRunner) -> None:
     batches = steady_trace(5, 4)
     play(runner, batches)
     last = batches[-1]
-    assert isinstance(last, DecodeBatch)
+    assert isinstance(last, StepBatch)
     graphs = graphs_of(runner)
     with torch.inference_mode():
         first = graphs.replay(4, last.seq_lens + 1)

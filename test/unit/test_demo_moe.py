@@ -16,7 +16,7 @@ from demo_training.model import MOE_SHAPE, DemoModel
 from fenceline import demo_model_path
 from fenceline.layers.experts import ExpertsMLP
 from fenceline.layers.kernels.base import Routing, TorchLayerKernels
-from fenceline.model_executor.step import DecodeBatch, ForwardResult, HeldStep, ScheduleBatch
+from fenceline.model_executor.step import ForwardResult, HeldStep, StepBatch
 from fenceline_demo.evaluation import EvalItem, held_out_items
 
 SKILLS = ("add", "sub", "mul", "copy", "long_copy")
@@ -110,11 +110,11 @@ def test_padding_of_graphs_reaches_no_expert(topk: int, monkeypatch: pytest.Monk
         seen.append((num, next(size for size in sizes if num <= size), routing.ids))
         return routing
 
-    def launch(batch: ScheduleBatch) -> ForwardResult | HeldStep:
-        if isinstance(batch, DecodeBatch):
+    def launch(batch: StepBatch) -> ForwardResult | HeldStep:
+        if batch.is_decode:
             launched.append((len(batch.rows), (2, 5)))
         else:
-            launched.append((sum(len(seq.token_ids) for seq in batch.seqs), (16, 64)))
+            launched.append((batch.num_prompt_tokens, (16, 64)))
         return original(batch)
 
     models = {"target": Path(demo_model_path("demo-moe"))}

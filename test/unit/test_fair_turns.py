@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from scheduler_driver import Driver, assert_right, make_driver, request
 
 from fenceline.ipc.io_struct import AbortReq, TokenizedGenerateReq, id_array
-from fenceline.model_executor.step import ExtendBatch, ForwardResult, ScheduleBatch
+from fenceline.model_executor.step import ForwardResult, StepBatch
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.waiting_queue import WaitingQueue
 
@@ -46,10 +46,10 @@ def admissions(driver: Driver) -> list[str]:
     seen: list[str] = []
     launch = driver.worker.launch
 
-    def recording(batch: ScheduleBatch) -> ForwardResult:
-        if isinstance(batch, ExtendBatch):
+    def recording(batch: StepBatch) -> ForwardResult:
+        if not batch.is_decode:
             rids = {req.row: req.rid for req in driver.scheduler.reqs.values()}
-            seen.extend(rids[seq.row] for seq in batch.seqs if rids[seq.row] not in seen)
+            seen.extend(rids[row] for row in batch.rows.tolist() if rids[row] not in seen)
         return launch(batch)
 
     driver.worker.launch = recording  # type: ignore[method-assign]
@@ -263,7 +263,7 @@ def test_no_more_of_a_body_run_than_make_a_decode_step_long() -> None:
     running: list[dict[int, int]] = []
     launch = driver.worker.launch
 
-    def recording(batch: ScheduleBatch) -> ForwardResult:
+    def recording(batch: StepBatch) -> ForwardResult:
         admitted = [req.source.body for req in driver.scheduler.reqs.values() if req.row]
         running.append({body: admitted.count(body) for body in (1, 2)})
         return launch(batch)
@@ -287,9 +287,9 @@ def computed_tokens(driver: Driver) -> list[int]:
     counts: list[int] = []
     launch = driver.worker.launch
 
-    def recording(batch: ScheduleBatch) -> ForwardResult:
-        if isinstance(batch, ExtendBatch):
-            counts.append(sum(len(seq.token_ids) for seq in batch.seqs))
+    def recording(batch: StepBatch) -> ForwardResult:
+        if not batch.is_decode:
+            counts.append(batch.num_prompt_tokens)
         return launch(batch)
 
     driver.worker.launch = recording  # type: ignore[method-assign]
@@ -476,9 +476,9 @@ def test_no_more_prompts_in_a_step_than_are_allowed() -> None:
     counts: list[int] = []
     launch = driver.worker.launch
 
-    def recording(batch: ScheduleBatch) -> ForwardResult:
-        if isinstance(batch, ExtendBatch):
-            counts.append(len(batch.seqs))
+    def recording(batch: StepBatch) -> ForwardResult:
+        if not batch.is_decode:
+            counts.append(len(batch.rows))
         return launch(batch)
 
     driver.worker.launch = recording  # type: ignore[method-assign]
@@ -499,10 +499,10 @@ def test_a_newcomer_goes_before_the_decode_step_of_a_body_that_runs_many(overlap
     in_row: list[list[int]] = [[]]
     launch = driver.worker.launch
 
-    def recording(batch: ScheduleBatch) -> ForwardResult:
-        if isinstance(batch, ExtendBatch):
-            rows = {seq.row for seq in batch.seqs}
-            in_row[-1].append(sum(len(seq.token_ids) for seq in batch.seqs))
+    def recording(batch: StepBatch) -> ForwardResult:
+        if not batch.is_decode:
+            rows = set(batch.rows.tolist())
+            in_row[-1].append(batch.num_prompt_tokens)
             latest.extend(req.rid for req in driver.scheduler.reqs.values() if req.row in rows)
         else:
             in_row.append([])

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from scheduler_driver import Driver, make_driver, make_tiered_driver, request
 from token_worker import TokenWorker
@@ -20,7 +19,6 @@ from fenceline.config import ConfigError
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import AbortReq, ControlReply, FlightRecorderReq
-from fenceline.model_executor.step import DecodeBatch
 from fenceline.scheduler import control, flight_dump, flight_recorder
 from fenceline.scheduler.flight_dump import OFF, dump_and_log, dump_json, write_dump
 
@@ -44,7 +42,7 @@ def test_steps_requests_and_tokens_are_those_of_the_run() -> None:
     driver.run()
     record = dump(driver)
     assert len(record["steps"]) == driver.worker.num_steps and not record["wrapped"]
-    assert record["format"] == "fenceline-flight-recorder" and record["version"] == 2
+    assert record["format"] == "fenceline-flight-recorder" and record["version"] == 3
     told: dict[str, list[int]] = {}
     for step in record["steps"]:
         if step["mode"] == "extend":
@@ -64,13 +62,12 @@ def test_steps_requests_and_tokens_are_those_of_the_run() -> None:
 def test_what_is_recorded_does_not_change_later() -> None:
     """Batches are kept by reference: the lengths of a step are still those it was launched with."""
     driver = make_driver()
-    taken: list[tuple[list[int], list[int], list[int]]] = []
+    taken: list[tuple[list[int], ...]] = []
     launch = driver.worker.launch
 
     def spy(batch: Any) -> Any:
-        rows = batch.rows if isinstance(batch, DecodeBatch) else np.array([seq.row for seq in batch.seqs])
-        lens = batch.seq_lens if isinstance(batch, DecodeBatch) else np.array([s.seq_len for s in batch.seqs])
-        taken.append((rows.tolist(), lens.tolist(), batch.page_writes.pages.tolist()))
+        pages = batch.page_writes.pages.tolist()
+        taken.append((batch.rows.tolist(), batch.starts.tolist(), batch.seq_lens.tolist(), pages))
         return launch(batch)
 
     driver.worker.launch = spy
@@ -81,11 +78,8 @@ def test_what_is_recorded_does_not_change_later() -> None:
     found = []
     for step in driver.scheduler.recorder.snapshot()[0]:
         batch = step.batch
-        if isinstance(batch, DecodeBatch):
-            lens = (batch.rows.tolist(), batch.seq_lens.tolist())
-        else:
-            lens = ([seq.row for seq in batch.seqs], [seq.seq_len for seq in batch.seqs])
-        found.append((*lens, batch.page_writes.pages.tolist()))
+        pages = batch.page_writes.pages.tolist()
+        found.append((batch.rows.tolist(), batch.starts.tolist(), batch.seq_lens.tolist(), pages))
     assert found == taken
 
 
@@ -130,12 +124,12 @@ def test_large_requests_shorten_the_ring(
         for step in recorder.snapshot()[0]:
             arrays: list[Any] = [step.batch.page_writes.rows, step.batch.page_writes.columns]
             kept: list[tuple[int, int]] = []
-            for seq in getattr(step.batch, "seqs", ()):
-                arrays += [seq.out_slots, *([seq.token_ids, *(seq.history or ())] if flags else [])]
-                if seq.sampling is not None:
-                    p = seq.sampling.params
-                    num = 100 * (len(p.logit_bias or ()) + len(p.stop_token_ids)) + sum(map(len, p.stop))
-                    kept.append((id(p), num))
+            for chunk in step.batch.chunks:
+                arrays += [chunk.out_slots, *([chunk.token_ids, *(chunk.history or ())] if flags else [])]
+            for sampling in step.batch.sampling if step.batch.chunks else ():
+                p = sampling.params
+                num = 100 * (len(p.logit_bias or ()) + len(p.stop_token_ids)) + sum(map(len, p.stop))
+                kept.append((id(p), num))
             sizes |= {id(array): array.nbytes for array in arrays} | dict(kept)
         most = max(most, sum(sizes.values()))
     driver.run()

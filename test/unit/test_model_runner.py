@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import fenceline
 from fenceline.memory_order import Device, MaskTable, open_device
-from fenceline.model_executor import model_runner
+from fenceline.model_executor import extend_runner, model_runner
 from fenceline.sampling.sampler import OutputLogprobs, prompt_logprobs
 
 
@@ -130,7 +130,7 @@ def test_prompt_logits_stay_in_the_models_dtype(monkeypatch: pytest.MonkeyPatch)
         assert torch.equal(values.top_logprobs, wide.top_logprobs)
         return values
 
-    monkeypatch.setattr(model_runner, "prompt_logprobs", spy)
+    monkeypatch.setattr(extend_runner, "prompt_logprobs", spy)
     shape = TraceShape(num_rows=8, num_pages=60, logprob_share=0.5)
     play(make_runner(open_device("cpu"), shape, (), dtype="bfloat16"), random_trace(3, 40, shape))
     assert dtypes and set(dtypes) == {torch.bfloat16}

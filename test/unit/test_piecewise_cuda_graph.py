@@ -22,7 +22,7 @@ from fenceline.memory_order.device import CpuGraph
 from fenceline.model_executor.graph_runner import GraphMismatch
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
-from fenceline.model_executor.step import ExtendBatch, ScheduleBatch
+from fenceline.model_executor.step import StepBatch
 
 SIZES = (4, 16, 40)
 SHAPE = TraceShape(
@@ -53,9 +53,7 @@ def test_answers_do_not_depend_on_the_pieces(seed: int) -> None:
     batches = random_trace(seed, 120, SHAPE)
     runner = runner_of()
     assert same_tokens(play(runner_of(sizes=()), batches), play(runner, batches)) == ""
-    lens = [
-        sum(len(seq.token_ids) for seq in batch.seqs) for batch in batches if isinstance(batch, ExtendBatch)
-    ]
+    lens = [batch.num_prompt_tokens for batch in batches if not batch.is_decode]
     stats = pieces_of(runner).stats
     assert stats.replays == stats.eligible_steps == sum(num <= SIZES[-1] for num in lens) > 20
     assert len(lens) > stats.replays, "some steps are too large for graphs"
@@ -137,7 +135,7 @@ def test_a_step_leaves_the_auxiliary_hidden_states_that_a_draft_reads() -> None:
         kept.append(batch.num_tokens)
         return replayed
 
-    runner.prefill_graphs = SimpleNamespace(hidden_states=keeping)  # type: ignore[assignment]
+    runner.extend.graphs = SimpleNamespace(hidden_states=keeping)  # type: ignore[assignment]
     play(runner, random_trace(1, 30, SHAPE))
     assert pieces.stats.replays > 3 and len(set(kept)) > 2, kept
 
@@ -154,11 +152,9 @@ def test_what_attention_leaves_out_is_zeroed_before_each_step() -> None:
     arena = pieces_of(runner).arena
     (attended,) = (arena[name] for name in arena.fields if name.startswith("attended"))
 
-    def check(batch: ScheduleBatch) -> None:
-        num = (
-            sum(len(seq.token_ids) for seq in batch.seqs) if isinstance(batch, ExtendBatch) else SIZES[-1] + 1
-        )
-        if num <= SIZES[-1]:
+    def check(batch: StepBatch) -> None:
+        num = batch.num_prompt_tokens
+        if 0 < num <= SIZES[-1]:
             size = next(size for size in SIZES if size >= num)
             assert (attended[num:size] == 0).all() and not arena["hidden"][:size].isnan().any()
         attended.fill_(torch.nan)

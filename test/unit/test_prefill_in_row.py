@@ -12,7 +12,7 @@ import fenceline
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import AbortReq
-from fenceline.model_executor.step import ExtendBatch, ForwardResult, ScheduleBatch
+from fenceline.model_executor.step import ForwardResult, StepBatch
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.schedule_policy import StepSharing, max_prefills_in_row
 
@@ -29,9 +29,8 @@ def watched_driver(most: int = 1, **flags: object) -> tuple[Driver, list[tuple[b
     scheduler.max_prefill_in_row = most * scheduler.planner.step_tokens
     steps: list[tuple[bool, int]] = []
 
-    def recording(batch: ScheduleBatch) -> ForwardResult:
-        tokens = sum(len(seq.token_ids) for seq in batch.seqs) if isinstance(batch, ExtendBatch) else 0
-        steps.append((len(scheduler.running) > 0, tokens))
+    def recording(batch: StepBatch) -> ForwardResult:
+        steps.append((len(scheduler.running) > 0, batch.num_prompt_tokens))
         return launch(batch)
 
     driver.worker.launch = recording  # type: ignore[method-assign]

@@ -31,7 +31,7 @@ from fenceline.ipc.io_struct import (
     decode,
     encode,
 )
-from fenceline.model_executor.step import ExtendBatch, ScheduleBatch
+from fenceline.model_executor.step import StepBatch
 from fenceline.scheduler.schedule_policy import order_waiting
 
 
@@ -217,8 +217,8 @@ def test_debug_follows_each_request_step_and_control_message(caplog: pytest.LogC
     assert [line for line in caplog.messages if not line.startswith("Prefill")] == [
         "Request r: 3 tokens, at most 2 new ones",
         "Control message: FlushCacheReq",
-        "Step 1: ExtendBatch of 1 requests",
-        "Step 2: DecodeBatch of 1 requests",
+        "Step 1: prefill of 1 requests",
+        "Step 2: decode of 1 requests",
         "Request r leaves (length): 3 tokens, 0 of them cached, and 2 new ones, after 0 retractions",
     ]
 
@@ -620,8 +620,8 @@ def test_first_tokens_that_are_there_do_not_wait_for_the_next_launch(quick: bool
     driver.worker.is_quick = lambda: quick
     launch, told = driver.worker.launch, []
 
-    def recording(batch: ScheduleBatch) -> TokenResult:
-        told.append((len(driver.answers), 1 if isinstance(batch, ExtendBatch) else len(batch.rows)))
+    def recording(batch: StepBatch) -> TokenResult:
+        told.append((len(driver.answers), 1 if not batch.is_decode else len(batch.rows)))
         return launch(batch)
 
     driver.worker.launch = recording  # type: ignore[method-assign]
@@ -644,7 +644,7 @@ def test_on_a_cpu_no_token_waits_for_the_step_after_its_own(device: str) -> None
     driver.scheduler.config = dataclasses.replace(driver.config, device=device)
     launch, told = driver.worker.launch, []
 
-    def recording(batch: ScheduleBatch) -> TokenResult:
+    def recording(batch: StepBatch) -> TokenResult:
         told.append(sum(len(answer.output_ids) for answer in driver.answers.values()))
         return launch(batch)
 

@@ -35,7 +35,7 @@ from fenceline.ipc.io_struct import (
     PauseGenerationReq,
     TokenizedGenerateReq,
 )
-from fenceline.model_executor.step import StepCosts
+from fenceline.model_executor.step import StepBatch, StepCosts
 from fenceline.scheduler.draft_depth import AdaptiveDepth
 from fenceline.scheduler.flight_dump import dump_json
 from fenceline.scheduler.schedule_policy import ShortShare
@@ -262,9 +262,8 @@ def test_recorded_steps_are_the_launched_ones() -> None:
     taken: list[list[int]] = []
     launch = driver.worker.launch
 
-    def spy(batch: object) -> object:
-        lens = batch.seq_lens.tolist() if hasattr(batch, "seq_lens") else [seq.seq_len for seq in batch.seqs]
-        taken.append(lens)
+    def spy(batch: StepBatch) -> object:
+        taken.append(batch.seq_lens.tolist())
         return launch(batch)
 
     driver.worker.launch = spy

@@ -21,7 +21,7 @@ from fenceline.ipc.io_struct import (
     TokenizedGenerateReq,
 )
 from fenceline.ipc.rank_board import NUM_NEWS, NUM_STEPS, RankBoard, create_rank_board
-from fenceline.model_executor.step import DecodeBatch, ExtendBatch, StepOutput
+from fenceline.model_executor.step import StepBatch, StepOutput
 from fenceline.scheduler.ranks import TURN_DECODER, FollowingRank, LeadingRank, RanksDifferError, Turn
 
 
@@ -52,7 +52,7 @@ class Group:
         for driver in self.drivers[1:]:  # who waits for the next turn has said before what has arrived
             flight, link = driver.flight, driver.scheduler.ranks
             assert link is not None
-            asked = flight is not None and isinstance(flight.batch, ExtendBatch)
+            asked = flight is not None and not flight.batch.is_decode
             link.post_progress((flight.number, flight.result) if asked else None)  # type: ignore[union-attr]
         self.drivers[0].step()
         for driver, turns in zip(self.drivers[1:], self.turns, strict=True):
@@ -281,7 +281,7 @@ def test_a_token_that_one_rank_has_drawn_otherwise_is_named(tmp_path: Path) -> N
     assert isinstance(worker, TokenWorker)
     decode = worker._decode
 
-    def otherwise(batch: DecodeBatch) -> StepOutput:
+    def otherwise(batch: StepBatch) -> StepOutput:
         out = decode(batch)
         return replace(out, tokens=out.tokens + 1)
 

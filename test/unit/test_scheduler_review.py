@@ -32,7 +32,6 @@ from fenceline.ipc.io_struct import (
 from fenceline.memory_order.checker import OrderError
 from fenceline.memory_order.edges import Hazard
 from fenceline.memory_order.lease import LeaseError
-from fenceline.model_executor.step import DecodeBatch
 from fenceline.scheduler import control as scheduler_control
 from fenceline.scheduler.control import StepProfiler
 from fenceline.scheduler.request_memory import RequestMemory
@@ -129,7 +128,7 @@ def test_a_request_moves_onto_the_pages_of_the_tree_once() -> None:
     num_written = 0
     while driver.scheduler.reqs or driver.pending:
         driver.step()
-        if driver.flight is not None and isinstance(driver.flight.batch, DecodeBatch):
+        if driver.flight is not None and driver.flight.batch.is_decode:
             num_written += len(driver.flight.batch.page_writes)
     driver.run()
     # Two of them move 4 pages of the prompt; each grows from 65 + 15 to 65 + 39 tokens, a page at a time.
@@ -453,9 +452,8 @@ def test_a_step_scores_a_bounded_number_of_prompt_tokens(chunked_prefill_size: i
         driver.send(request(f"r{i}", prompt, max_new_tokens=2, return_logprob=True, logprob_start_len=0))
     while driver.scheduler.reqs or driver.pending:
         driver.step()
-        if driver.flight is not None and hasattr(driver.flight.batch, "seqs"):
-            offsets = [seq.prompt_logprob_offsets() for seq in driver.flight.batch.seqs]
-            assert sum(last - first for first, last in offsets) <= 1024
+        if driver.flight is not None:
+            assert sum(len(chunk.scored) for chunk in driver.flight.batch.chunks) <= 1024
     driver.run()
     for i, prompt in enumerate(prompts):
         log = driver.first_logprobs[f"r{i}"]

@@ -8,7 +8,7 @@ import numpy as np
 from scheduler_driver import Driver, assert_right, make_tiered_driver, request
 
 from fenceline.memory_order import Points
-from fenceline.model_executor.step import DecodeBatch, PageWrites
+from fenceline.model_executor.step import PageWrites, StepBatch
 from fenceline.scheduler.req import Req
 
 
@@ -126,6 +126,8 @@ def _req(driver: Driver) -> Req:
     return driver.scheduler.reqs["x"]
 
 
-def _batch() -> DecodeBatch:
+def _batch() -> StepBatch:
     none = np.zeros(0, dtype=np.int64)
-    return DecodeBatch(1, none, none, (), PageWrites(none, none, np.zeros(0, dtype=np.int32)), Points.none())
+    return StepBatch(
+        none, none, none, none == 0, (), PageWrites(none, none, none.astype(np.int32)), Points.none()
+    )

@@ -17,7 +17,7 @@ from fenceline.config.families import ExpertsConfig
 from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import AbortReq, TokenizedGenerateReq
 from fenceline.memory_order import Points
-from fenceline.model_executor.step import ExtendBatch, ForwardResult, ScheduleBatch
+from fenceline.model_executor.step import ForwardResult, StepBatch
 from fenceline.scheduler.req import Prefix, Req
 from fenceline.scheduler.schedule_policy import PrefixWork, StepSharing, num_waiting_tokens
 
@@ -148,10 +148,11 @@ def rids_of_steps(driver: Driver) -> list[dict[str, int]]:
     steps: list[dict[str, int]] = []
     launch = driver.worker.launch
 
-    def recording(batch: ScheduleBatch) -> ForwardResult:
-        if isinstance(batch, ExtendBatch):
+    def recording(batch: StepBatch) -> ForwardResult:
+        if not batch.is_decode:
             rids = {req.row: req.rid for req in driver.scheduler.reqs.values()}
-            steps.append({rids[seq.row]: len(seq.token_ids) for seq in batch.seqs})
+            sizes = (batch.seq_lens - batch.starts).tolist()
+            steps.append({rids[row]: num for row, num in zip(batch.rows.tolist(), sizes, strict=True)})
         return launch(batch)
 
     driver.worker.launch = recording  # type: ignore[method-assign]
@@ -343,9 +344,10 @@ def test_a_step_behind_a_long_prefix_has_fewer_tokens(other: str) -> None:
     steps: list[tuple[int, int]] = []
     launch = driver.worker.launch
 
-    def recording(batch: ScheduleBatch) -> ForwardResult:
-        if isinstance(batch, ExtendBatch):
-            steps.extend((len(seq.token_ids), seq.prefix_len) for seq in batch.seqs if len(seq.token_ids) > 2)
+    def recording(batch: StepBatch) -> ForwardResult:
+        if not batch.is_decode:
+            columns = ((batch.seq_lens - batch.starts).tolist(), batch.starts.tolist())
+            steps.extend((num, start) for num, start in zip(*columns, strict=True) if num > 2)
         return launch(batch)
 
     driver.worker.launch = recording  # type: ignore[method-assign]

@@ -25,7 +25,7 @@ from fenceline.ipc.io_struct import (
 )
 from fenceline.mem_cache.transfer import TransferKind
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.step import ExtendBatch, ForwardResult, HeldStep, ScheduleBatch
+from fenceline.model_executor.step import ForwardResult, HeldStep, StepBatch
 
 __all__ = ["models"]  # a fixture
 
@@ -259,9 +259,9 @@ def test_layers_that_look_ahead_lengthen_no_chunk(driver_of: MakeDriver, num_tok
     driver = driver_of(NEXTN, "mtp", chunked_prefill_size=PAGE)
     launch, sizes = driver.worker.launch, []
 
-    def count(batch: ScheduleBatch) -> ForwardResult | HeldStep:
-        if isinstance(batch, ExtendBatch):
-            sizes.append(sum(len(seq.token_ids) for seq in batch.seqs))
+    def count(batch: StepBatch) -> ForwardResult | HeldStep:
+        if not batch.is_decode:
+            sizes.append(batch.num_prompt_tokens)
         return launch(batch)
 
     driver.worker.launch = count  # type: ignore[method-assign]

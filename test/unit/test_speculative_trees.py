@@ -29,7 +29,7 @@ from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.model_executor import speculative_runner
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.step import ForwardResult, HeldStep, ScheduleBatch
+from fenceline.model_executor.step import ForwardResult, HeldStep, StepBatch
 from fenceline.speculative.tree import Candidates
 
 __all__ = ["models"]  # a fixture
@@ -97,7 +97,7 @@ class WatchedDraft:
         self.texts: list[list[int]] = []  # of its requests
         launch, forward = driver.worker.launch, driver.worker.draft.forward
 
-        def launched(batch: ScheduleBatch) -> ForwardResult | HeldStep:
+        def launched(batch: StepBatch) -> ForwardResult | HeldStep:
             self.seen = []
             self.texts = [req.token_ids().tolist() for req in driver.scheduler.running.reqs]
             return launch(batch)

@@ -8,7 +8,7 @@ from scheduler_driver import answers, make_model_driver, request
 
 from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.step import ExtendBatch
+from fenceline.model_executor.step import StepBatch
 from fenceline.model_executor.warm_up import warm_up
 
 torch.set_num_threads(1)
@@ -24,9 +24,9 @@ def test_only_the_sink_is_touched(flags: dict[str, int]) -> None:
     expected = answers(make_model_driver(max_total_tokens=4096, **flags), greetings())
     runner, config = driver.worker, driver.config
     assert isinstance(runner, ModelRunner)
-    batches: list[ExtendBatch] = []
+    batches: list[StepBatch] = []
 
-    def launch(batch: ExtendBatch):  # type: ignore[no-untyped-def]
+    def launch(batch: StepBatch):  # type: ignore[no-untyped-def]
         batches.append(batch)
         return runner.launch(batch)
 
@@ -39,10 +39,10 @@ def test_only_the_sink_is_touched(flags: dict[str, int]) -> None:
     warm_up(runner.device, config, launch)
 
     most = config.chunked_prefill_size or config.max_prefill_tokens
-    sizes = {sum(len(seq.token_ids) for seq in batch.seqs) for batch in batches}
+    sizes = {batch.num_prompt_tokens for batch in batches}
     assert max(sizes) == most and 1 in sizes
     assert all(any(size <= one < size + 128 for one in sizes) for size in range(512, most, 128))
-    assert any(seq.prefix_len for batch in batches for seq in batch.seqs) or most < 100
+    assert any(batch.starts.any() for batch in batches) or most < 100
     for layer in range(config.model.num_layers):
         assert bool((runner.kv_pool.k(layer)[page_size:] == 7).all())
         assert bool((runner.kv_pool.v(layer)[page_size:] == 7).all())

@@ -10,7 +10,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from fenceline.model_executor.step import Completions, ExtendBatch, ForwardResult
+from fenceline.model_executor.step import Completions, ForwardResult
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.policy import Answering, Answers, Policy, make_policy
@@ -66,10 +66,9 @@ def _decisions(workload: str, seed: int, policy: Policy) -> list[object]:
             found.append(type(event).__name__)
             continue
         batch, writes = event.batch, event.batch.page_writes
-        if isinstance(batch, ExtendBatch):
-            rows: list[object] = [
-                (s.row, s.token_ids.tolist(), s.prefix_len, s.out_slots.tolist()) for s in batch.seqs
-            ]
+        if not batch.is_decode:
+            chunks = [(chunk.token_ids.tolist(), chunk.out_slots.tolist()) for chunk in batch.chunks]
+            rows: list[object] = [batch.rows.tolist(), batch.starts.tolist(), chunks]
         else:
             rows = [(batch.rows.tolist(), batch.seq_lens.tolist())]
         found.append(

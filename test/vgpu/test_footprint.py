@@ -23,7 +23,7 @@ from fenceline.memory_order.access import Memory, PagedMemory
 from fenceline.memory_order.checker import OrderChecker
 from fenceline.memory_order.edges import StreamName
 from fenceline.model_executor.graph_runner import GraphRunner, GraphStats
-from fenceline.model_executor.model_runner import StepAccesses
+from fenceline.model_executor.step_accesses import StepAccesses
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.proving.limits import small_limits
 from fenceline.vgpu.proving.runs import ANSWERS, INVARIANTS, Outcome, Trial, run, verdict_of

@@ -17,7 +17,7 @@ from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import Device, Points, open_device
 from fenceline.memory_order.edges import HOST_PAGE_REUSE, PAGE_EDGES
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.step import DecodeBatch, ExtendBatch, ExtendSeq, ForwardResult, PageWrites
+from fenceline.model_executor.step import Chunk, ForwardResult, PageWrites, StepBatch
 from fenceline.sampling.sampling_batch import ReqSampling
 from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.vgpu import VgpuDevice, VirtualGpu
@@ -90,21 +90,19 @@ class Runner:
         after: Points = Points.none(),
     ) -> ForwardResult:  # fmt: skip
         positions = np.arange(prefix_len, len(PROMPT))
-        seq = ExtendSeq(
-            row,
-            PROMPT[prefix_len:],
-            prefix_len,
-            np.array(pages)[positions // PAGE] * PAGE + positions % PAGE,
-            greedy(row),
-        )
+        chunk = Chunk(PROMPT[prefix_len:], np.array(pages)[positions // PAGE] * PAGE + positions % PAGE)
         columns = np.arange(len(pages))
         writes = PageWrites(np.full(len(pages), row), columns, np.array(pages, np.int32))
-        return self.runner.launch(ExtendBatch((seq,), writes, after, loads))
+        return self.runner.launch(
+            StepBatch.of_chunks([row], [prefix_len], [chunk], [greedy(row)], writes, after, loads)
+        )
 
     def decode(self, row: int, seq_len: int) -> ForwardResult:
         """``seq_len`` with the new token, which has room in the last page of the prompt."""
-        batch = (np.array([row]), np.array([seq_len]), (greedy(row),), PageWrites.none(), Points.none())
-        return self.runner.launch(DecodeBatch(row, *batch))
+        rows, lens, samples = np.array([row]), np.array([seq_len]), np.ones(1, np.bool_)
+        none, after = PageWrites.none(), Points.none()
+        batch = StepBatch(rows, lens - 1, lens, samples, (greedy(row),), none, after, composition=row)
+        return self.runner.launch(batch)
 
     def store(self, pages: list[int], host: list[int], after: Points) -> Ticket:
         ticket = Ticket(next(self._tickets), TransferKind.STORE)

@@ -42,7 +42,7 @@ from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.tree import radix_cache
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.mem_cache.tree.radix_cache import MatchResult, RadixCache
-from fenceline.model_executor import model_runner
+from fenceline.model_executor import extend_runner
 from fenceline.sampling import gumbel as engine_gumbel
 from fenceline.sampling import sampler as sampler_module
 from fenceline.sampling import sampling_batch
@@ -448,15 +448,15 @@ def _a_page_of_another_prefix(patch: pytest.MonkeyPatch) -> None:
 
 def _positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
     """What is computed after a hit is put one position too far."""
-    right = model_runner._extend_arrays
+    right = extend_runner._extend_arrays
 
     def wrong(batch: Any) -> Any:
         arrays = right(batch)
-        if any(seq.prefix_len for seq in batch.seqs):
+        if batch.starts.any():
             arrays["positions"] = arrays["positions"] + 1
         return arrays
 
-    patch.setattr(model_runner, "_extend_arrays", wrong)
+    patch.setattr(extend_runner, "_extend_arrays", wrong)
 
 
 def _wrong_page_order(patch: pytest.MonkeyPatch) -> None:
@@ -546,8 +546,8 @@ def _stops_called_lengths(patch: pytest.MonkeyPatch) -> None:
 
 
 def _prompt_logprobs_of_the_wrong_tokens(patch: pytest.MonkeyPatch) -> None:
-    right = model_runner._prompt_targets
-    patch.setattr(model_runner, "_prompt_targets", lambda seq, *range: right(seq, *range)[::-1].copy())
+    right = extend_runner._prompt_targets
+    patch.setattr(extend_runner, "_prompt_targets", lambda chunk: right(chunk)[::-1].copy())
 
 
 def _a_hit_too_short(patch: pytest.MonkeyPatch) -> None:

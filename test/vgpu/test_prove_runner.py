@@ -15,7 +15,7 @@ from msgspec import structs
 from fenceline.memory_order.arena import Arena
 from fenceline.memory_order.kernel import Kernel
 from fenceline.memory_order.staging import ResultRing
-from fenceline.model_executor import decode_runner, model_runner, speculative_runner
+from fenceline.model_executor import decode_runner, extend_runner, speculative_runner
 from fenceline.model_executor.decode_runner import DecodeRunner
 from fenceline.model_executor.graph_runner import GraphRunner, GraphStats
 from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
@@ -194,7 +194,7 @@ def with_a_minimum(req: Any) -> Any:
 
 
 extend_arrays, best, capture_sizes = (
-    model_runner._extend_arrays,
+    extend_runner._extend_arrays,
     RankSampler._best,
     GraphRunner._capture_sizes,
 )

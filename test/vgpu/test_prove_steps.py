@@ -130,7 +130,7 @@ def test_a_row_refilled_while_its_last_owners_step_is_in_flight() -> None:
         ended = loop._flight.reqs[0]
         if not cut:
             loop.step()
-            assert loop._flight.reqs[0] is not ended and loop._flight.batch.seqs[0].row == 1
+            assert loop._flight.reqs[0] is not ended and loop._flight.batch.rows[0] == 1
             continue
         loop.scheduler.worker.device.schedule._severed = frozenset({edge})
         with pytest.raises(RaceError) as caught:

@@ -28,7 +28,7 @@ from fenceline.mem_cache.tree import hiradix_cache
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.mem_cache.tree.radix_cache import RadixCache
 from fenceline.memory_order import Points
-from fenceline.model_executor import model_runner
+from fenceline.model_executor import extend_runner
 from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
 from fenceline.scheduler.prefill import PrefillPlanner
 from fenceline.scheduler.request_memory import RequestMemory
@@ -334,13 +334,13 @@ def _tokens_stored_in_another_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_token_sampled_for_the_next_row(patch: pytest.MonkeyPatch) -> None:
-    right = model_runner._extend_arrays
+    right = extend_runner._extend_arrays
 
     def wrong(batch: Any) -> Any:
         arrays = right(batch)
         return arrays | {"sample_rows": arrays["sample_rows"] + 1}
 
-    patch.setattr(model_runner, "_extend_arrays", wrong)
+    patch.setattr(extend_runner, "_extend_arrays", wrong)
 
 
 def _a_key_without_the_pages_before(patch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ from fenceline.memory_order import (
 from fenceline.memory_order.edges import SAME_COMPOSITION, SINK, TOTAL_BUCKETS
 from fenceline.memory_order.kernel import Kernel, KernelAccesses
 from fenceline.model_executor.graph_runner import GraphMismatch, GraphRunner
-from fenceline.model_executor.step import DecodeBatch
+from fenceline.model_executor.step import StepBatch
 from fenceline.models.decoder import CausalLM
 from fenceline.sampling.kernels.sample import sample_tokens
 from fenceline.sampling.logprobs import OutputLogprobs
@@ -77,6 +77,16 @@ class MaskedDraw:
 
 
 @dataclass(frozen=True, slots=True)
+class Extended:
+    """What a draft computes its rows of a prefill step from: the target's batch and hidden states [T, hidden_size], and
+    the step's uploaded arrays."""
+
+    batch: ForwardBatch
+    hidden: torch.Tensor
+    views: Views
+
+
+@dataclass(frozen=True, slots=True)
 class Logits:
     """The results of a step's first phase, the forward, from which the second phase samples the next tokens of S
     requests. Valid until the next step is submitted.
@@ -85,7 +95,9 @@ class Logits:
     temperature. ``under_masks`` is given if the second phase is a replay too: if they need at most that and masks.
     Otherwise ``values`` [S, vocab_size] in the model's dtype (with several ranks, only this rank's columns),
     ``positions`` and ``rows`` [S] int64, and the requests' ``sampling`` are given. ``prompt_logprobs``: of the prompt
-    tokens that are scored; they do not depend on the tokens that are drawn.
+    tokens that are scored; they do not depend on the tokens that are drawn. ``num_verified``: of a speculative decode
+    step, its rows for each request; what is drawn then goes to ``SpeculativeRunner.accept``. ``extended``: of a prefill
+    step with a draft.
     """
 
     tokens: torch.Tensor | None = None
@@ -95,12 +107,11 @@ class Logits:
     sampling: SamplingBatch | None = None
     under_masks: MaskedDraw | None = None
     prompt_logprobs: OutputLogprobs | None = None
-    num_verified: int = (
-        0  # rows for each request of a speculative step: what is drawn goes to SpeculativeRunner.accept
-    )
+    num_verified: int = 0
+    extended: Extended | None = None
 
 
-def plan_arrays(batch: DecodeBatch, sampling: Mapping[str, npt.NDArray[np.generic]]) -> Arrays:
+def plan_arrays(batch: StepBatch, sampling: Mapping[str, npt.NDArray[np.generic]]) -> Arrays:
     """The values [B] of the PLAN fields for ``batch``. ``sampling``: its ``sampling_arrays``; if empty, greedy."""
     num = len(batch.rows)
     return {
@@ -125,7 +136,7 @@ class _Filled:
     sampling: SamplingBatch
     num_steps: int = 0
 
-    def holds(self, batch: DecodeBatch) -> bool:
+    def holds(self, batch: StepBatch) -> bool:
         """Whether the lengths on the device, which each step has advanced by one, equal the batch's."""
         lens = self.first_seq_lens + self.num_steps
         return len(lens) == len(batch.seq_lens) and bool((lens == batch.seq_lens).all())
@@ -225,7 +236,7 @@ class DecodeRunner(GraphRunner):
 
     # --- a batch -------------------------------------------------------------------------------------
 
-    def arrays(self, batch: DecodeBatch) -> Arrays:
+    def arrays(self, batch: StepBatch) -> Arrays:
         """The arrays to upload before :meth:`forward`; none if the requests are those of the previous step."""
         filled = self._filled
         if filled is not None and self._same(filled.composition, batch.composition):
@@ -235,7 +246,7 @@ class DecodeRunner(GraphRunner):
         sampling = sampling_arrays(batch.sampling)
         return sampling | plan_arrays(batch, sampling)
 
-    def forward(self, batch: DecodeBatch, views: Views) -> Logits:
+    def forward(self, batch: StepBatch, views: Views) -> Logits:
         """Submit the step. If the draw needs the full sampler, it is left to the second phase. ``views``: the uploaded
         arrays of :meth:`arrays`."""
         if "plan_rows" in views:
@@ -247,7 +258,7 @@ class DecodeRunner(GraphRunner):
         filled.num_steps += 1
         return logits
 
-    def _fill(self, batch: DecodeBatch, views: Views) -> None:
+    def _fill(self, batch: StepBatch, views: Views) -> None:
         num_reqs = len(batch.rows)
         self.arena.fill({name: views[name] for name in _PLAN}, num_reqs)
         self._filled = _Filled(
@@ -257,7 +268,7 @@ class DecodeRunner(GraphRunner):
             sampling=SamplingBatch.from_views(batch.sampling, views),
         )
 
-    def _count_repair(self, batch: DecodeBatch, filled: _Filled) -> None:
+    def _count_repair(self, batch: StepBatch, filled: _Filled) -> None:
         if not self._device.tolerates_repairs:
             raise RepairError(
                 f"the arena's lengths are {filled.first_seq_lens + filled.num_steps}, the batch's {batch.seq_lens}"
@@ -265,7 +276,7 @@ class DecodeRunner(GraphRunner):
         if self.has_graphs:
             self.stats.repairs["arena"] = self.stats.repairs.get("arena", 0) + 1
 
-    def _replay(self, size: int, batch: DecodeBatch, filled: _Filled) -> Logits:
+    def _replay(self, size: int, batch: StepBatch, filled: _Filled) -> Logits:
         outputs, num_reqs = self.replay(size, batch.seq_lens), filled.num_reqs
         if filled.sampling.is_plain:
             return Logits(tokens=outputs.take("next_tokens", num_reqs))
@@ -275,7 +286,7 @@ class DecodeRunner(GraphRunner):
         positions = outputs.take("seq_lens", num_reqs)
         return Logits(None, self.logits(num_reqs), positions, self._rows[:num_reqs], filled.sampling)
 
-    def _run_eager(self, batch: DecodeBatch, filled: _Filled) -> Logits:
+    def _run_eager(self, batch: StepBatch, filled: _Filled) -> Logits:
         size = filled.num_reqs
         self._derive_inputs(size)
         rows, seq_lens = self._rows[:size], self._seq_lens[:size]

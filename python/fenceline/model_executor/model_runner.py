@@ -1,4 +1,4 @@
-"""ModelRunner: turns a ScheduleBatch into work on the device, and gives back a ForwardResult.
+"""ModelRunner: turns a StepBatch into work on the device, and gives back a ForwardResult.
 
 Everything it submits goes to FORWARD in program order; inputs arrive through the input ring, results
 leave through the result ring. The next tokens stay on the device: a decode step reads what the step
@@ -11,9 +11,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,7 @@ from fenceline.config.weight_headers import check_fits, read_headers, weight_byt
 from fenceline.ipc.progress import announced
 from fenceline.layers.attention.backends import AttentionBackends, AttentionSetting, make_attention_backends
 from fenceline.layers.context import Shard, fp8_kv_dtype, make_layer_context
-from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
+from fenceline.layers.forward_batch import ForwardMode
 from fenceline.mem_cache.host.cache_controller import HiCacheController, make_hicache_controller
 from fenceline.mem_cache.host.host_pool import available_host_bytes
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool, ReqPool, check_row_bytes, num_kv_pages
@@ -43,24 +42,23 @@ from fenceline.memory_order import (
     wait_for_pages,
     writing_weights,
 )
-from fenceline.memory_order.access import Accesses, Memory, PagedMemory
+from fenceline.memory_order.access import Accesses
 from fenceline.memory_order.edges import STARTUP_STOP, StreamName
-from fenceline.model_executor.decode_runner import DecodeRunner, Logits
+from fenceline.model_executor.decode_runner import Arrays, DecodeRunner, Logits
+from fenceline.model_executor.extend_runner import ExtendRunner
 from fenceline.model_executor.graph_runner import GraphStats
 from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
 from fenceline.model_executor.speculative_runner import SpeculativeRunner
 from fenceline.model_executor.step import (
     Completions,
-    DecodeBatch,
-    ExtendBatch,
-    ExtendSeq,
     ForwardResult,
     HeldStep,
-    ScheduleBatch,
+    PageWrites,
+    StepBatch,
     StepCosts,
-    concatenated,
     drain_completions,
 )
+from fenceline.model_executor.step_accesses import DECODE_STEP, EXTEND_STEP, StepAccesses
 from fenceline.model_executor.warm_up import measure_steps, warm_up
 from fenceline.models.draft import DraftModel
 from fenceline.models.loader import (
@@ -71,13 +69,25 @@ from fenceline.models.loader import (
     replace_weights,
 )
 from fenceline.sampling.rank_sampler import RankSampler
-from fenceline.sampling.sampler import OutputLogprobs, Sampler, prompt_logprobs
-from fenceline.sampling.sampling_batch import SamplingBatch, padded_ids, sampling_arrays
+from fenceline.sampling.sampler import OutputLogprobs, Sampler
 
 logger = logging.getLogger(__name__)
 
-Arrays = dict[str, npt.NDArray[np.generic]]
+I64 = npt.NDArray[np.int64]
 Views = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How the steps of one kind run. ``name`` and ``accesses``: how they are declared. ``forward_alone`` and
+    ``draft_alone``: what has to keep backups off the SMs while the forward runs, and while the draft's attention runs
+    in the second phase; None if no attention kernel of the phase is persistent, or if there are no backups."""
+
+    name: str
+    runner: DecodeRunner | SpeculativeRunner | ExtendRunner
+    accesses: Callable[[Accesses, StepBatch], None]
+    forward_alone: HiCacheController | None
+    draft_alone: HiCacheController | None
 
 
 class ModelRunner:
@@ -204,9 +214,6 @@ class ModelRunner:
                 config.server_args.debug_cuda_graph,
                 () if config.speculative is None else config.speculative.draft.aux_layers,
             )
-        self._extended: tuple[ForwardBatch, torch.Tensor] | None = (
-            None  # of the latest prefill step, for the draft
-        )
         self._accesses = StepAccesses(self.kv_pool, self.req_pool)
         self.hicache: HiCacheController | None = None
         self.storage: Storage | None = None
@@ -219,6 +226,22 @@ class ModelRunner:
             if config.hicache.storage is not None:
                 with _phase("Opened the storage", "opening the storage"):
                     self.storage = make_storage(device, self.hicache.host_pool, config, rank=shard.rank)
+        self.extend = ExtendRunner(
+            device,
+            self.model,
+            self.kv_pool,
+            self.req_pool,
+            self._attention,
+            self._draft_attention,
+            self.sampler,
+            self._accesses,
+            self.prefill_graphs,
+            self.speculative,
+            self.hicache,
+        )
+        accesses = self._accesses
+        self._decode_way = self._way(DECODE_STEP, ForwardMode.DECODE, self.decode, accesses.decode)
+        self._extend_way = self._way(EXTEND_STEP, ForwardMode.EXTEND, self.extend, accesses.extend)
         device.full_stop(STARTUP_STOP)  # weights and pools were written on the default stream
         self._capture(config, show_progress)
         if device.kind == "cuda":
@@ -270,6 +293,17 @@ class ModelRunner:
         layers = range(model.num_layers, num_layers)
         prefill, decode = wanted or target.prefill_name, wanted or target.decode_name
         return target, make(draft.num_heads, layers, prefill, decode)
+
+    def _way(
+        self,
+        name: str,
+        mode: ForwardMode,
+        runner: DecodeRunner | SpeculativeRunner | ExtendRunner,
+        accesses: Callable[[Accesses, StepBatch], None],
+    ) -> _Way:
+        draft_alone = self.hicache if self._draft_attention.persistent(mode) else None
+        forward_alone = self.hicache if self._attention.persistent(mode) else draft_alone
+        return _Way(name, runner, accesses, forward_alone, None if self.speculative is None else draft_alone)
 
     @torch.inference_mode()
     def _capture(self, config: EngineConfig, show_progress: bool) -> None:
@@ -356,7 +390,7 @@ class ModelRunner:
             self.storage.root_key.weights_replaced(model_id(self._config) + update)
 
     @torch.inference_mode()
-    def launch(self, batch: ScheduleBatch) -> ForwardResult | HeldStep:
+    def launch(self, batch: StepBatch) -> ForwardResult | HeldStep:
         """Submit one step in its two phases: the forward, which yields Logits, and the sampling from them. Does not
         wait for the device.
 
@@ -366,28 +400,37 @@ class ModelRunner:
         """
         wait_for_pages(self.device.forward, batch.after)  # WAR, WAW: transfers may still use retired pages
         self.device.checker.begin_step()
-        exclusive = self.hicache
-        if exclusive is not None:
-            mode = _mode(batch)
-            if not (self._attention.persistent(mode) or self._draft_attention.persistent(mode)):
-                exclusive = None
-        if exclusive is not None:
-            exclusive.before_persistent_forward()
-        views = self._upload(batch)
+        way = self._decode_way if batch.is_decode else self._extend_way
+        if way.forward_alone is not None:
+            way.forward_alone.before_persistent_forward()
+        views = self._upload(way.runner.arrays(batch), batch.page_writes)
         with self.device.forward.active():
-            logits = self._forward(batch, views)
+            if not batch.loads:  # else the step declares its accesses when all layers have been loaded
+                self.device.declare(StreamName.FORWARD, way.name, way.accesses, batch)
+            if "page_rows" in views:
+                self.req_pool.write_pages(views["page_rows"], views["page_columns"], views["page_ids"])
+            logits = way.runner.forward(batch, views)
             result: ForwardResult | HeldStep
             if len(batch.constrained):
                 assert self._masks is not None, "grammars are refused where there is no table for their masks"
-                result = self._held(batch, logits, views, self._masks)
+                result = self._held(batch.constrained, logits, way.draft_alone, self._masks)
             else:
-                result = self._sample(batch, logits, views)
-        if exclusive is not None:
-            exclusive.after_persistent_forward(result.done)
+                result = self._sample(logits)
+        if way.forward_alone is not None:
+            way.forward_alone.after_persistent_forward(result.done)
         return result
 
-    def _held(self, batch: ScheduleBatch, logits: Logits, views: Views, masks: MaskTable) -> HeldStep:
-        """The step whose forward has just been submitted."""
+    def _upload(self, arrays: Arrays, writes: PageWrites) -> Views:
+        """Upload the inputs of a step in one copy and return their views on the device. Empty for a decode step that
+        needs no new inputs."""
+        if len(writes):
+            arrays |= {"page_rows": writes.rows, "page_columns": writes.columns, "page_ids": writes.pages}
+        return self._inputs.upload(arrays) if arrays else {}
+
+    def _held(
+        self, constrained: I64, logits: Logits, alone: HiCacheController | None, masks: MaskTable
+    ) -> HeldStep:
+        """The step whose forward has just been submitted; ``alone``: see ``_Way.draft_alone``."""
         draw = logits.under_masks
         if draw is not None:
             num_reqs, num_rows = draw.num_reqs, draw.num_rows
@@ -396,62 +439,33 @@ class ModelRunner:
             num_reqs = num_rows = len(logits.values) // max(logits.num_verified, 1)
         return HeldStep(
             self.device.forward.record(),
-            partial(masks.begin, batch.constrained, num_reqs, num_rows),
-            partial(self._sample_held, batch, logits, views, masks),
+            partial(masks.begin, constrained, num_reqs, num_rows),
+            partial(self._sample_held, logits, alone, masks),
         )
 
     @torch.inference_mode()
     def _sample_held(
-        self, batch: ScheduleBatch, logits: Logits, views: Views, masks: MaskTable
+        self, logits: Logits, alone: HiCacheController | None, masks: MaskTable
     ) -> ForwardResult:
         """The second phase of a step with masks."""
-        exclusive = self.hicache
-        if self.speculative is None or not self._draft_attention.persistent(_mode(batch)):
-            exclusive = None
-        if exclusive is not None:
-            exclusive.before_persistent_forward()  # the second phase runs the draft's attention
+        if alone is not None:
+            alone.before_persistent_forward()
         with self.device.forward.active():
             uploaded = masks.upload()
             if logits.under_masks is None:
-                result = self._sample(batch, logits, views, uploaded)
+                result = self._sample(logits, uploaded)
             else:
                 # The next forward is submitted after this, and the GPU waits for it: so as few calls as possible.
                 tokens = {"next_tokens": logits.under_masks.replay()}
                 result = ForwardResult(self._results.download(tokens, small_by_forward=True))
             masks.drawn(result.done)
-        if exclusive is not None:
-            exclusive.after_persistent_forward(result.done)
+        if alone is not None:
+            alone.after_persistent_forward(result.done)
         return result
 
-    def _upload(self, batch: ScheduleBatch) -> Views:
-        """Upload the inputs of a step in one copy and return their views on the device. Empty for a decode step that
-        needs no new inputs."""
-        if isinstance(batch, ExtendBatch):
-            arrays = _extend_arrays(batch)
-            if self.speculative is not None:
-                arrays |= self.speculative.extend_arrays(batch)
-        else:
-            arrays = self.decode.arrays(batch)
-        if len(batch.page_writes):
-            arrays |= _page_write_arrays(batch)
-        return self._inputs.upload(arrays) if arrays else {}
-
-    # --- the two phases, both on FORWARD, which is current -------------------------------------------
-
-    def _forward(self, batch: ScheduleBatch, views: Views) -> Logits:
-        """The first phase: write the page table and the KV, and compute what the second phase needs. ``views``: what
-        :meth:`_upload` returned."""
-        if isinstance(batch, ExtendBatch):
-            return self._extend(batch, views)
-        self.device.declare(StreamName.FORWARD, "decode step", self._accesses.decode, batch)
-        self._write_pages(views)
-        return self.decode.forward(batch, views)
-
-    def _sample(
-        self, batch: ScheduleBatch, logits: Logits, views: Views, masks: torch.Tensor | None = None
-    ) -> ForwardResult:
-        """The second phase: draw the next tokens unless the forward has drawn them, store them as the last tokens of
-        their rows, and start copying the results of both phases to the host."""
+    def _sample(self, logits: Logits, masks: torch.Tensor | None = None) -> ForwardResult:
+        """The second phase, on FORWARD, which is current: draw the next tokens unless the forward has drawn them, store
+        them as the last tokens of their rows, and start copying the results of both phases to the host."""
         tokens, logprobs = logits.tokens, None
         if tokens is None:
             assert logits.values is not None and logits.positions is not None and logits.sampling is not None
@@ -468,91 +482,14 @@ class ModelRunner:
                 logprobs = self.speculative.logprobs_of_path(logprobs)
         if logprobs is not None:
             results |= _logprob_results("out", logprobs)
-        if self.speculative is not None and isinstance(batch, ExtendBatch):
-            assert self._extended is not None
-            self.speculative.extend(*self._extended, views, results["next_tokens"], logits.sampling)
-            self._extended = None  # hidden states of a whole step
+        if logits.extended is not None:
+            assert self.speculative is not None
+            self.speculative.extend(logits.extended, tokens, logits.sampling)
         if logits.prompt_logprobs is not None:
             results |= _logprob_results("prompt", logits.prompt_logprobs)
         communicator = self.model.context.shard.communicator
         check = None if communicator is None else communicator.check
         return ForwardResult(self._results.download(results), check)
-
-    def _write_pages(self, views: Views) -> None:
-        if "page_rows" in views:
-            self.req_pool.write_pages(views["page_rows"], views["page_columns"], views["page_ids"])
-
-    # --- extend --------------------------------------------------------------------------------------
-
-    def _extend(self, batch: ExtendBatch, views: Views) -> Logits:
-        layer_ready = self._layer_ready(batch)
-        self._write_pages(views)
-        attention = _extend_attention(batch, views, self.req_pool.page_table)
-        self._begin_penalties(batch, views)
-        forward_batch = ForwardBatch(
-            mode=ForwardMode.EXTEND,
-            input_ids=views["input_ids"],
-            positions=views["positions"],
-            out_slots=views["out_slots"],
-            logits_index=views["logits_index"],
-            attn=self._attention.prefill.plan(attention),
-            kv_pool=self.kv_pool,
-            layer_ready=layer_ready,
-            aux_hidden=None
-            if self.speculative is None
-            else self.speculative.make_aux(len(views["input_ids"])),
-        )
-        layers = self.prefill_graphs or self.model
-        x = layers.hidden_states(forward_batch)
-        values = self.model.own_logits(x, forward_batch)
-        if self.speculative is not None:
-            if self._draft_attention.prefill is not self._attention.prefill:
-                own = self._draft_attention.prefill.plan(attention)
-                forward_batch = replace(forward_batch, attn=own)
-            self._extended = forward_batch, x
-        for ticket in batch.loads:
-            ticket.waited = True  # FORWARD has waited for it: all later submissions come after the load
-        sampled = [seq.sampling for seq in batch.seqs if seq.sampling is not None]
-        num_sampled = len(sampled)
-        prompts = None
-        if "prompt_targets" in views:
-            prompts = _score_prompts(batch, views, self.model.lm_head.whole_logits(values[num_sampled:]))
-        if not sampled:
-            none = torch.empty(0, dtype=torch.int64, device=self.device.torch_device)
-            return Logits(tokens=none, prompt_logprobs=prompts)
-        return Logits(
-            values=values[:num_sampled],
-            positions=views["sample_positions"],
-            rows=views["sample_rows"],
-            sampling=SamplingBatch.from_views(sampled, views),
-            prompt_logprobs=prompts,
-        )
-
-    def _layer_ready(self, batch: ExtendBatch) -> Callable[[int], None] | None:
-        """The function ``f(layer)`` that makes FORWARD wait for that layer of ``batch.loads``; None without loads.
-
-        Also declares the step's accesses. These are of whole pages (all layers), so with loads they are declared after
-        the wait for the last layer.
-        """
-
-        def declare() -> None:
-            self.device.declare(StreamName.FORWARD, "prefill step", self._accesses.extend, batch)
-
-        if not batch.loads:
-            declare()
-            return None
-        assert self.hicache is not None, "without a host tier nothing is loaded"
-        return self.hicache.layer_ready(batch.loads, self.model.num_layers, declare)
-
-    def _begin_penalties(self, batch: ExtendBatch, views: Views) -> None:
-        for index, seq in enumerate(batch.seqs):
-            if seq.history is not None:
-                prompt, output = views[f"history_prompt_{index}"], views[f"history_output_{index}"]
-                self.sampler.begin_request(seq.row, prompt, output)
-
-
-def _mode(batch: ScheduleBatch) -> ForwardMode:
-    return ForwardMode.EXTEND if isinstance(batch, ExtendBatch) else ForwardMode.DECODE
 
 
 @contextmanager
@@ -583,117 +520,3 @@ def _logprob_results(prefix: str, values: OutputLogprobs) -> Views:
         f"{prefix}_top_ids": values.top_ids,
     }
     return results if values.named is None else results | {f"{prefix}_named": values.named}
-
-
-def _score_prompts(batch: ExtendBatch, views: Views, logits: torch.Tensor) -> OutputLogprobs:
-    """Logprobs of prompt tokens. ``logits`` [N, vocab_size] are not converted to float32 as a whole: for a chunk of
-    8,192 tokens and a vocabulary of 150,000 that would take 5 GB."""
-    top_k = max(seq.prompt_top_logprobs for seq in batch.seqs)
-    named_ids = None
-    if "prompt_named_rows" in views:
-        named_ids = views["prompt_named_ids"].view(len(batch.seqs), -1)[views["prompt_named_rows"]]
-    return prompt_logprobs(logits, views["prompt_targets"], top_k, named_ids)
-
-
-def _page_write_arrays(batch: ScheduleBatch) -> Arrays:
-    writes = batch.page_writes
-    return {"page_rows": writes.rows, "page_columns": writes.columns, "page_ids": writes.pages}
-
-
-def _extend_arrays(batch: ExtendBatch) -> Arrays:
-    """The host inputs of an extend step, except its page writes."""
-    seqs = batch.seqs
-    starts = list(accumulate([len(seq.token_ids) for seq in seqs], initial=0))
-    sampled = [i for i, seq in enumerate(seqs) if seq.sampling is not None]
-    arrays: Arrays = {
-        "input_ids": concatenated([seq.token_ids for seq in seqs]),
-        "positions": concatenated([np.arange(seq.prefix_len, seq.seq_len, dtype=np.int64) for seq in seqs]),
-        "out_slots": concatenated([seq.out_slots for seq in seqs]),
-        "rows": np.array([seq.row for seq in seqs], dtype=np.int64),
-        "seq_lens": np.array([seq.seq_len for seq in seqs], dtype=np.int64),
-        "query_starts": np.array(starts, dtype=np.int32),
-        "sample_rows": np.array([seqs[i].row for i in sampled], dtype=np.int64),
-        "sample_positions": np.array([seqs[i].seq_len for i in sampled], dtype=np.int64),
-    }
-    logits_index = [np.array([starts[i + 1] - 1 for i in sampled], dtype=np.int64)]
-    targets, named_rows = [], []
-    for i, seq in enumerate(seqs):
-        first, last = seq.prompt_logprob_offsets()
-        if first < last:
-            logits_index.append(np.arange(starts[i] + first, starts[i] + last, dtype=np.int64))
-            targets.append(_prompt_targets(seq, first, last))
-            named_rows.append(np.full(last - first, i, dtype=np.int64))
-    arrays["logits_index"] = concatenated(logits_index)
-    if targets:
-        arrays["prompt_targets"] = np.concatenate(targets)
-        if any(seq.prompt_token_ids_logprob for seq in seqs):
-            arrays["prompt_named_rows"] = np.concatenate(named_rows)
-            arrays["prompt_named_ids"] = padded_ids([seq.prompt_token_ids_logprob for seq in seqs])
-    for i, seq in enumerate(seqs):
-        if seq.history is not None:
-            arrays[f"history_prompt_{i}"], arrays[f"history_output_{i}"] = seq.history
-    return arrays | sampling_arrays([seq.sampling for seq in seqs if seq.sampling is not None])
-
-
-def _prompt_targets(seq: ExtendSeq, first: int, last: int) -> npt.NDArray[np.int64]:
-    """The tokens that the logits at chunk offsets ``first`` .. ``last - 1`` score: those at the next positions."""
-    tokens = np.concatenate([seq.token_ids[1:], np.array(seq.following[:1], dtype=np.int64)])
-    return tokens[first:last]
-
-
-def _extend_attention(batch: ExtendBatch, views: Views, page_table: torch.Tensor) -> AttentionInputs:
-    return AttentionInputs(
-        mode=ForwardMode.EXTEND,
-        page_table=page_table,
-        rows=views["rows"],
-        seq_lens=views["seq_lens"],
-        seq_lens_cpu=np.array([seq.seq_len for seq in batch.seqs], dtype=np.int64),
-        query_lens_cpu=np.array([len(seq.token_ids) for seq in batch.seqs], dtype=np.int64),
-        query_starts=views["query_starts"],
-    )
-
-
-class StepAccesses:
-    """Declares what a step reads and writes on FORWARD apart from the rings: request rows, and KV pages of all layers.
-
-    ``extend`` and ``decode`` are passed to ``Device.declare``. If a decode step has the same requests as the previous
-    one, its declaration needs no operation over its rows.
-    """
-
-    def __init__(self, kv_pool: KVPool, req_pool: ReqPool) -> None:
-        self._page_size = kv_pool.page_size
-        rows, columns = req_pool.page_table.shape
-        self.page_table = Memory("req_pool.page_table", rows)
-        self.last_tokens = Memory("req_pool.last_tokens", rows)
-        self.pages = PagedMemory(
-            "kv_pool", kv_pool.num_pages, kv_pool.page_size, (rows, columns), StreamName.FORWARD
-        )
-
-    def extend(self, op: Accesses, batch: ExtendBatch) -> None:
-        """A prefill step: writes the pages of its chunks, reads all pages up to them."""
-        self._write_table(op, batch)
-        rows = np.array([seq.row for seq in batch.seqs], dtype=np.int64)
-        seq_lens = np.array([seq.seq_len for seq in batch.seqs], dtype=np.int64)
-        op.read(self.page_table, rows)
-        op.write(self.pages, np.concatenate([seq.out_slots for seq in batch.seqs]) // self._page_size)
-        op.read_pages(self.pages, rows, seq_lens)
-        sampled = np.array([seq.row for seq in batch.seqs if seq.sampling is not None], dtype=np.int64)
-        op.write(self.last_tokens, sampled)
-
-    def decode(self, op: Accesses, batch: DecodeBatch) -> None:
-        """A decode step: writes the pages of each request's new tokens, reads all of them."""
-        if len(batch.page_writes):
-            self._write_table(op, batch)
-        op.read(self.page_table, batch.rows)
-        if batch.committed_lens is None:
-            op.append_pages(self.pages, batch.rows, batch.seq_lens)
-        else:  # the host knows only upper bounds of the lengths, and a bound may be lower than in the previous step
-            op.read(self.pages, self.pages.pages_of(batch.rows, batch.seq_lens))
-            written = self.pages.pages_between(batch.rows, batch.committed_lens, batch.seq_lens)
-            op.write(self.pages, written)
-        op.write(self.last_tokens, batch.rows)  # it also reads them: the tokens of the previous step
-
-    def _write_table(self, op: Accesses, batch: ExtendBatch | DecodeBatch) -> None:
-        writes = batch.page_writes
-        op.write(self.page_table, writes.rows)
-        op.write_table(self.pages, writes.rows, writes.columns, writes.pages)

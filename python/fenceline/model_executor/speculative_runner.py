@@ -62,9 +62,9 @@ from fenceline.memory_order import (
     table_of_step,
 )
 from fenceline.memory_order.edges import KEPT_HIDDEN, SAME_COMPOSITION, SINK, TOTAL_BUCKETS
-from fenceline.model_executor.decode_runner import Logits, plan_arrays
+from fenceline.model_executor.decode_runner import Extended, Logits, plan_arrays
 from fenceline.model_executor.graph_runner import GraphRunner
-from fenceline.model_executor.step import DecodeBatch, ExtendBatch
+from fenceline.model_executor.step import StepBatch
 from fenceline.models.decoder import CausalLM
 from fenceline.models.draft import DraftModel
 from fenceline.sampling.kernels.sample import sample_tokens
@@ -276,7 +276,7 @@ class SpeculativeRunner(GraphRunner):
 
     # --- a batch
 
-    def arrays(self, batch: DecodeBatch) -> Arrays:
+    def arrays(self, batch: StepBatch) -> Arrays:
         """The arrays that must be uploaded before :meth:`forward`: nothing if the requests are those of the step before
         and have had a step of this depth already."""
         arrays, is_same = {}, self._holds(batch)
@@ -291,11 +291,11 @@ class SpeculativeRunner(GraphRunner):
         plan["may_accept"] = batch.may_accept
         return plan | arrays
 
-    def _holds(self, batch: DecodeBatch) -> bool:
+    def _holds(self, batch: StepBatch) -> bool:
         """Whether the arena is filled with the requests of ``batch``."""
         return self._composition is not None and self._same(self._composition, batch.composition)
 
-    def _of_every_row(self, batch: DecodeBatch) -> list[ReqSampling]:
+    def _of_every_row(self, batch: StepBatch) -> list[ReqSampling]:
         """The sampling parameters for each row that is verified. Only the first row of a request has penalties and
         counts its token, because the drafts of requests with penalties are not accepted."""
         rows, num_further = [], self._shapes[batch.depth.depth].num_nodes - 1
@@ -304,7 +304,7 @@ class SpeculativeRunner(GraphRunner):
             rows += [req] + [further] * num_further
         return rows
 
-    def forward(self, batch: DecodeBatch, views: Views) -> Logits:
+    def forward(self, batch: StepBatch, views: Views) -> Logits:
         """Submit the first part of the step: draft and verify. ``views`` are the uploaded :meth:`arrays`.
 
         The Logits that are returned have either the tokens that a graph has drawn already, or the values from which
@@ -378,7 +378,7 @@ class SpeculativeRunner(GraphRunner):
         first = torch.arange(num_reqs, device=path.device).unsqueeze(1) * shape.num_nodes
         return select_logprobs(logprobs, (first + path).flatten())
 
-    def _fill(self, batch: DecodeBatch, views: Views) -> None:
+    def _fill(self, batch: StepBatch, views: Views) -> None:
         plan = ("plan_rows", "may_accept", "temperatures", "noise_scales", "seed_keys")
         self._num_reqs = len(batch.rows)
         self.arena.fill({name: views[name] for name in plan}, self._num_reqs)
@@ -868,33 +868,31 @@ class SpeculativeRunner(GraphRunner):
 
     # --- after prefill
 
-    def extend_arrays(self, batch: ExtendBatch) -> Arrays:
+    def extend_arrays(self, batch: StepBatch) -> Arrays:
         """What :meth:`extend` needs in addition to the step's own inputs: for each layer the tokens that its rows are
         computed from, ``draft_ids`` [layers * T] int64; 0 after the end of a prompt. Nothing for a draft that reads no
         hidden states."""
         if not self.reads_hidden:
             return {}
         padding = np.zeros(self._num_layers, np.int64)
-        texts = [np.concatenate((seq.token_ids, seq.following, padding)) for seq in batch.seqs]
+        texts = [np.concatenate((chunk.token_ids, chunk.following, padding)) for chunk in batch.chunks]
         ids = [
-            text[1 + layer : 1 + layer + len(seq.token_ids)]
+            text[1 + layer : 1 + layer + len(chunk.token_ids)]
             for layer in range(self._num_layers)
-            for text, seq in zip(texts, batch.seqs, strict=True)
+            for text, chunk in zip(texts, batch.chunks, strict=True)
         ]
         return {"draft_ids": np.concatenate(ids).astype(np.int64)}
 
     def extend(
         self,
-        forward_batch: ForwardBatch,
-        x: torch.Tensor,
-        views: Views,
+        extended: Extended,
         next_tokens: torch.Tensor,
         sampling: SamplingBatch | None,
     ) -> None:
-        """Compute the draft's rows of a prefill step. ``forward_batch`` is the target's batch, ``x`` [T, hidden_size]
-        its hidden states, and ``next_tokens`` [S] int64 are the tokens drawn for the requests whose prompts are
-        complete. ``views`` are the step's uploaded arrays, and those of :meth:`extend_arrays`. ``sampling`` is needed
-        if the draft has a layer for each step."""
+        """Compute the draft's rows of a prefill step, whose uploaded arrays include those of :meth:`extend_arrays`.
+        ``next_tokens`` [S] int64 are the tokens drawn for the requests whose prompts are complete. ``sampling`` is
+        needed if the draft has a layer for each step."""
+        forward_batch, x, views = extended.batch, extended.hidden, extended.views
         state, num_sampled, layer_per_step = self.state, len(next_tokens), self._num_layers > 1
         assert forward_batch.logits_index is not None
         ends = forward_batch.logits_index[:num_sampled]  # the last token of each complete prompt

@@ -1,6 +1,6 @@
 """A step as scheduler and worker see it: the batch to compute, its results, and what has ended on device and disk.
 
-Batches, outputs and completions are host values and frozen once built. The scheduler builds a ScheduleBatch. The worker
+Batches, outputs and completions are host values and frozen once built. The scheduler builds a StepBatch. The worker
 launches it and returns a ForwardResult, whose ``wait`` returns a StepOutput. Completions are all that a turn of the
 loop learns about device and disk.
 """
@@ -28,6 +28,7 @@ from fenceline.sampling.sampling_batch import ReqSampling
 F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
 
 _Number = TypeVar("_Number", bound=np.generic)
 
@@ -61,54 +62,23 @@ _NO_WRITES = PageWrites(_NO_IDS, _NO_IDS, _NO_PAGES)
 
 
 @dataclass(frozen=True, slots=True)
-class ExtendSeq:
-    """A request's part of an extend step: the tokens after its first ``prefix_len`` ones, whose KV is there already.
+class Chunk:
+    """The T tokens of a prompt that a step computes for a row.
 
-    ``sampling`` is None if the prompt continues in a later chunk. ``prompt_logprobs_from``: the first position (not
-    before ``prefix_len + 1``) whose token's logprob is wanted, None for none; the targets are this chunk's own tokens
-    and the one after it. ``following``: the prompt's tokens after the chunk that the step reads: at most one, or with a
-    draft ``DraftConfig.lookahead``. ``history`` (prompt ids, output ids) is given if the request has penalties and
-    samples its first token in this step.
+    ``token_ids`` and ``out_slots`` [T]: the tokens, and where their KV goes. ``following``: the prompt's tokens after
+    the chunk that the step reads: at most one, or with a draft ``DraftConfig.lookahead``. ``scored``: the offsets in
+    the chunk whose logits score a prompt token, which is the next one; ``top_logprobs`` and ``token_ids_logprob`` say
+    which further logprobs are wanted there. ``history`` (prompt ids, output ids) is given if the request has penalties
+    and samples its first token in this step.
     """
 
-    row: int
     token_ids: I64
-    prefix_len: int
     out_slots: I64
-    sampling: ReqSampling | None
-    prompt_logprobs_from: int | None = None
-    prompt_top_logprobs: int = 0
-    prompt_token_ids_logprob: tuple[int, ...] = ()
     following: tuple[int, ...] = ()
+    scored: range = range(0)
+    top_logprobs: int = 0
+    token_ids_logprob: tuple[int, ...] = ()
     history: tuple[I64, I64] | None = None
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens of the request once this step has run."""
-        return self.prefix_len + len(self.token_ids)
-
-    def prompt_logprob_offsets(self) -> tuple[int, int]:
-        """The range (first, last) of offsets in the chunk whose logits score a prompt token; empty if none do."""
-        if self.prompt_logprobs_from is None:
-            return 0, 0
-        num_targets = len(self.token_ids) if self.following else len(self.token_ids) - 1
-        return max(self.prompt_logprobs_from - 1 - self.prefix_len, 0), max(num_targets, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class ExtendBatch:
-    """A prefill step. ``after``: Points of the memory it touches for the first time; ``loads``: transfers that bring
-    pages that it reads, submitted but not waited for by any earlier step."""
-
-    seqs: tuple[ExtendSeq, ...]
-    page_writes: PageWrites
-    after: Points
-    loads: tuple[Ticket, ...] = ()
-
-    @property
-    def constrained(self) -> I64:
-        """See :class:`DecodeBatch`; indices among the requests that sample."""
-        return constrained_rows([seq.sampling for seq in self.seqs])
 
 
 class DepthChoice(NamedTuple):
@@ -156,38 +126,81 @@ class StepCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeBatch:
-    """A decode step: at least one new token for each request, ``Worker.max_step_tokens`` at most.
+class StepBatch:
+    """One step of B requests, each of which has a row. All columns are [B].
 
-    ``composition`` names the set and order of requests: while it stays the same, rows, lengths and sampling parameters
-    advance on the device and are not uploaded. ``seq_lens`` [B]: the lengths after the step, its tokens included. They
-    are exact if a step yields one token, else upper bounds; no KV is written beyond them. ``num_advanced``: by how much
-    every length has grown since the previous step of the same composition, 0 if they have not grown by the same.
-    ``committed_lens`` [B], given if a step may yield several tokens: no KV is written before them. ``constrained``: the
-    indices of requests that sample under a mask. ``may_accept`` [B], given if the engine speculates: whether a request
-    may get more than one token in a step. ``depth``: the draft's depth.
+    Row i computes the tokens at positions ``starts[i]`` to ``seq_lens[i] - 1`` of the request in page-table row
+    ``rows[i]``, and draws the next one if ``samples[i]``. The host gives the ids of the first ``len(chunks)`` rows, the
+    ``chunks`` of their prompts. Each row after these goes on from its last token, which only the device knows.
+
+    ``sampling``: the parameters of the rows that sample. ``constrained``: the indices, among these, of those that
+    sample under a mask. ``after``: Points of the memory that the step touches for the first time. ``loads``: transfers
+    that bring pages that it reads, submitted but not waited for by any earlier step.
+
+    Of steps without chunks: ``composition`` names the set and order of requests. While it stays the same, rows, lengths
+    and sampling parameters advance on the device and are not uploaded. ``num_advanced``: by how much every length has
+    grown since the previous step of the same composition, 0 if they have not grown by the same.
+
+    If the engine speculates, a step without chunks yields 1 to ``Worker.max_step_tokens`` tokens for each row. Then
+    ``starts`` and ``seq_lens`` are bounds: no KV is written before or beyond them. ``depth`` is the draft's, and
+    ``may_accept`` says which requests may get more than one token; it is None if the engine does not speculate.
     """
 
-    composition: int
     rows: I64
+    starts: I64
     seq_lens: I64
+    samples: Bools
     sampling: tuple[ReqSampling, ...]
     page_writes: PageWrites
     after: Points
-    num_advanced: int = 0
-    committed_lens: I64 | None = None
+    chunks: tuple[Chunk, ...] = ()
     constrained: I64 = field(default_factory=lambda: _NO_IDS)
-    may_accept: npt.NDArray[np.bool_] | None = None
+    loads: tuple[Ticket, ...] = ()
+    composition: int = 0
+    num_advanced: int = 0
+    may_accept: Bools | None = None
     depth: DepthChoice = DepthChoice(0)
 
+    @staticmethod
+    def of_chunks(
+        rows: Sequence[int],
+        starts: Sequence[int],
+        chunks: Sequence[Chunk],
+        sampling: Sequence[ReqSampling | None],
+        page_writes: PageWrites,
+        after: Points,
+        loads: tuple[Ticket, ...] = (),
+    ) -> StepBatch:
+        """A step of prompts only. ``sampling`` [B]: None for a row that does not sample."""
+        firsts, sizes = np.array(starts, np.int64), [len(chunk.token_ids) for chunk in chunks]
+        present = tuple([one for one in sampling if one is not None])
+        return StepBatch(
+            rows=np.array(rows, np.int64),
+            starts=firsts,
+            seq_lens=firsts + sizes,
+            samples=np.array([one is not None for one in sampling], np.bool_),
+            sampling=present,
+            page_writes=page_writes,
+            after=after,
+            chunks=tuple(chunks),
+            constrained=constrained_rows(present),
+            loads=loads,
+        )
 
-ScheduleBatch = ExtendBatch | DecodeBatch
+    @property
+    def is_decode(self) -> bool:
+        """Whether the host gives no ids, so that the step runs from the arena of decode steps and their graphs."""
+        return not self.chunks
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all chunks."""
+        return sum([len(chunk.token_ids) for chunk in self.chunks])
 
 
-def constrained_rows(sampling: Sequence[ReqSampling | None]) -> I64:
-    """The indices, among the requests that sample, of those that sample under a mask."""
-    present = [one for one in sampling if one is not None]
-    rows = [row for row, one in enumerate(present) if one.constrained]
+def constrained_rows(sampling: Sequence[ReqSampling]) -> I64:
+    """The indices of the requests that sample under a mask."""
+    rows = [row for row, one in enumerate(sampling) if one.constrained]
     return np.array(rows, dtype=np.int64) if rows else _NO_IDS
 
 
@@ -201,7 +214,7 @@ class LogprobValues:
     top_ids: I64
     named: F32 | None = None
 
-    def rows(self, kept: npt.NDArray[np.bool_]) -> LogprobValues:
+    def rows(self, kept: Bools) -> LogprobValues:
         """The logprobs of the tokens for which ``kept`` [N] is True."""
         named = None if self.named is None else self.named[kept]
         return LogprobValues(self.chosen[kept], self.top[kept], self.top_ids[kept], named)
@@ -372,7 +385,7 @@ class Worker(Protocol):
         is called for each tensor that has been replaced."""
         ...
 
-    def launch(self, batch: ScheduleBatch) -> ForwardResult | HeldStep:
+    def launch(self, batch: StepBatch) -> ForwardResult | HeldStep:
         """Submit one step without waiting for it. With ``constrained`` requests only the forward is submitted, and a
         HeldStep returned."""
         ...

@@ -21,14 +21,12 @@ from fenceline.config.draft_config import StepShape
 from fenceline.config.engine_config import EngineConfig
 from fenceline.memory_order import Device, LeasePool, Point, Points
 from fenceline.model_executor.step import (
-    DecodeBatch,
+    Chunk,
     DepthChoice,
-    ExtendBatch,
-    ExtendSeq,
     ForwardResult,
     HeldStep,
     PageWrites,
-    ScheduleBatch,
+    StepBatch,
     StepCosts,
 )
 from fenceline.sampling.sampler import Sampler
@@ -68,7 +66,7 @@ _TOP_LOGPROBS = 5
 _MEASURED_STEPS, _MEASURED_ROUNDS = 4, 3
 _MOST_MEASURED = 32
 
-Launch = Callable[[ScheduleBatch], ForwardResult | HeldStep]
+Launch = Callable[[StepBatch], ForwardResult | HeldStep]
 
 
 def warm_up(device: Device, config: EngineConfig, launch: Launch) -> None:
@@ -123,7 +121,7 @@ def measure_steps(config: EngineConfig, launch: Launch, rows: LeasePool, pages: 
     return costs
 
 
-def _measure(launch: Launch, prompts: Sequence[ExtendBatch], batch: DecodeBatch) -> tuple[float, Point]:
+def _measure(launch: Launch, prompts: Sequence[StepBatch], batch: StepBatch) -> tuple[float, Point]:
     """Compute ``prompts``, then time decode steps of ``batch``. As when serving, each step's results are awaited while
     the next step runs. Returns the mean seconds of a step, and the Point that ends the last one."""
     for prompt in prompts:
@@ -139,7 +137,7 @@ def _measure(launch: Launch, prompts: Sequence[ExtendBatch], batch: DecodeBatch)
     return (time.perf_counter() - begin) / _MEASURED_STEPS, result.done
 
 
-def _launched(launch: Launch, batch: ScheduleBatch) -> ForwardResult:
+def _launched(launch: Launch, batch: StepBatch) -> ForwardResult:
     result = launch(batch)
     assert not isinstance(result, HeldStep), "no request here has a grammar"
     return result
@@ -169,32 +167,37 @@ class _MeasuredRequests:
         self._first_slots = np.zeros(most, dtype=np.int64)
         self._first_slots[:num] = self._leased_pages[::num_pages].astype(np.int64) * page_size
 
-    def prompts(self, config: EngineConfig) -> list[ExtendBatch]:
+    def prompts(self, config: EngineConfig) -> list[StepBatch]:
         """Prefill steps with one token of each request."""
         tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=len(self._rows))
         size = min(config.chunked_prefill_size or config.max_prefill_tokens, len(self._rows))
-        seqs = [
-            ExtendSeq(row, tokens[i : i + 1], 0, self._first_slots[i : i + 1], self._sampling(i))
-            for i, row in enumerate(self._rows.tolist())
-        ]
-        firsts = range(0, len(seqs), size)
+        rows, chunks = (
+            self._rows.tolist(),
+            [*map(Chunk, tokens.reshape(-1, 1), self._first_slots.reshape(-1, 1))],
+        )
+        samplings, starts = [self._sampling(i) for i in range(len(rows))], [0] * len(rows)
+        parts = [slice(first, first + size) for first in range(0, len(rows), size)]
         return [
-            ExtendBatch(tuple(seqs[i : i + size]), PageWrites.none() if i else self._writes, self._after)
-            for i in firsts
-        ]
+            StepBatch.of_chunks(
+                rows[part], starts[part], chunks[part], samplings[part],
+                PageWrites.none() if part.start else self._writes, self._after,
+            )
+            for part in parts
+        ]  # fmt: skip
 
-    def decode_batch(self, composition: int, num_reqs: int, shape: StepShape) -> DecodeBatch:
+    def decode_batch(self, composition: int, num_reqs: int, shape: StepShape) -> StepBatch:
         """A decode step of the first ``num_reqs`` requests."""
         rows = self._rows[:num_reqs]
         in_sink = rows == 0
-        return DecodeBatch(
-            composition=composition,
+        return StepBatch(
             rows=rows,
+            starts=np.zeros(num_reqs, dtype=np.int64),
             seq_lens=np.where(in_sink, 1 + shape.num_slots, self._num_tokens),
+            samples=np.ones(num_reqs, np.bool_),
             sampling=tuple(self._sampling(i) for i in range(num_reqs)),
             page_writes=PageWrites.none(),
             after=Points.none(),
-            committed_lens=np.zeros(num_reqs, dtype=np.int64),
+            composition=composition,
             may_accept=np.ones(num_reqs, np.bool_),
             depth=DepthChoice(shape.depth),
         )
@@ -209,7 +212,7 @@ class _MeasuredRequests:
         self._page_pool.retire(self._leased_pages, after=points)
 
 
-def _extend_batches(config: EngineConfig) -> Iterator[ExtendBatch]:
+def _extend_batches(config: EngineConfig) -> Iterator[StepBatch]:
     """Prefill steps of the sizes that are possible in this configuration."""
     longest = config.model.context_length - 1
     most = config.chunked_prefill_size or config.max_prefill_tokens
@@ -222,14 +225,12 @@ def _extend_batches(config: EngineConfig) -> Iterator[ExtendBatch]:
             yield _extend_batch(lens, prefix)
 
 
-def _extend_batch(lens: Sequence[int], prefix_len: int) -> ExtendBatch:
-    greedy = _req_sampling({"temperature": 0.0}, prefix_len)
+def _extend_batch(lens: Sequence[int], prefix_len: int) -> StepBatch:
     in_sink = [np.zeros(num_tokens, dtype=np.int64) for num_tokens in lens]
-    seqs = tuple(
-        ExtendSeq(row=0, token_ids=zeros, prefix_len=prefix_len, out_slots=zeros, sampling=greedy)
-        for zeros in in_sink
-    )
-    return ExtendBatch(seqs, PageWrites.none(), Points.none())
+    greedy = _req_sampling({"temperature": 0.0}, prefix_len)
+    none, num = PageWrites.none(), len(lens)
+    chunks = [*map(Chunk, in_sink, in_sink)]
+    return StepBatch.of_chunks([0] * num, [prefix_len] * num, chunks, [greedy] * num, none, Points.none())
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fenceline.ipc.rank_board import NUM_FIELDS
-from fenceline.model_executor.step import ExtendBatch, ScheduleBatch, StepOutput
+from fenceline.model_executor.step import StepBatch, StepOutput
 from fenceline.scheduler.req import Req
 
 # The first field that differs is reported. A cause comes before its effects: other tokens may lead to another kind of
@@ -32,18 +32,16 @@ class Decisions:
         """Include the tokens of a published step. Each rank has computed them itself, so they may differ too."""
         self._tokens = zlib.crc32(out.tokens.tobytes(), self._tokens)
 
-    def of(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> tuple[int, ...]:
+    def of(self, batch: StepBatch, reqs: Sequence[Req]) -> tuple[int, ...]:
         """One number for each of ``FIELDS``, for ``batch`` and its requests ``reqs`` (in batch order)."""
         writes = batch.page_writes
         pages: list[_Array] = [writes.rows, writes.columns, writes.pages]
-        if isinstance(batch, ExtendBatch):
+        if not batch.is_decode:
             self._composition = -1
-            rows = np.array([seq.row for seq in batch.seqs])
-            lengths = np.array([(seq.prefix_len, seq.seq_len, seq.sampling is None) for seq in batch.seqs])
-            pages += [seq.out_slots for seq in batch.seqs]
-            loads = [np.array([ticket.id for ticket in batch.loads])]
-            pages_hash, loads_hash = _hash(*pages), _hash(*loads)
-            return self._tokens, 1, _names(reqs), _hash(rows), _hash(lengths), pages_hash, loads_hash
+            lengths = [batch.starts, batch.seq_lens, batch.samples]
+            pages += [chunk.out_slots for chunk in batch.chunks]
+            loads = _hash(np.array([ticket.id for ticket in batch.loads]))
+            return self._tokens, 1, _names(reqs), _hash(batch.rows), _hash(*lengths), _hash(*pages), loads
         if batch.composition != self._composition:
             self._composition, self._requests, self._rows = batch.composition, _names(reqs), _hash(batch.rows)
         return self._tokens, 2, self._requests, self._rows, _hash(batch.seq_lens), _hash(*pages), 0

@@ -20,7 +20,7 @@ from typing import Any
 import orjson
 
 from fenceline.ipc.child_process import DUMP_SIGNAL
-from fenceline.model_executor.step import DecodeBatch, ExtendSeq, PageWrites
+from fenceline.model_executor.step import Chunk, PageWrites, StepBatch
 from fenceline.sampling.sampling_batch import ReqSampling
 from fenceline.scheduler.flight_recorder import (
     REDACTED,
@@ -37,7 +37,7 @@ from fenceline.version import __version__
 logger = logging.getLogger(__name__)
 
 FORMAT = "fenceline-flight-recorder"
-VERSION = 2
+VERSION = 3
 OFF = "the flight recorder is off: start the server with --flight-recorder-steps 512"
 
 # ``pause`` is called after this many bytes of JSON, or steps without JSON: about every millisecond.
@@ -189,7 +189,7 @@ class _Tables:
         self.samplings: list[dict[str, object]] = []
         self._numbers: dict[int, int] = {}  # index by id(); the steps keep these objects alive
 
-    def composition(self, batch: DecodeBatch, rids: Sequence[str]) -> int:
+    def composition(self, batch: StepBatch, rids: Sequence[str]) -> int:
         """The number under which a decode batch's requests, rows and sampling parameters are written."""
         if batch.composition not in self.compositions:
             self.compositions[batch.composition] = {
@@ -223,32 +223,34 @@ def _step(step: StepRecord, tables: _Tables) -> dict[str, object]:
         "tokens": step.tokens[0] if step.tokens else None,
         "counts": step.tokens[1] if len(step.tokens) > 1 else None,
     }
-    if isinstance(batch, DecodeBatch):
+    if batch.is_decode:
         composition = tables.composition(batch, step.rids)
         told = {"composition": composition, "seq_lens": batch.seq_lens, "draft_depth": batch.depth._asdict()}
         return {**record, "mode": "decode", **told}
-    seqs = [_seq(seq, rid, tables) for seq, rid in zip(batch.seqs, step.rids, strict=True)]
-    return {**record, "mode": "extend", "seqs": seqs}
+    sampled = iter(batch.sampling)
+    samplings = [tables.sampling(next(sampled)) if samples else None for samples in batch.samples.tolist()]
+    columns = zip(step.rids, batch.rows.tolist(), batch.starts.tolist(), samplings, batch.chunks, strict=True)
+    return {**record, "mode": "extend", "seqs": [_seq(*facts) for facts in columns]}
 
 
-def _seq(seq: ExtendSeq, rid: str, tables: _Tables) -> dict[str, object]:
-    known = len(seq.token_ids) == 0 or int(seq.token_ids[0]) != REDACTED
+def _seq(rid: str, row: int, start: int, sampling: int | None, chunk: Chunk) -> dict[str, object]:
+    known = len(chunk.token_ids) == 0 or int(chunk.token_ids[0]) != REDACTED
     history = None
-    if seq.history is not None:
-        prompt, output = seq.history
+    if chunk.history is not None:
+        prompt, output = chunk.history
         history = [prompt if known else len(prompt), output]
     return {
         "rid": rid,
-        "row": seq.row,
-        "prefix_len": seq.prefix_len,
-        "num_tokens": len(seq.token_ids),
-        "token_ids": seq.token_ids if known else None,
-        "out_slots": seq.out_slots,
-        "sampling": None if seq.sampling is None else tables.sampling(seq.sampling),
-        "prompt_logprobs_from": seq.prompt_logprobs_from,
-        "prompt_top_logprobs": seq.prompt_top_logprobs,
-        "prompt_token_ids_logprob": seq.prompt_token_ids_logprob,
-        "following": list(seq.following),
+        "row": row,
+        "prefix_len": start,
+        "num_tokens": len(chunk.token_ids),
+        "token_ids": chunk.token_ids if known else None,
+        "out_slots": chunk.out_slots,
+        "sampling": sampling,
+        "scored": [chunk.scored.start, chunk.scored.stop],
+        "top_logprobs": chunk.top_logprobs,
+        "token_ids_logprob": chunk.token_ids_logprob,
+        "following": list(chunk.following),
         "history": history,
     }
 

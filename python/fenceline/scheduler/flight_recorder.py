@@ -25,12 +25,10 @@ from fenceline.config.engine_config import EngineConfig
 from fenceline.mem_cache.storage.controller import Ack, Fetched, Found, Written
 from fenceline.memory_order import Point, Points
 from fenceline.model_executor.step import (
+    Chunk,
     Completions,
-    DecodeBatch,
-    ExtendBatch,
-    ExtendSeq,
     PageWrites,
-    ScheduleBatch,
+    StepBatch,
     StepOutput,
 )
 from fenceline.scheduler.req import Req
@@ -94,7 +92,7 @@ class StepRecord(NamedTuple):
     tokens and, in a speculative decode step, the number of tokens of each request.
     """
 
-    batch: ScheduleBatch
+    batch: StepBatch
     rids: Sequence[str]
     after: Serials
     done: int
@@ -108,7 +106,7 @@ class _Run(NamedTuple):
     """The first step of a run. Decode steps that follow it and only advance every request are stored as a reference to
     it."""
 
-    batch: ScheduleBatch
+    batch: StepBatch
     rids: Sequence[str]
     after: Serials
     events: Sequence[Event]
@@ -162,12 +160,11 @@ class FlightRecorder:
         steps, events = list(self._steps)[-last:], list(self._events)
         return starmap(_record, steps), events
 
-    def launched(self, batch: ScheduleBatch, reqs: Sequence[Req], done: Point) -> None:
+    def launched(self, batch: StepBatch, reqs: Sequence[Req], done: Point) -> None:
         """A step with ``reqs`` (in batch order) has been launched; it ends at ``done``. The recorder keeps references,
         so ``batch`` and the arrays in it must not change later."""
         if (
-            type(batch) is not DecodeBatch
-            or batch.composition != self._composition
+            batch.composition != self._composition
             or not batch.num_advanced
             or len(batch.page_writes.rows)
             or self._events
@@ -217,14 +214,14 @@ class FlightRecorder:
     def _retired(self, pages: I32, after: Points) -> None:
         self._events.append(Retirement(pages.copy(), _serials(after)))
 
-    def _begin_run(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
+    def _begin_run(self, batch: StepBatch, reqs: Sequence[Req]) -> None:
         events, self._events = self._events, []
         after = _serials(batch.after)
-        if not isinstance(batch, DecodeBatch):
+        if not batch.is_decode:
             self._composition = -1
             self._rids = tuple([req.rid for req in reqs])
             # Load tickets would keep the Points of their transfers alive, one for each layer.
-            batch = replace(batch, seqs=tuple([self._seq(seq) for seq in batch.seqs]), loads=())
+            batch = replace(batch, chunks=tuple(map(self._without_prompt, batch.chunks)), loads=())
         elif batch.composition != self._composition:
             self._composition = batch.composition
             self._rids = tuple([req.rid for req in reqs])
@@ -246,15 +243,15 @@ class FlightRecorder:
             if not self._steps or self._steps[0][0] is not run:
                 self._num_bytes -= sizes[id(run)]
 
-    def _seq(self, seq: ExtendSeq) -> ExtendSeq:
-        """``seq`` with its prompt tokens withheld unless --flight-recorder-prompts is set."""
+    def _without_prompt(self, chunk: Chunk) -> Chunk:
+        """``chunk`` with its prompt tokens withheld unless --flight-recorder-prompts is set."""
         if self.config.server_args.flight_recorder_prompts:
-            return seq
-        history = seq.history
+            return chunk
+        history = chunk.history
         if history is not None:
             history = (redacted(len(history[0])), history[1])
-        following = (REDACTED,) * len(seq.following)
-        return replace(seq, token_ids=redacted(len(seq.token_ids)), following=following, history=history)
+        following = (REDACTED,) * len(chunk.following)
+        return replace(chunk, token_ids=redacted(len(chunk.token_ids)), following=following, history=history)
 
 
 def _num_bytes(run: _Run | None) -> int:
@@ -264,14 +261,13 @@ def _num_bytes(run: _Run | None) -> int:
     batch, writes = run.batch, run.batch.page_writes
     total = writes.rows.nbytes + writes.columns.nbytes + writes.pages.nbytes
     total += sum(4 * len(event.pages) for event in run.events if not isinstance(event, CompletionsEvent))
-    if isinstance(batch, ExtendBatch):
-        for seq in batch.seqs:
-            total += seq.out_slots.nbytes
-            total += sum(ids.nbytes for ids in (seq.token_ids, *(seq.history or ())) if any(ids.strides))
-            if seq.sampling is not None:
-                params = seq.sampling.params
-                num_values = len(params.logit_bias or ()) + len(params.stop_token_ids)
-                total += _VALUE_BYTES * num_values + sum(map(len, params.stop))
+    for chunk in batch.chunks:
+        total += chunk.out_slots.nbytes
+        total += sum(ids.nbytes for ids in (chunk.token_ids, *(chunk.history or ())) if any(ids.strides))
+    for sampling in () if batch.is_decode else batch.sampling:
+        params = sampling.params
+        num_values = len(params.logit_bias or ()) + len(params.stop_token_ids)
+        total += _VALUE_BYTES * num_values + sum(map(len, params.stop))
     return total
 
 
@@ -289,8 +285,10 @@ def _record(
     assert run is not None, "the first step begins a run"
     if advanced == 0:
         return StepRecord(run.batch, run.rids, run.after, done, passed, in_flight, run.events, tokens)
-    assert isinstance(run.batch, DecodeBatch), "a run goes on with decode steps"
-    batch = replace(run.batch, seq_lens=run.batch.seq_lens + advanced, page_writes=PageWrites.none())
+    first = run.batch
+    assert first.is_decode, "a run goes on with decode steps"
+    starts, seq_lens = first.starts + advanced, first.seq_lens + advanced
+    batch = replace(first, starts=starts, seq_lens=seq_lens, page_writes=PageWrites.none())
     return StepRecord(batch, run.rids, (), done, passed, in_flight, (), tokens)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import orjson
 
 from fenceline.memory_order.edges import StreamName, pages_edge
-from fenceline.model_executor.step import DecodeBatch
 from fenceline.scheduler.flight_recorder import (
     CompletionsEvent,
     Departure,
@@ -42,14 +41,10 @@ def live_steps(recorder: FlightRecorder, num_steps: int) -> bytes:
 
 def _step(step: StepRecord) -> dict[str, object]:
     batch = step.batch
-    if isinstance(batch, DecodeBatch):
-        mode, num_tokens = "decode", len(step.rids)
-    else:
-        mode, num_tokens = "extend", sum(len(seq.token_ids) for seq in batch.seqs)
     return {
-        "mode": mode,
+        "mode": "decode" if batch.is_decode else "extend",
         "reqs": len(step.rids),
-        "tokens": num_tokens,
+        "tokens": len(step.rids) if batch.is_decode else batch.num_prompt_tokens,
         "done": step.done,
         "in_flight": step.in_flight,
         "published": bool(step.tokens),

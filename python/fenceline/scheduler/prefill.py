@@ -10,9 +10,10 @@ from itertools import chain, islice
 import numpy as np
 import numpy.typing as npt
 
+from fenceline.mem_cache.transfer import Ticket
 from fenceline.mem_cache.tree.radix_cache import TreeNode
 from fenceline.memory_order import Points
-from fenceline.model_executor.step import ExtendBatch, ExtendSeq, PageWrites, concatenated
+from fenceline.model_executor.step import Chunk, PageWrites, StepBatch, concatenated
 from fenceline.scheduler.req import Prefix, Req
 from fenceline.scheduler.request_memory import Remap, RequestMemory
 from fenceline.scheduler.schedule_policy import PrefixWork, ShortShare, StepSharing, loses_least, whole_tokens
@@ -46,7 +47,7 @@ class _Budget:
 @dataclass(slots=True)
 class _Plan:
     reqs: list[Req] = field(default_factory=list)
-    seqs: list[ExtendSeq] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
     page_rows: list[I64] = field(default_factory=list)
     page_columns: list[I64] = field(default_factory=list)
     page_ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
@@ -66,6 +67,21 @@ class _Plan:
             rows=concatenated(self.page_rows),
             columns=concatenated(self.page_columns),
             pages=concatenated(self.page_ids),
+        )
+
+    def batch(self, loads: tuple[Ticket, ...]) -> StepBatch:
+        """The step; ``loads`` as in ``StepBatch``. A prompt is sampled from where it ends."""
+        return StepBatch.of_chunks(
+            rows=[req.row for req in self.reqs],
+            starts=[
+                req.allocated_len - len(chunk.token_ids)
+                for req, chunk in zip(self.reqs, self.chunks, strict=True)
+            ],
+            chunks=self.chunks,
+            sampling=[req.sampling() if req.allocated_len == req.num_tokens else None for req in self.reqs],
+            page_writes=self.page_writes(),
+            after=self.after,
+            loads=loads,
         )
 
 
@@ -198,7 +214,7 @@ def _left_for(req: Req, available: int, left: float, share: ShortShare) -> float
 class PrefillPlan:
     """An extend step: its batch, its requests in the same order, and the request left half-way, if any."""
 
-    batch: ExtendBatch
+    batch: StepBatch
     reqs: tuple[Req, ...]
     chunked: Req | None
     num_cached_tokens: int
@@ -206,7 +222,7 @@ class PrefillPlan:
     @property
     def num_new_tokens(self) -> int:
         """Tokens the step computes."""
-        return sum(len(seq.token_ids) for seq in self.batch.seqs)
+        return self.batch.num_prompt_tokens
 
 
 class PrefillPlanner:
@@ -278,19 +294,19 @@ class PrefillPlanner:
         if not plan.reqs:
             return None
         last = plan.reqs[-1]
-        self._check(plan, step_tokens, budget)
-        loads = self._memory.start_loads()
+        batch = plan.batch(self._memory.start_loads())
+        self._check(plan, batch, step_tokens, budget)
         return PrefillPlan(
-            batch=ExtendBatch(tuple(plan.seqs), plan.page_writes(), plan.after, loads),
+            batch=batch,
             reqs=tuple(plan.reqs),
             chunked=last if last.allocated_len < last.num_tokens else None,
             num_cached_tokens=plan.num_cached_tokens,
         )
 
-    def _check(self, plan: _Plan, step_tokens: int, budget: _Budget) -> None:
+    def _check(self, plan: _Plan, batch: StepBatch, step_tokens: int, budget: _Budget) -> None:
         """Assert what every step keeps to, whatever was admitted: its limits, and that each of its requests, none
         twice, holds the pages of its whole prompt and computes the next part of it."""
-        reqs, num_tokens = plan.reqs, sum(len(seq.token_ids) for seq in plan.seqs)
+        reqs, num_tokens = plan.reqs, batch.num_prompt_tokens
         assert num_tokens == plan.num_step_tokens == step_tokens - budget.step_tokens, (
             "every token counts once"
         )
@@ -299,18 +315,15 @@ class PrefillPlanner:
         )
         assert self._max_reqs is None or len(reqs) <= self._max_reqs, f"{len(reqs)} prompts in a step"
         assert len({req.row for req in reqs}) == len(reqs), "no request and no row is twice in a step"
-        for req, seq in zip(reqs, plan.seqs, strict=True):
-            assert req.row == seq.row != 0 and not req.left, f"{req.rid} is not admitted"
+        for req, start, samples in zip(reqs, batch.starts.tolist(), batch.samples.tolist(), strict=True):
+            assert req.row and not req.left, f"{req.rid} is not admitted"
             assert len(req.pages) == self._memory.num_pages_for(req.num_tokens), (
                 f"{req.rid} holds {len(req.pages)} pages for {req.num_tokens} tokens"
             )
-            assert req.committed_len <= seq.prefix_len < seq.seq_len == req.allocated_len, (
-                f"{req.rid} computes tokens {seq.prefix_len} to {seq.seq_len}, {req.allocated_len} are allocated"
+            assert req.committed_len <= start < req.allocated_len <= req.num_tokens, (
+                f"{req.rid} computes tokens {start} to {req.allocated_len}, {req.committed_len} are there"
             )
-            is_done = seq.seq_len == req.num_tokens
-            assert is_done == (seq.sampling is not None) and (is_done or req is reqs[-1]), (
-                "a prompt is sampled from where it ends, and only the last of a step is left half-way"
-            )
+            assert samples or req is reqs[-1], "only the last prompt of a step is left half-way"
 
     def preempted(
         self,
@@ -600,30 +613,28 @@ class PrefillPlanner:
         start, end = req.allocated_len, req.allocated_len + size
         done = end == len(tokens)
         plan.reqs.append(req)
-        plan.seqs.append(self._seq(req, tokens, start, end, done))
+        plan.chunks.append(self._chunk(req, tokens, start, end, done))
         req.allocated_len = end
         budget.step_tokens -= size
         if self._prefix_work is not None:
             budget.work -= self._prefix_work.of_tokens(size, start)
         plan.num_step_tokens += size
 
-    def _seq(self, req: Req, tokens: I32, start: int, end: int, done: bool) -> ExtendSeq:
-        params = req.source.sampling_params
-        wants_prompt = req.scores_prompt
-        first_scored = max(req.source.logprob_start_len, start) + 1 if wants_prompt else None
-        history = None
-        if done and params.needs_penalties:
+    def _chunk(self, req: Req, tokens: I32, start: int, end: int, done: bool) -> Chunk:
+        following = tokens[end : end + max(self._memory.tree.lookahead, 1)]
+        history, scored = None, range(0)
+        if done and req.source.sampling_params.needs_penalties:
             history = (req.prompt_ids.astype(np.int64), np.array(req.output_ids, dtype=np.int64))
-        return ExtendSeq(
-            row=req.row,
+        if req.scores_prompt:  # each token scores the next one, if that belongs to the prompt
+            first = max(req.source.logprob_start_len - start, 0)
+            scored = range(first, end - start if len(following) else end - start - 1)
+        return Chunk(
             token_ids=tokens[start:end].astype(np.int64),
-            prefix_len=start,
             out_slots=self._slots(req, start, end),
-            sampling=req.sampling() if done else None,
-            prompt_logprobs_from=first_scored,
-            prompt_top_logprobs=req.source.top_logprobs_num if wants_prompt else 0,
-            prompt_token_ids_logprob=tuple(req.source.token_ids_logprob) if wants_prompt else (),
-            following=tuple(tokens[end : end + max(self._memory.tree.lookahead, 1)].tolist()),
+            following=tuple(following.tolist()),
+            scored=scored,
+            top_logprobs=req.source.top_logprobs_num if req.scores_prompt else 0,
+            token_ids_logprob=tuple(req.source.token_ids_logprob) if req.scores_prompt else (),
             history=history,
         )
 

@@ -32,7 +32,7 @@ from fenceline.ipc.rank_board import News, RankBoard
 from fenceline.mem_cache.storage.agreement import StorageAckCodec, StorageAgreement
 from fenceline.memory_order import of_all_ranks
 from fenceline.memory_order.edges import ENDED_ON_ALL, RANK_RESULTS
-from fenceline.model_executor.step import Completions, ForwardResult, ScheduleBatch, Worker
+from fenceline.model_executor.step import Completions, ForwardResult, StepBatch, Worker
 from fenceline.scheduler.decisions import FIELDS, Decisions
 from fenceline.scheduler.req import Req
 
@@ -89,7 +89,7 @@ class RankLink(ABC):
         itself; those of rank 0 come first on all ranks, and those of other ranks are dropped. Messages that only
         observe are returned on rank 0 only."""
 
-    def decided(self, step: int, batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
+    def decided(self, step: int, batch: StepBatch, reqs: Sequence[Req]) -> None:
         """Post the decisions of step number ``step`` (from 1), which is about to be launched, and compare them. Raises
         ``RanksDifferError`` if another rank has decided differently."""
         fields = self.decisions.of(batch, reqs)

@@ -23,7 +23,7 @@ from fenceline.mem_cache.tree.radix_cache import InsertResult, MatchResult, Radi
 from fenceline.memory_order import LeasePool, Points, comparison
 from fenceline.memory_order.edges import QUEUED_MATCH
 from fenceline.memory_order.relocation import RelocationClock
-from fenceline.model_executor.step import Completions, PageWrites, ScheduleBatch, Worker
+from fenceline.model_executor.step import Completions, PageWrites, StepBatch, Worker
 from fenceline.scheduler.req import Prefix, QueuedMatch, Req, no_pages
 
 I32 = npt.NDArray[np.int32]
@@ -71,7 +71,7 @@ class PageTables:
         if version == self._clock.version(row):
             self._behind.discard(row)
 
-    def up_to_date(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> ScheduleBatch:
+    def up_to_date(self, batch: StepBatch, reqs: Sequence[Req]) -> StepBatch:
         """``batch`` with page-table writes for the whole rows of those of its ``reqs`` that are behind."""
         if not self._behind:
             return batch

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from fenceline.config.draft_config import StepShape
 from fenceline.memory_order import Points
-from fenceline.model_executor.step import DecodeBatch, DepthChoice, PageWrites, constrained_rows
+from fenceline.model_executor.step import DepthChoice, PageWrites, StepBatch, constrained_rows
 from fenceline.sampling.sampling_batch import ReqSampling
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.schedule_policy import ShortShare, whole_tokens
@@ -53,7 +53,7 @@ class RunningBatch:
         self._tokens_in_flight = tokens_in_flight
         self._slots_of_tree = slots_of_tree
         self._num_in_flight = 0  # of the latest step
-        self._num_advanced = 0  # of the next step, see DecodeBatch
+        self._num_advanced = 0  # of the next step, see StepBatch
         # The number of next steps in which no request ends or needs pages, if none joins or leaves before.
         self._num_plain_steps = 0
         self._some_left = False  # since the last ``drop_departed``
@@ -64,6 +64,7 @@ class RunningBatch:
         self._capacity = _column()
         self._final_lens = _column()
         self._is_short: Bools = np.zeros(0, dtype=np.bool_)
+        self._samples: Bools = np.zeros(0, dtype=np.bool_)
         self._sampling: tuple[ReqSampling, ...] = ()
         self._constrained = _column()
         self._may_accept: Bools | None = None
@@ -193,7 +194,7 @@ class RunningBatch:
         choice: DepthChoice,
         num_available_pages: int,
         grow: Callable[[Req, int], tuple[npt.NDArray[np.int32], Points]],
-    ) -> DecodeBatch:
+    ) -> StepBatch:
         """Make a step of ``shape``, by ``choice``, that brings the requests to ``lens`` (from :meth:`next_lens`).
         ``grow(req, n)`` gives a request ``n`` more pages; a request gets at least the pages that it needs."""
         ends = lens + shape.num_spare if shape.num_spare else lens
@@ -206,9 +207,8 @@ class RunningBatch:
             assert (kept <= self._capacity).all(), "a request has the pages that its step writes"
             if self.is_exact:
                 self._num_plain_steps = int((np.minimum(self._capacity, self._final_lens) - lens).min())
-        self._allocated_lens = lens
+        starts, self._allocated_lens = self._allocated_lens, lens
         num_advanced, self._num_advanced = self._num_advanced, shape.num_tokens
-        committed = None
         if not self.is_exact:
             self._num_in_flight = self._tokens_in_flight(shape.num_tokens)
             # A request whose prompt step is still in flight has no published length; all its prompt counts.
@@ -216,17 +216,18 @@ class RunningBatch:
                 [max(req.committed_len, len(req.prompt_ids)) for req in self.reqs], dtype=np.int64
             )
             assert (committed < lens).all(), "a step writes behind what has been published"
-            committed = np.maximum(committed - self.num_rewritten, 0)
-        return DecodeBatch(
-            composition=self.composition,
+            starts = np.maximum(committed - self.num_rewritten, 0)
+        return StepBatch(
             rows=self._rows,
+            starts=starts,
             seq_lens=ends,
+            samples=self._samples,
             sampling=self._sampling,
             page_writes=writes,
             after=after,
-            num_advanced=num_advanced,
-            committed_lens=committed,
             constrained=self._constrained,
+            composition=self.composition,
+            num_advanced=num_advanced,
             may_accept=self._may_accept,
             depth=choice,
         )
@@ -274,6 +275,7 @@ class RunningBatch:
     def _changed(self) -> None:
         self.composition += 1
         self._num_advanced = self._num_plain_steps = 0
+        self._samples = np.ones(len(self.reqs), np.bool_)
         self._sampling = tuple(req.sampling() for req in self.reqs)
         self._constrained = constrained_rows(self._sampling)
         if not self.is_exact:

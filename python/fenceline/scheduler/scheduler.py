@@ -55,14 +55,12 @@ from fenceline.ipc.io_struct import (
 from fenceline.mem_cache.tree.radix_cache import TreeNode
 from fenceline.memory_order import Points, forgetting_old_kv, slots_of_tree, tokens_in_flight
 from fenceline.model_executor.step import (
-    DecodeBatch,
     DepthChoice,
-    ExtendBatch,
     ForwardResult,
     HeldStep,
     LogprobValues,
     PageWrites,
-    ScheduleBatch,
+    StepBatch,
     StepOutput,
     Worker,
 )
@@ -127,7 +125,7 @@ class InFlight:
     """A launched step: its batch, its requests in batch order, and its future result. ``result`` is a HeldStep while
     only the forward has been launched; :meth:`Scheduler.sample_held` replaces it."""
 
-    batch: ScheduleBatch
+    batch: StepBatch
     reqs: Sequence[Req]
     result: ForwardResult | HeldStep
     number: int  # the number of steps launched so far, including this one
@@ -143,10 +141,10 @@ class ConstrainedReqs:
     """The constrained requests of a step, in its order, and those of the next steps as long as the batch is the same.
     ``least``: how many tokens an answer must have; None if none of them must have any."""
 
-    def __init__(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
-        if isinstance(batch, ExtendBatch):
-            reqs = [req for seq, req in zip(batch.seqs, reqs, strict=True) if seq.sampling is not None]
-        self.composition = batch.composition if isinstance(batch, DecodeBatch) else -1
+    def __init__(self, batch: StepBatch, reqs: Sequence[Req]) -> None:
+        if not batch.is_decode:
+            reqs = [req for req, samples in zip(reqs, batch.samples.tolist(), strict=True) if samples]
+        self.composition = batch.composition
         self.reqs = [reqs[row] for row in batch.constrained.tolist()]
         self.grammars = Grammars([req.grammar for req in self.reqs])
         # Whether all requests of the step that sample are constrained.
@@ -340,7 +338,7 @@ class Scheduler:
         """Whether a step is published before the next launch if its results have arrived by then: first tokens, which
         would wait for the launch. On a CPU everything, since a launch is the whole step: tokens would wait for all of
         the next one."""
-        return isinstance(flight.batch, ExtendBatch) or self.config.device == "cpu"
+        return not flight.batch.is_decode or self.config.device == "cpu"
 
     def close(self) -> None:
         """Stop the lower tiers' threads; the loop must have ended."""
@@ -676,7 +674,7 @@ class Scheduler:
             self.stats.log_decode(running.num_tokens, len(running), self.waiting.num_reqs, choice.depth)
         return self.launch(batch, list(running.reqs))
 
-    def launch(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> InFlight:
+    def launch(self, batch: StepBatch, reqs: Sequence[Req]) -> InFlight:
         """Hand a batch to the worker and note it as the last step of its requests."""
         assert self.num_launched - self.num_published <= 1, "one step is in flight while another is launched"
         batch = self.memory.tables.up_to_date(batch, reqs)
@@ -685,7 +683,8 @@ class Scheduler:
         result = self.worker.launch(batch)
         done = Points.of(result.done)
         self.num_launched += 1
-        logger.debug("Step %d: %s of %d requests", self.num_launched, type(batch).__name__, len(reqs))
+        kind = "decode" if batch.is_decode else "prefill"
+        logger.debug("Step %d: %s of %d requests", self.num_launched, kind, len(reqs))
         for req in reqs:
             assert req.row and not req.left, f"{req.rid} is in a step without memory"
             req.last_flight, req.last_step = done, self.num_launched
@@ -714,10 +713,10 @@ class Scheduler:
             self.end_stuck(pending)
         return self.sample_held(pending)
 
-    def constrained_of(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> ConstrainedReqs:
+    def constrained_of(self, batch: StepBatch, reqs: Sequence[Req]) -> ConstrainedReqs:
         """The constrained requests of a step with ``reqs``."""
         latest = self.latest_constrained
-        if latest is None or not isinstance(batch, DecodeBatch) or latest.composition != batch.composition:
+        if latest is None or not batch.is_decode or latest.composition != batch.composition:
             latest = self.latest_constrained = ConstrainedReqs(batch, reqs)
         return latest
 
@@ -904,7 +903,7 @@ class Scheduler:
         if self.ranks is not None:
             self.ranks.decisions.published(out)
         completed: Sequence[Req] = ()
-        if isinstance(flight.batch, DecodeBatch):
+        if flight.batch.is_decode:
             self.publish_decode(flight.batch, flight.reqs, flight.number, out)
         else:
             completed = self.publish_extend(flight.batch, flight.reqs, out)
@@ -913,7 +912,7 @@ class Scheduler:
         if self.stats.report_is_due():
             self.report()
 
-    def publish_decode(self, batch: DecodeBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
+    def publish_decode(self, batch: StepBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
         """Append the new token of each request that has not left since the launch. This is the hot loop of decoding;
         the rarer cases are in :meth:`publish_counted` and :meth:`publish_tokens`."""
         if not self.running.is_exact or out.logprobs is not None:
@@ -943,7 +942,7 @@ class Scheduler:
         self.stats.num_generated_tokens += num_published
 
     def accept_tokens(
-        self, batch: DecodeBatch, reqs: Sequence[Req], tokens: Sequence[int]
+        self, batch: StepBatch, reqs: Sequence[Req], tokens: Sequence[int]
     ) -> list[bool | None]:
         """Advance the grammars of a step with one token for each request. See :func:`accept_tokens` and
         :meth:`sample_early`."""
@@ -958,7 +957,7 @@ class Scheduler:
         self.sample_early(grammars, tokens, accepted)
         return accepted
 
-    def publish_counted(self, batch: DecodeBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
+    def publish_counted(self, batch: StepBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
         """Like :meth:`publish_decode`, for steps with several tokens per request or with logprobs."""
         tokens, counts = out.tokens.tolist(), out.token_counts(len(reqs))
         shape, is_exact, last = self.shapes[batch.depth.depth], self.running.is_exact, 0
@@ -981,25 +980,25 @@ class Scheduler:
         if not is_exact:
             self.joining += self.running.settle(reqs, number)
 
-    def publish_extend(self, batch: ExtendBatch, reqs: Sequence[Req], out: StepOutput) -> list[Req]:
+    def publish_extend(self, batch: StepBatch, reqs: Sequence[Req], out: StepOutput) -> list[Req]:
         """Append the first tokens of completed prompts and log prompt logprobs. Returns the requests whose prompt is
         completed."""
         completed: list[Req] = []
         tokens = out.tokens.tolist()
-        counts = iter(out.token_counts(sum(seq.sampling is not None for seq in batch.seqs)))
+        counts = iter(out.token_counts(len(batch.sampling)))
         num_tokens = num_scored = 0
-        for seq, req in zip(batch.seqs, reqs, strict=True):
-            first, last = seq.prompt_logprob_offsets()
-            scored, num_scored = num_scored, num_scored + max(last - first, 0)
-            sampled, num_tokens = num_tokens, num_tokens + (0 if seq.sampling is None else next(counts))
+        columns = (batch.chunks, batch.starts.tolist(), batch.seq_lens.tolist(), batch.samples.tolist())
+        for req, chunk, start, length, samples in zip(reqs, *columns, strict=True):
+            scored, num_scored = num_scored, num_scored + len(chunk.scored)
+            sampled, num_tokens = num_tokens, num_tokens + (next(counts) if samples else 0)
             if req.left:
                 continue
-            req.committed_len = seq.seq_len
-            if first < last and out.prompt_logprobs is not None:
-                position = seq.prefix_len + first + 1
-                targets = req.prompt_ids[position : position + last - first].tolist()
+            req.committed_len = length
+            if chunk.scored and out.prompt_logprobs is not None:
+                position = start + chunk.scored.start + 1
+                targets = req.prompt_ids[position : position + len(chunk.scored)].tolist()
                 _log_prompt(req, targets, out.prompt_logprobs, scored)
-            if seq.sampling is not None:
+            if samples:
                 self.publish_tokens(req, tokens[sampled:num_tokens], out, sampled)
                 completed.append(req)
         return completed

@@ -20,7 +20,7 @@ from fenceline.memory_order.access import Memory, PagedMemory, Rows
 from fenceline.memory_order.checker import OrderChecker
 from fenceline.memory_order.edges import StreamName
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.step import DecodeBatch, ScheduleBatch
+from fenceline.model_executor.step import StepBatch
 from fenceline.vgpu.device import VgpuDevice, VgpuStream
 from fenceline.vgpu.errors import FootprintError
 from fenceline.vgpu.memory import Access, row_values
@@ -153,15 +153,11 @@ class Footprints:
                 elif write and reader is not None:
                     raise _undeclared(reader, memory, False)
 
-    def _check_rows(self, op: _Declared, batch: ScheduleBatch) -> None:
+    def _check_rows(self, op: _Declared, batch: StepBatch) -> None:
         """A step reads the page tables of its requests, writes some entries, and stores the last tokens of those for
         which it samples."""
         accesses = self._accesses
-        if isinstance(batch, DecodeBatch):
-            rows = sampled = batch.rows.tolist()
-        else:
-            rows = [seq.row for seq in batch.seqs]
-            sampled = [seq.row for seq in batch.seqs if seq.sampling is not None]
+        rows, sampled = batch.rows.tolist(), batch.rows[batch.samples].tolist()
         for memory, write, right in (
             (accesses.page_table, False, rows),
             (accesses.page_table, True, batch.page_writes.rows.tolist()),

@@ -17,7 +17,7 @@ import numpy as np
 from fenceline.config.draft_config import StepShape
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.speculative_runner import SpeculativeRunner
-from fenceline.model_executor.step import DecodeBatch, ScheduleBatch
+from fenceline.model_executor.step import StepBatch
 from fenceline.speculative.kv_rows import KERNEL as MOVE
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.layout import Layout
@@ -353,8 +353,8 @@ class SpeculativeTags(Tags):
         self._runner, self._shapes = runner.speculative, runner.speculative.config.shapes
         self.proposed: list[Proposed] = []
 
-    def _purpose(self, seqs: Sequence[Seq], batch: ScheduleBatch) -> Step:
-        if isinstance(batch, DecodeBatch):
+    def _purpose(self, seqs: Sequence[Seq], batch: StepBatch) -> Step:
+        if batch.is_decode:
             return SpeculativeStep(self, seqs, self._runner, self._shapes[batch.depth.depth])
         return super()._purpose(seqs, batch)
 

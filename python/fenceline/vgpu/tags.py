@@ -31,7 +31,7 @@ from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.mem_cache.transfer import TransferKind
 from fenceline.mem_cache.tree.radix_cache import RadixCache, TreeNode
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.step import DecodeBatch, ExtendBatch, ScheduleBatch
+from fenceline.model_executor.step import StepBatch
 from fenceline.models.loader import NewWeights
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.scheduler import Scheduler
@@ -658,24 +658,15 @@ class Tags:
     # --- what is submitted
 
     @contextmanager
-    def step(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> Iterator[None]:
+    def step(self, batch: StepBatch, reqs: Sequence[Req]) -> Iterator[None]:
         """Inside, the step ``batch`` of ``reqs`` is submitted."""
         tree, size = self._tree, self.page_size
         shared = frozenset(tree.all_pages().tolist())
         seqs = []
         for i, req in enumerate(reqs):
             account = self._account(req)
-            if isinstance(batch, ExtendBatch):
-                part = batch.seqs[i]
-                row, first, length, samples = (
-                    part.row,
-                    part.prefix_len,
-                    part.seq_len,
-                    part.sampling is not None,
-                )
-            else:
-                length = int(batch.seq_lens[i])
-                row, first, samples = int(batch.rows[i]), length - 1, True
+            row, length, samples = int(batch.rows[i]), int(batch.seq_lens[i]), bool(batch.samples[i])
+            first = length - 1 if batch.is_decode else int(batch.starts[i])
             pages = np.array(req.pages[: -(-length // size)], np.int32)
             num_shared = req.shared_len // size
             self.pages.share(pages[:num_shared].tolist(), account.name, shared)
@@ -710,8 +701,8 @@ class Tags:
         if self._submitted is not None:
             self._submitted.declare(accessed, written)
 
-    def _purpose(self, seqs: Sequence[Seq], batch: ScheduleBatch) -> Step:
-        return Step(self, seqs, decodes=isinstance(batch, DecodeBatch))
+    def _purpose(self, seqs: Sequence[Seq], batch: StepBatch) -> Step:
+        return Step(self, seqs, decodes=batch.is_decode)
 
     @contextmanager
     def transfer(self, kind: TransferKind, device_pages: I32, host_pages: I32) -> Iterator[None]:

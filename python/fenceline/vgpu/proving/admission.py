@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fenceline.model_executor.step import ExtendBatch, ScheduleBatch
+from fenceline.model_executor.step import StepBatch
 from fenceline.scheduler import prefill, schedule_policy
 from fenceline.scheduler import scheduler as scheduler_module
 from fenceline.scheduler.prefill import PrefillPlan
@@ -147,11 +147,9 @@ class Admissions:
             if req.is_short != is_short:
                 self._tell(f"{req.rid} of {self._final(req)} tokens is {'' if req.is_short else 'not '}short")
 
-    def _launched(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
-        if isinstance(batch, ExtendBatch):
-            lengths = [seq.seq_len for seq in batch.seqs]
-        else:
-            lengths = batch.seq_lens.tolist()
+    def _launched(self, batch: StepBatch, reqs: Sequence[Req]) -> None:
+        lengths = batch.seq_lens.tolist()
+        if batch.is_decode:
             # It sinks to 14 % in 600 decode steps.
             self._ratio = max(self._ratio - 0.86 * self._first_ratio / 600, 0.14 * self._first_ratio)
             self._in_row, self._short_one_went = 0, False
@@ -286,7 +284,7 @@ class Admissions:
         if plan is not None:
             is_last = scheduler.chunked is None and not scheduler.waiting
             least = (self._most_in_row if is_last else self._step_tokens) // 4
-            self._in_row += max(sum(len(seq.token_ids) for seq in plan.batch.seqs), least)
+            self._in_row += max(plan.batch.num_prompt_tokens, least)
             said = scheduler.prefill_in_row
             self._check(
                 said == self._in_row, f"{said} prompt tokens in a row are counted, not {self._in_row}"

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from fenceline.mem_cache.storage.agreement import NewsKind, StorageAckCodec, StorageAgreement, StorageNews
 from fenceline.mem_cache.storage.controller import Ack, Done, Fetched, Found, TimedOut, Written
 from fenceline.mem_cache.storage.worker import Outcome
-from fenceline.model_executor.step import ExtendBatch, ScheduleBatch, StepOutput
+from fenceline.model_executor.step import StepBatch, StepOutput
 from fenceline.scheduler.decisions import FIELDS
 from fenceline.scheduler.ranks import Awaited, RankLink
 from fenceline.scheduler.req import Req
@@ -176,7 +176,7 @@ class BoardRecord:
             if awaited is not None:
                 around(awaited[1], "arrived", after=lambda there: self._asked(rank, awaited[0], there))
 
-        def launched(flight: InFlight, batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
+        def launched(flight: InFlight, batch: StepBatch, reqs: Sequence[Req]) -> None:
             posted = link.board.decision(rank, flight.number)
             if posted is None:
                 self._check(False, f"rank {rank} has not posted what it has decided for step {flight.number}")
@@ -216,14 +216,14 @@ class BoardRecord:
             self.wrong.append(f"steps of the ranks: {text}")
 
 
-def _decided(tokens: bytes, batch: ScheduleBatch, reqs: Sequence[Req]) -> Sequence[object]:
+def _decided(tokens: bytes, batch: StepBatch, reqs: Sequence[Req]) -> Sequence[object]:
     """What has been decided for a step, in the order of ``FIELDS``."""
     writes = [
         array.tobytes()
         for array in (batch.page_writes.rows, batch.page_writes.columns, batch.page_writes.pages)
     ]
     rids = tuple(req.rid for req in reqs)
-    if not isinstance(batch, ExtendBatch):
+    if batch.is_decode:
         return (
             tokens,
             "decode",
@@ -237,8 +237,8 @@ def _decided(tokens: bytes, batch: ScheduleBatch, reqs: Sequence[Req]) -> Sequen
         tokens,
         "extend",
         rids,
-        tuple(seq.row for seq in batch.seqs),
-        tuple((seq.prefix_len, seq.seq_len, seq.sampling is None) for seq in batch.seqs),
-        (*writes, *(seq.out_slots.tobytes() for seq in batch.seqs)),
+        tuple(batch.rows.tolist()),
+        tuple(column.tobytes() for column in (batch.starts, batch.seq_lens, batch.samples)),
+        (*writes, *(chunk.out_slots.tobytes() for chunk in batch.chunks)),
         tuple(ticket.id for ticket in batch.loads),
     )

@@ -496,14 +496,7 @@ def _scores(own: _Questions, random: Random) -> Iterator[str]:
         req = Req(message, prompt, frozenset(), 0, 5, 1)
         req.row, req.prompt_log = row, LogprobLog()
         reqs.append(req)
-        seqs.append(
-            SimpleNamespace(
-                prompt_logprob_offsets=lambda range=(first, last): range,
-                sampling=None,
-                prefix_len=start,
-                seq_len=end,
-            )
-        )
+        seqs.append((SimpleNamespace(scored=range(first, last)), start, end))
         # The logits at a token score the next one.
         targets = [int(prompt[start + offset + 1]) for offset in range(first, last)]
         right.append([(token, float(values[num_values + index])) for index, token in enumerate(targets)])
@@ -511,7 +504,15 @@ def _scores(own: _Questions, random: Random) -> Iterator[str]:
     nobody = np.zeros((num_values, 0))
     scores = LogprobValues(values[:num_values], nobody.astype(np.float32), nobody.astype(np.int64))
     out: Any = StepOutput(np.zeros(0, np.int64), None, scores)
-    Scheduler.publish_extend(scheduler, cast(Any, SimpleNamespace(seqs=seqs)), reqs, out)
+    chunks, starts, ends = zip(*seqs, strict=True)
+    batch = SimpleNamespace(
+        chunks=chunks,
+        starts=np.array(starts),
+        seq_lens=np.array(ends),
+        samples=np.zeros(len(seqs), np.bool_),
+        sampling=(),
+    )
+    Scheduler.publish_extend(scheduler, cast(Any, batch), reqs, out)
     for req, pairs in zip(reqs, right, strict=True):
         log = req.prompt_log
         said = [] if log is None else list(zip(log.token_ids, log.logprobs, strict=False))

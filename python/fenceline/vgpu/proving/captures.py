@@ -28,7 +28,7 @@ from fenceline.memory_order.edges import ARENA_PAD, KEPT_HIDDEN, MASK_ROWS, TOTA
 from fenceline.model_executor.decode_runner import RepairError
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.speculative_runner import SpeculativeRunner
-from fenceline.model_executor.step import DecodeBatch, ExtendBatch
+from fenceline.model_executor.step import StepBatch
 from fenceline.vgpu.audit import LaunchAuditor, ranges_of
 from fenceline.vgpu.device import VgpuDevice, VgpuGraph
 from fenceline.vgpu.memory import Access
@@ -178,13 +178,13 @@ class Captures:
         if self.wrong:
             return self.wrong
         steps = [event for event in events if isinstance(event, Decision)]
-        decodes = [step.batch for step in steps if isinstance(step.batch, DecodeBatch)]
+        decodes = [step.batch for step in steps if step.batch.is_decode]
         batches = [batch.composition for batch in decodes]
         num_batches = sum(one != other for one, other in zip([None, *batches], batches, strict=False))
         num_replays = sum(self._is_replayed(runner.decode.sizes, batch, runner) for batch in decodes)
         sizes = () if runner.prefill_graphs is None else runner.prefill_graphs.sizes
-        prompts = [step.batch for step in steps if isinstance(step.batch, ExtendBatch)]
-        tokens = [sum(len(seq.token_ids) for seq in batch.seqs) for batch in prompts]
+        prompts = [step.batch for step in steps if not step.batch.is_decode]
+        tokens = [batch.num_prompt_tokens for batch in prompts]
         num_prompts = sum(num <= max(sizes, default=0) for num in tokens)
         for name in self._pointers:
             guard = TOTAL_BUCKETS
@@ -212,7 +212,7 @@ class Captures:
         return self._compare_replays(runner, decodes, tokens) or _compare_repairs(runner, decodes)
 
     def _compare_replays(
-        self, runner: ModelRunner, decodes: Sequence[DecodeBatch], tokens: Sequence[int]
+        self, runner: ModelRunner, decodes: Sequence[StepBatch], tokens: Sequence[int]
     ) -> str:
         """``tokens``: of each prefill step."""
         sizes, pieces = runner.decode.sizes, runner.prefill_graphs
@@ -236,7 +236,7 @@ class Captures:
                 return f"captures: {graph.name} is replayed {num} times, {num_steps} steps are of its size"
         return ""
 
-    def _is_replayed(self, sizes: Sequence[int], batch: DecodeBatch, runner: ModelRunner) -> bool:
+    def _is_replayed(self, sizes: Sequence[int], batch: StepBatch, runner: ModelRunner) -> bool:
         has_padding = not runner._config.server_args.disable_cuda_graph_padding
         return len(batch.rows) <= max(sizes, default=0) if has_padding else len(batch.rows) in sizes
 
@@ -266,7 +266,7 @@ def _wrong_padding(arena: Arena, has_draft: bool) -> str:
     return ""
 
 
-def _compare_repairs(runner: ModelRunner, decodes: Sequence[DecodeBatch]) -> str:
+def _compare_repairs(runner: ModelRunner, decodes: Sequence[StepBatch]) -> str:
     """A batch of the same requests, but of other lengths than those that the arena has, is refused."""
     decode = runner.decode
     if isinstance(decode, SpeculativeRunner) or not decodes or decode._filled is None:

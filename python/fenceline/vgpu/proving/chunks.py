@@ -63,8 +63,8 @@ class Chunks:
     def _shares(self, said: int, plan: Any, num_waiting: int) -> None:
         """Of what waits, as large a share is cached as of the step's prompts so far."""
         parts = [
-            (req.num_tokens, seq.prefix_len)
-            for req, seq in zip(plan.reqs, plan.seqs, strict=True)
+            (req.num_tokens, req.allocated_len - len(chunk.token_ids))
+            for req, chunk in zip(plan.reqs, plan.chunks, strict=True)
             if req is not self._chunked
         ]
         num_prompt, num_cached = (sum(column) for column in zip(*parts, strict=True)) if parts else (0, 0)
@@ -83,8 +83,8 @@ class Chunks:
         left_work = 1.25 * self._work(self._step_tokens, 0)
         num_before = num_prompt = num_new = 0
         is_beside = self._chunked is not None and plan.reqs[0] is not self._chunked
-        for number, (req, seq) in enumerate(zip(plan.reqs, plan.batch.seqs, strict=True)):
-            start, size = seq.prefix_len, len(seq.token_ids)
+        for number, (req, seq) in enumerate(zip(plan.reqs, plan.batch.chunks, strict=True)):
+            start, size = int(plan.batch.starts[number]), len(seq.token_ids)
             # Rounding decides about a token that just fits.
             right = [self._size(req, start, left, left_scored, left_work + slack) for slack in (-1e-6, 1e-6)]
             self._check(

@@ -20,13 +20,7 @@ from fenceline.mem_cache.page_hash import PageKey
 from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import Points, open_device
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.step import (
-    ExtendBatch,
-    HeldStep,
-    LogprobValues,
-    ScheduleBatch,
-    StepOutput,
-)
+from fenceline.model_executor.step import HeldStep, LogprobValues, StepBatch, StepOutput
 from fenceline.models.loader import NewWeights
 
 I32 = npt.NDArray[np.int32]
@@ -37,7 +31,7 @@ Bytes = npt.NDArray[np.uint8]
 class Decision:
     """One launched step: the scheduler's decision, and the step's results (None until published)."""
 
-    batch: ScheduleBatch
+    batch: StepBatch
     output: StepOutput | None = None
     masks: I32 | None = None  # of a step whose sampling waited for them, see HeldStep.begin_masks
 
@@ -162,9 +156,7 @@ class _Execution:
 
     def _step(self, decision: Decision) -> str:
         # The CPU is synchronous: all earlier uses of the batch's memory have ended, and so have its loads.
-        batch = dataclasses.replace(decision.batch, after=Points.none())
-        if isinstance(batch, ExtendBatch):
-            batch = dataclasses.replace(batch, loads=())
+        batch = dataclasses.replace(decision.batch, after=Points.none(), loads=())
         result = self._runner.launch(batch)
         if isinstance(result, HeldStep):
             assert decision.masks is not None, "every launched step is sampled"

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from fenceline.config.draft_config import StepShape
 from fenceline.ipc.io_struct import TokenizedGenerateReq, id_array
 from fenceline.memory_order import Points
-from fenceline.model_executor.step import DecodeBatch, DepthChoice, ScheduleBatch, StepOutput
+from fenceline.model_executor.step import DepthChoice, StepBatch, StepOutput
 from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.scheduler import running_batch
 from fenceline.scheduler.req import Req
@@ -178,10 +178,10 @@ class DecodeRoom:
             num_pages == right, f"{req.rid} gets {num_pages} pages for a decode step, {right} are right"
         )
 
-    def _launches(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
-        if not isinstance(batch, DecodeBatch):
-            for seq, req in zip(batch.seqs, reqs, strict=True):
-                self._lens[req.rid], self._in_flight[req.rid] = seq.seq_len, []
+    def _launches(self, batch: StepBatch, reqs: Sequence[Req]) -> None:
+        if not batch.is_decode:
+            for length, req in zip(batch.seq_lens.tolist(), reqs, strict=True):
+                self._lens[req.rid], self._in_flight[req.rid] = length, []
             return
         shape = self._scheduler.shapes[batch.depth.depth]
         self._of_latest = list(reqs)
@@ -191,7 +191,7 @@ class DecodeRoom:
             self._check(end <= has, f"{req.rid} has {has} slots, and a step may write {end}")
             self._in_flight[req.rid].append(shape.num_tokens)
 
-    def _published(self, batch: DecodeBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
+    def _published(self, batch: StepBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
         for req, count in zip(reqs, out.token_counts(len(reqs)), strict=True):
             if not req.left:
                 self._lens[req.rid] += count

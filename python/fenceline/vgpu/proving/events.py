@@ -22,7 +22,7 @@ from fenceline.mem_cache.transfer import PageMove, Ticket, TransferKind
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.mem_cache.tree.radix_cache import TreeNode
 from fenceline.memory_order import Device, Points
-from fenceline.model_executor.step import DecodeBatch, ExtendBatch, PageWrites, ScheduleBatch, StepOutput
+from fenceline.model_executor.step import PageWrites, StepBatch, StepOutput
 from fenceline.sampling.sampling_batch import ReqSampling
 from fenceline.scheduler.req import Prefix, Req
 from fenceline.scheduler.scheduler import InFlight, Scheduler, StepMasks
@@ -237,7 +237,7 @@ class Watch:
 
     # --- steps ---------------------------------------------------------------------------------------
 
-    def _launched(self, flight: InFlight, batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
+    def _launched(self, flight: InFlight, batch: StepBatch, reqs: Sequence[Req]) -> None:
         replayed = self._replayed()
         backend = self._scheduler.config.decode_attention_backend
         planned = backend in PLANNED
@@ -245,12 +245,10 @@ class Watch:
         self.note(
             "planned steps", planned and not self._scheduler.config.server_args.disable_overlap_schedule
         )
-        self.note("planned decode replay", planned and replayed and isinstance(batch, DecodeBatch))
+        self.note("planned decode replay", planned and replayed and batch.is_decode)
         self.note("steps of a quantised model", self._scheduler.config.model.quantization)
-        self.note(
-            "decode replay with an FP8 cache", self._in_fp8 and replayed and isinstance(batch, DecodeBatch)
-        )
-        if isinstance(batch, DecodeBatch):
+        self.note("decode replay with an FP8 cache", self._in_fp8 and replayed and batch.is_decode)
+        if batch.is_decode:
             self._decode(batch, [name for name in replayed if name.startswith(("decode", "verify"))])
         else:
             self._extend(batch, reqs, [name for name in replayed if name.startswith("prefill")])
@@ -262,7 +260,7 @@ class Watch:
         self._num_replays = counts
         return list(new)
 
-    def _decode(self, batch: DecodeBatch, replayed: list[str]) -> None:
+    def _decode(self, batch: StepBatch, replayed: list[str]) -> None:
         self._has_replayed = bool(replayed)
         if not replayed:
             self.note("decode beyond the graphs", self._scheduler.config.cuda_graph_bs)
@@ -274,8 +272,8 @@ class Watch:
         self.note("decode replay" if full else "padded decode replay")
         self.note("decode replay with the sampler", any(map(_beyond_a_draw, batch.sampling)))
 
-    def _extend(self, batch: ExtendBatch, reqs: Sequence[Req], replayed: list[str]) -> None:
-        num_tokens = sum(len(seq.token_ids) for seq in batch.seqs)
+    def _extend(self, batch: StepBatch, reqs: Sequence[Req], replayed: list[str]) -> None:
+        num_tokens = batch.num_prompt_tokens
         if replayed:
             full = _size(replayed[0]) == num_tokens
             self.note("piecewise replay" if full else "padded piecewise replay")
@@ -284,13 +282,13 @@ class Watch:
             self.note("prefill beyond the pieces", self._scheduler.config.piecewise_cuda_graph_tokens)
         self.note("several prompts in one step", len(reqs) > 1)
         self.note("prefill between decode steps", len(self._scheduler.running))
-        for seq, req in zip(batch.seqs, reqs, strict=True):
+        for chunk, req in zip(batch.chunks, reqs, strict=True):
             self._num_chunks[req.rid] += 1
             self.note("a prompt in three chunks", self._num_chunks[req.rid] == 3)
-            scored = seq.prompt_logprobs_from is not None
+            scored = bool(chunk.scored)
             self.note("logprobs after a hit", scored and req.cached_tokens)
             self.note("logprobs over chunks", scored and self._num_chunks[req.rid] > 1)
-            self.note("return of counted tokens", seq.history is not None and req.num_retractions)
+            self.note("return of counted tokens", chunk.history is not None and req.num_retractions)
             namespaces = self._namespaces.setdefault(req.prompt_ids.tobytes(), set())
             namespaces.add(req.source.extra_key)
             self.note("same prompt in two namespaces", len(namespaces) > 1)
@@ -306,7 +304,7 @@ class Watch:
 
     def _fills(self, pending: StepMasks) -> None:
         batch, mine = pending.flight.batch, pending.constrained.reqs
-        if isinstance(batch, ExtendBatch):
+        if not batch.is_decode:
             self.note("masks of a first token")
         else:
             self.note("masks for some of a batch", len(mine) < len(batch.rows))
@@ -336,7 +334,7 @@ class Watch:
         around(memory, "release", before=self._releases)
         around(memory.pages, "alloc", after=self._leased)
 
-    def _counted(self, batch: DecodeBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
+    def _counted(self, batch: StepBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
         counts = out.token_counts(len(reqs))
         self.note("accepted draft", max(counts) > 1)
         self.note("several accepted drafts", max(counts) > 2)

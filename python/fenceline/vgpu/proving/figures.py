@@ -18,7 +18,6 @@ from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.mem_cache.tree.radix_cache import RadixCache, TreeNode
 from fenceline.memory_order.checker import OrderChecker
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.step import DecodeBatch, ExtendBatch
 from fenceline.vgpu.proving.decisions import Decision, Event, Transfer
 from fenceline.vgpu.proving.events import around
 from fenceline.vgpu.proving.recorded_worker import RecordedStorage
@@ -140,13 +139,11 @@ def compare_figures(
         held["host_kv_cache"] = runner.hicache.host_pool.buffer.nbytes
     wrong.compare("bytes of the cache", {name: runner.memory_bytes.get(name) for name in held}, held)
     wrong.compare("capacity", state.max_total_num_tokens, num_pages * page_size)
-    decodes = [len(batch.rows) for batch in batches if isinstance(batch, DecodeBatch)]
+    decodes = [len(batch.rows) for batch in batches if batch.is_decode]
     has_padding = not config.server_args.disable_cuda_graph_padding
     _compare_graphs("decode", state.cuda_graphs, config.cuda_graph_bs, has_padding, decodes, wrong)
     sizes = config.piecewise_cuda_graph_tokens
-    tokens = [
-        sum(len(seq.token_ids) for seq in batch.seqs) for batch in batches if isinstance(batch, ExtendBatch)
-    ]
+    tokens = [batch.num_prompt_tokens for batch in batches if batch.chunks]
     within = [num for num in tokens if num <= max(sizes, default=0)]
     _compare_graphs("prefill", state.piecewise_cuda_graphs, sizes, True, within, wrong)
     if state.hicache is not None:

@@ -16,7 +16,7 @@ from fenceline.ipc.io_struct import (
     TickReq,
     TokenizedGenerateReq,
 )
-from fenceline.model_executor.step import DecodeBatch, ScheduleBatch
+from fenceline.model_executor.step import StepBatch
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.scheduler import InFlight, Scheduler
 from fenceline.vgpu.proving.events import around
@@ -117,7 +117,7 @@ class InTime:
             not result[0] or mode == "in_place" or not holders, f"{holders} keep their memory ({mode})"
         )
 
-    def _launches(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
+    def _launches(self, batch: StepBatch, reqs: Sequence[Req]) -> None:
         scheduler = self._scheduler
         num = sum(req.grammar is not None for req in scheduler.reqs.values())
         said = scheduler.num_constrained
@@ -135,7 +135,7 @@ class InTime:
         grammars, is not in its reasoning, goes on and could not have ended."""
         self._num_published += 1
         pending, batch, reqs = self._scheduler.pending_masks, flight.batch, flight.reqs
-        if pending is None or not isinstance(batch, DecodeBatch) or pending.sampled is not None:
+        if pending is None or not batch.is_decode or pending.sampled is not None:
             return
         if list(pending.flight.reqs) != list(reqs) or any(req.left or req.grammar is None for req in reqs):
             return

@@ -21,7 +21,6 @@ from fenceline.ipc.io_struct import (
     ProfileReq,
 )
 from fenceline.memory_order.edges import StreamName, pages_edge
-from fenceline.model_executor.step import DecodeBatch
 from fenceline.scheduler.control import SchedulerControl, StepProfiler
 from fenceline.scheduler.flight_recorder import CompletionsEvent, Departure, Event, Retirement, StepRecord
 from fenceline.scheduler.scheduler import Scheduler
@@ -164,12 +163,8 @@ def _fails() -> NoReturn:
 
 def _live(step: StepRecord) -> dict[str, object]:
     """What ``scheduler.live_steps`` describes."""
-    is_decode = isinstance(step.batch, DecodeBatch)
-    num_tokens = (
-        len(step.rids)
-        if isinstance(step.batch, DecodeBatch)
-        else sum(len(seq.token_ids) for seq in step.batch.seqs)
-    )
+    is_decode = step.batch.is_decode
+    num_tokens = len(step.rids) if is_decode else step.batch.num_prompt_tokens
     others = [StreamName(name) for name, _ in step.after if name != StreamName.FORWARD.value]
     return {
         "mode": "decode" if is_decode else "extend",

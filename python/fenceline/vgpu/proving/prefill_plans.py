@@ -24,7 +24,7 @@ from fenceline.mem_cache.tree.radix_cache import RadixCache
 from fenceline.memory_order import LeasePool, Points
 from fenceline.memory_order.device import CpuStream
 from fenceline.memory_order.edges import StreamName
-from fenceline.model_executor.step import ExtendSeq
+from fenceline.model_executor.step import Chunk
 from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.scheduler import prefill, schedule_policy
 from fenceline.scheduler.prefill import PrefillPlan, PrefillPlanner
@@ -382,9 +382,11 @@ class _Server:
             num_short,
         )
         any_memory.match, any_memory.admit, any_memory.tree.evict = match, admit, evict
-        seqs = () if plan is None else plan.batch.seqs
+        seqs = [] if plan is None else list(zip(plan.batch.starts.tolist(), plan.batch.chunks, strict=True))
         reqs = () if plan is None else plan.reqs
-        said = [(req.rid, seq.prefix_len, len(seq.token_ids)) for req, seq in zip(reqs, seqs, strict=True)]
+        said = [
+            (req.rid, start, len(chunk.token_ids)) for req, (start, chunk) in zip(reqs, seqs, strict=True)
+        ]
         wanted = [(part.req.rid, part.start, part.size) for part in right]
         # Pages for one prompt may take the place of the cached prefix of a later one. What is decided with that is not
         # compared.
@@ -427,22 +429,19 @@ class _Server:
         right = [(req.row, column, page) for req in new for column, page in enumerate(req.pages)]
         return "" if said == right else f"a step writes the pages {said}, {right} are right"
 
-    def _wrong_part(self, req: Req, seq: ExtendSeq) -> str:
+    def _wrong_part(self, req: Req, part: tuple[int, Chunk]) -> str:
         """What a step says of a prompt's part."""
-        size, end = self.memory.page_size, seq.prefix_len + len(seq.token_ids)
-        slots = [req.pages[at // size] * size + at % size for at in range(seq.prefix_len, end)]
+        start, seq = part
+        size, end = self.memory.page_size, start + len(seq.token_ids)
+        slots = [req.pages[at // size] * size + at % size for at in range(start, end)]
         if seq.out_slots.tolist() != slots:
             return f"{req.rid} goes to slots {seq.out_slots.tolist()}, {slots} are right"
-        scored = None
+        scored = range(0)
         if req.scores_prompt:
             # A token's logprob comes from the position before it; the first that is asked for has none.
-            scored = next(
-                at
-                for at in range(seq.prefix_len + 1, end + 2 + req.num_tokens)
-                if at > req.source.logprob_start_len
-            )
-        if seq.prompt_logprobs_from != scored:
-            return f"{req.rid} has logprobs from {seq.prompt_logprobs_from} on, {scored} is right"
+            scored = range(max(req.source.logprob_start_len - start, 0), min(end, req.num_tokens - 1) - start)
+        if seq.scored != scored:
+            return f"{req.rid} has logprobs of {seq.scored}, {scored} is right"
         return ""
 
     def _computed(self, plan: PrefillPlan | None) -> None:

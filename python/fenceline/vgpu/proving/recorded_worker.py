@@ -32,7 +32,7 @@ from fenceline.model_executor.step import (
     Completions,
     ForwardResult,
     HeldStep,
-    ScheduleBatch,
+    StepBatch,
     StepCosts,
     StepOutput,
     drain_completions,
@@ -85,7 +85,7 @@ class RecordedWorker:
         """See ModelRunner."""
         return drain_completions(self.hicache, self.storage, awaited)
 
-    def launch(self, batch: ScheduleBatch) -> ForwardResult | HeldStep:
+    def launch(self, batch: StepBatch) -> ForwardResult | HeldStep:
         """See ModelRunner."""
         result = self._runner.launch(batch)
         decision = Decision(batch)

@@ -20,14 +20,7 @@ import torch
 
 from fenceline.memory_order import Points
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.step import (
-    DecodeBatch,
-    ExtendBatch,
-    ExtendSeq,
-    PageWrites,
-    ScheduleBatch,
-    constrained_rows,
-)
+from fenceline.model_executor.step import Chunk, PageWrites, StepBatch, constrained_rows
 from fenceline.sampling.sampling_batch import ReqSampling
 from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.scheduler.flight_dump import read_dump
@@ -48,7 +41,7 @@ class Step:
     ``in_flight``: how many steps before it had not been published when it was launched.
     """
 
-    batch: ScheduleBatch
+    batch: StepBatch
     after: Mapping[str, int]
     done: int
     in_flight: int
@@ -73,7 +66,7 @@ class Recording:
     @cached_property
     def flags(self) -> Flags:
         """Flags of an engine that is large enough."""
-        longest = max((_longest(step.batch) for step in self.steps), default=1)
+        longest = max((int(step.batch.seq_lens.max()) for step in self.steps), default=1)
         columns = max(
             (int(s.batch.page_writes.columns.max()) for s in self.steps if len(s.batch.page_writes)),
             default=0,
@@ -107,9 +100,7 @@ class Recording:
         device.synchronize()
 
     def _penalised_rows(self) -> list[int]:
-        return sorted(
-            {s.row for step in self.steps for s in _samplings(step.batch) if s.params.needs_penalties}
-        )
+        return sorted({s.row for step in self.steps for s in step.batch.sampling if s.params.needs_penalties})
 
 
 def read_recording(path: Path, last: int | None = None) -> Recording:
@@ -255,24 +246,34 @@ class _Reader:
         batch = self._extend(step) if step["mode"] == "extend" else self._decode(step)
         return Step(batch, step["after"], step["done"], step["in_flight"])
 
-    def _decode(self, step: Mapping[str, Any]) -> DecodeBatch:
+    def _decode(self, step: Mapping[str, Any]) -> StepBatch:
         composition = self._composition(step)
         sampling = tuple(self._samplings[index] for index in composition["sampling"])
-        return DecodeBatch(
-            composition=step["composition"],
+        lens = _ints(step["seq_lens"])
+        return StepBatch(
             rows=_ints(composition["rows"]),
-            seq_lens=_ints(step["seq_lens"]),
+            starts=lens - 1,
+            seq_lens=lens,
+            samples=np.ones(len(lens), np.bool_),
             sampling=sampling,
             page_writes=self._page_writes(step),
             after=Points.none(),
             constrained=constrained_rows(sampling),
+            composition=step["composition"],
         )
 
-    def _extend(self, step: Mapping[str, Any]) -> ExtendBatch:
-        seqs = tuple(self._seq(seq) for seq in step["seqs"])
-        return ExtendBatch(seqs, self._page_writes(step), Points.none())
+    def _extend(self, step: Mapping[str, Any]) -> StepBatch:
+        seqs = step["seqs"]
+        return StepBatch.of_chunks(
+            [seq["row"] for seq in seqs],
+            [seq["prefix_len"] for seq in seqs],
+            [self._chunk(seq) for seq in seqs],
+            [None if seq["sampling"] is None else self._samplings[seq["sampling"]] for seq in seqs],
+            self._page_writes(step),
+            Points.none(),
+        )
 
-    def _seq(self, seq: Mapping[str, Any]) -> ExtendSeq:
+    def _chunk(self, seq: Mapping[str, Any]) -> Chunk:
         history = None
         if seq["history"] is not None:
             prompt, output = seq["history"]
@@ -280,15 +281,12 @@ class _Reader:
         slots = _ints(seq["out_slots"])
         pages = np.array([self._ids[page] for page in (slots // self._page_size).tolist()], dtype=np.int64)
         ids = seq["num_tokens"] if seq["token_ids"] is None else seq["token_ids"]
-        return ExtendSeq(
-            row=seq["row"],
+        return Chunk(
             token_ids=_tokens(ids, seq["row"], seq["prefix_len"]),
-            prefix_len=seq["prefix_len"],
             out_slots=pages * self._page_size + slots % self._page_size,
-            sampling=None if seq["sampling"] is None else self._samplings[seq["sampling"]],
-            prompt_logprobs_from=seq["prompt_logprobs_from"],
-            prompt_top_logprobs=min(seq["prompt_top_logprobs"], _MAX_TOP),
-            prompt_token_ids_logprob=_named(seq["prompt_token_ids_logprob"]),
+            scored=range(*seq["scored"]),
+            top_logprobs=min(seq["top_logprobs"], _MAX_TOP),
+            token_ids_logprob=_named(seq["token_ids_logprob"]),
             following=tuple(token % VOCAB_SIZE for token in seq["following"]),
             history=history,
         )
@@ -330,18 +328,6 @@ def _tokens(ids: int | Sequence[int], row: int, first: int) -> I64:
 
 def _ints(values: Sequence[int]) -> I64:
     return np.array(values, dtype=np.int64)
-
-
-def _longest(batch: ScheduleBatch) -> int:
-    if isinstance(batch, DecodeBatch):
-        return int(batch.seq_lens.max())
-    return max(seq.seq_len for seq in batch.seqs)
-
-
-def _samplings(batch: ScheduleBatch) -> Sequence[ReqSampling]:
-    if isinstance(batch, DecodeBatch):
-        return batch.sampling
-    return [seq.sampling for seq in batch.seqs if seq.sampling is not None]
 
 
 __all__ = ["Recording", "Step", "read_recording"]

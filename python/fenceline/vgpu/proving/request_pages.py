@@ -13,7 +13,7 @@ from typing import Any
 
 from fenceline.memory_order import Points
 from fenceline.memory_order.stream import Point
-from fenceline.model_executor.step import ScheduleBatch
+from fenceline.model_executor.step import StepBatch
 from fenceline.scheduler.req import Prefix, QueuedMatch, Req
 from fenceline.scheduler.request_memory import Remap
 from fenceline.scheduler.scheduler import Scheduler
@@ -66,7 +66,7 @@ class RequestPages:
         self._owes(after)
         self._check_fetches()
 
-    def _launches(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
+    def _launches(self, batch: StepBatch, reqs: Sequence[Req]) -> None:
         for point in self._owed:
             is_covered = point.passed or any(
                 other.stream is point.stream and other.serial >= point.serial for other in batch.after

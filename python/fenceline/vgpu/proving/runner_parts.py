@@ -17,9 +17,9 @@ import torch
 
 from fenceline.memory_order import Graph, GraphPool, Points
 from fenceline.memory_order.device import CpuDevice
+from fenceline.model_executor.extend_runner import _extend_arrays
 from fenceline.model_executor.graph_runner import GraphRunner, GraphStats
-from fenceline.model_executor.model_runner import _extend_arrays
-from fenceline.model_executor.step import ExtendBatch, ExtendSeq, ForwardResult, PageWrites
+from fenceline.model_executor.step import Chunk, ForwardResult, PageWrites, StepBatch
 from fenceline.sampling import gumbel
 from fenceline.sampling.kernels.sample import combine_pieces
 from fenceline.sampling.rank_sampler import RankSampler
@@ -46,23 +46,24 @@ def _scored_prompts(random: Random) -> Iterator[str]:
     once for it. Of a request that samples, the row of its last token comes first."""
     for _ in range(_NUM_BATCHES):
         seqs = [_seq(random, row) for row in range(1, random.randint(2, 5))]
-        arrays = _extend_arrays(ExtendBatch(tuple(seqs), PageWrites.none(), Points.none()))
+        rows_of, starts, chunks, sampling = (list(column) for column in zip(*seqs, strict=True))
+        none, after = PageWrites.none(), Points.none()
+        arrays = _extend_arrays(StepBatch.of_chunks(rows_of, starts, chunks, sampling, none, after))
         tokens, ends, rows, targets, whose = 0, [], [], [], []
-        for number, seq in enumerate(seqs):
+        for number, (_, _, seq, samples) in enumerate(seqs):
             text = [*seq.token_ids.tolist(), *seq.following[:1]]
-            wanted = seq.prompt_logprobs_from
             for offset in range(1, len(text)):
-                if wanted is not None and seq.prefix_len + offset >= wanted:
+                if offset - 1 in seq.scored:
                     rows.append(tokens + offset - 1)
                     targets.append(text[offset])
                     whose.append(number)
             tokens += len(seq.token_ids)
-            if seq.sampling is not None:
+            if samples is not None:
                 ends.append(tokens - 1)
         right: dict[str, Any] = {"logits_index": [*ends, *rows]}
         if rows:
             right["prompt_targets"] = targets
-            if any(seq.prompt_token_ids_logprob for seq in seqs):
+            if any(chunk.token_ids_logprob for chunk in chunks):
                 right["prompt_named_rows"] = whose
         names = ("logits_index", "prompt_targets", "prompt_named_rows")
         got = {name: arrays[name].tolist() for name in names if name in arrays}
@@ -70,21 +71,21 @@ def _scored_prompts(random: Random) -> Iterator[str]:
             yield f"a step of {seqs} is given {got}, {right} is right"
 
 
-def _seq(random: Random, row: int) -> ExtendSeq:
+def _seq(random: Random, row: int) -> tuple[int, int, Chunk, ReqSampling | None]:
     prefix, num = random.randrange(4), random.randint(1, 4)
     samples = random.random() < 0.6
     following = () if samples else tuple(random.randrange(100) for _ in range(random.randint(1, 2)))
     wanted = None if random.random() < 0.4 else random.randint(prefix + 1, prefix + num + 1)
-    return ExtendSeq(
-        row=row,
+    sampling = ReqSampling(SamplingParams(temperature=0.0), 0, row, prefix + num, ()) if samples else None
+    num_targets = num if following else num - 1
+    chunk = Chunk(
         token_ids=np.array([random.randrange(100) for _ in range(num)], np.int64),
-        prefix_len=prefix,
         out_slots=np.arange(num, dtype=np.int64),
-        sampling=ReqSampling(SamplingParams(temperature=0.0), 0, row, prefix + num, ()) if samples else None,
-        prompt_logprobs_from=wanted,
-        prompt_token_ids_logprob=(1, 2) if random.random() < 0.3 else (),
+        scored=range(0) if wanted is None else range(wanted - 1 - prefix, num_targets),
+        token_ids_logprob=(1, 2) if random.random() < 0.3 else (),
         following=following,
     )
+    return row, prefix, chunk, sampling
 
 
 # --- draws

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fenceline.ipc.io_struct import InternalState, SpecCounts, TokenizedGenerateReq
 from fenceline.memory_order import Points
 from fenceline.memory_order.edges import StreamName, pages_edge
-from fenceline.model_executor.step import Completions, DecodeBatch, ScheduleBatch
+from fenceline.model_executor.step import Completions, StepBatch
 from fenceline.scheduler.flight_recorder import I32, CompletionsEvent, Departure, Event, Serials, StepRecord
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.scheduler import InFlight, Scheduler, StepMasks
@@ -111,7 +111,7 @@ class SchedulerRecord:
             facts = req.rid, req.row, why, list(req.pages), req.committed_len, last
             self._happened.append(("departure", *facts))
 
-    def _launched(self, flight: InFlight, batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
+    def _launched(self, flight: InFlight, batch: StepBatch, reqs: Sequence[Req]) -> None:
         leased, self._leased = [point for after in self._leased for point in after if not point.passed], []
         waits = {point.stream.name: point.serial for point in batch.after}
         late = [point for point in leased if waits.get(point.stream.name, 0) < point.serial]
@@ -129,12 +129,12 @@ class SchedulerRecord:
             f"step {number} has the number {flight.number}, and {self._scheduler.num_launched} are said to be launched"
         )
         self._steps.append(_Launched(rids, done.serial, done.stream.passed_serial, num_in_flight, happened))
-        if isinstance(batch, DecodeBatch):
+        if batch.is_decode:
             self._depths[str(batch.depth.depth)] += 1
             return
-        for seq, req in zip(batch.seqs, reqs, strict=True):
-            self._num_computed += len(seq.token_ids)
-            self._num_cached += 0 if req.rid in self._admitted else seq.prefix_len
+        self._num_computed += batch.num_prompt_tokens
+        for start, req in zip(batch.starts.tolist(), reqs, strict=True):
+            self._num_cached += 0 if req.rid in self._admitted else start
             self._admitted.add(req.rid)
 
     def _sampled(self, flight: InFlight, pending: StepMasks) -> None:
@@ -273,10 +273,10 @@ def _facts(
     yield "lengths", _lengths(record.batch), _lengths(batch)
 
 
-def _lengths(batch: ScheduleBatch) -> object:
-    if isinstance(batch, DecodeBatch):
+def _lengths(batch: StepBatch) -> object:
+    if batch.is_decode:
         return batch.rows.tolist(), batch.seq_lens.tolist()
-    return [(seq.row, seq.prefix_len, seq.seq_len, len(seq.token_ids)) for seq in batch.seqs]
+    return batch.rows.tolist(), batch.starts.tolist(), batch.seq_lens.tolist()
 
 
 def _told(event: Event) -> _Happened:

@@ -12,13 +12,7 @@ from contextlib import nullcontext
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.ipc.io_struct import TokenizedGenerateReq
-from fenceline.model_executor.step import (
-    DecodeBatch,
-    ExtendBatch,
-    ScheduleBatch,
-    StepOutput,
-    Worker,
-)
+from fenceline.model_executor.step import StepBatch, StepOutput, Worker
 from fenceline.scheduler import prefill, waiting_queue
 from fenceline.scheduler.prefill import PrefillPlan
 from fenceline.scheduler.req import Req
@@ -77,12 +71,12 @@ class WatchedScheduler(Scheduler):
         self._late = prev  # a step in flight, to be published after the next one has been launched
         return super().step(prev)
 
-    def launch(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> InFlight:
+    def launch(self, batch: StepBatch, reqs: Sequence[Req]) -> InFlight:
         """See Scheduler. The device must not stand still while the host reads the results of a decode step. Only drafts
         under masks need these before the next step, and on a CPU a launch is the whole step."""
-        if self._late is not None and self._was_early and isinstance(self._late.batch, DecodeBatch):
+        if self._late is not None and self._was_early and self._late.batch.is_decode:
             self.wrong.append("a decode step is published before the next step has been launched")
-        if isinstance(batch, ExtendBatch):
+        if not batch.is_decode:
             self._check_prefill(batch, reqs)
             for req in reqs:
                 if req.rid not in self.sharing.admitted:
@@ -104,14 +98,18 @@ class WatchedScheduler(Scheduler):
             under_masks = any(req.grammar is not None for req in self.reqs.values())
             self._was_early = not (under_masks and self.config.speculative is not None)
         batch, reqs = flight.batch, []
-        if isinstance(batch, ExtendBatch):
-            reqs = [(seq, req) for seq, req in zip(batch.seqs, flight.reqs, strict=True) if not req.left]
+        if not batch.is_decode:
+            columns = (flight.reqs, batch.seq_lens.tolist(), batch.samples.tolist())
+            reqs = [
+                (req, length)
+                for req, length, samples in zip(*columns, strict=True)
+                if samples and not req.left
+            ]
         super().publish(flight)
-        for seq, req in reqs:
-            if seq.sampling is not None:
-                self._cached(req, seq.seq_len, req.num_tokens)
+        for req, length in reqs:
+            self._cached(req, length, req.num_tokens)
 
-    def publish_counted(self, batch: DecodeBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
+    def publish_counted(self, batch: StepBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
         """See Scheduler."""
         if out.counts is not None:
             shape = self.shapes[batch.depth.depth]
@@ -257,9 +255,9 @@ class WatchedScheduler(Scheduler):
     def _some_body_runs_several(self) -> bool:
         return any(req.row and self._num_rows(req) > 1 for req in self.reqs.values())
 
-    def _check_prefill(self, batch: ExtendBatch, reqs: Sequence[Req]) -> None:
+    def _check_prefill(self, batch: StepBatch, reqs: Sequence[Req]) -> None:
         chunk, most = self.config.chunked_prefill_size, self.config.max_prefill_tokens
-        num_tokens = sum(len(seq.token_ids) for seq in batch.seqs)
+        num_tokens = batch.num_prompt_tokens
         most = most if chunk is None else min(chunk, most)
         if num_tokens > most and (chunk is not None or len(reqs) > 1):
             self.wrong.append(f"a prefill step computes {num_tokens} tokens, {most} are allowed")
@@ -268,7 +266,7 @@ class WatchedScheduler(Scheduler):
             self.wrong.append(f"a prefill step computes {len(reqs)} prompts, {most_reqs} are allowed")
         admitted = [req for req in reqs if req not in self._half_way]
         room = self._room_beside(batch, reqs, most)
-        unfinished = [req for seq, req in zip(batch.seqs, reqs, strict=True) if seq.sampling is None]
+        unfinished = [req for samples, req in zip(batch.samples.tolist(), reqs, strict=True) if not samples]
         # A step that goes before a decode step leaves out a prompt that is half-way.
         left_out = [req for req in self._half_way if req not in reqs and not req.left]
         waiting = [req for req in self.waiting if req.prefetch is None and not self._has_twin(req)]
@@ -329,16 +327,16 @@ class WatchedScheduler(Scheduler):
             running.add(self._turn_key(passed))
             turns[self._turn_key(passed)] = self._next_moment()
 
-    def _room_beside(self, batch: ExtendBatch, reqs: Sequence[Req], most: int) -> int | None:
+    def _room_beside(self, batch: StepBatch, reqs: Sequence[Req], most: int) -> int | None:
         """If a half-way prompt has more than half of the step, the number of tokens left in the other half, else
         None."""
         half, scored = most - most // 2, prefill.MAX_SCORED_TOKENS
-        sizes = {req: len(seq.token_ids) for seq, req in zip(batch.seqs, reqs, strict=True)}
-        for seq, req in zip(batch.seqs, reqs, strict=True):
-            if req in self._half_way and (seq.sampling is None or sizes[req] > half):
+        sizes = dict(zip(reqs, (batch.seq_lens - batch.starts).tolist(), strict=True))
+        for req, start, samples in zip(reqs, batch.starts.tolist(), batch.samples.tolist(), strict=True):
+            if req in self._half_way and (not samples or sizes[req] > half):
                 least = min(half, scored - scored // 2) if req.scores_prompt else half
-                rest = req.num_tokens - seq.prefix_len
-                least = min(least, rest if seq.sampling is not None else rest - self._lookahead)
+                rest = req.num_tokens - start
+                least = min(least, rest if samples else rest - self._lookahead)
                 # On a CPU it gets half of the step's work, see ``chunks``.
                 if len(reqs) > 1 and sizes[req] < least and self.config.device != "cpu":
                     self.wrong.append(f"{req.rid} gets {sizes[req]} tokens of a step, {least} are its half")

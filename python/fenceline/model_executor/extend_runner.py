@@ -1,0 +1,186 @@
+"""ExtendRunner: steps with chunks of prompts, whose inputs are uploaded as a whole.
+
+It is the counterpart of DecodeRunner, which runs from an arena. Small steps are replayed in pieces if there are
+graphs of them (``piecewise_cuda_graph_runner``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fenceline.layers.attention.backends import AttentionBackends
+from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
+from fenceline.mem_cache.host.cache_controller import HiCacheController
+from fenceline.mem_cache.kv_pool import KVPool, ReqPool
+from fenceline.memory_order import Device
+from fenceline.memory_order.edges import StreamName
+from fenceline.model_executor.decode_runner import Arrays, Extended, Logits, Views
+from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
+from fenceline.model_executor.speculative_runner import SpeculativeRunner
+from fenceline.model_executor.step import Chunk, StepBatch, concatenated
+from fenceline.model_executor.step_accesses import EXTEND_STEP, StepAccesses
+from fenceline.models.decoder import CausalLM
+from fenceline.sampling.rank_sampler import RankSampler
+from fenceline.sampling.sampler import OutputLogprobs, Sampler, prompt_logprobs
+from fenceline.sampling.sampling_batch import SamplingBatch, padded_ids, sampling_arrays
+
+
+class ExtendRunner:
+    """Runs steps with chunks on one device. All work goes to FORWARD, which must be current in :meth:`forward`."""
+
+    def __init__(
+        self,
+        device: Device,
+        model: CausalLM,
+        kv_pool: KVPool,
+        req_pool: ReqPool,
+        attention: AttentionBackends,
+        draft_attention: AttentionBackends,
+        sampler: Sampler | RankSampler,
+        accesses: StepAccesses,
+        graphs: PiecewiseCudaGraphRunner | None,
+        speculative: SpeculativeRunner | None,
+        hicache: HiCacheController | None,
+    ) -> None:
+        """``graphs``, ``speculative``, ``hicache``: None without graphs of pieces, a draft, a host tier."""
+        self.graphs = graphs
+        self._device = device
+        self._model = model
+        self._kv_pool = kv_pool
+        self._req_pool = req_pool
+        self._attention = attention
+        self._draft_attention = draft_attention
+        self._sampler = sampler
+        self._accesses = accesses
+        self._speculative = speculative
+        self._hicache = hicache
+
+    def arrays(self, batch: StepBatch) -> Arrays:
+        """The arrays to upload before :meth:`forward`."""
+        arrays = _extend_arrays(batch)
+        return arrays if self._speculative is None else arrays | self._speculative.extend_arrays(batch)
+
+    def forward(self, batch: StepBatch, views: Views) -> Logits:
+        """Submit the forward: the KV of the chunks, and the logits of their ends and of the tokens that are scored.
+        ``views``: the uploaded arrays of :meth:`arrays`."""
+        speculative = self._speculative
+        attention = _extend_attention(batch, views, self._req_pool.page_table)
+        self._begin_penalties(batch, views)
+        forward_batch = ForwardBatch(
+            mode=ForwardMode.EXTEND,
+            input_ids=views["input_ids"],
+            positions=views["positions"],
+            out_slots=views["out_slots"],
+            logits_index=views["logits_index"],
+            attn=self._attention.prefill.plan(attention),
+            kv_pool=self._kv_pool,
+            layer_ready=self._layer_ready(batch) if batch.loads else None,
+            aux_hidden=None if speculative is None else speculative.make_aux(len(views["input_ids"])),
+        )
+        layers = self.graphs or self._model
+        x = layers.hidden_states(forward_batch)
+        values = self._model.own_logits(x, forward_batch)
+        extended = None
+        if speculative is not None:
+            if self._draft_attention.prefill is not self._attention.prefill:
+                own = self._draft_attention.prefill.plan(attention)
+                forward_batch = replace(forward_batch, attn=own)
+            extended = Extended(forward_batch, x, views)
+        for ticket in batch.loads:
+            ticket.waited = True  # FORWARD has waited for it: all later submissions come after the load
+        num_sampled = len(batch.sampling)
+        prompts = None
+        if "prompt_targets" in views:
+            prompts = _score_prompts(batch, views, self._model.lm_head.whole_logits(values[num_sampled:]))
+        if not num_sampled:
+            none = torch.empty(0, dtype=torch.int64, device=self._device.torch_device)
+            return Logits(tokens=none, prompt_logprobs=prompts, extended=extended)
+        return Logits(
+            values=values[:num_sampled],
+            positions=views["sample_positions"],
+            rows=views["sample_rows"],
+            sampling=SamplingBatch.from_views(batch.sampling, views),
+            prompt_logprobs=prompts,
+            extended=extended,
+        )
+
+    def _layer_ready(self, batch: StepBatch) -> Callable[[int], None]:
+        """The function ``f(layer)`` that makes FORWARD wait for that layer of ``batch.loads``. After the last one it
+        declares the step's accesses, since these are of whole pages (all layers)."""
+        assert self._hicache is not None, "without a host tier nothing is loaded"
+        declare = partial(self._device.declare, StreamName.FORWARD, EXTEND_STEP, self._accesses.extend, batch)
+        return self._hicache.layer_ready(batch.loads, self._model.num_layers, declare)
+
+    def _begin_penalties(self, batch: StepBatch, views: Views) -> None:
+        for index, (row, chunk) in enumerate(zip(batch.rows.tolist(), batch.chunks, strict=True)):
+            if chunk.history is not None:
+                prompt, output = views[f"history_prompt_{index}"], views[f"history_output_{index}"]
+                self._sampler.begin_request(row, prompt, output)
+
+
+def _score_prompts(batch: StepBatch, views: Views, logits: torch.Tensor) -> OutputLogprobs:
+    """Logprobs of prompt tokens. ``logits`` [N, vocab_size] are not converted to float32 as a whole: for a chunk of
+    8,192 tokens and a vocabulary of 150,000 that would take 5 GB."""
+    top_k = max(chunk.top_logprobs for chunk in batch.chunks)
+    named_ids = None
+    if "prompt_named_rows" in views:
+        named_ids = views["prompt_named_ids"].view(len(batch.chunks), -1)[views["prompt_named_rows"]]
+    return prompt_logprobs(logits, views["prompt_targets"], top_k, named_ids)
+
+
+def _extend_arrays(batch: StepBatch) -> Arrays:
+    """The host inputs of an extend step, except its page writes."""
+    chunks, sampled = batch.chunks, np.flatnonzero(batch.samples)
+    starts = np.array([0, *accumulate([len(chunk.token_ids) for chunk in chunks])], dtype=np.int64)
+    bounds = zip(batch.starts.tolist(), batch.seq_lens.tolist(), strict=True)
+    arrays: Arrays = {
+        "input_ids": concatenated([chunk.token_ids for chunk in chunks]),
+        "positions": concatenated([np.arange(first, end, dtype=np.int64) for first, end in bounds]),
+        "out_slots": concatenated([chunk.out_slots for chunk in chunks]),
+        "rows": batch.rows,
+        "seq_lens": batch.seq_lens,
+        "query_starts": starts.astype(np.int32),
+        "sample_rows": batch.rows[sampled],
+        "sample_positions": batch.seq_lens[sampled],
+    }
+    logits_index, targets, named_rows = [starts[sampled + 1] - 1], [], []
+    for i, chunk in enumerate(chunks):
+        if chunk.scored:
+            logits_index.append(starts[i] + np.array(chunk.scored, dtype=np.int64))
+            targets.append(_prompt_targets(chunk))
+            named_rows.append(np.full(len(chunk.scored), i, dtype=np.int64))
+    arrays["logits_index"] = concatenated(logits_index)
+    if targets:
+        arrays["prompt_targets"] = np.concatenate(targets)
+        if any(chunk.token_ids_logprob for chunk in chunks):
+            arrays["prompt_named_rows"] = np.concatenate(named_rows)
+            arrays["prompt_named_ids"] = padded_ids([chunk.token_ids_logprob for chunk in chunks])
+    for i, chunk in enumerate(chunks):
+        if chunk.history is not None:
+            arrays[f"history_prompt_{i}"], arrays[f"history_output_{i}"] = chunk.history
+    return arrays | sampling_arrays(batch.sampling)
+
+
+def _prompt_targets(chunk: Chunk) -> npt.NDArray[np.int64]:
+    """The tokens that the logits at the chunk's ``scored`` offsets score: those at the next positions."""
+    tokens = np.concatenate([chunk.token_ids[1:], np.array(chunk.following[:1], dtype=np.int64)])
+    return tokens[chunk.scored.start : chunk.scored.stop]
+
+
+def _extend_attention(batch: StepBatch, views: Views, page_table: torch.Tensor) -> AttentionInputs:
+    return AttentionInputs(
+        mode=ForwardMode.EXTEND,
+        page_table=page_table,
+        rows=views["rows"],
+        seq_lens=views["seq_lens"],
+        seq_lens_cpu=batch.seq_lens,
+        query_lens_cpu=batch.seq_lens - batch.starts,
+        query_starts=views["query_starts"],
+    )

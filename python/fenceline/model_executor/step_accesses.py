@@ -1,0 +1,56 @@
+"""StepAccesses: what a step reads and writes on FORWARD, as it is declared to the checker of memory order."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fenceline.mem_cache.kv_pool import KVPool, ReqPool
+from fenceline.memory_order.access import Accesses, Memory, PagedMemory
+from fenceline.memory_order.edges import StreamName
+from fenceline.model_executor.step import StepBatch
+
+# The names of the steps in reports.
+EXTEND_STEP, DECODE_STEP = "prefill step", "decode step"
+
+
+class StepAccesses:
+    """Declares what a step reads and writes on FORWARD apart from the rings: request rows, and KV pages of all layers.
+
+    ``extend`` and ``decode`` are passed to ``Device.declare``. If a decode step has the same requests as the previous
+    one, its declaration needs no operation over its rows.
+    """
+
+    def __init__(self, kv_pool: KVPool, req_pool: ReqPool) -> None:
+        self._page_size = kv_pool.page_size
+        rows, columns = req_pool.page_table.shape
+        self.page_table = Memory("req_pool.page_table", rows)
+        self.last_tokens = Memory("req_pool.last_tokens", rows)
+        self.pages = PagedMemory(
+            "kv_pool", kv_pool.num_pages, kv_pool.page_size, (rows, columns), StreamName.FORWARD
+        )
+
+    def extend(self, op: Accesses, batch: StepBatch) -> None:
+        """A prefill step: writes the pages of its chunks, reads all pages up to them."""
+        self._write_table(op, batch)
+        op.read(self.page_table, batch.rows)
+        slots = np.concatenate([chunk.out_slots for chunk in batch.chunks])
+        op.write(self.pages, slots // self._page_size)
+        op.read_pages(self.pages, batch.rows, batch.seq_lens)
+        op.write(self.last_tokens, batch.rows[batch.samples])
+
+    def decode(self, op: Accesses, batch: StepBatch) -> None:
+        """A decode step: writes the pages of each request's new tokens, reads all of them."""
+        if len(batch.page_writes):
+            self._write_table(op, batch)
+        op.read(self.page_table, batch.rows)
+        if batch.may_accept is None:
+            op.append_pages(self.pages, batch.rows, batch.seq_lens)
+        else:  # the host knows only upper bounds of the lengths, and a bound may be lower than in the previous step
+            op.read(self.pages, self.pages.pages_of(batch.rows, batch.seq_lens))
+            op.write(self.pages, self.pages.pages_between(batch.rows, batch.starts, batch.seq_lens))
+        op.write(self.last_tokens, batch.rows)  # it also reads them: the tokens of the previous step
+
+    def _write_table(self, op: Accesses, batch: StepBatch) -> None:
+        writes = batch.page_writes
+        op.write(self.page_table, writes.rows)
+        op.write_table(self.pages, writes.rows, writes.columns, writes.pages)
