@@ -19,7 +19,7 @@ from fenceline.entrypoints.generate_body import grammar_of
 from fenceline.entrypoints.openai.parsing import answer_grammar
 from fenceline.entrypoints.openai.protocol import ChatBody
 from fenceline.frontend import grammar_client
-from fenceline.frontend.compile_queue import CompileQueue, QueuedGrammar, Tenant
+from fenceline.frontend.compile_queue import CompileQueue
 from fenceline.frontend.control import ControlClient
 from fenceline.frontend.grammar_client import CompileProcess, GrammarClient
 from fenceline.frontend.request_types import RequestError
@@ -80,9 +80,9 @@ class Bench:
             self.control.resolve, ControlReply(id=message.id, success=self.replies, message="no room")
         )
 
-    async def number(self, text: str, tenant: Tenant = Tenant()) -> int:
+    async def number(self, text: str, rank: int = 0) -> int:
         with self.client.using() as used:
-            return await self.client.number_of(GrammarSpec("regex", text), tenant, used)
+            return await self.client.number_of(GrammarSpec("regex", text), rank, used)
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ async def test_whoever_leaves_the_line_as_another_ends_takes_no_turn() -> None:
     began: list[str] = []
 
     async def take(name: str) -> None:
-        async with turns.turn(QueuedGrammar(Tenant()), is_long=False):
+        async with turns.turn(0, is_long=False):
             began.append(name)
             await (first if name == "a" else others).wait()
 
@@ -164,61 +164,34 @@ async def test_what_is_slow_has_no_second_attempt_for_nobody(bench: Bench) -> No
     assert bench.process.compiled == ["a", "b"]
 
 
-async def test_clients_take_turns_and_what_is_slow_waits_behind_what_is_not(bench: Bench) -> None:
+async def test_the_best_rank_goes_first_and_what_is_slow_waits_behind_what_is_not(bench: Bench) -> None:
     bench.process.slow = {"a0", "a1", "a2"}
     asked = [asyncio.create_task(bench.number(f"a{i}")) for i in range(6)]
     await _until_compiling(bench, 2)
-    asked += [
-        asyncio.create_task(bench.number(f"{key}{i}", Tenant(0, key))) for i in range(2) for key in "bc"
-    ]
-    asked.append(asyncio.create_task(bench.number("first", Tenant(-1, "b"))))
+    asked.append(asyncio.create_task(bench.number("first", -1)))
     await asyncio.sleep(0)
     bench.process.go.set()
     await asyncio.gather(*asked)
     turns = bench.process.compiled
-    assert turns[:2] == ["a0", "a1"]
-    assert turns.index("first") == 2
+    assert turns[:3] == ["a0", "a1", "first"]
     # One of the slow ones at a time has a second attempt while others wait for their first.
     seconds = [turns.index(text, turns.index(text) + 1) for text in ("a0", "a1", "a2")]
     assert seconds == sorted(seconds)
-    quick = [text for text in turns[3:] if text not in ("a0", "a1")]
-    quick.pop([i for i, text in enumerate(quick) if text == "a2"][1])
-    assert quick == ["a2", "b0", "c0", "a3", "b1", "c1", "a4", "a5"]
+    assert [text for text in turns[3:] if text not in ("a0", "a1", "a2")] == ["a3", "a4", "a5"]
 
 
-async def test_what_two_clients_want_comes_at_the_first_one_s_turn(bench: Bench) -> None:
-    """A client that asks for what another one has in its long line waits no longer than for something of its own; who
-    leaves takes the grammar out of its own line only."""
-    asked = [asyncio.create_task(bench.number(f"a{i}", Tenant(0, "a"))) for i in range(8)]
+async def test_one_more_than_may_wait_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_client, "MAX_WAITING", 2)
+    compiling = [asyncio.create_task(bench.number(text)) for text in "ab"]
     await _until_compiling(bench, 2)
-    shared = [asyncio.create_task(bench.number("a7", Tenant(0, "b")))]
-    shared += [asyncio.create_task(bench.number("a6", Tenant(rank, "c"))) for rank in (0, -1)]
-    own = asyncio.create_task(bench.number("b0", Tenant(0, "b")))
-    leaving = asyncio.create_task(bench.number("a5", Tenant(0, "d")))
+    asked = [asyncio.create_task(bench.number(text)) for text in "cd"]
     await asyncio.sleep(0)
-    leaving.cancel()
-    await asyncio.wait([leaving])
+    with pytest.raises(RequestError, match="grammars wait to be compiled") as caught:
+        await bench.number("e")
+    assert caught.value.status == 503
     bench.process.go.set()
-    await asyncio.gather(*asked, *shared, own)
-    assert bench.process.compiled == ["a0", "a1", "a6", "a2", "a7", "a3", "b0", "a4", "a5"]
-
-
-async def test_when_too_many_wait_the_largest_client_waits_less(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grammar_client, "MAX_WAITING", 4)
-    large, small = Tenant(0, "large"), Tenant(0, "small")
-    compiling = [asyncio.create_task(bench.number(text, large)) for text in "ab"]
-    await _until_compiling(bench, 2)
-    asked = [asyncio.create_task(bench.number(text, large)) for text in "cdef"]
-    asked.append(asyncio.create_task(bench.number("x", small)))
-    for task in [asyncio.create_task(bench.number("g", large)), asked[3]]:
-        with pytest.raises(RequestError, match="grammars wait to be compiled") as caught:
-            await task
-        assert caught.value.status == 503
-    bench.process.go.set()
-    await asyncio.gather(*compiling, *asked[:3], asked[4])
-    assert sorted(bench.process.compiled) == ["a", "b", "c", "d", "e", "x"]
+    await asyncio.gather(*compiling, *asked)
+    assert sorted(bench.process.compiled) == ["a", "b", "c", "d"]
 
 
 async def test_the_grammar_that_was_not_used_for_the_longest_time_makes_room(bench: Bench) -> None:

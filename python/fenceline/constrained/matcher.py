@@ -402,7 +402,6 @@ class Grammars(list["RequestGrammar | None"]):
         return self._may_think
 
     def in_turns(self, plain: bool) -> list[_Turn]:
-        """See :func:`_in_turns`."""
         if self.may_think:
             return _make_turns(self, plain)
         if self._turns is None:

@@ -175,7 +175,6 @@ class JoiningTransport(asyncio.Transport):
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """See :meth:`pause_reading`."""
         self._num_pauses -= 1
         if not self._num_pauses:
             self._transport.resume_reading()

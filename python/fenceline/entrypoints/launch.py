@@ -90,7 +90,6 @@ class EngineProcesses:
         self._reasons: dict[str, str] = {}  # why a process was killed, by name
 
     def watch(self, on_death: Callable[[str], None]) -> None:
-        """See :class:`EngineBackend`."""
         loop = asyncio.get_running_loop()
 
         def died(process: BaseProcess) -> None:
@@ -168,7 +167,6 @@ class EngineProcesses:
         self._stopping = True
 
     def stop(self, timeout_s: float) -> None:
-        """See :class:`EngineBackend`."""
         self.ending()
         deadline = time.monotonic() + timeout_s
         for process in self._schedulers:  # without them the detokenizer has nothing left to do

@@ -26,7 +26,6 @@ class Replicas:
         self.link = ReplicaLink([backend.link for backend in backends], config)
 
     def watch(self, on_death: Callable[[str], None]) -> None:
-        """See :class:`EngineBackend`."""
 
         def died(number: int, reason: str) -> None:
             on_death(f"replica {number}: {reason}")
@@ -43,7 +42,6 @@ class Replicas:
         """Replicas are all on this host."""
 
     def stop(self, timeout_s: float) -> None:
-        """See :class:`EngineBackend`."""
         deadline = time.monotonic() + timeout_s
         for backend in self._backends:
             backend.ending()

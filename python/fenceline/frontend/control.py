@@ -76,7 +76,6 @@ class ControlClient:
             deadline.cancel()
 
     async def update_weights(self, message: UpdateWeightsReq) -> ControlReply:
-        """See :class:`UpdateWeightsReq`."""
         self._num_updates += 1
         try:
             return await self._ask(message, UPDATE_TIMEOUT_S)
@@ -90,16 +89,13 @@ class ControlClient:
         return await self._ask(PauseGenerationReq(id=uuid4().hex, mode=mode))
 
     async def resume(self) -> ControlReply:
-        """See :class:`ContinueGenerationReq`."""
         return await self._ask(ContinueGenerationReq(id=uuid4().hex))
 
     async def profile(self, action: str, output_dir: str | None, num_steps: int | None) -> ControlReply:
-        """See :class:`ProfileReq`."""
         message = ProfileReq(id=uuid4().hex, action=action, output_dir=output_dir, num_steps=num_steps)
         return await self._ask(message, PROFILE_TIMEOUT_S)
 
     async def flight_recorder(self, form: Literal["file", "json", "trace"]) -> ControlReply:
-        """See :class:`FlightRecorderReq`."""
         return await self._ask(FlightRecorderReq(id=uuid4().hex, form=form))
 
     async def internal_states(self, num_steps: int = 0) -> list[ControlReply]:
@@ -109,7 +105,6 @@ class ControlClient:
     async def load_grammar(
         self, grammar: int, data: bytes, vocabulary: bytes, forgotten: list[int]
     ) -> ControlReply:
-        """See :class:`LoadGrammarReq`."""
         message = LoadGrammarReq(
             id=uuid4().hex, grammar=grammar, data=data, vocabulary=vocabulary, forgotten=forgotten
         )

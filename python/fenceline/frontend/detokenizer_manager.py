@@ -101,7 +101,6 @@ class ByteDecoder:
         self._decode(before[-4:].lstrip(bytes(range(0x80, 0xC0))))  # a character the prompt left incomplete
 
     def feed(self, ids: Sequence[int]) -> str:
-        """See :class:`IncrementalDecoder`."""
         table = self._table
         try:
             data = table[ids[0]] if len(ids) == 1 else b"".join([table[index] for index in ids])
@@ -113,7 +112,6 @@ class ByteDecoder:
         return self._decode(data)
 
     def flush(self) -> str:
-        """See :class:`IncrementalDecoder`."""
         return self._decode(b"", True)
 
 
@@ -133,7 +131,6 @@ class WindowDecoder:
         return "".join([self._feed_one(index) for index in ids])
 
     def flush(self) -> str:
-        """See :class:`IncrementalDecoder`."""
         return self._take() if len(self._ids) > self._num_read else ""
 
     def _feed_one(self, index: int) -> str:

@@ -13,7 +13,7 @@ import logging
 import multiprocessing
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ from fenceline.constrained.compile_server import (
     serve,
 )
 from fenceline.constrained.spec import MAX_GRAMMAR_CHARS, GrammarSpec, max_whitespace
-from fenceline.frontend.compile_queue import CompileQueue, QueuedGrammar, Tenant
+from fenceline.frontend.compile_queue import CompileQueue
 from fenceline.frontend.control import ControlClient
 from fenceline.frontend.request_types import RequestError, shutting_down
 from fenceline.frontend.tokenizer import Tokenizer
@@ -59,19 +59,18 @@ _Key = tuple[str, bytes]  # the kind, and the SHA-256 of the text, which may be 
 
 
 class _Grammar:
-    """A grammar that is compiled or is being compiled. ``users``: how many requests of each tenant are being prepared
-    and will name it. ``queued``: its entry in the queue; ``is_queued``: whether it waits there."""
+    """A grammar that is compiled or is being compiled. ``num_users``: how many requests are being prepared and will
+    name it. ``is_queued``: it waits to be compiled."""
 
-    __slots__ = ("is_queued", "key", "num_bytes", "number", "queued", "ready", "users")
+    __slots__ = ("is_queued", "key", "num_bytes", "num_users", "number", "ready")
 
-    def __init__(self, key: _Key, number: int, tenant: Tenant) -> None:
+    def __init__(self, key: _Key, number: int) -> None:
         self.key = key
         self.number = number
-        self.queued = QueuedGrammar(tenant)
         self.is_queued = True
         self.ready: asyncio.Task[None] | None = None
         self.num_bytes = 0
-        self.users: Counter[Tenant] = Counter()
+        self.num_users = 0
 
     @property
     def is_done(self) -> bool:
@@ -104,23 +103,21 @@ class GrammarClient:
         self._closed = False
 
     @contextmanager
-    def using(self) -> Iterator[list[tuple[_Grammar, Tenant]]]:
+    def using(self) -> Iterator[list[_Grammar]]:
         """While requests are prepared, the grammars that :meth:`number_of` adds to the list are not forgotten. Those
         that wait to be compiled and have no user any more are dropped."""
-        used: list[tuple[_Grammar, Tenant]] = []
+        used: list[_Grammar] = []
         try:
             yield used
         finally:
-            for grammar, tenant in used:
-                grammar.users[tenant] -= 1
-                if grammar.users[tenant] == 0:
-                    del grammar.users[tenant]
-                if grammar.is_done or tenant in grammar.users:
+            for grammar in used:
+                grammar.num_users -= 1
+                if grammar.num_users or grammar.is_done or not grammar.is_queued:
                     continue
-                if grammar.is_queued and not grammar.users and self._grammars.get(grammar.key) is grammar:
-                    self._drop(grammar)
-                else:
-                    self._queue.leave(grammar.queued, tenant)
+                if self._grammars.get(grammar.key) is grammar:
+                    assert grammar.ready is not None
+                    grammar.ready.cancel()
+                    del self._grammars[grammar.key]
 
     def check_all(self, specs: Collection[GrammarSpec]) -> None:
         """:meth:`check` those of one body, and how many they are."""
@@ -143,28 +140,21 @@ class GrammarClient:
                 400, f"{spec.kind} has half a surrogate pair: it is not Unicode text", param=spec.kind
             ) from None
 
-    async def number_of(self, spec: GrammarSpec, tenant: Tenant, used: list[tuple[_Grammar, Tenant]]) -> int:
+    async def number_of(self, spec: GrammarSpec, rank: int, used: list[_Grammar]) -> int:
         """The number under which the scheduler knows the compiled ``spec``, at least until ``used``, of :meth:`using`,
-        ends. ``tenant``: who asks for it. Raises RequestError: 400 with the reason where it cannot be compiled, 503
-        where it could be later."""
+        ends. The smallest ``rank`` is compiled first. Raises RequestError: 400 with the reason where it cannot be
+        compiled, 503 where it could be later."""
         key = (spec.kind, hashlib.sha256(spec.text.encode()).digest())
         if (reason := self._errors.get(key)) is not None:
             self._errors.move_to_end(key)
             raise RequestError(400, f"{spec.kind}: {reason}", param=spec.kind)
-        grammar = self._grammars.get(key) or self._begin(key, spec, tenant)
+        grammar = self._grammars.get(key) or self._begin(key, spec, rank)
         self._grammars.move_to_end(key)
-        grammar.users[tenant] += 1
-        used.append((grammar, tenant))
-        if not grammar.is_done:
-            self._queue.join(grammar.queued, tenant)
+        grammar.num_users += 1
+        used.append(grammar)
         assert grammar.ready is not None
         # Others may wait for the same grammar, so a client that leaves does not end the task.
-        try:
-            await asyncio.shield(grammar.ready)
-        except asyncio.CancelledError:
-            if grammar.ready.cancelled():
-                raise _queue_full() from None
-            raise
+        await asyncio.shield(grammar.ready)
         return grammar.number
 
     def close(self) -> None:
@@ -173,40 +163,21 @@ class GrammarClient:
         if self._process is not None:
             self._process.close()
 
-    def _begin(self, key: _Key, spec: GrammarSpec, tenant: Tenant) -> _Grammar:
+    def _begin(self, key: _Key, spec: GrammarSpec, rank: int) -> _Grammar:
         if self._closed:
             raise shutting_down()
-        self._make_room(tenant)
+        if sum(grammar.is_queued for grammar in self._grammars.values()) >= MAX_WAITING:
+            raise RequestError(503, f"{MAX_WAITING} grammars wait to be compiled; try again later")
         self._num_made += 1
-        grammar = self._grammars[key] = _Grammar(key, self._num_made, tenant)
-        grammar.ready = asyncio.get_running_loop().create_task(self._make(spec, grammar))
+        grammar = self._grammars[key] = _Grammar(key, self._num_made)
+        grammar.ready = asyncio.get_running_loop().create_task(self._make(spec, grammar, rank))
         grammar.ready.add_done_callback(_note_error)
         return grammar
 
-    def _make_room(self, tenant: Tenant) -> None:
-        """If too many grammars wait to be compiled, drop the last one of the tenant that has the most. Raises
-        RequestError (503) if ``tenant`` would have as many as that one."""
-        waiting = [grammar for grammar in self._grammars.values() if grammar.is_queued]
-        if len(waiting) < MAX_WAITING:
-            return
-        counts = Counter(one for grammar in waiting for one in grammar.queued.tenants)
-        largest, most = counts.most_common(1)[0]
-        if counts[tenant] + 1 >= most:
-            raise _queue_full()
-        theirs = [one for one in waiting if largest in one.queued.tenants]
-        # Prefer one that nobody else waits for.
-        self._drop(max(theirs, key=lambda one: (len(one.queued.tenants) == 1, one.number)))
-
-    def _drop(self, grammar: _Grammar) -> None:
-        """It waits for its turn, and not any more."""
-        assert grammar.ready is not None
-        grammar.ready.cancel()
-        del self._grammars[grammar.key]
-
-    async def _make(self, spec: GrammarSpec, grammar: _Grammar) -> None:
+    async def _make(self, spec: GrammarSpec, grammar: _Grammar, rank: int) -> None:
         """Compile ``spec`` and have the scheduler take it in."""
         try:
-            vocabulary, made = await self._compiled(spec, grammar)
+            vocabulary, made = await self._compiled(spec, grammar, rank)
             if made.error and made.is_refused:
                 self._errors[grammar.key] = made.error
                 if len(self._errors) > MAX_ERRORS:
@@ -228,14 +199,14 @@ class GrammarClient:
                 del self._grammars[grammar.key]
             raise
 
-    async def _compiled(self, spec: GrammarSpec, grammar: _Grammar) -> tuple[bytes, Compiled]:
+    async def _compiled(self, spec: GrammarSpec, grammar: _Grammar, rank: int) -> tuple[bytes, Compiled]:
         """The vocabulary, and the result of compiling ``spec`` when it is its turn. Only at its turn it depends on a
         process: one that ends before is replaced."""
         for is_long in (False, True):
-            if is_long and not grammar.users:
+            if is_long and not grammar.num_users:
                 raise RequestError(503, f"{spec.kind}: the client that asked for it has disconnected")
             grammar.is_queued = True
-            async with self._queue.turn(grammar.queued, is_long):
+            async with self._queue.turn(rank, is_long):
                 grammar.is_queued = False
                 process = self._running_process()
                 vocabulary = await process.started()
@@ -263,7 +234,7 @@ class GrammarClient:
         for key, grammar in list(self._grammars.items()):
             if len(self._grammars) <= MAX_GRAMMARS and self._num_bytes <= self._max_bytes:
                 return
-            if not grammar.users and grammar.is_done:
+            if not grammar.num_users and grammar.is_done:
                 del self._grammars[key]
                 self._num_bytes -= grammar.num_bytes
                 self._forgotten.append(grammar.number)
@@ -425,10 +396,6 @@ class CompileProcess:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(_compiler_ended())
-
-
-def _queue_full() -> RequestError:
-    return RequestError(503, f"{MAX_WAITING} grammars wait to be compiled; try again later")
 
 
 def _compiler_ended() -> RequestError:

@@ -50,7 +50,6 @@ class ReplicaLink:
         self._refusals: asyncio.Queue[list[Message]] = asyncio.Queue()
 
     def send(self, message: Message) -> None:
-        """See :class:`SchedulerLink`."""
         match message:
             case TokenizedGenerateReq():
                 self._place(message)
@@ -101,7 +100,6 @@ class ReplicaLink:
         self._links[replica].send(message)
 
     async def receive(self) -> list[Message]:
-        """See :class:`SchedulerLink`."""
         messages: list[Message] = []
         try:
             while not messages:

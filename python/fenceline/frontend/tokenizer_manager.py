@@ -25,7 +25,6 @@ import msgspec
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.request_limits import MAX_BODY_TOKENS, MAX_TOKENIZE_TOKENS
 from fenceline.constrained.spec import GrammarSpec
-from fenceline.frontend.compile_queue import Tenant
 from fenceline.frontend.control import MAX_FLUSH_WAIT_S, ControlClient
 from fenceline.frontend.grammar_client import GrammarClient
 from fenceline.frontend.metrics import Metrics
@@ -139,7 +138,7 @@ class TokenizerManager:
         priorities = [default_priority if inp.priority is None else inp.priority for inp in inputs]
         given = await self._check_untokenised(inputs, limits)
         specs = {
-            inp.grammar: Tenant(0 if priority is None else priority.rank(value), inp.extra_key)
+            inp.grammar: 0 if priority is None else priority.rank(value)
             for inp, value in zip(inputs, priorities, strict=True)
             if inp.grammar is not None
         }
@@ -149,7 +148,7 @@ class TokenizerManager:
         prompts = await self._prompt_ids(inputs, given, limits)
         with self._grammars.using() as used:
             grammars = {
-                spec: await self._grammars.number_of(spec, tenant, used) for spec, tenant in specs.items()
+                spec: await self._grammars.number_of(spec, rank, used) for spec, rank in specs.items()
             }
             limits = self._require_serving()  # tokenising may have taken a while
             messages = await self._messages(inputs, prompts, limits, default_priority, grammars)

@@ -60,7 +60,6 @@ def launch_combine(
     next_tokens: torch.Tensor,
     steps: torch.Tensor | None,
 ) -> None:
-    """See ``combine_pieces``."""
     assert next_tokens.is_contiguous() and next_tokens.dtype == torch.int64
     assert best_scores.is_contiguous() and best_ids.is_contiguous()
     if len(best_scores):
