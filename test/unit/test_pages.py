@@ -129,3 +129,21 @@ def test_links_lead_somewhere(page: Path) -> None:
         if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
             broken.append(link)
     assert broken == []
+
+
+def test_pages_that_code_names_exist() -> None:
+    folders = ("python", "scripts", "test", "benchmark", "deploy", "docker", "sgl-kernel")
+    files = [
+        path
+        for folder in folders
+        for path in (setup_env.ROOT / folder).rglob("*")
+        if path.is_file() and "vgpu" not in path.parts
+    ]
+    named = {
+        (path.relative_to(setup_env.ROOT).as_posix(), page)
+        for path in files
+        if path.suffix in {".py", ".yaml", ".service", ".cu", ".cuh", ".html", ".js", ""}
+        for page in re.findall(r"\bdocs/[\w/]+\.(?:md|json|svg)\b", path.read_text(errors="ignore"))
+    }
+    assert len(named) > 20
+    assert sorted(entry for entry in named if not (setup_env.ROOT / entry[1]).exists()) == []
