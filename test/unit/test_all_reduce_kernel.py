@@ -216,6 +216,7 @@ _SEVERED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("changes", _SEVERED.values(), ids=list(_SEVERED))
 def test_without_what_words_rely_on_the_kernels_are_wrong(
     tmp_path: Path, changes: tuple[tuple[str, str, str], ...]

@@ -25,6 +25,7 @@ CHECKS = ("int4", "mxfp4", "as_a_layer_stores_them", "the_trial_at_start", "by_p
 results = outcomes_of(__file__)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CHECKS)
 def test_interpreted(name: str, results: dict[str, str]) -> None:
     if name != "as_a_layer_stores_them" and not version("triton").startswith("3.6."):

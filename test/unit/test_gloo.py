@@ -12,7 +12,7 @@ from live_server import unused_port
 from fenceline.distributed.gloo import GlooBackend
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_ranks_over_gloo(tmp_path: Path, hosts: int) -> None:
     """Sums are those of float32 in the order of ranks, rounded once; a rank that has ended ends the others' waiting.
     Nothing listens on other networks than that of the meeting."""

@@ -244,6 +244,7 @@ def test_every_fp8_number_is_itself(tmp_path: Path) -> None:
     assert torch.equal(out[0].double(), plain.sum(1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("old", "new", "kind", "eager"),
     [
@@ -260,6 +261,7 @@ def test_lanes_wait_for_each_other(tmp_path: Path, old: str, new: str, kind: str
     assert not error < 8e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("old", "new", "eager"),
     [
@@ -278,6 +280,7 @@ def test_each_wait_is_needed(tmp_path: Path, old: str, new: str, eager: int) -> 
     assert not error < 6e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("old", "new"),
     [
