@@ -14,9 +14,7 @@ from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.memory_order import Device, open_device
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.vgpu.proving import runs
 from fenceline.vgpu.proving.script import Scenario, Workload
-from fenceline.vgpu.proving.steps import Loop
 from fenceline.vgpu.proving.tiny_model import tiny_model_path
 from fenceline.vgpu.proving.workloads import WORKLOADS
 
@@ -50,9 +48,3 @@ def more_workloads(makers: Mapping[str, Callable[[Random], Scenario]]) -> Any:
             monkeypatch.setitem(WORKLOADS, name, Workload(name, "", make))
 
     return added
-
-
-def without_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of the proof are not followed by questions at random, so that a fault must show in the run itself."""
-    monkeypatch.setattr(Loop, "_ask", lambda self, random: ([], ""))
-    monkeypatch.setattr(runs, "broken_promise", lambda num_questions: "")

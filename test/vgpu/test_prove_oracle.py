@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from tiny_model import more_workloads, without_questions
+from tiny_model import more_workloads
 
 from fenceline.frontend.detokenizer_manager import StopMatch, StopScanner
 from fenceline.ipc.io_struct import (
@@ -1069,7 +1069,6 @@ def test_a_wrong_decision_is_found_and_its_request_and_token_named(
     """Of all of them the same decisions executed again say nothing: they are carried out as they were taken. The
     scheduler's own assertions know some of them first."""
     plant(monkeypatch)
-    without_questions(monkeypatch)
     outcome = _first_failure(workload, 16, FIRST_SEED.get(plant, 0))
     assert outcome is not None and outcome.checker in (ANSWERS, INVARIANTS), outcome and outcome.report
     assert re.search(report, outcome.report), outcome.report
@@ -1180,7 +1179,6 @@ def test_ends_and_logprobs_that_few_requests_come_to_are_compared(
     """The end of a request that has all memory, and of one whose grammar no token can complete; logprobs of several
     prompts in one step."""
     monkeypatch.setattr(owner, name, fault)
-    without_questions(monkeypatch)
     outcomes = (run(Trial(workload, seed)) for seed in range(16))
     found = next(one for one in outcomes if not one.clean)
     assert found.checker == ANSWERS and says in found.report, found.report

@@ -8,7 +8,6 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,10 +21,8 @@ from fenceline.memory_order.access import PagedMemory
 from fenceline.model_executor import speculative_runner
 from fenceline.model_executor.speculative_runner import SpeculativeRunner
 from fenceline.sampling.sampling_batch import ReqSampling
-from fenceline.scheduler import draft_depth
 from fenceline.speculative.kv_rows import KVMover
 from fenceline.vgpu.errors import OwnershipError, TagError
-from fenceline.vgpu.proving.random_depths import RandomDepths, compare_depths
 from fenceline.vgpu.proving.runs import ANSWERS, Trial, run
 from fenceline.vgpu.proving.script import Flags, Scenario, Script, Workload
 from fenceline.vgpu.proving.speculative_workloads import trees_under_windows
@@ -428,28 +425,6 @@ def test_wrong_drafts_of_layers_that_look_ahead_are_noticed(
     named = re.compile(r"a step of depth 2 at output|draft [01] behind \d+ tokens is")
     assert all(outcome.checker == ANSWERS and named.search(outcome.report) for outcome in found), found
     assert any("a step of depth 2 at output" in outcome.report for outcome in found), found
-
-
-@pytest.mark.parametrize("name", ["_MIN_GAIN", "_HALF_WEIGHT", "_PROBE_SHARE", "_MIN_PROBE_INTERVAL"])
-def test_a_depth_that_is_not_the_best_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """No answer depends on it."""
-    monkeypatch.setattr(draft_depth, name, 3 * getattr(draft_depth, name))
-    depths = RandomDepths((0, 1, 3), 1)
-    with pytest.raises(AssertionError, match="the draft's depth is"):
-        for _ in range(400):
-            choice = depths.choose(3, 2, 3)
-            depths.published(choice.depth, np.array([1, min(choice.depth + 1, 3)]))
-
-
-@pytest.mark.parametrize("name", ["_MIN_GAIN", "_HALF_WEIGHT", "_PROBE_SHARE", "_MIN_PROBE_INTERVAL"])
-def test_a_rare_probe_of_greater_depths_is_compared_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Runs of the engine are too short for most of them."""
-    for seed in range(10):
-        compare_depths(seed)
-    monkeypatch.setattr(draft_depth, name, 1.5 * getattr(draft_depth, name))
-    with pytest.raises(AssertionError, match="the draft's depth is"):
-        for seed in range(10):
-            compare_depths(seed)
 
 
 def test_wrong_drafts_that_are_rejected_anyway_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

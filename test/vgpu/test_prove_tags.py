@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_model import more_workloads, without_questions
+from tiny_model import more_workloads
 
 from fenceline.ipc.io_struct import FlushCacheReq
 from fenceline.layers import decoder_layer
@@ -620,7 +620,6 @@ def test_a_fault_is_named_where_it_happens(
 def test_wrong_tokens_name_the_first_slot_whose_tag_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the detector nothing stops a run, and what was noticed on the way is told with the wrong tokens."""
     _halves_swapped_on_the_way_to_the_host(monkeypatch)
-    without_questions(monkeypatch)
     outcome = _first_failure("tags_reloaded", detect=False)
     assert outcome is not None and outcome.checker in (TOKENS, ANSWERS), outcome
     assert re.search(r"the first wrong slot: tags: host_pool page \d+, slot 0 of it", outcome.report), (

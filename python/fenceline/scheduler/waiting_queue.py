@@ -83,6 +83,9 @@ class WaitingQueue:
 
     def remove(self, req: Req) -> None:
         """Remove a request that does not wait any more."""
+        assert len(req.output_ids) == req.num_kept, (
+            f"{req.rid} got a token that was in flight at its retraction"
+        )
         key = _key(req)
         queue = self._queue_of[key]
         queue.reqs.remove(req)
@@ -94,9 +97,6 @@ class WaitingQueue:
 
     def admit(self, req: Req) -> None:
         """Remove a request that has got a row. The next turn of its body comes after those of all other bodies."""
-        assert len(req.output_ids) == req.num_kept, (
-            f"{req.rid} got a token that was in flight at its retraction"
-        )
         queue = self._queue_of[_key(req)]
         self.computes(req)
         self.remove(req)

@@ -26,20 +26,20 @@ from fenceline.ipc.io_struct import (
 )
 from fenceline.ipc.rank_board import RankBoard, create_rank_board
 from fenceline.layers.context import Shard
+from fenceline.mem_cache.storage.controller import StorageController
 from fenceline.mem_cache.storage.file_backend import FileBackend
 from fenceline.memory_order import Communicator
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.scheduler.ranks import TURN_DECODER, FollowingRank, LeadingRank, RankLink, Turn
+from fenceline.scheduler.ranks import TURN_DECODER, FollowingRank, LeadingRank, Turn
 from fenceline.scheduler.scheduler import InFlight, Scheduler
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.peers import Grain, Group, PeerRank
-from fenceline.vgpu.proving.agreement_record import AgreementRecord, BoardRecord
+from fenceline.vgpu.proving.bad_days import BadDays, leave_behind, order_calls, without_logs
 from fenceline.vgpu.proving.hicache_workloads import with_storage_limits
 from fenceline.vgpu.proving.oracle import Oracle, Query
 from fenceline.vgpu.proving.script import Arrival, Flag, Flags, Scenario, Script
 from fenceline.vgpu.proving.steps import STEP_S, make_config
-from fenceline.vgpu.proving.storage_record import StorageRecord, leave_behind, without_logs
 from fenceline.vgpu.proving.tiny_model import PLAIN, plain_path, tiny_model_path
 from fenceline.vgpu.threads import Channel, join_all
 
@@ -153,9 +153,6 @@ class RankRun:
         self.updated: list[list[bool]] = [[] for _ in range(NUM_RANKS)]
         self.ends: list[dict[str, str]] = [{} for _ in range(NUM_RANKS)]  # how each request has ended
         self.num_steps = self.num_tokens = 0
-        self.agreement = AgreementRecord(NUM_RANKS)
-        self._board = BoardRecord(NUM_RANKS)
-        self.wrong: list[str] = []
         self._group = Group(gpu, NUM_RANKS, _GRAIN)
         self._joined: list[int] = []
 
@@ -175,8 +172,7 @@ class RankRun:
         if self.answers[0] != self.answers[1] or self.ends[0] != self.ends[1]:
             return f"ranks give different answers: {self.answers}, {self.ends}"
         answers, updates = self._compare(configs[0]), self._compare_updates()
-        parts = (answers, updates, self.agreement.finish(), *self._board.wrong, *self.wrong)
-        return "\n".join(part for part in parts if part)
+        return "\n".join(part for part in (answers, updates) if part)
 
     def _config(self, rank: int, folder: Path) -> EngineConfig:
         """Of a rank whose storage may fail, the directory is its own."""
@@ -192,24 +188,17 @@ class RankRun:
         config = make_config(flags, VgpuDevice.kind)
         return replace(config, server_args=replace(config.server_args, tp_size=NUM_RANKS, ep_size=ep_size))
 
-    def watch_board(self, rank: int, scheduler: Scheduler, link: RankLink) -> None:
-        """Compare what ``rank`` posts about its steps. Where something is severed its own check must report it."""
-        if not self._severed:
-            self._board.watch(rank, scheduler, link)
-
     @property
     def _shares_storage(self) -> bool:
         """Whether the ranks have one directory, as those of one host do. Its limits and failures are those of all
         ranks together, and are left to other runs."""
         return not {"hicache_storage_size", "hicache_storage_key", "bad_days"} & set(self.scenario.flags)
 
-    def record_storage(self, rank: int, backend: FileBackend, config: EngineConfig) -> StorageRecord | None:
-        """What ``rank``'s storage must do. In some runs it fails on one of them alone."""
-        if self._shares_storage:
-            return None
+    def spoil_storage(self, rank: int, controller: StorageController) -> None:
+        """In some runs ``rank``'s storage fails, in some of them on this rank alone."""
         days = self.scenario.flags.get("bad_days")
-        fails = days is not None and int(str(days)) % (NUM_RANKS + 1) in (rank, NUM_RANKS)
-        return StorageRecord(backend, config, Random(int(str(days))) if fails else None)
+        if days is not None and int(str(days)) % (NUM_RANKS + 1) in (rank, NUM_RANKS):
+            BadDays(controller, int(str(days)))
 
     def fail_to_read(self, rank: int, runner: ModelRunner) -> None:
         """Let ``runner`` fail to read new weights if it is that of the rank that cannot."""
@@ -304,21 +293,17 @@ class _RankLoop:
         self._arrivals = deque(run.scenario.arrivals if rank == 0 else ())
         self._step_no = self._num_readings = 0
         self._flight: InFlight | None = None
-        self._storage_record: StorageRecord | None = None
         if runner.storage is not None:
             controller = runner.storage.controller
             controller._clock = self._clock
             assert isinstance(controller._backend, FileBackend), "the one that the flags ask for"
-            self._storage_record = run.record_storage(rank, controller._backend, config)
+            order_calls(controller._backend)
+            run.spoil_storage(rank, controller)
         self.scheduler = Scheduler(config, runner, self, self)
         if rank == 0:
-            leading = LeadingRank(board, runner, self.drain, [turns.put])
-            run.agreement.watch(rank, leading._codec, leading._agreement)
-            self.scheduler.ranks = leading
+            self.scheduler.ranks = LeadingRank(board, runner, self.drain, [turns.put])
         else:
             self.scheduler.ranks = FollowingRank(board, runner, self._receive)
-            run.agreement.watch(rank, self.scheduler.ranks._codec, None)
-        run.watch_board(rank, self.scheduler, self.scheduler.ranks)
 
     def _clock(self) -> float:
         """Seconds, computed from the number of steps. Each call returns a later time."""
@@ -378,6 +363,3 @@ class _RankLoop:
         scheduler.memory.check_memory(every_page=True)
         if scheduler.memory.tiers is not None:
             scheduler.memory.tiers.close()
-        if self._storage_record is not None:
-            wrong = self._storage_record.finish()
-            self._run.wrong += [f"rank {self._rank}: {wrong}"] if wrong else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -15,12 +14,9 @@ from fenceline.mem_cache.host.cache_controller import HiCacheController, Transfe
 from fenceline.mem_cache.page_hash import PageKey
 from fenceline.mem_cache.storage.controller import (
     Ack,
-    Done,
-    Found,
     Storage,
     StorageController,
     StorageTierStats,
-    TimedOut,
 )
 from fenceline.mem_cache.storage.controller import Fetched as FetchedAck
 from fenceline.mem_cache.storage.worker import Prefetch
@@ -55,12 +51,10 @@ class RecordedWorker:
         self.memory_bytes = runner.memory_bytes
         self.hicache: RecordedTransfers | None = None
         self.storage: Storage | None = None
-        self.recorded_storage: RecordedStorage | None = None
         if runner.hicache is not None:
             self.hicache = RecordedTransfers(runner.hicache, events, tags)
             if runner.storage is not None:
                 recorded = RecordedStorage(runner.storage.controller, runner.hicache, events)
-                self.recorded_storage = recorded
                 self.storage = Storage(cast(StorageController, recorded), runner.storage.root_key)
         self._runner = runner
         self._events = events
@@ -191,8 +185,7 @@ class RecordedTransfers:
 
 
 class RecordedStorage:
-    """A StorageController that records what is written to storage and what is read from it. ``outcomes``: how
-    prefetches have ended; ``num_found``: pages that it has reported."""
+    """A StorageController that records what is written to storage and what is read from it."""
 
     def __init__(
         self, controller: StorageController, transfers: HiCacheController, events: list[Event]
@@ -200,8 +193,6 @@ class RecordedStorage:
         self._controller = controller
         self._host_pool = transfers.host_pool
         self._events = events
-        self.outcomes: Counter[str] = Counter()
-        self.num_timeouts = self.num_found = 0
 
     def write(self, keys: Sequence[PageKey], host_pages: I32, after: Points, handle: int) -> None:
         """See StorageController."""
@@ -234,10 +225,6 @@ class RecordedStorage:
         can be read now."""
         acks = self._controller.drain()
         for ack in acks:
-            self.num_found += ack.num_pages if isinstance(ack, Found) else 0
-            self.num_timeouts += isinstance(ack, TimedOut)
-            if isinstance(ack, Done):
-                self.outcomes[ack.outcome] += 1
             if isinstance(ack, FetchedAck):
                 pages = slice(ack.first, ack.first + ack.num_pages)
                 host_pages = ack.op.host_pages[pages].copy()

@@ -21,18 +21,17 @@ from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.pairs import Pair, PairsMet
 from fenceline.vgpu.place import raised_at
 from fenceline.vgpu.policy import Answering, Answers, Policy, Script, make_policy
+from fenceline.vgpu.proving.bad_days import leave_behind, without_logs
 from fenceline.vgpu.proving.collectives import Ranks, make_program
 from fenceline.vgpu.proving.decisions import execute, num_steps
 from fenceline.vgpu.proving.engine import run_engine
 from fenceline.vgpu.proving.limits import small_limits
-from fenceline.vgpu.proving.order_promises import broken_promise
 from fenceline.vgpu.proving.processes import PROCESSES, missing_edges, run_processes
 from fenceline.vgpu.proving.ranks import NUM_RANKS, RankRun, make_scenario, make_storage_scenario
 from fenceline.vgpu.proving.schedule import DescribedScript, shrink
 from fenceline.vgpu.proving.script import Flags, Workload
 from fenceline.vgpu.proving.small_workloads import SMALL_WORKLOADS
 from fenceline.vgpu.proving.steps import Loop, make_config
-from fenceline.vgpu.proving.storage_record import leave_behind, without_logs
 from fenceline.vgpu.proving.workloads import COLLECTIVES, ENGINE, RANKS, RANKS_STORAGE, WORKLOADS
 
 # Policies by seed. Random schedules find most faults; the extreme policies find those that random ones hardly reach.
@@ -53,7 +52,6 @@ _CHECKERS: tuple[tuple[type[Exception], str], ...] = (
 )
 INVARIANTS = "invariants"  # assertions, and the scheduler's accounts
 TOKENS = "tokens"  # differ from those of the same decisions executed one after the other
-_NUM_QUESTIONS = 20  # to memory_order when a run has failed
 _NUM_LINES = 3  # of an exception's traceback that a report has
 ANSWERS = "answers"  # differ from those of each request alone
 
@@ -331,14 +329,9 @@ def verdict_of(error: Exception) -> Verdict:
 
 
 def _failure(trial: Trial, error: Exception) -> Outcome:
-    """An assertion, or an error of any other kind, says where something is wrong, but not why. If memory_order does not
-    keep a promise, that may be the cause, and is reported first."""
     verdict = verdict_of(error)
-    if trial.severed:  # the check of what is severed must name it
-        return Outcome(trial, verdict.checker, verdict.edges, verdict.memory, verdict.report)
-    wrong = broken_promise(_NUM_QUESTIONS) if verdict.checker in (INVARIANTS, "deadlock") else ""
-    report = "\n".join(filter(None, (wrong, verdict.report)))
-    return Outcome(trial, verdict.checker, verdict.edges or missing_edges(report), verdict.memory, report)
+    edges = verdict.edges or (() if trial.severed else missing_edges(verdict.report))
+    return Outcome(trial, verdict.checker, edges, verdict.memory, verdict.report)
 
 
 def named_races(trial: Trial) -> tuple[set[str], set[str]]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from random import Random
 
 import msgspec
 import numpy as np
@@ -34,48 +31,19 @@ from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.scheduler.scheduler import InFlight
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.footprint import check_footprints
-from fenceline.vgpu.proving.admission import Admissions
 from fenceline.vgpu.proving.answers import Findings, Setting, Transcript
-from fenceline.vgpu.proving.at_rest import compare_at_rest
-from fenceline.vgpu.proving.backups import Backups
+from fenceline.vgpu.proving.bad_days import BadDays, events_of, order_calls
 from fenceline.vgpu.proving.captures import Captures
-from fenceline.vgpu.proving.chunks import Chunks
-from fenceline.vgpu.proving.contracts import compare_contracts
-from fenceline.vgpu.proving.decisions import Decision, Event, Fetched, Owned, device_bytes, host_bytes
-from fenceline.vgpu.proving.decode_room import DecodeRoom, compare_growth
+from fenceline.vgpu.proving.decisions import Event, Owned, device_bytes, host_bytes
 from fenceline.vgpu.proving.drafts import compare_drafts, compare_proposals
 from fenceline.vgpu.proving.events import Watch, around, state_of
-from fenceline.vgpu.proving.figures import Evictions, HostEvictions, compare_figures, compare_storage
 from fenceline.vgpu.proving.flashinfer_library import PLANNED
-from fenceline.vgpu.proving.gpu_core_dumps import compare_core_dumps
-from fenceline.vgpu.proving.in_time import InTime
 from fenceline.vgpu.proving.launched_attention import LAUNCHED, REFERENCE
-from fenceline.vgpu.proving.layer_promises import compare_layers
 from fenceline.vgpu.proving.leaks import Leaks
-from fenceline.vgpu.proving.memory_sizes import MemorySizes
-from fenceline.vgpu.proving.observers import compare_observers
 from fenceline.vgpu.proving.oracle import Lookahead, Oracle
-from fenceline.vgpu.proving.order_promises import compare_order
-from fenceline.vgpu.proving.page_contracts import compare_pages
-from fenceline.vgpu.proving.passing import Passing
-from fenceline.vgpu.proving.policy_order import compare_policies
-from fenceline.vgpu.proving.prefill_plans import compare_prefill_plans
-from fenceline.vgpu.proving.random_depths import RandomDepths, compare_depths
+from fenceline.vgpu.proving.random_depths import RandomDepths
 from fenceline.vgpu.proving.recorded_worker import RecordedWorker
-from fenceline.vgpu.proving.request_memory_parts import compare_request_memory
-from fenceline.vgpu.proving.request_pages import RequestPages
-from fenceline.vgpu.proving.retractions import Retractions
-from fenceline.vgpu.proving.runner_parts import compare_runner_parts
-from fenceline.vgpu.proving.sampled_batches import compare_sampling
-from fenceline.vgpu.proving.scheduler_parts import compare_scheduler_parts
-from fenceline.vgpu.proving.scheduler_record import SchedulerRecord
 from fenceline.vgpu.proving.script import Arrival, Flags, FollowUp, Reaction, Scenario
-from fenceline.vgpu.proving.start_up import compare_start
-from fenceline.vgpu.proving.storage_contracts import compare_storage_contracts
-from fenceline.vgpu.proving.storage_jobs import StorageJobs
-from fenceline.vgpu.proving.storage_record import StorageRecord
-from fenceline.vgpu.proving.storage_use import StorageUse
-from fenceline.vgpu.proving.tier_contracts import compare_tiers
 from fenceline.vgpu.proving.tiny_model import (
     PLAIN,
     ROUNDED,
@@ -84,15 +52,11 @@ from fenceline.vgpu.proving.tiny_model import (
     tiny_model_path,
     tiny_tokenizer,
 )
-from fenceline.vgpu.proving.tree_contracts import compare_trees
 from fenceline.vgpu.proving.watched import WatchedScheduler
-from fenceline.vgpu.proving.weight_slots import compare_weight_slots
 from fenceline.vgpu.speculative_tags import SpeculativeTags, make_tags
 from fenceline.vgpu.tags import Tags
 
 _MAX_STEPS = 2000
-# What the tiers of the cache promise to any caller.
-_OF_CACHES = compare_trees, compare_pages, compare_storage_contracts, compare_tiers
 STEP_S = 0.01
 
 
@@ -147,7 +111,7 @@ def make_config(flags: Flags, device: str) -> EngineConfig:
     backends of the proof, loads of prefixes of any length from a lower tier, and ``draft``, one of
     ``tiny_model.DRAFTS``; with ``depth_seed`` its depth is another in each step. ``model``
     is one of ``tiny_model.MODELS``. ``least_tokens``: shorter parts of a prefix are not taken from a lower tier. With
-    ``bad_days``, a seed, storage fails at random (``StorageRecord``)."""
+    ``bad_days``, a seed, storage fails at random (``BadDays``)."""
     flags = {"device": device, **flags}
     flags.pop("bad_days", None)
     if flags.pop("depth_seed", None) is not None:
@@ -179,16 +143,14 @@ class Loop:
         self._tell = tell
         self._flight: InFlight | None = None
         self.watch = Watch(device)
-        self._sizes, self._began = MemorySizes(device), time.perf_counter()
         watches = isinstance(device, VgpuDevice) and not device.severed and device.gpu.detector is not None
         self._captures = Captures(device) if isinstance(device, VgpuDevice) and watches else None
         self.runner = ModelRunner(config, device, show_progress=False)
         if self._captures is not None:
             self._captures.begin_serving(self.runner)
         self._tags: Tags | None = None
-        self._storage_record: StorageRecord | None = None
-        self._storage_jobs: StorageJobs | None = None
-        self._wrong_storage = ""
+        self._bad_days: BadDays | None = None
+        self._num_polls = 0  # for news of the storage
         self._wrong_end = ""
         if isinstance(device, VgpuDevice):
             self._tags = make_tags(device.gpu, self.runner)
@@ -197,44 +159,22 @@ class Loop:
         if self.runner.storage is not None:
             controller = self.runner.storage.controller
             controller._clock = self._clock
-            days = scenario.flags.get("bad_days")
             assert isinstance(controller._backend, FileBackend), "the one that the flags can ask for"
-            self._storage_record = StorageRecord(
-                controller._backend, config, None if days is None else Random(int(str(days))), self._pause
-            )
-            assert self.runner.hicache is not None, "storage is below the host"
-            num_host_pages = self.runner.hicache.host_pool.num_pages
-            self._storage_jobs = StorageJobs(
-                controller, num_host_pages, None if days is None else int(str(days))
-            )
+            order_calls(controller._backend)
+            around(controller._events, "poll", after=self._polled)
+            days = scenario.flags.get("bad_days")
+            if days is not None:
+                self._bad_days = BadDays(controller, int(str(days)), self._pause)
             if self._tags is not None:
                 around(controller._backend, "set", before=self._tags.storing)
                 around(controller._backend, "get", after=self._tags.fetched)
-        self._worker = worker = RecordedWorker(self.runner, self.decisions, self._tags)
+        worker = RecordedWorker(self.runner, self.decisions, self._tags)
         self.scheduler = WatchedScheduler(config, worker, self, self, self._tags)
-        self._evictions = Evictions(self.scheduler.memory.tree)
-        self._admissions = Admissions(self.scheduler)
-        self._retractions = Retractions(self.scheduler, self._admissions)
-        self._passing = Passing(self.scheduler, self._admissions)
-        # Where something is severed its own check must report it.
-        self._pages = RequestPages(self.scheduler) if not device.severed else None
-        self._record = SchedulerRecord(self.scheduler)
-        # Where something is severed its own check must report it.
-        self._decode_room = DecodeRoom(self.scheduler) if not device.severed else None
-        self._chunks = Chunks(self.scheduler)
-        self._in_time = InTime(self.scheduler)
         memory = self.scheduler.memory
         self._leaks = Leaks(memory, self._tags) if self._tags is not None and not device.severed else None
-        self._host_evictions = None if memory.tiers is None else HostEvictions(memory.tiers.tree)
-        self._backups = None if memory.tiers is None else Backups(memory, memory.tiers)
-        self._storage_use: StorageUse | None = None
-        if memory.tiers is not None and memory.tiers.storage is not None:
-            assert config.hicache is not None and config.hicache.storage is not None
-            self._storage_use = StorageUse(self.scheduler, config.hicache.storage.prefetch_threshold)
         seed = scenario.flags.get("depth_seed")
-        self._depth_seed = None if seed is None else int(str(seed))
-        if self._depth_seed is not None:
-            self.scheduler.draft_depth = RandomDepths(tuple(self.scheduler.shapes), self._depth_seed)
+        if seed is not None:
+            self.scheduler.draft_depth = RandomDepths(tuple(self.scheduler.shapes), int(str(seed)))
         around(self.scheduler, "update_weights", before=self._counts_outputs, after=self._updated)
         self.watch.watch(self.scheduler)
         args = config.server_args
@@ -270,12 +210,14 @@ class Loop:
         self._num_readings += 1
         return self.step_no * STEP_S + self._num_readings * 1e-6
 
+    def _polled(self, event: object) -> None:
+        self._num_polls += 1
+
     def _pause(self, num_polls: int) -> None:
         """Hold one of storage's threads up until the scheduler has looked for news so many times."""
-        device, jobs = self.runner.device, self._storage_jobs
-        assert isinstance(device, VgpuDevice) and jobs is not None, "only there storage has bad days"
-        until = jobs.num_polls + num_polls
-        device.gpu.rotation.block_until(lambda: jobs.num_polls >= until, "the scheduler to look for news")
+        device, until = self.runner.device, self._num_polls + num_polls
+        assert isinstance(device, VgpuDevice), "only there storage has bad days"
+        device.gpu.rotation.block_until(lambda: self._num_polls >= until, "the scheduler to look for news")
 
     def send(self, message: Message) -> None:
         """Put a message into the inbox as of now."""
@@ -381,16 +323,6 @@ class Loop:
         tree = self.scheduler.memory.tree
         tree.check()
         assert tree.num_pages == len(tree.all_pages()), f"{tree.num_pages} pages are said to be in the tree"
-        waiting = self.scheduler.waiting
-        num_short = sum(req.is_short for req in waiting)
-        assert waiting.num_short == num_short, (
-            f"{waiting.num_short} short ones are said to wait, {num_short} do"
-        )
-        running = [req.source.body for req in self.scheduler.reqs.values() if req.row and req.source.body]
-        num_running = Counter(running)
-        assert waiting._num_running == num_running, (
-            f"bodies are said to run {dict(waiting._num_running)} requests, they run {dict(num_running)}"
-        )
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -412,8 +344,11 @@ class Loop:
             if tiers is not None:
                 self._settle(tiers)
             self.scheduler.memory.check_memory(every_page=True)
-        if self._storage_record is not None:  # while its directory is there
-            self._wrong_storage = self._compare_storage(self._storage_record)
+        if self.runner.storage is not None:
+            backend = self.runner.storage.controller._backend
+            assert isinstance(backend, FileBackend), "the one that the flags can ask for"
+            for event in events_of(backend) | (set() if self._bad_days is None else self._bad_days.events):
+                self.watch.note(event)
         if self._tags is not None:
             self.runner.device.synchronize()
             self._tags.audit()
@@ -424,89 +359,17 @@ class Loop:
         rounds_kv = config.server_args.kv_cache_dtype != "auto"
         found = self.transcript.compare(_oracle(config.model.model_path, rounds_kv))
         shared = self.scheduler.sharing.compare(self.transcript.exchanges.values())
-        state = self.scheduler.state()
-        if self._pages is not None:
-            self._pages.compare()
-        if self._depth_seed is not None:
-            compare_depths(self._depth_seed)
-        figures = compare_figures(
-            config,
-            state,
-            self.runner,
-            self.decisions,
-            self._evictions,
-            self._host_evictions,
-            time.perf_counter() - self._began,
-        )
-        steps = [event for event in self.decisions if isinstance(event, Decision)]
-        # Questions to functions are others in each run, and the same when it is repeated.
-        random = Random(str([exchange.tokens for exchange in self.transcript.exchanges.values()]))
-        said = self._record.compare(state, self.transcript.exchanges, self.scheduler.verified, steps)
+        # What may be the cause of the rest is said first.
+        captures = "" if self._captures is None else self._captures.compare(self.runner, self.decisions)
         parts = (
+            captures,
             found.wrong,
             shared,
             *self.scheduler.wrong,
-            *self._admissions.wrong,
-            *self._retractions.wrong,
-            *self._passing.wrong,
-            *(() if self._pages is None else self._pages.wrong),
-            *(() if self._backups is None else self._backups.wrong),
-            *(() if self._decode_room is None else self._decode_room.wrong),
-            *self._chunks.wrong,
-            *self._in_time.wrong,
             self._compare_drafts(rounds_kv),
-            figures,
-            said,
-            compare_observers(self.scheduler),
-            self._sizes.compare(config, self.runner.kv_pool.num_pages),
-            compare_start(config, self.runner, random),
+            self._wrong_end,
         )
-        try:
-            answers, order = self._ask(random)
-        except Exception as error:
-            if not any(parts):
-                raise
-            answers, order = [f"a question cannot be asked: {type(error).__name__}: {error}"], ""
-        # What may be the cause of the rest is said first.
-        causes = (
-            order,
-            "" if self._captures is None else self._captures.compare(self.runner, self.decisions),
-        )
-        everything = (*causes, *parts, *answers, self._wrong_storage, self._wrong_end)
-        return replace(found, wrong="\n".join(part for part in everything if part))
-
-    def _ask(self, random: Random) -> tuple[list[str], str]:
-        """Questions that are asked at random, whatever the run was: what is wrong with the answers, and with what
-        memory_order promises."""
-        is_whole = not self.runner.device.severed
-        answers = [
-            compare_prefill_plans(random) if is_whole else "",
-            compare_policies(random) if is_whole else "",
-            compare_weight_slots(random),
-            compare_layers(random),
-            compare_sampling(random),
-            compare_growth(random),
-            compare_core_dumps(random),
-            *((compare(random) for compare in _OF_CACHES) if is_whole else ()),
-            compare_runner_parts(random),
-            compare_scheduler_parts(random),
-            compare_request_memory(random),
-            compare_at_rest(self.scheduler, random) if is_whole else "",
-        ]
-        return answers, (compare_contracts(random) or compare_order(random)) if is_whole else ""
-
-    def _compare_storage(self, record: StorageRecord) -> str:
-        tiers, recorded = self.scheduler.memory.tiers, self._worker.recorded_storage
-        assert tiers is not None and tiers.storage is not None and recorded is not None, "there is storage"
-        for event in record.events:
-            self.watch.note(event)
-        assert self._storage_use is not None and self._storage_jobs is not None, "there is storage"
-        jobs = self._storage_jobs
-        kept = self._storage_use.num_to_keep
-        fetched = sum(len(event.keys) for event in self.decisions if isinstance(event, Fetched))
-        wrong = compare_storage(tiers.storage.stats(), record, recorded, jobs, kept, fetched)
-        parts = (record.finish(), wrong, *self._storage_use.wrong, *jobs.wrong)
-        return "\n".join(part for part in parts if part)
+        return replace(found, wrong="\n".join(part for part in parts if part))
 
     def _compare_drafts(self, rounds_kv: bool) -> str:
         """Of a draft whose proposals follow from the request alone, how many tokens each step has yielded, and what was

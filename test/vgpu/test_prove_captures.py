@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable
-from random import Random
 from typing import Any
 
 import pytest
 import torch
 
-from fenceline.memory_order import Communicator, LeasePool, communicator, staging
-from fenceline.memory_order.all_reduce import Launch
+from fenceline.memory_order import LeasePool, staging
 from fenceline.memory_order.arena import Arena
-from fenceline.memory_order.device import CpuDevice, ThreadWorker
+from fenceline.memory_order.device import CpuDevice
 from fenceline.memory_order.edges import StreamName
 from fenceline.memory_order.staging import MaskTable
-from fenceline.memory_order.stream import Points, Stream
 from fenceline.model_executor.decode_runner import DecodeRunner
 from fenceline.model_executor.speculative_runner import SpeculativeRunner
 from fenceline.scheduler.request_memory import RequestMemory
 from fenceline.vgpu.device import VgpuDevice
-from fenceline.vgpu.proving import contracts
 from fenceline.vgpu.proving.runs import ANSWERS, Outcome, Trial, run
 
 torch.set_num_threads(1)
@@ -120,85 +115,12 @@ def test_captures_and_what_is_said_of_their_memory_are_compared(
 # --- contracts
 
 
-def without_twice(self: LeasePool, ids: Any) -> None:
-    if len(ids) != 2 or ids.min() < 0 or ids.max() >= self.size:
-        check(self, ids)
-
-
-def keeps_points(self: LeasePool, n: int) -> Any:
-    leased = alloc(self, n)
-    return None if leased is None else (leased[0], Points.none())
-
-
-def never_started(self: ThreadWorker, name: str, run: Any) -> None:
-    self._error, self._thread = None, threading.Thread(target=run)
-
-
-def of_the_first(*points: Any) -> Points:
-    return Points(points[:1])
-
-
-def sums_two(backend: Any, x: torch.Tensor) -> None:
-    parts = x.new_empty((backend.size, *x.shape))
-    backend.all_gather(x, parts)
-    x.copy_(parts[0] + parts[-1])
-
-
-def one_row_less(self: MaskTable, slot: Any) -> torch.Tensor:
-    rows: torch.Tensor = pinned_rows(self, slot)
-    return rows[1:]
-
-
-def all_cores(self: CpuDevice, severed: frozenset[str] = frozenset()) -> None:
-    threads = torch.get_num_threads()
-    made(self, severed)
-    torch.set_num_threads(threads)
-
-
-refreshed = Launch.refreshed
 check, alloc, pinned_rows, made = (
     LeasePool._check,
     LeasePool.alloc,
     MaskTable._pinned_rows,
     CpuDevice.__init__,
 )
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "fault", "says"),
-    [
-        (LeasePool, "_check", without_twice, "the ids"),
-        (ThreadWorker, "__init__", never_started, "a worker does not run"),
-        (ThreadWorker, "join", nothing, "join does not raise"),
-        (Points, "of", staticmethod(of_the_first), "joined are"),
-        (Stream, "_check_host_edge", nothing, "synchronize_from_worker for a Point"),
-        (CpuDevice, "__init__", all_cores, "threads are used"),
-        (
-            Launch,
-            "refreshed",
-            lambda self, number, *args: refreshed(self, number // 2, *args),
-            "vectors refresh",
-        ),
-        (communicator, "sum_gathered", None, "the sum of"),
-        (Communicator, "_declare", nothing, "0 of 3 operations"),
-        (Communicator, "_require_stream", nothing, "on another stream"),
-        (Communicator, "close", nothing, "does not leave its group"),
-    ],
-)
-def test_promises_to_any_caller_are_kept(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Any, says: str
-) -> None:
-    if fault is None:
-        owner, fault = contracts, sums_two
-    monkeypatch.setattr(owner, name, fault)
-    found = next(filter(None, (contracts.compare_contracts(Random(seed)) for seed in range(40))))
-    assert says in found, found
-
-
-def test_a_run_asks_for_the_promises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Communicator, "close", nothing)
-    found = first_failure("mixed")
-    assert found.checker == ANSWERS and "contracts: a communicator" in found.report
 
 
 # --- what is left over
@@ -251,7 +173,7 @@ def test_a_report_of_an_exception_has_the_lines_that_it_came_through(monkeypatch
 def test_a_report_of_a_kernel_that_fails_has_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fenceline.model_executor.decode_runner._derive", lambda *args: 1 // 0)
     found = first_failure("mixed")
-    assert "by zero" in found.report and "failed at test_prove_contracts.py" in found.report, found.report
+    assert "by zero" in found.report and "failed at test_prove_captures.py" in found.report, found.report
 
 
 def test_a_plan_that_is_said_to_be_read_is_the_one_that_was(monkeypatch: pytest.MonkeyPatch) -> None:
