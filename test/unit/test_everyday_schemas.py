@@ -144,12 +144,14 @@ _PYDANTIC: dict[str, Any] = {
     "forbid": Closed, "typed dict": Keys, "named tuple": Pair, "order": Order, "list of orders": list[Order],
 }  # fmt: skip
 
-# Nothing else is refused: z.never() has no value at all, and a text is enforced by one pattern without look-aheads.
+# Nothing else is refused: z.never() has no value at all, a text is enforced by one pattern without look-aheads, and
+# alternatives that exclude each other by a constant or their type.
 _REFUSED = {
     "never": "nothing satisfies",
     "two_regexes": "pattern of several schemas",
     "starts_and_ends": "pattern of several schemas",
     "regex_lookahead": "groups of the kinds",
+    "xor_objects": "oneOf is enforced only",
     "emoji": "groups of the kinds",
 }
 

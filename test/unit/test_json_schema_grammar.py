@@ -47,9 +47,8 @@ from fenceline.constrained.spec import GrammarKind, GrammarSpec, max_whitespace
         ({"properties": {"a": {}}, "required": ["b"], "additionalProperties": False}, "required names 'b'"),
         ({"type": "array", "items": {"enum": [1, 1.0]}, "minItems": 2, "uniqueItems": True}, "fewer different items"),
         (
-            {"oneOf": [
-                {"type": "object", "properties": {"a": {}}, "required": ["a"], "anyOf": [{"properties": {"b": {}}}]},
-                {"type": "object", "properties": {"b": {}}, "required": ["b"]}]},
+            {"oneOf": [{"properties": {"a": {}}, "required": ["a"], "type": "object"},
+                {"properties": {"b": {}}, "required": ["b"], "type": "object"}]},
             "oneOf is enforced only",
         ),
         ({"oneOf": [{"propertyNames": False, "minProperties": 1}, {"type": "string"}]}, "oneOf is enforced only"),
@@ -63,7 +62,8 @@ from fenceline.constrained.spec import GrammarKind, GrammarSpec, max_whitespace
         ({"type": "object", "patternProperties": {"^a": {}, "^b": {}}}, "one pattern"),
         ({"anyOf": [{"maximum": 4}, {"type": "string"}], "type": "integer", "minimum": 5}, "any schema of anyOf"),
         ({"allOf": [{"type": "integer"}, {"type": "string"}]}, "no type is allowed"),
-        ({"allOf": [{"patternProperties": {"a": {}}}, {"patternProperties": {"b": {}}}]}, "hold together"),
+        ({"allOf": [{"patternProperties": {"a": {}}}, {"properties": {"b": {}}}]}, "hold together"),
+        ({"allOf": [{"items": {"type": "integer"}}, {"prefixItems": [{"minimum": 5}]}]}, "items of several"),
         ({"allOf": [{"anyOf": [{"minimum": i} for i in range(50)]}] * 3}, "too many schemas"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf is enforced only"),
         ({"$ref": "http://x/y"}, "point into this document"),
@@ -139,10 +139,6 @@ def test_a_schema_that_is_nested_too_deep_is_refused() -> None:
         ),
         ({"allOf": [{"type": ["string", "number"]}, {"type": ["integer", "null"]}]}, ["1"], ["null", "1.5"]),
         (
-            {"allOf": [{"items": {"type": "integer"}}, {"prefixItems": [{"minimum": 5}], "maxItems": 2}]},
-            ["[5, 1]", "[7]"], ["[4]", '[5, "a"]', "[5, 1, 1]"],
-        ),
-        (
             {"type": "string", "pattern": "^[a-z]+@[a-z]+$", "minLength": 6, "maxLength": 7},
             ['"abc@cde"'], ['"a@b"', '"abcd@efg"'],
         ),
@@ -154,11 +150,6 @@ def test_a_schema_that_is_nested_too_deep_is_refused() -> None:
         ({"enum": ["a", "bb", 3], "minLength": 2, "minimum": 4}, ['"bb"'], ['"a"', "3"]),
         ({"anyOf": [False, {"not": {}}, {"const": 1}]}, ["1"], ["2"]),
         ({"properties": {"a": False, "b": {"const": 1}}}, ['{"b": 1}', "{}"], ['{"a": 1}']),
-        (
-            {"oneOf": [{"properties": {"a": {}}, "required": ["a"], "type": "object"},
-                {"properties": {"b": {}}, "required": ["b"], "type": "object"}]},
-            ['{"a": 1}', '{"b": 1}'], ["{}", '{"a": 1, "b": 1}'],
-        ),
         # Keywords without a type.
         ({"minimum": 5}, ["5.5"], ["4", '"a"']),
         ({"required": ["a"], "properties": {"a": {"const": 1}}}, ['{"a": 1}'], ["{}", "1"]),
@@ -185,23 +176,8 @@ def test_a_schema_that_is_nested_too_deep_is_refused() -> None:
             ['{"ax": 2}'], ['{"ax": 1}'],
         ),
         (
-            {"allOf": [{"patternProperties": {"^x": {"const": 1}}, "additionalProperties": False},
-                {"properties": {"x": {}, "y": {}}, "type": "object"}]},
-            ['{"x": 1}', "{}"], ['{"y": 1}', '{"x": 2}'],
-        ),
-        (
             {"allOf": [{"properties": {"a": {"const": 1}}}, {"properties": {"a": {"const": True}}}], "type": "object"},
             ["{}"], ['{"a": true}', '{"a": 1}'],
-        ),
-        (
-            {"allOf": [{"patternProperties": {"^x": {"enum": [1, True]}}},
-                {"type": "object", "required": ["xb"], "additionalProperties": {"type": "boolean"}}]},
-            ['{"xb": true}'], ['{"xb": 1}', "{}"],
-        ),
-        (
-            {"allOf": [{"patternProperties": {"^x": {"enum": [1, True]}}},
-                {"type": "object", "additionalProperties": {"type": "boolean"}}]},
-            ['{"xb": true}', "{}"], ['{"xb": 1}'],
         ),
         # Lists.
         ({"items": [{"const": 1}], "additionalItems": False}, ["[1]", "[]"], ["[2]", "[1, 1]"]),

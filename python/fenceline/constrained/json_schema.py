@@ -15,7 +15,7 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
 from fractions import Fraction
@@ -228,7 +228,7 @@ class _Walk:
             raise _Nothing(f"{where[:200]}: nothing satisfies any schema of {name}")
         if name == "oneOf":
             # Also those that have no answers here: values that are not generated for them may satisfy them.
-            self._check_disjoint([branch for branch in branches if branch is not False], others, where)
+            self._check_disjoint([branch for branch in branches if branch is not False], where)
         return {"anyOf": made}
 
     def _reference(self, value: object, where: str) -> str:
@@ -254,25 +254,14 @@ class _Walk:
                 found = found.get(name) if isinstance(found, dict) else None
         return found
 
-    def _check_disjoint(self, branches: Sequence[object], others: Sequence[Any], where: str) -> None:
-        """Raise SchemaError unless no answer for one alternative of oneOf satisfies another. Only different types, a
-        common property with different constants, and required properties that the other does not have are recognised
-        as proof."""
-        # None: what stands beside oneOf may add any.
-        everywhere: set[str] | None = {name for one in others for name in one.get("properties", ())}
-        if any(not one.keys().isdisjoint(_COMBINED) for one in others):
-            everywhere = None
-        for index, one in enumerate(branches):
-            for other in branches[index + 1 :]:
-                pair = self._resolved(one), self._resolved(other)
-                if not (
-                    _disjoint(*pair, self._resolved)
-                    or (_lacks(*pair, everywhere) and _lacks(pair[1], pair[0], everywhere))
-                ):
-                    raise _error(
-                        where,
-                        "oneOf is enforced only where no two of its schemas can hold at once: use anyOf",
-                    )
+    def _check_disjoint(self, branches: Sequence[object], where: str) -> None:
+        """Raise SchemaError unless no answer for one alternative of oneOf satisfies another. Only different types, and
+        a common property with different constants, are recognised as proof."""
+        for one, other in itertools.combinations(map(self._resolved, branches), 2):
+            if not _disjoint(one, other, self._resolved):
+                raise _error(
+                    where, "oneOf is enforced only where no two of its schemas can hold at once: use anyOf"
+                )
 
     def _resolved(self, schema: object) -> Schema:
         """``schema``, or the schema to which it refers; an empty one if that cannot be found, or something else stands
@@ -645,9 +634,10 @@ def _modern(given: dict[str, Any], where: str) -> dict[str, Any]:
 def _merged(one: dict[str, Any], other: dict[str, Any], where: str) -> dict[str, Any]:
     """The keywords of two schemas that have to hold together."""
     made = {**one, **other}
-    lists, objects = _OF_TYPE["array"], _OF_TYPE["object"]
-    if not one.keys().isdisjoint(lists) and not other.keys().isdisjoint(lists):
-        made |= _merged_items(one, other)
+    pair = [{name: part[name] for name in ("items", "prefixItems") if name in part} for part in (one, other)]
+    if all(pair) and not _same(*pair):
+        raise _error(where, "items of several schemas that hold together are not enforced: write them as one")
+    objects = _OF_TYPE["object"]
     if not one.keys().isdisjoint(objects) and not other.keys().isdisjoint(objects):
         made |= _merged_members(one, other, where)
     for name in one.keys() & other.keys():
@@ -672,67 +662,28 @@ def _merged(one: dict[str, Any], other: dict[str, Any], where: str) -> dict[str,
                 made[name] = math.lcm(*pair)
             case "uniqueItems":
                 made[name] = True in pair
-            case "pattern" | "format" | "patternProperties" | "propertyNames" if not _same(*pair):
+            case "pattern" | "format" | "propertyNames" if not _same(*pair):
                 raise _error(where, f"{name} of several schemas that hold together is not enforced")
-    return made
-
-
-def _merged_items(one: Schema, other: Schema) -> dict[str, Any]:
-    first = [part.get("prefixItems", []) for part in (one, other)]
-    rest = [part.get("items", True) for part in (one, other)]
-    made: dict[str, Any] = {}
-    if any(first):
-        pairs = [
-            [part[index] if index < len(part) else after for part, after in zip(first, rest, strict=True)]
-            for index in range(max(map(len, first)))
-        ]
-        made["prefixItems"] = [_both(*pair) for pair in pairs]
-    if "items" in one or "items" in other:
-        made["items"] = _both(*rest)
     return made
 
 
 def _merged_members(one: Schema, other: Schema, where: str) -> dict[str, Any]:
     both = one, other
+    if any("patternProperties" in part for part in both):
+        raise _error(where, "patternProperties of several schemas that hold together are not enforced")
     listed = [part.get("properties", {}) for part in both]
     rests = [part.get("additionalProperties", True) for part in both]
-    required = list(dict.fromkeys(name for part in both for name in part.get("required", ())))
-    names = dict.fromkeys(
-        (*listed[0], *listed[1], *(required if any("patternProperties" in p for p in both) else ()))
-    )
+    names = dict.fromkeys((*listed[0], *listed[1]))
     made: dict[str, Any] = {}
     if names:
         made["properties"] = {
-            name: _both(
-                *(
-                    part[name] if name in part else _unlisted(name, whole, where)
-                    for part, whole in zip(listed, both, strict=True)
-                )
-            )
+            name: _both(*(part.get(name, rest) for part, rest in zip(listed, rests, strict=True)))
             for name in names
         }
     if any(rest is not True for rest in rests):
         made["additionalProperties"] = _both(*rests)
-    if required:
+    if required := list(dict.fromkeys(name for part in both for name in part.get("required", ()))):
         made["required"] = required
-    for part, rest in ((one, rests[1]), (other, rests[0])):
-        if (
-            rest is True
-            or "patternProperties" not in part
-            or "patternProperties" in one.keys() & other.keys()
-        ):
-            continue
-        # What the other schema demands of additional members holds for those of the patterns too.
-        patterns = part["patternProperties"]
-        if names:
-            with _explained("pattern", where):
-                for name, schema in (
-                    (n, schema) for p, schema in patterns.items() for n in names if matches(p, n)
-                ):
-                    made["properties"][name] = _both(made["properties"][name], schema)
-            made |= {"patternProperties": {}, "additionalProperties": False}
-        else:
-            made["patternProperties"] = {pattern: _both(schema, rest) for pattern, schema in patterns.items()}
     return made
 
 
@@ -848,20 +799,6 @@ def _kinds(schema: Schema) -> set[str] | None:
         *(["null"] if schema.get("nullable") is True else []),
     ]
     return {"number" if name == "integer" else str(name) for name in names}
-
-
-def _lacks(one: Schema, other: Schema, everywhere: Collection[str] | None) -> bool:
-    """Whether answers for ``one`` never satisfy ``other``, because a property is required there that they do not have:
-    only those that are named are generated. ``everywhere``: those that both have besides."""
-    properties, required = one.get("properties"), other.get("required")
-    if _kinds(one) != {"object"} or not isinstance(properties, dict) or not properties:
-        return False
-    if everywhere is None or not one.keys().isdisjoint(_COMBINED):
-        return False
-    return isinstance(required, list) and any(
-        name not in properties and name not in everywhere and name not in (one.get("required") or ())
-        for name in required
-    )
 
 
 def _constants(schema: Schema) -> set[str] | None:
