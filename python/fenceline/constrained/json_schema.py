@@ -634,8 +634,8 @@ def _modern(given: dict[str, Any], where: str) -> dict[str, Any]:
 def _merged(one: dict[str, Any], other: dict[str, Any], where: str) -> dict[str, Any]:
     """The keywords of two schemas that have to hold together."""
     made = {**one, **other}
-    pair = [{name: part[name] for name in ("items", "prefixItems") if name in part} for part in (one, other)]
-    if all(pair) and not _same(*pair):
+    items = [{name: part[name] for name in ("items", "prefixItems") if name in part} for part in (one, other)]
+    if all(items) and not _same(*items):
         raise _error(where, "items of several schemas that hold together are not enforced: write them as one")
     objects = _OF_TYPE["object"]
     if not one.keys().isdisjoint(objects) and not other.keys().isdisjoint(objects):
