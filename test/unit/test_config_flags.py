@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from app_requests import make_app, paths_for
 
-from fenceline.config import ConfigError, docs
+import flags_page
+from fenceline.config import ConfigError
 from fenceline.config.flags import flags_of
 from fenceline.config.refused import ANY, REFUSED, find
 from fenceline.config.server_args import ServerArgs, parse_args
@@ -381,8 +382,8 @@ def test_keyword_arguments_are_judged_like_flags() -> None:
 
 
 def test_reference_page_is_fresh() -> None:
-    page = Path(docs.__file__).parents[3] / "docs" / "use" / "server_arguments.md"
-    assert page.read_text(encoding="utf-8") == docs.render(), "run: python -m fenceline.config.docs"
+    page = Path(flags_page.__file__).parents[1] / "docs" / "use" / "server_arguments.md"
+    assert page.read_text(encoding="utf-8") == flags_page.render(), "run: python scripts/flags_page.py"
 
 
 @pytest.mark.parametrize("command", [["fenceline.launch_server"], ["fenceline", "serve"]])
@@ -418,7 +419,7 @@ def test_console_script(argv: list[str], status: int, text: str) -> None:
 
 def test_configuration_imports_no_torch() -> None:
     code = (
-        "import sys, fenceline, fenceline.config.server_args, fenceline.config.docs, fenceline.config.model_files;"
+        "import sys, fenceline, fenceline.config.server_args, fenceline.config.model_files;"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'huggingface_hub')))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,7 +1,7 @@
 """Flags are declared as dataclass fields, in one place with their name, type, default, choices and help.
 
 A dataclass whose fields are made by ``flag()`` can be read from a command line, from keyword arguments and from a YAML
-file. Every error is one line. ``config/docs.py`` writes the reference page from the same declarations.
+file. Every error is one line. ``scripts/flags_page.py`` writes the reference page from the same declarations.
 """
 
 from __future__ import annotations

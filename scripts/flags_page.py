@@ -1,4 +1,4 @@
-"""``python -m fenceline.config.docs``: writes docs/use/server_arguments.md from the declarations of the flags."""
+"""Writes docs/use/server_arguments.md, or the file that is named, from the declarations of the flags."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ names and meanings wherever SGLang has them. With underscores they are keyword a
 of a YAML file (`--config FILE`); the command line wins over the file, and `--no-FLAG` takes back a switch of the file.
 The model may stand alone (`fenceline serve MODEL --port 8000`), and a flag may be shortened if no other begins so.
 
-This page is generated: change `python/fenceline/config/server_args.py` and run `python -m fenceline.config.docs`.
+This page is generated: change `python/fenceline/config/server_args.py` and run `python scripts/flags_page.py`.
 """
 _REFUSED_HEADER = """\
 ## Flags of other servers
@@ -65,7 +65,7 @@ def _escape(text: str) -> str:
 
 def main(argv: Sequence[str]) -> None:
     """Write the page to ``argv[0]`` or to docs/use/server_arguments.md of the source tree."""
-    default = Path(__file__).parents[3] / "docs" / "use" / "server_arguments.md"
+    default = Path(__file__).parents[1] / "docs" / "use" / "server_arguments.md"
     path = Path(argv[0]) if argv else default
     path.write_text(render(), encoding="utf-8")
     print(f"wrote {path}")
