@@ -8,7 +8,7 @@ import pytest
 import torch
 from routed_tokens import compare, compare_routes, routed
 
-from fenceline.layers.kernels.base import TorchLayerKernels
+from fenceline.layers.kernels.base import LayerKernels
 from fenceline.layers.kernels.cuda_four_bit import four_bits_agree, product_by_parts
 from fenceline.layers.kernels.grouped_gemm import combine_experts, grouped_product
 from fenceline.layers.kernels.routing import router_logits
@@ -84,7 +84,7 @@ def test_a_graph_of_what_takes_the_place_of_packed_products(has_zeros: bool) -> 
             y = product_by_parts(grouped_product, *operands)
         graph.replay()
         live = routing.order[: routing.ends[-1]]
-        expected = TorchLayerKernels().grouped_product(*operands)
+        expected = LayerKernels().grouped_product(*operands)
         torch.testing.assert_close(y[live], expected[live], atol=0.05, rtol=0.05)
 
 
@@ -122,7 +122,7 @@ def test_a_graph_follows_the_routing() -> None:
             for name in ("ids", "weights", "order", "ends"):
                 getattr(held, name).copy_(getattr(routing, name))
             graph.replay()
-            torch_kernels = TorchLayerKernels()
+            torch_kernels = LayerKernels()
             products = torch_kernels.grouped_product(x, gate_up, routing, gated=True)
             expected = torch_kernels.combine_experts(products, routing)
             torch.testing.assert_close(y, expected, atol=0.05, rtol=0.05)

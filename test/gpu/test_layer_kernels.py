@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fenceline.layers.kernels.base import ACTIVATIONS, HeadLayout, QKNorm, TorchLayerKernels
+from fenceline.layers.kernels.base import ACTIVATIONS, HeadLayout, LayerKernels, QKNorm
 from fenceline.layers.rotary import RotaryEmbedding
 from fenceline.model_executor.decode_runner import decode_prologue
 from fenceline.sampling.gumbel import GumbelSampler, _row_keys, mix_seeds
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 VOCAB = 151_936
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-REFERENCE = TorchLayerKernels()
+REFERENCE = LayerKernels()
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
@@ -197,7 +197,7 @@ def test_a_captured_chain_reads_what_the_kernel_in_front_wrote(pdl: bool) -> Non
             for weight in weights:
                 r.qkv.copy_(rms_norm(x, weight, 1e-6, overlapped))
                 r.kernel(overlapped)
-                half = silu_and_mul(r.qkv, overlapped)
+                half = silu_and_mul(r.qkv, pdl=overlapped)
                 x = torch.cat((half, half), dim=1)
             out.copy_(half)
 

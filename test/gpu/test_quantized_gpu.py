@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from fenceline.config.quantization import QuantConfig
-from fenceline.layers.kernels.base import TorchLayerKernels
+from fenceline.layers.kernels.base import LayerKernels
 from fenceline.layers.kernels.cuda_quantized import (
     CudaQuantizedProduct,
     CudaQuantizedWeight,
@@ -133,7 +133,7 @@ def test_products(name: str, shape: tuple[int, int]) -> None:
     weight = make_weight(name, n, k)
     plain = weight.stored.dequantized(torch.float64)
     with torch.device("cuda"):
-        norm = RMSNorm(k, 1e-6, torch.bfloat16, TorchLayerKernels())
+        norm = RMSNorm(k, 1e-6, torch.bfloat16, LayerKernels())
         norm.weight.uniform_(0.5, 1.5)
         bias = torch.randn(n).bfloat16()
     for rows in ROWS:

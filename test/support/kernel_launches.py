@@ -29,7 +29,7 @@ from fenceline.layers.kernels import (
     routing,
     skinny_gemm,
 )
-from fenceline.layers.kernels.base import HeadLayout, QKNorm, Routing, TorchLayerKernels
+from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm, Routing
 from fenceline.layers.quantized import FP8, round_to_fp8, round_to_int4
 from fenceline.model_executor.decode_runner import DECODE_PROLOGUE
 from fenceline.model_executor.kernels import decode_prologue_triton
@@ -91,7 +91,7 @@ def _activations() -> Iterator[Launch]:
         gate_up, out = _random(rows, 2 * size), torch.empty(rows, size)
 
         def run(pdl: bool, gate_up: Any, out: Any) -> None:
-            activation.silu_and_mul(gate_up, pdl)
+            activation.silu_and_mul(gate_up, pdl=pdl)
 
         name = f"silu_and_mul {rows}x{size}"
         yield Launch(name, accesses.silu_and_mul, (gate_up, out), run, [out], activation)
@@ -116,7 +116,9 @@ def _rotations() -> Iterator[Launch]:
             heads: HeadLayout = heads,
         ) -> None:  # fmt: skip
             norms = None if q is None else QKNorm(q, k, 1e-6)
-            rotate_store.rotate_and_store(qkv, heads, norms, table, positions, k_cache, v_cache, slots, pdl)
+            rotate_store.rotate_and_store(
+                qkv, heads, norms, table, positions, k_cache, v_cache, slots, pdl=pdl
+            )
 
         operands = (qkv, *weights, table, positions, *caches, slots)
         name = f"rotate_and_store {num_tokens} tokens of {heads}"
@@ -318,7 +320,7 @@ def _routings() -> Iterator[Launch]:
     choice = ExpertsConfig(num_experts=6, top_k=2, intermediate_size=1, renormalise=True)
     for tokens in (7, 40):
         logits, correction, slots = _random(tokens, 6), _random(6) / 16, torch.arange(tokens) % 5
-        want = TorchLayerKernels().route(logits, correction, slots, 1, choice)
+        want = LayerKernels().route(logits, correction, slots, 1, choice)
         inputs, chosen, sorted_pairs = (
             (logits, correction, slots),
             (want.ids, want.weights),

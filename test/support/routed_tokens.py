@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fenceline.config.families import ExpertsConfig
-from fenceline.layers.kernels.base import Routing, TorchLayerKernels
+from fenceline.layers.kernels.base import LayerKernels, Routing
 
 
 def routed(num_tokens: int, top_k: int, hit: list[int], num_experts: int, num_padded: int = 0) -> Routing:
@@ -34,7 +34,7 @@ def compare(
     size."""
     from fenceline.layers.kernels import grouped_gemm
 
-    torch_kernels, num_experts = TorchLayerKernels(), len(routing.ends)
+    torch_kernels, num_experts = LayerKernels(), len(routing.ends)
     missed = torch.ones(num_experts, dtype=torch.bool)
     missed[routing.ids[routing.ids < num_experts]] = False
     gate_up, down = (
@@ -106,7 +106,7 @@ def compare_routes(
             scaling=2.5,
         )
         correction = torch.randn(num_experts) if corrected else None
-        expected = TorchLayerKernels().route(logits, correction, slots, 3, experts)
+        expected = LayerKernels().route(logits, correction, slots, 3, experts)
         ours = routing.route(logits, correction, slots, 3, experts)
         assert torch.equal(ours.ids, expected.ids) and torch.equal(ours.ends, expected.ends)
         torch.testing.assert_close(ours.weights, expected.weights, atol=1e-6, rtol=1e-5)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from demo_training.model import MOE_SHAPE, DemoModel
 from fenceline import demo_model_path
 from fenceline.layers.experts import ExpertsMLP
-from fenceline.layers.kernels.base import Routing, TorchLayerKernels
+from fenceline.layers.kernels.base import LayerKernels, Routing
 from fenceline.model_executor.step import ForwardResult, HeldStep, StepBatch
 from fenceline_demo.evaluation import EvalItem, held_out_items
 
@@ -102,9 +102,9 @@ def test_padding_of_graphs_reaches_no_expert(topk: int, monkeypatch: pytest.Monk
         tuple[int, int, torch.Tensor]
     ] = []  # live requests or tokens of a step, all of them, and a routing
     launched: list[tuple[int, tuple[int, ...]]] = []
-    route = TorchLayerKernels.route
+    route = LayerKernels.route
 
-    def watched(self: TorchLayerKernels, *args: Any) -> Routing:
+    def watched(self: LayerKernels, *args: Any) -> Routing:
         routing = route(self, *args)
         num, sizes = launched[-1]
         seen.append((num, next(size for size in sizes if num <= size), routing.ids))
@@ -122,7 +122,7 @@ def test_padding_of_graphs_reaches_no_expert(topk: int, monkeypatch: pytest.Monk
     draft = (STANDALONE, "target") if topk else ()
     driver = make_driver(models, *draft, topk=topk, chunked_prefill_size=64, **sizes)  # type: ignore[arg-type]
     original = driver.worker.launch
-    monkeypatch.setattr(TorchLayerKernels, "route", watched)
+    monkeypatch.setattr(LayerKernels, "route", watched)
     monkeypatch.setattr(driver.worker, "launch", launch)
     reqs = [request(f"r{i}", [9 + i] * (7 + i), max_new_tokens=6 + 9 * i, ignore_eos=True) for i in range(4)]
     answers(driver, reqs)

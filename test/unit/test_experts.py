@@ -20,7 +20,7 @@ from fenceline.config.quantization import QuantConfig
 from fenceline.layers.context import Shard, torch_context
 from fenceline.layers.expert_matrices import ExpertMatrices
 from fenceline.layers.experts import ExpertNames, Router
-from fenceline.layers.kernels.base import Routing, TorchLayerKernels
+from fenceline.layers.kernels.base import LayerKernels, Routing
 from fenceline.layers.weight import fill_slots
 
 CHECKS = (
@@ -48,7 +48,7 @@ def test_interpreted(name: str, results: dict[str, str]) -> None:
 def make_router(correction: bool = False, **changes: object) -> Router:
     fields = {"num_experts": 8, "top_k": 3, "intermediate_size": 4, "renormalise": False, **changes}
     names = ExpertNames(correction="bias" if correction else None)
-    router = Router(ExpertsConfig(**fields), 5, names, TorchLayerKernels())  # type: ignore[arg-type]
+    router = Router(ExpertsConfig(**fields), 5, names, LayerKernels())  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(4)
     router.weight.normal_(generator=generator)
     if router.correction is not None:
@@ -205,7 +205,7 @@ def check_eight_bits_as_a_layer_stores_them() -> None:
             slots = stored.slots("up", expert, slice(0, 24), (24, 256), 0, 0)
             fill_slots(slots, [("up.weight", torch.randn(24, 256) * (1 + torch.arange(256) // 128))])
         x, routing = torch.randn(5, 256), routed(5, 2, [0, 1, 2], 3)
-        expected = TorchLayerKernels().grouped_product(x, stored.data, routing, scales=stored.scales)
+        expected = LayerKernels().grouped_product(x, stored.data, routing, scales=stored.scales)
         for cut in (grouped_gemm.GroupedConfig(16, 16, 32, 4, 1), None):
             ours = grouped_gemm.grouped_product(x, stored.data, routing, config=cut, scales=stored.scales)
             torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-4)
@@ -230,7 +230,7 @@ def check_combine() -> None:
     routing = routed(6, 2, [0, 1, 2], 3, num_padded=2)
     y, residual = torch.randn(12, 1500), torch.randn(6, 1500)
     y[8:] = float("nan")
-    expected = TorchLayerKernels().combine_experts(y, routing, residual.clone())
+    expected = LayerKernels().combine_experts(y, routing, residual.clone())
     ours = grouped_gemm.combine_experts(y, routing, residual.clone())
     torch.testing.assert_close(ours, expected)
     assert torch.equal(ours[4:], residual[4:])

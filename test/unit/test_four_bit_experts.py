@@ -16,7 +16,7 @@ from triton_interpreter import outcomes_of, print_outcomes, set_up_interpreter
 from fenceline.config.quantization import QuantConfig
 from fenceline.layers.context import Shard, torch_context
 from fenceline.layers.expert_matrices import ExpertMatrices
-from fenceline.layers.kernels.base import TorchLayerKernels
+from fenceline.layers.kernels.base import LayerKernels
 from fenceline.layers.kernels.four_bit import pack_halves, unpack_halves
 from fenceline.layers.weight import fill_slots
 
@@ -103,7 +103,7 @@ def check_the_trial_at_start() -> None:
         if len(x) == 5:
             return half(x, *operands, config=config, bias=bias, **given)
         bias = None if bias is None else bias.float()
-        return TorchLayerKernels().grouped_product(x.float(), *operands, bias=bias, **given)
+        return LayerKernels().grouped_product(x.float(), *operands, bias=bias, **given)
 
     assert cuda_four_bit.four_bits_agree(cpu, half, 32, True)
     assert cuda_four_bit.four_bits_agree(cpu, few, 32, False)
@@ -126,7 +126,7 @@ def check_by_parts() -> None:
     from fenceline.layers.kernels import cuda_four_bit
     from fenceline.layers.kernels.grouped_gemm import grouped_product
 
-    bias, torch_kernels = torch.randn(5, 2 * 24), TorchLayerKernels()
+    bias, torch_kernels = torch.randn(5, 2 * 24), LayerKernels()
     weight = torch.randint(0, 256, (5, 2 * 24, 32), dtype=torch.uint8)
     cases = (
         (torch.randint(119, 125, (5, 48, 2), dtype=torch.uint8), None, 2.0),

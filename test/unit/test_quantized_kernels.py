@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from triton_interpreter import outcomes_of, print_outcomes, set_up_interpreter
 
 from fenceline.config.quantization import QuantConfig
-from fenceline.layers.kernels.base import TorchLayerKernels
+from fenceline.layers.kernels.base import LayerKernels
 from fenceline.layers.quantized import Fp8Format, QuantizedFormat, make_format, round_to_fp8
 from fenceline.layers.weight import RMSNorm, fill_slots
 
@@ -159,7 +159,7 @@ def check_choice() -> None:
 
     calls: list[str] = []
     row, block = partial(_stand_in, calls, "row"), partial(_stand_in, calls, "block")
-    norm = RMSNorm(256, 1e-6, torch.float32, TorchLayerKernels())
+    norm = RMSNorm(256, 1e-6, torch.float32, LayerKernels())
     norm.weight.normal_()
     ours = {(9, 0): 128, (8, 9): 1}  # up to so many rows go to Triton
     for (name, called), capability in itertools.product((("fp8-rows", "row"), ("fp8-blocks", "block")), ours):
@@ -264,7 +264,7 @@ def check_scaled_mm() -> None:
 def check_float16() -> None:
     from fenceline.layers.kernels.cuda_quantized import CudaQuantizedWeight, QuantizedProducts
 
-    norm = RMSNorm(128, 1e-6, torch.float16, TorchLayerKernels())
+    norm = RMSNorm(128, 1e-6, torch.float16, LayerKernels())
     norm.weight.fill_(30.0)
     weight = CudaQuantizedWeight(stored_in("int4", 32, 128), QuantizedProducts(132, (8, 9), None, None))
     x = 3000 * torch.randn(3, 128).sign().half()  # a residual beside which the others are small
@@ -320,7 +320,7 @@ def check_cuda_choice() -> None:
     def launched(name: str, rows: int, gated: bool = False, dtype: torch.dtype = torch.bfloat16) -> list[int]:
         """The tiles of each launch, if there were some with at most 16 rows each."""
         stored = stored_in(name, 32, 256)
-        weight, norm = CudaQuantizedWeight(stored, found), RMSNorm(256, 1e-6, dtype, TorchLayerKernels())
+        weight, norm = CudaQuantizedWeight(stored, found), RMSNorm(256, 1e-6, dtype, LayerKernels())
         norm.weight.fill_(0.5)
         x = torch.randn(rows, 256).to(dtype)
         launches.clear()

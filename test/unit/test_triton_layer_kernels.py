@@ -180,30 +180,30 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_rms_norm() -> None:
-    from fenceline.layers.kernels.base import TorchLayerKernels
+    from fenceline.layers.kernels.base import LayerKernels
     from fenceline.layers.kernels.rms_norm import rms_norm
 
     for dtype in DTYPES:
         for rows, size in ((1, 64), (37, 64), (3, 80), (1, 1024), (2, 2560), (0, 64)):
             x, weight = random(rows, size, dtype=dtype), random(size, dtype=dtype, seed=1)
             for scale in (weight, weight.float()):
-                close(rms_norm(x, scale, 1e-6), TorchLayerKernels().rms_norm(x, scale, 1e-6))
+                close(rms_norm(x, scale, 1e-6), LayerKernels().rms_norm(x, scale, 1e-6))
 
 
 def check_silu_and_mul() -> None:
     from fenceline.layers.kernels.activation import silu_and_mul
-    from fenceline.layers.kernels.base import ACTIVATIONS, TorchLayerKernels
+    from fenceline.layers.kernels.base import ACTIVATIONS, LayerKernels
 
     for dtype in DTYPES:
         for rows, size in ((1, 64), (5, 96), (2, 2752), (0, 64)):
             x = random(rows, 2 * size, dtype=dtype) * 4
             for name in ACTIVATIONS:
-                expected = TorchLayerKernels().activate(x.float(), name).to(dtype)
+                expected = LayerKernels().activate(x.float(), name).to(dtype)
                 close(silu_and_mul(x, activation=name), expected)
 
 
 def check_rotate_and_store() -> None:
-    from fenceline.layers.kernels.base import HeadLayout, QKNorm, TorchLayerKernels
+    from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm
     from fenceline.layers.kernels.rotate_store import rotate_and_store
     from fenceline.layers.rotary import RotaryEmbedding
 
@@ -220,7 +220,7 @@ def check_rotate_and_store() -> None:
             positions = torch.arange(num_tokens) * 13
             slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(4))[:num_tokens]
             expected = [qkv.clone(), *(c.clone() for c in caches)]
-            TorchLayerKernels().rotate_and_store(
+            LayerKernels().rotate_and_store(
                 expected[0], heads, norms, table, positions, expected[1], expected[2], slots
             )
             rotate_and_store(qkv, heads, norms, table, positions, caches[0], caches[1], slots)
@@ -229,7 +229,7 @@ def check_rotate_and_store() -> None:
 
 
 def check_rotate_and_store_in_fp8() -> None:
-    from fenceline.layers.kernels.base import HeadLayout, KVScales, QKNorm, TorchLayerKernels
+    from fenceline.layers.kernels.base import HeadLayout, KVScales, LayerKernels, QKNorm
     from fenceline.layers.kernels.rotate_store import rotate_and_store
     from fenceline.layers.rotary import RotaryEmbedding
 
@@ -242,7 +242,7 @@ def check_rotate_and_store_in_fp8() -> None:
     expected = [qkv.clone(), *(c.clone() for c in caches)]
     positions, slots = torch.arange(5) * 13, torch.tensor([3, 9, 30, 31, 2])
     scales = KVScales(0.5, 2.0)
-    TorchLayerKernels().rotate_and_store(
+    LayerKernels().rotate_and_store(
         expected[0], heads, norms, table, positions, expected[1], expected[2], slots, scales
     )
     rotate_and_store(qkv, heads, norms, table, positions, caches[0], caches[1], slots, kv_scales=scales)

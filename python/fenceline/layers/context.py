@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from fenceline.config.quantization import QuantConfig
-from fenceline.layers.kernels.base import LayerKernels, TorchLayerKernels
+from fenceline.layers.kernels.base import LayerKernels
 from fenceline.layers.quantized import QuantizedFormat, QuantizedWeight, make_format
 from fenceline.layers.weight import DenseWeight, RMSNorm, Weight
 from fenceline.memory_order import Communicator
@@ -203,7 +203,7 @@ def torch_context(shard: Shard, dtype: torch.dtype) -> LayerContext:
     def dense(out_features: int, in_features: int) -> DenseWeight:
         return DenseWeight(out_features, in_features, dtype)
 
-    return LayerContext(shard, TorchLayerKernels(), dtype, dense)
+    return LayerContext(shard, LayerKernels(), dtype, dense)
 
 
 def fp8_kv_dtype(device: torch.device) -> torch.dtype:

@@ -17,7 +17,7 @@ _BLOCK = 1024
 _ELEMENTS_A_THREAD = 8
 
 
-def silu_and_mul(gate_up: torch.Tensor, pdl: bool = False, activation: str = SILU) -> torch.Tensor:
+def silu_and_mul(gate_up: torch.Tensor, activation: str = SILU, pdl: bool = False) -> torch.Tensor:
     """gate_up [T, 2 I], gate then up → silu(gate) * up, a new tensor [T, I] in its dtype, computed in float32, or with
     another ``activation``: see ``LayerKernels.activate``.
 

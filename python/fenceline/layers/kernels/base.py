@@ -1,12 +1,11 @@
 """What layers compute besides products with one matrix: normalisation, activation, rotation and storing of keys and
 values, and the products of a mixture of experts.
 
-LayerKernels defines these operations. TorchLayerKernels computes them with torch's operators.
+LayerKernels computes these with torch's operators. Devices with kernels of their own override its methods.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -85,20 +84,28 @@ class Routing:
         return Routing.group(ids.masked_fill((ids < 0) | (ids >= len(own)), len(own)), self.weights, len(own))
 
 
-class LayerKernels(ABC):
-    """All operations run on the current stream and never make the host wait. Activations are contiguous [T, features]
-    in the model's dtype; sums are at least float32."""
+class LayerKernels:
+    """The operations with torch's operators: what the CPU uses, and the reference for the kernels of other devices.
 
-    @abstractmethod
+    All run on the current stream and, except on a CPU, never make the host wait. Activations are contiguous [T,
+    features] in the model's dtype; sums are at least float32."""
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMSNorm over the last axis, x [..., D] → a new tensor of its shape. ``weight`` may be float32."""
+        if weight.dtype == x.dtype:
+            return F.rms_norm(x, weight.shape, weight, eps)
+        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
-    @abstractmethod
     def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """gate_up [T, 2 I], gate then up → activation(gate) * up, a new tensor [T, I]. ``activation`` is one of
         ACTIVATIONS; GELU_TANH is the approximation of gelu by tanh (arXiv:1606.08415)."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        if activation == SILU:
+            return F.silu(gate).mul_(up)
+        if activation == RELU:
+            return F.relu(gate).mul_(up)
+        return F.gelu(gate, approximate="tanh" if activation == GELU_TANH else "none").mul_(up)
 
-    @abstractmethod
     def rotate_and_store(
         self,
         qkv: torch.Tensor,
@@ -119,96 +126,6 @@ class LayerKernels(ABC):
         qkv [T, size of ``heads``]; ``table`` [max_positions, 3 * head_dim / 2] float32, cos twice then sin (see
         ``RotaryEmbedding``); positions [T] int64; caches [num_slots, num_kv_heads, head_dim]; out_slots [T] int64.
         """
-
-    @abstractmethod
-    def router_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x [T, K] of any floating type times the transpose of ``weight`` [num_experts, K] float32 → [T, num_experts]
-        float32."""
-
-    @abstractmethod
-    def route(
-        self,
-        logits: torch.Tensor,
-        correction: torch.Tensor | None,
-        out_slots: torch.Tensor,
-        num_sink_slots: int,
-        experts: ExpertsConfig,
-    ) -> Routing:
-        """Choose the experts of each token and their weights by the rules in ``experts``.
-
-        logits [T, num_experts] float32; ``correction`` [num_experts] float32 is added to the scores when experts are
-        chosen, but not when their weights are computed. Tokens whose ``out_slots`` [T] int64 are less than
-        ``num_sink_slots``, that is, whose keys go to the sink page, are padding and go to no expert.
-        """
-
-    @abstractmethod
-    def grouped_product(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        routing: Routing,
-        gated: bool = False,
-        bias: torch.Tensor | None = None,
-        limit: float = 0.0,
-        scales: torch.Tensor | None = None,
-        zeros: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Each pair's row of x times the transpose of its expert's matrix in ``weight`` [num_experts, N, K], plus the
-        expert's ``bias`` [num_experts, N] → [T * top_k, N] in x's dtype. Rows of padded tokens are undefined.
-
-        x is [T, K], with a row for each token, or [T * top_k, K], with a row for each pair. ``gated``: the first half
-        of a matrix's rows makes gate, the second up, and the result is silu(gate) * up [T * top_k, N / 2]. With a
-        ``limit`` c above 0, gate is clamped to at most c and up to [-c, c], and the result is
-        gate * sigmoid(CLAMPED_ALPHA * gate) * (up + 1).
-
-        ``weight`` may be FP8 or int8 with float32 ``scales`` [num_experts, N, groups]. A row has one scale (groups is
-        1) or one for each FP8_GROUP numbers. The unscaled numbers are converted to x's type and multiplied by x, and
-        the sums are scaled. ``weight`` may also have four bits for each number, uint8 [num_experts, N, K / 2], with
-        ``scales`` and ``zeros`` for groups: see ``four_bit.four_bit_numbers``.
-        """
-
-    def prepare_four_bits(self, group: int, has_zeros: bool) -> None:
-        """Called when a matrix of four-bit numbers is made, with groups of ``group`` numbers: int4 if ``has_zeros``,
-        else MXFP4. An implementation may try its kernels for such matrices here."""
-        return
-
-    @abstractmethod
-    def combine_experts(
-        self, y: torch.Tensor, routing: Routing, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """y [T * top_k, N] → the weighted sum of each token's pairs, zero for padded tokens. It is a new tensor [T, N],
-        or it is added in place to ``residual`` [T, N], which is returned."""
-
-
-class TorchLayerKernels(LayerKernels):
-    """The CPU uses these. They are the reference for our own kernels, and the virtual GPU's launches compute their
-    values with them."""
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        if weight.dtype == x.dtype:
-            return F.rms_norm(x, weight.shape, weight, eps)
-        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
-
-    def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        if activation == SILU:
-            return F.silu(gate).mul_(up)
-        if activation == RELU:
-            return F.relu(gate).mul_(up)
-        return F.gelu(gate, approximate="tanh" if activation == GELU_TANH else "none").mul_(up)
-
-    def rotate_and_store(
-        self,
-        qkv: torch.Tensor,
-        heads: HeadLayout,
-        norms: QKNorm | None,
-        table: torch.Tensor,
-        positions: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        out_slots: torch.Tensor,
-        kv_scales: KVScales = ONE,
-    ) -> None:
         q, k, v = heads.split(qkv)
         cos, sin = rotary_angles(table, positions)
         rotated = (q, k)
@@ -229,6 +146,8 @@ class TorchLayerKernels(LayerKernels):
                 x.copy_(rounded)
 
     def router_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x [T, K] of any floating type times the transpose of ``weight`` [num_experts, K] float32 → [T, num_experts]
+        float32."""
         return F.linear(x.float(), weight)
 
     def route(
@@ -239,6 +158,12 @@ class TorchLayerKernels(LayerKernels):
         num_sink_slots: int,
         experts: ExpertsConfig,
     ) -> Routing:
+        """Choose the experts of each token and their weights by the rules in ``experts``.
+
+        logits [T, num_experts] float32; ``correction`` [num_experts] float32 is added to the scores when experts are
+        chosen, but not when their weights are computed. Tokens whose ``out_slots`` [T] int64 are less than
+        ``num_sink_slots``, that is, whose keys go to the sink page, are padding and go to no expert.
+        """
         padded = out_slots < num_sink_slots
         scores = logits.sigmoid() if experts.sigmoid else logits.softmax(-1)
         chosen_by = scores if correction is None else scores + correction
@@ -265,6 +190,19 @@ class TorchLayerKernels(LayerKernels):
         scales: torch.Tensor | None = None,
         zeros: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Each pair's row of x times the transpose of its expert's matrix in ``weight`` [num_experts, N, K], plus the
+        expert's ``bias`` [num_experts, N] → [T * top_k, N] in x's dtype. Rows of padded tokens are undefined.
+
+        x is [T, K], with a row for each token, or [T * top_k, K], with a row for each pair. ``gated``: the first half
+        of a matrix's rows makes gate, the second up, and the result is silu(gate) * up [T * top_k, N / 2]. With a
+        ``limit`` c above 0, gate is clamped to at most c and up to [-c, c], and the result is
+        gate * sigmoid(CLAMPED_ALPHA * gate) * (up + 1).
+
+        ``weight`` may be FP8 or int8 with float32 ``scales`` [num_experts, N, groups]. A row has one scale (groups is
+        1) or one for each FP8_GROUP numbers. The unscaled numbers are converted to x's type and multiplied by x, and
+        the sums are scaled. ``weight`` may also have four bits for each number, uint8 [num_experts, N, K / 2], with
+        ``scales`` and ``zeros`` for groups: see ``four_bit.four_bit_numbers``.
+        """
         # On a CPU the host may read the routing, so only the experts to which a token goes are read.
         tokens = routing.order if len(x) == len(routing.order) else routing.order // routing.ids.shape[1]
         products = x.new_empty(len(routing.order), weight.shape[1])
@@ -290,9 +228,16 @@ class TorchLayerKernels(LayerKernels):
             products = self.activate(products, SILU)
         return torch.empty_like(products).index_copy_(0, routing.order, products)
 
+    def prepare_four_bits(self, group: int, has_zeros: bool) -> None:
+        """Called when a matrix of four-bit numbers is made, with groups of ``group`` numbers: int4 if ``has_zeros``,
+        else MXFP4. An implementation may try its kernels for such matrices here."""
+        return
+
     def combine_experts(
         self, y: torch.Tensor, routing: Routing, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """y [T * top_k, N] → the weighted sum of each token's pairs, zero for padded tokens. It is a new tensor [T, N],
+        or it is added in place to ``residual`` [T, N], which is returned."""
         live = (routing.ids < len(routing.ends)).unsqueeze(-1)
         pairs = torch.where(live, y.view(*routing.ids.shape, -1).float(), 0.0)
         total = (pairs * routing.weights.unsqueeze(-1)).sum(1).to(y.dtype)

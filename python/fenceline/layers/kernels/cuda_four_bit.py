@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from triton.errors import TritonError
 
-from fenceline.layers.kernels.base import Routing, TorchLayerKernels
+from fenceline.layers.kernels.base import LayerKernels, Routing
 from fenceline.layers.kernels.four_bit import four_bit_numbers
 from fenceline.layers.kernels.grouped_gemm import GroupedConfig, grouped_config
 
@@ -56,7 +56,7 @@ def four_bits_agree(device: torch.device, product: GroupedProduct, group: int, h
             numbers = {"scales": scales, "zeros": zeros}
             # The reference has the same inputs in float32.
             wide = {key: value.float() if key == "bias" else value for key, value in given.items()}  # type: ignore[attr-defined]
-            want = TorchLayerKernels().grouped_product(x.float(), weight, routing, **wide, **numbers)[live]  # type: ignore[arg-type]
+            want = LayerKernels().grouped_product(x.float(), weight, routing, **wide, **numbers)[live]  # type: ignore[arg-type]
             try:
                 got = product(x, weight, routing, config=cut, **given, **numbers)[live].float()
             except (RuntimeError, TritonError) as error:

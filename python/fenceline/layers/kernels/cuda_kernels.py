@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from fenceline.config.families import ExpertsConfig
 from fenceline.layers.kernels.activation import silu_and_mul
-from fenceline.layers.kernels.base import ONE, SILU, HeadLayout, KVScales, LayerKernels, QKNorm, Routing
+from fenceline.layers.kernels.base import SILU, LayerKernels, Routing
 from fenceline.layers.kernels.cuda_four_bit import four_bits_agree, product_by_parts
 from fenceline.layers.kernels.grouped_gemm import combine_experts, grouped_product
 from fenceline.layers.kernels.rms_norm import rms_norm
@@ -48,6 +47,17 @@ Trial = Callable[[torch.Tensor, CudaConfig, Fusion, torch.Tensor], object]
 CudaProduct = Callable[[torch.Tensor, torch.Tensor, CudaConfig, Fusion, torch.Tensor | None], torch.Tensor]
 
 
+# Methods of LayerKernels that are one kernel: its function has the method's parameters, and ``pdl``.
+TRITON: Mapping[str, Callable[..., object]] = {
+    "rms_norm": rms_norm,
+    "activate": silu_and_mul,
+    "rotate_and_store": rotate_and_store,
+    "router_logits": router_logits,
+    "route": route,
+    "combine_experts": combine_experts,
+}
+
+
 class CudaLayerKernels(LayerKernels):
     """Triton kernels. From sm_90 on they may start before the preceding kernel has ended.
 
@@ -56,46 +66,12 @@ class CudaLayerKernels(LayerKernels):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._pdl = torch.cuda.get_device_capability(device) >= (9, 0)
-        self._device = device
+        self._pdl, self._device = torch.cuda.get_device_capability(device) >= (9, 0), device
+        for name, kernel in TRITON.items():
+            setattr(self, name, partial(kernel, pdl=self._pdl))
         # By group size and whether there are zero points: whether the grouped products of such numbers passed the
         # trial.
         self._four_bits: dict[tuple[int, bool], bool] = {}
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return rms_norm(x, weight, eps, pdl=self._pdl)
-
-    def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        return silu_and_mul(gate_up, self._pdl, activation)
-
-    def rotate_and_store(
-        self,
-        qkv: torch.Tensor,
-        heads: HeadLayout,
-        norms: QKNorm | None,
-        table: torch.Tensor,
-        positions: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        out_slots: torch.Tensor,
-        kv_scales: KVScales = ONE,
-    ) -> None:
-        rotate_and_store(
-            qkv, heads, norms, table, positions, k_cache, v_cache, out_slots, self._pdl, kv_scales
-        )
-
-    def router_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return router_logits(x, weight, self._pdl)
-
-    def route(
-        self,
-        logits: torch.Tensor,
-        correction: torch.Tensor | None,
-        out_slots: torch.Tensor,
-        num_sink_slots: int,
-        experts: ExpertsConfig,
-    ) -> Routing:
-        return route(logits, correction, out_slots, num_sink_slots, experts, self._pdl)
 
     def grouped_product(
         self,
@@ -122,11 +98,6 @@ class CudaLayerKernels(LayerKernels):
         if (group, has_zeros) not in self._four_bits:
             product = partial(grouped_product, pdl=self._pdl)
             self._four_bits[group, has_zeros] = four_bits_agree(self._device, product, group, has_zeros)
-
-    def combine_experts(
-        self, y: torch.Tensor, routing: Routing, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return combine_experts(y, routing, residual, self._pdl)
 
 
 class SkinnyProducts:

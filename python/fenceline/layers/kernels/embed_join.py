@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fenceline.layers.kernels.base import TorchLayerKernels
+from fenceline.layers.kernels.base import LayerKernels
 from fenceline.memory_order.kernel import Kernel, KernelAccesses, is_watched
 
-_TORCH = TorchLayerKernels()
+_TORCH = LayerKernels()
 
 
 class JoinNorms(NamedTuple):

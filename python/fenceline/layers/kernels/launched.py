@@ -17,13 +17,12 @@ from fenceline.layers.kernels.base import (
     LayerKernels,
     QKNorm,
     Routing,
-    TorchLayerKernels,
 )
 from fenceline.layers.weight import DenseWeight, RMSNorm
 
 _FEW_ROWS = 8  # up to this many rows a GPU without measurements uses our own kernels (skinny_table)
 _FEW_TOKENS, _TOKENS_A_PROGRAM = 16, 32  # of the router's kernels (``routing``, whose import needs Triton)
-_TORCH = TorchLayerKernels()
+_TORCH = LayerKernels()
 
 
 class LaunchedLayerKernels(LayerKernels):

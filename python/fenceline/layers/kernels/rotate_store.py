@@ -29,8 +29,8 @@ def rotate_and_store(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     out_slots: torch.Tensor,
-    pdl: bool = False,
     kv_scales: KVScales = ONE,
+    pdl: bool = False,
 ) -> None:
     """See ``LayerKernels.rotate_and_store``.
 

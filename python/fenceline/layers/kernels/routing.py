@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from fenceline.config.families import ExpertsConfig
-from fenceline.layers.kernels.base import Routing, TorchLayerKernels
+from fenceline.layers.kernels.base import LayerKernels, Routing
 from fenceline.layers.kernels.launcher import KernelVariant
 
 TOKENS_A_PROGRAM = 32
@@ -27,7 +27,7 @@ _FEW_TOKENS = (
 _EXPERTS_A_PROGRAM = 4
 _LEAST: tl.constexpr = tl.constexpr(-3.0e38)  # of all scores; what does not exist is less
 
-_TORCH = TorchLayerKernels()
+_TORCH = LayerKernels()
 
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor, pdl: bool = False) -> torch.Tensor:
