@@ -187,7 +187,7 @@ class Launches:
         positions: torch.Tensor | None = None,
         **_: object,
     ) -> None:
-        from fenceline.sampling.kernels.sample_triton import DrawInputs
+        from fenceline.layers.kernels.triton.sample import DrawInputs
 
         temperatures, scales, keys, *rest = given
         positions = rest[0] if positions is None else positions

@@ -9,7 +9,7 @@ copies of the weight in turn that each comes from memory. Then all products of a
 not quantised) are timed one after the other, with the best configurations, with the guesses, and with --triton by
 Triton alone. --triton also tries Triton's kernels, which take seconds to compile; those for int4 are compiled ahead by
 --processes processes, and their results are compared with the library's. The best configurations are written to --table
-in the format of layers/kernels/skinny_table.py and replace the file's entries for the same products.
+in the format of layers/skinny_table.py and replace the file's entries for the same products.
 
 "library" makes the matrix plain and multiplies by cuBLAS, or is the GPU's FP8 product. "bf16" is a plain matrix with
 the best kernel for it. The sums are of the products of a step's layers, each timed alone.
@@ -47,16 +47,17 @@ from bench_skinny_gemm import (
 )
 
 from fenceline.config.quantization import QuantConfig
-from fenceline.layers.kernels.cuda_quantized import (
+from fenceline.layers.cuda_quantized import (
     CudaQuantizedWeight,
     QuantizedProducts,
     direct_takes,
     find_quantized_products,
     numbers_name,
 )
-from fenceline.layers.kernels.int4_gemm import Int4Config, Int4Workspace
-from fenceline.layers.kernels.skinny_gemm import TritonConfig
-from fenceline.layers.kernels.skinny_table import (
+from fenceline.layers.kernels.triton.int4_gemm import Int4Config, Int4Workspace
+from fenceline.layers.kernels.triton.skinny_gemm import TritonConfig
+from fenceline.layers.quantized import FP8, QuantizedFormat, make_format
+from fenceline.layers.skinny_table import (
     MAX_CUDA_ROWS,
     MAX_DIRECT_ROWS,
     MAX_DIRECT_WARPS,
@@ -69,7 +70,6 @@ from fenceline.layers.kernels.skinny_table import (
     shared_bytes,
     table_key,
 )
-from fenceline.layers.quantized import FP8, QuantizedFormat, make_format
 
 FORMATS = {
     "fp8": QuantConfig(method="on-line", kind="fp8"),

@@ -9,7 +9,7 @@ which our products begin before the preceding ones have ended, and the faster ch
 every layer has its own weights, is timed with cuBLAS, with Triton alone (guessed configurations) and with the best
 configurations. Times are medians over replays. The floor is the weights' bytes divided by the rate of a
 device-to-device copy, measured in the same run. The best configurations are written to --table, in the format of
-layers/kernels/skinny_table.py. They replace the file's entries for the same products; other entries stay. A model
+layers/skinny_table.py. They replace the file's entries for the same products; other entries stay. A model
 called NAME/2 has the products of one of two ranks, whose norms and sums belong to the all-reduce between them.
 Products that only a draft of the model has are in the sweep but not in the chain.
 """
@@ -29,14 +29,14 @@ from pathlib import Path
 
 import torch
 
-from fenceline.layers.kernels.cuda_kernels import (
+from fenceline.layers.cuda_layers import (
     CudaDenseWeight,
     CudaLayerKernels,
     SkinnyProducts,
     _find_cuda_product,
 )
-from fenceline.layers.kernels.skinny_gemm import TritonConfig
-from fenceline.layers.kernels.skinny_table import (
+from fenceline.layers.kernels.triton.skinny_gemm import TritonConfig
+from fenceline.layers.skinny_table import (
     MAX_CUDA_ROWS,
     CudaConfig,
     GpuTraits,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fenceline.layers.kernels.cuda_kernels import CudaProduct, _find_cuda_product
+from fenceline.layers.cuda_layers import CudaProduct, _find_cuda_product
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "pdl"])

@@ -8,10 +8,10 @@ import pytest
 import torch
 from routed_tokens import compare, compare_routes, routed
 
+from fenceline.layers.cuda_four_bit import four_bits_agree, product_by_parts
 from fenceline.layers.kernels.base import LayerKernels
-from fenceline.layers.kernels.cuda_four_bit import four_bits_agree, product_by_parts
-from fenceline.layers.kernels.grouped_gemm import combine_experts, grouped_product
-from fenceline.layers.kernels.routing import router_logits
+from fenceline.layers.kernels.triton.grouped_gemm import combine_experts, grouped_product
+from fenceline.layers.kernels.triton.routing import router_logits
 
 pytestmark = pytest.mark.gpu
 

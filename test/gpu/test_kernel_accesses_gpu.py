@@ -10,11 +10,11 @@ import torch
 from kernel_package_cases import copy_launches, fill_launches
 from kernel_surroundings import Launch, check
 
+from fenceline.layers.cuda_layers import CudaProduct, find_skinny_gemm
 from fenceline.layers.kernels import accesses
-from fenceline.layers.kernels.cuda_kernels import CudaProduct, find_skinny_gemm
-from fenceline.layers.kernels.skinny_gemm import Fusion
-from fenceline.layers.kernels.skinny_table import CudaConfig
+from fenceline.layers.kernels.triton.skinny_gemm import Fusion
 from fenceline.layers.quantized import FP8, round_to_fp8, round_to_int4
+from fenceline.layers.skinny_table import CudaConfig
 from fenceline.memory_order import open_device
 from fenceline.memory_order.device import copy_words
 

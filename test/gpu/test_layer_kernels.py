@@ -14,8 +14,8 @@ import torch
 from fenceline.layers.kernels.base import ACTIVATIONS, HeadLayout, LayerKernels, QKNorm
 from fenceline.layers.rotary import RotaryEmbedding
 from fenceline.model_executor.decode_runner import decode_prologue
+from fenceline.sampling.draw_kernels import masked, sample_tokens
 from fenceline.sampling.gumbel import GumbelSampler, _row_keys, mix_seeds
-from fenceline.sampling.kernels.sample import masked, sample_tokens
 from fenceline.sampling.sampler import Sampler
 from fenceline.sampling.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
 from fenceline.sampling.sampling_params import SamplingParams
@@ -57,7 +57,7 @@ def capture(function: Callable[[], None]) -> torch.cuda.CUDAGraph:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [64, 896, 1024, 4096, 8192])
 def test_rms_norm(size: int, dtype: torch.dtype) -> None:
-    from fenceline.layers.kernels.rms_norm import rms_norm
+    from fenceline.layers.kernels.triton.rms_norm import rms_norm
 
     weight = random(size, dtype=dtype, seed=1)
     for num_rows in (1, 2, 33, 1025):
@@ -66,7 +66,7 @@ def test_rms_norm(size: int, dtype: torch.dtype) -> None:
 
 
 def test_rms_norm_of_a_row_does_not_depend_on_the_others() -> None:
-    from fenceline.layers.kernels.rms_norm import rms_norm
+    from fenceline.layers.kernels.triton.rms_norm import rms_norm
 
     x, weight = random(16_384, 4096), random(4096, seed=1)
     whole = rms_norm(x, weight, 1e-6)
@@ -77,7 +77,7 @@ def test_rms_norm_of_a_row_does_not_depend_on_the_others() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [3072, 11_008])
 def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
-    from fenceline.layers.kernels.activation import silu_and_mul
+    from fenceline.layers.kernels.triton.activation import silu_and_mul
 
     for num_rows in (1, 33, 1025):
         x = random(num_rows, 2 * size, dtype=dtype) * 4
@@ -122,7 +122,7 @@ class Rotation:
         )  # fmt: skip
 
     def kernel(self, pdl: bool) -> None:
-        from fenceline.layers.kernels.rotate_store import rotate_and_store
+        from fenceline.layers.kernels.triton.rotate_store import rotate_and_store
 
         rotate_and_store(
             self.qkv, self.heads, self.norms, self.table, self.positions, self.k_cache, self.v_cache,
@@ -182,8 +182,8 @@ def test_rotate_and_store_many_tokens_into_a_pool_beyond_32_bits() -> None:
 
 def test_a_captured_chain_reads_what_the_kernel_in_front_wrote(pdl: bool) -> None:
     """150 kernels, each of the one before; replayed on changing input it equals the same kernels one at a time."""
-    from fenceline.layers.kernels.activation import silu_and_mul
-    from fenceline.layers.kernels.rms_norm import rms_norm
+    from fenceline.layers.kernels.triton.activation import silu_and_mul
+    from fenceline.layers.kernels.triton.rms_norm import rms_norm
 
     heads = HeadLayout(16, 8, 128)
     width = 32 * 128
@@ -211,7 +211,7 @@ def test_a_captured_chain_reads_what_the_kernel_in_front_wrote(pdl: bool) -> Non
 
 
 def test_a_long_chain_of_norms_is_the_same_with_dependent_launch() -> None:
-    from fenceline.layers.kernels.rms_norm import rms_norm
+    from fenceline.layers.kernels.triton.rms_norm import rms_norm
 
     if torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("programmatic dependent launch needs compute capability 9")

@@ -12,18 +12,18 @@ import torch
 import torch.nn.functional as F
 
 from fenceline.config.quantization import QuantConfig
-from fenceline.layers.kernels.base import LayerKernels
-from fenceline.layers.kernels.cuda_quantized import (
+from fenceline.layers.cuda_quantized import (
     CudaQuantizedProduct,
     CudaQuantizedWeight,
     QuantizedProducts,
     find_cuda_quantized,
     find_quantized_products,
 )
-from fenceline.layers.kernels.int4_gemm import Int4Config, Int4Workspace, int4_linear
-from fenceline.layers.kernels.skinny_gemm import Fusion
-from fenceline.layers.kernels.skinny_table import MAX_DIRECT_ROWS, CudaConfig, shared_bytes
+from fenceline.layers.kernels.base import LayerKernels
+from fenceline.layers.kernels.triton.int4_gemm import Int4Config, Int4Workspace, int4_linear
+from fenceline.layers.kernels.triton.skinny_gemm import Fusion
 from fenceline.layers.quantized import FP8, QuantizedFormat, make_format
+from fenceline.layers.skinny_table import MAX_DIRECT_ROWS, CudaConfig, shared_bytes
 from fenceline.layers.weight import RMSNorm, fill_slots
 
 pytestmark = pytest.mark.gpu

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from fenceline.layers.context import Shard, make_layer_context, torch_context
-from fenceline.layers.kernels.cuda_kernels import CudaProduct
-from fenceline.layers.kernels.skinny_gemm import Fusion, TritonConfig, skinny_linear
-from fenceline.layers.kernels.skinny_table import CudaConfig
+from fenceline.layers.cuda_layers import CudaProduct
+from fenceline.layers.kernels.triton.skinny_gemm import Fusion, TritonConfig, skinny_linear
+from fenceline.layers.skinny_table import CudaConfig
 
 pytestmark = pytest.mark.gpu
 

@@ -21,8 +21,8 @@ from fenceline.layers.forward_batch import (
     VerifyInputs,
 )
 from fenceline.layers.kernels.base import HeadLayout
-from fenceline.layers.kernels.decode_attention import DecodeConfig, decode_attention
-from fenceline.layers.kernels.rotate_store import rotate_and_store
+from fenceline.layers.kernels.triton.decode_attention import DecodeConfig, decode_attention
+from fenceline.layers.kernels.triton.rotate_store import rotate_and_store
 
 pytestmark = pytest.mark.gpu
 

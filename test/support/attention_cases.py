@@ -227,7 +227,7 @@ def case(seq_lens: list[int], query_lens: list[int], page_size: int, heads: tupl
 
 
 def requests_of(step):  # type: ignore[no-untyped-def]
-    from fenceline.layers.kernels.decode_attention import PagedRequests
+    from fenceline.layers.kernels.triton.decode_attention import PagedRequests
 
     return PagedRequests(step.page_table, step.rows, torch.tensor(step.seq_lens), step.pool.page_size)
 
@@ -237,7 +237,7 @@ def decode(  # type: ignore[no-untyped-def]
 ) -> torch.Tensor:
     """One launch with blocks of 16 tokens. The queries of each request are a chain. Afterwards the workspace must be as
     before."""
-    from fenceline.layers.kernels.decode_attention import (
+    from fenceline.layers.kernels.triton.decode_attention import (
         DecodeConfig,
         DecodeWorkspace,
         decode_attention,

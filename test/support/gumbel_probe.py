@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fenceline.sampling.kernels.sample_triton import _gumbel, _row_keys
+from fenceline.layers.kernels.triton.sample import _gumbel, _row_keys
 
 
 def kernel_noise(seed_keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:

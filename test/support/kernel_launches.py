@@ -11,34 +11,35 @@ from kernel_surroundings import Launch
 from routed_tokens import routed
 
 from fenceline.config.families import ExpertsConfig
-from fenceline.layers.attention import page_gather
 from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.forward_batch import QueryTree
-from fenceline.layers.kernels import (
-    accesses,
+from fenceline.layers.kernels import accesses, embed_join
+from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm, Routing
+from fenceline.layers.kernels.speculative_operands import AcceptOutputs, BeginOutputs, NextRow, Pieces
+from fenceline.layers.kernels.triton import (
     activation,
     decode_attention,
-    embed_join,
-    embed_join_triton,
     extend_attention,
     grouped_gemm,
     int4_gemm,
+    page_gather,
     quantized_gemm,
     rms_norm,
     rotate_store,
     routing,
     skinny_gemm,
 )
-from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm, Routing
+from fenceline.layers.kernels.triton import decode_prologue as decode_prologue_triton
+from fenceline.layers.kernels.triton import embed_join as embed_join_triton
+from fenceline.layers.kernels.triton import kv_rows as kv_rows_triton
+from fenceline.layers.kernels.triton import sample as sample_triton
+from fenceline.layers.kernels.triton import speculative_step as step_triton
 from fenceline.layers.quantized import FP8, round_to_fp8, round_to_int4
 from fenceline.model_executor.decode_runner import DECODE_PROLOGUE
-from fenceline.model_executor.kernels import decode_prologue_triton
+from fenceline.sampling import draw_kernels as sample
 from fenceline.sampling.gumbel import mix_seeds
-from fenceline.sampling.kernels import sample, sample_triton
-from fenceline.speculative import kv_rows, kv_rows_triton
-from fenceline.speculative.draws import Pieces
-from fenceline.speculative.kernels import step, step_triton
-from fenceline.speculative.kernels.operands import AcceptOutputs, BeginOutputs, NextRow
+from fenceline.speculative import kv_rows
+from fenceline.speculative import step_kernels as step
 
 _SCALE = 0.3
 

@@ -32,7 +32,7 @@ def compare(
     full of NaN. With a ``limit`` they have biases and a clamped SwiGLU. ``groups``: they are in FP8, and it returns the
     number of scales for a row's length. ``four_bits``: they are int4, or MXFP4 without ``has_zeros``, in groups of this
     size."""
-    from fenceline.layers.kernels import grouped_gemm
+    from fenceline.layers.kernels.triton import grouped_gemm
 
     torch_kernels, num_experts = LayerKernels(), len(routing.ends)
     missed = torch.ones(num_experts, dtype=torch.bool)
@@ -93,7 +93,7 @@ def compare_routes(
 ) -> None:
     """Compare our router's kernels with torch's operators, on the default device, with some padded tokens. ``scores``:
     whether they are sigmoids, renormalised and corrected."""
-    from fenceline.layers.kernels import routing
+    from fenceline.layers.kernels.triton import routing
 
     logits, slots = torch.randn(num_tokens, num_experts), torch.randint(9, (num_tokens,))
     for sigmoid, renormalise, corrected in scores:

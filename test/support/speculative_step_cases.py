@@ -6,12 +6,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from fenceline.layers.kernels.speculative_operands import AcceptOutputs, BeginOutputs, NextRow, Pieces
+from fenceline.layers.kernels.triton import sample as sample_triton
+from fenceline.layers.kernels.triton import speculative_step as step_triton
+from fenceline.sampling.draw_kernels import whole_vocabulary
 from fenceline.sampling.gumbel import mix_seeds
-from fenceline.sampling.kernels import sample_triton
-from fenceline.sampling.kernels.sample import whole_vocabulary
-from fenceline.speculative.draws import Pieces, drawn_tokens
-from fenceline.speculative.kernels import step, step_triton
-from fenceline.speculative.kernels.operands import AcceptOutputs, BeginOutputs, NextRow
+from fenceline.speculative import step_kernels as step
+from fenceline.speculative.draws import drawn_tokens
 
 Tensors = list[torch.Tensor]
 

@@ -111,7 +111,7 @@ def interpreted_logarithms() -> Iterator[None]:
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 
-    from fenceline.sampling.kernels import sample_triton
+    from fenceline.layers.kernels.triton import sample as sample_triton
 
     def elementwise(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[tl.tensor], tl.tensor]:
         return lambda x: tl.tensor(TensorHandle(function(x.handle.data), tl.float32), x.type)

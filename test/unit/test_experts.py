@@ -130,7 +130,7 @@ def test_compiles(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from fenceline.layers.kernels import grouped_gemm
+    from fenceline.layers.kernels.triton import grouped_gemm
 
     kernel = grouped_gemm._grouped_kernel
     types = {
@@ -194,7 +194,7 @@ def check_fp8() -> None:
 
 
 def check_eight_bits_as_a_layer_stores_them() -> None:
-    from fenceline.layers.kernels import grouped_gemm
+    from fenceline.layers.kernels.triton import grouped_gemm
 
     for kind, scales in itertools.product(("fp8", "int8"), ("tensor", "channel", "block", "group")):
         if scales == {"fp8": "group", "int8": "block"}[kind]:
@@ -225,7 +225,7 @@ def check_all_padded() -> None:
 
 
 def check_combine() -> None:
-    from fenceline.layers.kernels import grouped_gemm
+    from fenceline.layers.kernels.triton import grouped_gemm
 
     routing = routed(6, 2, [0, 1, 2], 3, num_padded=2)
     y, residual = torch.randn(12, 1500), torch.randn(6, 1500)
@@ -237,7 +237,7 @@ def check_combine() -> None:
 
 
 def check_logits() -> None:
-    from fenceline.layers.kernels import routing
+    from fenceline.layers.kernels.triton import routing
 
     for num_tokens, num_experts, k in ((1, 6, 40), (16, 9, 1500), (17, 4, 8)):
         x, weight = torch.randn(num_tokens, k).half(), torch.randn(num_experts, k)

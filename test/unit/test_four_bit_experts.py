@@ -61,7 +61,7 @@ def check_mxfp4() -> None:
 
 def check_as_a_layer_stores_them() -> None:
     """Against float64's product with what the format means."""
-    from fenceline.layers.kernels import grouped_gemm
+    from fenceline.layers.kernels.triton import grouped_gemm
 
     for group in (32, 128):
         config = QuantConfig(method="on-line", kind="int4", group_size=group)
@@ -84,8 +84,8 @@ def check_the_trial_at_start() -> None:
     """It accepts the product, and none that is wrong in one way, or that does not run."""
     from triton.errors import TritonError
 
-    from fenceline.layers.kernels import cuda_four_bit
-    from fenceline.layers.kernels.grouped_gemm import grouped_product
+    from fenceline.layers import cuda_four_bit
+    from fenceline.layers.kernels.triton.grouped_gemm import grouped_product
 
     cpu = torch.device("cpu")
 
@@ -123,8 +123,8 @@ def check_the_trial_at_start() -> None:
 
 def check_by_parts() -> None:
     """Whatever number of experts is made plain at a time."""
-    from fenceline.layers.kernels import cuda_four_bit
-    from fenceline.layers.kernels.grouped_gemm import grouped_product
+    from fenceline.layers import cuda_four_bit
+    from fenceline.layers.kernels.triton.grouped_gemm import grouped_product
 
     bias, torch_kernels = torch.randn(5, 2 * 24), LayerKernels()
     weight = torch.randint(0, 256, (5, 2 * 24, 32), dtype=torch.uint8)

@@ -16,7 +16,7 @@ from fenceline.constrained import matcher as matcher_module
 from fenceline.constrained.compile import compile_grammar
 from fenceline.constrained.matcher import GrammarStore, RequestGrammar, accept_tokens
 from fenceline.constrained.spec import MAX_HEADER_TOKENS, GrammarSpec, ThinkTokens
-from fenceline.sampling.kernels.sample import masked
+from fenceline.sampling.draw_kernels import masked
 
 # Ids by text: 0 ends an answer, 1 and 2 are tags, 31 and 32 lie on either side of a word's border.
 _PIECES = [b"", b"<t>", b"</t>", b"a", b"b", b"ab", *(b"%d" % i for i in range(6, 31)), b"x", b"y", b"z"]

@@ -87,8 +87,8 @@ def plain_of(stored: Int4Format) -> torch.Tensor:
 
 
 def check_product(cut: str, fusion_name: str) -> None:
-    from fenceline.layers.kernels.int4_gemm import Int4Config, Int4Workspace, int4_linear
-    from fenceline.layers.kernels.skinny_gemm import Fusion
+    from fenceline.layers.kernels.triton.int4_gemm import Int4Config, Int4Workspace, int4_linear
+    from fenceline.layers.kernels.triton.skinny_gemm import Fusion
 
     workspace = Int4Workspace(torch.device("cpu"))
     sizes, rest = CUTS[cut]
@@ -127,7 +127,7 @@ def check_product(cut: str, fusion_name: str) -> None:
 
 def check_ends() -> None:
     """Every number from 0 to 15 with every zero point from 0 to 16, the largest that a checkpoint of GPTQ has."""
-    from fenceline.layers.kernels.int4_gemm import Int4Config, Int4Workspace, int4_linear
+    from fenceline.layers.kernels.triton.int4_gemm import Int4Config, Int4Workspace, int4_linear
 
     numbers = torch.arange(16).repeat(32, 2).to(torch.uint8)
     numbers = torch.stack([row.roll(shift) for shift, row in enumerate(numbers)])
@@ -142,7 +142,7 @@ def check_ends() -> None:
 
 
 def check_reordering() -> None:
-    from fenceline.layers.kernels.int4_gemm import reorder_columns
+    from fenceline.layers.kernels.triton.int4_gemm import reorder_columns
 
     columns = torch.arange(256.0)[None, :]
     blocks = reorder_columns(columns, 64)[0].view(4, 2, 4, 4, 2)  # block, word, pair, lane, 2
@@ -155,9 +155,9 @@ def check_reordering() -> None:
 
 
 def check_choice() -> None:
-    from fenceline.layers.kernels import cuda_quantized
-    from fenceline.layers.kernels.int4_gemm import Int4Config, Int4Workspace
-    from fenceline.layers.kernels.skinny_table import (
+    from fenceline.layers import cuda_quantized
+    from fenceline.layers.kernels.triton.int4_gemm import Int4Config, Int4Workspace
+    from fenceline.layers.skinny_table import (
         CudaConfig,
         GpuTraits,
         SkinnyTable,
@@ -223,8 +223,8 @@ def check_choice() -> None:
 
 
 def check_trial() -> None:
-    from fenceline.layers.kernels import cuda_quantized
-    from fenceline.layers.kernels.int4_gemm import Int4Workspace
+    from fenceline.layers import cuda_quantized
+    from fenceline.layers.kernels.triton.int4_gemm import Int4Workspace
 
     factor = 1.0
     tried_cuts: list[Any] = []
@@ -267,7 +267,7 @@ def ptx_of(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from fenceline.layers.kernels.int4_gemm import _int4_kernel
+    from fenceline.layers.kernels.triton.int4_gemm import _int4_kernel
 
     block_n, block_rows, block_k, num_warps, num_stages = sizes
     fixed: dict[str, Any] = {
@@ -300,7 +300,7 @@ def check_reordering_compiles() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from fenceline.layers.kernels.int4_gemm import _reorder_kernel
+    from fenceline.layers.kernels.triton.int4_gemm import _reorder_kernel
 
     fixed = {"HAS_NORM": True, "WORDS": 4, "SIZE": 4096, "PDL": True}
     types = dict.fromkeys(("x_ptr", "norm_ptr", "out_ptr"), "*bf16") | {"eps": "fp32", "k_size": "i32"}

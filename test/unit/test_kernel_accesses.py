@@ -17,9 +17,9 @@ from triton_interpreter import interpreted_logarithms, outcomes_of, print_outcom
 from fenceline.layers.kernels import accesses, embed_join
 from fenceline.memory_order.kernel import Kernel
 from fenceline.model_executor.decode_runner import DECODE_PROLOGUE
-from fenceline.sampling.kernels import sample
+from fenceline.sampling import draw_kernels as sample
 from fenceline.speculative import kv_rows
-from fenceline.speculative.kernels import step
+from fenceline.speculative import step_kernels as step
 
 pytestmark = pytest.mark.long
 

@@ -36,7 +36,7 @@ def table(num_rows: int, columns: int) -> torch.Tensor:
 
 
 def indices(lens: tuple[int, ...] = (1, 16, 17, 40, 15), page_size: int = 16) -> None:
-    from fenceline.layers.attention.page_gather import gather_page_indices
+    from fenceline.layers.kernels.triton.page_gather import gather_page_indices
 
     num_pages = [-(-n // page_size) for n in lens]
     page_table = table(len(lens) + 3, max(num_pages) + 2)
@@ -59,7 +59,7 @@ def indices_of_many_requests() -> None:
 
 
 def rows(lens: tuple[int, ...] = (1, 64, 65, 600 * 64)) -> None:
-    from fenceline.layers.attention.page_gather import gather_page_rows
+    from fenceline.layers.kernels.triton.page_gather import gather_page_rows
 
     page_table = table(6, 700)
     chosen = torch.tensor([5, 0, 2, 3])[: len(lens)]
@@ -81,7 +81,7 @@ def check_rows(
 
 
 def rows_again_after_a_longer_batch() -> None:
-    from fenceline.layers.attention.page_gather import gather_page_rows
+    from fenceline.layers.kernels.triton.page_gather import gather_page_rows
 
     page_table, chosen = table(4, 64), torch.tensor([1, 3])
     out, seq_lens = torch.zeros(2, 64, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)

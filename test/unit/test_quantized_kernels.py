@@ -89,8 +89,8 @@ def want_of(
 
 
 def check_product(name: str, dtype_name: str, rows: int, fusion_name: str) -> None:
-    from fenceline.layers.kernels.quantized_gemm import quantized_linear
-    from fenceline.layers.kernels.skinny_gemm import Fusion, TritonConfig, scaled_linear
+    from fenceline.layers.kernels.triton.quantized_gemm import quantized_linear
+    from fenceline.layers.kernels.triton.skinny_gemm import Fusion, TritonConfig, scaled_linear
 
     dtype = getattr(torch, dtype_name)
     for n, k in SHAPES[name] if rows != 70 else SHAPES[name][1:]:
@@ -123,7 +123,7 @@ def check_product(name: str, dtype_name: str, rows: int, fusion_name: str) -> No
 
 
 def check_rounding() -> None:
-    from fenceline.layers.kernels.quantized_gemm import quantize_rows
+    from fenceline.layers.kernels.triton.quantized_gemm import quantize_rows
 
     for group, k in ((128, 300), (300, 300), (5000, 5000)):
         x = torch.randn(3, k) * torch.tensor([[1.0], [1e-3], [0.0]])
@@ -137,7 +137,7 @@ def check_rounding() -> None:
 
 
 def check_static_scale() -> None:
-    from fenceline.layers.kernels.quantized_gemm import quantize_rows
+    from fenceline.layers.kernels.triton.quantized_gemm import quantize_rows
 
     numbers, scales = quantize_rows(torch.tensor([[1.0, 2.0, -600.0]]), 3, torch.tensor(0.5))
     assert numbers.float().tolist() == [[2.0, 4.0, -448.0]] and scales.tolist() == [[0.5]]
@@ -155,7 +155,7 @@ def _stand_in(calls: list[str], name: str, *operands: torch.Tensor) -> torch.Ten
 
 
 def check_choice() -> None:
-    from fenceline.layers.kernels.cuda_quantized import CudaQuantizedWeight, QuantizedProducts
+    from fenceline.layers.cuda_quantized import CudaQuantizedWeight, QuantizedProducts
 
     calls: list[str] = []
     row, block = partial(_stand_in, calls, "row"), partial(_stand_in, calls, "block")
@@ -192,7 +192,7 @@ def check_choice() -> None:
 
 
 def check_plain() -> None:
-    from fenceline.layers.kernels.cuda_quantized import CudaQuantizedWeight, QuantizedProducts
+    from fenceline.layers.cuda_quantized import CudaQuantizedWeight, QuantizedProducts
 
     def never(*operands: object) -> torch.Tensor:
         raise AssertionError("called")
@@ -222,7 +222,7 @@ def check_plain() -> None:
 
 
 def check_scaled_mm() -> None:
-    from fenceline.layers.kernels import cuda_quantized
+    from fenceline.layers import cuda_quantized
 
     def scaled_mm(a, b, scale_a, scale_b, out_dtype):  # type: ignore[no-untyped-def]
         """As torch documents its operands on sm_90."""
@@ -262,7 +262,7 @@ def check_scaled_mm() -> None:
 
 
 def check_float16() -> None:
-    from fenceline.layers.kernels.cuda_quantized import CudaQuantizedWeight, QuantizedProducts
+    from fenceline.layers.cuda_quantized import CudaQuantizedWeight, QuantizedProducts
 
     norm = RMSNorm(128, 1e-6, torch.float16, LayerKernels())
     norm.weight.fill_(30.0)
@@ -277,9 +277,9 @@ def check_float16() -> None:
 
 
 def check_cuda_choice() -> None:
-    from fenceline.layers.kernels.cuda_quantized import CudaQuantizedWeight, QuantizedProducts
-    from fenceline.layers.kernels.skinny_gemm import Fusion
-    from fenceline.layers.kernels.skinny_table import (
+    from fenceline.layers.cuda_quantized import CudaQuantizedWeight, QuantizedProducts
+    from fenceline.layers.kernels.triton.skinny_gemm import Fusion
+    from fenceline.layers.skinny_table import (
         SHARED_BYTES,
         CudaConfig,
         GpuTraits,
@@ -353,7 +353,7 @@ def check_cuda_choice() -> None:
 
 
 def check_triton_trial() -> None:
-    from fenceline.layers.kernels import cuda_quantized
+    from fenceline.layers import cuda_quantized
 
     def fails(*operands: object) -> torch.Tensor:
         raise RuntimeError("not on this GPU")
@@ -377,9 +377,9 @@ def check_triton_trial() -> None:
 
 
 def check_cuda_trial() -> None:
-    from fenceline.layers.kernels import cuda_quantized
-    from fenceline.layers.kernels.skinny_gemm import Fusion
-    from fenceline.layers.kernels.skinny_table import CudaConfig
+    from fenceline.layers import cuda_quantized
+    from fenceline.layers.kernels.triton.skinny_gemm import Fusion
+    from fenceline.layers.skinny_table import CudaConfig
 
     tried: set[str] = set()
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from fenceline.sampling import gumbel
-from fenceline.sampling.kernels.sample import masked
+from fenceline.sampling.draw_kernels import masked
 from fenceline.sampling.sampler import SampleOutput, Sampler
 from fenceline.sampling.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
 from fenceline.sampling.sampling_params import SamplingParams

@@ -62,7 +62,7 @@ def test_a_row_does_not_depend_on_the_others(errors: dict[str, list[float]]) -> 
 
 
 def _measure(case: Case) -> list[float]:
-    from fenceline.layers.kernels.skinny_gemm import Fusion, TritonConfig, skinny_linear
+    from fenceline.layers.kernels.triton.skinny_gemm import Fusion, TritonConfig, skinny_linear
 
     dtype = getattr(torch, case.dtype)
     x = torch.randn(case.rows, case.k).to(dtype)

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from fenceline.layers.kernels.cuda_kernels import is_right, probe_cut
-from fenceline.layers.kernels.skinny_gemm import Fusion, TritonConfig
-from fenceline.layers.kernels.skinny_table import (
+from fenceline.layers.cuda_layers import is_right, probe_cut
+from fenceline.layers.kernels.triton.skinny_gemm import Fusion, TritonConfig
+from fenceline.layers.skinny_table import (
     CudaConfig,
     GpuTraits,
     SkinnyTable,

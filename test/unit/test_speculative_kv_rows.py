@@ -128,7 +128,7 @@ def test_impossible_moves_are_refused() -> None:
 
 
 def by_kernel(tensors, slots, path, counts) -> None:  # type: ignore[no-untyped-def]
-    from fenceline.speculative.kv_rows_triton import launch
+    from fenceline.layers.kernels.triton.kv_rows import launch
 
     mover = KVMover(tensors)
     launch(slots, path, counts, mover._addresses, mover._num_words, mover._most_words)

@@ -130,7 +130,7 @@ def test_the_skinny_gemm_is_left_out_where_its_cuts_do_not_fit(
     shared_kib: int, used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    from fenceline.layers.kernels import cuda_kernels
+    from fenceline.layers import cuda_layers as cuda_kernels
 
     class KernelUnavailable(Exception):
         pass

@@ -73,7 +73,7 @@ def test_compiles_without_a_gpu(arch: str, compiled: dict[str, str]) -> None:
 
 
 def extend(step, block_m: int = 16, block_n: int = 16, num_splits: int = 1) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    from fenceline.layers.kernels.extend_attention import ExtendConfig, ExtendGrid, extend_attention
+    from fenceline.layers.kernels.triton.extend_attention import ExtendConfig, ExtendGrid, extend_attention
 
     keys, values = step.pool.k(1), step.pool.v(1)
     queries = torch.cat(step.queries)
@@ -390,7 +390,7 @@ def check_extend_with_split_keys() -> None:
 
 
 def check_extend_grid_fills_the_gpu() -> None:
-    from fenceline.layers.kernels.extend_attention import ExtendConfig, ExtendGrid, extend_grid
+    from fenceline.layers.kernels.triton.extend_attention import ExtendConfig, ExtendGrid, extend_grid
 
     config = ExtendConfig(64, 64, 4, 3)
 
@@ -474,8 +474,8 @@ def check_impossible_batches_are_refused() -> None:
 
 def compile_for(arch: str) -> None:
     """The kernels as an 8B model uses them, down to machine code, with at most a GPU's shared memory."""
-    from fenceline.layers.kernels import decode_attention, extend_attention
-    from fenceline.speculative import kv_rows_triton
+    from fenceline.layers.kernels.triton import decode_attention, extend_attention
+    from fenceline.layers.kernels.triton import kv_rows as kv_rows_triton
 
     moved = compile_kernel(kv_rows_triton._move_kernel, {"STEPS": 8, "BLOCK": 512}, arch, 4, 1, False)
     gathers, scatters = moved.split("bar.sync")  # one thread's targets are others' sources

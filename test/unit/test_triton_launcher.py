@@ -18,13 +18,12 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
-from fenceline.layers.kernels import activation, launcher, rms_norm, rotate_store
 from fenceline.layers.kernels.base import HeadLayout, QKNorm
-from fenceline.model_executor.kernels import decode_prologue_triton
-from fenceline.sampling.kernels import sample_triton
-from fenceline.speculative.draws import Pieces
-from fenceline.speculative.kernels import step_triton
-from fenceline.speculative.kernels.operands import AcceptOutputs, BeginOutputs, NextRow
+from fenceline.layers.kernels.speculative_operands import AcceptOutputs, BeginOutputs, NextRow, Pieces
+from fenceline.layers.kernels.triton import activation, launcher, rms_norm, rotate_store
+from fenceline.layers.kernels.triton import decode_prologue as decode_prologue_triton
+from fenceline.layers.kernels.triton import sample as sample_triton
+from fenceline.layers.kernels.triton import speculative_step as step_triton
 
 IS_KNOWN = triton.__version__.startswith(launcher._KNOWN_VERSION)
 # With another version Triton launches, which needs no test of ours, and the recorder cannot stand for its driver.

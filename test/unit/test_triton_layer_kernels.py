@@ -69,16 +69,16 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from fenceline.layers.kernels import (
+    from fenceline.layers.kernels.triton import (
         activation,
-        embed_join_triton,
         quantized_gemm,
         rms_norm,
         rotate_store,
         skinny_gemm,
     )
-    from fenceline.model_executor.kernels import decode_prologue_triton
-    from fenceline.sampling.kernels import sample_triton
+    from fenceline.layers.kernels.triton import decode_prologue as decode_prologue_triton
+    from fenceline.layers.kernels.triton import embed_join as embed_join_triton
+    from fenceline.layers.kernels.triton import sample as sample_triton
 
     heads = {
         "NUM_HEADS": 32,
@@ -181,7 +181,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def check_rms_norm() -> None:
     from fenceline.layers.kernels.base import LayerKernels
-    from fenceline.layers.kernels.rms_norm import rms_norm
+    from fenceline.layers.kernels.triton.rms_norm import rms_norm
 
     for dtype in DTYPES:
         for rows, size in ((1, 64), (37, 64), (3, 80), (1, 1024), (2, 2560), (0, 64)):
@@ -191,8 +191,8 @@ def check_rms_norm() -> None:
 
 
 def check_silu_and_mul() -> None:
-    from fenceline.layers.kernels.activation import silu_and_mul
     from fenceline.layers.kernels.base import ACTIVATIONS, LayerKernels
+    from fenceline.layers.kernels.triton.activation import silu_and_mul
 
     for dtype in DTYPES:
         for rows, size in ((1, 64), (5, 96), (2, 2752), (0, 64)):
@@ -204,7 +204,7 @@ def check_silu_and_mul() -> None:
 
 def check_rotate_and_store() -> None:
     from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm
-    from fenceline.layers.kernels.rotate_store import rotate_and_store
+    from fenceline.layers.kernels.triton.rotate_store import rotate_and_store
     from fenceline.layers.rotary import RotaryEmbedding
 
     layouts = (HeadLayout(4, 2, 16), HeadLayout(3, 1, 80), HeadLayout(9, 3, 64), HeadLayout(2, 2, 256))
@@ -230,7 +230,7 @@ def check_rotate_and_store() -> None:
 
 def check_rotate_and_store_in_fp8() -> None:
     from fenceline.layers.kernels.base import HeadLayout, KVScales, LayerKernels, QKNorm
-    from fenceline.layers.kernels.rotate_store import rotate_and_store
+    from fenceline.layers.kernels.triton.rotate_store import rotate_and_store
     from fenceline.layers.rotary import RotaryEmbedding
 
     heads, fp8, f32 = HeadLayout(4, 2, 16), torch.float8_e4m3fn, torch.float32
@@ -259,8 +259,8 @@ def check_rotate_and_store_in_fp8() -> None:
 
 
 def check_decode_prologue() -> None:
+    from fenceline.layers.kernels.triton import decode_prologue as decode_prologue_triton
     from fenceline.model_executor.decode_runner import decode_prologue
-    from fenceline.model_executor.kernels import decode_prologue_triton
 
     for size, num_live, page_size in ((1, 1, 1), (8, 5, 16), (8, 0, 16), (200, 131, 64), (64, 64, 7)):
         generator = torch.Generator().manual_seed(size)
@@ -305,8 +305,8 @@ class Draw:
     """Inputs of one sampling call, and the same call to both implementations."""
 
     def __init__(self, num_reqs: int, vocab_size: int, dtype: torch.dtype) -> None:
+        from fenceline.layers.kernels.triton.sample import DrawInputs
         from fenceline.sampling.gumbel import mix_seeds
-        from fenceline.sampling.kernels.sample_triton import DrawInputs
 
         # Exact in every type and with many ties.
         self.logits = (random(num_reqs, vocab_size, dtype=torch.float32) * 8).round().div(4).to(dtype)
@@ -321,7 +321,7 @@ class Draw:
         )
 
     def kernel(self) -> torch.Tensor:
-        from fenceline.sampling.kernels import sample_triton
+        from fenceline.layers.kernels.triton import sample as sample_triton
 
         next_tokens, last_tokens = torch.full((self.num_reqs,), -1), torch.full((self.num_reqs + 3,), -1)
         rows, steps = torch.arange(self.num_reqs) + 2, torch.arange(self.num_reqs) + 41
@@ -332,7 +332,7 @@ class Draw:
         return next_tokens
 
     def reference(self) -> torch.Tensor:
-        from fenceline.sampling.kernels.sample import sample_tokens
+        from fenceline.sampling.draw_kernels import sample_tokens
 
         i, next_tokens, last_tokens = (
             self.inputs,
@@ -351,7 +351,7 @@ class Draw:
 def check_sample_from_parts() -> None:
     """Ranks draw from their parts of the vocabulary, of which the last one ends with padding, and compare all pieces:
     the token of the whole vocabulary."""
-    from fenceline.sampling.kernels.sample_triton import DrawInputs, launch_combine, launch_part
+    from fenceline.layers.kernels.triton.sample import DrawInputs, launch_combine, launch_part
 
     for num_reqs, vocab_size, size in ((3, 41, 2), (2, 5000, 2), (5, 2050, 4)):
         draw = Draw(num_reqs, vocab_size, torch.float32)

@@ -101,7 +101,7 @@ class _Fetched:
 
     @contextlib.contextmanager
     def in_place_of_the_gpu(self) -> Iterator[None]:
-        from fenceline.layers.kernels import decode_attention as module
+        from fenceline.layers.kernels.triton import decode_attention as module
 
         real = module.tl_cuda, module._prefetch_sectors
         module.tl_cuda = SimpleNamespace(gdc_launch_dependents=self.begin, gdc_wait=self.wait)
@@ -117,7 +117,7 @@ def check_launches_on_one_workspace_leave_no_trace() -> None:
     and results those of the first."""
     from triton.runtime.interpreter import interpreter_builder
 
-    from fenceline.layers.kernels import decode_attention as module
+    from fenceline.layers.kernels.triton import decode_attention as module
 
     step = case([200, 3, 90], [1, 1, 1], 16, (2, 1))
     expected = {workers: decode(step, workers) for workers in (3, 8)}
@@ -146,7 +146,7 @@ def check_a_workspace_too_small_is_refused() -> None:
 def check_decode_attention() -> None:
     """Up to the wait nothing is written, and only lengths, rows and page ids are read, words of their own; q, keys and
     values travel by the vector."""
-    from fenceline.layers.kernels import decode_attention as module
+    from fenceline.layers.kernels.triton import decode_attention as module
 
     shape = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "DIM_PAD": 128, "GROUP": 4, "PAGE_SIZE": 1, "ROWS": 16}
     shape |= {"NUM_QUERIES": 1, "NUM_NODES": 1, "TREE": False, "MERGED_ROWS": 4}
@@ -162,7 +162,7 @@ def check_decode_attention() -> None:
 
 def check_kernel_in_front() -> None:
     """``rotate_and_store`` lets its dependents start only after its own wait, as ``decode_attention`` asks."""
-    from fenceline.layers.kernels import rotate_store
+    from fenceline.layers.kernels.triton import rotate_store
 
     shape = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": 64, "BLOCK_HALF": 64, "BLOCK_HEADS": 4}
     kernel = rotate_store._rotate_and_store_kernel

@@ -163,12 +163,12 @@ def make_layer_context(device: torch.device, shard: Shard, dtype: torch.dtype) -
     if device.type != "cuda":
         return torch_context(shard, dtype)
     try:
-        from fenceline.layers.kernels.cuda_kernels import (
+        from fenceline.layers.cuda_layers import (
             CudaDenseWeight,
             CudaLayerKernels,
             find_skinny_products,
         )
-        from fenceline.layers.kernels.cuda_quantized import CudaQuantizedWeight, find_quantized_products
+        from fenceline.layers.cuda_quantized import CudaQuantizedWeight, find_quantized_products
     except ImportError as error:
         raise ValueError(
             f"--device cuda needs Triton ({error}): pip install 'fenceline[cuda]', or use --device cpu"
@@ -189,7 +189,7 @@ def make_layer_context(device: torch.device, shard: Shard, dtype: torch.dtype) -
 
 
 def _launched_context(shard: Shard, dtype: torch.dtype) -> LayerContext:
-    from fenceline.layers.kernels.launched import LaunchedDenseWeight, LaunchedLayerKernels
+    from fenceline.layers.launched_layers import LaunchedDenseWeight, LaunchedLayerKernels
 
     def dense(out_features: int, in_features: int) -> DenseWeight:
         return LaunchedDenseWeight(out_features, in_features, dtype)

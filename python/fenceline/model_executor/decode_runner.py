@@ -43,7 +43,7 @@ from fenceline.memory_order.kernel import Kernel, KernelAccesses
 from fenceline.model_executor.graph_runner import GraphMismatch, GraphRunner
 from fenceline.model_executor.step import StepBatch
 from fenceline.models.decoder import CausalLM
-from fenceline.sampling.kernels.sample import sample_tokens
+from fenceline.sampling.draw_kernels import sample_tokens
 from fenceline.sampling.logprobs import OutputLogprobs
 from fenceline.sampling.rank_sampler import RankSampler
 from fenceline.sampling.sampling_batch import SamplingBatch, sampling_arrays
@@ -517,7 +517,7 @@ def decode_prologue(
     assert all(t.shape == rows.shape for t in (plan_seq_lens, num_steps, *outputs))
     assert page_table.dtype == torch.int32 and page_table.stride(1) == 1
     if rows.is_cuda:
-        from fenceline.model_executor.kernels.decode_prologue_triton import launch
+        from fenceline.layers.kernels.triton.decode_prologue import launch
 
         launch((rows, plan_seq_lens, num_steps), (page_table, last_tokens), page_size, outputs)
         return

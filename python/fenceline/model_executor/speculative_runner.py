@@ -47,6 +47,13 @@ from fenceline.layers.forward_batch import (
     QueryTree,
     VerifyInputs,
 )
+from fenceline.layers.kernels.speculative_operands import (
+    SINK_LEN,
+    AcceptOutputs,
+    BeginOutputs,
+    NextRow,
+    Pieces,
+)
 from fenceline.mem_cache.kv_pool import KVPool, ReqPool
 from fenceline.memory_order import (
     Arena,
@@ -67,15 +74,16 @@ from fenceline.model_executor.graph_runner import GraphRunner
 from fenceline.model_executor.step import StepBatch
 from fenceline.models.decoder import CausalLM
 from fenceline.models.draft import DraftModel
-from fenceline.sampling.kernels.sample import sample_tokens
+from fenceline.sampling.draw_kernels import sample_tokens
 from fenceline.sampling.logprobs import OutputLogprobs, select_logprobs
 from fenceline.sampling.rank_sampler import RankSampler
 from fenceline.sampling.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
 from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.speculative.accept import accept
-from fenceline.speculative.draws import Pieces, best_drafts, draw_draft, drawn_tokens
-from fenceline.speculative.kernels.operands import SINK_LEN, AcceptOutputs, BeginOutputs, NextRow
-from fenceline.speculative.kernels.step import (
+from fenceline.speculative.draws import best_drafts, draw_draft, drawn_tokens
+from fenceline.speculative.kv_rows import KVMover, node_slots
+from fenceline.speculative.refuse import check_draft
+from fenceline.speculative.step_kernels import (
     accept_chain,
     begin_step,
     keep_draft,
@@ -83,8 +91,6 @@ from fenceline.speculative.kernels.step import (
     keep_proposal,
     place_rows,
 )
-from fenceline.speculative.kv_rows import KVMover, node_slots
-from fenceline.speculative.refuse import check_draft
 from fenceline.speculative.tree import (
     Candidates,
     DraftTree,

@@ -13,8 +13,8 @@ import torch
 
 from fenceline.layers.context import Shard
 from fenceline.layers.linear import VocabParallelEmbedding
+from fenceline.sampling.draw_kernels import combine_pieces, draw_part
 from fenceline.sampling.gumbel import GumbelSampler
-from fenceline.sampling.kernels.sample import combine_pieces, draw_part
 from fenceline.sampling.sampler import SampleOutput, Sampler
 from fenceline.sampling.sampling_batch import SamplingBatch
 

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fenceline.sampling.draw_kernels import masked, sample_tokens
 from fenceline.sampling.gumbel import GumbelSampler, row_chunks, take_rows
-from fenceline.sampling.kernels.sample import masked, sample_tokens
 from fenceline.sampling.logprobs import OutputLogprobs, prompt_logprobs, spread, token_logprobs
 from fenceline.sampling.sampling_batch import SamplingBatch
 

@@ -7,24 +7,15 @@ choose from these, so they propose the same tokens.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
+from fenceline.layers.kernels.speculative_operands import Pieces
 from fenceline.layers.linear import VocabParallelEmbedding
+from fenceline.sampling.draw_kernels import draw_pieces, whole_vocabulary
 from fenceline.sampling.gumbel import GumbelSampler
-from fenceline.sampling.kernels.sample import draw_pieces, whole_vocabulary
 from fenceline.sampling.rank_sampler import gather_pieces, scale_own
 
 _NO_TOKEN = 2**31 - 1  # greater than every token id
-
-
-class Pieces(NamedTuple):
-    """The best token of each of P pieces of the vocabulary, for each of B requests: see ``sample.draw_pieces``."""
-
-    best_scores: torch.Tensor  # [B, P] float32
-    best_ids: torch.Tensor  # [B, P] int32
-    largest: torch.Tensor  # [B, P] float32
 
 
 def draw_draft(

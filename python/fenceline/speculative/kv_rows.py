@@ -85,7 +85,7 @@ class KVMover:
         assert path.shape[0] == counts.shape[0] and slots.shape[0] % path.shape[0] == 0
         assert path.shape[1] <= slots.shape[0] // path.shape[0], (path.shape, slots.shape)
         if slots.is_cuda:
-            from fenceline.speculative.kv_rows_triton import launch
+            from fenceline.layers.kernels.triton.kv_rows import launch
 
             launch(slots, path, counts, self._addresses, self._num_words, self._most_words)
         elif is_watched(slots.device):

@@ -140,7 +140,7 @@ class _Plan(AttentionPlan):
 
     def prepare(self) -> None:
         """See ``AttentionPlan.prepare``."""
-        from fenceline.layers.attention.page_gather import gather_page_rows
+        from fenceline.layers.kernels.triton.page_gather import gather_page_rows
 
         page_size = self.backend.kv_pool.page_size
         gather_page_rows(self._page_table, self._rows, self._seq_lens, page_size, self.table, self.seq_lens)

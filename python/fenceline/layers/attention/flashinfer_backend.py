@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fenceline.layers import launched_layers as launched
 from fenceline.layers.attention.base import NO_RULES, AttentionBackend, LayerRules, window_of
 from fenceline.layers.attention.flashinfer_library import (
     AttentionShape,
@@ -31,7 +32,6 @@ from fenceline.layers.attention.flashinfer_library import (
     Workspace,
 )
 from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
-from fenceline.layers.kernels import launched
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order import Device
 from fenceline.memory_order.staging import PlanRing
@@ -297,7 +297,7 @@ def _gather_into(
     given = inputs.page_table, inputs.rows, inputs.seq_lens, page_size, max_pages
     results = pages.indptr, pages.indices, pages.last_page_lens
     if inputs.page_table.is_cuda:
-        from fenceline.layers.attention.page_gather import gather_page_indices
+        from fenceline.layers.kernels.triton.page_gather import gather_page_indices
 
         gather_page_indices(*given, *results)
     else:

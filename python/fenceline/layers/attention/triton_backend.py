@@ -19,7 +19,7 @@ from fenceline.layers.forward_batch import (
     QueryTree,
     VerifyInputs,
 )
-from fenceline.layers.kernels.decode_attention import (
+from fenceline.layers.kernels.triton.decode_attention import (
     MAX_GROUP,
     DecodeConfig,
     DecodeWorkspace,
@@ -27,7 +27,12 @@ from fenceline.layers.kernels.decode_attention import (
     decode_attention,
     query_tiles,
 )
-from fenceline.layers.kernels.extend_attention import ExtendConfig, ExtendGrid, extend_attention, extend_grid
+from fenceline.layers.kernels.triton.extend_attention import (
+    ExtendConfig,
+    ExtendGrid,
+    extend_attention,
+    extend_grid,
+)
 from fenceline.mem_cache.kv_pool import KVPool
 
 # At most this many workers for each multiprocessor: as many as can run on it at once, so that all end at the same time.

@@ -1,1 +1,1 @@
-"""The kernels of layers behind one interface: torch's operators as the reference, our own kernels on a GPU."""
+"""Pure functions: the operations of layers with torch's operators, what kernels access, and the kernels in Triton."""

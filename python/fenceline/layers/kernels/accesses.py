@@ -1,5 +1,5 @@
-"""The declared accesses of the layers' kernels in Triton and in CUDA. They say what a kernel reads and writes, and what
-it reads before it waits for the preceding kernel. See ``memory_order.kernel``."""
+"""The declared accesses of the layers' kernels, in Triton (``kernels.triton``) and in CUDA. They say what a kernel reads
+and writes, and what it reads before it waits for the preceding kernel. See ``memory_order.kernel``."""
 
 from __future__ import annotations
 
@@ -396,7 +396,7 @@ def gather_page_indices(
     indices: torch.Tensor,
     last_page_lens: torch.Tensor,
 ) -> None:
-    """See ``attention.page_gather.gather_page_indices``."""
+    """See ``page_gather.gather_page_indices``."""
     op.read(page_table, rows)
     op.read(seq_lens)
     for written in (indptr, indices, last_page_lens):
@@ -412,7 +412,7 @@ def gather_page_rows(
     out: torch.Tensor,
     seq_lens_32: torch.Tensor,
 ) -> None:
-    """See ``attention.page_gather.gather_page_rows``."""
+    """See ``page_gather.gather_page_rows``."""
     op.read(page_table, rows)
     op.read(seq_lens)
     op.write(out)

@@ -56,7 +56,7 @@ def embed_and_join(
     """
     out = hidden.new_empty(len(ids), table.shape[1] + hidden.shape[1])
     if ids.is_cuda:
-        from fenceline.layers.kernels.embed_join_triton import launch
+        from fenceline.layers.kernels.triton.embed_join import launch
 
         launch(ids, table, hidden, norms, out, torch.cuda.get_device_capability(ids.device) >= (9, 0))
         return out

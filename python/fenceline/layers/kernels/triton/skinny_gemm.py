@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from fenceline.layers.kernels.rms_norm import rms_norm
+from fenceline.layers.kernels.triton.rms_norm import rms_norm
 
 MAX_ROWS = 128
 

@@ -12,16 +12,16 @@ import torch
 import triton
 import triton.language as tl
 
-from fenceline.layers.kernels.launcher import KernelVariant
-from fenceline.sampling.kernels.sample_triton import _row_keys
-from fenceline.speculative.draws import Pieces
-from fenceline.speculative.kernels.operands import (
+from fenceline.layers.kernels.speculative_operands import (
     SINK_LEN,
     AcceptOutputs,
     BeginOutputs,
     NextRow,
+    Pieces,
     simulated_counts,
 )
+from fenceline.layers.kernels.triton.launcher import KernelVariant
+from fenceline.layers.kernels.triton.sample import _row_keys
 
 _TILE = 128  # elements of a program's tile: requests times the rows of each
 _FEATURES = 2048  # the maximum number of elements of a hidden state that a program copies

@@ -12,7 +12,7 @@ from triton.errors import TritonError
 
 from fenceline.layers.kernels.base import LayerKernels, Routing
 from fenceline.layers.kernels.four_bit import four_bit_numbers
-from fenceline.layers.kernels.grouped_gemm import GroupedConfig, grouped_config
+from fenceline.layers.kernels.triton.grouped_gemm import GroupedConfig, grouped_config
 
 logger = logging.getLogger(__name__)
 

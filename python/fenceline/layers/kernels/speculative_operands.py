@@ -1,4 +1,5 @@
-"""Named operands of the kernels of a speculative step, see ``step``. Tensors are int64 unless stated otherwise."""
+"""Named operands of the kernels of a speculative step, see ``speculative.step_kernels``. Tensors are int64 unless
+stated otherwise."""
 
 from __future__ import annotations
 
@@ -10,6 +11,15 @@ import torch
 Tensor = torch.Tensor
 
 SINK_LEN = 2  # the length of the sink's row: a last token and one before it
+
+
+class Pieces(NamedTuple):
+    """The best token of each of P pieces of the vocabulary, for each of B requests: see
+    ``draw_kernels.draw_pieces``."""
+
+    best_scores: torch.Tensor  # [B, P] float32
+    best_ids: torch.Tensor  # [B, P] int32
+    largest: torch.Tensor  # [B, P] float32
 
 
 class BeginOutputs(NamedTuple):

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from fenceline.config.quantization import FP8_BLOCK, INT4_GROUPS, QuantConfig
-from fenceline.layers.kernels.base import SILU, LayerKernels
-from fenceline.layers.kernels.cuda_kernels import (
+from fenceline.layers.cuda_layers import (
     find_skinny_gemm,
     gated_fusion,
     gpu_traits,
@@ -25,25 +24,16 @@ from fenceline.layers.kernels.cuda_kernels import (
     probe_cut,
     skinny_cut,
 )
-from fenceline.layers.kernels.int4_gemm import MAX_INT4_ROWS, Int4Config, Int4Workspace, int4_linear
-from fenceline.layers.kernels.quantized_gemm import dequantize, quantize_rows, quantized_linear
-from fenceline.layers.kernels.skinny_gemm import (
+from fenceline.layers.kernels.base import SILU, LayerKernels
+from fenceline.layers.kernels.triton.int4_gemm import MAX_INT4_ROWS, Int4Config, Int4Workspace, int4_linear
+from fenceline.layers.kernels.triton.quantized_gemm import dequantize, quantize_rows, quantized_linear
+from fenceline.layers.kernels.triton.skinny_gemm import (
     MAX_ROWS,
     PLAIN,
     Fusion,
     TritonConfig,
     may_fuse_norm,
     scaled_linear,
-)
-from fenceline.layers.kernels.skinny_table import (
-    MAX_CUDA_ROWS,
-    MAX_DIRECT_ROWS,
-    SHARED_BYTES,
-    CudaConfig,
-    SkinnyChoice,
-    SkinnyTable,
-    load_table,
-    shared_bytes,
 )
 from fenceline.layers.quantized import (
     FP8,
@@ -52,6 +42,16 @@ from fenceline.layers.quantized import (
     QuantizedWeight,
     make_format,
     round_to_fp8,
+)
+from fenceline.layers.skinny_table import (
+    MAX_CUDA_ROWS,
+    MAX_DIRECT_ROWS,
+    SHARED_BYTES,
+    CudaConfig,
+    SkinnyChoice,
+    SkinnyTable,
+    load_table,
+    shared_bytes,
 )
 from fenceline.layers.weight import RMSNorm, fill_slots
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from fenceline.layers.kernels.skinny_gemm import PLAIN, Fusion, TritonConfig
+from fenceline.layers.kernels.triton.skinny_gemm import PLAIN, Fusion, TritonConfig
 
 _FP8_MAX: tl.constexpr = tl.constexpr(448.0)
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from fenceline.layers.attention.base import PLAIN, LayerRules
-from fenceline.layers.kernels.decode_attention import (
+from fenceline.layers.kernels.triton.decode_attention import (
     PagedRequests,
     in_heads,
     padded_batch,

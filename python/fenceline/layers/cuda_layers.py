@@ -12,15 +12,21 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from fenceline.layers.kernels.activation import silu_and_mul
+from fenceline.layers.cuda_four_bit import four_bits_agree, product_by_parts
 from fenceline.layers.kernels.base import SILU, LayerKernels, Routing
-from fenceline.layers.kernels.cuda_four_bit import four_bits_agree, product_by_parts
-from fenceline.layers.kernels.grouped_gemm import combine_experts, grouped_product
-from fenceline.layers.kernels.rms_norm import rms_norm
-from fenceline.layers.kernels.rotate_store import rotate_and_store
-from fenceline.layers.kernels.routing import route, router_logits
-from fenceline.layers.kernels.skinny_gemm import PLAIN, Fusion, TritonConfig, may_fuse_norm, skinny_linear
-from fenceline.layers.kernels.skinny_table import (
+from fenceline.layers.kernels.triton.activation import silu_and_mul
+from fenceline.layers.kernels.triton.grouped_gemm import combine_experts, grouped_product
+from fenceline.layers.kernels.triton.rms_norm import rms_norm
+from fenceline.layers.kernels.triton.rotate_store import rotate_and_store
+from fenceline.layers.kernels.triton.routing import route, router_logits
+from fenceline.layers.kernels.triton.skinny_gemm import (
+    PLAIN,
+    Fusion,
+    TritonConfig,
+    may_fuse_norm,
+    skinny_linear,
+)
+from fenceline.layers.skinny_table import (
     ROW_BUCKETS,
     SHARED_BYTES,
     CudaConfig,

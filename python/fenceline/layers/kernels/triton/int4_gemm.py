@@ -31,8 +31,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from fenceline.layers.kernels.rms_norm import rms_norm
-from fenceline.layers.kernels.skinny_gemm import PLAIN, Fusion
+from fenceline.layers.kernels.triton.rms_norm import rms_norm
+from fenceline.layers.kernels.triton.skinny_gemm import PLAIN, Fusion
 
 MAX_INT4_ROWS = 512  # for more, making the matrix plain first was always faster
 _MAX_TILES = 1 << 14  # of a product whose K is split

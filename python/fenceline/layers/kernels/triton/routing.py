@@ -18,7 +18,7 @@ from triton.language.extra import cuda as tl_cuda
 
 from fenceline.config.families import ExpertsConfig
 from fenceline.layers.kernels.base import LayerKernels, Routing
-from fenceline.layers.kernels.launcher import KernelVariant
+from fenceline.layers.kernels.triton.launcher import KernelVariant
 
 TOKENS_A_PROGRAM = 32
 _FEW_TOKENS = (

@@ -10,10 +10,16 @@ from __future__ import annotations
 
 import torch
 
+from fenceline.layers.kernels.speculative_operands import (
+    SINK_LEN,
+    AcceptOutputs,
+    BeginOutputs,
+    NextRow,
+    Pieces,
+)
 from fenceline.memory_order.kernel import Kernel, KernelAccesses, is_watched
 from fenceline.speculative.accept import accept, simulate_drafts
-from fenceline.speculative.draws import Pieces, drawn_tokens
-from fenceline.speculative.kernels.operands import SINK_LEN, AcceptOutputs, BeginOutputs, NextRow
+from fenceline.speculative.draws import drawn_tokens
 from fenceline.speculative.kv_rows import slots_at
 from fenceline.speculative.refuse import check_draft
 from fenceline.speculative.tree import DraftTree
@@ -59,7 +65,7 @@ def begin_step(
     """
     operands = (rows, state_lens, page_table, last_tokens, page_size, depth, *outputs)
     if rows.is_cuda:
-        from fenceline.speculative.kernels.step_triton import launch_begin
+        from fenceline.layers.kernels.triton.speculative_step import launch_begin
 
         launch_begin(rows, state_lens, page_table, last_tokens, page_size, depth, outputs)
     elif is_watched(rows.device):
@@ -131,7 +137,7 @@ def place_rows(
     position is 0 and the slot is the sink's. ``rows`` [B] and ``page_table`` as for :func:`begin_step`."""
     operands = (rows, lens, first, page_table, page_size, positions, slots)
     if rows.is_cuda:
-        from fenceline.speculative.kernels.step_triton import launch_place
+        from fenceline.layers.kernels.triton.speculative_step import launch_place
 
         launch_place(*operands)
     elif is_watched(rows.device):
@@ -210,7 +216,7 @@ def keep_draft(
     """
     operands = (*pieces, is_bad, input_ids, column, vocab_size, *(following or _NO_NEXT))
     if is_bad.is_cuda:
-        from fenceline.speculative.kernels.step_triton import launch_keep
+        from fenceline.layers.kernels.triton.speculative_step import launch_keep
 
         launch_keep(pieces, is_bad, input_ids, column, vocab_size, following)
     elif is_watched(is_bad.device):
@@ -284,7 +290,7 @@ def keep_proposal(
     place of -1."""
     operands = (*pieces, rows, counts, kept, ids, ahead)
     if rows.is_cuda:
-        from fenceline.speculative.kernels.step_triton import launch_proposal
+        from fenceline.layers.kernels.triton.speculative_step import launch_proposal
 
         launch_proposal(pieces, rows, counts, kept, ids, ahead)
     elif is_watched(rows.device):
@@ -355,7 +361,7 @@ def accept_chain(
     """
     operands = (input_ids, drawn, is_bad, may_accept, rows, lens, accept_length, *kept)
     if rows.is_cuda:
-        from fenceline.speculative.kernels.step_triton import launch_accept
+        from fenceline.layers.kernels.triton.speculative_step import launch_accept
 
         launch_accept(input_ids, drawn, is_bad, may_accept, rows, lens, accept_length, kept)
     elif is_watched(rows.device):
@@ -413,7 +419,7 @@ def keep_last_hidden(hidden: Tensor, counts: Tensor, rows: Tensor, kept: Tensor)
     """Copy the hidden state of each request's last accepted token to ``kept`` [R, H] at ``rows`` [B]. It is row
     ``counts`` [B] - 1 of the W rows that the request has in ``hidden`` [B * W, H]. Both have the model's dtype."""
     if rows.is_cuda:
-        from fenceline.speculative.kernels.step_triton import launch_hidden
+        from fenceline.layers.kernels.triton.speculative_step import launch_hidden
 
         launch_hidden(hidden, counts, rows, kept)
     elif is_watched(rows.device):

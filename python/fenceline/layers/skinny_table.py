@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fenceline.layers.kernels.int4_gemm import MAX_INT4_ROWS, Int4Config
-from fenceline.layers.kernels.skinny_gemm import TritonConfig
+from fenceline.layers.kernels.triton.int4_gemm import MAX_INT4_ROWS, Int4Config
+from fenceline.layers.kernels.triton.skinny_gemm import TritonConfig
 
 # With more than MAX_CUDA_ROWS rows, a dense product is Triton's where that was measured to be faster, else cuBLAS's.
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)

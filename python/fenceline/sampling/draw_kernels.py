@@ -58,7 +58,7 @@ def _combine(
 
 # The two launches of a draw. The first writes the best score (float32) and token (int32) of each piece of the
 # vocabulary to tensors [B, pieces], and the second compares them. For drafts, the second launch is another kernel
-# (keep_draft in speculative/kernels/step.py), which also reads the largest logit of each piece.
+# (keep_draft in speculative/step_kernels.py), which also reads the largest logit of each piece.
 PIECES = Kernel("draw_from_pieces", _pieces)
 COMBINE = Kernel("combine_pieces", _combine)
 
@@ -111,7 +111,7 @@ def sample_tokens(
         "thresholds are relative to the maximum of the tokens that masks allow"
     )
     if logits.is_cuda:
-        from fenceline.sampling.kernels.sample_triton import DrawInputs, launch
+        from fenceline.layers.kernels.triton.sample import DrawInputs, launch
 
         inputs = DrawInputs(
             temperatures,
@@ -157,7 +157,7 @@ def draw_part(
     """The first launch of :func:`sample_tokens` on CUDA for a part of the vocabulary, whose first column is the token
     ``first_id``. Returns, for each of the P pieces of each row, the best score with noise [B, P] float32 and its token
     [B, P] int32. For the operands see :func:`sample_tokens`. Pieces of all parts make what it draws."""
-    from fenceline.sampling.kernels.sample_triton import DrawInputs, launch_part
+    from fenceline.layers.kernels.triton.sample import DrawInputs, launch_part
 
     inputs = DrawInputs(
         temperatures,
@@ -186,7 +186,7 @@ def combine_pieces(
     ``best_scores`` [B, P] float32 and ``best_ids`` [B, P] int32, contiguous, are those of pieces of the vocabulary in
     their order. The other operands are those of :func:`sample_tokens`."""
     if best_scores.is_cuda:
-        from fenceline.sampling.kernels.sample_triton import launch_combine
+        from fenceline.layers.kernels.triton.sample import launch_combine
 
         launch_combine(best_scores, best_ids, rows, last_tokens, next_tokens, steps)
     elif is_watched(best_scores.device):
@@ -213,7 +213,7 @@ def draw_pieces(
     """
     num = len(logits)
     if logits.is_cuda:
-        from fenceline.sampling.kernels.sample_triton import DrawInputs, launch_pieces
+        from fenceline.layers.kernels.triton.sample import DrawInputs, launch_pieces
 
         inputs = DrawInputs(
             temperatures, noise_scales, seed_keys, positions, None, None, token_ids, ahead=ahead

@@ -258,7 +258,7 @@ def gather_page_indices(
     indices: torch.Tensor,
     last_page_lens: torch.Tensor,
 ) -> None:
-    """See ``attention.page_gather.gather_page_indices``. On the CPU too."""
+    """See ``page_gather.gather_page_indices``. On the CPU too."""
 
     def compute(
         page_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, *results: torch.Tensor
