@@ -38,7 +38,6 @@ from fenceline.ipc.io_struct import (
 from fenceline.model_executor.step import StepBatch, StepCosts
 from fenceline.scheduler.draft_depth import AdaptiveDepth
 from fenceline.scheduler.flight_dump import dump_json
-from fenceline.scheduler.schedule_policy import ShortShare
 from fenceline.vgpu.proving.random_depths import RandomDepths
 
 MOST = 4
@@ -219,10 +218,10 @@ def test_steps_are_shallower_before_anybody_is_retracted() -> None:
 
 
 def test_a_long_request_alone_keeps_its_drafts_in_what_short_ones_may_have() -> None:
-    """Nobody would be retracted for a deep step: the pages that are kept for short requests are free."""
+    """Nobody would be retracted for a deep step: the pages of the reserve are free."""
     req = request("long", [1 + i % 50 for i in range(1850)], 1, max_new_tokens=40, ignore_eos=True)
     driver = driver_of(page_size=4, num_pages=1 + 490, context_length=2000)
-    driver.scheduler.share = ShortShare(128, 0)
+    driver.scheduler.waiting.holdings.reserve_tokens = 128
     driver.scheduler.shapes = {depth: StepShape(depth, depth + 1, depth + 1) for depth in range(MOST)}
     table = StepCosts(
         (4,), (tuple(1 + 0.01 * depth for depth in range(MOST)),)

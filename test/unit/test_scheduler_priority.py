@@ -12,9 +12,10 @@ from scheduler_driver import Driver, assert_right, make_driver, make_tiered_driv
 
 from fenceline.ipc.io_struct import AbortReq, TokenizedGenerateReq
 from fenceline.mem_cache.tree.radix_cache import TreeNode
-from fenceline.scheduler.prefill import PrefillPlan, _MemoryForecast
+from fenceline.scheduler.admission import AdmissionState
+from fenceline.scheduler.prefill import PrefillPlan
 from fenceline.scheduler.req import Req
-from fenceline.scheduler.schedule_policy import ShortShare, order_waiting
+from fenceline.scheduler.schedule_policy import order_waiting
 
 
 def driver_with_priorities(**flags: object) -> Driver:
@@ -126,58 +127,19 @@ def test_a_request_that_cannot_fit_costs_a_step_no_search(monkeypatch: pytest.Mo
     high = request("high", [9] * 200, priority=50, max_new_tokens=20, ignore_eos=True)
     driver.send(high)
     released: list[str] = []
-    release = _MemoryForecast.release
+    retract = AdmissionState.retract
 
-    def counting(self: _MemoryForecast, req: Req, expected_tokens: float) -> None:
+    def counting(self: AdmissionState, req: Req, num_expected: int) -> None:
         released.append(req.rid)
-        release(self, req, expected_tokens)
+        retract(self, req, num_expected)
 
-    monkeypatch.setattr(_MemoryForecast, "release", counting)
+    monkeypatch.setattr(AdmissionState, "retract", counting)
     for _ in range(8):
         driver.step()
     assert not driver.scheduler.reqs["high"].row
     assert not released
     driver.run()
     assert_right(driver, same, high, *lows)
-
-
-def test_what_is_forecast_is_what_will_be_reserved_after_the_retractions() -> None:
-    """Parts of tokens are dropped from the sum of those that run on, not from the sum of all; and a short request that
-    is admitted holds all its pages, those of its cached prefix too."""
-    scheduler = driver_with_priorities(num_pages=64, page_size=4, num_rows=8).scheduler
-    low, high = (Req(request(rid, [5] * 8), np.full(8, 5, np.int32), frozenset(), 1, 9, 1) for rid in "ab")
-    low.row, low.node, low.is_short, low.max_new_tokens = 1, scheduler.memory.tree.root, True, 5
-    share = ShortShare(0, 0)
-    num_tokens = scheduler.memory.num_available_pages * 4
-    forecast = _MemoryForecast(scheduler.memory, 2, 0.7 + 4.3, share)
-    forecast.release(low, 0.7)
-    num_pages = (num_tokens - 4) // 4
-    assert forecast.has_room(high, num_pages, 0), "4.3 tokens count as 4, as in the step that admits it"
-    assert not forecast.has_room(high, num_pages, 1)
-    share = ShortShare(40, 2)
-    forecast = _MemoryForecast(scheduler.memory, 2, 0.0, share)
-    forecast.admit(low, 1, 0)  # the other of its two pages is cached
-    left = num_tokens - 4 - (40 - 8)
-    assert forecast.has_room(high, 1, left - 4) and not forecast.has_room(high, 1, left - 3)
-
-
-def test_the_plan_and_the_forecast_round_sums_of_expected_tokens_alike() -> None:
-    """Otherwise a request that just fits would have others retracted for it."""
-    scheduler = make_driver(num_pages=64, page_size=4, num_rows=8).scheduler
-    running = []
-    for row, num_left in enumerate((39, 37, 51, 38, 5), 1):
-        req = Req(request(str(row), [5, 5]), np.full(2, 5, np.int32), frozenset(), 1, num_left, 1)
-        req.row, req.allocated_len = row, req.final_len - num_left
-        running.append(req)
-    scheduler.running.add(running)
-    expected = float(scheduler.running.expected_tokens(0.7, 4096).sum())
-    assert 118 < expected < 119, "0.7 * 170 is 119, and this sum of floats is not"
-    reserved = scheduler.running.reserved_tokens(0.7, 4096)
-    assert reserved == 119
-    waiting = Req(request("waiting", [5] * 4), np.full(4, 5, np.int32), frozenset(), 1, 9, 1)
-    forecast = _MemoryForecast(scheduler.memory, 5, expected, ShortShare(0, 0))
-    left = scheduler.memory.num_available_pages * 4 - reserved
-    assert forecast.has_room(waiting, 1, left - 4) and not forecast.has_room(waiting, 1, left - 3)
 
 
 def test_nobody_gives_way_to_a_prompt_that_is_not_split_and_has_to_wait_for_another_step() -> None:

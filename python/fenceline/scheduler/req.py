@@ -96,6 +96,14 @@ class QueuedMatch:
 
 
 @dataclass(slots=True, eq=False)
+class Samples:
+    """What the samples of one prompt share: the prompt, and the first of them that computes it."""
+
+    prompt_ids: I32
+    computing: Req | None = None
+
+
+@dataclass(slots=True, eq=False)
 class Req:
     """One request between its arrival and its departure.
 
@@ -114,8 +122,8 @@ class Req:
     seed: int
     max_new_tokens: int
     emit_interval: int  # tokens between two messages to the detokenizer
+    samples: Samples | None = None  # of its prompt; None if it came alone
     rank: int = 0  # of its priority: the smallest is scheduled first
-    is_short: bool = False  # see ShortShare
     output_ids: list[int] = field(default_factory=list)
     grammar: RequestGrammar | None = None  # has accepted the tokens of output_ids
     num_retractions: int = 0
@@ -135,6 +143,7 @@ class Req:
     row: int = 0
     pages: array[int] = field(default_factory=no_pages)
     node: TreeNode | None = None
+    in_reserve: bool = False  # see Holdings
     shared_len: int = 0  # leading tokens whose pages belong to the tree
     allocated_len: int = 0
     committed_len: int = 0
@@ -231,7 +240,7 @@ class Req:
             max_new_tokens=self.max_new_tokens,
             emit_interval=self.emit_interval,
             rank=self.rank,
-            is_short=self.is_short,
+            samples=self.samples,
             output_ids=self.output_ids,
             grammar=self.grammar,
             num_retractions=self.num_retractions + 1,

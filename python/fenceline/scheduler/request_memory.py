@@ -24,7 +24,10 @@ from fenceline.memory_order import LeasePool, Points, comparison
 from fenceline.memory_order.edges import QUEUED_MATCH
 from fenceline.memory_order.relocation import RelocationClock
 from fenceline.model_executor.step import Completions, PageWrites, StepBatch, Worker
-from fenceline.scheduler.req import Prefix, QueuedMatch, Req, no_pages
+from fenceline.scheduler.req import Prefix, QueuedMatch, Req, Samples, no_pages
+
+# While one sample computes at least this many tokens of a prompt, the other samples of the prompt wait for it.
+_MIN_SHARED_TOKENS = 32
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -152,8 +155,29 @@ class RequestMemory:
             req.prefetch = self._storage.prefetch(usable, self.match(req).match, req.source.extra_key)
 
     def may_schedule(self, req: Req) -> bool:
-        """Whether ``req`` does not have to wait for its prefetch from storage any more."""
+        """Whether ``req`` need not wait for its prefetch from storage, nor for a sample that computes its prompt. A
+        request whose prompt is scored does not wait for a sample: it computes the prompt itself."""
+        if req.samples is not None and not req.scores_prompt and self._is_computed(req.samples):
+            return False
         return req.prefetch is None or self._storage is None or self._storage.may_schedule(req.prefetch)
+
+    def would_wait_for(self, other: Req, req: Req) -> bool:
+        """Whether ``req`` waits once ``other``, which waits too, is admitted."""
+        if req.samples is None or req.samples is not other.samples or req.scores_prompt:
+            return False
+        return self._is_worth_waiting(other, self.match(other).num_page_tokens)
+
+    def _is_computed(self, samples: Samples) -> bool:
+        """Whether one of ``samples`` computes their prompt now."""
+        one = samples.computing
+        if one is None or one.committed_len >= len(one.prompt_ids):
+            return False
+        return self._is_worth_waiting(one, one.shared_len)
+
+    def _is_worth_waiting(self, req: Req, num_cached: int) -> bool:
+        """Whether others can find enough whole pages of the prompt of ``req`` in the cache that are not there yet."""
+        num_whole = (len(req.prompt_ids) - 1) // self.page_size * self.page_size
+        return not self.tree.disabled and num_whole - num_cached >= _MIN_SHARED_TOKENS
 
     def _end_prefetch(self, req: Req) -> int:
         """End the prefetch of ``req``. Returns how many tokens have been fetched."""
@@ -235,6 +259,8 @@ class RequestMemory:
         req.pages = no_pages()
         req.pages.frombytes(match.pages.tobytes() + loaded.tobytes() + pages.tobytes())
         req.node, req.queued_match = match.host_node, None
+        if req.samples is not None and not self._is_computed(req.samples):
+            req.samples.computing = req
         req.shared_len = prefix.num_page_tokens
         req.allocated_len = req.committed_len = prefix.num_tokens
         assert len(req.pages) == self.num_pages_for(req.num_tokens), f"{req.rid} has the pages of its tokens"
@@ -284,6 +310,8 @@ class RequestMemory:
     def release(self, req: Req) -> None:
         """Give back all memory of a finished, aborted or retracted request. No other method does this."""
         assert req.left, "only requests that have left are released"
+        if req.samples is not None and req.samples.computing is req:
+            req.samples.computing = None
         self._end_prefetch(req)
         if req.row == 0:  # not admitted, or not again
             assert not req.pages and req.node is None, f"{req.rid} holds pages without a row"

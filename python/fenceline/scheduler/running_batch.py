@@ -12,10 +12,8 @@ from fenceline.memory_order import Points
 from fenceline.model_executor.step import DepthChoice, PageWrites, StepBatch, constrained_rows
 from fenceline.sampling.sampling_batch import ReqSampling
 from fenceline.scheduler.req import Req
-from fenceline.scheduler.schedule_policy import ShortShare, whole_tokens
 
 I64 = npt.NDArray[np.int64]
-F64 = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 # A request gets pages for this many tokens at once while memory is plentiful, so that most steps change
@@ -27,7 +25,7 @@ class RunningBatch:
     """Requests whose prompts are computed (or in flight), in the order in which they were added.
 
     Columns [B]: ``allocated_lens`` (the length once all steps in flight are done, at most), ``capacity`` (tokens that
-    its pages hold), ``final_lens`` (the length after its last step), ``is_short`` (see ShortShare). ``composition``
+    its pages hold), ``final_lens`` (the length after its last step). ``composition``
     changes with membership and with nothing else. A step yields at most as many tokens per request as its ``StepShape``
     says, and writes its spare slots as well. If the ``largest`` shape yields one token, lengths are exact.
     ``num_rewritten`` is the number of the last committed tokens whose KV a step computes again.
@@ -63,7 +61,6 @@ class RunningBatch:
         self._allocated_lens = _column()
         self._capacity = _column()
         self._final_lens = _column()
-        self._is_short: Bools = np.zeros(0, dtype=np.bool_)
         self._samples: Bools = np.zeros(0, dtype=np.bool_)
         self._sampling: tuple[ReqSampling, ...] = ()
         self._constrained = _column()
@@ -77,30 +74,11 @@ class RunningBatch:
         """Tokens computed and in flight, over all requests."""
         return int(self._allocated_lens.sum())
 
-    def expected_tokens(self, ratio: float, clip: int) -> F64:
-        """The number of tokens [B] float64 for which each request is expected to need memory in future: ``ratio`` times
-        its remaining tokens, of which at most ``clip`` count."""
+    def expected_tokens(self, ratio: float, clip: int) -> I64:
+        """The number of tokens [B] for which each request is expected to need memory in future: ``ratio`` times its
+        remaining tokens, of which at most ``clip`` count. Whole numbers, since a sum of floats depends on the order."""
         left = np.maximum(self._final_lens - self._allocated_lens, 0)
-        expected: F64 = np.minimum(left, clip) * ratio
-        return expected
-
-    def reserved_tokens(self, ratio: float, clip: int) -> int:
-        """The sum of :meth:`expected_tokens`."""
-        if not self.reqs:  # a first token waits for this
-            return 0
-        return whole_tokens(self.expected_tokens(ratio, clip).sum())
-
-    def short_share(self, share: ShortShare) -> ShortShare:
-        """``share``, with what the short requests among these hold of it."""
-        if not share.tokens:
-            return share
-        held = ShortShare(share.tokens, share.rows)
-        if self.reqs:
-            short = self._is_short
-            held.held_tokens = int(self._capacity[short].sum())
-            held.final_tokens = int(self._final_lens[short].sum())
-            held.held_rows = int(short.sum())
-        return held
+        return np.rint(np.minimum(left, clip) * ratio).astype(np.int64)
 
     def add(self, reqs: Sequence[Req]) -> None:
         """Add requests whose whole prompt has been submitted and that may sample more than one token."""
@@ -114,7 +92,6 @@ class RunningBatch:
         self._allocated_lens = _extended(self._allocated_lens, [req.allocated_len for req in reqs])
         self._capacity = _extended(self._capacity, [len(req.pages) * self.page_size for req in reqs])
         self._final_lens = _extended(self._final_lens, [req.final_len for req in reqs])
-        self._is_short = np.append(self._is_short, [req.is_short for req in reqs])
         self._changed()
 
     def departed(self) -> None:
@@ -269,7 +246,6 @@ class RunningBatch:
         self._allocated_lens = self._allocated_lens[keep]
         self._capacity = self._capacity[keep]
         self._final_lens = self._final_lens[keep]
-        self._is_short = self._is_short[keep]
         self._changed()
 
     def _changed(self) -> None:

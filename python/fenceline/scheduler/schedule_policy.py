@@ -27,11 +27,6 @@ _MIN_SHARED_TOKENS = 512
 # The tokens of a longer queue are estimated from this many requests at its beginning.
 _MAX_COUNTED = 256
 
-# Long requests leave 1/16 of the memory and 1/32 of the rows to short ones. A request is short if four like it fit into
-# that memory. If four requests of _LEAST_SHORT_TOKENS do not fit into it, nothing is kept for short requests.
-_SHORT_MEMORY, _SHORT_ROWS, _NUM_SHORT = 16, 32, 4
-_LEAST_SHORT_TOKENS = 256
-
 
 @dataclass(frozen=True, slots=True)
 class StepSharing:
@@ -115,72 +110,11 @@ def max_prefills_in_row(device: str) -> int:
     return 16 if device == "cuda" else 1
 
 
-@dataclass(slots=True)
-class ShortShare:
-    """Memory (``tokens``) and ``rows`` that long requests leave to short ones, so that a short request need not wait
-    until a long one ends. Running short requests hold ``held_tokens`` in their pages and ``held_rows``, and will have
-    at most ``final_tokens`` when they end.
-
-    Whether a request is short depends on its maximum length: its prompt and its ``max_new_tokens``.
-    """
-
-    tokens: int
-    rows: int
-    held_tokens: int = 0
-    final_tokens: int = 0
-    held_rows: int = 0
-
-    @classmethod
-    def of(cls, num_tokens: int, num_rows: int) -> ShortShare:
-        """The share for a KV cache of ``num_tokens`` tokens and ``num_rows`` rows."""
-        tokens = num_tokens // _SHORT_MEMORY
-        if tokens < _NUM_SHORT * _LEAST_SHORT_TOKENS:
-            return cls(0, 0)
-        return cls(tokens, num_rows // _SHORT_ROWS)
-
-    def is_short(self, final_len: int) -> bool:
-        """Whether a request with a maximum length of ``final_len`` tokens is short."""
-        return _NUM_SHORT * final_len <= self.tokens
-
-    def take(self, num_held: int, final_len: int) -> None:
-        """Count a short request that starts to run. With negative numbers, count one that stops."""
-        self.held_tokens += num_held
-        self.final_tokens += final_len
-        self.held_rows += 1 if final_len > 0 else -1
-
-    def has_room(self, req: Req) -> bool:
-        """Whether ``req`` is short and, at its maximum length, fits into the share together with the running short
-        requests."""
-        return req.is_short and self.final_tokens + req.final_len <= self.tokens
-
-    @property
-    def kept_tokens(self) -> int:
-        """Tokens of memory that long requests may not take now."""
-        return max(self.tokens - self.held_tokens, 0)
-
-    @property
-    def kept_rows(self) -> int:
-        """Rows that long requests may not take now."""
-        return max(self.rows - self.held_rows, 0)
-
-
 def num_waiting_tokens(waiting: Iterable[Req], num_waiting: int) -> int:
     """The tokens of all ``num_waiting`` waiting requests, cached prefixes included; an estimate for a long queue."""
     counted = list(islice(waiting, _MAX_COUNTED))
     total = sum(req.num_tokens for req in counted)
     return total * num_waiting // max(len(counted), 1)
-
-
-def whole_tokens(num_tokens: float) -> int:
-    """``num_tokens`` rounded down. A sum of floats that should be an integer may be slightly less, which depends on the
-    order of its terms, so 1e-6 is added first."""
-    return int(num_tokens + 1e-6)
-
-
-def loses_least(req: Req) -> tuple[int, int]:
-    """Sort key for the retraction of running requests of one rank; the smallest goes first. As in SGLang, these are the
-    requests with the fewest outputs, and among them those with the longest prompts."""
-    return len(req.output_ids), -len(req.prompt_ids)
 
 
 def order_waiting(

@@ -13,10 +13,9 @@ place that sequences a step; in-flight state is its argument and its return valu
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from random import Random
 from typing import Protocol
 
@@ -65,20 +64,18 @@ from fenceline.model_executor.step import (
     Worker,
 )
 from fenceline.models.loader import NewWeights
-from fenceline.scheduler import prefill
+from fenceline.scheduler.admission import CLIP_NEW_TOKENS, AdmissionState, Holdings, loses_least, preempted
 from fenceline.scheduler.control import SchedulerControl
 from fenceline.scheduler.draft_depth import AdaptiveDepth, DraftDepth
 from fenceline.scheduler.flight_recorder import FlightRecorder
 from fenceline.scheduler.prefill import PrefillPlan, PrefillPlanner, remap_writes
 from fenceline.scheduler.ranks import RankLink
-from fenceline.scheduler.req import LogprobLog, Req, emit_interval
+from fenceline.scheduler.req import LogprobLog, Req, Samples, emit_interval
 from fenceline.scheduler.request_memory import Remap, make_request_memory
 from fenceline.scheduler.running_batch import NewTokenRatio, RunningBatch
 from fenceline.scheduler.schedule_policy import (
     PrefixWork,
-    ShortShare,
     StepSharing,
-    loses_least,
     max_of_body,
     max_prefills_in_row,
     num_waiting_tokens,
@@ -91,8 +88,6 @@ logger = logging.getLogger(__name__)
 
 I32 = npt.NDArray[np.int32]
 
-# When a short prompt is looked for among HTTP bodies that run nothing, at most this many bodies are examined.
-_MAX_NEWCOMERS = 16
 _TOO_SLOW = "its grammar takes too long for each token: make it less ambiguous"
 # How long the loop waits for messages when it has nothing to compute but transfers of the cache or storage jobs are
 # still running: the short time if there are requests, which may be waiting for them, else the long one.
@@ -209,7 +204,6 @@ class Scheduler:
             config.max_prefill_tokens,
             StepSharing.of(config.model),
             config.prefill_max_requests,
-            largest.num_slots - 1,
             PrefixWork.of(config.model, config.device),
         )
         # Prompts are computed before decode steps, but between two decode steps at most this many prompt tokens are.
@@ -219,7 +213,6 @@ class Scheduler:
         self.tell_frontend = outbox.to_tokenizer
         self.ratio = NewTokenRatio(config.server_args.schedule_conservativeness)
         num_tokens = self.memory.num_pages * config.server_args.page_size
-        self.share = ShortShare.of(num_tokens, self.memory.rows.size)
         self.seeds = Random(config.random_seed)
         # A generator of its own, so that shuffling the queue does not change the requests' seeds.
         self.shuffler = Random(config.random_seed)
@@ -232,18 +225,13 @@ class Scheduler:
         self.reported: InternalState | None = None  # what the front end knows
         self.still_working: Callable[[], None] = lambda: None  # called during a long turn, for the watchdog
         self.flushes: list[FlushCacheReq] = []  # that wait for the last request to leave
-        args = config.server_args
-        self.waiting = WaitingQueue(
-            None if args.disable_radix_cache else args.page_size, max_of_body(config.device)
-        )
+        holdings = Holdings.of(num_tokens, self.memory.rows.size)
+        self.waiting = WaitingQueue(holdings, max_of_body(config.device))
         self.grammars = GrammarStore(config.model.eos_token_ids, decides=ranks is None)
         self.pending_masks: StepMasks | None = None  # of the step that has been launched and not sampled yet
         self.latest_constrained: ConstrainedReqs | None = None  # until one of them leaves
         # The last prompt and logit_bias that came in an HTTP body with several requests, after the body's number.
-        self.latest_prompt = (
-            0,
-            np.empty(0, dtype=np.int32),
-        )
+        self.latest_prompt: tuple[int, Samples] = 0, Samples(np.empty(0, dtype=np.int32))
         self.latest_bias: tuple[int, dict[int, float]] = 0, {}
         self.chunked: Req | None = None
         self.num_launched = self.num_published = 0  # steps
@@ -253,7 +241,6 @@ class Scheduler:
         self.remaps: list[Remap] = []
         # Tokens of prefill since the last decode step; short steps count for more, see plan_prefill.
         self.prefill_in_row = 0
-        self.newcomer_admitted = False  # since the last decode step, see plan_prefill
         self.paused = False
         self.draining = False
         self.memory_checked = True
@@ -373,7 +360,8 @@ class Scheduler:
         num_tokens = self.memory.num_pages * self.config.server_args.page_size
         # A request's last step writes as many slots as any other step, even if it yields fewer tokens.
         capacity = min(self.config.model.context_length, num_tokens - self.running.largest.num_slots + 1)
-        prompt_ids = self.prompt_of(message)
+        samples = self.samples_of(message)
+        prompt_ids = samples.prompt_ids
         req = Req(
             source=msgspec.structs.replace(message, input_ids=id_array()),
             prompt_ids=prompt_ids,
@@ -381,9 +369,9 @@ class Scheduler:
             seed=self.seeds.getrandbits(63) if params.seed is None else params.seed,
             max_new_tokens=min(params.max_new_tokens, capacity - len(prompt_ids)),
             emit_interval=emit_interval(message, self.config.server_args.stream_interval),
+            samples=samples if message.body else None,
             rank=0 if self.config.priority is None else self.config.priority.rank(message.priority),
         )
-        req.is_short = self.share.is_short(req.final_len)
         if message.grammar:
             req.grammar = self.grammars.begin(message.grammar, message.think)
         if message.rid in self.reqs:
@@ -417,18 +405,20 @@ class Scheduler:
             self.latest_bias = message.body, params.logit_bias
         return message
 
-    def prompt_of(self, message: TokenizedGenerateReq) -> I32:
-        """The prompt of a request that has arrived. Samples of one prompt share the array; the queue knows them by it.
-        Empty if the message before, which had the prompt, was lost."""
+    def samples_of(self, message: TokenizedGenerateReq) -> Samples:
+        """The prompt of a request that has arrived, which the samples of one prompt share. Empty if the message before,
+        which had the prompt, was lost."""
         body, latest = self.latest_prompt
+        is_known = body == message.body != 0
         if message.same_prompt:
-            return latest if body == message.body else np.empty(0, dtype=np.int32)
+            return latest if is_known else Samples(np.empty(0, dtype=np.int32))
         prompt_ids = np.frombuffer(message.input_ids, dtype=np.int32)  # the message's own memory
+        if is_known and np.array_equal(latest.prompt_ids, prompt_ids):
+            return latest
+        samples = Samples(prompt_ids)
         if message.body:
-            if body == message.body and np.array_equal(latest, prompt_ids):
-                prompt_ids = latest
-            self.latest_prompt = message.body, prompt_ids
-        return prompt_ids
+            self.latest_prompt = message.body, samples
+        return samples
 
     def enter(self, req: Req) -> None:
         """Add the request to ``reqs``, where it stays until :meth:`depart`. A resumed one takes the place of itself."""
@@ -494,49 +484,24 @@ class Scheduler:
         decode step has to come first."""
         if self.chunked is None and not self.waiting.num_reqs:
             return None
-        priority = self.config.priority
-        threshold = None if priority is None else priority.preemption_threshold
-        may_retract = threshold is not None or self.may_displace
-        has_place = may_retract or self.memory.rows.num_free > 0
-        if self.chunked is None and not has_place:
+        threshold = None if self.config.priority is None else self.config.priority.preemption_threshold
+        if self.chunked is None and threshold is None and not self.memory.rows.num_free:
             return None
-        step_tokens, queued, chunked = self.planner.step_tokens, self.candidates, self.chunked
-        newcomer: Req | None = None
+        step_tokens = self.planner.step_tokens
         if not len(self.running):
-            # No running request waits for a decode step.
-            self.prefill_in_row, self.newcomer_admitted = 0, False
+            self.prefill_in_row = 0  # no running request waits for a decode step
         elif self.prefill_in_row + step_tokens > self.max_prefill_in_row:
-            # A decode step of the many requests of one HTTP body takes long. Once before it, a short prompt of a body
-            # that runs nothing may be computed.
-            if self.newcomer_admitted or not self.may_displace:
-                return None
-            step_tokens //= 4
-            newcomer = self.short_newcomer(step_tokens)
-            if newcomer is None:
-                return None
-            self.newcomer_admitted, queued, chunked = True, partial(self.track_admissions, (newcomer,)), None
-        if may_retract and self.chunked is None:
-            self.retract_for_waiting(threshold, newcomer)
-        reserved = self.running.reserved_tokens(self.ratio.value, prefill.CLIP_NEW_TOKENS)
+            return None
+        if threshold is not None and self.chunked is None:
+            self.preempt(threshold)
+        chunked = self.chunked
         queue = partial(num_waiting_tokens, self.waiting, self.waiting.num_reqs)
-        plan = self.planner.plan(
-            queued,
-            step_tokens,
-            chunked,
-            len(self.running),
-            reserved,
-            queue,
-            self.short_share(),
-            self.waiting.num_short,
-        )
+        plan = self.planner.plan(self.candidates, chunked, self.admission_state(), queue)
         if plan is not None:
             for req in plan.reqs:
                 if req is not chunked:
                     self.waiting.admit(req)
-            if chunked is self.chunked:
-                self.chunked = plan.chunked
-            else:
-                assert plan.chunked is None, "a newcomer beside a half-way prompt fits whole into its step"
+            self.chunked = plan.chunked
             # Even a short step takes time, so it counts as a quarter of a full one. Where prompts arrive one by one,
             # each would still get a step of its own, so a step after which no prompt is left counts as a quarter of
             # the limit.
@@ -546,87 +511,29 @@ class Scheduler:
         return plan
 
     def candidates(self) -> Iterator[Req]:
-        """The waiting requests that may be admitted now, in the order of the policy. Whether a request has been
-        admitted is noted before the next one is yielded."""
+        """The waiting requests that may be admitted now, in the order of the policy."""
         policy = self.config.server_args.schedule_policy
         if policy == "fcfs":
-            reqs = self.waiting.in_turn(self.may_schedule)
-        else:
-            ordered = order_waiting(list(self.waiting), policy, self.memory.match, self.shuffler)
-            reqs = filter(self.may_schedule, ordered)
-        return self.track_admissions(reqs)
+            return self.waiting.in_turn(self.memory.may_schedule)
+        ordered = order_waiting(list(self.waiting), policy, self.memory.match, self.shuffler)
+        return filter(self.memory.may_schedule, ordered)
 
-    def short_newcomer(self, num_tokens: int) -> Req | None:
-        """The first waiting request that needs at most ``num_tokens`` computed, and so fits whole into a step of that
-        many, among those of HTTP bodies that run nothing."""
-        for req in islice(self.waiting.newcomers(self.may_schedule), _MAX_NEWCOMERS):
-            num_new = req.num_tokens - self.memory.match(req).num_tokens
-            if num_new <= (min(num_tokens, prefill.MAX_SCORED_TOKENS) if req.scores_prompt else num_tokens):
-                return req
-        return None
-
-    def track_admissions(self, reqs: Iterable[Req]) -> Iterator[Req]:
-        """Yields ``reqs``. If the consumer has admitted a request, the queue is told before the next one is yielded."""
-        for req in reqs:
-            yield req
-            if req.row != 0:
-                self.waiting.computes(req)
-
-    def may_schedule(self, req: Req) -> bool:
-        """Whether a waiting request need not wait for storage, or for a sample of its prompt that is being computed."""
-        return self.memory.may_schedule(req) and not self.waiting.waits_for_sample(req)
-
-    @property
-    def may_displace(self) -> bool:
-        """Whether a request of an HTTP body that runs nothing may displace one of a body that runs several. This holds
-        for fcfs without priorities only: other policies have rules of their own."""
-        takes_turns = self.config.server_args.schedule_policy == "fcfs" and self.config.priority is None
-        return takes_turns and self.waiting.is_shared
-
-    def short_share(self) -> ShortShare:
-        """The share of memory and rows that is kept for short requests, with what running ones and the chunked one hold
-        of it."""
-        share = self.running.short_share(self.share)
-        if self.chunked is not None and self.chunked.is_short:
-            share = replace(share)
-            share.take(len(self.chunked.pages) * self.memory.page_size, self.chunked.final_len)
-        return share
-
-    def retract_for_waiting(self, threshold: int | None, newcomer: Req | None) -> None:
-        """Retract running requests in favour of waiting ones: of better priority (by more than ``threshold``), and of
-        HTTP bodies that run nothing, or of ``newcomer`` if it goes alone before a decode step."""
-        if threshold is not None:
-            self.preempt(threshold)
-        if self.may_displace:
-            self.displace(self.waiting.newcomers(self.may_schedule) if newcomer is None else (newcomer,))
-
-    def displace(self, newcomers: Iterable[Req]) -> None:
-        """Retract requests of HTTP bodies that run several in favour of ``newcomers``, of bodies that run nothing."""
-        expected = self.running.expected_tokens(self.ratio.value, prefill.CLIP_NEW_TOKENS)
-        num_running = self.waiting.num_running
-        victims, prefixes = self.planner.displaced(
-            newcomers, self.running.reqs, expected, num_running, self.short_share()
-        )
-        if victims:
-            self.retract_beside(victims, prefixes)
-            self.stats.displaced(len(victims))
+    def admission_state(self) -> AdmissionState:
+        """What admission decides by now."""
+        expected = 0
+        if len(self.running):  # a first token waits for this
+            expected = int(self.running.expected_tokens(self.ratio.value, CLIP_NEW_TOKENS).sum())
+        num_running = len(self.running) + (self.chunked is not None)
+        num_spare = self.running.largest.num_slots - 1
+        return AdmissionState(self.memory, self.waiting.holdings, num_running, expected, num_spare)
 
     def preempt(self, threshold: int) -> None:
         """Retract running requests in favour of waiting ones whose priority is better by more than ``threshold``."""
-        expected = self.running.expected_tokens(self.ratio.value, prefill.CLIP_NEW_TOKENS)
-        waiting = self.waiting.in_turn_if_admitted(
-            self.may_schedule, lambda req: self.memory.match(req).num_page_tokens
-        )
-        victims, prefixes = self.planner.preempted(
-            waiting,
-            self.running.reqs,
-            expected,
-            self.waiting.num_running,
-            threshold,
-            self.short_share(),
-        )
+        expected = self.running.expected_tokens(self.ratio.value, CLIP_NEW_TOKENS).tolist()
+        wanted = self.planner.wanted(self.waiting.in_turn(self.memory.may_schedule))
+        victims = preempted(self.admission_state(), wanted, self.running.reqs, expected, threshold)
         if victims:
-            self.retract_beside(victims, prefixes)
+            self.retract_beside(victims, [self.memory.match(req).match.host_node for req in wanted])
             self.stats.preempted(len(victims))
 
     def retract_beside(self, victims: Sequence[Req], prefixes: Sequence[TreeNode]) -> None:
@@ -665,7 +572,7 @@ class Scheduler:
         if room is None:
             return None
         lens, available = room
-        self.prefill_in_row, self.newcomer_admitted = 0, False
+        self.prefill_in_row = 0
         batch = running.schedule_step(lens, shape, choice, available, self.memory.grow)
         if self.remaps:
             batch = replace(batch, page_writes=self.with_remaps(batch.page_writes))
@@ -796,53 +703,49 @@ class Scheduler:
         for depth in depths[:0:-1]:
             shape = self.shapes[depth]
             num_needed = self.running.num_pages_needed(self.running.next_lens(shape), shape)
-            num_available = self.memory.num_available_pages
-            if self.has_room(num_needed, num_available):
-                return depth
-            if num_needed <= num_available and not self.may_retract_long():
+            if num_needed <= self.memory.num_available_pages - self.num_kept_pages():
                 return depth
         return depths[0]
 
-    def may_retract_long(self) -> bool:
-        """Whether a long request may be retracted to restore the share kept for short ones: not while some request is
-        about to end, and never the last long one."""
-        holders = self.running.reqs if self.chunked is None else [*self.running.reqs, self.chunked]
-        if len(self.reqs) > self.waiting.num_reqs + len(holders):
-            return False
-        return sum(not req.is_short for req in holders) > 1
+    def holders(self) -> list[Req]:
+        """The requests that may be retracted: all that hold memory and are not about to end."""
+        return self.running.reqs if self.chunked is None else [*self.running.reqs, self.chunked]
 
-    def has_room(self, num_pages: int, num_available: int) -> bool:
-        """Whether taking ``num_pages`` of the ``num_available`` leaves the share that is kept for short requests."""
-        page_size = self.memory.page_size
-        if num_pages <= num_available - self.share.tokens // page_size:
-            return True
-        return num_pages <= num_available - self.short_share().kept_tokens // page_size
+    def num_kept_pages(self) -> int:
+        """Pages that a decode step leaves to the reserve: those for which a request outside it would be retracted. Not
+        while some request is about to end, and never the last one."""
+        kept, holders = self.waiting.holdings.kept_tokens, self.holders()
+        if not kept or len(self.reqs) > self.waiting.num_reqs + len(holders):
+            return 0
+        return kept // self.memory.page_size if sum(not req.in_reserve for req in holders) > 1 else 0
 
     def make_room(self, shape: StepShape) -> tuple[npt.NDArray[np.int64], int] | None:
-        """Retract requests (running ones, or the chunked one) until a decode step of ``shape`` fits for the others.
-        Long requests are also retracted, while there are several, until the share kept for short ones is left.
+        """Retract requests (running ones, or the chunked one) until a decode step of ``shape`` fits for the others,
+        and leaves the reserve.
 
-        Returns the lengths [B] after the step, and the number of available pages apart from the short requests' share,
-        0 if the step needs none. Returns None if the step has to wait: memory is about to become free because a request
-        ends with the step in flight, or only the chunked request is left."""
+        Returns the lengths [B] after the step, and the number of available pages apart from the reserve, 0 if the step
+        needs none. Returns None if the step has to wait: memory is about to become free because a request ends with
+        the step in flight, or only the chunked request is left."""
         retracted = 0
         lens = self.running.next_lens(shape)
         if self.running.needs_nothing:
             return lens, 0
+        num_reserved = self.waiting.holdings.reserve_tokens // self.memory.page_size
         while True:
             num_needed = self.running.num_pages_needed(lens, shape)
             num_available = self.memory.num_available_pages
-            if self.has_room(num_needed, num_available):
+            if (
+                num_needed <= num_available - num_reserved
+                or num_needed <= num_available - self.num_kept_pages()
+            ):
                 break
-            holders = self.running.reqs if self.chunked is None else [*self.running.reqs, self.chunked]
+            holders = self.holders()
             if num_needed <= num_available:
-                if not self.may_retract_long():
-                    break
-                holders = [req for req in holders if not req.is_short]
+                holders = [req for req in holders if not req.in_reserve]
             elif len(self.reqs) > self.waiting.num_reqs + len(holders):  # one is about to end
                 return None
             assert len(holders) > 1, "one request alone always fits: its length was limited on arrival"
-            self.retract(min(holders, key=self.loses_least))
+            self.retract(min(holders, key=lambda req: loses_least(req, self.waiting.holdings)))
             retracted += 1
             if not len(self.running):
                 self.stats.retracted(retracted, self.ratio.value)
@@ -853,12 +756,7 @@ class Scheduler:
             decoded = sum(len(req.output_ids) for req in reqs)
             self.ratio.after_retraction(decoded, len(reqs), sum(req.max_new_tokens for req in reqs))
             self.stats.retracted(retracted, self.ratio.value)
-        return lens, num_available - self.share.tokens // self.memory.page_size
-
-    def loses_least(self, req: Req) -> tuple[int, int, tuple[int, int]]:
-        """Sort key for retraction; the smallest goes first: the lowest priority, then the HTTP body that runs most
-        requests, then the request that loses least."""
-        return -req.rank, -self.waiting.num_running(req), loses_least(req)
+        return lens, num_available - num_reserved
 
     def retract(self, req: Req) -> None:
         """Take all memory from ``req`` and put it back at the head of the queue. When it is admitted again it computes
@@ -1212,7 +1110,7 @@ class Scheduler:
         if req.row == 0:
             self.waiting.remove(req)
         else:
-            self.waiting.release(req)
+            self.waiting.holdings.release(req)
         if self.chunked is req:
             self.chunked = None
         self.departed.append(req)

@@ -163,11 +163,6 @@ class SchedulerStats:
         self.num_retractions += count
         logger.info("retracted %d requests for waiting ones of a higher priority", count)
 
-    def displaced(self, count: int) -> None:
-        """``count`` requests were retracted in favour of HTTP bodies of which no request ran."""
-        self.num_retractions += count
-        logger.info("retracted %d requests of a body that runs several, for bodies that ran none", count)
-
     def report_is_due(self) -> bool:
         """Whether a report to the front end is due; True about once a second."""
         now = time.perf_counter()

@@ -31,12 +31,16 @@ SMALL: Mapping[str, Mapping[str, object]] = {
     "memory_order.access": {"_MAX_LOG": 4, "_MAX_RUNS": 2},
     "memory_order.staging": {"_MIN_SLOT_BYTES": 512, "_SMALL_BYTES": 64},
     "sampling.gumbel": {"CHUNK_ELEMENTS": 100},
-    "scheduler.prefill": {
-        "MAX_SCORED_TOKENS": 6,
+    "scheduler.admission": {
         "CLIP_NEW_TOKENS": 4,
-        "_MAX_LOOKED_AT": 2,
-        "_MAX_PASSED": 4,
+        # A third of the memory and of the rows is the reserve, for bodies of a sixth of the memory at most.
+        "_RESERVE_MEMORY": 3,
+        "_RESERVE_ROWS": 3,
+        "_NUM_SMALL": 2,
+        "_LEAST_SMALL_TOKENS": 1,
     },
+    "scheduler.prefill": {"MAX_SCORED_TOKENS": 6, "_MAX_LOOKED_AT": 4},
+    "scheduler.request_memory": {"_MIN_SHARED_TOKENS": 4},
     "scheduler.running_batch": {"_AHEAD_TOKENS": 2},
     "scheduler.schedule_policy": {
         "_LPM_MAX_QUEUE": 3,
@@ -45,16 +49,10 @@ SMALL: Mapping[str, Mapping[str, object]] = {
         "_STEP_TOKENS": 8,
         "_MIN_SHARED_TOKENS": 8,
         "_MAX_COUNTED": 3,
-        # A third of the memory and of the rows is kept for requests of a sixth of the memory at most.
-        "_SHORT_MEMORY": 3,
-        "_SHORT_ROWS": 3,
-        "_NUM_SHORT": 2,
-        "_LEAST_SHORT_TOKENS": 1,
     },
     # As on a GPU, several full steps of prompts may follow one another.
-    "scheduler.scheduler": {"_MAX_NEWCOMERS": 2, "max_prefills_in_row": lambda device: 3},
+    "scheduler.scheduler": {"max_prefills_in_row": lambda device: 3},
     "scheduler.stats": {"_REPORT_INTERVAL_S": 0.0},
-    "scheduler.waiting_queue": {"_MIN_SHARED_TOKENS": 4},
 }
 
 

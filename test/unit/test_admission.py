@@ -1,26 +1,38 @@
-"""Short requests do not wait for the memory of long ones, which neither starve nor give more than a share."""
+"""Who is admitted: never more than memory has, everybody in the end, and small bodies beside large ones at once."""
 
 from __future__ import annotations
 
+from array import array
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_driver import Driver, assert_right, make_driver, request
 
 from fenceline.ipc.io_struct import AbortReq, TokenizedGenerateReq
+from fenceline.mem_cache.tree.radix_cache import RadixCache
+from fenceline.memory_order import LeasePool
+from fenceline.sampling.sampling_params import SamplingParams
+from fenceline.scheduler.admission import AdmissionState, Holdings, preempted, would_admit
 from fenceline.scheduler.req import Req
-from fenceline.scheduler.schedule_policy import ShortShare
+from fenceline.scheduler.request_memory import RequestMemory
 
-SHARE = ShortShare(80, 2)  # short requests have 20 tokens at most
+RESERVE = 80  # tokens; bodies of 20 at most may use it
 
 
 def driver_of(num_rows: int = 40, num_pages: int = 250, **flags: object) -> Driver:
-    """A pool, too small for a share of its own, that has one nevertheless, and an estimate of what is asked for that is
-    far too low."""
+    """A pool, too small for a reserve, that has one nevertheless, and an estimate of what is asked for that is far too
+    low."""
     flags = {"schedule_conservativeness": 0.05, "chunked_prefill_size": 32} | flags
     driver = make_driver(num_pages=num_pages, num_rows=num_rows, **flags)  # type: ignore[arg-type]
-    driver.scheduler.share = SHARE
+    keep(driver, RESERVE, 2)
     return driver
+
+
+def keep(driver: Driver, tokens: int, rows: int) -> None:
+    holdings = driver.scheduler.waiting.holdings
+    holdings.reserve_tokens, holdings.reserve_rows = tokens, rows
 
 
 def long(number: int, max_new_tokens: int = 200, **params: object) -> TokenizedGenerateReq:
@@ -69,9 +81,8 @@ def test_a_short_request_does_not_wait_until_a_long_one_ends(policy: str) -> Non
 
 
 @pytest.mark.parametrize("chunk", [8, 32], ids=["half-way", "whole"])
-def test_long_requests_leave_the_share_free(chunk: int) -> None:
-    """Whether they grow, or wait with prompts that would fit; what short ones have counts, half-way through their
-    prompt too."""
+def test_long_requests_leave_the_reserve_free(chunk: int) -> None:
+    """Whether they grow, or wait with prompts that would fit."""
     driver = filled_by_long_ones(chunked_prefill_size=chunk)
     scheduler = driver.scheduler
     driver.send(*(request(f"prompt{i}", [i + 30] * 60, max_new_tokens=20) for i in range(20)))
@@ -84,9 +95,8 @@ def test_long_requests_leave_the_share_free(chunk: int) -> None:
             ending = sum(
                 len(req.pages) for req in scheduler.reqs.values() if req.row and _is_last(driver, req)
             )
-            assert free + scheduler.short_share().held_tokens + 4 * ending >= SHARE.tokens - 8, (
-                "but for a step"
-            )
+            used = scheduler.waiting.holdings.used_tokens
+            assert free + used + 4 * ending >= RESERVE - 8, "but for a step"
     assert len(scheduler.running) > 2
     scheduler.abort(AbortReq(abort_all=True))
     driver.run()
@@ -97,21 +107,12 @@ def _is_last(driver: Driver, req: Req) -> bool:
     return req not in driver.scheduler.running.reqs and req is not driver.scheduler.chunked
 
 
-def test_a_long_prompt_is_not_admitted_into_the_share() -> None:
+def test_a_long_prompt_is_not_admitted_into_the_reserve() -> None:
     """Where it would have to be retracted at once."""
     driver = driver_of()
     driver.send(*(request(f"{i}", [i + 1] * 235, max_new_tokens=20, ignore_eos=True) for i in range(4)))
     driver.run()
     assert driver.scheduler.stats.num_retractions == 0
-
-
-def test_a_short_prompt_that_is_half_way_has_its_part_of_the_share() -> None:
-    driver = driver_of(chunked_prefill_size=8)
-    driver.send(request("short", [200] * 14, max_new_tokens=5))
-    driver.step()
-    share = driver.scheduler.short_share()
-    assert (share.held_tokens, share.final_tokens, share.held_rows) == (16, 18, 1)
-    driver.run()
 
 
 def test_beside_a_long_prompt_that_is_half_way_too() -> None:
@@ -128,27 +129,11 @@ def test_beside_a_long_prompt_that_is_half_way_too() -> None:
     driver.run()
 
 
-def test_a_body_gives_way_for_as_much_as_a_newcomer_needs_beside_the_share() -> None:
-    driver = driver_of()
-    prompts = [[number + 1] * 200 for number in range(4)]
-    driver.send(
-        *(request(f"{i}", p, body=1, max_new_tokens=40, ignore_eos=True) for i, p in enumerate(prompts))
-    )
-    while len(driver.scheduler.running) < 4:
-        driver.step()
-    newcomer = request("new", [77] * 110, max_new_tokens=20, ignore_eos=True)
-    driver.send(newcomer)
-    steps(driver, 4)
-    assert driver.scheduler.stats.num_retractions == 1
-    assert driver.scheduler.reqs["new"].row != 0
-    driver.run()
-
-
 def test_a_short_request_needs_no_row_of_a_long_one() -> None:
     driver = driver_of(num_rows=12, schedule_conservativeness=0.01)
     driver.send(*(long(number, max_new_tokens=60) for number in range(20)))
     steps(driver, 12)
-    assert driver.scheduler.memory.rows.num_free == SHARE.rows
+    assert driver.scheduler.memory.rows.num_free == 2
     driver.send(one := short(0))
     steps(driver, 4)
     assert driver.answers[one.rid].output_ids
@@ -157,7 +142,7 @@ def test_a_short_request_needs_no_row_of_a_long_one() -> None:
 
 
 def test_short_requests_without_end_do_not_keep_long_ones_waiting() -> None:
-    """They pass a long one only as long as all of them fit into their share: a new long one is admitted although more
+    """They pass a long one only as long as all of them fit into the reserve: a new long one is admitted although more
     short ones come than memory is there for."""
     driver = driver_of(num_pages=150, num_rows=100, schedule_conservativeness=1.0)
     late = long(9, max_new_tokens=240)
@@ -175,7 +160,7 @@ def test_short_requests_without_end_do_not_keep_long_ones_waiting() -> None:
 
 
 @pytest.mark.parametrize("chunk", [32, -1], ids=["half-way", "whole"])
-def test_who_needs_of_the_share_too_is_not_passed_for_ever(chunk: int) -> None:
+def test_who_needs_the_reserve_too_is_not_passed_for_ever(chunk: int) -> None:
     """It is admitted when nothing else runs, which short ones without end would put off without end."""
     driver = driver_of(num_pages=80, num_rows=100, chunked_prefill_size=chunk)
     driver.send(*(short(i) for i in range(3)))
@@ -194,19 +179,11 @@ def test_who_needs_of_the_share_too_is_not_passed_for_ever(chunk: int) -> None:
 
 def test_one_long_request_alone_may_have_everything() -> None:
     driver = driver_of(num_pages=70)
-    driver.scheduler.share = ShortShare(250, 0)  # more than it leaves
+    keep(driver, 250, 0)  # more than it leaves
     driver.send(one := long(0, max_new_tokens=250))
     driver.run()
     assert driver.answers[one.rid].last is not None and driver.answers[one.rid].last.num_retractions == 0
     assert_right(driver, one)
-
-
-def test_a_small_pool_has_no_share() -> None:
-    assert ShortShare.of(16_383, 256) == ShortShare(0, 0)
-    assert not ShortShare.of(16_383, 256).is_short(1)
-    share = ShortShare.of(16_384, 256)
-    assert share == ShortShare(1024, 8)
-    assert share.is_short(256) and not share.is_short(257)
 
 
 @settings(max_examples=20, deadline=None)
@@ -223,7 +200,7 @@ def test_a_small_pool_has_no_share() -> None:
 def test_everybody_gets_the_right_tokens(
     arrivals: list[tuple[int, int, int, int]], num_rows: int, policy: str, overlap: bool
 ) -> None:
-    """With a share in a pool that is small, of single requests and of bodies, with and without priorities."""
+    """With a reserve in a pool that is small, of single requests and of bodies, with and without priorities."""
     priorities = policy == "priority"
     driver = make_driver(
         num_pages=60,
@@ -235,7 +212,7 @@ def test_everybody_gets_the_right_tokens(
         enable_priority_scheduling=priorities,
         disable_overlap_schedule=not overlap,
     )
-    driver.scheduler.share = ShortShare(48, 1)
+    keep(driver, 48, 1)
     sent = []
     for number, (prompt_len, max_new_tokens, body, pause) in enumerate(arrivals):
         prompt = [number % 250 + 1] + [5] * prompt_len
@@ -252,19 +229,35 @@ def test_everybody_gets_the_right_tokens(
         steps(driver, pause)
     driver.run()
     assert_right(driver, *sent)
-    assert driver.scheduler.waiting.num_short == 0
-    driver.scheduler.running.drop_departed()  # as the next step would
-    assert driver.scheduler.short_share() == driver.scheduler.share
+    assert driver.scheduler.waiting.holdings == Holdings(48, 1), "nobody holds anything"
 
 
-def test_room_is_made_again_as_soon_as_somebody_has_left() -> None:
-    """Steps in which no request needs a page do not look at memory at all. A request that leaves ends that, also if it
-    was not in them: pages of a prefix that it shared stay in use, and the share for short ones may lack them."""
+def test_a_small_pool_has_no_reserve() -> None:
+    assert Holdings.of(16_383, 256) == Holdings()
+    assert Holdings.of(16_384, 256) == Holdings(1024, 8)
+
+
+@pytest.mark.parametrize("max_new_tokens", [200, 12], ids=["of long ones", "of short ones"])
+def test_a_large_body_leaves_room_for_a_newcomer(max_new_tokens: int) -> None:
+    """Its next tokens come at once, however many requests of the body wait."""
+    driver = driver_of(num_rows=20)
+    driver.send(*(long(number, max_new_tokens=max_new_tokens, body=1) for number in range(60)))
+    for number in range(4):
+        steps(driver, 9)
+        driver.send(one := short(number))
+        steps(driver, 4)
+        assert driver.answers[one.rid].output_ids
+    driver.scheduler.abort(AbortReq(abort_all=True))
+    driver.run()
+
+
+def test_steps_that_need_no_page_do_not_look_at_memory() -> None:
+    """Until somebody leaves: what the reserve lacks may be restored then."""
     driver = driver_of(page_size=16)
     driver.send(long(0), request("prompt", [9] * 20, max_new_tokens=1))
     running, looks = driver.scheduler.running, []
-    right = driver.scheduler.has_room
-    driver.scheduler.has_room = lambda *args: looks.append(args) or right(*args)  # type: ignore[method-assign, func-returns-value]
+    right = running.num_pages_needed
+    running.num_pages_needed = lambda *args: looks.append(args) or right(*args)  # type: ignore[method-assign, func-returns-value]
     steps(driver, 3)
     assert "prompt" not in driver.scheduler.reqs and len(running) == 1
     num_looks = len(looks)
@@ -277,3 +270,111 @@ def test_room_is_made_again_as_soon_as_somebody_has_left() -> None:
     assert len(looks) == num_looks + 1
     driver.scheduler.abort(AbortReq(abort_all=True))
     driver.run()
+
+
+# --- would_admit, beside the accounts of the pool
+
+
+def make_memory(num_pages: int, num_rows: int, page_size: int = 1) -> RequestMemory:
+    pages = LeasePool("pages", 1 + num_pages)
+    return RequestMemory(pages, LeasePool("rows", 1 + num_rows), RadixCache(pages, page_size), page_size)
+
+
+def req_of(rid: str, prompt: list[int], body: int = 0, max_new: int = 1, rank: int = 0) -> Req:
+    source = TokenizedGenerateReq(rid, array("i"), SamplingParams(), body=body)
+    return Req(source, np.array(prompt, np.int32), frozenset(), 0, max_new, 1, rank=rank)
+
+
+def admit(memory: RequestMemory, req: Req) -> None:
+    prefix = memory.match(req)
+    memory.tree.lock(prefix.match.host_node)
+    memory.admit(req, prefix)
+
+
+def compute(memory: RequestMemory, req: Req) -> None:
+    """The prompt of ``req`` has been computed and is in the tree."""
+    req.allocated_len = req.committed_len = req.num_tokens
+    memory.cache_prompt(req)
+
+
+PROMPTS = st.lists(st.integers(1, 2), min_size=1, max_size=14)
+REQS = st.lists(st.tuples(PROMPTS, st.integers(1, 12), st.integers(0, 2)), max_size=6)
+
+
+@settings(max_examples=100)
+@given(
+    running=REQS,
+    waiting=REQS,
+    gone=st.sets(st.integers(0, 5)),
+    num_pages=st.integers(14, 60),
+    page_size=st.sampled_from([1, 2, 4]),
+    num_rows=st.integers(1, 6),
+    reserve=st.sampled_from([(0, 0), (12, 1), (24, 2)]),
+    ratio=st.sampled_from([0.0, 0.3, 1.0]),
+)
+def test_no_memory_is_promised_that_is_not_there(
+    running: list[tuple[list[int], int, int]],
+    waiting: list[tuple[list[int], int, int]],
+    gone: set[int],
+    num_pages: int,
+    page_size: int,
+    num_rows: int,
+    reserve: tuple[int, int],
+    ratio: float,
+) -> None:
+    """Neither now nor in a forecast: the pool gives exactly what was counted, after the same retractions."""
+    memory, holdings = make_memory(num_pages, num_rows, page_size), Holdings(*reserve)
+    held: list[Req] = []
+
+    def state_now() -> AdmissionState:
+        expected = sum(int(ratio * one.max_new_tokens) for one in held)
+        return AdmissionState(memory, holdings, len(held), expected)
+
+    for number, (prompt, max_new, body) in enumerate(running):
+        req, state = req_of(f"r{number}", prompt, body, max_new), state_now()
+        if would_admit(state, req):
+            req.in_reserve = state.admit(req)
+            holdings.admit(req, req.in_reserve)
+            admit(memory, req)
+            held.append(req)
+            assert (state.num_pages, state.num_rows) == (memory.num_available_pages, memory.rows.num_free)
+            if number % 3:
+                compute(memory, req)
+            assert holdings.used_tokens <= holdings.reserve_tokens
+    newcomers = [req_of(f"w{number}", p, body, new) for number, (p, new, body) in enumerate(waiting)]
+    for req in newcomers:
+        memory.match(req)
+    state = state_now()
+    victims = [req for index, req in enumerate(held) if index in gone]
+    for victim in victims:
+        state.retract(victim, int(ratio * victim.max_new_tokens))
+    admitted = [(req, state.admit(req)) for req in newcomers if would_admit(state, req)]
+    for victim in victims:
+        victim.left = True
+        memory.release(victim)
+        holdings.release(victim)
+    for req, in_reserve in admitted:
+        req.in_reserve = in_reserve
+        holdings.admit(req, in_reserve)
+        admit(memory, req)
+    assert (state.num_pages, state.num_rows) == (memory.num_available_pages, memory.rows.num_free)
+    assert state.holdings == holdings
+    if not victims:  # what fits now, fits when there is more
+        alone = AdmissionState(memory, Holdings(), 0, 0)
+        alone.num_pages = memory.num_pages
+        assert all(alone.num_rows == 0 or would_admit(alone, req) for req in newcomers if not req.row)
+
+
+def test_a_prefix_that_splits_a_node_of_a_victim_is_not_counted_as_free() -> None:
+    memory = make_memory(7, 8)
+    running = [req_of(rid, p, rank=9) for rid, p in (("a", [1, 2, 3, 4]), ("b", [8]), ("c", [9]))]
+    for req in running:
+        admit(memory, req)
+        compute(memory, req)
+    running[1].output_ids, running[2].output_ids = [7], [7]  # so that a goes first
+    # The second one needs two of the pages that the first victim leaves, so even b would not be enough for it.
+    wanted = [req_of("first", [5, 6]), req_of("second", [1, 2, 7], max_new=2)]
+    for req in wanted:
+        memory.match(req)
+    state = AdmissionState(memory, Holdings(), len(running), 0)
+    assert [req.rid for req in preempted(state, wanted, running, [0, 0, 0], 0)] == ["a"]
