@@ -84,38 +84,38 @@ NORM = "model.norm.weight"
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    "change",
     [
-        (lambda header: "[]", "no JSON object"),
-        (lambda header: "{", "the header is no JSON"),
-        (lambda header: "[" * 100_000, "the header is no JSON"),
-        (lambda header: header.update(extra=7), "does not describe extra"),
-        (_set(NORM, dtype=None), f"does not describe {NORM}"),
-        (_set(NORM, shape=[-48]), f"does not describe {NORM}"),
-        (_set(NORM, shape=[True]), f"does not describe {NORM}"),
-        (_set(NORM, data_offsets=[0]), f"does not describe {NORM}"),
-        (_set(NORM, shape=[2**62, 2**62]), "bytes"),
-        (_set(NORM, dtype="F16"), f"{NORM} is F16 [48] and has 192 bytes"),
-        (_place(NORM, 200, 8), "in front of its beginning"),
-        (_place(NORM, 0, 192), "in front of it ends at"),
-        (_place(NORM, 10**15, 10**15 + 192), "in front of it ends at"),
-        (lambda header: header.pop(NORM) and None, "the tensors take "),
-        (lambda header: header.pop("lm_head.weight") and None, "in front of it ends at"),
+        lambda header: "[]",
+        lambda header: "{",
+        lambda header: "[" * 100_000,
+        lambda header: header.update(extra=7),
+        _set(NORM, dtype=None),
+        _set(NORM, shape=[-48]),
+        _set(NORM, shape=[True]),
+        _set(NORM, data_offsets=[0]),
+        _set(NORM, shape=[2**62, 2**62]),
+        _set(NORM, dtype="F16"),
+        _place(NORM, 200, 8),
+        _place(NORM, 0, 192),
+        _place(NORM, 10**15, 10**15 + 192),
+        lambda header: header.pop(NORM) and None,
+        lambda header: header.pop("lm_head.weight") and None,
     ],
 )
 def test_a_header_that_cannot_be_true_is_refused(
-    change: Callable[[Header], object], said: str, checkpoint: Path
+    change: Callable[[Header], object], checkpoint: Path
 ) -> None:
     rewrite(checkpoint / "model.safetensors", change)
     text = refused(checkpoint)
-    assert said in text and "model.safetensors: truncated or damaged" in text and "download" in text
+    assert "model.safetensors: truncated or damaged" in text and "download" in text
 
 
 def test_a_header_longer_than_the_file_is_refused(checkpoint: Path) -> None:
     path = checkpoint / "model.safetensors"
     for length in (path.stat().st_size - 7, 2**63):
         path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
-        assert f"a header of {length} bytes in a file of" in refused(checkpoint)
+        assert "model.safetensors: truncated or damaged" in refused(checkpoint)
 
 
 def test_a_tensor_in_two_files_is_refused(checkpoint: Path) -> None:

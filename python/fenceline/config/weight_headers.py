@@ -1,30 +1,22 @@
 """What the headers of a checkpoint's safetensors files say, without torch: whether the files are whole, whether they
-belong to config.json, and whether the weights fit in memory.
-
-The format: eight bytes with the length of a JSON object, the object (for each tensor its type, shape and place), data.
-https://huggingface.co/docs/safetensors
-"""
+belong to config.json, and whether the weights fit in memory."""
 
 from __future__ import annotations
 
 import ctypes
-import json
 import math
 import re
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeGuard
 
 import psutil
+from safetensors import SafetensorError, safe_open
 
 from fenceline.config import ConfigError
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.quantization import ON_LINE_METHOD
 
-_MAX_HEADER_BYTES = 100_000_000  # the library's limit
-_LENGTH_BYTES = 8
 _BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
@@ -46,13 +38,16 @@ _OF_TEXT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in ``file``: its type as safetensors names it, its shape, its first byte and how many they are."""
+    """A tensor in ``file``: its type as safetensors names it, and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
     file: Path
-    start: int
-    nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its numbers; those of an unknown type count as one byte each."""
+        return math.prod(self.shape) * _BITS.get(self.dtype, 8) // 8
 
 
 def read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
@@ -60,66 +55,21 @@ def read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
     is not whole or whose header cannot be true, and for a tensor that is in two of them."""
     tensors: dict[str, StoredTensor] = {}
     for path in files:
-        found = _read_header(path)
+        try:
+            with safe_open(path, framework="numpy") as file:
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                found = {
+                    name: StoredTensor(one.get_dtype(), tuple(one.get_shape()), path)
+                    for name, one in slices.items()
+                }
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
+        except SafetensorError as error:
+            raise ConfigError(f"{path}: truncated or damaged ({error}); download the file again") from None
         if twice := sorted(tensors.keys() & found.keys()):
             raise ConfigError(f"{path}: weight {twice[0]} comes twice; remove the extra safetensors file")
         tensors |= found
     return tensors
-
-
-def _read_header(path: Path) -> dict[str, StoredTensor]:
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
-                raise _damaged(path, f"a header of {length} bytes in a file of {size}")
-            header: object = json.loads(file.read(length))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise _damaged(path, f"the header is no JSON: {str(error).splitlines()[0]}") from None
-    if not isinstance(header, dict):
-        raise _damaged(path, "the header is no JSON object")
-    tensors: dict[str, StoredTensor] = {}
-    places: list[tuple[int, int, str]] = []
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        dtype, shape, place = _entry(path, name, entry)
-        nbytes = place[1] - place[0]
-        if (bits := _BITS.get(dtype)) is not None and math.prod(shape) * bits != nbytes * 8:
-            raise _damaged(path, f"{name} is {dtype} {list(shape)} and has {nbytes} bytes")
-        tensors[name] = StoredTensor(dtype, shape, path, _LENGTH_BYTES + length + place[0], nbytes)
-        places.append((*place, name))
-    end = 0
-    for first, last, name in sorted(places):
-        if first != end:
-            raise _damaged(path, f"{name} begins at byte {first}, the tensor in front of it ends at {end}")
-        end = last
-    if end != size - _LENGTH_BYTES - length:
-        raise _damaged(path, f"the tensors take {end} bytes, the file has {size - _LENGTH_BYTES - length}")
-    return tensors
-
-
-def _entry(path: Path, name: str, entry: object) -> tuple[str, tuple[int, ...], tuple[int, int]]:
-    values = entry if isinstance(entry, Mapping) else {}
-    dtype, shape, place = values.get("dtype"), values.get("shape"), values.get("data_offsets")
-    if not isinstance(dtype, str) or not _sizes(shape) or not _sizes(place) or len(place) != 2:
-        raise _damaged(path, f"the header does not describe {name}")
-    if place[0] > place[1]:
-        raise _damaged(path, f"{name} ends at byte {place[1]}, in front of its beginning at {place[0]}")
-    return dtype, tuple(shape), (place[0], place[1])
-
-
-def _sizes(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
-
-
-def _damaged(path: Path, reason: str) -> ConfigError:
-    return ConfigError(f"{path}: truncated or damaged ({reason}); download the file again")
 
 
 def check_headers(model: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
@@ -170,9 +120,8 @@ def _check_column_order(group: int, tensors: Mapping[str, StoredTensor]) -> None
     name, stored = next(found, ("", None))
     if stored is None or stored.dtype != "I32":
         return
-    with stored.file.open("rb") as file:
-        file.seek(stored.start)
-        order = array("i", file.read(stored.nbytes))
+    with safe_open(stored.file, framework="numpy") as file:
+        order = file.get_tensor(name).tolist()
     if any(number != (column // group if group > 0 else 0) for column, number in enumerate(order)):
         raise ConfigError(
             f"{name}: columns are in the order of activations (desc_act), which is not supported; use a checkpoint"
