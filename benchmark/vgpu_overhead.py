@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from fenceline.vgpu import VirtualGpu, use
+from fenceline_sim import VirtualGpu, use
 
 _ROUNDS = 7
 _OPS = 2000

@@ -9,10 +9,11 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = tuple(f"python/fenceline{suffix}" for suffix in ("", "_demo", "_sim", "_proof"))
 CHECKS = (
     ("-m", "ruff", "check", "--quiet"),
     ("-m", "ruff", "format", "--check", "--quiet", "--diff"),
-    ("-m", "mypy", "--no-error-summary", "python/fenceline", "python/fenceline_demo", "SNIPPETS"),
+    ("-m", "mypy", "--no-error-summary", *PACKAGES, "SNIPPETS"),
     ("scripts/tidy.py",),
 )
 # Pages whose programs are checked as a user's would be with mypy --strict, which has no short form within a file.

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = "fenceline"
+# Packages beside it, outside the wheel, from the lowest to the highest: each may import the product and those before
+# it. The product imports none, not even for types.
+BESIDE = ("fenceline_sim", "fenceline_proof")
+_OUTSIDE = (*BESIDE, "fenceline_demo")
 
 # Folders from the lowest to the highest. A folder may import from itself and from those before it; folders in one tuple
 # may not import from each other.
@@ -30,10 +34,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
 )
 # These may be imported from anywhere and may not import from other folders.
 EVERYWHERE = ("config", "ipc", "sampling.sampling_params", "constrained.spec", "version")
-# Command lines and tools around the server, which may import everything except vgpu.
+# Command lines and tools around the server, which may import everything in the package.
 TOOLS = ("", "__main__", "cli", "launch_server", "bench_serving", "benchmarking")
-# This folder may import everything, but nothing outside may import from it.
-TEST_ONLY = "vgpu"
 # These are used in processes, or at times, in which torch must not be loaded. Only config may import it, inside a
 # function, to find a GPU.
 NO_TORCH = (
@@ -48,9 +50,9 @@ NO_TORCH = (
     "mem_cache.transfer",
     "mem_cache.page_hash",
 )
-# The module with whose answers the proof compares the engine's. It imports nothing of the package except for types.
-INDEPENDENT = ("vgpu.proving.oracle",)
-ORDERING_FOLDERS = ("memory_order", TEST_ONLY)
+# The module with whose answers the proof compares the engine's. It imports nothing of ours except for types.
+INDEPENDENT = ("fenceline_proof.oracle",)
+ORDERING_FOLDERS = ("memory_order", *BESIDE)
 # Folders that may use the libraries for collective operations; all others use a Communicator.
 RANK_FOLDERS = ("memory_order", "distributed")
 
@@ -81,11 +83,11 @@ class Import:
 
 
 def violations(source: Path) -> list[Violation]:
-    """All violations in the package below ``source``, in the order of files and lines; import cycles come last."""
+    """All violations in the packages below ``source``, in the order of files and lines; import cycles come last."""
     found: list[Violation] = []
     paths: dict[str, Path] = {}
     all_imports: dict[str, list[Import]] = {}
-    for path in sorted((source / PACKAGE).rglob("*.py")):
+    for path in (path for name in (PACKAGE, *BESIDE) for path in sorted((source / name).rglob("*.py"))):
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
         module = _module_name(path, source)
         imports = list(_imports(tree, _package_of(module, path)))
@@ -101,13 +103,19 @@ def violations(source: Path) -> list[Violation]:
 
 
 def _module_name(path: Path, source: Path) -> str:
-    """The module's name within the package, such as ``scheduler.scheduler``; empty for the package itself."""
-    parts = path.relative_to(source / PACKAGE).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    """The module's name, within the product such as ``scheduler.scheduler`` (empty for the package itself), and else
+    such as ``fenceline_sim.device``."""
+    parts = path.relative_to(source).with_suffix("").parts
+    parts = parts[1:] if parts[0] == PACKAGE else parts
+    return ".".join(parts[:-1] if parts[-1:] == ("__init__",) else parts)
+
+
+def _full_name(module: str) -> str:
+    return module if _folder(module) in BESIDE else f"{PACKAGE}.{module}".rstrip(".")
 
 
 def _package_of(module: str, path: Path) -> str:
-    full = f"{PACKAGE}.{module}".rstrip(".")
+    full = _full_name(module)
     return full if path.name == "__init__.py" else full.rpartition(".")[0]
 
 
@@ -153,14 +161,12 @@ def _absolute(node: ast.ImportFrom, package: str) -> str:
 
 def _direction(module: str, imports: list[Import]) -> Iterator[tuple[int, str]]:
     folder = _folder(module)
+    below = BESIDE[: BESIDE.index(folder) + 1] if folder in BESIDE else ()
     for item in imports:
-        target = item.module.removeprefix(PACKAGE + ".") if item.module.startswith(PACKAGE + ".") else None
-        if target is None or (item.for_types and not _within(target, (TEST_ONLY,))):
-            continue
-        if _within(target, (TEST_ONLY,)):
-            if folder != TEST_ONLY:
-                yield item.line, f"imports {item.module}: nothing outside {TEST_ONLY} may"
-        elif not _may_import(module, target):
+        package, _, target = item.module.partition(".")
+        if package in _OUTSIDE and package not in below:
+            yield item.line, f"imports {item.module}: {folder if below else 'the product'} does not know it"
+        elif package == PACKAGE and target and not item.for_types and not _may_import(module, target):
             yield item.line, f"imports {item.module}: imports point down (see docs/internals/architecture.md)"
 
 
@@ -168,7 +174,7 @@ def _may_import(module: str, target: str) -> bool:
     folder, other = _folder(module), _folder(target)
     if _within(module, EVERYWHERE):
         return _within(target, EVERYWHERE)
-    if folder in (*TOOLS, TEST_ONLY) or folder == other or _within(target, EVERYWHERE):
+    if folder in (*TOOLS, *BESIDE) or folder == other or _within(target, EVERYWHERE):
         return True
     levels = {name: level for level, names in enumerate(LEVELS) for name in names}
     if folder not in levels:
@@ -190,7 +196,7 @@ def _torch_free(module: str, imports: list[Import]) -> Iterator[tuple[int, str]]
 
 def _independent(module: str, imports: list[Import]) -> Iterator[tuple[int, str]]:
     for item in imports if module in INDEPENDENT else ():
-        if not item.for_types and item.module.split(".")[0] == PACKAGE:
+        if not item.for_types and item.module.split(".")[0] in (PACKAGE, *BESIDE):
             yield item.line, f"imports {item.module}: {module} shares nothing with what it checks"
 
 
@@ -200,17 +206,18 @@ def _circles(paths: Mapping[str, Path], imports: Mapping[str, list[Import]]) -> 
     for circle in _strongly_connected(graph):
         first = circle[0]
         line, target = min((line, name) for name, line in graph[first].items() if name in circle)
-        text = f"imports {PACKAGE}.{target}, which leads back: {', '.join(circle)} import each other"
+        text = f"imports {_full_name(target)}, which leads back: {', '.join(circle)} import each other"
         yield Violation(paths[first], line, text)
 
 
 def _imported_modules(module: str, imports: Mapping[str, list[Import]]) -> dict[str, int]:
-    """The other modules of the package that ``module`` imports, and the first line that does."""
+    """The other modules of ours that ``module`` imports, and the first line that does."""
     found: dict[str, int] = {}
     for item in imports[module]:
-        if item.module.split(".")[0] != PACKAGE:
+        package, _, rest = item.module.partition(".")
+        if package not in (PACKAGE, *BESIDE):
             continue
-        target = item.module.partition(".")[2]
+        target = rest if package == PACKAGE else item.module
         while target and target not in imports:  # it may be a name in a module; then the module is meant
             target = target.rpartition(".")[0]
         if target in imports and target != module:

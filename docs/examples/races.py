@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from fenceline.vgpu import RaceError, VirtualGpu, use
+from fenceline_sim import RaceError, VirtualGpu, use
 
 Program = Callable[[VirtualGpu, torch.device, bool], None]
 

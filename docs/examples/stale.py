@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from fenceline.vgpu import CheckError, VirtualGpu, use
+from fenceline_sim import CheckError, VirtualGpu, use
 
 Program = Callable[[VirtualGpu, torch.device, bool], None]
 

@@ -13,7 +13,7 @@ from fenceline.config.server_args import ServerArgs
 from fenceline.memory_order import Point, Points, Stream, open_device
 from fenceline.memory_order.edges import Edge
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.vgpu.proving.persistent_attention import PERSISTENT
+from fenceline_proof.persistent_attention import PERSISTENT
 
 
 def tiers_on(kind: str, attention: tuple[str, str], io_backend: str, **flags: object) -> Tiers:

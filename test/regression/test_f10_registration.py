@@ -10,12 +10,12 @@ from collective_ranks import run_ranks
 
 from fenceline.memory_order import Communicator, GraphError, GraphState
 from fenceline.memory_order.edges import REGISTERED_GRAPH
-from fenceline.vgpu import VirtualGpu
-from fenceline.vgpu.device import VgpuDevice
-from fenceline.vgpu.errors import PeerError
-from fenceline.vgpu.factories import use
-from fenceline.vgpu.peers import PeerRank
-from fenceline.vgpu.proving.collectives import GRAIN, Ranks, make_program
+from fenceline_proof.collectives import GRAIN, Ranks, make_program
+from fenceline_sim import VirtualGpu
+from fenceline_sim.device import VgpuDevice
+from fenceline_sim.errors import PeerError
+from fenceline_sim.factories import use
+from fenceline_sim.peers import PeerRank
 
 torch.set_num_threads(1)
 

@@ -19,9 +19,9 @@ from trace_runner import first_difference, make_runner, play
 from fenceline.memory_order import Device, Graph, GraphPool, open_device
 from fenceline.memory_order.cuda import CudaGraph
 from fenceline.model_executor.step import ForwardResult, StepOutput
-from fenceline.vgpu.errors import StaleMemoryError
-from fenceline.vgpu.proving import runs
-from fenceline.vgpu.proving.runs import Trial
+from fenceline_proof import runs
+from fenceline_proof.runs import Trial
+from fenceline_sim.errors import StaleMemoryError
 
 __all__ = ["models"]  # a fixture
 

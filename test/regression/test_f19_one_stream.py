@@ -12,11 +12,11 @@ from ranks import Ranks
 
 from fenceline.memory_order import Communicator, CommunicatorError, Device, open_device
 from fenceline.memory_order.edges import ONE_STREAM
-from fenceline.vgpu import RaceError, VirtualGpu
-from fenceline.vgpu.device import VgpuDevice
-from fenceline.vgpu.factories import use
-from fenceline.vgpu.proving.collectives import Ranks as Collectives
-from fenceline.vgpu.proving.collectives import make_program
+from fenceline_proof.collectives import Ranks as Collectives
+from fenceline_proof.collectives import make_program
+from fenceline_sim import RaceError, VirtualGpu
+from fenceline_sim.device import VgpuDevice
+from fenceline_sim.factories import use
 
 OPERATIONS: dict[str, Callable[[Communicator], object]] = {
     "all-reduce": lambda communicator: communicator.all_reduce(torch.ones(3)),

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fenceline.memory_order.all_reduce import Act
-from fenceline.vgpu.factories import use
-from fenceline.vgpu.gpu import VirtualGpu
-from fenceline.vgpu.peers import Grain, Group, PeerRank
-from fenceline.vgpu.proving.collectives import in_order
-from fenceline.vgpu.threads import join_all
+from fenceline_proof.collectives import in_order
+from fenceline_sim.factories import use
+from fenceline_sim.gpu import VirtualGpu
+from fenceline_sim.peers import Grain, Group, PeerRank
+from fenceline_sim.threads import join_all
 
 Program = Callable[[PeerRank], None]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fenceline.vgpu import CaptureError, Event, Graph, VirtualGpu, use
+from fenceline_sim import CaptureError, Event, Graph, VirtualGpu, use
 
 POISON = int(torch.full((4,), 0x7FF8, dtype=torch.int16).view(torch.int64)[0])
 NUM_LARGE = 16

@@ -22,7 +22,7 @@ from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.layers.context import Shard
 from fenceline.memory_order import Device, open_device
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.vgpu.proving.random_depths import RandomDepths
+from fenceline_proof.random_depths import RandomDepths
 
 EAGLE, EAGLE3 = SpeculativeAlgorithm.EAGLE, SpeculativeAlgorithm.EAGLE3
 NEXTN, STANDALONE = SpeculativeAlgorithm.NEXTN, SpeculativeAlgorithm.STANDALONE

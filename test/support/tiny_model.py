@@ -14,9 +14,9 @@ from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.memory_order import Device, open_device
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.vgpu.proving.script import Scenario, Workload
-from fenceline.vgpu.proving.tiny_model import tiny_model_path
-from fenceline.vgpu.proving.workloads import WORKLOADS
+from fenceline_proof.script import Scenario, Workload
+from fenceline_proof.tiny_model import tiny_model_path
+from fenceline_proof.workloads import WORKLOADS
 
 
 def tiny_driver(device: Device | str = "cpu", num_rows: int = 6, **flags: object) -> Driver:

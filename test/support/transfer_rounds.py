@@ -24,7 +24,7 @@ from fenceline.mem_cache.host.page_copy import PageCopier, Pages, make_page_copi
 from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import Device, Point, Points, Stream, open_device, wait_for_pages
 from fenceline.memory_order.edges import HOST_PAGE_REUSE
-from fenceline.vgpu import VgpuDevice, VirtualGpu
+from fenceline_sim import VgpuDevice, VirtualGpu
 
 SHAPE = Shape(num_device_pages=12, num_host_pages=10, page_size=16, num_layers=2, heads=(2, 64))
 SPIN_CYCLES = 300_000  # of the device's clock, about 150 us: longer than all the copies of a round

@@ -111,7 +111,7 @@ def test_a_job_that_takes_what_time_there_is_ends_before_its_limit(monkeypatch: 
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import measure
 
-    jobs = [job for job in measure.read_list(measure.LIST) if "fenceline.vgpu" in job.command]
+    jobs = [job for job in measure.read_list(measure.LIST) if "fenceline_proof" in job.command]
     assert len(jobs) >= 3
     for job in jobs:
         found = re.search(r"--(budget|minutes) ([\d.]+)", job.command)

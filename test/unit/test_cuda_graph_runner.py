@@ -26,8 +26,8 @@ from fenceline.model_executor.decode_runner import DecodeRunner, RepairError
 from fenceline.model_executor.graph_runner import GraphMismatch
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import StepBatch
-from fenceline.vgpu.proving.steps import Loop, make_config
-from fenceline.vgpu.proving.workloads import WORKLOADS
+from fenceline_proof.steps import Loop, make_config
+from fenceline_proof.workloads import WORKLOADS
 
 SHAPE = TraceShape(num_rows=12, num_pages=100)
 SIZES = (1, 2, 4, 8)

@@ -20,8 +20,8 @@ from fenceline.memory_order import open_device
 from fenceline.scheduler.flight_dump import dump_json, dump_of_last
 from fenceline.scheduler.flight_recorder import FlightRecorder
 from fenceline.scheduler.flight_trace import REQUESTS, STREAMS, trace_json, trace_of
-from fenceline.vgpu.proving.steps import Loop, make_config
-from fenceline.vgpu.proving.workloads import WORKLOADS
+from fenceline_proof.steps import Loop, make_config
+from fenceline_proof.workloads import WORKLOADS
 
 Event = dict[str, Any]
 

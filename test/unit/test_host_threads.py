@@ -1,4 +1,4 @@
-"""Threads of the host on real devices; those of the virtual GPU are agents, see test/vgpu/test_page_streams.py."""
+"""Threads of the host on real devices; those of the virtual GPU are agents, see test/sim/test_page_streams.py."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from fenceline.memory_order import Device, InputRing, OrderChecker, OrderError, 
 from fenceline.memory_order.access import Memory, PagedMemory
 from fenceline.memory_order.edges import GROWTH_STOP, HOST_AFTER_FORWARD, RING_EDGES, Hazard, StreamName
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.vgpu import VirtualGpu
-from fenceline.vgpu.device import VgpuDevice
+from fenceline_sim import VirtualGpu
+from fenceline_sim.device import VgpuDevice
 
 RINGS = [edge.name for edge in RING_EDGES]
 FORWARD, LOAD, STORE, HOST = StreamName.FORWARD, StreamName.LOAD, StreamName.STORE, StreamName.HOST

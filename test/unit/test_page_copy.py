@@ -18,7 +18,7 @@ from fenceline.mem_cache.kv_pool import KVRow
 from fenceline.memory_order import open_device
 from fenceline.memory_order.access import occupies_sm
 from fenceline.memory_order.edges import StreamName
-from fenceline.vgpu import RaceError, VgpuDevice, VirtualGpu
+from fenceline_sim import RaceError, VgpuDevice, VirtualGpu
 
 LAYOUTS: tuple[MemLayout, ...] = ("layer_first", "page_first")
 

@@ -38,7 +38,7 @@ from fenceline.ipc.io_struct import (
 from fenceline.model_executor.step import StepBatch, StepCosts
 from fenceline.scheduler.draft_depth import AdaptiveDepth
 from fenceline.scheduler.flight_dump import dump_json
-from fenceline.vgpu.proving.random_depths import RandomDepths
+from fenceline_proof.random_depths import RandomDepths
 
 MOST = 4
 PROMPT = [5, 6, 7, 8, 9]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,14 @@ import setup_env
 import tidy
 
 
+def path_of(tmp_path: Path, module: str) -> Path:
+    """Of a module of the product, named within it, or of a package beside it."""
+    top = tmp_path if module.split(".")[0] in tidy.BESIDE else tmp_path / "fenceline"
+    return top / (module.replace(".", "/") + ".py")
+
+
 def complaints(tmp_path: Path, module: str, code: str) -> list[str]:
-    path = tmp_path / "fenceline" / (module.replace(".", "/") + ".py")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(code)
+    plant(tmp_path, {module: code})
     return [violation.message for violation in tidy.violations(tmp_path)]
 
 
@@ -23,22 +28,32 @@ def test_the_package_is_tidy() -> None:
     assert [str(violation) for violation in found] == []
 
 
+def test_the_wheel_holds_the_product_alone() -> None:
+    setuptools = pytest.importorskip("setuptools")
+    settings = tomllib.loads((setup_env.ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    find = settings["packages"]["find"]
+    (source,) = find["where"]
+    packages = setuptools.find_packages(str(setup_env.ROOT / source), include=find["include"])
+    assert {name.split(".")[0] for name in packages} == {tidy.PACKAGE} and "fenceline.scheduler" in packages
+    assert all((setup_env.ROOT / source / name / "__init__.py").is_file() for name in tidy.BESIDE)
+
+
 def test_no_test_imports_a_test(tmp_path: Path) -> None:
     assert [str(violation) for violation in tidy.test_violations(setup_env.ROOT / "test")] == []
     for path, code in (
         ("support/fake_clock.py", "import time"),
         ("support/world.py", "from fake_clock import Clock"),
         ("unit/test_a.py", "import json\nfrom world import World"),
-        ("vgpu/test_b.py", "import world\n\n\ndef test_it():\n    from test_a import Case"),
-        ("vgpu/helpers.py", "X = 1"),
+        ("sim/test_b.py", "import world\n\n\ndef test_it():\n    from test_a import Case"),
+        ("sim/helpers.py", "X = 1"),
         ("support/late.py", "import helpers"),
     ):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(code)
     found = [str(violation).removeprefix(str(tmp_path)) for violation in tidy.test_violations(tmp_path)]
     assert found == [
+        "/sim/test_b.py:5: imports test_a: what tests share is in test/support",
         "/support/late.py:1: imports helpers: what tests share is in test/support",
-        "/vgpu/test_b.py:5: imports test_a: what tests share is in test/support",
     ]
 
 
@@ -48,12 +63,11 @@ def test_the_folders_that_rules_name_exist() -> None:
         *sum(tidy.LEVELS, ()),
         *tidy.EVERYWHERE,
         *tidy.TOOLS,
-        tidy.TEST_ONLY,
         *tidy.NO_TORCH,
-        *tidy.INDEPENDENT,
     )
-    for name in rules:
-        path = package / name.replace(".", "/")
+    beside = (setup_env.ROOT / "python" / name for name in (*tidy.BESIDE, *tidy.INDEPENDENT))
+    for name in (*(package / name for name in rules), *beside):
+        path = name.parent / name.name.replace(".", "/")
         assert path.is_dir() or path.with_suffix(".py").is_file(), name
 
 
@@ -88,34 +102,48 @@ def test_imports_that_point_up_are_found(tmp_path: Path, module: str, line: str)
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("scheduler.scheduler", "from fenceline.vgpu import device"),
-        ("cli", "import fenceline.vgpu"),
-        ("config.x", "def f():\n    import fenceline.vgpu.prove"),
+        ("scheduler.scheduler", "from fenceline_sim import device"),
+        ("cli", "import fenceline_sim"),
+        ("models.x", "from fenceline_demo.corpus import TOOLS"),
+        ("config.x", "def f():\n    import fenceline_proof.prove"),
         (
             "model_executor.x",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import fenceline.vgpu.device",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import fenceline_sim.device",
         ),
     ],
 )
-def test_production_imports_nothing_of_vgpu(tmp_path: Path, module: str, line: str) -> None:
-    assert any("nothing outside vgpu may" in message for message in complaints(tmp_path, module, line))
+def test_the_product_knows_no_package_beside_it(tmp_path: Path, module: str, line: str) -> None:
+    (message,) = complaints(tmp_path, module, line)
+    assert "the product does not know it" in message
+
+
+def test_the_virtual_gpu_does_not_know_the_proof(tmp_path: Path) -> None:
+    code = "from fenceline.scheduler import scheduler\nfrom fenceline_sim.gpu import VirtualGpu\n"
+    assert (
+        complaints(tmp_path, "fenceline_proof.x", code) == [] == complaints(tmp_path, "fenceline_sim.x", code)
+    )
+    (message,) = complaints(tmp_path, "fenceline_sim.x", "from fenceline_proof.runs import run")
+    assert "fenceline_sim does not know it" in message
+    files = {"fenceline_sim.x": "import fenceline_sim.y", "fenceline_sim.y": "from fenceline_sim import x"}
+    plant(tmp_path, files)
+    (message,) = [violation.message for violation in tidy.violations(tmp_path)]
+    assert message.endswith("fenceline_sim.x, fenceline_sim.y import each other")
 
 
 @pytest.mark.parametrize(
     "line",
     [
         "from fenceline.sampling.gumbel import mix_seeds",
-        "from ...layers import rotary",
-        "from fenceline.vgpu.proving import decisions",
+        "from fenceline_proof import decisions",
         "def f():\n    import fenceline",
     ],
 )
 def test_the_oracle_shares_nothing_with_the_engine(tmp_path: Path, line: str) -> None:
-    (message,) = complaints(tmp_path, "vgpu.proving.oracle", line)
+    (message,) = complaints(tmp_path, "fenceline_proof.oracle", line)
     assert "shares nothing with what it checks" in message
     for_types = f"import numpy\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {line}"
     if not line.startswith("def"):
-        assert not complaints(tmp_path, "vgpu.proving.oracle", for_types)
+        assert not complaints(tmp_path, "fenceline_proof.oracle", for_types)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +182,7 @@ def test_raw_ordering_is_found_outside_memory_order_only(tmp_path: Path, code: s
     assert "ordering belongs to memory_order" in complaints(tmp_path, "model_executor.x", code)[-1]
     (tmp_path / "fenceline/model_executor/x.py").unlink()
     assert complaints(tmp_path, "memory_order.cuda", code) == []
-    assert complaints(tmp_path, "vgpu.device", code) == []
+    assert complaints(tmp_path, "fenceline_sim.device", code) == []
 
 
 @pytest.mark.parametrize(
@@ -177,7 +205,7 @@ def test_raw_ordering_is_found_outside_memory_order_only(tmp_path: Path, code: s
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from fenceline.scheduler import scheduler",
         ),
         ("launch_server", "from fenceline.entrypoints.supervisor import serve_until_stopped"),
-        ("vgpu.prove", "from fenceline.entrypoints.engine import Engine"),
+        ("fenceline_proof.prove", "from fenceline.entrypoints.engine import Engine"),
         ("model_executor.x", "y = x.to('cuda', non_blocking=False)\nself.graph = None\nstream.wait(point)"),
         ("model_executor.x", "from fenceline.memory_order.stream import Stream\ns: Stream"),
     ],
@@ -200,15 +228,15 @@ def test_what_is_allowed_passes(tmp_path: Path, module: str, code: str) -> None:
 def test_torch_distributed_is_named_behind_communicators_only(tmp_path: Path, code: str) -> None:
     for module in ("distributed.x", "memory_order.x"):
         assert complaints(tmp_path, module, code) == []
-    for module in ("model_executor.x", "vgpu.x"):
+    for module in ("model_executor.x", "fenceline_sim.x"):
         (message,) = set(complaints(tmp_path, module, code))
         assert "through a Communicator" in message
-        (tmp_path / "fenceline" / (module.replace(".", "/") + ".py")).unlink()
+        path_of(tmp_path, module).unlink()
 
 
 def plant(tmp_path: Path, files: dict[str, str]) -> None:
     for module, code in files.items():
-        path = tmp_path / "fenceline" / (module.replace(".", "/") + ".py")
+        path = path_of(tmp_path, module)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(code)
 

@@ -28,7 +28,7 @@ from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.ipc.io_struct import AbortReq
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.vgpu.proving.flashinfer_library import FLASHINFER
+from fenceline_proof.flashinfer_library import FLASHINFER
 
 __all__ = ["models"]  # a fixture
 

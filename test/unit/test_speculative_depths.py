@@ -23,7 +23,7 @@ from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.ipc.io_struct import AbortReq
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.scheduler.draft_depth import AdaptiveDepth
-from fenceline.vgpu.proving.random_depths import RandomDepths
+from fenceline_proof.random_depths import RandomDepths
 
 __all__ = ["models"]  # a fixture
 

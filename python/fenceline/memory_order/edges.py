@@ -499,7 +499,7 @@ ROWS = (*EDGE_PARTS, *GUARDS, *UNDER_SPECULATION)
 
 # --- docs/internals/edges.md -------------------------------------------------------------------------
 
-# Written by ``python -m fenceline.vgpu.prove --write-docs``. Only source trees have it.
+# Written by ``python -m fenceline_proof.prove --write-docs``. Only source trees have it.
 PROOF_FILE = Path(__file__).with_name("proof.json")
 
 
@@ -511,7 +511,7 @@ def edges_markdown() -> str:
         "",
         "Every cross-stream edge, generated from `python/fenceline/memory_order/edges.py`",
         "(`python -m fenceline.memory_order > docs/internals/edges.md`). The last columns are written by",
-        "`python -m fenceline.vgpu.prove --write-docs` ([prove.md](../prove.md)): with the edge severed, the workload",
+        "`python -m fenceline_proof.prove --write-docs` ([prove.md](../prove.md)): with the edge severed, the workload",
         "fails under that seed, and the checker says why. An edge between several pairs of streams is severed for each",
         "pair separately, and one that several functions apply in each of them separately.",
         "",

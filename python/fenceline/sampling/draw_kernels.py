@@ -98,7 +98,7 @@ def sample_tokens(
     If ``rows`` [B] int64 and ``last_tokens`` are given, ``last_tokens[rows]`` is set to the tokens; padding has row 0,
     the sink. If ``steps`` [B] int64 is given, it is incremented. From NaN logits some id of the vocabulary is drawn.
 
-    The draw is that of gumbel.py: it depends only on (logits row, temperature, seed, position). On the CPU and on vgpu
+    The draw is that of gumbel.py: it depends only on (logits row, temperature, seed, position). Without a GPU
     it equals the eager sampler's bit by bit. On CUDA the sampler calls this function. There scores are
     logit / temperature in float32, without subtracting the maximum first, which saves a pass over the logits.
 

@@ -1,7 +1,7 @@
 """Dumps: the contents of a FlightRecorder as one JSON object, usually in a file.
 
 ``docs/use/flight_recorder.md`` describes the format, which ``FORMAT`` and ``VERSION`` identify.
-``python -m fenceline.vgpu.replay FILE`` reads such a file.
+docs/use/flight_recorder.md says what reads such a file.
 """
 
 from __future__ import annotations

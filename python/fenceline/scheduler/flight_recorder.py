@@ -6,7 +6,7 @@ these would keep their events alive, and no requests. It keeps prompts only with
 are private and long. Its size is bounded: about 8 bytes for each request and step, and 32 MiB for everything else. If
 page-table writes, departures and the parameters of requests take more, fewer steps are kept.
 
-``python -m fenceline.vgpu.replay FILE`` runs a dump's decisions again under the race detector.
+A checkout can run a dump's decisions again under a race detector, see docs/use/flight_recorder.md.
 """
 
 from __future__ import annotations

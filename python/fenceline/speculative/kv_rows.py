@@ -5,7 +5,7 @@ have consecutive slots, so token i of the path moves from the slot of its node t
 all layers, including those of a draft model. Slots are computed on the device in the step that uses them, so that they
 are never used after the page table has changed (F5).
 
-The move has a reference implementation in torch operators (cpu, vgpu) and a Triton kernel (cuda), which is imported
+The move has a reference implementation in torch operators (without a GPU) and a Triton kernel (cuda), which is imported
 when it is first used.
 """
 

@@ -1,1 +1,0 @@
-"""The ordering proof's parts: workloads, runs, schedules, arms, table. The command is ``fenceline.vgpu.prove``."""

@@ -1,0 +1,1 @@
+"""The ordering proof's parts: workloads, runs, schedules, arms, table. The command is ``fenceline_proof.prove``."""

@@ -1,0 +1,732 @@
+"""Compares each answer of a run with the oracle's.
+
+The driver keeps a :class:`Transcript` of the messages to and from the scheduler, in order. Besides tokens it checks
+everything else that a client relies on: every increment once, in order and when it is due, nothing after the end or
+during a pause, finish reasons, logprobs, answers to control messages, and how much of a prompt may have come from the
+cache (:class:`Sharing`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, combinations
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+
+from fenceline.ipc.io_struct import (
+    AbortReq,
+    CachedTokensDetails,
+    CancelFlushReq,
+    ContinueGenerationReq,
+    ControlReply,
+    FinishReason,
+    FlushCacheReq,
+    GetInternalStateReq,
+    LoadGrammarReq,
+    Message,
+    PauseGenerationReq,
+    StrOut,
+    TickReq,
+    TokenizedGenerateReq,
+    TokenLogprobs,
+    TokenOut,
+    UpdateWeightsReq,
+)
+from fenceline_proof.oracle import Answer, Oracle, Place, Query, is_stuck, text_of
+from fenceline_proof.script import MISFIT
+from fenceline_proof.tiny_model import PIECES
+
+F64 = npt.NDArray[np.float64]
+_Logprobs = Sequence[tuple[float | None, int]]
+
+LOGPROB_TOLERANCE = 1e-4
+# Keys and values halfway between two numbers of FP8 may be rounded to either: all combinations of so many are tried.
+_MAX_NEAR_TIES = 4
+_STUCK = FinishReason(
+    type="abort", message="no token of the vocabulary can follow in its grammar", status_code=400
+)
+_LOWEST = float(np.finfo(np.float32).min)  # the logprob of probability 0
+# At most this share of the compared tokens may differ because of rounding, in addition to one in each run.
+MAX_CLOSE_SHARE = 1e-3
+
+_Asking = (
+    FlushCacheReq
+    | PauseGenerationReq
+    | ContinueGenerationReq
+    | GetInternalStateReq
+    | LoadGrammarReq
+    | UpdateWeightsReq
+)
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request: its message, its output so far, and what ended it if it did not end by itself."""
+
+    request: TokenizedGenerateReq
+    seed: int
+    outs: list[TokenOut] = field(default_factory=list)
+    texts: list[StrOut] = field(default_factory=list)  # the detokenizer's texts, if there is a detokenizer
+    aborted: AbortReq | None = None  # the message that aborted it
+    turn: int = 0  # of the loop, in which it came
+    # The ticks that the scheduler was told since it arrived, or since a pause, and the longest time between two of them
+    # before a pause: a tick may have ended it of which the answer comes after the pause.
+    ticks: list[float] = field(default_factory=list)
+    waited_before: float = 0.0
+    ended: bool = False
+    # (number of its outputs by then, folder) of each update of the weights that it has seen, and of the one before it.
+    weights: list[tuple[int, str]] = field(default_factory=list)
+
+    @property
+    def waited(self) -> float:
+        """Seconds between the first and the last of ``ticks``."""
+        return self.ticks[-1] - self.ticks[0] if self.ticks else 0.0
+
+    @property
+    def tokens(self) -> list[int]:
+        """All output tokens so far."""
+        return [token for out in self.outs for token in out.output_ids]
+
+
+@dataclass(slots=True)
+class _Control:
+    """A control message that is to be answered. ``num_pending``: requests that are left when it is carried out.
+    ``waits``: a flush that is carried out when none is."""
+
+    message: _Asking
+    num_pending: int
+    paused: bool
+    waits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """The first error in the answers of a run, "" if there is none; the number of tokens that were compared; and of
+    those that differ because of rounding, together with the keys and values that were rounded otherwise to FP8."""
+
+    wrong: str = ""
+    num_tokens: int = 0
+    num_close: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the answers of a server depend on besides its model. ``capacity``: its longest sequence, in tokens.
+    ``timeouts_s``: how long requests may be ``waiting`` and ``running``. ``decodes``: outputs go to a detokenizer.
+    ``stream_interval``: tokens in each output, ``step_tokens``: that a step may yield, which are not divided.
+    ``has_storage``: there is a tier below the host."""
+
+    random_seed: int
+    eos_ids: frozenset[int]
+    capacity: int
+    timeouts_s: Mapping[str, float | None] = field(default_factory=dict)
+    decodes: bool = False
+    stream_interval: int = 1
+    step_tokens: int = 1
+    has_storage: bool = False
+
+    def num_new_tokens(self, request: TokenizedGenerateReq) -> int:
+        """Most tokens that ``request`` gets; -1 if it is refused."""
+        wanted, num_prompt = request.sampling_params.max_new_tokens, len(request.input_ids)
+        limit = min(wanted, self.capacity - num_prompt)
+        return -1 if num_prompt == 0 or limit < min(wanted, 1) else limit
+
+
+class Transcript:
+    """The messages to and from the scheduler."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.exchanges: dict[str, Exchange] = {}
+        self._wrong: list[str] = []
+        self._seeds = Random(setting.random_seed)  # of requests that bring none, in order of arrival
+        self._setting = setting
+        self._open: dict[str, _Control] = {}  # control messages without an answer, by id
+        self._paused = self._quiet = False
+        self._num_turns = 0
+        self._weights = ""  # the folder of the latest, "" for the first ones
+
+    def turn(self) -> None:
+        """The scheduler begins a turn of its loop. What was in flight at a pause has been sent in the turn before."""
+        self._quiet = self._paused
+        self._num_turns += 1
+
+    def received(self, message: Message) -> None:
+        """Record ``message``, which the scheduler gets next."""
+        match message:
+            case (
+                FlushCacheReq()
+                | GetInternalStateReq()
+                | PauseGenerationReq()
+                | ContinueGenerationReq()
+                | LoadGrammarReq()
+                | UpdateWeightsReq()
+            ):
+                self._asked(message)
+            case CancelFlushReq() if message.id in self._open:
+                self._open[message.id].waits = False
+                self._open[message.id].num_pending = self._num_pending()
+        match message:
+            case TokenizedGenerateReq():
+                seed = message.sampling_params.seed
+                exchange = Exchange(message, self._seeds.getrandbits(63) if seed is None else seed)
+                exchange.weights.append((0, self._weights))
+                self.exchanges[message.rid] = exchange
+            case AbortReq():
+                for exchange in self._targets(message):
+                    if exchange.aborted is None:  # a later one, even if silent, finds no request any more
+                        exchange.aborted, exchange.turn = message, self._num_turns
+                        exchange.ended = message.silent
+            case TickReq() if not self._paused:
+                for exchange in self._targets(AbortReq(abort_all=True)):
+                    exchange.ticks.append(message.now)
+            case PauseGenerationReq():
+                self._pauses()
+                if message.mode == "abort":
+                    self.received(AbortReq(abort_all=True))
+            case ContinueGenerationReq():
+                self._paused = self._quiet = False
+            case UpdateWeightsReq(weight_version=label) if label != MISFIT:
+                if message.abort_all_requests:
+                    self.received(AbortReq(abort_all=True))
+                if message.keep_pause:
+                    self._pauses()
+
+    def _pauses(self) -> None:
+        """Generation is paused, which does not count for time-outs."""
+        self._paused = True
+        for exchange in self.exchanges.values():
+            exchange.waited_before = max(exchange.waited_before, exchange.waited)
+            exchange.ticks.clear()
+
+    def updated(self, folder: str, num_outputs: Mapping[str, int]) -> None:
+        """The weights are those of ``folder`` from now on. ``num_outputs``: of the requests that are there, by rid."""
+        self._weights = folder
+        for rid, exchange in self.exchanges.items():
+            if not exchange.ended:  # one that is not there yet has arrived just behind the update
+                exchange.weights.append((num_outputs.get(rid, 0), folder))
+
+    def _asked(self, message: _Asking) -> None:
+        num_pending = self._num_pending()
+        waits = isinstance(message, FlushCacheReq) and message.wait and num_pending > 0
+        self._open[message.id] = _Control(message, num_pending, self._paused, waits)
+
+    def _num_pending(self) -> int:
+        """Requests that are left once the scheduler has handled all messages so far."""
+        return sum(map(self._is_pending, self.exchanges.values()))
+
+    def _is_pending(self, exchange: Exchange) -> bool:
+        accepted = self._setting.num_new_tokens(exchange.request) >= 0
+        return accepted and not exchange.ended and not exchange.aborted
+
+    def replied(self, reply: ControlReply) -> None:
+        """The scheduler has answered a control message."""
+        control = self._open.pop(reply.id, None)
+        if control is None:
+            self._wrong.append(f"{reply.id!r} is answered, but was not asked or is answered twice")
+            return
+        if control.waits:
+            control.num_pending = self._num_pending()
+        success, text = self._right_reply(control)
+        if reply.success != success or not reply.message.startswith(text):
+            said, right = (reply.success, reply.message), (success, text)
+            self._wrong.append(f"{reply.id!r} is answered with {said}, and {right} is right")
+        if isinstance(control.message, GetInternalStateReq) and reply.state is not None:
+            num_reqs = reply.state.num_running_reqs + reply.state.num_queue_reqs
+            if (num_reqs, reply.state.paused) != (control.num_pending, control.paused):
+                self._wrong.append(f"{reply.id!r} says {num_reqs} requests, {control.num_pending} are left")
+
+    def _right_reply(self, control: _Control) -> tuple[bool, str]:
+        """Whether it succeeds, and how the text begins."""
+        match control.message:
+            case FlushCacheReq() if control.num_pending:
+                return False, f"cache not flushed: {control.num_pending} requests are pending"
+            case FlushCacheReq(storage=True) if not self._setting.has_storage:
+                return False, "cache not flushed: there is no storage tier"
+            case FlushCacheReq():
+                return True, "cache flushed: "
+            case PauseGenerationReq():
+                return True, f"paused ({control.message.mode})"
+            case ContinueGenerationReq():
+                return True, "generation continues"
+            case UpdateWeightsReq(weight_version=label) if label == MISFIT:
+                return False, "weights not updated: "
+            case UpdateWeightsReq():
+                return True, "weights updated"
+            case GetInternalStateReq() | LoadGrammarReq():
+                return True, ""
+
+    def _targets(self, message: AbortReq) -> list[Exchange]:
+        rids = list(self.exchanges) if message.abort_all else [message.rid]
+        exchanges = [self.exchanges[rid] for rid in rids if rid in self.exchanges]
+        return [exchange for exchange in exchanges if not exchange.ended]
+
+    def sent(self, out: TokenOut) -> None:
+        """The scheduler has sent an output."""
+        exchange = self.exchanges.get(out.rid)
+        reason = out.finish_reason
+        if (
+            exchange is not None
+            and self._was_overdue(exchange)
+            and reason is not None
+            and reason.status_code == 503
+        ):
+            exchange.ended, exchange.aborted = False, None
+        if exchange is None or exchange.ended:
+            self._wrong.append(
+                f"{out.rid} has an output {'after its end' if exchange else 'without a request'}"
+            )
+            return
+        if (out.decode is not None) != (not exchange.outs):
+            self._wrong.append(
+                f"{out.rid} is announced with output no. {len(exchange.outs)}, not with the first"
+            )
+        if exchange.aborted and (out.finish_reason is None or out.finish_reason.type != "abort"):
+            self._wrong.append(f"{out.rid} goes on after it was aborted")
+        if self._quiet and (out.finish_reason is None or out.finish_reason.type != "abort"):
+            self._wrong.append(f"{out.rid} goes on while generation is paused")
+        self._check_interval(exchange, out)
+        exchange.outs.append(out)
+        was_pending = self._is_pending(exchange)
+        exchange.ended = out.finish_reason is not None
+        if was_pending and exchange.ended:  # by a tick, which came before what has not been answered yet
+            for control in self._open.values():
+                control.num_pending -= 1
+
+    def _was_overdue(self, exchange: Exchange) -> bool:
+        """Whether its time may have been up just before a silent abort, in the same turn of the loop: then it ends in
+        both ways."""
+        aborted = exchange.aborted
+        return exchange.ended and aborted is not None and aborted.silent and exchange.turn == self._num_turns
+
+    def _check_interval(self, exchange: Exchange, out: TokenOut) -> None:
+        """Check --stream-interval: a stream's first message has one token, and each later one those of an interval."""
+        request, num = exchange.request, len(out.output_ids)
+        if request.stream or request.sampling_params.stop:
+            due, most = 1, 1  # a prompt's step yields one
+            if any(said.output_ids for said in exchange.outs):
+                due = self._setting.stream_interval
+                most = due + self._setting.step_tokens - 1
+            if num > most or (num < due and out.finish_reason is None):
+                self._wrong.append(f"{out.rid} gets {num} tokens at once, and {due} are due")
+
+    def decoded(self, out: StrOut) -> None:
+        """The detokenizer has sent a text."""
+        exchange = self.exchanges[out.token.rid]
+        if not exchange.texts or exchange.texts[-1].token.finish_reason is None:
+            exchange.texts.append(out)
+        elif out.text or out.token.finish_reason is None or out.token.finish_reason.type != "abort":
+            # The end of a request that was aborted, or whose time was up, before the scheduler heard of its stop string
+            # is sent as well.
+            self._wrong.append(f"{out.token.rid} has text after its end: {out.text!r}")
+
+    def compare(self, oracle: Oracle) -> Findings:
+        """Compare everything with ``oracle``."""
+        wrong, num_tokens, num_close = list(self._wrong), 0, 0
+        turned = set[object]()  # samples of a prompt have the same
+        wrong += [f"{id!r} was never answered" for id in self._open]
+        for rid, exchange in self.exchanges.items():
+            comparison = _Comparison(exchange, oracle, self._setting)
+            difference = comparison.run()
+            if difference:
+                wrong.append(f"{rid}: {difference}")
+            num_tokens += comparison.num_tokens
+            num_close += comparison.num_close
+            turned |= comparison.turned_places()
+        num_close += len(turned)
+        if num_close > 1 + num_tokens * MAX_CLOSE_SHARE:
+            wrong.append(f"{num_close} differences by rounding in {num_tokens} tokens: that is too many")
+        return Findings("\n".join(wrong), num_tokens, num_close)
+
+
+class _Comparison:
+    """The comparison of one request. ``turned``: keys and values that the engine seems to have rounded to the other of
+    two numbers of FP8 between which they lie. It may have done so in one step and not in another: a prompt is computed
+    by several requests, and again after a retraction. So each token and each logprob may be that of either."""
+
+    def __init__(self, exchange: Exchange, oracle: Oracle, setting: Setting) -> None:
+        params, prompt = exchange.request.sampling_params, exchange.request.input_ids
+        think = exchange.request.think
+        self.num_tokens = self.num_close = 0
+        self._exchange = exchange
+        self._oracle = oracle
+        self._setting = setting
+        self._limit = setting.num_new_tokens(exchange.request)
+        self._refused = self._limit < 0
+        self._forced: tuple[tuple[int, int], ...] = ()
+        self.turned: frozenset[Place] = frozenset()
+        self._query = Query(
+            prompt=tuple(prompt),
+            seed=exchange.seed,
+            stop_ids=frozenset(params.stop_token_ids)
+            | (frozenset() if params.ignore_eos else setting.eos_ids),
+            max_new_tokens=self._limit,
+            min_new_tokens=params.min_new_tokens,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            logit_bias=tuple(sorted((params.logit_bias or {}).items())),
+            grammar=exchange.request.grammar,
+            think=None if think is None else (think.start, (think.end, *think.or_end), think.is_open),
+            eos_ids=setting.eos_ids if exchange.request.grammar else frozenset(),
+            pieces=PIECES if exchange.request.grammar else (),
+            weights=tuple(dict(exchange.weights).items()),
+        )
+
+    def run(self) -> str:
+        """The first error, "" if there is none."""
+        exchange = self._exchange
+        if not exchange.ended:
+            return "was never answered"
+        reason = exchange.outs[-1].finish_reason if exchange.outs else None
+        if self._refused:
+            right = reason is not None and reason.type == "abort" and reason.status_code == 400
+            return "" if right and not exchange.tokens else "is not refused though it does not fit"
+        wrong = self._first_error(reason)
+        if wrong:
+            near_ties = list(dict.fromkeys(self._answer.near_ties))[:_MAX_NEAR_TIES]
+            for turned in _subsets(near_ties)[1:]:
+                self.turned, self._forced, self.num_tokens, self.num_close = frozenset(turned), (), 0, 0
+                if not self._first_error(reason):
+                    return ""
+            self.turned = frozenset()
+        return wrong
+
+    def turned_places(self) -> set[object]:
+        """:attr:`turned`, each with what it depends on: the weights, and the tokens up to its own."""
+        tokens = (*self._query.prompt, *self._exchange.tokens)
+        return {(self._query.weights, tokens[: place[1] + 1], place) for place in self.turned}
+
+    def _first_error(self, reason: FinishReason | None) -> str:
+        return (
+            self._tokens(reason)
+            or self._counts()
+            or self._output_logprobs()
+            or self._input_logprobs(reason)
+            or self._text(reason)
+        )
+
+    def _counts(self) -> str:
+        said, num_prompt = 0, len(self._query.prompt)
+        for out in self._exchange.outs:
+            said += len(out.output_ids)
+            if out.completion_tokens != said or out.prompt_tokens != num_prompt:
+                return (
+                    f"{out.prompt_tokens} prompt and {out.completion_tokens} completion tokens are reported, "
+                    f"{num_prompt} and {said} is right"
+                )
+        return ""
+
+    @property
+    def _answer(self) -> Answer:
+        return self._oracle.answer(self._query, self._forced)
+
+    @property
+    def _answers(self) -> list[Answer]:
+        """What the engine may have computed. If something was rounded otherwise, all follow the engine's tokens."""
+        if not self.turned:
+            return [self._answer]
+        tokens = tuple(enumerate(self._exchange.tokens))
+        return [
+            self._oracle.answer(self._query, tokens, frozenset(turned)) for turned in _subsets(self.turned)
+        ]
+
+    def _tokens(self, reason: FinishReason | None) -> str:
+        expected = FinishReason(type="length", length=0) if self._limit == 0 else None
+        tokens = self._exchange.tokens
+        for index, token in enumerate(tokens):
+            if expected is not None:
+                return f"goes on with {token} after its end ({_describe(expected)}) at output {index}"
+            steps = [answer.step(index) for answer in self._answers]
+            self.num_tokens += 1
+            if all(token != step.token for step in steps):
+                if all(token not in step.close for step in steps):
+                    return f"output {index} is {token}, alone it is {steps[0].token} (after {tokens[:index]})"
+                self.num_close += 1
+                self._forced = (*self._forced, (index, token))
+            expected = self._end_after(tokens[: index + 1])
+        # An answer that may be broken off.
+        begun = expected is None or not tokens or expected == _STUCK
+        if reason is None:
+            right = begun and self._exchange.aborted is not None
+        elif reason.type == "abort":
+            right = begun and (reason == expected or self._may_abort(reason))
+        else:
+            right = reason == expected
+        return (
+            ""
+            if right
+            else f"ends with {_describe(reason)} after {len(tokens)} tokens, not {_describe(expected)}"
+        )
+
+    def _may_abort(self, reason: FinishReason) -> bool:
+        """Whether a client asked for it, in these words, or its time was up."""
+        overdue = re.search(r"after ([\d.]+) s \(--req-(waiting|running)-timeout\)", reason.message or "")
+        if overdue is not None and reason.status_code == 503:
+            limit, exchange = self._setting.timeouts_s.get(overdue[2]), self._exchange
+            if limit is None or f"{limit:g}" != overdue[1]:
+                return False
+            return max(exchange.waited, exchange.waited_before) > limit
+        asked = self._exchange.aborted
+        return asked is not None and (reason.message, reason.status_code) == (
+            asked.message or "aborted",
+            asked.status_code,
+        )
+
+    def _end_after(self, tokens: Sequence[int]) -> FinishReason | None:
+        num_outputs, token = len(tokens), tokens[-1]
+        if token in self._query.eos_ids:  # its grammar has ended
+            return FinishReason(type="stop", matched=token)
+        if token in self._query.stop_ids and num_outputs >= self._query.min_new_tokens:
+            return FinishReason(type="stop", matched=token)
+        if num_outputs >= self._limit:
+            return FinishReason(type="length", length=num_outputs)
+        return _STUCK if is_stuck(self._query, tokens) else None
+
+    def _output_logprobs(self) -> str:
+        parts = [out.output_logprobs for out in self._exchange.outs]
+        if not self._exchange.request.return_logprob:
+            return "has logprobs that nobody asked for" if any(parts) else ""
+        tokens = self._exchange.tokens
+        expected = [[answer.step(index).logprobs for answer in self._answers] for index in range(len(tokens))]
+        return self._logprobs("output", parts, tokens, expected)
+
+    def _input_logprobs(self, reason: FinishReason | None) -> str:
+        request = self._exchange.request
+        parts = [out.input_logprobs for out in self._exchange.outs if out.input_logprobs is not None]
+        start = request.logprob_start_len
+        if not request.return_logprob or start < 0:
+            return "has input logprobs that nobody asked for" if parts else ""
+        if not self._exchange.outs:  # ended without an output
+            return ""
+        if len(parts) != 1:
+            return f"has its input logprobs in {len(parts)} of its outputs, not in one"
+        tokens = request.input_ids[start:]
+        either = zip(*(answer.prompt_logprobs(start) for answer in self._answers), strict=True)
+        rows: list[Sequence[F64] | None] = [None, *either]
+        # In the middle of its prompt.
+        if reason is not None and reason.type == "abort" and not self._exchange.tokens:
+            tokens = tokens[: len(parts[0].token_ids)]
+            rows = rows[: len(tokens)]
+        return self._logprobs("input", parts, tokens, rows)
+
+    def _text(self, reason: FinishReason | None) -> str:
+        """The detokenizer's text, and the end at a stop string."""
+        exchange, params = self._exchange, self._exchange.request.sampling_params
+        if not exchange.texts:
+            return "has outputs and no text" if self._setting.decodes and exchange.outs else ""
+        tokens = exchange.tokens
+        by_token = reason is not None and isinstance(reason.matched, int)
+        shown = tokens[:-1] if by_token and not params.no_stop_trim else tokens
+        right = text_of(PIECES, self._query.prompt, shown, params.stop, params.min_new_tokens)
+        text = right.text + (right.stop or "") * params.no_stop_trim
+        end = exchange.texts[-1].token.finish_reason
+        said = "".join(part.text for part in exchange.texts)
+        num_said = sum(len(part.token.output_ids) for part in exchange.texts)
+        expected, num_tokens = reason, len(tokens)
+        if right.stop is not None:
+            expected, num_tokens = FinishReason(type="stop", matched=right.stop), right.num_tokens
+        if (
+            end is None and exchange.aborted
+        ):  # ended without an output, with incomplete or held back characters at its end
+            return "" if text.startswith(said) else f"has the text {said!r}, not the beginning of {text!r}"
+        if said != text or end != expected or num_said != num_tokens:
+            return (
+                f"has the text {said!r} with {num_said} tokens and ends with {_describe(end)}, "
+                f"not {text!r} with {num_tokens} and {_describe(expected)}"
+            )
+        return ""
+
+    def _logprobs(
+        self,
+        side: str,
+        parts: Sequence[TokenLogprobs | None],
+        tokens: Sequence[int],
+        expected: Sequence[Sequence[F64] | None],
+    ) -> str:
+        """``expected``: of each token the rows of logprobs of which one is right, None if it has no logprob."""
+        present = [part for part in parts if part is not None]
+        ids = [token for part in present for token in part.token_ids]
+        chosen = [value for part in present for value in part.logprobs]
+        tops = [top for part in present for top in part.top_logprobs]
+        named = [pairs for part in present for pairs in part.token_ids_logprobs]
+        asked = self._exchange.request.token_ids_logprob
+        if ids != list(tokens) or not len(ids) == len(chosen) == len(tops):
+            return f"has {side} logprobs of the tokens {ids}, not of {list(tokens)}"
+        if len(named) != (len(ids) if asked else 0):
+            return f"has {side} logprobs of named tokens at {len(named)} of {len(ids)} positions"
+        for position, (token, value, top, rows) in enumerate(
+            zip(tokens, chosen, tops, expected, strict=True)
+        ):
+            pairs = named[position] if asked else []
+            if rows is None:
+                wrong = value is not None or bool(top) or bool(pairs)
+            else:
+                wrong = not any(self._agrees((value, token), top, pairs, row) for row in rows)
+            if wrong:
+                row = None if rows is None else rows[0]
+                right = (
+                    None if row is None else [(row[token], token), *_best(row, len(top)), *_of(row, asked)]
+                )
+                return f"{side} logprobs at {position} are {[(value, token), *top, *pairs]}, alone {right}"
+        return ""
+
+    def _agrees(self, chosen: tuple[float | None, int], top: _Logprobs, named: _Logprobs, row: F64) -> bool:
+        """Whether the logprobs of a position, of its token, the best ones and the ``named`` ones, are those of ``row``
+        [V]."""
+        request = self._exchange.request
+        num_top = min(request.top_logprobs_num, len(row))
+        best = np.sort(row)[::-1][:num_top].tolist()
+        return (
+            len(top) == len({id for _, id in top}) == num_top
+            and all(
+                _close(got, row[id]) and _close(got, right)
+                for (got, id), right in zip(top, best, strict=True)
+            )
+            and [id for _, id in named] == request.token_ids_logprob
+            and all(_close(got, row[id]) for got, id in (chosen, *named))
+        )
+
+
+def _subsets(places: Iterable[Place]) -> list[tuple[Place, ...]]:
+    """All sets of some of ``places``, the smallest first."""
+    some = list(places)
+    return list(chain.from_iterable(combinations(some, num) for num in range(len(some) + 1)))
+
+
+def _close(value: float | None, right: float) -> bool:
+    return value is not None and abs(value - max(right, _LOWEST)) <= LOGPROB_TOLERANCE
+
+
+def _best(row: F64, num: int) -> list[tuple[float, int]]:
+    return _of(row, np.argsort(-row)[:num].tolist())
+
+
+def _of(row: F64, ids: Sequence[int]) -> list[tuple[float, int]]:
+    return [(float(row[id]), id) for id in ids]
+
+
+def _describe(reason: FinishReason | None) -> str:
+    if reason is None:
+        return "nothing"
+    extra = reason.matched if reason.type == "stop" else reason.message or ""
+    return f"{reason.type} {extra}".strip()
+
+
+# --- what may come from the cache ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Of a request when it was admitted, in tokens: the longest prefix that could be shared with what had been cached
+    since the last flush, and ``ever``; whether all of that must still have been cached, and on the device."""
+
+    since_flush: int
+    ever: int
+    nothing_lost: bool
+    nothing_moved: bool
+
+
+class Sharing:
+    """Prefixes that have been computed and cached, a page at a time, by namespace."""
+
+    def __init__(
+        self, page_size: int, disabled: bool, has_storage: bool, load_back_threshold: int, lookahead: int = 0
+    ) -> None:
+        """``disabled``: without a cache nothing is ever shared. What of a prefix has left the device is used if it has
+        ``load_back_threshold`` tokens or more. ``lookahead``: tokens behind a page that its KV depends on."""
+        self.admitted: dict[str, Shared] = {}
+        self._page_size = page_size
+        self._lookahead = lookahead
+        self._disabled = disabled
+        self._has_storage = has_storage
+        self._most_unused = load_back_threshold - 1
+        self._cached: set[int] = set()
+        self._ever: set[int] = set()
+        self._lost = self._moved = False
+
+    def cache(self, namespace: str, tokens: Sequence[int], num_computed: int) -> None:
+        """The KV of the first ``num_computed`` of ``tokens`` has been computed and given to the cache, which keeps
+        whole pages."""
+        if not self._disabled:
+            pages = self._pages(namespace, tokens, num_computed)
+            self._cached.update(pages)
+            self._ever.update(pages)
+
+    def flushed(self, storage: bool) -> None:
+        """The cache has been emptied."""
+        self._cached.clear()
+        self._lost = self._moved = False
+        if storage:
+            self._ever.clear()
+
+    def lost(self) -> None:
+        """Something has left the cache; only storage may still have it."""
+        self._lost = True
+
+    def moved(self) -> None:
+        """Something has left the device."""
+        self._moved = True
+
+    def admit(self, request: TokenizedGenerateReq, prompt_ids: Sequence[int]) -> None:
+        """``request`` gets its memory now, so what it shares is known."""
+        most = len(prompt_ids) - 1  # one token is computed in any case
+        if request.return_logprob and request.logprob_start_len >= 0:
+            most = min(most, request.logprob_start_len)
+        pages = self._pages(request.extra_key, prompt_ids, most)
+        self.admitted[request.rid] = Shared(
+            since_flush=self._num_tokens(pages, self._cached),
+            ever=self._num_tokens(pages, self._ever),
+            nothing_lost=not self._lost,
+            nothing_moved=not self._moved,
+        )
+
+    def compare(self, exchanges: Iterable[Exchange]) -> str:
+        """What is wrong with what was reported, "" if nothing is."""
+        wrong = []
+        for exchange in exchanges:
+            shared = self.admitted.get(exchange.request.rid)
+            for out in exchange.outs:
+                difference = self._difference(shared, out.cached_tokens, out.cached_tokens_details)
+                if difference:
+                    wrong.append(f"{out.rid}: {difference}")
+                    break
+        return "\n".join(wrong)
+
+    def _difference(self, shared: Shared | None, total: int, details: CachedTokensDetails | None) -> str:
+        if shared is None:  # was never admitted
+            return f"{total} tokens from the cache, without having run" if total else ""
+        device, below = (total, 0) if details is None else (details.device, details.host + details.storage)
+        if device + below != total or (details is not None and details.storage and not self._has_storage):
+            return f"{total} tokens from the cache, by tier {details}"
+        most = shared.ever if self._has_storage else shared.since_flush
+        if total > most:
+            return f"{total} tokens from the cache, but only {most} had been computed for its prefix"
+        unused = 0 if shared.nothing_moved or below else self._most_unused
+        if shared.nothing_lost and total < shared.since_flush - unused:
+            return f"{total} tokens from the cache, though {shared.since_flush} were there and nothing was evicted"
+        if shared.nothing_lost and shared.nothing_moved and device < shared.since_flush:
+            return f"{device} tokens from the device, though {shared.since_flush} were there ({details})"
+        return ""
+
+    def _pages(self, namespace: str, tokens: Sequence[int], most: int) -> list[int]:
+        """One number for each whole page of the first ``most`` tokens: of all that its KV depends on."""
+        size, found, so_far = self._page_size, [], hash(namespace)
+        for end in range(size, min(most, len(tokens) - self._lookahead) + 1, size):
+            so_far = hash((so_far, *tokens[end - size : end + self._lookahead]))
+            found.append(so_far)
+        return found
+
+    def _num_tokens(self, pages: list[int], known: set[int]) -> int:
+        first_unknown = next((i for i, page in enumerate(pages) if page not in known), len(pages))
+        return first_unknown * self._page_size
+
+
+__all__ = ["MAX_CLOSE_SHARE", "Exchange", "Findings", "Sharing", "Transcript"]

@@ -1,0 +1,295 @@
+"""Arms: runs with one edge or guard severed, on the workload that isolates its path, and the failure they must show."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from fenceline.memory_order.edges import EDGE_PARTS, EDGES, GUARDS, ROWS, UNDER_SPECULATION, edge_of
+from fenceline_proof.runs import HAPPENS_BEFORE, Outcome, Trial, named_races
+from fenceline_sim.errors import (
+    BoundsError,
+    FreshnessError,
+    OwnershipError,
+    PeerError,
+    ProtectionError,
+    StaleMemoryError,
+    TagError,
+)
+
+NECESSARY, REDUNDANT, DORMANT = "necessary", "redundant", "dormant"
+MISNAMED = "misnamed"  # with it severed runs fail, but no report names it
+UNPROVEN = "unproven"  # no arm, or no run
+
+_EDGE_WORKLOADS = {
+    "forward_after_schedule@InputRing.upload": "mixed",
+    "forward_after_schedule@PlanRing.planning": "flashinfer",
+    "forward_after_schedule@MaskTable.upload": "grammars",
+    "schedule_after_forward@InputRing.upload": "row_reuse",
+    "schedule_after_forward@PlanRing.planning": "flashinfer",
+    "schedule_after_forward@MaskTable.upload": "grammars",
+    "copy_after_forward": "prefixes",
+    "host_after_copy": "aborts",
+    "host_after_forward": "spill",
+    "staging_reuse@InputRing.upload": "staging",
+    "staging_reuse@PlanRing.planning": "flashinfer",
+    "staging_reuse@MaskTable.begin": "grammars",
+    "store_after_forward": "offload",
+    "forward_after_store": "spill",
+    "load_after_forward": "swap",
+    "forward_after_load@HiCacheController.layer_ready": "spill",
+    "forward_after_load@ModelRunner.launch": "spill",
+    "load_after_store": "spill",
+    "store_after_load": "overwritten",
+    "sm_exclusive:forward-store": "persistent",
+    "sm_exclusive:store-forward": "persistent",
+    "host_page_reuse:host-load": "refill",
+    "host_page_reuse:host-store": "storage",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """``names(outcome)``: whether the failure is the one that severing ``name``, an edge, one pair of an edge that has
+    several, or a guard, must lead to."""
+
+    name: str
+    kind: str  # "edge" or "guard"
+    workload: str
+    names: Callable[[Outcome], bool]
+    first: int = 0  # seeds before it are left out: their runs do not need the edge or guard
+
+    def num_runs(self, most: int) -> int:
+        """How many of ``most`` runs it gets. One that speculates, or of two ranks, takes twice as long as another."""
+        return -(-most // 2) if self.workload.startswith(("speculation", "ranks")) else most
+
+    @property
+    def covered(self) -> str:
+        """What covers a part of an edge without which no run fails, "" if nothing is known to."""
+        return _covered(self.name)
+
+    @property
+    def severs(self) -> str:
+        """The edge, part of an edge or guard."""
+        return UNDER_SPECULATION.get(self.name, self.name)
+
+    def trial(self, seed: int, detect: bool = True) -> Trial:
+        """The run under ``seed``, counted from the first that may need it."""
+        return Trial(self.workload, self.first + seed, frozenset({self.severs}), detect)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The result for one edge or guard. ``seeds_needed``: runs until the first failure that names it."""
+
+    name: str
+    kind: str
+    status: str
+    workload: str = ""
+    seed: int | None = None
+    seeds_needed: int | None = None
+    num_caught: int = 0
+    num_runs: int = 0
+    caught_by: str = ""
+    report: str = ""
+
+    @property
+    def fine(self) -> bool:
+        """Whether it is necessary, or there is a reason for keeping it."""
+        return self.status in (NECESSARY, DORMANT) or (self.status == REDUNDANT and bool(_covered(self.name)))
+
+
+def _covered(name: str) -> str:
+    return EDGE_PARTS[name].covered if name in EDGE_PARTS else ""
+
+
+def _by_edge(name: str) -> Callable[[Outcome], bool]:
+    edge, pair = edge_of(name), name.partition("@")[0].partition(":")[2]
+    if not pair:
+        return lambda outcome: outcome.checker == HAPPENS_BEFORE and edge in outcome.edges
+    waiter, source = pair.split("-")
+    # The stream that should have waited is listed second.
+    order = re.compile(rf"^  1\. .* on {source} \((.|\n)*^  2\. .* on {waiter}[: ]", re.MULTILINE)
+    return lambda outcome: (
+        outcome.checker == HAPPENS_BEFORE and edge in outcome.edges and bool(order.search(outcome.report))
+    )
+
+
+def _by_report(pattern: str) -> Callable[[Outcome], bool]:
+    return lambda outcome: outcome.checker == HAPPENS_BEFORE and bool(re.search(pattern, outcome.report))
+
+
+def _by_owner(outcome: Outcome) -> bool:
+    """A page is used by a request that does not own it, or no longer."""
+    return outcome.checker == OwnershipError.checker
+
+
+def _by_tags(pattern: str) -> Callable[[Outcome], bool]:
+    """A slot is found to hold, or to be used for, something else than it must; or its page is somebody else's."""
+    return lambda outcome: (
+        (outcome.checker == TagError.checker and bool(re.search(pattern, outcome.report)))
+        or outcome.checker == OwnershipError.checker
+    )
+
+
+def _by_guard(checker: str, name: str) -> Callable[[Outcome], bool]:
+    return lambda outcome: outcome.checker == checker and name in outcome.edges
+
+
+def _by_name(name: str) -> Callable[[Outcome], bool]:
+    """Some check names it: stale words are seen as such, and what is read too early is a race."""
+    return lambda outcome: name in outcome.edges
+
+
+def _by_ranks(outcome: Outcome) -> bool:
+    """Ranks have decided differently and report it, or wait for different collective operations."""
+    return bool(re.search("have decided differently|wait for different collectives", outcome.report))
+
+
+def _by_effect(outcome: Outcome) -> bool:
+    """For a guard of program order, which happens-before does not check: wrong tokens, or shapes that do not fit."""
+    return not outcome.clean and outcome.checker != HAPPENS_BEFORE
+
+
+_GUARD_ARMS = (
+    Arm("startup_stop", "guard", "mixed", _by_report(r"it on default ")),
+    Arm(
+        "growth_stop", "guard", "growth", _by_report(r"^wrong stream: .* belongs to default, and is used on ")
+    ),
+    Arm("own_copy", "guard", "staging", _by_report(r"on input_ring\.device(.|\n)*copy to device writes it")),
+    Arm("same_composition", "guard", "bursts", _by_effect),
+    Arm("queued_match", "guard", "queued", _by_owner),
+    Arm("retired_after", "guard", "spill", _by_report(r"on kv_pool\.layer\d(.|\n)*_after_(store|forward)")),
+    Arm("arena_pad", "guard", "graphs", _by_guard(FreshnessError.checker, "arena_pad")),
+    Arm(
+        "own_results",
+        "guard",
+        "outputs",
+        _by_report(r"WAR on decode\.next_tokens(.|\n)*copy to host reads it on copy"),
+    ),
+    Arm("plan_source", "guard", "graphs", _by_guard(ProtectionError.checker, "plan_source")),
+    Arm("total_buckets", "guard", "buckets", _by_guard(FreshnessError.checker, "total_buckets")),
+    Arm("graph_pool", "guard", "graphs", _by_guard(StaleMemoryError.checker, "graph_pool")),
+    Arm("sink", "guard", "graphs", _by_guard(BoundsError.checker, "sink")),
+    Arm("step_slots", "guard", "speculation", _by_tags("speculative step stores ")),
+    Arm("in_flight", "guard", "speculation", _by_tags("speculative step (stores|writes) ")),
+    Arm("whole_page", "guard", "speculation_tiers", _by_tags(r"^tags: kv_pool\.layer2\.")),
+    Arm("tree_slots", "guard", "speculation_trees", _by_tags("speculative step (stores|writes) ")),
+    Arm("moved_nodes", "guard", "speculation_trees", _by_tags("speculative step reads it as token ")),
+    Arm("new_weights", "guard", "new_weights", _by_report(r"it on default ")),
+    Arm("old_kv", "guard", "new_weights", _by_tags(r"holds token (.|\n)* with weights \d|with weights \d")),
+    Arm("kept_hidden", "guard", "speculation", _by_guard(FreshnessError.checker, "kept_hidden")),
+    Arm("mask_rows", "guard", "grammars", _by_guard(FreshnessError.checker, "mask_rows")),
+    Arm("registered_graph", "guard", "collectives", _by_guard(PeerError.checker, "registered_graph")),
+    Arm("one_stream", "guard", "collectives", _by_guard(HAPPENS_BEFORE, "one_stream")),
+    Arm("flag_generation", "guard", "collectives", _by_name("flag_generation")),
+    Arm("peer_halves", "guard", "collectives", _by_guard(HAPPENS_BEFORE, "peer_halves")),
+    Arm("peer_words", "guard", "collectives", _by_guard(HAPPENS_BEFORE, "peer_words")),
+    Arm("rank_results", "guard", "ranks", _by_ranks),
+    Arm("ended_on_all", "guard", "ranks", _by_ranks, first=10),
+)
+_SPECULATIVE_ARMS = (
+    Arm("host_after_copy/speculation", "edge", "speculation", _by_edge("host_after_copy")),
+    Arm("same_composition/speculation", "guard", "speculation", _by_effect),
+    Arm(
+        "retired_after/speculation",
+        "guard",
+        "speculation_tiers",
+        _by_report(r"on kv_pool\.layer\d(.|\n)*_after_(store|forward)"),
+    ),
+    Arm(
+        "arena_pad/speculation",
+        "guard",
+        "speculation",
+        lambda outcome: (
+            _by_guard(FreshnessError.checker, "arena_pad")(outcome) and "speculative." in outcome.report
+        ),
+    ),
+    Arm("own_results/speculation", "guard", "speculation", _by_report(r"WAR on speculative\.")),
+    Arm("plan_source/speculation", "guard", "speculation", _by_tags("speculative step ")),
+    Arm(
+        "total_buckets/speculation",
+        "guard",
+        "speculation",
+        _by_guard(FreshnessError.checker, "total_buckets"),
+        first=4,
+    ),
+    Arm("graph_pool/speculation", "guard", "speculation", _by_guard(StaleMemoryError.checker, "graph_pool")),
+    Arm("sink/speculation", "guard", "speculation", _by_guard(BoundsError.checker, "sink")),
+)
+
+
+def all_arms() -> list[Arm]:
+    """One for each edge, and for each guard that is not dormant, in the tables' order."""
+    edges = [Arm(name, "edge", workload, _by_edge(name)) for name, workload in _EDGE_WORKLOADS.items()]
+    found = {arm.name: arm for arm in (*edges, *_GUARD_ARMS, *_SPECULATIVE_ARMS)}
+    return [found[name] for name in ROWS if name in found]
+
+
+def judge(arm: Arm, outcomes: Sequence[Outcome]) -> Row:
+    """The result of an arm's runs, in order of seeds. May make further runs to find out why nothing failed."""
+    row = Row(arm.name, arm.kind, UNPROVEN, arm.workload, num_runs=len(outcomes))
+    if not outcomes:
+        return replace(row, report="there was no time for a run")
+    caught = [outcome for outcome in outcomes if arm.names(outcome)]
+    failed = [outcome for outcome in outcomes if not outcome.clean]
+    first = next(iter(caught or failed), None)
+    if first is None and arm.covered:
+        return replace(row, status=REDUNDANT, report=arm.covered)
+    if first is None:
+        report = (
+            covered_by([outcome.trial for outcome in outcomes[:3]])
+            if arm.kind == "edge"
+            else "no run fails without it"
+        )
+        return replace(row, status=REDUNDANT, report=report)
+    row = replace(row, seed=first.trial.seed, caught_by=_caught_by(arm, first), report=first.report)
+    if not caught:
+        return replace(row, status=MISNAMED)
+    needed = [outcome.trial.seed for outcome in outcomes].index(first.trial.seed) + 1
+    return replace(row, status=NECESSARY, seeds_needed=needed, num_caught=len(caught))
+
+
+def _caught_by(arm: Arm, outcome: Outcome) -> str:
+    if edge_of(arm.name) in outcome.edges:
+        return f"{outcome.checker}, by name"
+    return outcome.checker
+
+
+def covered_by(trials: Sequence[Trial]) -> str:
+    """Which other edges cover the one that ``trials`` sever: those without which its race appears.
+
+    Several trials, because an engine that computes with wrong values may stop before the race happens.
+    """
+    (name,) = trials[0].severed
+    edge = edge_of(name)
+    met = [(trial, named_races(trial)[1]) for trial in trials]  # by a run without this edge alone
+    path = [
+        other
+        for other in EDGES
+        if other != edge and any(other in edges and _appears(edge, trial, other) for trial, edges in met)
+    ]
+    if path:
+        return f"covered by {' + '.join(path)}: severing one of these as well brings its race back"
+    return "no run fails without it, whichever other edge is severed too: nothing takes this path"
+
+
+def _appears(name: str, trial: Trial, other: str) -> bool:
+    races, _ = named_races(replace(trial, severed=trial.severed | {other}))
+    return name in races
+
+
+def unarmed_rows() -> list[Row]:
+    """Rows for dormant guards, and for edges and guards without an arm."""
+    armed = {arm.name for arm in all_arms()}
+    rows = []
+    for kind, names in (("edge", EDGE_PARTS), ("guard", tuple(GUARDS))):
+        for name in names:
+            if name in armed:
+                continue
+            dormant = GUARDS[name].dormant if kind == "guard" else ""
+            status = DORMANT if dormant else UNPROVEN
+            report = dormant or "no workload of the proof isolates it"
+            rows.append(Row(name, kind, status, report=report))
+    return rows

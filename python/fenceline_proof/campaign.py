@@ -1,0 +1,301 @@
+"""The campaign: which runs are made, in how many processes, for how long."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from itertools import chain, count, islice
+from typing import NamedTuple
+
+from fenceline.memory_order.edges import EDGES, ROWS, edge_of
+from fenceline_proof.arms import Arm, Row, judge, unarmed_rows
+from fenceline_proof.branches import Branches, measured
+from fenceline_proof.events import EVENTS
+from fenceline_proof.everything import EVERYTHING
+from fenceline_proof.processes import PROCESSES
+from fenceline_proof.runs import Outcome, Trial, run
+from fenceline_proof.table import Proof
+from fenceline_proof.workloads import WORKLOADS
+from fenceline_sim.pairs import missed
+from fenceline_sim.policy import Answers
+
+_MEASURED_ROUNDS = 1  # of all workloads, with branches counted
+# From this many runs of the workload ``everything`` on, every edge must have had two accesses to order, and every event
+# must have been seen. For events that have not been,
+# up to this many runs are added, because every change to the engine changes which seeds reach a rare event.
+_RUNS_FOR_EVENTS, _MORE_RUNS_FOR_EVENTS = 20, 100
+# An edge or guard that should be necessary gets up to so many times the usual number of runs, if none has failed as it
+# must.
+_MORE_RUNS_PER_ARM = 6
+
+
+_OBJECTS_PER_COLLECTION = 100_000
+_MAX_PREEMPTIONS = 2  # answers that differ from the usual one in a schedule that ``explore`` tries
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``num_intact`` None: as many as there is time for. ``num_per_arm``: runs of each arm; with ``until_shown`` at
+    most so many, up to the first that fails as it must. An arm that none has shown then gets more in a campaign of all
+    arms (``with_unarmed``). ``deadline`` is of ``time.monotonic``."""
+
+    arms: tuple[Arm, ...]
+    workloads: tuple[str, ...]
+    first_seed: int
+    num_intact: int | None
+    num_per_arm: int
+    until_shown: bool
+    jobs: int
+    detect: bool
+    deadline: float
+    with_unarmed: bool
+    with_branches: bool
+    progress: Callable[[int], object]
+
+
+@dataclass(slots=True)
+class _Tally:
+    by_arm: dict[tuple[str, str], list[Outcome]] = field(default_factory=dict)  # what is severed, workload
+    intact: list[Outcome] = field(default_factory=list)
+
+    def add(self, outcome: Outcome) -> None:
+        severed = outcome.trial.severed
+        if severed:
+            arm = next(iter(severed)), outcome.trial.workload
+            self.by_arm.setdefault(arm, []).append(outcome)
+        else:
+            self.intact.append(outcome)
+
+    def of(self, arm: Arm) -> Sequence[Outcome]:
+        """The arm's runs so far."""
+        return self.by_arm.get((arm.severs, arm.workload), ())
+
+    @property
+    def num_everything(self) -> int:
+        """Runs of the workload with everything."""
+        return sum(outcome.trial.workload == EVERYTHING.name for outcome in self.intact)
+
+    def events(self) -> Counter[str]:
+        """In how many runs of it each event was seen."""
+        mine = (outcome for outcome in self.intact if outcome.trial.workload == EVERYTHING.name)
+        return Counter(event for outcome in mine for event in outcome.events)
+
+
+def carry_out(plan: Plan) -> Proof:
+    """Make the runs and judge them."""
+    started = time.monotonic()
+    tally, proof = _Tally(), Proof()
+    intact = islice(_intact_trials(plan), plan.num_intact)
+    # What takes longest comes first: the runs whose branches are counted, which one process makes, and one run in
+    # processes of its own, which takes as long as twenty others.
+    first = []
+    if plan.with_branches:
+        measured_trials = tuple(islice(intact, _MEASURED_ROUNDS * len(plan.workloads)))
+        first.append(_Job(measured_trials, with_branches=True))
+    if plan.with_unarmed and plan.detect:
+        first.append(_Job((Trial(PROCESSES, plan.first_seed),)))
+    # The tally knows of a run a little later than the next ones are chosen.
+    between = islice(intact, 4 * plan.jobs)
+    trials = chain(_severed_trials(plan, tally), between, _more_severed_trials(plan, tally), intact)
+    for done in _results(chain(first, _jobs(trials)), plan):
+        proof.branches = {**proof.branches, **done.branches}
+        for outcome in done.outcomes:
+            tally.add(outcome)
+            plan.progress(1)
+    if tally.num_everything >= _RUNS_FOR_EVENTS:
+        for outcome in _outcomes(_for_events(plan, tally), plan):
+            tally.add(outcome)
+        proof.events = {event: tally.events()[event] for event in EVENTS}
+    _judge(plan, tally, proof)
+    proof.seconds = time.monotonic() - started
+    return proof
+
+
+def explore(plan: Plan) -> Proof:
+    """Run all schedules of ``plan.workloads``, small ones, in which the host's queries get the latest or the earliest
+    possible answers, except for up to two of them."""
+    started, proof = time.monotonic(), Proof()
+    trials = [
+        Trial(name, plan.first_seed, detect=plan.detect, answers=Answers(usual))
+        for name in plan.workloads
+        for usual in (False, True)
+    ]
+    for num_others in range(_MAX_PREEMPTIONS + 1):
+        outcomes = list(_outcomes(iter(trials), plan))
+        for outcome in outcomes:
+            name = outcome.trial.workload
+            proof.schedules[name] = proof.schedules.get(name, 0) + 1
+            proof.num_tokens += outcome.num_tokens
+            proof.num_close += outcome.num_close
+        plan.progress(len(outcomes))
+        proof.failures += [outcome for outcome in outcomes if not outcome.clean]
+        if proof.failures or len(outcomes) < len(trials) or num_others == _MAX_PREEMPTIONS:
+            break  # the first failures have the fewest preemptions
+        trials = [trial for outcome in outcomes for trial in _one_more(outcome)]
+    proof.telling = list(proof.failures)
+    proof.explored = len(outcomes) == len(trials)
+    proof.seconds = time.monotonic() - started
+    return proof
+
+
+def _one_more(outcome: Outcome) -> Sequence[Trial]:
+    """The schedules that differ from the outcome's in one later answer."""
+    answers = outcome.trial.answers
+    assert answers is not None, "a schedule of answers"
+    last = answers.others[-1] if answers.others else -1
+    return [
+        replace(outcome.trial, answers=Answers(answers.usual, (*answers.others, question)))
+        for question in range(last + 1, outcome.num_questions)
+    ]
+
+
+def _judge(plan: Plan, tally: _Tally, proof: Proof) -> None:
+    def by_seed(outcomes: Iterable[Outcome]) -> list[Outcome]:
+        return sorted(outcomes, key=lambda outcome: outcome.trial.seed)
+
+    rows = {arm.name: judge(arm, by_seed(tally.of(arm))) for arm in _arms(plan)}
+    if plan.with_unarmed:
+        rows |= {row.name: row for row in unarmed_rows()}
+    proof.rows = [rows[name] for name in ROWS if name in rows]
+    proof.undeclared = undeclared_sites(tally.intact)
+    proof.pairs = Counter(pair for outcome in tally.intact for pair in outcome.pairs)
+    if plan.with_unarmed and plan.detect and tally.num_everything >= _RUNS_FOR_EVENTS:
+        proof.missed_pairs = missed(proof.pairs)
+    proof.num_intact = len(tally.intact)
+    proof.failures = by_seed(outcome for outcome in tally.intact if not outcome.clean)
+    proof.telling = list(proof.failures)
+    if not plan.with_unarmed:  # one arm was asked for
+        severed = by_seed(outcome for outcomes in tally.by_arm.values() for outcome in outcomes)
+        proof.telling += [outcome for outcome in severed if not outcome.clean][:1]
+    for outcome in tally.intact:
+        name = outcome.trial.workload
+        proof.runs_by_workload[name] = proof.runs_by_workload.get(name, 0) + 1
+        proof.num_tokens += outcome.num_tokens
+        proof.num_close += outcome.num_close
+
+
+def undeclared_sites(outcomes: Iterable[Outcome]) -> list[str]:
+    """Functions that applied an edge which names others as its sites, or an edge that names none and has several."""
+    met: dict[str, set[str]] = {}
+    for outcome in outcomes:
+        for part, site in outcome.applied:
+            met.setdefault(part, set()).add(site)
+    found = []
+    for part, sites in sorted(met.items()):
+        declared = {site for site, _ in EDGES[edge_of(part)].sites}
+        if declared or len(sites) > 1:
+            found += [f"{part} at {site}" for site in sorted(sites - declared)]
+    return found
+
+
+def _any_failure(outcome: Outcome) -> bool:
+    return not outcome.clean
+
+
+def _arms(plan: Plan) -> Sequence[Arm]:
+    """The plan's. Without the detector nothing is named, so any failure counts."""
+    return plan.arms if plan.detect else [replace(arm, names=_any_failure) for arm in plan.arms]
+
+
+def _severed_trials(plan: Plan, tally: _Tally) -> Iterator[Trial]:
+    """Seed by seed: a run of each arm, unless ``tally`` has one already that is enough."""
+    for i in range(plan.num_per_arm):
+        for arm in _arms(plan):
+            shown = plan.until_shown and any(arm.names(outcome) for outcome in tally.of(arm))
+            if i < arm.num_runs(plan.num_per_arm) and not shown:
+                yield arm.trial(plan.first_seed + i, plan.detect)
+
+
+def _more_severed_trials(plan: Plan, tally: _Tally) -> Iterator[Trial]:
+    """More runs of the arms that no run has shown: some need an order of events that few seeds have."""
+    if not plan.with_unarmed or not plan.detect:
+        return
+    for i in range(_MORE_RUNS_PER_ARM * plan.num_per_arm):
+        for arm in _arms(plan):
+            is_more = i >= arm.num_runs(plan.num_per_arm) and not arm.covered
+            if is_more and not any(arm.names(outcome) for outcome in tally.of(arm)):
+                yield arm.trial(plan.first_seed + i, plan.detect)
+
+
+def _intact_trials(plan: Plan) -> Iterator[Trial]:
+    """The runs of the intact engine in rounds: first one run of each workload, then as many as its share says."""
+    for round_no in count():
+        for name in plan.workloads:
+            seeds = 1 if round_no < _MEASURED_ROUNDS or name == PROCESSES else WORKLOADS[name].share
+            for i in range(seeds):
+                yield Trial(name, plan.first_seed + round_no * 10 + i, detect=plan.detect)
+
+
+def _for_events(plan: Plan, tally: _Tally) -> Iterator[Trial]:
+    """More runs of the workload with everything, as long as something has not been seen in any."""
+    past = max(outcome.trial.seed for outcome in tally.intact) + 1
+    for seed in range(past, past + _MORE_RUNS_FOR_EVENTS):
+        if tally.events().keys() >= EVENTS.keys():
+            return
+        yield Trial(EVERYTHING.name, seed, detect=plan.detect)
+
+
+class _Job(NamedTuple):
+    """Runs that one process makes, one after the other."""
+
+    trials: tuple[Trial, ...]
+    with_branches: bool = False  # are counted
+
+
+class _Result(NamedTuple):
+    outcomes: Sequence[Outcome]
+    branches: Mapping[str, Branches]
+
+
+def _jobs(trials: Iterable[Trial]) -> Iterator[_Job]:
+    return (_Job((trial,)) for trial in trials)
+
+
+def _do(job: _Job) -> _Result:
+    if not job.with_branches:
+        return _Result([run(trial) for trial in job.trials], {})
+    with measured() as branches:
+        outcomes = [run(trial) for trial in job.trials]
+    return _Result(outcomes, branches)
+
+
+def _outcomes(trials: Iterable[Trial], plan: Plan) -> Iterator[Outcome]:
+    """Outcomes as they come, until the trials or the time run out."""
+    return (outcome for result in _results(_jobs(trials), plan) for outcome in result.outcomes)
+
+
+def _results(jobs: Iterator[_Job], plan: Plan) -> Iterator[_Result]:
+    """Results as they come, until the jobs or the time run out."""
+    if plan.jobs == 1:
+        for job in jobs:
+            if time.monotonic() > plan.deadline:
+                return
+            yield _do(job)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(plan.jobs, context, prepare) as pool:
+        running: set[Future[_Result]] = {pool.submit(_do, job) for job in islice(jobs, 2 * plan.jobs)}
+        while running:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            if time.monotonic() < plan.deadline:
+                running |= {pool.submit(_do, job) for job in islice(jobs, len(done))}
+            for future in done:
+                yield future.result()
+
+
+def prepare() -> None:
+    """Set up a process for runs: no log lines, and a garbage collector that does not look at the objects of torch, and
+    comes rarely: at Python's own rate it takes a tenth of the time."""
+    logging.disable(logging.ERROR)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_OBJECTS_PER_COLLECTION)
+
+
+__all__ = ["Plan", "Row", "carry_out", "explore", "prepare"]

@@ -1,0 +1,546 @@
+"""Events that must happen in the runs of the workload ``everything``, and how they are observed.
+
+Each event is a decision, or a coincidence of several, that could go wrong in its own way. Events are observed from
+outside, by wrapping methods of the engine and by looking at what was replayed; the engine contains no counters for
+this. To add one: a line in :data:`EVENTS`, and a call of ``note`` where it can be seen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from fenceline.config.draft_config import SpeculativeAlgorithm
+from fenceline.constrained.matcher import RequestGrammar
+from fenceline.ipc.io_struct import AbortReq, TokenOut, UpdateWeightsReq
+from fenceline.mem_cache.hicache import HiCache
+from fenceline.mem_cache.storage.controller import Ack, Done, Fetched
+from fenceline.mem_cache.storage.worker import Outcome
+from fenceline.mem_cache.transfer import PageMove, Ticket, TransferKind
+from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
+from fenceline.mem_cache.tree.radix_cache import TreeNode
+from fenceline.memory_order import Device, Points
+from fenceline.model_executor.step import PageWrites, StepBatch, StepOutput
+from fenceline.sampling.sampling_batch import ReqSampling
+from fenceline.scheduler.req import Prefix, Req
+from fenceline.scheduler.scheduler import InFlight, Scheduler, StepMasks
+from fenceline_proof.flashinfer_library import PLANNED
+from fenceline_proof.launched_attention import LAUNCHED
+from fenceline_sim.device import VgpuDevice
+from fenceline_sim.gpu import Graph
+
+# The states of a request, for aborts (``state_of``).
+STATES = (
+    "queued",
+    "waiting for storage",
+    "half-way through its prompt",
+    "with its first step in flight",
+    "running",
+    "before a remap",
+    "retracted",
+    "retracted with a tail",
+)
+EVENTS: dict[str, str] = {
+    # steps and graphs
+    "decode replay": "a decode step replayed, exactly as large as its graph",
+    "padded decode replay": "one with padded rows",
+    "decode replay with the sampler": "one whose logits go to the sampler with all its features",
+    "masks for some of a batch": "a decode step samples under the masks of some of its requests",
+    "masks after a replay": "the logits of a replay are masked",
+    "masks begun early": "while the step before is still published",
+    "masks and draw before publishing": "of the step before, whose tokens cannot have ended an answer",
+    "masks and draw after publishing": "of the step before, because an answer may have ended or not all have a mask",
+    "masks of a first token": "a prefill step samples under a mask",
+    "mask of a request that has left": "it left while the step's forward ran",
+    "reasoning before a grammar": "the mask of a request in its reasoning",
+    "return with a grammar": "a retracted request continues where it was in its grammar",
+    "decode beyond the graphs": "a decode step larger than every graph",
+    "piecewise replay": "a prefill step in pieces, exactly as large as its graphs",
+    "padded piecewise replay": "one with padded rows",
+    "piecewise replay while loading": "one whose pages are being loaded from the host layer by layer",
+    "prefill beyond the pieces": "a prefill step larger than every graph",
+    "a prompt in three chunks": "in consecutive steps",
+    "several prompts in one step": "",
+    "prefill between decode steps": "a prefill step while other requests decode",
+    "steps of our attention kernels": "by their declared accesses",
+    "planned steps": "each batch's attention is planned on the host while the last step may still run",
+    "planned decode replay": "the plan is copied to the graph's own memory before it is replayed",
+    "replay compared with its step": "--debug-cuda-graph computes the step without its graph as well",
+    "steps of a quantised model": "of numbers of eight bits or four",
+    "decode replay with an FP8 cache": "keys and values are kept in eight bits",
+    "a step for a request that has left": "it left while the step was in flight, so its results are dropped",
+    # speculation
+    "verification replay": "a speculative step replayed, exactly as large as its graphs",
+    "padded verification replay": "one with padded rows",
+    "accepted draft": "a step yields more than one token for a request",
+    "several accepted drafts": "more than two",
+    "rejected draft": "",
+    "accepted draft of a tree": "its nodes' rows are moved",
+    "accepted draft of several layers": "each of which proposes one token",
+    "drafts of another depth": "than those of the step before",
+    "drafts under a window": "verified for a request that is longer than the window of some layers",
+    "draft behind": "all proposals of a draft without hidden states are accepted: it lacks the row of the last one",
+    "penalties beside drafts": "a request whose drafts may not count, in a step with others",
+    "tokens after an end": "a request ends in the middle of what a step yields; the rest is dropped",
+    "a rejected slot is handed on": "its page is leased again, and another step writes there",
+    "retraction while speculating": "by either policy",
+    "load with a draft": "a prefix comes from the host, its draft's layers too",
+    "admission from storage with a draft": "",
+    # the prefix cache
+    "hit": "a request finds a prefix on the device",
+    "hit half-way through a node": "a node is split",
+    "remap": "a request moves onto the pages of another with the same prompt, and the next step reads them",
+    "remap of a request that leaves": "before the next step",
+    "eviction from the device": "",
+    "stale match": "the prefix found for a waiting request has moved, and is looked up again",
+    "same prompt in two namespaces": "it is computed twice and kept twice",
+    "pages handed on in use": "pages are leased again before it is known that their last users are done",
+    # the host tier
+    "load": "a prefix comes from the host",
+    "load in FP8": "",
+    "load of several nodes": "",
+    "load for several requests": "one transfer for all that a step admits",
+    "match of pages that are loading": "a request finds pages that another request's load has not filled yet",
+    "adopted page": "a page that is only on the host is computed again, and the computed one is kept",
+    "backup": "pages go to the host",
+    "backup of several nodes": "",
+    "write-back": "pages go to the host because their memory on the device is needed",
+    "write-back under load": "while a load is in transfer",
+    "backup while prefixes load": "for any reason",
+    "eviction from the host": "",
+    "a node leaves every tier": "",
+    "a node in transit leaves the device": "",
+    "a node in transit is split": "",
+    "host pages handed on in use": "leased again before it is known that the transfers that used them are done",
+    "the host is full": "all its pages are in use, so a backup does not happen",
+    # storage
+    "fetch": "pages come from storage",
+    "fetch of several pages": "in one request to storage",
+    "admission from storage": "a request is admitted with pages that storage returned",
+    "prefetch of all": "every page that was asked for came",
+    "prefetch of nothing": "storage has none of the pages",
+    "prefetch cut short": "a request is admitted while pages are still being read",
+    "prefetch out of time": "a request has waited for storage as long as it may",
+    "a held page leaves the tree": "while a worker still writes it to storage",
+    "eviction from storage": "its directory is full",
+    "nothing may leave storage": "for a write that is larger than its directory",
+    "the disk is full": "so pages are not written",
+    "storage refuses a write": "of one page",
+    "storage raises": "which costs the call's pages",
+    "the books of storage are lost": "the number of bytes in use",
+    "a folder of storage is removed": "with all pages in it",
+    # retraction
+    "retraction for memory": "",
+    "retraction by pause": "",
+    "preemption": "a running request is retracted for one of higher priority",
+    "preemption of several": "",
+    "retraction by recompute": "",
+    "retraction by offload": "",
+    "offloaded tail": "a page that is not full goes to the host",
+    "return with its tail": "that page comes back with the request",
+    "return without its tail": "that page is dropped and computed again",
+    "return": "a retracted request continues",
+    "retracted twice": "",
+    "retraction of a half-scored prompt": "whose first logprobs have been computed",
+    "return of counted tokens": "with penalties: its output is counted again",
+    # ends
+    **{f"abort {state}": "" for state in STATES},
+    "abort of all": "",
+    "end at a stop token": "",
+    "end at a stop string": "the detokenizer finds it and tells the scheduler later",
+    "end of length": "",
+    "end before the first token": "a request that asks for no token, at most for its prompt's logprobs",
+    "refusal": "a request that does not fit",
+    "time-out while waiting": "",
+    "time-out while running": "",
+    # the rest
+    "logprobs after a hit": "a prompt's logprobs are asked for, and some of it is cached",
+    "logprobs over chunks": "they come from several steps",
+    **{f"pause by {mode}": "with requests running" for mode in ("abort", "retract", "in_place")},
+    "new weights with requests running": "which are computed again with these",
+    "new weights of some tensors": "with requests running or waiting",
+    "new weights before a pause": "generation does not go on with them at once",
+    "new weights refused": "because they are another model's, or not whole",
+    "flush": "of a tree that holds pages",
+    "flush refused": "because requests are pending",
+    "flush that waited": "until the last request left",
+    "flush of storage": "",
+}
+
+
+def state_of(scheduler: Scheduler, req: Req) -> str:
+    """The state of a request, one of :data:`STATES`."""
+    if req.row == 0:
+        if req.num_retractions:
+            return "retracted" if req.tail is None else "retracted with a tail"
+        return "queued" if scheduler.memory.may_schedule(req) else "waiting for storage"
+    if req is scheduler.chunked:
+        return "half-way through its prompt"
+    if any(remap.req is req for remap in scheduler.remaps):
+        return "before a remap"
+    return "running" if req.output_ids else "with its first step in flight"
+
+
+class Watch:
+    """Records the events of one run. Made before the model runner, so that it sees which graphs are captured."""
+
+    def __init__(self, device: Device) -> None:
+        self.seen: set[str] = set()
+        self._graphs: list[Graph] = []
+        self._num_replays: Counter[str] = Counter()
+        self._has_replayed = False  # the latest decode step
+        self._runs = 0  # requests, when the weights are replaced
+        self._num_chunks: Counter[str] = Counter()
+        self._namespaces: dict[bytes, set[str]] = {}
+        if isinstance(device, VgpuDevice):
+            around(device.gpu, "graph", after=lambda graph, *args: self._graphs.append(graph))
+
+    def note(self, event: str, happened: object = True) -> None:
+        """Record ``event`` if ``happened`` is true."""
+        assert event in EVENTS, f"{event!r} is not in the list"
+        if happened:
+            self.seen.add(event)
+
+    def watch(self, scheduler: Scheduler) -> None:
+        """Wrap the methods of ``scheduler`` in which events are seen."""
+        self._scheduler = scheduler
+        self._in_fp8 = scheduler.config.server_args.kv_cache_dtype == "fp8_e4m3"
+        memory = scheduler.memory
+        around(scheduler, "launch", after=self._launched)
+        around(scheduler, "publish", before=self._publishes)
+        around(scheduler, "fill_masks", before=self._fills)
+        around(scheduler, "sample_early", after=self._sampled_early)
+        around(scheduler, "sample_late", before=lambda _: self.note("masks and draw after publishing"))
+        around(scheduler.grammars, "begin_fill", before=self._begins)
+        around(scheduler, "abort", before=self._aborts)
+        around(scheduler, "retract", before=self._retracts)
+        around(scheduler, "with_remaps", before=self._remaps)
+        around(scheduler, "flush", after=self._flushed)
+        around(scheduler, "pause", before=self._pauses)
+        around(scheduler, "update_weights", before=self._updates, after=self._updated)
+        around(scheduler.stats, "preempted", before=self._preempts)
+        around(scheduler, "flush_when_idle", before=self._falls_idle)
+        self._speculates = scheduler.config.speculative is not None
+        if self._speculates:
+            self._watch_speculation()
+        around(memory, "admit", before=self._admits, after=self._admitted)
+        around(memory, "_match", before=self._matches)
+        around(memory.pages, "alloc", after=partial(self._handed_on, "pages handed on in use"))
+        around(memory.tree, "evict", after=lambda num, _: self.note("eviction from the device", num))
+        around(memory.tree, "_split", before=self._splits)
+        around(memory, "flush", before=lambda storage=False: self.note("flush", memory.tree.num_nodes))
+        if memory.tiers is not None:
+            assert isinstance(memory.tree, HiRadixCache), "the tree has several tiers"
+            self._watch_tiers(memory.tiers, memory.tree)
+
+    # --- steps ---------------------------------------------------------------------------------------
+
+    def _launched(self, flight: InFlight, batch: StepBatch, reqs: Sequence[Req]) -> None:
+        replayed = self._replayed()
+        backend = self._scheduler.config.decode_attention_backend
+        planned = backend in PLANNED
+        self.note("steps of our attention kernels", backend == LAUNCHED)
+        self.note(
+            "planned steps", planned and not self._scheduler.config.server_args.disable_overlap_schedule
+        )
+        self.note("planned decode replay", planned and replayed and batch.is_decode)
+        self.note("steps of a quantised model", self._scheduler.config.model.quantization)
+        self.note("decode replay with an FP8 cache", self._in_fp8 and replayed and batch.is_decode)
+        if batch.is_decode:
+            self._decode(batch, [name for name in replayed if name.startswith(("decode", "verify"))])
+        else:
+            self._extend(batch, reqs, [name for name in replayed if name.startswith("prefill")])
+
+    def _replayed(self) -> list[str]:
+        """Graphs that were replayed since the last call."""
+        counts = Counter({graph.name: graph.num_replays for graph in self._graphs})
+        new = counts - self._num_replays
+        self._num_replays = counts
+        return list(new)
+
+    def _decode(self, batch: StepBatch, replayed: list[str]) -> None:
+        self._has_replayed = bool(replayed)
+        if not replayed:
+            self.note("decode beyond the graphs", self._scheduler.config.cuda_graph_bs)
+            return
+        full = _size(replayed[0]) == len(batch.rows)
+        self.note("replay compared with its step", self._scheduler.config.server_args.debug_cuda_graph)
+        if self._speculates:
+            self.note("verification replay" if full else "padded verification replay")
+        self.note("decode replay" if full else "padded decode replay")
+        self.note("decode replay with the sampler", any(map(_beyond_a_draw, batch.sampling)))
+
+    def _extend(self, batch: StepBatch, reqs: Sequence[Req], replayed: list[str]) -> None:
+        num_tokens = batch.num_prompt_tokens
+        if replayed:
+            full = _size(replayed[0]) == num_tokens
+            self.note("piecewise replay" if full else "padded piecewise replay")
+            self.note("piecewise replay while loading", batch.loads)
+        else:
+            self.note("prefill beyond the pieces", self._scheduler.config.piecewise_cuda_graph_tokens)
+        self.note("several prompts in one step", len(reqs) > 1)
+        self.note("prefill between decode steps", len(self._scheduler.running))
+        for chunk, req in zip(batch.chunks, reqs, strict=True):
+            self._num_chunks[req.rid] += 1
+            self.note("a prompt in three chunks", self._num_chunks[req.rid] == 3)
+            scored = bool(chunk.scored)
+            self.note("logprobs after a hit", scored and req.cached_tokens)
+            self.note("logprobs over chunks", scored and self._num_chunks[req.rid] > 1)
+            self.note("return of counted tokens", chunk.history is not None and req.num_retractions)
+            namespaces = self._namespaces.setdefault(req.prompt_ids.tobytes(), set())
+            namespaces.add(req.source.extra_key)
+            self.note("same prompt in two namespaces", len(namespaces) > 1)
+
+    def _begins(
+        self, grammars: Sequence[RequestGrammar | None], masks: object, finishes_now: bool = False
+    ) -> None:
+        self.note("masks begun early", any(grammars))
+
+    def _sampled_early(self, *_: object) -> None:
+        pending = self._scheduler.pending_masks
+        self.note("masks and draw before publishing", pending is not None and pending.sampled)
+
+    def _fills(self, pending: StepMasks) -> None:
+        batch, mine = pending.flight.batch, pending.constrained.reqs
+        if not batch.is_decode:
+            self.note("masks of a first token")
+        else:
+            self.note("masks for some of a batch", len(mine) < len(batch.rows))
+            self.note("masks after a replay", self._has_replayed)
+        self.note("mask of a request that has left", any(req.left for req in mine))
+        grammars = [req.grammar for req in mine if req.grammar is not None]
+        self.note("reasoning before a grammar", not all(grammar.is_matching for grammar in grammars))
+        self.note("return with a grammar", any(req.num_retractions and not req.left for req in mine))
+
+    def _publishes(self, flight: InFlight) -> None:
+        self.note("a step for a request that has left", any(req.left for req in flight.reqs))
+
+    # --- speculation ---------------------------------------------------------------------------------
+
+    def _watch_speculation(self) -> None:
+        scheduler, memory = self._scheduler, self._scheduler.memory
+        self._rejected_pages: set[int] = set()
+        config = scheduler.config.speculative
+        assert config is not None, "the engine speculates"
+        self._depth: int | None = None  # of the latest step that was published
+        self._has_trees, self._has_several_layers = config.topk > 1, config.draft.lookahead > 1
+        windows = [window for window in scheduler.config.model.windows if window is not None]
+        self._window = min(windows, default=None)
+        self._reads_hidden = config.draft.algorithm is not SpeculativeAlgorithm.STANDALONE
+        around(scheduler, "publish_counted", before=self._counted)
+        around(scheduler, "publish_tokens", before=self._yields)
+        around(memory, "release", before=self._releases)
+        around(memory.pages, "alloc", after=self._leased)
+
+    def _counted(self, batch: StepBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
+        counts = out.token_counts(len(reqs))
+        self.note("accepted draft", max(counts) > 1)
+        self.note("several accepted drafts", max(counts) > 2)
+        self.note("accepted draft of a tree", max(counts) > 1 and self._has_trees)
+        self.note("accepted draft of several layers", max(counts) > 1 and self._has_several_layers)
+        depth = batch.depth.depth
+        self.note("drafts of another depth", self._depth not in (None, depth))
+        self._depth = depth
+        self.note("rejected draft", min(counts) <= depth)
+        longest = max(req.committed_len for req in reqs)
+        self.note("drafts under a window", depth and self._window is not None and longest > self._window)
+        self.note("draft behind", not self._reads_hidden and 0 < depth < max(counts))
+        penalised = [req.params.needs_penalties for req in batch.sampling]
+        self.note("penalties beside drafts", any(penalised) and not all(penalised))
+
+    def _yields(self, req: Req, tokens: Sequence[int], *_: object) -> None:
+        ends = (len(req.output_ids) + i >= req.max_new_tokens for i in range(1, len(tokens)))
+        self.note("tokens after an end", any(ends) or any(token in req.stop_ids for token in tokens[:-1]))
+
+    def _releases(self, req: Req) -> None:
+        size = self._scheduler.config.server_args.page_size
+        if req.row and req.num_verified:
+            last = min(req.committed_len + (self._depth or 0), len(req.pages) * size - 1)
+            self._rejected_pages |= set(req.pages[-(-req.committed_len // size) : last // size + 1])
+
+    def _leased(self, result: tuple[Sequence[int], Points] | None, num: int) -> None:
+        if result is not None:
+            pages = {int(page) for page in result[0]}
+            self.note("a rejected slot is handed on", pages & self._rejected_pages)
+            self._rejected_pages -= pages
+
+    # --- requests ------------------------------------------------------------------------------------
+
+    def _aborts(self, message: AbortReq) -> None:
+        self.note("abort of all", message.abort_all and len(self._scheduler.reqs) > 1)
+        self.note("end at a stop string", message.silent and message.rid in self._scheduler.reqs)
+        req = self._scheduler.reqs.get(message.rid)
+        if req is not None and not message.silent:
+            self.note(f"abort {state_of(self._scheduler, req)}")
+
+    def sent(self, out: TokenOut) -> None:
+        """The scheduler has sent an output."""
+        reason = out.finish_reason
+        if reason is None:
+            return
+        self.note("end at a stop token", reason.type == "stop")
+        self.note("end of length", reason.type == "length" and reason.length)
+        self.note("end before the first token", reason.type == "length" and reason.length == 0)
+        self.note("refusal", reason.status_code == 400)
+        self.note("time-out while waiting", "--req-waiting-timeout" in (reason.message or ""))
+        self.note("time-out while running", "--req-running-timeout" in (reason.message or ""))
+
+    def _retracts(self, req: Req) -> None:
+        config = self._scheduler.config
+        offloads = config.hicache is not None and config.server_args.retract_policy == "offload"
+        self.note("retraction by pause" if self._scheduler.paused else "retraction for memory")
+        self.note("retraction by offload" if offloads else "retraction by recompute")
+        self.note("retracted twice", req.num_retractions == 1)
+        self.note(
+            "retraction of a half-scored prompt",
+            req.scores_prompt and not req.output_ids and req.committed_len,
+        )
+        self.note("retraction while speculating", req.num_verified)
+
+    def _preempts(self, num_victims: int) -> None:
+        self.note("preemption")
+        self.note("preemption of several", num_victims > 1)
+
+    def _falls_idle(self) -> None:
+        self.note("flush that waited", self._scheduler.flushes)
+
+    def _pauses(self, mode: str) -> None:
+        self.note(f"pause by {mode}", len(self._scheduler.running))
+
+    def _updates(self, message: UpdateWeightsReq) -> None:
+        self._runs = len(self._scheduler.running)
+
+    def _updated(self, result: tuple[bool, str, bytes], message: UpdateWeightsReq) -> None:
+        self.note("new weights with requests running", result[0] and self._runs)
+        self.note("new weights refused", not result[0])
+        self.note("new weights of some tensors", result[0] and message.file and self._scheduler.reqs)
+        self.note("new weights before a pause", result[0] and message.keep_pause)
+
+    def _flushed(self, result: tuple[bool, str], storage: bool) -> None:
+        self.note("flush refused", not result[0] and self._scheduler.reqs)
+        self.note("flush of storage", result[0] and storage)
+
+    # --- prefixes ------------------------------------------------------------------------------------
+
+    def _matches(self, req: Req) -> None:
+        tree, queued = self._scheduler.memory.tree, req.queued_match
+        self.note("stale match", queued is not None and queued.num_created == tree.num_created)
+
+    def _admits(self, req: Req, prefix: Prefix) -> None:
+        match = prefix.match
+        self.note("hit", match.num_tokens)
+        self.note("load", match.num_host_tokens)
+        self.note("load with a draft", match.num_host_tokens and self._speculates)
+        self.note("load in FP8", match.num_host_tokens and self._in_fp8)
+        self.note("match of pages that are loading", match.loading)
+        self.note("return", req.num_retractions)
+        self.note("return with its tail", prefix.num_tail_tokens)
+        self.note("return without its tail", req.tail is not None and not prefix.num_tail_tokens)
+        op = req.prefetch
+        self.note("prefetch cut short", op is not None and op.num_fetched < op.num_found)
+        self.note("prefetch out of time", op is not None and op.timed_out)
+
+    def _admitted(self, after: Points, req: Req, prefix: Prefix) -> None:
+        details = req.cached_details
+        from_storage = details is not None and details.storage
+        self.note("admission from storage", from_storage)
+        self.note("admission from storage with a draft", from_storage and self._speculates)
+
+    def _remaps(self, writes: PageWrites) -> None:
+        left = [remap.req.left for remap in self._scheduler.remaps]
+        self.note("remap", not all(left))
+        self.note("remap of a request that leaves", any(left))
+
+    def _handed_on(self, event: str, result: tuple[object, Points] | None, num: int) -> None:
+        self.note(event, result is not None and not result[1].passed)
+
+    def _splits(self, node: TreeNode, num_pages: int) -> None:
+        self.note("hit half-way through a node")
+        self.note("a node in transit is split", node.transfers)
+
+    # --- tiers ---------------------------------------------------------------------------------------
+
+    def _watch_tiers(self, tiers: HiCache, tree: HiRadixCache) -> None:
+        self._tiers, self._tree = tiers, tree
+        self._num_loading = 0
+        around(tree, "begin_load", before=self._begins_load)
+        around(tree, "_adopt", after=lambda num, *args: self.note("adopted page", num))
+        around(tree, "begin_backup", after=self._began_backup)
+        around(tree, "_drop", before=lambda node: self.note("a node leaves every tier"))
+        around(tree, "_leave_device", before=self._leaves_device)
+        if tree._spill is not None:
+            around(tree, "_spill", before=lambda nodes: self.note("write-back"))
+        around(tiers, "offload", after=lambda tail, *args: self.note("offloaded tail", tail))
+        around(tiers.host_pages, "alloc", after=partial(self._handed_on, "host pages handed on in use"))
+        around(tree._host, "_evict_all", after=lambda num, _: self.note("eviction from the host", num))
+        around(tree._host, "_orphan", before=lambda *args: self.note("a held page leaves the tree"))
+        around(tiers._transfers, "load", before=self._loads)
+        around(tiers._transfers, "drain_acks", after=self._acked)
+        if tiers.storage is not None:
+            around(tiers.storage._controller, "drain", after=self._drained)
+
+    def _begins_load(self, host_node: TreeNode, device_pages: object, ticket: Ticket) -> None:
+        nodes = self._tree._host_only(host_node)
+        self.note("load of several nodes", len(nodes) > 1)
+        self.note("load for several requests", ticket.num_pages)
+
+    def _loads(self, *args: object) -> None:
+        self._num_loading += 1
+
+    def _acked(self, tickets: Sequence[Ticket]) -> None:
+        self._num_loading -= sum(ticket.kind is TransferKind.LOAD for ticket in tickets)
+
+    def _began_backup(self, move: PageMove, nodes: Sequence[TreeNode], ticket: Ticket) -> None:
+        backed_up = [node for node in nodes if ticket in node.transfers]
+        self.note("backup", backed_up)
+        self.note("backup of several nodes", len(backed_up) > 1)
+        loading = self._num_loading or self._tiers._load is not None  # submitted, or about to be
+        self.note("backup while prefixes load", backed_up and loading)
+        self.note("write-back under load", backed_up and loading and self._tree._leaving)
+        self.note("the host is full", any(node.host_pages is None and node.on_device for node in nodes))
+
+    def _leaves_device(self, node: TreeNode) -> None:
+        self.note("a node in transit leaves the device", node.transfers)
+
+    def _drained(self, acks: Sequence[Ack]) -> None:
+        for ack in acks:
+            match ack:
+                case Fetched():
+                    self.note("fetch")
+                    self.note("fetch of several pages", ack.num_pages > 1)
+                case Done():
+                    self.note("prefetch of all", ack.outcome is Outcome.COMPLETE)
+                    self.note("prefetch of nothing", ack.outcome is Outcome.ABSENT)
+
+
+def _size(graph: str) -> int:
+    """``decode[4]``, ``prefill[16].2`` → 4, 16."""
+    return int(graph.partition("[")[2].partition("]")[0])
+
+
+def _beyond_a_draw(sampling: ReqSampling) -> bool:
+    """Whether a request needs more of the sampler than a temperature and a draw."""
+    p = sampling.params
+    filtered = not p.is_greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
+    adjusted = p.needs_penalties or p.logit_bias or p.min_new_tokens
+    return bool(sampling.return_logprob or filtered or adjusted)
+
+
+def around(
+    owner: object,
+    name: str,
+    before: Callable[..., object] = lambda *args, **kwargs: None,
+    after: Callable[..., object] = lambda result, *args, **kwargs: None,
+) -> None:
+    """Wrap the method ``name`` of ``owner``: ``before`` gets its arguments, ``after`` its result and then these."""
+    method = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        before(*args, **kwargs)
+        result = method(*args, **kwargs)
+        after(result, *args, **kwargs)
+        return result
+
+    setattr(owner, name, wrapped)

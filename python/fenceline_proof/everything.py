@@ -1,0 +1,480 @@
+"""The workload ``everything``: each run is a random combination of all features.
+
+The fields of requests, the flags of the engine and the messages of control are lists of independent choices below. A
+new feature is one more line in one of them, and an event or two in ``events.EVENTS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from msgspec import structs
+
+from fenceline.ipc.io_struct import (
+    AbortReq,
+    CancelFlushReq,
+    ContinueGenerationReq,
+    FlushCacheReq,
+    PauseGenerationReq,
+    TickReq,
+    TokenizedGenerateReq,
+    UpdateWeightsReq,
+)
+from fenceline_proof.events import STATES
+from fenceline_proof.flashinfer_library import PLANNED
+from fenceline_proof.grammars import choose, choose_thinking, load_grammars
+from fenceline_proof.hicache_workloads import with_storage_limits
+from fenceline_proof.launched_attention import LAUNCHED
+from fenceline_proof.persistent_attention import PERSISTENT
+from fenceline_proof.script import (
+    GRAPH_CONTEXT,
+    MISFIT,
+    Arrival,
+    Flag,
+    Flags,
+    Scenario,
+    Script,
+    Workload,
+)
+from fenceline_proof.speculative_workloads import chains_of_models, draft_flags, several_layers
+from fenceline_proof.tiny_model import VOCAB_SIZE, tiny_model_path
+
+_RARE_STATES = (
+    "before a remap",
+    "before a remap",
+    "retracted",
+    "retracted with a tail",
+    "waiting for storage",
+)
+_POLICIES = ("write_through", "write_through_selective", "write_back")
+_ATTENTION = (PERSISTENT, LAUNCHED, *PLANNED, "")  # "": torch's operators
+_OTHER_MODELS = (
+    "experts", "shared", "mxfp4", "fp8", "fp8_rows", "rounded_fp8", "fp8_experts", "int4", "int4_experts", "llama3",
+    "yarn", "wide", "adjacent", "partial",
+)  # fmt: skip
+_WITH_SINKS = ("gpt_oss", "mxfp4")
+_STOP_STRINGS = ("a", "th", "on", "ne", "e t", "é", "r.")
+
+
+def _request(random: Random, page_size: int) -> dict[str, Any]:
+    """The options of one request, each chosen independently."""
+
+    def wants(share: float) -> bool:
+        return random.random() < share
+
+    options: dict[str, Any] = {"extra_key": random.choice(("", "", "", "", "a", "b")), "stream": wants(0.8)}
+    if wants(0.5):
+        options["temperature"] = random.choice((0.6, 1.0, 1.3))
+        if wants(0.4):
+            options |= {"top_k": random.choice((1, 2, 8)), "top_p": random.choice((0.6, 0.9, 1.0))}
+        if wants(0.3):
+            options["min_p"] = random.choice((0.02, 0.1))
+    if wants(0.35):
+        options |= {"frequency_penalty": random.choice((-0.5, 0.8)), "presence_penalty": 0.3}
+        options["repetition_penalty"] = random.choice((1.0, 1.4))
+    if wants(0.35):
+        options["logit_bias"] = {random.randrange(VOCAB_SIZE): 4.0, random.randrange(VOCAB_SIZE): -5.0}
+    if wants(0.3):
+        options["stop_token_ids"] = tuple(random.sample(range(1, VOCAB_SIZE), 8))
+    if wants(0.3):
+        options["stop"] = tuple(random.sample(_STOP_STRINGS, 3))
+        options["no_stop_trim"] = wants(0.3)
+    if wants(0.3):
+        options["ignore_eos"] = True
+    if wants(0.3):
+        start = random.choice((-1, 0, page_size, 2 * page_size + 1))
+        options |= {"return_logprob": True, "logprob_start_len": start}
+        options |= {
+            "top_logprobs_num": random.choice((0, 3)),
+            "token_ids_logprob": random.choice(([], [9, 2])),
+        }
+    return options
+
+
+def _requests(script: Script, page_size: int) -> None:
+    """Bursts of requests of a few families with common prefixes, some of them twins (with equal prompts). All may end
+    in the pause between bursts. The burst before the last evicts the prefixes of the last one from the device.
+
+    In some runs all requests are plain: they share a whole family's prefix, are greedy and in one namespace. Such
+    requests share more and hold more memory together, and twins get equal answers.
+    """
+    random, step = script.random, 0
+    plain = random.random() < 0.4
+    constrained = not plain and random.random() < 0.65
+    if constrained:
+        load_grammars(script)
+    families = [script.prompt(9, 15) for _ in range(4)]
+    for first, second in random.choice((((0, 1), (1, 2)), ((0, 1), (2, 3), (0, 1)))):
+        third = random.choice((first, second, random.randrange(4)))
+        for family in (families[first], families[second], families[third]):
+            kept = len(family) if plain or random.random() < 0.7 else random.randrange(len(family))
+            prompt = family[:kept] + script.prompt(1, 6)
+            _some(script, step + random.choice((0, 0, 0, 2)), prompt, page_size, plain, constrained)
+        step += random.choice((random.randint(4, 10), random.randint(16, 30)))
+
+
+def _some(
+    script: Script, step: int, prompt: list[int], page_size: int, plain: bool, constrained: bool
+) -> None:
+    """A request, or two with the same prompt. The two have equal options except the seed, or independent ones."""
+    random = script.random
+    num_twins = random.choice((1, 1, 2))
+    alike = plain or random.random() < 0.5
+    for index in range(num_twins):
+        if index == 0 or not alike:
+            options: dict[str, Any] = {"ignore_eos": True} if plain else _request(random, page_size)
+            options["priority"] = random.choice((0, step, 20))  # used if the engine has priorities
+            num_tokens = random.choice((0, 1, 3, 5, 9, 14))
+            if num_tokens > 1 and random.random() < 0.2:
+                options["min_new_tokens"] = random.randrange(2, num_tokens + 1)
+                options["stop_token_ids"] = tuple(range(16, VOCAB_SIZE))  # which it would draw before
+            if constrained and random.random() < 0.6:
+                options["grammar"] = choose(random)
+                if random.random() < 0.3:
+                    options["think"] = choose_thinking(random)
+            if options.get("logprob_start_len", -1) >= len(prompt):
+                options["logprob_start_len"] = len(prompt) - 1
+        rid = script.add(step, prompt, num_tokens, **options)
+    if random.random() < 0.2:
+        script.follow(rid, random.randint(0, 4), script.prompt(1, 5), random.randint(1, 4))
+
+
+def _control(script: Script) -> None:
+    """Pauses, aborts and flushes that arrive while the requests run."""
+    random = script.random
+    step = 0
+    for number in range(random.choice((0, 1, 2, 2))):
+        step += random.randint(3, 10)
+        mode = random.choice(("abort", "retract", "retract", "in_place"))
+        script.send(step, PauseGenerationReq(id=f"pause {number}", mode=mode))
+        step += random.randint(1, 4)
+        script.send(step, ContinueGenerationReq(id=f"continue {number}"))
+    for state in random.sample((*STATES, *_RARE_STATES), 3):
+        script.abort_when(state, random.randrange(12))
+    if random.random() < 0.2:
+        script.send(random.randrange(4, 30), AbortReq(abort_all=True))
+    if random.random() < 0.5:
+        script.when_idle(random.randrange(10, 30), FlushCacheReq(id="flush", storage=random.random() < 0.5))
+    if random.random() < 0.4:
+        step = random.randrange(20)
+        script.send(step, FlushCacheReq(id="early", wait=random.random() < 0.5))
+        if random.random() < 0.3:
+            script.send(step + random.randint(1, 8), CancelFlushReq(id="early"))
+
+
+def _flags(random: Random, page_size: int, most: int, tiers: bool = False) -> Flags:
+    """The engine's flags, each chosen independently except those that need each other."""
+    flags: dict[str, Flag] = {
+        "page_size": page_size,
+        "context_length": GRAPH_CONTEXT,
+        "max_total_tokens": random.choice((40, 56, 64)),
+        "max_running_requests": most,
+        "chunked_prefill_size": random.choice((8, 16, 24, -1)),
+        "schedule_policy": random.choice(("fcfs", "lpm", "dfs-weight", "random")),
+        "schedule_conservativeness": random.choice((0.01, 0.01, 1.0)),
+        "stream_interval": random.choice((1, 1, 3)),
+        "disable_overlap_schedule": random.random() < 0.1,
+    }
+    if random.random() < 0.85:
+        flags["cuda_graph_bs"] = random.choice(((1, 2), (2,), (1, most), (most,)))
+        flags["disable_cuda_graph_padding"] = random.random() < 0.15
+        flags["debug_cuda_graph"] = random.random() < 0.2
+    if random.random() < 0.75:
+        flags["piecewise_cuda_graph_tokens"] = random.choice(((2, 8), (4,), (8,)))
+    backend = _ATTENTION[int(random.random() * len(_ATTENTION))]
+    if backend:
+        flags["attention_backend"] = backend
+    if random.random() < 0.5:
+        flags |= {"enable_priority_scheduling": True, "schedule_policy": "fcfs"}
+        flags["schedule_low_priority_values_first"] = random.random() < 0.3
+        flags["priority_scheduling_preemption_threshold"] = random.choice((0, 0, 10))
+    if random.random() < 0.35:
+        flags |= draft_flags(random)
+    if random.random() < 0.35:
+        flags["req_running_timeout"] = random.choice((3.0, 6.0, 14.0))  # twice as many steps
+        flags["req_waiting_timeout"] = random.choice((1.0, 3.0, 14.0))
+    if tiers or random.random() < 0.9:
+        flags |= _tiers(random)
+    else:
+        flags["disable_radix_cache"] = flags["schedule_policy"] == "fcfs"
+    return flags
+
+
+def _tiers(random: Random) -> Flags:
+    flags: dict[str, Flag] = {
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": random.choice((0.5, 0.5, 1.0, 2.0)),
+        "hicache_write_policy": random.choice(_POLICIES),
+        "hicache_mem_layout": random.choice(("layer_first", "page_first")),
+        "hicache_io_backend": random.choice(("kernel", "direct")),
+        "retract_policy": random.choice(("recompute", "offload", "offload", "offload")),
+    }
+    if random.random() < 0.8:
+        policy = random.choice(("best_effort", "wait_complete", "timeout"))
+        flags |= {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": policy}
+        if policy == "timeout":
+            flags["hicache_storage_prefetch_timeout"] = random.choice((0.02, 0.1))  # two steps, ten
+    return flags
+
+
+def _loads_meet(script: Script, page_size: int) -> Flags:
+    """An arranged run: two prefixes that are on the host alone are needed at once, one of them twice. That one consists
+    of two nodes, because its beginning was a prompt before. With write_back other prompts, which fill the device, go to
+    the host one after the other while the first of the two is loading."""
+    random, size = script.random, 3 * page_size
+    first, second = script.prompt(size, size), script.prompt(size, size)
+    fillers = [script.prompt(size, size) for _ in range(4)]
+    for turn, prompt in enumerate((first[:page_size], first, second, *fillers)):
+        script.add(5 * turn, prompt + script.prompt(1, 1), 1)
+    for prompt in (first, second, first):
+        script.add(38, prompt + script.prompt(1, 2), random.randint(1, 3))
+    return {
+        "max_total_tokens": 14 * page_size,
+        "max_running_requests": 3,
+        "chunked_prefill_size": -1,
+        "hicache_ratio": 2.0,
+        "hicache_write_policy": random.choice(("write_through", "write_back")),
+    }
+
+
+def _overtaken(script: Script, page_size: int) -> Flags:
+    """An arranged run: of two twins one is preempted by a request of higher priority. Or both are, because that request
+    is large, and it evicts their pages from a small host tier, so that their tails cannot be used. Or one goes for a
+    sample of a prompt, and the other one for the second sample, when the prompt is cached."""
+    random = script.random
+    large = random.random() < 0.6
+    num_better = 1 if large else random.choice((1, 2))
+    prompt = script.prompt(2 * page_size, 2 * page_size + 2)
+    num_tokens = 5 * page_size
+    for priority in (0, 0 if large or num_better == 2 else 30):
+        script.add(0, prompt, num_tokens, ignore_eos=True, priority=priority)
+    step = random.randint(5, 8)
+    better = script.prompt(6 * page_size, 6 * page_size) if large else script.prompt(2, 4)
+    if num_better == 2:
+        better = script.prompt(34, 38)
+    for _ in range(num_better):
+        body = step + 1 if num_better == 2 else 0
+        script.add(step, better, 10 * page_size if large else 12, ignore_eos=True, priority=30, body=body)
+    return {
+        "max_total_tokens": 128 if num_better == 2 else 18 * page_size,
+        "max_running_requests": 3 if large else 2,
+        "chunked_prefill_size": -1,
+        "enable_priority_scheduling": True,
+        "schedule_policy": "fcfs",
+        "schedule_conservativeness": 1.0,
+        "schedule_low_priority_values_first": False,
+        "hicache_ratio": 0.5 if large else 2.0,
+        "hicache_write_policy": "write_through",
+        "retract_policy": "offload",
+    }
+
+
+def _from_storage(script: Script, page_size: int) -> Flags:
+    """An arranged run: prompts come back when device and host are empty, so only storage still has them. While some
+    pages are still being written there, the first of them leave the host."""
+    random = script.random
+    families = [script.prompt(3 * page_size, 5 * page_size) for _ in range(2)]
+    for turn, family in enumerate(families):
+        script.add(3 * turn, family + script.prompt(1, 3), random.randint(1, 3))
+    back = random.randint(12, 20)
+    script.send(back, AbortReq(abort_all=True))
+    script.send(back, FlushCacheReq(id="emptied", wait=True))
+    for family, pause in zip(
+        (families[0], families[1], families[0]), (0, 1, random.randrange(4)), strict=True
+    ):
+        options = _request(random, page_size) | {"extra_key": ""}
+        script.add(back + 3 + pause, family + script.prompt(1, 3), random.randint(2, 6), **options)
+    if random.random() < 0.4:
+        script.abort_when("waiting for storage", back)
+    if random.random() < 0.5:
+        script.when_idle(back + 6, FlushCacheReq(id="of storage", storage=True))
+    flags: dict[str, Flag] = dict(draft_flags(random)) if random.random() < 0.6 else {}
+    if random.random() < 0.7:  # or storage often answers too late
+        flags["hicache_storage_prefetch_policy"] = "wait_complete"
+    if random.random() < 0.7:  # or a directory is often too small for what comes back
+        flags["hicache_storage_size"] = 1.0
+    return {
+        **flags,
+        "max_total_tokens": 16 * page_size + 16,
+        "max_running_requests": random.choice((2, 3)),
+        "hicache_ratio": random.choice((1.0, 2.0)),
+        "hicache_write_policy": "write_through",
+        "hicache_storage_backend": "file",
+    }
+
+
+def _paused_twice(script: Script, page_size: int) -> Flags:
+    """An arranged run: two pauses retract requests of different kinds, half of whose pages are not full; one is aborted
+    then or soon after. With a draft the temperature is high: the common noise makes drafts agree, also those of several
+    layers, which few other runs have."""
+    random = script.random
+    flags: Flags = {}
+    if random.random() < 0.6:
+        flags = several_layers(random) if random.random() < 0.6 else draft_flags(random)
+    hot = {"temperature": 1.3} if flags else {}
+    kinds: list[dict[str, Any]] = [hot, {**hot, "repetition_penalty": 1.3, "frequency_penalty": 0.4}]
+    if random.random() < 0.5:
+        load_grammars(script)
+        kinds.append({"grammar": choose(random)})
+    most = random.choice((2, 3))
+    for index in range(3):
+        options = kinds[index % len(kinds)] | {"ignore_eos": True}
+        script.add(index, script.prompt(2, 2 * page_size), random.randint(10, 18), **options)
+    step = random.randint(5, 7)
+    if random.random() < 0.5:  # half-way through its prompt
+        flags, most = {**flags, "chunked_prefill_size": 8}, 4
+        scored = {"return_logprob": True, "logprob_start_len": random.randrange(4)}
+        script.add(step - random.randint(2, 4), script.prompt(24, 32), random.randint(1, 4), **scored)
+    for number in range(2):
+        script.send(step, PauseGenerationReq(id=f"pause {number}", mode="retract"))
+        script.send(step + random.randint(1, 2), ContinueGenerationReq(id=f"continue {number}"))
+        step += random.randint(5, 7)
+    script.abort_when(random.choice(("retracted with a tail", "retracted", "running", "queued")), step - 7)
+    return {
+        **flags,
+        "max_total_tokens": random.choice((64, 96)),
+        "max_running_requests": most,
+        "hicache_ratio": random.choice((0.5, 0.5, 1.0, 2.0)),
+        "retract_policy": random.choice(("offload", "offload", "recompute")),
+    }
+
+
+_SET_PIECES = (
+    _loads_meet,
+    _overtaken,
+    _overtaken,
+    _from_storage,
+    _from_storage,
+    _paused_twice,
+    _paused_twice,
+)
+
+
+def _everything(random: Random) -> Scenario:
+    scenario = _product(random)
+    flags = dict(with_storage_limits(random, scenario.flags))
+    arrivals = scenario.arrivals
+    if "draft" not in flags and random.random() < 0.5:
+        flags["kv_cache_dtype"] = "fp8_e4m3"
+        if "model" not in flags and random.random() < 0.5:
+            flags["model"] = "kv_scales"
+            arrivals = tuple(map(_refused, arrivals))
+    flags |= _seldom(random, flags)
+    # FlashInfer has no sinks and reads no FP8: our own kernels attend in its place.
+    if "kv_cache_dtype" in flags or flags.get("model") in _WITH_SINKS:
+        flags = {name: LAUNCHED if value in PLANNED else value for name, value in flags.items()}
+    if random.random() < 0.4:
+        arrivals = _in_bodies(random, arrivals)
+    return replace(scenario, flags=flags, arrivals=arrivals)
+
+
+def _refused(arrival: Arrival) -> Arrival:
+    """The same, where new weights are those of the checkpoint with scales for FP8, which cannot be replaced."""
+    message = arrival.message
+    if not isinstance(message, UpdateWeightsReq):
+        return arrival
+    folder = tiny_model_path("kv_scales")
+    return replace(
+        arrival, message=structs.replace(message, model_path=folder, file=None, weight_version=MISFIT)
+    )
+
+
+def _seldom(random: Random, flags: Flags) -> Flags:
+    """Flags that few runs have."""
+    more: dict[str, Flag] = {}
+    if random.random() < 0.15:
+        more["prefill_max_requests"] = random.choice((1, 2))
+    if random.random() < 0.15:
+        more["max_prefill_tokens"] = random.choice((24, 40))
+    if flags.get("enable_priority_scheduling") and random.random() < 0.15:
+        more["disable_priority_preemption"] = True
+    if random.random() < 0.2:  # another one than prefill has; on a GPU both stand-ins of FlashInfer are one
+        planned = () if flags.get("attention_backend") in PLANNED else PLANNED
+        more["decode_attention_backend"] = random.choice((PERSISTENT, LAUNCHED, "", *planned))
+    if "draft" in flags and random.random() < 0.2:
+        more["speculative_draft_attention_backend"] = random.choice((PERSISTENT, LAUNCHED))
+    return more
+
+
+def _in_bodies(random: Random, arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:
+    """Most requests that arrive together come in one HTTP body: twins are samples of one prompt, and have one bias."""
+    placed: list[Arrival] = []
+    former: TokenizedGenerateReq | None = None
+    for arrival in arrivals:
+        message = arrival.message
+        if isinstance(message, TokenizedGenerateReq) and random.random() < 0.8:
+            message = structs.replace(message, body=arrival.step + 1)
+            if former is not None and (former.body, former.input_ids) == (message.body, message.input_ids):
+                message = _with_bias_of(former, message)
+            former = message
+        placed.append(replace(arrival, message=message))
+    return tuple(placed)
+
+
+def _with_bias_of(former: TokenizedGenerateReq, message: TokenizedGenerateReq) -> TokenizedGenerateReq:
+    """``message``, with the bias of ``former`` in the place of its own, if both have one."""
+    bias, params = former.sampling_params.logit_bias, message.sampling_params
+    if not bias or not params.logit_bias:
+        return message
+    return structs.replace(message, sampling_params=structs.replace(params, logit_bias=bias))
+
+
+def _product(random: Random) -> Scenario:
+    script = Script(random)
+    page_size = random.choice((1, 2, 4, 4, 8))
+    script.decode_lag = random.randrange(3)
+    for step in range(0, 60, 2):  # used if the engine has time-outs
+        script.send(step, TickReq(now=step / 2))
+    if random.random() < 0.2:
+        script.add(random.randrange(20), script.prompt(120, 130), 1)  # larger than the pool
+    if random.random() < 0.55:  # arranged, for events that rarely happen by chance
+        page_size = random.choice((2, 4))
+        piece = random.choice(_SET_PIECES)(script, page_size)
+        most = int(str(piece["max_running_requests"]))
+        flags = _flags(random, page_size, most, tiers=True)
+        if "draft" in piece:  # the other draft's go with it
+            flags = {name: value for name, value in flags.items() if not name.startswith("speculative_")}
+        flags = {**flags, **piece}
+        if "draft" not in piece and random.random() < 0.35:
+            flags = _with_another_model(random, flags)
+        return script.scenario(**_fitting(flags))
+    _requests(script, page_size)
+    _control(script)
+    flags = _flags(random, page_size, most=random.randint(2, 4))
+    if random.random() < 0.5:
+        # They are the plain model's.
+        keep_pause = random.random() < 0.5
+        script.new_weights(random.randrange(3, 24), misfits=0.2, partly=0.5, keep_pause=keep_pause)
+    elif random.random() < 0.6:
+        flags = _with_another_model(random, flags)
+    if random.random() < 0.2:  # as much memory as the running requests can use
+        flags = {name: value for name, value in flags.items() if name != "max_total_tokens"}
+        flags["context_length"] = GRAPH_CONTEXT - 3  # the last page is not whole
+    return script.scenario(**_fitting(flags))
+
+
+def _fitting(flags: Flags) -> Flags:
+    """Without --debug-cuda-graph beside drafts: it computes prefill steps in pieces twice and the draft's rows once,
+    and the tags expect one after the other. Without a time-out for prefetches unless their policy is ``timeout``."""
+    fitting = dict(flags)
+    if "draft" in flags:
+        fitting["debug_cuda_graph"] = False
+    if flags.get("hicache_storage_prefetch_policy") != "timeout":
+        fitting.pop("hicache_storage_prefetch_timeout", None)
+    return fitting
+
+
+def _with_another_model(random: Random, flags: Flags) -> Flags:
+    """Another model in the place of the plain one, often with a draft."""
+    model = random.choice(("windows", "windows", "gpt_oss", *_OTHER_MODELS))
+    if "draft" not in flags and random.random() < 0.6:
+        return {**flags, "model": model}
+    others = ("speculative_", "depth_seed")  # the other draft's
+    flags = {name: value for name, value in flags.items() if not name.startswith(others)}
+    return {**flags, **chains_of_models(random), "model": model}
+
+
+EVERYTHING = Workload("everything", "a random product of all features", _everything, share=10)

@@ -1,0 +1,365 @@
+"""The engine on two ranks, each a thread with a scheduler and a virtual device: the decisions of the ranks must not
+depend on how fast their devices and disks are, nor on which of them fails. The requests compete for a pool that is too
+small for them, with prefixes on the host and in storage."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.ipc.io_struct import (
+    AbortReq,
+    BatchTokenOut,
+    ControlReply,
+    FlushCacheReq,
+    Message,
+    PortArgs,
+    TokenizedGenerateReq,
+    UpdateWeightsReq,
+)
+from fenceline.ipc.rank_board import RankBoard, create_rank_board
+from fenceline.layers.context import Shard
+from fenceline.mem_cache.storage.controller import StorageController
+from fenceline.mem_cache.storage.file_backend import FileBackend
+from fenceline.memory_order import Communicator
+from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.scheduler.ranks import TURN_DECODER, FollowingRank, LeadingRank, Turn
+from fenceline.scheduler.scheduler import InFlight, Scheduler
+from fenceline_proof.bad_days import BadDays, leave_behind, order_calls, without_logs
+from fenceline_proof.hicache_workloads import with_storage_limits
+from fenceline_proof.oracle import Oracle, Query
+from fenceline_proof.script import Arrival, Flag, Flags, Scenario, Script
+from fenceline_proof.steps import STEP_S, make_config
+from fenceline_proof.tiny_model import PLAIN, plain_path, tiny_model_path
+from fenceline_sim.device import VgpuDevice
+from fenceline_sim.gpu import VirtualGpu
+from fenceline_sim.peers import Grain, Group, PeerRank
+from fenceline_sim.threads import Channel, join_all
+
+NUM_RANKS = 2
+_GRAIN = Grain(capacity=1, vector_bytes=1 << 16)
+_MAX_STEPS = 2000
+_WITH_EXPERTS = ("experts", "shared", "odd_gpt_oss", "mxfp4")
+_MODELS = ("odd_plain", "windows", "odd_wide", "odd_llama3", *_WITH_EXPERTS)
+_HOT = {"temperature": 4.0}  # at which every token of the vocabulary is drawn
+
+
+def make_scenario(random: Random) -> Scenario:
+    """A function of the seed: half of the requests share a prefix with another, in a pool that holds few of them. Some
+    runs speculate."""
+    script = Script(random)
+    _requests(script)
+    flags = _flags(script)
+    return script.scenario(**flags, **_new_weights(script, flags))
+
+
+def make_storage_scenario(random: Random) -> Scenario:
+    """The same with storage. Some requests are aborted, then all are and device and host are emptied; the same prompts
+    come back, and only storage has them."""
+    script = Script(random)
+    families = _requests(script, 12, 18)  # some pages, so that they are fetched in several batches
+    for turn in random.sample(range(8), 2):
+        script.send(turn + random.randint(1, 3), AbortReq(rid=f"r{turn}"))
+    step = random.randint(9, 16)
+    script.send(step, AbortReq(abort_all=True))
+    script.send(step, FlushCacheReq(id="flush"))
+    for turn in range(4):
+        rid = script.add(step + 1 + turn, families[turn % 3] + script.prompt(1, 6), random.randint(2, 5))
+        if random.random() < 0.2:
+            script.send(step + 2 + turn, AbortReq(rid=rid))
+    policy = random.choice(("best_effort", "wait_complete", "timeout"))
+    flags: dict[str, Flag] = {
+        **_flags(script),
+        "hicache_write_policy": "write_through",
+        "hicache_storage_backend": "file",
+        "hicache_storage_prefetch_policy": policy,
+    }
+    if policy == "timeout":
+        flags["hicache_storage_prefetch_timeout"] = random.choice((0.02, 0.1))
+    return script.scenario(**(flags if random.random() < 0.3 else with_storage_limits(random, flags)))
+
+
+def _requests(script: Script, shortest: int = 8, longest: int = 14) -> Sequence[list[int]]:
+    """Adds the requests r0 to r7; returns the three beginnings of their prompts, from ``shortest`` to ``longest``
+    tokens."""
+    random = script.random
+    families = [script.prompt(shortest, longest) for _ in range(3)]
+    for turn in range(8):
+        prompt = families[turn % 3] + script.prompt(1, 6)
+        options = random.choice(({}, {}, _HOT, _HOT, {"temperature": 1.0, "top_k": 8, "top_p": 0.9}))
+        script.add(turn + random.randrange(2), prompt, random.randint(2, 5), **options)
+    return families
+
+
+def _flags(script: Script) -> Flags:
+    random = script.random
+    flags: dict[str, Flag] = {
+        "max_total_tokens": random.choice((40, 48)),
+        "max_running_requests": 3,
+        "chunked_prefill_size": 16,
+        "page_size": 4,
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": 2.0,
+        "hicache_write_policy": random.choice(("write_back", "write_through")),
+        "hicache_io_backend": "direct",
+        "retract_policy": "offload",
+        "schedule_conservativeness": 0.01,
+    }
+    if random.random() > 0.6:
+        flags |= {"draft": random.choice(("EAGLE3", "ITSELF")), "speculative_num_steps": 2}
+        flags |= script.graphs(1, 2, 3)
+    if flags.get("draft") != "EAGLE3":  # which is the plain model's
+        flags["model"] = model = random.choice(_MODELS)
+        if model in _WITH_EXPERTS:
+            flags["ep_size"] = random.choice((1, NUM_RANKS))
+    return flags
+
+
+def _new_weights(script: Script, flags: Flags) -> Flags:
+    """In half of the runs the weights are replaced by the same ones, which in half of these some rank cannot read."""
+    random = script.random
+    if random.random() < 0.5:
+        return {}
+    folder = tiny_model_path(str(flags.get("model", PLAIN)))
+    script.send(random.randrange(2, 14), UpdateWeightsReq(id="weights", model_path=folder))
+    # A rank, or a number that none has.
+    return {"rank_without_weights": random.randrange(2 * NUM_RANKS)}
+
+
+@lru_cache
+def _oracle(folder: str) -> Oracle:
+    return Oracle(plain_path(folder))
+
+
+class _Ended(Exception):
+    """Rank 0 makes no more turns."""
+
+
+class RankRun:
+    """One run. ``answers[rank]``: output ids by request."""
+
+    def __init__(self, gpu: VirtualGpu, scenario: Scenario, severed: frozenset[str]) -> None:
+        self.gpu, self._severed = gpu, severed
+        self.scenario = scenario
+        self.answers: list[dict[str, list[int]]] = [{} for _ in range(NUM_RANKS)]
+        # Of each rank and each update of the weights whether it says that it was made.
+        self.updated: list[list[bool]] = [[] for _ in range(NUM_RANKS)]
+        self.ends: list[dict[str, str]] = [{} for _ in range(NUM_RANKS)]  # how each request has ended
+        self.num_steps = self.num_tokens = 0
+        self._group = Group(gpu, NUM_RANKS, _GRAIN)
+        self._joined: list[int] = []
+
+    def run(self) -> str:
+        """Run both ranks to their end; what is wrong with the answers and with the storages, "" if nothing is."""
+        quiet = without_logs() if "bad_days" in self.scenario.flags else nullcontext()
+        with TemporaryDirectory(prefix="fenceline-prove-") as folder, quiet:
+            ports = PortArgs(scheduler=f"ipc://{folder}/scheduler", detokenizer="", tokenizer="")
+            create_rank_board(ports, NUM_RANKS)
+            turns: Channel[bytes] = self.gpu.channel()
+            configs = [self._config(rank, Path(folder)) for rank in range(NUM_RANKS)]
+            workers = [
+                self.gpu.spawn(f"rank{rank}", self._body(rank, config, ports, turns), rank)
+                for rank, config in enumerate(configs)
+            ]
+            join_all(workers)
+        if self.answers[0] != self.answers[1] or self.ends[0] != self.ends[1]:
+            return f"ranks give different answers: {self.answers}, {self.ends}"
+        answers, updates = self._compare(configs[0]), self._compare_updates()
+        return "\n".join(part for part in (answers, updates) if part)
+
+    def _config(self, rank: int, folder: Path) -> EngineConfig:
+        """Of a rank whose storage may fail, the directory is its own."""
+        flags = dict(self.scenario.flags)
+        if "hicache_storage_backend" in flags:
+            directory = folder / ("storage" if self._shares_storage else f"storage-{rank}")
+            directory.mkdir(mode=0o700, exist_ok=True)
+            if "bad_days" in flags:
+                leave_behind(str(directory), Random(int(str(flags["bad_days"])) + rank))
+            flags["hicache_storage_dir"] = str(directory)
+        flags.pop("rank_without_weights", None)
+        ep_size = int(str(flags.pop("ep_size", 1)))
+        config = make_config(flags, VgpuDevice.kind)
+        return replace(config, server_args=replace(config.server_args, tp_size=NUM_RANKS, ep_size=ep_size))
+
+    @property
+    def _shares_storage(self) -> bool:
+        """Whether the ranks have one directory, as those of one host do. Its limits and failures are those of all
+        ranks together, and are left to other runs."""
+        return not {"hicache_storage_size", "hicache_storage_key", "bad_days"} & set(self.scenario.flags)
+
+    def spoil_storage(self, rank: int, controller: StorageController) -> None:
+        """In some runs ``rank``'s storage fails, in some of them on this rank alone."""
+        days = self.scenario.flags.get("bad_days")
+        if days is not None and int(str(days)) % (NUM_RANKS + 1) in (rank, NUM_RANKS):
+            BadDays(controller, int(str(days)))
+
+    def fail_to_read(self, rank: int, runner: ModelRunner) -> None:
+        """Let ``runner`` fail to read new weights if it is that of the rank that cannot."""
+        if self.scenario.flags.get("rank_without_weights") != rank:
+            return
+
+        def unreadable(weights: object) -> None:
+            raise OSError("the file cannot be read")
+
+        runner._check_weights = unreadable  # type: ignore[method-assign]
+
+    def _compare_updates(self) -> str:
+        """Weights that one rank cannot read are replaced on none."""
+        rank = self.scenario.flags.get("rank_without_weights")
+        right = [[] if rank is None else [int(str(rank)) >= NUM_RANKS]] * NUM_RANKS
+        return (
+            "" if self.updated == right else f"updates of the weights were made: {self.updated}, not {right}"
+        )
+
+    def _compare(self, config: EngineConfig) -> str:
+        """The answers, and each request's alone."""
+        oracle = _oracle(config.model.model_path)
+        messages = [arrival.message for arrival in self.scenario.arrivals]
+        aborted = {message.rid for message in messages if isinstance(message, AbortReq)}
+        may_abort_all = any(isinstance(message, AbortReq) and message.abort_all for message in messages)
+        for message in messages:
+            if not isinstance(message, TokenizedGenerateReq):
+                continue
+            stops = frozenset(config.model.eos_token_ids)
+            params = message.sampling_params
+            assert params.seed is not None, "each request of a script has one"
+            query = Query(
+                tuple(message.input_ids),
+                params.seed,
+                stops,
+                params.max_new_tokens,
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+            )
+            tokens, end = self.answers[0].get(message.rid, []), self.ends[0].get(message.rid)
+            may_abort = message.rid in aborted or may_abort_all
+            if end == "abort" and not may_abort:
+                return f"{message.rid} has been aborted, and nobody has asked for that"
+            if (
+                end != "abort"
+                and len(tokens) != message.sampling_params.max_new_tokens
+                and not stops & set(tokens[-1:])
+            ):
+                return f"{message.rid} ends after {len(tokens)} tokens: {end}"
+            for index, token in enumerate(tokens):
+                step = oracle.answer(query).step(index)
+                self.num_tokens += 1
+                if token not in step.close | {step.token}:
+                    return f"{message.rid}: output {index} is {token} in place of {step.token}"
+                if token != step.token:
+                    break  # rounding: what follows is another answer
+        return ""
+
+    def _body(
+        self, rank: int, config: EngineConfig, ports: PortArgs, turns: Channel[bytes]
+    ) -> Callable[[], None]:
+        def body() -> None:
+            device = VgpuDevice(self._severed, self.gpu)
+            backend = PeerRank(self._group, rank, self._severed)
+            self._joined.append(rank)
+            self.gpu.rotation.block_until(lambda: len(self._joined) == NUM_RANKS, "the other ranks")
+            communicator = Communicator("tp", device, device.forward, backend)
+            shard = Shard(rank, NUM_RANKS, communicator, config.server_args.ep_size)
+            runner = ModelRunner(config, device, False, shard)
+            self.fail_to_read(rank, runner)
+            loop = _RankLoop(self, rank, config, runner, RankBoard(ports, rank, NUM_RANKS), turns)
+            loop.run()
+            device.synchronize()
+
+        return body
+
+
+class _RankLoop:
+    """A scheduler of one rank, its inbox and its outbox."""
+
+    def __init__(
+        self,
+        run: RankRun,
+        rank: int,
+        config: EngineConfig,
+        runner: ModelRunner,
+        board: RankBoard,
+        turns: Channel[bytes],
+    ) -> None:
+        self._run, self._rank, self._turns = run, rank, turns
+        self._arrivals = deque(run.scenario.arrivals if rank == 0 else ())
+        self._step_no = self._num_readings = 0
+        self._flight: InFlight | None = None
+        if runner.storage is not None:
+            controller = runner.storage.controller
+            controller._clock = self._clock
+            assert isinstance(controller._backend, FileBackend), "the one that the flags ask for"
+            order_calls(controller._backend)
+            run.spoil_storage(rank, controller)
+        self.scheduler = Scheduler(config, runner, self, self)
+        if rank == 0:
+            self.scheduler.ranks = LeadingRank(board, runner, self.drain, [turns.put])
+        else:
+            self.scheduler.ranks = FollowingRank(board, runner, self._receive)
+
+    def _clock(self) -> float:
+        """Seconds, computed from the number of steps. Each call returns a later time."""
+        self._num_readings += 1
+        return self._step_no * STEP_S + self._num_readings * 1e-6
+
+    def drain(self, block: bool, timeout_ms: int | None = None) -> Sequence[Message]:
+        """See ``scheduler.scheduler.Inbox``. If it would block, the other rank continues."""
+        if block:
+            self._run.gpu.rotation.give_way()
+        if block and timeout_ms is None and self._arrivals:
+            self._step_no = max(self._step_no, self._arrivals[0].step)
+        found: list[Arrival] = []
+        while self._arrivals and self._arrivals[0].step <= self._step_no:
+            found.append(self._arrivals.popleft())
+        return [arrival.message for arrival in found]
+
+    def _receive(self) -> Turn:
+        data = self._turns.get()
+        if not data:
+            raise _Ended
+        return TURN_DECODER.decode(data)
+
+    def to_detokenizer(self, message: BatchTokenOut) -> None:
+        """See ``scheduler.scheduler.Outbox``."""
+        for out in message.outs:
+            self._run.answers[self._rank].setdefault(out.rid, []).extend(out.output_ids)
+            if out.finish_reason is not None:
+                self._run.ends[self._rank][out.rid] = out.finish_reason.type
+
+    def to_tokenizer(self, message: Message) -> None:
+        """See ``scheduler.scheduler.Outbox``."""
+        if isinstance(message, ControlReply) and message.id == "weights":
+            self._run.updated[self._rank].append(message.success)
+
+    def run(self) -> None:
+        """Run rank 0 until everything is answered and every transfer has ended, and the other rank until rank 0 has
+        ended."""
+        scheduler = self.scheduler
+        while (
+            self._rank
+            or self._arrivals
+            or self._flight is not None
+            or scheduler.reqs
+            or scheduler.memory.num_outstanding
+        ):
+            assert self._step_no < _MAX_STEPS, f"not done after {_MAX_STEPS} steps"
+            try:
+                self._flight = scheduler.step(self._flight)
+            except _Ended:
+                break
+            self._step_no += 1
+        if self._rank == 0:
+            self._turns.put(b"")
+            self._run.num_steps = scheduler.num_launched
+        assert not scheduler.reqs and self._flight is None, "ranks end together"
+        scheduler.memory.check_memory(every_page=True)
+        if scheduler.memory.tiers is not None:
+            scheduler.memory.tiers.close()

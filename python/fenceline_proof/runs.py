@@ -1,0 +1,380 @@
+"""One run: a workload's scenario on a virtual GPU, and the results of all checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from random import Random
+from tempfile import TemporaryDirectory
+
+import torch
+
+from fenceline.memory_order import CommunicatorError, GraphError, LeaseError, OrderError, open_device
+from fenceline.memory_order.edges import ONE_STREAM, edge_of
+from fenceline.model_executor.graph_runner import GraphMismatch
+from fenceline.scheduler.ranks import RanksDifferError
+from fenceline_proof.bad_days import leave_behind, without_logs
+from fenceline_proof.collectives import Ranks, make_program
+from fenceline_proof.decisions import execute, num_steps
+from fenceline_proof.engine import run_engine
+from fenceline_proof.limits import small_limits
+from fenceline_proof.processes import PROCESSES, missing_edges, run_processes
+from fenceline_proof.ranks import NUM_RANKS, RankRun, make_scenario, make_storage_scenario
+from fenceline_proof.schedule import DescribedScript, shrink
+from fenceline_proof.script import Flags, Workload
+from fenceline_proof.small_workloads import SMALL_WORKLOADS
+from fenceline_proof.steps import Loop, make_config
+from fenceline_proof.workloads import COLLECTIVES, ENGINE, RANKS, RANKS_STORAGE, WORKLOADS
+from fenceline_sim.device import VgpuDevice
+from fenceline_sim.errors import AuditError, CheckError, DeadlockError, KernelError, RaceError
+from fenceline_sim.factories import use
+from fenceline_sim.gpu import VirtualGpu
+from fenceline_sim.pairs import Pair, PairsMet
+from fenceline_sim.place import raised_at
+from fenceline_sim.policy import Answering, Answers, Policy, Script, make_policy
+
+# Policies by seed. Random schedules find most faults; the extreme policies find those that random ones hardly reach.
+_POLICIES = ("random", "pct", "random", "laziest", "random", "pct", "eager", "fifo")
+
+HAPPENS_BEFORE = "happens-before"
+_CHECKERS: tuple[tuple[type[Exception], str], ...] = (
+    (RaceError, HAPPENS_BEFORE),
+    (LeaseError, "leases"),
+    (KernelError, "kernels"),
+    (DeadlockError, "deadlock"),
+    (AuditError, "audit"),
+    (RanksDifferError, "decisions"),
+    (OrderError, "memory-check"),
+    (GraphMismatch, "graphs"),
+    (GraphError, "graphs"),
+    (CommunicatorError, "communicator"),
+)
+INVARIANTS = "invariants"  # assertions, and the scheduler's accounts
+TOKENS = "tokens"  # differ from those of the same decisions executed one after the other
+_NUM_LINES = 3  # of an exception's traceback that a report has
+ANSWERS = "answers"  # differ from those of each request alone
+
+
+def policy_of(seed: int, policies: tuple[str, ...] = _POLICIES) -> str:
+    """The name of a seed's policy."""
+    return policies[seed % len(policies)]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One run to be made: everything that it depends on."""
+
+    workload: str
+    seed: int
+    severed: frozenset[str] = frozenset()
+    detect: bool = True  # without the detector a race is found only if it makes tokens wrong
+    answers: Answers | None = None  # the schedule that gives them, in place of the seed's
+
+    @property
+    def scenarios(self) -> Workload:
+        """The workload that makes its scenario."""
+        return WORKLOADS.get(self.workload) or SMALL_WORKLOADS[self.workload]
+
+    @property
+    def policy(self) -> str:
+        """The name of the seed's policy."""
+        return policy_of(self.seed, self.scenarios.policies or _POLICIES)
+
+    def make_policy(self) -> Policy:
+        """The schedule's."""
+        return make_policy(self.policy, self.seed) if self.answers is None else Answering(self.answers)
+
+    # Policies repeat after eight seeds at most. In 64 seeds each of them meets each combination of the two modes below.
+
+    @property
+    def has_small_limits(self) -> bool:
+        """Whether the engine works in parts where it otherwise does not (``limits``)."""
+        return not self.severed and (self.seed + self.seed // 8) % 4 == 1
+
+    @property
+    def may_check_order(self) -> bool:
+        """Whether the run has ``--memory-check order`` if its flags allow that."""
+        return (
+            self.detect and not self.severed and (self.seed // 2 + self.seed // 8 + self.seed // 32) % 2 == 1
+        )
+
+    @property
+    def command(self) -> str:
+        """The command that repeats it."""
+        edges = "".join(f" --edge {name}" for name in sorted(self.severed))
+        blind = "" if self.detect else " --blind"
+        if self.answers is not None:
+            return f"python -m fenceline_proof.prove --exhaustive --workload {self.workload}{blind}"
+        which = f"--workload {self.workload} --seed {self.seed} --seeds 1"
+        return f"python -m fenceline_proof.prove {which}{edges}{blind}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A run's result. ``checker``: the check that failed, "" if none did. ``edges``: edges and guards in its report."""
+
+    trial: Trial
+    checker: str = ""
+    edges: tuple[str, ...] = ()
+    memory: str = ""
+    report: str = ""
+    num_steps: int = 0
+    num_tokens: int = 0  # compared with the oracle's
+    num_close: int = 0  # of them, and of keys and values in FP8, those that differ because of rounding
+    events: frozenset[str] = frozenset()  # that were seen (``events.EVENTS``)
+    # (part of an edge, function that applies it) of each edge that was reached.
+    applied: frozenset[tuple[str, str]] = frozenset()
+    pairs: frozenset[Pair] = frozenset()  # of conflicting accesses that were met, of the intact engine
+    num_questions: int = 0  # of the host whether work has run, where ``answers`` were given
+
+    @property
+    def clean(self) -> bool:
+        """Whether no check failed."""
+        return not self.checker
+
+    def same_failure(self, other: Outcome) -> bool:
+        """Whether both failed in the same check, over the same memory."""
+        return (self.checker, self.edges, self.memory) == (other.checker, other.edges, other.memory)
+
+
+def run(trial: Trial) -> Outcome:
+    """Make a run under its seed's policy."""
+    if trial.workload == PROCESSES:
+        return _run_processes(trial)
+    return _run(trial, trial.make_policy())[0]
+
+
+def _run_devices(trial: Trial, policy: Policy, only_races: bool) -> tuple[Outcome, VirtualGpu]:
+    """A run of several ranks. ``only_races``: see ``_run``."""
+    random = Random(trial.seed)
+    program = make_program(random) if trial.workload == COLLECTIVES else None
+    num_ranks = NUM_RANKS if program is None else program.num_ranks
+    gpu = VirtualGpu(trial.seed, policy, trial.detect, only_races, num_devices=num_ranks)
+    use(gpu)
+    try:
+        if program is None:
+            scenario = (make_storage_scenario if trial.workload == RANKS_STORAGE else make_scenario)(random)
+            engine = RankRun(gpu, scenario, trial.severed)
+            report = engine.run()
+            found = Outcome(trial, num_steps=engine.num_steps, num_tokens=engine.num_tokens)
+        else:
+            report, found = Ranks(gpu, program, trial.severed).run(trial.seed), Outcome(trial)
+        outcome = replace(found, checker=ANSWERS, report=report) if report else found
+    except Exception as error:
+        outcome = _failure(trial, error)
+        gpu.rotation.abandon()  # otherwise the threads of the other ranks would wait forever
+    return replace(outcome, applied=frozenset(gpu.edges_met)), gpu
+
+
+def _run_processes(trial: Trial) -> Outcome:
+    try:
+        found = run_processes(trial.seed, policy_of(trial.seed), trial.severed)
+    except RuntimeError as error:  # what the scheduler's process has reported to the front end, as text
+        text = str(error)
+        checker = next((name for kind, name in _checkers() if kind in text), INVARIANTS)
+        return Outcome(trial, checker, missing_edges(text), report=text)
+    checker = ANSWERS if found.wrong else ""
+    return Outcome(trial, checker, report=found.wrong, num_tokens=found.num_tokens, num_close=found.num_close)
+
+
+def _checkers() -> list[tuple[str, str]]:
+    """Names of exceptions, and of the checks that raise them."""
+    checks = [(kind.__name__, kind.checker) for kind in CheckError.__subclasses__()]
+    return checks + [(kind.__name__, name) for kind, name in _CHECKERS]
+
+
+def _run(trial: Trial, policy: Policy, only_races: bool = False) -> tuple[Outcome, VirtualGpu]:
+    """``only_races``: find all races, and do not compare the answers."""
+    with _one_thread(), small_limits() if trial.has_small_limits else nullcontext():
+        outcome, gpu = _run_in_one_thread(trial, policy, only_races)
+    gpu.close()
+    return outcome, gpu
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Torch's operations use one thread. The bytes of a sum depend on how many threads have divided it, and the device
+    that executes the decisions again (``decisions.execute``) may choose a smaller number than the virtual GPU's."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _run_in_one_thread(trial: Trial, policy: Policy, only_races: bool) -> tuple[Outcome, VirtualGpu]:
+    if trial.workload in (COLLECTIVES, RANKS, RANKS_STORAGE):
+        return _run_devices(trial, policy, only_races)
+    gpus: list[VirtualGpu] = []
+
+    def open_gpu() -> VgpuDevice:
+        gpu = VirtualGpu(seed=trial.seed, policy=policy, detect=trial.detect, collect=only_races)
+        if gpu.detector is not None and not trial.severed:
+            gpu.detector.pairs = PairsMet()
+        gpus.append(gpu)
+        return VgpuDevice(trial.severed, gpu)
+
+    try:
+        if trial.workload == ENGINE:
+            loop = run_engine(Random(trial.seed), VgpuDevice.kind, open_gpu)
+        else:
+            loop = _run_steps(trial, open_gpu())
+        outcome = Outcome(trial) if only_races else _judge(trial, loop, gpus[0])
+    except Exception as error:
+        if not gpus:  # the run has not begun, so this is not a finding
+            raise
+        outcome = _failure(trial, error)
+        gpus[0].rotation.abandon()  # otherwise storage's threads would wait for their turn forever
+    num_questions = policy.num_questions if isinstance(policy, Answering) else 0
+    applied, detector = frozenset(gpus[0].edges_met), gpus[0].detector
+    if detector is not None and detector.pairs is not None:
+        outcome = replace(outcome, pairs=frozenset(detector.pairs.found))
+    return replace(outcome, applied=applied, num_questions=num_questions), gpus[0]
+
+
+def _judge(trial: Trial, loop: Loop, gpu: VirtualGpu) -> Outcome:
+    """Make both comparisons. If the same decisions in order give other tokens, bytes went wrong during execution; if
+    only the answers are wrong, decisions are wrong. Without the detector wrong tags have not stopped the run; then the
+    first of them is reported. With small limits the engine runs on the CPU instead, with decisions of its own."""
+    report = "" if trial.has_small_limits else execute(loop.scheduler.config, loop.decisions)
+    found = loop.compare_answers()
+    on_cpu = _wrong_on_cpu(trial) if trial.has_small_limits and not found.wrong else ""
+    checker = TOKENS if report else ANSWERS if found.wrong or on_cpu else ""
+    wrong = [part for part in (report, found.wrong, on_cpu) if part]
+    if wrong and gpu.findings.errors:
+        wrong.append(f"the first wrong slot: {gpu.findings.errors[0]}")
+    return Outcome(
+        trial,
+        checker,
+        () if trial.severed else missing_edges("\n".join(wrong)),
+        report="\n".join(wrong),
+        num_steps=num_steps(loop.decisions),
+        num_tokens=found.num_tokens,
+        num_close=found.num_close,
+        events=frozenset(loop.watch.seen),
+    )
+
+
+def _checks_order(trial: Trial, flags: Flags) -> bool:
+    """Whether the run has ``--memory-check order``. Something that is severed is to be reported by the virtual GPU,
+    when the access happens. A step of drafts declares all pages that it may write, the host not knowing how far the one
+    before has come; some of them are backed up meanwhile, and it then writes none of these."""
+    return trial.may_check_order and "draft" not in flags
+
+
+def _run_steps(trial: Trial, device: VgpuDevice) -> Loop:
+    scenario = trial.scenarios.make(Random(trial.seed))
+    with storage_directory(scenario.flags) as flags:
+        flags = {**flags, "memory_check": "order" if _checks_order(trial, flags) else "off"}
+        config = make_config(flags, device.kind)
+        loop = Loop(config, device, scenario=scenario)
+        loop.run()
+        device.synchronize()
+    return loop
+
+
+def _wrong_on_cpu(trial: Trial) -> str:
+    """The engine's answers to the same requests on the CPU, where attention has plans of its own: what is wrong with
+    them, "" if nothing is. Not with storage, whose threads would run as the machine lets them."""
+    if trial.workload == ENGINE:
+        return ""
+    scenario = trial.scenarios.make(Random(trial.seed))
+    if scenario.flags.get("hicache_storage_backend", "none") != "none":
+        return ""
+    flags = {name: value for name, value in scenario.flags.items() if not name.endswith("attention_backend")}
+    loop = Loop(make_config(flags, "cpu"), open_device("cpu"), scenario=scenario)
+    loop.run()
+    found = loop.compare_answers()
+    return found.wrong and f"on the CPU: {found.wrong}"
+
+
+@contextmanager
+def storage_directory(flags: Flags) -> Iterator[Flags]:
+    """``flags`` with a new directory for this run if they ask for storage. With ``bad_days`` it is not empty."""
+    if flags.get("hicache_storage_backend", "none") == "none":
+        yield flags
+        return
+    with TemporaryDirectory(prefix="fenceline-prove-") as directory:
+        days = flags.get("bad_days")
+        if days is not None:
+            leave_behind(directory, Random(int(str(days))))
+        with nullcontext() if days is None else without_logs():
+            yield {**flags, "hicache_storage_dir": directory}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The check that an exception belongs to, and its report."""
+
+    checker: str
+    edges: tuple[str, ...]
+    memory: str
+    report: str
+
+
+def verdict_of(error: Exception) -> Verdict:
+    """The check that has failed if the engine on the virtual GPU raises ``error``."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, CheckError):
+        return Verdict(error.checker, (error.guard,) if error.guard else (), error.memory, text)
+    checker = next((name for kind, name in _CHECKERS if isinstance(error, kind)), INVARIANTS)
+    if checker == INVARIANTS:
+        text = "\n  ".join([f"{type(error).__name__}: {text}", *raised_at(error, _NUM_LINES)])
+    edges, memory = (error.edges, error.memory) if isinstance(error, RaceError | OrderError) else ((), "")
+    if isinstance(error, CommunicatorError):  # raised by the guard itself
+        edges, text = (ONE_STREAM.name,), f"{text}\n  missing guard: {ONE_STREAM.name}"
+    return Verdict(checker, edges, memory, text)
+
+
+def _failure(trial: Trial, error: Exception) -> Outcome:
+    verdict = verdict_of(error)
+    edges = verdict.edges or (() if trial.severed else missing_edges(verdict.report))
+    return Outcome(trial, verdict.checker, edges, verdict.memory, verdict.report)
+
+
+def named_races(trial: Trial) -> tuple[set[str], set[str]]:
+    """The edges that any race of a run names, where the run continues after each race as long as it can; and the edges
+    that it reached, severed or not."""
+    # With wrong values the engine may fail in any way; only the races matter here.
+    _, gpu = _run(trial, trial.make_policy(), only_races=True)
+    return {edge for race in gpu.races for edge in race.edges}, {edge_of(part) for part, _ in gpu.edges_met}
+
+
+def explain(outcome: Outcome) -> str:
+    """The few context switches of a failing run's schedule that are needed for the failure."""
+    trial = outcome.trial
+    if trial.workload == PROCESSES:
+        return "the machine decides when processes run, so the same seed may give other batches"
+    again, gpu = _run(trial, trial.make_policy())
+    if not again.same_failure(outcome):
+        return "the failure did not repeat: the run depends on something other than its seed"
+    turns = list(gpu.trace)
+    kept = shrink(turns, lambda some: _run(trial, Script(some))[0].same_failure(outcome))
+    if kept is None:
+        return f"{len(turns)} context switches, and repeating them does not fail"
+    if not kept:
+        return "fails on the laziest schedule too: no context switch is needed"
+    described = DescribedScript(kept)
+    _run(trial, described)
+    lines = [
+        f"{len(kept)} of {len(turns)} context switches matter; apart from these the device is as late as possible:"
+    ]
+    return "\n".join(lines + [f"  {n}. {line}" for n, line in enumerate(described.lines, 1)])
+
+
+__all__ = [
+    "ANSWERS",
+    "HAPPENS_BEFORE",
+    "INVARIANTS",
+    "TOKENS",
+    "Outcome",
+    "Trial",
+    "Verdict",
+    "explain",
+    "named_races",
+    "policy_of",
+    "run",
+    "verdict_of",
+]

@@ -1,0 +1,216 @@
+"""Scenarios: the messages that arrive at each step of the scheduler's loop, and the flags; how workloads make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from msgspec import structs
+
+from fenceline.ipc.io_struct import (
+    ContinueGenerationReq,
+    Message,
+    TokenizedGenerateReq,
+    UpdateWeightsReq,
+    id_array,
+)
+from fenceline.sampling.sampling_params import SamplingParams
+from fenceline_proof.tiny_model import (
+    VOCAB_SIZE,
+    tiny_misfit,
+    tiny_model_path,
+    tiny_part,
+    tiny_weights,
+)
+
+Flag = int | float | str | bool | tuple[int, ...]
+Flags = Mapping[str, Flag]
+GRAPH_CONTEXT = 64
+MISFIT = "unfit"  # what weights that are to be refused are called
+# Prefill steps in pieces, of two sizes.
+PIECES: Flags = {"piecewise_cuda_graph_tokens": (4, 8), "context_length": GRAPH_CONTEXT}
+_OF_THE_MESSAGE = frozenset(TokenizedGenerateReq.__struct_fields__)  # the rest are sampling parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """``message`` is in the inbox when the loop begins its ``step``-th step."""
+
+    step: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class FollowUp:
+    """The next turn of a conversation: ``pause`` steps after the answer, ``request`` is sent with all tokens so far and
+    ``words`` as its prompt."""
+
+    pause: int
+    words: tuple[int, ...]
+    request: TokenizedGenerateReq
+
+
+@dataclass(frozen=True, slots=True)
+class Reaction:
+    """From ``step`` on, when a request is first seen in ``state`` (``events.STATES``), it is aborted. In state "" no
+    request is left, and ``message`` arrives."""
+
+    step: int
+    state: str
+    message: Message | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One run's input: flags of the engine, arrivals in order of steps, follow-ups by rid, and reactions to states of
+    requests. With ``decode_lag`` a detokenizer turns the answers into text and ends them at stop strings; the scheduler
+    is told this many steps later."""
+
+    flags: Flags
+    arrivals: tuple[Arrival, ...]
+    follow_ups: Mapping[str, FollowUp] = field(default_factory=dict)
+    reactions: tuple[Reaction, ...] = ()
+    decode_lag: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A named family of scenarios. ``share``: how many of a round's runs it gets. ``policies``: those of its schedules,
+    by seed, if not the usual ones (``runs.policy_of``)."""
+
+    name: str
+    about: str
+    make: Callable[[Random], Scenario]
+    share: int = 1
+    policies: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Script:
+    """Builds a scenario's arrivals."""
+
+    random: Random
+    arrivals: list[Arrival] = field(default_factory=list)
+    follow_ups: dict[str, FollowUp] = field(default_factory=dict)
+    reactions: list[Reaction] = field(default_factory=list)
+    decode_lag: int | None = None
+    num_reqs: int = 0
+    num_updates: int = 0
+
+    def prompt(self, shortest: int, longest: int) -> list[int]:
+        """Random tokens, from ``shortest`` to ``longest`` of them."""
+        return [self.random.randrange(1, VOCAB_SIZE) for _ in range(self.random.randint(shortest, longest))]
+
+    def add(self, step: int, prompt: list[int], num_tokens: int, **options: Any) -> str:
+        """Add a request and return its rid. Options that are not fields of the message are sampling parameters."""
+        message = self._request(prompt, num_tokens, options)
+        self.send(step, message)
+        return message.rid
+
+    def follow(self, rid: str, pause: int, words: list[int], num_tokens: int, **options: Any) -> str:
+        """Add the turn after ``rid``'s of the same conversation and return its rid."""
+        message = self._request([], num_tokens, options)
+        self.follow_ups[rid] = FollowUp(pause, tuple(words), message)
+        return message.rid
+
+    def _request(self, prompt: list[int], num_tokens: int, options: dict[str, Any]) -> TokenizedGenerateReq:
+        rid = f"r{self.num_reqs}"
+        self.num_reqs += 1
+        seed = self.random.getrandbits(32)
+        # Each request names other tokens, so that those of another one's are noticed.
+        for name in ("token_ids_logprob", "logit_bias"):
+            ids = options.get(name)
+            if ids:
+                shifted = [(token + self.num_reqs) % VOCAB_SIZE for token in ids]
+                values = ids.values() if isinstance(ids, dict) else ()
+                options[name] = (
+                    dict(zip(shifted, values, strict=True)) if values else shifted[self.num_reqs % 2 :]
+                )
+        outer = {name: options.pop(name) for name in list(options) if name in _OF_THE_MESSAGE}
+        params = SamplingParams(max_new_tokens=num_tokens, seed=seed, **({"temperature": 0.0} | options))
+        outer = {"stream": True} | outer
+        return TokenizedGenerateReq(rid=rid, input_ids=id_array(prompt), sampling_params=params, **outer)
+
+    def send(self, step: int, message: Message) -> None:
+        """``message`` arrives at ``step``."""
+        self.arrivals.append(Arrival(step, message))
+
+    def abort_when(self, state: str, step: int) -> None:
+        """Abort the first request that is seen in ``state`` from ``step`` on."""
+        self.reactions.append(Reaction(step, state))
+
+    def when_idle(self, step: int, message: Message) -> None:
+        """``message`` arrives when no request is left, from ``step`` on."""
+        self.reactions.append(Reaction(step, "", message))
+
+    def new_weights(
+        self,
+        step: int,
+        misfits: float = 0.0,
+        abort_all: bool = False,
+        partly: float = 0.0,
+        keep_pause: bool = False,
+    ) -> None:
+        """The weights are replaced at ``step``, by others or by the first ones; a share of ``misfits`` is refused, and
+        a share of ``partly`` replaces some tensors. With ``keep_pause`` generation is paused afterwards for a few
+        steps."""
+        self.num_updates += 1
+        number = self.random.randrange(3)
+        folder, label = tiny_weights(number) if number else tiny_model_path(), str(number)
+        if self.random.random() < misfits:
+            folder, label = tiny_misfit(self.random.choice(("lacks", "shape", "model"))), MISFIT
+        message = UpdateWeightsReq(
+            id=f"weights {self.num_updates}",
+            model_path=folder,
+            weight_version=label,
+            abort_all_requests=abort_all,
+            keep_pause=keep_pause,
+        )
+        if partly and label != MISFIT and self.random.random() < partly:
+            file = tiny_part(max(number, 1))
+            message = structs.replace(message, model_path=None, file=file, weight_version=None)
+        self.send(step, message)
+        if keep_pause:
+            pause = self.random.randint(1, 4)
+            self.send(step + pause, ContinueGenerationReq(id=f"continue {message.id}"))
+
+    def scenario(self, **flags: Flag) -> Scenario:
+        """The scenario that has been built."""
+        arrivals = tuple(sorted(self.arrivals, key=lambda arrival: arrival.step))
+        return Scenario(flags, arrivals, self.follow_ups, tuple(self.reactions), self.decode_lag)
+
+    def graphs(self, *sizes: int, share: float = 0.5) -> Flags:
+        """In a share of the runs, decode in graphs of ``sizes``; a few of them without padding."""
+        if self.random.random() >= share:
+            return {}
+        # With the model's own context length every captured attention would be long.
+        flags: dict[str, Flag] = {"cuda_graph_bs": sizes, "context_length": GRAPH_CONTEXT}
+        return flags | ({"disable_cuda_graph_padding": True} if self.random.random() < 0.2 else {})
+
+    def in_turn(self) -> Flags:
+        """In a few of the runs, each step ends before the next one begins."""
+        return {"disable_overlap_schedule": True} if self.random.random() < 0.15 else {}
+
+    def options(self) -> dict[str, object]:
+        """Sampling options of a request: mostly greedy, otherwise one of all kinds."""
+        return dict(
+            self.random.choice(
+                (
+                    {},
+                    {},
+                    {},
+                    {"temperature": 0.8},
+                    {"temperature": 1.2, "top_k": 8, "top_p": 0.9, "min_p": 0.01},
+                    {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+                    {
+                        "return_logprob": True,
+                        "logprob_start_len": 0,
+                        "top_logprobs_num": 2,
+                        "token_ids_logprob": [7, 3],
+                    },
+                    {"min_new_tokens": 2, "logit_bias": {5: 3.0, 9: -4.0}},
+                )
+            )
+        )

@@ -1,0 +1,94 @@
+"""Workloads of two to four requests, all of whose schedules with few preemptions are tried (``campaign.explore``).
+
+Schedules are distinguished by what the host learns: whether work had run each time that it asked. If there is no race,
+two schedules with the same answers are the same run, whatever ran at the same time; and the detector says for each run
+whether there is a race. So the answers are what is tried: all as late as possible or all as early as possible, except
+for up to two. None of these workloads uses storage, whose threads would be scheduled too.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from fenceline.ipc.io_struct import AbortReq
+from fenceline_proof.script import Flags, Scenario, Script, Workload
+
+_TIERS: Flags = {
+    "enable_hierarchical_cache": True,
+    "hicache_io_backend": "direct",
+    "page_size": 2,
+    "chunked_prefill_size": 8,
+    "max_running_requests": 1,
+    "max_total_tokens": 10,
+}
+
+
+def _pair(random: Random) -> Scenario:
+    """Two prompts in chunks, then both decode in a graph."""
+    script = Script(random)
+    for step in range(2):
+        script.add(step, script.prompt(9, 9), 3, ignore_eos=True)
+    return script.scenario(
+        max_total_tokens=40,
+        max_running_requests=2,
+        chunked_prefill_size=2,
+        page_size=2,
+        cuda_graph_bs=(1, 2),
+        context_length=64,
+    )
+
+
+def _row(random: Random) -> Scenario:
+    """Four requests one after the other in one row; the second is aborted."""
+    script = Script(random)
+    rids = [script.add(0, script.prompt(5, 5), 2, ignore_eos=True) for _ in range(4)]
+    script.send(5, AbortReq(rid=rids[1]))
+    return script.scenario(max_total_tokens=8, max_running_requests=1, chunked_prefill_size=3, page_size=1)
+
+
+def _twins(random: Random) -> Scenario:
+    """The same prompt four times, twice at once; one of them is aborted, and memory is short."""
+    script = Script(random)
+    prompt = script.prompt(5, 5)
+    rids = [script.add(step, prompt, 5, ignore_eos=True) for step in (0, 0, 2, 3)]
+    script.send(8, AbortReq(rid=rids[1]))
+    return script.scenario(
+        max_total_tokens=16,
+        max_running_requests=3,
+        chunked_prefill_size=2,
+        page_size=2,
+        schedule_conservativeness=0.01,
+    )
+
+
+def _back(random: Random) -> Scenario:
+    """A prompt is evicted to the host, and loaded for a request that is aborted at once, and for another."""
+    script = Script(random)
+    family = script.prompt(7, 7)
+    script.add(0, family, 1)
+    script.add(0, script.prompt(8, 8), 1)
+    rid = script.add(0, family, 1)
+    script.send(3, AbortReq(rid=rid))
+    script.add(3, family, 2)
+    return script.scenario(**_TIERS, hicache_ratio=2.0, hicache_write_policy="write_through")
+
+
+def _spilled(random: Random) -> Scenario:
+    """Four prompts that alternate between the device and a host tier for one prompt."""
+    script = Script(random)
+    first, second = script.prompt(7, 7), script.prompt(7, 7)
+    for prompt in (first, second, first, second):
+        script.add(0, prompt, 1)
+    return script.scenario(**_TIERS, hicache_ratio=0.8, hicache_write_policy="write_back")
+
+
+SMALL_WORKLOADS: dict[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        Workload("pair", "two prompts in chunks, then decode in graphs", _pair),
+        Workload("row", "four requests in one row, one of them aborted", _row),
+        Workload("twins", "one prompt four times, an abort, little memory", _twins),
+        Workload("back", "a prompt leaves for the host and comes back; an abort", _back),
+        Workload("spilled", "four prompts take turns on the device", _spilled),
+    )
+}

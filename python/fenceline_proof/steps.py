@@ -1,0 +1,421 @@
+"""Drives the real Scheduler and ModelRunner one step at a time, and records their decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from fenceline.config.draft_config import SpeculativeAlgorithm
+from fenceline.config.engine_config import EngineConfig, resolve
+from fenceline.config.server_args import ServerArgs
+from fenceline.frontend.detokenizer_manager import Detokenizer
+from fenceline.ipc.io_struct import (
+    AbortReq,
+    BatchTokenOut,
+    ControlReply,
+    Message,
+    TokenizedGenerateReq,
+    UpdateWeightsReq,
+    id_array,
+)
+from fenceline.mem_cache.hicache import HiCache
+from fenceline.mem_cache.storage.file_backend import FileBackend
+from fenceline.memory_order import Device
+from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.scheduler.scheduler import InFlight
+from fenceline_proof.answers import Findings, Setting, Transcript
+from fenceline_proof.bad_days import BadDays, events_of, order_calls
+from fenceline_proof.captures import Captures
+from fenceline_proof.decisions import Event, Owned, device_bytes, host_bytes
+from fenceline_proof.drafts import compare_drafts, compare_proposals
+from fenceline_proof.events import Watch, around, state_of
+from fenceline_proof.flashinfer_library import PLANNED
+from fenceline_proof.launched_attention import LAUNCHED, REFERENCE
+from fenceline_proof.leaks import Leaks
+from fenceline_proof.oracle import Lookahead, Oracle
+from fenceline_proof.random_depths import RandomDepths
+from fenceline_proof.recorded_worker import RecordedWorker
+from fenceline_proof.script import Arrival, Flags, FollowUp, Reaction, Scenario
+from fenceline_proof.tiny_model import (
+    PLAIN,
+    ROUNDED,
+    plain_path,
+    tiny_draft,
+    tiny_model_path,
+    tiny_tokenizer,
+)
+from fenceline_proof.watched import WatchedScheduler
+from fenceline_sim.device import VgpuDevice
+from fenceline_sim.footprint import check_footprints
+from fenceline_sim.place import leave_out
+from fenceline_sim.speculative_tags import SpeculativeTags, make_tags
+from fenceline_sim.tags import Tags
+
+leave_out(Path(__file__).parent, but="collectives.py")
+_MAX_STEPS = 2000
+STEP_S = 0.01
+
+
+@lru_cache
+def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineConfig:
+    args = dict(flags)
+    # On the CPU alone attention has plans of its own, and rounds differently.
+    backend = args.pop("attention_backend", "" if args["device"] == "cpu" else REFERENCE)
+    draft = args.pop("draft", None)
+    prefill, decode = (str(args.pop(f"{mode}_attention_backend", backend)) for mode in ("prefill", "decode"))
+    of_draft = args.pop("speculative_draft_attention_backend", None)
+    model, least_tokens = str(args.pop("model", PLAIN)), args.pop("least_tokens", None)
+    if draft is not None:
+        algorithm, folder = tiny_draft(str(draft), model)
+        args |= {"speculative_algorithm": algorithm, "speculative_draft_model_path": folder}
+    folder = tiny_model_path(model)
+    if model in ROUNDED:
+        args["quantization"] = ROUNDED[model]
+    config = resolve(ServerArgs(model_path=folder, random_seed=1, log_level="error", **args))  # type: ignore[arg-type]
+    # FlashInfer plans on the host and so cannot verify drafts: our own kernels do, as on a GPU.
+    decode = LAUNCHED if draft is not None and decode in PLANNED else decode
+    config = replace(
+        config,
+        prefill_attention_backend=prefill or config.prefill_attention_backend,
+        decode_attention_backend=decode or config.decode_attention_backend,
+    )
+    if of_draft is not None and config.speculative is not None:
+        config = replace(
+            config, speculative=replace(config.speculative, draft_attention_backend=str(of_draft))
+        )
+    if config.hicache is None:
+        return config
+    # One page is enough, and not too short either, unless the run asks for more.
+    storage, threshold = config.hicache.storage, int(least_tokens or config.server_args.page_size)
+    if storage is not None:
+        storage = replace(storage, prefetch_threshold=threshold)
+    return replace(config, hicache=replace(config.hicache, load_back_threshold=threshold, storage=storage))
+
+
+@lru_cache
+def _oracle(model_path: str, rounds_kv: bool) -> Oracle:
+    return Oracle(plain_path(model_path), rounds_kv=rounds_kv)
+
+
+@lru_cache
+def _lookahead(folder: str, target: str, rounds_kv: bool) -> Lookahead:
+    return Lookahead(folder, target, rounds_kv)
+
+
+def make_config(flags: Flags, device: str) -> EngineConfig:
+    """The engine's configuration with the tiny model. Beyond the command line it allows smaller pages, the attention
+    backends of the proof, loads of prefixes of any length from a lower tier, and ``draft``, one of
+    ``tiny_model.DRAFTS``; with ``depth_seed`` its depth is another in each step. ``model``
+    is one of ``tiny_model.MODELS``. ``least_tokens``: shorter parts of a prefix are not taken from a lower tier. With
+    ``bad_days``, a seed, storage fails at random (``BadDays``)."""
+    flags = {"device": device, **flags}
+    flags.pop("bad_days", None)
+    if flags.pop("depth_seed", None) is not None:
+        flags["speculative_adaptive"] = True
+    return _config(tuple(sorted(flags.items())))
+
+
+class Loop:
+    """A Scheduler over a ModelRunner, the arrivals it will see, and the decisions it took. No threads but storage's."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        device: Device,
+        tell: Callable[[Message], None] = lambda message: None,
+        scenario: Scenario | None = None,
+    ) -> None:
+        self.decisions: list[Event] = []
+        self.step_no = self._num_readings = 0
+        self._latest: Message | None = None  # as it was before ``_as_sent``
+        self._num_outputs: dict[str, int] = {}
+        scenario = Scenario({}, ()) if scenario is None else scenario
+        self._arrivals = list(scenario.arrivals)
+        self._follow_ups = scenario.follow_ups
+        self._reactions = list(scenario.reactions)
+        self._decode_lag = scenario.decode_lag
+        self._detokenizer = Detokenizer(tiny_tokenizer())
+        self._outputs: dict[str, list[int]] = {}  # outputs of requests that are followed by another
+        self._tell = tell
+        self._flight: InFlight | None = None
+        self.watch = Watch(device)
+        watches = isinstance(device, VgpuDevice) and not device.severed and device.gpu.detector is not None
+        self._captures = Captures(device) if isinstance(device, VgpuDevice) and watches else None
+        self.runner = ModelRunner(config, device, show_progress=False)
+        if self._captures is not None:
+            self._captures.begin_serving(self.runner)
+        self._tags: Tags | None = None
+        self._bad_days: BadDays | None = None
+        self._num_polls = 0  # for news of the storage
+        self._wrong_end = ""
+        if isinstance(device, VgpuDevice):
+            self._tags = make_tags(device.gpu, self.runner)
+            if device.gpu.detector is not None:  # without it only wrong answers are to be found
+                check_footprints(device, self.runner, self._tags)
+        if self.runner.storage is not None:
+            controller = self.runner.storage.controller
+            controller._clock = self._clock
+            assert isinstance(controller._backend, FileBackend), "the one that the flags can ask for"
+            order_calls(controller._backend)
+            around(controller._events, "poll", after=self._polled)
+            days = scenario.flags.get("bad_days")
+            if days is not None:
+                self._bad_days = BadDays(controller, int(str(days)), self._pause)
+            if self._tags is not None:
+                around(controller._backend, "set", before=self._tags.storing)
+                around(controller._backend, "get", after=self._tags.fetched)
+        worker = RecordedWorker(self.runner, self.decisions, self._tags)
+        self.scheduler = WatchedScheduler(config, worker, self, self, self._tags)
+        memory = self.scheduler.memory
+        self._leaks = Leaks(memory, self._tags) if self._tags is not None and not device.severed else None
+        seed = scenario.flags.get("depth_seed")
+        if seed is not None:
+            self.scheduler.draft_depth = RandomDepths(tuple(self.scheduler.shapes), int(str(seed)))
+        around(self.scheduler, "update_weights", before=self._counts_outputs, after=self._updated)
+        self.watch.watch(self.scheduler)
+        args = config.server_args
+        # A step's rows need slots, whether its drafts are accepted or not; a tree's are more than its tokens.
+        num_spare = self.scheduler.running.largest.num_slots - 1
+        num_slots = self.scheduler.memory.num_pages * args.page_size - num_spare
+        longest = min(config.model.context_length, num_slots)
+        timeouts_s = {"waiting": args.req_waiting_timeout, "running": args.req_running_timeout}
+        eos_ids = frozenset(config.model.eos_token_ids)
+        self.transcript = Transcript(
+            Setting(
+                config.random_seed,
+                eos_ids,
+                longest,
+                timeouts_s,
+                decodes=self._decode_lag is not None,
+                stream_interval=args.stream_interval,
+                step_tokens=self.runner.max_step_tokens,
+                has_storage=self.runner.storage is not None,
+            )
+        )
+
+    def _counts_outputs(self, message: UpdateWeightsReq) -> None:
+        self._num_outputs = {rid: len(req.output_ids) for rid, req in self.scheduler.reqs.items()}
+
+    def _updated(self, result: tuple[bool, str, bytes], message: UpdateWeightsReq) -> None:
+        if result[0]:
+            folder = str(Path(message.file).parent) if message.file else message.model_path
+            self.transcript.updated(folder or "", self._num_outputs)
+
+    def _clock(self) -> float:
+        """Seconds, computed from the number of steps so that runs are repeatable. Each call returns a later time."""
+        self._num_readings += 1
+        return self.step_no * STEP_S + self._num_readings * 1e-6
+
+    def _polled(self, event: object) -> None:
+        self._num_polls += 1
+
+    def _pause(self, num_polls: int) -> None:
+        """Hold one of storage's threads up until the scheduler has looked for news so many times."""
+        device, until = self.runner.device, self._num_polls + num_polls
+        assert isinstance(device, VgpuDevice), "only there storage has bad days"
+        device.gpu.rotation.block_until(lambda: self._num_polls >= until, "the scheduler to look for news")
+
+    def send(self, message: Message) -> None:
+        """Put a message into the inbox as of now."""
+        self._arrive(Arrival(self.step_no, message))
+
+    def _arrive(self, arrival: Arrival) -> None:
+        later = (i for i, other in enumerate(self._arrivals) if other.step > arrival.step)
+        self._arrivals.insert(next(later, len(self._arrivals)), arrival)
+
+    # --- inbox and outbox of the scheduler
+
+    def drain(self, block: bool, timeout_ms: int | None = None) -> Sequence[Message]:
+        """See ``scheduler.scheduler.Inbox``. If the scheduler would block, the run skips to the next arrival; if it
+        also waits for transfers, it continues."""
+        self.transcript.turn()
+        messages = self._react()
+        if block and timeout_ms is None and self._arrivals and not messages:
+            self.step_no = max(self.step_no, self._arrivals[0].step)
+        while self._arrivals and self._arrivals[0].step <= self.step_no:
+            messages.append(self._arrivals.pop(0).message)
+        for message in messages:
+            self.transcript.received(message)
+            if isinstance(message, TokenizedGenerateReq) and message.rid in self._follow_ups:
+                self._outputs[message.rid] = list(message.input_ids)
+        return [self._as_sent(message) for message in messages]
+
+    def _as_sent(self, message: Message) -> Message:
+        """``message`` as the front end sends it: of the samples of one prompt the first has that and the bias."""
+        before, self._latest = self._latest, message
+        if not isinstance(message, TokenizedGenerateReq) or not isinstance(before, TokenizedGenerateReq):
+            return message
+        if not message.body or message.body != before.body:
+            return message
+        bias = message.sampling_params.logit_bias
+        if message.input_ids == before.input_ids:
+            message = msgspec.structs.replace(message, input_ids=id_array(), same_prompt=True)
+        if bias and bias == before.sampling_params.logit_bias:
+            params = msgspec.structs.replace(message.sampling_params, logit_bias=None)
+            message = msgspec.structs.replace(message, sampling_params=params, same_bias=True)
+        return message
+
+    def _react(self) -> list[Message]:
+        """Messages of the reactions that are due."""
+        messages, waiting = [], []
+        for reaction in self._reactions:
+            message = self._due(reaction) if reaction.step <= self.step_no else None
+            if message is None:
+                waiting.append(reaction)
+            else:
+                messages.append(message)
+        self._reactions = waiting
+        return messages
+
+    def _due(self, reaction: Reaction) -> Message | None:
+        reqs = self.scheduler.reqs
+        if not reaction.state:
+            return None if reqs else reaction.message
+        found = (rid for rid, req in reqs.items() if state_of(self.scheduler, req) == reaction.state)
+        rid = next(found, None)
+        return None if rid is None else AbortReq(rid=rid)
+
+    def to_detokenizer(self, message: BatchTokenOut) -> None:
+        """See ``scheduler.scheduler.Outbox``."""
+        for out in message.outs:
+            self.transcript.sent(out)
+            self.watch.sent(out)
+            outputs = self._outputs.get(out.rid)
+            if outputs is not None:
+                outputs += out.output_ids
+            if outputs is not None and out.finish_reason is not None and out.finish_reason.type != "abort":
+                self._follow(self._follow_ups[out.rid], outputs)
+        if self._decode_lag is not None:
+            decoded, stopped = self._detokenizer.process(message)
+            for text in decoded.outs:
+                self.transcript.decoded(text)
+            for abort in stopped:
+                self._arrive(Arrival(self.step_no + self._decode_lag, abort))
+        self._tell(message)
+
+    def _follow(self, turn: FollowUp, outputs: list[int]) -> None:
+        request = msgspec.structs.replace(turn.request, input_ids=id_array([*outputs, *turn.words]))
+        self._arrive(Arrival(self.step_no + turn.pause, request))
+
+    def to_tokenizer(self, message: Message) -> None:
+        """See ``scheduler.scheduler.Outbox``."""
+        if isinstance(message, ControlReply):
+            self.transcript.replied(message)
+        self._tell(message)
+
+    # --- the loop
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is left to do."""
+        return bool(self._arrivals or self._flight is not None or self.scheduler.reqs)
+
+    def step(self) -> None:
+        """One step of the scheduler's loop."""
+        with self._explained():
+            assert self.step_no < _MAX_STEPS, f"not done after {_MAX_STEPS} steps"
+            self._flight = self.scheduler.step(self._flight)
+        self.step_no += 1
+        tree = self.scheduler.memory.tree
+        tree.check()
+        assert tree.num_pages == len(tree.all_pages()), f"{tree.num_pages} pages are said to be in the tree"
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Errors of the engine's accounts and assertions name the lines that hold what is left over."""
+        try:
+            yield
+        except Exception as error:
+            if self._leaks is None:
+                raise
+            scheduler = self.scheduler
+            raise self._leaks.explain(error, [*scheduler.reqs.values(), *scheduler.departed]) from error
+
+    def run(self) -> None:
+        """Run until all requests are answered and every transfer has ended. Raises what the engine raises."""
+        while self.busy:
+            self.step()
+        tiers = self.scheduler.memory.tiers
+        with self._explained():
+            if tiers is not None:
+                self._settle(tiers)
+            self.scheduler.memory.check_memory(every_page=True)
+        if self.runner.storage is not None:
+            backend = self.runner.storage.controller._backend
+            assert isinstance(backend, FileBackend), "the one that the flags can ask for"
+            for event in events_of(backend) | (set() if self._bad_days is None else self._bad_days.events):
+                self.watch.note(event)
+        if self._tags is not None:
+            self.runner.device.synchronize()
+            self._tags.audit()
+
+    def compare_answers(self) -> Findings:
+        """Compare all answers with those of each request alone."""
+        config = self.scheduler.config
+        rounds_kv = config.server_args.kv_cache_dtype != "auto"
+        found = self.transcript.compare(_oracle(config.model.model_path, rounds_kv))
+        shared = self.scheduler.sharing.compare(self.transcript.exchanges.values())
+        # What may be the cause of the rest is said first.
+        captures = "" if self._captures is None else self._captures.compare(self.runner, self.decisions)
+        parts = (
+            captures,
+            found.wrong,
+            shared,
+            *self.scheduler.wrong,
+            self._compare_drafts(rounds_kv),
+            self._wrong_end,
+        )
+        return replace(found, wrong="\n".join(part for part in parts if part))
+
+    def _compare_drafts(self, rounds_kv: bool) -> str:
+        """Of a draft whose proposals follow from the request alone, how many tokens each step has yielded, and what was
+        proposed."""
+        config = self.scheduler.config.speculative
+        if config is None:
+            return ""
+        draft, model = config.draft.model.model_path, self.scheduler.config.model.model_path
+        match config.draft.algorithm:
+            case SpeculativeAlgorithm.STANDALONE:
+                oracle: Oracle | Lookahead = _oracle(draft, rounds_kv)
+            case SpeculativeAlgorithm.NEXTN:
+                oracle = _lookahead(draft, plain_path(model), rounds_kv)
+            case _:
+                return ""
+        exchanges = self.transcript.exchanges
+        wrong = compare_drafts(self.scheduler.verified, exchanges, oracle, config.topk)
+        if wrong or not isinstance(self._tags, SpeculativeTags) or self.runner.device.severed:
+            return wrong
+        return compare_proposals(self._tags.proposed, exchanges, oracle)
+
+    def _settle(self, tiers: HiCache) -> None:
+        """F6: all transfers end, their acks are drained, and then nothing is held."""
+        while tiers.num_outstanding:
+            self.step()
+        tree = tiers.tree
+        for count, what in (
+            (tree.num_locked_nodes, "nodes are locked"),
+            (tree.num_in_transit_pages, "pages are in transit"),
+            (tree.num_host_holds, "holds are open"),
+            (tree.num_orphan_host_pages, "host pages have no node"),
+        ):
+            assert count == 0, f"{count} {what} though nothing is on its way"
+        mine, leased = tree.all_host_pages(), tiers.host_pages.owned()
+        assert np.array_equal(mine, leased), f"host pages {leased} are leased, the tree has {mine}"
+        self.scheduler.close()
+        storage = self.runner.storage
+        if storage is not None and storage.controller._num_gone != len(storage.controller._workers):
+            self._wrong_end = "storage: the scheduler has been closed, and threads of the storage are left"
+        self.runner.device.synchronize()
+        self.decisions.append(self._owned(tiers))
+
+    def _owned(self, tiers: HiCache) -> Owned:
+        assert self.runner.hicache is not None, "only a host tier is below the device"
+        pages, host_pages = tiers.tree.all_pages(), tiers.tree.all_host_pages()
+        host = host_bytes(self.runner.hicache.host_pool, host_pages)
+        return Owned(pages, device_bytes(self.runner, pages), host_pages, host)

@@ -1,0 +1,188 @@
+"""The proof's results: a table for people, JSON for programs, and the record that edges.md is made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import fenceline
+from fenceline.memory_order.edges import EDGES, PROOF_FILE, edges_markdown
+from fenceline_proof.answers import MAX_CLOSE_SHARE
+from fenceline_proof.arms import Row
+from fenceline_proof.branches import Branches
+from fenceline_proof.events import EVENTS
+from fenceline_proof.runs import Outcome
+from fenceline_sim.pairs import Pair
+
+
+@dataclass(slots=True)
+class Proof:
+    """Everything a run of the proof has found."""
+
+    rows: list[Row] = field(default_factory=list)
+    num_intact: int = 0
+    num_tokens: int = 0  # of the intact engine, compared with the oracle's
+    num_close: int = 0  # of them, and of keys and values in FP8, those that differ because of rounding
+    # In how many runs of ``everything`` each event was seen; empty if too few runs were made to expect all events.
+    events: Mapping[str, int] = field(default_factory=dict)
+    runs_by_workload: dict[str, int] = field(default_factory=dict)
+    failures: list[Outcome] = field(default_factory=list)
+    telling: list[Outcome] = field(default_factory=list)  # failed runs whose schedules are explained
+    branches: Mapping[str, Branches] = field(default_factory=dict)
+    # In how many runs of the intact engine each pair of conflicting accesses was met; and what of the table of edges
+    # was not met, if enough runs were made to expect all of it.
+    pairs: Mapping[Pair, int] = field(default_factory=dict)
+    missed_pairs: list[str] = field(default_factory=list)
+    # Functions that apply an edge without being named in the table of edges: each must be severed separately.
+    undeclared: list[str] = field(default_factory=list)
+    # Of small workloads, by name: schedules tried, and whether these are all with up to two preemptions.
+    schedules: dict[str, int] = field(default_factory=dict)
+    explored: bool = True
+    seconds: float = 0.0
+
+    @property
+    def clean(self) -> bool:
+        """Whether runs were made, the intact engine is clean, all events have happened, and every edge and guard is
+        necessary or has a reason."""
+        any_run = self.num_intact > 0 or any(row.num_runs for row in self.rows) or bool(self.schedules)
+        fine = self.explored and self.few_close and not self.unseen and all(row.fine for row in self.rows)
+        return any_run and fine and not (self.failures or self.undeclared or self.missed_pairs)
+
+    @property
+    def unseen(self) -> list[str]:
+        """Events that should have happened but did not."""
+        return [event for event, count in self.events.items() if count == 0]
+
+    @property
+    def few_close(self) -> bool:
+        """Whether few enough tokens differ because of rounding."""
+        return self.num_close <= 1 + self.num_tokens * MAX_CLOSE_SHARE
+
+
+def as_text(proof: Proof) -> str:
+    """The table."""
+    lines = []
+    if proof.rows:
+        head = ("name", "kind", "status", "workload", "seed", "caught", "caught by")
+        lines += _in_columns([head, *(_cells(row) for row in proof.rows)])
+        lines += [""] + [f"{row.name}: {row.status}: {row.report}" for row in proof.rows if not row.fine]
+    if proof.schedules:
+        verdict = "clean" if not proof.failures else f"{len(proof.failures)} FAILED"
+        parts = ", ".join(f"{name} {count}" for name, count in proof.schedules.items())
+        which = "all" if proof.explored and not proof.failures else "NOT ALL"
+        total = sum(proof.schedules.values())
+        lines.append(f"{which} schedules with up to two preemptions: {total}, {verdict} ({parts})")
+        lines.append(f"answers: {proof.num_tokens} tokens compared with each request computed alone")
+    if proof.num_intact:
+        verdict = "clean" if not proof.failures else f"{len(proof.failures)} FAILED"
+        parts = ", ".join(f"{name} {count}" for name, count in proof.runs_by_workload.items())
+        lines.append(f"intact engine: {proof.num_intact} seeds, {verdict} ({parts})")
+        close = f"{proof.num_close} differ because of rounding" + ("" if proof.few_close else ": TOO MANY")
+        lines.append(f"answers: {proof.num_tokens} tokens compared with each request computed alone, {close}")
+    if proof.events:
+        lines.append(f"events: {len(proof.events) - len(proof.unseen)} of {len(proof.events)} seen")
+        lines += [f"  NOT SEEN: {event} ({EVENTS[event]})".replace(" ()", "") for event in proof.unseen]
+    lines += pairs_table(proof.pairs) if proof.rows else []
+    lines += [f"NEVER MET: {what}" for what in proof.missed_pairs]
+    lines += [f"UNDECLARED SITE: {site}: name it in the edge's sites" for site in proof.undeclared]
+    for folder, branches in proof.branches.items():
+        lines.append(f"branches of {folder} reached: {branches}")
+    rate = sum(proof.schedules.values()) + proof.num_intact + sum(row.num_runs for row in proof.rows)
+    lines.append(f"{rate} runs in {proof.seconds:.0f} s")
+    return "\n".join(lines)
+
+
+def pairs_table(pairs: Mapping[Pair, int]) -> list[str]:
+    """For each edge, its streams and hazards: the conflicting accesses that were met, those for which something had to
+    wait and those of which the first had run already, and the pair that was met in most runs."""
+    groups: dict[tuple[str, str, str], list[Pair]] = {}
+    for pair in sorted(pairs, key=lambda pair: -pairs[pair]):
+        groups.setdefault((pair.edge, f"{pair.waiter} ← {pair.source}", pair.hazard), []).append(pair)
+    rows: list[tuple[str, ...]] = [
+        ("conflicts of", "waiter ← source", "hazard", "pairs", "waited", "in time", "in most runs")
+    ]
+    for key in sorted(groups, key=lambda key: (list(EDGES).index(key[0]), key)):
+        mine = groups[key]
+        different = {pair._replace(waited=False) for pair in mine}
+        counts = (len(different), sum(pair.waited for pair in mine), sum(not pair.waited for pair in mine))
+        first = f"{mine[0].first}, {mine[0].second} ({mine[0].memory})"
+        rows.append((*key, *map(str, counts), first))
+    return ["", *_in_columns(rows), ""] if groups else []
+
+
+def _in_columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    caught = f"{row.num_caught}/{row.num_runs}" if row.num_runs else "-"
+    seed = "-" if row.seed is None else str(row.seed)
+    return (row.name, row.kind, row.status, row.workload or "-", seed, caught, row.caught_by or "-")
+
+
+def as_json(proof: Proof) -> dict[str, object]:
+    """The object that ``--json`` writes."""
+    return {
+        "clean": proof.clean,
+        "edges": [
+            {
+                "name": row.name,
+                "kind": row.kind,
+                "status": row.status,
+                "workload": row.workload,
+                "seed": row.seed,
+                "seeds_needed": row.seeds_needed,
+                "seeds_caught": row.num_caught,
+                "seeds_run": row.num_runs,
+                "caught_by": row.caught_by,
+                "report": row.report,
+            }
+            for row in proof.rows
+        ],
+        "intact": {
+            "seeds": proof.num_intact,
+            "by_workload": proof.runs_by_workload,
+            "tokens": proof.num_tokens,
+            "close": proof.num_close,
+            "failures": [
+                {"command": f.trial.command, "checker": f.checker, "report": f.report} for f in proof.failures
+            ],
+        },
+        "pairs": [{**pair._asdict(), "runs": runs} for pair, runs in sorted(proof.pairs.items())],
+        "never_met": proof.missed_pairs,
+        "schedules": dict(proof.schedules),
+        "events": dict(proof.events),
+        "branches": {
+            folder: {"covered": found.covered, "total": found.total}
+            for folder, found in proof.branches.items()
+        },
+        "seconds": round(proof.seconds, 1),
+    }
+
+
+def record(rows: Sequence[Row]) -> list[dict[str, object]]:
+    """The part of the rows that is kept in the repository: what is the same in every run."""
+    return [
+        {
+            "name": row.name,
+            "status": row.status,
+            "workload": row.workload,
+            "seed": row.seed,
+            "caught_by": row.caught_by,
+        }
+        for row in rows
+    ]
+
+
+def write_docs(rows: Sequence[Row]) -> list[Path]:
+    """Write the record and the page made of it, in a source tree; the files written."""
+    page = Path(fenceline.__file__).resolve().parents[2] / "docs" / "internals" / "edges.md"
+    entries = ",\n".join("  " + json.dumps(entry) for entry in record(rows))
+    PROOF_FILE.write_text(f"[\n{entries}\n]\n")
+    page.write_text(edges_markdown())
+    return [PROOF_FILE, page]

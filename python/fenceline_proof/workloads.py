@@ -1,0 +1,531 @@
+"""Workloads of one tier: the messages that arrive at each step of the scheduler's loop, and the engine's flags.
+
+Each is a function of a seed. Sizes are small because a hazard needs two steps in flight, not a thousand requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from msgspec import structs
+
+from fenceline.ipc.io_struct import (
+    AbortReq,
+    CancelFlushReq,
+    ContinueGenerationReq,
+    FlushCacheReq,
+    GetInternalStateReq,
+    PauseGenerationReq,
+    TokenizedGenerateReq,
+)
+from fenceline_proof.everything import EVERYTHING
+from fenceline_proof.flashinfer_library import FLASHINFER, PLANNED
+from fenceline_proof.grammars import GRAMMARS
+from fenceline_proof.hicache_workloads import HICACHE_WORKLOADS, tier_flags
+from fenceline_proof.launched_attention import LAUNCHED
+from fenceline_proof.script import (
+    GRAPH_CONTEXT,
+    PIECES,
+    Arrival,
+    Flag,
+    Flags,
+    Scenario,
+    Script,
+    Workload,
+)
+from fenceline_proof.speculative_workloads import (
+    SPECULATIVE_WORKLOADS,
+    chains_of_models,
+    trees_under_windows,
+)
+from fenceline_proof.tiny_model import VOCAB_SIZE
+
+
+def _mixed(random: Random) -> Scenario:
+    script = Script(random)
+    for _ in range(5):
+        prompt = script.prompt(1, 26)
+        script.add(random.randrange(8), prompt, random.randint(1, 6), **script.options())
+    return script.scenario(
+        max_total_tokens=160,
+        max_running_requests=4,
+        chunked_prefill_size=8,
+        page_size=4,
+        **script.graphs(1, 3),
+        **script.in_turn(),
+    )
+
+
+def _prefixes(random: Random) -> Scenario:
+    script = Script(random)
+    families = [script.prompt(8, 16) for _ in range(3)]
+    for turn in range(6):
+        prompt = random.choice(families) + script.prompt(1, 6)
+        script.add(turn * random.randint(1, 3), prompt, random.randint(1, 4))
+    branches = random.random() < 0.5
+    if branches:
+        _branches(script)
+    return script.scenario(
+        max_total_tokens=80 if branches else 48,
+        max_running_requests=4 if branches else 3,
+        chunked_prefill_size=16,
+        page_size=4,
+        schedule_policy=random.choice(("fcfs", "lpm")),
+        **script.graphs(2, 3),
+        **script.in_turn(),
+    )
+
+
+def _branches(script: Script) -> None:
+    """Four requests that are computed in one step: all share some pages that are cached, and in pairs they share
+    more."""
+    random = script.random
+    stem = script.prompt(4, 12)
+    branches = [stem + script.prompt(4, 12) for _ in range(2)]
+    for step, prompt in ((24, branches[0]), (26, branches[1])):
+        script.add(step, prompt + script.prompt(1, 1), 1)
+    for index in range(4):
+        script.add(40, branches[index // 2] + script.prompt(1, 2), random.randint(1, 3))
+
+
+def _aborts(random: Random) -> Scenario:
+    script = Script(random)
+    for _ in range(5):
+        start = random.randrange(7)
+        rid = script.add(start, script.prompt(1, 20), random.randint(2, 8), **script.options())
+        if random.random() < 0.7:
+            abort = AbortReq(rid=rid, silent=random.random() < 0.3)
+            script.send(start + random.randrange(7), abort)
+    if random.random() < 0.3:
+        script.send(random.randrange(4, 10), AbortReq(abort_all=True))
+    return script.scenario(
+        max_total_tokens=96,
+        max_running_requests=3,
+        chunked_prefill_size=8,
+        page_size=4,
+        **script.graphs(2, 3),
+        **script.in_turn(),
+    )
+
+
+def _retraction(random: Random) -> Scenario:
+    """Requests that ask for more memory than there is, together or alone."""
+    script = Script(random)
+    for _ in range(4):
+        script.add(random.randrange(3), script.prompt(3, 8), random.randint(5, 9), ignore_eos=True)
+    flags: Flags = {
+        "max_total_tokens": random.choice((24, 28, 32)),
+        "max_running_requests": 4,
+        "chunked_prefill_size": 16,
+        "page_size": 4,
+        "schedule_conservativeness": 0.01,
+        **script.graphs(2, 4),
+        **script.in_turn(),
+    }
+    if random.random() < 0.4:  # its answer ends when it has all memory
+        script.add(random.randrange(8), script.prompt(1, 22), 64, ignore_eos=True)
+    return script.scenario(**flags)
+
+
+def _priorities(random: Random) -> Scenario:
+    """Running requests are preempted by ones of higher priority, with steps in flight; prefixes in two namespaces. In
+    some runs they come in HTTP bodies, of which each has requests of several priorities."""
+    script = Script(random)
+    family = script.prompt(8, 12)
+    for index in range(6):
+        prompt = family + script.prompt(1, 4) if random.random() < 0.6 else script.prompt(2, 10)
+        options = script.options() | {"priority": 15 * (index % 3), "extra_key": random.choice(("", "salt"))}
+        rid = script.add(random.randrange(3) + 2 * index, prompt, random.randint(4, 9), **options)
+        if random.random() < 0.15:
+            script.send(2 * index + random.randint(3, 9), AbortReq(rid=rid))
+    scenario = script.scenario(
+        max_total_tokens=random.choice((48, 64, 160)),
+        max_running_requests=random.choice((2, 3)),
+        chunked_prefill_size=random.choice((8, 16)),
+        page_size=4,
+        enable_priority_scheduling=True,
+        priority_scheduling_preemption_threshold=random.choice((0, 10)),
+        schedule_conservativeness=random.choice((0.01, 1.0)),
+        **script.graphs(1, 2),
+        **script.in_turn(),
+    )
+    return _in_bodies(scenario) if random.random() < 0.4 else scenario
+
+
+def _in_bodies(scenario: Scenario) -> Scenario:
+    """The same requests, every second one of which comes in one of two HTTP bodies."""
+    arrivals, num_reqs = [], 0
+    for arrival in scenario.arrivals:
+        message = arrival.message
+        if isinstance(message, TokenizedGenerateReq):
+            num_reqs += 1
+            message = structs.replace(message, body=(0, 1, 0, 2, 0, 1)[num_reqs % 6])
+        arrivals.append(replace(arrival, message=message))
+    return replace(scenario, arrivals=tuple(arrivals))
+
+
+def _bodies(random: Random) -> Scenario:
+    """Bodies of several prompts or samples, and requests that come alone, for a few rows and little memory."""
+    script = Script(random)
+    step = 0
+    for body in range(1, 5):
+        prompt, is_samples = script.prompt(4, 40), random.random() < 0.4
+        for _ in range(random.randint(2, 6)):
+            words = prompt if is_samples else script.prompt(1, 12)
+            script.add(step, words, random.randint(6, 20), body=body, ignore_eos=True)
+        step += random.randint(0, 9)
+        for _ in range(random.randint(1, 3)):
+            script.add(step, script.prompt(1, 12), random.randint(1, 20), ignore_eos=True)
+            step += random.randint(0, 4)
+    flags: dict[str, Flag] = {
+        "max_total_tokens": random.choice((64, 96, 400)),
+        "max_running_requests": random.choice((3, 4, 8)),
+        "chunked_prefill_size": random.choice((8, 16, -1)),
+        "page_size": 4,
+        "schedule_conservativeness": random.choice((0.05, 1.0)),
+        "schedule_policy": random.choice(("fcfs", "fcfs", "dfs-weight")),
+        "prefill_max_requests": random.choice((64, 64, 2)),
+    }
+    if random.random() < 0.4:  # short ones come one by one, each of which may go before a decode step
+        for start in range(2, step + 6):
+            script.add(start, script.prompt(1, 4), random.randint(1, 3), ignore_eos=True)
+        flags |= {"max_total_tokens": 400, "max_running_requests": 8, "schedule_policy": "fcfs"}
+        flags["chunked_prefill_size"] = random.choice((8, 16))
+    return script.scenario(**flags)
+
+
+def _beside(random: Random) -> Scenario:
+    """Long prompts, and shorter ones that are computed beside them, pass them, or fill a step or its half exactly; some
+    come again, whole. Steps have few tokens, in some runs an odd number of them, and prompts are split or not."""
+    script = Script(random)
+    page_size, step_tokens = random.choice(((1, 7), (1, 11), (2, 10), (4, 8), (4, 12), (4, 24)))
+    has_priorities, scored = random.random() < 0.3, random.random() < 0.3
+    prompts: list[list[int]] = []
+    step = 0
+    for _ in range(random.randint(8, 11)):
+        most = min(6 * step_tokens, 50)
+        size = random.choice((step_tokens // 2, step_tokens, 2 * page_size, 5, random.randint(1, most)))
+        again = prompts and random.random() < 0.35
+        prompts.append(random.choice(prompts) if again else script.prompt(size, size))
+        options: dict[str, Any] = {"body": random.choice((0, 0, 0, 1)), "priority": random.choice((0, 0, 1))}
+        if has_priorities:
+            options["body"] = 0
+        if scored and random.random() < 0.7:
+            options |= {"return_logprob": True, "logprob_start_len": random.randrange(len(prompts[-1]))}
+        script.add(step, prompts[-1], random.choice((1, 3, 9, 24)), ignore_eos=True, **options)
+        step += random.choice((0, 0, 1, 4))
+    return script.scenario(
+        max_total_tokens=random.choice((56, 72, 120)),
+        max_running_requests=random.choice((3, 5, 8)),
+        chunked_prefill_size=step_tokens if scored or random.random() < 0.7 else -1,
+        max_prefill_tokens=step_tokens,
+        page_size=page_size,
+        enable_priority_scheduling=has_priorities,
+        priority_scheduling_preemption_threshold=0,
+        schedule_policy="fcfs" if has_priorities else random.choice(("fcfs", "fcfs", "lpm", "dfs-weight")),
+        schedule_conservativeness=random.choice((0.05, 1.0)),
+        prefill_max_requests=random.choice((64, 64, 3)),
+        **script.in_turn(),
+    )
+
+
+def _bursts(random: Random) -> Scenario:
+    script = Script(random)
+    step = 0
+    for _ in range(2):
+        for _ in range(4):
+            script.add(step, script.prompt(1, 12), random.randint(1, 4), **script.options())
+        step += random.randint(3, 14)
+    if random.random() < 0.5:
+        pause = random.randrange(1, step)
+        mode = random.choice(("abort", "retract", "in_place"))
+        script.send(pause, PauseGenerationReq(id="pause", mode=mode))
+        script.send(pause + random.randint(1, 3), ContinueGenerationReq(id="continue"))
+    script.send(random.randrange(step), FlushCacheReq(id="flush"))
+    script.send(random.randrange(step), GetInternalStateReq(id="state"))
+    scenario = script.scenario(
+        max_total_tokens=128,
+        max_running_requests=4,
+        chunked_prefill_size=random.choice((8, -1)),
+        page_size=4,
+        disable_radix_cache=random.random() < 0.3,
+        schedule_policy=random.choice(("fcfs", "random")),
+        **script.graphs(1, 4),
+        **script.in_turn(),
+    )
+    if random.random() < 0.3:
+        scenario = _scored(scenario, random)
+    return _with_waiting_flush(scenario, random) if random.random() < 0.4 else scenario
+
+
+def _with_waiting_flush(scenario: Scenario, random: Random) -> Scenario:
+    """The same, and a flush that waits until no request is left; in some runs it is cancelled."""
+    step = random.randrange(max(arrival.step for arrival in scenario.arrivals) + 1)
+    added = [Arrival(step, FlushCacheReq(id="waits", wait=True))]
+    if random.random() < 0.3:
+        added.append(Arrival(step + random.randint(1, 6), CancelFlushReq(id="waits")))
+    arrivals = sorted((*scenario.arrivals, *added), key=lambda arrival: arrival.step)
+    return replace(scenario, arrivals=tuple(arrivals))
+
+
+def _scored(scenario: Scenario, random: Random) -> Scenario:
+    """The same requests, which all ask for logprobs, from anywhere in their prompts, and for different numbers of
+    alternatives."""
+    arrivals = []
+    for arrival in scenario.arrivals:
+        message = arrival.message
+        if isinstance(message, TokenizedGenerateReq):
+            message = structs.replace(
+                message,
+                return_logprob=True,
+                logprob_start_len=random.randrange(-1, len(message.input_ids)),
+                top_logprobs_num=random.choice((0, 1, 2, 4)),
+            )
+        arrivals.append(replace(arrival, message=message))
+    return replace(scenario, arrivals=tuple(arrivals))
+
+
+def _row_reuse(random: Random) -> Scenario:
+    """F13: one row; its owner ends on a stop token, which is known only while its next step is in flight."""
+    script = Script(random)
+    for _ in range(4):
+        stop = tuple(random.sample(range(1, VOCAB_SIZE), 24))
+        script.add(0, script.prompt(2, 5), 6, temperature=1.0, stop_token_ids=stop)
+    return script.scenario(
+        max_total_tokens=24,
+        max_running_requests=1,
+        chunked_prefill_size=16,
+        page_size=1,
+        **script.graphs(1),
+    )
+
+
+def _staging(random: Random) -> Scenario:
+    """F12: every step uploads, since pages of one token come one by one and the batch changes all the time."""
+    script = Script(random)
+    for index in range(6):
+        script.add(
+            index * random.randint(1, 2), script.prompt(1, 4), random.randint(2, 6), **script.options()
+        )
+    return script.scenario(
+        max_total_tokens=40,
+        max_running_requests=3,
+        chunked_prefill_size=8,
+        page_size=1,
+        **script.graphs(2, 3),
+    )
+
+
+def _growth(random: Random) -> Scenario:
+    """Uploads and results larger than the rings' first slots, with steps in flight before and after."""
+    script = Script(random)
+    script.add(0, script.prompt(2, 4), 5)
+    long = script.prompt(2600, 2700)
+    script.add(random.randint(0, 2), long, 2)
+    if random.random() < 0.5:
+        script.add(3, long[:300], 2, return_logprob=True, logprob_start_len=0, top_logprobs_num=20)
+    return script.scenario(
+        max_total_tokens=8192,
+        max_running_requests=3,
+        chunked_prefill_size=-1,
+        page_size=16,
+        max_prefill_tokens=4096,
+    )
+
+
+def _graphs(random: Random) -> Scenario:
+    """Decode batches of every size in padded graphs, and one size that is beyond them all."""
+    script = Script(random)
+    for index in range(6):
+        script.add(
+            index * random.randint(0, 3), script.prompt(1, 6), random.randint(2, 9), **script.options()
+        )
+    return script.scenario(
+        max_total_tokens=96,
+        max_running_requests=5,
+        chunked_prefill_size=16,
+        page_size=4,
+        **script.graphs(2, 4, share=1.0),
+        **script.in_turn(),
+    )
+
+
+def _buckets(random: Random) -> Scenario:
+    """F11: batches of one to five requests, which need no filters or penalties, and graphs of one to three."""
+    script = Script(random)
+    for index in range(6):
+        start, options = index * random.randint(0, 2), random.choice(({}, {"temperature": 0.8}))
+        script.add(start, script.prompt(1, 4), random.randint(4, 9), ignore_eos=True, **options)
+    return script.scenario(
+        max_total_tokens=128,
+        max_running_requests=5,
+        chunked_prefill_size=16,
+        page_size=4,
+        cuda_graph_bs=(1, random.choice((2, 3))),
+        context_length=GRAPH_CONTEXT,
+    )
+
+
+def _outputs(random: Random) -> Scenario:
+    """F8: every decode step is a replay, whose next tokens are copied to the host from the graph's outputs."""
+    script = Script(random)
+    for index in range(4):
+        options = {"temperature": 1.0, "ignore_eos": True}
+        script.add(index * random.randint(0, 4), script.prompt(1, 4), random.randint(5, 10), **options)
+    return script.scenario(
+        max_total_tokens=96,
+        max_running_requests=3,
+        chunked_prefill_size=16,
+        page_size=4,
+        cuda_graph_bs=(1, 3),
+        context_length=GRAPH_CONTEXT,
+    )
+
+
+# Those that decode in padded graphs and beyond them, split prompts, retract, and load prefixes from the host.
+_OF_ATTENTION = (
+    _mixed,
+    _graphs,
+    _aborts,
+    _retraction,
+    *(workload.make for workload in HICACHE_WORKLOADS if workload.name in ("spill", "offload")),
+)
+
+
+def _attention(backend: str) -> Callable[[Random], Scenario]:
+    """Scenarios of other workloads with that attention backend."""
+
+    def make(random: Random) -> Scenario:
+        scenario = random.choice(_OF_ATTENTION)(random)
+        return replace(scenario, flags={**scenario.flags, "attention_backend": backend})
+
+    return make
+
+
+def _experts(random: Random) -> Scenario:
+    """The tokens of a step meet in the experts, among them padded ones of graphs."""
+    scenario = random.choice((_mixed, _prefixes, _aborts, _graphs, _retraction))(random)
+    model = random.choice(("experts", "shared", "gpt_oss", "mxfp4", "fp8_experts", "int4_experts"))
+    return replace(scenario, flags={**scenario.flags, "model": model})
+
+
+def _models(random: Random) -> Scenario:
+    """Families and number formats that other workloads do not have."""
+    scenario = random.choice((_mixed, _prefixes, _graphs, _retraction))(random)
+    model = random.choice(
+        ("wide", "wide", "adjacent", "partial", "llama3", "yarn", "fp8", "fp8_rows", "rounded_fp8", "int4")
+    )
+    return replace(scenario, flags={**scenario.flags, "model": model})
+
+
+def _windows(random: Random) -> Scenario:
+    """Layers that read what lies in their window and layers that read all, by three kinds of attention, some of them
+    between the pieces of a graph; in half of the runs drafts are verified, of a model whose layers are as the target's,
+    and in some of these trees of drafts. FlashInfer has one plan for each window."""
+    scenario = random.choice((_mixed, _prefixes, _aborts, _graphs, _retraction))(random)
+    kind = random.random()
+    if kind < 0.25:
+        planned = {"attention_backend": random.choice(PLANNED)}
+        return replace(scenario, flags={**scenario.flags, **planned, "model": "windows"})
+    ours = {"attention_backend": LAUNCHED} if kind < 0.75 else {}
+    drafts = chains_of_models(random) if random.random() < 0.5 else {}
+    if drafts and random.random() < 0.3:
+        scenario = trees_under_windows(random)
+        return replace(scenario, flags={**scenario.flags, **ours})
+    model = random.choice(("windows", "windows", "gpt_oss"))  # the second one has sinks
+    between = PIECES if random.random() < 0.4 else {}
+    return replace(scenario, flags={**scenario.flags, **ours, **drafts, **between, "model": model})
+
+
+def _new_weights(random: Random) -> Scenario:
+    """Requests that share prefixes, before, while and after the weights are replaced; some prefixes are on the host or
+    in storage, or on their way from there."""
+    script = Script(random)
+    families = [script.prompt(8, 16) for _ in range(2)]
+    for turn in range(7):
+        prompt = families[turn % 2] + script.prompt(1, 4)
+        script.add(3 * turn + random.randrange(3), prompt, random.randint(2, 9), **script.options())
+    step = random.randint(3, 8)
+    for _ in range(random.randint(1, 3)):
+        script.new_weights(step, misfits=0.2, abort_all=random.random() < 0.1)
+        step += random.randint(1, 9)
+    if random.random() < 0.3:
+        script.send(step, PauseGenerationReq(id="pause", mode=random.choice(("retract", "in_place"))))
+        script.new_weights(step + 1)
+        script.send(step + 2, ContinueGenerationReq(id="continue"))
+    storage: Flags = {}
+    if random.random() < 0.5:
+        policy = random.choice(("best_effort", "wait_complete"))
+        storage = {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": policy}
+    tiers = tier_flags(random, hicache_ratio=random.choice((1.0, 2.0))) if random.random() < 0.7 else {}
+    return script.scenario(
+        max_total_tokens=random.choice((48, 96)),
+        max_running_requests=3,
+        chunked_prefill_size=8,
+        **{"page_size": 4, **tiers, **(storage if tiers else {})},
+        **script.graphs(1, 3),
+        **script.in_turn(),
+    )
+
+
+def _no_script(random: Random) -> Scenario:
+    raise AssertionError("this workload goes through the front end, not through a script")
+
+
+ENGINE = "engine"
+COLLECTIVES = "collectives"  # of several devices, without an engine
+RANKS = "ranks"
+RANKS_STORAGE = "ranks_storage"
+WORKLOADS: dict[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        EVERYTHING,  # first, since a proof that is cut short needs most of its runs
+        Workload("mixed", "chunked prefill and decode side by side, all kinds of sampling", _mixed, share=3),
+        Workload("prefixes", "prefix hits and evictions in a pool that is too small", _prefixes, share=3),
+        Workload("aborts", "requests aborted at any moment", _aborts, share=3),
+        Workload("retraction", "running requests lose their memory and come back", _retraction, share=3),
+        Workload(
+            "priorities",
+            "running requests give way to better ones; namespaces of the cache",
+            _priorities,
+            share=2,
+        ),
+        Workload(
+            "bodies", "requests of one client take turns with others, short ones with long ones", _bodies
+        ),
+        Workload("beside", "prompts beside half-way ones, and steps that they fill", _beside),
+        Workload("bursts", "four at once, then silence; pauses and flushes", _bursts, share=3),
+        Workload(
+            "row_reuse", "one row, refilled while its last owner's step is in flight", _row_reuse, share=2
+        ),
+        Workload("staging", "every step uploads", _staging, share=2),
+        Workload("graphs", "decode in padded graphs of two sizes, and beyond them", _graphs, share=3),
+        Workload(
+            "outputs", "F8: every decode step a replay, its tokens taken as they are", _outputs, share=2
+        ),
+        Workload("buckets", "F11: more requests than the largest graph holds", _buckets),
+        Workload("growth", "uploads and results that outgrow the rings", _growth),
+        GRAMMARS,
+        *HICACHE_WORKLOADS,
+        Workload("launched", "attention by launches of our own kernels", _attention(LAUNCHED), share=3),
+        Workload(
+            "flashinfer",
+            "F12: every batch is planned on the host, with room for one plan",
+            _attention(FLASHINFER),
+            share=3,
+        ),
+        Workload("new_weights", "the weights are replaced while requests run", _new_weights, share=3),
+        Workload("experts", "a mixture of experts, in padded graphs and without", _experts, share=2),
+        Workload("models", "other families and number formats", _models),
+        Workload("windows", "layers with sliding windows and soft caps", _windows, share=2),
+        *SPECULATIVE_WORKLOADS,
+        Workload(COLLECTIVES, "F10, F19: sums of several ranks, eager and in graphs", _no_script),
+        Workload(RANKS, "F19: the engine on two ranks, with prefixes on the host", _no_script),
+        Workload(RANKS_STORAGE, "two ranks whose storages differ in time and in failures", _no_script),
+        Workload(ENGINE, "rounds of prompts through fenceline.Engine", _no_script),
+    )
+}
+SCRIPTED = tuple(name for name, workload in WORKLOADS.items() if workload.make is not _no_script)

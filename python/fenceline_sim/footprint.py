@@ -1,0 +1,308 @@
+"""Footprints: what operations access, compared with what they have declared.
+
+``--memory-check order`` knows only what an operation has declared. So it would not know of memory that is accessed but
+not declared, and memory that is declared but not accessed would make other operations wait.
+
+The memory of rings is compared between two Points of a stream: whoever waits for a Point is ordered after what was
+declared before it. Pages are compared by step and by transfer, with those of its requests and of its copies. Of a
+transfer the copies themselves are compared too: each byte is copied once, and with no more copies than are needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from fenceline.mem_cache.transfer import Ticket
+from fenceline.memory_order.access import Memory, PagedMemory, Rows
+from fenceline.memory_order.checker import OrderChecker
+from fenceline.memory_order.edges import StreamName
+from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.model_executor.step import StepBatch
+from fenceline_sim.device import VgpuDevice, VgpuStream
+from fenceline_sim.errors import FootprintError
+from fenceline_sim.memory import Access, row_values
+from fenceline_sim.order_record import numbers
+from fenceline_sim.streams import Operation, VirtualStream
+from fenceline_sim.tags import Tags
+
+
+class _Declared:
+    """The accesses of one operation, in order: see ``memory_order.access.Accesses``."""
+
+    def __init__(self) -> None:
+        self.accesses: list[
+            tuple[Memory, bool, frozenset[int]]
+        ] = []  # memory, whether it is written, its rows
+
+    def read(self, memory: Memory, rows: Rows | None = None) -> None:
+        self.accesses.append((memory, False, frozenset(numbers(memory, rows))))
+
+    def write(self, memory: Memory, rows: Rows | None = None) -> None:
+        self.accesses.append((memory, True, frozenset(numbers(memory, rows))))
+
+    def read_pages(self, memory: PagedMemory, rows: Rows, lengths: Rows) -> None:
+        self.read(memory, memory.pages_of(rows, lengths))
+
+    def append_pages(self, memory: PagedMemory, rows: Rows, lengths: Rows) -> None:
+        self.read_pages(memory, rows, lengths)
+        self.write(memory, memory.last_pages_of(rows, lengths))
+
+    def write_table(self, memory: PagedMemory, rows: Rows, columns: Rows, pages: Rows) -> None:
+        memory.write_table(rows, columns, pages)
+
+    def release(self, memory: Memory) -> None:
+        return
+
+    def occupy_sm(self) -> None:
+        return
+
+    def pages(self, memory: Memory, written: bool) -> frozenset[int]:
+        """The rows of ``memory`` that are read, or ``written``."""
+        found = (rows for one, write, rows in self.accesses if one is memory and write is written)
+        return frozenset().union(*found)
+
+
+class Footprints:
+    """Reads the declarations of ``device`` from now on.
+
+    Of a device of which something is severed, only the pages that steps access are compared with those that they have
+    declared: a severed guard lets other memory be accessed, and it is the race that must be reported.
+    """
+
+    def __init__(self, device: VgpuDevice, runner: ModelRunner, tags: Tags) -> None:
+        self._tags = tags
+        self._accesses = runner._accesses
+        self._memories = device.whole_memories
+        self._declared: dict[StreamName, set[tuple[Memory, bool]]] = {}  # since the stream's latest Point
+        self._touched: dict[StreamName, dict[tuple[Memory, bool], Operation]] = {}
+        self._read_by: dict[Memory, Operation] = {}  # FORWARD's reads that have not been declared yet
+        # The rings of those reads that have been declared since FORWARD's latest Point, later than it.
+        self._declares_earlier: set[str] = set()
+        self._of_transfer: _Declared | None = None
+        self._copies: list[
+            tuple[Access, ...]
+        ] = []  # what each operation writes, of the transfer that is being submitted
+        self._sm, self._layout = device._sm.tag, runner.kv_pool.layout
+        hicache = runner._config.hicache
+        self._copies_by_sm = hicache is not None and hicache.io_backend == "kernel"
+        # The device pages of each load whose end nobody has heard of, and what declares those that a step reads.
+        self._loading: dict[Ticket, frozenset[int]] = {}
+        self._of_layer: Callable[..., None] | None = None
+        self._num_layers = runner.kv_pool.num_layers
+        # Of pinned memory: who used it last, and since which Point, if the host has not declared its own use since.
+        self._used_by: dict[Memory, tuple[Operation, int]] = {}
+        self._num_points = 0
+        self._only_pages = bool(device.severed)
+        if (runner._config.server_args.memory_check == "order") != isinstance(device.checker, OrderChecker):
+            raise FootprintError("footprint: --memory-check is not what the device has")
+        self._names = {stream.raw: stream.name for stream in device.streams if isinstance(stream, VgpuStream)}
+        device._readers += (self._read,)
+        if self._only_pages:
+            return
+        tags.compares_declared = True
+        device.gpu.submitted = self._submitted
+        for stream in device.streams:
+            assert isinstance(stream, VgpuStream), "made by this device"
+            stream.recorded = self._recorded
+        if runner.hicache is not None:
+            controller: Any = runner.hicache
+            self._of_layer = controller._layer_accesses
+            for name in ("store", "load"):
+                setattr(controller, name, self._watched(getattr(controller, name)))
+            drain = controller.drain_acks
+
+            def drained(*args: Any) -> Sequence[Ticket]:
+                tickets: Sequence[Ticket] = drain(*args)
+                for ticket in tickets:
+                    self._loading.pop(ticket, None)
+                return tickets
+
+            controller.drain_acks = drained
+
+    # --- declarations
+
+    def _read(self, stream: StreamName, label: str, names: Callable[..., None], *args: Any) -> None:
+        op = _Declared()
+        names(op, *args)
+        accesses = self._accesses
+        if names in (accesses.decode, accesses.extend):
+            written = op.pages(accesses.pages, True)
+            self._tags.declared(op.pages(accesses.pages, False) | written, written)
+            self._check_rows(op, *args)
+            return
+        if self._only_pages:
+            return
+        if names == self._of_layer:
+            self._check_layer(op, *args)
+        if self._of_transfer is not None:
+            self._of_transfer.accesses += op.accesses
+        if stream is StreamName.HOST:
+            for memory, _, _ in op.accesses:
+                self._used_by.pop(memory, None)
+        else:
+            whole = self._declared.setdefault(stream, set())
+            whole.update((memory, write) for memory, write, _ in op.accesses if memory.tensor is not None)
+            for memory, write, _ in op.accesses:
+                reader = self._read_by.get(memory)
+                if stream is StreamName.FORWARD:
+                    if self._read_by.pop(memory, None) is not None:
+                        self._declares_earlier.add(_ring(memory))
+                elif write and reader is not None:
+                    raise _undeclared(reader, memory, False)
+
+    def _check_rows(self, op: _Declared, batch: StepBatch) -> None:
+        """A step reads the page tables of its requests, writes some entries, and stores the last tokens of those for
+        which it samples."""
+        accesses = self._accesses
+        rows, sampled = batch.rows.tolist(), batch.rows[batch.samples].tolist()
+        for memory, write, right in (
+            (accesses.page_table, False, rows),
+            (accesses.page_table, True, batch.page_writes.rows.tolist()),
+            (accesses.last_tokens, True, sampled),
+        ):
+            said, verb = op.pages(memory, write), "writes" if write else "reads"
+            if said != frozenset(right):
+                raise FootprintError(
+                    f"footprint: a step says that it {verb} {memory.name} {sorted(said)}, not {sorted(set(right))}"
+                )
+
+    # --- memory of rings
+
+    def _submitted(self, stream: VirtualStream, op: Operation) -> None:
+        name = self._names.get(stream)
+        if name is None:
+            return
+        if self._of_transfer is not None and name in (StreamName.LOAD, StreamName.STORE):
+            self._copies.append(tuple(op.writes))
+        for accesses, write in ((op.reads, False), (op.writes, True)):
+            for access in accesses:
+                memory = self._memories.get(access.tag)
+                if memory is not None:
+                    self._touched.setdefault(name, {}).setdefault((memory, write), op)
+                    if access.tag.is_host:
+                        self._check_turn(memory, op)
+
+    def _check_turn(self, memory: Memory, op: Operation) -> None:
+        """Between two uses by a stream the host fills pinned memory, or takes what is there."""
+        before, since = self._used_by.setdefault(memory, (op, self._num_points))
+        if since != self._num_points:
+            raise FootprintError(
+                f"footprint: {op.label} uses {memory.name}, and the host has not since {before.label} at {before.place}"
+            )
+
+    def _recorded(self, name: StreamName) -> None:
+        self._num_points += 1
+        declared, touched = self._declared.pop(name, set()), self._touched.pop(name, {})
+        if name is StreamName.FORWARD:
+            # Who waits for this Point waits for all that has read the ring. Of two rings each has a Point of its own.
+            for memory, reader in self._read_by.items():
+                if _ring(memory) in self._declares_earlier:
+                    raise _undeclared(reader, memory, False)
+            self._declares_earlier.clear()
+        for (memory, write), op in touched.items():
+            if (memory, write) in declared or (memory, True) in declared:
+                continue
+            if write or name is not StreamName.FORWARD:
+                raise _undeclared(op, memory, write)
+            self._read_by[memory] = op  # of a plan it is declared before the next one is uploaded
+        for memory, write in declared:
+            if name is StreamName.FORWARD and not write:
+                continue  # of a plan it is declared that work which has been submitted may read it
+            if not any(one is memory for one, _ in touched):
+                raise FootprintError(
+                    f"footprint: {memory.name} is declared on {name.value}, and nothing uses it"
+                )
+
+    # --- pages of transfers
+
+    def _check_layer(self, op: _Declared, layer: int, loads: Sequence[Ticket]) -> None:
+        """A step declares the pages of a layer that its loads bring, as long as they may not have ended."""
+        pages = frozenset[int]().union(*(self._loading.get(ticket, frozenset()) for ticket in loads))
+        said = [(memory.name, write, sorted(rows)) for memory, write, rows in op.accesses]
+        right = [(f"kv_pool.layer{layer}", False, sorted(pages))]
+        if said != right:
+            raise FootprintError(f"footprint: a step declares {said} of a layer, {right} is being loaded")
+
+    def _watched(self, submit: Callable[..., None]) -> Callable[..., None]:
+        def submitted(ticket: Any, device_pages: Rows, host_pages: Rows, after: Any) -> None:
+            self._copies = []
+            with self._transfer(submit.__name__, device_pages, host_pages):
+                submit(ticket, device_pages, host_pages, after)
+            self._check_copies(submit.__name__ == "load", device_pages.tolist(), host_pages.tolist())
+            if submit.__name__ == "load":
+                self._loading[ticket] = frozenset(device_pages.tolist())
+
+        return submitted
+
+    @contextmanager
+    def _transfer(self, kind: str, device_pages: Rows, host_pages: Rows) -> Iterator[None]:
+        self._of_transfer = op = _Declared()
+        yield
+        self._of_transfer = None
+        device, host = (frozenset(pages.tolist()) for pages in (device_pages, host_pages))
+        if not device:
+            return
+        to_device = kind == "load"
+        for memory, write, rows in op.accesses:
+            right = host if write != to_device else device
+            if rows != right:
+                raise FootprintError(
+                    f"footprint: a {kind} declares {memory.name} {sorted(rows)}, not {sorted(right)}"
+                )
+        named = {(memory.name, write) for memory, write, _ in op.accesses}
+        layers = {(f"kv_pool.layer{layer}", True) for layer in range(self._num_layers if to_device else 0)}
+        if named != {("host_pool", not to_device), ("kv_pool", to_device)} | layers:
+            raise FootprintError(f"footprint: a {kind} declares {sorted(named)}")
+
+    def _check_copies(self, to_device: bool, device_pages: list[int], host_pages: list[int]) -> None:
+        """SMs copy all pages of a transfer, or of one of its layers, by one launch, and a backup occupies them. The
+        copy engine copies each part of the pages that are neighbours on both sides by one copy."""
+        copies = [writes for writes in self._copies if all(access.tag is not self._sm for access in writes)]
+        nbytes = sum(_nbytes(access) for writes in copies for access in writes)
+        right = len(device_pages) * self._layout.page_nbytes
+        if nbytes != right:
+            raise FootprintError(f"footprint: a transfer copies {nbytes} bytes, its pages have {right}")
+        if self._copies_by_sm:
+            num_kinds = len(
+                list(itertools.groupby(self._layout.layers))
+            )  # a launch takes layers that are alike
+            num_right = self._num_layers if to_device else num_kinds
+            if not to_device and len(copies) == len(self._copies):
+                raise FootprintError("footprint: a backup by SMs does not occupy them")
+        else:
+            pairs = list(zip(device_pages, host_pages, strict=True))
+            num_right = _num_runs(pairs) * sum(len(rows) for rows in self._layout.layers)
+        if len(copies) != num_right:
+            raise FootprintError(f"footprint: a transfer makes {len(copies)} copies, {num_right} are right")
+
+
+def _num_runs(pairs: Sequence[tuple[int, int]]) -> int:
+    """In how many pieces ``pairs`` fall, of which each next one has the next number on both sides."""
+    return sum(i == 0 or (a - 1, b - 1) != pairs[i - 1] for i, (a, b) in enumerate(pairs))
+
+
+def _ring(memory: Memory) -> str:
+    """The name of the ring whose slot ``memory`` is: without what it is of the slot, and the slot's number."""
+    return memory.name.rpartition(".")[0]
+
+
+def _nbytes(access: Access) -> int:
+    """Bytes that are accessed, each row as often as it is named."""
+    form = access.layout.form
+    num_rows = form.shape[0] if access.rows is None else len(row_values(access.rows))
+    return form.numel // form.shape[0] * num_rows * form.itemsize
+
+
+def _undeclared(op: Operation, memory: Memory, write: bool) -> FootprintError:
+    verb, where = "writes" if write else "reads", str(op.place)
+    return FootprintError(
+        f"footprint: {op.label} {verb} {memory.name}, which is not declared\n  {where}", places=(where,)
+    )
+
+
+def check_footprints(device: VgpuDevice, runner: ModelRunner, tags: Tags) -> None:
+    """From now on compare what is accessed with what is declared."""
+    Footprints(device, runner, tags)

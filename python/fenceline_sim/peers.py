@@ -1,0 +1,606 @@
+"""Collective operations of several virtual devices: the steps of ``memory_order.all_reduce``, one operation each.
+
+A step of a kernel's thread is an operation on a stream of that thread, which runs when the seed says. Flags order: what
+a thread releases with a flag happened before what follows the acquire that reads it, and nothing else orders two
+devices within a launch. Words are written and read in one access each, in any order, so a reader that finds its
+launch's generation in a word has read what was written with it. That orders nothing else until the launch ends: the end
+of a kernel and the beginning of the next one are fences, so the next launch happens after all that the sender had done
+before the launch that sent the word. A write that comes too early, over words that another rank has not read yet, is a
+race.
+
+Ranks whose launches of the same number differ, or that wait for a launch that another rank never makes, are reported
+with the lines that have submitted both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from fenceline.memory_order.all_reduce import (
+    REFRESH_EVERY,
+    Act,
+    Generations,
+    Launch,
+    Step,
+    count_steps,
+    one_shot_steps,
+    two_shot_steps,
+)
+from fenceline.memory_order.edges import (
+    FLAG_GENERATION,
+    ONE_STREAM,
+    PEER_HALVES,
+    PEER_WORDS,
+    REGISTERED_GRAPH,
+    Hazard,
+)
+from fenceline.memory_order.stream import Clock, joined
+from fenceline_sim.errors import DeadlockError, FreshnessError, PeerError
+from fenceline_sim.gpu import VirtualGpu
+from fenceline_sim.layout import layout_of
+from fenceline_sim.memory import Access, whole
+from fenceline_sim.place import Place, here
+from fenceline_sim.streams import Operation, VirtualStream, who
+from fenceline_sim.tensor import VTensor
+
+_TAGS = 1 << 32  # different generations that a word can hold
+
+
+class Grain(NamedTuple):
+    """How finely operations are divided. The default is one block of one thread, with the whole message as a vector:
+    for the engine's runs. Smaller vectors, more blocks and threads are for the algorithm's own tests.
+
+    ``two_shots_from``: elements from which on a sum takes two shots. ``word``: bytes that are written and read in one
+    access, with a generation, 0: all of a vector. ``num_tags``: generations that a word can tell apart, small to see
+    what happens when they repeat. ``capacity``: vectors of a half. ``refresh_every``: see ``Launch.refreshed``.
+    A launch has fewer blocks than ``num_blocks`` if its vectors do not fill them."""
+
+    vector: int = 0  # elements of one, 0: all of the message
+    num_blocks: int = 1
+    num_threads: int = 1
+    two_shots_from: int = 1 << 62
+    word: int = 0
+    num_tags: int = _TAGS
+    capacity: int = 4
+    vector_bytes: int = 1 << 12
+    refresh_every: int = REFRESH_EVERY
+
+    def words(self, num_bytes: int) -> list[slice]:
+        """The bytes of each word of a vector of ``num_bytes``."""
+        size = self.word or self.vector_bytes
+        return [slice(start, min(start + size, num_bytes)) for start in range(0, max(num_bytes, 1), size)]
+
+
+class Group:
+    """The state that the ranks of one group share: each rank's buffer, which all others have opened, and its flags."""
+
+    def __init__(self, gpu: VirtualGpu, size: int, grain: Grain = Grain()) -> None:
+        self.gpu = gpu
+        self.size = size
+        self.grain = grain
+        self.ranks: list[PeerRank | None] = [None] * size
+        self.launches: dict[int, _Record] = {}  # by number: the first rank to make it, and how
+
+    def rank(self, rank: int) -> PeerRank:
+        """The rank's part of the group. It must have been made."""
+        found = self.ranks[rank]
+        assert found is not None, f"rank {rank} has not joined"
+        return found
+
+
+class _Record(NamedTuple):
+    rank: int
+    what: str
+    place: Place
+
+
+class _Flag:
+    """A flag in a rank's memory: its value, and the clock of what was released with it."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self.clock: Clock = ()
+
+
+class _Word(NamedTuple):
+    """What is written with a word of a rank's memory: the number of the launch, and the clock of its beginning."""
+
+    number: int
+    clock: Clock
+
+
+_ZERO = _Word(0, ())  # what memory holds at first
+
+
+class PeerRank:
+    """``memory_order.CollectiveBackend`` of one rank, on the device of the thread that makes it.
+
+    ``severed``: guards that a test has severed; ``left_out``: kinds of steps that are left out, for tests of the
+    algorithm."""
+
+    def __init__(
+        self,
+        group: Group,
+        rank: int,
+        severed: frozenset[str] = frozenset(),
+        left_out: frozenset[Act] = frozenset(),
+    ) -> None:
+        self.group, self.rank, self.size = group, rank, group.size
+        self.generations = Generations(severed)
+        self.left_out = left_out
+        gpu, grain = group.gpu, group.grain
+        self.device = gpu.thread.device
+        self.resource = whole(gpu.resource(f"communicator of rank {rank}"))
+        self.resource.tag.guards = {Hazard.EXCLUSIVE: (ONE_STREAM.name,)}
+        shape = (2, group.size, grain.capacity, grain.vector_bytes)
+        self.words = self._buffer("words", shape, grain.word)
+        self.staged = self._buffer("staging", shape)
+        self.sums = self._buffer("sums", shape)
+        self.written: dict[tuple[int, int, int, int], _Word] = {}  # by half, sender, vector and word
+        self.flags: dict[tuple[object, ...], _Flag] = {}
+        self.launched = [0] * grain.num_blocks  # by block: launches counted
+        self.latest: _Record | None = None
+        self._threads: list[list[VirtualStream]] = []
+        self.registered: dict[
+            int, list[VTensor | None]
+        ] = {}  # all ranks' outputs, by the slot that a graph uses
+        self.unregistered: list[tuple[int, VTensor]] = []  # slots of captured launches, not registered yet
+        self._num_slots = 0
+        assert group.ranks[rank] is None, f"rank {rank} has joined already"
+        group.ranks[rank] = self
+
+    def _buffer(self, name: str, shape: tuple[int, ...], unit: int = 0) -> VTensor:
+        """``unit``: bytes that are accessed at once, 0: those of a vector."""
+        gpu = self.group.gpu
+        tensor = torch.empty(shape, dtype=torch.uint8, device="vgpu")
+        assert isinstance(tensor, VTensor)
+        gpu.name_memory(tensor, f"{name} of rank {self.rank}", unit or shape[-1])
+        _share(tensor, gpu)
+        return tensor
+
+    def flag(self, *name: object) -> _Flag:
+        """A flag of this rank's memory, 0 at first."""
+        return self.flags.setdefault(name, _Flag())
+
+    # --- the back end ---------------------------------------------------------------------------------
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """See ``memory_order.CollectiveBackend``."""
+        self._launch("all-reduce", x, x)
+
+    def all_reduce_add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor | None:
+        """See ``memory_order.CollectiveBackend``. There is no such operation."""
+        return None
+
+    def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """See ``memory_order.CollectiveBackend``."""
+        self._launch("all-gather", x, out)
+
+    def register(self) -> None:
+        """See ``memory_order.CollectiveBackend``: the others learn where the outputs of captured launches lie."""
+        for slot, tensor in self.unregistered:
+            self.group.gpu.collect_released()
+            for rank in range(self.size):
+                known = self.group.rank(rank).registered.setdefault(slot, [None] * self.size)
+                known[self.rank] = tensor
+            _share(tensor, self.group.gpu)
+        self.unregistered = []
+
+    def give_up(self) -> None:
+        """See ``memory_order.CollectiveBackend``. A virtual GPU reports waits that do not end."""
+
+    def check(self) -> None:
+        """See ``memory_order.CollectiveBackend``. Nothing is given up."""
+
+    def close(self) -> None:
+        """See ``memory_order.CollectiveBackend``."""
+
+    def _launch(self, kind: str, x: torch.Tensor, out: torch.Tensor) -> None:
+        assert isinstance(x, VTensor) and isinstance(out, VTensor), "tensors of the device"
+        gpu, grain = self.group.gpu, self.group.grain
+        stream = gpu.thread.current
+        two_shots = kind == "all-reduce" and x.numel() >= grain.two_shots_from
+        size = grain.vector or max(x.numel(), 1)
+        num_vectors = math.ceil(x.numel() / size)
+        assert num_vectors <= grain.capacity, "more vectors than the buffers hold"
+        assert size * x.element_size() <= grain.vector_bytes, "vectors that the buffers do not hold"
+        slot = -1
+        if two_shots and stream.is_captured:
+            slot, self._num_slots = self._num_slots, self._num_slots + 1
+            self.unregistered.append((slot, x))
+        num_blocks = max(1, min(grain.num_blocks, num_vectors // grain.num_threads))
+        shape = Launch(self.rank, self.size, num_vectors, num_blocks, grain.num_threads, two_shots, slot >= 0)
+        what = f"{kind} of {list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+        running = _Running(self, kind, what, shape, x, out, size, slot, here())
+        gpu.submit(f"launch of {what}", running.open, writes=(self.resource,))
+        alone = grain.num_blocks == grain.num_threads == 1
+        steps = two_shot_steps if two_shots else one_shot_steps
+        if alone:  # the steps of both threads on the stream itself
+            self._submit(_Held(running, 0, 0), stream, _merged(steps(shape, 0, 0), count_steps(shape, 0)))
+            self._submit(_Held(running, 0, 0), stream, (Step(Act.END),))
+            return
+        start, ends = gpu.record(stream), []
+        for block in range(num_blocks):
+            branches = [self._thread(block, thread) for thread in range(grain.num_threads + 1)]
+            for branch in branches:
+                gpu.wait(branch, start)
+            held = [_Held(running, block, thread) for thread in range(grain.num_threads + 1)]
+            parts = [_between_barriers(steps(shape, block, thread)) for thread in range(grain.num_threads)]
+            arrived: list[Operation] = []
+            for number, part in enumerate(zip(*parts, strict=True)):
+                if number > 0 and Act.BARRIER not in self.left_out:
+                    marks = [gpu.record(branch) for branch in branches[:-1]]
+                    for branch in branches[:-1]:
+                        for mark in marks:
+                            gpu.wait(branch, mark)
+                for thread, mine in enumerate(part):
+                    arrived += self._submit(held[thread], branches[thread], mine)
+            self._submit(held[-1], branches[-1], count_steps(shape, block), arrived)
+            ends += [gpu.record(branch) for branch in branches]
+        for end in ends:
+            gpu.wait(stream, end)
+        self._submit(_Held(running, 0, 0), stream, (Step(Act.END),))
+
+    def _thread(self, block: int, thread: int) -> VirtualStream:
+        while len(self._threads) <= block:
+            names = [f"block{len(self._threads)}.{i}" for i in range(self.group.grain.num_threads + 1)]
+            self._threads.append([self.group.gpu.stream(name, self.device) for name in names])
+        return self._threads[block][thread]
+
+    def _submit(
+        self,
+        held: _Held,
+        stream: VirtualStream,
+        steps: Iterable[Step],
+        arrived: Iterable[Operation] = (),
+    ) -> list[Operation]:
+        """``arrived``: marks where the block's threads for data have read the generation. Returns its own."""
+        gpu, running, marks = self.group.gpu, held.running, []
+        for step in steps:
+            if step.act is Act.COUNT and Act.ARRIVE not in self.left_out:
+                for mark in arrived:
+                    gpu.wait(stream, mark)
+            if step.act in self.left_out:
+                continue
+            if step.act is Act.ARRIVE:
+                marks.append(gpu.record(stream))
+                continue
+            by_word = step.act in (Act.PUSH_WORDS, Act.AWAIT_WORDS)
+            for word in range(len(running.words(step.vector)) if by_word else 1):
+                spin = _Spin(held, step, word)
+                op = Operation(f"{running.kind}: {step.act.value}", running.place, spin.run)
+                op.spin = spin
+                gpu.enqueue(stream, op)
+        return marks
+
+
+def _merged(data: Iterator[Step], count: Iterator[Step]) -> Iterator[Step]:
+    """The steps of one thread that has both jobs."""
+    yield from (step for step in data if step.act not in (Act.ARRIVE, Act.BARRIER))
+    yield from (step for step in count if step.act is not Act.BEGIN)
+
+
+def _between_barriers(steps: Iterable[Step]) -> list[list[Step]]:
+    parts: list[list[Step]] = [[]]
+    for step in steps:
+        if step.act is Act.BARRIER:
+            parts.append([])
+        else:
+            parts[-1].append(step)
+    return parts
+
+
+class _Running:
+    """A launch of a rank. A graph replays it: what belongs to one run is set anew by its first operation."""
+
+    def __init__(
+        self,
+        mine: PeerRank,
+        kind: str,
+        what: str,
+        shape: Launch,
+        x: VTensor,
+        out: VTensor,
+        vector: int,
+        slot: int,
+        place: Place,
+    ) -> None:
+        self.mine, self.kind, self.what, self.shape, self.place = mine, kind, what, shape, place
+        self.x, self.out, self.vector, self.slot = x, out, vector, slot
+        self.number = 0
+        self.received: Clock = ()  # what happened before the launches whose words this one has received
+
+    def words(self, vector: int) -> list[slice]:
+        """The bytes of each word of a vector of the message."""
+        size = min(self.vector, self.x.numel() - vector * self.vector) * self.x.element_size()
+        return self.mine.group.grain.words(size)
+
+    def open(self) -> None:
+        """The launch begins: it must be the one that the other ranks make under its number."""
+        mine, group = self.mine, self.mine.group
+        self.number, self.received = mine.launched[0] + 1, ()
+        record = mine.latest = _Record(mine.rank, self.what, self.place)
+        other = group.launches.setdefault(self.number, record)
+        if other.what != record.what:
+            group.gpu.findings.stop(
+                DeadlockError(
+                    f"deadlock: ranks wait for different collectives, each for its {self.number}. one\n"
+                    f"  rank {other.rank}: {other.what}, {other.place}\n"
+                    f"  rank {record.rank}: {record.what}, {record.place}\n"
+                    "  one of them has taken a branch that the others have not, or on a stream of its own"
+                )
+            )
+
+
+class _Held:
+    """What a thread has in its registers."""
+
+    def __init__(self, running: _Running, block: int, thread: int) -> None:
+        self.running, self.block, self.thread = running, block, thread
+        self.number = 0  # of the launch, as the thread has read it
+        self.began: Clock = ()  # what had happened when it read that
+        self.vectors: dict[tuple[int, int], torch.Tensor] = {}  # rank, vector
+        self.words: dict[
+            tuple[int, int], list[torch.Tensor]
+        ] = {}  # the same: the words that have come, in order
+
+
+class _Spin:
+    """One step, or that for one word of a vector: see ``streams.Spin``. Stateless, so that a graph can replay it."""
+
+    def __init__(self, held: _Held, step: Step, word: int = 0) -> None:
+        self.held, self.step, self.word = held, step, word
+        self.reads_what_it_waits_for = step.act is Act.AWAIT_WORDS and self._mine.generations.awaits(word)
+
+    @property
+    def _mine(self) -> PeerRank:
+        return self.held.running.mine
+
+    @property
+    def what(self) -> str:
+        """For reports: the rank for which it waits, and how far that rank has come."""
+        mine, step = self._mine, self.step
+        latest = mine.group.rank(step.peer).latest
+        before = (
+            "has launched nothing" if latest is None else f"has last launched {latest.what}, {latest.place}"
+        )
+        mine_is = f"the {self.held.number}. collective, {self.held.running.what}"
+        return f"rank {step.peer} in {mine_is}; rank {step.peer} {before}"
+
+    # --- waiting --------------------------------------------------------------------------------------
+
+    def ready(self) -> bool:
+        """See ``streams.Spin``."""
+        mine, held, step = self._mine, self.held, self.step
+        gens, number = mine.generations, held.number
+        match step.act:
+            case Act.ACQUIRE:
+                return mine.flag(step.vector, held.block, step.peer).value >= gens.generation(number)
+            case Act.AWAIT_WORDS:
+                if not gens.awaits(self.word):
+                    return True
+                return self._tag(self._written.number) == self._tag(number)
+        return True
+
+    def _tag(self, number: int) -> int:
+        return self._mine.generations.generation(number) % self._mine.group.grain.num_tags
+
+    # --- accesses -------------------------------------------------------------------------------------
+
+    def begin(self, op: Operation) -> Clock:
+        """See ``streams.Spin``."""
+        mine, held, step = self._mine, self.held, self.step
+        running, group = held.running, mine.group
+        number = held.number
+        half = mine.generations.half(number)
+        op.reads = op.writes = ()
+        match step.act:
+            case Act.BEGIN:
+                held.number = mine.launched[held.block] + 1
+            case Act.END:
+                return running.received
+            case Act.ACQUIRE:
+                return mine.flag(step.vector, held.block, step.peer).clock
+            case Act.READ:
+                op.reads = (self._part(running.x, step.vector),)
+            case Act.PUSH_WORDS:
+                op.writes = (self._word(group.rank(step.peer).words, half, mine.rank),)
+            case Act.REFRESH:
+                refreshed = running.shape.refreshed(number, group.grain.capacity, group.grain.refresh_every)
+                if refreshed is not None:
+                    op.writes = (self._place(group.rank(step.peer).words, half, mine.rank, refreshed),)
+            case Act.AWAIT_WORDS:
+                written = self._written
+                if written.number != number and mine.generations.awaits(self.word):
+                    group.gpu.checks.found(_old_words(self, op, written.number))
+                running.received = joined(running.received, written.clock)
+                op.reads = (self._word(mine.words, half, step.peer),)
+            case Act.SUM:
+                op.writes = self._outputs(step.vector)
+            case Act.PUSH:
+                op.reads = (self._part(running.x, step.vector),)
+                op.writes = (self._place(group.rank(step.peer).staged, half, mine.rank, step.vector),)
+            case Act.LOAD:
+                op.reads = (self._place(mine.staged, half, step.peer, step.vector),)
+            case Act.PUSH_SUM:
+                op.writes = (self._target(op, step, half),)
+            case Act.TAKE:
+                op.reads = (self._place(mine.sums, half, step.peer, step.vector),)
+                op.writes = (self._part(running.x, step.vector),)
+        return ()
+
+    def _outputs(self, vector: int) -> tuple[Access, ...]:
+        running = self.held.running
+        if running.kind == "all-reduce":
+            return (self._part(running.x, vector),)
+        return tuple(self._part(running.out, vector, row) for row in range(running.shape.size))
+
+    def _target(self, op: Operation, step: Step, half: int) -> Access:
+        """Where a sum is pushed: into the peer's buffer, or into its output, whose address this rank must know."""
+        mine, running = self._mine, self.held.running
+        if not running.shape.registered:
+            return self._place(mine.group.rank(step.peer).sums, half, mine.rank, step.vector)
+        known = mine.registered.get(running.slot, [None] * mine.size)[step.peer]
+        if known is None:
+            mine.group.gpu.checks.found(_unregistered(self, op))
+            known = running.x  # where the findings are only collected
+        return self._part(known, step.vector)
+
+    def _part(self, tensor: VTensor, vector: int, row: int | None = None) -> Access:
+        """A vector of a message, in ``row`` of a gathered one. Plain views: an operator of the device would be a call
+        into it, at which another thread might run what comes after this step."""
+        return Access(tensor.allocation.tag, layout_of(self._values(tensor, vector, row)))
+
+    @staticmethod
+    def _place(buffer: VTensor, half: int, rank: int, vector: int) -> Access:
+        """A vector's place in a buffer."""
+        return Access(buffer.allocation.tag, layout_of(buffer.plain[half, rank, vector]))
+
+    def _word(self, buffer: VTensor, half: int, rank: int) -> Access:
+        """The place of a word in a buffer."""
+        place = buffer.plain[half, rank, self.step.vector]
+        return Access(buffer.allocation.tag, layout_of(place[self._bytes]))
+
+    @property
+    def _written(self) -> _Word:
+        """What was written last with the word that it waits for."""
+        mine, step = self._mine, self.step
+        half = mine.generations.half(self.held.number)
+        return mine.written.get((half, step.peer, step.vector, self.word), _ZERO)
+
+    @property
+    def _bytes(self) -> slice:
+        return self.held.running.words(self.step.vector)[self.word]
+
+    # --- running --------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """What the step does, on the memory itself."""
+        mine, held, step = self._mine, self.held, self.step
+        running, group = held.running, mine.group
+        number, half = held.number, mine.generations.half(held.number)
+        vectors, key = held.vectors, (step.peer, step.vector)
+        match step.act:
+            case Act.COUNT:
+                mine.launched[held.block] = number
+            case Act.COUNT_ABSENT:
+                for block in range(running.shape.num_blocks, group.grain.num_blocks):
+                    mine.launched[block] = number
+            case Act.READ:
+                vectors[mine.rank, step.vector] = self._values(running.x, step.vector).clone()
+            case Act.PUSH_WORDS:
+                peer, data = group.rank(step.peer), vectors[mine.rank, step.vector]
+                room = peer.words.plain[half, mine.rank, step.vector]
+                room[self._bytes].copy_(data.view(torch.uint8)[self._bytes])
+                peer.written[half, mine.rank, step.vector, self.word] = _Word(number, held.began)
+            case Act.REFRESH:
+                grain = group.grain
+                refreshed = running.shape.refreshed(number, grain.capacity, grain.refresh_every)
+                if refreshed is not None:
+                    for word in range(len(grain.words(grain.vector_bytes))):
+                        place = (half, mine.rank, refreshed, word)
+                        group.rank(step.peer).written[place] = _Word(number, held.began)
+            case Act.AWAIT_WORDS:
+                if self.word == 0:
+                    held.words[key] = []
+                words = held.words[key]
+                words.append(mine.words.plain[half, step.peer, step.vector][self._bytes].clone())
+                vectors[key] = torch.cat(words).view(running.x.dtype)
+            case Act.SUM:
+                self._add_up(step.vector)
+            case Act.PUSH:
+                values = self._values(running.x, step.vector)
+                self._write(group.rank(step.peer).staged, half, step.vector, values)
+            case Act.LOAD:
+                vectors[key] = self._stored(mine.staged, half, step.peer, step.vector)
+            case Act.PUSH_SUM:
+                self._push_sum(step, half)
+            case Act.TAKE:
+                values = self._stored(mine.sums, half, step.peer, step.vector)
+                self._values(running.x, step.vector).copy_(values)
+
+    def _add_up(self, vector: int) -> None:
+        running, vectors = self.held.running, self.held.vectors
+        parts = [vectors[rank, vector] for rank in range(running.shape.size)]
+        if running.kind == "all-gather":
+            for rank, part in enumerate(parts):
+                self._values(running.out, vector, rank).copy_(part)
+            return
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part.float()
+        vectors[-1, vector] = total.to(parts[0].dtype)
+        self._values(running.x, vector).copy_(vectors[-1, vector])
+
+    def _push_sum(self, step: Step, half: int) -> None:
+        mine, running = self._mine, self.held.running
+        values = self.held.vectors[-1, step.vector]
+        if not running.shape.registered:
+            self._write(mine.group.rank(step.peer).sums, half, step.vector, values)
+            return
+        known = mine.registered.get(running.slot, [None] * mine.size)[step.peer]
+        if known is not None:
+            self._values(known, step.vector).copy_(values)
+
+    def _values(self, tensor: VTensor, vector: int, row: int | None = None) -> torch.Tensor:
+        plain = tensor.plain if row is None else tensor.plain[row]
+        size = self.held.running.vector
+        return plain.reshape(-1)[vector * size : (vector + 1) * size]
+
+    def _write(self, buffer: VTensor, half: int, vector: int, values: torch.Tensor) -> None:
+        room = buffer.plain[half, self._mine.rank, vector]
+        room[: values.nbytes].copy_(values.contiguous().view(torch.uint8))
+
+    def _stored(self, buffer: VTensor, half: int, rank: int, vector: int) -> torch.Tensor:
+        like = self._values(self.held.running.x, vector)
+        return buffer.plain[half, rank, vector][: like.nbytes].clone().view(like.dtype)
+
+    def ran(self, op: Operation) -> None:
+        """See ``streams.Spin``."""
+        step, mine = self.step, self._mine
+        if step.act is Act.BEGIN:
+            self.held.began = op.passed
+        elif step.act is Act.RELEASE:
+            flag = mine.group.rank(step.peer).flag(step.vector, self.held.block, mine.rank)
+            flag.value = mine.generations.generation(self.held.number)
+            flag.clock = op.passed
+
+
+def _share(tensor: VTensor, gpu: VirtualGpu) -> None:
+    """All devices may access it; what orders their accesses are generations and halves."""
+    tag = tensor.allocation.tag
+    tag.opened_by = frozenset(range(gpu.num_devices))
+    late = (PEER_HALVES.name, PEER_WORDS.name)
+    tag.guards = {
+        Hazard.RAW: (FLAG_GENERATION.name, PEER_WORDS.name),
+        Hazard.WAR: (FLAG_GENERATION.name, *late),
+        Hazard.WAW: (FLAG_GENERATION.name, *late),
+    }
+
+
+def _old_words(spin: _Spin, op: Operation, written: int) -> FreshnessError:
+    memory = f"words of rank {spin._mine.rank}"
+    return FreshnessError(
+        f"freshness: {memory} from rank {spin.step.peer} of launch {written} are taken for those of launch"
+        f" {spin.held.number}\n  {who(op)}\n  missing guard: {FLAG_GENERATION.name}",
+        FLAG_GENERATION.name,
+        memory,
+        (str(op.place),),
+    )
+
+
+def _unregistered(spin: _Spin, op: Operation) -> PeerError:
+    running = spin.held.running
+    return PeerError(
+        f"peers: {op.graph or 'a launch'} was replayed before rank {spin._mine.rank} was told where rank"
+        f" {spin.step.peer} has its {running.what}\n  {who(op)}\n  missing guard: {REGISTERED_GRAPH.name}",
+        REGISTERED_GRAPH.name,
+        running.what,
+        (str(op.place),),
+    )

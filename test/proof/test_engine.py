@@ -1,0 +1,95 @@
+"""The engine's own code on the virtual GPU: rings, model runner and scheduler, intact and with edges severed."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+from ring_transfers import ring_transfers
+from scheduler_driver import answers
+from tiny_model import tiny_driver, tiny_requests
+
+from fenceline.memory_order.edges import RING_EDGES
+from fenceline_sim import Script, Turn, VgpuDevice, VgpuError, VirtualGpu
+
+POLICIES = ("fifo", "eager", "laziest", "random", "pct")
+
+
+@lru_cache
+def expected() -> list[list[int]]:
+    return answers(tiny_driver("cpu"), tiny_requests())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tokens_equal_those_of_the_cpu_and_the_detector_is_silent(policy: str) -> None:
+    for seed in range(2):
+        gpu = VirtualGpu(seed=seed, policy=policy)
+        assert answers(tiny_driver(VgpuDevice(gpu=gpu)), tiny_requests()) == expected(), f"{policy} {seed}"
+        assert gpu.detector is not None and gpu.detector.num_accesses > 3000
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"page_size": 1, "max_total_tokens": 60, "schedule_conservativeness": 0.01},
+        {"chunked_prefill_size": 8},
+        {"disable_overlap_schedule": True},
+        {"disable_radix_cache": True},
+        {"cuda_graph_bs": (2, 4), "context_length": 64},
+        {"cuda_graph_bs": (3, 5), "context_length": 64, "disable_cuda_graph_padding": True},
+        {"cuda_graph_bs": (1, 6), "context_length": 64, "disable_overlap_schedule": True},
+    ],
+    ids=str,
+)
+def test_other_configurations_are_silent_too(flags: dict[str, object]) -> None:
+    """Retraction, chunks, no overlap, no prefix cache, graphs; twice each, so that memory is handed on."""
+    driver = tiny_driver(VgpuDevice(gpu=VirtualGpu(seed=1)), **flags)
+    answers(driver, tiny_requests())
+    driver.answers.clear()
+    assert [len(tokens) for tokens in answers(driver, tiny_requests())] == [6, 7, 8, 9, 10]
+
+
+def test_a_seed_and_a_trace_repeat_a_run_of_the_engine() -> None:
+    def run(gpu: VirtualGpu) -> tuple[list[list[int]], list[Turn], list[str]]:
+        """Without an edge, so that there is something to report."""
+        tokens = answers(
+            tiny_driver(VgpuDevice(frozenset({"forward_after_schedule"}), gpu)), tiny_requests(2)
+        )
+        return tokens, gpu.trace, [str(race) for race in gpu.races]
+
+    # Staging is poisoned, so only a schedule on which SCHEDULE happens to come first survives: eager does.
+    first = run(VirtualGpu(policy="eager", collect=True))
+    assert first[2], "an eager device hides the race from the tokens, not from the detector"
+    assert run(VirtualGpu(policy="eager", collect=True)) == first
+    assert run(VirtualGpu(policy=Script(first[1]), collect=True)) == first
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_rings_are_silent(policy: str) -> None:
+    for seed in range(5):
+        assert ring_transfers(VgpuDevice(gpu=VirtualGpu(seed=seed, policy=policy))) == [
+            value for value in (4, 24, 44, 64, 84, 104) for _ in range(2)
+        ]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("edge", [edge.name for edge in RING_EDGES])
+def test_without_an_edge_the_detector_names_it(edge: str, policy: str) -> None:
+    for seed in range(3):
+        gpu = VirtualGpu(seed=seed, policy=policy, collect=True)
+        ring_transfers(VgpuDevice(frozenset({edge}), gpu))
+        cause = min(gpu.races, key=lambda race: race.order, default=None)
+        assert cause is not None, f"{policy} {seed}: silent without {edge}"
+        assert cause.edge == edge, str(cause)
+        assert "_ring." in cause.memory and all("staging.py" in place for place in cause.places)
+
+
+@pytest.mark.parametrize("edge", ["forward_after_schedule", "copy_after_forward", "host_after_copy"])
+def test_the_scheduler_without_an_edge_is_caught(edge: str) -> None:
+    named = set()
+    for seed in range(4):
+        gpu = VirtualGpu(seed=seed)
+        with pytest.raises(VgpuError):
+            answers(tiny_driver(VgpuDevice(frozenset({edge}), gpu)), tiny_requests())
+        named |= {race.edge for race in gpu.races}
+    assert edge in named

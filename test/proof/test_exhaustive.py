@@ -1,0 +1,125 @@
+"""All schedules of small workloads: that the host's answers make the schedule, and that all of them are tried."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import combinations
+from random import Random
+
+import numpy as np
+import pytest
+
+from fenceline.model_executor.step import Completions, ForwardResult
+from fenceline_proof.campaign import Plan, explore
+from fenceline_proof.decisions import Decision
+from fenceline_proof.recorded_worker import RecordedWorker
+from fenceline_proof.steps import Loop, make_config
+from fenceline_proof.workloads import WORKLOADS
+from fenceline_sim.device import VgpuDevice
+from fenceline_sim.gpu import VirtualGpu
+from fenceline_sim.policy import Answering, Answers, Policy, make_policy
+from fenceline_sim.streams import Operation, VirtualStream
+
+
+class _Heard(Policy):
+    """Another policy's schedule; ``yes``: the questions that were answered so, counted as ``Answering`` does."""
+
+    def __init__(self, inner: Policy) -> None:
+        self.yes: list[int] = []
+        self._inner = inner
+        self._counter = Answering(Answers(usual=False))
+        self._asked: list[tuple[int, Operation]] = []
+
+    def asked(self, mark: Operation, moment: int) -> bool:
+        done, counted = mark.done, self._counter.num_questions
+        mark.done = False  # whether it had run before, or runs when it is asked for, is this policy's choice
+        self._counter.asked(mark, moment)
+        mark.done = done
+        if done and self._counter.num_questions > counted:
+            self.yes.append(counted)
+        return False
+
+    def pick(self, runnable: Sequence[VirtualStream], needed: VirtualStream | None) -> VirtualStream | None:
+        return self._inner.pick(runnable, needed)
+
+
+class _Told(Answering):
+    """The same answers on the laziest schedule."""
+
+    def asked(self, mark: Operation, moment: int) -> bool:
+        done, mark.done = mark.done, False
+        answer = super().asked(mark, moment)
+        mark.done = done
+        return answer
+
+
+def _decisions(workload: str, seed: int, policy: Policy) -> list[object]:
+    """What the scheduler decided, step by step and page by page."""
+    gpu = VirtualGpu(seed=seed, policy=policy)
+    scenario = WORKLOADS[workload].make(Random(seed))
+    loop = Loop(make_config(scenario.flags, "vgpu"), VgpuDevice(gpu=gpu), scenario=scenario)
+    loop.run()
+    found: list[object] = []
+    for event in loop.decisions:
+        if not isinstance(event, Decision):
+            found.append(type(event).__name__)
+            continue
+        batch, writes = event.batch, event.batch.page_writes
+        if not batch.is_decode:
+            chunks = [(chunk.token_ids.tolist(), chunk.out_slots.tolist()) for chunk in batch.chunks]
+            rows: list[object] = [batch.rows.tolist(), batch.starts.tolist(), chunks]
+        else:
+            rows = [(batch.rows.tolist(), batch.seq_lens.tolist())]
+        found.append(
+            (rows, *(np.asarray(part).tolist() for part in (writes.rows, writes.columns, writes.pages)))
+        )
+    return found
+
+
+@pytest.mark.parametrize("policy", ["random", "pct", "eager"])
+@pytest.mark.parametrize("workload", ["mixed", "aborts", "spill"])
+def test_what_the_host_is_told_makes_the_run(workload: str, policy: str) -> None:
+    """So schedules in which it is told the same need not be tried one by one."""
+    heard = _Heard(make_policy(policy, seed=1))
+    as_it_came = _decisions(workload, 1, heard)
+    assert _decisions(workload, 1, _Told(Answers(False, tuple(heard.yes)))) == as_it_came
+
+
+@pytest.mark.long
+def test_a_fault_that_takes_two_preemptions_is_found_since_all_are_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Results that come late, early, late, late, early: no other schedule shows it."""
+    tried: list[Answers] = []
+    begin, ask = Answering.__init__, RecordedWorker.completions
+    told: list[bool] = []
+
+    def begun(self: Answering, answers: Answers) -> None:
+        tried.append(answers)
+        told.clear()
+        begin(self, answers)
+
+    def wrong(self: RecordedWorker, awaited: ForwardResult | None) -> Completions:
+        ended = ask(self, awaited)
+        if awaited is not None:
+            told.append(ended.results_arrived)
+            assert told != [False, True, False, False, True], "only in this order"
+        return ended
+
+    monkeypatch.setattr(Answering, "__init__", begun)
+    monkeypatch.setattr(RecordedWorker, "completions", wrong)
+    plan = Plan(
+        arms=(), workloads=("row",), first_seed=0, num_intact=0, num_per_arm=0, until_shown=False, jobs=1, detect=True,
+        deadline=math.inf, with_unarmed=False, with_branches=False, progress=lambda num: None,
+    )  # fmt: skip
+    proof = explore(plan)
+    assert not proof.clean and [f.trial.answers for f in proof.failures] == [Answers(False, (1, 4))]
+    assert "only in this order" in proof.failures[0].report
+    assert proof.failures[0].trial.command.endswith("--exhaustive --workload row")
+    assert proof.schedules["row"] == len(tried) == len(set(tried))
+    for usual in (False, True):
+        mine = {answers.others for answers in tried if answers.usual == usual}
+        num_questions = sum(len(others) == 1 for others in mine)
+        pairs = set(combinations(range(num_questions), 2))
+        assert num_questions > 4 and mine == {()} | {(n,) for n in range(num_questions)} | pairs

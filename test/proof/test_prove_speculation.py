@@ -1,0 +1,438 @@
+"""Speculation in the proof: faults that change no token, because a draft changes none, are named where they happen."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from fenceline.config.draft_config import DraftConfig
+from fenceline.layers.attention import reference
+from fenceline.layers.attention.reference import ReferenceAttentionBackend
+from fenceline.layers.forward_batch import AttentionPlan, QueryTree, VerifyInputs
+from fenceline.mem_cache import hicache
+from fenceline.mem_cache.tree import hiradix_cache
+from fenceline.memory_order.access import PagedMemory
+from fenceline.model_executor import speculative_runner
+from fenceline.model_executor.speculative_runner import SpeculativeRunner
+from fenceline.sampling.sampling_batch import ReqSampling
+from fenceline.speculative.kv_rows import KVMover
+from fenceline_proof.runs import ANSWERS, Trial, run
+from fenceline_proof.script import Flags, Scenario, Script, Workload
+from fenceline_proof.speculative_workloads import trees_under_windows
+from fenceline_proof.workloads import WORKLOADS
+from fenceline_sim.errors import OwnershipError, TagError
+
+torch.set_num_threads(1)
+
+TAGS, OWNERSHIP = TagError.checker, OwnershipError.checker
+
+
+def _row_computed_again(patch: pytest.MonkeyPatch) -> None:
+    """A whole model as a draft computes the token before the last one in every step, though it mostly has it."""
+    right = SpeculativeRunner._compute_two
+
+    def wrong(self: SpeculativeRunner, *args: Any) -> torch.Tensor:
+        self.state.is_behind.fill_(True)
+        return right(self, *args)
+
+    patch.setattr(SpeculativeRunner, "_compute_two", wrong)
+
+
+def _row_left_out(patch: pytest.MonkeyPatch) -> None:
+    """It does not compute that token after all of its proposals have been accepted."""
+    right = SpeculativeRunner._compute_two
+
+    def wrong(self: SpeculativeRunner, *args: Any) -> torch.Tensor:
+        self.state.is_behind.fill_(False)
+        return right(self, *args)
+
+    patch.setattr(SpeculativeRunner, "_compute_two", wrong)
+
+
+def _one_page_declared(patch: pytest.MonkeyPatch) -> None:
+    """Of the pages that a step may write the last one is declared."""
+    patch.setattr(
+        PagedMemory,
+        "pages_between",
+        lambda self, rows, first, lengths: self.last_pages_of(rows, lengths),
+    )
+
+
+def _draft_not_extended(patch: pytest.MonkeyPatch) -> None:
+    """The draft keeps the rows that it has computed while it proposed."""
+    patch.setattr(SpeculativeRunner, "_extend_draft", lambda *args: None)
+
+
+def _rows_one_too_late(patch: pytest.MonkeyPatch) -> None:
+    right = SpeculativeRunner._begin
+
+    def wrong(self: SpeculativeRunner, plans: Any) -> None:
+        right(self, plans)
+        slots = self.arena["out_slots"][: plans.size]
+        slots.copy_(slots.roll(-1, 1))
+
+    patch.setattr(SpeculativeRunner, "_begin", wrong)
+
+
+def _behind_without_proposals(patch: pytest.MonkeyPatch) -> None:
+    """A whole model as a draft takes it that a step without proposals leaves its row out."""
+    right = SpeculativeRunner._accept
+
+    def wrong(self: SpeculativeRunner, plans: Any) -> None:
+        right(self, plans)
+        if plans.shape.depth == 0:
+            self.state.is_behind.fill_(True)
+
+    patch.setattr(SpeculativeRunner, "_accept", wrong)
+
+
+def _moved_from_the_next_node(patch: pytest.MonkeyPatch) -> None:
+    """Accepted rows are taken from the nodes behind theirs."""
+    right = KVMover.move
+
+    def wrong(self: KVMover, slots: torch.Tensor, path: torch.Tensor, counts: torch.Tensor) -> None:
+        right(self, slots.view(len(path), -1).roll(-1, 1).flatten(), path, counts)
+
+    patch.setattr(KVMover, "move", wrong)
+
+
+def _verified_by(tokens: int, patch: pytest.MonkeyPatch) -> None:
+    """The target's attention of a verification has a window that is longer by ``tokens``, the draft's a right one."""
+    _verify_otherwise(patch, lambda window, tree: window + (tokens if tree.num_nodes > 2 else 0))
+
+
+def _verify_otherwise(patch: pytest.MonkeyPatch, window_of: Callable[[int, QueryTree], int | None]) -> None:
+    """Verifications attend with another window. The draft attends for one row or two."""
+    right = ReferenceAttentionBackend.plan_verify
+
+    def wrong(self: ReferenceAttentionBackend, inputs: VerifyInputs) -> AttentionPlan | None:
+        if self.window is None:
+            return right(self, inputs)
+        window = window_of(self.window, inputs.tree)
+        rules = {layer: replace(rule, window=window) for layer, rule in self.rules.items()}
+        return right(ReferenceAttentionBackend(self.kv_pool, rules), inputs)
+
+    patch.setattr(ReferenceAttentionBackend, "plan_verify", wrong)
+
+
+def _verified_with_a_token_in_front_of_the_window(patch: pytest.MonkeyPatch) -> None:
+    _verified_by(1, patch)
+
+
+def _verified_without_the_first_token_of_the_window(patch: pytest.MonkeyPatch) -> None:
+    _verified_by(-1, patch)
+
+
+def _drafted_without_a_window(patch: pytest.MonkeyPatch) -> None:
+    """The draft attends to all tokens when it proposes, though its layer has a window."""
+    _verify_otherwise(patch, lambda window, tree: window if tree.num_nodes > 2 else None)
+
+
+# Of layers with a window.
+WINDOW_FAULTS = {
+    "verified with a token in front of the window": (
+        _verified_with_a_token_in_front_of_the_window,
+        r"layer0\.k page .* speculative step reads it as token \d+ of r\d",
+    ),
+    "verified without the first token of the window": (
+        _verified_without_the_first_token_of_the_window,
+        r"layer0\.k page .* speculative step reads it as token \d+ of r\d",
+    ),
+    "drafted without a window": (
+        _drafted_without_a_window,
+        r"layer2\.k page .* holds token 0 of r\d.* speculative step reads it as token \d+ of r\d",
+    ),
+}
+
+FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str, str]] = {
+    "a row computed again": (_row_computed_again, "ITSELF", TAGS, r"computes token \d+ of r\d again"),
+    "behind without proposals": (
+        _behind_without_proposals,
+        "ITSELF",
+        TAGS,
+        r"computes token \d+ of r\d again",
+    ),
+    "a row left out": (_row_left_out, "ITSELF", TAGS, r"layer2\.k page 0, .* stores token \d+ of r\d here"),
+    "one page declared": (_one_page_declared, "EAGLE3", TAGS, "writes a page that it has not declared"),
+    "a draft not extended": (_draft_not_extended, "NEXTN", TAGS, r"holds .* from its own hidden states"),
+    "moved from the next node": (_moved_from_the_next_node, "NEAR", TAGS, r"stores token \d+ of r\d here"),
+    "rows one too late": (_rows_one_too_late, "EAGLE3", TAGS, r"stores token \d+ of r\d here"),
+}
+
+
+def _two_requests(draft: str, **flags: int | str) -> Callable[[Any], Scenario]:
+    def make(random: Any) -> Scenario:
+        script = Script(random)
+        for _ in range(2):
+            script.add(0, script.prompt(5, 5), 14, ignore_eos=True, temperature=1.0)
+        return script.scenario(
+            max_total_tokens=64,
+            max_running_requests=2,
+            chunked_prefill_size=16,
+            page_size=4,
+            draft=draft,
+            speculative_num_steps=2,
+            cuda_graph_bs=(2,),
+            context_length=64,
+            **flags,
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_that_changes_no_token_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    fault, draft, checker, report = FAULTS[name]
+    flags = {"depth_seed": 1} if fault is _behind_without_proposals else {}
+    if fault is _moved_from_the_next_node:
+        flags = {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
+    monkeypatch.setitem(WORKLOADS, "two", Workload("two", "", _two_requests(draft, **flags)))
+    assert run(Trial("two", 2)).clean
+    fault(monkeypatch)
+    outcome = run(Trial("two", 2))
+    assert outcome.checker == checker, outcome.report
+    assert re.search(report, outcome.report), outcome.report
+
+
+@pytest.mark.parametrize("draft", ["NEAR", "ITSELF"])
+@pytest.mark.parametrize("name", WINDOW_FAULTS)
+def test_a_verification_reads_the_window_and_nothing_in_front_of_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, draft: str
+) -> None:
+    """The requests are longer than the window, and in layers without one all of them is read."""
+    fault, report = WINDOW_FAULTS[name]
+    monkeypatch.setitem(WORKLOADS, "two", Workload("two", "", _two_requests(draft, model="windows")))
+    outcome = run(Trial("two", 2))
+    assert outcome.clean and "drafts under a window" in outcome.events, outcome.report
+    fault(monkeypatch)
+    outcome = run(Trial("two", 2))
+    assert outcome.checker == TAGS, outcome.report
+    assert re.search(report, outcome.report), outcome.report
+
+
+def _half_a_window(patch: pytest.MonkeyPatch) -> None:
+    """The nodes of a tree attend to half of the tokens in the window."""
+    right = reference._visible
+
+    def wrong(tree: QueryTree, nodes: torch.Tensor, window: int | None) -> torch.Tensor:
+        visible = right(tree, nodes, window)
+        return visible if window is None or tree.ancestors is None else visible & (nodes > 32 - window)
+
+    patch.setattr(reference, "_visible", wrong)
+
+
+def _from_the_token_before(patch: pytest.MonkeyPatch) -> None:
+    """All reads of a tree begin a token too early."""
+    _verify_otherwise(patch, lambda window, tree: window + (tree.ancestors is not None))
+
+
+@pytest.mark.parametrize(
+    ("fault", "checker"), [(_half_a_window, ANSWERS), (_from_the_token_before, TAGS)], ids=["half", "before"]
+)
+def test_trees_are_verified_under_windows(
+    monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None], checker: str
+) -> None:
+    """The requests grow longer than the window. Drafts of three steps attend to frontiers of several depths."""
+    monkeypatch.setitem(WORKLOADS, "trees", Workload("trees", "", trees_under_windows))
+    makes = ((seed, trees_under_windows(Random(seed)).flags) for seed in range(100))
+    seed = next(seed for seed, flags in makes if flags["speculative_num_steps"] == 3)
+    outcome = run(Trial("trees", seed))
+    assert outcome.clean and "drafts under a window" in outcome.events, outcome.report
+    fault(monkeypatch)
+    assert run(Trial("trees", seed)).checker == checker
+
+
+def _found_by_their_own_tokens(patch: pytest.MonkeyPatch) -> None:
+    """Pages are found whatever token follows them."""
+    patch.setattr(DraftConfig, "lookahead", 0)
+
+
+def _named_by_their_own_tokens(patch: pytest.MonkeyPatch) -> None:
+    """The same in storage alone."""
+    right = hiradix_cache.page_keys
+
+    def wrong(parent: bytes, tokens: Any, page_size: int, lookahead: int) -> list[bytes]:
+        return right(parent, tokens[: len(tokens) - lookahead], page_size)
+
+    patch.setattr(hiradix_cache, "page_keys", wrong)
+    patch.setattr(hicache, "page_keys", wrong)
+
+
+def _shared_with_a_row_left_out(patch: pytest.MonkeyPatch) -> None:
+    """A request that has ended leaves the row that its next step would have computed."""
+    patch.setattr(DraftConfig, "num_rows_behind", 0)
+
+
+SHARING_FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
+    "found by their own tokens": (_found_by_their_own_tokens, "EAGLE3", r"reads it as token 7 of r1"),
+    "named by their own tokens": (_named_by_their_own_tokens, "NEXTN", r"load fills it for token 7 of r0"),
+    "a row left out": (_shared_with_a_row_left_out, "ITSELF", r"which the draft has not computed, layer2\.k"),
+}
+
+
+def _prompts_that_part(draft: str) -> Callable[[Any], Scenario]:
+    """Two prompts that part where a page ends, one after the other."""
+
+    def make(random: Any) -> Scenario:
+        script = Script(random)
+        shared = script.prompt(8, 8)
+        for step, token in ((0, 3), (20, 4)):
+            script.add(
+                step, [*shared, token, 9], 7, ignore_eos=True, temperature=1.0
+            )  # its last page is full
+        return script.scenario(
+            max_total_tokens=64,
+            max_running_requests=2,
+            chunked_prefill_size=16,
+            page_size=4,
+            draft=draft,
+            speculative_num_steps=1,
+            context_length=64,
+            enable_hierarchical_cache=True,
+            hicache_ratio=4.0,
+            hicache_storage_backend="file",
+            hicache_storage_prefetch_policy="wait_complete",
+            disable_cuda_graph=True,
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("name", SHARING_FAULTS)
+def test_a_row_that_depends_on_another_token_is_not_shared(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    fault, draft, report = SHARING_FAULTS[name]
+    monkeypatch.setitem(WORKLOADS, "part", Workload("part", "", _prompts_that_part(draft)))
+    assert run(Trial("part", 2)).clean
+    fault(monkeypatch)
+    outcome = run(Trial("part", 2))
+    assert outcome.checker == TAGS, outcome.report
+    assert re.search(report, outcome.report), outcome.report
+
+
+def _noise_of_another_place(patch: pytest.MonkeyPatch) -> None:
+    """The draft draws with the noise of the place behind."""
+    right = SpeculativeRunner._draw
+
+    def wrong(self: SpeculativeRunner, logits: Any, size: int, positions: torch.Tensor, ahead: int) -> Any:
+        return right(self, logits, size, positions, ahead + 1)
+
+    patch.setattr(SpeculativeRunner, "_draw", wrong)
+
+
+def _none_accepted(patch: pytest.MonkeyPatch) -> None:
+    """Drafts of no request may count."""
+    patch.setattr(ReqSampling, "accepts_drafts", False)
+
+
+def _candidates_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    """A tree grows from the draft's worst tokens."""
+    right = SpeculativeRunner._best
+
+    def wrong(self: SpeculativeRunner, logits: torch.Tensor, *args: Any) -> Any:
+        return right(self, -logits, *args)
+
+    patch.setattr(SpeculativeRunner, "_best", wrong)
+
+
+REJECTED = {
+    "noise": (_noise_of_another_place, 1),
+    "count": (_none_accepted, 1),
+    "tree": (_candidates_in_another_order, 2),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_drafts_that_are_rejected_without_reason_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """No token changes; the steps of a draft that is a whole model yield fewer."""
+    fault, topk = REJECTED[name]
+
+    def make(random: Any) -> Scenario:
+        script = Script(random)
+        for step in range(2):
+            script.add(step, script.prompt(4, 6), 8, ignore_eos=True, temperature=1.0)
+        tree = {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 7} if topk > 1 else {}
+        flags: Flags = {"draft": "ITSELF", "speculative_num_steps": 2, "page_size": 4, **tree}
+        return script.scenario(
+            max_total_tokens=64, max_running_requests=2, context_length=64, disable_cuda_graph=True, **flags
+        )
+
+    monkeypatch.setitem(WORKLOADS, "own", Workload("own", "", make))
+    assert run(Trial("own", 2)).clean
+    fault(monkeypatch)
+    outcome = run(Trial("own", 2))
+    assert outcome.checker == ANSWERS, outcome.report
+    assert "a step of depth 2 at output" in outcome.report
+
+
+def _hidden_states_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
+    """The second layer begins with a hidden state that is not the last accepted token's."""
+    patch.setattr(speculative_runner, "keep_last_hidden", lambda *args: None)
+
+
+def _proposals_that_are_not_kept(patch: pytest.MonkeyPatch) -> None:
+    """The next step finds no proposals but those of the prompt's end."""
+    patch.setattr(speculative_runner, "keep_proposal", lambda *args: None)
+
+
+def _tokens_of_the_layer_before(patch: pytest.MonkeyPatch) -> None:
+    """At the end of a prompt all layers get the drawn token, and none the proposed ones."""
+    patch.setattr(speculative_runner, "drawn_tokens", lambda pieces: torch.zeros_like(drawn(pieces)))
+
+
+drawn = speculative_runner.drawn_tokens
+
+
+def _looks_ahead(num_layers: int, num_reqs: int, max_new_tokens: int, **options: object) -> Workload:
+    """A few requests, with a draft of ``num_layers`` layers that look ahead."""
+
+    def make(random: Any) -> Scenario:
+        script = Script(random)
+        for step in range(num_reqs):
+            script.add(step, script.prompt(4, 9), max_new_tokens, ignore_eos=True, **options)
+        flags: Flags = {"draft": f"NEXTN{num_layers}", "speculative_num_steps": num_layers, "page_size": 4}
+        return script.scenario(
+            max_total_tokens=128,
+            max_running_requests=num_reqs,
+            context_length=64,
+            disable_cuda_graph=True,
+            **flags,
+        )
+
+    return Workload("own", "", make)
+
+
+@pytest.mark.parametrize(
+    "fault", [_hidden_states_of_the_step_before, _proposals_that_are_not_kept, _tokens_of_the_layer_before]
+)
+def test_wrong_drafts_of_layers_that_look_ahead_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    """What such layers propose is computed from the request alone; each step must yield what agrees with it."""
+    monkeypatch.setitem(WORKLOADS, "own", _looks_ahead(2, 3, 16, temperature=1.5))
+    assert run(Trial("own", 2)).clean
+    fault(monkeypatch)
+    found = [outcome for seed in range(2, 12) if not (outcome := run(Trial("own", seed))).clean]
+    named = re.compile(r"a step of depth 2 at output|draft [01] behind \d+ tokens is")
+    assert all(outcome.checker == ANSWERS and named.search(outcome.report) for outcome in found), found
+    assert any("a step of depth 2 at output" in outcome.report for outcome in found), found
+
+
+def test_wrong_drafts_that_are_rejected_anyway_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of random weights are seldom accepted, so the number of tokens does not show that others were proposed."""
+    monkeypatch.setitem(WORKLOADS, "own", _looks_ahead(3, 2, 6))
+    assert run(Trial("own", 2)).clean
+    _hidden_states_of_the_step_before(monkeypatch)
+    outcome = run(Trial("own", 2))
+    assert outcome.checker == ANSWERS and re.search(r"draft [12] behind \d+ tokens is", outcome.report), (
+        outcome
+    )

@@ -1,0 +1,143 @@
+"""Schedules: what each policy does, that a seed repeats a run, and that a trace does too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fenceline_sim import DeadlockError, KernelError, Script, Turn, VirtualGpu, use
+from fenceline_sim.place import here
+from fenceline_sim.policy import POLICIES, Policy, make_policy
+from fenceline_sim.streams import Operation
+
+
+def outcome(policy: str | Policy, seed: int = 0, ordered: bool = False) -> tuple[list[float], VirtualGpu]:
+    """Two streams write one tensor, without an order unless told."""
+    gpu = VirtualGpu(seed=seed, policy=policy, detect=ordered)
+    device = use(gpu)
+    x = torch.zeros(2, device=device)
+    a, b = gpu.stream("a"), gpu.stream("b")
+    gpu.synchronize_all()
+    with gpu.on(a):
+        for _ in range(3):
+            x.add_(1)
+    if ordered:
+        gpu.wait(b, gpu.record(a))
+    with gpu.on(b):
+        for _ in range(3):
+            x.mul_(2)
+    gpu.synchronize_all()
+    return x.tolist(), gpu
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_same_seed_same_schedule(policy: str) -> None:
+    for seed in range(5):
+        one, other = outcome(policy, seed), outcome(policy, seed)
+        assert one[0] == other[0] and one[1].trace == other[1].trace
+
+
+@pytest.mark.parametrize("policy", ["random", "pct"])
+def test_seeds_reach_different_interleavings(policy: str) -> None:
+    assert len({tuple(outcome(policy, seed)[0]) for seed in range(40)}) > (5 if policy == "random" else 2)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_wait_leaves_one_outcome(policy: str) -> None:
+    for seed in range(10):
+        assert outcome(policy, seed, ordered=True)[0] == [24.0, 24.0]
+
+
+def test_eager_runs_at_once_and_the_laziest_only_what_is_needed() -> None:
+    for policy, expected in (("eager", 2), ("laziest", 0), ("fifo", 0)):
+        gpu = VirtualGpu(policy=policy)
+        device = use(gpu)
+        torch.zeros(2, device=device).add_(1)
+        assert gpu.num_run == expected, policy
+
+
+def test_the_laziest_does_not_run_streams_that_the_host_does_not_wait_for() -> None:
+    gpu = VirtualGpu(policy="laziest")
+    device = use(gpu)
+    x, y = torch.zeros(2, device=device), torch.zeros(2, device=device)
+    gpu.synchronize_all()
+    a, b = gpu.stream("a"), gpu.stream("b")
+    with gpu.on(a):
+        x.add_(1)
+    with gpu.on(b):
+        y.add_(1)
+        mark = gpu.record(b)
+    gpu.synchronize(mark)
+    assert len(a.queue) == 1 and not b.queue
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_synchronisation_waits_for_what_its_stream_waits_for(policy: str) -> None:
+    gpu = VirtualGpu(policy=policy)
+    device = use(gpu)
+    x = torch.zeros(2, device=device)
+    a, b, c = gpu.stream("a"), gpu.stream("b"), gpu.stream("c")
+    gpu.synchronize_all()
+    for first, second in ((a, b), (b, c)):
+        with gpu.on(first):
+            x.add_(1)
+        gpu.wait(second, gpu.record(first))
+    with gpu.on(c):
+        assert x.tolist() == [2.0, 2.0]
+
+
+def test_events_are_as_cudas() -> None:
+    gpu = VirtualGpu(policy="laziest")
+    use(gpu)
+    a, b = gpu.stream("a"), gpu.stream("b")
+    event = gpu.event()
+    event.wait(b)  # never recorded: waits for nothing
+    event.synchronize()
+    assert event.query()
+    event.record(a)
+    event.wait(b)
+    first = b.queue[-1].after
+    event.record(a)  # the wait above keeps the record that it saw
+    assert b.queue[-1].after is first and event.mark is not first
+    assert not event.query()
+    event.synchronize()
+    assert event.query() and not a.queue
+
+
+def test_a_trace_repeats_a_run_and_its_parts_are_schedules_too() -> None:
+    for seed in range(10):
+        values, gpu = outcome("random", seed)
+        again, repeated = outcome(Script(gpu.trace))
+        assert again == values and repeated.trace == gpu.trace
+        for skip in range(len(gpu.trace)):
+            outcome(Script(gpu.trace[:skip] + gpu.trace[skip + 1 :]))
+    assert outcome(Script([]))[0] == outcome("laziest")[0]
+    assert isinstance(gpu.trace[0], Turn)
+
+
+def test_work_that_can_never_run_is_a_deadlock() -> None:
+    gpu = VirtualGpu(policy="laziest")
+    stream = gpu.stream("stuck")
+    never = Operation("never submitted", here(), None)
+    never.where = "nowhere"
+    gpu.wait(stream, never)
+    never.stream = stream
+    with pytest.raises(DeadlockError, match="stuck waits for nowhere"):
+        gpu.synchronize(gpu.record(stream))
+
+
+def test_a_failing_kernel_is_reported_where_it_was_submitted_and_sticks() -> None:
+    gpu = VirtualGpu(policy="laziest")
+    device = use(gpu)
+    x = torch.zeros(4, device=device)
+    matrix = torch.ones(2, 2, device=device)
+    y = torch.linalg.cholesky(matrix - 2 * matrix)  # the culprit: not positive definite
+    with pytest.raises(KernelError, match=r"linalg\w* on default failed(.|\n)*# the culprit"):
+        y.cpu()
+    with pytest.raises(KernelError, match="cholesky"):
+        x.cpu()
+
+
+def test_unknown_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="use one of fifo"):
+        make_policy("sometimes", 0)
