@@ -36,7 +36,6 @@ from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import LoadGrammarReq, TokenizedGenerateReq, id_array
 from fenceline.layers.context import Shard
 from fenceline.layers.forward_batch import ForwardBatch
-from fenceline.mem_cache.kv_pool import keys_and_values
 from fenceline.memory_order.device import CpuDevice, CpuStream
 from fenceline.memory_order.edges import StreamName
 from fenceline.memory_order.graph import Graph, GraphPool
@@ -154,7 +153,6 @@ class NullModel:
     nbytes = 0
     num_layers = 1
     num_heads = 1
-    kv_rows = (keys_and_values(1, 8, torch.bfloat16),)
     attention_rules: Mapping[int, object] = {}
 
     def __init__(self, num_rows: int) -> None:

@@ -23,9 +23,10 @@ import numpy as np
 import torch
 from fenceline_kernel import PagePools
 
+from fenceline.config.kv_layout import KVLayout
 from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.host.page_copy import Pages, make_page_copier, make_page_pools
-from fenceline.mem_cache.kv_pool import KVLayout, KVPool
+from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order.cuda import CudaDevice
 
 HEADS, HEAD_DIM = 8, 128
@@ -208,7 +209,7 @@ def page_pools(kv_pool: KVPool, host_pool: HostPool, io_backend: str) -> PagePoo
 
 def layout_of(page_size: int, num_layers: int) -> KVLayout:
     """The layout of a page of a model with ``num_layers`` layers."""
-    return KVLayout.uniform(page_size, num_layers, HEADS, HEAD_DIM, torch.bfloat16)
+    return KVLayout.uniform(page_size, num_layers, HEADS, HEAD_DIM, "bfloat16")
 
 
 def tables(bench: Bench, sweeps: bool) -> None:

@@ -32,7 +32,7 @@ _WORKSPACE = 1 << 10  # elements; its size has no effect
 
 def _make(setting: AttentionSetting) -> AttentionBackend:
     """On a device that watches its memory; elsewhere the reference itself, whose values are the same."""
-    if is_watched(setting.kv_pool.k(0).device):
+    if is_watched(setting.kv_pool.device):
         return LaunchedAttentionBackend(setting)
     return ReferenceAttentionBackend(setting.kv_pool, setting.rules)
 
@@ -43,7 +43,7 @@ class LaunchedAttentionBackend(AttentionBackend):
     def __init__(self, setting: AttentionSetting) -> None:
         self.kv_pool, self.rules = setting.kv_pool, setting.rules
         self._reference = ReferenceAttentionBackend(setting.kv_pool, setting.rules)
-        device = setting.kv_pool.k(0).device
+        device = setting.kv_pool.device
         self.workspace = [
             torch.zeros(_WORKSPACE, dtype=dtype, device=device)
             for dtype in (torch.float32, torch.float32, torch.int32)
@@ -91,13 +91,10 @@ class _Layer:
     """A KV pool of one layer, on the CPU. ``dtype``: the model's; a cache in FP8 has another."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, page_size: int, dtype: torch.dtype) -> None:
-        self._k, self._v, self.page_size, self.dtype = k, v, page_size, dtype
+        self.rows, self.page_size, self.dtype = [{"k": k, "v": v}], page_size, dtype
 
-    def k(self, layer: int) -> torch.Tensor:
-        return self._k
-
-    def v(self, layer: int) -> torch.Tensor:
-        return self._v
+    def row(self, layer: int, name: str) -> torch.Tensor:
+        return self.rows[layer][name]
 
 
 class _Plan(AttentionPlan):
@@ -116,7 +113,7 @@ class _Plan(AttentionPlan):
         pool, inputs = self._backend.kv_pool, self._inputs
         rules = self._backend.rules.get(layer_id, PLAIN)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        caches = pool.k(layer_id), pool.v(layer_id)
+        caches = pool.row(layer_id, "k"), pool.row(layer_id, "v")
         requests = inputs.page_table, inputs.rows, inputs.seq_lens
         extends = isinstance(inputs, AttentionInputs) and inputs.mode is ForwardMode.EXTEND
 
@@ -129,7 +126,8 @@ class _Plan(AttentionPlan):
         ) -> None:
             new = [_new_tokens(layer, inputs, tensors)] if extends else []
             k, v = (
-                (cache[new[0]] if new else cache[: len(q)]).to(q.dtype) for cache in (layer.k(0), layer.v(0))
+                (cache[new[0]] if new else cache[: len(q)]).to(q.dtype)
+                for cache in (layer.row(0, "k"), layer.row(0, "v"))
             )
             plan = self._plan_again(layer, replace(rules, sinks=sinks), *tensors)
             out.copy_(plan.forward(0, q, k, v, scale))

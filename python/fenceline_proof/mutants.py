@@ -305,8 +305,8 @@ def _wrong_layer(file: _File, node: ast.AST) -> None:
     """Another layer's memory; keys for values."""
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Name) and "layer" in node.slice.id:
         file.add("layer", node.slice, f"{node.slice.id} - 1")
-    if isinstance(node, ast.Attribute) and node.attr in ("k", "v") and isinstance(node.ctx, ast.Load):
-        file.add("half", node, f"{file.text(node.value)}.{'v' if node.attr == 'k' else 'k'}")
+    if isinstance(node, ast.Constant) and node.value in ("k", "v"):
+        file.add("half", node, '"v"' if node.value == "k" else '"k"')
 
 
 def _turned_copy(file: _File, node: ast.AST) -> None:

@@ -264,8 +264,8 @@ def graph_step(page_size: int, group: int, lens: Sequence[int], rules: LayerRule
         free = next(row for row in range(len(step.table)) if row not in step.rows.tolist())
         step.table[free] = step.table[0]
         step.rows[step.rows == 0] = free
-    step.pool.k(1)[:page_size] = 0
-    step.pool.v(1)[:page_size] = 0
+    step.pool.row(1, "k")[:page_size] = 0
+    step.pool.row(1, "v")[:page_size] = 0
     return step
 
 

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+from fenceline.config.kv_layout import KVLayout
 from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBackend
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode
 from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.host.page_copy import make_page_copier
-from fenceline.mem_cache.kv_pool import KVLayout, KVPool
+from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import Device, Points, open_device
 
@@ -36,11 +37,11 @@ class Attention:
     def __init__(self, device: Device) -> None:
         torch.manual_seed(1)
         self.device = device
-        layout = KVLayout.uniform(PAGE, LAYERS, KV_HEADS, HEAD_DIM, torch.bfloat16)
+        layout = KVLayout.uniform(PAGE, LAYERS, KV_HEADS, HEAD_DIM, "bfloat16")
         self.pool = KVPool(FIRST_MOVED + NUM_MOVED, layout, device.torch_device)
         for layer in range(LAYERS):
-            self.pool.k(layer).normal_()
-            self.pool.v(layer).normal_()
+            self.pool.row(layer, "k").normal_()
+            self.pool.row(layer, "v").normal_()
         self.backend = FlashInferAttentionBackend(self.pool, device, HEADS, prefill="fa3")
         columns = (PREFIX + NEW) // PAGE
         pages = torch.randperm(NUM_REQS * columns) + 1

@@ -18,8 +18,9 @@ from speculative_step_cases import (
     check_proposal,
 )
 
+from fenceline.config.kv_layout import KVLayout, keys_and_values
 from fenceline.layers.kernels.embed_join import JoinNorms, embed_and_join
-from fenceline.mem_cache.kv_pool import KVLayout, KVPool, keys_and_values
+from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.speculative.accept import accept
 from fenceline.speculative.kv_rows import KVMover, node_slots
 from fenceline.speculative.refuse import check_draft
@@ -97,9 +98,9 @@ def test_replays_of_a_step_equal_the_cpu(batch: int, topk: int, num_steps: int, 
 def test_moves(batch: int, num_nodes: int, width: int, page_size: int) -> None:
     """Many paths that overlap, by one launch in a graph; the target's layers and a draft's, which differ."""
     layers = (
-        *(keys_and_values(8, 128, torch.bfloat16),) * 36,
-        keys_and_values(2, 64, torch.bfloat16),
-        keys_and_values(1, 3, torch.float32),
+        *(keys_and_values(8, 128, "bfloat16"),) * 36,
+        keys_and_values(2, 64, "bfloat16"),
+        keys_and_values(1, 3, "float32"),
     )
     columns = -(-(100 + num_nodes) // page_size)
     pool = KVPool(batch * columns + 1, KVLayout(page_size, layers), torch.device("cuda"))

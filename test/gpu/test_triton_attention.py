@@ -55,7 +55,7 @@ def inputs_of(step: Case, mode: ForwardMode) -> AttentionInputs:
 def attend(plan: AttentionPlan, step: Case) -> torch.Tensor:
     """With q as models hand it over, a view of qkv."""
     num_heads, head_dim = step.queries[0].shape[1:]
-    num_kv_heads = step.pool.k(1).shape[1]
+    num_kv_heads = step.pool.row(1, "k").shape[1]
     qkv = torch.zeros(
         sum(step.query_lens), num_heads + 2 * num_kv_heads, head_dim, dtype=step.queries[0].dtype
     )
@@ -270,7 +270,7 @@ def test_decode_behind_the_kernel_that_writes_its_last_tokens(batch: int) -> Non
     qkv = torch.randn(batch, 12 * 128, device="cuda").bfloat16()
     start = qkv.clone()
     config = backend.decode_config(batch)
-    keys, values = step.pool.k(1), step.pool.v(1)
+    keys, values = step.pool.row(1, "k"), step.pool.row(1, "v")
 
     def layers(overlap: bool) -> list[torch.Tensor]:
         qkv.copy_(start)
@@ -303,5 +303,7 @@ def test_decode_however_it_is_cut(num_workers: int) -> None:
     config = DecodeConfig(64, num_workers, 4, 3)
     requests = backend.requests_of(inputs_of(step, ForwardMode.DECODE))
     q = torch.cat(step.queries).cuda()
-    output = decode_attention(q, step.pool.k(1), step.pool.v(1), requests, SCALE, backend.workspace, config)
+    output = decode_attention(
+        q, step.pool.row(1, "k"), step.pool.row(1, "v"), requests, SCALE, backend.workspace, config
+    )
     torch.testing.assert_close(output.double().cpu(), torch.cat(step.expected()), atol=3e-2, rtol=0)

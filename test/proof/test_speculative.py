@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from fenceline.config.kv_layout import KVLayout
 from fenceline.layers.attention.backends import AttentionSetting
 from fenceline.layers.attention.base import AttentionBackend
 from fenceline.layers.attention.reference import ReferenceAttentionBackend
 from fenceline.layers.forward_batch import QueryTree, VerifyInputs
-from fenceline.mem_cache.kv_pool import KVLayout, KVPool
+from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.speculative.accept import accept
 from fenceline.speculative.kv_rows import KVMover, node_slots
 from fenceline.speculative.refuse import check_draft
@@ -31,7 +32,7 @@ class Step:
 
     def __init__(self, device: torch.device, is_chain: bool) -> None:
         self.is_chain = is_chain
-        self.pool = KVPool(20, KVLayout.uniform(PAGE_SIZE, 2, 1, 8, torch.float32), device)
+        self.pool = KVPool(20, KVLayout.uniform(PAGE_SIZE, 2, 1, 8, "float32"), device)
         self.parts = [tensor for _, tensor in self.pool.tensors()]
         children = 1 if is_chain else TOPK
         self.inputs = {

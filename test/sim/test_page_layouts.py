@@ -20,10 +20,10 @@ from storage_cases import key
 from storage_tier import Clock
 
 from fenceline.config.hicache import IoBackend
+from fenceline.config.kv_layout import KVLayout, KVRow, keys_and_values, latent
 from fenceline.config.server_args import MemLayout
 from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.host.page_copy import make_page_copier
-from fenceline.mem_cache.kv_pool import KVLayout, KVRow, keys_and_values, latent
 from fenceline.mem_cache.page_hash import PageFingerprint, PageKey, page_keys
 from fenceline.mem_cache.storage.backend import Reason
 from fenceline.mem_cache.storage.controller import StorageController, StorageLimits, Written, apply
@@ -35,7 +35,7 @@ from fenceline_sim import VgpuDevice, VirtualGpu
 
 I32 = np.int32
 MEM_LAYOUTS: tuple[MemLayout, ...] = ("layer_first", "page_first")
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.float8_e4m3fn)
+DTYPES = ("bfloat16", "float16", "float32", "uint8", "float8_e4m3fn")
 NUM_PAGES = 4
 _WAIT_S = 60.0  # for a disk
 TOKENS = np.arange(100)
@@ -204,10 +204,10 @@ def others() -> dict[str, KVLayout]:
     head, *rest = MIXED
     return {
         "order of layers": KVLayout(4, (*rest, head)),
-        "dtype": KVLayout(4, (keys_and_values(2, 8, torch.float16), *rest)),
-        "heads": KVLayout(4, (keys_and_values(4, 4, torch.bfloat16), *rest)),
+        "dtype": KVLayout(4, (keys_and_values(2, 8, "float16"), *rest)),
+        "heads": KVLayout(4, (keys_and_values(4, 4, "bfloat16"), *rest)),
         "k before v": KVLayout(4, (head[::-1], *rest)),
-        "a latent": KVLayout(4, (latent(32, torch.bfloat16), *rest)),
+        "a latent": KVLayout(4, (latent(32, "bfloat16"), *rest)),
         "page size": KVLayout(2, (*MIXED, *MIXED)),
     }
 
@@ -239,7 +239,7 @@ def path_of(root: Path, layout: KVLayout, name: PageKey) -> Path:
 def test_equal_layouts_have_one_description() -> None:
     seen = {layout.describe() for layout in (KVLayout(4, MIXED), *others().values())}
     assert len(seen) == 1 + len(others())
-    alike = KVLayout.uniform(64, 36, 8, 128, torch.bfloat16)
-    assert alike.describe() == KVLayout(64, 36 * (keys_and_values(8, 128, torch.bfloat16),)).describe()
+    alike = KVLayout.uniform(64, 36, 8, 128, "bfloat16")
+    assert alike.describe() == KVLayout(64, 36 * (keys_and_values(8, 128, "bfloat16"),)).describe()
     assert len(alike.describe()) < 200, "one line for people, whatever the number of layers"
     assert key(0) not in {name for layout in others().values() for name in keys(layout)}

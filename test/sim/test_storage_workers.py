@@ -64,7 +64,7 @@ class Machine:
         """Device pages from ``first`` on to the host, right after FORWARD has written them anew."""
         with torch.inference_mode(), self.device.forward.active():
             for layer in range(SHAPE.num_layers):
-                for tensor in (self.kv_pool.k(layer), self.kv_pool.v(layer)):
+                for tensor in (self.kv_pool.row(layer, "k"), self.kv_pool.row(layer, "v")):
                     tensor[2 * first : 2 * (first + len(host))].mul_(2)
         ticket = self.ticket(TransferKind.STORE)
         pages = np.arange(first, first + len(host), dtype=I32)

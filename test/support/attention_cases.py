@@ -8,11 +8,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from fenceline.config.kv_layout import KVLayout
 from fenceline.layers.attention.base import PLAIN, AttentionBackend, LayerRules
 from fenceline.layers.attention.cpu_backend import CpuAttentionBackend
 from fenceline.layers.attention.reference import ReferenceAttentionBackend
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, QueryTree, VerifyInputs
-from fenceline.mem_cache.kv_pool import KVLayout, KVPool
+from fenceline.mem_cache.kv_pool import KVPool
 
 SCALE = 0.3
 
@@ -44,11 +45,13 @@ class Case:
         num_pages = sum(pages) + 3
         self.pool = KVPool(
             num_pages,
-            KVLayout.uniform(page_size, 2, num_kv_heads, head_dim, kv_dtype or dtype),
+            KVLayout.uniform(
+                page_size, 2, num_kv_heads, head_dim, str(kv_dtype or dtype).removeprefix("torch.")
+            ),
             self.device,
             dtype,
         )
-        for tensor in (self.pool.k(1), self.pool.v(1)):
+        for tensor in (self.pool.row(1, "k"), self.pool.row(1, "v")):
             tensor[page_size:] = float("nan")
         free = (torch.randperm(num_pages - 1, generator=generator) + 1).tolist()
         # Columns past a request's pages name other requests' pages, because rows are not cleared when they are leased
@@ -75,8 +78,8 @@ class Case:
             torch.randn(n, num_heads, head_dim, generator=generator).to(dtype) for n in query_lens
         ]
         for slots, keys, values in zip(self.slots, self.keys, self.values, strict=True):
-            self.pool.k(1)[slots.to(self.device)] = keys.to(self.pool.k(1))
-            self.pool.v(1)[slots.to(self.device)] = values.to(self.pool.v(1))
+            self.pool.row(1, "k")[slots.to(self.device)] = keys.to(self.pool.row(1, "k"))
+            self.pool.row(1, "v")[slots.to(self.device)] = values.to(self.pool.row(1, "v"))
 
     def begin_alike(self, requests: list[int], num_tokens: int) -> None:
         """Let all ``requests`` share the pages of the first one that lie within its first ``num_tokens`` tokens."""
@@ -244,7 +247,7 @@ def decode(  # type: ignore[no-untyped-def]
         query_tiles,
     )
 
-    keys, values = step.pool.k(1), step.pool.v(1)
+    keys, values = step.pool.row(1, "k"), step.pool.row(1, "v")
     num_queries, num_heads, _ = step.queries[0].shape
     tiles = query_tiles(num_queries * num_heads // keys.shape[1])
     workspace = workspace or DecodeWorkspace(keys.shape[1], keys.shape[2], 8, keys.device, tiles)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
 
+from fenceline.config.kv_layout import KVLayout
 from fenceline.config.model_config import ModelConfig
 from fenceline.layers.attention.backends import AttentionSetting, make_attention_backends
 from fenceline.layers.context import LayerContext, Shard, torch_context
 from fenceline.layers.forward_batch import AttentionInputs, AuxHiddenStates, ForwardBatch, ForwardMode
-from fenceline.mem_cache.kv_pool import KVLayout, KVPool
+from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order.device import CpuDevice
 from fenceline.models.decoder import CausalLM
 from fenceline.models.draft import DraftModel
@@ -364,11 +366,11 @@ class PagedModel:
         device: str,
         num_rows: int = 8,
         context: LayerContext | None = None,
-        make_draft: Callable[[CausalLM], DraftModel] | None = None,
+        make_draft: Callable[[CausalLM], tuple[DraftModel, ModelConfig]] | None = None,
         context_length: int | None = None,
     ) -> None:
         """``context``: what its layers are made with; None: torch's operators. ``make_draft`` makes a draft from the
-        model, whose layers follow the model's in the pool."""
+        model, whose layers follow the model's in the pool, and returns its config too."""
         self.config = ModelConfig.from_dir(str(directory), context_length=context_length)
         self.device = torch.device(device)
         if context is None:
@@ -377,13 +379,17 @@ class PagedModel:
         self.page_size = page_size
         pages_per_row = -(-CONTEXT // page_size)
         num_pages = num_rows * pages_per_row + 1
-        self.draft = None if make_draft is None else make_draft(self.model)
-        rows = self.model.kv_rows + (() if self.draft is None else self.draft.kv_rows)
+        self.draft, configs = None, [self.config]
+        if make_draft is not None:
+            self.draft, draft_config = make_draft(self.model)
+            configs.append(draft_config)
+        dtype, num_ranks = str(context.kv_dtype or context.dtype).removeprefix("torch."), context.shard.size
+        rows = tuple(chain.from_iterable(config.kv_rows(dtype, num_ranks) for config in configs))
         self.pool = KVPool(num_pages, KVLayout(page_size, rows), self.device, context.dtype)
         # Slots that have not been written must not be used, so all but the sink are NaN.
         for layer in range(self.pool.num_layers):
-            self.pool.k(layer)[page_size:] = float("nan")
-            self.pool.v(layer)[page_size:] = float("nan")
+            for row in self.pool.rows[layer].values():
+                row[page_size:] = float("nan")
         rules = self.model.attention_rules | ({} if self.draft is None else self.draft.attention_rules)
         setting = AttentionSetting(self.pool, CpuDevice(), self.config.num_heads, CONTEXT, rules=rules)
         self.backend = make_attention_backends("torch", "torch", setting).prefill

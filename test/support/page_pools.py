@@ -7,19 +7,20 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fenceline.config.kv_layout import KVLayout, KVRow, keys_and_values, latent
 from fenceline.config.server_args import MemLayout
 from fenceline.mem_cache.host.host_pool import HostPool
-from fenceline.mem_cache.kv_pool import KVLayout, KVPool, KVRow, keys_and_values, latent
+from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order import Device
 
 MIXED = (
-    keys_and_values(2, 8, torch.bfloat16),
-    keys_and_values(1, 8, torch.bfloat16),
-    keys_and_values(1, 8, torch.bfloat16),
-    latent(7, torch.float8_e4m3fn),
-    (KVRow("k", (2, 6), torch.float32), KVRow("v", (2, 4), torch.float32)),
-    latent(5, torch.bfloat16),
-    keys_and_values(3, 4, torch.uint8),  # a draft model's
+    keys_and_values(2, 8, "bfloat16"),
+    keys_and_values(1, 8, "bfloat16"),
+    keys_and_values(1, 8, "bfloat16"),
+    latent(7, "float8_e4m3fn"),
+    (KVRow("k", (2, 6), "float32"), KVRow("v", (2, 4), "float32")),
+    latent(5, "bfloat16"),
+    keys_and_values(3, 4, "uint8"),  # a draft model's
 )
 """Layers that differ in heads, number of rows, width, dtype and offsets; two adjacent ones are equal."""
 
@@ -34,7 +35,7 @@ class Shape:
     page_size: int = 4
     num_layers: int = 3
     heads: tuple[int, int] = (2, 8)
-    dtype: torch.dtype = torch.bfloat16
+    dtype: str = "bfloat16"
     layers: tuple[tuple[KVRow, ...], ...] = ()
 
     @property

@@ -10,6 +10,7 @@ import torch
 from model_parity import PagedModel
 
 from fenceline.config.draft_config import SpeculativeAlgorithm, read_draft_config
+from fenceline.config.model_config import ModelConfig
 from fenceline.layers.context import Shard, torch_context
 from fenceline.layers.forward_batch import AuxHiddenStates, ForwardMode
 from fenceline.models.decoder import CausalLM
@@ -41,14 +42,15 @@ class PagedDraft(PagedModel):
         context = torch_context(shard or Shard(), torch.float32)
         self.aux_layers: tuple[int, ...] = ()
 
-        def make(target: CausalLM) -> DraftModel:
+        def make(target: CausalLM) -> tuple[DraftModel, ModelConfig]:
             config = read_draft_config(
                 algorithm, None if draft_dir is None else str(draft_dir), target.config
             )
             self.aux_layers = config.aux_layers
-            return load_draft_model(
+            draft = load_draft_model(
                 config, "auto", torch.device("cpu"), context, 0, progress=False, target=target
             )
+            return draft, config.model
 
         super().__init__(directory, page_size, "cpu", context=context, make_draft=make)
 

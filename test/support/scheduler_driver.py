@@ -142,15 +142,16 @@ def make_model_driver(
     device and the part of the model of one of several ranks."""
     sizes: dict[str, object] = {"max_total_tokens": 4096, "page_size": 16, "chunked_prefill_size": 2048}
     flags = sizes | {"random_seed": 1, "model_path": fenceline.demo_model_path()} | flags
+    opened, shard = rank or (open_device(device), Shard())
     config = resolve(
         ServerArgs(
             device=device,
             dtype="float32",
             max_running_requests=num_rows,
+            tp_size=shard.size,
             **flags,  # type: ignore[arg-type]
         )
     )
-    opened, shard = rank or (open_device(device), Shard())
     return Driver(config, ModelRunner(config, opened, show_progress=False, shard=shard))
 
 

@@ -93,6 +93,7 @@ def make_driver(
     )
     model = ModelConfig.from_dir(str(models["target"]), dtype="float32")
     model = dataclasses.replace(model, context_length=CONTEXT)
+    args = dataclasses.replace(args, tp_size=shard.size)
     config = dataclasses.replace(resolve(args), model=model)
     if prefill_backend is not None:
         config = dataclasses.replace(config, prefill_attention_backend=prefill_backend)

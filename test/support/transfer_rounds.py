@@ -117,7 +117,7 @@ class Rounds:
 
     def _parts(self, layer: int, page: int) -> tuple[torch.Tensor, torch.Tensor]:
         slots = slice(page * SHAPE.page_size, (page + 1) * SHAPE.page_size)
-        return self.kv_pool.k(layer)[slots], self.kv_pool.v(layer)[slots]
+        return self.kv_pool.row(layer, "k")[slots], self.kv_pool.row(layer, "v")[slots]
 
     # --- transfers
 

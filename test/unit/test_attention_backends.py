@@ -14,6 +14,7 @@ import pytest
 import torch
 from attention_cases import SCALE, Case
 
+from fenceline.config.kv_layout import KVLayout
 from fenceline.layers.attention import backends, flashinfer_library
 from fenceline.layers.attention.backends import AttentionSetting, choose, make_attention_backends, measure_us
 from fenceline.layers.attention.base import AttentionBackend, LayerRules
@@ -22,7 +23,7 @@ from fenceline.layers.attention.cpu_backend import CpuAttentionBackend
 from fenceline.layers.attention.fa3_backend import Fa3AttentionBackend
 from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBackend
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
-from fenceline.mem_cache.kv_pool import KVLayout, KVPool
+from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order import Device, open_device
 from fenceline.memory_order.device import CpuDevice
 
@@ -36,7 +37,9 @@ class PretendCuda(CpuDevice):
 
 
 def pool(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64) -> KVPool:
-    return KVPool(40, KVLayout.uniform(16, 2, 2, head_dim, dtype), torch.device("cpu"))
+    return KVPool(
+        40, KVLayout.uniform(16, 2, 2, head_dim, str(dtype).removeprefix("torch.")), torch.device("cpu")
+    )
 
 
 def setting(device: Device, kv_pool: KVPool | None = None) -> AttentionSetting:
@@ -67,8 +70,8 @@ def test_a_backend_that_plans_has_to_be_a_tenth_faster_in_decode(
 @pytest.mark.parametrize("mode", [EXTEND, DECODE])
 def test_the_measurement_runs_the_backend_and_leaves_the_pool_alone(mode: ForwardMode) -> None:
     kv_pool = pool(torch.float32, head_dim=8)
-    kv_pool.k(0).normal_()
-    before = kv_pool.k(0).clone()
+    kv_pool.row(0, "k").normal_()
+    before = kv_pool.row(0, "k").clone()
     calls: list[int] = []
 
     class Counting(CpuAttentionBackend):
@@ -83,7 +86,7 @@ def test_the_measurement_runs_the_backend_and_leaves_the_pool_alone(mode: Forwar
     device = open_device("cpu")
     assert measure_us(Counting(kv_pool), setting(device, kv_pool), mode) > 0
     assert calls == [4 * 64 if mode is EXTEND else 32 * 64], "as many tokens as a context has"
-    assert torch.equal(kv_pool.k(0), before)
+    assert torch.equal(kv_pool.row(0, "k"), before)
 
 
 # --- auto --------------------------------------------------------------------------------------------
@@ -299,8 +302,8 @@ def test_layers_with_different_windows_attend_in_their_own(mode: ForwardMode) ->
     windowed = Case(lens, new, 16, (4, 2), seed=3, rules=rules[1])
     plain = Case(lens, new, 16, (4, 2), seed=3)
     given = windowed.pool
-    given.k(0).copy_(given.k(1))
-    given.v(0).copy_(given.v(1))
+    given.row(0, "k").copy_(given.row(1, "k"))
+    given.row(0, "v").copy_(given.row(1, "v"))
     wanted = AttentionSetting(given, open_device("cpu"), num_heads=4, context_length=70, rules=rules)
     backend = make_attention_backends("torch", "torch", wanted).prefill
     q = torch.cat(windowed.queries)

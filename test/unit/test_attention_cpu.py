@@ -12,12 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fenceline.config.kv_layout import KVLayout
 from fenceline.layers.attention import cpu_backend, shared_prefixes
 from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.attention.cpu_backend import CpuAttentionBackend, decode_groups
 from fenceline.layers.attention.shared_prefixes import SharedPrefix, find_shared_prefixes
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
-from fenceline.mem_cache.kv_pool import KVLayout, KVPool
+from fenceline.mem_cache.kv_pool import KVPool
 
 
 class Work(TorchDispatchMode):
@@ -27,7 +28,7 @@ class Work(TorchDispatchMode):
         super().__init__()
         self.reads: list[int] = []  # tokens of the pool's keys, for each gather
         self.attention_calls = 0
-        self._keys = case.pool.k(1).data_ptr()
+        self._keys = case.pool.row(1, "k").data_ptr()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func is torch.ops.aten.index_select.default and args[0].data_ptr() == self._keys:
@@ -334,7 +335,7 @@ def test_a_few_long_requests_cost_only_themselves() -> None:
     ("seq_lens", "query_lens"), [([], []), ([4], [0]), ([4], [5])], ids=["empty", "no query", "query beyond"]
 )
 def test_impossible_batches_are_refused(seq_lens: list[int], query_lens: list[int]) -> None:
-    pool = KVPool(4, KVLayout.uniform(16, 1, 1, 8, torch.float32), torch.device("cpu"))
+    pool = KVPool(4, KVLayout.uniform(16, 1, 1, 8, "float32"), torch.device("cpu"))
     inputs = AttentionInputs(
         mode=ForwardMode.EXTEND,
         page_table=torch.ones(1, 2, dtype=torch.int32),

@@ -25,6 +25,7 @@ from fenceline.config.engine_config import (
     resolve,
     torch_cuda_version,
 )
+from fenceline.config.kv_layout import KVLayout
 from fenceline.config.model_files import model_directory
 from fenceline.config.server_args import ServerArgs, parse_args
 
@@ -466,6 +467,25 @@ def test_impossible_values_are_refused_with_the_remedy(
         resolve(args, cuda_probe=lambda: False)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_layers", "heads", "dtype"),
+    [
+        ("", 2, 2, "bfloat16"),
+        ("--tp-size 4", 2, 1, "bfloat16"),  # each head is on two ranks
+        ("--kv-cache-dtype fp8_e4m3", 2, 2, "float8_e4m3fn"),
+        ("--speculative-algorithm STANDALONE --speculative-draft-model-path", 4, 2, "bfloat16"),
+    ],
+)
+def test_a_page_has_the_layers_and_heads_that_a_rank_holds(
+    model_dir: Path, flags: str, num_layers: int, heads: int, dtype: str
+) -> None:
+    args = ["--model-path", str(model_dir), "--page-size", "16", "--dtype", "bfloat16", *flags.split()]
+    args += [str(model_dir)] * flags.endswith("-path")
+    layout = resolve(parse_args(args), cuda_probe=lambda: False).kv_layout
+    assert layout == KVLayout.uniform(16, num_layers, heads, 16, dtype)
+    assert layout.page_nbytes == 16 * num_layers * 2 * heads * 16 * (1 if "float8" in dtype else 2)
 
 
 @pytest.mark.parametrize("spelling", ["--tp-size", "--tp", "--tensor-parallel-size"])

@@ -127,8 +127,8 @@ def test_steps_without_a_graph_are_counted_and_right(no_padding: bool, reason: s
 
 
 MOVES: dict[str, Callable[[ModelRunner], None]] = {
-    "keys": lambda r: r.kv_pool._k.__setitem__(0, r.kv_pool.k(0).clone()),
-    "values": lambda r: r.kv_pool._v.__setitem__(0, r.kv_pool.v(0).clone()),
+    "keys": lambda r: r.kv_pool.rows[0].__setitem__("k", r.kv_pool.row(0, "k").clone()),
+    "values": lambda r: r.kv_pool.rows[0].__setitem__("v", r.kv_pool.row(0, "v").clone()),
     "page table": lambda r: setattr(r.req_pool, "page_table", r.req_pool.page_table.clone()),
     "last tokens": lambda r: setattr(r.req_pool, "last_tokens", r.req_pool.last_tokens.clone()),
 }

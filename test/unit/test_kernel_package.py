@@ -400,7 +400,7 @@ def test_layers_that_are_alike_are_one_call_with_the_strides_of_the_whole_pool(
     strides = (
         (part, 30 * part, 15 * part, part) if layout == "layer_first" else (6 * part, 2 * part, part, part)
     )
-    ends = kv_pool.k(0).data_ptr(), host_pool.buffer.data_ptr()
+    ends = kv_pool.row(0, "k").data_ptr(), host_pool.buffer.data_ptr()
     layers = [None, range(1), range(1, 2), range(2, 3)]
     assert calls == [(strides, some, *ends) for some in layers]
 

@@ -72,7 +72,7 @@ def test_the_checkpoints_scales_are_used(tmp_path: Path) -> None:
 
     once, model = logits_of(scaled(1.0, 1.0), 20), scaled(0.125, 0.25)
     torch.testing.assert_close(logits_of(model, 20), once, atol=5e-2, rtol=5e-2)
-    assert model.pool.k(0).dtype == FP8
+    assert model.pool.row(0, "k").dtype == FP8
     saturated = logits_of(scaled(2.0**-9, 1.0), 20)
     assert (saturated - once).norm() > 0.2 * once.norm()
     # A cache that is not in FP8 has no use for them.

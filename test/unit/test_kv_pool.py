@@ -7,15 +7,16 @@ import pytest
 import torch
 from page_pools import MIXED
 
+from fenceline.config.kv_layout import KVLayout, KVRow
 from fenceline.ipc.io_struct import SchedulerReady
-from fenceline.mem_cache.kv_pool import KVLayout, KVPool, KVRow
+from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.scheduler.process import warn_of_small_pool
 
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_unused_pool_on_the_cpu_costs_no_memory(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_unused_pool_on_the_cpu_costs_no_memory(dtype: str) -> None:
     process = psutil.Process()
     before = process.memory_info().rss
     num_pages = 1024 * MIB // KVLayout.uniform(16, 2, 2, 32, dtype).page_nbytes
@@ -23,10 +24,10 @@ def test_an_unused_pool_on_the_cpu_costs_no_memory(dtype: torch.dtype) -> None:
     assert pool.nbytes == 1024 * MIB
     assert process.memory_info().rss - before < 64 * MIB
     for layer in range(2):
-        assert pool.k(layer).shape == pool.v(layer).shape == (num_pages * 16, 2, 32)
-        assert pool.k(layer).dtype == pool.v(layer).dtype == dtype
-        assert not pool.k(layer)[:64].any()  # the sink above all
-        assert not pool.v(layer)[:64].any()
+        assert pool.row(layer, "k").shape == pool.row(layer, "v").shape == (num_pages * 16, 2, 32)
+        assert pool.row(layer, "k").dtype == pool.row(layer, "v").dtype == getattr(torch, dtype)
+        assert not pool.row(layer, "k")[:64].any()  # the sink above all
+        assert not pool.row(layer, "v")[:64].any()
 
 
 @pytest.mark.parametrize(("num_tokens", "warns"), [(4095, True), (4096, False)])
@@ -45,27 +46,28 @@ def test_a_pool_smaller_than_one_request_is_told_of(
 
 
 def test_layers_and_sides_do_not_share_memory() -> None:
-    pool = KVPool(4, KVLayout.uniform(16, 2, 2, 32, torch.float32), torch.device("cpu"))
-    for number, tensor in enumerate((pool.k(0), pool.v(0), pool.k(1), pool.v(1)), start=1):
+    pool = KVPool(4, KVLayout.uniform(16, 2, 2, 32, "float32"), torch.device("cpu"))
+    rows = [pool.row(layer, name) for layer in range(2) for name in ("k", "v")]
+    for number, tensor in enumerate(rows, start=1):
         tensor.fill_(number)
-    assert [float(t.mean()) for t in (pool.k(0), pool.v(0), pool.k(1), pool.v(1))] == [1, 2, 3, 4]
+    assert [float(tensor.mean()) for tensor in rows] == [1, 2, 3, 4]
 
 
 def test_layers_may_keep_different_rows() -> None:
     layout = KVLayout(4, MIXED)
     pool = KVPool(3, layout, torch.device("cpu"))
-    shapes = [[tuple(tensor.shape) for tensor in (pool.k(i), pool.v(i))] for i in range(7)]
-    assert shapes == [
-        [(12, 2, 8), (12, 2, 8)],
-        [(12, 1, 8), (12, 1, 8)],
-        [(12, 1, 8), (12, 1, 8)],
-        [(12, 7), (12, 7)],
-        [(12, 2, 6), (12, 2, 4)],
-        [(12, 5), (12, 5)],
-        [(12, 3, 4), (12, 3, 4)],
+    assert [{name: tuple(row.shape) for name, row in rows.items()} for rows in pool.rows] == [
+        {"k": (12, 2, 8), "v": (12, 2, 8)},
+        {"k": (12, 1, 8), "v": (12, 1, 8)},
+        {"k": (12, 1, 8), "v": (12, 1, 8)},
+        {"latent": (12, 1, 7)},
+        {"k": (12, 2, 6), "v": (12, 2, 4)},
+        {"latent": (12, 1, 5)},
+        {"k": (12, 3, 4), "v": (12, 3, 4)},
     ]
-    assert pool.k(3).data_ptr() == pool.v(3).data_ptr(), "one latent stands for both"
-    assert pool.k(3).dtype == torch.float8_e4m3fn
+    assert pool.row(3, "latent").dtype == torch.float8_e4m3fn
+    with pytest.raises(KeyError, match="v"):
+        pool.row(3, "v")
     names = [name for name, _ in pool.tensors()]
     assert names == [f"layer{part.layer}.{part.row.name}" for part in layout.parts]
     assert "layer3.latent" in names and "layer6.v" in names
@@ -94,16 +96,16 @@ def test_on_a_gpu_layers_that_are_alike_are_evenly_apart(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch, "zeros", on_the_cpu)
     gpu = torch.device("cuda")
-    pool = KVPool(5, KVLayout.uniform(16, 3, 2, 8, torch.bfloat16), gpu)
+    pool = KVPool(5, KVLayout.uniform(16, 3, 2, 8, "bfloat16"), gpu)
     assert asked == [(3, 2, 80, 2, 8)]
     starts = [tensor.data_ptr() for _, tensor in pool.tensors()]
     assert [start - starts[0] for start in starts] == [number * 80 * 2 * 8 * 2 for number in range(6)]
-    assert pool.k(1).stride() == pool.v(1).stride() == (16, 8, 1)
-    assert pool.k(2).data_ptr() == starts[4] and pool.v(2).data_ptr() == starts[5]
+    assert pool.row(1, "k").stride() == pool.row(1, "v").stride() == (16, 8, 1)
+    assert pool.row(2, "k").data_ptr() == starts[4] and pool.row(2, "v").data_ptr() == starts[5]
     asked.clear()
     KVPool(5, KVLayout(16, MIXED), gpu)
     assert asked == [
-        (1, 2, 80, 2, 8), (2, 2, 80, 1, 8), (1, 1, 80, 7), (80, 2, 6), (80, 2, 4), (1, 1, 80, 5), (1, 2, 80, 3, 4)
+        (1, 2, 80, 2, 8), (2, 2, 80, 1, 8), (1, 1, 80, 1, 7), (80, 2, 6), (80, 2, 4), (1, 1, 80, 1, 5), (1, 2, 80, 3, 4)
     ]  # fmt: skip
 
 

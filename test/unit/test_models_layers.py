@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from fenceline.config.kv_layout import KVLayout
 from fenceline.config.model_config import ModelConfig, parse_rope
 from fenceline.layers.context import LayerContext, Shard, torch_context
 from fenceline.layers.decoder_layer import SelfAttention
@@ -30,7 +31,7 @@ from fenceline.layers.linear import (
 )
 from fenceline.layers.rotary import RotaryEmbedding, inverse_frequencies
 from fenceline.layers.weight import WeightSlots, fill_slots
-from fenceline.mem_cache.kv_pool import KVLayout, KVPool
+from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.models.decoder import CausalLM
 from fenceline.models.loader import load_model
 
@@ -292,7 +293,7 @@ def test_layers_of_one_width_may_lay_out_their_heads_differently(tmp_path: Path)
         out_slots=torch.arange(3),
         logits_index=None,
         attn=Attention(),
-        kv_pool=KVPool(2, KVLayout.uniform(16, 1, 1, config.head_dim, F32), torch.device("cpu")),
+        kv_pool=KVPool(2, KVLayout.uniform(16, 1, 1, config.head_dim, "float32"), torch.device("cpu")),
         buffers=buffers,
     )
     for layer in layers:

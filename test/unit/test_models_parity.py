@@ -171,7 +171,7 @@ def test_a_foreign_token_changes_the_logits(saved: Callable[[str], Saved]) -> No
     ours = PagedModel(directory, 16, "cpu")
     ours.step([(0, prompt, 0, 58)], ForwardMode.EXTEND)
     page = int(ours.page_table[0, 1])
-    ours.pool.k(0)[page * 16] += 1.0
+    ours.pool.row(0, "k")[page * 16] += 1.0
     (logits,) = ours.step([(0, prompt, 58, 59)], ForwardMode.DECODE)
     (expected,) = reference_logits(reference, [prompt])
     assert (logits[0] - expected[58]).abs().max() > 1e-3

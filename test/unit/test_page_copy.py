@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from page_pools import MIXED, Shape, bytes_of, device_pages, host_pages, make_pools
 
 from fenceline.config.hicache import IoBackend
+from fenceline.config.kv_layout import KVRow
 from fenceline.config.server_args import MemLayout
 from fenceline.mem_cache.host.page_copy import PageCopier, Run, RunCopier, make_page_copier, runs_of
-from fenceline.mem_cache.kv_pool import KVRow
 from fenceline.memory_order import open_device
 from fenceline.memory_order.access import occupies_sm
 from fenceline.memory_order.edges import StreamName
@@ -183,7 +183,7 @@ def test_the_virtual_gpu_sees_a_store_that_does_not_wait_and_names_the_page(io_b
     kv_pool, host_pool = make_pools(device, "page_first", Shape())
     copier: PageCopier = make_page_copier(device, kv_pool, host_pool, io_backend)
     with device.forward.active():
-        kv_pool.k(1)[8:12] = 1.0
+        kv_pool.row(1, "k")[8:12] = 1.0
     copier.to_host(device.store, pages(2), pages(3))
     with pytest.raises(RaceError, match="store_after_forward"):
         device.synchronize()

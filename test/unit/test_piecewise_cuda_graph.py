@@ -104,7 +104,7 @@ def test_memory_that_has_moved_is_not_replayed_on() -> None:
     batches = random_trace(1, 30, SHAPE)
     expected = play(runner_of(sizes=()), batches)
     runner = runner_of()
-    runner.kv_pool._k[0] = runner.kv_pool.k(0).clone()
+    runner.kv_pool.rows[0]["k"] = runner.kv_pool.row(0, "k").clone()
     assert same_tokens(expected, play(runner, batches)) == ""
     stats = pieces_of(runner).stats
     assert (

@@ -10,10 +10,11 @@ from quantized_checkpoints import FP8_FORMATS, INT4_FORMATS
 
 from fenceline.config import ConfigError
 from fenceline.config.checks import check
+from fenceline.config.kv_layout import KVLayout
 from fenceline.config.quantization import QuantConfig, read_quantization
 from fenceline.config.server_args import ServerArgs
 from fenceline.layers.attention.backends import AttentionSetting, make_attention_backends
-from fenceline.mem_cache.kv_pool import KVLayout, KVPool
+from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order.device import CpuDevice
 
 REMEDY = "; use the model's unquantised weights, with --quantization "
@@ -248,7 +249,7 @@ def test_flags_that_cannot_work_are_refused_at_start(flags: dict[str, str], mess
 @pytest.mark.parametrize("name", ["flashinfer", "fa3"])
 def test_backends_that_do_not_read_fp8_are_not_made(name: str) -> None:
     """Nor measured: ``auto`` takes this for a backend that cannot run here."""
-    layout = KVLayout.uniform(16, 2, 2, 16, torch.float8_e4m3fn)
+    layout = KVLayout.uniform(16, 2, 2, 16, "float8_e4m3fn")
     pool = KVPool(4, layout, torch.device("cpu"), torch.float32)
     setting = AttentionSetting(pool, CpuDevice(), 4, 64)
     with pytest.raises(

@@ -150,7 +150,9 @@ def test_steps_are_measured_at_start(models: dict[str, Path]) -> None:
     """Nothing of that is left when the first request comes."""
     driver = make_driver(models, STANDALONE, "near", measures_steps=True, num_rows=6, memory_check="order")
     assert isinstance(driver.worker, ModelRunner)
-    keys = driver.worker.kv_pool.k(0)[driver.config.server_args.page_size :].flatten(1)  # without the sink
+    keys = driver.worker.kv_pool.row(0, "k")[driver.config.server_args.page_size :].flatten(
+        1
+    )  # without the sink
     computed = keys[keys.any(1)].unique(dim=0)
     assert len(computed) > 6 * 5, "steps of six requests, whose tokens are not the same"
     costs = driver.worker.step_costs

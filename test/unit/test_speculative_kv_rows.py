@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from triton_interpreter import outcomes_of, print_outcomes, set_up_interpreter
 
-from fenceline.mem_cache.kv_pool import KVLayout, KVPool, keys_and_values, latent
+from fenceline.config.kv_layout import KVLayout, keys_and_values, latent
+from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.speculative.kv_rows import KVMover, node_slots
 
 INTERPRETED = ("every_path_of_small_trees", "rows_of_several_pieces", "random_moves")
@@ -53,9 +54,9 @@ def test_slots_are_those_of_the_next_tokens(
 def pool_of(num_pages: int, page_size: int) -> KVPool:
     """Layers that are not alike, as those of a target and a draft, with a value of its own in each place."""
     layers = (
-        keys_and_values(2, 4, torch.float32),
-        keys_and_values(1, 6, torch.bfloat16),
-        latent(10, torch.float16),
+        keys_and_values(2, 4, "float32"),
+        keys_and_values(1, 6, "bfloat16"),
+        latent(10, "float16"),
     )
     pool = KVPool(num_pages, KVLayout(page_size, layers), torch.device("cpu"))
     for _, tensor in pool.tensors():
@@ -141,7 +142,7 @@ def check_every_path_of_small_trees() -> None:
 
 def check_rows_of_several_pieces() -> None:
     """Rows of which a program moves a part, the last one incomplete."""
-    layout = KVLayout(4, (latent(600, torch.float32), keys_and_values(1, 2, torch.float32)))
+    layout = KVLayout(4, (latent(600, "float32"), keys_and_values(1, 2, "float32")))
     pool = KVPool(20, layout, torch.device("cpu"))
     for _, tensor in pool.tensors():
         tensor.copy_(torch.randn(tensor.shape))

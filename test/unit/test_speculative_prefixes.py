@@ -114,7 +114,9 @@ def rows_of(driver: Driver, pages: np.ndarray) -> Rows:
     pool, first = driver.worker.kv_pool, driver.worker.model.num_layers
     slots = torch.from_numpy((pages[:, None] * PAGE + np.arange(PAGE)).reshape(-1))
     layers = range(first, pool.num_layers)
-    return torch.stack([torch.stack((pool.k(layer)[slots], pool.v(layer)[slots])) for layer in layers])
+    return torch.stack(
+        [torch.stack((pool.row(layer, "k")[slots], pool.row(layer, "v")[slots])) for layer in layers]
+    )
 
 
 def check_tree(driver: Driver, cold: Driver) -> int:

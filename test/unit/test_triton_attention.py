@@ -75,7 +75,7 @@ def test_compiles_without_a_gpu(arch: str, compiled: dict[str, str]) -> None:
 def extend(step, block_m: int = 16, block_n: int = 16, num_splits: int = 1) -> torch.Tensor:  # type: ignore[no-untyped-def]
     from fenceline.layers.kernels.triton.extend_attention import ExtendConfig, ExtendGrid, extend_attention
 
-    keys, values = step.pool.k(1), step.pool.v(1)
+    keys, values = step.pool.row(1, "k"), step.pool.row(1, "v")
     queries = torch.cat(step.queries)
     lens = np.array(step.query_lens)
     group = queries.shape[1] // keys.shape[1]
@@ -152,7 +152,7 @@ def check_decode_of_padded_requests() -> None:
     step.rows = torch.cat([step.rows, torch.zeros(3, dtype=torch.int64)])
     step.seq_lens = step.seq_lens + [1, 1, 1]
     step.queries = step.queries + [torch.randn(1, 2, 16) for _ in range(3)]
-    step.pool.v(1)[0] = 7.0
+    step.pool.row(1, "v")[0] = 7.0
     together = decode(step)
     torch.testing.assert_close(together[:2], alone, atol=1e-6, rtol=0)
     torch.testing.assert_close(together[2:], torch.full_like(together[2:], 7.0))
@@ -317,16 +317,17 @@ def check_verify_plan_follows_its_tensors() -> None:
 
 def check_layers_of_a_draft() -> None:
     """A backend is made for the layers that it attends in; those in front of them may have other heads."""
+    from fenceline.config.kv_layout import KVLayout, keys_and_values
     from fenceline.layers.attention.triton_backend import TritonAttentionBackend
     from fenceline.layers.forward_batch import GraphDecodeInputs
-    from fenceline.mem_cache.kv_pool import KVLayout, KVPool, keys_and_values
+    from fenceline.mem_cache.kv_pool import KVPool
 
     for num_queries in (1, 3):
         step = case([50, 90, 33], [num_queries] * 3, 16, (4, 2))
-        own, others = step.pool.layout.layers[1], keys_and_values(3, 64, torch.float32)
+        own, others = step.pool.layout.layers[1], keys_and_values(3, 64, "float32")
         pool = KVPool(step.pool.num_pages, KVLayout(16, (others, own)), torch.device("cpu"))
-        pool.k(1).copy_(step.pool.k(1))
-        pool.v(1).copy_(step.pool.v(1))
+        pool.row(1, "k").copy_(step.pool.row(1, "k"))
+        pool.row(1, "v").copy_(step.pool.row(1, "v"))
         step.pool = pool
         backend = TritonAttentionBackend(pool, first_layer=1)
         agree(step.verify(backend, num_queries, None), step)

@@ -72,9 +72,9 @@ class _Fetched:
         for row, length, new in zip(step.rows, step.seq_lens, step.query_lens, strict=True):
             for at in range(length - new, length):
                 slot = int(step.page_table[row, at // size]) * size + at % size
-                self._outputs += [step.pool.k(1)[slot], step.pool.v(1)[slot]]
+                self._outputs += [step.pool.row(1, "k")[slot], step.pool.row(1, "v")[slot]]
         self._written = [output.clone() for output in self._outputs]
-        caches = (step.pool.k(1), step.pool.v(1))
+        caches = (step.pool.row(1, "k"), step.pool.row(1, "v"))
         self._ranges = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in caches]
         last = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in self._outputs[1:]]
         self._last = {at for start, end in last for at in range(start, end, 32)}
@@ -121,7 +121,7 @@ def check_launches_on_one_workspace_leave_no_trace() -> None:
 
     step = case([200, 3, 90], [1, 1, 1], 16, (2, 1))
     expected = {workers: decode(step, workers) for workers in (3, 8)}
-    keys = step.pool.k(1)
+    keys = step.pool.row(1, "k")
     workspace = module.DecodeWorkspace(keys.shape[1], keys.shape[2], 8, keys.device)
     real = interpreter_builder.set_grid_idx
     random = np.random.default_rng(4)

@@ -32,8 +32,8 @@ def test_only_the_sink_is_touched(flags: dict[str, int]) -> None:
 
     page_size = config.server_args.page_size
     for layer in range(config.model.num_layers):
-        runner.kv_pool.k(layer)[page_size:].fill_(7)
-        runner.kv_pool.v(layer)[page_size:].fill_(7)
+        runner.kv_pool.row(layer, "k")[page_size:].fill_(7)
+        runner.kv_pool.row(layer, "v")[page_size:].fill_(7)
     runner.req_pool.last_tokens[1:].fill_(-3)
     page_table = runner.req_pool.page_table.clone()
     warm_up(runner.device, config, launch)
@@ -44,9 +44,9 @@ def test_only_the_sink_is_touched(flags: dict[str, int]) -> None:
     assert all(any(size <= one < size + 128 for one in sizes) for size in range(512, most, 128))
     assert any(batch.starts.any() for batch in batches) or most < 100
     for layer in range(config.model.num_layers):
-        assert bool((runner.kv_pool.k(layer)[page_size:] == 7).all())
-        assert bool((runner.kv_pool.v(layer)[page_size:] == 7).all())
-        assert bool(runner.kv_pool.k(layer).isfinite().all())
+        assert bool((runner.kv_pool.row(layer, "k")[page_size:] == 7).all())
+        assert bool((runner.kv_pool.row(layer, "v")[page_size:] == 7).all())
+        assert bool(runner.kv_pool.row(layer, "k").isfinite().all())
     assert bool((runner.req_pool.last_tokens[1:] == -3).all())
     assert torch.equal(runner.req_pool.page_table, page_table)
     assert answers(driver, greetings()) == expected

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from fenceline.config.draft_config import (
 from fenceline.config.families import Windows
 from fenceline.config.flags import flags_of
 from fenceline.config.hicache import HiCacheConfig, hicache_config, machine_bytes
+from fenceline.config.kv_layout import KVLayout
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.model_files import CONVERT_DRAFT, hub_file, model_directory, weight_files
 from fenceline.config.private_files import make_private_folder, why_unusable
@@ -58,7 +60,6 @@ _MEM_FRACTION = {"cpu": 0.3, "cuda": 0.85}
 # 80 ms at the end of a prompt of 4,000 tokens. Longer steps take no less time for each token, shorter steps take more.
 _CHUNKED_PREFILL_SIZE = {"cpu": 128, "cuda": 8192}
 _MAX_PREFILL_TOKENS = 16384
-_NUM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MAX_RUNNING_REQUESTS = {"cpu": 256, "cuda": 1024}
 # On a CPU a prompt takes long even if most of it is cached, because its tokens attend to the cached prefix.
 _PREFILL_MAX_REQUESTS: dict[str, int | None] = {"cpu": 8, "cuda": None}
@@ -141,6 +142,11 @@ class EngineConfig:
     cuda_coredump_dir: str | None
 
     @property
+    def kv_layout(self) -> KVLayout:
+        """What a KV page of one rank consists of: the model's layers, then those of the draft."""
+        return _kv_layout(self.server_args, self.model, self.speculative)
+
+    @property
     def refuses_grammars(self) -> str | None:
         """Why this server cannot constrain answers to a grammar; None: it can."""
         args = self.server_args
@@ -208,11 +214,11 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
     chunk = _chunked_prefill_size(args, device)
     max_prefill_tokens = args.max_prefill_tokens or max(_MAX_PREFILL_TOKENS, chunk or 0)
     max_running_requests = _max_running_requests(args, device, model.context_length)
-    if device == "cpu":
-        _check_memory(args, model, max_running_requests)
     attention = attention_backends(args, device, model)
     speculative = _speculative(args, model, chunk and min(chunk, max_prefill_tokens))
     _check_ranks(args, model, None if speculative is None else speculative.draft.model)
+    if device == "cpu":
+        _check_memory(args, model, max_running_requests, _kv_layout(args, model, speculative))
     return EngineConfig(
         server_args=_with_timeouts_of_environment(args),
         model=model,
@@ -641,7 +647,14 @@ def _max_running_requests(args: ServerArgs, device: str, context_length: int) ->
     return max(limit, 1)
 
 
-def _check_memory(args: ServerArgs, model: ModelConfig, max_running_requests: int) -> None:
+def _kv_layout(args: ServerArgs, model: ModelConfig, speculative: SpeculativeConfig | None) -> KVLayout:
+    dtype = "float8_e4m3fn" if args.kv_cache_dtype == "fp8_e4m3" else model.dtype
+    models = [model] if speculative is None else [model, speculative.draft.model]
+    rows = chain.from_iterable(each.kv_rows(dtype, args.tp_size) for each in models)
+    return KVLayout(args.page_size, tuple(rows))
+
+
+def _check_memory(args: ServerArgs, model: ModelConfig, max_running_requests: int, layout: KVLayout) -> None:
     """Refuse what cannot fit in this machine's memory, if the device has no memory of its own, before any process is
     started. Memory that is in use, and that of a GPU, is taken into account by the scheduler before it allocates."""
     machine, page_size = machine_bytes(), args.page_size
@@ -652,8 +665,7 @@ def _check_memory(args: ServerArgs, model: ModelConfig, max_running_requests: in
             f" tables take {rows / 1e9:.1f} GB, and this machine has {machine / 1e9:.1f} GB of memory in all; lower"
             " one of the two"
         )
-    num_bytes = 1 if args.kv_cache_dtype == "fp8_e4m3" else _NUM_BYTES[model.dtype]
-    bytes_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * num_bytes
+    bytes_per_token = args.tp_size * layout.page_nbytes // page_size
     if args.max_total_tokens is not None and args.max_total_tokens * bytes_per_token > machine:
         raise ConfigError(
             f"--max-total-tokens {args.max_total_tokens}: the KV cache takes {bytes_per_token} bytes a token, and this"
@@ -776,15 +788,9 @@ def piecewise_cuda_graph_tokens(
         _check_number(sizes, "--piecewise-cuda-graph-max-tokens")
         return sizes
     ranks = args.tp_size * (_LAUNCHES_OF_RANKS if args.tp_size > 1 else 1)
-    worthwhile = int(_WORTHWHILE_WEIGHT_TOKENS * ranks / _layer_weights(model))
+    worthwhile = int(_WORTHWHILE_WEIGHT_TOKENS * ranks / model.layer_weights)
     sizes = _prefill_sizes(min(_MAX_GRAPH_TOKENS, max_step_tokens))
     return tuple(size for size in sizes if size <= max(worthwhile, sizes[0]))
-
-
-def _layer_weights(model: ModelConfig) -> int:
-    """How many weights one token is multiplied by in one layer."""
-    attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
-    return model.hidden_size * (attention + 3 * model.active_mlp_size)
 
 
 def _prefill_sizes(largest: int) -> tuple[int, ...]:

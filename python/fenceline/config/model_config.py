@@ -12,6 +12,7 @@ from pathlib import Path
 from fenceline.config import ConfigError
 from fenceline.config.config_reader import MOST, ConfigReader, Entries, check_unread
 from fenceline.config.families import FAMILIES, ExpertsConfig, Family, Multipliers, Windows
+from fenceline.config.kv_layout import KVRow, keys_and_values
 from fenceline.config.model_files import (
     read_model_json,
     read_optional,
@@ -130,6 +131,24 @@ class ModelConfig:
             return (self.intermediate_size,)
         dense = (self.intermediate_size,) if experts.dense_layers & set(range(self.num_layers)) else ()
         return (*dense, experts.shared_size) if experts.shared_size else dense
+
+    def kv_rows(self, dtype: str, num_ranks: int = 1) -> tuple[tuple[KVRow, ...], ...]:
+        """What the KV pool of one of ``num_ranks`` ranks stores for each token, layer by layer. Key/value heads are
+        divided over the ranks, or repeated if there are fewer of them."""
+        return (
+            keys_and_values(max(self.num_kv_heads // num_ranks, 1), self.head_dim, dtype),
+        ) * self.num_layers
+
+    @property
+    def layer_weights(self) -> int:
+        """How many weights a token is multiplied by in one layer; for models with experts, in a layer that has them."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return self.hidden_size * (attention + 3 * self.active_mlp_size)
+
+    @property
+    def score_work(self) -> int:
+        """Multiplications of a query's attention for each token that it attends to, in one layer."""
+        return 2 * self.num_heads * self.head_dim
 
     @property
     def active_mlp_size(self) -> int:

@@ -18,7 +18,6 @@ from fenceline.layers.kernels.base import ONE, HeadLayout, KVScales, QKNorm
 from fenceline.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, WideNorm
 from fenceline.layers.rotary import RotaryEmbedding
 from fenceline.layers.weight import RMSNorm, WeightSlot, WeightSlots
-from fenceline.mem_cache.kv_pool import KVRow, keys_and_values
 from fenceline.memory_order import ArenaField, Role
 
 
@@ -188,7 +187,7 @@ class SelfAttention(Branch):
             batch.layer_ready(layer_id)
         self._kernels.rotate_and_store(
             qkv, self.heads, self._norms, self._rotary.table, batch.positions,
-            pool.k(layer_id), pool.v(layer_id), batch.out_slots, self._kv_scales,
+            pool.row(layer_id, "k"), pool.row(layer_id, "v"), batch.out_slots, self._kv_scales,
         )  # fmt: skip
         return qkv
 
@@ -229,11 +228,6 @@ class SelfAttention(Branch):
             assert batch.buffers is not None, "only a forward in pieces has buffers"
             attended = batch.buffers.tensors[self._attended_buffer]
         return self.add_product(x, self.o_proj, attended, batch)
-
-    @property
-    def kv_rows(self) -> tuple[KVRow, ...]:
-        """The shape and dtype of what the KV pool stores of this layer for each token."""
-        return keys_and_values(self.heads.num_kv_heads, self.heads.head_dim, self._kv_dtype)
 
     def arena_fields(self) -> Sequence[ArenaField]:
         """The arena fields of the buffers. Attention does not write rows of padded tokens, so these are zeroed before

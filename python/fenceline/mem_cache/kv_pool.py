@@ -1,21 +1,17 @@
-"""The cache on the device: what a page consists of (KVLayout), the memory of all pages (KVPool), the rows of requests
-(ReqPool), and how many of both there is room for."""
+"""The cache on the device: the memory of all pages (KVPool), the rows of requests (ReqPool), and how many of both there
+is room for."""
 
 from __future__ import annotations
 
-import itertools
-import json
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.config.kv_layout import KVLayout, KVRow
 from fenceline.memory_order import Device, LeasePool
 
 # On a CPU the cache shares memory with everything else on the machine, so by default it is small.
@@ -24,128 +20,13 @@ _CPU_KV_BYTES = 4 << 30
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class KVRow:
-    """What one token keeps in one tensor of one layer: ``shape`` elements of ``dtype``, contiguous.
-
-    ``name`` says what it is: ``k``, ``v`` or ``latent``. It stands in reports and in the names of stored pages.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one token."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def keys_and_values(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[KVRow, ...]:
-    """The rows of a layer that keeps keys and values: two of [num_kv_heads, head_dim]."""
-    shape = (num_kv_heads, head_dim)
-    return KVRow("k", shape, dtype), KVRow("v", shape, dtype)
-
-
-def latent(width: int, dtype: torch.dtype) -> tuple[KVRow, ...]:
-    """The row of a layer that keeps one compressed vector of ``width`` elements instead of keys and values (MLA)."""
-    return (KVRow("latent", (width,), dtype),)
-
-
-class Part(NamedTuple):
-    """The rows of one page in one tensor of one layer: ``nbytes`` bytes, which begin ``offset`` bytes into the page."""
-
-    layer: int
-    row: KVRow
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class KVLayout:
-    """What a page consists of: ``page_size`` tokens, and for each layer the rows that one token keeps there.
-
-    ``layers[i]`` has the rows of layer i: two for keys and values, one for a latent. Layers may differ in the number of
-    rows, in shape and in dtype. The layers of a draft model follow those of the target, so that a page of the target's
-    tokens always brings the draft's with it (F14).
-
-    A *part* is the memory of one page in one tensor of one layer: page_size rows. The bytes of a page are its parts one
-    after the other, without gaps: by layer, within a layer by row, within a row by token. Every copy of a page moves
-    parts as bytes; host memory, copies, storage and hashes know nothing else of what is in them.
-
-    Two servers may share stored pages only if ``describe()`` says the same for both.
-    """
-
-    page_size: int
-    layers: tuple[tuple[KVRow, ...], ...]
-
-    def __post_init__(self) -> None:
-        assert self.page_size >= 1, f"page_size {self.page_size}"
-        assert self.layers, "a page needs at least one layer"
-        for layer, rows in enumerate(self.layers):
-            assert rows and all(row.nbytes > 0 for row in rows), f"layer {layer} keeps nothing"
-
-    @staticmethod
-    def uniform(
-        page_size: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> KVLayout:
-        """Keys and values of the same shape in every layer."""
-        return KVLayout(page_size, (keys_and_values(num_kv_heads, head_dim, dtype),) * num_layers)
-
-    @property
-    def num_layers(self) -> int:
-        """Layers of a page, those of a draft model included."""
-        return len(self.layers)
-
-    @cached_property
-    def parts(self) -> tuple[Part, ...]:
-        """The parts of a page in the order of its bytes."""
-        parts, offset = [], 0
-        for layer, rows in enumerate(self.layers):
-            for row in rows:
-                parts.append(Part(layer, row, offset, self.page_size * row.nbytes))
-                offset += parts[-1].nbytes
-        return tuple(parts)
-
-    @cached_property
-    def page_nbytes(self) -> int:
-        """Bytes of a page, all layers."""
-        return sum(part.nbytes for part in self.parts)
-
-    @cached_property
-    def _first_parts(self) -> tuple[int, ...]:
-        return (0, *itertools.accumulate(len(rows) for rows in self.layers))
-
-    def parts_of(self, layers: range) -> range:
-        """Which of ``parts`` belong to ``layers`` (step 1)."""
-        return range(self._first_parts[layers.start], self._first_parts[layers.stop])
-
-    @cached_property
-    def alike(self) -> tuple[range, ...]:
-        """The layers, in order, as few ranges of neighbours that keep the same rows: one where all are alike."""
-        ranges, first = [], 0
-        for _, group in itertools.groupby(self.layers):
-            ranges.append(range(first, first + len(list(group))))
-            first = ranges[-1].stop
-        return tuple(ranges)
-
-    def describe(self) -> str:
-        """The whole layout as one line of JSON, the same for equal layouts."""
-        layers = [
-            [len(layers), [[row.name, str(row.dtype).removeprefix("torch."), row.shape] for row in rows]]
-            for layers, rows in ((layers, self.layers[layers.start]) for layers in self.alike)
-        ]
-        facts = {"order": "layer, row, token", "page_size": self.page_size, "layers": layers}
-        return json.dumps(facts, sort_keys=True)
-
-
 class KVPool:
     """The rows of all layers for ``num_pages * page_size`` token slots.
 
     Slot ``s`` is token ``s % page_size`` of page ``s // page_size``, in every tensor of every layer: ``layout`` says
-    which rows a slot has. Page 0 is the reserved sink: padding may write it, and its values are never used. A page is a
-    page of *all* layers, so one page id names the same tokens in each of them. Ownership of pages is the LeasePool's;
-    this class only holds the bytes. They begin as zeros.
+    which rows a slot has, and ``rows[layer]`` has their tensors by name. Page 0 is the reserved sink: padding may write
+    it, and its values are never used. A page is a page of *all* layers, so one page id names the same tokens in each of
+    them. Ownership of pages is the LeasePool's; this class only holds the bytes. They begin as zeros.
 
     ``dtype`` is the type that attention computes in. Rows of FP8 become it when they are read.
     """
@@ -159,34 +40,33 @@ class KVPool:
         self.num_pages = num_pages
         self.page_size = layout.page_size
         self.num_layers = layout.num_layers
-        self.dtype = dtype or layout.layers[0][0].dtype
-        tensors: list[tuple[torch.Tensor, ...]] = []
+        self.device = device
+        self.dtype: torch.dtype = dtype or getattr(torch, layout.layers[0][0].dtype)
+        self.rows: list[dict[str, torch.Tensor]] = []
         for layers in layout.alike:
             rows = layout.layers[layers.start]
-            tensors += _allocate(len(layers), rows, num_pages * layout.page_size, device)
-        self._rows = [(part, row) for part, row in zip(layout.parts, itertools.chain(*tensors), strict=True)]
-        self._k = [rows[0] for rows in tensors]
-        self._v = [rows[-1] for rows in tensors]
+            for tensors in _allocate(len(layers), rows, num_pages * layout.page_size, device):
+                self.rows.append({row.name: tensor for row, tensor in zip(rows, tensors, strict=True)})
         # Each part of the layout as bytes, all pages: uint8 [num_pages, nbytes of the part], contiguous.
-        self.parts = [row.view(torch.uint8).view(num_pages, part.nbytes) for part, row in self._rows]
+        self.parts = [
+            self.row(part.layer, part.row.name).view(torch.uint8).view(num_pages, part.nbytes)
+            for part in layout.parts
+        ]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all pages."""
         return self.num_pages * self.layout.page_nbytes
 
-    def k(self, layer: int) -> torch.Tensor:
-        """Keys of one layer, [num_slots, num_kv_heads, head_dim]. For a layer with one row (a latent): that row."""
-        return self._k[layer]
-
-    def v(self, layer: int) -> torch.Tensor:
-        """Values of one layer, [num_slots, num_kv_heads, head_dim]. For a layer with one row (a latent): that row."""
-        return self._v[layer]
+    def row(self, layer: int, name: str) -> torch.Tensor:
+        """The row ``name`` of one layer for all slots, [num_slots, *shape of the row]."""
+        return self.rows[layer][name]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor [num_slots, *shape of the row] in the order of the parts, with its name: ``layer3.k``."""
-        for part, row in self._rows:
-            yield f"layer{part.layer}.{part.row.name}", row
+        for layer, rows in enumerate(self.rows):
+            for name, tensor in rows.items():
+                yield f"layer{layer}.{name}", tensor
 
 
 class ReqPool:
@@ -221,9 +101,12 @@ def _allocate(
     if device.type == "cuda" and len({(row.shape, row.dtype) for row in rows}) == 1:
         # In one tensor the layers are evenly spaced, so that the copy engine copies a page of all of them at once.
         shape = (num_layers, len(rows), num_slots, *rows[0].shape)
-        return [tuple(layer) for layer in torch.zeros(shape, dtype=rows[0].dtype, device=device)]
+        return [
+            tuple(layer) for layer in torch.zeros(shape, dtype=getattr(torch, rows[0].dtype), device=device)
+        ]
     return [
-        tuple(_zeros((num_slots, *row.shape), row.dtype, device) for row in rows) for _ in range(num_layers)
+        tuple(_zeros((num_slots, *row.shape), getattr(torch, row.dtype), device) for row in rows)
+        for _ in range(num_layers)
     ]
 
 

@@ -12,16 +12,14 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.config.kv_layout import KVLayout
 from fenceline.config.model_config import ModelConfig
-
-if TYPE_CHECKING:  # kv_pool imports torch, which is not loaded here
-    from fenceline.mem_cache.kv_pool import KVLayout
 
 PageKey = bytes
 KEY_NBYTES = 32

@@ -230,7 +230,7 @@ class DecodeRunner(GraphRunner):
     def addresses(self) -> Sequence[int]:
         """See ``GraphRunner.addresses``."""
         pool = self._kv_pool
-        tensors = (self._req_pool.page_table, self._req_pool.last_tokens, pool.k(0), pool.v(0), self._rows)
+        tensors = (self._req_pool.page_table, self._req_pool.last_tokens, *pool.rows[0].values(), self._rows)
         masks = () if self._masks is None else (self._masks,)
         return [tensor.data_ptr() for tensor in (*tensors, *masks)]
 

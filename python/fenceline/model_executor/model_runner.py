@@ -30,7 +30,7 @@ from fenceline.layers.context import Shard, fp8_kv_dtype, make_layer_context
 from fenceline.layers.forward_batch import ForwardMode
 from fenceline.mem_cache.host.cache_controller import HiCacheController, make_hicache_controller
 from fenceline.mem_cache.host.host_pool import available_host_bytes
-from fenceline.mem_cache.kv_pool import KVLayout, KVPool, ReqPool, check_row_bytes, num_kv_pages
+from fenceline.mem_cache.kv_pool import KVPool, ReqPool, check_row_bytes, num_kv_pages
 from fenceline.mem_cache.page_hash import model_id
 from fenceline.mem_cache.storage.controller import Storage, make_storage
 from fenceline.memory_order import (
@@ -150,8 +150,7 @@ class ModelRunner:
         max_pages_per_req = -(-max_tokens_per_req // config.server_args.page_size) + 1
         check_row_bytes(config, device, num_rows, max_pages_per_req)
         self.req_pool = ReqPool(num_rows, max_pages_per_req, device.torch_device)
-        draft_rows = () if self.draft is None else self.draft.kv_rows
-        layout = KVLayout(config.server_args.page_size, self.model.kv_rows + draft_rows)
+        layout = config.kv_layout
         num_pages = num_kv_pages(config, device, layout, config.num_sharing)  # of what is left
         with device.forward.active():
             num_pages = shard.smallest(num_pages)
@@ -285,7 +284,9 @@ class ModelRunner:
         prefill, decode = config.prefill_attention_backend, config.decode_attention_backend
         wanted = None if config.speculative is None else config.speculative.draft_attention_backend
         if draft is None or (
-            wanted is None and draft.kv_rows[0] == model.kv_rows[0] and draft.num_heads == self._num_heads
+            wanted is None
+            and self.kv_pool.layout.layers[0] == self.kv_pool.layout.layers[-1]
+            and draft.num_heads == self._num_heads
         ):
             shared = make(self._num_heads, range(num_layers), prefill, decode)
             return shared, shared

@@ -89,7 +89,7 @@ class PiecewiseCudaGraphRunner(GraphRunner):
 
     def addresses(self) -> Sequence[int]:
         """See ``GraphRunner.addresses``."""
-        return [self._kv_pool.k(0).data_ptr(), self._kv_pool.v(0).data_ptr()]
+        return [row.data_ptr() for row in self._kv_pool.rows[0].values()]
 
     def capture(self, show_progress: bool) -> None:
         """Capture every size, and replay each graph once. Waits for the device."""

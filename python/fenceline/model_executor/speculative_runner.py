@@ -276,7 +276,8 @@ class SpeculativeRunner(GraphRunner):
         """See ``GraphRunner.addresses``."""
         pool, state = self._kv_pool, self.state
         tensors = (
-            self._req_pool.page_table, self._req_pool.last_tokens, pool.k(0), pool.v(0), state.lens, state.hidden
+            self._req_pool.page_table, self._req_pool.last_tokens, *pool.rows[0].values(), state.lens,
+            state.hidden,
         )  # fmt: skip
         return [tensor.data_ptr() for tensor in tensors]
 

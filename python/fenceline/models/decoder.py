@@ -19,7 +19,6 @@ from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.linear import VocabParallelEmbedding
 from fenceline.layers.rotary import RotaryEmbedding, make_rotary
 from fenceline.layers.weight import WeightSlots, fill_slots
-from fenceline.mem_cache.kv_pool import KVRow
 from fenceline.memory_order import ArenaField, Role
 
 ROTARY_TABLES = "rotary_emb."  # in the names of tensors that old checkpoints store and that are not needed
@@ -109,11 +108,6 @@ class CausalLM(ABC):
     def own_logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """This rank's columns of ``compute_logits``: see ``VocabParallelEmbedding``."""
         return self.lm_head.own_logits(logits_rows(x, batch), self.norm, batch.logits_out)
-
-    @property
-    def kv_rows(self) -> tuple[tuple[KVRow, ...], ...]:
-        """What the KV pool stores for each token, layer by layer."""
-        return tuple(layer.self_attn.kv_rows for layer in self.layers)
 
     @property
     def attention_rules(self) -> dict[int, LayerRules]:

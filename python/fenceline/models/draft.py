@@ -17,12 +17,11 @@ from fenceline.layers.kernels.embed_join import JoinNorms, embed_and_join
 from fenceline.layers.linear import VocabParallelEmbedding
 from fenceline.layers.rotary import RotaryEmbedding, make_rotary
 from fenceline.layers.weight import RMSNorm, WeightSlots, fill_slots
-from fenceline.mem_cache.kv_pool import KVRow
 from fenceline.models.decoder import ROTARY_TABLES, CausalLM
 
 
 class DraftModel(ABC):
-    """A model whose KV layers follow the target's in the pool (``KVLayout``: ``target.kv_rows + draft.kv_rows``).
+    """A model whose KV layers follow the target's in the pool (``EngineConfig.kv_layout``).
 
     A draft that reads hidden states computes row i of a request from token i + 1 and the hidden state of token i, at
     position i, and its logits are for token i + 2. In the first step the hidden states come from the target
@@ -71,11 +70,6 @@ class DraftModel(ABC):
         that ``forward`` has returned. Must not be called for drafts that read no hidden states."""
 
     @property
-    @abstractmethod
-    def kv_rows(self) -> tuple[tuple[KVRow, ...], ...]:
-        """What the KV pool stores for each token, layer by layer of the draft."""
-
-    @property
     def attention_rules(self) -> dict[int, LayerRules]:
         """See ``CausalLM.attention_rules``."""
         return {}
@@ -118,10 +112,6 @@ class StandaloneDraft(DraftModel):
 
     def logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         raise AssertionError("it leaves no hidden states")
-
-    @property
-    def kv_rows(self) -> tuple[tuple[KVRow, ...], ...]:
-        return self.model.kv_rows
 
     @property
     def attention_rules(self) -> dict[int, LayerRules]:
@@ -191,10 +181,6 @@ class SharingDraft(DraftModel):
                 f" not {list(ours)}; check the draft's config.json or download the draft again"
             )
         return shared
-
-    @property
-    def kv_rows(self) -> tuple[tuple[KVRow, ...], ...]:
-        return tuple(layer.self_attn.kv_rows for layer in self.layers)
 
     def weight_slots(self) -> WeightSlots:
         slots: WeightSlots = {}

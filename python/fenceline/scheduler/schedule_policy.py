@@ -45,18 +45,11 @@ class StepSharing:
     def of(cls, model: ModelConfig) -> StepSharing:
         """For ``model``. The fixed cost of a step corresponds to 357 tokens for the 8B and 1,952 for the 0.6B. For a
         tiny model it exceeds any prompts, so that all prompts that fit share a step."""
-        return cls(_STEP_TOKENS + _STEP_FLOP // (2 * _layer_work(model) * model.num_layers))
+        return cls(_STEP_TOKENS + _STEP_FLOP // (2 * model.layer_weights * model.num_layers))
 
     def tokens(self, num_waiting: int) -> int:
         """The limit for the next step if ``num_waiting`` tokens are to be computed."""
         return max(isqrt(num_waiting * self.cost_tokens), self.min_tokens)
-
-
-def _layer_work(model: ModelConfig) -> int:
-    """Multiplications per token in the matrix products of a layer."""
-    queries = model.num_heads * model.head_dim
-    qkv = queries + 2 * model.num_kv_heads * model.head_dim
-    return model.hidden_size * (qkv + queries + 3 * model.active_mlp_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +70,7 @@ class PrefixWork:
         """For ``model`` (the demo model has 1,632 ``even_tokens``); None on a GPU, where only tokens are limited."""
         if device != "cpu":
             return None
-        return cls(max(_layer_work(model) // (2 * model.num_heads * model.head_dim), 1))
+        return cls(max(model.layer_weights // model.score_work, 1))
 
     def of_step(self, step_tokens: int) -> float:
         """The work that a step of at most ``step_tokens`` may have."""

@@ -106,7 +106,7 @@ def _make_flashinfer(setting: AttentionSetting) -> AttentionBackend:
 
 
 def _make_torch(setting: AttentionSetting) -> AttentionBackend:
-    on_cpu = setting.kv_pool.k(0).device.type == "cpu"
+    on_cpu = setting.kv_pool.device.type == "cpu"
     return (CpuAttentionBackend if on_cpu else ReferenceAttentionBackend)(setting.kv_pool, setting.rules)
 
 
@@ -185,7 +185,7 @@ def _make_one(name: str, setting: AttentionSetting) -> AttentionBackend:
         return _registered[name](setting)
     _check_known(name)
     pool = setting.kv_pool
-    if name not in _READ_FP8 and pool.k(setting.own_layers[0]).dtype != pool.dtype:
+    if name not in _READ_FP8 and pool.row(setting.own_layers[0], "k").dtype != pool.dtype:
         raise ValueError(
             f"--attention-backend {name} does not read --kv-cache-dtype fp8_e4m3: use --attention-backend triton or"
             " torch"
@@ -292,7 +292,7 @@ def _step(
     query_len = seq_len - min(batch.prefix_len, seq_len - 1) if mode is ForwardMode.EXTEND else 1
     num_queries = batch.num_requests * query_len
     layers = setting.own_layers
-    keys = pool.k(layers[0])
+    keys = pool.row(layers[0], "k")
     num_kv_heads, head_dim = keys.shape[1:]
     num_heads = setting.num_heads
     qkv = torch.randn(num_queries, num_heads + 2 * num_kv_heads, head_dim, device=keys.device).to(pool.dtype)
@@ -317,7 +317,7 @@ def _plan(
     query_len: int,
 ) -> AttentionPlan:
     pool, num_requests = setting.kv_pool, batch.num_requests
-    torch_device = pool.k(0).device
+    torch_device = pool.device
     columns = -(-setting.context_length // pool.page_size)
     # The pages are distinct if the pool has enough of them, so that no request finds another's keys in the L2 cache.
     pages = torch.arange(num_requests * columns, device=torch_device) % (pool.num_pages - 1) + 1

@@ -288,8 +288,8 @@ def _attend_gathered(
 ) -> torch.Tensor:
     """q [G, num_kv_heads, queries of one kv head, head_dim] over slots [G * tokens] → the same shape."""
     shape = (len(q), len(slots) // len(q), q.shape[1], q.shape[3])
-    k = kv_pool.k(layer_id).index_select(0, slots).to(q.dtype).view(shape).transpose(1, 2)
-    v = kv_pool.v(layer_id).index_select(0, slots).to(q.dtype).view(shape).transpose(1, 2)
+    k = kv_pool.row(layer_id, "k").index_select(0, slots).to(q.dtype).view(shape).transpose(1, 2)
+    v = kv_pool.row(layer_id, "v").index_select(0, slots).to(q.dtype).view(shape).transpose(1, 2)
     return _attention(q, k, v, scores, lse, mask)
 
 
@@ -411,8 +411,8 @@ class _ExtendPlan(_Part):
                 keys, values = _shared_heads(k[tokens], group), _shared_heads(v[tokens], group)
                 result.copy_(_attention(queries, keys, values, scores, sums, causal=True))
             else:
-                keys = kv_pool.k(layer_id).index_select(0, request.slots).to(q.dtype)
-                values = kv_pool.v(layer_id).index_select(0, request.slots).to(q.dtype)
+                keys = kv_pool.row(layer_id, "k").index_select(0, request.slots).to(q.dtype)
+                values = kv_pool.row(layer_id, "v").index_select(0, request.slots).to(q.dtype)
                 keys, values = _shared_heads(keys, group), _shared_heads(values, group)
                 self._attend_blocks(result, queries, keys, values, scores, sums)
         return output

@@ -77,7 +77,7 @@ class Fa3AttentionBackend(AttentionBackend):
             raise ValueError(
                 "--attention-backend fa3 does not support attention sinks: use --attention-backend triton"
             )
-        dtype = kv_pool.k(0).dtype
+        dtype = kv_pool.row(0, "k").dtype
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(
                 f"--attention-backend fa3 needs bfloat16 or float16, not {dtype}: use --dtype bfloat16 or "
@@ -150,11 +150,11 @@ class _Plan(AttentionPlan):
     ) -> torch.Tensor:
         """See ``AttentionPlan.forward``."""
         pool, rules = self.backend.kv_pool, self.backend.rules.get(layer_id, PLAIN)
-        shape = (pool.num_pages, pool.page_size, *pool.k(layer_id).shape[1:])
+        shape = (pool.num_pages, pool.page_size, *pool.row(layer_id, "k").shape[1:])
         return self.backend.attend(
             q,
-            pool.k(layer_id).view(shape),
-            pool.v(layer_id).view(shape),
+            pool.row(layer_id, "k").view(shape),
+            pool.row(layer_id, "v").view(shape),
             cache_seqlens=self.seq_lens,
             page_table=self.table,
             cu_seqlens_q=self.starts,

@@ -66,7 +66,7 @@ class FlashInferAttentionBackend(AttentionBackend):
         rules: Mapping[int, LayerRules] = NO_RULES,
     ) -> None:
         layers = range(kv_pool.num_layers) if layers is None else layers
-        keys = kv_pool.k(layers[0])
+        keys = kv_pool.row(layers[0], "k")
         heads = num_heads, keys.shape[1], keys.shape[2]
         window, soft_cap = window_of(rules), _soft_cap_of(rules)
         self.shape = AttentionShape(*heads, kv_pool.page_size, keys.dtype, window, soft_cap)
@@ -76,7 +76,8 @@ class FlashInferAttentionBackend(AttentionBackend):
         pages = (kv_pool.num_pages, kv_pool.page_size, *keys.shape[1:])
         # These views are made once, because prefill needs them in each layer and the CPU limits short prompts.
         self._layer_pages = {
-            layer: (kv_pool.k(layer).view(pages), kv_pool.v(layer).view(pages)) for layer in layers
+            layer: (kv_pool.row(layer, "k").view(pages), kv_pool.row(layer, "v").view(pages))
+            for layer in layers
         }
         self._device = device
         fa3_or_fa2 = prefill or library.prefill_generation(device.torch_device, self.shape.dtype)

@@ -105,7 +105,7 @@ class ReferencePlan(AttentionPlan):
             num_queries, last = visible.shape[1], first + len(slots) * visible.shape[1]
             keys, values = (
                 cache.index_select(0, slots.view(-1)).to(q.dtype).unflatten(0, slots.shape).transpose(1, 2)
-                for cache in (self._kv_pool.k(layer_id), self._kv_pool.v(layer_id))
+                for cache in (self._kv_pool.row(layer_id, "k"), self._kv_pool.row(layer_id, "v"))
             )
             queries = q[first:last].unflatten(0, (-1, num_queries)).unflatten(2, (num_kv_heads, -1))
             blocks, first = [], last
@@ -200,5 +200,4 @@ class ReferenceAttentionBackend(AttentionBackend):
 
 def max_tokens(kv_pool: KVPool, nbytes: int) -> int:
     """Of how many tokens, at least one, the keys and values of a layer take at most ``nbytes``."""
-    keys = kv_pool.k(0)
-    return max(nbytes // (2 * keys[0].numel() * keys.element_size()), 1)
+    return max(nbytes // sum(row[0].nbytes for row in kv_pool.rows[0].values()), 1)

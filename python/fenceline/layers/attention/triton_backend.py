@@ -51,7 +51,7 @@ class TritonAttentionBackend(AttentionBackend):
         self, kv_pool: KVPool, first_layer: int = 0, rules: Mapping[int, LayerRules] = NO_RULES
     ) -> None:
         """``first_layer``: the first of these layers."""
-        keys = self._keys = kv_pool.k(first_layer)
+        keys = self._keys = kv_pool.row(first_layer, "k")
         head_dim = keys.shape[2]
         self.kv_pool = kv_pool
         self.rules, self.window = rules, window_of(rules)
@@ -181,7 +181,7 @@ class _DecodePlan(AttentionPlan):
     ) -> torch.Tensor:
         """See ``AttentionPlan.forward``."""
         pool, rules = self._backend.kv_pool, self._backend.rules.get(layer_id, PLAIN)
-        keys, values = pool.k(layer_id), pool.v(layer_id)
+        keys, values = pool.row(layer_id, "k"), pool.row(layer_id, "v")
         _group(q, keys)
         return decode_attention(
             q, keys, values, self.requests, scale, self.workspace, self.config, self.tree, rules
@@ -219,7 +219,7 @@ class _ExtendPlan(AttentionPlan):
 
     def _run(self, layer_id: int, q: torch.Tensor, scale: float, out: torch.Tensor | None) -> torch.Tensor:
         pool, query_starts = self._backend.kv_pool, self._inputs.query_starts
-        keys, values = pool.k(layer_id), pool.v(layer_id)
+        keys, values = pool.row(layer_id, "k"), pool.row(layer_id, "v")
         group = _group(q, keys)
         if self._cut is None:
             lens = self._inputs.query_lens_cpu

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import psutil
 import torch
 
+from fenceline.config.kv_layout import KVLayout, Part
 from fenceline.config.server_args import MemLayout
-from fenceline.mem_cache.kv_pool import KVLayout, Part
 from fenceline.memory_order import Device, LeasePool
 
 # Share of the available memory that is left free for the server's other processes, the file cache and other programs.

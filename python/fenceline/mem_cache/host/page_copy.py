@@ -16,9 +16,10 @@ import numpy.typing as npt
 import torch
 
 from fenceline.config.hicache import IoBackend
+from fenceline.config.kv_layout import KVRow
 from fenceline.config.server_args import MemLayout
 from fenceline.mem_cache.host.host_pool import HostPool
-from fenceline.mem_cache.kv_pool import KVPool, KVRow
+from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order import Device, Stream
 from fenceline.memory_order.access import occupies_sm
 from fenceline.memory_order.kernel import KernelAccesses, declare_kernel, is_watched
