@@ -10,7 +10,7 @@ import pytest
 import torch
 from attention_cases import SCALE, Case
 
-from fenceline.layers.attention.by_window import BackendsByWindow
+from fenceline.layers.attention.by_kind import BackendsByKind
 from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBackend, _GraphDecodePlan
 from fenceline.layers.attention.flashinfer_library import DecodeKernels, Lens, PrefillKernels, Workspace
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
@@ -165,7 +165,7 @@ def test_each_window_has_a_plan_of_its_own_before_a_replay(monkeypatch: pytest.M
     seeds = [seed for seed in planned if "cuda_graph_bs" in flags[seed]][:6]
     assert all(run(Trial("windows", seed)).clean for seed in seeds)
     monkeypatch.setattr(
-        BackendsByWindow, "before_replay", lambda self, *args: self.backends[-1].before_replay(*args)
+        BackendsByKind, "before_replay", lambda self, *args: self.backends[-1].before_replay(*args)
     )
     found = [outcome for seed in seeds if not (outcome := run(Trial("windows", seed))).clean]
     assert any(one.checker == TagError.checker and "in decode[" in one.report for one in found), found

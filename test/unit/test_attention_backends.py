@@ -18,7 +18,7 @@ from fenceline.config.kv_layout import KVLayout
 from fenceline.layers.attention import backends, flashinfer_library
 from fenceline.layers.attention.backends import AttentionSetting, choose, make_attention_backends, measure_us
 from fenceline.layers.attention.base import AttentionBackend, LayerRules
-from fenceline.layers.attention.by_window import BackendsByWindow
+from fenceline.layers.attention.by_kind import BackendsByKind
 from fenceline.layers.attention.cpu_backend import CpuAttentionBackend
 from fenceline.layers.attention.fa3_backend import Fa3AttentionBackend
 from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBackend
@@ -280,7 +280,7 @@ def test_auto_takes_a_backend_that_serves_all_layers(monkeypatch: pytest.MonkeyP
         return Fake("triton", setting.kv_pool)
 
     def measure(backend: AttentionBackend, setting: AttentionSetting, mode: ForwardMode) -> float:
-        parts = backend.backends if isinstance(backend, BackendsByWindow) else (backend,)
+        parts = backend.backends if isinstance(backend, BackendsByKind) else (backend,)
         return 9.0 if any(isinstance(part, Fake) and part.name == "triton" for part in parts) else 1.0
 
     monkeypatch.setattr(backends, "ATTENTION_BACKENDS", {"flashinfer": fast, "triton": slow})
@@ -290,7 +290,7 @@ def test_auto_takes_a_backend_that_serves_all_layers(monkeypatch: pytest.MonkeyP
     ruled = replace(plain, rules={1: LayerRules(7, sinks=torch.zeros(4))})
     chosen = make_attention_backends("auto", "auto", ruled)
     assert (chosen.prefill_name, chosen.decode_name) == ("triton", "triton")
-    assert isinstance(chosen.prefill, BackendsByWindow) and len(chosen.prefill.backends) == 2
+    assert isinstance(chosen.prefill, BackendsByKind) and len(chosen.prefill.backends) == 2
 
 
 @pytest.mark.parametrize("mode", [EXTEND, DECODE])

@@ -88,18 +88,104 @@ class Branch(ABC):
         return slots
 
 
-_BEFORE_ATTENTION = BranchNorms("input_layernorm")
+BEFORE_ATTENTION = BranchNorms("input_layernorm")
 _BEFORE_MLP = BranchNorms("post_attention_layernorm")
 
 
-class SelfAttention(Branch):
-    """x += o_proj(attention(rope(qkv_proj(norm(x))))), with queries and keys normalised head by head in some families.
+class TokenMixer(Branch):
+    """The branch in which tokens read one another: x += output(attention(projections(norm(x)))).
 
-    Only ``attend`` depends on the requests' lengths, so what comes before and after it can be captured in graphs:
-    ``project`` then ends one piece, ``add_output`` begins the next, and they share ``batch.buffers``.
+    A subclass defines the projections, which of its rows in the KV pool they fill, and the output. What it shares with
+    others is the interface to the attention's plan and to the pieces of a forward. Only ``attend`` depends on the
+    requests' lengths, so what comes before and after it can be captured in graphs: ``project`` then ends one piece,
+    ``add_output`` begins the next, and they share ``batch.buffers``.
     """
 
     name = "self_attn"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: LayerContext,
+        norms: BranchNorms,
+        layer_id: int,
+        heads: HeadLayout,
+        width: int,
+        rules: LayerRules,
+        score_scale: float,
+    ) -> None:
+        """``layer_id`` is the layer's index in the KV pool, ``heads`` are those that attention computes on this rank,
+        and ``width`` is the number of features of ``project``'s result. Scores are multiplied by ``score_scale``."""
+        super().__init__(config, context, norms)
+        self.layer_id, self.heads, self.rules, self.score_scale = layer_id, heads, rules, score_scale
+        self._dtype = context.dtype
+        # Layers with the same width share their buffers. Layers whose heads are laid out in the same way also share the
+        # views.
+        self._widths = width, heads.num_heads * heads.head_dim
+        self._projected_buffer, self._attended_buffer = f"qkv_{width}", f"attended_{self._widths[1]}"
+        self._views_key = f"{width} {heads}"
+
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """The residual stream x [T, hidden_size], added to in place. Writes the batch's rows to its pool."""
+        return self.add_output(x, batch, self.attend(self.project(x, batch), batch))
+
+    @abstractmethod
+    def project(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """x → what attention reads of this step's tokens, [T, width], in the layer's buffer if the forward has pieces.
+        The layer's rows of the pool are written."""
+
+    def split(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views of the result of ``project``: q, k and v as ``AttentionPlan.forward`` takes them."""
+        return self.heads.split(projected)
+
+    def attend(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Attention over the prefix and the new tokens, [T, num_heads * head_dim]."""
+        attended = batch.attn.forward(self.layer_id, *self.split(projected), self.score_scale)
+        return self._as_values(attended).flatten(1)
+
+    def attend_between_pieces(self, batch: ForwardBatch) -> None:
+        """``attend`` for a forward in pieces: it reads its input from one buffer and writes its result to another."""
+        buffers = batch.buffers
+        assert buffers is not None, "only a forward in pieces has buffers"
+        views = buffers.views.get(self._views_key)
+        if views is None:
+            q, k, v = self.split(buffers.tensors[self._projected_buffer])
+            views = q, k, v, buffers.tensors[self._attended_buffer].view(q.shape)
+            buffers.views[self._views_key] = views
+        q, k, v, attended = views
+        batch.attn.forward_into(self.layer_id, q, k, v, self.score_scale, attended)
+        self._as_values(attended)
+
+    def _as_values(self, attended: torch.Tensor) -> torch.Tensor:
+        """Undoes in the attention's result what the pool's format has done to the values, in place."""
+        return attended
+
+    def add_output(
+        self, x: torch.Tensor, batch: ForwardBatch, attended: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x += the output of ``attended``, in place; returns x. None: ``attended`` is the buffer that
+        ``attend_between_pieces`` has filled."""
+        if attended is None:
+            assert batch.buffers is not None, "only a forward in pieces has buffers"
+            attended = batch.buffers.tensors[self._attended_buffer]
+        return self._add_attended(x, attended, batch)
+
+    @abstractmethod
+    def _add_attended(self, x: torch.Tensor, attended: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """x += the output of ``attended`` [T, num_heads * head_dim], in place; returns x."""
+
+    def arena_fields(self) -> Sequence[ArenaField]:
+        """The arena fields of the buffers. Attention does not write rows of padded tokens, so these are zeroed before
+        each step."""
+        return (
+            ArenaField(self._attended_buffer, self._dtype, Role.INPUT, pad=0, shape=self._widths[1:]),
+            ArenaField(self._projected_buffer, self._dtype, Role.OUTPUT, pad=0, shape=self._widths[:1]),
+        )
+
+
+class SelfAttention(TokenMixer):
+    """x += o_proj(attention(rope(qkv_proj(norm(x))))), with queries and keys normalised head by head in some families.
+    Its rows in the pool are ``k`` and ``v``."""
 
     def __init__(
         self,
@@ -111,32 +197,33 @@ class SelfAttention(Branch):
         o_bias: bool,
         qk_norm: bool = False,
         wide_qk_norm: bool = False,
-        norms: BranchNorms = _BEFORE_ATTENTION,
+        norms: BranchNorms = BEFORE_ATTENTION,
         input_size: int | None = None,
         window: int | None = None,
         sinks: bool = False,
     ) -> None:
-        """``layer_id`` is the layer's index in the KV pool. ``input_size`` is the number of input features, hidden_size
-        by default; if there is no norm before the branch, ``project`` uses its input unchanged. ``qk_norm``: each query
-        and key head is normalised; ``wide_qk_norm``: all query heads are normalised together, and so are all key heads.
-        ``window`` and ``sinks``: see ``LayerRules``; a window at least as long as the context has no effect and is
-        left out. Parameters are uninitialised."""
-        super().__init__(config, context, norms)
+        """``input_size`` is the number of input features, hidden_size by default; if there is no norm before the
+        branch, ``project`` uses its input unchanged. ``qk_norm``: each query and key head is normalised;
+        ``wide_qk_norm``: all query heads are normalised together, and so are all key heads. ``window`` and ``sinks``:
+        see ``LayerRules``; a window at least as long as the context has no effect and is left out. Parameters are
+        uninitialised."""
         context = context.inside(self.name)
         head_dim, hidden_size, eps = config.head_dim, config.hidden_size, config.rms_norm_eps
-        self.layer_id = layer_id
-        self.score_scale = config.multipliers.attention or head_dim**-0.5
         self.qkv_proj = QKVParallelLinear(
             input_size or hidden_size, config.num_heads, config.num_kv_heads, head_dim, qkv_bias, context
+        )
+        heads = HeadLayout(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim)
+        binds = window is not None and window < config.context_length
+        own_sinks = torch.empty(heads.num_heads, dtype=torch.float32) if sinks else None
+        rules = LayerRules(window if binds else None, config.attention_soft_cap, own_sinks)
+        self._plain_score_scale = config.multipliers.attention or head_dim**-0.5
+        super().__init__(
+            config, context, norms, layer_id, heads, sum(self.qkv_proj.sizes), rules, self._plain_score_scale
         )
         self.o_proj = RowParallelLinear("o_proj", config.num_heads * head_dim, hidden_size, o_bias, context)
         self.q_norm = context.norm(head_dim, eps) if qk_norm else None
         self.k_norm = context.norm(head_dim, eps) if qk_norm else None
-        self.heads = HeadLayout(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim)
-        binds = window is not None and window < config.context_length
-        self._first_head, self._all_heads = context.shard.rank * self.heads.num_heads, config.num_heads
-        own_sinks = torch.empty(self.heads.num_heads, dtype=torch.float32) if sinks else None
-        self.rules = LayerRules(window if binds else None, config.attention_soft_cap, own_sinks)
+        self._first_head, self._all_heads = context.shard.rank * heads.num_heads, config.num_heads
         self._norms = None
         if self.q_norm is not None and self.k_norm is not None:
             self._norms = QKNorm(self.q_norm.weight, self.k_norm.weight, eps)
@@ -148,32 +235,18 @@ class SelfAttention(Branch):
                 WideNorm("k_norm", k_part, eps, context),
             )
         self._kernels = context.kernels
-        self._dtype = context.dtype
-        self._kv_dtype = context.kv_dtype or context.dtype
         # A checkpoint may have scales by which keys and values are divided in FP8. They are kept as Python numbers,
         # because they are arguments of kernel launches.
-        quantization = config.quantization
-        self._has_kv_scales = quantization is not None and quantization.has_kv_scales
+        quantization, is_fp8 = config.quantization, context.kv_dtype not in (None, context.dtype)
+        self._loads_kv_scales = is_fp8 and quantization is not None and quantization.has_kv_scales
         self._kv_scale_params = torch.ones(2, dtype=torch.float32)
         self._kv_scales = ONE
-        self._stored_score_scale = (
-            self.score_scale
-        )  # the factor of scores that are computed from stored (scaled) keys
         self._rotary = rotary
-        # Layers with the same width share their buffers. Layers whose heads are laid out in the same way also share the
-        # views.
-        self._views_key = repr(self.heads)
-        self._qkv_buffer = f"qkv_{sum(self.qkv_proj.sizes)}"
-        self._attended_buffer = f"attended_{self.heads.num_heads * head_dim}"
-
-    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """The residual stream x [T, hidden_size], added to in place. Writes the batch's keys and values to its pool."""
-        return self.add_output(x, batch, self.attend(self.project(x, batch), batch))
 
     def project(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """x → rotated queries, keys and values [T, size of ``heads``]; keys and values also go to the pool."""
         layer_id, pool, buffers = self.layer_id, batch.kv_pool, batch.buffers
-        out = None if buffers is None else buffers.tensors[self._qkv_buffer]
+        out = None if buffers is None else buffers.tensors[self._projected_buffer]
         normed = batch.normed.pop(self.input_norm, None)
         if self.input_norm is None or normed is not None:
             qkv = self.qkv_proj.forward(x if normed is None else normed, out)
@@ -191,25 +264,6 @@ class SelfAttention(Branch):
         )  # fmt: skip
         return qkv
 
-    def attend(self, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Attention over the prefix and the new tokens, [T, num_heads * head_dim]."""
-        attended = batch.attn.forward(self.layer_id, *self.heads.split(qkv), self._stored_score_scale)
-        return self._as_values(attended).flatten(1)
-
-    def attend_between_pieces(self, batch: ForwardBatch) -> None:
-        """``attend`` for a forward in pieces: it reads its input from one buffer and writes its result to another."""
-        buffers = batch.buffers
-        assert buffers is not None, "only a forward in pieces has buffers"
-        views = buffers.views.get(self._views_key)
-        if views is None:
-            q, k, v = self.heads.split(buffers.tensors[self._qkv_buffer])
-            views = q, k, v, buffers.tensors[self._attended_buffer].view(q.shape)
-            buffers.views[self._views_key] = views
-        q, k, v, attended = views
-        batch.attn.forward_into(self.layer_id, q, k, v, self._stored_score_scale, attended)
-        if self._has_kv_scales:
-            self._as_values(attended)
-
     def _as_values(self, attended: torch.Tensor) -> torch.Tensor:
         """Undoes the values' FP8 scale in the attention's result, in place."""
         return attended if self._kv_scales.v == 1 else attended.mul_(self._kv_scales.v)
@@ -217,26 +271,10 @@ class SelfAttention(Branch):
     def _take_kv_scales(self) -> None:
         k, v = self._kv_scale_params.tolist()
         self._kv_scales = KVScales(k, v)
-        self._stored_score_scale = self.score_scale * k
+        self.score_scale = self._plain_score_scale * k  # scores are computed from stored (scaled) keys
 
-    def add_output(
-        self, x: torch.Tensor, batch: ForwardBatch, attended: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """x += the output projection of ``attended``, in place; returns x. None: ``attended`` is the buffer that
-        ``attend_between_pieces`` has filled."""
-        if attended is None:
-            assert batch.buffers is not None, "only a forward in pieces has buffers"
-            attended = batch.buffers.tensors[self._attended_buffer]
+    def _add_attended(self, x: torch.Tensor, attended: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         return self.add_product(x, self.o_proj, attended, batch)
-
-    def arena_fields(self) -> Sequence[ArenaField]:
-        """The arena fields of the buffers. Attention does not write rows of padded tokens, so these are zeroed before
-        each step."""
-        widths = sum(self.qkv_proj.sizes), self.heads.num_heads * self.heads.head_dim
-        return (
-            ArenaField(self._attended_buffer, self._dtype, Role.INPUT, pad=0, shape=widths[1:]),
-            ArenaField(self._qkv_buffer, self._dtype, Role.OUTPUT, pad=0, shape=widths[:1]),
-        )
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         slots = {**self.qkv_proj.weight_slots(prefix), **self.o_proj.weight_slots(prefix)}
@@ -247,7 +285,7 @@ class SelfAttention(Branch):
             slots |= norm.weight_slots(prefix)
         if self.rules.sinks is not None:
             slots[f"{prefix}sinks"] = WeightSlot(self.rules.sinks, (self._all_heads,), 0, self._first_head)
-        if self._has_kv_scales and self._kv_dtype != self._dtype:
+        if self._loads_kv_scales:
             for index, name in enumerate(("k_scale", "v_scale")):
                 param = self._kv_scale_params[index : index + 1]
                 slots[prefix + name] = WeightSlot(
@@ -257,8 +295,14 @@ class SelfAttention(Branch):
             self.qkv_proj.weight.moves_rows(len(self._rotary.order))
             for name, slot in slots.items():
                 if name.startswith((f"{prefix}q_", f"{prefix}k_")) and slot.dest.numel() and slot.full_shape:
-                    slots[name] = replace(slot, convert=partial(_reordered, self._rotary.order, slot.convert))
+                    slots[name] = with_order(slot, self._rotary.order)
         return slots
+
+
+def with_order(slot: WeightSlot, order: Sequence[int]) -> WeightSlot:
+    """``slot``, into which a checkpoint's tensor [heads * head_dim, ...] goes with the features of each head in
+    ``order``."""
+    return replace(slot, convert=partial(_reordered, order, slot.convert))
 
 
 def _reordered(
@@ -301,7 +345,7 @@ class GatedMLP(Branch):
 class DecoderLayer:
     """x += attention(x), then x += mlp(x)."""
 
-    def __init__(self, self_attn: SelfAttention, mlp: Branch) -> None:
+    def __init__(self, self_attn: TokenMixer, mlp: Branch) -> None:
         self.self_attn = self_attn
         self.mlp = mlp
         self_attn.next_norm = mlp.input_norm

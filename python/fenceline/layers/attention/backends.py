@@ -12,8 +12,8 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from fenceline.layers.attention.base import AttentionBackend, LayerRules
-from fenceline.layers.attention.by_window import BackendsByWindow
+from fenceline.layers.attention.base import PLAIN, AttentionBackend, LayerRules
+from fenceline.layers.attention.by_kind import BackendsByKind
 from fenceline.layers.attention.cpu_backend import CpuAttentionBackend
 from fenceline.layers.attention.reference import ReferenceAttentionBackend
 from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
@@ -62,12 +62,12 @@ class AttentionSetting:
         return range(self.kv_pool.num_layers) if self.layers is None else self.layers
 
     @property
-    def by_window(self) -> list[AttentionSetting]:
-        """One setting for each window, with only the layers that have this window."""
-        parts: dict[int | None, list[int]] = {}
+    def by_kind(self) -> list[AttentionSetting]:
+        """One setting for each kind of layers, which have the same window and the same rows in the pool."""
+        parts: dict[tuple[object, ...], list[int]] = {}
         for layer in self.own_layers:
-            rules = self.rules.get(layer)
-            parts.setdefault(None if rules is None else rules.window, []).append(layer)
+            kind = self.rules.get(layer, PLAIN).window, self.kv_pool.layout.layers[layer]
+            parts.setdefault(kind, []).append(layer)
         return [
             replace(self, layers=layers, rules={i: self.rules[i] for i in layers if i in self.rules})
             for layers in parts.values()
@@ -174,18 +174,21 @@ def _check_known(name: str) -> None:
 
 
 def _make(name: str, setting: AttentionSetting) -> AttentionBackend:
-    """The backend, or one for each window that layers have."""
-    parts = setting.by_window
-    backends = [(part.own_layers, _make_one(name, part)) for part in parts]
-    return backends[0][1] if len(backends) == 1 else BackendsByWindow(backends)
+    """The backend, or one for each kind of layers."""
+    backends = [(part.own_layers, _make_one(name, part)) for part in setting.by_kind]
+    return backends[0][1] if len(backends) == 1 else BackendsByKind(backends)
 
 
 def _make_one(name: str, setting: AttentionSetting) -> AttentionBackend:
     if name in _registered:
         return _registered[name](setting)
     _check_known(name)
-    pool = setting.kv_pool
-    if name not in _READ_FP8 and pool.row(setting.own_layers[0], "k").dtype != pool.dtype:
+    pool, first = setting.kv_pool, setting.own_layers[0]
+    if name != _ANYWHERE and setting.rules.get(first, PLAIN).rows != PLAIN.rows:
+        raise ValueError(
+            f"--attention-backend {name} does not compute latent attention: use --attention-backend {_ANYWHERE}"
+        )
+    if name not in _READ_FP8 and pool.row(first, "k").dtype != pool.dtype:
         raise ValueError(
             f"--attention-backend {name} does not read --kv-cache-dtype fp8_e4m3: use --attention-backend triton or"
             " torch"

@@ -26,16 +26,20 @@ class LayerRules:
     ``window``: a query attends to its own token and the ``window - 1`` before it (None: to all). ``soft_cap`` c: a
     score s becomes c tanh(s / c); 0 means no cap. ``sinks`` [num_heads] float32: one more score for each head, which
     belongs to no token and has a value of zero. The soft cap is not applied to the sinks.
+
+    ``rows`` names the layer's rows in the KV pool that hold the keys and the values. If it is the same row for both
+    (``latent``), the layer takes of the result what it needs.
     """
 
     window: int | None = None
     soft_cap: float = 0.0
     sinks: torch.Tensor | None = None
+    rows: tuple[str, str] = ("k", "v")
 
     @property
     def plain(self) -> bool:
-        """Whether the layer has none of these, so that attention is softmax(scale q k^T) v."""
-        return self.window is None and self.soft_cap == 0.0 and self.sinks is None
+        """Whether the layer has none of these, so that attention is softmax(scale q k^T) v with rows k and v."""
+        return self.window is None and self.soft_cap == 0.0 and self.sinks is None and self.rows == PLAIN.rows
 
 
 PLAIN = LayerRules()
@@ -43,7 +47,7 @@ NO_RULES: Mapping[int, LayerRules] = {}
 
 
 def window_of(rules: Mapping[int, LayerRules]) -> int | None:
-    """The one window that all layers in ``rules`` have. Plans depend on it; see ``by_window``."""
+    """The one window that all layers in ``rules`` have. Plans depend on it; see ``by_kind``."""
     windows = {rule.window for rule in rules.values()}
     assert len(windows) <= 1, f"a backend attends with one window, not with {windows}"
     return next(iter(windows), None)

@@ -25,7 +25,12 @@ import torch
 import torch.nn.functional as F
 
 from fenceline.layers.attention.base import NO_RULES, PLAIN, LayerRules
-from fenceline.layers.attention.reference import ReferenceAttentionBackend, ReferencePlan, max_tokens
+from fenceline.layers.attention.reference import (
+    ReferenceAttentionBackend,
+    ReferencePlan,
+    gathered,
+    max_tokens,
+)
 from fenceline.layers.attention.shared_prefixes import find_shared_prefixes
 from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode
 from fenceline.mem_cache.kv_pool import KVPool
@@ -85,6 +90,12 @@ class _Source:
         """How ``layer_id`` turns products of queries and keys into attention weights."""
         rules = self.rules.get(layer_id, PLAIN)
         return _Scores(scale, rules.soft_cap, rules.sinks)
+
+    def gathered(
+        self, layer_id: int, slots: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``reference.gathered``."""
+        return gathered(self.kv_pool, layer_id, self.rules.get(layer_id, PLAIN), slots, dtype)
 
     def num_attended(self, num_tokens: int) -> int:
         """To how many tokens the last of ``num_tokens`` attends."""
@@ -254,13 +265,13 @@ class _DecodePlan(_Part):
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``_Part.attend``."""
-        scores, kv_pool = scores.by_rows(k.shape[1]), self.source.kv_pool
+        scores = scores.by_rows(k.shape[1])
         grouped_q = q.view(len(q), k.shape[1], -1, q.shape[2])
         grouped_lse = None if lse is None else lse.view(grouped_q.shape[:3])
         if self.order is None or self.inverse is None:
             group = self.groups[0]
             attended = _attend_gathered(
-                kv_pool, layer_id, group.slots, group.mask, grouped_q, scores, grouped_lse
+                self.source, layer_id, group.slots, group.mask, grouped_q, scores, grouped_lse
             )
             return attended.reshape(q.shape)
         sorted_q = grouped_q.index_select(0, self.order)
@@ -270,7 +281,9 @@ class _DecodePlan(_Part):
             members = slice(group.first, group.last)
             sums = None if sorted_lse is None else sorted_lse[members]
             outputs.append(
-                _attend_gathered(kv_pool, layer_id, group.slots, group.mask, sorted_q[members], scores, sums)
+                _attend_gathered(
+                    self.source, layer_id, group.slots, group.mask, sorted_q[members], scores, sums
+                )
             )
         if grouped_lse is not None and sorted_lse is not None:
             torch.index_select(sorted_lse, 0, self.inverse, out=grouped_lse)
@@ -278,7 +291,7 @@ class _DecodePlan(_Part):
 
 
 def _attend_gathered(
-    kv_pool: KVPool,
+    source: _Source,
     layer_id: int,
     slots: torch.Tensor,
     mask: torch.Tensor | None,
@@ -288,8 +301,7 @@ def _attend_gathered(
 ) -> torch.Tensor:
     """q [G, num_kv_heads, queries of one kv head, head_dim] over slots [G * tokens] → the same shape."""
     shape = (len(q), len(slots) // len(q), q.shape[1], q.shape[3])
-    k = kv_pool.row(layer_id, "k").index_select(0, slots).to(q.dtype).view(shape).transpose(1, 2)
-    v = kv_pool.row(layer_id, "v").index_select(0, slots).to(q.dtype).view(shape).transpose(1, 2)
+    k, v = (rows.view(shape).transpose(1, 2) for rows in source.gathered(layer_id, slots, q.dtype))
     return _attention(q, k, v, scores, lse, mask)
 
 
@@ -399,7 +411,7 @@ class _ExtendPlan(_Part):
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``_Part.attend``."""
-        group, kv_pool = q.shape[1] // k.shape[1], self.source.kv_pool
+        group = q.shape[1] // k.shape[1]
         scores = scores.by_group(k.shape[1])
         output = torch.empty_like(q, memory_format=torch.contiguous_format)
         for request in self.requests:
@@ -411,8 +423,7 @@ class _ExtendPlan(_Part):
                 keys, values = _shared_heads(k[tokens], group), _shared_heads(v[tokens], group)
                 result.copy_(_attention(queries, keys, values, scores, sums, causal=True))
             else:
-                keys = kv_pool.row(layer_id, "k").index_select(0, request.slots).to(q.dtype)
-                values = kv_pool.row(layer_id, "v").index_select(0, request.slots).to(q.dtype)
+                keys, values = self.source.gathered(layer_id, request.slots, q.dtype)
                 keys, values = _shared_heads(keys, group), _shared_heads(values, group)
                 self._attend_blocks(result, queries, keys, values, scores, sums)
         return output
@@ -530,7 +541,7 @@ class _PrefixPlan(AttentionPlan):
                 .reshape(1, num_kv_heads, -1, head_dim)
             )
             sums = torch.empty(rows.shape[:3], dtype=torch.float32)
-            attended = _attend_gathered(self.source.kv_pool, layer_id, prefix.slots, None, rows, scores, sums)
+            attended = _attend_gathered(self.source, layer_id, prefix.slots, None, rows, scores, sums)
             num = len(queries)
             attended = attended.view(num_kv_heads, num, -1, head_dim).transpose(0, 1).reshape(queries.shape)
             sums = sums.view(num_kv_heads, num, -1).transpose(0, 1).reshape(queries.shape[:2])

@@ -104,8 +104,8 @@ class ReferencePlan(AttentionPlan):
         for slots, visible in self._reads:
             num_queries, last = visible.shape[1], first + len(slots) * visible.shape[1]
             keys, values = (
-                cache.index_select(0, slots.view(-1)).to(q.dtype).unflatten(0, slots.shape).transpose(1, 2)
-                for cache in (self._kv_pool.row(layer_id, "k"), self._kv_pool.row(layer_id, "v"))
+                rows.unflatten(0, slots.shape).transpose(1, 2)
+                for rows in gathered(self._kv_pool, layer_id, rules, slots.view(-1), q.dtype)
             )
             queries = q[first:last].unflatten(0, (-1, num_queries)).unflatten(2, (num_kv_heads, -1))
             blocks, first = [], last
@@ -196,6 +196,15 @@ class ReferenceAttentionBackend(AttentionBackend):
             own, most = replace(tree, ancestors=ancestors), int(lens[some].max())
             requests.append(Requests(inputs.page_table, inputs.rows[some], inputs.seq_lens[some], most, own))
         return requests
+
+
+def gathered(
+    kv_pool: KVPool, layer_id: int, rules: LayerRules, slots: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and the values in ``slots`` [N], each [N, num_kv_heads, head_dim]: one tensor if one row holds both."""
+    keys, values = (kv_pool.row(layer_id, name) for name in rules.rows)
+    k = keys.index_select(0, slots).to(dtype)
+    return k, k if values is keys else values.index_select(0, slots).to(dtype)
 
 
 def max_tokens(kv_pool: KVPool, nbytes: int) -> int:

@@ -1,4 +1,5 @@
-"""For models whose layers have different windows: each window has its own backend, and its own plan in each step."""
+"""For models whose layers attend in different ways: each kind of layers has its own backend, and its own plan in each
+step."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from fenceline.layers.forward_batch import (
 )
 
 
-class BackendsByWindow(AttentionBackend):
+class BackendsByKind(AttentionBackend):
     """Several backends, each of which attends in some layers of the pool."""
 
     def __init__(self, parts: Sequence[tuple[Sequence[int], AttentionBackend]]) -> None:
