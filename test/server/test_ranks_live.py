@@ -48,8 +48,9 @@ def generate_body(ids: list[int], params: dict[str, object]) -> dict[str, object
 
 
 @pytest.mark.long
-def test_ranks_with_experts_of_their_own_answer_as_one(tmp_path: Path) -> None:
-    save_checkpoint("qwen3-moe", tmp_path)
+@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v2-lite"])
+def test_ranks_with_experts_of_their_own_answer_as_one(name: str, tmp_path: Path) -> None:
+    save_checkpoint(name, tmp_path)
     flags: dict[str, object] = {"model_path": str(tmp_path), "max_total_tokens": 1024}
     prompts = [[(7 * i + j) % 50 for j in range(30)] for i in range(6)]
     params = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}

@@ -139,6 +139,21 @@ _GPT_OSS: dict[str, object] = {
     },
 }
 
+# As DeepSeek-V2-Lite is published, with the angles and the temperature of yarn.
+_DEEPSEEK: dict[str, object] = {
+    "num_key_value_heads": None,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {**_ROPES["yarn"], "mscale": 0.7, "mscale_all_dim": 0.7},
+}
+
 # The family and the entries of config.json that differ from SIZES. The names are test ids.
 CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("Llama", {}),
@@ -230,6 +245,18 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
         "SeedOss",
         {"head_dim": 16, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
     ),
+    "deepseek-v2-lite": ("DeepseekV2", _DEEPSEEK),
+    "deepseek-v2-query-rank": (  # the norms of latents do not have rms_norm_eps
+        "DeepseekV2",
+        {
+            **_DEEPSEEK,
+            "q_lora_rank": 18,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-2,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {**_ROPES["yarn"], "mscale": 1.0, "mscale_all_dim": 0.5},
+        },
+    ),
     "ernie4.5": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
     "ernie4.5-moe": ("Ernie4_5_Moe", {**_ERNIE, "moe_num_shared_experts": 2}),
     "ernie4.5-moe-some-layers": (
@@ -303,9 +330,9 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
     ),
 }
 
-# Entries of config.json that have no defaults, beside SIZES.
+# Entries of config.json that have no defaults, beside SIZES, or must go with them.
 _REQUIRED = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "moe_k",
-             "moe_intermediate_size")  # fmt: skip
+             "moe_intermediate_size", "num_key_value_heads")  # fmt: skip
 
 
 def shortest_config(name: str) -> tuple[transformers.PreTrainedConfig, dict[str, object]]:

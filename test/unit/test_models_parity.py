@@ -196,7 +196,7 @@ def test_entries_that_are_missing_are_those_of_transformers(name: str, tmp_path:
     rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
     assert ours.rope_theta == rope["rope_theta"]
     assert ours.partial_rotary_factor == rope.get("partial_rotary_factor", 1.0)
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or ours.hidden_size // ours.num_heads)
+    assert ours.rotary_dim == (getattr(theirs, "head_dim", None) or ours.hidden_size // ours.num_heads)
     for key in ("rms_norm_eps", "tie_word_embeddings", "attention_bias", "mlp_bias"):
         assert getattr(ours, key) == getattr(theirs, key, getattr(ours, key)), key
     if ours.experts is not None:
@@ -228,6 +228,7 @@ _OTHERS: dict[str, object] = {
     "bos_token_id": 7,
     "eos_token_id": 7,
     "swiglu_alpha": 1.0,
+    "topk_method": "group_limited_greedy",
 }
 # They change nothing but what the file is, or what transformers reads.
 _OF_THE_FILE = {

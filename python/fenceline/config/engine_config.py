@@ -217,6 +217,8 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
     attention = attention_backends(args, device, model)
     speculative = _speculative(args, model, chunk and min(chunk, max_prefill_tokens))
     _check_ranks(args, model, None if speculative is None else speculative.draft.model)
+    for each in (model, *([] if speculative is None else [speculative.draft.model])):
+        _check_latent(args, each, device)
     if device == "cpu":
         _check_memory(args, model, max_running_requests, _kv_layout(args, model, speculative))
     return EngineConfig(
@@ -645,6 +647,21 @@ def _max_running_requests(args: ServerArgs, device: str, context_length: int) ->
     if args.max_total_tokens is not None:
         limit = min(limit, args.max_total_tokens // args.page_size)
     return max(limit, 1)
+
+
+def _check_latent(args: ServerArgs, model: ModelConfig, device: str) -> None:
+    if model.latent is None:
+        return
+    if device != "cpu":
+        raise ConfigError(
+            f"--model-path {model.model_path}: {model.architecture} has latent attention, for which there are no GPU"
+            " kernels yet; use --device cpu"
+        )
+    if args.kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"--kv-cache-dtype {args.kv_cache_dtype}: {model.architecture} keeps latents, which cannot be stored in"
+            " FP8; leave it out"
+        )
 
 
 def _kv_layout(args: ServerArgs, model: ModelConfig, speculative: SpeculativeConfig | None) -> KVLayout:

@@ -59,6 +59,33 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), with the names of config.json.
+
+    A token keeps one row of ``kv_lora_rank`` + ``qk_rope_head_dim`` features, which all heads share. A head's key has
+    ``qk_nope_head_dim`` features and its value ``v_head_dim``, both products of the first part of the row; the second
+    part, which is rotated, follows each key. Queries are products of a vector of ``q_lora_rank`` features; None: of the
+    hidden state.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head's queries and keys."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def width(self) -> int:
+        """Features of a token's row."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Multipliers:
     """The factors of embeddings, of the branches of layers, of logits and of attention scores. ``attention`` None: the
     square root of 1 / head_dim."""
@@ -234,6 +261,41 @@ def _glm_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
     )
 
 
+def _deepseek_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
+    """Experts are the best of all by their softmaxes; only other methods than greedy have groups."""
+    reader.overridden("n_group", "topk_group")
+    size = reader.size("moe_intermediate_size", 1407)
+    return ExpertsConfig(
+        num_experts=reader.size("n_routed_experts", 64),
+        top_k=reader.size("num_experts_per_tok"),
+        intermediate_size=size,
+        renormalise=False,
+        scaling=reader.number("routed_scaling_factor", 1.0),
+        shared_size=size * reader.count("n_shared_experts", default=2),
+        dense_layers=frozenset(range(min(reader.count("first_k_dense_replace"), num_layers))),
+    )
+
+
+def _deepseek_latent(reader: ConfigReader) -> LatentConfig:
+    reader.overridden("head_dim", "qk_head_dim")  # by the sizes of their parts
+    num_heads = reader.size("num_attention_heads")
+    if reader.size("num_key_value_heads", num_heads) != num_heads:
+        raise ConfigError(
+            "config.json: with latent attention num_key_value_heads must be num_attention_heads, or left out"
+        )
+    rope_dim = reader.size("qk_rope_head_dim", 64)
+    if rope_dim % 2:
+        raise ConfigError(f"config.json: qk_rope_head_dim must be even for rotary positions, got {rope_dim}")
+    has_no_rank = "q_lora_rank" in reader.values and reader.values["q_lora_rank"] is None
+    return LatentConfig(
+        q_lora_rank=None if has_no_rank else reader.size("q_lora_rank", 1536),
+        kv_lora_rank=reader.size("kv_lora_rank", 512),
+        qk_nope_head_dim=reader.size("qk_nope_head_dim", 128),
+        qk_rope_head_dim=rope_dim,
+        v_head_dim=reader.size("v_head_dim", 128),
+    )
+
+
 def _mixtral_experts(reader: ConfigReader, num_layers: int, sigmoid: bool = False) -> ExpertsConfig:
     return ExpertsConfig(
         sigmoid=sigmoid,
@@ -283,8 +345,9 @@ class Family:
 
     ``head_dim`` is a default (None: hidden_size divided by the number of heads). ``windows`` returns the sliding window
     of each layer, ``experts`` the mixture of experts, ``unrotated`` the layers without position embedding; all get the
-    number of layers. ``rms_norm_eps``, ``rope_theta``, ``tied`` (embedding and head), ``attention_bias``,
-    ``partial_rotary`` and ``activation`` are defaults too; if ``partial_rotary`` is None, whole heads always rotate.
+    number of layers. ``latent`` returns the sizes of latent attention; None: layers keep keys and values.
+    ``rms_norm_eps``, ``rope_theta``, ``tied`` (embedding and head), ``attention_bias``, ``partial_rotary`` and
+    ``activation`` are defaults too; if ``partial_rotary`` is None, whole heads always rotate.
     ``activation_key`` is the entry for the activation, None if there is none.
     ``rope_interleaved``: the features of a pair are adjacent. ``appended_mtp``: multi-token prediction layers are
     stored after the last layer. ``quantized``: the kinds of quantised checkpoints that are supported; ``mxfp4``:
@@ -319,6 +382,7 @@ class Family:
     unrotated: Callable[[ConfigReader, int], frozenset[int]] = _none_unrotated
     windows: Callable[[ConfigReader, int], Windows] = _no_windows
     experts: Callable[[ConfigReader, int], ExpertsConfig] | None = None
+    latent: Callable[[ConfigReader], LatentConfig] | None = None
 
 
 _ERNIE_4_5 = Family(
@@ -358,6 +422,18 @@ _GEMMA_3_DEFAULTS: Mapping[str, object] = {
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
+        "DeepseekV2ForCausalLM": Family(
+            rope_interleaved=True,
+            quantized=(),
+            computed={
+                "moe_layer_freq": (1,),
+                "norm_topk_prob": (False,),
+                "scoring_func": ("softmax",),
+                "topk_method": ("greedy",),
+            },
+            experts=_deepseek_experts,
+            latent=_deepseek_latent,
+        ),
         "Ernie4_5ForCausalLM": _ERNIE_4_5,
         "Ernie4_5_MoeForCausalLM": replace(_ERNIE_4_5, head_dim=None, experts=_ernie_experts),
         "Exaone4ForCausalLM": Family(

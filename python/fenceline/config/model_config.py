@@ -11,8 +11,8 @@ from pathlib import Path
 
 from fenceline.config import ConfigError
 from fenceline.config.config_reader import MOST, ConfigReader, Entries, check_unread
-from fenceline.config.families import FAMILIES, ExpertsConfig, Family, Multipliers, Windows
-from fenceline.config.kv_layout import KVRow, keys_and_values
+from fenceline.config.families import FAMILIES, ExpertsConfig, Family, LatentConfig, Multipliers, Windows
+from fenceline.config.kv_layout import KVRow, keys_and_values, latent
 from fenceline.config.model_files import (
     read_model_json,
     read_optional,
@@ -72,7 +72,8 @@ class ModelConfig:
     ``num_appended_layers`` the number of such layers that are stored after the model's own and are not used.
     ``rope_interleaved`` and ``partial_rotary_factor``: see ``RotaryEmbedding``. ``unrotated_layers`` have no position
     embedding. ``quantization`` is the number format of the linear layers; None: ``dtype``. ``experts`` is None for
-    dense models.
+    dense models. ``latent`` is None for models whose layers keep keys and values; otherwise all heads share one row,
+    which counts as one key/value head, and ``head_dim`` is that of queries.
     """
 
     model_path: str
@@ -110,6 +111,7 @@ class ModelConfig:
     local_rope: tuple[float, RopeScaling | None] | None = None
     quantization: QuantConfig | None = None
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
     sampling_defaults: SamplingDefaults
     hf_config: dict[str, object] = dataclasses.field(repr=False, compare=False)
 
@@ -135,20 +137,32 @@ class ModelConfig:
     def kv_rows(self, dtype: str, num_ranks: int = 1) -> tuple[tuple[KVRow, ...], ...]:
         """What the KV pool of one of ``num_ranks`` ranks stores for each token, layer by layer. Key/value heads are
         divided over the ranks, or repeated if there are fewer of them."""
-        return (
-            keys_and_values(max(self.num_kv_heads // num_ranks, 1), self.head_dim, dtype),
-        ) * self.num_layers
+        if self.latent is not None:
+            return (latent(self.latent.width, dtype),) * self.num_layers
+        num_heads = max(self.num_kv_heads // num_ranks, 1)
+        return (keys_and_values(num_heads, self.head_dim, dtype),) * self.num_layers
+
+    @property
+    def rotary_dim(self) -> int:
+        """Features of a head of which ``partial_rotary_factor`` is rotated."""
+        return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
 
     @property
     def layer_weights(self) -> int:
         """How many weights a token is multiplied by in one layer; for models with experts, in a layer that has them."""
-        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        return self.hidden_size * (attention + 3 * self.active_mlp_size)
+        mlp, queries, sizes = 3 * self.active_mlp_size, self.num_heads * self.head_dim, self.latent
+        if sizes is None:
+            return self.hidden_size * (2 * queries + 2 * self.num_kv_heads * self.head_dim + mlp)
+        values, rank = self.num_heads * sizes.v_head_dim, sizes.q_lora_rank
+        inside = (rank or 0) * queries + sizes.kv_lora_rank * (
+            self.num_heads * sizes.qk_nope_head_dim + values
+        )
+        return inside + self.hidden_size * ((rank or queries) + sizes.width + values + mlp)
 
     @property
     def score_work(self) -> int:
         """Multiplications of a query's attention for each token that it attends to, in one layer."""
-        return 2 * self.num_heads * self.head_dim
+        return 2 * self.num_heads * (self.head_dim if self.latent is None else self.latent.width)
 
     @property
     def active_mlp_size(self) -> int:
@@ -195,7 +209,8 @@ class ModelConfig:
             )
         vocab_size = reader.size("vocab_size")
         num_heads = reader.size("num_attention_heads")
-        num_kv_heads = reader.size("num_key_value_heads", num_heads)
+        sizes = None if family.latent is None else family.latent(reader)
+        num_kv_heads = 1 if sizes else reader.size("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise ConfigError(
                 f"config.json: {num_heads} attention heads cannot share {num_kv_heads} key/value heads"
@@ -209,9 +224,10 @@ class ModelConfig:
         attention_cap, logits_cap = family.soft_caps
         num_nextn_layers = reader.count("num_nextn_predict_layers", most=_MOST_LAYERS)
         num_layers = reader.size("num_hidden_layers", most=_MOST_LAYERS)
-        head_dim = _head_dim(reader, family.head_dim, num_heads)
-        partial_rotary = _partial_rotary(hf, family.partial_rotary, reader.count("rotary_dim"), head_dim)
-        _check_divisors(rope_scaling, int(head_dim * partial_rotary))
+        head_dim = sizes.head_dim if sizes else _head_dim(reader, family.head_dim, num_heads)
+        rotary_dim = sizes.qk_rope_head_dim if sizes else head_dim
+        partial_rotary = _partial_rotary(hf, family.partial_rotary, reader.count("rotary_dim"), rotary_dim)
+        _check_divisors(rope_scaling, int(rotary_dim * partial_rotary))
         bos = token_ids(hf.get("bos_token_id"))
         windows = family.windows(reader, num_layers)
         _check_layer_types(reader, windows, num_layers)
@@ -253,6 +269,7 @@ class ModelConfig:
             local_rope=parse_local_rope(hf, max_position, family.local_theta),
             quantization=quantization_config,
             experts=_experts(family, reader, num_layers, experts_format),
+            latent=sizes,
             sampling_defaults=_sampling_defaults(generation),
             hf_config=plain,
         )

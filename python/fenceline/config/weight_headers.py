@@ -87,6 +87,9 @@ def check_headers(model: ModelConfig, tensors: Mapping[str, StoredTensor]) -> No
         "self_attn.v_proj.weight": (kv_heads, hidden),
         "self_attn.o_proj.weight": (hidden, heads),
     }
+    if (sizes := model.latent) is not None:
+        shapes["self_attn.kv_a_proj_with_mqa.weight"] = (sizes.width, hidden)
+        shapes["self_attn.o_proj.weight"] = (hidden, model.num_heads * sizes.v_head_dim)
     stored_as = model.quantization
     is_plain = stored_as is None or stored_as.method == ON_LINE_METHOD
     head = next((name for name in tensors if name.startswith("lm_head.")), None)

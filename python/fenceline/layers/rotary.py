@@ -69,7 +69,7 @@ def make_rotary(config: ModelConfig) -> RotaryEmbedding:
 
     def make(theta: float, scaling: RopeScaling | None) -> RotaryEmbedding:
         partial, interleaved = config.partial_rotary_factor, config.rope_interleaved
-        return RotaryEmbedding(config.head_dim, config.context_length, theta, scaling, partial, interleaved)
+        return RotaryEmbedding(config.rotary_dim, config.context_length, theta, scaling, partial, interleaved)
 
     rotary = make(config.rope_theta, config.rope_scaling)
     if config.local_rope is not None:
@@ -181,11 +181,13 @@ def _yarn_attention_factor(scaling: RopeScaling) -> float:
     """YaRN's temperature on the attention logits. Cos and sin are each multiplied by its square root (section 3.3)."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
-
-    def mscale(weight: float) -> float:
-        return 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1.0
-
     # transformers ignores attn_factor. The models that have it were published for SGLang and vLLM, which do not.
     if scaling.mscale and scaling.mscale_all_dim:
-        return scaling.attn_factor * mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
-    return scaling.attn_factor * mscale(1.0)
+        both = yarn_mscale(scaling, scaling.mscale), yarn_mscale(scaling, scaling.mscale_all_dim)
+        return scaling.attn_factor * both[0] / both[1]
+    return scaling.attn_factor * yarn_mscale(scaling, 1.0)
+
+
+def yarn_mscale(scaling: RopeScaling, weight: float) -> float:
+    """The square root of YaRN's temperature, whose logarithmic part is multiplied by ``weight``."""
+    return 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1.0

@@ -214,7 +214,7 @@ def _rotary(model: ModelConfig, target: CausalLM) -> RotaryEmbedding:
 
     def parameters(config: ModelConfig) -> tuple[object, ...]:
         positions = config.context_length, config.rope_theta, config.rope_scaling
-        return config.head_dim, *positions, config.partial_rotary_factor, config.rope_interleaved
+        return config.rotary_dim, *positions, config.partial_rotary_factor, config.rope_interleaved
 
     if parameters(model) == parameters(target.config):
         return target.rotary

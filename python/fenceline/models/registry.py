@@ -8,6 +8,7 @@ from types import MappingProxyType
 from fenceline.config.model_config import ModelConfig
 from fenceline.layers.context import LayerContext
 from fenceline.models.decoder import CausalLM
+from fenceline.models.deepseek_v2 import DeepseekV2ForCausalLM
 from fenceline.models.ernie4_5 import Ernie4_5_MoeForCausalLM, Ernie4_5ForCausalLM
 from fenceline.models.exaone4 import Exaone4ForCausalLM
 from fenceline.models.gemma2 import Gemma2ForCausalLM
@@ -31,6 +32,7 @@ from fenceline.models.smollm3 import SmolLM3ForCausalLM
 # The keys are those of fenceline.config.families.FAMILIES; a test compares the two.
 MODELS: Mapping[str, type[CausalLM]] = MappingProxyType(
     {
+        "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
         "Ernie4_5ForCausalLM": Ernie4_5ForCausalLM,
         "Ernie4_5_MoeForCausalLM": Ernie4_5_MoeForCausalLM,
         "Exaone4ForCausalLM": Exaone4ForCausalLM,

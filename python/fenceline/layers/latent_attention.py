@@ -1,0 +1,132 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), in its absorbed form.
+
+A token keeps one row for all heads: a latent vector c, from which each head's key and value are products, and a rotated
+part that each key has in common. Instead of the keys, the queries are multiplied by the matrix of keys, and instead of
+the values, the sums over the latents by the matrix of values. Attention then is that of one key/value head as wide as
+the row, which any backend computes that takes one row for keys and values: no key or value is ever computed, also not
+those of a cached prefix. Its first features of the result are the sums.
+
+There are no kernels for a GPU yet (``EngineConfig`` refuses one): this is torch's operators, written for the CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fenceline.config.model_config import ModelConfig
+from fenceline.layers.attention.base import LayerRules
+from fenceline.layers.context import LayerContext
+from fenceline.layers.decoder_layer import BEFORE_ATTENTION, BranchNorms, TokenMixer, with_order
+from fenceline.layers.forward_batch import ForwardBatch
+from fenceline.layers.kernels.base import HeadLayout, apply_rotary, rotary_angles
+from fenceline.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from fenceline.layers.rotary import RotaryEmbedding, yarn_mscale
+from fenceline.layers.weight import DenseWeight, WeightSlots
+
+# The norms of the latents have this in transformers and in DeepSeek's own code, whatever rms_norm_eps is.
+_EPS = 1e-6
+
+
+class LatentAttention(TokenMixer):
+    """x += o_proj(attention(norm(x))). Its row in the pool is ``latent``, [kv_lora_rank + qk_rope_head_dim], which each
+    rank keeps whole; heads are divided over the ranks."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: LayerContext,
+        layer_id: int,
+        rotary: RotaryEmbedding,
+        bias: bool,
+        norms: BranchNorms = BEFORE_ATTENTION,
+    ) -> None:
+        """``bias`` is for the projections from and to the residual stream. Parameters are uninitialised."""
+        context = context.inside(self.name)
+        assert config.latent is not None, "the family reads the sizes from config.json"
+        self.latent, self._rotary, hidden_size = config.latent, rotary, config.hidden_size
+        num_heads = context.shard.divide(config.num_heads, "attention heads")
+        scale, scaling = config.head_dim**-0.5, config.rope_scaling
+        if scaling is not None and scaling.mscale_all_dim:
+            scale *= yarn_mscale(scaling, scaling.mscale_all_dim) ** 2
+        heads, rules = HeadLayout(num_heads, 1, self.latent.width), LayerRules(rows=("latent", "latent"))
+        super().__init__(
+            config, context, norms, layer_id, heads, (num_heads + 1) * self.latent.width, rules, scale
+        )
+        self.q_a_proj: ReplicatedLinear | None = None
+        rank, queries = self.latent.q_lora_rank, config.num_heads * config.head_dim
+        if rank is None:
+            self.q_proj = MergedColumnParallelLinear(hidden_size, {"q_proj": queries}, False, context)
+        else:
+            self.q_a_proj = ReplicatedLinear("q_a_proj", hidden_size, rank, bias, context)
+            self.q_a_norm = context.norm(rank, _EPS)
+            self.q_proj = MergedColumnParallelLinear(rank, {"q_b_proj": queries}, False, context)
+        self.kv_a_proj = ReplicatedLinear("kv_a_proj_with_mqa", hidden_size, heads.head_dim, bias, context)
+        self.kv_a_norm = context.norm(self.latent.kv_lora_rank, _EPS)
+        per_head = self.latent.qk_nope_head_dim + self.latent.v_head_dim
+        outputs = {"kv_b_proj": config.num_heads * per_head}
+        self.kv_b_proj = MergedColumnParallelLinear(self.latent.kv_lora_rank, outputs, False, context)
+        out_size = config.num_heads * self.latent.v_head_dim
+        self.o_proj = RowParallelLinear("o_proj", out_size, hidden_size, bias, context)
+
+    def project(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """x → queries of the row's width, then the row, [T, (num_heads + 1) * width]; the row also goes to the pool."""
+        normed = batch.normed.pop(self.input_norm, None)
+        if normed is None:
+            normed = x if self.input_norm is None else self.input_norm.forward(x)
+        num_heads, rank = self.heads.num_heads, self.latent.kv_lora_rank
+        if batch.buffers is None:
+            projected = x.new_empty(len(x), self._widths[0])
+        else:
+            projected = batch.buffers.tensors[self._projected_buffer]
+        rows = projected.view(len(x), num_heads + 1, -1)
+        down = normed if self.q_a_proj is None else self.q_a_norm.forward(self.q_a_proj.forward(normed))
+        queries = self.q_proj.forward(down).view(len(x), num_heads, -1)
+        plain, rotated = queries.split((self.latent.qk_nope_head_dim, self.latent.qk_rope_head_dim), -1)
+        latent, common = self.kv_a_proj.forward(normed).split((rank, self.latent.qk_rope_head_dim), -1)
+        keys, _ = self._up_matrices()
+        rows[:, :num_heads, :rank] = (plain.transpose(0, 1) @ keys).transpose(0, 1)
+        rows[:, num_heads, :rank] = self.kv_a_norm.forward(latent.contiguous())
+        both = torch.cat((rotated, common.unsqueeze(1)), 1)
+        rows[..., rank:] = apply_rotary(both, *rotary_angles(self._rotary.table, batch.positions))
+        if batch.layer_ready is not None:
+            # This must come before the store too, because this batch may write to the last page that is being loaded.
+            batch.layer_ready(self.layer_id)
+        batch.kv_pool.row(self.layer_id, "latent").index_copy_(0, batch.out_slots, rows[:, num_heads:])
+        return projected
+
+    def split(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows = projected.view(len(projected), self.heads.num_heads + 1, -1)
+        row = rows[:, self.heads.num_heads :]
+        return rows[:, : self.heads.num_heads], row, row
+
+    def _add_attended(self, x: torch.Tensor, attended: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        _, values = self._up_matrices()
+        sums = attended.view(len(x), self.heads.num_heads, -1)[..., : self.latent.kv_lora_rank]
+        result = (sums.transpose(0, 1) @ values.transpose(1, 2)).transpose(0, 1)
+        return self.add_product(x, self.o_proj, result.flatten(1), batch)
+
+    def _up_matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each head's matrices of keys and of values, [num_heads, features of a head, kv_lora_rank]."""
+        assert isinstance(self.kv_b_proj.weight, DenseWeight), "no format of this family is quantised"
+        by_head = self.kv_b_proj.weight.data.unflatten(0, (self.heads.num_heads, -1))
+        keys, values = by_head.split((self.latent.qk_nope_head_dim, self.latent.v_head_dim), 1)
+        return keys, values
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        slots = {
+            **self.q_proj.weight_slots(prefix),
+            **self.kv_a_proj.weight_slots(prefix),
+            **self.kv_a_norm.weight_slots(f"{prefix}kv_a_layernorm"),
+            **self.kv_b_proj.weight_slots(prefix),
+            **self.o_proj.weight_slots(prefix),
+        }
+        if (order := self._rotary.order) is not None:
+            for start, linear in (
+                (self.latent.qk_nope_head_dim, self.q_proj),
+                (self.latent.kv_lora_rank, self.kv_a_proj),
+            ):
+                whole = (*range(start), *(start + feature for feature in order))
+                slots |= {name: with_order(slot, whole) for name, slot in linear.weight_slots(prefix).items()}
+        if self.q_a_proj is not None:
+            slots |= self.q_a_proj.weight_slots(prefix) | self.q_a_norm.weight_slots(f"{prefix}q_a_layernorm")
+        return slots

@@ -1,0 +1,115 @@
+"""Latent attention in the engine: radix tree, chunks, host tier and speculation see rows, whatever is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from model_parity import save_checkpoint
+from scheduler_driver import Driver, answers, make_model_driver, request
+
+from fenceline.config import ConfigError
+from fenceline.config.engine_config import resolve
+from fenceline.config.kv_layout import KVLayout, latent
+from fenceline.config.server_args import parse_args
+
+NUM_TOKENS = 10
+Saved = tuple[Path, transformers.PreTrainedModel]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    directory = tmp_path_factory.mktemp("deepseek")
+    return directory, save_checkpoint("deepseek-v2-lite", directory)
+
+
+def prompts() -> list[list[int]]:
+    """Four begin with the same 40 tokens, four with others."""
+    return [[(3 * j + (i if j >= 40 or i >= 4 else 0)) % 101 for j in range(50 + i)] for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def expected(saved: Saved) -> list[list[int]]:
+    """What transformers answers to each prompt alone."""
+    _, model = saved
+    found = []
+    with torch.no_grad():
+        for prompt in prompts():
+            ids = list(prompt)
+            for _ in range(NUM_TOKENS):
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+            found.append(ids[len(prompt) :])
+    return found
+
+
+def asked(driver: Driver, which: Sequence[int], label: str) -> list[list[int]]:
+    params = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    return answers(driver, [request(f"{label}{i}", prompts()[i], **params) for i in which])
+
+
+def test_the_engine_answers_as_transformers_from_every_tier(
+    saved: Saved, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks, shared prefixes, and pages that went to the host and came back: the device holds two of the prompts."""
+    driver = make_model_driver(
+        model_path=str(saved[0]), page_size=4, max_total_tokens=160, chunked_prefill_size=16,
+        enable_hierarchical_cache=True, hicache_ratio=6.0,
+    )  # fmt: skip
+    layout = driver.worker.kv_pool.layout  # type: ignore[attr-defined]
+    assert layout == KVLayout(4, (latent(32 + 16, "float32"),) * 3)
+    loads: list[int] = []
+    copier = driver.worker.hicache._copier  # type: ignore[attr-defined]
+    to_device: Callable[..., None] = copier.to_device
+
+    def counted(*args: Any) -> None:
+        loads.append(len(args[1]))
+        to_device(*args)
+
+    monkeypatch.setattr(copier, "to_device", counted)
+    for number in range(2):
+        assert asked(driver, range(8), f"round {number}, ") == expected
+    assert loads and driver.answers["round 1, 0"].last.cached_tokens >= 40  # type: ignore[union-attr]
+
+
+def test_a_draft_may_have_it_too(saved: Saved, expected: list[list[int]]) -> None:
+    """A draft's rows follow the target's in the pool; the target is its own draft here."""
+    folder = str(saved[0])
+    driver = make_model_driver(
+        model_path=folder, speculative_algorithm="STANDALONE", speculative_draft_model_path=folder,
+        speculative_eagle_topk=2, speculative_num_steps=2,
+    )  # fmt: skip
+    assert asked(driver, range(8), "") == expected
+    assert driver.worker.kv_pool.num_layers == 6  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpu", "message"),
+    [
+        ("", True, "DeepseekV2ForCausalLM has latent attention, for which there are no GPU kernels yet; use"),
+        ("--kv-cache-dtype fp8_e4m3", False, "keeps latents, which cannot be stored in FP8; leave it out"),
+        (
+            "--quantization int4",
+            False,
+            "weights of this family in int4 are not supported (none are); use the",
+        ),
+        (
+            '--json-model-override-args {"topk_method":"group_limited_greedy"}',
+            False,
+            "is not supported for this",
+        ),
+        (
+            '--json-model-override-args {"num_key_value_heads":2}',
+            False,
+            "must be num_attention_heads, or left",
+        ),
+    ],
+)
+def test_what_is_not_computed_is_refused_in_a_line(saved: Saved, flags: str, gpu: bool, message: str) -> None:
+    args = parse_args(["--model-path", str(saved[0]), "--skip-tokenizer-init", *flags.split()])
+    with pytest.raises(ConfigError) as caught:
+        resolve(args, cuda_probe=lambda: gpu)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
