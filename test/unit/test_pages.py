@@ -133,12 +133,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_pages_that_code_names_exist() -> None:
     folders = ("python", "scripts", "test", "benchmark", "deploy", "docker", "sgl-kernel")
-    files = [
-        path
-        for folder in folders
-        for path in (setup_env.ROOT / folder).rglob("*")
-        if path.is_file() and "vgpu" not in path.parts
-    ]
+    files = [path for folder in folders for path in (setup_env.ROOT / folder).rglob("*") if path.is_file()]
     named = {
         (path.relative_to(setup_env.ROOT).as_posix(), page)
         for path in files
