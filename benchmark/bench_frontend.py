@@ -30,7 +30,6 @@ import psutil
 from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.server_args import parse_args
 from fenceline.entrypoints.supervisor import serve_until_stopped
-from fenceline.ipc.channel import PushSocket
 from fenceline.ipc.child_process import prepare_child
 from fenceline.ipc.io_struct import (
     SCHEDULER_DECODER,
@@ -45,7 +44,7 @@ from fenceline.ipc.io_struct import (
     TokenOut,
     encode,
 )
-from fenceline.ipc.sockets import Inbox
+from fenceline.ipc.mailbox import Inbox, Outbox
 
 FIRST_TOKEN_ID, NUM_TOKEN_IDS = 300, 400  # ordinary words of the demo model's vocabulary
 
@@ -80,22 +79,22 @@ def run_null_scheduler(config: EngineConfig, ports: PortArgs, rate: float, strea
     """The entry of a scheduler process. Waits for ``streams`` requests, then serves all at ``rate`` tokens/s."""
     prepare_child("scheduler", config.server_args, ports)
     inbox = Inbox(ports.scheduler, SCHEDULER_DECODER)
-    tokenizer = PushSocket(ports.tokenizer)
-    detokenizer = PushSocket(ports.detokenizer)
-    tokenizer.send(
+    outbox = Outbox(ports.tokenizer, ports.detokenizer)
+    outbox.send(
+        ports.tokenizer,
         encode(
             SchedulerReady(
                 max_total_num_tokens=1 << 24, max_running_requests=4096, max_req_input_len=4000,
                 context_length=1 << 20, memory_bytes={},
             )
-        )
+        ),
     )  # fmt: skip
     running: dict[str, NullRequest] = {}
     started = False
     due = time.perf_counter()
     while True:
         wait_ms = max(0.0, due - time.perf_counter()) * 1000 if started and rate else 0 if started else None
-        messages = inbox.drain() if wait_ms == 0 or inbox.socket.poll(wait_ms) else []
+        messages = inbox.drain() if wait_ms == 0 or inbox.wait(None if wait_ms is None else int(wait_ms)) else []
         for message in messages:
             if isinstance(message, ShutdownReq):
                 return
@@ -110,7 +109,7 @@ def run_null_scheduler(config: EngineConfig, ports: PortArgs, rate: float, strea
         if not started or (rate and now < due):
             continue
         outs = [request.next() for request in running.values()]
-        detokenizer.send(encode(BatchTokenOut(outs=outs)))
+        outbox.send(ports.detokenizer, encode(BatchTokenOut(outs=outs)))
         for out in outs:
             if out.finish_reason is not None:
                 del running[out.rid]

@@ -42,7 +42,7 @@ from fenceline.entrypoints.supervisor import serve_until_stopped
 from fenceline.ipc.child_process import Watchdog, freeze_garbage_collector, prepare_child
 from fenceline.ipc.free_memory import FreeMemoryWatch
 from fenceline.ipc.io_struct import SCHEDULER_DECODER, PortArgs
-from fenceline.ipc.sockets import Inbox
+from fenceline.ipc.mailbox import Inbox
 from fenceline.scheduler.process import SocketInbox, SocketOutbox, ready_message, run_loop
 from fenceline.scheduler.scheduler import Scheduler
 

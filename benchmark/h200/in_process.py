@@ -11,14 +11,15 @@ import multiprocessing
 import selectors
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import parse_args
-from fenceline.ipc.channel import PullSocket, PushSocket
 from fenceline.ipc.io_struct import (
     AbortReq,
     FlushCacheReq,
@@ -28,8 +29,8 @@ from fenceline.ipc.io_struct import (
     TokenizedGenerateReq,
     id_array,
 )
+from fenceline.ipc.mailbox import Inbox, Outbox, make_ports, remove_ports
 from fenceline.ipc.rank_board import RankBoard, create_rank_board, rank_endpoint
-from fenceline.ipc.sockets import make_ports, remove_ports
 from fenceline.layers.context import Shard
 from fenceline.memory_order import open_device
 from fenceline.model_executor.decode_runner import DecodeRunner
@@ -45,11 +46,11 @@ _VOCAB = 151643
 def _take_everything(ports: PortArgs) -> None:
     selector = selectors.DefaultSelector()
     for endpoint in (ports.detokenizer, ports.tokenizer):
-        selector.register(PullSocket(endpoint), selectors.EVENT_READ)
+        selector.register(Inbox(endpoint, msgspec.msgpack.Decoder(msgspec.Raw)), selectors.EVENT_READ)
     while True:
         for key, _ in selector.select():
-            while key.fileobj.receive_nowait() is not None:  # type: ignore[union-attr]
-                pass
+            while key.fileobj.has_arrived():  # type: ignore[union-attr]
+                key.fileobj.drain()  # type: ignore[union-attr]
 
 
 class _Inbox:
@@ -98,7 +99,9 @@ class InProcessEngine:
         outbox = SocketOutbox(self._ports, skip_detokenizer=False)
         link = None
         if num_ranks > 1:
-            send = [PushSocket(rank_endpoint(self._ports, rank)).send for rank in range(1, num_ranks)]
+            endpoints = [rank_endpoint(self._ports, rank) for rank in range(1, num_ranks)]
+            turns = Outbox(*endpoints)
+            send = [partial(turns.send, endpoint) for endpoint in endpoints]
             link = LeadingRank(RankBoard(self._ports, 0, num_ranks), self.runner, self._inbox.drain, send)
         self.scheduler = Scheduler(self.config, self.runner, self._inbox, outbox, link)
         with self.device.forward.active():

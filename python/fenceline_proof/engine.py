@@ -9,8 +9,8 @@ from random import Random
 
 import fenceline
 from fenceline.config.engine_config import EngineConfig
+from fenceline.frontend.scheduler_link import SchedulerLink
 from fenceline.ipc.io_struct import Message
-from fenceline.ipc.sockets import SchedulerLink
 from fenceline.memory_order import Device
 from fenceline.scheduler.process import ready_message
 from fenceline_proof.steps import Loop
@@ -55,12 +55,12 @@ class InProcess:
         """See ``entrypoints.launch.EngineBackend``."""
 
     def send(self, message: Message) -> None:
-        """See ``ipc.sockets.SchedulerLink``."""
+        """See ``frontend.scheduler_link.SchedulerLink``."""
         self.loop.send(message)
         self._sent.set()
 
     async def receive(self) -> list[Message]:
-        """See ``ipc.sockets.SchedulerLink``."""
+        """See ``frontend.scheduler_link.SchedulerLink``."""
         try:
             if self._loop is None:
                 self._start()
@@ -78,7 +78,7 @@ class InProcess:
         return messages
 
     def close(self) -> None:
-        """See ``ipc.sockets.SchedulerLink``. What has not been done yet is done now, and checked."""
+        """See ``frontend.scheduler_link.SchedulerLink``. What has not been done yet is done now, and checked."""
         try:
             if self.error is None and self._device is not None:
                 self.loop.run()

@@ -24,8 +24,8 @@ from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints import supervisor
 from fenceline.entrypoints.supervisor import bind_socket, listen, serve_until_stopped
-from fenceline.ipc.channel import PushSocket
 from fenceline.ipc.io_struct import BatchStrOut, ShutdownReq, encode
+from fenceline.ipc.mailbox import Outbox
 
 LOCALHOST = "127.0.0.1"
 HANGING = {"input_ids": [5, 6], "sampling_params": {"seed": Seed.HANG}}
@@ -287,11 +287,12 @@ def test_garbage_on_the_sockets_ends_nothing(sockets_dir: Path) -> None:
         shutdown, texts = ShutdownReq(), BatchStrOut(outs=[])
         wrong = {"scheduler": [texts, texts], "detokenizer": [texts, texts], "tokenizer": [shutdown]}
         for name, messages in wrong.items():
-            socket = PushSocket(f"ipc://{folder}/{name}")
+            endpoint = f"ipc://{folder}/{name}"
+            outbox = Outbox(endpoint)
             for garbage in (b"", b"\xc1", b"\x91" * 100_000, b"{}", os.urandom(1000), *map(encode, messages)):
-                socket.send(garbage)
-            socket.send_many([b"\x00"] * 100)
-            socket.close()
+                outbox.send(endpoint, garbage)
+            outbox.send(endpoint, *[b"\x00"] * 100)
+            outbox.close()
         wait_for(lambda: all(f"The {name}'s socket" in server.output for name in wrong))
         assert client.post("/generate", json={"text": "Hello"}).status_code == 200
         wait_for(lambda: all("dropped, 64 so far" in "".join(of(server, name)) for name in wrong))

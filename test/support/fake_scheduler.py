@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import msgspec
 
 from fenceline.config.engine_config import EngineConfig
-from fenceline.ipc.channel import PushSocket
 from fenceline.ipc.child_process import prepare_child
 from fenceline.ipc.io_struct import (
     SCHEDULER_DECODER,
@@ -50,7 +49,7 @@ from fenceline.ipc.io_struct import (
     TransferState,
     encode,
 )
-from fenceline.ipc.sockets import Inbox
+from fenceline.ipc.mailbox import Inbox, Outbox
 
 CAPACITY_TOKENS = 4096
 MAX_RUNNING = 64
@@ -337,20 +336,22 @@ class FakeProcess:
     def __init__(self, scheduler: FakeScheduler, ports: PortArgs, *, to_tokenizer: bool) -> None:
         self.scheduler = scheduler
         self.inbox = Inbox(ports.scheduler, SCHEDULER_DECODER)
-        self.tokenizer = PushSocket(ports.tokenizer)
-        self.detokenizer = self.tokenizer if to_tokenizer else PushSocket(ports.detokenizer)
+        self.tokenizer = ports.tokenizer
+        self.detokenizer = ports.tokenizer if to_tokenizer else ports.detokenizer
+        self.outbox = Outbox(*{self.tokenizer, self.detokenizer})
 
     def run(self) -> None:
         """Serve until told to stop."""
         signal.signal(RELEASE, lambda *_: setattr(self.scheduler, "released", True))
-        self.detokenizer.send(
+        self.outbox.send(
+            self.detokenizer,
             encode(
                 SchedulerReady(
                     max_total_num_tokens=CAPACITY_TOKENS, max_running_requests=MAX_RUNNING,
                     max_req_input_len=CONTEXT_LENGTH - 1, context_length=CONTEXT_LENGTH,
                     memory_bytes={"weights": 1, "kv_cache": 2},
                 )
-            )
+            ),
         )  # fmt: skip
         while not self.scheduler.stopping:
             outs: list[TokenOut] = []
@@ -358,11 +359,11 @@ class FakeProcess:
                 news, replies = self.scheduler.handle(message)
                 outs += news
                 for reply in replies:
-                    self.tokenizer.send(encode(reply))
+                    self.outbox.send(self.tokenizer, encode(reply))
             outs += self.scheduler.step(time.monotonic())
             if outs:
-                self.detokenizer.send(encode(BatchTokenOut(outs=outs)))
-                self.tokenizer.send(encode(StatsReport(state=self.scheduler.state())))
+                self.outbox.send(self.detokenizer, encode(BatchTokenOut(outs=outs)))
+                self.outbox.send(self.tokenizer, encode(StatsReport(state=self.scheduler.state())))
         self.close()
 
     def receive(self) -> list[Message]:
@@ -375,16 +376,14 @@ class FakeProcess:
 
     def fail(self, error: Exception) -> None:
         """Tell the main process."""
-        self.tokenizer.send(
-            encode(FatalError(source="scheduler", message=f"{type(error).__name__}: {error}"))
-        )
+        failed = FatalError(source="scheduler", message=f"{type(error).__name__}: {error}")
+        self.outbox.send(self.tokenizer, encode(failed))
         self.close()
 
     def close(self) -> None:
         """Close the sockets; what was sent is still delivered."""
-        self.inbox.socket.close()
-        self.tokenizer.close()
-        self.detokenizer.close()
+        self.inbox.close()
+        self.outbox.close()
 
 
 def run_fake_scheduler(config: EngineConfig, ports: PortArgs) -> None:

@@ -35,9 +35,9 @@ from fenceline.entrypoints.openai.chat_template import ChatTemplate
 from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody
 from fenceline.entrypoints.openai.serving_chat import conversation_text
 from fenceline.frontend.request_types import RequestError
+from fenceline.frontend.scheduler_link import SchedulerLink
 from fenceline.frontend.tokenizer_manager import TokenizerManager
 from fenceline.ipc.io_struct import SchedulerReady
-from fenceline.ipc.sockets import SchedulerLink
 
 CONTEXT = 4096
 Parse = Callable[[bytes, UnknownFields], object]

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from fenceline.frontend.detokenizer_manager import DetokenizerManager
-from fenceline.ipc.channel import PushSocket
 from fenceline.ipc.child_process import Silence, Watchdog, _watch_parent, heartbeat_path
 from fenceline.ipc.io_struct import (
     TOKENIZER_DECODER,
@@ -25,7 +24,7 @@ from fenceline.ipc.io_struct import (
     ShutdownReq,
     encode,
 )
-from fenceline.ipc.sockets import Inbox, make_ports, remove_ports
+from fenceline.ipc.mailbox import Inbox, Outbox, make_ports, remove_ports
 from fenceline.scheduler.process import follower_log_level
 
 _PROGRAM = """
@@ -150,9 +149,9 @@ def test_a_detokenizer_that_hangs_is_seen_by_its_watchdog() -> None:
 
     ports = make_ports()
     manager = DetokenizerManager(Noting(), ports)  # type: ignore[arg-type]
-    sender = PushSocket(ports.detokenizer)
+    sender = Outbox(ports.detokenizer)
     try:
-        sender.send_many([encode(BatchTokenOut(outs=[])), encode(ShutdownReq())])
+        sender.send(ports.detokenizer, encode(BatchTokenOut(outs=[])), encode(ShutdownReq()))
         manager.run(Noted())  # type: ignore[arg-type]
     finally:
         sender.close()
@@ -169,14 +168,14 @@ def test_the_server_is_ready_when_the_detokenizer_runs_too() -> None:
     inbox = Inbox(ports.tokenizer, TOKENIZER_DECODER)
     try:
         manager = DetokenizerManager(None, ports)  # type: ignore[arg-type]
-        sender = PushSocket(ports.detokenizer)
+        sender = Outbox(ports.detokenizer)
         for message in (ready, ShutdownReq()):
-            sender.send(encode(message))
+            sender.send(ports.detokenizer, encode(message))
         manager.run(Watchdog(0, lambda reason: None))
         inbox.wait()
         assert inbox.drain(8) == [ready]
     finally:
-        inbox.socket.close()
+        inbox.close()
         remove_ports(ports)
 
 

@@ -17,9 +17,8 @@ import pytest
 from fenceline.config import ConfigError
 from fenceline.config.engine_config import EngineConfig, core_dump_dir, resolve
 from fenceline.config.server_args import ServerArgs
-from fenceline.ipc.channel import PullSocket
-from fenceline.ipc.io_struct import FatalError, PortArgs, decode
-from fenceline.ipc.sockets import make_ports, remove_ports
+from fenceline.ipc.io_struct import TOKENIZER_DECODER, FatalError, PortArgs
+from fenceline.ipc.mailbox import Inbox, make_ports, remove_ports
 from fenceline.memory_order import Device, open_device
 from fenceline.scheduler import process as scheduler_process
 from fenceline.scheduler.core_dumps import (
@@ -345,11 +344,11 @@ def test_the_end_is_told_whatever_goes_wrong_before(
     monkeypatch.setattr(scheduler_process, "Watchdog", Kept)
     monkeypatch.setattr(scheduler_process, "open_device", fail)
     monkeypatch.setattr(scheduler_process, "log_core_dumps", fail_again)
-    socket = PullSocket(ports.tokenizer)
+    inbox = Inbox(ports.tokenizer, TOKENIZER_DECODER)
     try:
         with pytest.raises(FileNotFoundError, match="somebody cleaned up"):
             run_scheduler_process(config(tmp_path, "cpu"), ports)
-        assert socket.poll(10_000)
-        assert decode(socket.receive()) == FatalError(source="scheduler", message="RuntimeError: no device")
+        assert inbox.wait(10_000)
+        assert inbox.receive() == [FatalError(source="scheduler", message="RuntimeError: no device")]
     finally:
-        socket.close()
+        inbox.close()

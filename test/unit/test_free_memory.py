@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import msgspec
 import pytest
 
 from fenceline.ipc.child_process import Watchdog
@@ -122,17 +121,17 @@ def test_the_scheduler_looks_between_steps_and_in_quiet_moments(
 
 
 class FakeTurns:
-    """A socket whose turn comes at once, or after a quiet second that is told."""
+    """An inbox whose turn comes at once, or after a quiet second that is told."""
 
     def __init__(self, process: Process, quiet: bool) -> None:
         self._process, self._quiet = process, quiet
 
-    def poll(self, timeout_ms: int) -> bool:
+    def wait(self, timeout_ms: int) -> bool:
         self._process.now += timeout_ms / 1000 if self._quiet else 0.0
         return not self._quiet
 
-    def receive(self) -> bytes:
-        return msgspec.msgpack.encode(Turn(7, [], False))
+    def receive(self) -> list[Turn]:
+        return [Turn(7, [], False)]
 
 
 @pytest.mark.parametrize(("quiet", "num_looks"), [(False, 1), (True, 2)])

@@ -20,7 +20,9 @@ from fenceline.entrypoints.http_server import DirectRoutes, handlers_of
 from fenceline.entrypoints.json_body import PIECE_BYTES, PartsResponse
 from fenceline.entrypoints.sse import EventStream
 from fenceline.frontend.request_types import RequestError
-from fenceline.ipc import sockets as ipc
+from fenceline.frontend.scheduler_link import MAX_HELD_BYTES as MOST_SENT_LATE
+from fenceline.frontend.scheduler_link import SocketLink
+from fenceline.ipc import io_struct
 from fenceline.ipc.child_process import Watchdog
 from fenceline.ipc.free_memory import FreeMemoryWatch
 from fenceline.ipc.io_struct import (
@@ -31,9 +33,9 @@ from fenceline.ipc.io_struct import (
     encode,
     id_array,
 )
-from fenceline.ipc.sockets import Inbox, SocketLink, make_ports, remove_ports
+from fenceline.ipc.mailbox import Inbox, make_ports, remove_ports
 from fenceline.sampling.sampling_params import SamplingParams
-from fenceline.scheduler.process import SocketInbox
+from fenceline.scheduler.process import MAX_STEP_BYTES, SocketInbox
 
 
 async def test_writes_of_one_turn_are_one_write_and_come_before_the_end() -> None:
@@ -235,12 +237,12 @@ def scheduler_link() -> Iterator[tuple[SocketLink, Inbox]]:
     """The link, and the scheduler's end of it."""
     ports = make_ports()
     inbox = Inbox(ports.scheduler, SCHEDULER_DECODER)
-    received, link = inbox.socket, SocketLink(ports)
+    link = SocketLink(ports)
     try:
         yield link, inbox
     finally:
         link.close()
-        received.close()
+        inbox.close()
         remove_ports(ports)
 
 
@@ -249,14 +251,14 @@ async def test_what_is_sent_in_one_turn_arrives_together_and_in_order() -> None:
         requests = [AbortReq(rid=str(index)) for index in range(40)]
         for request in requests:
             link.send(request)
-        assert not inbox.socket.poll(0)
+        assert not inbox.wait(0)
         await asyncio.sleep(0)
-        assert inbox.socket.poll(5000)
+        assert inbox.wait(5000)
         assert inbox.drain(1) == requests[:1]
         assert inbox.drain() == requests[1:]
         link.send(ShutdownReq())
         link.close()  # sends what the loop did not come to
-        assert inbox.socket.poll(5000)
+        assert inbox.wait(5000)
         assert inbox.drain() == [ShutdownReq()]
 
 
@@ -269,26 +271,16 @@ async def test_what_fills_a_step_does_not_wait_for_the_turns_end() -> None:
         ]
         for request in requests:
             link.send(request)
-        full = ipc.MAX_HELD_BYTES // len(encode(requests[0])) + 1
+        full = MOST_SENT_LATE // len(encode(requests[0])) + 1
         assert full == 8, "8,192 tokens"
         num_early = len(requests) // full * full
-        early: list[ipc.Message] = []
-        while len(early) < num_early and inbox.socket.poll(5000):  # the event loop has not had a turn
+        early: list[io_struct.Message] = []
+        while len(early) < num_early and inbox.wait(5000):  # the event loop has not had a turn
             early += inbox.drain()
         assert early == requests[:num_early]
         await asyncio.sleep(0)
-        assert inbox.socket.poll(5000)
+        assert inbox.wait(5000)
         assert early + inbox.drain() == requests
-
-
-class FullSocket:
-    """A socket on which all of ``messages`` have arrived."""
-
-    def __init__(self, messages: list[bytes]) -> None:
-        self._left = messages[::-1]
-
-    def receive_nowait(self) -> bytes | None:
-        return self._left.pop() if self._left else None
 
 
 def test_a_flood_of_prompts_reaches_the_scheduler_over_many_steps() -> None:
@@ -298,12 +290,13 @@ def test_a_flood_of_prompts_reaches_the_scheduler_over_many_steps() -> None:
         TokenizedGenerateReq(rid=str(index), input_ids=id_array(ids), sampling_params=params)
         for index in range(200)
     ]
-    with scheduler_link() as (_, messages):
-        messages.socket = FullSocket(list(map(encode, requests)))  # type: ignore[assignment]
+    with scheduler_link() as (link, messages):
+        link._outbox.send(link._scheduler, *map(encode, requests))
+        messages.wait()
         inbox = SocketInbox(messages, Watchdog(0, print), FreeMemoryWatch())
-        arrived: list[ipc.Message] = []
+        arrived: list[io_struct.Message] = []
         while step := inbox.drain(False):
-            assert 200_000 * len(step) <= ipc.MAX_STEP_BYTES + 200_000
+            assert 200_000 * len(step) <= MAX_STEP_BYTES + 200_000
             arrived += step
     assert arrived == requests
 
@@ -322,14 +315,15 @@ async def test_who_comes_after_the_samples_of_long_prompts_does_not_wait_for_man
         for body in (2, 0)
     ]
     with scheduler_link() as (link, messages):
+        sent: list[bytes] = []
+        send = link._outbox.send
+        link._outbox.send = lambda to, *parts: sent.extend(parts)  # type: ignore[method-assign]
         for message in (*samples, *others):
             link.send(message)
-        arrived: list[bytes] = []
-        while len(arrived) < len(samples) + len(others):
+        while len(sent) < len(samples) + len(others):
             await asyncio.sleep(0)
-            if messages.socket.poll(5000):
-                arrived.append(messages.socket.receive())
-        messages.socket = FullSocket(arrived)  # type: ignore[assignment]
+        send(link._scheduler, *sent)  # all arrives together
+        messages.wait()
         step = SocketInbox(messages, Watchdog(0, print), FreeMemoryWatch()).drain(False)
     assert [message.rid for message in step] == [message.rid for message in (*samples, *others)]
     with_prompt = [message.rid for message in step if message.input_ids]

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_driver import make_driver
 
-from fenceline.ipc.channel import PushSocket
+from fenceline.frontend.scheduler_link import MAX_TURN_BYTES, SocketLink
 from fenceline.ipc.io_struct import (
     DETOKENIZER_DECODER,
     ENCODER,
@@ -31,7 +31,7 @@ from fenceline.ipc.io_struct import (
     encode,
     id_array,
 )
-from fenceline.ipc.sockets import MAX_TURN_BYTES, Inbox, SocketLink, make_ports, remove_ports
+from fenceline.ipc.mailbox import Inbox, Outbox, make_ports, remove_ports
 from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.scheduler.ranks import TURN_DECODER, Turn
 
@@ -50,7 +50,7 @@ def request(rid: str, num_ids: int) -> TokenizedGenerateReq:
 async def test_a_burst_is_sent_over_several_turns_and_in_order(ports: PortArgs) -> None:
     link = SocketLink(ports)
     sent: list[bytes] = []
-    link._outbox.send_many = sent.extend  # type: ignore[method-assign]
+    link._outbox.send = lambda to, *messages: sent.extend(messages)  # type: ignore[method-assign]
     for index in range(40):
         link.send(request(str(index), 100_000))
     link.send(AbortReq(rid="39"))
@@ -63,14 +63,14 @@ async def test_a_burst_is_sent_over_several_turns_and_in_order(ports: PortArgs) 
     assert max(turns) < 2 * MAX_TURN_BYTES
     messages = [SCHEDULER_DECODER.decode(data) for data in sent]
     assert [message.rid for message in messages] == [*map(str, range(40)), "39"]
-    del link._outbox.send_many
+    del link._outbox.send
     link.close()
 
 
 async def test_what_is_left_when_the_link_closes_is_sent(ports: PortArgs) -> None:
     link = SocketLink(ports)
     sent: list[bytes] = []
-    link._outbox.send_many = sent.extend  # type: ignore[method-assign]
+    link._outbox.send = lambda to, *messages: sent.extend(messages)  # type: ignore[method-assign]
     for index in range(40):
         link.send(request(str(index), 100_000))
     link.close()
@@ -79,38 +79,33 @@ async def test_what_is_left_when_the_link_closes_is_sent(ports: PortArgs) -> Non
 
 def test_an_inbox_gives_as_much_as_is_asked_for(ports: PortArgs) -> None:
     inbox = Inbox(ports.scheduler, SCHEDULER_DECODER)
-    sender = PushSocket(ports.scheduler)
+    sender = Outbox(ports.scheduler)
     messages = [encode(request(str(index), 10_000)) for index in range(10)]
-    sender.send_many(messages)
+    sender.send(ports.scheduler, *messages)
     inbox.wait()
     taken = [len(inbox.drain(4)), len(inbox.drain(100, 2 * len(messages[0]) - 1)), len(inbox.drain())]
     assert taken == [4, 2, 4]
-    inbox.socket.close()
+    inbox.close()
     sender.close()
 
 
 def test_fewer_requests_are_taken_at_once_if_they_are_more_than_ids(ports: PortArgs) -> None:
     """Biases are decoded one by one, so their bytes count for more than those of ids."""
 
-    class Arrived:
-        """A socket that has received ``messages``."""
-
-        def __init__(self, *messages: bytes) -> None:
-            self.messages = list(messages)
-
-        def receive_nowait(self) -> bytes | None:
-            return self.messages.pop(0) if self.messages else None
-
     inbox = Inbox(ports.scheduler, SCHEDULER_DECODER)
-    inbox.socket.close()
+    sender = Outbox(ports.scheduler)
     params = SamplingParams(logit_bias=dict.fromkeys(range(1000), 1.0))
     biased = msgspec.structs.replace(request("r", 0), sampling_params=params)
     num_ids = len(encode(biased)) // 4
     taken = []
     for message in (request("r", num_ids), biased):
-        inbox.socket = Arrived(*[encode(message)] * 64)  # type: ignore[assignment]
+        sender.send(ports.scheduler, *[encode(message)] * 64)
+        inbox.wait()
         taken.append(len(inbox.drain(None, 64 * 4 * num_ids)))
+        inbox.drain()
     assert taken[0] >= 32 and taken[1] <= 5, taken
+    inbox.close()
+    sender.close()
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1)))
@@ -164,16 +159,16 @@ def test_what_are_no_token_ids_is_dropped(
     ids: object, ports: PortArgs, caplog: pytest.LogCaptureFixture
 ) -> None:
     inbox = Inbox(ports.scheduler, SCHEDULER_DECODER)
-    sender = PushSocket(ports.scheduler)
+    sender = Outbox(ports.scheduler)
     good = request("good", 3)
     bad = msgspec.msgpack.decode(encode(good)) | {"input_ids": ids}
-    sender.send_many([msgspec.msgpack.encode(bad), encode(good)])
+    sender.send(ports.scheduler, msgspec.msgpack.encode(bad), encode(good))
     with caplog.at_level(logging.WARNING):
         assert inbox.receive() == []
         assert inbox.receive() == [good]
     assert inbox.num_dropped == 1
     assert "$.input_ids" in caplog.text
-    inbox.socket.close()
+    inbox.close()
     sender.close()
 
 

@@ -16,8 +16,8 @@ from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.nodes import agreed, described
 from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints.launch import EngineBackend, EngineProcesses
-from fenceline.ipc.channel import PullSocket
-from fenceline.ipc.io_struct import FatalError, PortArgs, decode
+from fenceline.ipc.io_struct import TOKENIZER_DECODER, FatalError, PortArgs
+from fenceline.ipc.mailbox import Inbox
 from fenceline.ipc.node_link import (
     AddressError,
     NodeListener,
@@ -78,15 +78,15 @@ class Node:
             scheduler=f"ipc://{folder}/scheduler", detokenizer="", tokenizer=f"ipc://{folder}/tokenizer"
         )
         create_rank_board(self.ports, 2)
-        self.main = PullSocket(self.ports.tokenizer)
+        self.main = Inbox(self.ports.tokenizer, TOKENIZER_DECODER)
         self.board = RankBoard(self.ports, number, 2)
         copy = RankBoard(self.ports, number, 2, range(number, number + 1))
         self.listener = NodeListener(self.ports, copy, "127.0.0.1", number, timeout_s)
 
     def told(self) -> str:
         """Why the server ends, once this node's main process is told."""
-        assert self.main.poll(60_000)
-        message = decode(self.main.receive())
+        assert self.main.wait(60_000)
+        (message,) = self.main.receive()
         assert isinstance(message, FatalError)
         return f"{message.source}: {message.message}"
 
@@ -140,3 +140,19 @@ def test_a_node_of_which_nothing_is_heard_ends_the_server(tmp_path: Path) -> Non
     node = Node(0, tmp_path / "0", 0.5)
     node.listener.start([node.listener.endpoint, "tcp://127.0.0.1:9"])
     assert "node 0: nothing was heard of node 1 for 0.5 s (--watchdog-timeout)" in node.told()
+
+
+def test_what_a_rank_wrote_and_did_not_arrive_ends_the_server(tmp_path: Path) -> None:
+    """ZeroMQ makes a broken connection again, and what was under way is lost: the board would stay behind."""
+    node = Node(0, tmp_path / "0", 1e6)
+    node.listener.start([node.listener.endpoint])
+    peers = NodePeers([node.listener.endpoint])
+    board = RankBoard(node.ports, 1, 2)
+    board.mirror = peers.write
+    board.post_arrived(1)
+    with pytest.MonkeyPatch.context() as lost:
+        lost.setattr(peers.outbox, "send", lambda *_: None)
+        board.post_arrived(2)
+    board.post_arrived(3)
+    assert node.told() == "node 0: rank 1 has written what did not arrive: the network fails"
+    peers.outbox.close()

@@ -13,6 +13,7 @@ from multiprocessing.process import BaseProcess
 from typing import Protocol
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.frontend.scheduler_link import SchedulerLink, SocketLink
 from fenceline.frontend.tokenizer import check_vocabulary, load_tokenizer
 from fenceline.frontend.tokenizer_manager import TokenizerManager
 from fenceline.ipc.child_process import (
@@ -23,10 +24,10 @@ from fenceline.ipc.child_process import (
     starting_children,
 )
 from fenceline.ipc.io_struct import PortArgs
+from fenceline.ipc.mailbox import make_ports, remove_ports
 from fenceline.ipc.node_link import tell_nodes
 from fenceline.ipc.progress import INTERVAL_S, announced
 from fenceline.ipc.rank_board import create_rank_board
-from fenceline.ipc.sockets import SchedulerLink, SocketLink, make_ports, remove_ports
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,6 @@ import msgspec
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.frontend.tokenizer import BYTE_TOKEN, Tokenizer, byte_alphabet, load_tokenizer
-from fenceline.ipc.channel import PushSocket, close_all
 from fenceline.ipc.child_process import Watchdog, freeze_garbage_collector, prepare_child
 from fenceline.ipc.io_struct import (
     DETOKENIZER_DECODER,
@@ -27,6 +26,7 @@ from fenceline.ipc.io_struct import (
     BatchStrOut,
     BatchTokenOut,
     DecodeInfo,
+    DetokenizerInput,
     FatalError,
     FinishReason,
     PortArgs,
@@ -37,7 +37,7 @@ from fenceline.ipc.io_struct import (
     TokenOut,
     encode,
 )
-from fenceline.ipc.sockets import MAX_DRAINED, MAX_DRAINED_BYTES, Inbox
+from fenceline.ipc.mailbox import MAX_DRAINED, MAX_DRAINED_BYTES, Inbox, Outbox
 
 logger = logging.getLogger(__name__)
 _REPLACEMENT = "\ufffd"
@@ -422,9 +422,9 @@ class DetokenizerManager:
 
     def __init__(self, detokenizer: Detokenizer, ports: PortArgs) -> None:
         self._detokenizer = detokenizer
-        self._inbox = Inbox(ports.detokenizer, DETOKENIZER_DECODER)
-        self._to_tokenizer = PushSocket(ports.tokenizer)
-        self._to_scheduler = PushSocket(ports.scheduler)
+        self._ports = ports
+        self._inbox: Inbox[DetokenizerInput] = Inbox(ports.detokenizer, DETOKENIZER_DECODER)
+        self._outbox = Outbox(ports.tokenizer, ports.scheduler)
 
     def run(self, watchdog: Watchdog) -> None:
         """Decode until told to stop. All messages that are waiting are answered with one."""
@@ -439,25 +439,25 @@ class DetokenizerManager:
                     self.close()
                     return
                 if isinstance(message, SchedulerReady):
-                    self._to_tokenizer.send(encode(message))
+                    self._outbox.send(self._ports.tokenizer, encode(message))
                     continue
                 assert isinstance(message, BatchTokenOut), type(message).__name__
                 batch, stopped = self._detokenizer.process(message)
                 for abort in stopped:
-                    self._to_scheduler.send(encode(abort))
+                    self._outbox.send(self._ports.scheduler, encode(abort))
                 outs.extend(batch.outs)
             if outs:
-                self._to_tokenizer.send(encode(BatchStrOut(outs=outs)))
+                self._outbox.send(self._ports.tokenizer, encode(BatchStrOut(outs=outs)))
 
     def fail(self, reason: str) -> None:
         """Tell the main process why this process ends."""
-        self._to_tokenizer.send(encode(FatalError(source="detokenizer", message=reason)))
+        self._outbox.send(self._ports.tokenizer, encode(FatalError(source="detokenizer", message=reason)))
         self.close()
 
     def close(self) -> None:
         """Close the sockets; what was sent is still delivered."""
-        self._inbox.socket.close()
-        close_all((self._to_tokenizer, self._to_scheduler))
+        self._inbox.close()
+        self._outbox.close()
 
 
 def run_detokenizer_process(config: EngineConfig, ports: PortArgs) -> None:
@@ -478,7 +478,7 @@ def _exit_hung(ports: PortArgs, reason: str) -> None:
     """Called by the watchdog's thread: report the reason, write all stacks and exit. The hung thread's sockets are not
     touched."""
     faulthandler.dump_traceback(all_threads=True)
-    socket = PushSocket(ports.tokenizer)
-    socket.send(encode(FatalError(source="detokenizer", message=reason)))
-    socket.close()
+    outbox = Outbox(ports.tokenizer)
+    outbox.send(ports.tokenizer, encode(FatalError(source="detokenizer", message=reason)))
+    outbox.close()
     os._exit(1)

@@ -10,6 +10,7 @@ import msgspec
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.frontend.load_balance import LoadBalancer
+from fenceline.frontend.scheduler_link import SchedulerLink
 from fenceline.ipc.io_struct import (
     AbortReq,
     BatchStrOut,
@@ -25,7 +26,6 @@ from fenceline.ipc.io_struct import (
     TokenOut,
     UpdateWeightsReq,
 )
-from fenceline.ipc.sockets import SchedulerLink
 
 _OWN = -1  # in place of a replica's number: what the link answers itself
 

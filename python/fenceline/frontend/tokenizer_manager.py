@@ -48,6 +48,7 @@ from fenceline.frontend.request_types import (
     new_rid,
     shutting_down,
 )
+from fenceline.frontend.scheduler_link import SchedulerLink
 from fenceline.frontend.tokenize_pool import TokenizePool
 from fenceline.frontend.tokenizer import Tokenizer
 from fenceline.ipc.io_struct import (
@@ -68,7 +69,6 @@ from fenceline.ipc.io_struct import (
     UpdateWeightsReq,
     id_array,
 )
-from fenceline.ipc.sockets import SchedulerLink
 
 _MIN_TICK_S, _MAX_TICK_S = 0.01, 1.0
 

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import PortArgs
-from fenceline.ipc.sockets import remove_ports
+from fenceline.ipc.mailbox import remove_ports
 
 PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Blocked in every thread of every child for good; the scheduler's flight recorder waits for it in a thread of its own.

@@ -1,7 +1,7 @@
 """Messages between the processes: TokenizerManager → Scheduler → DetokenizerManager → TokenizerManager.
 
 Every message is a tagged msgspec struct; :func:`encode` and :func:`decode` are the only wire format.
-Three channels exist (``ipc.channel``), each with one reader: ``scheduler`` (requests and control messages, and
+Three inboxes exist (``ipc.mailbox``), each with one reader: ``scheduler`` (requests and control messages, and
 the detokenizer's stop-string aborts), ``detokenizer`` (:class:`BatchTokenOut`) and ``tokenizer``
 (:class:`BatchStrOut` from the detokenizer, control replies from the scheduler). Under
 ``--skip-tokenizer-init`` the scheduler sends its :class:`BatchTokenOut` straight to ``tokenizer``.

@@ -10,25 +10,27 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import psutil
 
-from fenceline.ipc.channel import PullSocket, PushSocket, close_all
 from fenceline.ipc.child_process import Silence
 from fenceline.ipc.io_struct import FatalError, PortArgs, encode
-from fenceline.ipc.rank_board import RankBoard
+from fenceline.ipc.mailbox import Inbox, Outbox
+from fenceline.ipc.rank_board import RankBoard, rank_of
 
 HEARTBEAT_S = 0.5
 
 
 class BoardWrite(msgspec.Struct, frozen=True, tag=True):
-    """Bytes that a rank has written to its line of the board."""
+    """Bytes that a rank has written to its line of the board, as its ``number``-th write, from 1 on."""
 
     at: int
     data: bytes
+    number: int
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
@@ -43,7 +45,9 @@ class NodeFailed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-_DECODER = msgspec.msgpack.Decoder(BoardWrite | Heartbeat | NodeFailed)
+_DECODER: msgspec.msgpack.Decoder[BoardWrite | Heartbeat | NodeFailed] = msgspec.msgpack.Decoder(
+    BoardWrite | Heartbeat | NodeFailed
+)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -76,21 +80,20 @@ class NodePeers:
     """The listeners of the other nodes. Sending never blocks."""
 
     def __init__(self, endpoints: Sequence[str]) -> None:
-        self.sockets = [PushSocket(endpoint) for endpoint in endpoints]
+        self._endpoints = endpoints
+        self._num_writes = 0
+        self.outbox = Outbox(*endpoints)
 
     def write(self, at: int, data: bytes) -> None:
         """Have the other nodes' boards show what this rank has written to its own."""
-        self.send(BoardWrite(at, data))
+        self._num_writes += 1
+        self.send(BoardWrite(at, data, self._num_writes))
 
     def send(self, message: BoardWrite | Heartbeat | NodeFailed) -> None:
         """To all."""
         data = _ENCODER.encode(message)
-        for each in self.sockets:
-            each.send(data)
-
-    def close(self) -> None:
-        """Send the rest, for which there is a second."""
-        close_all(self.sockets)
+        for endpoint in self._endpoints:
+            self.outbox.send(endpoint, data)
 
 
 class NodeListener:
@@ -99,7 +102,7 @@ class NodeListener:
     def __init__(self, ports: PortArgs, board: RankBoard, address: str, node: int, timeout_s: float) -> None:
         """Listens on ``address``. ``board``: a view of its own, on which it writes. A node that is silent for
         ``timeout_s`` has failed."""
-        self._inbox = PullSocket(f"tcp://{address}:*")
+        self._inbox = Inbox(f"tcp://{address}:*", _DECODER)
         self.endpoint = self._inbox.endpoint
         self._ports = ports
         self._board = board
@@ -116,6 +119,7 @@ class NodeListener:
         peers = NodePeers(list(others.values()))
         silences = {other: Silence(2 * HEARTBEAT_S) for other in others}
         heartbeats = dict.fromkeys(others, 0)
+        num_writes: Counter[int] = Counter()  # of each rank
         next_heartbeat = 0.0
         while True:
             if (now := time.monotonic()) >= next_heartbeat:
@@ -128,26 +132,28 @@ class NodeListener:
                             " ended, or the network fails"
                         )
                         return
-            if not self._inbox.poll(int(HEARTBEAT_S * 1000)):
+            if not self._inbox.wait(int(HEARTBEAT_S * 1000)):
                 continue
-            try:
-                message = _DECODER.decode(self._inbox.receive())
-            except msgspec.MsgspecError:
-                continue  # not one of ours
-            match message:
-                case BoardWrite():
-                    self._board.copy_write(message.at, message.data)
-                case Heartbeat():
-                    if message.node in heartbeats:
-                        heartbeats[message.node] += 1
-                case NodeFailed():
-                    self._tell(message.reason)
-                    return
+            for message in self._inbox.receive():
+                match message:
+                    case BoardWrite():
+                        rank = rank_of(message.at)
+                        if message.number != num_writes[rank] + 1:  # the connection broke and was made again
+                            self._tell(f"rank {rank} has written what did not arrive: the network fails")
+                            return
+                        num_writes[rank] += 1
+                        self._board.copy_write(message.at, message.data)
+                    case Heartbeat():
+                        if message.node in heartbeats:
+                            heartbeats[message.node] += 1
+                    case NodeFailed():
+                        self._tell(message.reason)
+                        return
 
     def _tell(self, reason: str) -> None:
         """This node's main process ends the server, or its part of it."""
-        main = PushSocket(self._ports.tokenizer)
-        main.send(encode(FatalError(source=f"node {self._node}", message=reason)))
+        main = Outbox(self._ports.tokenizer)
+        main.send(self._ports.tokenizer, encode(FatalError(source=f"node {self._node}", message=reason)))
         main.close()
 
 
@@ -159,7 +165,7 @@ def tell_nodes(ports: PortArgs, reason: str) -> None:
         return
     peers = NodePeers(endpoints)
     peers.send(NodeFailed(reason))
-    peers.close()
+    peers.outbox.close()
 
 
 def _peers_file(ports: PortArgs) -> Path:

@@ -58,6 +58,11 @@ def rank_endpoint(ports: PortArgs, rank: int) -> str:
     return f"{ports.scheduler}-{rank}"
 
 
+def rank_of(at: int) -> int:
+    """On whose line the byte ``at`` is."""
+    return at // _LINE
+
+
 def _path(ports: PortArgs) -> Path:
     return Path(ports.scheduler.removeprefix("ipc://")).with_name("ranks.board")
 
@@ -159,7 +164,7 @@ class RankBoard:
     def copy_write(self, at: int, data: bytes) -> None:
         """A rank of another host has written ``data`` to its own line. What is not on such a line is dropped."""
         end = at + len(data)
-        rank = at // _LINE
+        rank = rank_of(at)
         if not 0 <= at < end <= self.num_ranks * _LINE or rank in self._here or (end - 1) // _LINE != rank:
             return
         if len(data) == _NUMBER.size:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -18,7 +19,6 @@ from fenceline.config import num_usable_cores
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.nodes import agreed, described
 from fenceline.distributed.shared_gpu import ranks_share_gpu
-from fenceline.ipc.channel import PullSocket, PushSocket, close_all
 from fenceline.ipc.child_process import Watchdog, freeze_garbage_collector, prepare_child
 from fenceline.ipc.free_memory import FreeMemoryWatch
 from fenceline.ipc.io_struct import (
@@ -27,13 +27,14 @@ from fenceline.ipc.io_struct import (
     FatalError,
     Message,
     PortArgs,
+    SchedulerInput,
     SchedulerReady,
     encode,
 )
+from fenceline.ipc.mailbox import Inbox, Outbox
 from fenceline.ipc.node_link import NodeListener, NodePeers, own_address, own_interface
 from fenceline.ipc.progress import announced
 from fenceline.ipc.rank_board import RankBoard, rank_endpoint, rank_meeting
-from fenceline.ipc.sockets import MAX_STEP_BYTES, MAX_STEP_MESSAGES, Inbox
 from fenceline.layers.context import Shard
 from fenceline.memory_order import CollectiveBackend, Communicator, Device, PeerLostError, open_device
 from fenceline.model_executor.model_runner import ModelRunner
@@ -53,6 +54,9 @@ from fenceline.scheduler.scheduler import InFlight, Scheduler
 logger = logging.getLogger(__name__)
 
 
+# What the scheduler takes in before a step. Requests beyond that are in no hurry: they fill many steps. The limit in
+# bytes is for long prompts: a megabyte of their ids takes one millisecond.
+MAX_STEP_MESSAGES, MAX_STEP_BYTES = 512, 4 << 20
 _MOST_MASK_THREADS = 3  # with more, a step waits longer for their turns with the interpreter lock
 _QUIET_MS = 1000  # freed memory is given back after this long without a message
 _PEER_LOST_WAIT_S = (
@@ -66,7 +70,7 @@ class SocketInbox:
     """Receives the scheduler's messages. It also gives freed memory back to the operating system, between steps and
     when no message has come for a second, because a large batch leaves hundreds of megabytes of it."""
 
-    def __init__(self, inbox: Inbox, watchdog: Watchdog, memory: FreeMemoryWatch) -> None:
+    def __init__(self, inbox: Inbox[SchedulerInput], watchdog: Watchdog, memory: FreeMemoryWatch) -> None:
         self._inbox = inbox
         self._watchdog = watchdog
         self._memory = memory
@@ -90,11 +94,11 @@ class SocketInbox:
 
 
 class TurnInbox:
-    """Receives the turns from ``socket``, on a rank other than 0. It gives memory back when :class:`SocketInbox`
+    """Receives the turns from ``inbox``, on a rank other than 0. It gives memory back when :class:`SocketInbox`
     does."""
 
-    def __init__(self, socket: PullSocket, watchdog: Watchdog, memory: FreeMemoryWatch) -> None:
-        self._socket = socket
+    def __init__(self, inbox: Inbox[Turn], watchdog: Watchdog, memory: FreeMemoryWatch) -> None:
+        self._inbox = inbox
         self._watchdog = watchdog
         self._memory = memory
 
@@ -102,11 +106,13 @@ class TurnInbox:
         """Wait for the next turn."""
         self._watchdog.waiting()
         self._memory.look()
-        if not self._socket.poll(_QUIET_MS):
+        if not self._inbox.wait(_QUIET_MS):
             self._memory.look()
-        data = self._socket.receive()
+        turns: list[Turn] = []
+        while not turns:
+            turns = self._inbox.receive()
         self._watchdog.busy()
-        return TURN_DECODER.decode(data)
+        return turns[0]
 
 
 class SocketOutbox:
@@ -114,20 +120,21 @@ class SocketOutbox:
     may send."""
 
     def __init__(self, ports: PortArgs, skip_detokenizer: bool) -> None:
-        self._tokenizer = PushSocket(ports.tokenizer)
-        self._tokens = self._tokenizer if skip_detokenizer else PushSocket(ports.detokenizer)
+        self._tokenizer = ports.tokenizer
+        self._tokens = ports.tokenizer if skip_detokenizer else ports.detokenizer
+        self._outbox = Outbox(*{self._tokenizer, self._tokens})
 
     def to_detokenizer(self, message: BatchTokenOut | SchedulerReady) -> None:
         """See :class:`fenceline.scheduler.scheduler.Outbox`."""
-        self._tokens.send(encode(message))
+        self._outbox.send(self._tokens, encode(message))
 
     def to_tokenizer(self, message: Message) -> None:
         """See :class:`fenceline.scheduler.scheduler.Outbox`."""
-        self._tokenizer.send(encode(message))
+        self._outbox.send(self._tokenizer, encode(message))
 
     def close(self) -> None:
         """What a thread sends from now on is dropped. What has been sent gets a second to arrive."""
-        close_all((self._tokens, self._tokenizer))
+        self._outbox.close()
 
 
 def ready_message(config: EngineConfig, scheduler: Scheduler) -> SchedulerReady:
@@ -184,7 +191,7 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
         lambda reason: _exit_hung(ports, rank, recorder, _root_cause(reason, link)),
     )
     try:
-        messages = None if rank else Inbox(ports.scheduler, SCHEDULER_DECODER)
+        messages: Inbox[SchedulerInput] | None = None if rank else Inbox(ports.scheduler, SCHEDULER_DECODER)
         outbox = SocketOutbox(ports, config.server_args.skip_tokenizer_init)
         begin = time.perf_counter()
         with announced(f"opening the device ({config.device})"):
@@ -252,7 +259,7 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
                     _end_rank(1, channels)
         sys.exit(1)
     if messages is not None:
-        messages.socket.close()
+        messages.close()
     if num_ranks > 1:
         _end_rank(0, channels)
 
@@ -261,7 +268,8 @@ def _end_rank(status: int, channels: _RankChannels | None) -> None:
     """End the process, once the other ranks have been told the rest, without what Python and libraries do at the end:
     NCCL would abort its communicator while CUDA shuts down, which can end the process by SIGABRT instead."""
     if channels is not None:
-        close_all(channels.senders)
+        for outbox in channels.outboxes:
+            outbox.close()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -343,15 +351,15 @@ class _RankChannels:
     def __init__(self, config: EngineConfig, ports: PortArgs, shard: Shard, device: Device) -> None:
         args, rank = config.server_args, shard.rank
         self.board = RankBoard(ports, rank, shard.size)
-        self.turns: PullSocket | None = None
-        self.senders: list[PushSocket] = []  # to other ranks and nodes
+        self.turns: Inbox[Turn] | None = None
+        self.outboxes: list[Outbox] = []  # to other ranks and nodes
         if args.dist_init_addr is None:
             self.endpoints = [rank_endpoint(ports, other) for other in range(shard.size)]
             if rank:
-                self.turns = PullSocket(self.endpoints[rank])
+                self.turns = Inbox(self.endpoints[rank], TURN_DECODER)
             return
         address = own_address(args.dist_init_addr)
-        self.turns = PullSocket(f"tcp://{address}:*")
+        self.turns = Inbox(f"tcp://{address}:*", TURN_DECODER)
         turns = self.turns.endpoint
         listens = rank == config.local_ranks[0]
         listener = None
@@ -364,7 +372,7 @@ class _RankChannels:
         self.endpoints = [endpoints[0] for endpoints in told]
         boards = [endpoints[1] for endpoints in told if len(endpoints) > 1]
         peers = NodePeers([each for node, each in enumerate(boards) if node != args.node_rank])
-        self.senders += peers.sockets
+        self.outboxes.append(peers.outbox)
         self.board.mirror = peers.write
         if listener is not None:
             listener.start(boards)
@@ -378,9 +386,11 @@ def _link_ranks(
 ) -> RankLink:
     board, turns = channels.board, channels.turns
     if board.rank == 0:
-        sockets = [PushSocket(endpoint) for endpoint in channels.endpoints[1:]]
-        channels.senders += sockets
-        return LeadingRank(board, worker, inbox.drain, [socket.send for socket in sockets])
+        outbox = Outbox(*channels.endpoints[1:])
+        channels.outboxes.append(outbox)
+        return LeadingRank(
+            board, worker, inbox.drain, [partial(outbox.send, to) for to in channels.endpoints[1:]]
+        )
     assert turns is not None, "rank 0 alone receives no turns"
     return FollowingRank(board, worker, TurnInbox(turns, watchdog, FreeMemoryWatch()).receive)
 
@@ -489,9 +499,9 @@ def _may_be_in_error(device: Device | None) -> Callable[[], bool]:
 
 
 def _send_fatal(ports: PortArgs, rank: int, message: str) -> None:
-    socket = PushSocket(ports.tokenizer)
-    socket.send(encode(FatalError(source=scheduler_name(rank), message=message)))
-    socket.close()
+    outbox = Outbox(ports.tokenizer)
+    outbox.send(ports.tokenizer, encode(FatalError(source=scheduler_name(rank), message=message)))
+    outbox.close()
 
 
 def _exit_hung(ports: PortArgs, rank: int, recorder: FlightRecorder | None, reason: str) -> None:
