@@ -13,61 +13,84 @@ from fenceline.benchmarking.endpoints import BACKENDS, backend_kind
 DATASETS = ("sharegpt", "custom", "random", "random-ids", "generated-shared-prefix", "multi-turn")
 
 
+def _arg(default: object, help: str, *, begins: str = "", secret: bool = False, **settings: object) -> Any:
+    """A field that is a flag, with argparse's ``settings``; ``begins``: the group of it and of those after it."""
+    return field(default=default, repr=not secret, metadata={"help": help, "begins": begins, **settings})
+
+
 @dataclass(frozen=True, slots=True)
 class BenchArgs:
     """All settings of a run, named like the flags. Lengths are in tokens, rates per second."""
 
-    backend: str = "fenceline"
-    base_url: str | None = None
-    host: str = "127.0.0.1"
-    port: int | None = None
-    api_key: str | None = field(default=None, repr=False)
-    header: tuple[str, ...] = field(default=(), repr=False)
-    model: str | None = None
-    served_model_name: str | None = None
-    tokenizer: str | None = None
-    trust_remote_code: bool = False
-    vocab_size: int | None = None
-    dataset_name: str = "random"
-    dataset_path: str = ""
-    num_prompts: int = 1000
-    sharegpt_output_len: int | None = None
-    sharegpt_context_len: int | None = None
-    random_input_len: int = 1024
-    random_output_len: int = 1024
-    random_range_ratio: float = 0.0
-    gsp_num_groups: int = 64
-    gsp_prompts_per_group: int = 16
-    gsp_system_prompt_len: int = 2048
-    gsp_question_len: int = 128
-    gsp_output_len: int = 256
-    gsp_range_ratio: float = 1.0
-    gsp_num_turns: int = 1
-    gsp_ordered: bool = False
-    multi_turn_num_turns: int = 4
-    multi_turn_question_len: int | None = None
-    prompt_suffix: str = ""
-    apply_chat_template: bool = False
-    tokenize_prompt: bool = False
-    request_rate: float = float("inf")
-    max_concurrency: int | None = None
-    warmup_requests: int = 1
-    flush_cache: bool = False
-    seed: int = 1
-    disable_ignore_eos: bool = False
-    disable_stream: bool = False
-    return_logprob: bool = False
-    extra_request_body: str | None = None
-    lora_name: tuple[str, ...] = ()
-    profile: bool = False
-    profile_activities: tuple[str, ...] = ("CPU", "GPU")
-    profile_num_steps: int | None = None
-    profile_output_dir: str | None = None
-    output_file: str | None = None
-    output_details: bool = False
-    disable_tqdm: bool = False
-    tag: str | None = None
-    check_determinism: int = 0
+    backend: str = _arg(
+        "fenceline", "Kind of server, and which of its APIs to use.", begins="server", choices=list(BACKENDS)
+    )
+    base_url: str | None = _arg(None, "Address of the server, instead of --host and --port.")
+    host: str = _arg("127.0.0.1", "Server host.")
+    port: int | None = _arg(None, "Server port; default: that of the backend.")
+    api_key: str | None = _arg(None, "Bearer token to send; default: $OPENAI_API_KEY.", secret=True)
+    header: tuple[str, ...] = _arg((), "Extra HTTP headers.", metavar="KEY=VALUE", nargs="+", secret=True)
+    model: str | None = _arg(None, "Model name or path; default: that of the server.")
+    served_model_name: str | None = _arg(None, "Model name in requests, if it differs from --model.")
+    tokenizer: str | None = _arg(None, "Tokenizer directory or hub id; default: the model's.")
+    trust_remote_code: bool = _arg(False, "Allow the tokenizer to run code of its own.")
+    vocab_size: int | None = _arg(None, "random-ids without a tokenizer: ids are below this.")
+    dataset_name: str = _arg(
+        "random", "Dataset of prompts; random needs no file.", begins="dataset", choices=DATASETS
+    )
+    dataset_path: str = _arg("", "JSON or JSONL file for sharegpt, custom, multi-turn.")
+    num_prompts: int = _arg(1000, "Number of requests, or of conversations.")
+    sharegpt_output_len: int | None = _arg(None, "Output length, instead of that in the file.")
+    sharegpt_context_len: int | None = _arg(None, "Leave out longer requests of a file.")
+    prompt_suffix: str = _arg("", "Appended to every user prompt read from a file.")
+    apply_chat_template: bool = _arg(False, "Apply the tokenizer's chat template.")
+    tokenize_prompt: bool = _arg(False, "Send token ids instead of text.")
+    random_input_len: int = _arg(
+        1024, "Input tokens of random, random-ids, multi-turn.", begins="synthetic datasets"
+    )
+    random_output_len: int = _arg(1024, "Output tokens of random, random-ids, multi-turn.")
+    random_range_ratio: float = _arg(0.0, "Lengths are drawn from [ratio*len, len].")
+    gsp_num_groups: int = _arg(64, "generated-shared-prefix: number of system prompts.")
+    gsp_prompts_per_group: int = _arg(16, "Questions per system prompt.")
+    gsp_system_prompt_len: int = _arg(2048, "Tokens of a system prompt.")
+    gsp_question_len: int = _arg(128, "Tokens of a question.")
+    gsp_output_len: int = _arg(256, "Tokens of an answer.")
+    gsp_range_ratio: float = _arg(1.0, "Like --random-range-ratio, for gsp lengths.")
+    gsp_num_turns: int = _arg(1, "Questions per conversation.")
+    gsp_ordered: bool = _arg(False, "Keep groups together instead of shuffling.")
+    multi_turn_num_turns: int = _arg(4, "multi-turn: number of turns, or maximum for a file.")
+    multi_turn_question_len: int | None = _arg(
+        None, "Tokens of later questions; default: --random-input-len."
+    )
+    request_rate: float = _arg(
+        float("inf"), "Poisson arrivals per second; inf sends all at once.", begins="load"
+    )
+    max_concurrency: int | None = _arg(None, "Maximum number of requests (or conversations) in flight.")
+    warmup_requests: int = _arg(1, "Number of short requests before the measurement.")
+    flush_cache: bool = _arg(False, "Flush the server's cache after the warm-up.")
+    seed: int = _arg(1, "Seed of prompts, lengths, arrivals and samples.")
+    disable_ignore_eos: bool = _arg(False, "Let answers end at end-of-sequence.", begins="requests")
+    disable_stream: bool = _arg(False, "Ask for one reply instead of a stream.")
+    return_logprob: bool = _arg(False, "Ask for output logprobs.")
+    extra_request_body: str | None = _arg(None, "JSON object to merge into every request.", metavar="JSON")
+    lora_name: tuple[str, ...] = _arg((), "LoRA adapters; each request draws one.", nargs="*")
+    output_file: str | None = _arg(
+        None, "JSONL file to append to; default: named after the run.", begins="output"
+    )
+    output_details: bool = _arg(False, "Add per-request arrays to the line.")
+    disable_tqdm: bool = _arg(False, "No progress bar.")
+    tag: str | None = _arg(None, "A label that is written to the output line.")
+    profile: bool = _arg(False, "Profile the run (/start_profile, /stop_profile).")
+    profile_activities: tuple[str, ...] = _arg(("CPU", "GPU"), "What the profiler records.", nargs="+")
+    profile_num_steps: int | None = _arg(None, "Number of steps after which the profiler stops.")
+    profile_output_dir: str | None = _arg(None, "Folder in which the server writes the trace.")
+    check_determinism: int = _arg(
+        0,
+        "Send N answered prompts again one at a time and compare the tokens (N is 16 by default, 0: off).",
+        metavar="N",
+        nargs="?",
+        const=16,
+    )
 
     @classmethod
     def from_namespace(cls, namespace: object) -> BenchArgs:
@@ -169,102 +192,15 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
         description="Benchmark online serving: throughput, latencies, determinism.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    _add_server_flags(parser)
-    _add_dataset_flags(parser)
-    _add_synthetic_flags(parser)
-    _add_load_flags(parser)
-    _add_request_flags(parser)
-    _add_output_flags(parser)
-    defaults = {f.name: f.default for f in fields(BenchArgs)}
-    parser.set_defaults(**{a.dest: defaults[a.dest] for a in parser._actions if a.dest in defaults})
+    group: argparse._ActionsContainer = parser
+    for f in fields(BenchArgs):
+        settings = dict(f.metadata)
+        if begins := settings.pop("begins"):
+            group = parser.add_argument_group(begins)
+        kind = str(f.type).split(" | ")[0]
+        if kind == "bool":
+            settings["action"] = "store_true"
+        elif kind in ("int", "float"):
+            settings["type"] = int if kind == "int" else float
+        group.add_argument(f"--{f.name.replace('_', '-')}", default=f.default, **settings)
     return parser
-
-
-def _add_server_flags(parser: argparse.ArgumentParser) -> None:
-    g = parser.add_argument_group("server")
-    g.add_argument("--backend", choices=list(BACKENDS), help="Kind of server, and which of its APIs to use.")
-    g.add_argument("--base-url", help="Address of the server, instead of --host and --port.")
-    g.add_argument("--host", help="Server host.")
-    g.add_argument("--port", type=int, help="Server port; default: that of the backend.")
-    g.add_argument("--api-key", help="Bearer token to send; default: $OPENAI_API_KEY.")
-    g.add_argument("--header", nargs="+", metavar="KEY=VALUE", help="Extra HTTP headers.")
-    g.add_argument("--model", help="Model name or path; default: that of the server.")
-    g.add_argument("--served-model-name", help="Model name in requests, if it differs from --model.")
-    g.add_argument("--tokenizer", help="Tokenizer directory or hub id; default: the model's.")
-    g.add_argument(
-        "--trust-remote-code", action="store_true", help="Allow the tokenizer to run code of its own."
-    )
-    g.add_argument("--vocab-size", type=int, help="random-ids without a tokenizer: ids are below this.")
-
-
-def _add_dataset_flags(parser: argparse.ArgumentParser) -> None:
-    g = parser.add_argument_group("dataset")
-    g.add_argument("--dataset-name", choices=DATASETS, help="Dataset of prompts; random needs no file.")
-    g.add_argument("--dataset-path", help="JSON or JSONL file for sharegpt, custom, multi-turn.")
-    g.add_argument("--num-prompts", type=int, help="Number of requests, or of conversations.")
-    g.add_argument("--sharegpt-output-len", type=int, help="Output length, instead of that in the file.")
-    g.add_argument("--sharegpt-context-len", type=int, help="Leave out longer requests of a file.")
-    g.add_argument("--prompt-suffix", help="Appended to every user prompt read from a file.")
-    g.add_argument("--apply-chat-template", action="store_true", help="Apply the tokenizer's chat template.")
-    g.add_argument("--tokenize-prompt", action="store_true", help="Send token ids instead of text.")
-
-
-def _add_synthetic_flags(parser: argparse.ArgumentParser) -> None:
-    g = parser.add_argument_group("synthetic datasets")
-    g.add_argument("--random-input-len", type=int, help="Input tokens of random, random-ids, multi-turn.")
-    g.add_argument("--random-output-len", type=int, help="Output tokens of random, random-ids, multi-turn.")
-    g.add_argument("--random-range-ratio", type=float, help="Lengths are drawn from [ratio*len, len].")
-    g.add_argument("--gsp-num-groups", type=int, help="generated-shared-prefix: number of system prompts.")
-    g.add_argument("--gsp-prompts-per-group", type=int, help="Questions per system prompt.")
-    g.add_argument("--gsp-system-prompt-len", type=int, help="Tokens of a system prompt.")
-    g.add_argument("--gsp-question-len", type=int, help="Tokens of a question.")
-    g.add_argument("--gsp-output-len", type=int, help="Tokens of an answer.")
-    g.add_argument("--gsp-range-ratio", type=float, help="Like --random-range-ratio, for gsp lengths.")
-    g.add_argument("--gsp-num-turns", type=int, help="Questions per conversation.")
-    g.add_argument("--gsp-ordered", action="store_true", help="Keep groups together instead of shuffling.")
-    g.add_argument(
-        "--multi-turn-num-turns", type=int, help="multi-turn: number of turns, or maximum for a file."
-    )
-    g.add_argument(
-        "--multi-turn-question-len", type=int, help="Tokens of later questions; default: --random-input-len."
-    )
-
-
-def _add_load_flags(parser: argparse.ArgumentParser) -> None:
-    g = parser.add_argument_group("load")
-    g.add_argument("--request-rate", type=float, help="Poisson arrivals per second; inf sends all at once.")
-    g.add_argument(
-        "--max-concurrency", type=int, help="Maximum number of requests (or conversations) in flight."
-    )
-    g.add_argument("--warmup-requests", type=int, help="Number of short requests before the measurement.")
-    g.add_argument("--flush-cache", action="store_true", help="Flush the server's cache after the warm-up.")
-    g.add_argument("--seed", type=int, help="Seed of prompts, lengths, arrivals and samples.")
-
-
-def _add_request_flags(parser: argparse.ArgumentParser) -> None:
-    g = parser.add_argument_group("requests")
-    g.add_argument("--disable-ignore-eos", action="store_true", help="Let answers end at end-of-sequence.")
-    g.add_argument("--disable-stream", action="store_true", help="Ask for one reply instead of a stream.")
-    g.add_argument("--return-logprob", action="store_true", help="Ask for output logprobs.")
-    g.add_argument("--extra-request-body", metavar="JSON", help="JSON object to merge into every request.")
-    g.add_argument("--lora-name", nargs="*", help="LoRA adapters; each request draws one.")
-
-
-def _add_output_flags(parser: argparse.ArgumentParser) -> None:
-    g = parser.add_argument_group("output")
-    g.add_argument("--output-file", help="JSONL file to append to; default: named after the run.")
-    g.add_argument("--output-details", action="store_true", help="Add per-request arrays to the line.")
-    g.add_argument("--disable-tqdm", action="store_true", help="No progress bar.")
-    g.add_argument("--tag", help="A label that is written to the output line.")
-    g.add_argument("--profile", action="store_true", help="Profile the run (/start_profile, /stop_profile).")
-    g.add_argument("--profile-activities", nargs="+", help="What the profiler records.")
-    g.add_argument("--profile-num-steps", type=int, help="Number of steps after which the profiler stops.")
-    g.add_argument("--profile-output-dir", help="Folder in which the server writes the trace.")
-    g.add_argument(
-        "--check-determinism",
-        nargs="?",
-        type=int,
-        const=16,
-        metavar="N",
-        help="Send N answered prompts again one at a time and compare the tokens (N is 16 by default, 0: off).",
-    )
