@@ -54,10 +54,10 @@ def asked(driver: Driver, which: Sequence[int], label: str) -> list[list[int]]:
 def test_the_engine_answers_as_transformers_from_every_tier(
     saved: Saved, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks, shared prefixes, and pages that went to the host and came back: the device holds two of the prompts."""
+    """Chunks, shared prefixes, graphs, and pages that were on the host: the device holds two of the prompts."""
     driver = make_model_driver(
         model_path=str(saved[0]), page_size=4, max_total_tokens=160, chunked_prefill_size=16,
-        enable_hierarchical_cache=True, hicache_ratio=6.0,
+        enable_hierarchical_cache=True, hicache_ratio=6.0, cuda_graph_bs=(1, 2, 4), piecewise_cuda_graph_tokens=(16,),
     )  # fmt: skip
     layout = driver.worker.kv_pool.layout  # type: ignore[attr-defined]
     assert layout == KVLayout(4, (latent(32 + 16, "float32"),) * 3)
@@ -72,6 +72,8 @@ def test_the_engine_answers_as_transformers_from_every_tier(
     monkeypatch.setattr(copier, "to_device", counted)
     for number in range(2):
         assert asked(driver, range(8), f"round {number}, ") == expected
+    graphs = driver.worker.prefill_graphs, driver.worker.decode  # type: ignore[attr-defined]
+    assert all(runner.stats.replays for runner in graphs)
     assert loads and driver.answers["round 1, 0"].last.cached_tokens >= 40  # type: ignore[union-attr]
 
 

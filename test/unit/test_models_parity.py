@@ -157,6 +157,20 @@ def test_logits_index_selects_rows_in_any_order(saved: Callable[[str], Saved]) -
     torch.testing.assert_close(logits, torch.stack([second[4], first[6], first[0]]), atol=1e-4, rtol=0)
 
 
+def test_a_step_may_get_embeddings_in_place_of_ids(saved: Callable[[str], Saved]) -> None:
+    directory, reference = saved("gemma3")  # whose embeddings are scaled
+    prompt = torch.arange(1, 40)
+    ours = PagedModel(directory, 16, "cpu")
+    batch = ours.batch([(0, prompt, 0, 39)], ForwardMode.EXTEND)
+    with torch.inference_mode():
+        given = ours.model.embed_tokens.forward(prompt)
+        before = given.clone()
+        batch = dataclasses.replace(batch, input_ids=torch.zeros_like(prompt), input_embeds=given)
+        logits = ours.model.forward(batch)
+    assert torch.equal(given, before)
+    torch.testing.assert_close(logits, reference_logits(reference, [prompt])[0], atol=1e-4, rtol=0)
+
+
 def test_a_chunk_may_want_no_logits_at_all(saved: Callable[[str], Saved]) -> None:
     directory, _ = saved("qwen3")
     work = [(0, torch.arange(9), 0, 9)]

@@ -179,6 +179,8 @@ class ForwardBatch:
     # Called before each layer first reads or writes the pool, outside graphs. It makes FORWARD wait until this layer of
     # the pages that are being loaded for the batch is complete. None: nothing is being loaded.
     layer_ready: Callable[[int], None] | None = None
+    # [T, hidden_size]: embeddings in place of those of ``input_ids``, which then say nothing. None: those of the ids.
+    input_embeds: torch.Tensor | None = None
     # If the forward is cut into pieces at attention, the pieces hand on their results in these. None: the forward runs
     # as a whole and allocates these tensors.
     buffers: PieceBuffers | None = None

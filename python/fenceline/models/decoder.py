@@ -89,10 +89,15 @@ class CausalLM(ABC):
         """
         return self.compute_logits(self.hidden_states(batch), batch)
 
+    def embed(self, batch: ForwardBatch) -> torch.Tensor:
+        """What the first layer reads, [T, hidden_size], which layers add to in place."""
+        given = batch.input_embeds
+        return self.embed_tokens.forward(batch.input_ids) if given is None else given.clone()
+
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
         """The output of the last layer before the final norm, [T, hidden_size]. Fills ``batch.aux_hidden`` if it is
         given."""
-        x, kept = self.embed_tokens.forward(batch.input_ids), batch.aux_hidden
+        x, kept = self.embed(batch), batch.aux_hidden
         if kept is not None:
             kept.keep(0, x)
         for index, layer in enumerate(self.layers, start=1):
@@ -128,7 +133,7 @@ class CausalLM(ABC):
         assert batch.buffers is not None, "pieces meet in buffers"
         x = batch.buffers.tensors["hidden"]
         if index == 0:
-            x.copy_(self.embed_tokens.forward(batch.input_ids))
+            x.copy_(self.embed(batch))
         else:
             layer = self.layers[index - 1]
             layer.mlp.forward(layer.self_attn.add_output(x, batch), batch)
