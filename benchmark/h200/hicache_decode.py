@@ -194,7 +194,7 @@ def _busy_block(
 
 def attention_of(engine: InProcessEngine) -> str:
     """The attention backend that was chosen for decode."""
-    return type(engine.runner._attention.decode).__name__.removesuffix("Backend")
+    return type(engine.runner.parts.attention.decode).__name__.removesuffix("Backend")
 
 
 def transfers(args: argparse.Namespace) -> tuple[str, list[object]]:

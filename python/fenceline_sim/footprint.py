@@ -74,7 +74,7 @@ class Footprints:
 
     def __init__(self, device: VgpuDevice, runner: ModelRunner, tags: Tags) -> None:
         self._tags = tags
-        self._accesses = runner._accesses
+        self._accesses = runner.parts.accesses
         self._memories = device.whole_memories
         self._declared: dict[StreamName, set[tuple[Memory, bool]]] = {}  # since the stream's latest Point
         self._touched: dict[StreamName, dict[tuple[Memory, bool], Operation]] = {}

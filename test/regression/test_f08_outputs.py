@@ -22,7 +22,6 @@ from step_traces import random_trace, steady_trace
 from trace_runner import first_difference, make_runner, play
 
 from fenceline.memory_order import LeaseError, open_device
-from fenceline.model_executor.step import StepBatch
 
 __all__ = ["models"]  # a fixture
 
@@ -39,7 +38,7 @@ def test_reading_an_output_after_the_next_replay_raises(kind: str) -> None:
     batches = steady_trace(81, 3)
     play(runner, batches)
     graphs, last = runner.decode, batches[-1]
-    assert isinstance(last, StepBatch)
+    assert last.is_decode
     with torch.inference_mode(), runner.device.forward.active():
         outputs = graphs.replay(4, last.seq_lens + 1)
         assert outputs.take("next_tokens", 4).shape == (4,)

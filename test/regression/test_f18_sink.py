@@ -31,7 +31,7 @@ def trace(page_size: int) -> tuple[list[StepBatch], list[StepBatch], list[int]]:
 
 def others_memory(runner: ModelRunner, pages: list[int]) -> list[torch.Tensor]:
     """Keys and values of ``pages``, and the last tokens of rows 4 and up."""
-    size = runner.page_size
+    size = runner.kv_pool.page_size
     slots = torch.tensor([(page - 1) * size + offset for page in pages for offset in range(size)])
     *caches, last_tokens = live_memory(runner)
     return [cache[slots] for cache in caches] + [last_tokens[3:]]

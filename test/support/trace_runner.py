@@ -179,7 +179,7 @@ def _same(a: LogprobValues | None, b: LogprobValues | None) -> bool:
 def live_memory(runner: ModelRunner) -> list[torch.Tensor]:
     """Host copies of all keys, values and last tokens except the sink's."""
     runner.device.synchronize()
-    pool, size = runner.kv_pool, runner.page_size
+    pool, size = runner.kv_pool, runner.kv_pool.page_size
     parts = [part(layer)[size:] for layer in range(pool.num_layers) for part in (pool.k, pool.v)]
     return [tensor.cpu().clone() for tensor in (*parts, runner.req_pool.last_tokens[1:])]
 

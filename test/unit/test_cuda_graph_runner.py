@@ -8,6 +8,7 @@ import io
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -25,7 +26,7 @@ from fenceline.memory_order.device import CpuDevice, CpuGraph
 from fenceline.model_executor.decode_runner import DecodeRunner, RepairError
 from fenceline.model_executor.graph_runner import GraphMismatch
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.step import StepBatch
+from fenceline.model_executor.parts import Parts
 from fenceline_proof.steps import Loop, make_config
 from fenceline_proof.workloads import WORKLOADS
 
@@ -54,14 +55,19 @@ def runner() -> ModelRunner:
 
 def bare(runner: ModelRunner, sizes: tuple[int, ...], padding: bool) -> DecodeRunner:
     """One that has captured nothing yet."""
-    decode, pools = runner.decode, (runner.kv_pool, runner.req_pool)
-    return DecodeRunner(runner.device, runner.model, *pools, decode._attention, sizes[-1], sizes, padding)
+    return DecodeRunner(parts_with(runner, sizes[-1], sizes, padding))
+
+
+def parts_with(runner: ModelRunner, max_batch: int, sizes: tuple[int, ...], padding: bool = True) -> Parts:
+    config = runner.parts.config
+    args = replace(config.server_args, disable_cuda_graph_padding=not padding)
+    config = replace(config, server_args=args, max_running_requests=max_batch, cuda_graph_bs=sizes)
+    return replace(runner.parts, config=config)
 
 
 def test_a_size_that_the_arena_has_no_rows_for_is_refused(runner: ModelRunner) -> None:
-    decode, pools = runner.decode, (runner.kv_pool, runner.req_pool)
     with pytest.raises(ValueError, match="a graph of 4 requests needs an arena of as many rows, not 3"):
-        DecodeRunner(runner.device, runner.model, *pools, decode._attention, 3, (1, 4))
+        DecodeRunner(parts_with(runner, 3, (1, 4)))
 
 
 @given(st.sets(st.integers(1, 300), min_size=1, max_size=8), st.booleans(), st.integers(1, 5000))
@@ -192,7 +198,7 @@ def test_outputs_of_a_replay_end_with_the_next(runner: ModelRunner) -> None:
     batches = steady_trace(5, 4)
     play(runner, batches)
     last = batches[-1]
-    assert isinstance(last, StepBatch)
+    assert last.is_decode
     graphs = graphs_of(runner)
     with torch.inference_mode():
         first = graphs.replay(4, last.seq_lens + 1)

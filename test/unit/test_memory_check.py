@@ -118,7 +118,7 @@ def test_the_engine_is_silent_and_its_tokens_are_the_same() -> None:
     driver = make_model_driver(4, memory_check="order", **FLAGS)
     assert answers(driver, workload()) == answers(make_model_driver(4, **FLAGS), workload())
     assert isinstance(driver.worker, ModelRunner)
-    order = driver.worker._accesses
+    order = driver.worker.parts.accesses
     assert driver.worker.device.checker.step > 20, "steps were counted, so they were declared"
     assert order.pages.last_writes.keys() == order.last_tokens.last_writes.keys() != set()
     # The mirror of the page table is the device's, where anything was written.
@@ -149,7 +149,8 @@ def test_off_declares_nothing() -> None:
     driver = make_model_driver(4, **FLAGS)
     assert isinstance(driver.worker, ModelRunner)
     assert (
-        not driver.worker._accesses.pages.last_writes and not driver.worker._accesses.last_tokens.last_writes
+        not driver.worker.parts.accesses.pages.last_writes
+        and not driver.worker.parts.accesses.last_tokens.last_writes
     )
     assert driver.worker.device.forward.record().passed, "points of a synchronous device pass at once"
 
@@ -162,7 +163,7 @@ def test_a_load_into_pages_that_a_step_reads_is_refused() -> None:
         driver.step()
     worker = driver.worker
     assert isinstance(worker, ModelRunner) and driver.flight is not None
-    checker, order = worker.device.checker, worker._accesses
+    checker, order = worker.device.checker, worker.parts.accesses
     assert isinstance(checker, OrderChecker)
     row = driver.scheduler.running.reqs[0].row
     page = int(worker.req_pool.page_table[row, 0])

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import fenceline
 from fenceline.memory_order import Device, MaskTable, open_device
-from fenceline.model_executor import extend_runner, model_runner
+from fenceline.model_executor import extend_runner, parts
 from fenceline.sampling.sampler import OutputLogprobs, prompt_logprobs
 
 
@@ -64,7 +64,7 @@ def test_masks_take_memory_only_where_answers_may_be_constrained(
             sizes.append((num_rows, vocab_size))
             super().__init__(device, num_rows, vocab_size)
 
-    monkeypatch.setattr(model_runner, "MaskTable", Counted)
+    monkeypatch.setattr(parts, "MaskTable", Counted)
     config = make_model_driver(**flags).config
     assert sizes == ([] if flags else [(config.max_running_requests + 1, config.model.vocab_size)])
 

@@ -115,8 +115,7 @@ def test_memory_that_has_moved_is_not_replayed_on() -> None:
 def test_a_step_leaves_the_auxiliary_hidden_states_that_a_draft_reads() -> None:
     """By replay as without graphs, those of the step's own tokens alone."""
     runner = runner_of(sizes=())
-    device = runner.device
-    pieces = PiecewiseCudaGraphRunner(device, runner.model, runner.kv_pool, SIZES, aux_layers=(0, 2, 0))
+    pieces = PiecewiseCudaGraphRunner(runner.parts, SIZES, aux_layers=(0, 2, 0))
     pieces.capture(show_progress=False)
     kept: list[int] = []
     hidden_size = runner.model.config.hidden_size

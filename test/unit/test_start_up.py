@@ -19,7 +19,7 @@ from trace_runner import make_runner
 from fenceline.layers.attention.cpu_backend import CpuAttentionBackend
 from fenceline.layers.forward_batch import AttentionPlan, GraphDecodeInputs
 from fenceline.memory_order.device import CpuDevice
-from fenceline.model_executor import model_runner
+from fenceline.model_executor import parts
 from fenceline.model_executor.decode_runner import DecodeRunner
 from fenceline.model_executor.graph_runner import GraphRunner
 from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
@@ -52,8 +52,8 @@ def test_request_rows_are_there_before_the_rest_becomes_kv_pages(monkeypatch: py
     """Rows of page tables take up to a gigabyte: pages that did not know of it would take it from activations."""
     order = []
     for name in ("ReqPool", "num_kv_pages"):
-        original = getattr(model_runner, name)
-        monkeypatch.setattr(model_runner, name, lambda *args, n=name, f=original: order.append(n) or f(*args))
+        original = getattr(parts, name)
+        monkeypatch.setattr(parts, name, lambda *args, n=name, f=original: order.append(n) or f(*args))
     make_runner(CpuDevice(), SHAPE, (), context_length=128)
     assert order == ["ReqPool", "num_kv_pages"]
 
@@ -80,7 +80,7 @@ def test_what_memory_does_not_hold_is_refused_before_it_is_allocated(
         raise AssertionError("allocated")
 
     monkeypatch.setattr(CpuDevice, "memory_info", lambda self: (free, free))
-    monkeypatch.setattr(model_runner, allocator, unused)
+    monkeypatch.setattr(parts, allocator, unused)
     with pytest.raises(ValueError, match=message) as caught:
         make_runner(CpuDevice(), SHAPE, (), context_length=128)
     assert "\n" not in str(caught.value)

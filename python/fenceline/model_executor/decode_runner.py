@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fenceline.layers.attention.base import AttentionBackend
 from fenceline.layers.forward_batch import (
     AttentionInputs,
     AttentionPlan,
@@ -27,12 +26,10 @@ from fenceline.layers.forward_batch import (
     ForwardMode,
     GraphDecodeInputs,
 )
-from fenceline.mem_cache.kv_pool import KVPool, ReqPool
 from fenceline.memory_order import (
     Arena,
     ArenaField,
     ArenaOutputs,
-    Device,
     Graph,
     GraphPool,
     Role,
@@ -41,11 +38,10 @@ from fenceline.memory_order import (
 from fenceline.memory_order.edges import SAME_COMPOSITION, SINK, TOTAL_BUCKETS
 from fenceline.memory_order.kernel import Kernel, KernelAccesses
 from fenceline.model_executor.graph_runner import GraphMismatch, GraphRunner
+from fenceline.model_executor.parts import Parts
 from fenceline.model_executor.step import StepBatch
-from fenceline.models.decoder import CausalLM
 from fenceline.sampling.draw_kernels import sample_tokens
 from fenceline.sampling.logprobs import OutputLogprobs
-from fenceline.sampling.rank_sampler import RankSampler
 from fenceline.sampling.sampling_batch import SamplingBatch, sampling_arrays
 
 Arrays = dict[str, npt.NDArray[np.generic]]
@@ -157,38 +153,27 @@ class DecodeRunner(GraphRunner):
     which must be current in every method except :meth:`arrays`.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        model: CausalLM,
-        kv_pool: KVPool,
-        req_pool: ReqPool,
-        attention: AttentionBackend,
-        max_batch: int,
-        sizes: Sequence[int] = (),
-        padding: bool = True,
-        debug: bool = False,
-        rank_sampler: RankSampler | None = None,
-        masks: torch.Tensor | None = None,
-    ) -> None:
-        """``sizes``: the batch sizes to capture, ascending, at most ``max_batch``; empty for no graphs. Nothing is
-        captured before :meth:`capture`. ``rank_sampler``: given if there are several ranks, which draw together.
-        ``masks``: the table of a ``MaskTable``, under which a second graph of each size draws; None: there are none.
+    def __init__(self, parts: Parts) -> None:
+        """Captures the sizes of ``--cuda-graph-bs``, but nothing before :meth:`capture`. If there are masks and one
+        rank, a second graph of each size draws under them.
 
-        Raises ``ValueError`` for a size above ``max_batch``, since the arena has no rows for it.
-        """
+        Raises ``ValueError`` for a size above the number of requests, since the arena has no rows for it."""
+        config, device, model = parts.config, parts.device, parts.model
+        sizes, max_batch = config.cuda_graph_bs, config.max_running_requests
         if sizes and sizes[-1] > max_batch:
             raise ValueError(
                 f"a graph of {sizes[-1]} requests needs an arena of as many rows, not {max_batch}"
             )
+        padding = not config.server_args.disable_cuda_graph_padding
         super().__init__(device, "decode", "requests", sizes, padding)
         self._model = model
-        self._kv_pool = kv_pool
-        self._req_pool = req_pool
-        self._attention = attention
-        self._debug = debug
-        self._rank_sampler = rank_sampler
-        self._masks = masks if rank_sampler is None else None
+        self._kv_pool = parts.kv_pool
+        self._req_pool = parts.req_pool
+        self._attention = parts.attention.decode
+        self._debug = config.server_args.debug_cuda_graph
+        self._rank_sampler = parts.rank_sampler
+        masks = parts.masks if parts.rank_sampler is None else None
+        self._masks = None if masks is None else masks.table
         self._same = comparison(device, SAME_COMPOSITION)
         self._filled: _Filled | None = None
         self._captured: dict[int, _Captured] = {}

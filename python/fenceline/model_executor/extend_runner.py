@@ -15,20 +15,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fenceline.layers.attention.backends import AttentionBackends
 from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
 from fenceline.mem_cache.host.cache_controller import HiCacheController
-from fenceline.mem_cache.kv_pool import KVPool, ReqPool
-from fenceline.memory_order import Device
 from fenceline.memory_order.edges import StreamName
 from fenceline.model_executor.decode_runner import Arrays, Extended, Logits, Views
+from fenceline.model_executor.parts import Parts
 from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
 from fenceline.model_executor.speculative_runner import SpeculativeRunner
 from fenceline.model_executor.step import Chunk, StepBatch, concatenated
-from fenceline.model_executor.step_accesses import EXTEND_STEP, StepAccesses
-from fenceline.models.decoder import CausalLM
-from fenceline.sampling.rank_sampler import RankSampler
-from fenceline.sampling.sampler import OutputLogprobs, Sampler, prompt_logprobs
+from fenceline.model_executor.step_accesses import EXTEND_STEP
+from fenceline.sampling.sampler import OutputLogprobs, prompt_logprobs
 from fenceline.sampling.sampling_batch import SamplingBatch, padded_ids, sampling_arrays
 
 
@@ -37,28 +33,14 @@ class ExtendRunner:
 
     def __init__(
         self,
-        device: Device,
-        model: CausalLM,
-        kv_pool: KVPool,
-        req_pool: ReqPool,
-        attention: AttentionBackends,
-        draft_attention: AttentionBackends,
-        sampler: Sampler | RankSampler,
-        accesses: StepAccesses,
+        parts: Parts,
         graphs: PiecewiseCudaGraphRunner | None,
         speculative: SpeculativeRunner | None,
         hicache: HiCacheController | None,
     ) -> None:
         """``graphs``, ``speculative``, ``hicache``: None without graphs of pieces, a draft, a host tier."""
         self.graphs = graphs
-        self._device = device
-        self._model = model
-        self._kv_pool = kv_pool
-        self._req_pool = req_pool
-        self._attention = attention
-        self._draft_attention = draft_attention
-        self._sampler = sampler
-        self._accesses = accesses
+        self._parts = parts
         self._speculative = speculative
         self._hicache = hicache
 
@@ -71,7 +53,7 @@ class ExtendRunner:
         """Submit the forward: the KV of the chunks, and the logits of their ends and of the tokens that are scored.
         ``views``: the uploaded arrays of :meth:`arrays`."""
         speculative = self._speculative
-        attention = _extend_attention(batch, views, self._req_pool.page_table)
+        attention = _extend_attention(batch, views, self._parts.req_pool.page_table)
         self._begin_penalties(batch, views)
         forward_batch = ForwardBatch(
             mode=ForwardMode.EXTEND,
@@ -79,28 +61,30 @@ class ExtendRunner:
             positions=views["positions"],
             out_slots=views["out_slots"],
             logits_index=views["logits_index"],
-            attn=self._attention.prefill.plan(attention),
-            kv_pool=self._kv_pool,
+            attn=self._parts.attention.prefill.plan(attention),
+            kv_pool=self._parts.kv_pool,
             layer_ready=self._layer_ready(batch) if batch.loads else None,
             aux_hidden=None if speculative is None else speculative.make_aux(len(views["input_ids"])),
         )
-        layers = self.graphs or self._model
+        layers = self.graphs or self._parts.model
         x = layers.hidden_states(forward_batch)
-        values = self._model.own_logits(x, forward_batch)
+        values = self._parts.model.own_logits(x, forward_batch)
         extended = None
         if speculative is not None:
-            if self._draft_attention.prefill is not self._attention.prefill:
-                own = self._draft_attention.prefill.plan(attention)
-                forward_batch = replace(forward_batch, attn=own)
+            of_draft = self._parts.draft_attention.prefill
+            if of_draft is not self._parts.attention.prefill:
+                forward_batch = replace(forward_batch, attn=of_draft.plan(attention))
             extended = Extended(forward_batch, x, views)
         for ticket in batch.loads:
             ticket.waited = True  # FORWARD has waited for it: all later submissions come after the load
         num_sampled = len(batch.sampling)
         prompts = None
         if "prompt_targets" in views:
-            prompts = _score_prompts(batch, views, self._model.lm_head.whole_logits(values[num_sampled:]))
+            prompts = _score_prompts(
+                batch, views, self._parts.model.lm_head.whole_logits(values[num_sampled:])
+            )
         if not num_sampled:
-            none = torch.empty(0, dtype=torch.int64, device=self._device.torch_device)
+            none = torch.empty(0, dtype=torch.int64, device=self._parts.device.torch_device)
             return Logits(tokens=none, prompt_logprobs=prompts, extended=extended)
         return Logits(
             values=values[:num_sampled],
@@ -115,14 +99,16 @@ class ExtendRunner:
         """The function ``f(layer)`` that makes FORWARD wait for that layer of ``batch.loads``. After the last one it
         declares the step's accesses, since these are of whole pages (all layers)."""
         assert self._hicache is not None, "without a host tier nothing is loaded"
-        declare = partial(self._device.declare, StreamName.FORWARD, EXTEND_STEP, self._accesses.extend, batch)
-        return self._hicache.layer_ready(batch.loads, self._model.num_layers, declare)
+        declare = partial(
+            self._parts.device.declare, StreamName.FORWARD, EXTEND_STEP, self._parts.accesses.extend, batch
+        )
+        return self._hicache.layer_ready(batch.loads, self._parts.model.num_layers, declare)
 
     def _begin_penalties(self, batch: StepBatch, views: Views) -> None:
         for index, (row, chunk) in enumerate(zip(batch.rows.tolist(), batch.chunks, strict=True)):
             if chunk.history is not None:
                 prompt, output = views[f"history_prompt_{index}"], views[f"history_output_{index}"]
-                self._sampler.begin_request(row, prompt, output)
+                self._parts.sampler.begin_request(row, prompt, output)
 
 
 def _score_prompts(batch: StepBatch, views: Views, logits: torch.Tensor) -> OutputLogprobs:

@@ -8,37 +8,26 @@ before it sampled without the host having seen it.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from fenceline.config.draft_config import StepShape
 from fenceline.config.engine_config import EngineConfig, check_same_model, with_weights
-from fenceline.config.model_files import weight_files
 from fenceline.config.quantization import ON_LINE_METHOD
-from fenceline.config.weight_headers import check_fits, read_headers, weight_bytes
 from fenceline.ipc.progress import announced
-from fenceline.layers.attention.backends import AttentionBackends, AttentionSetting, make_attention_backends
-from fenceline.layers.context import Shard, fp8_kv_dtype, make_layer_context
+from fenceline.layers.context import Shard
 from fenceline.layers.forward_batch import ForwardMode
-from fenceline.mem_cache.host.cache_controller import HiCacheController, make_hicache_controller
-from fenceline.mem_cache.host.host_pool import available_host_bytes
-from fenceline.mem_cache.kv_pool import KVPool, ReqPool, check_row_bytes, num_kv_pages
+from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.page_hash import model_id
-from fenceline.mem_cache.storage.controller import Storage, make_storage
 from fenceline.memory_order import (
     Device,
     InputRing,
     MaskTable,
     ResultRing,
-    page_leases,
     wait_for_pages,
     writing_weights,
 )
@@ -47,6 +36,7 @@ from fenceline.memory_order.edges import STARTUP_STOP, StreamName
 from fenceline.model_executor.decode_runner import Arrays, DecodeRunner, Logits
 from fenceline.model_executor.extend_runner import ExtendRunner
 from fenceline.model_executor.graph_runner import GraphStats
+from fenceline.model_executor.parts import build_parts, open_tiers, phase, room_for
 from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
 from fenceline.model_executor.speculative_runner import SpeculativeRunner
 from fenceline.model_executor.step import (
@@ -58,18 +48,10 @@ from fenceline.model_executor.step import (
     StepCosts,
     drain_completions,
 )
-from fenceline.model_executor.step_accesses import DECODE_STEP, EXTEND_STEP, StepAccesses
+from fenceline.model_executor.step_accesses import DECODE_STEP, EXTEND_STEP
 from fenceline.model_executor.warm_up import measure_steps, warm_up
-from fenceline.models.draft import DraftModel
-from fenceline.models.loader import (
-    NewWeights,
-    check_weights,
-    load_draft_model,
-    load_model,
-    replace_weights,
-)
-from fenceline.sampling.rank_sampler import RankSampler
-from fenceline.sampling.sampler import OutputLogprobs, Sampler
+from fenceline.models.loader import NewWeights, check_weights, replace_weights
+from fenceline.sampling.sampler import OutputLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -105,195 +87,32 @@ class ModelRunner:
         self._config = config
         if config.server_args.memory_check == "order":
             device.check_order()
-        self.page_size = config.server_args.page_size
-        model = config.model
-        dtype = getattr(torch, model.dtype)
-        with _phase("Prepared kernels", "preparing kernels; the first start compiles them"):
-            context = make_layer_context(device.torch_device, shard, dtype)
-        if config.server_args.kv_cache_dtype == "fp8_e4m3":
-            context = replace(context, kv_dtype=fp8_kv_dtype(device.torch_device))
-        if device.kind == "cuda" and config.server_args.load_format != "dummy":
-            needed = weight_bytes(model, read_headers(weight_files(Path(model.model_path)))) // shard.size
-            check_fits(model, needed, device.memory_info()[0], "this GPU", ("a larger --tp-size",))
-        with announced("loading weights", has_bar=True):
-            self.model = load_model(
-                model,
-                config.server_args.load_format,
-                device.torch_device,
-                context,
-                config.random_seed,
-                show_progress,
-            )
-        self.draft: DraftModel | None = None
-        largest = StepShape()
-        if config.speculative is not None:
-            largest = config.speculative.largest
-            self.draft = load_draft_model(
-                config.speculative.draft,
-                config.server_args.load_format,
-                device.torch_device,
-                context,
-                config.random_seed,
-                show_progress,
-                self.model,
-            )
-        self.max_step_tokens = largest.num_tokens
-        num_rows = config.max_running_requests + 1  # with the sink
-        rank_sampler: RankSampler | None = None
-        if shard.size > 1:
-            rank_sampler = RankSampler(self.model.lm_head, num_rows, device.torch_device)
-        self.sampler = rank_sampler or Sampler(model.vocab_size, num_rows, device.torch_device)
-        self._masks = (
-            MaskTable(device, num_rows, model.vocab_size) if config.refuses_grammars is None else None
-        )
-        max_tokens_per_req = config.model.context_length + largest.num_slots - 1
-        max_pages_per_req = -(-max_tokens_per_req // config.server_args.page_size) + 1
-        check_row_bytes(config, device, num_rows, max_pages_per_req)
-        self.req_pool = ReqPool(num_rows, max_pages_per_req, device.torch_device)
-        layout = config.kv_layout
-        num_pages = num_kv_pages(config, device, layout, config.num_sharing)  # of what is left
-        with device.forward.active():
-            num_pages = shard.smallest(num_pages)
-        with _phase("Allocated the KV pool", "allocating the KV pool"):
-            self.kv_pool = KVPool(num_pages, layout, device.torch_device, dtype)
-        for name, tensor in self.kv_pool.tensors():
-            device.name_rows(tensor, f"kv_pool.{name}")
-        self.pages = page_leases(device, num_pages)
-        device.name_rows(self.req_pool.page_table, "req_pool.page_table")
-        device.name_rows(self.req_pool.last_tokens, "req_pool.last_tokens")
-        self._num_heads = shard.divide(model.num_heads, "attention heads")
-        with _phase("Prepared attention", "preparing attention; the first start compiles kernels"):
-            self._attention, self._draft_attention = self._make_attention(config)
+        parts = build_parts(config, device, shard, show_progress)
+        self.model, self.draft, self.sampler = parts.model, parts.draft, parts.sampler
+        self.req_pool, self.kv_pool, self.pages = parts.req_pool, parts.kv_pool, parts.pages
+        self.max_step_tokens = parts.largest.num_tokens
+        self.parts = parts
         self._inputs = InputRing(device)
-        hicache = config.hicache
         # With the direct backend, backups keep the copy engine busy, so FORWARD copies small results itself.
-        by_forward = hicache is not None and hicache.io_backend == "direct"
+        by_forward = config.hicache is not None and config.hicache.io_backend == "direct"
         self._results = ResultRing(device, small_by_forward=by_forward)
-        self.speculative: SpeculativeRunner | None = None
-        self.decode: DecodeRunner | SpeculativeRunner
-        padding = not config.server_args.disable_cuda_graph_padding
-        if self.draft is not None:
-            assert config.speculative is not None
-            self.decode = self.speculative = SpeculativeRunner(
-                device,
-                self.model,
-                self.draft,
-                self.kv_pool,
-                self.req_pool,
-                self._attention.decode,
-                self._draft_attention.decode,
-                config.max_running_requests,
-                config.speculative,
-                config.cuda_graph_bs,
-                padding,
-                rank_sampler,
-            )
-        else:
-            self.decode = DecodeRunner(
-                device,
-                self.model,
-                self.kv_pool,
-                self.req_pool,
-                self._attention.decode,
-                config.max_running_requests,
-                config.cuda_graph_bs,
-                padding,
-                debug=config.server_args.debug_cuda_graph,
-                rank_sampler=rank_sampler,
-                masks=None if self._masks is None else self._masks.table,
-            )
-        self.prefill_graphs: PiecewiseCudaGraphRunner | None = None
-        if config.piecewise_cuda_graph_tokens:
-            sizes = config.piecewise_cuda_graph_tokens
-            self.prefill_graphs = PiecewiseCudaGraphRunner(
-                device,
-                self.model,
-                self.kv_pool,
-                sizes,
-                config.server_args.debug_cuda_graph,
-                () if config.speculative is None else config.speculative.draft.aux_layers,
-            )
-        self._accesses = StepAccesses(self.kv_pool, self.req_pool)
-        self.hicache: HiCacheController | None = None
-        self.storage: Storage | None = None
-        if config.hicache is not None:
-            with _phase("Allocated the host tier", "allocating the host tier"):
-                with device.forward.active():  # before any rank takes its part
-                    room = shard.smallest(available_host_bytes() // config.num_sharing)
-                pages = self._accesses.pages
-                self.hicache = make_hicache_controller(config, device, self.kv_pool, pages, room)
-            if config.hicache.storage is not None:
-                with _phase("Opened the storage", "opening the storage"):
-                    self.storage = make_storage(device, self.hicache.host_pool, config, rank=shard.rank)
-        self.extend = ExtendRunner(
-            device,
-            self.model,
-            self.kv_pool,
-            self.req_pool,
-            self._attention,
-            self._draft_attention,
-            self.sampler,
-            self._accesses,
-            self.prefill_graphs,
-            self.speculative,
-            self.hicache,
-        )
-        accesses = self._accesses
+        self.speculative = None if parts.draft is None else SpeculativeRunner(parts)
+        self.decode = self.speculative or DecodeRunner(parts)
+        sizes = config.piecewise_cuda_graph_tokens
+        aux_layers = () if config.speculative is None else config.speculative.draft.aux_layers
+        self.prefill_graphs = PiecewiseCudaGraphRunner(parts, sizes, aux_layers) if sizes else None
+        self.hicache, self.storage = open_tiers(parts)
+        self.extend = ExtendRunner(parts, self.prefill_graphs, self.speculative, self.hicache)
+        accesses = parts.accesses
         self._decode_way = self._way(DECODE_STEP, ForwardMode.DECODE, self.decode, accesses.decode)
         self._extend_way = self._way(EXTEND_STEP, ForwardMode.EXTEND, self.extend, accesses.extend)
         device.full_stop(STARTUP_STOP)  # weights and pools were written on the default stream
         self._capture(config, show_progress)
         if device.kind == "cuda":
-            with _room_for("the largest prefill step", "lower --chunked-prefill-size"):
-                with _phase(
-                    "Warmed up attention of prefill steps",
-                    "warming up attention of prefill steps; the first start compiles kernels",
-                ):
-                    for backend in {self._attention.prefill, self._draft_attention.prefill}:
-                        backend.warm_up()
-                with announced("warming up with prefill steps"):
-                    warm_up(device, config, self.launch)
-        self.step_costs: StepCosts | None = None  # None unless the depth of steps may change
-        if config.speculative is not None and config.speculative.is_adaptive and device.keeps_time:
-            with announced("measuring decode steps"):
-                costs = measure_steps(config, self.launch, self.req_pool.rows, self.pages)
-            with device.forward.active():
-                self.step_costs = StepCosts.decode(shard.of_first(costs.encode()))
-            self.decode.stats.restart()
+            self._warm_up(config)
+        self.step_costs = self._measure_steps(config)
         if self.prefill_graphs is not None:
             self.prefill_graphs.begin_serving()
-
-    def _make_attention(self, config: EngineConfig) -> tuple[AttentionBackends, AttentionBackends]:
-        """The backends of the model's layers and of the draft's: the same ones where the heads are alike and no flag
-        wants others, or if there is no draft."""
-
-        shard = self.model.context.shard
-
-        def agreed(name: str) -> str:  # what rank 0 has measured
-            with self.device.forward.active():
-                return shard.of_first(name.encode()).decode()
-
-        model, draft, num_layers = self.model, self.draft, self.kv_pool.num_layers
-        rules = model.attention_rules | ({} if draft is None else draft.attention_rules)
-
-        def make(num_heads: int, layers: range, prefill: str, decode: str) -> AttentionBackends:
-            length = config.model.context_length
-            setting = AttentionSetting(self.kv_pool, self.device, num_heads, length, layers, rules, agreed)
-            return make_attention_backends(prefill, decode, setting)
-
-        prefill, decode = config.prefill_attention_backend, config.decode_attention_backend
-        wanted = None if config.speculative is None else config.speculative.draft_attention_backend
-        if draft is None or (
-            wanted is None
-            and self.kv_pool.layout.layers[0] == self.kv_pool.layout.layers[-1]
-            and draft.num_heads == self._num_heads
-        ):
-            shared = make(self._num_heads, range(num_layers), prefill, decode)
-            return shared, shared
-        target = make(self._num_heads, range(model.num_layers), prefill, decode)
-        layers = range(model.num_layers, num_layers)
-        prefill, decode = wanted or target.prefill_name, wanted or target.decode_name
-        return target, make(draft.num_heads, layers, prefill, decode)
 
     def _way(
         self,
@@ -302,20 +121,43 @@ class ModelRunner:
         runner: DecodeRunner | SpeculativeRunner | ExtendRunner,
         accesses: Callable[[Accesses, StepBatch], None],
     ) -> _Way:
-        draft_alone = self.hicache if self._draft_attention.persistent(mode) else None
-        forward_alone = self.hicache if self._attention.persistent(mode) else draft_alone
+        draft_alone = self.hicache if self.parts.draft_attention.persistent(mode) else None
+        forward_alone = self.hicache if self.parts.attention.persistent(mode) else draft_alone
         return _Way(name, runner, accesses, forward_alone, None if self.speculative is None else draft_alone)
 
     @torch.inference_mode()
     def _capture(self, config: EngineConfig, show_progress: bool) -> None:
         if self.decode.has_graphs:
-            room = _room_for("decode graphs", "lower --cuda-graph-max-bs, or give --disable-cuda-graph")
+            room = room_for("decode graphs", "lower --cuda-graph-max-bs, or give --disable-cuda-graph")
             with room, announced("capturing decode graphs", has_bar=True):
                 self.decode.capture(config.model.context_length, show_progress)
         if self.prefill_graphs is not None:
             remedy = "lower --piecewise-cuda-graph-max-tokens, or give --disable-piecewise-cuda-graph"
-            with _room_for("prefill graphs", remedy), announced("capturing prefill graphs", has_bar=True):
+            with room_for("prefill graphs", remedy), announced("capturing prefill graphs", has_bar=True):
                 self.prefill_graphs.capture(show_progress)
+
+    def _warm_up(self, config: EngineConfig) -> None:
+        with room_for("the largest prefill step", "lower --chunked-prefill-size"):
+            with phase(
+                "Warmed up attention of prefill steps",
+                "warming up attention of prefill steps; the first start compiles kernels",
+            ):
+                for backend in {self.parts.attention.prefill, self.parts.draft_attention.prefill}:
+                    backend.warm_up()
+            with announced("warming up with prefill steps"):
+                warm_up(self.device, config, self.launch)
+
+    def _measure_steps(self, config: EngineConfig) -> StepCosts | None:
+        """See ``Worker.step_costs``; those that rank 0 has measured."""
+        device = self.device
+        if config.speculative is None or not config.speculative.is_adaptive or not device.keeps_time:
+            return None
+        with announced("measuring decode steps"):
+            costs = measure_steps(config, self.launch, self.req_pool.rows, self.pages)
+        with device.forward.active():
+            agreed = StepCosts.decode(self.model.context.shard.of_first(costs.encode()))
+        self.decode.stats.restart()
+        return agreed
 
     @property
     def memory_bytes(self) -> dict[str, int]:
@@ -413,8 +255,9 @@ class ModelRunner:
             logits = way.runner.forward(batch, views)
             result: ForwardResult | HeldStep
             if len(batch.constrained):
-                assert self._masks is not None, "grammars are refused where there is no table for their masks"
-                result = self._held(batch.constrained, logits, way.draft_alone, self._masks)
+                masks = self.parts.masks
+                assert masks is not None, "grammars are refused where there is no table for their masks"
+                result = self._held(batch.constrained, logits, way.draft_alone, masks)
             else:
                 result = self._sample(logits)
         if way.forward_alone is not None:
@@ -491,27 +334,6 @@ class ModelRunner:
         communicator = self.model.context.shard.communicator
         check = None if communicator is None else communicator.check
         return ForwardResult(self._results.download(results), check)
-
-
-@contextmanager
-def _phase(done: str, doing: str) -> Iterator[None]:
-    """Log the duration of a part of start-up when it is done, and that it is going on if it takes long."""
-    begin = time.perf_counter()
-    with announced(doing):
-        yield
-    logger.info("%s in %.1f s", done, time.perf_counter() - begin)
-
-
-@contextmanager
-def _room_for(what: str, otherwise: str) -> Iterator[None]:
-    """For parts of start-up that allocate memory after the KV pool. Raises ``ValueError`` with the remedy if there is
-    not enough memory left."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise ValueError(
-            f"no memory is left for {what} beside weights and KV cache: lower --mem-fraction-static, {otherwise}"
-        ) from error
 
 
 def _logprob_results(prefix: str, values: OutputLogprobs) -> Views:

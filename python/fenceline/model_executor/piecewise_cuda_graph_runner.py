@@ -28,11 +28,10 @@ from fenceline.layers.forward_batch import (
     ForwardMode,
     PieceBuffers,
 )
-from fenceline.mem_cache.kv_pool import KVPool
-from fenceline.memory_order import Arena, ArenaField, Device, Graph, GraphPool, Role
+from fenceline.memory_order import Arena, ArenaField, Graph, GraphPool, Role
 from fenceline.memory_order.edges import SINK
 from fenceline.model_executor.graph_runner import GraphMismatch, GraphRunner
-from fenceline.models.decoder import CausalLM
+from fenceline.model_executor.parts import Parts
 
 Piece = Callable[[], None]
 _AUX = "aux_hidden"
@@ -51,22 +50,14 @@ class PiecewiseCudaGraphRunner(GraphRunner):
     """Runs the prefill steps of one model, with graphs where there are any. It owns the graphs' memory pool. Values
     that pass from one piece to the next are in the arena."""
 
-    def __init__(
-        self,
-        device: Device,
-        model: CausalLM,
-        kv_pool: KVPool,
-        sizes: Sequence[int],
-        debug: bool = False,
-        aux_layers: tuple[int, ...] = (),
-    ) -> None:
+    def __init__(self, parts: Parts, sizes: Sequence[int], aux_layers: tuple[int, ...] = ()) -> None:
         """``sizes`` are ascending numbers of tokens. ``aux_layers`` are the ``layers`` of ``ForwardBatch.aux_hidden``,
-        empty if batches have none. ``debug`` compares each replay with the same step without graphs
-        (``--debug-cuda-graph``). Nothing is captured before :meth:`capture`."""
+        empty if batches have none. Nothing is captured before :meth:`capture`."""
+        device, model = parts.device, parts.model
         super().__init__(device, "prefill", "tokens", sizes)
         self._model = model
-        self._kv_pool = kv_pool
-        self._debug = debug
+        self._kv_pool = parts.kv_pool
+        self._debug = parts.config.server_args.debug_cuda_graph
         self._compares = False
         self._captured: dict[int, _Captured] = {}
         self._aux_layers = aux_layers

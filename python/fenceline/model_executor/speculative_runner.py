@@ -37,7 +37,7 @@ import numpy.typing as npt
 import torch
 from msgspec import structs
 
-from fenceline.config.draft_config import SpeculativeConfig, StepShape
+from fenceline.config.draft_config import StepShape
 from fenceline.layers.attention.base import AttentionBackend
 from fenceline.layers.forward_batch import (
     AttentionPlan,
@@ -54,7 +54,6 @@ from fenceline.layers.kernels.speculative_operands import (
     NextRow,
     Pieces,
 )
-from fenceline.mem_cache.kv_pool import KVPool, ReqPool
 from fenceline.memory_order import (
     Arena,
     ArenaField,
@@ -71,12 +70,10 @@ from fenceline.memory_order import (
 from fenceline.memory_order.edges import KEPT_HIDDEN, SAME_COMPOSITION, SINK, TOTAL_BUCKETS
 from fenceline.model_executor.decode_runner import Extended, Logits, plan_arrays
 from fenceline.model_executor.graph_runner import GraphRunner
+from fenceline.model_executor.parts import Parts
 from fenceline.model_executor.step import StepBatch
-from fenceline.models.decoder import CausalLM
-from fenceline.models.draft import DraftModel
 from fenceline.sampling.draw_kernels import sample_tokens
 from fenceline.sampling.logprobs import OutputLogprobs, select_logprobs
-from fenceline.sampling.rank_sampler import RankSampler
 from fenceline.sampling.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
 from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.speculative.accept import accept
@@ -160,37 +157,27 @@ class _Captured:
 
 
 class SpeculativeRunner(GraphRunner):
-    """Runs speculative decode steps of up to ``max_batch`` requests on one device. For some batch sizes and each depth
+    """Runs speculative decode steps on one device. For some batch sizes and each depth
     it has two graphs: one up to the draws from the target's logits, and one from the drawn tokens on. Everything is
     submitted to FORWARD, which must be current in all methods except :meth:`arrays` and :meth:`extend_arrays`."""
 
-    def __init__(
-        self,
-        device: Device,
-        model: CausalLM,
-        draft: DraftModel,
-        kv_pool: KVPool,
-        req_pool: ReqPool,
-        attention: AttentionBackend,
-        draft_attention: AttentionBackend,
-        max_batch: int,
-        config: SpeculativeConfig,
-        sizes: Sequence[int] = (),
-        padding: bool = True,
-        rank_sampler: RankSampler | None = None,
-    ) -> None:
-        """``config`` are the settings of speculation. ``sizes`` and ``rank_sampler``: see ``DecodeRunner``."""
+    def __init__(self, parts: Parts) -> None:
+        """Of an engine that speculates. Nothing is captured before :meth:`capture`."""
+        config, device, model, draft = parts.config.speculative, parts.device, parts.model, parts.draft
+        assert config is not None and draft is not None, "the engine speculates"
+        sizes, max_batch = parts.config.cuda_graph_bs, parts.config.max_running_requests
+        padding = not parts.config.server_args.disable_cuda_graph_padding
         super().__init__(device, "speculative decode", "requests", sizes, padding)
         self.config = config
         self.reads_hidden = draft.hidden_size > 0
         self._model = model
         self._num_heads = model.context.shard.divide(model.config.num_heads, "attention heads")
-        self._rank_sampler = rank_sampler
+        self._rank_sampler = parts.rank_sampler
         self._draft = draft
-        self._kv_pool = kv_pool
-        self._req_pool = req_pool
-        self._attention = attention
-        self._draft_attention = draft_attention
+        self._kv_pool = kv_pool = parts.kv_pool
+        self._req_pool = req_pool = parts.req_pool
+        self._attention = parts.attention.decode
+        self._draft_attention = parts.draft_attention.decode
         self._shapes, largest = config.shapes, config.largest
         self._topk = topk = config.topk
         self._aux_layers = aux_layers = config.draft.aux_layers
@@ -251,11 +238,11 @@ class SpeculativeRunner(GraphRunner):
             None  # for trees of a draft that reads no hidden states: moves the draft's
         )
         if topk > 1:
-            parts = [tensor for _, tensor in kv_pool.tensors()]
+            tensors = [tensor for _, tensor in kv_pool.tensors()]
             num_target_parts = len(kv_pool.layout.parts_of(range(model.num_layers)))
-            self._move_target = moves_of_nodes(device, KVMover(parts[:num_target_parts]).move)
+            self._move_target = moves_of_nodes(device, KVMover(tensors[:num_target_parts]).move)
             if not self.reads_hidden:
-                self._move_rows = moves_of_nodes(device, KVMover(parts[num_target_parts:]).move)
+                self._move_rows = moves_of_nodes(device, KVMover(tensors[num_target_parts:]).move)
         self._zeros = torch.zeros(max_batch, 1, device=device.torch_device)
         # The target's hidden states of the rows that it verifies: of its last layer, and of ``aux_layers``.
         num_rows, where, hidden_size = (

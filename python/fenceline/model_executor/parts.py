@@ -1,0 +1,176 @@
+"""The parts that the runners of a device share, built one after the other when the engine starts and frozen then."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from fenceline.config.draft_config import StepShape
+from fenceline.config.engine_config import EngineConfig
+from fenceline.config.model_files import weight_files
+from fenceline.config.weight_headers import check_fits, read_headers, weight_bytes
+from fenceline.ipc.progress import announced
+from fenceline.layers.attention.backends import AttentionBackends, AttentionSetting, make_attention_backends
+from fenceline.layers.context import Shard, fp8_kv_dtype, make_layer_context
+from fenceline.mem_cache.host.cache_controller import HiCacheController, make_hicache_controller
+from fenceline.mem_cache.host.host_pool import available_host_bytes
+from fenceline.mem_cache.kv_pool import KVPool, ReqPool, check_row_bytes, num_kv_pages
+from fenceline.mem_cache.storage.controller import Storage, make_storage
+from fenceline.memory_order import Device, LeasePool, MaskTable, page_leases
+from fenceline.model_executor.step_accesses import StepAccesses
+from fenceline.models.decoder import CausalLM
+from fenceline.models.draft import DraftModel
+from fenceline.models.loader import load_draft_model, load_model
+from fenceline.sampling.rank_sampler import RankSampler
+from fenceline.sampling.sampler import Sampler
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def phase(done: str, doing: str) -> Iterator[None]:
+    """Log the duration of a part of start-up when it is done, and that it is going on if it takes long."""
+    begin = time.perf_counter()
+    with announced(doing):
+        yield
+    logger.info("%s in %.1f s", done, time.perf_counter() - begin)
+
+
+@contextmanager
+def room_for(what: str, otherwise: str) -> Iterator[None]:
+    """For parts of start-up that allocate memory after the KV pool. Raises ``ValueError`` with the remedy if there is
+    not enough memory left."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"no memory is left for {what} beside weights and KV cache: lower --mem-fraction-static, {otherwise}"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the runners of one device work with.
+
+    ``draft``: None without speculation. ``largest``: the shape of the deepest decode steps. ``sampler`` draws tokens;
+    ``rank_sampler`` is the same if several ranks draw together, else None. ``masks``: None if grammars are refused.
+    ``accesses`` declares how a step uses the memory of ``req_pool`` and ``kv_pool``. ``draft_attention``: that of the
+    draft's layers, the same as ``attention`` where the heads are alike and no flag wants another, or if there is no
+    draft.
+    """
+
+    config: EngineConfig
+    device: Device
+    model: CausalLM
+    draft: DraftModel | None
+    largest: StepShape
+    sampler: Sampler | RankSampler
+    rank_sampler: RankSampler | None
+    masks: MaskTable | None
+    req_pool: ReqPool
+    kv_pool: KVPool
+    pages: LeasePool
+    accesses: StepAccesses
+    attention: AttentionBackends
+    draft_attention: AttentionBackends
+
+
+def build_parts(config: EngineConfig, device: Device, shard: Shard, show_progress: bool) -> Parts:
+    """Load the weights of ``shard``, allocate request rows, and what memory is left as KV pages."""
+    model, draft = _load_models(config, device, shard, show_progress)
+    largest = StepShape() if config.speculative is None else config.speculative.largest
+    num_rows, vocab_size = config.max_running_requests + 1, config.model.vocab_size  # with the sink
+    rank_sampler = None if shard.size == 1 else RankSampler(model.lm_head, num_rows, device.torch_device)
+    sampler = rank_sampler or Sampler(vocab_size, num_rows, device.torch_device)
+    masks = MaskTable(device, num_rows, vocab_size) if config.refuses_grammars is None else None
+    max_tokens_per_req = config.model.context_length + largest.num_slots - 1
+    max_pages_per_req = -(-max_tokens_per_req // config.server_args.page_size) + 1
+    check_row_bytes(config, device, num_rows, max_pages_per_req)
+    req_pool = ReqPool(num_rows, max_pages_per_req, device.torch_device)
+    layout = config.kv_layout
+    num_pages = num_kv_pages(config, device, layout, config.num_sharing)  # of what is left
+    with device.forward.active():
+        num_pages = shard.smallest(num_pages)
+    with phase("Allocated the KV pool", "allocating the KV pool"):
+        kv_pool = KVPool(num_pages, layout, device.torch_device, model.context.dtype)
+    for name, tensor in kv_pool.tensors():
+        device.name_rows(tensor, f"kv_pool.{name}")
+    pages = page_leases(device, num_pages)
+    device.name_rows(req_pool.page_table, "req_pool.page_table")
+    device.name_rows(req_pool.last_tokens, "req_pool.last_tokens")
+    with phase("Prepared attention", "preparing attention; the first start compiles kernels"):
+        attention, draft_attention = _prepare_attention(config, device, model, draft, kv_pool)
+    accesses = StepAccesses(kv_pool, req_pool)
+    return Parts(
+        config, device, model, draft, largest, sampler, rank_sampler, masks,
+        req_pool, kv_pool, pages, accesses, attention, draft_attention,
+    )  # fmt: skip
+
+
+def _load_models(
+    config: EngineConfig, device: Device, shard: Shard, show_progress: bool
+) -> tuple[CausalLM, DraftModel | None]:
+    model, args, place = config.model, config.server_args, device.torch_device
+    with phase("Prepared kernels", "preparing kernels; the first start compiles them"):
+        context = make_layer_context(place, shard, getattr(torch, model.dtype))
+    if args.kv_cache_dtype == "fp8_e4m3":
+        context = replace(context, kv_dtype=fp8_kv_dtype(place))
+    if device.kind == "cuda" and args.load_format != "dummy":
+        needed = weight_bytes(model, read_headers(weight_files(Path(model.model_path)))) // shard.size
+        check_fits(model, needed, device.memory_info()[0], "this GPU", ("a larger --tp-size",))
+    how = args.load_format, place, context, config.random_seed, show_progress
+    with announced("loading weights", has_bar=True):
+        target = load_model(model, *how)
+    if config.speculative is None:
+        return target, None
+    return target, load_draft_model(config.speculative.draft, *how, target)
+
+
+def _prepare_attention(
+    config: EngineConfig, device: Device, model: CausalLM, draft: DraftModel | None, kv_pool: KVPool
+) -> tuple[AttentionBackends, AttentionBackends]:
+    """``Parts.attention`` and ``Parts.draft_attention``."""
+    shard, num_layers = model.context.shard, kv_pool.num_layers
+    rules = model.attention_rules | ({} if draft is None else draft.attention_rules)
+
+    def agreed(name: str) -> str:  # what rank 0 has measured
+        with device.forward.active():
+            return shard.of_first(name.encode()).decode()
+
+    def make(num_heads: int, layers: range, prefill: str, decode: str) -> AttentionBackends:
+        length = config.model.context_length
+        setting = AttentionSetting(kv_pool, device, num_heads, length, layers, rules, agreed)
+        return make_attention_backends(prefill, decode, setting)
+
+    num_heads = shard.divide(config.model.num_heads, "attention heads")
+    prefill, decode = config.prefill_attention_backend, config.decode_attention_backend
+    wanted = None if config.speculative is None else config.speculative.draft_attention_backend
+    kinds = kv_pool.layout.layers
+    if draft is None or (wanted is None and kinds[0] == kinds[-1] and draft.num_heads == num_heads):
+        shared = make(num_heads, range(num_layers), prefill, decode)
+        return shared, shared
+    target = make(num_heads, range(model.num_layers), prefill, decode)
+    layers = range(model.num_layers, num_layers)
+    prefill, decode = wanted or target.prefill_name, wanted or target.decode_name
+    return target, make(draft.num_heads, layers, prefill, decode)
+
+
+def open_tiers(parts: Parts) -> tuple[HiCacheController | None, Storage | None]:
+    """What moves pages to the host and back, and the tier below the host; None without."""
+    config, device, shard, storage = parts.config, parts.device, parts.model.context.shard, None
+    if config.hicache is None:
+        return None, None
+    with phase("Allocated the host tier", "allocating the host tier"):
+        with device.forward.active():  # before any rank takes its part
+            room = shard.smallest(available_host_bytes() // config.num_sharing)
+        hicache = make_hicache_controller(config, device, parts.kv_pool, parts.accesses.pages, room)
+    if config.hicache.storage is not None:
+        with phase("Opened the storage", "opening the storage"):
+            storage = make_storage(device, hicache.host_pool, config, rank=shard.rank)
+    return hicache, storage
