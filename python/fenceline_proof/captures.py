@@ -286,7 +286,7 @@ def _wrong_bound(runner: ModelRunner) -> str:
     plans: list[tuple[AttentionPlan, int]] = []
     if isinstance(decode, SpeculativeRunner):
         for made in (captured.plans for captured in decode._captured.values()):
-            all_plans = [made.verify, *made.extend, *made.steps, *([] if made.two is None else [made.two])]
+            all_plans = [made.verify, *made.extend, *made.steps]
             plans += [(plan, longest - 1 + made.shape.num_slots) for plan in all_plans]
     else:
         plans += [(captured.plan, longest) for captured in decode._captured.values()]

@@ -58,7 +58,7 @@ class SpeculativeStep(Step):
         self._kind = "speculative step"
         self._shape = shape
         self._num_rows = shape.num_nodes
-        self._reads_hidden = runner.reads_hidden
+        self._reads_hidden = runner.draft.parts.draft.hidden_size > 0
         self._layer_per_step = max(tags.shifts) > 1
         arena = runner.arena
         self._topk = runner.config.topk if shape.depth else 1

@@ -594,7 +594,7 @@ class Tags:
         self.num_parts = len(self.part_names)
         # How many tokens after its own a slot of each part depends on.
         self.num_target_parts = len(pool.layout.parts_of(range(runner.model.num_layers)))
-        draft = runner.draft if runner.speculative is not None and runner.speculative.reads_hidden else None
+        draft = runner.draft if runner.draft is not None and runner.draft.hidden_size else None
         most = 0 if draft is None else draft.max_steps or 1
         num_layers = runner.model.num_layers
         self.shifts = [max(min(part.layer + 1 - num_layers, most), 0) for part in pool.layout.parts]
@@ -893,7 +893,11 @@ def _window(runner: ModelRunner, layer: int) -> int | None:
     if layer < num_layers:
         return runner.model.config.window(layer)
     assert speculative is not None, "layers behind the target's are a draft's"
-    return None if speculative.reads_hidden else speculative.config.draft.model.window(layer - num_layers)
+    return (
+        None
+        if speculative.draft.parts.draft.hidden_size > 0
+        else speculative.config.draft.model.window(layer - num_layers)
+    )
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[Tag, Layout]:

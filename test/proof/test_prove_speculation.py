@@ -18,7 +18,8 @@ from fenceline.layers.forward_batch import AttentionPlan, QueryTree, VerifyInput
 from fenceline.mem_cache import hicache
 from fenceline.mem_cache.tree import hiradix_cache
 from fenceline.memory_order.access import PagedMemory
-from fenceline.model_executor import speculative_runner
+from fenceline.model_executor import drafts
+from fenceline.model_executor.drafts import DraftParts, HiddenDraft, LayerDraft, WholeDraft
 from fenceline.model_executor.speculative_runner import SpeculativeRunner
 from fenceline.sampling.sampling_batch import ReqSampling
 from fenceline.speculative.kv_rows import KVMover
@@ -35,24 +36,24 @@ TAGS, OWNERSHIP = TagError.checker, OwnershipError.checker
 
 def _row_computed_again(patch: pytest.MonkeyPatch) -> None:
     """A whole model as a draft computes the token before the last one in every step, though it mostly has it."""
-    right = SpeculativeRunner._compute_two
+    right = WholeDraft._compute_two
 
-    def wrong(self: SpeculativeRunner, *args: Any) -> torch.Tensor:
-        self.state.is_behind.fill_(True)
+    def wrong(self: WholeDraft, *args: Any) -> torch.Tensor:
+        self.parts.state.is_behind.fill_(True)
         return right(self, *args)
 
-    patch.setattr(SpeculativeRunner, "_compute_two", wrong)
+    patch.setattr(WholeDraft, "_compute_two", wrong)
 
 
 def _row_left_out(patch: pytest.MonkeyPatch) -> None:
     """It does not compute that token after all of its proposals have been accepted."""
-    right = SpeculativeRunner._compute_two
+    right = WholeDraft._compute_two
 
-    def wrong(self: SpeculativeRunner, *args: Any) -> torch.Tensor:
-        self.state.is_behind.fill_(False)
+    def wrong(self: WholeDraft, *args: Any) -> torch.Tensor:
+        self.parts.state.is_behind.fill_(False)
         return right(self, *args)
 
-    patch.setattr(SpeculativeRunner, "_compute_two", wrong)
+    patch.setattr(WholeDraft, "_compute_two", wrong)
 
 
 def _one_page_declared(patch: pytest.MonkeyPatch) -> None:
@@ -66,7 +67,8 @@ def _one_page_declared(patch: pytest.MonkeyPatch) -> None:
 
 def _draft_not_extended(patch: pytest.MonkeyPatch) -> None:
     """The draft keeps the rows that it has computed while it proposed."""
-    patch.setattr(SpeculativeRunner, "_extend_draft", lambda *args: None)
+    patch.setattr(HiddenDraft, "_extend", lambda *args: None)
+    patch.setattr(LayerDraft, "extend", lambda *args: None)
 
 
 def _rows_one_too_late(patch: pytest.MonkeyPatch) -> None:
@@ -319,12 +321,12 @@ def test_a_row_that_depends_on_another_token_is_not_shared(
 
 def _noise_of_another_place(patch: pytest.MonkeyPatch) -> None:
     """The draft draws with the noise of the place behind."""
-    right = SpeculativeRunner._draw
+    right = DraftParts.draw
 
-    def wrong(self: SpeculativeRunner, logits: Any, size: int, positions: torch.Tensor, ahead: int) -> Any:
+    def wrong(self: DraftParts, logits: Any, size: int, positions: torch.Tensor, ahead: int) -> Any:
         return right(self, logits, size, positions, ahead + 1)
 
-    patch.setattr(SpeculativeRunner, "_draw", wrong)
+    patch.setattr(DraftParts, "draw", wrong)
 
 
 def _none_accepted(patch: pytest.MonkeyPatch) -> None:
@@ -334,12 +336,12 @@ def _none_accepted(patch: pytest.MonkeyPatch) -> None:
 
 def _candidates_in_another_order(patch: pytest.MonkeyPatch) -> None:
     """A tree grows from the draft's worst tokens."""
-    right = SpeculativeRunner._best
+    right = DraftParts.best
 
-    def wrong(self: SpeculativeRunner, logits: torch.Tensor, *args: Any) -> Any:
+    def wrong(self: DraftParts, logits: torch.Tensor, *args: Any) -> Any:
         return right(self, -logits, *args)
 
-    patch.setattr(SpeculativeRunner, "_best", wrong)
+    patch.setattr(DraftParts, "best", wrong)
 
 
 REJECTED = {
@@ -376,20 +378,20 @@ def test_drafts_that_are_rejected_without_reason_are_noticed(
 
 def _hidden_states_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
     """The second layer begins with a hidden state that is not the last accepted token's."""
-    patch.setattr(speculative_runner, "keep_last_hidden", lambda *args: None)
+    patch.setattr(drafts, "keep_last_hidden", lambda *args: None)
 
 
 def _proposals_that_are_not_kept(patch: pytest.MonkeyPatch) -> None:
     """The next step finds no proposals but those of the prompt's end."""
-    patch.setattr(speculative_runner, "keep_proposal", lambda *args: None)
+    patch.setattr(drafts, "keep_proposal", lambda *args: None)
 
 
 def _tokens_of_the_layer_before(patch: pytest.MonkeyPatch) -> None:
     """At the end of a prompt all layers get the drawn token, and none the proposed ones."""
-    patch.setattr(speculative_runner, "drawn_tokens", lambda pieces: torch.zeros_like(drawn(pieces)))
+    patch.setattr(drafts, "drawn_tokens", lambda pieces: torch.zeros_like(drawn(pieces)))
 
 
-drawn = speculative_runner.drawn_tokens
+drawn = drafts.drawn_tokens
 
 
 def _looks_ahead(num_layers: int, num_reqs: int, max_new_tokens: int, **options: object) -> Workload:

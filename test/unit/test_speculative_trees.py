@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.layers.forward_batch import ForwardBatch
-from fenceline.model_executor import speculative_runner
+from fenceline.model_executor import proposals
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import ForwardResult, HeldStep, StepBatch
 from fenceline.speculative.tree import Candidates
@@ -119,7 +119,7 @@ class WatchedDraft:
         monkeypatch.setattr(driver.worker, "launch", launched)
         monkeypatch.setattr(driver.worker.draft, "forward", watched)
         for name in ("first_candidates", "more_candidates"):
-            monkeypatch.setattr(speculative_runner, name, noted(getattr(speculative_runner, name)))
+            monkeypatch.setattr(proposals, name, noted(getattr(proposals, name)))
 
 
 _BRANCHES: dict[str, object] = {"topk": 3, "num_draft_tokens": 12, "disable_overlap_schedule": True}

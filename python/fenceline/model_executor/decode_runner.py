@@ -37,6 +37,7 @@ from fenceline.memory_order import (
 )
 from fenceline.memory_order.edges import SAME_COMPOSITION, SINK, TOTAL_BUCKETS
 from fenceline.memory_order.kernel import Kernel, KernelAccesses
+from fenceline.model_executor.drafts import Extended
 from fenceline.model_executor.graph_runner import GraphMismatch, GraphRunner
 from fenceline.model_executor.parts import Parts
 from fenceline.model_executor.step import StepBatch
@@ -70,16 +71,6 @@ class MaskedDraw:
         """Submit it. Returns the tokens [num_reqs], valid until the next step is submitted."""
         self.graph.replay()
         return self.outputs.take("next_tokens", self.num_reqs)
-
-
-@dataclass(frozen=True, slots=True)
-class Extended:
-    """What a draft computes its rows of a prefill step from: the target's batch and hidden states [T, hidden_size], and
-    the step's uploaded arrays."""
-
-    batch: ForwardBatch
-    hidden: torch.Tensor
-    views: Views
 
 
 @dataclass(frozen=True, slots=True)

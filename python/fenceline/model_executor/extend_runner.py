@@ -18,7 +18,8 @@ import torch
 from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
 from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.memory_order.edges import StreamName
-from fenceline.model_executor.decode_runner import Arrays, Extended, Logits, Views
+from fenceline.model_executor.decode_runner import Arrays, Logits, Views
+from fenceline.model_executor.drafts import Extended
 from fenceline.model_executor.parts import Parts
 from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
 from fenceline.model_executor.speculative_runner import SpeculativeRunner
@@ -47,7 +48,7 @@ class ExtendRunner:
     def arrays(self, batch: StepBatch) -> Arrays:
         """The arrays to upload before :meth:`forward`."""
         arrays = _extend_arrays(batch)
-        return arrays if self._speculative is None else arrays | self._speculative.extend_arrays(batch)
+        return arrays if self._speculative is None else arrays | self._speculative.draft.prefill_arrays(batch)
 
     def forward(self, batch: StepBatch, views: Views) -> Logits:
         """Submit the forward: the KV of the chunks, and the logits of their ends and of the tokens that are scored.

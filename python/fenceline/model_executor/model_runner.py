@@ -323,12 +323,12 @@ class ModelRunner:
             assert self.speculative is not None
             results = self.speculative.accept(None if logits.tokens is not None else tokens)
             if logprobs is not None:
-                logprobs = self.speculative.logprobs_of_path(logprobs)
+                logprobs = self.speculative.logprobs_of_tokens(logprobs)
         if logprobs is not None:
             results |= _logprob_results("out", logprobs)
         if logits.extended is not None:
             assert self.speculative is not None
-            self.speculative.extend(logits.extended, tokens, logits.sampling)
+            self.speculative.draft.after_prefill(logits.extended, tokens, logits.sampling)
         if logits.prompt_logprobs is not None:
             results |= _logprob_results("prompt", logits.prompt_logprobs)
         communicator = self.model.context.shard.communicator

@@ -137,8 +137,7 @@ class ConstrainedReqs:
     ``least``: how many tokens an answer must have; None if none of them must have any."""
 
     def __init__(self, batch: StepBatch, reqs: Sequence[Req]) -> None:
-        if not batch.is_decode:
-            reqs = [req for req, samples in zip(reqs, batch.samples.tolist(), strict=True) if samples]
+        reqs = [req for req, samples in zip(reqs, batch.samples.tolist(), strict=True) if samples]
         self.composition = batch.composition
         self.reqs = [reqs[row] for row in batch.constrained.tolist()]
         self.grammars = Grammars([req.grammar for req in self.reqs])
