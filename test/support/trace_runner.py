@@ -180,7 +180,7 @@ def live_memory(runner: ModelRunner) -> list[torch.Tensor]:
     """Host copies of all keys, values and last tokens except the sink's."""
     runner.device.synchronize()
     pool, size = runner.kv_pool, runner.kv_pool.page_size
-    parts = [part(layer)[size:] for layer in range(pool.num_layers) for part in (pool.k, pool.v)]
+    parts = [tensor[size:] for _, tensor in pool.tensors()]
     return [tensor.cpu().clone() for tensor in (*parts, runner.req_pool.last_tokens[1:])]
 
 
@@ -188,7 +188,7 @@ def clear(runner: ModelRunner) -> None:
     """Set all keys, values and last tokens to zero."""
     runner.device.synchronize()
     pool = runner.kv_pool
-    for tensor in (*map(pool.k, range(pool.num_layers)), *map(pool.v, range(pool.num_layers))):
+    for _, tensor in pool.tensors():
         tensor.zero_()
     runner.req_pool.last_tokens.zero_()
     runner.device.synchronize()

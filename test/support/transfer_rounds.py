@@ -75,7 +75,7 @@ class Rounds:
         self.controller = HiCacheController(device, self.kv_pool, self.host_pool, LateCopier(self, copier))
         heads = (SHAPE.page_size, *SHAPE.heads)
         noise = np.random.default_rng(3).integers(-99, 99, (NUM_PATTERNS, SHAPE.num_layers, 2, *heads))
-        self.patterns = torch.from_numpy(noise).to(SHAPE.dtype)
+        self.patterns = torch.from_numpy(noise).to(self.kv_pool.dtype)
         self._on_device = self.patterns.to(device.torch_device)
         self.read_out = torch.zeros_like(self._on_device[0])
         self._tickets = count(1)
