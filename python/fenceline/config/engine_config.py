@@ -211,14 +211,15 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
     path = model_directory(args.model_path, "--model-path", args.revision, args.download_dir, weights)
     tokenizer_path = _tokenizer_path(args, path)
     model = _read_model(args, path, tokenizer_path, overrides, device)
+    _check_latent(args, model, device)
     chunk = _chunked_prefill_size(args, device)
     max_prefill_tokens = args.max_prefill_tokens or max(_MAX_PREFILL_TOKENS, chunk or 0)
     max_running_requests = _max_running_requests(args, device, model.context_length)
     attention = attention_backends(args, device, model)
     speculative = _speculative(args, model, chunk and min(chunk, max_prefill_tokens))
     _check_ranks(args, model, None if speculative is None else speculative.draft.model)
-    for each in (model, *([] if speculative is None else [speculative.draft.model])):
-        _check_latent(args, each, device)
+    if speculative is not None:
+        _check_latent(args, speculative.draft.model, device)
     if device == "cpu":
         _check_memory(args, model, max_running_requests, _kv_layout(args, model, speculative))
     return EngineConfig(
@@ -654,8 +655,8 @@ def _check_latent(args: ServerArgs, model: ModelConfig, device: str) -> None:
         return
     if device != "cpu":
         raise ConfigError(
-            f"--model-path {model.model_path}: {model.architecture} has latent attention, for which there are no GPU"
-            " kernels yet; use --device cpu"
+            f"{model.model_path}: {model.architecture} has latent attention, for which there are no GPU kernels yet;"
+            " use --device cpu"
         )
     if args.kv_cache_dtype != "auto":
         raise ConfigError(
