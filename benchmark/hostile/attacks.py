@@ -9,24 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing
 import os
 import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import TypeVar
 
 import httptools
 from wire import RESET, SILENT, Answer, Wire, exchange, head, outcome, post, request
 
 MIB = 1 << 20
-MAX_BODY = 64 * MIB
-CONTEXT = 4096  # of the demo model
-
-T = TypeVar("T")
 
 
 def leave_cores_to_the_server() -> None:
@@ -39,29 +32,6 @@ def leave_cores_to_the_server() -> None:
     os.nice(19)
     with contextlib.suppress(AttributeError, OSError):  # of Linux
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-
-
-def run_apart(run: Callable[..., T], *args: object) -> T:
-    """The result of ``run(*args)``, both of which can be pickled, in a process that leaves the cores to the server.
-    Raises EOFError if it ends without one."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_run_apart, args=(there, run, args), daemon=True)
-    process.start()
-    there.close()
-    try:
-        result: T = here.recv()
-    except BaseException:
-        process.terminate()
-        raise
-    finally:
-        process.join()
-    return result
-
-
-def _run_apart(pipe: Connection, run: Callable[..., object], args: tuple[object, ...]) -> None:
-    leave_cores_to_the_server()
-    pipe.send(run(*args))
 
 
 class Target:
@@ -181,78 +151,14 @@ def _nothing_for_long() -> Run:
 
 # --- cost before validation
 
-one("/tokenize, 5,000 texts", "/tokenize", lambda: {"prompt": [words(2000)] * 5000})
-one("/tokenize, 30,000 texts", "/tokenize", lambda: {"prompt": [words(2000)] * 30_000})
-one(
-    "/tokenize, 16 million empty texts",
-    "/tokenize",
-    lambda: repeated(b'{"prompt":[', b'""', 16_000_000, b"]}"),
-)
-one("/tokenize, one word of 20 MB", "/tokenize", lambda: {"prompt": "a" * 20_000_000})
 one("/tokenize, a text of 60 MB", "/tokenize", lambda: {"prompt": words(60_000_000)})
-one("/tokenize, 4 million special tokens", "/tokenize", lambda: {"prompt": "<|im_start|>" * 4_000_000})
 several("/tokenize, 1 MB a hundred times", "/tokenize", lambda: {"prompt": words(MIB)}, 100, at_once=16)
-one("/detokenize, 30 million ids", "/detokenize", lambda: repeated(b'{"tokens":[', b"9", 30_000_000, b"]}"))
-one(
-    "/detokenize, 10 million lists",
-    "/detokenize",
-    lambda: repeated(b'{"tokens":[', b"[9]", 10_000_000, b"]}"),
-)
 several(
     "/detokenize, 100,000 ids a hundred times",
     "/detokenize",
     lambda: {"tokens": [300] * 100_000},
     100,
     at_once=16,
-)
-one(
-    "/generate, 4,096 texts, impossible temperature",
-    "/generate",
-    lambda: {"text": [words(15_000)] * 4096, "sampling_params": {"temperature": -1}},
-)
-one(
-    "/generate, 4,096 texts, the last too long",
-    "/generate",
-    lambda: {"text": [*[words(5_000)] * 4095, words(60_000)], "sampling_params": {"max_new_tokens": 1}},
-)
-one(
-    "/generate, 16 million empty texts", "/generate", lambda: repeated(b'{"text":[', b'""', 16_000_000, b"]}")
-)
-one("/generate, 30 million ids", "/generate", lambda: repeated(b'{"input_ids":[', b"9", 30_000_000, b"]}"))
-one(
-    "/generate, 16 million lists", "/generate", lambda: repeated(b'{"input_ids":[', b"[9]", 16_000_000, b"]}")
-)
-one(
-    "/generate, logit_bias of a million",
-    "/generate",
-    lambda: {"text": "a", "sampling_params": {"logit_bias": {str(i): 0.5 for i in range(1_000_000)}}},
-)
-one(
-    "/generate, logit_bias of four million equal keys",
-    "/generate",
-    lambda: repeated(b'{"text":"a","sampling_params":{"logit_bias":{', b'"5":1', 4_000_000, b"}}}"),
-)
-one(
-    "/generate, 20 million stop ids",
-    "/generate",
-    lambda: repeated(b'{"text":"a","sampling_params":{"stop_token_ids":[', b"9", 20_000_000, b"]}}"),
-)
-one(
-    "/generate, 5 million stop strings",
-    "/generate",
-    lambda: repeated(b'{"text":"a","sampling_params":{"stop":[', b'"zzzzz"', 5_000_000, b"]}}"),
-)
-one("/generate, 50 MB of text", "/generate", lambda: {"text": words(50_000_000)})
-one("/generate, 50 MB of one word", "/generate", lambda: {"text": "a" * 50_000_000})
-one(
-    "/generate, 50 MB of surrogates",
-    "/generate",
-    lambda: b'{"text":"' + b"\\ud83d\\ude00" * 4_000_000 + b'"}',
-)
-one(
-    "/generate, 20 MB of combining characters",
-    "/generate",
-    lambda: {"text": "e" + "\u0301\u0323" * 5_000_000},
 )
 
 
@@ -266,27 +172,6 @@ def _left() -> Run:
     return run
 
 
-one(
-    "completions, 30 million ids",
-    "/v1/completions",
-    lambda: repeated(b'{"prompt":[', b"9", 30_000_000, b"]}"),
-)
-one(
-    "completions, 16 million texts",
-    "/v1/completions",
-    lambda: repeated(b'{"prompt":[', b'"a"', 16_000_000, b"]}"),
-)
-one(
-    "completions, logit_bias of a million",
-    "/v1/completions",
-    lambda: {"prompt": "a", "logit_bias": {str(i): 0.5 for i in range(1_000_000)}},
-)
-one("completions, 50 MB of text", "/v1/completions", lambda: {"prompt": words(50_000_000)})
-one(
-    "completions, 1,024 texts of 60 KB",
-    "/v1/completions",
-    lambda: {"prompt": [words(60_000)] * 1024, "max_tokens": 1},
-)
 several(
     "64 bodies of 60 MB of ids at once",
     "/generate",
@@ -307,187 +192,6 @@ several(
     640,
     at_once=64,
 )
-several(
-    "640 conversations of 60 messages, 64 at once",
-    "/v1/chat/completions",
-    lambda: {"messages": [{"role": "user", "content": words(500)}] * 60, "temperature": -1},
-    640,
-    at_once=64,
-)
-one(
-    "completions, a model name of 50 MB",
-    "/v1/completions",
-    lambda: {"model": "m" * 50_000_000, "prompt": "a"},
-)
-one(
-    "completions, a million fields nobody knows",
-    "/v1/completions",
-    lambda: {"prompt": "a", "max_tokens": 1, **{f"field_{i}": i for i in range(1_000_000)}},
-)
-one(
-    "/generate, a million fields nobody knows",
-    "/generate",
-    lambda: {"text": "a", **{f"field_{i}": i for i in range(1_000_000)}},
-)
-
-# --- chat
-
-one(
-    "chat, a million messages",
-    "/v1/chat/completions",
-    lambda: {"messages": [{"role": "user", "content": "hi"}] * 1_000_000},
-)
-one(
-    "chat, a message of 50 MB",
-    "/v1/chat/completions",
-    lambda: {"messages": [{"role": "user", "content": words(50_000_000)}]},
-)
-one(
-    "chat, a million text parts",
-    "/v1/chat/completions",
-    lambda: {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 1_000_000}]},
-)
-one(
-    "chat, chat_template_kwargs of 50 MB",
-    "/v1/chat/completions",
-    lambda: {
-        "messages": [{"role": "user", "content": "hi"}],
-        "chat_template_kwargs": {f"k{i}": [i] * 5 for i in range(1_000_000)},
-        "max_tokens": 1,
-    },
-)
-one(
-    "chat, chat_template_kwargs over the template's own names",
-    "/v1/chat/completions",
-    lambda: {
-        "messages": [{"role": "user", "content": "hi"}],
-        "chat_template_kwargs": {"messages": [{"role": "x", "content": "y" * 1000}] * 40_000, "range": "x"},
-        "max_tokens": 1,
-    },
-)
-one(
-    "chat, tools of 50 MB",
-    "/v1/chat/completions",
-    lambda: {
-        "messages": [{"role": "user", "content": "hi"}],
-        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": "b" * 1000}}}] * 45_000,
-        "tool_choice": "none",
-        "max_tokens": 1,
-    },
-)
-one(
-    "chat, tool calls with arguments 1,000 deep",
-    "/v1/chat/completions",
-    lambda: {
-        "messages": [
-            {"role": "user", "content": "hi"},
-            {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [{"function": {"name": "f", "arguments": "[" * 1000 + "]" * 1000}}],
-            },
-        ],
-        "max_tokens": 1,
-    },
-)
-one(
-    "chat, tool calls with arguments of 50 MB",
-    "/v1/chat/completions",
-    lambda: {
-        "messages": [
-            {"role": "user", "content": "hi"},
-            {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [{"function": {"name": "f", "arguments": "[" + "1," * 20_000_000 + "1]"}}],
-            },
-        ],
-        "max_tokens": 1,
-    },
-)
-
-# --- JSON
-
-for _path, _field in (
-    ("/generate", "text"),
-    ("/v1/completions", "prompt"),
-    ("/v1/chat/completions", "messages"),
-    ("/tokenize", "prompt"),
-    ("/abort_request", "rid"),
-):
-    one(
-        f"{_path}, JSON ten million deep",
-        _path,
-        lambda field=_field: b'{"%b":' % field.encode() + b"[" * 10_000_000 + b"]" * 10_000_000 + b"}",
-    )
-
-
-@attack("JSON 1,000 deep, everywhere")
-def _deep() -> Run:
-    deep = b"[" * 1000 + b"]" * 1000
-    objects = b'{"a":' * 900 + b"1" + b"}" * 900
-    fields = {
-        "/generate": (
-            "text",
-            "input_ids",
-            "sampling_params",
-            "rid",
-            "session_params",
-            "unknown",
-            "return_logprob",
-        ),
-        "/v1/completions": ("prompt", "stop", "logit_bias", "response_format", "unknown", "json_schema"),
-        "/v1/chat/completions": ("messages", "tools", "chat_template_kwargs", "stop", "unknown"),
-        "/tokenize": ("prompt", "unknown"),
-        "/abort_request": ("rid", "unknown"),
-    }
-    chat = b'"messages":[{"role":"user","content":"hi"}],"max_tokens":1,'
-    first = {"/generate": b'"text":"a",', "/v1/completions": b'"prompt":"a",', "/v1/chat/completions": chat}
-    bodies = [
-        post(path, b"{%b" % first.get(path, b"") + b'"%b":%b}' % (name.encode(), value))
-        for path, names in fields.items()
-        for name in names
-        for value in (deep, objects)
-    ]
-    return lambda target: target.send_all(bodies, 4)
-
-
-@attack("numbers of 5,000 digits, everywhere")
-def _digits() -> Run:
-    number = b"9" * 5000
-    bodies = []
-    for value in (number, b"-" + number, b"1e" + number, b"0." + number, b'"' + number + b'"'):
-        for name in ("max_new_tokens", "temperature", "top_k", "seed", "n", "stop_token_ids", "logit_bias"):
-            bodies.append(
-                post("/generate", b'{"text":"a","sampling_params":{"%b":%b}}' % (name.encode(), value))
-            )
-        for name in ("max_tokens", "temperature", "seed", "n", "logprobs", "stop_token_ids", "user"):
-            bodies.append(post("/v1/completions", b'{"prompt":"a","%b":%b}' % (name.encode(), value)))
-        bodies.append(post("/generate", b'{"input_ids":[%b]}' % value))
-        bodies.append(post("/v1/completions", b'{"prompt":[%b]}' % value))
-        bodies.append(post("/generate", b'{"text":"a","logprob_start_len":%b}' % value))
-        bodies.append(post("/generate", b'{"text":"a","sampling_params":{"logit_bias":{"1":%b}}}' % value))
-        bodies.append(post("/generate", b'{"text":"a","sampling_params":{"logit_bias":{"%b":1}}}' % number))
-        bodies.append(post("/detokenize", b'{"tokens":[%b]}' % value))
-        bodies.append(post("/start_profile", b'{"num_steps":%b}' % value))
-    return lambda target: target.send_all(bodies, 4)
-
-
-one(
-    "/generate, a number of 50 million digits",
-    "/generate",
-    lambda: b'{"input_ids":[' + b"9" * 50_000_000 + b"]}",
-)
-one(
-    "completions, a number of 50 million digits",
-    "/v1/completions",
-    lambda: b'{"prompt":"a","seed":' + b"9" * 50_000_000 + b"}",
-)
-one(
-    "/generate, a float of 50 million digits",
-    "/generate",
-    lambda: b'{"text":"a","sampling_params":{"temperature":0.' + b"9" * 50_000_000 + b"}}",
-)
 
 # --- headers and framing of HTTP
 
@@ -500,67 +204,6 @@ def _raw(name: str, make: Callable[[], bytes], *, num: int = 1, limit_s: float =
     attack(name, limit_s=limit_s)(build)
 
 
-_raw(
-    "a header of 40 MB, no key",
-    lambda: request("GET", "/model_info", headers=["X: " + "a" * 40_000_000], key=None),
-)
-_raw(
-    "a header of 300 MB, no key",
-    lambda: request("GET", "/model_info", headers=["X: " + "a" * 300_000_000], key=None),
-)
-_raw(
-    "a million headers, no key",
-    lambda: request("GET", "/model_info", headers=[f"X-{i}: a" for i in range(1_000_000)], key=None),
-)
-_raw("a path of 40 MB, no key", lambda: request("GET", "/" + "a" * 40_000_000, key=None))
-_raw("a method of 40 MB, no key", lambda: request("G" * 40_000_000, "/", key=None))
-_raw("40 MB that are no HTTP", lambda: b"\0\1\2\3" * 10_000_000, num=4)
-_raw("a line of 40 MB without an end", lambda: b"GET /" + b"a" * 40_000_000, limit_s=20)
-_raw(
-    "Content-Length of 5,000 digits",
-    lambda: head("POST", "/generate", ["Content-Length: " + "0" * 5000 + "2"]) + b"\r\n{}",
-    num=20,
-    limit_s=20,
-)
-_raw(
-    "wrong lengths: -1, +1, 1_0, two, both with chunked",
-    lambda: head("POST", "/generate", ["Content-Length: -1"]) + b"\r\n{}",
-    num=4,
-    limit_s=20,
-)
-_raw("query strings of 60 KB, a thousand", lambda: request("GET", "/health?a=" + "b" * 60_000), num=1000)
-_raw("unknown paths of 60 KB, a thousand", lambda: request("GET", "/" + "%0a" * 20_000), num=1000)
-_raw(
-    "x-request-id of 60 KB, a thousand",
-    lambda: request("GET", "/health", headers=["X-Request-Id: " + "\t" * 60_000]),
-    num=1000,
-)
-_raw("OPTIONS with 60 MB", lambda: request("OPTIONS", "/generate", b"a" * 60_000_000), num=8)
-_raw("GET /health with 60 MB", lambda: request("GET", "/health", b"a" * 60_000_000), num=8)
-_raw("POST to an unknown path with 60 MB", lambda: request("POST", "/nowhere", b"a" * 60_000_000), num=8)
-_raw(
-    "a websocket's upgrade, a thousand",
-    lambda: request(
-        "GET",
-        "/generate",
-        headers=["Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Version: 13",
-                 "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ=="],
-    ),
-    num=1000,
-)  # fmt: skip
-_raw(
-    "an upgrade to h2c, a thousand",
-    lambda: request(
-        "GET", "/health", headers=["Upgrade: h2c", "Connection: Upgrade", "HTTP2-Settings: AAMAAABkAAQ"]
-    ),
-    num=1000,
-)
-_raw("64 bodies of 64 MiB, wrong key", lambda: post("/generate", b"[" * MAX_BODY, key="wrong"), num=64)
-_raw(
-    "bodies of 65 MiB, eight",
-    lambda: post("/generate", b"[" * (65 * MIB)),
-    num=8,
-)
 _raw(
     "HTTP/1.0, a thousand",
     lambda: post("/v1/completions", {"prompt": "a", "max_tokens": 1, "stream": True}).replace(
@@ -577,145 +220,9 @@ _raw(
         + b"0\r\n\r\n"
     ),
 )
-_raw(
-    "a chunked body without an end, 70 MiB",
-    lambda: (
-        head("POST", "/generate", ["Transfer-Encoding: chunked"])
-        + b"\r\n"
-        + (b"100000\r\n" + b"[" * MIB + b"\r\n") * 70
-    ),
-)
-_raw(
-    "a chunk extension of 60 MB",
-    lambda: (
-        head("POST", "/generate", ["Transfer-Encoding: chunked"])
-        + b"\r\n2;"
-        + b"e" * 60_000_000
-        + b"\r\n{}\r\n0\r\n\r\n"
-    ),
-)
-_raw(
-    "trailers of 60 MB",
-    lambda: head("POST", "/generate", ["Transfer-Encoding: chunked", "Trailer: T"])
-    + b"\r\n2\r\n{}\r\n0\r\n" + b"T: tttttttttttttttttttttttttttt\r\n" * 2_000_000 + b"\r\n",
-)  # fmt: skip
-
-
-@attack("shapes of HTTP that are not quite right", limit_s=60)
-def _shapes() -> Run:
-    end = b"\r\n"
-    good = post("/v1/completions", {"prompt": "a", "max_tokens": 1})
-    shapes = [
-        head("POST", "/generate", ["Content-Length: 2", "Content-Length: 3"]) + end + b"{}1",
-        head("POST", "/generate", ["Content-Length: 2", "Transfer-Encoding: chunked"]) + end + b"0\r\n\r\n",
-        head("POST", "/generate", ["Content-Length: +2"]) + end + b"{}",
-        head("POST", "/generate", ["Content-Length: 1_0"]) + end + b"{}        ",
-        head("POST", "/generate", ["Content-Length: \u00b2"]) + end + b"{}",
-        head("POST", "/generate", ["Transfer-Encoding: chunked, gzip"]) + end + b"0\r\n\r\n",
-        head("POST", "/generate", ["Transfer-Encoding: chunked"]) + end + b"fffffffffffffffff\r\n",
-        head("POST", "/generate", ["Transfer-Encoding: chunked"]) + end + b"-1\r\n\r\n",
-        head("GET", "/health", [" folded: yes", "\tmore"]) + end,
-        head("GET", "/health", ["no colon"]) + end,
-        head("GET", "/health", ["nul: \0"]) + end,
-        b"GET /health HTTP/1.1\n\n",
-        b"GET /health HTTP/9.9\r\n\r\n",
-        b"GET /health\r\n\r\n",
-        b"\r\n" * 1000 + request("GET", "/health"),
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
-        request("CONNECT", "127.0.0.1:80"),
-        request("GET", "http://elsewhere/health"),
-        request("GET", "//health"),
-        request("GET", "/health/%2e%2e/%00"),
-        request("POST", "/v1/models/" + "%ff" * 1000),
-        good.replace(b"application/json", b"multipart/form-data; boundary=x"),
-        good.replace(b"application/json", b"application/json; charset=utf-16"),
-        request("POST", "/generate", b"\xff\xfe{\0}\0"),
-        request("POST", "/generate", b"\xef\xbb\xbf{}"),
-    ]
-    return lambda target: target.send_all(shapes * 5, 8, wait_s=5)
-
-
-@attack("Expect: 100-continue, a thousand", limit_s=60)
-def _expect() -> Run:
-    first = head("POST", "/generate", ["Content-Length: 12", "Expect: 100-continue"]) + b"\r\n"
-
-    async def run(target: Target) -> None:
-        async def ask(num: int) -> None:
-            for index in range(num):
-                try:
-                    async with asyncio.timeout(20), Wire(target.port) as wire:
-                        await wire.send(first)
-                        await asyncio.sleep(0.001)
-                        if index % 2:
-                            await wire.send(b'{"text": ""}')
-                            target.outcomes[outcome(await wire.answer())] += 1
-                except TimeoutError:
-                    target.outcomes[SILENT] += 1
-                except OSError:
-                    target.outcomes[RESET] += 1
-
-        await asyncio.gather(*(ask(125) for _ in range(8)))
-
-    return run
-
-
-def _pipelined(data: bytes, num: int) -> Run:
-    async def run(target: Target) -> None:
-        async with Wire(target.port) as wire:
-            sending = asyncio.ensure_future(wire.send(data * num))
-            for _ in range(num):
-                answer = await wire.answer()
-                target.outcomes[outcome(answer)] += 1
-                if isinstance(answer, str):
-                    break
-            sending.cancel()
-
-    return run
-
-
-@attack("20,000 pipelined GET /health", limit_s=60)
-def _pipelined_health() -> Run:
-    return _pipelined(request("GET", "/health"), 20_000)
-
-
-@attack("2,000 pipelined requests for tokens", limit_s=60)
-def _pipelined_tokens() -> Run:
-    return _pipelined(post("/v1/completions", {"prompt": "a", "max_tokens": 1}), 2000)
-
-
-@attack("20,000 pipelined requests, no answer read", limit_s=15)
-def _pipelined_unread() -> Run:
-    data = post("/v1/completions", {"prompt": "a", "max_tokens": 1, "echo": True}) * 20_000
-
-    async def run(target: Target) -> None:
-        async with Wire(target.port, receive_bytes=4096) as wire:
-            await wire.send(data)
-
-    return run
 
 
 # --- connections
-
-
-@attack("5,000 connects and disconnects", limit_s=60)
-def _connects() -> Run:
-    async def run(target: Target) -> None:
-        async def some(num: int) -> None:
-            for index in range(num):
-                try:
-                    async with Wire(target.port) as wire:
-                        if index % 3 == 1:
-                            await wire.send(b"POST /generate HTT")
-                        elif index % 3 == 2:
-                            wire.leave_hard()
-                    target.outcomes["left"] += 1
-                except OSError:
-                    target.outcomes[RESET] += 1
-
-        await asyncio.gather(*(some(625) for _ in range(8)))
-
-    return run
 
 
 def _half_requests(num: int, data: bytes, hold_s: float) -> Run:
@@ -740,11 +247,6 @@ def _half_requests(num: int, data: bytes, hold_s: float) -> Run:
 
 _HALF_HEAD = b"POST /generate HTTP/1.1\r\nHost: a\r\nX-Half"
 _HALF_BODY = head("POST", "/generate", ["Content-Length: 1000000"]) + b'\r\n{"text": "'
-
-
-@attack("1,100 half heads, 1,024 descriptors (soft limit)", limit_s=40, nofile=(1024, 4096))
-def _half_heads_soft() -> Run:
-    return _half_requests(1100, _HALF_HEAD, 30)
 
 
 @attack("1,100 half heads, 1,024 descriptors (hard limit)", limit_s=40, nofile=(1024, 1024))
@@ -796,29 +298,9 @@ def _drip(first: bytes, drop: bytes, num: int, every_s: float, hold_s: float) ->
     return run
 
 
-@attack("200 half heads", limit_s=20)
-def _few_half_heads() -> Run:
-    return _half_requests(200, _HALF_HEAD, 15)
-
-
-@attack("100 slow bodies", limit_s=20)
-def _few_slow_bodies() -> Run:
-    return _drip(_HALF_BODY, b"a", 100, 0.2, 15)
-
-
-@attack("300 slow heads, a byte every 0.2 s", limit_s=40)
-def _slow_heads() -> Run:
-    return _drip(_HALF_HEAD, b"a", 300, 0.2, 30)
-
-
 @attack("300 slow bodies, a byte every 0.2 s", limit_s=40)
 def _slow_bodies() -> Run:
     return _drip(_HALF_BODY, b"a", 300, 0.2, 30)
-
-
-@attack("300 slow headers, a line every 0.2 s", limit_s=40)
-def _slow_headers() -> Run:
-    return _drip(b"GET /health HTTP/1.1\r\n", b"X-a: b\r\n", 300, 0.2, 30)
 
 
 # --- generation
@@ -829,36 +311,6 @@ def _long_ids() -> list[int]:
     return [rng.randrange(300, 1000) for _ in range(3900)]
 
 
-def _nearly_stops() -> list[str]:
-    """64 stop strings of 4,096 characters. Because of the first one all output is held back. The others match the end
-    of the held-back text at many places for a long way, but not to their end."""
-    stops = ["x" * (4095 - index) + "y" * (index + 1) for index in range(32)]
-    return stops + ["x" * (2000 + index) + "y" + "x" * (2095 - index) for index in range(32)]
-
-
-def _says_x(num_tokens: int) -> dict[str, object]:
-    """A request whose tokens are all "x" (id 90 of the demo model's vocabulary)."""
-    return {
-        "text": "x",
-        "sampling_params": {
-            "max_new_tokens": num_tokens,
-            "temperature": 0,
-            "logit_bias": {"90": 100},
-            "ignore_eos": True,
-            "stop": _nearly_stops(),
-        },
-        "stream": True,
-    }
-
-
-several("64 stop strings that nearly match", "/generate", lambda: _says_x(3500), 8, limit_s=60)
-several(
-    "64 stop strings that nearly match, 64 streams",
-    "/generate",
-    lambda: _says_x(1500) | {"sampling_params": {**_says_x(1500)["sampling_params"], "n": 8}},  # type: ignore[dict-item]
-    8,
-    limit_s=60,
-)
 one(
     "n=128 with a prompt of 3,900 tokens",
     "/generate",
@@ -1171,19 +623,3 @@ def _profiles() -> Run:
 
 
 # Attacks that missed the mark at least once, on the code of that time, and attacks that were added later.
-WATCHED = frozenset(
-    (
-        "nothing", "nothing for a minute",
-        "/tokenize, a text of 60 MB", "/tokenize, 1 MB a hundred times", "/detokenize, 100,000 ids a hundred times",
-        "/generate, 50 MB of text, left after 1 s", "64 bodies of 60 MB of ids at once",
-        "640 bodies of 130,000 ids, 64 at once", "640 bodies of 1.9 MB of text, 64 at once",
-        "a chunked body of a million one-byte chunks", "HTTP/1.0, a thousand",
-        "1,100 half heads, 1,024 descriptors (hard limit)", "1,100 half bodies, 1,024 descriptors (hard limit)",
-        "1,100 silent connections, 1,024 descriptors (hard limit)", "200 half bodies of 32 MB",
-        "300 slow bodies, a byte every 0.2 s", "n=128 with a prompt of 3,900 tokens",
-        "n=128 for 32 prompts, each with a bias of 1,000 tokens",
-        "completions, n=128 for 8 long prompts", "4,096 prompts of 3,900 tokens, left after 5 s",
-        "4,096 short prompts, left after 5 s", "2,000 streams, each left after its first bytes",
-        *list(ATTACKS)[list(ATTACKS).index("64 streams that are never read") :],
-    )
-)  # fmt: skip

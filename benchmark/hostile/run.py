@@ -3,13 +3,9 @@
     python benchmark/hostile/run.py attacks                             # every attack, this tree
     python benchmark/hostile/run.py attacks --only "tokenize;header"
     python benchmark/hostile/run.py attacks --python-path OLD/python NEW/python --output both.jsonl
-    python benchmark/hostile/run.py attacks --watched --output new.jsonl   # those that missed the mark once
     python benchmark/hostile/run.py attacks --resume --output new.jsonl    # those that are not in this file yet
     python benchmark/hostile/run.py table both.jsonl                    # Markdown, the trees side by side
     python benchmark/hostile/run.py table --outside new.jsonl           # those that miss the mark
-    python benchmark/hostile/run.py fuzz --num 10000 --seed 1
-    python benchmark/hostile/run.py fuzz --replay 1 4711
-    python benchmark/hostile/run.py grammars --num 10000 --seed 1       # hostile schemas, grammars and tools
 
 Each attack gets a new server, so that memory is not attributed to the wrong attack. Several servers are started
 together, because starting takes longer than most attacks, and the KV cache of each is written once, so that it does not
@@ -32,10 +28,8 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import fuzz
-import grammars
 from attacked import AttackedServer, keep_cores_for_servers
-from attacks import ATTACKS, WATCHED, Attack, Target, leave_cores_to_the_server
+from attacks import ATTACKS, Attack, Target, leave_cores_to_the_server
 from beside import MARK_MS, PATIENCE_S, Observed, Observer, usual, worst
 
 TREE = Path(__file__).parents[2] / "python"
@@ -253,8 +247,6 @@ def run_attacks(args: argparse.Namespace) -> int:
     """Run the attacks, each on all trees. Returns 1 if the last tree missed the mark."""
     wanted = [part.strip() for part in args.only.split(";")] if args.only else [""]
     chosen = [attack for name, attack in ATTACKS.items() if any(part in name for part in wanted)]
-    if args.watched:
-        chosen = [attack for attack in chosen if attack.name in WATCHED]
     if not chosen:
         raise SystemExit(f"no attack has {args.only!r} in its name; --list shows them all")
     if args.list:
@@ -348,15 +340,9 @@ def main() -> int:
     attacks.add_argument(
         "--only", help="attacks whose names contain one of these words, separated by semicolons"
     )
-    attacks.add_argument(
-        "--watched", action="store_true", help="of these, those that were outside the mark once, or new"
-    )
     attacks.add_argument("--list", action="store_true", help="show the attacks' names and stop")
     attacks.add_argument(
-        "--python-path",
-        nargs="+",
-        default=[TREE],
-        help="folders with the package fenceline, or programs that serve at the port that they are given (control.py)",
+        "--python-path", nargs="+", default=[TREE], help="folders with the package fenceline"
     )
     attacks.add_argument("--label", nargs="+", help="names of these trees; before and after for two")
     attacks.add_argument("--output", type=Path, help="append a JSON line for each measurement")
@@ -372,14 +358,6 @@ def main() -> int:
         "--outside", action="store_true", help="only what is outside the mark, and nothing's lines"
     )
     table.set_defaults(run=print_table)
-    fuzz.add_arguments(
-        commands.add_parser("fuzz", help="random requests with eight misbehaving clients beside them")
-    )
-    grammars.add_arguments(
-        commands.add_parser(
-            "grammars", help="hostile schemas, regular expressions, grammars and lists of tools"
-        )
-    )
     for command in commands.choices.values():
         command.add_argument(
             "--server-cores",
