@@ -14,7 +14,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     FailFast,
     Field,
     model_validator,
@@ -25,12 +24,12 @@ from fenceline.entrypoints.fields import GENERATION, WITHOUT_EFFECT, FieldRules,
 from fenceline.entrypoints.openai.protocol import (
     CommonBody,
     JsonObject,
+    StrictModel,
     chat_only,
     common_fields,
     not_too_many_tools,
 )
 
-_STRICT = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
 # What the fields of a block must be, by its type. Others are refused.
 _BLOCKS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "text": {"text": str},
@@ -92,10 +91,8 @@ def _not_too_many(messages: object) -> object:
     return messages
 
 
-class InputMessage(BaseModel):
+class InputMessage(StrictModel):
     """One turn of a conversation."""
-
-    model_config = _STRICT
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[str | list[JsonObject], BeforeValidator(_known_blocks)]
@@ -107,10 +104,8 @@ class InputMessage(BaseModel):
         return self
 
 
-class InputTool(BaseModel):
+class InputTool(StrictModel):
     """A tool that the model may call."""
-
-    model_config = _STRICT
 
     type: Literal["custom"] | None = None
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")
@@ -119,20 +114,16 @@ class InputTool(BaseModel):
     strict: bool | None = None
 
 
-class ToolChoice(BaseModel):
+class ToolChoice(StrictModel):
     """Whether, and which, tools are called."""
-
-    model_config = _STRICT
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool = False
 
 
-class Thinking(BaseModel):
+class Thinking(StrictModel):
     """Whether the model reasons before it answers."""
-
-    model_config = _STRICT
 
     type: Literal["enabled", "disabled", "adaptive"]
 
@@ -146,10 +137,8 @@ def _of_a_schema(form: JsonObject) -> JsonObject:
 OutputFormat = Annotated[JsonObject, AfterValidator(_of_a_schema)]
 
 
-class OutputConfig(BaseModel):
+class OutputConfig(StrictModel):
     """What the answer is like."""
-
-    model_config = _STRICT
 
     effort: str | None = None
     format: OutputFormat | None = None

@@ -91,25 +91,27 @@ def _stop_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-class StreamOptions(BaseModel):
-    """What a stream carries besides the text."""
+class StrictModel(BaseModel):
+    """A part of a request: values have exactly the declared types, and cannot be changed."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+    model_config = ConfigDict(
+        strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class StreamOptions(StrictModel):
+    """What a stream carries besides the text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class CommonBody(BaseModel):
+class CommonBody(StrictModel):
     """The fields that mean the same on every route of OpenAI and Anthropic that generates.
 
     Every such body extends this one. A route whose requests are answered as chat completions hands them on with
     :func:`common_fields`, so that no field can be forgotten on one route.
     """
-
-    model_config = ConfigDict(
-        strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=()
-    )
 
     #: The types of tools that are served. Others, such as those that their maker's servers run, are left out.
     tool_types: ClassVar[frozenset[str]] = frozenset(["function"])
@@ -171,10 +173,8 @@ class CompletionBody(GenerationBody):
     best_of: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
 
 
-class TextPart(BaseModel):
+class TextPart(StrictModel):
     """A text part of a message's content."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     type: Literal["text"]
     text: str
@@ -210,10 +210,8 @@ def _not_too_many(messages: object) -> object:
     return messages
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(StrictModel):
     """One message of a conversation. ``developer`` is OpenAI's newer word for ``system``."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[TextPart] | str | None, BeforeValidator(_text_parts_only)] = None
@@ -237,10 +235,8 @@ def _not_too_large(kwargs: JsonObject) -> JsonObject:
     return kwargs
 
 
-class Function(BaseModel):
+class Function(StrictModel):
     """A function that the model may call; ``parameters`` is the JSON schema of its arguments."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")
     description: str | None = None
@@ -248,10 +244,8 @@ class Function(BaseModel):
     strict: bool | None = None
 
 
-class Tool(BaseModel):
+class Tool(StrictModel):
     """A tool of a conversation. Functions are the only kind."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     type: Literal["function"] = "function"
     function: Function

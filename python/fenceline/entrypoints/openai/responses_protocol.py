@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field
 
 from fenceline.config.request_limits import MAX_MESSAGES
 from fenceline.entrypoints.fields import OPENAI, WITHOUT_EFFECT, FieldRules, Refused
 from fenceline.entrypoints.openai.protocol import (
     CommonBody,
     JsonObject,
+    StrictModel,
     chat_only,
     common_fields,
     not_too_many_tools,
@@ -20,7 +21,6 @@ from fenceline.entrypoints.openai.protocol import (
 Message = dict[str, object]  # of a chat completion
 MAX_ID_CHARS = 64
 
-_STRICT = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
@@ -87,10 +87,8 @@ def _text_of(content: object, kinds: tuple[str, ...] = _TEXT_PARTS) -> str:
     return "\n".join(texts)
 
 
-class ResponsesTool(BaseModel):
+class ResponsesTool(StrictModel):
     """A function that the model may call."""
-
-    model_config = _STRICT
 
     type: Literal["function"]
     name: str
@@ -99,18 +97,14 @@ class ResponsesTool(BaseModel):
     strict: bool | None = None
 
 
-class TextSettings(BaseModel):
+class TextSettings(StrictModel):
     """The form of the answer's text."""
-
-    model_config = _STRICT
 
     format: JsonObject | None = None
 
 
-class ReasoningSettings(BaseModel):
+class ReasoningSettings(StrictModel):
     """How much the model reasons, for templates that know it."""
-
-    model_config = _STRICT
 
     effort: str | None = None
 
