@@ -78,7 +78,8 @@ class RunningBatch:
         """The number of tokens [B] for which each request is expected to need memory in future: ``ratio`` times its
         remaining tokens, of which at most ``clip`` count. Whole numbers, since a sum of floats depends on the order."""
         left = np.maximum(self._final_lens - self._allocated_lens, 0)
-        return np.rint(np.minimum(left, clip) * ratio).astype(np.int64)
+        expected: I64 = np.rint(np.minimum(left, clip) * ratio).astype(np.int64)
+        return expected
 
     def add(self, reqs: Sequence[Req]) -> None:
         """Add requests whose whole prompt has been submitted and that may sample more than one token."""
