@@ -44,7 +44,8 @@ from fenceline.model_executor import decode_runner, model_runner
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.sampling import sampler
 from fenceline.sampling.sampling_params import SamplingParams
-from fenceline.scheduler.scheduler import InFlight, Scheduler
+from fenceline.scheduler.population import InFlight
+from fenceline.scheduler.scheduler import Scheduler
 
 _VOCAB = 151936
 _PROMPT_LEN = 8

@@ -30,7 +30,8 @@ from fenceline.model_executor import model_runner
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.scheduler.flight_recorder import FlightRecorder
-from fenceline.scheduler.scheduler import InFlight, Scheduler
+from fenceline.scheduler.population import InFlight
+from fenceline.scheduler.scheduler import Scheduler
 
 
 class NullModel:

@@ -51,8 +51,9 @@ from fenceline.mem_cache.kv_pool import ReqPool
 from fenceline.memory_order import LeasePool, Point, open_device
 from fenceline.model_executor.step import Completions, HeldStep, StepBatch, StepOutput, drain_completions
 from fenceline.sampling.sampling_params import SamplingParams
+from fenceline.scheduler.population import InFlight
 from fenceline.scheduler.ranks import RankLink
-from fenceline.scheduler.scheduler import InFlight, Scheduler
+from fenceline.scheduler.scheduler import Scheduler
 
 _TOKEN = 42
 _BLOCK = 16  # steps of one scheduler before the other runs; this is shorter than disturbances by other load

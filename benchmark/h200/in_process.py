@@ -36,9 +36,10 @@ from fenceline.memory_order import open_device
 from fenceline.model_executor.decode_runner import DecodeRunner
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.sampling.sampling_params import SamplingParams
+from fenceline.scheduler.population import InFlight
 from fenceline.scheduler.process import SocketOutbox, join_ranks, run_scheduler_process
 from fenceline.scheduler.ranks import LeadingRank
-from fenceline.scheduler.scheduler import InFlight, Scheduler
+from fenceline.scheduler.scheduler import Scheduler
 
 _VOCAB = 151643
 

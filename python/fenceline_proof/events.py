@@ -22,10 +22,12 @@ from fenceline.mem_cache.transfer import PageMove, Ticket, TransferKind
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.mem_cache.tree.radix_cache import TreeNode
 from fenceline.memory_order import Device, Points
-from fenceline.model_executor.step import PageWrites, StepBatch, StepOutput
+from fenceline.model_executor.step import StepBatch, StepOutput
 from fenceline.sampling.sampling_batch import ReqSampling
+from fenceline.scheduler.masked_steps import StepMasks
+from fenceline.scheduler.population import InFlight
 from fenceline.scheduler.req import Prefix, Req
-from fenceline.scheduler.scheduler import InFlight, Scheduler, StepMasks
+from fenceline.scheduler.scheduler import Scheduler
 from fenceline_proof.flashinfer_library import PLANNED
 from fenceline_proof.launched_attention import LAUNCHED
 from fenceline_sim.device import VgpuDevice
@@ -176,9 +178,9 @@ def state_of(scheduler: Scheduler, req: Req) -> str:
         if req.num_retractions:
             return "retracted" if req.tail is None else "retracted with a tail"
         return "queued" if scheduler.memory.may_schedule(req) else "waiting for storage"
-    if req is scheduler.chunked:
+    if req is scheduler.population.chunked:
         return "half-way through its prompt"
-    if any(remap.req is req for remap in scheduler.remaps):
+    if any(remap.req is req for remap in scheduler.memory.remaps):
         return "before a remap"
     return "running" if req.output_ids else "with its first step in flight"
 
@@ -210,18 +212,18 @@ class Watch:
         memory = scheduler.memory
         around(scheduler, "launch", after=self._launched)
         around(scheduler, "publish", before=self._publishes)
-        around(scheduler, "fill_masks", before=self._fills)
-        around(scheduler, "sample_early", after=self._sampled_early)
-        around(scheduler, "sample_late", before=lambda _: self.note("masks and draw after publishing"))
+        around(scheduler.masks, "fill_masks", before=self._fills)
+        around(scheduler.masks, "sample_early", after=self._sampled_early)
+        around(scheduler.masks, "stuck", before=self._sampled_late)
         around(scheduler.grammars, "begin_fill", before=self._begins)
-        around(scheduler, "abort", before=self._aborts)
-        around(scheduler, "retract", before=self._retracts)
-        around(scheduler, "with_remaps", before=self._remaps)
-        around(scheduler, "flush", after=self._flushed)
-        around(scheduler, "pause", before=self._pauses)
-        around(scheduler, "update_weights", before=self._updates, after=self._updated)
+        around(scheduler.control, "abort", before=self._aborts)
+        around(scheduler.population, "retract", before=self._retracts)
+        around(memory, "with_remaps", before=self._remaps)
+        around(scheduler.control, "flush", after=self._flushed)
+        around(scheduler.control, "pause", before=self._pauses)
+        around(scheduler.control, "update_weights", before=self._updates, after=self._updated)
         around(scheduler.stats, "preempted", before=self._preempts)
-        around(scheduler, "flush_when_idle", before=self._falls_idle)
+        around(scheduler.control, "flush_when_idle", before=self._falls_idle)
         self._speculates = scheduler.config.speculative is not None
         if self._speculates:
             self._watch_speculation()
@@ -299,8 +301,12 @@ class Watch:
         self.note("masks begun early", any(grammars))
 
     def _sampled_early(self, *_: object) -> None:
-        pending = self._scheduler.pending_masks
+        pending = self._scheduler.masks.pending
         self.note("masks and draw before publishing", pending is not None and pending.sampled)
+
+    def _sampled_late(self) -> None:
+        pending = self._scheduler.masks.pending
+        self.note("masks and draw after publishing", pending is not None and not pending.sampled)
 
     def _fills(self, pending: StepMasks) -> None:
         batch, mine = pending.flight.batch, pending.constrained.reqs
@@ -329,8 +335,8 @@ class Watch:
         windows = [window for window in scheduler.config.model.windows if window is not None]
         self._window = min(windows, default=None)
         self._reads_hidden = config.draft.algorithm is not SpeculativeAlgorithm.STANDALONE
-        around(scheduler, "publish_counted", before=self._counted)
-        around(scheduler, "publish_tokens", before=self._yields)
+        around(scheduler.publisher, "publish_counted", before=self._counted)
+        around(scheduler.publisher, "publish_tokens", before=self._yields)
         around(memory, "release", before=self._releases)
         around(memory.pages, "alloc", after=self._leased)
 
@@ -390,7 +396,7 @@ class Watch:
     def _retracts(self, req: Req) -> None:
         config = self._scheduler.config
         offloads = config.hicache is not None and config.server_args.retract_policy == "offload"
-        self.note("retraction by pause" if self._scheduler.paused else "retraction for memory")
+        self.note("retraction by pause" if self._scheduler.control.paused else "retraction for memory")
         self.note("retraction by offload" if offloads else "retraction by recompute")
         self.note("retracted twice", req.num_retractions == 1)
         self.note(
@@ -404,7 +410,7 @@ class Watch:
         self.note("preemption of several", num_victims > 1)
 
     def _falls_idle(self) -> None:
-        self.note("flush that waited", self._scheduler.flushes)
+        self.note("flush that waited", self._scheduler.control._flushes)
 
     def _pauses(self, mode: str) -> None:
         self.note(f"pause by {mode}", len(self._scheduler.running))
@@ -448,8 +454,8 @@ class Watch:
         self.note("admission from storage", from_storage)
         self.note("admission from storage with a draft", from_storage and self._speculates)
 
-    def _remaps(self, writes: PageWrites) -> None:
-        left = [remap.req.left for remap in self._scheduler.remaps]
+    def _remaps(self, batch: StepBatch) -> None:
+        left = [remap.req.left for remap in self._scheduler.memory.remaps]
         self.note("remap", not all(left))
         self.note("remap of a request that leaves", any(left))
 

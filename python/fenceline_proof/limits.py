@@ -51,7 +51,7 @@ SMALL: Mapping[str, Mapping[str, object]] = {
         "_MAX_COUNTED": 3,
     },
     # As on a GPU, several full steps of prompts may follow one another.
-    "scheduler.scheduler": {"max_prefills_in_row": lambda device: 3},
+    "scheduler.step_planner": {"max_prefills_in_row": lambda device: 3},
     "scheduler.stats": {"_REPORT_INTERVAL_S": 0.0},
 }
 

@@ -30,8 +30,9 @@ from fenceline.mem_cache.storage.controller import StorageController
 from fenceline.mem_cache.storage.file_backend import FileBackend
 from fenceline.memory_order import Communicator
 from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.scheduler.population import InFlight
 from fenceline.scheduler.ranks import TURN_DECODER, FollowingRank, LeadingRank, Turn
-from fenceline.scheduler.scheduler import InFlight, Scheduler
+from fenceline.scheduler.scheduler import Scheduler
 from fenceline_proof.bad_days import BadDays, leave_behind, order_calls, without_logs
 from fenceline_proof.hicache_workloads import with_storage_limits
 from fenceline_proof.oracle import Oracle, Query

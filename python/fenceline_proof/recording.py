@@ -163,7 +163,7 @@ class _Reader:
         begun: set[int] = set()
         for step in self._steps:
             for event in step["events"]:
-                if event["event"] == "depart" and event["row"] not in begun:
+                if event["event"] == "leave" and event["row"] not in begun:
                     known.setdefault(event["row"], event["pages"])
                     begun.add(event["row"])
             writes = step["page_writes"]
@@ -171,7 +171,7 @@ class _Reader:
                 pairs = zip(writes["rows"], writes["columns"], strict=True)
                 begun |= {row for row, column in pairs if column == 0 and row not in known}
         for event in self._dump["events"]:
-            if event["event"] == "depart" and event["row"] not in begun:
+            if event["event"] == "leave" and event["row"] not in begun:
                 known.setdefault(event["row"], event["pages"])
                 begun.add(event["row"])
         for req in self._dump["reqs"]:

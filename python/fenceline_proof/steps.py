@@ -28,7 +28,7 @@ from fenceline.mem_cache.hicache import HiCache
 from fenceline.mem_cache.storage.file_backend import FileBackend
 from fenceline.memory_order import Device
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.scheduler.scheduler import InFlight
+from fenceline.scheduler.population import InFlight
 from fenceline_proof.answers import Findings, Setting, Transcript
 from fenceline_proof.bad_days import BadDays, events_of, order_calls
 from fenceline_proof.captures import Captures
@@ -176,8 +176,10 @@ class Loop:
         self._leaks = Leaks(memory, self._tags) if self._tags is not None and not device.severed else None
         seed = scenario.flags.get("depth_seed")
         if seed is not None:
-            self.scheduler.draft_depth = RandomDepths(tuple(self.scheduler.shapes), int(str(seed)))
-        around(self.scheduler, "update_weights", before=self._counts_outputs, after=self._updated)
+            self.scheduler.planner.draft_depth = RandomDepths(
+                tuple(self.scheduler.planner.shapes), int(str(seed))
+            )
+        around(self.scheduler.control, "update_weights", before=self._counts_outputs, after=self._updated)
         self.watch.watch(self.scheduler)
         args = config.server_args
         # A step's rows need slots, whether its drafts are accepted or not; a tree's are more than its tokens.
@@ -335,7 +337,9 @@ class Loop:
             if self._leaks is None:
                 raise
             scheduler = self.scheduler
-            raise self._leaks.explain(error, [*scheduler.reqs.values(), *scheduler.departed]) from error
+            raise self._leaks.explain(
+                error, [*scheduler.reqs.values(), *scheduler.population.leaving]
+            ) from error
 
     def run(self) -> None:
         """Run until all requests are answered and every transfer has ended. Raises what the engine raises."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.model_executor.step import StepBatch, StepOutput, Worker
+from fenceline.scheduler.masked_steps import StepMasks
+from fenceline.scheduler.population import InFlight
 from fenceline.scheduler.req import Req
-from fenceline.scheduler.scheduler import Inbox, InFlight, Outbox, Scheduler, StepMasks
+from fenceline.scheduler.scheduler import Inbox, Outbox, Scheduler
 from fenceline_proof.answers import Sharing
 from fenceline_proof.drafts import Verified
 from fenceline_proof.events import around
@@ -38,6 +41,9 @@ class WatchedScheduler(Scheduler):
         lookahead = 0 if draft is None else draft.lookahead
         self._num_rows_behind = 0 if draft is None else draft.num_rows_behind
         self.sharing = Sharing(args.page_size, args.disable_radix_cache, storage, threshold, lookahead)
+        self.masks.sample_held = partial(self._sample_held, self.masks.sample_held)  # type: ignore[method-assign]
+        around(self.publisher, "publish_counted", before=self._publishes_counted)
+        around(self.population, "release", before=self._releases)
         tree = self.memory.tree
         around(tree, "_detach", after=lambda result, node: self.sharing.lost())
         around(tree, "evict", after=lambda num, num_pages: self.sharing.moved() if num else None)
@@ -61,10 +67,9 @@ class WatchedScheduler(Scheduler):
         with nullcontext() if self._tags is None else self._tags.step(batch, reqs):
             return super().launch(batch, reqs)
 
-    def sample_held(self, pending: StepMasks) -> InFlight:
-        """See Scheduler."""
+    def _sample_held(self, sample: Callable[[StepMasks], InFlight], pending: StepMasks) -> InFlight:
         with nullcontext() if self._tags is None else self._tags.rest_of_step():
-            return super().sample_held(pending)
+            return sample(pending)
 
     def publish(self, flight: InFlight) -> None:
         """See Scheduler."""
@@ -83,23 +88,19 @@ class WatchedScheduler(Scheduler):
         for req, length in reqs:
             self._cached(req, length, req.num_tokens)
 
-    def publish_counted(self, batch: StepBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
-        """See Scheduler."""
+    def _publishes_counted(self, batch: StepBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
         if out.counts is not None:
-            shape = self.shapes[batch.depth.depth]
+            shape = self.planner.shapes[batch.depth.depth]
             self.verified += [
                 Verified(req.rid, len(req.output_ids), count, shape)
                 for req, count in zip(reqs, out.counts.tolist(), strict=True)
                 if not req.left
             ]
-        super().publish_counted(batch, reqs, number, out)
 
-    def retire_departed(self) -> None:
-        """See Scheduler."""
-        for req in self.departed:
+    def _releases(self) -> None:
+        for req in self.population.leaving:
             if req.row != 0:
                 self._cached(req, req.committed_len, req.num_tokens)
-        super().retire_departed()
 
     def _cached(self, req: Req, num_computed: int, num_known: int) -> None:
         """The KV of ``num_computed`` tokens of ``req`` has been computed, and ``num_known`` of its tokens are known."""

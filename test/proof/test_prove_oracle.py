@@ -48,11 +48,13 @@ from fenceline.sampling import sampler as sampler_module
 from fenceline.sampling import sampling_batch
 from fenceline.sampling.sampler import Sampler
 from fenceline.sampling.sampling_params import SamplingParams
-from fenceline.scheduler import prefill
-from fenceline.scheduler import scheduler as scheduler_module
+from fenceline.scheduler import prefill, publishing
+from fenceline.scheduler.control import SchedulerControl
+from fenceline.scheduler.masked_steps import MaskedSteps
 from fenceline.scheduler.prefill import PrefillPlanner
+from fenceline.scheduler.publishing import OutputSender
 from fenceline.scheduler.req import LogprobLog, Req
-from fenceline.scheduler.scheduler import OutputSender, Scheduler, StepMasks
+from fenceline.scheduler.scheduler import Scheduler
 from fenceline.scheduler.waiting_queue import WaitingQueue
 from fenceline_proof.answers import LOGPROB_TOLERANCE, Exchange, Findings, Setting, Sharing, Transcript
 from fenceline_proof.oracle import TOLERANCE, Model, Oracle, Place, Query, Text, gumbel, kept, text_of
@@ -574,18 +576,16 @@ def _output_twice(patch: pytest.MonkeyPatch) -> None:
 
 def _goes_on_after_an_abort(patch: pytest.MonkeyPatch) -> None:
     """An abort is announced and the request forgotten only by half."""
-    right = Scheduler.abort
+    right = SchedulerControl.abort
 
-    def wrong(self: Scheduler, message: AbortReq) -> None:
-        if message.silent or message.abort_all or message.rid not in self.reqs:
-            right(self, message)
-            return
-        req = self.reqs[message.rid]
-        self.output.token(req)
-        self.output.flush()
+    def wrong(self: SchedulerControl, message: AbortReq) -> None:
+        req = self._population.reqs.get(message.rid)
+        if req is not None and not message.silent:
+            self._publisher.output.token(req)
+            self._publisher.output.flush()
         right(self, message)
 
-    patch.setattr(Scheduler, "abort", wrong)
+    patch.setattr(SchedulerControl, "abort", wrong)
 
 
 def _outputs_kept_to_the_end(patch: pytest.MonkeyPatch) -> None:
@@ -755,24 +755,24 @@ def _nobody_gives_way(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_flush_that_says_yes(patch: pytest.MonkeyPatch) -> None:
-    right = Scheduler.flush
-    patch.setattr(Scheduler, "flush", lambda self, storage: (True, right(self, storage)[1]))
+    right = SchedulerControl.flush
+    patch.setattr(SchedulerControl, "flush", lambda self, storage: (True, right(self, storage)[1]))
 
 
 def _a_flush_that_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     """Of those that wait for the last request to leave."""
-    patch.setattr(Scheduler, "flush_when_idle", lambda self: None)
+    patch.setattr(SchedulerControl, "flush_when_idle", lambda self: None)
 
 
 def _a_pause_that_goes_on(patch: pytest.MonkeyPatch) -> None:
-    right = Scheduler.pause
+    right = SchedulerControl.pause
 
-    def wrong(self: Scheduler, mode: str) -> tuple[bool, str]:
+    def wrong(self: SchedulerControl, mode: str) -> tuple[bool, str]:
         said = right(self, mode)
         self.paused = False
         return said
 
-    patch.setattr(Scheduler, "pause", wrong)
+    patch.setattr(SchedulerControl, "pause", wrong)
 
 
 def _stop_strings_kept(patch: pytest.MonkeyPatch) -> None:
@@ -1147,16 +1147,19 @@ def _one_token_less_than_fits(self: Scheduler, message: TokenizedGenerateReq) ->
         req.max_new_tokens -= 1
 
 
-def _goes_on_without_a_mask(self: Scheduler, pending: StepMasks) -> None:
-    for mask in pending.fill.masks if pending.fill is not None else ():
-        mask[:] = -1
+def _goes_on_without_a_mask(self: MaskedSteps) -> list[object]:
+    for _ in stuck(self):
+        assert self.pending is not None and self.pending.fill is not None
+        for mask in self.pending.fill.masks:
+            mask[:] = -1
+    return []
 
 
 def _the_first_rows(log: LogprobLog, tokens: list[int], values: Any, start: int, source: Any) -> None:
     append(log, tokens, values, 0, source)
 
 
-accept, append = Scheduler.accept, scheduler_module._append
+accept, append, stuck = Scheduler.accept, publishing._append, MaskedSteps.stuck
 
 
 @pytest.mark.parametrize(
@@ -1164,13 +1167,13 @@ accept, append = Scheduler.accept, scheduler_module._append
     [
         (Scheduler, "accept", _one_token_less_than_fits, "retraction", "ends with length after"),
         (
-            Scheduler,
-            "end_stuck",
+            MaskedSteps,
+            "stuck",
             _goes_on_without_a_mask,
             "grammars",
             "after its end (abort no token of the vocab",
         ),
-        (scheduler_module, "_append", _the_first_rows, "bursts", "logprobs at"),
+        (publishing, "_append", _the_first_rows, "bursts", "logprobs at"),
     ],
 )
 def test_ends_and_logprobs_that_few_requests_come_to_are_compared(

@@ -32,7 +32,6 @@ from fenceline.model_executor import extend_runner
 from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
 from fenceline.scheduler.prefill import PrefillPlanner
 from fenceline.scheduler.request_memory import RequestMemory
-from fenceline.scheduler.scheduler import Scheduler
 from fenceline_proof.runs import ANSWERS, TOKENS, Outcome, Trial, run
 from fenceline_proof.script import GRAPH_CONTEXT, Scenario, Script
 from fenceline_sim.errors import OwnershipError, TagError
@@ -229,13 +228,13 @@ def _a_live_slot_written_by_a_padded_row(patch: pytest.MonkeyPatch) -> None:
 
 def _a_page_used_after_it_was_retired(patch: pytest.MonkeyPatch) -> None:
     """Requests that the tree moves onto other pages keep those in their page table that they have given back."""
-    right = Scheduler.with_remaps
+    right = RequestMemory.with_remaps
 
-    def wrong(self: Scheduler, writes: Any) -> Any:
-        right(self, writes)
-        return writes
+    def wrong(self: RequestMemory, batch: Any) -> Any:
+        right(self, batch)
+        return batch
 
-    patch.setattr(Scheduler, "with_remaps", wrong)
+    patch.setattr(RequestMemory, "with_remaps", wrong)
 
 
 def _a_page_of_another_request(patch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,7 @@ def test_books_that_do_not_add_up_are_dumped(tmp_path: Path) -> None:
         ((why, dump),) = dumps(server)
         assert "KV pages do not add up while idle: 1 leased to nobody" in why
         assert dump["reason"] == why and len(dump["steps"]) == 12
-        assert [event["why"] for event in dump["events"] if event["event"] == "depart"] == ["length"]
+        assert [event["why"] for event in dump["events"] if event["event"] == "leave"] == ["length"]
         assert LAST_WORDS.search(server.last_lines()), "named at the end"
 
 

@@ -26,13 +26,13 @@ def run_wrong_books(config: EngineConfig, ports: PortArgs) -> None:
 def run_hanging_step(config: EngineConfig, ports: PortArgs) -> None:
     """Never publishes a decode step, and prints a line when the first one should be published."""
     from fenceline.scheduler.process import run_scheduler_process
-    from fenceline.scheduler.scheduler import Scheduler
+    from fenceline.scheduler.publishing import Publisher
 
-    def hang(self: Scheduler, *_: object) -> None:
+    def hang(self: Publisher, *_: object) -> None:
         print("the step hangs", flush=True)
         threading.Event().wait()
 
-    Scheduler.publish_decode = hang  # type: ignore
+    Publisher.publish_decode = hang  # type: ignore
     run_scheduler_process(config, ports)
 
 

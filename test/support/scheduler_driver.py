@@ -28,7 +28,8 @@ from fenceline.memory_order import Device, open_device
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import ForwardResult, HeldStep, StepBatch, Worker
 from fenceline.sampling.sampling_params import SamplingParams
-from fenceline.scheduler.scheduler import InFlight, Scheduler
+from fenceline.scheduler.population import InFlight
+from fenceline.scheduler.scheduler import Scheduler
 
 
 @dataclass

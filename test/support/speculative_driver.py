@@ -115,7 +115,9 @@ def make_driver(
         config = dataclasses.replace(config, hicache=hicache)
     driver = Driver(config, ModelRunner(config, device, show_progress=False, shard=shard))
     if depth_seed is not None:
-        driver.scheduler.draft_depth = RandomDepths(tuple(driver.scheduler.shapes), depth_seed)
+        driver.scheduler.planner.draft_depth = RandomDepths(
+            tuple(driver.scheduler.planner.shapes), depth_seed
+        )
     return driver
 
 

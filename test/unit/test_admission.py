@@ -98,13 +98,13 @@ def test_long_requests_leave_the_reserve_free(chunk: int) -> None:
             used = scheduler.waiting.holdings.used_tokens
             assert free + used + 4 * ending >= RESERVE - 8, "but for a step"
     assert len(scheduler.running) > 2
-    scheduler.abort(AbortReq(abort_all=True))
+    scheduler.control.abort(AbortReq(abort_all=True))
     driver.run()
 
 
 def _is_last(driver: Driver, req: Req) -> bool:
     """Whether the step in flight is the last of ``req``, or its first."""
-    return req not in driver.scheduler.running.reqs and req is not driver.scheduler.chunked
+    return req not in driver.scheduler.running.reqs and req is not driver.scheduler.population.chunked
 
 
 def test_a_long_prompt_is_not_admitted_into_the_reserve() -> None:
@@ -123,7 +123,7 @@ def test_beside_a_long_prompt_that_is_half_way_too() -> None:
     driver.step()
     driver.send(*(long(number, max_new_tokens=240) for number in range(5)), short(0))
     steps(driver, 3)
-    assert scheduler.chunked is not None and scheduler.chunked.rid == "half"
+    assert scheduler.population.chunked is not None and scheduler.population.chunked.rid == "half"
     assert scheduler.reqs["long4"].row == 0
     assert scheduler.reqs["short0"].row != 0
     driver.run()
@@ -137,7 +137,7 @@ def test_a_short_request_needs_no_row_of_a_long_one() -> None:
     driver.send(one := short(0))
     steps(driver, 4)
     assert driver.answers[one.rid].output_ids
-    driver.scheduler.abort(AbortReq(abort_all=True))
+    driver.scheduler.control.abort(AbortReq(abort_all=True))
     driver.run()
 
 
@@ -155,7 +155,7 @@ def test_short_requests_without_end_do_not_keep_long_ones_waiting() -> None:
             break
     else:
         raise AssertionError("the long one has got nothing")
-    driver.scheduler.abort(AbortReq(abort_all=True))
+    driver.scheduler.control.abort(AbortReq(abort_all=True))
     driver.run()
 
 
@@ -173,7 +173,7 @@ def test_who_needs_the_reserve_too_is_not_passed_for_ever(chunk: int) -> None:
             break
     else:
         raise AssertionError("the long one has got nothing")
-    driver.scheduler.abort(AbortReq(abort_all=True))
+    driver.scheduler.control.abort(AbortReq(abort_all=True))
     driver.run()
 
 
@@ -247,7 +247,7 @@ def test_a_large_body_leaves_room_for_a_newcomer(max_new_tokens: int) -> None:
         driver.send(one := short(number))
         steps(driver, 4)
         assert driver.answers[one.rid].output_ids
-    driver.scheduler.abort(AbortReq(abort_all=True))
+    driver.scheduler.control.abort(AbortReq(abort_all=True))
     driver.run()
 
 
@@ -268,7 +268,7 @@ def test_steps_that_need_no_page_do_not_look_at_memory() -> None:
     assert len(looks) == num_looks + 1
     steps(driver, 1)
     assert len(looks) == num_looks + 1
-    driver.scheduler.abort(AbortReq(abort_all=True))
+    driver.scheduler.control.abort(AbortReq(abort_all=True))
     driver.run()
 
 

@@ -21,8 +21,8 @@ from fenceline.ipc.io_struct import (
     id_array,
 )
 from fenceline.sampling.sampling_params import SamplingParams
+from fenceline.scheduler.publishing import OutputSender
 from fenceline.scheduler.req import Req
-from fenceline.scheduler.scheduler import OutputSender
 
 DETAILS = CachedTokensDetails(device=1, host=2, storage=3)
 

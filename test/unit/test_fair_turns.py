@@ -290,7 +290,7 @@ def test_a_sample_waits_for_the_first_one_when_a_scored_one_that_came_later_has_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on a GPU, prefill steps may follow one another."""
-    monkeypatch.setattr("fenceline.scheduler.scheduler.max_prefills_in_row", lambda device: 3)
+    monkeypatch.setattr("fenceline.scheduler.step_planner.max_prefills_in_row", lambda device: 3)
     driver = fair_driver(chunk=512)
     counts = computed_tokens(driver)
     prompt = [i % 250 + 1 for i in range(101)]
@@ -412,11 +412,11 @@ def test_samples_do_not_hang_when_the_first_one_goes(how: str, steps: int) -> No
         driver.send(AbortReq(rid="1.0"))
     elif "1.0" in scheduler.reqs and scheduler.reqs["1.0"].row:
         if how == "retracted":
-            scheduler.retract(scheduler.reqs["1.0"])
+            scheduler.population.retract(scheduler.reqs["1.0"])
         else:
-            scheduler.pause("retract")
+            scheduler.control.pause("retract")
             driver.step()
-            scheduler.paused = False
+            scheduler.control.paused = False
     driver.run()
     for req in reqs[1:]:
         assert len(driver.answers[req.rid].output_ids) == 4
@@ -425,7 +425,7 @@ def test_samples_do_not_hang_when_the_first_one_goes(how: str, steps: int) -> No
 
 def test_no_more_prompts_in_a_step_than_are_allowed() -> None:
     driver = fair_driver(num_rows=40, chunk=512)
-    driver.scheduler.planner._max_reqs = 3
+    driver.scheduler.planner.prefill._max_reqs = 3
     counts: list[int] = []
     launch = driver.worker.launch
 

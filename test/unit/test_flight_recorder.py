@@ -162,7 +162,7 @@ def test_prompts_only_when_asked_for(prompts: bool) -> None:
     assert b"secret" not in dump_json(driver.scheduler.recorder, "test"), "stop strings are words"
 
 
-def test_departures_say_why_and_what_was_held() -> None:
+def test_those_that_leave_say_why_and_what_was_held() -> None:
     driver = make_driver(num_pages=12, schedule_conservativeness=0.01, disable_radix_cache=True)
     driver.send(*(request(f"r{i}", [i + 1] * 6, max_new_tokens=20, ignore_eos=True) for i in range(3)))
     driver.run()
@@ -175,7 +175,7 @@ def test_departures_say_why_and_what_was_held() -> None:
     driver.run()
     record = dump(driver)
     why: dict[str, list[str]] = {}
-    for event in events(record, "depart"):
+    for event in events(record, "leave"):
         why.setdefault(event["rid"], []).append(event["why"])
         assert len(event["pages"]) * 4 >= event["committed_len"] and event["row"] > 0
     assert driver.scheduler.stats.num_retractions > 0

@@ -93,7 +93,7 @@ def check_format(trace: dict[str, Any]) -> list[Event]:
 
 
 def check_content(dump: dict[str, Any]) -> list[Event]:
-    """Every step, token, Point, edge and departure of the dump is in its trace, once; the trace's events."""
+    """Every step, token, Point, edge and leaving request of the dump is in its trace, once; the trace's events."""
     events = check_format(trace_of(dump))
     steps = slices_of(events, STREAMS, "FORWARD")
     assert [step["args"]["step"] for step in steps] == list(range(len(dump["steps"])))
@@ -114,7 +114,7 @@ def check_content(dump: dict[str, Any]) -> list[Event]:
     published = [source for name, source, _ in arrows if name == "results"]
     assert published == [steps[i] for i, step in enumerate(dump["steps"]) if step["tokens"] is not None]
     every = [event for step in dump["steps"] for event in step["events"]] + dump["events"]
-    gone = [(event["rid"], event["why"]) for event in every if event["event"] == "depart"]
+    gone = [(event["rid"], event["why"]) for event in every if event["event"] == "leave"]
     names = {tid: rid for rid, tid in rows_of(events, REQUESTS).items()}
     shown = [event for event in events if event["ph"] == "i" and event["pid"] == REQUESTS]
     assert [(names[event["tid"]], event["name"]) for event in shown] == gone
@@ -168,7 +168,7 @@ def test_steps_that_take_over_pages_from_transfers_say_by_which_edge() -> None:
 
 
 def busy_driver() -> Driver:
-    """Chunks, retractions, an abort, and many departures between two launches."""
+    """Chunks, retractions, an abort, and many that leave between two launches."""
     driver = make_driver(num_pages=60, num_rows=64, schedule_conservativeness=0.01, disable_radix_cache=True)
     driver.send(*(request(f"r{i}", [i + 1] * 3, max_new_tokens=9, ignore_eos=True) for i in range(50)))
     driver.step()
@@ -178,7 +178,7 @@ def busy_driver() -> Driver:
     return driver
 
 
-def test_retractions_aborts_and_many_departures_at_once() -> None:
+def test_retractions_aborts_and_many_that_leave_at_once() -> None:
     driver = busy_driver()
     assert driver.scheduler.stats.num_retractions > 0
     events = check_content(dump_of(driver.scheduler.recorder))

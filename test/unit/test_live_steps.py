@@ -48,7 +48,7 @@ def test_counts_are_those_of_the_dump() -> None:
             assert step["tokens"] == sum(seq["num_tokens"] for seq in full["seqs"])
         else:
             assert step["reqs"] == step["tokens"] == len(full["seq_lens"])
-        whys = [event["why"] for event in full["events"] if event["event"] == "depart"]
+        whys = [event["why"] for event in full["events"] if event["event"] == "leave"]
         assert step["events"].get("left", {}) == {why: whys.count(why) for why in set(whys)}
         pages = [event["pages"] for event in full["events"] if event["event"] == "retire_pages"]
         assert step["events"].get("retired_pages", 0) == sum(map(len, pages))

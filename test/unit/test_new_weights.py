@@ -87,7 +87,7 @@ def test_requests_that_run_go_on_with_the_new_weights_from_their_tokens(changed:
     reply = update(driver, model_path=changed)
     assert reply.success and reply.payload == (b"0" if pause == "retract" else b"%d" % len(rids))
     assert all(driver.answers[rid].output_ids == kept[rid] for rid in rids), "no token of a mixture"
-    driver.scheduler.paused = False
+    driver.scheduler.control.paused = False
     driver.run()
     for rid, prompt in zip(rids, prompts(), strict=True):
         output, num_kept = driver.answers[rid].output_ids, len(kept[rid])
@@ -121,7 +121,7 @@ def test_what_runs_can_be_aborted_and_generation_stay_paused(changed: str) -> No
     reply = update(driver, model_path=changed, abort_all_requests=True, keep_pause=True)
     finish = driver.answers["r"].finish
     assert reply.success and reply.payload == b"0" and finish is not None and finish.type == "abort"
-    assert driver.scheduler.paused
+    assert driver.scheduler.control.paused
 
 
 def test_new_weights_do_not_begin_a_pause_of_a_server_that_drains(changed: str) -> None:

@@ -26,7 +26,7 @@ def watched_driver(most: int = 1, **flags: object) -> tuple[Driver, list[tuple[b
         **{"num_pages": 800, "num_rows": 64, "context_length": 1024, "chunked_prefill_size": CHUNK} | flags
     )  # type: ignore[arg-type]
     scheduler, launch = driver.scheduler, driver.worker.launch
-    scheduler.max_prefill_in_row = most * scheduler.planner.step_tokens
+    scheduler.planner.max_in_row = most * scheduler.planner.prefill.step_tokens
     steps: list[tuple[bool, int]] = []
 
     def recording(batch: StepBatch) -> ForwardResult:
@@ -73,7 +73,7 @@ def test_short_steps_of_a_backlog_count_a_quarter_of_a_full_one() -> None:
     """Those that leave somebody waiting: they are a burst, which is not to be cut into pieces."""
     most = 4
     driver, steps = watched_driver(most)
-    driver.scheduler.planner.sharing = StepSharing(0, 4)
+    driver.scheduler.planner.prefill.sharing = StepSharing(0, 4)
     decoding(driver)
     steps.clear()
     reqs = [request(f"r{i}", [i % 60 + 1, i % 7 + 1], max_new_tokens=3) for i in range(60)]
@@ -128,15 +128,19 @@ def test_a_prompt_left_half_way_gives_its_memory_to_those_that_decode(
     )
     scheduler = driver.scheduler
     half_way: list[str] = []
-    retract = scheduler.retract
+    retract = scheduler.population.retract
 
     def recording(req: Req) -> None:
         half_way.append(
-            "half-way" if req is scheduler.chunked else "running while" if scheduler.chunked else "running"
+            "half-way"
+            if req is scheduler.population.chunked
+            else "running while"
+            if scheduler.population.chunked
+            else "running"
         )
         retract(req)
 
-    monkeypatch.setattr(scheduler, "retract", recording)
+    monkeypatch.setattr(scheduler.population, "retract", recording)
     running = [request(f"r{i}", [i + 1] * 5, max_new_tokens=60, ignore_eos=True) for i in range(num_running)]
     driver.send(*running)
     for _ in range(12):
@@ -145,7 +149,7 @@ def test_a_prompt_left_half_way_gives_its_memory_to_those_that_decode(
     driver.send(long)
     for _ in range(3):
         driver.step()
-    assert scheduler.chunked is scheduler.reqs["long"]
+    assert scheduler.population.chunked is scheduler.reqs["long"]
     scheduler.reqs["long"].rank = rank
     driver.run()
     assert ("half-way" if rank >= 0 else "running while") in half_way
@@ -161,4 +165,4 @@ def test_a_default_server_on_a_cpu_lets_decode_after_each_step() -> None:
     config = resolve(ServerArgs(model_path=fenceline.demo_model_path(), device="cpu"))
     driver = make_driver(chunked_prefill_size=config.chunked_prefill_size)
     assert dataclasses.replace(driver.config, chunked_prefill_size=128) == driver.config
-    assert driver.scheduler.max_prefill_in_row == 128
+    assert driver.scheduler.planner.max_in_row == 128

@@ -149,7 +149,7 @@ def test_longest_prefix_first_waits_for_no_prefix_of_another_namespace() -> None
         driver.send(request("other", [200] * 4))
         driver.scheduler.ingest(driver.drain(False))
         order = order_waiting(
-            driver.scheduler.waiting, "lpm", driver.scheduler.memory.match, driver.scheduler.shuffler
+            driver.scheduler.waiting, "lpm", driver.scheduler.memory.match, driver.scheduler.planner.shuffler
         )
         assert [req.rid for req in order].index("other") == num_first
         driver.run()
@@ -175,7 +175,7 @@ def test_the_order_of_requests_that_share_a_long_prefix_does_not_cost_its_length
     scheduler.ingest(driver.drain(False))
     for req in scheduler.waiting:
         req.prompt_ids = req.prompt_ids.view(_CountedTokens)
-    order = order_waiting(scheduler.waiting, "lpm", scheduler.memory.match, scheduler.shuffler)
+    order = order_waiting(scheduler.waiting, "lpm", scheduler.memory.match, scheduler.planner.shuffler)
     assert [req.rid for req in order[:2]] == ["r0", "r1"]
     assert sorted(req.rid for req in order) == sorted(req.rid for req in scheduler.waiting)
     assert _CountedTokens.num_copied <= 20 * 32
@@ -240,8 +240,10 @@ def test_abort_waiting_running_and_half_way() -> None:
     driver.send(*reqs)
     driver.step()
     driver.step()
-    assert driver.scheduler.chunked is not None
-    driver.send(AbortReq(rid="r3"), AbortReq(rid=driver.scheduler.chunked.rid), AbortReq(rid="unknown"))
+    assert driver.scheduler.population.chunked is not None
+    driver.send(
+        AbortReq(rid="r3"), AbortReq(rid=driver.scheduler.population.chunked.rid), AbortReq(rid="unknown")
+    )
     for _ in range(9):
         driver.step()
     driver.send(AbortReq(rid="r1"))

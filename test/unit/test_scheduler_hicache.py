@@ -81,7 +81,7 @@ def test_the_front_end_knows_the_state_of_a_scheduler_that_has_nothing_to_do() -
     prompt = list(range(20, 60))
     serve(driver, request("first", prompt, max_new_tokens=2, ignore_eos=True))
     state = told(driver)
-    assert state == driver.scheduler.state()
+    assert state == driver.scheduler.control.state()
     assert state.hicache is not None and state.hicache.pages["both"] == 10
     assert state.hicache.pages["in_transit"] == 0
     driver.send(FlushCacheReq(id="flush"))
@@ -97,7 +97,7 @@ def test_the_front_end_knows_the_state_of_a_scheduler_that_has_nothing_to_do() -
     driver.step()
     assert (told(driver).num_queue_reqs, told(driver).num_aborts) == (0, 1)
     num_reports = len(driver.replies)
-    assert told(driver) == driver.scheduler.state()
+    assert told(driver) == driver.scheduler.control.state()
     assert len(driver.replies) == num_reports, "what has not changed is not sent again"
 
 

@@ -51,8 +51,8 @@ def driver_of(**flags: object) -> Driver:
 def vary_depth(driver: Driver, seed: int) -> None:
     """Each step yields up to another number of tokens, one to as many as the worker can."""
     most = driver.worker.max_step_tokens
-    driver.scheduler.shapes = {depth: StepShape(depth, depth + 1, depth + 1) for depth in range(most)}
-    driver.scheduler.draft_depth = RandomDepths(range(most), seed)
+    driver.scheduler.planner.shapes = {depth: StepShape(depth, depth + 1, depth + 1) for depth in range(most)}
+    driver.scheduler.planner.draft_depth = RandomDepths(range(most), seed)
 
 
 def counts(driver: Driver) -> set[int]:
@@ -166,7 +166,7 @@ def test_a_stop_string_ends_a_request_in_the_midst_of_a_step(last: int) -> None:
         texts.extend(out.text for out in decoded.outs)
         driver.pending.extend(stopped)
 
-    driver.scheduler.output._send = told
+    driver.scheduler.publisher.output._send = told
     driver.send(request("r", PROMPT, max_new_tokens=20, ignore_eos=True, stop=(f" w{output[last]}.",)))
     driver.run()
     assert "".join(texts) == "".join(f" w{token}." for token in output[:first])
@@ -203,12 +203,12 @@ def test_steps_are_shallower_before_anybody_is_retracted() -> None:
     depths = {}
     for least in (0, MOST - 1):
         driver = driver_of(page_size=1, num_pages=1 + 4 * 36 + 3, schedule_conservativeness=0.01)
-        driver.scheduler.shapes = {
+        driver.scheduler.planner.shapes = {
             depth: StepShape(depth, depth + 1, depth + 1) for depth in range(least, MOST)
         }
         # A deep step takes hardly longer.
         table = StepCosts((4,), (tuple(1 + 0.01 * depth for depth in range(least, MOST)),))
-        driver.scheduler.draft_depth = AdaptiveDepth(tuple(driver.scheduler.shapes), table)
+        driver.scheduler.planner.draft_depth = AdaptiveDepth(tuple(driver.scheduler.planner.shapes), table)
         driver.send(*reqs)
         driver.run()
         assert_right(driver, *reqs)
@@ -222,11 +222,11 @@ def test_a_long_request_alone_keeps_its_drafts_in_what_short_ones_may_have() -> 
     req = request("long", [1 + i % 50 for i in range(1850)], 1, max_new_tokens=40, ignore_eos=True)
     driver = driver_of(page_size=4, num_pages=1 + 490, context_length=2000)
     driver.scheduler.waiting.holdings.reserve_tokens = 128
-    driver.scheduler.shapes = {depth: StepShape(depth, depth + 1, depth + 1) for depth in range(MOST)}
+    driver.scheduler.planner.shapes = {depth: StepShape(depth, depth + 1, depth + 1) for depth in range(MOST)}
     table = StepCosts(
         (4,), (tuple(1 + 0.01 * depth for depth in range(MOST)),)
     )  # deep ones hardly take longer
-    driver.scheduler.draft_depth = AdaptiveDepth(tuple(driver.scheduler.shapes), table)
+    driver.scheduler.planner.draft_depth = AdaptiveDepth(tuple(driver.scheduler.planner.shapes), table)
     driver.send(req)
     driver.run()
     assert_right(driver, req)

@@ -26,7 +26,7 @@ def driver_with_priorities(**flags: object) -> Driver:
 def waiting_order(driver: Driver) -> list[str]:
     """The queue as the next step would try it; nothing runs."""
     driver.scheduler.ingest(driver.drain(False))
-    return [req.rid for req in driver.scheduler.candidates()]
+    return [req.rid for req in driver.scheduler.planner.candidates()]
 
 
 @pytest.mark.parametrize(("low_first", "order"), [(False, "cbdae"), (True, "aebdc")])
@@ -286,7 +286,7 @@ def test_a_retraction_is_counted_whatever_is_left_running(num_steps: int) -> Non
     driver.send(better)
     driver.run()
     assert driver.answers["worse"].last.num_retractions == 1
-    assert driver.scheduler.state().num_retractions == 1
+    assert driver.scheduler.control.state().num_retractions == 1
     assert_right(driver, worse, better)
 
 
@@ -332,7 +332,7 @@ def test_any_priorities(
     else:
         driver = make_driver(num_pages=24, page_size=4, num_rows=4, **flags)  # type: ignore[arg-type]
     scheduler = driver.scheduler
-    plan_prefill = scheduler.plan_prefill
+    plan_prefill = scheduler.planner.plan_prefill
 
     def checked_plan() -> PrefillPlan | None:
         before = scheduler.stats.num_retractions
@@ -340,7 +340,7 @@ def test_any_priorities(
         assert plan is not None or scheduler.stats.num_retractions == before, "retracted for nobody"
         return plan
 
-    scheduler.plan_prefill = checked_plan  # type: ignore[method-assign]
+    scheduler.planner.plan_prefill = checked_plan  # type: ignore[method-assign]
     for now in range(40):
         driver.send(*(message for when, message in messages if when == now))
         driver.step()
@@ -431,7 +431,7 @@ def test_dfs_weight_looks_at_each_node_but_a_few_times(monkeypatch: pytest.Monke
         return hash_of(node)
 
     monkeypatch.setattr(TreeNode, "__hash__", counting)
-    again = [req.rid for req in scheduler.candidates()]
+    again = [req.rid for req in scheduler.planner.candidates()]
     monkeypatch.undo()
     assert 200 < num_hashed < 5_000
     assert again == order

@@ -269,7 +269,7 @@ def test_the_step_and_the_first_field_that_differs_are_named(which: str, tmp_pat
         receive = link._receive
         link._receive = lambda: _without_first(receive())
     else:
-        scheduler.planner.step_tokens //= 2
+        scheduler.planner.prefill.step_tokens //= 2
     message = run_apart(group)
     assert message == f"ranks 0 and 2 have decided differently: step 1, {which}"
 

@@ -156,7 +156,7 @@ def test_a_prompt_aborted_half_way_leaves_what_was_computed(num_steps: int) -> N
     prompt = list(range(1, 31))
     driver.send(request("half", prompt, max_new_tokens=4))
     steps(driver, num_steps)
-    assert driver.scheduler.chunked is not None
+    assert driver.scheduler.population.chunked is not None
     whole = request("whole", prompt, max_new_tokens=4, ignore_eos=True)
     driver.send(AbortReq(rid="half"), whole)
     driver.run()
@@ -178,7 +178,7 @@ def test_flush_right_behind_the_abort_of_the_last_request() -> None:
 def test_a_retraction_makes_admission_more_careful() -> None:
     driver = make_driver(num_pages=24, page_size=4, schedule_conservativeness=0.05)
     driver.send(*(request(f"r{i}", [i + 1] * 3, max_new_tokens=50, ignore_eos=True) for i in range(8)))
-    ratio = driver.scheduler.ratio
+    ratio = driver.scheduler.planner.ratio
     while not driver.scheduler.stats.num_retractions:
         before = ratio.value
         driver.step()
@@ -434,7 +434,7 @@ def test_a_prompt_retracted_half_way_is_scored_anew(num_steps: int) -> None:
     prompt = list(range(1, 31))
     driver.send(request("a", prompt, max_new_tokens=2, return_logprob=True, logprob_start_len=0))
     steps(driver, num_steps)
-    assert driver.scheduler.chunked is not None
+    assert driver.scheduler.population.chunked is not None
     driver.send(PauseGenerationReq(id="p", mode="retract"), ContinueGenerationReq(id="c"))
     driver.run()
     log = driver.first_logprobs["a"]

@@ -13,7 +13,7 @@ from fenceline.scheduler.req import Req
 
 
 def recomputes(driver: Driver) -> dict[str, int]:
-    state = driver.scheduler.state().hicache
+    state = driver.scheduler.control.state().hicache
     assert state is not None
     return state.recomputes
 
@@ -80,9 +80,9 @@ def test_a_remapped_row_that_was_not_written_is_written_whole() -> None:
     ]
     driver.send(*reqs)
     scheduler = driver.scheduler
-    while not scheduler.remaps:
+    while not scheduler.memory.remaps:
         driver.step()
-    scheduler.remaps.clear()
+    scheduler.memory.remaps.clear()
     assert recomputes(driver)["page_table"] == 0
     driver.run()
     assert recomputes(driver)["page_table"] == 1

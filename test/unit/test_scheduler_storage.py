@@ -63,7 +63,7 @@ def settle(driver: Driver) -> None:
 
 
 def state(driver: Driver) -> HiCacheState:
-    found = driver.scheduler.state().hicache
+    found = driver.scheduler.control.state().hicache
     assert found is not None
     return found
 

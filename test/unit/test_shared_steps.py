@@ -25,7 +25,7 @@ from fenceline.scheduler.schedule_policy import PrefixWork, StepSharing, num_wai
 def sharing_driver(sharing: StepSharing, **flags: object) -> tuple[Driver, list[list[int]]]:
     """A driver whose prompts share steps like that, and its steps' prompts' tokens."""
     driver = make_driver(num_pages=400, page_size=4, num_rows=16, **flags)
-    driver.scheduler.planner.sharing = sharing
+    driver.scheduler.planner.prefill.sharing = sharing
     return driver, prefills(driver)
 
 
@@ -364,7 +364,7 @@ def test_a_step_behind_a_long_prefix_has_fewer_tokens(other: str) -> None:
 
 def test_a_prompt_comes_to_its_end_however_long_it_is() -> None:
     driver = make_driver(400, 4, 4, context_length=1000, chunked_prefill_size=128)
-    driver.scheduler.planner._prefix_work = PrefixWork(1)
+    driver.scheduler.planner.prefill._prefix_work = PrefixWork(1)
     steps = rids_of_steps(driver)
     long = request("long", [1] * 900, max_new_tokens=1)
     driver.send(long)
@@ -378,7 +378,7 @@ def test_a_prompt_comes_to_its_end_also_if_the_draft_looks_further_ahead_than_a_
     """A chunk other than the last ends that many tokens before the prompt's end, so the last has as many at least."""
     driver = make_driver(400, 1, 4, chunked_prefill_size=4)
     driver.scheduler.memory.tree.lookahead = 2
-    driver.scheduler.planner._prefix_work = PrefixWork(1)
+    driver.scheduler.planner.prefill._prefix_work = PrefixWork(1)
     steps = rids_of_steps(driver)
     long = request("long", [1] * 50, max_new_tokens=1)
     driver.send(long)

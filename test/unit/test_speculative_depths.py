@@ -29,8 +29,8 @@ __all__ = ["models"]  # a fixture
 
 
 def depths_of(driver: Driver) -> RandomDepths:
-    assert isinstance(driver.scheduler.draft_depth, RandomDepths)
-    return driver.scheduler.draft_depth
+    assert isinstance(driver.scheduler.planner.draft_depth, RandomDepths)
+    return driver.scheduler.planner.draft_depth
 
 
 @pytest.mark.long
@@ -158,10 +158,10 @@ def test_steps_are_measured_at_start(models: dict[str, Path]) -> None:
     costs = driver.worker.step_costs
     assert costs is not None and costs.sizes == (1, 2, 4, 6) and len(costs.seconds) == 4
     assert all(len(of_size) == 3 and of_size[0] > 0 for of_size in costs.seconds)
-    assert isinstance(driver.scheduler.draft_depth, AdaptiveDepth)
+    assert isinstance(driver.scheduler.planner.draft_depth, AdaptiveDepth)
     reqs = requests(5)
     assert answers(driver, reqs) == answers(make_driver(models), reqs)
-    steps = driver.scheduler.state().spec_steps_by_depth
+    steps = driver.scheduler.control.state().spec_steps_by_depth
     assert steps is not None and set(steps) <= {"0", "1", "3"} and sum(steps.values()) > 10
 
 

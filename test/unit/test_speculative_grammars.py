@@ -113,7 +113,7 @@ def test_a_step_is_published_before_the_next_launch_while_there_are_grammars(mod
     driver.send(msgspec.structs.replace(constrained, rid="again"))
     driver.step()
     assert driver.scheduler.speculates_under_masks
-    driver.scheduler.retract(driver.scheduler.reqs["again"])
+    driver.scheduler.population.retract(driver.scheduler.reqs["again"])
     assert driver.scheduler.speculates_under_masks
     driver.send(AbortReq(rid="again"))
     driver.run()

@@ -63,18 +63,18 @@ def _watch(driver: Driver) -> list[tuple[str, int]]:
     """Of each sampling and each publishing that follows, the number of tokens that had been published at its end."""
     scheduler, seen = driver.scheduler, list[tuple[str, int]]()
 
-    def watched(name: str) -> None:
-        method: Callable[..., object] = getattr(scheduler, name)
+    def watched(owner: object, name: str) -> None:
+        method: Callable[..., object] = getattr(owner, name)
 
         def call(*args: object) -> object:
             result = method(*args)
             seen.append((name, scheduler.stats.num_generated_tokens))
             return result
 
-        setattr(scheduler, name, call)
+        setattr(owner, name, call)
 
-    watched("sample_held")
-    watched("publish")
+    watched(scheduler.masks, "sample_held")
+    watched(scheduler, "publish")
     return seen
 
 
@@ -135,7 +135,7 @@ def test_a_grammar_that_becomes_too_slow_while_its_masks_are_filled_ends_its_req
 
     def slow(*args: object) -> object:
         if scheduler.num_launched == 6:
-            scheduler.carry_out(SlowGrammarsReq(grammars=[1]))
+            scheduler.control.carry_out(SlowGrammarsReq(grammars=[1]))
         return finish_fill(*args)  # type: ignore[arg-type]
 
     scheduler.grammars.finish_fill = slow  # type: ignore[method-assign,assignment]
@@ -143,7 +143,7 @@ def test_a_grammar_that_becomes_too_slow_while_its_masks_are_filled_ends_its_req
     for answer in driver.answers.values():
         assert len(answer.output_ids) == 5 and answer.finish is not None
         assert answer.finish.message is not None and "takes too long" in answer.finish.message
-    assert scheduler.latest_constrained is None, "nothing keeps the states of requests that have left"
+    assert scheduler.population.constrained is None, "nothing keeps the states of requests that have left"
 
 
 # --- captured draws ----------------------------------------------------------------------------------

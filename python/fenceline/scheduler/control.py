@@ -1,4 +1,4 @@
-"""SchedulerControl: answers control messages, and carries out those that only observe: profiles, dumps, the state."""
+"""SchedulerControl: carries out control messages (flushes, pauses, new weights, profiles, dumps) and answers them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,34 @@ import msgspec
 import torch
 
 from fenceline.config.private_files import new_file
+from fenceline.constrained.matcher import GrammarStore
 from fenceline.ipc.io_struct import (
+    AbortReq,
+    CancelFlushReq,
+    ContinueGenerationReq,
     ControlReply,
     FlightRecorderReq,
+    FlushCacheReq,
     GetInternalStateReq,
     InternalState,
+    LoadGrammarReq,
     Message,
+    PauseGenerationReq,
     ProfileReq,
+    ShutdownReq,
+    SlowGrammarsReq,
+    StatsReport,
+    UpdateWeightsReq,
 )
+from fenceline.memory_order import forgetting_old_kv
+from fenceline.model_executor.step import Worker
+from fenceline.models.loader import NewWeights
 from fenceline.scheduler.flight_dump import OFF, dump_json, dump_of_last, write_dump
 from fenceline.scheduler.flight_recorder import FlightRecorder
 from fenceline.scheduler.flight_trace import trace_json
 from fenceline.scheduler.live_steps import live_steps
+from fenceline.scheduler.population import Population
+from fenceline.scheduler.publishing import Publisher
 
 logger = logging.getLogger(__name__)
 
@@ -42,26 +59,169 @@ TRACE_STEPS = 128
 
 
 class SchedulerControl:
-    """Answers control messages. Those that only observe are carried out here (:meth:`observe`). The scheduler carries
-    out those that change requests or memory, through :meth:`answer`."""
+    """Carries out control messages and answers them: those that change requests or memory in :meth:`carry_out`, those
+    that only observe in :meth:`observe`."""
 
     def __init__(
         self,
+        population: Population,
+        publisher: Publisher,
+        grammars: GrammarStore,
+        worker: Worker,
         recorder: FlightRecorder,
         torch_profiler_dir: str | None,
         send: Callable[[Message], None],
-        report: Callable[[], None],
+        state: Callable[[bool], InternalState],
     ) -> None:
-        """``send`` sends a message to the front end, and ``report`` the scheduler's state."""
+        """``send`` sends a message to the front end. ``state(paused)`` returns the scheduler's counters and gauges."""
         self.profiler = StepProfiler(torch_profiler_dir)
         # Runs the work of making a dump, here at once. The scheduler's process uses a thread instead, so that steps go
         # on meanwhile; ``send`` must then be safe to call from that thread.
         self.run_in_background: Callable[[Callable[[], None]], None] = lambda work: work()
+        self.still_working: Callable[[], None] = lambda: None  # called during a long turn, for the watchdog
+        self.paused = False
+        self.draining = False
+        self._population = population
+        self._publisher = publisher
+        self._grammars = grammars
+        self._worker = worker
         self._recorder = recorder
         self._send = send
-        self._report = report
+        self._state = state
+        self._reported: InternalState | None = None  # what the front end knows
+        self._flushes: list[FlushCacheReq] = []  # that wait for the last request to leave
         self._dumps: deque[FlightRecorderReq] = deque()  # requested, but not begun yet
         self._dumping = threading.Lock()
+
+    def carry_out(self, message: Message) -> None:
+        """Carry out and answer one control message."""
+        logger.debug("Control message: %s", type(message).__name__)
+        answer = self.answer
+        match message:
+            case LoadGrammarReq():
+                self._grammars.load(
+                    message.id, message.grammar, message.data, message.vocabulary, message.forgotten
+                )
+            case SlowGrammarsReq():
+                self._grammars.end(message.grammars)
+            case FlushCacheReq():
+                if message.wait and self._population.reqs:
+                    self._flushes.append(message)
+                else:
+                    answer(message.id, partial(self.flush, message.storage))
+            case CancelFlushReq():
+                for flush in [flush for flush in self._flushes if flush.id == message.id]:
+                    self._flushes.remove(flush)
+                    answer(flush.id, partial(self.flush, flush.storage))
+            case UpdateWeightsReq():
+                answer(message.id, partial(self.update_weights, message))
+            case PauseGenerationReq():
+                answer(message.id, partial(self.pause, message.mode))
+            case ContinueGenerationReq():
+                self.paused = False
+                answer(message.id, lambda: (True, "generation continues"))
+            case ShutdownReq():
+                self.draining, self.paused = True, False
+                if not message.drain:
+                    self.abort(AbortReq(abort_all=True))
+            case ProfileReq() | FlightRecorderReq() | GetInternalStateReq():
+                self.observe(message)
+            case _:
+                raise AssertionError(f"the scheduler does not take a {type(message).__name__}")
+
+    def abort(self, message: AbortReq) -> None:
+        """End one request, or all. ``silent`` means the detokenizer has already told the client."""
+        rids = list(self._population.reqs) if message.abort_all else [message.rid]
+        for rid in rids:
+            req = self._population.reqs.get(rid)
+            if req is None:
+                continue
+            if message.silent:
+                self._population.leave(req, "abort")
+            else:
+                self._publisher.end(req, message.message or "aborted", message.status_code)
+        self._publisher.output.flush()
+
+    def flush(self, storage: bool) -> tuple[bool, str]:
+        """Empty the prefix cache, and with ``storage`` the storage tier too. Fails while there are requests."""
+        self._population.release()  # requests aborted by the messages just before still lock their prefixes
+        if self._population.reqs:
+            return False, f"cache not flushed: {len(self._population.reqs)} requests are pending"
+        try:
+            num_pages = self._population.memory.flush(storage)
+        except ValueError as error:
+            return False, f"cache not flushed: {error}"
+        return True, f"cache flushed: {num_pages} pages are free again"
+
+    def flush_when_idle(self) -> None:
+        """Carry out the flushes that have waited until no request is left."""
+        flushes, self._flushes = self._flushes, []
+        for flush in flushes:
+            self.answer(flush.id, partial(self.flush, flush.storage))
+
+    def update_weights(self, message: UpdateWeightsReq) -> tuple[bool, str, bytes]:
+        """Replace the model's weights. First all running requests are retracted and all cache tiers forget the KV that
+        the old weights computed; the requests then go on with the new weights from their published tokens. If the new
+        weights do not fit the model, nothing is changed."""
+        weights = NewWeights(message.id, message.model_path, message.file, message.weight_version)
+        try:
+            self._worker.check_weights(weights)
+        except ValueError as error:
+            return False, f"weights not updated: {error}", b"0"
+        if message.abort_all_requests:
+            self.abort(AbortReq(abort_all=True))
+        population = self._population
+        running = population.retract_all()
+        population.release()
+        # All requests of the step in flight have left, so its tokens are dropped.
+        forgetting_old_kv(self._worker.device, partial(population.memory.forget, population.waiting))()
+        try:
+            self._worker.replace_weights(weights, self.still_working)
+        except (OSError, ValueError) as error:
+            raise RuntimeError(f"some weights are new and others are not: {error}") from error
+        done = "weights updated"
+        if message.keep_pause and self.draining:
+            done += (
+                ", and no pause: the server is shutting down, and its last requests must be allowed to end"
+            )
+        elif message.keep_pause:
+            self.stop_scheduling()
+        return True, done, str(running).encode()
+
+    def pause(self, mode: str) -> tuple[bool, str]:
+        """Launch nothing until a ContinueGenerationReq. ``mode`` says what happens to running requests: ``abort``,
+        ``retract``, or ``in_place``."""
+        if mode not in ("abort", "retract", "in_place"):
+            return False, f"unknown mode {mode!r}: use abort, retract or in_place"
+        if self.draining:
+            return False, "the server is shutting down: its last requests must be allowed to end"
+        self.stop_scheduling()
+        if mode == "abort":
+            self.abort(AbortReq(abort_all=True))
+        elif mode == "retract":
+            self._population.retract_all()
+        return True, f"paused ({mode}); /continue_generation resumes"
+
+    def stop_scheduling(self) -> None:
+        """Pause until a ContinueGenerationReq."""
+        self.paused = True
+        self._population.stop_clocks()
+
+    def state(self) -> InternalState:
+        """The scheduler's counters and gauges, for the front end."""
+        return self._state(self.paused)
+
+    def report(self) -> None:
+        """Send :meth:`state` to the front end if it has changed since it was sent. No error in it ends the scheduler,
+        which only observes here."""
+        try:
+            state = self.state()
+        except Exception:
+            logger.exception("the state could not be told")
+            return
+        if state != self._reported:
+            self._reported = state
+            self._send(StatsReport(state=state))
 
     def answer(self, id: str, carry_out: Callable[[], tuple[bool, str] | tuple[bool, str, bytes]]) -> None:
         """Call ``carry_out``, which changes requests or memory, and send the reply to control message ``id``.
@@ -75,18 +235,11 @@ class SchedulerControl:
         except (OSError, ValueError) as error:
             self._failed(id, error)
         else:
-            self._report()  # first, so that whoever has the answer finds its effects in the metrics
+            self.report()  # first, so that whoever has the answer finds its effects in the metrics
             self._send(ControlReply(id=id, success=success, message=text, payload=b"".join(payload)))
 
-    def observe(
-        self,
-        message: ProfileReq | FlightRecorderReq | GetInternalStateReq,
-        state: Callable[[], InternalState],
-    ) -> None:
-        """Carry out a message that only observes. Any error is reported to the sender, and the scheduler goes on.
-
-        ``state`` returns the scheduler's present state; it is called only for messages that ask for the state.
-        """
+    def observe(self, message: ProfileReq | FlightRecorderReq | GetInternalStateReq) -> None:
+        """Carry out a message that only observes. Any error is reported to the sender, and the scheduler goes on."""
         if isinstance(message, FlightRecorderReq):
             self._dumps.append(message)
             if len(self._dumps) == 1:
@@ -99,7 +252,7 @@ class SchedulerControl:
                     reply = ControlReply(id=message.id, success=success, message=text)
                 case GetInternalStateReq():
                     steps = live_steps(self._recorder, message.num_steps) if message.num_steps else b""
-                    reply = ControlReply(id=message.id, success=True, state=state(), payload=steps)
+                    reply = ControlReply(id=message.id, success=True, state=self.state(), payload=steps)
         except Exception as error:
             self._failed(message.id, error)
         else:

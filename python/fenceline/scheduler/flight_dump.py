@@ -25,9 +25,9 @@ from fenceline.sampling.sampling_batch import ReqSampling
 from fenceline.scheduler.flight_recorder import (
     REDACTED,
     CompletionsEvent,
-    Departure,
     Event,
     FlightRecorder,
+    Leaving,
     Serials,
     StepRecord,
 )
@@ -262,9 +262,9 @@ def _page_writes(writes: PageWrites) -> dict[str, object] | None:
 
 
 def _event(event: Event) -> dict[str, object]:
-    if isinstance(event, Departure):
+    if isinstance(event, Leaving):
         return {
-            "event": "depart",
+            "event": "leave",
             "rid": event.rid,
             "row": event.row,
             "why": event.why,

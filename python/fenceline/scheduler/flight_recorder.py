@@ -4,7 +4,7 @@ The recorder keeps references to values that are frozen anyway (batches, sampled
 step. :mod:`fenceline.scheduler.flight_dump` converts them to JSON on request. The recorder keeps no Points, because
 these would keep their events alive, and no requests. It keeps prompts only with --flight-recorder-prompts, because they
 are private and long. Its size is bounded: about 8 bytes for each request and step, and 32 MiB for everything else. If
-page-table writes, departures and the parameters of requests take more, fewer steps are kept.
+page-table writes, requests that leave and the parameters of requests take more, fewer steps are kept.
 
 A checkout can run a dump's decisions again under a race detector, see docs/use/flight_recorder.md.
 """
@@ -48,7 +48,7 @@ Serials = tuple[tuple[str, int], ...]  # Points, each as the name of its stream 
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
+class Leaving:
     """A request left, which had been admitted to ``row`` and held ``pages``. ``why`` is stop, length, abort or
     retract."""
 
@@ -79,7 +79,7 @@ class CompletionsEvent:
     results_arrived: bool
 
 
-Event = Departure | Retirement | CompletionsEvent
+Event = Leaving | Retirement | CompletionsEvent
 
 
 class StepRecord(NamedTuple):
@@ -205,11 +205,11 @@ class FlightRecorder:
             storage = tuple([_storage_ack(ack) for ack in ended.storage])
             self._events.append(CompletionsEvent(transfers, storage, ended.results_arrived))
 
-    def departed(self, req: Req, why: str) -> None:
+    def left(self, req: Req, why: str) -> None:
         """``req`` leaves and still holds its memory. A request that has no memory is not recorded."""
         if req.row and self.enabled:
             pages, flight = req.pages, _serials(req.last_flight)
-            self._events.append(Departure(req.rid, req.row, why, pages, req.committed_len, flight))
+            self._events.append(Leaving(req.rid, req.row, why, pages, req.committed_len, flight))
 
     def _retired(self, pages: I32, after: Points) -> None:
         self._events.append(Retirement(pages.copy(), _serials(after)))

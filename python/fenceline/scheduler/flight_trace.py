@@ -33,7 +33,7 @@ def trace_of(dump: Json) -> dict[str, Any]:
     """The dump as a JSON object of the Trace Event Format.
 
     The rows of the first process are the streams. Each step is a slice on FORWARD, and its end is a Point. A slice on
-    HOST is a launch, a publication of results, a departure of a request or a retirement of pages. An arrow means that
+    HOST is a launch, a publication of results, a request that leaves or a retirement of pages. An arrow means that
     its end waited for its start: a step waited for the Points of the memory that it reuses (the arrow has the edge's
     name), or the host for results. The second process has a row for each request, named by its id.
     """
@@ -104,8 +104,8 @@ class _Trace:
             self._publish(self._num_published)
             self._num_published += 1
         for event in events:
-            if event["event"] == "depart":
-                start = self._host(f"{event['rid']} departs: {event['why']}", event)
+            if event["event"] == "leave":
+                start = self._host(f"{event['rid']} leaves: {event['why']}", event)
                 self._instant(REQUESTS, self._request_row(event["rid"]), start, event["why"], event)
             elif event["event"] == "retire_pages":
                 self._host(f"retire {len(event['pages'])} pages", event)

@@ -14,9 +14,9 @@ import orjson
 from fenceline.memory_order.edges import StreamName, pages_edge
 from fenceline.scheduler.flight_recorder import (
     CompletionsEvent,
-    Departure,
     Event,
     FlightRecorder,
+    Leaving,
     Retirement,
     StepRecord,
 )
@@ -63,7 +63,7 @@ def _counts(events: Sequence[Event]) -> dict[str, object]:
     retired_pages = storage = 0
     for event in events:
         match event:
-            case Departure():
+            case Leaving():
                 left[event.why] += 1
             case Retirement():
                 retired_pages += len(event.pages)

@@ -14,7 +14,7 @@ from fenceline.memory_order import Points
 from fenceline.model_executor.step import Chunk, PageWrites, StepBatch, concatenated
 from fenceline.scheduler.admission import AdmissionState, would_admit
 from fenceline.scheduler.req import Req
-from fenceline.scheduler.request_memory import Remap, RequestMemory
+from fenceline.scheduler.request_memory import RequestMemory
 from fenceline.scheduler.schedule_policy import PrefixWork, StepSharing
 
 I32 = npt.NDArray[np.int32]
@@ -338,14 +338,3 @@ class PrefillPlanner:
             return pages
         positions = np.arange(start, end, dtype=np.int64)
         return pages[positions // size - first] * size + positions % size
-
-
-def remap_writes(remaps: list[Remap]) -> PageWrites:
-    """Page-table writes that move requests onto the tree's pages."""
-    return PageWrites(
-        rows=np.concatenate([np.full(len(r.pages), r.req.row, dtype=np.int64) for r in remaps]),
-        columns=np.concatenate(
-            [np.arange(r.first_column, r.first_column + len(r.pages), dtype=np.int64) for r in remaps]
-        ),
-        pages=np.concatenate([r.pages for r in remaps]),
-    )

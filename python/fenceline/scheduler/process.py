@@ -41,6 +41,7 @@ from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.scheduler.core_dumps import CoreDumps, core_dump_environment, is_complete
 from fenceline.scheduler.flight_dump import dump_and_log, dump_on_signal
 from fenceline.scheduler.flight_recorder import FlightRecorder
+from fenceline.scheduler.population import InFlight
 from fenceline.scheduler.ranks import (
     TURN_DECODER,
     FollowingRank,
@@ -49,7 +50,7 @@ from fenceline.scheduler.ranks import (
     RanksDifferError,
     Turn,
 )
-from fenceline.scheduler.scheduler import InFlight, Scheduler
+from fenceline.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +216,7 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
         recorder = scheduler.recorder
         dump_on_signal(recorder)
         scheduler.control.run_in_background = _run_in_thread
-        scheduler.still_working = watchdog.busy
+        scheduler.control.still_working = watchdog.busy
         scheduler.grammars.run_in_background = ThreadPoolExecutor(1, thread_name_prefix="grammars").submit
         if config.refuses_grammars is None:
             with announced("importing the library of grammars"):
@@ -229,7 +230,7 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
         if rank == 0:
             limits = ready_message(config, scheduler)
             warn_of_small_pool(limits)
-            scheduler.report()  # so that an idle server's gauges are 0 instead of absent
+            scheduler.control.report()  # so that an idle server's gauges are 0 instead of absent
             outbox.to_detokenizer(limits)
         freeze_garbage_collector()
         run_loop(scheduler)

@@ -105,7 +105,7 @@ class Samples:
 
 @dataclass(slots=True, eq=False)
 class Req:
-    """One request between its arrival and its departure.
+    """One request from its arrival until it leaves.
 
     There are two lengths, which differ while a step is in flight. ``committed_len`` counts the tokens whose KV has been
     computed by published steps. ``allocated_len`` is the upper bound of what all steps in flight may access (while a

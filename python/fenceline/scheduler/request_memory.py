@@ -64,7 +64,7 @@ class PageTables:
         self._behind.add(row)
         return self._clock.version(row)
 
-    def given_back(self, row: int) -> None:
+    def released(self, row: int) -> None:
         """Note that ``row`` has no request any more. It is written before a step reads it again."""
         self._clock.move(row)
         self._behind.discard(row)
@@ -130,6 +130,7 @@ class RequestMemory:
         self.cached_tokens: Counter[str] = Counter()  # prompt tokens by the tier where they were found
         self.num_evicted_pages = 0  # evicted from the device since the start
         self.tables = PageTables(rows.size)
+        self.remaps: list[Remap] = []  # that no step has written yet
         self._num_stale_matches = 0
         self._same_version = same_version
         self._num_rows_behind = num_rows_behind
@@ -278,12 +279,11 @@ class RequestMemory:
         req.pages.frombytes(pages.tobytes())
         return pages, after
 
-    def cache_prompt(self, req: Req) -> Remap | None:
+    def cache_prompt(self, req: Req) -> None:
         """Insert the published whole pages of a request into the tree. The request goes on.
 
         If another request has inserted the same tokens first, this request moves onto the tree's pages, and its own
-        copies are retired after its last step. Then a Remap is returned, which must be written to the page table before
-        the request's next step.
+        copies are retired after its last step. :meth:`with_remaps` writes this to the page table.
         """
         result = self._insert(req)
         old_shared, shared = (
@@ -293,19 +293,38 @@ class RequestMemory:
         if self.tiers is not None:
             self.tiers.inserted(result.node)
         if shared <= old_shared:
-            return None
+            return
         assert req.node is not None
         self.tree.lock(result.node)
         self.tree.unlock(req.node, Points.none())
         req.node, req.shared_len = result.node, shared
         first, last = old_shared // self.page_size, result.num_existing_tokens // self.page_size
         if last <= first:
-            return None
+            return
         duplicates = np.array(req.pages[first:last], dtype=np.int32)
         self.pages.retire(duplicates, after=req.last_flight)
         pages = result.pages[first:last]
         req.pages[first:last] = array("i", pages.tobytes())
-        return Remap(req, first, pages, self.tables.moved(req.row))
+        self.remaps.append(Remap(req, first, pages, self.tables.moved(req.row)))
+
+    def with_remaps(self, batch: StepBatch) -> StepBatch:
+        """``batch`` with the page-table writes of pending remaps, which are made before any step reads those rows."""
+        live = [remap for remap in self.remaps if not remap.req.left]
+        self.remaps.clear()
+        if not live:
+            return batch
+        for remap in live:
+            self.tables.written(remap.req.row, remap.version)
+        writes, firsts = batch.page_writes, [remap.first_column for remap in live]
+        sizes = [len(remap.pages) for remap in live]
+        rows = [np.full(num, remap.req.row, np.int64) for num, remap in zip(sizes, live, strict=True)]
+        columns = [np.arange(first, first + num) for num, first in zip(sizes, firsts, strict=True)]
+        moved = PageWrites(
+            rows=np.concatenate([writes.rows, *rows]),
+            columns=np.concatenate([writes.columns, *columns]),
+            pages=np.concatenate([writes.pages, *(remap.pages for remap in live)]),
+        )
+        return replace(batch, page_writes=moved)
 
     def release(self, req: Req) -> None:
         """Give back all memory of a finished, aborted or retracted request. No other method does this."""
@@ -329,7 +348,7 @@ class RequestMemory:
         assert req.node is not None
         self.tree.unlock(req.node, req.last_flight)
         self.rows.retire(np.array([req.row], dtype=np.int32), after=req.last_flight)
-        self.tables.given_back(req.row)
+        self.tables.released(req.row)
         req.row, req.pages, req.node = 0, no_pages(), None
 
     def flush(self, storage: bool = False) -> int:
@@ -365,7 +384,7 @@ class RequestMemory:
         page, or no room on the host). Afterwards the request is released like any other."""
         assert self.tiers is not None, "offloading needs a host tier"
         assert req.row != 0, f"{req.rid} has nothing to offload"
-        self.cache_prompt(req)  # the Remap is not needed: no step reads this row any more
+        self.cache_prompt(req)  # no step reads its row any more
         assert req.node is not None
         num_tokens = self._num_complete(req)
         tail_page = req.pages[num_tokens // self.page_size] if num_tokens % self.page_size else None

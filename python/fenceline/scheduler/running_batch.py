@@ -54,7 +54,7 @@ class RunningBatch:
         self._num_advanced = 0  # of the next step, see StepBatch
         # The number of next steps in which no request ends or needs pages, if none joins or leaves before.
         self._num_plain_steps = 0
-        self._some_left = False  # since the last ``drop_departed``
+        self._some_left = False  # since the last ``drop_left``
         self.reqs: list[Req] = []
         self.composition = 0
         self._rows = _column()
@@ -95,12 +95,12 @@ class RunningBatch:
         self._final_lens = _extended(self._final_lens, [req.final_len for req in reqs])
         self._changed()
 
-    def departed(self) -> None:
+    def note_left(self) -> None:
         """Note that a request has left, perhaps one of these."""
         self._some_left = True
         self._num_plain_steps = 0
 
-    def drop_departed(self) -> None:
+    def drop_left(self) -> None:
         """Remove requests that have left, and those whose last token is already in flight."""
         if self._num_plain_steps and not self._some_left:
             return

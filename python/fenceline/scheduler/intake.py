@@ -1,0 +1,83 @@
+"""Intake: makes requests of the messages in which they arrive."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+import numpy as np
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.constrained.matcher import GrammarStore
+from fenceline.ipc.io_struct import TokenizedGenerateReq, id_array
+from fenceline.scheduler.req import LogprobLog, Req, Samples, emit_interval
+
+
+class Intake:
+    """Makes requests. ``capacity``: the most tokens that one may have; ``grammars``: those that they may name."""
+
+    def __init__(self, config: EngineConfig, capacity: int, grammars: GrammarStore) -> None:
+        self._config = config
+        self._capacity = capacity
+        self._grammars = grammars
+        self._seeds = Random(config.random_seed)
+        # The last prompt and logit_bias that came in an HTTP body with several requests, after the body's number.
+        self._latest_prompt: tuple[int, Samples] = 0, Samples(np.empty(0, dtype=np.int32))
+        self._latest_bias: tuple[int, dict[int, float]] = 0, {}
+
+    def req_of(self, message: TokenizedGenerateReq, is_known: bool) -> tuple[Req, str]:
+        """The request of ``message``, and why it is refused; empty if it is not. ``is_known``: its id is in use. The
+        front end has checked its values; sizes are limited here once more."""
+        message = self._with_bias(message)
+        params, config = message.sampling_params, self._config
+        eos = () if params.ignore_eos else config.model.eos_token_ids
+        samples = self._samples_of(message)
+        prompt_ids = samples.prompt_ids
+        req = Req(
+            source=msgspec.structs.replace(message, input_ids=id_array()),
+            prompt_ids=prompt_ids,
+            stop_ids=frozenset((*eos, *params.stop_token_ids)),
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            max_new_tokens=min(params.max_new_tokens, self._capacity - len(prompt_ids)),
+            emit_interval=emit_interval(message, config.server_args.stream_interval),
+            samples=samples if message.body else None,
+            rank=0 if config.priority is None else config.priority.rank(message.priority),
+        )
+        if message.grammar:
+            req.grammar = self._grammars.begin(message.grammar, message.think)
+        if is_known:
+            return req, f"request id {req.rid!r} is already in use"
+        if req.max_new_tokens < min(params.max_new_tokens, 1) or len(prompt_ids) == 0:
+            return req, f"a prompt must have 1 to {self._capacity - 1} tokens"
+        req.prompt_log = LogprobLog.of_prompt(message, prompt_ids)
+        req.output_log = LogprobLog() if message.return_logprob else None
+        return req, ""
+
+    def _with_bias(self, message: TokenizedGenerateReq) -> TokenizedGenerateReq:
+        """``message`` with the logit_bias that samples of one prompt share. Without a prompt if the message before,
+        which had the bias, was lost."""
+        body, bias = self._latest_bias
+        params = message.sampling_params
+        if message.same_bias and body == message.body and bias:
+            params = msgspec.structs.replace(params, logit_bias=bias)
+            return msgspec.structs.replace(message, sampling_params=params)
+        if message.same_bias:
+            return msgspec.structs.replace(message, input_ids=id_array(), same_prompt=False)
+        if message.body and params.logit_bias:
+            self._latest_bias = message.body, params.logit_bias
+        return message
+
+    def _samples_of(self, message: TokenizedGenerateReq) -> Samples:
+        """The prompt of a request that has arrived, which the samples of one prompt share. Empty if the message before,
+        which had the prompt, was lost."""
+        body, latest = self._latest_prompt
+        is_known = body == message.body != 0
+        if message.same_prompt:
+            return latest if is_known else Samples(np.empty(0, dtype=np.int32))
+        prompt_ids = np.frombuffer(message.input_ids, dtype=np.int32)  # the message's own memory
+        if is_known and np.array_equal(latest.prompt_ids, prompt_ids):
+            return latest
+        samples = Samples(prompt_ids)
+        if message.body:
+            self._latest_prompt = message.body, samples
+        return samples
