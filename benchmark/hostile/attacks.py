@@ -249,21 +249,6 @@ _HALF_HEAD = b"POST /generate HTTP/1.1\r\nHost: a\r\nX-Half"
 _HALF_BODY = head("POST", "/generate", ["Content-Length: 1000000"]) + b'\r\n{"text": "'
 
 
-@attack("1,100 half heads, 1,024 descriptors (hard limit)", limit_s=40, nofile=(1024, 1024))
-def _half_heads_hard() -> Run:
-    return _half_requests(1100, _HALF_HEAD, 30)
-
-
-@attack("1,100 half bodies, 1,024 descriptors (hard limit)", limit_s=40, nofile=(1024, 1024))
-def _half_bodies() -> Run:
-    return _half_requests(1100, _HALF_BODY, 30)
-
-
-@attack("1,100 silent connections, 1,024 descriptors (hard limit)", limit_s=40, nofile=(1024, 1024))
-def _silent_connections() -> Run:
-    return _half_requests(1100, b"", 30)
-
-
 @attack("200 half bodies of 32 MB", limit_s=40)
 def _big_half_bodies() -> Run:
     return _half_requests(
@@ -620,6 +605,3 @@ def _profiles() -> Run:
         )
     ]
     return lambda target: target.send_all(bodies, 1, wait_s=30)
-
-
-# Attacks that missed the mark at least once, on the code of that time, and attacks that were added later.

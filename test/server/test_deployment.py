@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,8 @@ import httpx
 import psutil
 import pytest
 import yaml
-from live_server import LiveServer
+from fake_scheduler import Seed
+from live_server import LiveServer, scheduler_state, unused_port, wait_for
 from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).parents[2]
@@ -107,3 +110,45 @@ def test_a_key_of_the_environment_is_asked_for_and_stands_in_no_process_list() -
         assert len(processes) >= 3
         assert not any("sesame" in word for process in processes for word in process.cmdline())
         assert "sesame" not in server.output
+
+
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
+def test_streams_pass_nginx_at_once_and_clients_that_leave_end_their_requests(tmp_path: Path) -> None:
+    with LiveServer.fake() as server, server.wait_ready().client() as direct:
+        port = unused_port()
+        text = (ROOT / "deploy/nginx.conf").read_text()
+        for before, after in {
+            "127.0.0.1:30000": server.base_url.removeprefix("http://"),
+            "listen 8080": f"listen 127.0.0.1:{port}",
+            "events {": f"daemon off;\npid {tmp_path}/pid;\nerror_log stderr;\nevents {{",
+            "http {": "http {" + "".join(f"{kind}_temp_path {tmp_path}/{kind};" for kind in _FOLDERS),
+        }.items():
+            assert before in text
+            text = text.replace(before, after)
+        (tmp_path / "nginx.conf").write_text(text)
+        command = ["nginx", "-p", str(tmp_path), "-e", "stderr", "-c", str(tmp_path / "nginx.conf")]
+        subprocess.run([*command, "-t"], check=True, timeout=60)
+        with subprocess.Popen(command) as nginx, httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+            try:
+                wait_for(lambda: _answers(client))
+                assert client.get("/metrics").status_code == 403
+                held = {"max_new_tokens": 4, "sampling_seed": Seed.HELD}
+                body = {"input_ids": [5, 6], "stream": True, "sampling_params": held}
+                with client.stream("POST", "/generate", json=body) as answer:
+                    assert next(answer.iter_lines()).startswith("data: "), "while the others are held"
+                wait_for(lambda: scheduler_state(direct)["num_running_reqs"] == 0)
+                held["sampling_seed"] = 1
+                answer = client.post("/generate", json=body)
+                assert answer.text.endswith("data: [DONE]\n\n")
+            finally:
+                nginx.terminate()
+
+
+_FOLDERS = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+
+
+def _answers(client: httpx.Client) -> bool:
+    try:
+        return client.get("/health").status_code == 200
+    except httpx.ConnectError:
+        return False

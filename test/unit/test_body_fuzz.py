@@ -27,7 +27,7 @@ from uvicorn.server import ServerState
 from fenceline.config import ConfigError, model_files
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
-from fenceline.entrypoints.http_protocol import ConnectionLimits, HttpProtocol
+from fenceline.entrypoints.http_protocol import HttpProtocol
 from fenceline.entrypoints.http_server import create_app
 from fenceline.entrypoints.openai.protocol import ChatBody
 from fenceline.entrypoints.openapi import BODIES
@@ -504,7 +504,11 @@ async def _exchange(app: ASGIApp, request: bytes) -> tuple[int, bytes]:
     config.load()
     wire = Wire()
     connection = HttpProtocol(
-        config=config, server_state=ServerState(), app_state={}, limits=ConnectionLimits(10)
+        config=config,
+        server_state=ServerState(),
+        app_state={},
+        refused=lambda error: None,
+        max_connections=10,
     )
     connection.connection_made(wire)
     connection.data_received(request)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
@@ -15,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from fenceline.entrypoints import sse
-from fenceline.entrypoints.http_protocol import MAX_HELD_BYTES, JoiningTransport, LateLogger
+from fenceline.entrypoints.http_protocol import MAX_HELD_BYTES, JoiningTransport
 from fenceline.entrypoints.http_server import DirectRoutes, handlers_of
 from fenceline.entrypoints.json_body import PIECE_BYTES, PartsResponse
 from fenceline.entrypoints.sse import EventStream
@@ -41,7 +39,8 @@ from fenceline.scheduler.process import MAX_STEP_BYTES, SocketInbox
 async def test_writes_of_one_turn_are_one_write_and_come_before_the_end() -> None:
     wire = Wire()
     transport = JoiningTransport(wire, asyncio.get_running_loop())
-    transport.writelines([b"head ", b"event"])
+    for part in (b"head ", b"event"):
+        transport.write(part)
     assert wire.calls == []
     await asyncio.sleep(0)
     assert wire.calls == [b"head event"]
@@ -81,53 +80,6 @@ async def test_what_is_held_is_lost_with_an_abort() -> None:
     transport.abort()
     await asyncio.sleep(0)
     assert wire.calls == ["abort"]
-
-
-@contextlib.contextmanager
-def _access_log(caplog: pytest.LogCaptureFixture) -> Iterator[LateLogger]:
-    """A log whose lines ``caplog`` gets."""
-    with caplog.at_level(logging.INFO, "test.access"):
-        yield LateLogger(logging.getLogger("test.access"), asyncio.get_running_loop())
-
-
-async def test_access_lines_come_late_and_in_order(caplog: pytest.LogCaptureFixture) -> None:
-    with _access_log(caplog) as late:
-        for number in range(3):
-            late.info("%d", number)
-        assert not caplog.messages
-        async with asyncio.timeout(5):
-            while len(caplog.messages) < 3:
-                await asyncio.sleep(0)
-    assert caplog.messages == ["0", "1", "2"]
-
-
-async def test_access_lines_of_a_burst_come_in_parts_and_those_of_a_flood_do_not_pile_up(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    logger = logging.getLogger("test.access")
-    late = LateLogger(logger, asyncio.get_running_loop())
-    num, most_waiting = 0, 0
-    with caplog.at_level(logging.INFO, "test.access"):
-        async with asyncio.timeout(30):
-            while len(caplog.messages) < 6400:
-                before = len(caplog.messages)
-                await asyncio.sleep(0)
-                assert len(caplog.messages) - before <= 400, "in parts"
-                if caplog.messages or num < 100:
-                    for _ in range(64 if num < 6400 else 0):  # as many as a turn may answer
-                        late.info("%d", num)
-                        num += 1
-                most_waiting = max(most_waiting, num - len(caplog.messages))
-    assert caplog.messages == [str(number) for number in range(6400)]
-    assert most_waiting <= 6 * 64
-
-
-async def test_what_waits_can_be_written_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    with _access_log(caplog) as late:
-        for number in range(100):
-            late.info("%d", number)
-        late.flush()
-    assert caplog.messages == [str(number) for number in range(100)]
 
 
 @pytest.mark.parametrize("num_parts", [1, 700])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import resource
-import socket
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import cast
 
 import uvicorn
@@ -23,14 +22,7 @@ from fenceline.entrypoints.access import AccessRules, Hosts, own_names
 from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.errors import CLIENT_GONE, error_response, install_error_handlers, too_deep
 from fenceline.entrypoints.fields import UnknownFields
-from fenceline.entrypoints.http_protocol import (
-    Address,
-    BoundedReader,
-    ConnectionLimits,
-    HttpProtocol,
-    Listener,
-    check_paces,
-)
+from fenceline.entrypoints.http_protocol import HttpProtocol
 from fenceline.entrypoints.live_state import LIVE_STATE_PATH, LiveState
 from fenceline.entrypoints.middleware import RequestMiddleware
 from fenceline.entrypoints.native_api import NativeApi
@@ -173,13 +165,15 @@ class HttpServer(uvicorn.Server):
         self, app: ASGIApp, config: EngineConfig, refused: Callable[[RequestError], object] | None = None
     ) -> None:
         num_descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._limits = ConnectionLimits(max_connections(num_descriptors), refused)
-        # Beyond the limit there is room for connections that get a 503, and for /health.
-        self._max_accepted = self._limits.max_connections + _RESERVED_DESCRIPTORS // 2
+        connection = partial(
+            HttpProtocol,
+            refused=refused or (lambda error: None),
+            max_connections=max_connections(num_descriptors),
+        )
         super().__init__(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=cast("type[HttpProtocol]", connection),
                 log_level=config.log_level_http,
                 log_config=None,  # the process's own format
                 backlog=_BACKLOG,
@@ -194,38 +188,11 @@ class HttpServer(uvicorn.Server):
         logging.getLogger("uvicorn.error").setLevel("WARNING")
         logging.getLogger("uvicorn.access").addFilter(is_worth_a_line)
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections on ``sockets``, which listen already."""
-        listeners = [Listener(sock, self._make_protocol, self._has_room) for sock in sockets or ()]
-        self.servers = cast("list[asyncio.Server]", listeners)  # which uvicorn closes and waits for
-        self.started = True
-
-    def write_access_log(self) -> None:
-        """Write now what is written a moment later otherwise."""
-        if self._limits.access_log is not None:
-            self._limits.access_log.flush()
-
-    def _make_protocol(self, server: Address, client: Address) -> BoundedReader:
-        connection = HttpProtocol(
-            config=self.config,
-            server_state=self.server_state,
-            app_state={},
-            limits=self._limits,
-            addresses=(server, client),
-        )
-        return BoundedReader(connection, self._limits)
-
-    def _has_room(self, num_waiting: int) -> bool:
-        return len(self.server_state.connections) + num_waiting < self._max_accepted
-
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second; once a second clients that do not keep pace are disconnected."""
         if counter % 10 == 0:
-            self._limits.advance(asyncio.get_running_loop().time())
-            self._looked = False
-        if not self._looked:
-            connections = cast("list[HttpProtocol]", list(self.server_state.connections))
-            self._looked = check_paces(connections)
+            for connection in list(self.server_state.connections):
+                cast(HttpProtocol, connection).check_pace()
         return await super().on_tick(counter)
 
     @contextmanager

@@ -173,11 +173,10 @@ class Supervisor:
         freeze_garbage_collector()
         self._announce(manager)
         try:
-            return await self._finish(manager, await stop, server)
+            return await self._finish(manager, await stop)
         finally:
             server.should_exit = True
             await serving
-            server.write_access_log()  # of answers since
 
     def _announce(self, manager: TokenizerManager) -> None:
         host, port = self._sock.getsockname()[:2]
@@ -204,9 +203,8 @@ class Supervisor:
             flush=True,
         )
 
-    async def _finish(self, manager: TokenizerManager, stop: Stop, server: HttpServer | None = None) -> int:
-        """Let requests end as ``stop`` says, then end the engine. The reason is logged after the answers so
-        far."""
+    async def _finish(self, manager: TokenizerManager, stop: Stop) -> int:
+        """Let requests end as ``stop`` says, then end the engine."""
         if stop.status == 0 and manager.fatal is None:
             stop = await self._drain(manager, stop)
         manager.fail(stop.reason)  # requests that still wait get the reason
@@ -215,8 +213,6 @@ class Supervisor:
         if stop.status:
             self._backend.tell_nodes(f"node 0 has stopped: {stop.reason}")
         await asyncio.to_thread(self._backend.stop, patience_s)
-        if server is not None:
-            server.write_access_log()
         if stop.status:
             logger.error("The server stops: %s", stop.reason)
         else:
