@@ -435,6 +435,7 @@ class PlannedLibrary:
     """See ``layers.attention.flashinfer_library.Library``."""
 
     plan_bytes = 1 << 14
+    split_args = ()
 
     def __init__(self, plan_slots: int) -> None:
         self.plan_slots = plan_slots

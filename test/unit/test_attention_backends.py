@@ -245,8 +245,23 @@ def test_a_missing_or_foreign_flashinfer_is_refused_with_the_remedy(monkeypatch:
         FlashInferAttentionBackend(pool(), PretendCuda(), 4)
     monkeypatch.setattr(flashinfer_library, "version", lambda name: "0.2.9")
     monkeypatch.setattr(flashinfer_library, "import_module", lambda name: ModuleType(name))
-    with pytest.raises(ValueError, match=r"0\.2\.9 is installed, 0\.6 is needed"):
+    with pytest.raises(ValueError, match=r"0\.2\.9 is installed, 0\.6 or 0\.7 is needed"):
         FlashInferAttentionBackend(pool(), PretendCuda(), 4)
+
+
+@pytest.mark.parametrize(
+    ("installed", "more"),
+    [
+        ("0.6.14", ()), ("0.6.15.post1", ()), ("0.6.16", (0,)), ("0.6.18.post1", (0,)), ("0.7.2.post1", (0,)),
+        ("0.7.4", (0, False)),
+    ],
+)  # fmt: skip
+def test_fa2_is_told_as_much_as_its_version_takes(
+    installed: str, more: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in csrc/batch_prefill_jit_binding.cu; a call with more or fewer arguments is a TypeError."""
+    monkeypatch.setattr(flashinfer_library, "version", lambda name: installed)
+    assert flashinfer_library.InstalledLibrary().split_args == (-1, False, 0, *more)
 
 
 @pytest.mark.parametrize(

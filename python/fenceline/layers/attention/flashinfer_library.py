@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ import torch
 from fenceline.memory_order import Device
 
 REMEDY = "install the extra with pip install 'fenceline[cuda]', or use --attention-backend triton"
-_VERSIONS = ("0.6.",)  # versions whose plan and run functions have the signatures used here
+_VERSIONS = ("0.6.", "0.7.")  # versions whose plan and run functions have the signatures used here
 _HEAD_DIMS = (64, 128, 256)
 _NHD, _NON_CAUSAL, _CAUSAL, _NO_POSITIONS, _WHOLE_WINDOW = 0, 0, 1, 0, -1  # values of FlashInfer's enums
 # Programmatic dependent launch lets a kernel begin before the preceding one has ended. Then a wait inside the kernel
@@ -97,7 +98,7 @@ def load_library() -> None:
         ) from error
     if not installed.startswith(_VERSIONS):
         raise ValueError(
-            f"--attention-backend flashinfer: version {installed} is installed, 0.6 is needed: {REMEDY}"
+            f"--attention-backend flashinfer: version {installed} is installed, 0.6 or 0.7 is needed: {REMEDY}"
         )
 
 
@@ -137,6 +138,10 @@ class Library(Protocol):
 
     plan_bytes: int  # the largest size of a batch's plan
     plan_slots: int  # how many plans may be in use or being copied at the same time
+
+    @property
+    def split_args(self) -> tuple[object, ...]:
+        """The last arguments of fa2's plan: it decides how keys are split."""
 
     def check(self, device: Device, shape: AttentionShape) -> None:
         """Raise ValueError with the remedy if there are no kernels for ``shape`` on ``device``."""
@@ -184,7 +189,7 @@ class _CompiledModule:
             os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY
         )  # Linux: of this thread alone
         try:
-            spec.build(verbose=False)
+            spec.build(verbose=False, need_lock=True)
         except Exception as error:  # whoever asks for the functions gets it as well, and says what to do
             logger.debug("FlashInfer's module %s does not compile: %s", spec.name, error)
 
@@ -197,6 +202,21 @@ class InstalledLibrary:
 
     plan_bytes = 8 << 20  # as in FlashInfer's own wrappers
     plan_slots = 2  # one plan is copied while the preceding step still reads another
+
+    @property
+    def split_args(self) -> tuple[object, ...]:
+        """See ``Library``. The compiled function has no defaults, and later versions have more arguments."""
+        release = tuple(map(int, re.findall(r"\d+", version("flashinfer-python"))[:3]))
+        args: tuple[object, ...] = (
+            -1,
+            False,
+            0,
+        )  # no size of a split, splits allowed, no other kernel beside it
+        if release >= (0, 6, 16):
+            args += (0,)  # lengths of queries may differ,
+        if release >= (0, 7, 3):
+            args += (False,)  # and do not stay what they are
+        return args
 
     def check(self, device: Device, shape: AttentionShape) -> None:
         """See ``Library``."""
@@ -241,6 +261,7 @@ class PrefillKernels:
     def __init__(self, shape: AttentionShape, generation: str, library: Library) -> None:
         self.shape, self.generation = shape, generation
         self._module = library.prefill_module(shape, generation)
+        self._split_args = library.split_args
 
     @property
     def is_compiled(self) -> bool:
@@ -278,8 +299,7 @@ class PrefillKernels:
         args += [int(starts[-1]), len(seq_lens), shape.num_heads, shape.num_kv_heads, page_size, graph]
         args += [shape.head_dim, shape.head_dim, causal, shape.window_left]
         if self.generation == "fa2":
-            # FlashInfer decides how keys are split; no other kernel runs at the same time.
-            args += [-1, False, 0]
+            args += self._split_args
         info: PlanInfo = self._module.functions.plan(*args)
         return info
 
