@@ -468,7 +468,7 @@ class PagedModel:
         return ForwardBatch(
             mode=mode,
             input_ids=torch.cat([prompt[start:end] for _, prompt, start, end in work]).to(self.device),
-            positions=self._tensor(np.concatenate(spans)),
+            positions=(self._tensor(np.concatenate(spans)),),
             out_slots=out_slots,
             logits_index=None
             if logits_index is None

@@ -289,7 +289,7 @@ def test_layers_of_one_width_may_lay_out_their_heads_differently(tmp_path: Path)
     batch = ForwardBatch(
         mode=ForwardMode.EXTEND,
         input_ids=torch.zeros(3, dtype=torch.int64),
-        positions=torch.arange(3),
+        positions=(torch.arange(3),),
         out_slots=torch.arange(3),
         logits_index=None,
         attn=Attention(),

@@ -57,7 +57,7 @@ def record(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[Chain]:
         logits, following = forward(batch, hidden, step)
         is_within.clear()
         if len(logits):
-            (row,) = logits_rows(batch.positions[:, None], batch)[:, 0].tolist()
+            (row,) = logits_rows(batch.positions[0][:, None], batch)[:, 0].tolist()
             goes_on = step > 0
             if draft.max_steps is None:
                 goes_on = batch.mode is ForwardMode.VERIFY and batch.num_tokens == 1

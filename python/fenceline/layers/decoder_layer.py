@@ -259,7 +259,7 @@ class SelfAttention(TokenMixer):
             # This must come before the store too, because this batch may write to the last page that is being loaded.
             batch.layer_ready(layer_id)
         self._kernels.rotate_and_store(
-            qkv, self.heads, self._norms, self._rotary.table, batch.positions,
+            qkv, self.heads, self._norms, self._rotary.table, batch.positions[0],
             pool.row(layer_id, "k"), pool.row(layer_id, "v"), batch.out_slots, self._kv_scales,
         )  # fmt: skip
         return qkv

@@ -169,7 +169,9 @@ class ForwardBatch:
 
     mode: ForwardMode
     input_ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64, position of each token in its request
+    # By axis [T] int64, the position of each token in its request. Text has one axis; images would have three, which may
+    # be the same tensor.
+    positions: tuple[torch.Tensor, ...]
     out_slots: torch.Tensor  # [T] int64, KV slot each token's K and V are written to
     logits_index: torch.Tensor | None  # [L] int64 into the T tokens; None: logits of every token
     attn: AttentionPlan  # how this batch's attention is computed, planned once for all layers

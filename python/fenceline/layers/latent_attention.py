@@ -87,7 +87,7 @@ class LatentAttention(TokenMixer):
         rows[:, :num_heads, :rank] = (plain.transpose(0, 1) @ keys).transpose(0, 1)
         rows[:, num_heads, :rank] = self.kv_a_norm.forward(latent.contiguous())
         both = torch.cat((rotated, common.unsqueeze(1)), 1)
-        rows[..., rank:] = apply_rotary(both, *rotary_angles(self._rotary.table, batch.positions))
+        rows[..., rank:] = apply_rotary(both, *rotary_angles(self._rotary.table, batch.positions[0]))
         if batch.layer_ready is not None:
             # This must come before the store too, because this batch may write to the last page that is being loaded.
             batch.layer_ready(self.layer_id)

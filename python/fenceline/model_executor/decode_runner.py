@@ -303,7 +303,7 @@ class DecodeRunner(GraphRunner):
         batch = ForwardBatch(
             mode=ForwardMode.DECODE,
             input_ids=self._input_ids[:size],
-            positions=self._positions[:size],
+            positions=(self._positions[:size],),
             out_slots=self._out_slots[:size],
             logits_index=None,
             attn=attn,

@@ -169,7 +169,7 @@ class DraftParts:
         return ForwardBatch(
             mode=ForwardMode.VERIFY,
             input_ids=ids.flatten().contiguous(),
-            positions=positions.flatten().contiguous(),
+            positions=(positions.flatten().contiguous(),),
             out_slots=slots.flatten().contiguous(),
             logits_index=logits_index,
             attn=plan,
@@ -387,7 +387,7 @@ class LayerDraft(HiddenDraft):
     def after_prefill(self, extended: Extended, next_tokens: Tensor, sampling: SamplingBatch | None) -> None:
         parts, state, views, ends = self.parts, self.parts.state, extended.views, _ends(extended, next_tokens)
         rows, lens = views["sample_rows"], views["sample_positions"] + 1
-        positions, hidden = extended.batch.positions, self._target_hidden(extended)
+        positions, hidden = extended.batch.positions[0], self._target_hidden(extended)
         ids_by_layer = views["draft_ids"].view(self.num_layers, -1)
         following = [next_tokens]  # the tokens after the complete prompts: the drawn one, then proposed ones
         for layer in range(self.num_layers):

@@ -59,7 +59,7 @@ class ExtendRunner:
         forward_batch = ForwardBatch(
             mode=ForwardMode.EXTEND,
             input_ids=views["input_ids"],
-            positions=views["positions"],
+            positions=(views["positions"],),
             out_slots=views["out_slots"],
             logits_index=views["logits_index"],
             attn=self._parts.attention.prefill.plan(attention),

@@ -111,7 +111,11 @@ class PiecewiseCudaGraphRunner(GraphRunner):
         size = self.size_for(num_tokens)
         if size is None or not self.fits():
             return self._model.hidden_states(batch)
-        sources = {"input_ids": batch.input_ids, "positions": batch.positions, "out_slots": batch.out_slots}
+        sources = {
+            "input_ids": batch.input_ids,
+            "positions": batch.positions[0],
+            "out_slots": batch.out_slots,
+        }
         self.arena.fill(sources, num_tokens, max(size, num_tokens))
         outputs = self.arena.begin_replay()
         tensors = {name: outputs.take(name, num_tokens) for name in (*self._outputs, *self._inputs)}
@@ -162,7 +166,7 @@ class PiecewiseCudaGraphRunner(GraphRunner):
         batch = ForwardBatch(
             mode=ForwardMode.EXTEND,
             input_ids=rows["input_ids"],
-            positions=rows["positions"],
+            positions=(rows["positions"],),
             out_slots=rows["out_slots"],
             logits_index=None,
             attn=_NoAttention(),

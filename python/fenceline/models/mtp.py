@@ -37,7 +37,7 @@ class MTPLayer:
     ) -> torch.Tensor:
         """``embedded`` and ``hidden_states`` [T, hidden_size] → the next hidden states, normalised, [T,
         hidden_size]."""
-        embedded = embedded.masked_fill((batch.positions == 0).unsqueeze(1), 0.0)
+        embedded = embedded.masked_fill((batch.positions[0] == 0).unsqueeze(1), 0.0)
         both = self.hidden_norm.forward(hidden_states), self.token_norm.forward(embedded)
         x = self.input_proj.forward(torch.cat(both, dim=-1))
         return self.final_norm.forward(self.block.forward(x, batch))
