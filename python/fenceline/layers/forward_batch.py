@@ -169,8 +169,8 @@ class ForwardBatch:
 
     mode: ForwardMode
     input_ids: torch.Tensor  # [T] int64
-    # By axis [T] int64, the position of each token in its request. Text has one axis; images would have three, which may
-    # be the same tensor.
+    # Of each axis [T] int64: the positions of the tokens in their requests. Text has one axis. Several may be the same
+    # tensor.
     positions: tuple[torch.Tensor, ...]
     out_slots: torch.Tensor  # [T] int64, KV slot each token's K and V are written to
     logits_index: torch.Tensor | None  # [L] int64 into the T tokens; None: logits of every token
