@@ -3,34 +3,33 @@
 from collections.abc import Callable
 
 from fenceline.config.server_args import register_kind
-from fenceline.memory_order.arena import Arena, ArenaField, ArenaOutputs, Role, keep_hidden
+from fenceline.memory_order.arena import Arena, ArenaField, ArenaOutputs, Role
 from fenceline.memory_order.checker import OrderChecker, OrderError
 from fenceline.memory_order.communicator import (
     CollectiveBackend,
     Communicator,
     CommunicatorError,
     PeerLostError,
-    of_all_ranks,
     sum_gathered,
 )
 from fenceline.memory_order.device import CpuDevice, Device, HostChannel, HostWorker
 from fenceline.memory_order.graph import Graph, GraphError, GraphPool, GraphState
-from fenceline.memory_order.lease import (
-    LeaseError,
-    LeasePool,
-    layers_of_page,
-    page_leases,
-    slots_of_tree,
-    tokens_in_flight,
-)
-from fenceline.memory_order.relocation import (
+from fenceline.memory_order.guards import (
     comparison,
-    moves_of_nodes,
-    table_of_step,
+    hidden_copy,
+    node_moves,
+    old_kv_removal,
+    page_layers,
+    page_leases,
+    rank_consensus,
+    step_table,
+    tokens_in_flight,
+    tree_slots,
+    weight_write,
 )
+from fenceline.memory_order.lease import LeaseError, LeasePool
 from fenceline.memory_order.staging import InputRing, MaskTable, ResultLease, ResultRing
 from fenceline.memory_order.stream import Point, Points, Stream, wait_for_pages
-from fenceline.memory_order.weights import forgetting_old_kv, writing_weights
 
 __all__ = [
     "Arena",
@@ -60,20 +59,20 @@ __all__ = [
     "Role",
     "Stream",
     "comparison",
-    "forgetting_old_kv",
-    "keep_hidden",
-    "layers_of_page",
-    "moves_of_nodes",
-    "of_all_ranks",
+    "hidden_copy",
+    "node_moves",
+    "old_kv_removal",
     "open_device",
+    "page_layers",
     "page_leases",
+    "rank_consensus",
     "register_device",
-    "slots_of_tree",
+    "step_table",
     "sum_gathered",
-    "table_of_step",
     "tokens_in_flight",
+    "tree_slots",
     "wait_for_pages",
-    "writing_weights",
+    "weight_write",
 ]
 
 DeviceFactory = Callable[[frozenset[str]], Device]

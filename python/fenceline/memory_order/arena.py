@@ -7,18 +7,16 @@ until the next one (F8). ``fill`` always writes head and tail (F7): a padded row
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
 
 from fenceline.memory_order.device import Device, FillField
-from fenceline.memory_order.edges import ARENA_PAD, KEPT_HIDDEN, PLAN_SOURCE, SINK, TOTAL_BUCKETS, Guard
+from fenceline.memory_order.edges import ARENA_PAD, PLAN_SOURCE, TOTAL_BUCKETS, Guard
+from fenceline.memory_order.guards import derived_field, pad_value, padded_fields
 from fenceline.memory_order.lease import LeaseError
-
-_SINK_ID = 0  # the row, page and slot that only padding uses
 
 
 class Role(Enum):
@@ -50,7 +48,7 @@ class Arena:
         self.num_fills = 0
         self.generation = 0  # of the outputs: the number of replays so far
         self._device = device
-        self.pads = {field.name: _pad(device, field.pad) for field in fields}
+        self.pads = {field.name: pad_value(device, field.pad) for field in fields}
         self._tensors: dict[str, torch.Tensor] = {}
         for field in fields:
             shape = (num_rows, *field.shape)
@@ -66,11 +64,8 @@ class Arena:
 
     def derived(self, name: str, source: str) -> torch.Tensor:
         """INPUT field ``name``, [num_rows, *shape], which replays derive from PLAN field ``source``. It has memory of
-        its own (F9).
-
-        Severed (``plan_source``), it is written over ``source`` itself, from which the next replay derives it again.
-        """
-        return self._tensors[name if self._device.keeps(PLAN_SOURCE) else source]
+        its own (F9)."""
+        return self._tensors[derived_field(self._device, name, source)]
 
     def fill(self, sources: Mapping[str, torch.Tensor], num_live: int, num_rows: int | None = None) -> None:
         """Give the first ``num_live`` rows of every PLAN field the values of ``sources`` [num_live, *shape], its
@@ -94,9 +89,7 @@ class Arena:
         ]
         self.num_fills += 1
         self._device.begin_fill([field.target for field in work], ARENA_PAD)
-        if not self._device.keeps(ARENA_PAD):  # only heads: tails keep the values of an earlier batch
-            work = [replace(f, target=f.target[:num_live]) if f.source is not None else f for f in work]
-        self._device.fill_rows(work)
+        self._device.fill_rows(padded_fields(self._device, work))
 
     def begin_replay(self) -> ArenaOutputs:
         """The outputs of the replay that is about to be submitted. This ends the leases of earlier replays' outputs."""
@@ -125,46 +118,3 @@ class ArenaOutputs:
         tensor = arena[name][:num_rows]
         arena._device.lease(tensor)
         return tensor
-
-
-def keep_hidden(device: Device, kept: torch.Tensor, x: torch.Tensor) -> None:
-    """Guard ``kept_hidden``: copy ``x`` to ``kept``, both [T, features], on the current stream, for a graph that is
-    replayed after the present one. Severed, ``kept`` holds what an earlier step has copied."""
-    if device.keeps(KEPT_HIDDEN):
-        kept.copy_(x)
-
-
-def _pad(device: Device, pad: int | float | Guard) -> int | float:
-    """The number that ``pad`` stands for: for ``SINK`` the id of the row, page or slot that only padding uses (F18).
-
-    Severed, it is -1, as upstream once had it, which names the last row, and that belongs to a request.
-    """
-    if isinstance(pad, Guard):
-        assert pad is SINK, f"{pad.name} is no pad"
-        return _SINK_ID if device.keeps(SINK) else -1
-    return pad
-
-
-def size_lookup(device: Device, padding: bool) -> Callable[[Sequence[int], int], int | None]:
-    """Guard ``total_buckets``: a function that finds the graph of a batch. It takes the captured sizes, ascending, and
-    the size of the batch, and returns the smallest size that holds the batch, or without ``padding`` only its exact
-    size. If there is none it returns None, and the batch runs without a graph.
-
-    Severed, a batch that is too large is cut to the largest graph that is not larger.
-    """
-    if not device.keeps(TOTAL_BUCKETS):
-        return _cut_to_fit
-    return _padded if padding else _exact
-
-
-def _padded(sizes: Sequence[int], num: int) -> int | None:
-    index = bisect_left(sizes, num)
-    return sizes[index] if index < len(sizes) else None
-
-
-def _exact(sizes: Sequence[int], num: int) -> int | None:
-    return num if _padded(sizes, num) == num else None
-
-
-def _cut_to_fit(sizes: Sequence[int], num: int) -> int:
-    return sizes[max(bisect_right(sizes, num) - 1, 0)]

@@ -10,17 +10,14 @@ How bytes get from rank to rank is decided by the back end (``distributed/``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 
 from fenceline.memory_order.access import Memory, writes
 from fenceline.memory_order.device import Device
-from fenceline.memory_order.edges import ONE_STREAM, REGISTERED_GRAPH, Guard
+from fenceline.memory_order.edges import ONE_STREAM, REGISTERED_GRAPH
 from fenceline.memory_order.stream import Stream
-
-T = TypeVar("T")
 
 
 class CommunicatorError(RuntimeError):
@@ -86,12 +83,6 @@ def sum_gathered(backend: CollectiveBackend, x: torch.Tensor) -> None:
     for part in parts[1:]:
         total += part
     x.copy_(total)
-
-
-def of_all_ranks(device: Device, guard: Guard, agreed: T, own: Callable[[], T]) -> T:
-    """``guard``: decisions are made by ``agreed``, which all ranks have received from rank 0. Severed, they are made by
-    ``own()``, the state of this rank's own device, which may differ from rank to rank."""
-    return agreed if device.keeps(guard) else own()
 
 
 class Communicator:

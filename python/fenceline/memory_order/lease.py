@@ -14,8 +14,6 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from fenceline.memory_order.device import Device
-from fenceline.memory_order.edges import IN_FLIGHT, RETIRED_AFTER, TREE_SLOTS, WHOLE_PAGE
 from fenceline.memory_order.stream import Points
 
 Ids = npt.NDArray[np.int32]
@@ -158,36 +156,3 @@ class LeasePool:
     def _push_ready(self, ids: Ids) -> None:
         self._ready[self._num_ready : self._num_ready + len(ids)] = ids[::-1]
         self._num_ready += len(ids)
-
-
-class _WithoutPoints(LeasePool):
-    """Guard ``retired_after``, severed: ids are handed out again without the Points of work that still uses them."""
-
-    def alloc(self, n: int) -> tuple[Ids, Points] | None:
-        leased = super().alloc(n)
-        return None if leased is None else (leased[0], Points.none())
-
-
-def tokens_in_flight(device: Device, max_step_tokens: int) -> int:
-    """Guard ``in_flight``: how many slots behind its published tokens a request keeps while a step in flight may write
-    them. Severed, 0."""
-    return max_step_tokens if device.keeps(IN_FLIGHT) else 0
-
-
-def slots_of_tree(device: Device, num_spare: int) -> int:
-    """Guard ``tree_slots``: how many slots behind those of its tokens a request has in a step, for the nodes of its
-    draft tree. Severed, 0, so that the nodes are written to slots that belong to nobody or to another request."""
-    return num_spare if device.keeps(TREE_SLOTS) else 0
-
-
-def layers_of_page(device: Device, num_layers: int, num_target_layers: int) -> int:
-    """Guard ``whole_page``: how many layers of a page a load copies, counted from the first. These are all
-    ``num_layers``, the draft's included. Severed, only the target's."""
-    return num_layers if device.keeps(WHOLE_PAGE) else num_target_layers
-
-
-def page_leases(device: Device, size: int) -> LeasePool:
-    """Guard ``retired_after``: the leases of ``device``'s ``size`` KV pages, of which page 0 is the sink. Pages are
-    handed out with the Points after which they may be accessed. Severed, without Points."""
-    kind = LeasePool if device.keeps(RETIRED_AFTER) else _WithoutPoints
-    return kind("KV pages", size, reserved=1)

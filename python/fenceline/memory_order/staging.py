@@ -32,12 +32,12 @@ from fenceline.memory_order.edges import (
     HOST_AFTER_COPY,
     HOST_AFTER_FORWARD,
     MASK_ROWS,
-    OWN_COPY,
     OWN_RESULTS,
     SCHEDULE_AFTER_FORWARD,
     STAGING_REUSE,
     StreamName,
 )
+from fenceline.memory_order.guards import own_copy
 from fenceline.memory_order.lease import LeaseError
 from fenceline.memory_order.stream import Point, Points
 
@@ -86,9 +86,7 @@ class Slot:
         self.end_upload(on)
         on.declare(StreamName.FORWARD, f"FORWARD's own copy of {what}", reads, self.device_memory)
         with on.forward.active():
-            block = self.device[:nbytes]
-            if on.keeps(OWN_COPY):  # the next upload may overwrite the slot from here on
-                block = block.clone()
+            block = own_copy(on, self.device[:nbytes])  # the next upload may overwrite the slot from here on
         self.device_after = Points.of(on.forward.record())
         return _views(block, arrays)
 

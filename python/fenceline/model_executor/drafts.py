@@ -31,7 +31,7 @@ from fenceline.layers.forward_batch import (
 from fenceline.layers.kernels.speculative_operands import SINK_LEN, NextRow, Pieces
 from fenceline.layers.linear import VocabParallelEmbedding
 from fenceline.mem_cache.kv_pool import KVPool, ReqPool
-from fenceline.memory_order import Arena, Device, moves_of_nodes
+from fenceline.memory_order import Arena, Device, node_moves
 from fenceline.model_executor.step import StepBatch
 from fenceline.models.decoder import CausalLM
 from fenceline.models.draft import DraftModel
@@ -181,7 +181,7 @@ class DraftParts:
         """What moves the KV rows of ``layers``, for trees."""
         tensors = [tensor for _, tensor in self.kv_pool.tensors()]
         parts = self.kv_pool.layout.parts_of(layers)
-        return moves_of_nodes(self.device, KVMover(tensors[parts.start : parts.stop]).move)
+        return node_moves(self.device, KVMover(tensors[parts.start : parts.stop]).move)
 
     def place(self, rows: Tensor, lens: Tensor, first: int, positions: Tensor | None, slots: Tensor) -> None:
         """See ``place_rows``."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from tqdm import tqdm
 
 from fenceline.memory_order import Device, Graph, GraphPool
-from fenceline.memory_order.arena import size_lookup
+from fenceline.memory_order.guards import size_lookup
 
 logger = logging.getLogger(__name__)
 

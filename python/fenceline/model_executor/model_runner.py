@@ -29,7 +29,7 @@ from fenceline.memory_order import (
     MaskTable,
     ResultRing,
     wait_for_pages,
-    writing_weights,
+    weight_write,
 )
 from fenceline.memory_order.access import Accesses
 from fenceline.memory_order.edges import STARTUP_STOP, StreamName
@@ -224,7 +224,7 @@ class ModelRunner:
     def replace_weights(self, weights: NewWeights, one_more: Callable[[], None]) -> None:
         """See ``Worker``. The parameters keep their addresses, so that captured graphs, and a draft that shares some of
         them, read the new values. A draft's own weights are not replaced."""
-        with writing_weights(self.device):
+        with weight_write(self.device):
             replace_weights(self.model, weights, one_more)
         self._config = with_weights(self._config, weights.directory, weights.label)
         if self.storage is not None:

@@ -43,8 +43,8 @@ from fenceline.memory_order import (
     GraphPool,
     Role,
     comparison,
-    keep_hidden,
-    table_of_step,
+    hidden_copy,
+    step_table,
 )
 from fenceline.memory_order.edges import KEPT_HIDDEN, SAME_COMPOSITION, SINK, TOTAL_BUCKETS
 from fenceline.model_executor.decode_runner import Arrays, Logits, plan_arrays
@@ -95,7 +95,7 @@ class SpeculativeRunner(GraphRunner):
         self._captured: dict[tuple[int, int], _Captured] = {}  # by size and depth
         self._composition: int | None = None
         self._same = comparison(device, SAME_COMPOSITION)
-        self._table_of_step = table_of_step(device, self._req_pool.page_table)
+        self._step_table = step_table(device, self._req_pool.page_table)
         self._num_reqs = 0
         self._sampling: dict[int, SamplingBatch] = {}  # for the present batch, by depth
         self._plans: StepPlans | None = None  # of the latest step
@@ -325,7 +325,7 @@ class SpeculativeRunner(GraphRunner):
         begin_step(
             arena["plan_rows"][:size],
             self.state.lens,
-            self._table_of_step(),  # the page table as it is in this step (F5)
+            self._step_table(),  # the page table as it is in this step (F5)
             self._req_pool.last_tokens,
             self._parts.kv_pool.page_size,
             shape.depth,
@@ -368,7 +368,7 @@ class SpeculativeRunner(GraphRunner):
         if logits_out is not None:
             batch = replace(batch, logits_out=logits_out[:num_rows])
         x = self._model.hidden_states(batch)
-        keep_hidden(self._device, self._hidden[:num_rows], x)
+        hidden_copy(self._device, self._hidden[:num_rows], x)
         return self._model.own_logits(x, batch)
 
     def _accept(self, plans: StepPlans) -> None:

@@ -37,7 +37,7 @@ from fenceline.ipc.io_struct import (
     StatsReport,
     UpdateWeightsReq,
 )
-from fenceline.memory_order import forgetting_old_kv
+from fenceline.memory_order import old_kv_removal
 from fenceline.model_executor.step import Worker
 from fenceline.models.loader import NewWeights
 from fenceline.scheduler.flight_dump import OFF, dump_json, dump_of_last, write_dump
@@ -174,7 +174,7 @@ class SchedulerControl:
         running = population.retract_all()
         population.release()
         # All requests of the step in flight have left, so its tokens are dropped.
-        forgetting_old_kv(self._worker.device, partial(population.memory.forget, population.waiting))()
+        old_kv_removal(self._worker.device, partial(population.memory.forget, population.waiting))()
         try:
             self._worker.replace_weights(weights, self.still_working)
         except (OSError, ValueError) as error:

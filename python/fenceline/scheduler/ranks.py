@@ -30,7 +30,7 @@ from fenceline.ipc.io_struct import (
 )
 from fenceline.ipc.rank_board import News, RankBoard
 from fenceline.mem_cache.storage.agreement import StorageAckCodec, StorageAgreement
-from fenceline.memory_order import of_all_ranks
+from fenceline.memory_order import rank_consensus
 from fenceline.memory_order.edges import ENDED_ON_ALL, RANK_RESULTS
 from fenceline.model_executor.step import Completions, ForwardResult, StepBatch, Worker
 from fenceline.scheduler.decisions import FIELDS, Decisions
@@ -128,13 +128,13 @@ class RankLink(ABC):
     def _completions(self, turn: Turn, awaited: Awaited | None) -> Completions:
         """The completions that ``turn`` reports for all ranks, as this rank's own tickets and prefetches."""
         device, transfers = self._worker.device, self._worker.hicache
-        arrived = of_all_ranks(
+        arrived = rank_consensus(
             device, RANK_RESULTS, turn.results_arrived, lambda: awaited is not None and awaited[1].arrived()
         )
         return Completions(
             transfers=()
             if transfers is None
-            else transfers.drain_acks(of_all_ranks(device, ENDED_ON_ALL, turn.transfers, transfers.ended)),
+            else transfers.drain_acks(rank_consensus(device, ENDED_ON_ALL, turn.transfers, transfers.ended)),
             storage=self._codec.decode(turn.storage),
             results_arrived=arrived,
         )

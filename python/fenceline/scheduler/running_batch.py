@@ -39,17 +39,17 @@ class RunningBatch:
         page_size: int,
         largest: StepShape,
         tokens_in_flight: Callable[[int], int],
-        slots_of_tree: Callable[[int], int],
+        tree_slots: Callable[[int], int],
         num_rewritten: int = 0,
     ) -> None:
-        """``tokens_in_flight``, ``slots_of_tree``: the functions of these names in ``memory_order``, for the device."""
+        """``tokens_in_flight``, ``tree_slots``: the functions of these names in ``memory_order``, for the device."""
         self.page_size = page_size
         self.largest = largest
         self.is_exact = largest.num_tokens == 1  # lengths are exact because every step yields one token
         self.num_rewritten = num_rewritten
         self.num_drafting = 0  # requests whose drafts may be accepted
         self._tokens_in_flight = tokens_in_flight
-        self._slots_of_tree = slots_of_tree
+        self._tree_slots = tree_slots
         self._num_in_flight = 0  # of the latest step
         self._num_advanced = 0  # of the next step, see StepBatch
         # The number of next steps in which no request ends or needs pages, if none joins or leaves before.
@@ -176,7 +176,7 @@ class RunningBatch:
         """Make a step of ``shape``, by ``choice``, that brings the requests to ``lens`` (from :meth:`next_lens`).
         ``grow(req, n)`` gives a request ``n`` more pages; a request gets at least the pages that it needs."""
         ends = lens + shape.num_spare if shape.num_spare else lens
-        kept = lens + self._slots_of_tree(shape.num_spare) if shape.num_spare else lens
+        kept = lens + self._tree_slots(shape.num_spare) if shape.num_spare else lens
         if self._num_plain_steps:
             self._num_plain_steps -= 1
             writes, after = PageWrites.none(), Points.none()

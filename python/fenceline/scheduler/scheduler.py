@@ -31,7 +31,7 @@ from fenceline.ipc.io_struct import (
     TickReq,
     TokenizedGenerateReq,
 )
-from fenceline.memory_order import Points, slots_of_tree, tokens_in_flight
+from fenceline.memory_order import Points, tokens_in_flight, tree_slots
 from fenceline.model_executor.step import StepBatch, Worker
 from fenceline.scheduler.admission import Holdings
 from fenceline.scheduler.control import SchedulerControl
@@ -108,7 +108,7 @@ class Scheduler:
             args.page_size,
             largest,
             partial(tokens_in_flight, worker.device),
-            partial(slots_of_tree, worker.device),
+            partial(tree_slots, worker.device),
             num_rewritten,
         )
         num_tokens = self.memory.num_pages * args.page_size

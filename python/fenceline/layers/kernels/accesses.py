@@ -1,5 +1,5 @@
-"""The declared accesses of the layers' kernels, in Triton (``kernels.triton``) and in CUDA. They say what a kernel
-reads and writes, and what it reads before it waits for the preceding kernel. See ``memory_order.kernel``."""
+"""The declared accesses of the layers' kernels, in Triton (``kernels.triton``) and in CUDA: what a kernel reads and
+writes, and what it reads before it waits for the preceding kernel. See ``memory_order.kernel``."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.host.page_copy import PageCopier, make_page_copier
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.mem_cache.transfer import Ticket, TransferKind
-from fenceline.memory_order import Device, LeasePool, Point, Points, Stream, layers_of_page
+from fenceline.memory_order import Device, LeasePool, Point, Points, Stream, page_layers
 from fenceline.memory_order.access import Accesses, Memory, occupies_sm
 from fenceline.memory_order.edges import FORWARD_AFTER_LOAD, SM_EXCLUSIVE, StreamName
 from fenceline.memory_order.stream import wait_for_pages
@@ -84,7 +84,7 @@ class HiCacheController:
         self._copier = copier
         of_target = kv_pool.num_layers if num_target_layers is None else num_target_layers
         self._num_layers = kv_pool.num_layers
-        self._num_loaded = layers_of_page(device, kv_pool.num_layers, of_target)
+        self._num_loaded = page_layers(device, kv_pool.num_layers, of_target)
         self._device_memory = Memory("kv_pool", kv_pool.num_pages, "page") if pages is None else pages
         self._host_memory = Memory("host_pool", host_pool.num_pages, "page")
         layers = range(kv_pool.num_layers)

@@ -1,4 +1,4 @@
-"""The kernels of ``step`` in Triton.
+"""The kernels of ``speculative.step_kernels`` in Triton.
 
 Most programs process a tile of requests with all their rows. Where pieces of a vocabulary are compared, each program
 processes one request, and where hidden states are copied, a part of one row.

@@ -1,0 +1,210 @@
+"""What each guard does, beside what is done instead where a test has severed it: all wrong twins stand here.
+
+``edges.GUARDS`` declares the guards. Other packages call these functions and never ask whether a guard is severed. A
+guard that is one call, which is left out where it is severed, stands where that call is: a full stop of the host, the
+registration of a graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from fenceline.memory_order.device import Device, FillField
+from fenceline.memory_order.edges import (
+    ARENA_PAD,
+    IN_FLIGHT,
+    KEPT_HIDDEN,
+    MOVED_NODES,
+    NEW_WEIGHTS,
+    OLD_KV,
+    OWN_COPY,
+    PLAN_SOURCE,
+    RETIRED_AFTER,
+    SINK,
+    STEP_SLOTS,
+    TOTAL_BUCKETS,
+    TREE_SLOTS,
+    WHOLE_PAGE,
+    Guard,
+)
+from fenceline.memory_order.lease import Ids, LeasePool
+from fenceline.memory_order.stream import Points
+
+T = TypeVar("T")
+_Move = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # of rows: slots, path, counts
+_SINK_ID = 0  # the row, page and slot that only padding uses
+
+# --- pages and their slots ---------------------------------------------------------------------------
+
+
+class _WithoutPoints(LeasePool):
+    """Guard ``retired_after``, severed: ids are handed out again without the Points of work that still uses them."""
+
+    def alloc(self, n: int) -> tuple[Ids, Points] | None:
+        leased = super().alloc(n)
+        return None if leased is None else (leased[0], Points.none())
+
+
+def tokens_in_flight(device: Device, max_step_tokens: int) -> int:
+    """Guard ``in_flight``: how many slots behind its published tokens a request keeps while a step in flight may write
+    them. Severed, 0."""
+    return max_step_tokens if device.keeps(IN_FLIGHT) else 0
+
+
+def tree_slots(device: Device, num_spare: int) -> int:
+    """Guard ``tree_slots``: how many slots behind those of its tokens a request has in a step, for the nodes of its
+    draft tree. Severed, 0, so that the nodes are written to slots that belong to nobody or to another request."""
+    return num_spare if device.keeps(TREE_SLOTS) else 0
+
+
+def page_layers(device: Device, num_layers: int, num_target_layers: int) -> int:
+    """Guard ``whole_page``: how many layers of a page a load copies, counted from the first. These are all
+    ``num_layers``, the draft's included. Severed, only the target's."""
+    return num_layers if device.keeps(WHOLE_PAGE) else num_target_layers
+
+
+def page_leases(device: Device, size: int) -> LeasePool:
+    """Guard ``retired_after``: the leases of ``device``'s ``size`` KV pages, of which page 0 is the sink. Pages are
+    handed out with the Points after which they may be accessed. Severed, without Points."""
+    kind = LeasePool if device.keeps(RETIRED_AFTER) else _WithoutPoints
+    return kind("KV pages", size, reserved=1)
+
+
+def step_table(device: Device, table: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Guard ``step_slots``: returns a function that gives a step the page table [rows, columns] from which it derives
+    its slots on FORWARD, as the table is when the function is called. Severed, as it was one step before."""
+    if device.keeps(STEP_SLOTS):
+        return lambda: table
+    last = table.clone()
+
+    def table_of_last_step() -> torch.Tensor:
+        stale = last.clone()
+        last.copy_(table)
+        return stale
+
+    return table_of_last_step
+
+
+def node_moves(device: Device, move: _Move) -> _Move:
+    """Guard ``moved_nodes``: returns the function that moves the KV rows of a draft tree's accepted nodes to their
+    tokens' slots in the step that accepts them: ``move(slots, path, counts)``. Severed, the rows are not moved."""
+    return move if device.keeps(MOVED_NODES) else _not_yet
+
+
+def _not_yet(_slots: torch.Tensor, _path: torch.Tensor, _counts: torch.Tensor) -> None:
+    """The rows stay where they are."""
+
+
+def comparison(device: Device, guard: Guard) -> Callable[[int, int], bool]:
+    """``guard``: returns a function that tells whether two versions are equal. Severed, it always returns True."""
+    return operator.eq if device.keeps(guard) else _always_same
+
+
+def _always_same(_held: int, _now: int) -> bool:
+    return True
+
+
+# --- inputs, graphs and results of a step --------------------------------------------------------------
+
+
+def own_copy(device: Device, block: torch.Tensor) -> torch.Tensor:
+    """Guard ``own_copy``: FORWARD's copy of ``block`` of the device staging, made on the current stream. Severed, the
+    staging itself, which the next upload overwrites."""
+    return block.clone() if device.keeps(OWN_COPY) else block
+
+
+def derived_field(device: Device, name: str, source: str) -> str:
+    """Guard ``plan_source``: the field to which replays write what they derive from PLAN field ``source``: ``name``.
+    Severed, it is ``source`` itself, from which the next replay derives it again."""
+    return name if device.keeps(PLAN_SOURCE) else source
+
+
+def padded_fields(device: Device, fields: Sequence[FillField]) -> Sequence[FillField]:
+    """Guard ``arena_pad``: the fields with all the rows that a fill writes. Severed, only heads: tails keep the values
+    of an earlier batch."""
+    if device.keeps(ARENA_PAD):
+        return fields
+    return [replace(f, target=f.target[: f.num_live]) if f.source is not None else f for f in fields]
+
+
+def pad_value(device: Device, pad: int | float | Guard) -> int | float:
+    """The number that ``pad`` stands for: for ``SINK`` the id of the row, page or slot that only padding uses (F18).
+
+    Severed, it is -1, as upstream once had it, which names the last row, and that belongs to a request.
+    """
+    if isinstance(pad, Guard):
+        assert pad is SINK, f"{pad.name} is no pad"
+        return _SINK_ID if device.keeps(SINK) else -1
+    return pad
+
+
+def size_lookup(device: Device, padding: bool) -> Callable[[Sequence[int], int], int | None]:
+    """Guard ``total_buckets``: a function that finds the graph of a batch. It takes the captured sizes, ascending, and
+    the size of the batch, and returns the smallest size that holds the batch, or without ``padding`` only its exact
+    size. If there is none it returns None, and the batch runs without a graph.
+
+    Severed, a batch that is too large is cut to the largest graph that is not larger.
+    """
+    if not device.keeps(TOTAL_BUCKETS):
+        return _cut_to_fit
+    return _padded if padding else _exact
+
+
+def _padded(sizes: Sequence[int], num: int) -> int | None:
+    index = bisect_left(sizes, num)
+    return sizes[index] if index < len(sizes) else None
+
+
+def _exact(sizes: Sequence[int], num: int) -> int | None:
+    return num if _padded(sizes, num) == num else None
+
+
+def _cut_to_fit(sizes: Sequence[int], num: int) -> int:
+    return sizes[max(bisect_right(sizes, num) - 1, 0)]
+
+
+def hidden_copy(device: Device, kept: torch.Tensor, x: torch.Tensor) -> None:
+    """Guard ``kept_hidden``: copy ``x`` to ``kept``, both [T, features], on the current stream, for a graph that is
+    replayed after the present one. Severed, ``kept`` holds what an earlier step has copied."""
+    if device.keeps(KEPT_HIDDEN):
+        kept.copy_(x)
+
+
+# --- weights -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def weight_write(device: Device) -> Iterator[None]:
+    """Guard ``new_weights``: inside, FORWARD is the current stream, so weights are written after the steps in flight
+    have read them and before later steps do. Severed, it is the default stream, which waits for no other."""
+    if device.keeps(NEW_WEIGHTS):
+        with device.forward.active():
+            yield
+    else:
+        yield
+
+
+def old_kv_removal(device: Device, forget: Callable[[], int]) -> Callable[[], int]:
+    """Guard ``old_kv``: what is called when weights are replaced, ``forget``, which empties the caches of all tiers and
+    returns how many pages are free again. Severed, the caches keep what they have."""
+    return forget if device.keeps(OLD_KV) else _keep
+
+
+def _keep() -> int:
+    return 0
+
+
+# --- ranks -------------------------------------------------------------------------------------------
+
+
+def rank_consensus(device: Device, guard: Guard, agreed: T, own: Callable[[], T]) -> T:
+    """``guard``: decisions are made by ``agreed``, which all ranks have received from rank 0. Severed, they are made by
+    ``own()``, the state of this rank's own device, which may differ from rank to rank."""
+    return agreed if device.keeps(guard) else own()
