@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import fenceline
-from fenceline.memory_order.edges import EDGES, PROOF_FILE, edges_markdown
+from fenceline.memory_order.edges import EDGES
 from fenceline_proof.answers import MAX_CLOSE_SHARE
 from fenceline_proof.arms import Row
 from fenceline_proof.branches import Branches
@@ -181,8 +183,9 @@ def record(rows: Sequence[Row]) -> list[dict[str, object]]:
 
 def write_docs(rows: Sequence[Row]) -> list[Path]:
     """Write the record and the page made of it, in a source tree; the files written."""
-    page = Path(fenceline.__file__).resolve().parents[2] / "docs" / "internals" / "edges.md"
+    root = Path(fenceline.__file__).resolve().parents[2]
+    record_file = root / "scripts" / "edges_page.json"
     entries = ",\n".join("  " + json.dumps(entry) for entry in record(rows))
-    PROOF_FILE.write_text(f"[\n{entries}\n]\n")
-    page.write_text(edges_markdown())
-    return [PROOF_FILE, page]
+    record_file.write_text(f"[\n{entries}\n]\n")
+    subprocess.run([sys.executable, root / "scripts" / "edges_page.py"], check=True)
+    return [record_file, root / "docs" / "internals" / "edges.md"]

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
-from fenceline.memory_order.edges import EDGES, Hazard, StreamName, fitting_edges, hazard_of
+from fenceline.memory_order.checker import fitting_edges, hazard_of
+from fenceline.memory_order.edges import EDGES, Hazard, StreamName
 from fenceline_sim.memory import Tag
 from fenceline_sim.streams import RELEASE, Operation
 

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fenceline.memory_order.access import row_numbers
-from fenceline.memory_order.edges import Edge, Hazard, StreamName, fitting_edges, hazard_of, missing_edge
+from fenceline.memory_order.checker import fitting_edges, hazard_of, missing_edge
+from fenceline.memory_order.edges import Edge, Hazard, StreamName
 from fenceline_sim.errors import RaceError
 from fenceline_sim.memory import Tag
 from fenceline_sim.pairs import stream_name

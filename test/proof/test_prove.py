@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+import edges_page
 from fenceline.memory_order.edges import (
     EDGE_PARTS,
     EDGES,
     FORWARD_AFTER_LOAD,
-    PROOF_FILE,
     ROWS,
     UNDER_SPECULATION,
     edge_of,
@@ -128,7 +128,9 @@ def test_the_intact_engine_is_clean_and_every_edge_is_necessary(tmp_path: Path) 
     assert all(found["covered"] > 0 for found in proof["branches"].values()) and len(proof["branches"]) == 7
     kept = ("name", "status", "workload", "seed", "caught_by")
     found = [{name: row[name] for name in kept} for row in proof["edges"]]
-    assert json.loads(PROOF_FILE.read_text()) == found, "run: python -m fenceline_proof.prove --write-docs"
+    assert json.loads(edges_page.RECORD.read_text()) == found, (
+        "run: python -m fenceline_proof.prove --write-docs"
+    )
 
 
 def test_everything_in_the_tables_has_an_arm_or_a_reason() -> None:
@@ -315,7 +317,7 @@ def test_the_record_holds_what_every_run_finds_again() -> None:
         )
     ]
     (mine,) = record(rows)
-    kept = {entry["name"]: entry for entry in json.loads(PROOF_FILE.read_text())}
+    kept = {entry["name"]: entry for entry in json.loads(edges_page.RECORD.read_text())}
     assert kept["staging_reuse@InputRing.upload"] == mine
 
 

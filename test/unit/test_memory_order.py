@@ -12,15 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from recording_device import RecordingDevice
 
+import edges_page
 from fenceline.memory_order import InputRing, LeaseError, MaskTable, Points, ResultRing, open_device
-from fenceline.memory_order.edges import (
-    COPY_AFTER_FORWARD,
-    RING_EDGES,
-    STAGING_REUSE,
-    Edge,
-    StreamName,
-    edges_markdown,
-)
+from fenceline.memory_order.edges import COPY_AFTER_FORWARD, RING_EDGES, STAGING_REUSE, Edge, StreamName
 
 ROOT = Path(__file__).parents[2]
 
@@ -188,8 +182,8 @@ def test_a_result_tells_that_its_step_has_passed() -> None:
 
 
 def test_edges_page_is_fresh() -> None:
-    assert (ROOT / "docs" / "internals" / "edges.md").read_text() == edges_markdown(), (
-        "run: python -m fenceline.memory_order > docs/internals/edges.md"
+    assert (ROOT / "docs" / "internals" / "edges.md").read_text() == edges_page.render(), (
+        "run: python scripts/edges_page.py"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from recording_device import RecordingDevice, RecordingStream
 
+import edges_page
 from fenceline.memory_order import Points, Stream, open_device, page_leases, wait_for_pages
 from fenceline.memory_order.device import CpuDevice
 from fenceline.memory_order.edges import (
@@ -15,7 +16,6 @@ from fenceline.memory_order.edges import (
     STAGING_REUSE,
     Edge,
     StreamName,
-    edges_markdown,
     pages_edge,
 )
 
@@ -45,7 +45,7 @@ def test_an_edge_may_join_several_pairs() -> None:
     assert (host, store) in HOST_PAGE_REUSE.pairs and (host, StreamName.LOAD) in HOST_PAGE_REUSE.pairs
     assert (store, host) not in HOST_PAGE_REUSE.pairs
     for pair in ("forward ← store", "store ← forward"):
-        assert f"| sm_exclusive | {pair} | exclusive |" in edges_markdown()
+        assert f"| sm_exclusive | {pair} | exclusive |" in edges_page.render()
     assert all((edge.waiter, edge.source) == edge.pairs[0] for edge in EDGES.values())
 
 

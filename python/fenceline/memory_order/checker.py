@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Concatenate, NamedTuple, ParamSpec
 
 from fenceline.memory_order.access import NUMBERS, Accesses, Memory, PagedMemory, Past, Rows
-from fenceline.memory_order.edges import Hazard, StreamName, fitting_edges, hazard_of, missing_edge
+from fenceline.memory_order.edges import EDGES, Edge, Hazard, StreamName
 from fenceline.memory_order.stream import Clock, NoChecker, joined
 
 _NAMES = tuple(StreamName)
@@ -236,3 +236,36 @@ class _Compared:
 
     def occupy_sm(self) -> None:
         self._checker.write(self._op, self._checker.sm)
+
+
+# --- what a report of two unordered accesses says -----------------------------------------------------
+
+
+def hazard_of(first_writes: bool, second_writes: bool) -> Hazard:
+    """What may go wrong between two accesses to the same memory, given in program order. At least one is a write."""
+    if first_writes:
+        return Hazard.WAW if second_writes else Hazard.RAW
+    return Hazard.WAR
+
+
+def fitting_edges(hazard: Hazard, first: str, second: str) -> list[Edge]:
+    """Declared edges that would have ordered an access on stream ``first`` before one on ``second``.
+
+    An exclusive resource may be held by either of the two first.
+    """
+    return [edge for edge in EDGES.values() if hazard in edge.hazards and _fits(edge, hazard, first, second)]
+
+
+def _fits(edge: Edge, hazard: Hazard, first: str, second: str) -> bool:
+    pairs = [(waiter.value, source.value) for waiter, source in edge.pairs]
+    return (second, first) in pairs or (hazard is Hazard.EXCLUSIVE and (first, second) in pairs)
+
+
+def missing_edge(edges: list[Edge], first: str, second: str) -> str:
+    """The last line of a report; ``first`` and ``second`` are where the two accesses were made."""
+    if edges:
+        return f"nothing orders them; missing edge: {' or '.join(edge.name for edge in edges)}"
+    return (
+        "nothing orders them; no edge of memory_order/edges.py fits: "
+        f"{second} has to wait, before 2, for {first} after 1"
+    )

@@ -3,20 +3,17 @@
 An edge orders two streams. A guard is anything else that the ordering relies on: a full stop, a private copy, a rule
 about when memory is handed out again. ``Device(severed=...)`` takes the names of both, so that a test can leave one
 out.
-What a guard does, and what is done instead when a test has severed it, are side by side in one file of this package.
-Other packages call that function and never ask whether the guard is severed.
+What a guard does, and what is done instead when a test has severed it, is in ``guards``.
 
-An edge or guard enters its table with the commit that applies it; ``docs/internals/edges.md`` is generated from the
-tables, with the workload that shows each to be necessary. A guard may be dormant instead: kept for a feature that
-does not exist yet.
+An edge or guard enters its table with the commit that applies it. ``scripts/edges_page.py`` makes
+``docs/internals/edges.md`` of the tables, with the workload that shows each to be necessary. A guard may be dormant
+instead: kept for a feature that does not exist yet.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import NamedTuple
 
 
@@ -251,39 +248,6 @@ def pages_edge(waiter: StreamName, source: StreamName) -> Edge:
     return _PAGE_EDGE_OF[waiter, source]
 
 
-# --- what a report of two unordered accesses says -----------------------------------------------------
-
-
-def hazard_of(first_writes: bool, second_writes: bool) -> Hazard:
-    """What may go wrong between two accesses to the same memory, given in program order. At least one is a write."""
-    if first_writes:
-        return Hazard.WAW if second_writes else Hazard.RAW
-    return Hazard.WAR
-
-
-def fitting_edges(hazard: Hazard, first: str, second: str) -> list[Edge]:
-    """Declared edges that would have ordered an access on stream ``first`` before one on ``second``.
-
-    An exclusive resource may be held by either of the two first.
-    """
-    return [edge for edge in EDGES.values() if hazard in edge.hazards and _fits(edge, hazard, first, second)]
-
-
-def _fits(edge: Edge, hazard: Hazard, first: str, second: str) -> bool:
-    pairs = [(waiter.value, source.value) for waiter, source in edge.pairs]
-    return (second, first) in pairs or (hazard is Hazard.EXCLUSIVE and (first, second) in pairs)
-
-
-def missing_edge(edges: list[Edge], first: str, second: str) -> str:
-    """The last line of a report; ``first`` and ``second`` are where the two accesses were made."""
-    if edges:
-        return f"nothing orders them; missing edge: {' or '.join(edge.name for edge in edges)}"
-    return (
-        "nothing orders them; no edge of memory_order/edges.py fits: "
-        f"{second} has to wait, before 2, for {first} after 1"
-    )
-
-
 # --- guards ------------------------------------------------------------------------------------------
 
 
@@ -495,72 +459,3 @@ UNDER_SPECULATION: dict[str, str] = {
 }
 # All rows of the proof, in the order of its tables.
 ROWS = (*EDGE_PARTS, *GUARDS, *UNDER_SPECULATION)
-
-
-# --- docs/internals/edges.md -------------------------------------------------------------------------
-
-# Written by ``python -m fenceline_proof.prove --write-docs``. Only source trees have it.
-PROOF_FILE = Path(__file__).with_name("proof.json")
-
-
-def edges_markdown() -> str:
-    """The text of ``docs/internals/edges.md``: the tables of edges and guards with the proof's record of each."""
-    proved = _Proved(json.loads(PROOF_FILE.read_text()) if PROOF_FILE.exists() else [])
-    lines = [
-        "# Edges",
-        "",
-        "Every cross-stream edge, generated from `python/fenceline/memory_order/edges.py`",
-        "(`python -m fenceline.memory_order > docs/internals/edges.md`). The last columns are written by",
-        "`python -m fenceline_proof.prove --write-docs` ([prove.md](../prove.md)): with the edge severed, the workload",
-        "fails under that seed, and the checker says why. An edge between several pairs of streams is severed for each",
-        "pair separately, and one that several functions apply in each of them separately.",
-        "",
-        "| edge | waiter ← source | hazard | protects | failure | status | workload, seed | caught by |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for edge in EDGES.values():
-        hazards = ", ".join(h.value for h in edge.hazards)
-        for part in edge.parts:
-            where = f" at {part.site}" if part.site else ""
-            lines.append(
-                f"| {edge.name} | {part.waiter.value} ← {part.source.value}{where} | {hazards} "
-                f"| {edge.protects} | {edge.failure or '-'} | {proved.cells(part.name)} |"
-            )
-    lines += [
-        "",
-        "## Guards",
-        "",
-        "What memory relies on besides the edges. A dormant guard is kept for a feature that does not exist yet.",
-        "",
-        "| guard | protects | failure | status | workload, seed | caught by |",
-        "|---|---|---|---|---|---|",
-    ]
-    for guard in GUARDS.values():
-        lines.append(
-            f"| {guard.name} | {guard.protects} | {guard.failure or '-'} | {proved.cells(guard.name)} |"
-        )
-    lines += [
-        "",
-        "## Under speculation",
-        "",
-        "The same, severed in an engine that speculates.",
-        "",
-        "| edge or guard | status | workload, seed | caught by |",
-        "|---|---|---|---|",
-    ]
-    lines += [f"| {severed} | {proved.cells(row)} |" for row, severed in UNDER_SPECULATION.items()]
-    lines += [""] + [f"`{g.name}` is dormant: {g.dormant}." for g in GUARDS.values() if g.dormant]
-    lines += ["", *(f"`{p.name}` is redundant: {p.covered}." for p in EDGE_PARTS.values() if p.covered)]
-    return "\n".join(lines) + "\n"
-
-
-class _Proved:
-    def __init__(self, entries: list[dict[str, object]]) -> None:
-        self._entries = {entry["name"]: entry for entry in entries}
-
-    def cells(self, name: str) -> str:
-        entry = self._entries.get(name)
-        if entry is None:
-            return "unproven | - | -"
-        run = "-" if entry["seed"] is None else f"{entry['workload']}, {entry['seed']}"
-        return f"{entry['status']} | {run} | {entry['caught_by'] or '-'}"
