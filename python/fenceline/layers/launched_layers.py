@@ -3,6 +3,8 @@ the kernels' accesses and compute their values with torch's operators."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -19,30 +21,34 @@ from fenceline.layers.kernels.base import (
     Routing,
 )
 from fenceline.layers.weight import DenseWeight, RMSNorm
+from fenceline.memory_order.kernel import Kernel
 
 _FEW_ROWS = 8  # up to this many rows a GPU without measurements uses our own kernels (skinny_table)
 _FEW_TOKENS, _TOKENS_A_PROGRAM = 16, 32  # of the router's kernels (``routing``, whose import needs Triton)
 _TORCH = LayerKernels()
 
 
+def _result(
+    kernel: Kernel, function: Callable[..., torch.Tensor], out: torch.Tensor, *operands: torch.Tensor
+) -> torch.Tensor:
+    """One launch of ``kernel``, which writes ``function(*operands)`` to ``out``, its last operand."""
+
+    def compute(*given: torch.Tensor) -> None:
+        given[-1].copy_(function(*given[:-1]))
+
+    kernel.launch(compute, *operands, out)
+    return out
+
+
 class LaunchedLayerKernels(LayerKernels):
     """One launch for each method, as in ``CudaLayerKernels``."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        def compute(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-            out.copy_(_TORCH.rms_norm(x, weight, eps))
-
-        out = torch.empty_like(x)
-        accesses.rms_norm.launch(compute, x, weight, out)
-        return out
+        return _result(accesses.rms_norm, partial(_TORCH.rms_norm, eps=eps), torch.empty_like(x), x, weight)
 
     def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        def compute(gate_up: torch.Tensor, out: torch.Tensor) -> None:
-            out.copy_(_TORCH.activate(gate_up, activation))
-
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        accesses.silu_and_mul.launch(compute, gate_up, out)
-        return out
+        return _result(accesses.silu_and_mul, partial(_TORCH.activate, activation=activation), out, gate_up)
 
     def rotate_and_store(
         self,
@@ -72,13 +78,8 @@ class LaunchedLayerKernels(LayerKernels):
     def router_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if len(x) > _FEW_TOKENS:
             return _TORCH.router_logits(x, weight)
-
-        def compute(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-            out.copy_(_TORCH.router_logits(x, weight))
-
         out = x.new_empty(len(x), len(weight), dtype=torch.float32)
-        accesses.router_logits.launch(compute, x, weight, out)
-        return out
+        return _result(accesses.router_logits, _TORCH.router_logits, out, x, weight)
 
     def route(
         self,

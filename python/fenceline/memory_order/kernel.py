@@ -1,15 +1,13 @@
 """Declarations of what our kernels read and write: made once, in the kernel's own order.
 
-They have the form of ``access.Accesses``, with the tensors of a launch in place of Memory objects: a function names the
-accesses one after the other, and the wait for the preceding kernel where it comes between them::
+A declaration names the accesses one after the other, and the wait for the preceding kernel where it comes between
+them::
 
-    @declare_kernel
-    def rms_norm(op: KernelAccesses, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        op.read(weight)
-        op.wait()
-        op.start_dependents()
-        op.read(x)
-        op.write(out)
+    RMS_NORM = declared("rms_norm", "x weight out", "weight | > x -> out")
+
+says that the kernel reads ``weight``, waits for the preceding kernel (``|``), lets the next one begin (``>``), reads
+``x`` and writes ``out``. Kernels whose accesses are not of whole operands, rows or a column have a function that names
+them (``declare_kernel``), in the form of ``access.Accesses``, with the tensors of a launch in place of Memory objects.
 
 A kernel that waits is launched programmatically on GPUs that can do so (sm_90 and later): it may begin before the
 preceding kernel has ended, which hides the time of the launch, and what it reads before its wait is not ordered after
@@ -22,6 +20,8 @@ declaration by running its kernel with random values in all other memory.
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -82,11 +82,12 @@ _launchers: dict[str, Launcher] = {}
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel that has declared its accesses: ``accesses(op, *operands)`` names those of a launch with
-    ``operands``."""
+    """A kernel that has declared its accesses: ``accesses(op, *operands)`` names those of a launch with ``operands``.
+    ``reference(*operands)`` computes its results with torch's operators."""
 
     name: str
     accesses: Callable[..., None]
+    reference: Compute | None = None
 
     def launch(self, compute: Compute, *operands: Any) -> None:
         """Launch it on the CPU, or on the current stream of a device that watches its memory (:func:`is_watched`).
@@ -99,6 +100,44 @@ class Kernel:
             compute(*operands)
         else:
             _launchers[device.type](self, compute, operands)
+
+    def run(self, *operands: Any) -> None:
+        """:meth:`launch` with its reference."""
+        assert self.reference is not None, f"{self.name} has no reference"
+        self.launch(self.reference, *operands)
+
+
+_WORD = re.compile(r"(\w+)(?:\[(?:(\w+)|:,(\w+))\])?")  # x, x[rows], x[:,column]
+
+
+def declared(name: str, operands: str | Compute, order: str) -> Kernel:
+    """The kernel that accesses its operands in the ``order`` of these words: what it reads; ``|`` where it waits for
+    the preceding kernel; ``>`` where it lets the next one begin; ``->``, and then what it writes. ``x[rows]`` are the
+    rows of x that the operand ``rows`` names (None: all), ``x[:,column]`` is one column, a number or an operand.
+
+    ``operands``: the names of the operands, or the reference, whose parameters they are. The last ones may be missing
+    in a launch."""
+    names = operands.split() if isinstance(operands, str) else list(inspect.signature(operands).parameters)
+    words = [(word, _WORD.fullmatch(word)) for word in order.split()]
+    for word, match in words:
+        known = word in ("|", ">", "->") or (match is not None and match[1] in names)
+        assert known, f"{name} has no operand {word}"
+
+    def accesses(op: KernelAccesses, *given: Any) -> None:
+        of = dict(zip(names, given, strict=False))
+        access = op.read
+        for word, match in words:
+            if match is not None:
+                tensor, rows, column = of.get(match[1]), match[2], match[3]
+                if tensor is not None and column is not None:
+                    tensor = tensor[:, int(column) if column.isdigit() else of[column]]
+                access(tensor, None if rows is None else of[rows])
+            elif word == "->":
+                access = op.write
+            else:
+                (op.wait if word == "|" else op.start_dependents)()
+
+    return Kernel(name, accesses, None if isinstance(operands, str) else operands)
 
 
 def declare_kernel(accesses: Callable[..., None]) -> Kernel:

@@ -36,7 +36,7 @@ from fenceline.memory_order import (
     comparison,
 )
 from fenceline.memory_order.edges import SAME_COMPOSITION, SINK, TOTAL_BUCKETS
-from fenceline.memory_order.kernel import Kernel, KernelAccesses
+from fenceline.memory_order.kernel import declared
 from fenceline.model_executor.drafts import Extended
 from fenceline.model_executor.graph_runner import GraphMismatch, GraphRunner
 from fenceline.model_executor.parts import Parts
@@ -446,27 +446,6 @@ class DecodeRunner(GraphRunner):
 # --- the kernel that derives a step's inputs
 
 
-def _prologue_accesses(
-    op: KernelAccesses,
-    rows: torch.Tensor,
-    plan_seq_lens: torch.Tensor,
-    num_steps: torch.Tensor,
-    page_table: torch.Tensor,
-    last_tokens: torch.Tensor,
-    page_size: int,
-    *outputs: torch.Tensor,
-) -> None:
-    op.read(plan_seq_lens)
-    op.read(num_steps)
-    op.read(page_table, rows)
-    op.read(last_tokens, rows)
-    for output in outputs:
-        op.write(output)
-
-
-DECODE_PROLOGUE = Kernel("decode_prologue", _prologue_accesses)
-
-
 def decode_prologue(
     rows: torch.Tensor,
     plan_seq_lens: torch.Tensor,
@@ -498,10 +477,7 @@ def decode_prologue(
         launch((rows, plan_seq_lens, num_steps), (page_table, last_tokens), page_size, outputs)
         return
     operands = (rows, plan_seq_lens, num_steps, page_table, last_tokens, page_size, *outputs)
-    if rows.is_cpu:
-        _derive(*operands)
-    else:  # on the virtual GPU, which checks accesses to memory
-        DECODE_PROLOGUE.launch(_derive, *operands)
+    DECODE_PROLOGUE.run(*operands)
 
 
 def _derive(
@@ -522,3 +498,11 @@ def _derive(
     pages = page_table[rows, out_positions // page_size].long()
     out_slots.copy_(pages * page_size + out_positions % page_size)
     out_input_ids.copy_(last_tokens[rows])
+
+
+DECODE_PROLOGUE = declared(
+    "decode_prologue",
+    _derive,
+    "plan_seq_lens num_steps page_table[rows] last_tokens[rows]"
+    " -> out_seq_lens out_positions out_slots out_input_ids",
+)

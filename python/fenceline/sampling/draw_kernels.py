@@ -4,63 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from fenceline.memory_order.kernel import Kernel, KernelAccesses, is_watched
+from fenceline.memory_order.kernel import declared, is_watched
 from fenceline.sampling.gumbel import GumbelSampler, row_chunks
-
-
-def _pieces(
-    op: KernelAccesses,
-    logits: torch.Tensor,
-    temperatures: torch.Tensor | None,
-    noise_scales: torch.Tensor | None,
-    seed_keys: torch.Tensor | None,
-    positions: torch.Tensor,
-    thresholds: torch.Tensor | None,
-    maxima: torch.Tensor | None,
-    token_ids: torch.Tensor | None,
-    masks: torch.Tensor | None,
-    best_scores: torch.Tensor,
-    best_ids: torch.Tensor,
-    largest: torch.Tensor | None,
-) -> None:
-    for read in (
-        logits,
-        temperatures,
-        noise_scales,
-        seed_keys,
-        positions,
-        thresholds,
-        maxima,
-        token_ids,
-        masks,
-    ):
-        op.read(read)
-    op.write(best_scores)
-    op.write(best_ids)
-    op.write(largest)
-
-
-def _combine(
-    op: KernelAccesses,
-    best_scores: torch.Tensor,
-    best_ids: torch.Tensor,
-    rows: torch.Tensor | None,
-    last_tokens: torch.Tensor | None,
-    next_tokens: torch.Tensor,
-    steps: torch.Tensor | None,
-) -> None:
-    for read in (best_scores, best_ids, steps):
-        op.read(read)
-    op.write(next_tokens)
-    op.write(last_tokens, rows)
-    op.write(steps)
-
 
 # The two launches of a draw. The first writes the best score (float32) and token (int32) of each piece of the
 # vocabulary to tensors [B, pieces], and the second compares them. For drafts, the second launch is another kernel
 # (keep_draft in speculative/step_kernels.py), which also reads the largest logit of each piece.
-PIECES = Kernel("draw_from_pieces", _pieces)
-COMBINE = Kernel("combine_pieces", _combine)
+_READ = "logits temperatures noise_scales seed_keys positions thresholds maxima token_ids masks"
+_BEST = "best_scores best_ids largest"
+PIECES = declared("draw_from_pieces", f"{_READ} {_BEST}", f"{_READ} -> {_BEST}")
+COMBINE = declared(
+    "combine_pieces",
+    "best_scores best_ids rows last_tokens next_tokens steps",
+    "best_scores best_ids steps -> next_tokens last_tokens[rows] steps",
+)
 
 
 def sample_tokens(
@@ -189,10 +146,8 @@ def combine_pieces(
         from fenceline.layers.kernels.triton.sample import launch_combine
 
         launch_combine(best_scores, best_ids, rows, last_tokens, next_tokens, steps)
-    elif is_watched(best_scores.device):
-        COMBINE.launch(_keep_best, best_scores, best_ids, rows, last_tokens, next_tokens, steps)
     else:
-        _keep_best(best_scores, best_ids, rows, last_tokens, next_tokens, steps)
+        COMBINE.launch(_keep_best, best_scores, best_ids, rows, last_tokens, next_tokens, steps)
 
 
 def draw_pieces(
@@ -234,10 +189,7 @@ def draw_pieces(
     best_scores, largest = (logits.new_empty(num, 1, dtype=torch.float32) for _ in range(2))
     best_ids = positions.new_empty(num, 1, dtype=torch.int32)
     operands = (logits, temperatures, noise_scales, seed_keys, positions, None, None, token_ids, None)
-    if is_watched(logits.device):
-        PIECES.launch(draw, *operands, best_scores, best_ids, largest)
-    else:
-        draw(*operands, best_scores, best_ids, largest)
+    PIECES.launch(draw, *operands, best_scores, best_ids, largest)
     return best_scores, best_ids, largest
 
 

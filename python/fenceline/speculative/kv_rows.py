@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fenceline.memory_order.kernel import Kernel, KernelAccesses, is_watched
+from fenceline.memory_order.kernel import Kernel, KernelAccesses
 
 _WORD = 4  # bytes, the unit of a move
 
@@ -88,10 +88,8 @@ class KVMover:
             from fenceline.layers.kernels.triton.kv_rows import launch
 
             launch(slots, path, counts, self._addresses, self._num_words, self._most_words)
-        elif is_watched(slots.device):
-            KERNEL.launch(_move, slots, path, counts, *self._parts)
         else:
-            _move(slots, path, counts, *self._parts)
+            KERNEL.launch(_move, slots, path, counts, *self._parts)
 
 
 def _row_bytes(part: torch.Tensor) -> int:

@@ -17,7 +17,7 @@ from fenceline.layers.kernels.speculative_operands import (
     NextRow,
     Pieces,
 )
-from fenceline.memory_order.kernel import Kernel, KernelAccesses, is_watched
+from fenceline.memory_order.kernel import Kernel, KernelAccesses, declared
 from fenceline.speculative.accept import accept, simulate_drafts
 from fenceline.speculative.draws import drawn_tokens
 from fenceline.speculative.kv_rows import slots_at
@@ -27,26 +27,6 @@ from fenceline.speculative.tree import DraftTree
 Tensor = torch.Tensor
 
 # --- the begin of a step
-
-
-def _begin_accesses(
-    op: KernelAccesses,
-    rows: Tensor,
-    state_lens: Tensor,
-    page_table: Tensor,
-    last_tokens: Tensor,
-    page_size: int,
-    depth: int,
-    *outputs: Tensor | None,
-) -> None:
-    for state in (state_lens, page_table, last_tokens):
-        op.read(state, rows)
-    lens, seq_lens, path_lens, positions, out_slots, input_ids, is_bad = outputs
-    for written in (lens, seq_lens, path_lens, positions, out_slots, _column(input_ids, 0), is_bad):
-        op.write(written)
-
-
-BEGIN = Kernel("begin_speculative_step", _begin_accesses)
 
 
 def begin_step(
@@ -68,10 +48,8 @@ def begin_step(
         from fenceline.layers.kernels.triton.speculative_step import launch_begin
 
         launch_begin(rows, state_lens, page_table, last_tokens, page_size, depth, outputs)
-    elif is_watched(rows.device):
-        BEGIN.launch(_begin, *operands)
     else:
-        _begin(*operands)
+        BEGIN.run(*operands)
 
 
 def _begin(
@@ -101,26 +79,15 @@ def _begin(
     is_bad.fill_(False)
 
 
+BEGIN = declared(
+    "begin_speculative_step",
+    _begin,
+    "state_lens[rows] page_table[rows] last_tokens[rows]"
+    " -> lens seq_lens path_lens positions out_slots input_ids[:,0] is_bad",
+)
+
+
 # --- rows of the draft
-
-
-def _place_accesses(
-    op: KernelAccesses,
-    rows: Tensor,
-    lens: Tensor,
-    first: int,
-    page_table: Tensor,
-    page_size: int,
-    positions: Tensor | None,
-    slots: Tensor,
-) -> None:
-    op.read(lens)
-    op.read(page_table, rows)
-    op.write(positions)
-    op.write(slots)
-
-
-PLACE = Kernel("place_rows", _place_accesses)
 
 
 def place_rows(
@@ -140,10 +107,8 @@ def place_rows(
         from fenceline.layers.kernels.triton.speculative_step import launch_place
 
         launch_place(*operands)
-    elif is_watched(rows.device):
-        PLACE.launch(_place, *operands)
     else:
-        _place(*operands)
+        PLACE.run(*operands)
 
 
 def _place(
@@ -162,42 +127,13 @@ def _place(
         positions.copy_(places.clamp(min=0))
 
 
+PLACE = declared("place_rows", _place, "lens page_table[rows] -> positions slots")
+
+
 # --- a draft
 
 
 _NO_NEXT = (0, *[None] * 7)
-
-
-def _keep_accesses(
-    op: KernelAccesses,
-    best_scores: Tensor,
-    best_ids: Tensor,
-    largest: Tensor,
-    is_bad: Tensor,
-    input_ids: Tensor,
-    column: int,
-    vocab_size: int,
-    at: int,
-    lens: Tensor | None,
-    positions: Tensor | None,
-    out_slots: Tensor | None,
-    *following: Tensor | None,
-) -> None:
-    for read in (
-        best_scores,
-        best_ids,
-        largest,
-        is_bad,
-        lens,
-        _column(positions, at),
-        _column(out_slots, at),
-    ):
-        op.read(read)
-    for written in (is_bad, _column(input_ids, column), *following):
-        op.write(written)
-
-
-KEEP = Kernel("keep_draft", _keep_accesses)
 
 
 def keep_draft(
@@ -219,10 +155,8 @@ def keep_draft(
         from fenceline.layers.kernels.triton.speculative_step import launch_keep
 
         launch_keep(pieces, is_bad, input_ids, column, vocab_size, following)
-    elif is_watched(is_bad.device):
-        KEEP.launch(_keep, *operands)
     else:
-        _keep(*operands)
+        KEEP.run(*operands)
 
 
 def _keep(
@@ -258,6 +192,14 @@ def _keep(
     draft_slots.copy_(out_slots[:, at])
 
 
+KEEP = declared(
+    "keep_draft",
+    _keep,
+    "best_scores best_ids largest is_bad lens positions[:,at] out_slots[:,at]"
+    " -> is_bad input_ids[:,column] draft_lens draft_ids draft_positions draft_slots",
+)
+
+
 def _proposal_accesses(
     op: KernelAccesses,
     best_scores: Tensor,
@@ -277,9 +219,6 @@ def _proposal_accesses(
         op.write(ids)
 
 
-PROPOSAL = Kernel("keep_proposal", _proposal_accesses)
-
-
 def keep_proposal(
     pieces: Pieces, rows: Tensor, counts: Tensor, kept: Tensor, ids: Tensor | None, ahead: int
 ) -> None:
@@ -293,10 +232,8 @@ def keep_proposal(
         from fenceline.layers.kernels.triton.speculative_step import launch_proposal
 
         launch_proposal(pieces, rows, counts, kept, ids, ahead)
-    elif is_watched(rows.device):
-        PROPOSAL.launch(_keep_proposal, *operands)
     else:
-        _keep_proposal(*operands)
+        PROPOSAL.run(*operands)
 
 
 def _keep_proposal(
@@ -316,30 +253,10 @@ def _keep_proposal(
         ids.scatter_(1, (counts + ahead).unsqueeze(1), tokens.clamp(min=0).unsqueeze(1))
 
 
+PROPOSAL = Kernel("keep_proposal", _proposal_accesses, _keep_proposal)
+
+
 # --- the end of a chain
-
-
-def _accept_accesses(
-    op: KernelAccesses,
-    input_ids: Tensor,
-    drawn: Tensor,
-    is_bad: Tensor,
-    may_accept: Tensor,
-    rows: Tensor,
-    lens: Tensor,
-    accept_length: float | None,
-    *kept: Tensor | None,
-) -> None:
-    for read in (input_ids, drawn, is_bad, may_accept, rows, lens):
-        op.read(read)
-    counts, num_bad, *of_rows = kept
-    op.write(counts)
-    op.write(num_bad)
-    for state in of_rows:
-        op.write(state, rows)
-
-
-ACCEPT = Kernel("accept_chain", _accept_accesses)
 
 
 def accept_chain(
@@ -364,10 +281,8 @@ def accept_chain(
         from fenceline.layers.kernels.triton.speculative_step import launch_accept
 
         launch_accept(input_ids, drawn, is_bad, may_accept, rows, lens, accept_length, kept)
-    elif is_watched(rows.device):
-        ACCEPT.launch(_accept, *operands)
     else:
-        _accept(*operands)
+        ACCEPT.run(*operands)
 
 
 def _accept(
@@ -403,16 +318,15 @@ def _accept(
         is_behind[rows] = counts > max(depth, 1)
 
 
+ACCEPT = declared(
+    "accept_chain",
+    _accept,
+    "input_ids drawn is_bad may_accept rows lens"
+    " -> counts num_bad last_tokens[rows] state_lens[rows] previous[rows] is_behind[rows]",
+)
+
+
 # --- hidden states
-
-
-def _hidden_accesses(op: KernelAccesses, hidden: Tensor, counts: Tensor, rows: Tensor, kept: Tensor) -> None:
-    op.read(hidden)
-    op.read(counts)
-    op.write(kept, rows)
-
-
-HIDDEN = Kernel("keep_last_hidden", _hidden_accesses)
 
 
 def keep_last_hidden(hidden: Tensor, counts: Tensor, rows: Tensor, kept: Tensor) -> None:
@@ -422,10 +336,8 @@ def keep_last_hidden(hidden: Tensor, counts: Tensor, rows: Tensor, kept: Tensor)
         from fenceline.layers.kernels.triton.speculative_step import launch_hidden
 
         launch_hidden(hidden, counts, rows, kept)
-    elif is_watched(rows.device):
-        HIDDEN.launch(_keep_hidden, hidden, counts, rows, kept)
     else:
-        _keep_hidden(hidden, counts, rows, kept)
+        HIDDEN.run(hidden, counts, rows, kept)
 
 
 def _keep_hidden(hidden: Tensor, counts: Tensor, rows: Tensor, kept: Tensor) -> None:
@@ -434,5 +346,4 @@ def _keep_hidden(hidden: Tensor, counts: Tensor, rows: Tensor, kept: Tensor) -> 
     kept[rows] = hidden.view(size, -1, hidden.shape[1])[torch.arange(size, device=rows.device), counts - 1]
 
 
-def _column(tensor: Tensor | None, column: int) -> Tensor | None:
-    return None if tensor is None else tensor[:, column]
+HIDDEN = declared("keep_last_hidden", _keep_hidden, "hidden counts -> kept[rows]")

@@ -7,74 +7,29 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fenceline.memory_order.kernel import KernelAccesses, declare_kernel
+from fenceline.memory_order.kernel import KernelAccesses, declare_kernel, declared
 
+# See ``rms_norm.rms_norm``.
+rms_norm = declared("rms_norm", "x weight out", "weight | > x -> out")
 
-@declare_kernel
-def rms_norm(op: KernelAccesses, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """See ``rms_norm.rms_norm``."""
-    op.read(weight)
-    op.wait()
-    op.start_dependents()
-    op.read(x)
-    op.write(out)
+# See ``activation.silu_and_mul``; all activations have the same accesses.
+silu_and_mul = declared("silu_and_mul", "gate_up out", "| > gate_up -> out")
 
+# See ``rotate_store.rotate_and_store``.
+rotate_and_store = declared(
+    "rotate_and_store",
+    "qkv q_weight k_weight table positions k_cache v_cache out_slots",
+    "out_slots table[positions] q_weight k_weight | > qkv -> qkv k_cache[out_slots] v_cache[out_slots]",
+)
 
-@declare_kernel
-def silu_and_mul(op: KernelAccesses, gate_up: torch.Tensor, out: torch.Tensor) -> None:
-    """See ``activation.silu_and_mul``; all activations have the same accesses."""
-    op.wait()
-    op.start_dependents()
-    op.read(gate_up)
-    op.write(out)
-
-
-@declare_kernel
-def rotate_and_store(
-    op: KernelAccesses,
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    table: torch.Tensor,
-    positions: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    out_slots: torch.Tensor,
-) -> None:
-    """See ``rotate_store.rotate_and_store``."""
-    op.read(out_slots)
-    op.read(table, positions)
-    op.read(q_weight)
-    op.read(k_weight)
-    op.wait()
-    op.start_dependents()
-    op.read(qkv)
-    op.write(qkv)
-    op.write(k_cache, out_slots)
-    op.write(v_cache, out_slots)
-
-
-@declare_kernel
-def skinny_linear(
-    op: KernelAccesses,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """``skinny_gemm.skinny_linear``, of which only the kernel of one row reads weights before its wait, and
-    fenceline_kernel's ``SkinnyGemm``, which also reads the norm's weight there. A norm of several rows is a kernel of
-    its own (``rms_norm``). ``out`` is the residual if there is one."""
-    op.read(weight)
-    op.read(norm_weight)
-    op.start_dependents()
-    op.wait()
-    op.read(x)
-    op.read(bias)
-    op.read(residual)
-    op.write(out)
+# ``skinny_gemm.skinny_linear``, of which only the kernel of one row reads weights before its wait, and
+# fenceline_kernel's ``SkinnyGemm``, which also reads the norm's weight there. A norm of several rows is a kernel of
+# its own (``rms_norm``). ``out`` is the residual if there is one.
+skinny_linear = declared(
+    "skinny_linear",
+    "x weight norm_weight bias residual out",
+    "weight norm_weight > | x bias residual -> out",
+)
 
 
 def _experts_hit(ends: torch.Tensor) -> npt.NDArray[np.int64]:
@@ -85,73 +40,25 @@ def _pairs_of_experts(ids: torch.Tensor, num_experts: int) -> npt.NDArray[np.int
     return np.flatnonzero(ids.flatten().numpy() < num_experts)
 
 
-@declare_kernel
-def router_logits(op: KernelAccesses, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """See ``routing.router_logits``, for few tokens."""
-    op.read(weight)
-    op.wait()
-    op.start_dependents()
-    op.read(x)
-    op.write(out)
+# See ``routing.router_logits``, for few tokens.
+router_logits = declared("router_logits", "x weight out", "weight | > x -> out")
 
+# See ``routing.route``: its only kernel if there are no more tokens than one program handles.
+route = declared(
+    "route",
+    "logits correction out_slots ids weights order ends",
+    "| > logits correction out_slots -> ids weights order ends",
+)
 
-@declare_kernel
-def route(
-    op: KernelAccesses,
-    logits: torch.Tensor,
-    correction: torch.Tensor | None,
-    out_slots: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    order: torch.Tensor,
-    ends: torch.Tensor,
-) -> None:
-    """See ``routing.route``: its only kernel if there are no more tokens than one program handles."""
-    _read_scores(op, logits, correction, out_slots)
-    op.write(ids)
-    op.write(weights)
-    op.write(order)
-    op.write(ends)
+# See ``routing.route``: the first of two kernels, for more tokens.
+choose_experts = declared(
+    "choose_experts",
+    "logits correction out_slots ids weights counts",
+    "| > logits correction out_slots -> ids weights counts",
+)
 
-
-@declare_kernel
-def choose_experts(
-    op: KernelAccesses,
-    logits: torch.Tensor,
-    correction: torch.Tensor | None,
-    out_slots: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    counts: torch.Tensor,
-) -> None:
-    """See ``routing.route``: the first of two kernels, for more tokens."""
-    _read_scores(op, logits, correction, out_slots)
-    op.write(ids)
-    op.write(weights)
-    op.write(counts)
-
-
-def _read_scores(
-    op: KernelAccesses, logits: torch.Tensor, correction: torch.Tensor | None, out_slots: torch.Tensor
-) -> None:
-    op.wait()
-    op.start_dependents()
-    op.read(logits)
-    op.read(correction)
-    op.read(out_slots)
-
-
-@declare_kernel
-def place_pairs(
-    op: KernelAccesses, ids: torch.Tensor, counts: torch.Tensor, order: torch.Tensor, ends: torch.Tensor
-) -> None:
-    """See ``routing.route``: the second of two kernels."""
-    op.wait()
-    op.start_dependents()
-    op.read(ids)
-    op.read(counts)
-    op.write(order)
-    op.write(ends)
+# See ``routing.route``: the second of two kernels.
+place_pairs = declared("place_pairs", "ids counts order ends", "| > ids counts -> order ends")
 
 
 @declare_kernel
@@ -201,117 +108,42 @@ def combine_experts(
     op.write(out)
 
 
-@declare_kernel
-def quantized_linear(
-    op: KernelAccesses,
-    x: torch.Tensor,
-    data: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """``quantized_gemm.quantized_linear`` and fenceline_kernel's ``SkinnyGemm``. Only the latter reads anything before
-    its wait. ``out`` is the residual if there is one."""
-    for operand in (data, scales, zeros, norm_weight):
-        op.read(operand)
-    op.start_dependents()
-    op.wait()
-    for operand in (x, bias, residual):
-        op.read(operand)
-    op.write(out)
+# ``quantized_gemm.quantized_linear`` and fenceline_kernel's ``SkinnyGemm``. Only the latter reads anything before
+# its wait. ``out`` is the residual if there is one.
+quantized_linear = declared(
+    "quantized_linear",
+    "x data scales zeros norm_weight bias residual out",
+    "data scales zeros norm_weight > | x bias residual -> out",
+)
 
+# ``skinny_gemm.scaled_linear``. ``out`` is the residual if there is one.
+scaled_linear = declared(
+    "scaled_linear",
+    "x x_scales weight scales bias residual out",
+    "> | x x_scales weight scales bias residual -> out",
+)
 
-@declare_kernel
-def scaled_linear(
-    op: KernelAccesses,
-    x: torch.Tensor,
-    x_scales: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """``skinny_gemm.scaled_linear``. ``out`` is the residual if there is one."""
-    op.start_dependents()
-    op.wait()
-    for operand in (x, x_scales, weight, scales, bias, residual):
-        op.read(operand)
-    op.write(out)
+# ``int4_gemm.int4_linear``, whose norm is a kernel of its own (``rms_norm`` or ``reorder_columns``). ``out`` is
+# the residual if there is one; ``partial`` and ``num_done`` are used if K is split. Before its wait it reads scales
+# and zero points, and prefetches the weight into L2.
+int4_linear = declared(
+    "int4_linear",
+    "x data scales zeros bias residual out partial num_done",
+    "data scales zeros > | x bias residual num_done -> out partial num_done",
+)
 
+# See ``int4_gemm.reorder_columns``.
+reorder_columns = declared("reorder_columns", "x norm_weight out", "norm_weight > | x -> out")
 
-@declare_kernel
-def int4_linear(
-    op: KernelAccesses,
-    x: torch.Tensor,
-    data: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    out: torch.Tensor,
-    partial: torch.Tensor | None,
-    num_done: torch.Tensor | None,
-) -> None:
-    """``int4_gemm.int4_linear``, whose norm is a kernel of its own (``rms_norm`` or ``reorder_columns``). ``out`` is
-    the residual if there is one; ``partial`` and ``num_done`` are used if K is split. Before its wait it reads scales
-    and zero points, and prefetches the weight into L2."""
-    for weight in (data, scales, zeros):
-        op.read(weight)
-    op.start_dependents()
-    op.wait()
-    for operand in (x, bias, residual, num_done):
-        op.read(operand)
-    for written in (out, partial, num_done):
-        op.write(written)
+# See ``quantized_gemm.dequantize``.
+dequantize = declared("dequantize", "data scales zeros out", "data scales zeros -> out")
 
-
-@declare_kernel
-def reorder_columns(
-    op: KernelAccesses, x: torch.Tensor, norm_weight: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    """See ``int4_gemm.reorder_columns``."""
-    op.read(norm_weight)
-    op.start_dependents()
-    op.wait()
-    op.read(x)
-    op.write(out)
-
-
-@declare_kernel
-def dequantize(
-    op: KernelAccesses,
-    data: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """See ``quantized_gemm.dequantize``."""
-    for operand in (data, scales, zeros):
-        op.read(operand)
-    op.write(out)
-
-
-@declare_kernel
-def quantize_rows(
-    op: KernelAccesses,
-    x: torch.Tensor,
-    scale: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    numbers: torch.Tensor,
-    scales: torch.Tensor,
-) -> None:
-    """See ``quantized_gemm.quantize_rows``."""
-    op.read(scale)
-    op.read(norm_weight)
-    op.start_dependents()
-    op.wait()
-    op.read(x)
-    op.write(numbers)
-    op.write(scales)
+# See ``quantized_gemm.quantize_rows``.
+quantize_rows = declared(
+    "quantize_rows",
+    "x scale norm_weight numbers scales",
+    "scale norm_weight > | x -> numbers scales",
+)
 
 
 @declare_kernel
@@ -378,42 +210,19 @@ def extend_attention(
     op.write(stats)
 
 
-@declare_kernel
-def merge_splits(op: KernelAccesses, partial: torch.Tensor, stats: torch.Tensor, out: torch.Tensor) -> None:
-    """The second launch of ``extend_attention.extend_attention``."""
-    op.read(partial)
-    op.read(stats)
-    op.write(out)
+# The second launch of ``extend_attention.extend_attention``.
+merge_splits = declared("merge_splits", "partial stats out", "partial stats -> out")
 
+# See ``page_gather.gather_page_indices``.
+gather_page_indices = declared(
+    "gather_page_indices",
+    "page_table rows seq_lens indptr indices last_page_lens",
+    "page_table[rows] seq_lens -> indptr indices last_page_lens",
+)
 
-@declare_kernel
-def gather_page_indices(
-    op: KernelAccesses,
-    page_table: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    indptr: torch.Tensor,
-    indices: torch.Tensor,
-    last_page_lens: torch.Tensor,
-) -> None:
-    """See ``page_gather.gather_page_indices``."""
-    op.read(page_table, rows)
-    op.read(seq_lens)
-    for written in (indptr, indices, last_page_lens):
-        op.write(written)
-
-
-@declare_kernel
-def gather_page_rows(
-    op: KernelAccesses,
-    page_table: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    out: torch.Tensor,
-    seq_lens_32: torch.Tensor,
-) -> None:
-    """See ``page_gather.gather_page_rows``."""
-    op.read(page_table, rows)
-    op.read(seq_lens)
-    op.write(out)
-    op.write(seq_lens_32)
+# See ``page_gather.gather_page_rows``.
+gather_page_rows = declared(
+    "gather_page_rows",
+    "page_table rows seq_lens out seq_lens_32",
+    "page_table[rows] seq_lens -> out seq_lens_32",
+)

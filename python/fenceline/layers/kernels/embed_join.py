@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from fenceline.layers.kernels.base import LayerKernels
-from fenceline.memory_order.kernel import Kernel, KernelAccesses, is_watched
+from fenceline.memory_order.kernel import declared
 
 _TORCH = LayerKernels()
 
@@ -25,25 +25,23 @@ class JoinNorms(NamedTuple):
     eps: float
 
 
-def _accesses(
-    op: KernelAccesses,
+def _reference(
     ids: torch.Tensor,
     table: torch.Tensor,
     hidden: torch.Tensor,
     embeddings_norm: torch.Tensor | None,
     hidden_norm: torch.Tensor | None,
     out: torch.Tensor,
+    eps: float,
 ) -> None:
-    op.read(embeddings_norm)
-    op.read(hidden_norm)
-    op.wait()
-    op.start_dependents()
-    op.read(table, ids)
-    op.read(hidden)
-    op.write(out)
+    embedded = F.embedding(ids, table)
+    if embeddings_norm is not None and hidden_norm is not None:
+        embedded = _TORCH.rms_norm(embedded, embeddings_norm, eps)
+        hidden = _TORCH.rms_norm(hidden, hidden_norm, eps)
+    torch.cat((embedded, hidden), dim=-1, out=out)
 
 
-KERNEL = Kernel("embed_and_join", _accesses)
+KERNEL = declared("embed_and_join", _reference, "embeddings_norm hidden_norm | > table[ids] hidden -> out")
 
 
 def embed_and_join(
@@ -61,24 +59,6 @@ def embed_and_join(
         launch(ids, table, hidden, norms, out, torch.cuda.get_device_capability(ids.device) >= (9, 0))
         return out
 
-    def compute(
-        ids: torch.Tensor,
-        table: torch.Tensor,
-        hidden: torch.Tensor,
-        embeddings_norm: torch.Tensor | None,
-        hidden_norm: torch.Tensor | None,
-        out: torch.Tensor,
-    ) -> None:
-        embedded = F.embedding(ids, table)
-        if norms is not None and embeddings_norm is not None and hidden_norm is not None:
-            embedded = _TORCH.rms_norm(embedded, embeddings_norm, norms.eps)
-            hidden = _TORCH.rms_norm(hidden, hidden_norm, norms.eps)
-        torch.cat((embedded, hidden), dim=-1, out=out)
-
-    weights = (None, None) if norms is None else (norms.embeddings, norms.hidden)
-    operands = (ids, table, hidden, *weights, out)
-    if is_watched(ids.device):
-        KERNEL.launch(compute, *operands)
-    else:
-        compute(*operands)
+    weights, eps = ((None, None), 0.0) if norms is None else ((norms.embeddings, norms.hidden), norms.eps)
+    KERNEL.run(ids, table, hidden, *weights, out, eps)
     return out
