@@ -1,4 +1,4 @@
-"""Collective operations of several virtual devices: the steps of ``memory_order.all_reduce``, one operation each.
+"""Collective operations of several virtual devices: the steps of ``fenceline_sim.all_reduce``, one operation each.
 
 A step of a kernel's thread is an operation on a stream of that thread, which runs when the seed says. Flags order: what
 a thread releases with a flag happened before what follows the acquire that reads it, and nothing else orders two
@@ -20,16 +20,6 @@ from typing import NamedTuple
 
 import torch
 
-from fenceline.memory_order.all_reduce import (
-    REFRESH_EVERY,
-    Act,
-    Generations,
-    Launch,
-    Step,
-    count_steps,
-    one_shot_steps,
-    two_shot_steps,
-)
 from fenceline.memory_order.edges import (
     FLAG_GENERATION,
     ONE_STREAM,
@@ -39,6 +29,16 @@ from fenceline.memory_order.edges import (
     Hazard,
 )
 from fenceline.memory_order.stream import Clock, joined
+from fenceline_sim.all_reduce import (
+    REFRESH_EVERY,
+    Act,
+    Generations,
+    Launch,
+    Step,
+    count_steps,
+    one_shot_steps,
+    two_shot_steps,
+)
 from fenceline_sim.errors import DeadlockError, FreshnessError, PeerError
 from fenceline_sim.gpu import VirtualGpu
 from fenceline_sim.layout import layout_of

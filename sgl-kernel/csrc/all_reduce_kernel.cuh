@@ -1,4 +1,4 @@
-// The steps of the all-reduce for one thread, the same and in the same order as in memory_order/all_reduce.py.
+// The steps of the all-reduce for one thread, the same and in the same order as in fenceline_sim/all_reduce.py.
 // `Machine` carries them out: the GPU (all_reduce_thread.cuh), or the trace of tests/all_reduce_trace.cpp, which is
 // compared with Python's.
 #pragma once

@@ -1,5 +1,5 @@
 // The steps of the all-reduce's threads as the kernel's own code makes them, for comparison with
-// python/fenceline/memory_order/all_reduce.py: a text of "act peer vector" lines.
+// python/fenceline_sim/all_reduce.py: a text of "act peer vector" lines.
 //   g++ -std=c++17 -O1 -shared -fPIC -I include -I csrc tests/all_reduce_trace.cpp
 #include <cstring>
 #include <string>

@@ -8,9 +8,9 @@ import pytest
 import torch
 from collective_ranks import run_ranks
 
-from fenceline.memory_order.all_reduce import Launch
 from fenceline_proof.runs import Trial, run
 from fenceline_sim import DeadlockError, RaceError, VirtualGpu
+from fenceline_sim.all_reduce import Launch
 from fenceline_sim.errors import PeerError
 from fenceline_sim.factories import use
 from fenceline_sim.peers import PeerRank

@@ -9,8 +9,8 @@ import pytest
 import torch
 from collective_ranks import FINE, sums_of
 
-from fenceline.memory_order.all_reduce import Act, Launch, one_shot_steps, two_shot_steps
 from fenceline.memory_order.edges import FLAG_GENERATION, PEER_HALVES, PEER_WORDS, Guard
+from fenceline_sim.all_reduce import Act, Launch, one_shot_steps, two_shot_steps
 from fenceline_sim.errors import VgpuError
 from fenceline_sim.policy import POLICIES
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fenceline.memory_order.all_reduce import Act
 from fenceline_proof.collectives import in_order
+from fenceline_sim.all_reduce import Act
 from fenceline_sim.factories import use
 from fenceline_sim.gpu import VirtualGpu
 from fenceline_sim.peers import Grain, Group, PeerRank

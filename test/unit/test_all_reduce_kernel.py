@@ -17,7 +17,7 @@ from fenceline_kernel.cache import Sources
 from fenceline_kernel.errors import KernelUnavailable
 from fenceline_kernel.toolchain import find_nvcc
 
-from fenceline.memory_order.all_reduce import (
+from fenceline_sim.all_reduce import (
     REFRESH_EVERY,
     Launch,
     Step,

@@ -1,5 +1,5 @@
 // All-reduce of 2 to 8 GPUs of one host over memory that they have opened for each other: the memory of a rank, the
-// arguments of a launch, and the slices. python/fenceline/memory_order/all_reduce.py says how it works and why
+// arguments of a launch, and the slices. python/fenceline_sim/all_reduce.py says how it works and why
 // flags and buffers can be used again.
 //
 // x [n] becomes the sum of all ranks' x, added in float32 in the order of ranks and rounded once; or a rank gets all
