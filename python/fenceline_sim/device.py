@@ -9,6 +9,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from fenceline.layers.context import register_layers
 from fenceline.memory_order import register_device
 from fenceline.memory_order.access import Accesses, Memory, PagedMemory, Rows, occupies_sm
 from fenceline.memory_order.checker import OrderChecker
@@ -24,9 +25,11 @@ from fenceline.memory_order.device import (
 from fenceline.memory_order.edges import GRAPH_POOL, Edge, Guard, StreamName
 from fenceline.memory_order.graph import Graph, GraphPool
 from fenceline.memory_order.stream import Point, Stream, applied_at
+from fenceline_sim import backend
 from fenceline_sim.factories import use
 from fenceline_sim.gpu import Graph as VirtualGraph
 from fenceline_sim.gpu import VirtualGpu
+from fenceline_sim.layers import launched_context
 from fenceline_sim.memory import Tag, whole
 from fenceline_sim.order_record import OrderRecord
 from fenceline_sim.place import here
@@ -249,3 +252,4 @@ class VgpuDevice(Device):
 
 
 register_device(VgpuDevice.kind, VgpuDevice)
+register_layers(backend.NAME, launched_context)

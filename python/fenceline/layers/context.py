@@ -14,7 +14,6 @@ from fenceline.layers.kernels.base import LayerKernels
 from fenceline.layers.quantized import QuantizedFormat, QuantizedWeight, make_format
 from fenceline.layers.weight import DenseWeight, RMSNorm, Weight
 from fenceline.memory_order import Communicator
-from fenceline.memory_order.kernel import is_watched
 
 _CONVERTS_FP8 = (8, 9)  # the first compute capability with instructions for it
 
@@ -151,15 +150,22 @@ def _stored_alike(a: QuantConfig | None, b: QuantConfig | None) -> bool:
     )
 
 
+_registered: dict[str, Callable[[Shard, torch.dtype], LayerContext]] = {}
+
+
+def register_layers(device_type: str, make: Callable[[Shard, torch.dtype], LayerContext]) -> None:
+    """Say that torch devices of ``device_type`` have layers of their own; ``make`` makes their context."""
+    _registered[device_type] = make
+
+
 def make_layer_context(device: torch.device, shard: Shard, dtype: torch.dtype) -> LayerContext:
     """The context for ``device``. An NVIDIA GPU gets our own kernels, which are compiled on first use (this takes
-    seconds, once). The virtual GPU, which watches its memory, gets launches that declare their accesses. Other devices
-    get torch's operators.
+    seconds, once), a device with layers of its own gets these. Other devices get torch's operators.
 
     Raises ``ValueError`` with the remedy for a GPU without Triton.
     """
-    if is_watched(device):
-        return _launched_context(shard, dtype)
+    if device.type in _registered:
+        return _registered[device.type](shard, dtype)
     if device.type != "cuda":
         return torch_context(shard, dtype)
     try:
@@ -186,15 +192,6 @@ def make_layer_context(device: torch.device, shard: Shard, dtype: torch.dtype) -
         return CudaQuantizedWeight(stored, quantized_products(device, stored.kind))
 
     return LayerContext(shard, CudaLayerKernels(device), dtype, dense, quantized)
-
-
-def _launched_context(shard: Shard, dtype: torch.dtype) -> LayerContext:
-    from fenceline.layers.launched_layers import LaunchedDenseWeight, LaunchedLayerKernels
-
-    def dense(out_features: int, in_features: int) -> DenseWeight:
-        return LaunchedDenseWeight(out_features, in_features, dtype)
-
-    return LayerContext(shard, LaunchedLayerKernels(), dtype, dense)
 
 
 def torch_context(shard: Shard, dtype: torch.dtype) -> LayerContext:

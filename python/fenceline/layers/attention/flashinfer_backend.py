@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fenceline.layers import launched_layers as launched
 from fenceline.layers.attention.base import NO_RULES, AttentionBackend, LayerRules, window_of
 from fenceline.layers.attention.flashinfer_library import (
     AttentionShape,
@@ -32,6 +31,7 @@ from fenceline.layers.attention.flashinfer_library import (
     Workspace,
 )
 from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
+from fenceline.layers.kernels import accesses
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order import Device
 from fenceline.memory_order.staging import PlanRing
@@ -302,7 +302,7 @@ def _gather_into(
 
         gather_page_indices(*given, *results)
     else:
-        launched.gather_page_indices(*given, *results)
+        accesses.gather_page_indices.run(*given[:3], *results, page_size, max_pages)
 
 
 class _EagerPlan(AttentionPlan):

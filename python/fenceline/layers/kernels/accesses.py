@@ -3,6 +3,8 @@ writes, and what it reads before it waits for the preceding kernel. See ``memory
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -213,10 +215,29 @@ def extend_attention(
 # The second launch of ``extend_attention.extend_attention``.
 merge_splits = declared("merge_splits", "partial stats out", "partial stats -> out")
 
+
+def _gather_page_indices(
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    last_page_lens: torch.Tensor,
+    page_size: int,
+    max_pages: int,
+) -> None:
+    num_pages = (-(-seq_lens // page_size)).clamp(0, max_pages)
+    starts = [0, *accumulate(num_pages.tolist())]
+    for row, start, stop in zip(rows.tolist(), starts, starts[1:], strict=False):
+        indices[start:stop] = page_table[row, : stop - start]
+    indptr.copy_(torch.tensor(starts, dtype=torch.int32))
+    last_page_lens.copy_(seq_lens - (num_pages - 1) * page_size)
+
+
 # See ``page_gather.gather_page_indices``.
 gather_page_indices = declared(
     "gather_page_indices",
-    "page_table rows seq_lens indptr indices last_page_lens",
+    _gather_page_indices,
     "page_table[rows] seq_lens -> indptr indices last_page_lens",
 )
 

@@ -1,15 +1,15 @@
-"""Layers on the virtual GPU, a device that watches its memory. They make the same launches as on a GPU. These declare
+"""Layers on the virtual GPU. They make the same launches as on a GPU. These declare
 the kernels' accesses and compute their values with torch's operators."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import accumulate
 
 import torch
 
 from fenceline.config.families import ExpertsConfig
+from fenceline.layers.context import LayerContext, Shard
 from fenceline.layers.kernels import accesses
 from fenceline.layers.kernels.base import (
     ONE,
@@ -249,28 +249,10 @@ class LaunchedDenseWeight(DenseWeight):
         return out
 
 
-def gather_page_indices(
-    page_table: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    page_size: int,
-    max_pages: int,
-    indptr: torch.Tensor,
-    indices: torch.Tensor,
-    last_page_lens: torch.Tensor,
-) -> None:
-    """See ``page_gather.gather_page_indices``. On the CPU too."""
+def launched_context(shard: Shard, dtype: torch.dtype) -> LayerContext:
+    """The context of layers on the virtual GPU."""
 
-    def compute(
-        page_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, *results: torch.Tensor
-    ) -> None:
-        indptr, indices, last_page_lens = results
-        num_pages = (-(-seq_lens // page_size)).clamp(0, max_pages)
-        starts = [0, *accumulate(num_pages.tolist())]
-        for row, start, stop in zip(rows.tolist(), starts, starts[1:], strict=False):
-            indices[start:stop] = page_table[row, : stop - start]
-        indptr.copy_(torch.tensor(starts, dtype=torch.int32))
-        last_page_lens.copy_(seq_lens - (num_pages - 1) * page_size)
+    def dense(out_features: int, in_features: int) -> DenseWeight:
+        return LaunchedDenseWeight(out_features, in_features, dtype)
 
-    operands = page_table, rows, seq_lens, indptr, indices, last_page_lens
-    accesses.gather_page_indices.launch(compute, *operands)
+    return LayerContext(shard, LaunchedLayerKernels(), dtype, dense)
