@@ -4,6 +4,7 @@ records instead of launching, so that kernels are compiled for a GPU that is not
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
-from fenceline.layers.kernels.base import HeadLayout, QKNorm
+from fenceline.layers.cuda_layers import TRITON, _programmatic
+from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm
 from fenceline.layers.kernels.speculative_operands import AcceptOutputs, BeginOutputs, NextRow, Pieces
 from fenceline.layers.kernels.triton import activation, launcher, rms_norm, rotate_store
 from fenceline.layers.kernels.triton import decode_prologue as decode_prologue_triton
@@ -257,3 +259,12 @@ def test_scratch_memory_is_left_to_triton() -> None:
     assert launcher._bind(compiled, 1) is None
     del run.global_scratch_size
     assert launcher._bind(compiled, 1) is None
+
+
+def test_a_method_that_is_one_kernel_has_its_parameters() -> None:
+    """Callers know the methods of ``LayerKernels``; on a GPU they call the kernels' functions."""
+    for name, kernel in TRITON.items():
+        wanted = list(signature(getattr(LayerKernels, name)).parameters)
+        assert list(signature(kernel).parameters) == [*wanted[1:], "pdl"], name
+        assert signature(_programmatic(kernel)).parameters["pdl"].default is True
+        assert signature(kernel).parameters["pdl"].default is False, "another GPU's are as they were"

@@ -7,7 +7,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +65,16 @@ TRITON: Mapping[str, Callable[..., object]] = {
 }
 
 
+def _programmatic(kernel: Any) -> Callable[..., object]:
+    """``kernel`` with another default of its last parameter, ``pdl``. A functools.partial would do the same, but takes
+    a microsecond in each launch."""
+    defaults = kernel.__defaults__
+    assert defaults is not None and defaults[-1] is False
+    return FunctionType(
+        kernel.__code__, kernel.__globals__, kernel.__name__, (*defaults[:-1], True), kernel.__closure__
+    )
+
+
 class CudaLayerKernels(LayerKernels):
     """Triton kernels. From sm_90 on they may start before the preceding kernel has ended.
 
@@ -74,7 +85,7 @@ class CudaLayerKernels(LayerKernels):
     def __init__(self, device: torch.device) -> None:
         self._pdl, self._device = torch.cuda.get_device_capability(device) >= (9, 0), device
         for name, kernel in TRITON.items():
-            setattr(self, name, partial(kernel, pdl=self._pdl))
+            setattr(self, name, _programmatic(kernel) if self._pdl else kernel)
         # By group size and whether there are zero points: whether the grouped products of such numbers passed the
         # trial.
         self._four_bits: dict[tuple[int, bool], bool] = {}
