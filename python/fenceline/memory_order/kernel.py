@@ -120,7 +120,7 @@ def declared(name: str, operands: str | Compute, order: str) -> Kernel:
     names = operands.split() if isinstance(operands, str) else list(inspect.signature(operands).parameters)
     words = [(word, _WORD.fullmatch(word)) for word in order.split()]
     for word, match in words:
-        known = word in ("|", ">", "->") or (match is not None and match[1] in names)
+        known = word in ("|", ">", "->") or (match and match[1] in names and match[2] in (None, *names))
         assert known, f"{name} has no operand {word}"
 
     def accesses(op: KernelAccesses, *given: Any) -> None:
