@@ -186,7 +186,7 @@ def test_one_long_request_alone_may_have_everything() -> None:
     assert_right(driver, one)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     arrivals=st.lists(
         st.tuples(st.integers(1, 90), st.integers(1, 90), st.integers(0, 3), st.integers(0, 12)),

@@ -163,17 +163,20 @@ class PrefillPlanner:
         """The first requests of ``waiting``, as many as have a step's tokens, without samples that would wait for one
         of them to compute their prompt."""
         found: list[Req] = []
-        left = self.step_tokens
+        computed: set[int] = set()  # ids of Samples
+        left, max_reqs = self.step_tokens, self._max_reqs or self._memory.rows.size
         for req in waiting:
+            if id(req.samples) in computed and not req.scores_prompt:
+                continue
             prefix = self._memory.match(req)
             num_new = req.num_tokens - prefix.num_tokens
             if found and self._chunk_size is None and num_new > left:
                 break
-            if any(self._memory.would_wait_for(other, req) for other in found):
-                continue
             found.append(req)
+            if self._memory.would_compute_for_others(req):
+                computed.add(id(req.samples))
             left -= num_new
-            if left <= 0 or len(found) == self._max_reqs:
+            if left <= 0 or len(found) == max_reqs:
                 break  # before another one is looked for
         return found
 

@@ -162,11 +162,9 @@ class RequestMemory:
             return False
         return req.prefetch is None or self._storage is None or self._storage.may_schedule(req.prefetch)
 
-    def would_wait_for(self, other: Req, req: Req) -> bool:
-        """Whether ``req`` waits once ``other``, which waits too, is admitted."""
-        if req.samples is None or req.samples is not other.samples or req.scores_prompt:
-            return False
-        return self._is_worth_waiting(other, self.match(other).num_page_tokens)
+    def would_compute_for_others(self, req: Req) -> bool:
+        """Whether the other samples of its prompt wait once ``req``, which waits too, is admitted."""
+        return req.samples is not None and self._is_worth_waiting(req, self.match(req).num_page_tokens)
 
     def _is_computed(self, samples: Samples) -> bool:
         """Whether one of ``samples`` computes their prompt now."""

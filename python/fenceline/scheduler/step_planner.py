@@ -117,6 +117,9 @@ class StepPlanner:
 
     def preempt(self, threshold: int) -> None:
         """Retract running requests in favour of waiting ones whose priority is better by more than ``threshold``."""
+        best = next(self.waiting.in_turn(self.memory.may_schedule), None)
+        if best is None or all(req.rank - best.rank <= threshold for req in self.running.reqs):
+            return
         expected = self.running.expected_tokens(self.ratio.value, CLIP_NEW_TOKENS).tolist()
         wanted = self.prefill.wanted(self.waiting.in_turn(self.memory.may_schedule))
         victims = preempted(self.admission_state(), wanted, self.running.reqs, expected, threshold)
