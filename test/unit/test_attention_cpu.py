@@ -16,6 +16,7 @@ from fenceline.config.kv_layout import KVLayout
 from fenceline.layers.attention import cpu_backend, shared_prefixes
 from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.attention.cpu_backend import CpuAttentionBackend, decode_groups
+from fenceline.layers.attention.reference import max_tokens
 from fenceline.layers.attention.shared_prefixes import SharedPrefix, find_shared_prefixes
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
 from fenceline.mem_cache.kv_pool import KVPool
@@ -163,7 +164,7 @@ def test_verify_of_the_trees_that_the_triton_kernel_is_tested_with() -> None:
 def test_verify_of_more_tokens_than_are_gathered_at_once() -> None:
     lens, tree = [900, 17, 800, 300, 1000], [-1, 0, 0, 2]
     step = Case(lens, [4] * 5, 16, (4, 2), seed=1, head_dim=64)
-    most = cpu_backend.max_tokens(step.pool, cpu_backend._GATHER_BYTES)
+    most = max_tokens(step.pool, cpu_backend._GATHER_BYTES)
     with Work(step) as work:
         step.verify(CpuAttentionBackend(step.pool), 4, [tree] * 5)
     assert max(work.reads) <= most < sum(work.reads)
