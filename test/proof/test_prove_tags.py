@@ -253,15 +253,14 @@ def _a_page_of_another_request(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_page_given_back_too_early(patch: pytest.MonkeyPatch) -> None:
-    """A request's last page is retired when it is admitted."""
-    right = RequestMemory.admit
+    """A request's last page is retired before the step that the request is admitted to."""
+    right = PrefillPlanner._add_chunk
 
-    def wrong(self: RequestMemory, req: Any, prefix: Any) -> Any:
-        after = right(self, req, prefix)
-        self.pages.retire(np.array(req.pages[-1:], np.int32), after)
-        return after
+    def wrong(self: PrefillPlanner, plan: Any, req: Any, budget: Any) -> None:
+        right(self, plan, req, budget)
+        self._memory.pages.retire(np.array(req.pages[-1:], np.int32), plan.after)
 
-    patch.setattr(RequestMemory, "admit", wrong)
+    patch.setattr(PrefillPlanner, "_add_chunk", wrong)
 
 
 def _a_row_without_the_points_of_its_last_step(patch: pytest.MonkeyPatch) -> None:
