@@ -43,10 +43,12 @@ def run_rank_apart(config: EngineConfig, ports: PortArgs, rank: int = 0) -> None
 
     admit = RequestMemory.admit
 
-    def losing(self, req, prefix):  # type: ignore[no-untyped-def]
-        self.pages.alloc(1)
-        return admit(self, req, prefix)
+    def other_pages(self, req, prefix):  # type: ignore[no-untyped-def]
+        first, after = self.pages.alloc(1)
+        admitted = admit(self, req, prefix)
+        self.pages.retire(first, after=after)
+        return admitted
 
     if rank == 1:
-        RequestMemory.admit = losing  # type: ignore[method-assign]
+        RequestMemory.admit = other_pages  # type: ignore[method-assign]
     run_scheduler_process(config, ports, rank)
