@@ -94,9 +94,7 @@ def run_null_scheduler(config: EngineConfig, ports: PortArgs, rate: float, strea
     due = time.perf_counter()
     while True:
         wait_ms = max(0.0, due - time.perf_counter()) * 1000 if started and rate else 0 if started else None
-        messages = (
-            inbox.drain() if wait_ms == 0 or inbox.wait(None if wait_ms is None else int(wait_ms)) else []
-        )
+        messages = inbox.drain() if wait_ms == 0 or inbox.wait(wait_ms) else []
         for message in messages:
             if isinstance(message, ShutdownReq):
                 return

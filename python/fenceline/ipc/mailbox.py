@@ -13,6 +13,7 @@ import select
 import shutil
 import tempfile
 import threading
+import time
 from collections import deque
 from pathlib import Path
 from typing import Generic, TypeVar, cast
@@ -118,20 +119,21 @@ class Inbox(Generic[M]):
 
     def has_arrived(self) -> bool:
         """Whether there is something to drain."""
-        return self.wait(0)
+        return bool(self._arrived) or self._receive_nowait()
 
-    def wait(self, timeout_ms: int | None = None) -> bool:
+    def wait(self, timeout_ms: float | None = None) -> bool:
         """Wait until a message has arrived; False if the time runs out first."""
-        if self._arrived:
-            return True
-        has_arrived = bool(self._socket.poll(timeout_ms))
-        self._is_empty = not has_arrived  # this may have reset the descriptor
-        return has_arrived
+        deadline = float("inf") if timeout_ms is None else time.monotonic() + timeout_ms / 1000
+        while not self.has_arrived():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return False
+            self._news.poll(None if timeout_ms is None else 1000 * left_s)
+        return True
 
     def receive(self) -> list[M]:
         """Wait for one message; none if what came was dropped."""
-        if not self._arrived:
-            self._receive(0)
+        self.wait()
         return self._decoded(self._arrived.popleft())
 
     def drain(self, limit: int | None = None, max_bytes: int | None = None) -> list[M]:
@@ -140,7 +142,7 @@ class Inbox(Generic[M]):
         messages: list[M] = []
         num_bytes = 0
         while (limit is None or len(messages) < limit) and (max_bytes is None or num_bytes < max_bytes):
-            if not (self._arrived or self._receive_nowait()):
+            if not self.has_arrived():
                 break
             data = self._arrived.popleft()
             for message in self._decoded(data):
@@ -150,23 +152,21 @@ class Inbox(Generic[M]):
                     num_bytes += (_SLOW_BYTE - 1) * (len(data) - 4 * len(message.input_ids))
         return messages
 
-    def _receive(self, flags: int) -> None:
-        is_last = False
-        while not is_last:
-            frame = self._socket.recv(flags, copy=False)
-            self._arrived.append(frame.bytes)
-            is_last = not frame.more
-        self._is_empty = False  # more may have arrived at the same moment
-
     def _receive_nowait(self) -> bool:
-        """False if there is nothing."""
+        """Take what was sent together; False if there is nothing."""
         if self._is_empty and not self._news.poll(0):
             return False
         try:
-            self._receive(zmq.NOBLOCK)
+            is_last = False
+            while not is_last:
+                frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+                self._arrived.append(frame.bytes)
+                is_last = not frame.more
         except zmq.Again:
             self._is_empty = True
-        return not self._is_empty
+            return False
+        self._is_empty = False  # more may have arrived at the same moment
+        return True
 
     def close(self) -> None:
         """Stop listening. What has not been received is lost. Harmless to repeat."""

@@ -132,7 +132,7 @@ class NodeListener:
                             " ended, or the network fails"
                         )
                         return
-            if not self._inbox.wait(int(HEARTBEAT_S * 1000)):
+            if not self._inbox.wait(HEARTBEAT_S * 1000):
                 continue
             for message in self._inbox.receive():
                 match message:
