@@ -11,17 +11,18 @@ from typing import NamedTuple
 
 import torch
 
-from fenceline.memory_order import access, communicator, kernel
+from fenceline.memory_order import access, communicator, guards, kernel
 
-# Reports name the line that declares an access, not one in the declaring functions of this package.
+# Reports name the line that declares an access or asks for a guard, not one in the functions that do it for all.
+_ASKED = [access.__file__, communicator.__file__, guards.__file__, kernel.__file__]
 _TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parent)
-_roots = [_TORCH, _HERE, access.__file__, communicator.__file__, kernel.__file__]
+_roots = [_TORCH, _HERE]
 _shown: set[str] = set()
 _outside: dict[str, bool] = {}  # by file; strings keep their hash, code objects compute it every time
 
 
 def _is_outside(name: str) -> bool:
-    hidden = name.startswith((*_roots, "<")) or "contextlib" in name
+    hidden = name.startswith((*_roots, *_ASKED, "<")) or "contextlib" in name
     known = _outside[name] = name in _shown or not hidden
     return known
 
@@ -86,7 +87,7 @@ def raised_at(error: BaseException, num_lines: int) -> list[str]:
     if tb is None:
         return []
     frames = list(reversed(traceback.extract_tb(tb)))
-    outside = [frame for frame in frames if not frame.filename.startswith((_TORCH, _HERE, *_roots[5:]))]
+    outside = [frame for frame in frames if not frame.filename.startswith(tuple(_roots))]
     return [
         f"{_short(frame.filename)}:{frame.lineno} in {frame.name}: {frame.line}"
         for frame in (outside[:num_lines] or frames[:1])
