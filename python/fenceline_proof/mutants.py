@@ -1,7 +1,7 @@
-"""Mutants of the engine: every place in the source where a rule can make a fault, one edit each.
+"""Mutants of the engine: every place in the source where a rule can make a fault of order, one edit each.
 
 A rule looks at the syntax tree of each file of the folders that the proof is about, and says how the text at a node is
-replaced. A mutant's id does not depend on line numbers, so that a campaign can be resumed after other lines have moved.
+replaced. A mutant's id does not depend on line numbers, so it stays the same while other lines move.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import ast
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase as fnmatch
-from itertools import chain
 from pathlib import Path
 
 import fenceline
@@ -48,11 +47,6 @@ _ORDERING = frozenset(
     """.split()  # noqa: SIM905
 )
 _MOVING = re.compile(r"copy|copy_|gather|scatter|load|store|backup|write|index_(copy|put|select|fill)_?")
-_WORDS = re.compile(
-    r"len|page|slot|num|pos|start|end|row|offset|index|size|count|token|seq|block|prefix|first|last|layer|position|cached"
-    r"|matched|committed|allocated|extend"
-)
-_KEYS = re.compile(r"key|hash|digest|namespace")
 _NO_POINTS = "__import__('fenceline.memory_order', fromlist=['Points']).Points.none()"
 _CONTEXTS = re.compile(r"active|lock|fill|plan|replay|capture|hold|lease|stream")
 _SILENT = re.compile(r"^(logger|log|warnings)\.|^super\(\)|__init__|^object\.__setattr__")
@@ -62,8 +56,7 @@ _SILENT = re.compile(r"^(logger|log|warnings)\.|^super\(\)|__init__|^object\.__s
 class Mutant:
     """One edit: in ``path`` (below the package) the characters ``[start, end)`` become ``text``.
 
-    ``statement`` and ``last_line``: the lines in which its statement begins and ends. ``ordering``: the edit is at a
-    wait, a record, a lease or the like, and the proof must name what was lost.
+    ``statement`` and ``last_line``: the lines in which its statement begins and ends.
     """
 
     path: str
@@ -75,7 +68,6 @@ class Mutant:
     end: int
     old: str
     text: str
-    ordering: bool
     occurrence: int
     function: str = ""  # that it is in, with its class
 
@@ -143,11 +135,11 @@ class _File:
         start, end = self.span(node)
         return self.source[start:end]
 
-    def add(self, rule: str, node: ast.AST, text: str, ordering: bool = False) -> None:
+    def add(self, rule: str, node: ast.AST, text: str) -> None:
         start, end = self.span(node)
-        self.add_span(rule, node.lineno, start, end, text, ordering)  # type: ignore[attr-defined]
+        self.add_span(rule, node.lineno, start, end, text)  # type: ignore[attr-defined]
 
-    def add_span(self, rule: str, line: int, start: int, end: int, text: str, ordering: bool = False) -> None:
+    def add_span(self, rule: str, line: int, start: int, end: int, text: str) -> None:
         old = self.source[start:end]
         if old == text:
             return
@@ -165,7 +157,6 @@ class _File:
                 end,
                 old,
                 text,
-                ordering,
                 occurrence,
                 ".".join(self.names),
             )
@@ -178,8 +169,12 @@ class _File:
 def _dropped_call(file: _File, node: ast.AST) -> None:
     """A call that is made only for its effect is not made."""
     call = node.value if isinstance(node, ast.Expr) else None
-    if isinstance(call, ast.Call) and not _SILENT.search(ast.unparse(call.func)):
-        file.add("drop", node, "pass", _callee(call) in _ORDERING)
+    if (
+        isinstance(call, ast.Call)
+        and _callee(call) in _ORDERING
+        and not _SILENT.search(ast.unparse(call.func))
+    ):
+        file.add("drop", node, "pass")
 
 
 def _shifted_call(file: _File, node: ast.AST) -> None:
@@ -202,7 +197,6 @@ def _shifted_call(file: _File, node: ast.AST) -> None:
                 start,
                 end,
                 file.text(second) + between + file.text(first),
-                ordering=True,
             )
 
 
@@ -214,15 +208,13 @@ def _lost_points(file: _File, node: ast.AST) -> None:
     if callee == "join" and isinstance(node.func, ast.Attribute) and len(arguments) == 1:
         if isinstance(node.func.value, ast.Constant):
             return  # text
-        file.add("join", node, file.text(node.func.value), ordering=True)
-        file.add("join", node, file.text(arguments[0]), ordering=True)
+        file.add("join", node, file.text(node.func.value))
+        file.add("join", node, file.text(arguments[0]))
     if callee == "retire" and len(arguments) == 2:
-        file.add("points", arguments[1], _NO_POINTS, ordering=True)
+        file.add("points", arguments[1], _NO_POINTS)
     for keyword in node.keywords:
         if keyword.arg == "after":
-            file.add("points", keyword.value, _NO_POINTS, ordering=True)
-        elif keyword.arg == "pad":
-            file.add("pad", keyword.value, f"({file.text(keyword.value)}) + 1")
+            file.add("points", keyword.value, _NO_POINTS)
 
 
 def _plain_block(file: _File, node: ast.AST) -> None:
@@ -232,105 +224,7 @@ def _plain_block(file: _File, node: ast.AST) -> None:
     if _CONTEXTS.search(ast.unparse(node.items[0].context_expr)):
         start = file.offset(node.lineno, node.col_offset)
         colon = file.source.index(":", file.span(node.items[-1].context_expr)[1])
-        file.add_span("context", node.lineno, start, colon, "if True", ordering=True)
-
-
-def _lost_field(file: _File, node: ast.AST) -> None:
-    """An entry of a table that goes to a fill, an upload or a download is left out."""
-    if isinstance(node, ast.Call) and _callee(node) in ("fill", "upload", "download"):
-        for table in (one for one in node.args if isinstance(one, ast.Dict)):
-            for key, value in zip(table.keys, table.values, strict=True):
-                start = file.span(key)[0] if key is not None else file.span(value)[0]
-                end = file.span(value)[1]
-                tail = re.match(r"\s*,", file.source[end:])
-                file.add_span("field", value.lineno, start, end + (tail.end() if tail else 0), "")
-
-
-def _arithmetic(file: _File, node: ast.AST) -> None:
-    """Lengths, pages and slots: plus for minus, rounding in the other direction, one more and one less."""
-    if not isinstance(node, ast.BinOp) or not _about_memory(node):
-        return
-    left, right = file.text(node.left), file.text(node.right)
-    match node.op:
-        case ast.Add():
-            file.add("arithmetic", node, f"({left} - {right})")
-        case ast.Sub():
-            file.add("arithmetic", node, f"({left} + {right})")
-        case ast.FloorDiv():
-            file.add("arithmetic", node, f"(-(-({left}) // ({right})))")
-        case ast.Mod():
-            file.add("arithmetic", node, f"(({left}) // ({right}))")
-        case ast.Mult():
-            file.add("arithmetic", node, f"(({left}) * ({right}) + 1)")
-
-
-def _running_sum(file: _File, node: ast.AST) -> None:
-    """What is added to a length or a position is subtracted, and the other way round; or it is left out."""
-    if isinstance(node, ast.AugAssign) and isinstance(node.op, (ast.Add, ast.Sub)) and _about_memory(node):
-        sign = "-=" if isinstance(node.op, ast.Add) else "+="
-        file.add("arithmetic", node, f"{file.text(node.target)} {sign} {file.text(node.value)}")
-        file.add("drop", node, "pass")
-
-
-def _constant(file: _File, node: ast.AST) -> None:
-    """A number in a sum, a comparison, an index or a slice about memory is one larger, or one smaller."""
-    if isinstance(node, (ast.BinOp, ast.Compare, ast.Subscript)) and _about_memory(node):
-        for child, value in _direct_constants(node):
-            file.add("number", child, str(value + 1))
-            if value > 0:
-                file.add("number", child, str(value - 1))
-
-
-def _comparison(file: _File, node: ast.AST) -> None:
-    """A comparison that includes its bound excludes it, and the other way round; equal for not equal."""
-    if not isinstance(node, ast.Compare) or len(node.ops) != 1 or not _about_memory(node):
-        return
-    other = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
-    sign = other.get(type(node.ops[0]))
-    if sign is not None:
-        file.add("comparison", node, f"(({file.text(node.left)}) {sign} ({file.text(node.comparators[0])}))")
-
-
-def _slice(file: _File, node: ast.AST) -> None:
-    """A slice begins one later, or ends one earlier; or has no bound."""
-    if not isinstance(node, ast.Slice):
-        return
-    for bound, sign in ((node.lower, "+"), (node.upper, "-")):
-        if bound is not None and not isinstance(bound, ast.Constant):
-            file.add("slice", bound, f"({file.text(bound)}) {sign} 1")
-            file.add("slice", bound, "None")
-
-
-def _wrong_layer(file: _File, node: ast.AST) -> None:
-    """Another layer's memory; keys for values."""
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Name) and "layer" in node.slice.id:
-        file.add("layer", node.slice, f"{node.slice.id} - 1")
-    if isinstance(node, ast.Constant) and node.value in ("k", "v"):
-        file.add("half", node, '"v"' if node.value == "k" else '"k"')
-
-
-def _turned_copy(file: _File, node: ast.AST) -> None:
-    """A copy, load or store with its first two arguments exchanged."""
-    if isinstance(node, ast.Call) and _MOVING.fullmatch(_callee(node)) and len(node.args) >= 2:
-        first, second = node.args[:2]
-        (start, first_end), (second_start, end) = file.span(first), file.span(second)
-        between = file.source[first_end:second_start]
-        file.add_span("turn", node.lineno, start, end, file.text(second) + between + file.text(first))
-
-
-def _shorter_key(file: _File, node: ast.AST) -> None:
-    """A part of a key is left out."""
-    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or not _KEYS.search(node.name):
-        return
-    # Not in the annotations of the function, which are never evaluated.
-    for inner in chain.from_iterable(map(ast.walk, node.body)):
-        parts = inner.elts if isinstance(inner, ast.Tuple) and isinstance(inner.ctx, ast.Load) else []
-        if len(parts) >= 2:
-            for part in parts:
-                file.add("key", part, "None")
-        if isinstance(inner, ast.Call) and _callee(inner) in ("update", "sha256", "blake2b", "pack"):
-            for part in inner.args[_callee(inner) == "pack" :]:
-                file.add("key", part, "0" if _callee(inner) == "pack" else "b''")
+        file.add_span("context", node.lineno, start, colon, "if True")
 
 
 def _turned_condition(file: _File, node: ast.AST) -> None:
@@ -340,7 +234,7 @@ def _turned_condition(file: _File, node: ast.AST) -> None:
     body = node.body if isinstance(node.body, list) else [node.body]
     calls = [one for statement in body for one in ast.walk(statement) if isinstance(one, ast.Call)]
     if any(_callee(call) in _ORDERING or _MOVING.fullmatch(_callee(call)) for call in calls):
-        file.add("condition", node.test, f"not ({file.text(node.test)})", ordering=True)
+        file.add("condition", node.test, f"not ({file.text(node.test)})")
 
 
 RULES: tuple[Callable[[_File, ast.AST], None], ...] = (
@@ -348,15 +242,6 @@ RULES: tuple[Callable[[_File, ast.AST], None], ...] = (
     _shifted_call,
     _lost_points,
     _plain_block,
-    _lost_field,
-    _arithmetic,
-    _running_sum,
-    _constant,
-    _comparison,
-    _slice,
-    _wrong_layer,
-    _turned_copy,
-    _shorter_key,
     _turned_condition,
 )
 
@@ -385,20 +270,6 @@ def _names(node: ast.AST) -> set[str]:
 
 def _assigned(node: ast.AST) -> set[str]:
     return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
-
-
-def _about_memory(node: ast.AST) -> bool:
-    nodes = list(ast.walk(node))
-    words = [one.id for one in nodes if isinstance(one, ast.Name)]
-    words += [one.attr for one in nodes if isinstance(one, ast.Attribute)]
-    return any(_WORDS.search(word) for word in words)
-
-
-def _direct_constants(node: ast.BinOp | ast.Compare | ast.Subscript) -> Iterator[tuple[ast.AST, int]]:
-    within = node.slice if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice) else node
-    for child in ast.iter_child_nodes(within):
-        if isinstance(child, ast.Constant) and type(child.value) is int:
-            yield child, child.value
 
 
 def mutants_of(path: str, source: str) -> list[Mutant]:

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import ast
 import json
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
 
-import psutil
 import pytest
 
 from fenceline_proof import mutate
-from fenceline_proof.mutants import FOLDERS, LEFT_OUT, PACKAGE, Mutant, all_mutants, mutants_of
+from fenceline_proof.mutants import FOLDERS, LEFT_OUT, PACKAGE, all_mutants, mutants_of
 from fenceline_proof.mutate import Result, Traced, read_results, report, runs_for
 
 SOURCE = '''
@@ -49,19 +44,9 @@ def test_the_rules_find_each_place_once() -> None:
             "stream.wait(after, EDGE)\n    first = start + 1",
             "first = start + 1\n    stream.wait(after, EDGE)",
         ),
-        ("arithmetic", "start + 1", "(start - 1)"),
-        ("number", "1", "2"),
-        ("number", "1", "0"),
         ("drop", "pool.retire(pages[first:], after)", "pass"),
         ("points", "after", points),
-        ("slice", "first", "(first) + 1"),
-        ("slice", "first", "None"),
         ("context", "with stream.active()", "if True"),
-        ("drop", "copy(pool.k, pool.v)", "pass"),
-        ("turn", "pool.k, pool.v", "pool.v, pool.k"),
-        ("half", "pool.k", "pool.v"),
-        ("half", "pool.v", "pool.k"),
-        ("comparison", "first < len(pages)", "((first) <= (len(pages)))"),
         ("condition", "first < len(pages)", "not (first < len(pages))"),
         ("drop", "stream.record()", "pass"),
         ("join", "after.join(first)", "after"),
@@ -91,9 +76,6 @@ def key_of(pages, after) -> tuple[list, Points]:
         ("condition", "after", 3),
         ("drop", "pages.retire(after)", 4),
         ("shift", "pages.retire(after)\n        pages.count()", 4),
-        ("drop", "pages.count()", 5),
-        ("key", "pages", 6),
-        ("key", "after", 6),
     }
 
 
@@ -123,7 +105,7 @@ def test_every_mutant_of_the_engine_is_a_program_of_the_same_lines() -> None:
     sources = {
         path: (PACKAGE / path).read_text(encoding="utf-8") for path in {mutant.path for mutant in mutants}
     }
-    assert len({mutant.id for mutant in mutants}) == len(mutants) > 1000
+    assert len({mutant.id for mutant in mutants}) == len(mutants) > 200
     for mutant in mutants[::7]:
         changed = mutant.apply(sources[mutant.path])
         ast.parse(changed)
@@ -137,60 +119,6 @@ def test_every_file_that_is_left_out_exists() -> None:
         for path in (PACKAGE / folder).rglob("*.py")
     ]
     assert [pattern for pattern, _ in LEFT_OUT if not any(fnmatchcase(file, pattern) for file in files)] == []
-
-
-@pytest.mark.long
-def test_shards_are_parts_of_one_random_order(capsys: pytest.CaptureFixture[str]) -> None:
-    def listed(*more: str) -> list[str]:
-        assert mutate.main(["--list", "--only", "sampling/*", *more]) == 0
-        return capsys.readouterr().out.splitlines()
-
-    everything, parts = listed(), [listed("--shard", f"{i}/3") for i in (1, 2, 3)]
-    assert sorted(sum(parts, [])) == sorted(everything) and len(everything) > 20
-    assert parts[1] == everything[1::3] and everything[:9] == listed("--sample", "9")
-    assert everything != listed("--seed", "1") and sorted(everything) == sorted(listed("--seed", "1"))
-
-
-def test_a_campaign_ends_in_time_and_keeps_nothing_of_what_it_stops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of mutants whose runs never end two are running when the time is over; one is reached by no run."""
-    mutants = mutants_of("sampling/sampler.py", SOURCE)[:4]
-    unreached = replace(mutants[0], path="sampling/filters.py")
-
-    def runs(mutant: Mutant) -> Iterator[tuple[str, int]]:
-        return iter([] if mutant is unreached else [("mixed", 0)])
-
-    monkeypatch.setattr(mutate, "_run_mutant", lambda *args: signal.pause())
-    results = tmp_path / "results.jsonl"
-    before, began = psutil.Process().children(), time.monotonic()
-    mutate._campaign([unreached, *mutants], runs, 2, 0.1, results, began + 1)
-    assert [one.state for one in read_results(results).values()] == ["unreached"]
-    assert psutil.Process().children() == before
-    mutate._campaign(mutants, runs, 2, 60, results, time.monotonic() + 60)  # too late for one to begin
-    assert len(read_results(results)) == 1
-
-
-def test_a_time_limit_has_room_for_a_mutant(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        mutate.main(["--minutes", "2", "--cpu-limit", "60"])
-    assert "--minutes: too few" in capsys.readouterr().err
-
-
-def test_results_of_shards_are_merged_each_mutants_last_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fields = {"path": "mem_cache/x.py", "line": 1, "rule": "drop", "ordering": False, "old": "a", "text": "b"}
-    shards = [tmp_path / f"{number}.jsonl" for number in range(3)]
-    for shard, ids, state in zip(shards, ("ab", "bc", "d"), ("survived", "killed", "killed"), strict=True):
-        lines = (json.dumps({"id": one, "state": state, "named": [], **fields}) + "\n" for one in ids)
-        shard.write_text("".join(lines))
-    paths = [str(shard) for shard in shards]
-    assert mutate.main(["--report", "--results", paths[0], "--merge", *paths[1:]]) == 1, "one has no review"
-    assert {one.id: one.killed for one in read_results(shards[0]).values()} == {
-        "a": False, "b": True, "c": True, "d": True
-    }  # fmt: skip
-    assert "| mem_cache | 4 | 3 |" in capsys.readouterr().out
 
 
 @pytest.mark.long
@@ -231,20 +159,15 @@ def test_a_lost_wait_is_noticed_by_its_name_and_a_result_is_made_once(tmp_path: 
     assert read_results(results)[mutant.id].by_name
 
 
-def test_the_report_counts_what_is_not_equivalent() -> None:
+def test_a_survivor_that_the_page_does_not_list_is_a_loss() -> None:
     fields = {"path": "mem_cache/x.py", "line": 1, "rule": "drop", "old": "a", "text": "b"}
-    results = {
-        "1": Result(
-            id="1", ordering=True, state="killed", killed_by="happens-before", by_name=True, **fields
-        ),
-        "2": Result(id="2", ordering=True, state="killed", killed_by="tokens", **fields),
-        "3": Result(id="3", ordering=False, state="survived", **fields),
-        "4": Result(id="4", ordering=False, state="unreached", function="Tree.evict", **fields),
-    }
-    page = report(results, {"3": {"verdict": "equivalent", "why": "Nobody reads it."}}, 3000)
-    assert "| mem_cache | 4 | 2 | 1 | 66.7% | 2 | 50% |" in page
-    assert "equivalent. Nobody reads it." in page
-    assert "4 of 3,000 mutants" in page and "20.8% to 93.9% are killed" in page  # Wilson's interval of 2 of 3
-    assert "not reviewed (unreached)" in page
-    assert "* `mem_cache/x.py` `Tree.evict`: 1\n" in page, "what no run has come to, by function"
-    assert "| drop | 4 | 2 | 1 |" in page and "| mem_cache/x.py | 4 | 2 | 1 |" in page
+    results = [
+        Result(id="1", state="killed", killed_by="happens-before", by_name=True, **fields),
+        Result(id="2", state="killed", killed_by="tokens", **fields),
+        Result(id="3", state="survived", **fields),
+        Result(id="4", state="unreached", function="Tree.evict", **fields),
+    ]
+    page = report(results, frozenset({"3"}))
+    assert "2 of 4 killed, 1 of these by name." in page and "a  ->  b: survived\n" in page
+    assert "4 mem_cache/x.py:1 Tree.evict [drop] a  ->  b: unreached, LOST" in page
+    assert len(mutate.known_survivors()) > 10
