@@ -19,7 +19,7 @@ def render() -> str:
         "",
         "Every cross-stream edge, generated from `python/fenceline/memory_order/edges.py`",
         "by `python scripts/edges_page.py`. The last columns are written by",
-        "`python -m fenceline_proof.prove --write-docs` ([prove.md](../prove.md)): with the edge severed, the workload",
+        "`python -m fenceline_proof.prove --write-docs` ([prove.md](../proof/prove.md)): with the edge severed, the workload",
         "fails under that seed, and the checker says why. An edge between several pairs of streams is severed for each",
         "pair separately, and one that several functions apply in each of them separately.",
         "",

@@ -1,6 +1,6 @@
 """Five races that inference servers have had, as programs for the virtual GPU: ``python docs/examples/races.py``.
 
-Each takes ``ordered``: with it, the order that was missing is there. ``docs/vgpu.md`` shows them with their reports.
+Each takes ``ordered``: with it, the order that was missing is there. Printed are their sources and reports.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def run(program: Program, ordered: bool, seed: int = 0, policy: str = "random") 
 
 
 def markdown() -> str:
-    """The section of ``docs/vgpu.md``: each program's source and its report."""
+    """Each program's source and its report."""
     parts = []
     for program in PROGRAMS:
         title, _, rest = program.__name__.partition("_")

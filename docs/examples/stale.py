@@ -1,7 +1,7 @@
 """Five uses of stale memory that inference servers have had, on the virtual GPU: ``python docs/examples/stale.py``.
 
 Each is in order on one stream, so that no race detector could object. Each takes ``guarded``: with it, what was missing
-is there. ``docs/vgpu.md`` shows them with their reports.
+is there. Printed are their sources and reports.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def run(program: Program, guarded: bool, seed: int = 0, policy: str = "random") 
 
 
 def markdown() -> str:
-    """The section of ``docs/vgpu.md``: each program's source and its report."""
+    """Each program's source and its report."""
     parts = []
     for program in PROGRAMS:
         title, _, rest = program.__name__.partition("_")

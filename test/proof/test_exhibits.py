@@ -76,9 +76,3 @@ def test_a_report_names_both_operations_the_rows_and_the_missing_order() -> None
     assert "index_put_ writes it on forward" in text and "index_put_ writes it on schedule" in text
     assert "last_tokens[rows] = rows * 10" in text
     assert "schedule has to wait, before 2, for forward after 1" in text
-
-
-def test_the_page_shows_what_the_programs_say() -> None:
-    page = (ROOT / "docs" / "vgpu.md").read_text(encoding="utf-8")
-    for examples in (races, stale):
-        assert examples.markdown() in page, f"put the output of {examples.__file__} into docs/vgpu.md"
