@@ -1,9 +1,7 @@
 """Compares each answer of a run with the oracle's.
 
 The driver keeps a :class:`Transcript` of the messages to and from the scheduler, in order. Besides tokens it checks
-everything else that a client relies on: every increment once, in order and when it is due, nothing after the end or
-during a pause, finish reasons, logprobs, answers to control messages, and how much of a prompt may have come from the
-cache (:class:`Sharing`).
+that every increment is sent once and in order, nothing after the end or during a pause, finish reasons and logprobs.
 """
 
 from __future__ import annotations
@@ -19,24 +17,17 @@ import numpy.typing as npt
 
 from fenceline.ipc.io_struct import (
     AbortReq,
-    CachedTokensDetails,
-    CancelFlushReq,
     ContinueGenerationReq,
-    ControlReply,
     FinishReason,
-    FlushCacheReq,
-    GetInternalStateReq,
-    LoadGrammarReq,
     Message,
     PauseGenerationReq,
-    StrOut,
     TickReq,
     TokenizedGenerateReq,
     TokenLogprobs,
     TokenOut,
     UpdateWeightsReq,
 )
-from fenceline_proof.oracle import Answer, Oracle, Place, Query, is_stuck, text_of
+from fenceline_proof.oracle import Answer, Oracle, Place, Query, is_stuck
 from fenceline_proof.script import MISFIT
 from fenceline_proof.tiny_model import PIECES
 
@@ -53,15 +44,6 @@ _LOWEST = float(np.finfo(np.float32).min)  # the logprob of probability 0
 # At most this share of the compared tokens may differ because of rounding, in addition to one in each run.
 MAX_CLOSE_SHARE = 1e-3
 
-_Asking = (
-    FlushCacheReq
-    | PauseGenerationReq
-    | ContinueGenerationReq
-    | GetInternalStateReq
-    | LoadGrammarReq
-    | UpdateWeightsReq
-)
-
 
 @dataclass(slots=True)
 class Exchange:
@@ -70,7 +52,6 @@ class Exchange:
     request: TokenizedGenerateReq
     seed: int
     outs: list[TokenOut] = field(default_factory=list)
-    texts: list[StrOut] = field(default_factory=list)  # the detokenizer's texts, if there is a detokenizer
     aborted: AbortReq | None = None  # the message that aborted it
     turn: int = 0  # of the loop, in which it came
     # The ticks that the scheduler was told since it arrived, or since a pause, and the longest time between two of them
@@ -92,17 +73,6 @@ class Exchange:
         return [token for out in self.outs for token in out.output_ids]
 
 
-@dataclass(slots=True)
-class _Control:
-    """A control message that is to be answered. ``num_pending``: requests that are left when it is carried out.
-    ``waits``: a flush that is carried out when none is."""
-
-    message: _Asking
-    num_pending: int
-    paused: bool
-    waits: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class Findings:
     """The first error in the answers of a run, "" if there is none; the number of tokens that were compared; and of
@@ -116,18 +86,12 @@ class Findings:
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What the answers of a server depend on besides its model. ``capacity``: its longest sequence, in tokens.
-    ``timeouts_s``: how long requests may be ``waiting`` and ``running``. ``decodes``: outputs go to a detokenizer.
-    ``stream_interval``: tokens in each output, ``step_tokens``: that a step may yield, which are not divided.
-    ``has_storage``: there is a tier below the host."""
+    ``timeouts_s``: how long requests may be ``waiting`` and ``running``."""
 
     random_seed: int
     eos_ids: frozenset[int]
     capacity: int
     timeouts_s: Mapping[str, float | None] = field(default_factory=dict)
-    decodes: bool = False
-    stream_interval: int = 1
-    step_tokens: int = 1
-    has_storage: bool = False
 
     def num_new_tokens(self, request: TokenizedGenerateReq) -> int:
         """Most tokens that ``request`` gets; -1 if it is refused."""
@@ -144,7 +108,6 @@ class Transcript:
         self._wrong: list[str] = []
         self._seeds = Random(setting.random_seed)  # of requests that bring none, in order of arrival
         self._setting = setting
-        self._open: dict[str, _Control] = {}  # control messages without an answer, by id
         self._paused = self._quiet = False
         self._num_turns = 0
         self._weights = ""  # the folder of the latest, "" for the first ones
@@ -156,19 +119,6 @@ class Transcript:
 
     def received(self, message: Message) -> None:
         """Record ``message``, which the scheduler gets next."""
-        match message:
-            case (
-                FlushCacheReq()
-                | GetInternalStateReq()
-                | PauseGenerationReq()
-                | ContinueGenerationReq()
-                | LoadGrammarReq()
-                | UpdateWeightsReq()
-            ):
-                self._asked(message)
-            case CancelFlushReq() if message.id in self._open:
-                self._open[message.id].waits = False
-                self._open[message.id].num_pending = self._num_pending()
         match message:
             case TokenizedGenerateReq():
                 seed = message.sampling_params.seed
@@ -209,56 +159,6 @@ class Transcript:
             if not exchange.ended:  # one that is not there yet has arrived just behind the update
                 exchange.weights.append((num_outputs.get(rid, 0), folder))
 
-    def _asked(self, message: _Asking) -> None:
-        num_pending = self._num_pending()
-        waits = isinstance(message, FlushCacheReq) and message.wait and num_pending > 0
-        self._open[message.id] = _Control(message, num_pending, self._paused, waits)
-
-    def _num_pending(self) -> int:
-        """Requests that are left once the scheduler has handled all messages so far."""
-        return sum(map(self._is_pending, self.exchanges.values()))
-
-    def _is_pending(self, exchange: Exchange) -> bool:
-        accepted = self._setting.num_new_tokens(exchange.request) >= 0
-        return accepted and not exchange.ended and not exchange.aborted
-
-    def replied(self, reply: ControlReply) -> None:
-        """The scheduler has answered a control message."""
-        control = self._open.pop(reply.id, None)
-        if control is None:
-            self._wrong.append(f"{reply.id!r} is answered, but was not asked or is answered twice")
-            return
-        if control.waits:
-            control.num_pending = self._num_pending()
-        success, text = self._right_reply(control)
-        if reply.success != success or not reply.message.startswith(text):
-            said, right = (reply.success, reply.message), (success, text)
-            self._wrong.append(f"{reply.id!r} is answered with {said}, and {right} is right")
-        if isinstance(control.message, GetInternalStateReq) and reply.state is not None:
-            num_reqs = reply.state.num_running_reqs + reply.state.num_queue_reqs
-            if (num_reqs, reply.state.paused) != (control.num_pending, control.paused):
-                self._wrong.append(f"{reply.id!r} says {num_reqs} requests, {control.num_pending} are left")
-
-    def _right_reply(self, control: _Control) -> tuple[bool, str]:
-        """Whether it succeeds, and how the text begins."""
-        match control.message:
-            case FlushCacheReq() if control.num_pending:
-                return False, f"cache not flushed: {control.num_pending} requests are pending"
-            case FlushCacheReq(storage=True) if not self._setting.has_storage:
-                return False, "cache not flushed: there is no storage tier"
-            case FlushCacheReq():
-                return True, "cache flushed: "
-            case PauseGenerationReq():
-                return True, f"paused ({control.message.mode})"
-            case ContinueGenerationReq():
-                return True, "generation continues"
-            case UpdateWeightsReq(weight_version=label) if label == MISFIT:
-                return False, "weights not updated: "
-            case UpdateWeightsReq():
-                return True, "weights updated"
-            case GetInternalStateReq() | LoadGrammarReq():
-                return True, ""
-
     def _targets(self, message: AbortReq) -> list[Exchange]:
         rids = list(self.exchanges) if message.abort_all else [message.rid]
         exchanges = [self.exchanges[rid] for rid in rids if rid in self.exchanges]
@@ -288,13 +188,8 @@ class Transcript:
             self._wrong.append(f"{out.rid} goes on after it was aborted")
         if self._quiet and (out.finish_reason is None or out.finish_reason.type != "abort"):
             self._wrong.append(f"{out.rid} goes on while generation is paused")
-        self._check_interval(exchange, out)
         exchange.outs.append(out)
-        was_pending = self._is_pending(exchange)
         exchange.ended = out.finish_reason is not None
-        if was_pending and exchange.ended:  # by a tick, which came before what has not been answered yet
-            for control in self._open.values():
-                control.num_pending -= 1
 
     def _was_overdue(self, exchange: Exchange) -> bool:
         """Whether its time may have been up just before a silent abort, in the same turn of the loop: then it ends in
@@ -302,32 +197,10 @@ class Transcript:
         aborted = exchange.aborted
         return exchange.ended and aborted is not None and aborted.silent and exchange.turn == self._num_turns
 
-    def _check_interval(self, exchange: Exchange, out: TokenOut) -> None:
-        """Check --stream-interval: a stream's first message has one token, and each later one those of an interval."""
-        request, num = exchange.request, len(out.output_ids)
-        if request.stream or request.sampling_params.stop:
-            due, most = 1, 1  # a prompt's step yields one
-            if any(said.output_ids for said in exchange.outs):
-                due = self._setting.stream_interval
-                most = due + self._setting.step_tokens - 1
-            if num > most or (num < due and out.finish_reason is None):
-                self._wrong.append(f"{out.rid} gets {num} tokens at once, and {due} are due")
-
-    def decoded(self, out: StrOut) -> None:
-        """The detokenizer has sent a text."""
-        exchange = self.exchanges[out.token.rid]
-        if not exchange.texts or exchange.texts[-1].token.finish_reason is None:
-            exchange.texts.append(out)
-        elif out.text or out.token.finish_reason is None or out.token.finish_reason.type != "abort":
-            # The end of a request that was aborted, or whose time was up, before the scheduler heard of its stop string
-            # is sent as well.
-            self._wrong.append(f"{out.token.rid} has text after its end: {out.text!r}")
-
     def compare(self, oracle: Oracle) -> Findings:
         """Compare everything with ``oracle``."""
         wrong, num_tokens, num_close = list(self._wrong), 0, 0
         turned = set[object]()  # samples of a prompt have the same
-        wrong += [f"{id!r} was never answered" for id in self._open]
         for rid, exchange in self.exchanges.items():
             comparison = _Comparison(exchange, oracle, self._setting)
             difference = comparison.run()
@@ -406,11 +279,7 @@ class _Comparison:
 
     def _first_error(self, reason: FinishReason | None) -> str:
         return (
-            self._tokens(reason)
-            or self._counts()
-            or self._output_logprobs()
-            or self._input_logprobs(reason)
-            or self._text(reason)
+            self._tokens(reason) or self._counts() or self._output_logprobs() or self._input_logprobs(reason)
         )
 
     def _counts(self) -> str:
@@ -517,33 +386,6 @@ class _Comparison:
             rows = rows[: len(tokens)]
         return self._logprobs("input", parts, tokens, rows)
 
-    def _text(self, reason: FinishReason | None) -> str:
-        """The detokenizer's text, and the end at a stop string."""
-        exchange, params = self._exchange, self._exchange.request.sampling_params
-        if not exchange.texts:
-            return "has outputs and no text" if self._setting.decodes and exchange.outs else ""
-        tokens = exchange.tokens
-        by_token = reason is not None and isinstance(reason.matched, int)
-        shown = tokens[:-1] if by_token and not params.no_stop_trim else tokens
-        right = text_of(PIECES, self._query.prompt, shown, params.stop, params.min_new_tokens)
-        text = right.text + (right.stop or "") * params.no_stop_trim
-        end = exchange.texts[-1].token.finish_reason
-        said = "".join(part.text for part in exchange.texts)
-        num_said = sum(len(part.token.output_ids) for part in exchange.texts)
-        expected, num_tokens = reason, len(tokens)
-        if right.stop is not None:
-            expected, num_tokens = FinishReason(type="stop", matched=right.stop), right.num_tokens
-        if (
-            end is None and exchange.aborted
-        ):  # ended without an output, with incomplete or held back characters at its end
-            return "" if text.startswith(said) else f"has the text {said!r}, not the beginning of {text!r}"
-        if said != text or end != expected or num_said != num_tokens:
-            return (
-                f"has the text {said!r} with {num_said} tokens and ends with {_describe(end)}, "
-                f"not {text!r} with {num_tokens} and {_describe(expected)}"
-            )
-        return ""
-
     def _logprobs(
         self,
         side: str,
@@ -623,110 +465,4 @@ def _describe(reason: FinishReason | None) -> str:
 # --- what may come from the cache ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """Of a request when it was admitted, in tokens: the longest prefix that could be shared with what had been cached
-    since the last flush, and ``ever``; whether all of that must still have been cached, and on the device."""
-
-    since_flush: int
-    ever: int
-    nothing_lost: bool
-    nothing_moved: bool
-
-
-class Sharing:
-    """Prefixes that have been computed and cached, a page at a time, by namespace."""
-
-    def __init__(
-        self, page_size: int, disabled: bool, has_storage: bool, load_back_threshold: int, lookahead: int = 0
-    ) -> None:
-        """``disabled``: without a cache nothing is ever shared. What of a prefix has left the device is used if it has
-        ``load_back_threshold`` tokens or more. ``lookahead``: tokens behind a page that its KV depends on."""
-        self.admitted: dict[str, Shared] = {}
-        self._page_size = page_size
-        self._lookahead = lookahead
-        self._disabled = disabled
-        self._has_storage = has_storage
-        self._most_unused = load_back_threshold - 1
-        self._cached: set[int] = set()
-        self._ever: set[int] = set()
-        self._lost = self._moved = False
-
-    def cache(self, namespace: str, tokens: Sequence[int], num_computed: int) -> None:
-        """The KV of the first ``num_computed`` of ``tokens`` has been computed and given to the cache, which keeps
-        whole pages."""
-        if not self._disabled:
-            pages = self._pages(namespace, tokens, num_computed)
-            self._cached.update(pages)
-            self._ever.update(pages)
-
-    def flushed(self, storage: bool) -> None:
-        """The cache has been emptied."""
-        self._cached.clear()
-        self._lost = self._moved = False
-        if storage:
-            self._ever.clear()
-
-    def lost(self) -> None:
-        """Something has left the cache; only storage may still have it."""
-        self._lost = True
-
-    def moved(self) -> None:
-        """Something has left the device."""
-        self._moved = True
-
-    def admit(self, request: TokenizedGenerateReq, prompt_ids: Sequence[int]) -> None:
-        """``request`` gets its memory now, so what it shares is known."""
-        most = len(prompt_ids) - 1  # one token is computed in any case
-        if request.return_logprob and request.logprob_start_len >= 0:
-            most = min(most, request.logprob_start_len)
-        pages = self._pages(request.extra_key, prompt_ids, most)
-        self.admitted[request.rid] = Shared(
-            since_flush=self._num_tokens(pages, self._cached),
-            ever=self._num_tokens(pages, self._ever),
-            nothing_lost=not self._lost,
-            nothing_moved=not self._moved,
-        )
-
-    def compare(self, exchanges: Iterable[Exchange]) -> str:
-        """What is wrong with what was reported, "" if nothing is."""
-        wrong = []
-        for exchange in exchanges:
-            shared = self.admitted.get(exchange.request.rid)
-            for out in exchange.outs:
-                difference = self._difference(shared, out.cached_tokens, out.cached_tokens_details)
-                if difference:
-                    wrong.append(f"{out.rid}: {difference}")
-                    break
-        return "\n".join(wrong)
-
-    def _difference(self, shared: Shared | None, total: int, details: CachedTokensDetails | None) -> str:
-        if shared is None:  # was never admitted
-            return f"{total} tokens from the cache, without having run" if total else ""
-        device, below = (total, 0) if details is None else (details.device, details.host + details.storage)
-        if device + below != total or (details is not None and details.storage and not self._has_storage):
-            return f"{total} tokens from the cache, by tier {details}"
-        most = shared.ever if self._has_storage else shared.since_flush
-        if total > most:
-            return f"{total} tokens from the cache, but only {most} had been computed for its prefix"
-        unused = 0 if shared.nothing_moved or below else self._most_unused
-        if shared.nothing_lost and total < shared.since_flush - unused:
-            return f"{total} tokens from the cache, though {shared.since_flush} were there and nothing was evicted"
-        if shared.nothing_lost and shared.nothing_moved and device < shared.since_flush:
-            return f"{device} tokens from the device, though {shared.since_flush} were there ({details})"
-        return ""
-
-    def _pages(self, namespace: str, tokens: Sequence[int], most: int) -> list[int]:
-        """One number for each whole page of the first ``most`` tokens: of all that its KV depends on."""
-        size, found, so_far = self._page_size, [], hash(namespace)
-        for end in range(size, min(most, len(tokens) - self._lookahead) + 1, size):
-            so_far = hash((so_far, *tokens[end - size : end + self._lookahead]))
-            found.append(so_far)
-        return found
-
-    def _num_tokens(self, pages: list[int], known: set[int]) -> int:
-        first_unknown = next((i for i, page in enumerate(pages) if page not in known), len(pages))
-        return first_unknown * self._page_size
-
-
-__all__ = ["MAX_CLOSE_SHARE", "Exchange", "Findings", "Sharing", "Transcript"]
+__all__ = ["MAX_CLOSE_SHARE", "Exchange", "Findings", "Transcript"]

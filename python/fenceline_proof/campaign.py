@@ -7,25 +7,21 @@ import logging
 import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
-from typing import NamedTuple
 
 from fenceline.memory_order.edges import EDGES, ROWS, edge_of
 from fenceline_proof.arms import Arm, Row, judge, unarmed_rows
-from fenceline_proof.branches import Branches, measured
 from fenceline_proof.events import EVENTS
 from fenceline_proof.everything import EVERYTHING
-from fenceline_proof.processes import PROCESSES
 from fenceline_proof.runs import Outcome, Trial, run
 from fenceline_proof.table import Proof
 from fenceline_proof.workloads import WORKLOADS
 from fenceline_sim.pairs import missed
 from fenceline_sim.policy import Answers
 
-_MEASURED_ROUNDS = 1  # of all workloads, with branches counted
 # From this many runs of the workload ``everything`` on, every edge must have had two accesses to order, and every event
 # must have been seen. For events that have not been,
 # up to this many runs are added, because every change to the engine changes which seeds reach a rare event.
@@ -55,7 +51,6 @@ class Plan:
     detect: bool
     deadline: float
     with_unarmed: bool
-    with_branches: bool
     progress: Callable[[int], object]
 
 
@@ -92,22 +87,12 @@ def carry_out(plan: Plan) -> Proof:
     started = time.monotonic()
     tally, proof = _Tally(), Proof()
     intact = islice(_intact_trials(plan), plan.num_intact)
-    # What takes longest comes first: the runs whose branches are counted, which one process makes, and one run in
-    # processes of its own, which takes as long as twenty others.
-    first = []
-    if plan.with_branches:
-        measured_trials = tuple(islice(intact, _MEASURED_ROUNDS * len(plan.workloads)))
-        first.append(_Job(measured_trials, with_branches=True))
-    if plan.with_unarmed and plan.detect:
-        first.append(_Job((Trial(PROCESSES, plan.first_seed),)))
     # The tally knows of a run a little later than the next ones are chosen.
     between = islice(intact, 4 * plan.jobs)
     trials = chain(_severed_trials(plan, tally), between, _more_severed_trials(plan, tally), intact)
-    for done in _results(chain(first, _jobs(trials)), plan):
-        proof.branches = {**proof.branches, **done.branches}
-        for outcome in done.outcomes:
-            tally.add(outcome)
-            plan.progress(1)
+    for outcome in _outcomes(trials, plan):
+        tally.add(outcome)
+        plan.progress(1)
     if tally.num_everything >= _RUNS_FOR_EVENTS:
         for outcome in _outcomes(_for_events(plan, tally), plan):
             tally.add(outcome)
@@ -227,7 +212,7 @@ def _intact_trials(plan: Plan) -> Iterator[Trial]:
     """The runs of the intact engine in rounds: first one run of each workload, then as many as its share says."""
     for round_no in count():
         for name in plan.workloads:
-            seeds = 1 if round_no < _MEASURED_ROUNDS or name == PROCESSES else WORKLOADS[name].share
+            seeds = WORKLOADS[name].share if round_no else 1
             for i in range(seeds):
                 yield Trial(name, plan.first_seed + round_no * 10 + i, detect=plan.detect)
 
@@ -241,50 +226,21 @@ def _for_events(plan: Plan, tally: _Tally) -> Iterator[Trial]:
         yield Trial(EVERYTHING.name, seed, detect=plan.detect)
 
 
-class _Job(NamedTuple):
-    """Runs that one process makes, one after the other."""
-
-    trials: tuple[Trial, ...]
-    with_branches: bool = False  # are counted
-
-
-class _Result(NamedTuple):
-    outcomes: Sequence[Outcome]
-    branches: Mapping[str, Branches]
-
-
-def _jobs(trials: Iterable[Trial]) -> Iterator[_Job]:
-    return (_Job((trial,)) for trial in trials)
-
-
-def _do(job: _Job) -> _Result:
-    if not job.with_branches:
-        return _Result([run(trial) for trial in job.trials], {})
-    with measured() as branches:
-        outcomes = [run(trial) for trial in job.trials]
-    return _Result(outcomes, branches)
-
-
-def _outcomes(trials: Iterable[Trial], plan: Plan) -> Iterator[Outcome]:
+def _outcomes(trials: Iterator[Trial], plan: Plan) -> Iterator[Outcome]:
     """Outcomes as they come, until the trials or the time run out."""
-    return (outcome for result in _results(_jobs(trials), plan) for outcome in result.outcomes)
-
-
-def _results(jobs: Iterator[_Job], plan: Plan) -> Iterator[_Result]:
-    """Results as they come, until the jobs or the time run out."""
     if plan.jobs == 1:
-        for job in jobs:
+        for trial in trials:
             if time.monotonic() > plan.deadline:
                 return
-            yield _do(job)
+            yield run(trial)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(plan.jobs, context, prepare) as pool:
-        running: set[Future[_Result]] = {pool.submit(_do, job) for job in islice(jobs, 2 * plan.jobs)}
+        running: set[Future[Outcome]] = {pool.submit(run, trial) for trial in islice(trials, 2 * plan.jobs)}
         while running:
             done, running = wait(running, return_when=FIRST_COMPLETED)
             if time.monotonic() < plan.deadline:
-                running |= {pool.submit(_do, job) for job in islice(jobs, len(done))}
+                running |= {pool.submit(run, trial) for trial in islice(trials, len(done))}
             for future in done:
                 yield future.result()
 

@@ -70,7 +70,6 @@ EVENTS: dict[str, str] = {
     "planned steps": "each batch's attention is planned on the host while the last step may still run",
     "planned decode replay": "the plan is copied to the graph's own memory before it is replayed",
     "replay compared with its step": "--debug-cuda-graph computes the step without its graph as well",
-    "steps of a quantised model": "of numbers of eight bits or four",
     "decode replay with an FP8 cache": "keys and values are kept in eight bits",
     "a step for a request that has left": "it left while the step was in flight, so its results are dropped",
     # speculation
@@ -248,7 +247,6 @@ class Watch:
             "planned steps", planned and not self._scheduler.config.server_args.disable_overlap_schedule
         )
         self.note("planned decode replay", planned and replayed and batch.is_decode)
-        self.note("steps of a quantised model", self._scheduler.config.model.quantization)
         self.note("decode replay with an FP8 cache", self._in_fp8 and replayed and batch.is_decode)
         if batch.is_decode:
             self._decode(batch, [name for name in replayed if name.startswith(("decode", "verify"))])

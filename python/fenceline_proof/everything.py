@@ -21,7 +21,6 @@ from fenceline.ipc.io_struct import (
     PauseGenerationReq,
     TickReq,
     TokenizedGenerateReq,
-    UpdateWeightsReq,
 )
 from fenceline_proof.events import STATES
 from fenceline_proof.flashinfer_library import PLANNED
@@ -31,7 +30,6 @@ from fenceline_proof.launched_attention import LAUNCHED
 from fenceline_proof.persistent_attention import PERSISTENT
 from fenceline_proof.script import (
     GRAPH_CONTEXT,
-    MISFIT,
     Arrival,
     Flag,
     Flags,
@@ -40,7 +38,7 @@ from fenceline_proof.script import (
     Workload,
 )
 from fenceline_proof.speculative_workloads import chains_of_models, draft_flags, several_layers
-from fenceline_proof.tiny_model import VOCAB_SIZE, tiny_model_path
+from fenceline_proof.tiny_model import VOCAB_SIZE
 
 _RARE_STATES = (
     "before a remap",
@@ -51,11 +49,6 @@ _RARE_STATES = (
 )
 _POLICIES = ("write_through", "write_through_selective", "write_back")
 _ATTENTION = (PERSISTENT, LAUNCHED, *PLANNED, "")  # "": torch's operators
-_OTHER_MODELS = (
-    "experts", "shared", "mxfp4", "fp8", "fp8_rows", "rounded_fp8", "fp8_experts", "int4", "int4_experts", "llama3",
-    "yarn", "wide", "adjacent", "partial",
-)  # fmt: skip
-_WITH_SINKS = ("gpt_oss", "mxfp4")
 _STOP_STRINGS = ("a", "th", "on", "ne", "e t", "é", "r.")
 
 
@@ -359,27 +352,12 @@ def _everything(random: Random) -> Scenario:
     arrivals = scenario.arrivals
     if "draft" not in flags and random.random() < 0.5:
         flags["kv_cache_dtype"] = "fp8_e4m3"
-        if "model" not in flags and random.random() < 0.5:
-            flags["model"] = "kv_scales"
-            arrivals = tuple(map(_refused, arrivals))
     flags |= _seldom(random, flags)
-    # FlashInfer has no sinks and reads no FP8: our own kernels attend in its place.
-    if "kv_cache_dtype" in flags or flags.get("model") in _WITH_SINKS:
+    if "kv_cache_dtype" in flags:  # FlashInfer reads no FP8: our own kernels attend in its place
         flags = {name: LAUNCHED if value in PLANNED else value for name, value in flags.items()}
     if random.random() < 0.4:
         arrivals = _in_bodies(random, arrivals)
     return replace(scenario, flags=flags, arrivals=arrivals)
-
-
-def _refused(arrival: Arrival) -> Arrival:
-    """The same, where new weights are those of the checkpoint with scales for FP8, which cannot be replaced."""
-    message = arrival.message
-    if not isinstance(message, UpdateWeightsReq):
-        return arrival
-    folder = tiny_model_path("kv_scales")
-    return replace(
-        arrival, message=structs.replace(message, model_path=folder, file=None, weight_version=MISFIT)
-    )
 
 
 def _seldom(random: Random, flags: Flags) -> Flags:
@@ -469,7 +447,7 @@ def _fitting(flags: Flags) -> Flags:
 
 def _with_another_model(random: Random, flags: Flags) -> Flags:
     """Another model in the place of the plain one, often with a draft."""
-    model = random.choice(("windows", "windows", "gpt_oss", *_OTHER_MODELS))
+    model = random.choice(("windows", "experts"))
     if "draft" not in flags and random.random() < 0.6:
         return {**flags, "model": model}
     others = ("speculative_", "depth_seed")  # the other draft's

@@ -11,7 +11,7 @@ from random import Random
 from fenceline.ipc.io_struct import AbortReq, ContinueGenerationReq, FlushCacheReq, PauseGenerationReq
 from fenceline_proof.persistent_attention import PERSISTENT
 from fenceline_proof.script import PIECES, Flag, Flags, Scenario, Script, Workload
-from fenceline_proof.tiny_model import MOST_TOKEN_BYTES, PLAIN, VOCAB_SIZE, storage_secret
+from fenceline_proof.tiny_model import MOST_TOKEN_BYTES, VOCAB_SIZE, storage_secret
 
 _POLICIES = ("write_through", "write_through_selective", "write_back")
 _LAYOUTS = ("layer_first", "page_first")
@@ -56,13 +56,9 @@ def _conversations(random: Random) -> Scenario:
 
 
 def _fp8(random: Random) -> Scenario:
-    """Conversations whose keys and values are kept in FP8 on all tiers, in some runs divided by the checkpoint's
-    scales, and in some computed in pieces."""
-    scenario, model = _conversations(random), random.choice((PLAIN, "kv_scales", "kv_scales"))
-    between = PIECES if random.random() < 0.5 else {}
-    return replace(
-        scenario, flags={**scenario.flags, **between, "kv_cache_dtype": "fp8_e4m3", "model": model}
-    )
+    """Conversations whose keys and values are kept in FP8 on all tiers, in some runs computed in pieces."""
+    scenario, between = _conversations(random), PIECES if random.random() < 0.5 else {}
+    return replace(scenario, flags={**scenario.flags, **between, "kv_cache_dtype": "fp8_e4m3"})
 
 
 def _spill(random: Random) -> Scenario:

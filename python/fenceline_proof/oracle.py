@@ -12,7 +12,6 @@ rotary positions are float32 by definition.
 
 from __future__ import annotations
 
-import codecs
 import json
 import math
 from collections import OrderedDict
@@ -20,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -83,16 +81,8 @@ class Step:
     scores: F64
 
 
-# The names of a layer's norms by family: of what attention adds, of what the MLP reads, and of what it adds. There are
-# not all of them in each family.
-_NORMS = {
-    "gemma2": ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
-    "olmo2": ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
-    "glm4": ("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
-}
-# Those with one norm before each of the two.
-_ALIKE = ("qwen3", "qwen3_moe", "qwen2_moe", "smollm3", "gpt_oss", "ernie4_5")
-_ADJACENT = ("ernie4_5", "glm4")  # whose pairs of rotated features are neighbours
+# The families that it knows. Gemma's layers have norms behind attention and MLP too, windows and soft caps.
+_FAMILIES = ("qwen3", "qwen3_moe", "gemma2")
 
 
 class Model:
@@ -100,12 +90,16 @@ class Model:
 
     def __init__(self, folder: str | Path, rounds_kv: bool = False) -> None:
         config = json.loads((Path(folder) / "config.json").read_text())
-        families, family = (*_ALIKE, *_NORMS), config["model_type"]
-        assert family in families, f"the oracle knows {families}"
-        self.is_gemma = family == "gemma2"
-        self.norms = _NORMS.get(family, ("", "post_attention_layernorm", ""))
-        self.norms_heads = family != "olmo2"  # each alone, not all together
-        self.rotates_neighbours = family in _ADJACENT
+        assert config["model_type"] in _FAMILIES, f"the oracle knows {_FAMILIES}"
+        self.is_gemma = config["model_type"] == "gemma2"
+        # Of what attention adds, of what the MLP reads, and of what it adds.
+        self.norms = ("", "post_attention_layernorm", "")
+        if self.is_gemma:
+            self.norms = (
+                "post_attention_layernorm",
+                "pre_feedforward_layernorm",
+                "post_feedforward_layernorm",
+            )
         self.windows: list[int | None] = [None] * config["num_hidden_layers"]
         self.score_scale = 1 / math.sqrt(config["head_dim"])
         self.score_cap = self.logit_cap = 0.0
@@ -116,12 +110,7 @@ class Model:
             self.score_scale = 1 / math.sqrt(config["query_pre_attn_scalar"])
             self.score_cap = config["attn_logit_softcapping"]
             self.logit_cap = config["final_logit_softcapping"]
-        self.rotates = [bool(one) for one in config.get("no_rope_layers", [])] or [True] * len(self.windows)
         self.top_k: int = config.get("num_experts_per_tok", 0)
-        self.renormalises = config.get(
-            "norm_topk_prob", True
-        )  # the shares of a token's experts add up to one
-        self.swiglu_limit: float = config.get("swiglu_limit", 0.0)
         self.num_layers: int = config["num_hidden_layers"]
         self.num_heads: int = config["num_attention_heads"]
         self.num_kv_heads: int = config["num_key_value_heads"]
@@ -130,12 +119,8 @@ class Model:
         self.rounds_kv = rounds_kv
         tensors = load_file(Path(folder) / "model.safetensors")
         self._weights = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
-        self.num_rotated = int(self.head_dim * config.get("partial_rotary_factor", 1))
-        exponents = np.arange(0, self.num_rotated, 2, dtype=np.float32) / np.float32(self.num_rotated)
-        frequencies = np.float32(1.0) / np.float32(config["rope_theta"]) ** exponents
-        self._frequencies, self._rotary_factor = _scaled(
-            frequencies.astype(np.float64), config["rope_theta"], config.get("rope_scaling") or {}
-        )
+        exponents = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
+        self._frequencies = np.float32(1.0) / np.float32(config["rope_theta"]) ** exponents
         self.embedding = self._weights["model.embed_tokens.weight"]
         tied = config.get("tie_word_embeddings", False)
         self.head = self.embedding if tied else self._weights["lm_head.weight"]
@@ -157,12 +142,8 @@ class Model:
         return product if bias is None else product + bias
 
     def gated(self, x: F64, name: str) -> F64:
-        """The MLP ``name``: SwiGLU, in Gemma with gelu in its approximation by tanh. GLM-4 has gate and up in one
-        matrix, one after the other."""
-        if f"{name}.gate_up_proj.weight" in self._weights:
-            gate, up = np.split(self.linear(x, f"{name}.gate_up_proj"), 2, axis=-1)
-        else:
-            gate, up = self.linear(x, f"{name}.gate_proj"), self.linear(x, f"{name}.up_proj")
+        """The MLP ``name``: SwiGLU, in Gemma with gelu in its approximation by tanh."""
+        gate, up = self.linear(x, f"{name}.gate_proj"), self.linear(x, f"{name}.up_proj")
         if self.is_gemma:
             share = (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) / 2
         else:
@@ -171,64 +152,24 @@ class Model:
 
     def mix(self, x: F64, name: str) -> F64:
         """The MLP ``name`` of x [T, hidden], or its experts: each token's ``top_k`` best, weighted by a softmax over
-        these, or over all experts. A shared expert is added for all tokens, weighted by a sigmoid."""
-        router = next((one for one in ("gate", "router") if f"{name}.{one}.weight" in self._weights), None)
-        if router is None:
+        these."""
+        if f"{name}.gate.weight" not in self._weights:
             return self.gated(x, name)
-        logits = self.linear(x, f"{name}.{router}")
         result = np.zeros_like(x)
-        for token, scores in enumerate(logits):
+        for token, scores in enumerate(self.linear(x, f"{name}.gate")):
             best = np.argsort(-scores)[: self.top_k]
-            shares = np.exp(scores - scores.max())
-            shares = shares[best] / (shares[best] if self.renormalises else shares).sum()
-            for expert, share in zip(best, shares, strict=True):
-                result[token] += share * self.expert(x[token], f"{name}.experts", int(expert))
-        if f"{name}.shared_expert_gate.weight" in self._weights:
-            share = 1 / (1 + np.exp(-self.linear(x, f"{name}.shared_expert_gate")))
-            result += share * self.gated(x, f"{name}.shared_expert")
+            shares = np.exp(scores[best] - scores.max())
+            for expert, share in zip(best, shares / shares.sum(), strict=True):
+                result[token] += share * self.gated(x[token], f"{name}.experts.{int(expert)}")
         return result
 
-    def expert(self, x: F64, name: str, number: int) -> F64:
-        """One of the experts ``name``. gpt-oss's are in one tensor, in which the outputs of gate and up alternate; its
-        SwiGLU is clamped, and adds one to up."""
-        if f"{name}.gate_up_proj" not in self._weights:
-            return self.gated(x, f"{name}.{number}")
-
-        def product(x: F64, part: str) -> F64:
-            found: F64 = (
-                x @ self._weights[f"{name}.{part}"][number] + self._weights[f"{name}.{part}_bias"][number]
-            )
-            return found
-
-        both = product(x, "gate_up_proj")
-        gate, up = (
-            np.minimum(both[0::2], self.swiglu_limit),
-            np.clip(both[1::2], -self.swiglu_limit, self.swiglu_limit),
-        )
-        return product((up + 1) * gate / (1 + np.exp(-1.702 * gate)), "down_proj")
-
-    def kv_scale(self, name: str) -> float:
-        """Keys or values are divided by this before they are rounded: the checkpoint's scale ``name``, or 1."""
-        return float(self._weights.get(name, np.ones(())))
-
-    def sinks(self, name: str) -> F64:
-        """One more score of each head that belongs to no token, [heads]; none are -inf."""
-        return self._weights.get(f"{name}.sinks", np.full(self.num_heads, -np.inf))
-
     def rotate(self, x: F64, first: int) -> F64:
-        """Rotary positions ``first``, ``first + 1``, ... for the first ``num_rotated`` = n features of x [T, heads,
-        head_dim]: pairs (i, i + n / 2), or (2 i, 2 i + 1)."""
+        """Rotary positions ``first``, ``first + 1``, ... of x [T, heads, head_dim]: pairs (i, i + head_dim / 2)."""
         positions = np.arange(first, first + len(x), dtype=np.float32)
         angles = (positions[:, None] * self._frequencies).astype(np.float64)[:, None, :]
-        cos, sin = np.cos(angles) * self._rotary_factor, np.sin(angles) * self._rotary_factor
-        pairs, rest = np.split(x, [self.num_rotated], axis=-1)
-        if self.rotates_neighbours:
-            a, b = pairs[..., 0::2], pairs[..., 1::2]
-            turned = np.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(pairs.shape)
-        else:
-            a, b = np.split(pairs, 2, axis=-1)
-            turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-        return np.concatenate([turned, rest], axis=-1)
+        cos, sin = np.cos(angles), np.sin(angles)
+        a, b = np.split(x, 2, axis=-1)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
     def logits(self, hidden: F64) -> F64:
         """[T, hidden] after the last layer → [T, V]."""
@@ -236,32 +177,7 @@ class Model:
         return np.tanh(scores / self.logit_cap) * self.logit_cap if self.logit_cap else scores
 
 
-def _scaled(frequencies: F64, theta: float, scaling: dict[str, Any]) -> tuple[npt.NDArray[np.float32], float]:
-    """The rotary frequencies of a context that is longer than the one trained for, and the factor of cosine and sine:
-    Llama 3.1's rule or YaRN (arXiv:2309.00071)."""
-    kind, factor = scaling.get("rope_type"), scaling.get("factor", 1.0)
-    original = scaling.get("original_max_position_embeddings", 0)
-    if kind is None:
-        return frequencies.astype(np.float32), 1.0
-    turns = original * frequencies / (2 * math.pi)  # of each pair within the original context
-    if kind == "llama3":
-        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        kept = np.clip((turns - low) / (high - low), 0, 1)
-        return (frequencies * (kept + (1 - kept) / factor)).astype(np.float32), 1.0
-    assert kind == "yarn", f"the oracle does not know {kind}"
-    # The pairs with fewer turns than beta_slow are slowed down, those with more than beta_fast are not; a ramp over the
-    # pairs in between, whose ends are rounded outwards.
-    num_dims, base = 2 * len(frequencies), math.log(theta)
-    first, last = (
-        num_dims * math.log(original / (beta * 2 * math.pi)) / (2 * base)
-        for beta in (scaling["beta_fast"], scaling["beta_slow"])
-    )
-    begin, end = max(math.floor(first), 0), min(math.ceil(last), num_dims - 1)
-    slowed = np.clip((np.arange(len(frequencies)) - begin) / (end - begin), 0, 1)
-    return (frequencies * (1 - slowed + slowed / factor)).astype(np.float32), 0.1 * math.log(factor) + 1
-
-
-# A key or a value of a layer: the name of its scale, and its position, head and dimension.
+# A key or a value of a layer: its name, and its position, head and dimension.
 Place = tuple[str, int, int, int]
 
 
@@ -340,16 +256,13 @@ class Answer:
 
         def heads(kind: str, count: int) -> F64:
             flat = model.linear(h, f"{name}.{kind}_proj")
-            if model.norms_heads:
-                return model.norm(flat.reshape(num, count, model.head_dim), f"{name}.{kind}_norm")
-            return model.norm(flat, f"{name}.{kind}_norm").reshape(num, count, model.head_dim)
+            return model.norm(flat.reshape(num, count, model.head_dim), f"{name}.{kind}_norm")
 
         q, k = heads("q", model.num_heads), heads("k", model.num_kv_heads)
-        if model.rotates[layer]:
-            q, k = model.rotate(q, first), model.rotate(k, first)
+        q, k = model.rotate(q, first), model.rotate(k, first)
         v = heads("v", model.num_kv_heads)
-        self._keys[layer].append(self._kept(k, f"{name}.k_scale", first))
-        self._values[layer].append(self._kept(v, f"{name}.v_scale", first))
+        self._keys[layer].append(self._kept(k, f"{name}.k", first))
+        self._values[layer].append(self._kept(v, f"{name}.v", first))
         keys, values = np.concatenate(self._keys[layer]), np.concatenate(self._values[layer])
         self._keys[layer], self._values[layer] = [keys], [values]
         # [kv heads, tokens of all query heads that share one, head_dim] and [kv heads, all tokens, head_dim]
@@ -363,10 +276,8 @@ class Answer:
             ago = np.arange(first, first + num)[:, None] - np.arange(len(keys))
             by_query = scores.reshape(-1, num, len(keys))
             by_query += np.where((ago < 0) | (ago >= window), -np.inf, 0.0)
-        sinks = model.sinks(name).reshape(model.num_kv_heads, -1).repeat(num, axis=1)[..., None]
-        most = np.maximum(scores.max(axis=-1, keepdims=True), sinks)
-        weights = np.exp(scores - most)
-        weights /= weights.sum(axis=-1, keepdims=True) + np.exp(sinks - most)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
         out: F64 = (weights @ values.transpose(1, 0, 2)).reshape(grouped.shape).transpose(2, 0, 1, 3)
         return out.reshape(num, model.num_heads, model.head_dim)
 
@@ -374,64 +285,13 @@ class Answer:
         """Keys or values x [T, heads, head_dim] of the tokens from position ``first`` on, as they are kept."""
         if not self._model.rounds_kv:
             return x
-        scale = self._model.kv_scale(name)
-        rounded, other, is_near_tie = _e4m3(x / scale)
+        rounded, other, is_near_tie = _e4m3(x)
         for token, head, dim in np.argwhere(is_near_tie).tolist():
             place = (name, first + token, head, dim)
             self.near_ties.append(place)
             if place in self._turned:
                 rounded[token, head, dim] = other[token, head, dim]
-        return rounded * scale
-
-
-class Lookahead:
-    """The layers of a checkpoint in ``folder`` that look ahead (multi-token prediction), over the model in ``target``.
-
-    Layer k has a row for each token i: of the token 1 + k behind it, and of the hidden state that the layer before has
-    for i, or for k = 0 the target. What layer k has there draws the token 2 + k behind i.
-    """
-
-    def __init__(self, folder: str | Path, target: str | Path, rounds_kv: bool = False) -> None:
-        self._model = model = Model(target, rounds_kv)
-        tensors = load_file(Path(folder) / "model.safetensors")
-        model._weights |= {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
-        self.num_layers: int = json.loads((Path(folder) / "config.json").read_text())[
-            "num_nextn_predict_layers"
-        ]
-
-    def logits(self, tokens: tuple[int, ...]) -> list[F64]:
-        """By layer [T - 1 - k, V]: the unadjusted logits of each row that ``tokens`` determine, without the layers that
-        have none."""
-        model, found = self._model, []
-        target = Answer(lambda _: model, Query(prompt=tokens, seed=0, temperature=0.0))
-        hidden = model.norm(np.concatenate(target._hidden), "model.norm")
-        for layer in range(min(self.num_layers, len(tokens) - 1)):
-            name = f"model.mtp_layers.{layer}"
-            embedded = model.embedding[list(tokens[1 + layer :])]
-            embedded[:1] = 0  # at position 0
-            hidden = hidden[: len(embedded)]
-            both = (
-                model.norm(hidden, f"{name}.hidden_layernorm"),
-                model.norm(embedded, f"{name}.token_layernorm"),
-            )
-            x = model.linear(np.concatenate(both, axis=-1), f"{name}.input_proj")
-            rows = Answer(lambda _: model, Query(prompt=tokens[:1], seed=0, temperature=0.0))
-            rows._keys, rows._values = [[]], [[]]
-            h = model.norm(x, f"{name}.input_layernorm")
-            attended = rows._attend(0, h, f"{name}.self_attn", 0).reshape(len(x), -1)
-            x = x + model.linear(attended, f"{name}.self_attn.o_proj")
-            x = x + model.mix(model.norm(x, f"{name}.post_attention_layernorm"), f"{name}.mlp")
-            hidden = model.norm(x, f"{name}.final_layernorm")
-            found.append(hidden @ model.head.T)
-        return found
-
-
-def scores_of(logits: F64, query: Query, position: int) -> F64:
-    """The scores [V] of a draw without filters at ``position``, of which the largest is drawn."""
-    if query.greedy:
-        return logits
-    noise: F64 = (logits - logits.max()) / query.temperature + gumbel(query.seed, position, len(logits))
-    return noise
+        return rounded
 
 
 def _e4m3(x: F64) -> tuple[F64, F64, npt.NDArray[np.bool_]]:
@@ -635,45 +495,6 @@ def _log_softmax(scores: F64) -> F64:
 
 
 # --- from tokens to text -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """The text of ``num_tokens`` tokens, up to the stop string ``stop`` if it contains one."""
-
-    text: str
-    num_tokens: int
-    stop: str | None = None
-
-
-def text_of(
-    pieces: Sequence[bytes],
-    prompt: Sequence[int],
-    tokens: Sequence[int],
-    stops: Sequence[str],
-    min_tokens: int,
-) -> Text:
-    """The text of ``tokens`` after ``prompt``, ``pieces`` being the bytes of each id, whole characters at a time. It
-    ends where the first of ``stops`` is complete (of those that end together the longest), once there are
-    ``min_tokens``."""
-    decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-    decode(b"".join(pieces[token] for token in prompt))  # may leave half a character
-    text = ""
-    for num, token in enumerate(tokens, 1):
-        old, text = len(text), text + decode(pieces[token])
-        ends = [
-            (end, end - len(stop), stop)
-            for stop in stops
-            for end in range(old + 1, len(text) + 1)
-            if text[:end].endswith(stop) and num >= min_tokens
-        ]
-        if ends:
-            _, start, stop = min(ends)
-            return Text(text[:start], num, stop)
-    return Text(text + decode(b"", True), len(tokens))
-
-
-# --- the noise -----------------------------------------------------------------------------------------
 
 
 def gumbel(seed: int, position: int, num_ids: int) -> F64:

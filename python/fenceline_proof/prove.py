@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workload", metavar="NAME", help="only this workload")
     parser.add_argument(
         "--jobs", type=int, metavar="N",
-        help="processes; unless given the cores of this machine, and one for a part of the proof",
+        help="processes; unless given the cores of this machine, or one for a part of the proof",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     parser.add_argument(
@@ -89,16 +89,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _plan(args: argparse.Namespace, parser: argparse.ArgumentParser, bar: tqdm) -> Plan:
     from fenceline_proof.arms import all_arms
     from fenceline_proof.campaign import Plan
-    from fenceline_proof.processes import PROCESSES
     from fenceline_proof.small_workloads import SMALL_WORKLOADS
     from fenceline_proof.workloads import WORKLOADS
 
     workloads = SMALL_WORKLOADS if args.exhaustive else WORKLOADS
-    names = list(workloads) if args.exhaustive else [*workloads, PROCESSES]
+    names = list(workloads)
     if args.workload is not None and args.workload not in names:
         parser.error(f"--workload {args.workload}: choose one of {', '.join(names)}")
-    if args.workload == PROCESSES and (args.edge is not None or args.blind):
-        parser.error(f"--workload {PROCESSES}: goes without --edge and --blind")
     if args.exhaustive and (args.edge is not None or args.write_docs):
         parser.error("--exhaustive: goes without --edge and --write-docs")
     arms = _arms(args, parser) if args.edge is not None else [] if args.workload else all_arms()
@@ -121,7 +118,6 @@ def _plan(args: argparse.Namespace, parser: argparse.ArgumentParser, bar: tqdm) 
         detect=not args.blind,
         deadline=math.inf if args.budget is None else time.monotonic() + args.budget,
         with_unarmed=everything,
-        with_branches=everything,
         progress=bar.update,
     )
 

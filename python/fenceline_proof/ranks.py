@@ -38,7 +38,7 @@ from fenceline_proof.hicache_workloads import with_storage_limits
 from fenceline_proof.oracle import Oracle, Query
 from fenceline_proof.script import Arrival, Flag, Flags, Scenario, Script
 from fenceline_proof.steps import STEP_S, make_config
-from fenceline_proof.tiny_model import PLAIN, plain_path, tiny_model_path
+from fenceline_proof.tiny_model import PLAIN, tiny_model_path
 from fenceline_sim.device import VgpuDevice
 from fenceline_sim.gpu import VirtualGpu
 from fenceline_sim.peers import Grain, Group, PeerRank
@@ -47,8 +47,7 @@ from fenceline_sim.threads import Channel, join_all
 NUM_RANKS = 2
 _GRAIN = Grain(capacity=1, vector_bytes=1 << 16)
 _MAX_STEPS = 2000
-_WITH_EXPERTS = ("experts", "shared", "odd_gpt_oss", "mxfp4")
-_MODELS = ("odd_plain", "windows", "odd_wide", "odd_llama3", *_WITH_EXPERTS)
+_MODELS = ("odd", "windows", "experts", "experts")
 _HOT = {"temperature": 4.0}  # at which every token of the vocabulary is drawn
 
 
@@ -118,7 +117,7 @@ def _flags(script: Script) -> Flags:
         flags |= script.graphs(1, 2, 3)
     if flags.get("draft") != "EAGLE3":  # which is the plain model's
         flags["model"] = model = random.choice(_MODELS)
-        if model in _WITH_EXPERTS:
+        if model == "experts":
             flags["ep_size"] = random.choice((1, NUM_RANKS))
     return flags
 
@@ -136,7 +135,7 @@ def _new_weights(script: Script, flags: Flags) -> Flags:
 
 @lru_cache
 def _oracle(folder: str) -> Oracle:
-    return Oracle(plain_path(folder))
+    return Oracle(folder)
 
 
 class _Ended(Exception):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -10,26 +10,22 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from fenceline.mem_cache.host.cache_controller import HiCacheController, TransferCounts
+from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.page_hash import PageKey
 from fenceline.mem_cache.storage.controller import (
     Ack,
     Storage,
     StorageController,
-    StorageTierStats,
 )
 from fenceline.mem_cache.storage.controller import Fetched as FetchedAck
-from fenceline.mem_cache.storage.worker import Prefetch
 from fenceline.mem_cache.transfer import Ticket, TransferKind
-from fenceline.memory_order import LeasePool, Points
-from fenceline.model_executor.graph_runner import GraphStats
+from fenceline.memory_order import Points
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import (
     Completions,
     ForwardResult,
     HeldStep,
     StepBatch,
-    StepCosts,
     StepOutput,
     drain_completions,
 )
@@ -40,15 +36,21 @@ from fenceline_sim.tags import Tags
 I32 = npt.NDArray[np.int32]
 
 
-class RecordedWorker:
+class _InPlaceOf:
+    """Has all attributes of ``original`` that the class itself does not have."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+class RecordedWorker(_InPlaceOf):
     """A ModelRunner that adds its launches, its transfers and the published results to ``events``."""
 
     def __init__(self, runner: ModelRunner, events: list[Event], tags: Tags | None = None) -> None:
-        self.device = runner.device
-        self.pages = runner.pages
-        self.max_step_tokens = runner.max_step_tokens
-        self.req_pool = runner.req_pool
-        self.memory_bytes = runner.memory_bytes
+        super().__init__(runner)
         self.hicache: RecordedTransfers | None = None
         self.storage: Storage | None = None
         if runner.hicache is not None:
@@ -56,24 +58,8 @@ class RecordedWorker:
             if runner.storage is not None:
                 recorded = RecordedStorage(runner.storage.controller, runner.hicache, events)
                 self.storage = Storage(cast(StorageController, recorded), runner.storage.root_key)
-        self._runner = runner
         self._events = events
         self._tags = tags
-
-    @property
-    def step_costs(self) -> StepCosts | None:
-        """As of the runner."""
-        return self._runner.step_costs
-
-    @property
-    def graph_stats(self) -> GraphStats | None:
-        """See ModelRunner."""
-        return self._runner.graph_stats
-
-    @property
-    def prefill_graph_stats(self) -> GraphStats | None:
-        """See ModelRunner."""
-        return self._runner.prefill_graph_stats
 
     def completions(self, awaited: ForwardResult | None) -> Completions:
         """See ModelRunner."""
@@ -81,7 +67,7 @@ class RecordedWorker:
 
     def launch(self, batch: StepBatch) -> ForwardResult | HeldStep:
         """See ModelRunner."""
-        result = self._runner.launch(batch)
+        result = self._original.launch(batch)
         decision = Decision(batch)
         self._events.append(decision)
         if isinstance(result, HeldStep):
@@ -90,16 +76,12 @@ class RecordedWorker:
             )
         return cast(ForwardResult, _RecordedResult(result, decision))
 
-    def check_weights(self, weights: NewWeights) -> None:
-        """See ModelRunner."""
-        self._runner.check_weights(weights)
-
     def replace_weights(self, weights: NewWeights, one_more: Callable[[], None]) -> None:
         """See ModelRunner."""
         self._events.append(Update(weights))
         if self._tags is not None:
             self._tags.weights_replaced(weights)
-        self._runner.replace_weights(weights, one_more)
+        self._original.replace_weights(weights, one_more)
 
     def _masks(self, held: HeldStep, decision: Decision) -> I32:
         decision.masks = held.begin_masks()
@@ -111,57 +93,38 @@ class RecordedWorker:
         return cast(ForwardResult, _RecordedResult(held.sample(), decision))
 
 
-class _RecordedResult:
+class _RecordedResult(_InPlaceOf):
     """A step's result that records what ``publish`` takes from it."""
 
     def __init__(self, result: ForwardResult, decision: Decision) -> None:
-        self.done = result.done
-        self._result = result
+        super().__init__(result)
         self._decision = decision
 
-    def arrived(self) -> bool:
-        return self._result.arrived()
-
     def wait(self) -> StepOutput:
-        self._decision.output = self._result.wait()
+        self._decision.output = self._original.wait()
         return self._decision.output
 
 
-class RecordedTransfers:
+class RecordedTransfers(_InPlaceOf):
     """A HiCacheController that records its transfers."""
 
     def __init__(self, controller: HiCacheController, events: list[Event], tags: Tags | None) -> None:
-        self._controller = controller
+        super().__init__(controller)
         self._tags = tags
         self._events = events
         self._ids: set[int] = set()
-
-    @property
-    def host_pages(self) -> LeasePool:
-        """See HiCacheController."""
-        return self._controller.host_pages
-
-    @property
-    def counts(self) -> Mapping[TransferKind, TransferCounts]:
-        """See HiCacheController."""
-        return self._controller.counts
-
-    @property
-    def num_in_flight(self) -> int:
-        """See HiCacheController."""
-        return self._controller.num_in_flight
 
     def store(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points) -> None:
         """See HiCacheController."""
         self._begin(ticket, TransferKind.STORE, device_pages, host_pages)
         with self._purpose_of(TransferKind.STORE, device_pages, host_pages):
-            self._controller.store(ticket, device_pages, host_pages, after)
+            self._original.store(ticket, device_pages, host_pages, after)
 
     def load(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points) -> None:
         """See HiCacheController."""
         self._begin(ticket, TransferKind.LOAD, device_pages, host_pages)
         with self._purpose_of(TransferKind.LOAD, device_pages, host_pages):
-            self._controller.load(ticket, device_pages, host_pages, after)
+            self._original.load(ticket, device_pages, host_pages, after)
 
     def _begin(self, ticket: Ticket, kind: TransferKind, device_pages: I32, host_pages: I32) -> None:
         num = len(device_pages)
@@ -175,55 +138,26 @@ class RecordedTransfers:
     def _purpose_of(self, *transfer: Any) -> AbstractContextManager[None]:
         return nullcontext() if self._tags is None else self._tags.transfer(*transfer)
 
-    def ended(self) -> tuple[int, int]:
-        """See HiCacheController."""
-        return self._controller.ended()
 
-    def drain_acks(self, until: tuple[int, int] | None = None) -> Sequence[Ticket]:
-        """See HiCacheController."""
-        return self._controller.drain_acks(until)
-
-
-class RecordedStorage:
+class RecordedStorage(_InPlaceOf):
     """A StorageController that records what is written to storage and what is read from it."""
 
     def __init__(
         self, controller: StorageController, transfers: HiCacheController, events: list[Event]
     ) -> None:
-        self._controller = controller
+        super().__init__(controller)
         self._host_pool = transfers.host_pool
         self._events = events
 
     def write(self, keys: Sequence[PageKey], host_pages: I32, after: Points, handle: int) -> None:
         """See StorageController."""
         self._events.append(Kept(tuple(keys), host_pages.copy()))
-        self._controller.write(keys, host_pages, after, handle)
-
-    def query(self, op: Prefetch) -> None:
-        """See StorageController."""
-        self._controller.query(op)
-
-    def fetch(self, op: Prefetch, host_pages: I32, after: Points) -> None:
-        """See StorageController."""
-        self._controller.fetch(op, host_pages, after)
-
-    def cancel(self, op: Prefetch) -> None:
-        """See StorageController."""
-        self._controller.cancel(op)
-
-    def may_schedule(self, op: Prefetch) -> bool:
-        """See StorageController."""
-        return self._controller.may_schedule(op)
-
-    @property
-    def num_outstanding(self) -> int:
-        """See StorageController."""
-        return self._controller.num_outstanding
+        self._original.write(keys, host_pages, after, handle)
 
     def drain(self) -> list[Ack]:
         """See StorageController. The scheduler owns the pages of a :class:`Fetched` ack from here on, so their bytes
         can be read now."""
-        acks = self._controller.drain()
+        acks = self._original.drain()
         for ack in acks:
             if isinstance(ack, FetchedAck):
                 pages = slice(ack.first, ack.first + ack.num_pages)
@@ -231,15 +165,3 @@ class RecordedStorage:
                 data = host_bytes(self._host_pool, host_pages)
                 self._events.append(Fetched(ack.op.keys[pages], host_pages, data))
         return acks
-
-    def stats(self) -> StorageTierStats:
-        """See StorageController."""
-        return self._controller.stats()
-
-    def clear(self) -> int:
-        """See StorageController."""
-        return self._controller.clear()
-
-    def close(self) -> None:
-        """See StorageController."""
-        self._controller.close()

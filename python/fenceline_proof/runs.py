@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -10,22 +11,19 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from fenceline.memory_order import CommunicatorError, GraphError, LeaseError, OrderError, open_device
+from fenceline.memory_order import CommunicatorError, GraphError, LeaseError, OrderError
 from fenceline.memory_order.edges import ONE_STREAM, edge_of
 from fenceline.model_executor.graph_runner import GraphMismatch
 from fenceline.scheduler.ranks import RanksDifferError
 from fenceline_proof.bad_days import leave_behind, without_logs
 from fenceline_proof.collectives import Ranks, make_program
 from fenceline_proof.decisions import execute, num_steps
-from fenceline_proof.engine import run_engine
-from fenceline_proof.limits import small_limits
-from fenceline_proof.processes import PROCESSES, missing_edges, run_processes
 from fenceline_proof.ranks import NUM_RANKS, RankRun, make_scenario, make_storage_scenario
 from fenceline_proof.schedule import DescribedScript, shrink
 from fenceline_proof.script import Flags, Workload
 from fenceline_proof.small_workloads import SMALL_WORKLOADS
 from fenceline_proof.steps import Loop, make_config
-from fenceline_proof.workloads import COLLECTIVES, ENGINE, RANKS, RANKS_STORAGE, WORKLOADS
+from fenceline_proof.workloads import COLLECTIVES, RANKS, RANKS_STORAGE, WORKLOADS
 from fenceline_sim.device import VgpuDevice
 from fenceline_sim.errors import AuditError, CheckError, DeadlockError, KernelError, RaceError
 from fenceline_sim.factories import use
@@ -85,13 +83,6 @@ class Trial:
         """The schedule's."""
         return make_policy(self.policy, self.seed) if self.answers is None else Answering(self.answers)
 
-    # Policies repeat after eight seeds at most. In 64 seeds each of them meets each combination of the two modes below.
-
-    @property
-    def has_small_limits(self) -> bool:
-        """Whether the engine works in parts where it otherwise does not (``limits``)."""
-        return not self.severed and (self.seed + self.seed // 8) % 4 == 1
-
     @property
     def may_check_order(self) -> bool:
         """Whether the run has ``--memory-check order`` if its flags allow that."""
@@ -140,8 +131,6 @@ class Outcome:
 
 def run(trial: Trial) -> Outcome:
     """Make a run under its seed's policy."""
-    if trial.workload == PROCESSES:
-        return _run_processes(trial)
     return _run(trial, trial.make_policy())[0]
 
 
@@ -167,26 +156,9 @@ def _run_devices(trial: Trial, policy: Policy, only_races: bool) -> tuple[Outcom
     return replace(outcome, applied=frozenset(gpu.edges_met)), gpu
 
 
-def _run_processes(trial: Trial) -> Outcome:
-    try:
-        found = run_processes(trial.seed, policy_of(trial.seed), trial.severed)
-    except RuntimeError as error:  # what the scheduler's process has reported to the front end, as text
-        text = str(error)
-        checker = next((name for kind, name in _checkers() if kind in text), INVARIANTS)
-        return Outcome(trial, checker, missing_edges(text), report=text)
-    checker = ANSWERS if found.wrong else ""
-    return Outcome(trial, checker, report=found.wrong, num_tokens=found.num_tokens, num_close=found.num_close)
-
-
-def _checkers() -> list[tuple[str, str]]:
-    """Names of exceptions, and of the checks that raise them."""
-    checks = [(kind.__name__, kind.checker) for kind in CheckError.__subclasses__()]
-    return checks + [(kind.__name__, name) for kind, name in _CHECKERS]
-
-
 def _run(trial: Trial, policy: Policy, only_races: bool = False) -> tuple[Outcome, VirtualGpu]:
     """``only_races``: find all races, and do not compare the answers."""
-    with _one_thread(), small_limits() if trial.has_small_limits else nullcontext():
+    with _one_thread():
         outcome, gpu = _run_in_one_thread(trial, policy, only_races)
     gpu.close()
     return outcome, gpu
@@ -217,10 +189,7 @@ def _run_in_one_thread(trial: Trial, policy: Policy, only_races: bool) -> tuple[
         return VgpuDevice(trial.severed, gpu)
 
     try:
-        if trial.workload == ENGINE:
-            loop = run_engine(Random(trial.seed), VgpuDevice.kind, open_gpu)
-        else:
-            loop = _run_steps(trial, open_gpu())
+        loop = _run_steps(trial, open_gpu())
         outcome = Outcome(trial) if only_races else _judge(trial, loop, gpus[0])
     except Exception as error:
         if not gpus:  # the run has not begun, so this is not a finding
@@ -237,12 +206,11 @@ def _run_in_one_thread(trial: Trial, policy: Policy, only_races: bool) -> tuple[
 def _judge(trial: Trial, loop: Loop, gpu: VirtualGpu) -> Outcome:
     """Make both comparisons. If the same decisions in order give other tokens, bytes went wrong during execution; if
     only the answers are wrong, decisions are wrong. Without the detector wrong tags have not stopped the run; then the
-    first of them is reported. With small limits the engine runs on the CPU instead, with decisions of its own."""
-    report = "" if trial.has_small_limits else execute(loop.scheduler.config, loop.decisions)
+    first of them is reported."""
+    report = execute(loop.scheduler.config, loop.decisions)
     found = loop.compare_answers()
-    on_cpu = _wrong_on_cpu(trial) if trial.has_small_limits and not found.wrong else ""
-    checker = TOKENS if report else ANSWERS if found.wrong or on_cpu else ""
-    wrong = [part for part in (report, found.wrong, on_cpu) if part]
+    checker = TOKENS if report else ANSWERS if found.wrong else ""
+    wrong = [part for part in (report, found.wrong) if part]
     if wrong and gpu.findings.errors:
         wrong.append(f"the first wrong slot: {gpu.findings.errors[0]}")
     return Outcome(
@@ -273,21 +241,6 @@ def _run_steps(trial: Trial, device: VgpuDevice) -> Loop:
         loop.run()
         device.synchronize()
     return loop
-
-
-def _wrong_on_cpu(trial: Trial) -> str:
-    """The engine's answers to the same requests on the CPU, where attention has plans of its own: what is wrong with
-    them, "" if nothing is. Not with storage, whose threads would run as the machine lets them."""
-    if trial.workload == ENGINE:
-        return ""
-    scenario = trial.scenarios.make(Random(trial.seed))
-    if scenario.flags.get("hicache_storage_backend", "none") != "none":
-        return ""
-    flags = {name: value for name, value in scenario.flags.items() if not name.endswith("attention_backend")}
-    loop = Loop(make_config(flags, "cpu"), open_device("cpu"), scenario=scenario)
-    loop.run()
-    found = loop.compare_answers()
-    return found.wrong and f"on the CPU: {found.wrong}"
 
 
 @contextmanager
@@ -334,6 +287,14 @@ def _failure(trial: Trial, error: Exception) -> Outcome:
     return Outcome(trial, verdict.checker, edges, verdict.memory, verdict.report)
 
 
+def missing_edges(report: str) -> tuple[str, ...]:
+    """The edges and guards that a report says are missing."""
+    named = (
+        name for line in re.findall(r"missing (?:edge|guard): (.*)", report) for name in line.split(" or ")
+    )
+    return tuple(dict.fromkeys(named))
+
+
 def named_races(trial: Trial) -> tuple[set[str], set[str]]:
     """The edges that any race of a run names, where the run continues after each race as long as it can; and the edges
     that it reached, severed or not."""
@@ -345,8 +306,6 @@ def named_races(trial: Trial) -> tuple[set[str], set[str]]:
 def explain(outcome: Outcome) -> str:
     """The few context switches of a failing run's schedule that are needed for the failure."""
     trial = outcome.trial
-    if trial.workload == PROCESSES:
-        return "the machine decides when processes run, so the same seed may give other batches"
     again, gpu = _run(trial, trial.make_policy())
     if not again.same_failure(outcome):
         return "the failure did not repeat: the run depends on something other than its seed"

@@ -7,18 +7,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import numpy as np
 
-from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.frontend.detokenizer_manager import Detokenizer
 from fenceline.ipc.io_struct import (
     AbortReq,
     BatchTokenOut,
-    ControlReply,
     Message,
     TokenizedGenerateReq,
     UpdateWeightsReq,
@@ -28,37 +27,36 @@ from fenceline.mem_cache.hicache import HiCache
 from fenceline.mem_cache.storage.file_backend import FileBackend
 from fenceline.memory_order import Device
 from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.model_executor.step import Worker
 from fenceline.scheduler.population import InFlight
 from fenceline_proof.answers import Findings, Setting, Transcript
 from fenceline_proof.bad_days import BadDays, events_of, order_calls
-from fenceline_proof.captures import Captures
 from fenceline_proof.decisions import Event, Owned, device_bytes, host_bytes
-from fenceline_proof.drafts import compare_drafts, compare_proposals
 from fenceline_proof.events import Watch, around, state_of
 from fenceline_proof.flashinfer_library import PLANNED
 from fenceline_proof.launched_attention import LAUNCHED, REFERENCE
 from fenceline_proof.leaks import Leaks
-from fenceline_proof.oracle import Lookahead, Oracle
+from fenceline_proof.oracle import Oracle
 from fenceline_proof.random_depths import RandomDepths
 from fenceline_proof.recorded_worker import RecordedWorker
 from fenceline_proof.script import Arrival, Flags, FollowUp, Reaction, Scenario
 from fenceline_proof.tiny_model import (
     PLAIN,
-    ROUNDED,
-    plain_path,
     tiny_draft,
     tiny_model_path,
     tiny_tokenizer,
 )
 from fenceline_proof.watched import WatchedScheduler
+from fenceline_sim.audit import LaunchAuditor
 from fenceline_sim.device import VgpuDevice
 from fenceline_sim.footprint import check_footprints
 from fenceline_sim.place import leave_out
-from fenceline_sim.speculative_tags import SpeculativeTags, make_tags
+from fenceline_sim.speculative_tags import make_tags
 from fenceline_sim.tags import Tags
 
 leave_out(Path(__file__).parent, but="collectives.py")
 _MAX_STEPS = 2000
+_NUM_AUDITED = 2  # launches of each kernel
 STEP_S = 0.01
 
 
@@ -75,8 +73,6 @@ def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineCo
         algorithm, folder = tiny_draft(str(draft), model)
         args |= {"speculative_algorithm": algorithm, "speculative_draft_model_path": folder}
     folder = tiny_model_path(model)
-    if model in ROUNDED:
-        args["quantization"] = ROUNDED[model]
     config = resolve(ServerArgs(model_path=folder, random_seed=1, log_level="error", **args))  # type: ignore[arg-type]
     # FlashInfer plans on the host and so cannot verify drafts: our own kernels do, as on a GPU.
     decode = LAUNCHED if draft is not None and decode in PLANNED else decode
@@ -100,19 +96,14 @@ def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineCo
 
 @lru_cache
 def _oracle(model_path: str, rounds_kv: bool) -> Oracle:
-    return Oracle(plain_path(model_path), rounds_kv=rounds_kv)
-
-
-@lru_cache
-def _lookahead(folder: str, target: str, rounds_kv: bool) -> Lookahead:
-    return Lookahead(folder, target, rounds_kv)
+    return Oracle(model_path, rounds_kv=rounds_kv)
 
 
 def make_config(flags: Flags, device: str) -> EngineConfig:
     """The engine's configuration with the tiny model. Beyond the command line it allows smaller pages, the attention
     backends of the proof, loads of prefixes of any length from a lower tier, and ``draft``, one of
     ``tiny_model.DRAFTS``; with ``depth_seed`` its depth is another in each step. ``model``
-    is one of ``tiny_model.MODELS``. ``least_tokens``: shorter parts of a prefix are not taken from a lower tier. With
+    is one of the tiny models. ``least_tokens``: shorter parts of a prefix are not taken from a lower tier. With
     ``bad_days``, a seed, storage fails at random (``BadDays``)."""
     flags = {"device": device, **flags}
     flags.pop("bad_days", None)
@@ -146,10 +137,12 @@ class Loop:
         self._flight: InFlight | None = None
         self.watch = Watch(device)
         watches = isinstance(device, VgpuDevice) and not device.severed and device.gpu.detector is not None
-        self._captures = Captures(device) if isinstance(device, VgpuDevice) and watches else None
+        launches = LaunchAuditor(_NUM_AUDITED) if watches else None
+        if isinstance(device, VgpuDevice):
+            device.gpu.launches = launches
         self.runner = ModelRunner(config, device, show_progress=False)
-        if self._captures is not None:
-            self._captures.begin_serving(self.runner)
+        if launches is not None:
+            launches.is_on = True
         self._tags: Tags | None = None
         self._bad_days: BadDays | None = None
         self._num_polls = 0  # for news of the storage
@@ -170,7 +163,7 @@ class Loop:
             if self._tags is not None:
                 around(controller._backend, "set", before=self._tags.storing)
                 around(controller._backend, "get", after=self._tags.fetched)
-        worker = RecordedWorker(self.runner, self.decisions, self._tags)
+        worker = cast(Worker, RecordedWorker(self.runner, self.decisions, self._tags))
         self.scheduler = WatchedScheduler(config, worker, self, self, self._tags)
         memory = self.scheduler.memory
         self._leaks = Leaks(memory, self._tags) if self._tags is not None and not device.severed else None
@@ -194,10 +187,6 @@ class Loop:
                 eos_ids,
                 longest,
                 timeouts_s,
-                decodes=self._decode_lag is not None,
-                stream_interval=args.stream_interval,
-                step_tokens=self.runner.max_step_tokens,
-                has_storage=self.runner.storage is not None,
             )
         )
 
@@ -294,10 +283,7 @@ class Loop:
             if outputs is not None and out.finish_reason is not None and out.finish_reason.type != "abort":
                 self._follow(self._follow_ups[out.rid], outputs)
         if self._decode_lag is not None:
-            decoded, stopped = self._detokenizer.process(message)
-            for text in decoded.outs:
-                self.transcript.decoded(text)
-            for abort in stopped:
+            for abort in self._detokenizer.process(message)[1]:
                 self._arrive(Arrival(self.step_no + self._decode_lag, abort))
         self._tell(message)
 
@@ -307,8 +293,6 @@ class Loop:
 
     def to_tokenizer(self, message: Message) -> None:
         """See ``scheduler.scheduler.Outbox``."""
-        if isinstance(message, ControlReply):
-            self.transcript.replied(message)
         self._tell(message)
 
     # --- the loop
@@ -364,38 +348,8 @@ class Loop:
         config = self.scheduler.config
         rounds_kv = config.server_args.kv_cache_dtype != "auto"
         found = self.transcript.compare(_oracle(config.model.model_path, rounds_kv))
-        shared = self.scheduler.sharing.compare(self.transcript.exchanges.values())
-        # What may be the cause of the rest is said first.
-        captures = "" if self._captures is None else self._captures.compare(self.runner, self.decisions)
-        parts = (
-            captures,
-            found.wrong,
-            shared,
-            *self.scheduler.wrong,
-            self._compare_drafts(rounds_kv),
-            self._wrong_end,
-        )
+        parts = (found.wrong, *self.scheduler.wrong, self._wrong_end)
         return replace(found, wrong="\n".join(part for part in parts if part))
-
-    def _compare_drafts(self, rounds_kv: bool) -> str:
-        """Of a draft whose proposals follow from the request alone, how many tokens each step has yielded, and what was
-        proposed."""
-        config = self.scheduler.config.speculative
-        if config is None:
-            return ""
-        draft, model = config.draft.model.model_path, self.scheduler.config.model.model_path
-        match config.draft.algorithm:
-            case SpeculativeAlgorithm.STANDALONE:
-                oracle: Oracle | Lookahead = _oracle(draft, rounds_kv)
-            case SpeculativeAlgorithm.NEXTN:
-                oracle = _lookahead(draft, plain_path(model), rounds_kv)
-            case _:
-                return ""
-        exchanges = self.transcript.exchanges
-        wrong = compare_drafts(self.scheduler.verified, exchanges, oracle, config.topk)
-        if wrong or not isinstance(self._tags, SpeculativeTags) or self.runner.device.severed:
-            return wrong
-        return compare_proposals(self._tags.proposed, exchanges, oracle)
 
     def _settle(self, tiers: HiCache) -> None:
         """F6: all transfers end, their acks are drained, and then nothing is held."""

@@ -13,7 +13,6 @@ import fenceline
 from fenceline.memory_order.edges import EDGES
 from fenceline_proof.answers import MAX_CLOSE_SHARE
 from fenceline_proof.arms import Row
-from fenceline_proof.branches import Branches
 from fenceline_proof.events import EVENTS
 from fenceline_proof.runs import Outcome
 from fenceline_sim.pairs import Pair
@@ -32,7 +31,6 @@ class Proof:
     runs_by_workload: dict[str, int] = field(default_factory=dict)
     failures: list[Outcome] = field(default_factory=list)
     telling: list[Outcome] = field(default_factory=list)  # failed runs whose schedules are explained
-    branches: Mapping[str, Branches] = field(default_factory=dict)
     # In how many runs of the intact engine each pair of conflicting accesses was met; and what of the table of edges
     # was not met, if enough runs were made to expect all of it.
     pairs: Mapping[Pair, int] = field(default_factory=dict)
@@ -89,8 +87,6 @@ def as_text(proof: Proof) -> str:
     lines += pairs_table(proof.pairs) if proof.rows else []
     lines += [f"NEVER MET: {what}" for what in proof.missed_pairs]
     lines += [f"UNDECLARED SITE: {site}: name it in the edge's sites" for site in proof.undeclared]
-    for folder, branches in proof.branches.items():
-        lines.append(f"branches of {folder} reached: {branches}")
     rate = sum(proof.schedules.values()) + proof.num_intact + sum(row.num_runs for row in proof.rows)
     lines.append(f"{rate} runs in {proof.seconds:.0f} s")
     return "\n".join(lines)
@@ -159,10 +155,6 @@ def as_json(proof: Proof) -> dict[str, object]:
         "never_met": proof.missed_pairs,
         "schedules": dict(proof.schedules),
         "events": dict(proof.events),
-        "branches": {
-            folder: {"covered": found.covered, "total": found.total}
-            for folder, found in proof.branches.items()
-        },
         "seconds": round(proof.seconds, 1),
     }
 

@@ -61,26 +61,6 @@ _EXPERTS = {
     "norm_topk_prob": True,
     "mlp_only_layers": [0],
 }
-# Qwen2's, with one more expert for all tokens.
-_SHARED = {
-    "architectures": ["Qwen2MoeForCausalLM"],
-    "model_type": "qwen2_moe",
-    "shared_expert_intermediate_size": 40,
-    "norm_topk_prob": False,
-}
-# gpt-oss's layers: sinks, a window in the first, and experts of which one tensor has all matrices.
-_GPT_OSS = {
-    "architectures": ["GptOssForCausalLM"],
-    "model_type": "gpt_oss",
-    "intermediate_size": 64,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "swiglu_limit": 1.5,
-    "attention_bias": True,
-    "sliding_window": 6,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "tie_word_embeddings": False,
-}
 # Gemma 2's layers: the first has a window.
 _WINDOWS = {
     "architectures": ["Gemma2ForCausalLM"],
@@ -92,36 +72,6 @@ _WINDOWS = {
     "attn_logit_softcapping": 3.0,
     "final_logit_softcapping": 5.0,
 }
-# OLMo 2's layers: norms behind each branch, and of queries and keys over all heads at once.
-_WIDE = {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
-_UNROTATED = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "no_rope_layers": [1, 0]}
-# Rotary pairs of adjacent features, of all of a head or of the first half of them.
-_ADJACENT = {"architectures": ["Ernie4_5ForCausalLM"], "model_type": "ernie4_5", "use_bias": True}
-_PARTIAL = {
-    "architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "attention_bias": True, "partial_rotary_factor": 0.5
-}  # fmt: skip
-# One head of keys for all queries, biases, and rotary frequencies that are scaled for longer contexts in two ways.
-_FEW_HEADS = {"num_key_value_heads": 1, "attention_bias": True, "tie_word_embeddings": False}
-_LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0, "beta_slow": 1.0}
-_BLOCK = 128  # of FP8, rows and columns
-_GROUP = 32  # of INT4 and MXFP4, columns
-_FP8 = {"quant_method": "fp8", "weight_block_size": [_BLOCK, _BLOCK]}
-_INT4 = {"quant_method": "gptq", "bits": 4, "group_size": _GROUP, "desc_act": False, "sym": False}
-_MXFP4 = {"quant_method": "mxfp4"}
-_FP8_ROWS = {
-    "quant_method": "compressed-tensors",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"type": "float", "num_bits": 8, "strategy": "channel"},
-            "input_activations": {"type": "float", "num_bits": 8, "strategy": "token", "dynamic": True},
-        }
-    },
-}
-# Of each layer. In the second one keys have none.
-_KV_SCALES = {"k": (0.25, 1.0), "v": (0.4, 0.8)}
-_KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 PLAIN = "plain"
 _MODELS = {
     PLAIN: _CONFIG,
@@ -129,36 +79,9 @@ _MODELS = {
     "windows": _CONFIG | _WINDOWS,
     # The shortest windows under which there may be trees of drafts.
     "long_windows": _CONFIG | _WINDOWS | {"sliding_window": 64},
-    "wide": _CONFIG | _WIDE,
-    "adjacent": _CONFIG | _ADJACENT,
-    "partial": _CONFIG | _PARTIAL,
-    "llama3": _CONFIG | _FEW_HEADS | {"rope_scaling": _LLAMA3 | {"original_max_position_embeddings": 64}},
-    "yarn": _CONFIG | _FEW_HEADS | {"rope_scaling": _YARN | {"original_max_position_embeddings": 64}},
-    "fp8": _CONFIG | {"intermediate_size": 160, "quantization_config": _FP8},  # a block and a part of one
-    # With a scale for the keys and one for the values of each layer, if they are kept in FP8.
-    "kv_scales": _CONFIG | {"quantization_config": _FP8 | {"kv_cache_scheme": _KV_SCHEME}},
-    "int4": _CONFIG | _UNROTATED | {"intermediate_size": 64, "quantization_config": _INT4},
-    "shared": _CONFIG | _EXPERTS | _SHARED,
-    "fp8_experts": _CONFIG | _EXPERTS | {"quantization_config": _FP8},
-    "int4_experts": _CONFIG | _EXPERTS | {
-        "intermediate_size": 64, "moe_intermediate_size": 64, "quantization_config": _INT4
-    },
-    "gpt_oss": _CONFIG | _GPT_OSS,
-    "mxfp4": _CONFIG | _GPT_OSS | {"quantization_config": _MXFP4},
-    "fp8_rows": _CONFIG | {"quantization_config": _FP8_ROWS},
-    # The engine rounds plain numbers, which stay what they are because each is one of the format.
-    "rounded_fp8": _CONFIG,
-}  # fmt: skip
-# With one token more: a vocabulary that two ranks cannot halve.
-_MODELS |= {
-    f"odd_{name}": _MODELS[name] | {"vocab_size": VOCAB_SIZE + 1}
-    for name in (PLAIN, "wide", "llama3", "gpt_oss")
+    # With one token more: a vocabulary that two ranks cannot halve.
+    "odd": _CONFIG | {"vocab_size": VOCAB_SIZE + 1},
 }
-MODELS = tuple(_MODELS)
-# What --quantization says, where it is not what the checkpoint says.
-ROUNDED = {"rounded_fp8": "fp8"}
-_SOURCES = {"rounded_fp8": "fp8_rows"}  # whose plain numbers they have
-_MEANT = "dequantised"  # the folder in a quantised model's
 _NUM_KNOWN = 40  # tokens of EAGLE3's vocabulary
 
 # What is told of a draft beside the target's own sizes, by its name.
@@ -197,126 +120,12 @@ _NEAR = 0.1  # how much the weights of NEAR differ from the target's
 
 @lru_cache
 def tiny_model_path(name: str = PLAIN) -> str:
-    """The folder of one of :data:`MODELS`, the same in every call of a process and deleted when it ends."""
-    if name in _SOURCES:
-        return plain_path(tiny_model_path(_SOURCES[name]))
-    if "quantization_config" in _MODELS[name]:
-        return str(_quantised(name))
+    """The folder of one of the models above, the same in every call of a process and deleted when it ends."""
     folder = _folder(name, _MODELS[name])
     model = resolve(ServerArgs(model_path=str(folder), device="cpu", load_format="dummy")).model
     slots = make_model(model, torch_context(Shard(), torch.float32)).weight_slots()
     save_file(_random(slots, 11), folder / "model.safetensors")
     return str(folder)
-
-
-def plain_path(folder: str) -> str:
-    """The folder of the plain numbers that the model in ``folder`` stands for: itself if it is not quantised."""
-    meant = Path(folder) / _MEANT
-    return str(meant) if meant.exists() else folder
-
-
-def _quantised(name: str) -> Path:
-    """The folder of a quantised model; the numbers that it stands for are in a folder in it."""
-    config = dict(_MODELS[name])
-    del config["quantization_config"]
-    folder = _folder(name, config)  # plain at first
-    model = resolve(ServerArgs(model_path=str(folder), device="cpu", load_format="dummy")).model
-    tensors = _random(make_model(model, torch_context(Shard(), torch.float32)).weight_slots(), 11)
-    stored: dict[str, torch.Tensor] = {}
-    settings = _MODELS[name]["quantization_config"]
-    assert isinstance(settings, dict)
-    store, ending, joint = {
-        "fp8": (_in_fp8, "_proj.weight", "."),
-        "compressed-tensors": (_in_fp8_by_rows, "_proj.weight", "."),
-        "gptq": (_in_int4, "_proj.weight", "."),
-        "mxfp4": (_in_mxfp4, "_proj", "_"),
-    }[settings["quant_method"]]
-    for key, tensor in list(tensors.items()):
-        if not key.endswith(ending):
-            stored[key] = tensor
-            continue
-        parts, tensors[key] = store(tensor)
-        module = key.removesuffix(".weight") + joint
-        stored |= {f"{module}{suffix}": part.contiguous() for suffix, part in parts.items()}
-    if "kv_cache_scheme" in settings:
-        names = [key.replace("q_proj.weight", "{}_scale") for key in tensors if key.endswith("q_proj.weight")]
-        scales = {
-            name.format(kind): torch.tensor(sizes[index])
-            for index, name in enumerate(names)
-            for kind, sizes in _KV_SCALES.items()
-        }
-        stored, tensors = stored | scales, tensors | scales
-    (folder / _MEANT).mkdir()
-    save_file(
-        {key: tensor.contiguous() for key, tensor in tensors.items()}, folder / _MEANT / "model.safetensors"
-    )
-    (folder / _MEANT / "config.json").write_text(json.dumps(config))
-    save_file(stored, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(_MODELS[name]))
-    return folder
-
-
-def _in_fp8(matrix: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """matrix [N, K] → a checkpoint's tensors, with a scale for each block, and the numbers that they stand for."""
-    num_rows, num_columns = (-(-size // _BLOCK) for size in matrix.shape)
-    scales = torch.empty(num_rows, num_columns)
-    numbers, meant = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn), torch.empty_like(matrix)
-    for row in range(num_rows):
-        for column in range(num_columns):
-            rows, columns = (
-                slice(row * _BLOCK, (row + 1) * _BLOCK),
-                slice(column * _BLOCK, (column + 1) * _BLOCK),
-            )
-            block = matrix[rows, columns]
-            scale = scales[row, column] = block.abs().max() / 448
-            numbers[rows, columns] = (block / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-            meant[rows, columns] = numbers[rows, columns].float() * scale
-    return {"weight": numbers, "weight_scale_inv": scales}, meant
-
-
-def _in_fp8_by_rows(matrix: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """matrix [N, K] → the tensors of compressed-tensors, with a scale for each row, and the numbers that they stand
-    for."""
-    scales = matrix.abs().amax(1, keepdim=True) / 448
-    numbers = (matrix / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return {"weight": numbers, "weight_scale": scales}, numbers.float() * scales
-
-
-def _in_int4(matrix: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """matrix [N, K] → gptq's tensors, with a scale and a zero point for each group of columns, and the numbers that
-    they stand for. Zero points are stored as one less, which its first version does."""
-    grouped = matrix.view(len(matrix), -1, _GROUP)
-    low, high = grouped.amin(2, keepdim=True), grouped.amax(2, keepdim=True)
-    scales = ((high - low) / 15).half().float()
-    zeros = (-low / scales).round().clamp(1, 15)
-    numbers = ((grouped / scales).round() + zeros).clamp(0, 15)
-    parts = {
-        "qweight": _words(numbers.view_as(matrix)).t(),
-        "qzeros": _words(zeros.squeeze(2).t() - 1),
-        "scales": scales.squeeze(2).t().half(),
-        "g_idx": (torch.arange(matrix.shape[1]) // _GROUP).int(),
-    }
-    return parts, ((numbers - zeros) * scales).view_as(matrix)
-
-
-def _in_mxfp4(stack: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Matrices [experts, K, N] → gpt-oss's tensors of bytes, in which each 32 numbers along K share an exponent, and
-    the numbers that they stand for, as ``stack``."""
-    sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    grouped = stack.transpose(1, 2).unflatten(2, (-1, _GROUP))  # [experts, N, groups, 32]
-    exponents = grouped.abs().amax(3).log2().floor() - 2  # the largest number becomes 4 or 6
-    scaled = grouped / 2 ** exponents.unsqueeze(3)
-    codes = (scaled.abs().unsqueeze(4) - sizes).abs().argmin(4)
-    meant = (sizes[codes] * scaled.sign() * 2 ** exponents.unsqueeze(3)).flatten(2).transpose(1, 2)
-    codes += 8 * (scaled < 0)
-    blocks = codes[..., ::2] + 16 * codes[..., 1::2]
-    return {"blocks": blocks.to(torch.uint8), "scales": (exponents + 127).to(torch.uint8)}, meant
-
-
-def _words(numbers: torch.Tensor) -> torch.Tensor:
-    """Each eight numbers of four bits along a row as an int32, the first in its lowest bits."""
-    words = (numbers.long().unflatten(1, (-1, 8)) << 4 * torch.arange(8)).sum(2)
-    return torch.where(words >= 2**31, words - 2**32, words).int()
 
 
 @lru_cache
@@ -368,7 +177,7 @@ def tiny_draft(name: str, model: str = PLAIN) -> tuple[str, str]:
         return "STANDALONE", tiny_model_path(model)
     assert model == PLAIN or name == "NEAR", f"a draft {name} of {model} has not been written"
     folder = _folder(f"draft-{name.lower().replace(' ', '-')}", _MODELS[model] | _DRAFTS[name])
-    target = Path(plain_path(tiny_model_path(model)))
+    target = Path(tiny_model_path(model))
     weights = load_file(target / "model.safetensors")
     if name == "NEAR":
         (folder / "config.json").write_text((target / "config.json").read_text())  # of plain numbers

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
-from typing import Any
 
 from msgspec import structs
 
@@ -30,7 +29,6 @@ from fenceline_proof.script import (
     GRAPH_CONTEXT,
     PIECES,
     Arrival,
-    Flag,
     Flags,
     Scenario,
     Script,
@@ -165,71 +163,6 @@ def _in_bodies(scenario: Scenario) -> Scenario:
             message = structs.replace(message, body=(0, 1, 0, 2, 0, 1)[num_reqs % 6])
         arrivals.append(replace(arrival, message=message))
     return replace(scenario, arrivals=tuple(arrivals))
-
-
-def _bodies(random: Random) -> Scenario:
-    """Bodies of several prompts or samples, and requests that come alone, for a few rows and little memory."""
-    script = Script(random)
-    step = 0
-    for body in range(1, 5):
-        prompt, is_samples = script.prompt(4, 40), random.random() < 0.4
-        for _ in range(random.randint(2, 6)):
-            words = prompt if is_samples else script.prompt(1, 12)
-            script.add(step, words, random.randint(6, 20), body=body, ignore_eos=True)
-        step += random.randint(0, 9)
-        for _ in range(random.randint(1, 3)):
-            script.add(step, script.prompt(1, 12), random.randint(1, 20), ignore_eos=True)
-            step += random.randint(0, 4)
-    flags: dict[str, Flag] = {
-        "max_total_tokens": random.choice((64, 96, 400)),
-        "max_running_requests": random.choice((3, 4, 8)),
-        "chunked_prefill_size": random.choice((8, 16, -1)),
-        "page_size": 4,
-        "schedule_conservativeness": random.choice((0.05, 1.0)),
-        "schedule_policy": random.choice(("fcfs", "fcfs", "dfs-weight")),
-        "prefill_max_requests": random.choice((64, 64, 2)),
-    }
-    if random.random() < 0.4:  # short ones come one by one, each of which may go before a decode step
-        for start in range(2, step + 6):
-            script.add(start, script.prompt(1, 4), random.randint(1, 3), ignore_eos=True)
-        flags |= {"max_total_tokens": 400, "max_running_requests": 8, "schedule_policy": "fcfs"}
-        flags["chunked_prefill_size"] = random.choice((8, 16))
-    return script.scenario(**flags)
-
-
-def _beside(random: Random) -> Scenario:
-    """Long prompts, and shorter ones that are computed beside them, pass them, or fill a step or its half exactly; some
-    come again, whole. Steps have few tokens, in some runs an odd number of them, and prompts are split or not."""
-    script = Script(random)
-    page_size, step_tokens = random.choice(((1, 7), (1, 11), (2, 10), (4, 8), (4, 12), (4, 24)))
-    has_priorities, scored = random.random() < 0.3, random.random() < 0.3
-    prompts: list[list[int]] = []
-    step = 0
-    for _ in range(random.randint(8, 11)):
-        most = min(6 * step_tokens, 50)
-        size = random.choice((step_tokens // 2, step_tokens, 2 * page_size, 5, random.randint(1, most)))
-        again = prompts and random.random() < 0.35
-        prompts.append(random.choice(prompts) if again else script.prompt(size, size))
-        options: dict[str, Any] = {"body": random.choice((0, 0, 0, 1)), "priority": random.choice((0, 0, 1))}
-        if has_priorities:
-            options["body"] = 0
-        if scored and random.random() < 0.7:
-            options |= {"return_logprob": True, "logprob_start_len": random.randrange(len(prompts[-1]))}
-        script.add(step, prompts[-1], random.choice((1, 3, 9, 24)), ignore_eos=True, **options)
-        step += random.choice((0, 0, 1, 4))
-    return script.scenario(
-        max_total_tokens=random.choice((56, 72, 120)),
-        max_running_requests=random.choice((3, 5, 8)),
-        chunked_prefill_size=step_tokens if scored or random.random() < 0.7 else -1,
-        max_prefill_tokens=step_tokens,
-        page_size=page_size,
-        enable_priority_scheduling=has_priorities,
-        priority_scheduling_preemption_threshold=0,
-        schedule_policy="fcfs" if has_priorities else random.choice(("fcfs", "fcfs", "lpm", "dfs-weight")),
-        schedule_conservativeness=random.choice((0.05, 1.0)),
-        prefill_max_requests=random.choice((64, 64, 3)),
-        **script.in_turn(),
-    )
 
 
 def _bursts(random: Random) -> Scenario:
@@ -408,17 +341,7 @@ def _attention(backend: str) -> Callable[[Random], Scenario]:
 def _experts(random: Random) -> Scenario:
     """The tokens of a step meet in the experts, among them padded ones of graphs."""
     scenario = random.choice((_mixed, _prefixes, _aborts, _graphs, _retraction))(random)
-    model = random.choice(("experts", "shared", "gpt_oss", "mxfp4", "fp8_experts", "int4_experts"))
-    return replace(scenario, flags={**scenario.flags, "model": model})
-
-
-def _models(random: Random) -> Scenario:
-    """Families and number formats that other workloads do not have."""
-    scenario = random.choice((_mixed, _prefixes, _graphs, _retraction))(random)
-    model = random.choice(
-        ("wide", "wide", "adjacent", "partial", "llama3", "yarn", "fp8", "fp8_rows", "rounded_fp8", "int4")
-    )
-    return replace(scenario, flags={**scenario.flags, "model": model})
+    return replace(scenario, flags={**scenario.flags, "model": "experts"})
 
 
 def _windows(random: Random) -> Scenario:
@@ -435,9 +358,8 @@ def _windows(random: Random) -> Scenario:
     if drafts and random.random() < 0.3:
         scenario = trees_under_windows(random)
         return replace(scenario, flags={**scenario.flags, **ours})
-    model = random.choice(("windows", "windows", "gpt_oss"))  # the second one has sinks
     between = PIECES if random.random() < 0.4 else {}
-    return replace(scenario, flags={**scenario.flags, **ours, **drafts, **between, "model": model})
+    return replace(scenario, flags={**scenario.flags, **ours, **drafts, **between, "model": "windows"})
 
 
 def _new_weights(random: Random) -> Scenario:
@@ -475,7 +397,6 @@ def _no_script(random: Random) -> Scenario:
     raise AssertionError("this workload goes through the front end, not through a script")
 
 
-ENGINE = "engine"
 COLLECTIVES = "collectives"  # of several devices, without an engine
 RANKS = "ranks"
 RANKS_STORAGE = "ranks_storage"
@@ -493,10 +414,6 @@ WORKLOADS: dict[str, Workload] = {
             _priorities,
             share=2,
         ),
-        Workload(
-            "bodies", "requests of one client take turns with others, short ones with long ones", _bodies
-        ),
-        Workload("beside", "prompts beside half-way ones, and steps that they fill", _beside),
         Workload("bursts", "four at once, then silence; pauses and flushes", _bursts, share=3),
         Workload(
             "row_reuse", "one row, refilled while its last owner's step is in flight", _row_reuse, share=2
@@ -519,13 +436,11 @@ WORKLOADS: dict[str, Workload] = {
         ),
         Workload("new_weights", "the weights are replaced while requests run", _new_weights, share=3),
         Workload("experts", "a mixture of experts, in padded graphs and without", _experts, share=2),
-        Workload("models", "other families and number formats", _models),
         Workload("windows", "layers with sliding windows and soft caps", _windows, share=2),
         *SPECULATIVE_WORKLOADS,
         Workload(COLLECTIVES, "F10, F19: sums of several ranks, eager and in graphs", _no_script),
         Workload(RANKS, "F19: the engine on two ranks, with prefixes on the host", _no_script),
         Workload(RANKS_STORAGE, "two ranks whose storages differ in time and in failures", _no_script),
-        Workload(ENGINE, "rounds of prompts through fenceline.Engine", _no_script),
     )
 }
 SCRIPTED = tuple(name for name, workload in WORKLOADS.items() if workload.make is not _no_script)

@@ -12,7 +12,6 @@ import torch
 from fenceline.layers.context import register_layers
 from fenceline.memory_order import register_device
 from fenceline.memory_order.access import Accesses, Memory, PagedMemory, Rows, occupies_sm
-from fenceline.memory_order.checker import OrderChecker
 from fenceline.memory_order.device import (
     Device,
     FillField,
@@ -31,7 +30,6 @@ from fenceline_sim.gpu import Graph as VirtualGraph
 from fenceline_sim.gpu import VirtualGpu
 from fenceline_sim.layers import launched_context
 from fenceline_sim.memory import Tag, whole
-from fenceline_sim.order_record import OrderRecord
 from fenceline_sim.place import here
 from fenceline_sim.streams import Operation, VirtualStream
 
@@ -220,11 +218,6 @@ class VgpuDevice(Device):
                 self.gpu.submit("work on all SMs", lambda: None, writes=(self._sm,))
         for reader in self._readers:
             reader(stream, label, accesses, *args, **kwargs)
-
-    def check_order(self) -> None:
-        super().check_order()
-        assert isinstance(self.checker, OrderChecker), "it has just been made"
-        self._readers += (OrderRecord(self.checker).declared,)
 
     def memory(self, name: str, tensor: torch.Tensor) -> Memory:
         memory = super().memory(name, tensor)

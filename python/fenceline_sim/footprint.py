@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from fenceline.mem_cache.transfer import Ticket
 from fenceline.memory_order.access import Memory, PagedMemory, Rows
 from fenceline.memory_order.checker import OrderChecker
@@ -24,7 +26,6 @@ from fenceline.model_executor.step import StepBatch
 from fenceline_sim.device import VgpuDevice, VgpuStream
 from fenceline_sim.errors import FootprintError
 from fenceline_sim.memory import Access, row_values
-from fenceline_sim.order_record import numbers
 from fenceline_sim.streams import Operation, VirtualStream
 from fenceline_sim.tags import Tags
 
@@ -306,3 +307,8 @@ def _undeclared(op: Operation, memory: Memory, write: bool) -> FootprintError:
 def check_footprints(device: VgpuDevice, runner: ModelRunner, tags: Tags) -> None:
     """From now on compare what is accessed with what is declared."""
     Footprints(device, runner, tags)
+
+
+def numbers(memory: Memory, rows: Rows | None) -> list[int]:
+    """The rows of ``memory`` that ``rows`` names, in ascending order."""
+    return list(range(memory.num_rows)) if rows is None else sorted(set(np.asarray(rows).tolist()))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -24,15 +23,6 @@ from fenceline_sim.layout import Layout
 from fenceline_sim.memory import Tag
 from fenceline_sim.streams import Operation
 from fenceline_sim.tags import GUESS, HOLE, I64, SINK_PAGE, Seq, SlotMemory, Step, Tags, memory_of
-
-
-class Proposed(NamedTuple):
-    """A step has verified a chain of drafts of request ``rid``: ``drafts`` were proposed behind its first
-    ``num_tokens`` tokens."""
-
-    rid: str
-    num_tokens: int
-    drafts: tuple[int, ...]
 
 
 class SpeculativeStep(Step):
@@ -259,9 +249,6 @@ class SpeculativeStep(Step):
     def _add_tokens(self, seq: Seq, last_token: int) -> None:
         index, tags, tokens = self.seqs.index(seq), self._tags, self._tokens(self.seqs.index(seq))
         base = self._base(index)
-        if self._topk == 1 and self._shape.depth:
-            drafts = tuple(self._row("input_ids", index, self._num_rows)[1:])
-            tags.proposed.append(Proposed(seq.account.source.rid, base + 1, drafts))
         for number, token in enumerate(tokens):
             seq.account.sampled(base + 1 + number, token)
         moves = self._topk > 1 and self._shape.depth > 1  # afterwards: the slot may be one that is moved from
@@ -345,13 +332,12 @@ def _values(memory: tuple[Tag, Layout]) -> I64:
 
 
 class SpeculativeTags(Tags):
-    """The tags of an engine that speculates. ``proposed``: what its steps have verified, but for trees."""
+    """The tags of an engine that speculates."""
 
     def __init__(self, gpu: VirtualGpu, runner: ModelRunner) -> None:
         assert runner.speculative is not None, "the engine speculates"
         super().__init__(gpu, runner)
         self._runner, self._shapes = runner.speculative, runner.speculative.config.shapes
-        self.proposed: list[Proposed] = []
 
     def _purpose(self, seqs: Sequence[Seq], batch: StepBatch) -> Step:
         if batch.is_decode:

@@ -111,7 +111,7 @@ def test_a_fault_that_takes_two_preemptions_is_found_since_all_are_tried(
     monkeypatch.setattr(RecordedWorker, "completions", wrong)
     plan = Plan(
         arms=(), workloads=("row",), first_seed=0, num_intact=0, num_per_arm=0, until_shown=False, jobs=1, detect=True,
-        deadline=math.inf, with_unarmed=False, with_branches=False, progress=lambda num: None,
+        deadline=math.inf, with_unarmed=False, progress=lambda num: None,
     )  # fmt: skip
     proof = explore(plan)
     assert not proof.clean and [f.trial.answers for f in proof.failures] == [Answers(False, (1, 4))]

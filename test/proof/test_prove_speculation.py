@@ -18,13 +18,11 @@ from fenceline.layers.forward_batch import AttentionPlan, QueryTree, VerifyInput
 from fenceline.mem_cache import hicache
 from fenceline.mem_cache.tree import hiradix_cache
 from fenceline.memory_order.access import PagedMemory
-from fenceline.model_executor import drafts
-from fenceline.model_executor.drafts import DraftParts, HiddenDraft, LayerDraft, WholeDraft
+from fenceline.model_executor.drafts import HiddenDraft, LayerDraft, WholeDraft
 from fenceline.model_executor.speculative_runner import SpeculativeRunner
-from fenceline.sampling.sampling_batch import ReqSampling
 from fenceline.speculative.kv_rows import KVMover
 from fenceline_proof.runs import ANSWERS, Trial, run
-from fenceline_proof.script import Flags, Scenario, Script, Workload
+from fenceline_proof.script import Scenario, Script, Workload
 from fenceline_proof.speculative_workloads import trees_under_windows
 from fenceline_proof.workloads import WORKLOADS
 from fenceline_sim.errors import OwnershipError, TagError
@@ -317,124 +315,3 @@ def test_a_row_that_depends_on_another_token_is_not_shared(
     outcome = run(Trial("part", 2))
     assert outcome.checker == TAGS, outcome.report
     assert re.search(report, outcome.report), outcome.report
-
-
-def _noise_of_another_place(patch: pytest.MonkeyPatch) -> None:
-    """The draft draws with the noise of the place behind."""
-    right = DraftParts.draw
-
-    def wrong(self: DraftParts, logits: Any, size: int, positions: torch.Tensor, ahead: int) -> Any:
-        return right(self, logits, size, positions, ahead + 1)
-
-    patch.setattr(DraftParts, "draw", wrong)
-
-
-def _none_accepted(patch: pytest.MonkeyPatch) -> None:
-    """Drafts of no request may count."""
-    patch.setattr(ReqSampling, "accepts_drafts", False)
-
-
-def _candidates_in_another_order(patch: pytest.MonkeyPatch) -> None:
-    """A tree grows from the draft's worst tokens."""
-    right = DraftParts.best
-
-    def wrong(self: DraftParts, logits: torch.Tensor, *args: Any) -> Any:
-        return right(self, -logits, *args)
-
-    patch.setattr(DraftParts, "best", wrong)
-
-
-REJECTED = {
-    "noise": (_noise_of_another_place, 1),
-    "count": (_none_accepted, 1),
-    "tree": (_candidates_in_another_order, 2),
-}
-
-
-@pytest.mark.parametrize("name", REJECTED)
-def test_drafts_that_are_rejected_without_reason_are_noticed(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """No token changes; the steps of a draft that is a whole model yield fewer."""
-    fault, topk = REJECTED[name]
-
-    def make(random: Any) -> Scenario:
-        script = Script(random)
-        for step in range(2):
-            script.add(step, script.prompt(4, 6), 8, ignore_eos=True, temperature=1.0)
-        tree = {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 7} if topk > 1 else {}
-        flags: Flags = {"draft": "ITSELF", "speculative_num_steps": 2, "page_size": 4, **tree}
-        return script.scenario(
-            max_total_tokens=64, max_running_requests=2, context_length=64, disable_cuda_graph=True, **flags
-        )
-
-    monkeypatch.setitem(WORKLOADS, "own", Workload("own", "", make))
-    assert run(Trial("own", 2)).clean
-    fault(monkeypatch)
-    outcome = run(Trial("own", 2))
-    assert outcome.checker == ANSWERS, outcome.report
-    assert "a step of depth 2 at output" in outcome.report
-
-
-def _hidden_states_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
-    """The second layer begins with a hidden state that is not the last accepted token's."""
-    patch.setattr(drafts, "keep_last_hidden", lambda *args: None)
-
-
-def _proposals_that_are_not_kept(patch: pytest.MonkeyPatch) -> None:
-    """The next step finds no proposals but those of the prompt's end."""
-    patch.setattr(drafts, "keep_proposal", lambda *args: None)
-
-
-def _tokens_of_the_layer_before(patch: pytest.MonkeyPatch) -> None:
-    """At the end of a prompt all layers get the drawn token, and none the proposed ones."""
-    patch.setattr(drafts, "drawn_tokens", lambda pieces: torch.zeros_like(drawn(pieces)))
-
-
-drawn = drafts.drawn_tokens
-
-
-def _looks_ahead(num_layers: int, num_reqs: int, max_new_tokens: int, **options: object) -> Workload:
-    """A few requests, with a draft of ``num_layers`` layers that look ahead."""
-
-    def make(random: Any) -> Scenario:
-        script = Script(random)
-        for step in range(num_reqs):
-            script.add(step, script.prompt(4, 9), max_new_tokens, ignore_eos=True, **options)
-        flags: Flags = {"draft": f"NEXTN{num_layers}", "speculative_num_steps": num_layers, "page_size": 4}
-        return script.scenario(
-            max_total_tokens=128,
-            max_running_requests=num_reqs,
-            context_length=64,
-            disable_cuda_graph=True,
-            **flags,
-        )
-
-    return Workload("own", "", make)
-
-
-@pytest.mark.parametrize(
-    "fault", [_hidden_states_of_the_step_before, _proposals_that_are_not_kept, _tokens_of_the_layer_before]
-)
-def test_wrong_drafts_of_layers_that_look_ahead_are_noticed(
-    monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]
-) -> None:
-    """What such layers propose is computed from the request alone; each step must yield what agrees with it."""
-    monkeypatch.setitem(WORKLOADS, "own", _looks_ahead(2, 3, 16, temperature=1.5))
-    assert run(Trial("own", 2)).clean
-    fault(monkeypatch)
-    found = [outcome for seed in range(2, 12) if not (outcome := run(Trial("own", seed))).clean]
-    named = re.compile(r"a step of depth 2 at output|draft [01] behind \d+ tokens is")
-    assert all(outcome.checker == ANSWERS and named.search(outcome.report) for outcome in found), found
-    assert any("a step of depth 2 at output" in outcome.report for outcome in found), found
-
-
-def test_wrong_drafts_that_are_rejected_anyway_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts of random weights are seldom accepted, so the number of tokens does not show that others were proposed."""
-    monkeypatch.setitem(WORKLOADS, "own", _looks_ahead(3, 2, 6))
-    assert run(Trial("own", 2)).clean
-    _hidden_states_of_the_step_before(monkeypatch)
-    outcome = run(Trial("own", 2))
-    assert outcome.checker == ANSWERS and re.search(r"draft [12] behind \d+ tokens is", outcome.report), (
-        outcome
-    )

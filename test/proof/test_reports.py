@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from fenceline.memory_order import LeasePool, staging
-from fenceline.memory_order.arena import Arena
 from fenceline.memory_order.device import CpuDevice
 from fenceline.memory_order.edges import StreamName
 from fenceline.memory_order.staging import MaskTable
-from fenceline.model_executor.decode_runner import DecodeRunner
-from fenceline.model_executor.speculative_runner import SpeculativeRunner
 from fenceline.scheduler.request_memory import RequestMemory
-from fenceline_proof.runs import ANSWERS, Outcome, Trial, run
+from fenceline_proof.runs import Outcome, Trial, run
 from fenceline_sim.device import VgpuDevice
 
 torch.set_num_threads(1)
@@ -34,82 +30,6 @@ def nothing(self: Any, *args: Any) -> None:
 
 
 # --- captures
-
-
-def draws_all_rows(self: DecodeRunner, size: int) -> None:
-    draw(self, size)
-    self.arena["temperatures"].clone()
-
-
-def moved_unnoticed(self: DecodeRunner) -> list[int]:
-    return list(addresses(self))[:3]
-
-
-def silent(method: Callable[..., Any]) -> Callable[..., Any]:
-    """``method`` of something with a device, which does not say that new values begin."""
-
-    def called(self: Any, *args: Any) -> Any:
-        begin_fill, self._device.begin_fill = self._device.begin_fill, lambda *_: None
-        try:
-            return method(self, *args)
-        finally:
-            self._device.begin_fill = begin_fill
-
-    return called
-
-
-def only_captured(self: SpeculativeRunner, plans: Any) -> None:
-    gpu = getattr(self._device, "gpu", None)
-    if gpu is None or gpu.capturing is not None:
-        accept(self, plans)
-
-
-draw, addresses, accept = DecodeRunner._draw_under_masks, DecodeRunner.addresses, SpeculativeRunner._accept
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "fault", "workload", "says"),
-    [
-        (DecodeRunner, "_warm_up", nothing, "graphs", "captures: decode[4] has .* not been run before"),
-        (
-            SpeculativeRunner,
-            "_accept",
-            only_captured,
-            "speculation_tiers",
-            "captures: accept.* not been run before",
-        ),
-        (
-            DecodeRunner,
-            "_draw_under_masks",
-            draws_all_rows,
-            "graphs",
-            "captures: .* accesses row 4 of decode",
-        ),
-        (DecodeRunner, "addresses", moved_unnoticed, "graphs", "would not notice that kv_pool.layer0.v has"),
-        (Arena, "fill", silent(Arena.fill), "graphs", "0 times new values of decode.plan_rows"),
-        (
-            Arena,
-            "begin_replay",
-            silent(Arena.begin_replay),
-            "graphs",
-            "0 times new values of decode.next_tok",
-        ),
-        (
-            SpeculativeRunner,
-            "forward",
-            silent(SpeculativeRunner.forward),
-            "speculation",
-            "0 times new values",
-        ),
-        (MaskTable, "upload", silent(MaskTable.upload), "grammars", "0 times new values of token_masks"),
-    ],
-)
-def test_captures_and_what_is_said_of_their_memory_are_compared(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Any, workload: str, says: str
-) -> None:
-    monkeypatch.setattr(owner, name, fault)
-    found = first_failure(workload)
-    assert found.checker == ANSWERS and re.search(says.replace("[4]", r"\[4\]"), found.report), found.report
 
 
 # --- contracts
@@ -173,7 +93,7 @@ def test_a_report_of_an_exception_has_the_lines_that_it_came_through(monkeypatch
 def test_a_report_of_a_kernel_that_fails_has_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fenceline.model_executor.decode_runner._derive", lambda *args: 1 // 0)
     found = first_failure("mixed")
-    assert "by zero" in found.report and "failed at test_prove_captures.py" in found.report, found.report
+    assert "by zero" in found.report and "failed at test_reports.py" in found.report, found.report
 
 
 def test_a_plan_that_is_said_to_be_read_is_the_one_that_was(monkeypatch: pytest.MonkeyPatch) -> None:
