@@ -107,13 +107,13 @@ def test_the_list_names_files_that_exist(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_job_that_takes_what_time_there_is_ends_before_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof and the campaign of mutants would go on for hours. One that is stopped prints no result."""
+    """The proof would go on for hours. One that is stopped prints no result."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import measure
 
     jobs = [job for job in measure.read_list(measure.LIST) if "fenceline_proof" in job.command]
-    assert len(jobs) >= 3
+    assert len(jobs) >= 2
     for job in jobs:
-        found = re.search(r"--(budget|minutes) ([\d.]+)", job.command)
+        found = re.search(r"--budget ([\d.]+)", job.command)
         assert found is not None, job.name
-        assert float(found[2]) * (60 if found[1] == "minutes" else 1) < job.seconds, job.name
+        assert float(found[1]) < job.seconds, job.name
