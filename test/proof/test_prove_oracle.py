@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_model import more_workloads
 
 from fenceline.ipc.io_struct import (
     AbortReq,
@@ -520,6 +521,7 @@ MORE_WORKLOADS = {
     "retracted": _retracted,
     "reloaded": _reloaded,
 }
+_more_workloads = more_workloads(MORE_WORKLOADS)
 WRONG = [
     (_a_page_of_another_prefix, "twins", r"r\d: output \d is \d+, alone it is \d+"),
     (_positions_off_by_one, "twins", r"r\d: output \d is \d+, alone it is \d+"),
