@@ -348,9 +348,7 @@ def report(results: Sequence[Result], known: frozenset[str]) -> str:
     killed = [one for one in results if one.killed]
     survivors = sorted((one for one in results if not one.killed), key=lambda one: (one.path, one.line))
     counts = f"{len(killed)} of {len(results)} killed, {sum(one.by_name for one in killed)} of these by name."
-    lines = [
-        f"* `{one.id}` `{one.place}`: {one.state}{'' if one.id in known else ', LOST'}" for one in survivors
-    ]
+    lines = [f"{one.id} {one.place}: {one.state}{'' if one.id in known else ', LOST'}" for one in survivors]
     return "\n".join([counts, "", *lines]) + "\n"
 
 
