@@ -378,16 +378,16 @@ def _sampler_at_the_wrong_position(patch: pytest.MonkeyPatch) -> None:
 
 def _penalties_count_twice(patch: pytest.MonkeyPatch) -> None:
     """The token before a retraction is counted once more when the request comes back."""
-    right = PrefillPlanner._seq
+    right = PrefillPlanner._chunk
 
     def wrong(self: PrefillPlanner, req: Req, *args: Any) -> Any:
-        seq = right(self, req, *args)
-        if seq.history is None or not req.output_ids:
-            return seq
-        prompt, output = seq.history
-        return dataclasses.replace(seq, history=(prompt, np.append(output, output[-1])))
+        chunk = right(self, req, *args)
+        if chunk.history is None or not req.output_ids:
+            return chunk
+        prompt, output = chunk.history
+        return dataclasses.replace(chunk, history=(prompt, np.append(output, output[-1])))
 
-    patch.setattr(PrefillPlanner, "_seq", wrong)
+    patch.setattr(PrefillPlanner, "_chunk", wrong)
 
 
 def _top_k_off_by_one(patch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -12,6 +13,7 @@ from fenceline.memory_order import LeasePool, staging
 from fenceline.memory_order.device import CpuDevice
 from fenceline.memory_order.edges import StreamName
 from fenceline.memory_order.staging import MaskTable
+from fenceline.model_executor import decode_runner
 from fenceline.scheduler.request_memory import RequestMemory
 from fenceline_proof.runs import Outcome, Trial, run
 from fenceline_sim.device import VgpuDevice
@@ -91,7 +93,8 @@ def test_a_report_of_an_exception_has_the_lines_that_it_came_through(monkeypatch
 
 
 def test_a_report_of_a_kernel_that_fails_has_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fenceline.model_executor.decode_runner._derive", lambda *args: 1 // 0)
+    failing = dataclasses.replace(decode_runner.DECODE_PROLOGUE, reference=lambda *args: 1 // 0)
+    monkeypatch.setattr(decode_runner, "DECODE_PROLOGUE", failing)
     found = first_failure("mixed")
     assert "by zero" in found.report and "failed at test_reports.py" in found.report, found.report
 
