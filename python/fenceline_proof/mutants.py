@@ -26,7 +26,6 @@ LEFT_OUT = (
         "memory_order/cuda*",
         "CUDA's own calls: test/unit/test_cuda_device.py runs them against a fake torch.cuda",
     ),
-    ("memory_order/__main__.py", "a command line"),
     ("*kernels/*", "kernels: the interpreter and GPU runs hold them against torch's operators"),
     ("layers/attention/f*", "FlashInfer and FA3 need a GPU"),
     ("layers/attention/triton*", "needs a GPU or the interpreter"),
