@@ -64,9 +64,12 @@ STEP_S = 0.01
 def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineConfig:
     args = dict(flags)
     # On the CPU alone attention has plans of its own, and rounds differently.
-    backend = args.pop("attention_backend", "" if args["device"] == "cpu" else REFERENCE)
+    plain = "" if args["device"] == "cpu" else REFERENCE
+    backend = args.pop("attention_backend", plain)
     draft = args.pop("draft", None)
-    prefill, decode = (str(args.pop(f"{mode}_attention_backend", backend)) for mode in ("prefill", "decode"))
+    prefill, decode = (
+        str(args.pop(f"{mode}_attention_backend", backend) or plain) for mode in ("prefill", "decode")
+    )
     of_draft = args.pop("speculative_draft_attention_backend", None)
     model, least_tokens = str(args.pop("model", PLAIN)), args.pop("least_tokens", None)
     if draft is not None:
