@@ -10,7 +10,7 @@ from guarded_runs import SIZES, check_random_steps, kinds, page_sizes, trace_sha
 from step_traces import GREEDY, TraceMaker
 from trace_runner import live_memory, make_runner, play
 
-from fenceline.memory_order import arena, open_device
+from fenceline.memory_order import guards, open_device
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import StepBatch
 
@@ -67,6 +67,6 @@ def test_padding_that_names_the_last_row_writes_its_owners_page(
     kind: str, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What -1 means to an indexing operation. (A kernel that does not wrap indices reads before the table instead.)"""
-    monkeypatch.setattr(arena, "_SINK_ID", NUM_ROWS)
+    monkeypatch.setattr(guards, "_SINK_ID", NUM_ROWS)
     runner = make_runner(open_device(kind), trace_shape(page_size, NUM_ROWS), SIZES)
     assert others_change(runner, page_size)
