@@ -126,7 +126,7 @@ class Rotation:
 
         rotate_and_store(
             self.qkv, self.heads, self.norms, self.table, self.positions, self.k_cache, self.v_cache,
-            self.out_slots, pdl,
+            self.out_slots, pdl=pdl,
         )  # fmt: skip
 
     def check(self, expected: Rotation) -> None:

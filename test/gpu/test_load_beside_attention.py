@@ -95,9 +95,9 @@ def rounds_beside(kind: TransferKind) -> tuple[int, int]:
                 for output, right in zip(attention.run(), expected, strict=True):
                     num_wrong += (output != right).sum()
         done = device.forward.record()
-        while not device.forward.poll(done):
+        while not device.forward.ask(done):
             pass
-        num_beside += not any(point.stream.poll(point) for point in ticket.points)
+        num_beside += not any(point.stream.ask(point) for point in ticket.points)
         device.synchronize()
         assert controller.drain_acks() == [ticket]
     for device_page, host_page in zip(device_pages.tolist(), host_pages.tolist(), strict=True):
