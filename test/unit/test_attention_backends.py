@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -262,6 +262,22 @@ def test_fa2_is_told_as_much_as_its_version_takes(
     """Counted in csrc/batch_prefill_jit_binding.cu; a call with more or fewer arguments is a TypeError."""
     monkeypatch.setattr(flashinfer_library, "version", lambda name: installed)
     assert flashinfer_library.InstalledLibrary().split_args == (-1, False, 0, *more)
+
+
+@pytest.mark.parametrize("generation", ["fa2", "fa3"])
+def test_the_module_that_flashinfer_loads_is_the_one_compiled_ahead(
+    generation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 0.7.2 on get_batch_prefill_module loads for fa2 what a generator of its own makes, under another name."""
+    generators = ModuleType("flashinfer.jit.attention.modules")
+    monkeypatch.setattr(flashinfer_library, "import_module", lambda name: generators)
+    shape = flashinfer_library.AttentionShape(4, 2, 64, 16, torch.bfloat16)
+    module = flashinfer_library.InstalledLibrary().prefill_module(shape, generation)
+    compiled = {"gen_batch_prefill_module": False, "_gen_batch_prefill_primary_module": True}
+    for name, is_compiled in compiled.items():
+        spec = SimpleNamespace(is_compiled=is_compiled)
+        monkeypatch.setattr(generators, name, lambda *_, spec=spec: spec, raising=False)
+        assert module.is_compiled is (is_compiled and generation == "fa2")
 
 
 @pytest.mark.parametrize(

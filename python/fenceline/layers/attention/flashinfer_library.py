@@ -162,7 +162,7 @@ class Library(Protocol):
 class _CompiledModule:
     """A module of the installed package. It is compiled when it is first needed and kept in ~/.cache/flashinfer."""
 
-    def __init__(self, module: str, generate: str, get: str, args: tuple[object, ...]) -> None:
+    def __init__(self, module: str, generate: Sequence[str], get: str, args: tuple[object, ...]) -> None:
         self._module, self._generate, self._get, self._args = module, generate, get, args
         self._functions: Any = None
 
@@ -194,7 +194,9 @@ class _CompiledModule:
             logger.debug("FlashInfer's module %s does not compile: %s", spec.name, error)
 
     def _spec(self) -> Any:
-        return getattr(import_module("flashinfer.jit.attention.modules"), self._generate)(*self._args)
+        generators = import_module("flashinfer.jit.attention.modules")
+        name = next(name for name in self._generate if hasattr(generators, name))
+        return getattr(generators, name)(*self._args)
 
 
 class InstalledLibrary:
@@ -240,13 +242,17 @@ class InstalledLibrary:
     def prefill_module(self, shape: AttentionShape, generation: str) -> Module:
         """See ``Library``."""
         args = (generation, *_module_args(shape), False)  # no products of q and k in half precision
-        names = "flashinfer.prefill", "gen_batch_prefill_module", "get_batch_prefill_module"
-        return _CompiledModule(*names, args)
+        generate = ["gen_batch_prefill_module"]
+        if (
+            generation == "fa2"
+        ):  # from 0.7.2 on what FlashInfer itself loads is another module than the public one
+            generate.insert(0, "_gen_batch_prefill_primary_module")
+        return _CompiledModule("flashinfer.prefill", generate, "get_batch_prefill_module", args)
 
     def decode_module(self, shape: AttentionShape) -> Module:
         """See ``Library``."""
-        names = "flashinfer.decode", "gen_batch_decode_module", "get_batch_decode_module"
-        return _CompiledModule(*names, _module_args(shape))
+        generate, get = ["gen_batch_decode_module"], "get_batch_decode_module"
+        return _CompiledModule("flashinfer.decode", generate, get, _module_args(shape))
 
 
 def _module_args(shape: AttentionShape) -> tuple[object, ...]:
