@@ -27,7 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "h200"))
 
-from in_process import call_times
+from in_process import call_times, owner_of
 
 import fenceline
 from bench_scheduler import NullBox, Schema
@@ -40,7 +40,7 @@ from fenceline.memory_order.device import CpuDevice, CpuStream
 from fenceline.memory_order.edges import StreamName
 from fenceline.memory_order.graph import Graph, GraphPool
 from fenceline.memory_order.stream import Point
-from fenceline.model_executor import decode_runner, model_runner
+from fenceline.model_executor import decode_runner, parts
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.sampling import sampler
 from fenceline.sampling.sampling_params import SamplingParams
@@ -162,7 +162,7 @@ class NullModel:
         self._logits = torch.empty(num_rows, _VOCAB, dtype=torch.bfloat16)
 
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
-        return batch.positions
+        return batch.input_ids
 
     def own_logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         num_rows = batch.num_tokens if batch.logits_index is None else len(batch.logits_index)
@@ -226,7 +226,7 @@ class Bench:
         self.gpu = Gpu(schema.answers)
         device = NullDevice(self.gpu)
         null_model, launches = NullModel(num_running), Launches(device)
-        with mock.patch.object(model_runner, "load_model", lambda *_, **__: null_model):
+        with mock.patch.object(parts, "load_model", lambda *_, **__: null_model):
             for module in (sampler, decode_runner):
                 module.sample_tokens = launches  # type: ignore[assignment]
             runner = ModelRunner(config, device, show_progress=False)
@@ -276,7 +276,7 @@ def measure(
     before = bench.gpu.num_calls
     bench.run(10)
     num_calls = (bench.gpu.num_calls - before) // 10
-    times = {part: call_times(bench.scheduler, part) for part in PARTS}
+    times = {part: call_times(owner_of(bench.scheduler, part), part) for part in PARTS}
     times["second phase"] = call_times(bench.runner, "_sample_held")
     bench.run(num_steps - 50)
     return times, num_calls

@@ -14,7 +14,8 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -24,9 +25,10 @@ from bench_scheduler import NullBox
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import TokenizedGenerateReq, id_array
+from fenceline.layers.context import Shard
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.memory_order import Device, OrderChecker, open_device
-from fenceline.model_executor import model_runner
+from fenceline.model_executor import parts
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.scheduler.flight_recorder import FlightRecorder
@@ -38,18 +40,18 @@ class NullModel:
     """A model that returns prepared logits, with which the first token of the vocabulary is sampled."""
 
     nbytes = 0
+    num_layers = 1
+    attention_rules: Mapping[int, object] = {}
 
     def __init__(self, vocab_size: int, num_rows: int) -> None:
+        self.context = SimpleNamespace(shard=Shard(), dtype=torch.float32)
         self._logits = torch.zeros(num_rows, vocab_size)
         self._logits[:, 1] = 1.0
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        return self.compute_logits(self.hidden_states(batch), batch)
-
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
-        return batch.positions
+        return batch.input_ids
 
-    def compute_logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def own_logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         num_rows = batch.num_tokens if batch.logits_index is None else len(batch.logits_index)
         return self._logits[:num_rows]
 
@@ -69,7 +71,7 @@ def make_scheduler(
         config.model, context_length=context, vocab_size=16, num_layers=1, num_kv_heads=1, head_dim=8
     )
     config = dataclasses.replace(config, max_running_requests=num_running, model=tiny)
-    with mock.patch.object(model_runner, "load_model", lambda *_, **__: NullModel(16, num_running)):
+    with mock.patch.object(parts, "load_model", lambda *_, **__: NullModel(16, num_running)):
         runner = ModelRunner(config, open_device("cpu"), show_progress=False)
     params = SamplingParams(max_new_tokens=context - prompt_len, ignore_eos=True, temperature=0.0)
     box = NullBox(
@@ -120,7 +122,7 @@ class Stopwatch:
 RECORDER = [(FlightRecorder, name) for name in ("launched", "published")]
 ENTRANCES = [
     (Device, "declare"),
-    *((OrderChecker, name) for name in ("begin_step", "record", "wait", "hear")),
+    *((OrderChecker, name) for name in ("begin_step", "record", "wait", "host_waited")),
 ]
 
 

@@ -34,7 +34,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent / "h200"))
 
 from constrained import CompiledSchema
-from in_process import call_times
+from in_process import call_times, owner_of
 
 import fenceline
 from fenceline.config.engine_config import resolve
@@ -239,7 +239,7 @@ def compare_threads(sizes: Sequence[int], threads: Sequence[int], num_steps: int
         for num_threads in threads:
             bench = Bench(size, num_steps, page_size, schema=schema)
             bench.scheduler.grammars.use_threads(num_threads)
-            times = {part: call_times(bench.scheduler, part) for part in parts}
+            times = {part: call_times(owner_of(bench.scheduler, part), part) for part in parts}
             bench.run(num_steps)
             medians = [statistics.median(times[part]) for part in parts]
             print(f"{size:>8} {num_threads:>8} " + " ".join(f"{median:>14.1f}" for median in medians))

@@ -197,6 +197,11 @@ class InProcessEngine:
         return timed
 
 
+def owner_of(scheduler: Scheduler, name: str) -> object:
+    """The object that has the method ``name``: the scheduler, or its steps under masks."""
+    return scheduler if hasattr(scheduler, name) else scheduler.masks
+
+
 def call_times(owner: object, name: str) -> list[float]:
     """The microseconds of each call of a method from now on."""
     method: Callable[..., object] = getattr(owner, name)

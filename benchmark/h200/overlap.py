@@ -32,7 +32,7 @@ from pathlib import Path
 
 import torch
 from constrained import CompiledSchema
-from in_process import InProcessEngine, call_times
+from in_process import InProcessEngine, call_times, owner_of
 from shapes import SHAPES, make_model_dir
 
 _WARM_STEPS = 30
@@ -96,13 +96,14 @@ def measure(engine: InProcessEngine, shape: str, batch: int, args: argparse.Name
             replays.append(state.time_replays(args.steps))
     assert len(engine.scheduler.running) == batch, "no request has left"
     if args.schema:
-        times = {part: call_times(engine.scheduler, part) for part in _PARTS}
+        owners = {part: owner_of(engine.scheduler, part) for part in _PARTS}
+        times = {part: call_times(owner, part) for part, owner in owners.items()}
         for _ in range(min(args.steps, 60)):
             engine.step()
         found = [f"{part} {statistics.median(times[part]):.0f}" for part in _PARTS]
         print(f"{shape}, {batch} at a time, us: {', '.join(found)}", flush=True)
-        for part in _PARTS:
-            delattr(engine.scheduler, part)
+        for part, owner in owners.items():
+            delattr(owner, part)
     engine.abort_all()
     replay_ms = statistics.median(replays) * 1e3 if replays else None
     return Overlap(
