@@ -133,7 +133,8 @@ class SocketLink:
         return messages
 
     def _note_news(self) -> None:
-        if self._inbox.has_arrived():  # this also resets the descriptor, whether or not somebody receives
+        # All of it, whether or not somebody receives, so that the descriptor does not stay readable.
+        if self._inbox.fetch():
             self._news.set()
 
     def close(self) -> None:

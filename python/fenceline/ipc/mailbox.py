@@ -107,19 +107,26 @@ class Inbox(Generic[M]):
         self._news = select.poll()  # much cheaper than to ask ZeroMQ
         self._news.register(self._socket, select.POLLIN)
         self._is_empty = False  # unless its descriptor has shown something since
-        self._arrived: deque[bytes] = deque()  # the rest of messages that were sent together
+        self._arrived: deque[bytes] = deque()  # what has been taken and not drained yet
         self._decoder = decoder
         self._name = endpoint.rpartition("/")[2]
         self.num_dropped = 0
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when something may have arrived; only then, so look with
-        :meth:`has_arrived` each time."""
+        """A descriptor that becomes readable when something may have arrived; only then, so :meth:`fetch` all each
+        time."""
         return self._socket.fileno()
 
     def has_arrived(self) -> bool:
         """Whether there is something to drain."""
         return bool(self._arrived) or self._receive_nowait()
+
+    def fetch(self) -> bool:
+        """Take all that has arrived, after which the descriptor is readable only by what comes later. Returns whether
+        there is something to drain."""
+        while self._receive_nowait():
+            pass
+        return bool(self._arrived)
 
     def wait(self, timeout_ms: float | None = None) -> bool:
         """Wait until a message has arrived; False if the time runs out first."""
