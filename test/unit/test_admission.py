@@ -159,6 +159,29 @@ def test_short_requests_without_end_do_not_keep_long_ones_waiting() -> None:
     driver.run()
 
 
+def test_what_others_hold_of_the_reserve_counts_in_whole_pages() -> None:
+    """Requests of a page and a few tokens take two pages each: they pass a long one only while it fits beside them."""
+    driver = driver_of(num_pages=16, num_rows=100, page_size=16, chunked_prefill_size=64)
+    late = request("late", [7] * 156, max_new_tokens=3, ignore_eos=True)
+    for number in range(150):
+        if driver.scheduler.waiting.num_reqs < 8:
+            driver.send(
+                *(
+                    request(f"{number}-{i}", [number % 250 + 1, i + 1] + [5] * 15, max_new_tokens=4)
+                    for i in range(8)
+                )
+            )
+        if number == 20:
+            driver.send(late)
+        driver.step()
+        if late.rid in driver.answers:
+            break
+    else:
+        raise AssertionError("the long one has got nothing")
+    driver.scheduler.control.abort(AbortReq(abort_all=True))
+    driver.run()
+
+
 @pytest.mark.parametrize("chunk", [32, -1], ids=["half-way", "whole"])
 def test_who_needs_the_reserve_too_is_not_passed_for_ever(chunk: int) -> None:
     """It is admitted when nothing else runs, which short ones without end would put off without end."""
@@ -229,7 +252,7 @@ def test_everybody_gets_the_right_tokens(
         steps(driver, pause)
     driver.run()
     assert_right(driver, *sent)
-    assert driver.scheduler.waiting.holdings == Holdings(48, 1), "nobody holds anything"
+    assert driver.scheduler.waiting.holdings == Holdings(48, 1, page_size=4), "nobody holds anything"
 
 
 def test_a_small_pool_has_no_reserve() -> None:

@@ -25,8 +25,9 @@ _LEAST_SMALL_TOKENS = 256
 
 @dataclass(slots=True)
 class Holdings:
-    """What running requests hold: the rows and the tokens (at their maximum lengths) of each HTTP body of several
-    requests, and what is used of the reserve.
+    """What running requests hold: the rows and the tokens (at their maximum lengths, in whole pages) of each HTTP body
+    of several requests, and what is used of the reserve. ``num_spare``: slots after a request's last token that its
+    last decode step writes.
 
     The reserve (``reserve_tokens`` of memory, ``reserve_rows``) is left to bodies that hold little. Without it, a short
     request would wait until one of the long ones ends that fill the memory, or one of the thousands of another body.
@@ -34,18 +35,20 @@ class Holdings:
 
     reserve_tokens: int = 0
     reserve_rows: int = 0
+    page_size: int = 1
+    num_spare: int = 0
     used_tokens: int = 0
     used_rows: int = 0
     rows: Counter[int] = field(default_factory=Counter)
     tokens: Counter[int] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, num_tokens: int, num_rows: int) -> Holdings:
+    def of(cls, num_tokens: int, num_rows: int, page_size: int = 1, num_spare: int = 0) -> Holdings:
         """Nothing is held yet of a KV cache of ``num_tokens`` tokens and ``num_rows`` rows."""
         tokens = num_tokens // _RESERVE_MEMORY
         if tokens < _NUM_SMALL * _LEAST_SMALL_TOKENS:
-            return cls()
-        return cls(tokens, num_rows // _RESERVE_ROWS)
+            return cls(0, 0, page_size, num_spare)
+        return cls(tokens, num_rows // _RESERVE_ROWS, page_size, num_spare)
 
     def admit(self, req: Req, in_reserve: bool) -> None:
         """Count a request that starts to run, ``in_reserve`` or not."""
@@ -66,9 +69,9 @@ class Holdings:
 
     def may_use_reserve(self, req: Req) -> bool:
         """Whether the reserve has room for ``req`` at its maximum length, and its body then holds little."""
-        final_len = req.final_len
-        is_small = _NUM_SMALL * (self.tokens[req.source.body] + final_len) <= self.reserve_tokens
-        return is_small and self.used_tokens + final_len <= self.reserve_tokens
+        most = self._most_tokens(req)
+        is_small = _NUM_SMALL * (self.tokens[req.source.body] + most) <= self.reserve_tokens
+        return is_small and self.used_tokens + most <= self.reserve_tokens
 
     @property
     def kept_tokens(self) -> int:
@@ -80,14 +83,19 @@ class Holdings:
         """Rows that others may not take now."""
         return max(self.reserve_rows - self.used_rows, 0)
 
+    def _most_tokens(self, req: Req) -> int:
+        """Tokens that the pages of ``req`` have room for at its maximum length."""
+        return -(-(req.final_len + self.num_spare) // self.page_size) * self.page_size
+
     def _add(self, req: Req, in_reserve: bool, sign: int) -> None:
+        num_tokens = sign * self._most_tokens(req)
         if in_reserve:
-            self.used_tokens += sign * req.final_len
+            self.used_tokens += num_tokens
             self.used_rows += sign
         body = req.source.body
         if body:
             self.rows[body] += sign
-            self.tokens[body] += sign * req.final_len
+            self.tokens[body] += num_tokens
             if not self.rows[body]:
                 del self.rows[body], self.tokens[body]
 
@@ -96,15 +104,9 @@ class AdmissionState:
     """What admission decides by: memory as it is, or as it would be after retractions and admissions."""
 
     def __init__(
-        self,
-        memory: RequestMemory,
-        holdings: Holdings,
-        num_running: int,
-        reserved_tokens: int,
-        num_spare: int = 0,
+        self, memory: RequestMemory, holdings: Holdings, num_running: int, reserved_tokens: int
     ) -> None:
-        """``reserved_tokens``: what the ``num_running`` requests are expected to ask for yet. ``num_spare``: slots
-        after a request's last token that its last decode step writes."""
+        """``reserved_tokens``: what the ``num_running`` requests are expected to ask for yet."""
         self.memory = memory
         self.holdings = holdings.copy()
         self.num_pages = memory.num_available_pages
@@ -113,7 +115,6 @@ class AdmissionState:
         self.reserved_tokens = reserved_tokens
         # Whether a request is being passed that does not fit. Then only the reserve is left for those behind it.
         self.is_passing = False
-        self._num_spare = num_spare
         self._released: Counter[TreeNode] = Counter()  # nodes, each as often as retracted requests unlock it
         self._pinned: set[TreeNode] = set()  # nodes that admitted requests lock
 
@@ -125,7 +126,7 @@ class AdmissionState:
 
     def expected_tokens(self, req: Req) -> int:
         """Tokens that ``req`` is expected to ask for after it has been admitted."""
-        return min(req.final_len - req.num_tokens + 1, CLIP_NEW_TOKENS) + self._num_spare
+        return min(req.final_len - req.num_tokens + 1, CLIP_NEW_TOKENS) + self.holdings.num_spare
 
     def fits(self, num_pages: int, num_expected: int) -> bool:
         """Whether there is room beside the reserve and what running requests are expected to ask for."""

@@ -112,9 +112,9 @@ class Scheduler:
             num_rewritten,
         )
         num_tokens = self.memory.num_pages * args.page_size
-        self.waiting = WaitingQueue(
-            Holdings.of(num_tokens, self.memory.rows.size), max_of_body(config.device)
-        )
+        num_rows, num_spare = self.memory.rows.size, largest.num_slots - 1
+        holdings = Holdings.of(num_tokens, num_rows, args.page_size, num_spare)
+        self.waiting = WaitingQueue(holdings, max_of_body(config.device))
         self.reqs: dict[str, Req] = {}  # all that have not left, by rid, in order of arrival
         self.recorder = FlightRecorder(config, self.memory, self.reqs)
         offloads = config.hicache is not None and args.retract_policy == "offload"
@@ -129,7 +129,7 @@ class Scheduler:
             self.population, self.planner, self.masks, self.stats, outbox.to_detokenizer
         )
         # A request's last step writes as many slots as any other step, even if it yields fewer tokens.
-        capacity = min(config.model.context_length, num_tokens - largest.num_slots + 1)
+        capacity = min(config.model.context_length, num_tokens - num_spare)
         self.intake = Intake(config, capacity, self.grammars)
         self.control = SchedulerControl(
             self.population,

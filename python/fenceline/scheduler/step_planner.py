@@ -112,8 +112,7 @@ class StepPlanner:
         if len(self.running):  # a first token waits for this
             expected = int(self.running.expected_tokens(self.ratio.value, CLIP_NEW_TOKENS).sum())
         num_running = len(self.running) + (self.population.chunked is not None)
-        num_spare = self.running.largest.num_slots - 1
-        return AdmissionState(self.memory, self.waiting.holdings, num_running, expected, num_spare)
+        return AdmissionState(self.memory, self.waiting.holdings, num_running, expected)
 
     def preempt(self, threshold: int) -> None:
         """Retract running requests in favour of waiting ones whose priority is better by more than ``threshold``."""
