@@ -210,6 +210,7 @@ def test_a_schema_that_is_nested_too_deep_is_refused() -> None:
         # Texts.
         ({"type": "string", "pattern": '^"\\\\\\n$'}, ['"\\"\\\\\\n"'], ['""\\\\n"']),
         ({"type": "string", "pattern": "^(?=x)y$", "format": "ipv4"}, ['"1.2.3.4"'], ['"y"']),
+        ({"type": "string", "pattern": r"^\(?=[(?=]$", "format": "date"}, ['"(=="', '"=?"'], ['"2020-01-01"']),
         ({"type": "string", "pattern": "^[a-z]+(-[a-z]+)*$", "maxLength": 7}, ['"a-b"', '"abc"'], ['"aaaa-bbb"']),
         ({"type": "string", "pattern": "^(x[0-9]+)?$"}, ['""', '"x12"'], ['"12"']),
         ({"type": "string", "format": "unheard-of", "maxLength": 1}, ['"a"'], ['"ab"']),
@@ -277,7 +278,9 @@ def test_what_is_an_annotation_although_it_asserts_is_noted() -> None:
     noted: list[str] = []
     for items in ({"type": "string"}, {"enum": ["a", "b"]}):
         enforced_schema({"type": "array", "items": items, "uniqueItems": True}, noted.append)
-    assert len(noted) == 1 and "uniqueItems" in noted[0]
+    for pattern in ("^(?=x)y$", "^[(?=]$"):
+        enforced_schema({"type": "string", "pattern": pattern, "format": "ipv4"}, noted.append)
+    assert len(noted) == 2 and "uniqueItems" in noted[0] and "look-around" in noted[1]
 
 
 @pytest.mark.parametrize("older", [False, True])

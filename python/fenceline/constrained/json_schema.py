@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from fenceline.constrained.formats import LIMITED_PATTERNS, PATTERNS
 from fenceline.constrained.multiples import multiples
-from fenceline.constrained.regular import matches, within
+from fenceline.constrained.regular import check_pattern, matches, within
 
 MAX_DEPTH = 64  # of schemas within schemas
 _MAX_INT = 2**53  # whole numbers up to this one are exact everywhere
@@ -80,7 +80,9 @@ _NOT_ENFORCED = {
 _UNIQUE_IGNORED = (
     "uniqueItems is an annotation here: a grammar cannot compare items, except for those of a short enum"
 )
-
+_LOOK_AROUND_IGNORED = (
+    "look-around in a pattern beside a format is not enforced: the format is, instead of the pattern"
+)
 
 _FORMS: dict[str, tuple[type | tuple[type, ...], str]] = {
     **dict.fromkeys(("pattern", "format"), (str, "a text")), "enum": (list, "a list"),
@@ -345,7 +347,8 @@ class _Walk:
         pattern = given.get("pattern", own)
         if pattern is None:
             return {"pattern": f"^{_PLAIN}{{{least},{'' if most is None else most}}}$"} if counts else {}
-        if own is not None and re.search(r"\(\?<?[=!]", pattern):  # zod's, of a format that it names beside
+        if own is not None and _looks_around(pattern):  # zod's, of a format that it names beside
+            self._noted(_LOOK_AROUND_IGNORED)
             pattern = own
         with _explained("pattern", where):
             return {"pattern": within(pattern, least, most)}
@@ -748,6 +751,15 @@ def _explained(keyword: str, where: str) -> Iterator[None]:
 def _fraction(value: float) -> Fraction:
     """The number that is written, of which a float is only near."""
     return Fraction(Decimal(repr(value)))
+
+
+def _looks_around(pattern: str) -> bool:
+    """Whether ``pattern`` cannot be read because of a look-around; in a class or after a backslash it is none."""
+    try:
+        check_pattern(pattern)
+    except ValueError:
+        return re.search(r"\(\?<?[=!]", pattern) is not None
+    return False
 
 
 def _fits(value: object, given: Schema, where: str) -> bool:
