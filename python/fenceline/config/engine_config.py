@@ -299,9 +299,7 @@ def _speculative(
         token_map = hub_file(token_map, "--speculative-token-map", args.download_dir)
     draft = read_draft_config(SpeculativeAlgorithm(args.speculative_algorithm), directory, target, token_map)
     if args.load_format != "dummy" and draft.model.model_path != target.model_path:
-        read_headers(
-            weight_files(Path(draft.model.model_path), CONVERT_DRAFT)
-        )  # a damaged file is reported now
+        read_headers(weight_files(Path(draft.model.model_path), CONVERT_DRAFT))  # reports a damaged file now
     num_layers = draft.model.num_layers
     has_layers_by_step = draft.algorithm is SpeculativeAlgorithm.NEXTN and num_layers > 1
     num_steps = args.speculative_num_steps or (num_layers if has_layers_by_step else _SPECULATIVE_STEPS)

@@ -31,9 +31,8 @@ MAX_PIPELINED = 256  # requests that are read before the answer to the one befor
 HEAD_TIMEOUT_S = 10  # for a request's head, and for a new connection to say anything
 BODY_PERIOD_S = 20  # a body brings BODY_PERIOD_BYTES in each such period, or ends
 BODY_PERIOD_BYTES = 20 << 10
-WRITE_PERIOD_S = (
-    60  # the client reads WRITE_PERIOD_BYTES of its answer in each such period, or all that is ready
-)
+# The client reads WRITE_PERIOD_BYTES of its answer in each such period, or all that is ready.
+WRITE_PERIOD_S = 60
 WRITE_PERIOD_BYTES = 16 << 10
 # How much is still read of a body that was refused before it arrived, so that the client gets to the answer.
 _MAX_DISCARDED_BYTES = 2 * MAX_BODY_BYTES
@@ -72,9 +71,7 @@ class JoiningTransport:
 
     def _flush(self) -> None:
         held, self._held, self._num_held = self._held, [], 0
-        if (
-            held and not self._transport.is_closing()
-        ):  # else the client has reset the connection in the meantime
+        if held and not self._transport.is_closing():  # else the client has reset the connection meanwhile
             data = b"".join(held)
             self._num_written += len(data)
             self._transport.write(data)

@@ -56,9 +56,7 @@ class ReplicaLink:
             case AbortReq(abort_all=False):
                 if message.rid in self._placed:
                     self._links[self._placed[message.rid][0]].send(message)
-            case FlushCacheReq() if (
-                self._placed
-            ):  # all or none: one that is idle would flush, a busy one refuse
+            case FlushCacheReq() if self._placed:  # all or none: an idle one would flush, a busy one refuse
                 if message.wait:
                     self._flushes.append(message)
                 else:
@@ -89,9 +87,7 @@ class ReplicaLink:
         replica = message.replica
         if replica is None:
             replica = self._balancer.choose(message.input_ids, message.extra_key)
-        if (
-            message.sampling_params.seed is None
-        ):  # the replicas' own seeds are the same: they would draw the same
+        if message.sampling_params.seed is None:  # the replicas' own seeds are the same: so would draws be
             params = msgspec.structs.replace(message.sampling_params, seed=self._seeds.getrandbits(63))
             message = msgspec.structs.replace(message, sampling_params=params)
         num_tokens = len(message.input_ids)

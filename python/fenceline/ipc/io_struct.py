@@ -427,9 +427,8 @@ class InternalState(msgspec.Struct, frozen=True, kw_only=True):
     cuda_graphs: CudaGraphState | None = None  # None without graphs
     piecewise_cuda_graphs: CudaGraphState | None = None  # prefill's; None without
     hicache: HiCacheState | None = None  # None without HiCache
-    avg_spec_accept_length: float | None = (
-        None  # tokens of a request's step since start; None without speculation
-    )
+    # Tokens of a request's step since start; None without speculation.
+    avg_spec_accept_length: float | None = None
     # Decode steps since start by how many tokens their drafts proposed, one after the other; None without speculation
     spec_steps_by_depth: dict[str, int] | None = None
 

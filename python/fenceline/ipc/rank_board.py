@@ -18,9 +18,8 @@ from pathlib import Path
 from fenceline.ipc.io_struct import PortArgs
 
 NUM_FIELDS = 7  # of a decision
-NUM_STEPS = (
-    64  # that a rank remembers: the ranks are never so many steps apart, since each step has collectives
-)
+# That a rank remembers: the ranks are never so many steps apart, since each step has collectives.
+NUM_STEPS = 64
 _NUMBER = struct.Struct("q")  # native: one store
 _RECORD = struct.Struct(f"=q{NUM_FIELDS}I")  # step and fields
 _SEAL = struct.Struct("=Q")

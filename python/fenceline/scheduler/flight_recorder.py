@@ -129,16 +129,14 @@ class FlightRecorder:
         self.reqs = reqs
         self._steps: deque[_Raw] = deque(maxlen=config.server_args.flight_recorder_steps)
         self._events: list[Event] = []  # since the last launch
-        self._awaited: deque[list[I64]] = (
-            deque()
-        )  # StepRecord.tokens of the steps in flight, still to be filled
+        # StepRecord.tokens of the steps in flight, still to be filled.
+        self._awaited: deque[list[I64]] = deque()
         self._composition = -1
         self._rids: Sequence[str] = ()
         self._run: _Run | None = None
         self._advanced = 0  # by how much lengths have grown since the run began
-        self._num_bytes = (
-            0  # an upper bound of the bytes of the runs, some of which the ring may have dropped since
-        )
+        # An upper bound of the bytes of the runs, some of which the ring may have dropped since.
+        self._num_bytes = 0
         self._was_cut = False
         if self.enabled:
             memory.pages.observer = self._retired

@@ -60,9 +60,8 @@ logger = logging.getLogger(__name__)
 MAX_STEP_MESSAGES, MAX_STEP_BYTES = 512, 4 << 20
 _MOST_MASK_THREADS = 3  # with more, a step waits longer for their turns with the interpreter lock
 _QUIET_MS = 1000  # freed memory is given back after this long without a message
-_PEER_LOST_WAIT_S = (
-    10.0  # much longer than the parent takes to notice that a process has ended, and to kill the others
-)
+# Much longer than the parent takes to notice that a process has ended, and to kill the others.
+_PEER_LOST_WAIT_S = 10.0
 _RECORDS_WAIT_S = 5.0  # how long a rank waits for the others to write their flight records when ranks differ
 _FAILED_POLL_S = 0.1  # the interval of checks whether another rank has failed
 

@@ -50,10 +50,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     number: int  # counts from 1
     messages: list[SchedulerInput]  # those that decisions depend on
     results_arrived: bool  # whether the awaited results of the step in flight have arrived on all ranks
-    transfers: tuple[int, int] = (
-        0,
-        0,
-    )  # loads and stores that have ended on all ranks, counted since the start
+    transfers: tuple[int, int] = (0, 0)  # loads and stores that have ended on all ranks, since the start
     storage: list[News] = []  # what the ranks' storages have done since the last turn, see StorageAgreement
 
 

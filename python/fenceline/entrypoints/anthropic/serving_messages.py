@@ -208,9 +208,8 @@ def _input_of(arguments: str) -> object:
         value = orjson.loads(arguments)
     except orjson.JSONDecodeError:
         return {}
-    return (
-        orjson.Fragment(arguments.encode()) if isinstance(value, dict) else {}
-    )  # numbers as they were written
+    # Numbers as they were written.
+    return orjson.Fragment(arguments.encode()) if isinstance(value, dict) else {}
 
 
 def _usage(chunk: GenerateChunk) -> dict[str, object]:

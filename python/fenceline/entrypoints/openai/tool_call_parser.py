@@ -442,9 +442,8 @@ def _json_call(source: Source, known: bool = False) -> Reading[None]:
                 yield from _arguments(source)
                 told = True
                 continue
-            text = yield from (
-                _string(source) if opening == '"' else _value(source)
-            )  # or the object in a string
+            # Or the object in a string.
+            text = yield from (_string(source) if opening == '"' else _value(source))
             if source.begun:
                 yield Arguments(text)
                 told = True
