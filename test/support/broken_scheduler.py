@@ -13,13 +13,13 @@ def run_wrong_books(config: EngineConfig, ports: PortArgs) -> None:
     from fenceline.scheduler.process import run_scheduler_process
     from fenceline.scheduler.request_memory import RequestMemory
 
-    admit = RequestMemory.admit
+    release = RequestMemory.release
 
-    def losing(self, req, prefix):  # type: ignore[no-untyped-def]
+    def losing(self, req):  # type: ignore[no-untyped-def]
+        release(self, req)
         self.pages.alloc(1)
-        return admit(self, req, prefix)
 
-    RequestMemory.admit = losing  # type: ignore[method-assign]
+    RequestMemory.release = losing  # type: ignore[method-assign]
     run_scheduler_process(config, ports)
 
 
