@@ -16,6 +16,7 @@ from fenceline.memory_order import access, communicator, guards, kernel
 # Reports name the line that declares an access or asks for a guard, not one in the functions that do it for all.
 _ASKED = [access.__file__, communicator.__file__, guards.__file__, kernel.__file__]
 _TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parent)
+_PACKAGES = ("fenceline", "fenceline_sim", "fenceline_proof")
 _roots = [_TORCH, _HERE]
 _shown: set[str] = set()
 _outside: dict[str, bool] = {}  # by file; strings keep their hash, code objects compute it every time
@@ -59,11 +60,10 @@ class Place(NamedTuple):
 
 
 def _short(filename: str) -> str:
-    path = Path(filename)
-    parts = path.parts
-    if "fenceline" in parts:
-        return "/".join(parts[len(parts) - 1 - parts[::-1].index("fenceline") :])
-    return path.name
+    """From the package on, or else the file's name."""
+    parts = Path(filename).parts
+    starts = [index for index, part in enumerate(parts[:-1]) if part in _PACKAGES]
+    return "/".join(parts[starts[-1] if starts else -1 :])
 
 
 def here() -> Place:

@@ -258,7 +258,8 @@ def test_the_guards_of_graphs_are_named_by_their_checks(name: str) -> None:
     # Tags may notice first that a replay has read something else than what its step was given.
     outcome = next(outcome for outcome in found if not outcome.clean and outcome.checker != TagError.checker)
     assert outcome.checker == CHECKERS[name] and guard in outcome.edges and ARMS[name].names(outcome)
-    assert re.search(f"missing guard: .*{guard}", outcome.report) and "fenceline/" in outcome.report
+    assert re.search(f"missing guard: .*{guard}", outcome.report)
+    assert re.search(r"fenceline\w*/\S+\.py:\d+ in", outcome.report)
 
 
 def test_a_failing_schedule_is_told_by_the_switches_that_matter() -> None:
