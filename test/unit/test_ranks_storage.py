@@ -88,9 +88,7 @@ def serve(
 
     def run(rank: int) -> list[tuple[list[int], int]]:
         driver = make_model_driver(
-            rank=(ranks.devices[rank], ranks.shards[rank]),
-            tp_size=NUM_RANKS,
-            **engine_flags(directory, **flags),
+            rank=(ranks.devices[rank], ranks.shards[rank]), **engine_flags(directory, **flags)
         )
         meddle(rank, driver)
         try:
