@@ -42,7 +42,7 @@ _ORDERING = frozenset(
     """
     wait wait_for_pages synchronize synchronize_from_worker record join retire release release_hold lock unlock
     hold hold_host lease fill fill_rows begin_fill begin_replay before_replay replay upload download move
-    protect_from_graphs register allow_replay retire_departed note_passed host_access
+    protect_from_graphs register allow_replay note_passed host_access
     """.split()  # noqa: SIM905
 )
 _MOVING = re.compile(r"copy|copy_|gather|scatter|load|store|backup|write|index_(copy|put|select|fill)_?")
