@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ FOLDER = Path(__file__).parents[2] / "benchmark" / "h200"
 @pytest.fixture(autouse=True)
 def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.delitem(sys.modules, "run", raising=False)  # benchmark/hostile has a script of this name too
 
 
 def test_the_tokenizer_is_as_large_as_the_real_one(tmp_path: Path) -> None:

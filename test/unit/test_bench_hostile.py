@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -17,7 +16,6 @@ FOLDER = Path(__file__).parents[2] / "benchmark" / "hostile"
 @pytest.fixture(autouse=True)
 def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.delitem(sys.modules, "run", raising=False)  # benchmark/h200 has a script of this name too
 
 
 def test_late_is_what_ends_late() -> None:
@@ -47,10 +45,11 @@ def test_looking_costs_the_observer_little_and_counts_what_is_pending_until_the_
 def test_what_misses_the_mark_and_what_is_known_already(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import run
     from attacks import ATTACKS
 
-    row = run.Row(
+    import hostile
+
+    row = hostile.Row(
         attack="nothing", tree="0", outcomes={}, took_s=5.0, health_ms=1.0, kept_health_ms=1.0, token_late_ms=1.0,
         memory_peak_mb=0.0, memory_kept_mb=0.0, log_kb=0.0, tracebacks=0, failures=[], serves=True,
         usual_health_ms=1.0, usual_token_ms=1.0, observer_lag_ms=0.0,
@@ -60,8 +59,8 @@ def test_what_misses_the_mark_and_what_is_known_already(
     )]  # fmt: skip
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
-    assert run.read_rows(file) == rows
-    run.print_table(argparse.Namespace(file=file, outside=True))
+    assert hostile.read_rows(file) == rows
+    hostile.print_table(argparse.Namespace(file=file, outside=True))
     names = [line.split(" | ")[0].strip("| ") for line in capsys.readouterr().out.splitlines()[2:]]
     assert names == ["nothing", "late", "big"]
     known = argparse.Namespace(
@@ -69,4 +68,4 @@ def test_what_misses_the_mark_and_what_is_known_already(
         flags=[],
     )  # fmt: skip
     file.write_text("".join(json.dumps(asdict(replace(row, attack=name))) + "\n" for name in ATTACKS))
-    assert run.run_attacks(known) == 0, "nothing is left to do"
+    assert hostile.run_attacks(known) == 0, "nothing is left to do"

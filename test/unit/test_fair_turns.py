@@ -209,7 +209,7 @@ def test_how_long_a_newcomer_waits_depends_on_the_number_of_bodies(
         assert all(len(list(run)) <= 2 for _, run in groupby(sorted(rid.split(".")[0] for rid in admitted)))
     driver.run()
     assert_right(driver, newcomer, *(req for req in sent if req.rid not in aborted))
-    assert driver.scheduler.waiting.holdings == Holdings() and len(driver.scheduler.waiting) == 0
+    assert driver.scheduler.waiting.holdings == Holdings(page_size=PAGE) and len(driver.scheduler.waiting) == 0
 
 
 def test_no_more_of_a_body_run_than_make_a_decode_step_long() -> None:

@@ -1,11 +1,11 @@
 """Runs misbehaving clients against a server with the demo model, and measures how each affects well-behaved clients.
 
-    python benchmark/hostile/run.py attacks                             # every attack, this tree
-    python benchmark/hostile/run.py attacks --only "tokenize;header"
-    python benchmark/hostile/run.py attacks --python-path OLD/python NEW/python --output both.jsonl
-    python benchmark/hostile/run.py attacks --resume --output new.jsonl    # those that are not in this file yet
-    python benchmark/hostile/run.py table both.jsonl                    # Markdown, the trees side by side
-    python benchmark/hostile/run.py table --outside new.jsonl           # those that miss the mark
+    python benchmark/hostile/hostile.py attacks                             # every attack, this tree
+    python benchmark/hostile/hostile.py attacks --only "tokenize;header"
+    python benchmark/hostile/hostile.py attacks --python-path OLD/python NEW/python --output both.jsonl
+    python benchmark/hostile/hostile.py attacks --resume --output new.jsonl    # those that are not in this file yet
+    python benchmark/hostile/hostile.py table both.jsonl                    # Markdown, the trees side by side
+    python benchmark/hostile/hostile.py table --outside new.jsonl           # those that miss the mark
 
 Each attack gets a new server, so that memory is not attributed to the wrong attack. Several servers are started
 together, because starting takes longer than most attacks, and the KV cache of each is written once, so that it does not
