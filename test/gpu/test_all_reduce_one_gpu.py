@@ -33,7 +33,7 @@ def run(case: str, size: int, *flags: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_all_ways_give_the_sum_in_the_order_of_ranks_in_every_replay(size: int) -> None:
+def test_all_ways_give_the_sum_in_the_order_of_ranks(size: int) -> None:
     assert len(run("ways", size)) == 7
 
 
@@ -54,5 +54,5 @@ def test_rows_of_every_length_are_added_up_and_normalised(size: int) -> None:
     assert run("rows", size) == {"rows": 21 * size}
 
 
-def test_a_rank_whose_peers_never_come_can_be_told_to_give_up_and_gives_up_in_time() -> None:
+def test_a_rank_whose_peers_never_come_gives_up_in_time() -> None:
     assert run("alone", 2) == {"ended": 2}

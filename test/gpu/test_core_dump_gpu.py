@@ -60,7 +60,7 @@ def address(server: subprocess.Popen[bytes], log: Path) -> str:
     pytest.fail(f"the server never served:\n{log.read_text()}")
 
 
-def test_a_failing_kernel_leaves_its_dump_and_the_flight_recorders(tmp_path: Path) -> None:
+def test_a_failing_kernel_leaves_its_dump_and_the_recorders(tmp_path: Path) -> None:
     status, output = serve_until_it_dies(tmp_path)
     assert status == 1, output
     dumps = list((tmp_path / "dumps").glob("*.nvcudmp"))

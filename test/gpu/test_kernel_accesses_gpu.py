@@ -110,7 +110,7 @@ def test_page_copies_touch_what_they_declare(io_backend: str) -> None:
 
 @pytest.mark.usefixtures("product")
 @pytest.mark.parametrize("num_words", [1, 64, 511])
-def test_results_that_forward_writes_to_the_host_are_what_it_declares(num_words: int) -> None:
+def test_results_that_forward_writes_are_what_it_declares(num_words: int) -> None:
     device = open_device("cuda")
     source, host = (torch.randint(0, 99, (8 * num_words,), dtype=torch.uint8) for _ in range(2))
 

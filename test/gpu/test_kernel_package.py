@@ -38,7 +38,7 @@ def test_fill_copies_live_rows_and_pads_the_rest(seed: int) -> None:
     case.check(num_live)
 
 
-def test_fill_of_a_large_page_table_with_fewer_columns_in_the_source() -> None:
+def test_fill_of_a_large_page_table_with_fewer_columns() -> None:
     table = torch.full((512, 2500), 7, dtype=torch.int32, device="cuda")
     source = torch.arange(300 * 1999, dtype=torch.int32, device="cuda").view(300, 1999)
     fenceline_kernel.arena_fill([FillField(table, source, -3)], 300)
@@ -47,7 +47,7 @@ def test_fill_of_a_large_page_table_with_fewer_columns_in_the_source() -> None:
     assert (table[300:] == -3).all()
 
 
-def test_captured_fill_reads_its_sources_and_the_number_of_live_rows_at_replay() -> None:
+def test_captured_fill_reads_its_sources_at_replay() -> None:
     case = random_fill_case(3, "cuda")
     num_live = torch.zeros(1, dtype=torch.int64, device="cuda")
     plan = FillPlan(case.fields)
@@ -125,7 +125,7 @@ def test_more_layers_than_one_launch_takes(io_backend: str) -> None:
 
 @pytest.mark.parametrize("io_backend", IO_BACKENDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_pages_of_one_token_and_lists_of_more_than_one_launch_or_batch(io_backend: str, layout: str) -> None:
+def test_pages_of_one_token_and_lists_of_several_launches(io_backend: str, layout: str) -> None:
     case = PageCase.random(0, layout, "cuda", num_layers=2, page_size=1)
     generator = torch.Generator(device="cuda").manual_seed(0)
     case.k, case.v = ([_random_bytes((5000, 2, 8), generator) for _ in range(2)] for _ in range(2))

@@ -364,7 +364,7 @@ def test_thresholds_keep_what_the_filter_keeps() -> None:
     )
 
 
-def test_bad_logits_and_bad_padding_give_a_token_of_the_vocabulary() -> None:
+def test_bad_logits_and_padding_give_a_token_of_the_vocabulary() -> None:
     nan, inf = torch.nan, torch.inf
     logits = logits_like_a_model(8, VOCAB)
     logits[0], logits[1], logits[2], logits[3, 5], logits[4, VOCAB - 1] = nan, inf, -inf, nan, inf

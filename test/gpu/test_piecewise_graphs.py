@@ -51,7 +51,7 @@ def check_counts(stats: GraphStats, batches: Sequence[StepBatch]) -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_random_steps_are_bit_identical_to_their_pieces_without_graphs(page_size: int) -> None:
+def test_random_steps_are_bit_identical_to_their_pieces(page_size: int) -> None:
     batches = random_trace(300 + page_size, NUM_STEPS, trace_shape(page_size))
     guarded = runner_of(open_device("cuda"), page_size)
     check_same(runner_of(EagerCudaDevice(), page_size), guarded, batches)
@@ -111,7 +111,7 @@ def test_without_the_wait_between_the_pieces_answers_do() -> None:
     assert differences("forward_after_load", 5, SPIN_CYCLES, piecewise_cuda_graph_tokens=(16, 64, 128))
 
 
-def test_other_graphs_and_the_allocator_leave_the_pieces_memory_alone() -> None:
+def test_other_graphs_leave_the_pieces_memory_alone() -> None:
     """F17: two runners take turns while others use and free memory."""
     shape = trace_shape(16)
     batches = random_trace(360, 300, shape)

@@ -23,5 +23,5 @@ def test_it_works_and_leaves_no_memory_open(case: str, tmp_path: Path) -> None:
     assert ended.found[0] is not None and ended.found[0]["open"] == 0
 
 
-def test_a_server_of_two_ranks_answers_as_one_does_with_graphs_of_both_kinds() -> None:
+def test_a_server_of_two_ranks_answers_as_one_with_graphs() -> None:
     check_server("demo", answers_of_one_rank("demo"), "--tp-size", "2", env={VARIABLE: "1"})

@@ -28,7 +28,7 @@ def both(gpu: VirtualGpu, *programs: object) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_ranks_that_wait_for_different_collectives_are_named_with_both_lines(policy: str) -> None:
+def test_ranks_at_different_collectives_are_named_with_lines(policy: str) -> None:
     def first(backend: PeerRank) -> None:
         backend.all_reduce(ones(8))
         backend.all_reduce(ones(4))  # the sum
@@ -147,7 +147,7 @@ def test_a_device_that_waits_for_its_peer_does_not_stop_the_host() -> None:
 
 
 @pytest.mark.parametrize("name", ["refreshed", "share"])
-def test_the_workload_has_blocks_and_words_that_must_be_written_again(
+def test_the_workload_has_blocks_and_words_to_be_written_again(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """No word is written again; or all threads of a block take the vectors of its first one."""

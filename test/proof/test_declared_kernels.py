@@ -77,9 +77,7 @@ def test_a_kernel_that_waits_before_it_reads_is_in_order(policy: str, captured: 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("front", [PLAIN, WAITS], ids=["plain", "programmatic"])
-def test_reading_what_the_kernel_in_front_writes_before_the_wait_is_a_race(
-    front: Kernel, captured: bool
-) -> None:
+def test_reading_what_the_kernel_in_front_writes_is_a_race(front: Kernel, captured: bool) -> None:
     for policy in ("random", "laziest", "eager", "fifo"):
         gpu = VirtualGpu(policy=policy)
         wanted = (
@@ -102,7 +100,7 @@ def _beyond(gpu: VirtualGpu, between: Kernel) -> None:
     gpu.synchronize_all()
 
 
-def test_a_kernel_between_the_two_orders_them_unless_it_lets_the_next_start_before_its_wait() -> None:
+def test_a_kernel_between_the_two_orders_them_unless_it_lets_go() -> None:
     for seed in range(6):
         for between in (PLAIN, WAITS, EARLY):
             _beyond(VirtualGpu(seed=seed), between)
@@ -169,7 +167,7 @@ def _input_read_before_the_wait(patch: pytest.MonkeyPatch) -> None:
     [(_queries_read_before_the_wait, "rotate_and_store"), (_input_read_before_the_wait, "skinny_linear")],
 )
 @pytest.mark.parametrize("workload", ["graphs", "mixed"])
-def test_a_kernel_of_the_engine_that_reads_before_its_wait_is_named(
+def test_a_kernel_that_reads_before_its_wait_is_named(
     plant: Callable[[pytest.MonkeyPatch], None], kernel: str, workload: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
@@ -185,7 +183,7 @@ def test_a_kernel_of_the_engine_that_reads_before_its_wait_is_named(
         ("copy_words", "conversations", "copy writes it on forward"),
     ],
 )
-def test_a_kernel_that_moves_inputs_or_results_ahead_of_their_writer_is_named(
+def test_a_kernel_that_moves_inputs_before_their_writer_is_named(
     name: str, workload: str, writer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right: Kernel = getattr(device, name)
@@ -214,7 +212,7 @@ def test_the_engine_is_clean_with_attention_by_our_kernels() -> None:
         assert found.clean, found.report
 
 
-def test_fetching_the_token_that_the_kernel_in_front_stores_is_a_race(
+def test_fetching_the_token_of_the_kernel_in_front_is_a_race(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     right = accesses.decode_attention

@@ -87,7 +87,7 @@ def test_what_the_host_is_told_makes_the_run(workload: str, policy: str) -> None
 
 
 @pytest.mark.long
-def test_a_fault_that_takes_two_preemptions_is_found_since_all_are_tried(
+def test_a_fault_that_takes_two_preemptions_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Results that come late, early, late, late, early: no other schedule shows it."""

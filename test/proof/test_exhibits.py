@@ -71,7 +71,7 @@ def test_the_repaired_program_is_silent(program: races.Program, policy: str) -> 
         assert race is None, str(race)
 
 
-def test_a_report_names_both_operations_the_rows_and_the_missing_order() -> None:
+def test_a_report_names_both_operations_and_the_missing_order() -> None:
     text = str(races.run(races.f13_row_is_refilled, False))
     assert "index_put_ writes it on forward" in text and "index_put_ writes it on schedule" in text
     assert "last_tokens[rows] = rows * 10" in text

@@ -78,7 +78,7 @@ def test_decode_is_attention_by_definition(seq_lens: list[int], page_size: int, 
 
 
 @pytest.mark.parametrize("tensor_cores", [False, True])
-def test_a_captured_step_attends_by_the_last_plan_before_its_replay(tensor_cores: bool) -> None:
+def test_a_captured_step_attends_by_the_last_plan(tensor_cores: bool) -> None:
     """Its plan is laid out alike for all lengths. With the plan of shorter requests keys are left out."""
     seq_lens = [40, 3, 17, 64]
     case = Case(seq_lens, [1] * 4, 4, (4, 2), seed=5)
@@ -101,7 +101,7 @@ def test_a_captured_step_attends_by_the_last_plan_before_its_replay(tensor_cores
     check(case, replay())
 
 
-def test_a_plan_is_in_pinned_memory_and_one_copy_and_nowhere_else() -> None:
+def test_a_plan_is_in_pinned_memory_and_one_copy() -> None:
     """Whoever changes the copy changes what is attended to; the pinned memory is not read again."""
     case = Case([64], [1], 4, (4, 2), seed=6)
     for kernels in (

@@ -79,7 +79,7 @@ def key_of(pages, after) -> tuple[list, Points]:
     }
 
 
-def test_runs_that_execute_a_line_come_first_in_rounds_of_all_workloads() -> None:
+def test_runs_that_execute_a_line_come_first_in_rounds() -> None:
     """The fastest first; then other seeds. Workloads that do not come to the line are left out, and the one with the
     largest share makes three runs in a round."""
     line, elsewhere = {"x.py": frozenset({7, 8})}, {"x.py": frozenset({8}), "y.py": frozenset({7})}
@@ -100,7 +100,7 @@ def test_runs_that_execute_a_line_come_first_in_rounds_of_all_workloads() -> Non
     assert list(runs_for(("x.py", 9), traced)) == []
 
 
-def test_every_mutant_of_the_engine_is_a_program_of_the_same_lines() -> None:
+def test_every_mutant_of_the_engine_is_a_program() -> None:
     mutants = all_mutants()
     sources = {
         path: (PACKAGE / path).read_text(encoding="utf-8") for path in {mutant.path for mutant in mutants}
@@ -147,7 +147,7 @@ print(next(outcome.report for outcome in outcomes if not outcome.clean))
 
 
 @pytest.mark.long
-def test_a_lost_wait_is_noticed_by_its_name_and_a_result_is_made_once(tmp_path: Path) -> None:
+def test_a_lost_wait_is_noticed_by_its_name(tmp_path: Path) -> None:
     """The wait of a step's results for the forward that computes them."""
     mutant = next(one for one in all_mutants() if "COPY_AFTER_FORWARD" in one.old and one.rule == "drop")
     results = tmp_path / "results.jsonl"

@@ -49,7 +49,7 @@ def without_graphs() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_tokens_are_those_without_graphs_and_the_detector_is_silent(
+def test_tokens_are_those_without_graphs_without_a_report(
     policy: str, without_graphs: list[list[int]]
 ) -> None:
     assert run(VgpuDevice(gpu=VirtualGpu(seed=1, policy=policy)), **DECODE) == without_graphs

@@ -225,7 +225,7 @@ def test_same_seed_same_outcome(name: str) -> None:
     assert run(Trial(name, 3)).clean
 
 
-def test_a_run_uses_one_thread_because_bytes_depend_on_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_uses_one_thread_for_the_sake_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers: list[int] = []
     compare = runs.execute
 

@@ -79,7 +79,7 @@ def test_a_seed_is_a_run_of_everything_too() -> None:
     assert outcomes[0] == outcomes[1] and outcomes[0].clean and len(outcomes[0].events) > 10
 
 
-def test_what_has_not_happened_is_looked_for_and_then_fails_the_proof(
+def test_what_has_not_happened_fails_the_proof(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By three runs, of which the last sees what the others did not; and by five, which never see the rest."""

@@ -164,7 +164,7 @@ def test_after_a_close_call_the_answer_is_followed(gap: float) -> None:
         assert f"r: output 0 is {second}, alone it is {first}" in found.wrong
 
 
-def test_a_key_halfway_between_two_numbers_of_fp8_may_be_rounded_to_either() -> None:
+def test_a_key_halfway_between_two_numbers_of_fp8_may_be_either() -> None:
     oracle, random = Oracle(tiny_model_path(), rounds_kv=True), Random(0)
 
     def values(ask: Query, *turned: Place) -> tuple[list[int], list[float]]:
@@ -208,7 +208,7 @@ def test_a_pause_resets_the_time(last: float, right: bool) -> None:
     assert _may_be_ended(4.0, "4 s (--req-waiting-timeout)", *messages) == right
 
 
-def test_a_pause_after_the_tick_that_ended_a_request_changes_nothing() -> None:
+def test_a_pause_after_the_tick_that_ended_a_request_is_nothing() -> None:
     """The answer comes after both, which arrive together."""
     pause = PauseGenerationReq(id="p", mode="in_place")
     ticks = TickReq(now=10.0), TickReq(now=15.0)
@@ -279,7 +279,7 @@ def test_seeds_that_failed_once(workload: str, seed: int) -> None:
     assert outcome.clean, outcome.report
 
 
-def test_which_tokens_are_kept_may_depend_on_rounding_if_they_tie_after_penalties_alone() -> None:
+def test_which_tokens_are_kept_may_depend_on_rounding_in_ties() -> None:
     """Two tokens have half of the probability each, of which top_p keeps the first. If the model's own logits tie, so
     do the engine's, and both are kept."""
     query = Query((1,), 0, temperature=0.5, top_p=0.3)
@@ -555,7 +555,7 @@ def test_the_workloads_of_this_page_are_clean(name: str) -> None:
 @pytest.mark.parametrize(
     ("plant", "workload", "report"), WRONG, ids=lambda value: getattr(value, "__name__", "")
 )
-def test_a_wrong_decision_is_found_and_its_request_and_token_named(
+def test_a_wrong_decision_is_found_with_its_request_and_token(
     plant: Callable[[pytest.MonkeyPatch], None], workload: str, report: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of all of them the same decisions executed again say nothing: they are carried out as they were taken. The
@@ -602,7 +602,7 @@ accept, append, stuck = Scheduler.accept, publishing._append, MaskedSteps.stuck
         (publishing, "_append", _the_first_rows, "bursts", "logprobs at"),
     ],
 )
-def test_ends_and_logprobs_that_few_requests_come_to_are_compared(
+def test_ends_and_logprobs_that_are_rare_are_compared(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Any, workload: str, says: str
 ) -> None:
     """The end of a request that has all memory, and of one whose grammar no token can complete; logprobs of several

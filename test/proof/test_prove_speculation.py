@@ -202,7 +202,7 @@ def test_a_fault_that_changes_no_token_is_named(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("draft", ["NEAR", "ITSELF"])
 @pytest.mark.parametrize("name", WINDOW_FAULTS)
-def test_a_verification_reads_the_window_and_nothing_in_front_of_it(
+def test_a_verification_reads_the_window_and_nothing_before(
     monkeypatch: pytest.MonkeyPatch, name: str, draft: str
 ) -> None:
     """The requests are longer than the window, and in layers without one all of them is read."""

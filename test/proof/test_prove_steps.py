@@ -95,7 +95,7 @@ def test_workloads_visit_graphs_padding_and_what_lies_beyond() -> None:
     assert fallbacks == {"size", "padding"}
 
 
-def test_decisions_executed_again_give_the_same_and_other_answers_are_noticed() -> None:
+def test_decisions_executed_again_give_the_same_answers() -> None:
     device = VgpuDevice(gpu=VirtualGpu(seed=4))
     loop = make_loop("mixed", 4, device)
     loop.run()
@@ -153,7 +153,7 @@ def test_shrinking_keeps_what_is_needed(needed: tuple[int, ...]) -> None:
     assert shrink(turns, fails) == [turns[i] for i in needed]
 
 
-def test_shrinking_gives_up_on_what_does_not_fail_again_and_after_its_runs() -> None:
+def test_shrinking_gives_up_on_what_does_not_fail_again() -> None:
     assert shrink(_turns(4), lambda some: False) is None
     asked = []
     kept = shrink(_turns(64), lambda some: bool(asked.append(1)) or len(some) == 64, max_runs=10)
@@ -187,7 +187,7 @@ def test_workloads_of_several_tiers_reach_what_they_are_for() -> None:
     assert flags["hicache_storage_prefetch_policy"] == {"best_effort", "wait_complete"}
 
 
-def test_a_page_that_is_not_what_it_should_be_at_the_end_is_noticed() -> None:
+def test_a_page_that_is_wrong_at_the_end_is_noticed() -> None:
     """In the tree and in storage, of either tier, though no answer depends on it."""
     loop = make_loop("refill", 2, VgpuDevice(gpu=VirtualGpu(seed=2)))
     loop.run()

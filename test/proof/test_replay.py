@@ -180,7 +180,7 @@ def test_a_launch_before_results_that_had_arrived_is_told(
 
 
 @pytest.mark.parametrize("name", ["conversations", "offload"])
-def test_steps_of_an_engine_with_a_host_tier_run_without_its_transfers_and_say_so(
+def test_steps_of_an_engine_with_tiers_run_without_transfers(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loop = run(name)

@@ -85,7 +85,7 @@ def test_reports_name_the_lines_that_hold_what_is_left(
     assert found.checker == "ownership" and says in found.report, found.report
 
 
-def test_a_report_of_an_exception_has_the_lines_that_it_came_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_of_an_exception_has_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "_pack", None)
     found = first_failure("mixed")
     assert "fenceline/memory_order/staging.py" in found.report and "in upload: _pack(" in found.report

@@ -59,7 +59,7 @@ def test_results_are_right_although_they_leave_late() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("severed", ["", "own_results"], ids=["guarded", "unguarded"])
-def test_a_result_that_is_no_copy_is_overwritten_by_the_next_replay(severed: str) -> None:
+def test_a_result_that_is_no_copy_is_overwritten(severed: str) -> None:
     """The same batch, step after step: COPY is 10 ms late, by then the next replay has run."""
     batches = steady_trace(83, 24)
     expected = play(runners("cuda", 16)[0], batches)

@@ -83,7 +83,7 @@ def test_lengths_derived_in_place_are_seen(kind: str) -> None:
 
 @kinds
 @pytest.mark.parametrize(("algorithm", "draft"), [(EAGLE, "eagle"), (STANDALONE, "near")])
-def test_the_lengths_of_a_drafts_forwards_are_not_those_of_the_step(
+def test_the_lengths_of_a_drafts_forwards_are_its_own(
     kind: str, algorithm: SpeculativeAlgorithm, draft: str, models: dict[str, Path]
 ) -> None:
     expected, _ = run(models, kind, algorithm=algorithm, draft=draft)

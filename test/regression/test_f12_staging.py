@@ -45,7 +45,7 @@ def test_random_steps_whose_uploads_are_late(page_size: int) -> None:
 @pytest.mark.parametrize(
     ("name", "spin"), [("staging_reuse", late_copies), ("own_copy", late_steps)], ids=["pinned", "device"]
 )
-def test_staging_that_is_written_too_early_gives_a_step_the_next_ones_inputs(
+def test_staging_written_too_early_gives_the_next_inputs(
     name: str, spin: Callable[[Device], None], guarded: bool
 ) -> None:
     """Every step uploads; the copy (or the step that reads the device's half) is 10 ms late."""

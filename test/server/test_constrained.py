@@ -98,7 +98,7 @@ def test_generated_schemas_are_followed_under_mixed_load(
 
 
 @pytest.mark.slow
-def test_an_engine_takes_every_kind_of_grammar_and_refuses_what_it_cannot_enforce() -> None:
+def test_an_engine_takes_every_kind_of_grammar() -> None:
     with fenceline.Engine(model_path="demo", log_level="error") as engine:
         matched = engine.generate(
             "Q:", {"regex": "[0-9]{3}-[a-c]{2}", "max_new_tokens": 20, "n": 3, "temperature": 2}

@@ -71,7 +71,7 @@ def exposed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize(("expression", "legend"), [*queries(), *alerts()])
-def test_every_query_of_the_dashboard_and_every_alert_finds_its_metrics(
+def test_every_query_of_the_dashboard_finds_its_metrics(
     exposed: dict[str, set[str]], expression: str, legend: str
 ) -> None:
     asked = list(labels_asked_for(expression, legend))
@@ -97,7 +97,7 @@ def test_the_queries_are_read_as_they_are_meant() -> None:
     assert len(queries()) > 30
 
 
-def test_a_key_of_the_environment_is_asked_for_and_stands_in_no_process_list() -> None:
+def test_a_key_of_the_environment_is_in_no_process_list() -> None:
     with LiveServer.fake("--enable-metrics", env={"FENCELINE_API_KEY": "sesame-0815"}) as server:
         with server.wait_ready().client() as client:
             assert client.get("/v1/models").status_code == 401
@@ -113,7 +113,7 @@ def test_a_key_of_the_environment_is_asked_for_and_stands_in_no_process_list() -
 
 
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
-def test_streams_pass_nginx_at_once_and_clients_that_leave_end_their_requests(tmp_path: Path) -> None:
+def test_streams_pass_nginx_at_once_and_leaving_ends_requests(tmp_path: Path) -> None:
     with LiveServer.fake() as server, server.wait_ready().client() as direct:
         port = unused_port()
         text = (ROOT / "deploy/nginx.conf").read_text()

@@ -227,7 +227,7 @@ def test_shutdown_ends_processes_and_further_calls() -> None:
 
 
 @pytest.mark.parametrize("source", ["file", "stdin"])
-def test_program_that_forgets_main_guard_and_shutdown_ends_cleanly(tmp_path: Path, source: str) -> None:
+def test_program_that_forgets_main_guard_ends_cleanly(tmp_path: Path, source: str) -> None:
     """The engine's processes import nothing of the program, which may be no file."""
     program = tmp_path / "forgetful.py"
     program.write_text(

@@ -107,7 +107,7 @@ def test_books_that_do_not_add_up_are_dumped(tmp_path: Path) -> None:
         assert LAST_WORDS.search(server.last_lines()), "named at the end"
 
 
-def test_a_step_that_never_ends_is_dumped_by_the_watchdog_and_on_sigusr1(tmp_path: Path) -> None:
+def test_a_step_that_never_ends_is_dumped_by_the_watchdog(tmp_path: Path) -> None:
     with LiveServer.fake(
         *flags(tmp_path, "--watchdog-timeout", str(WATCHDOG_S)), entry="run_hanging_step"
     ) as server:

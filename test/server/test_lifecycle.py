@@ -267,7 +267,7 @@ def test_a_server_that_was_stopped_as_a_whole_goes_on(sockets_dir: Path) -> None
         assert "has not run" not in server.output
 
 
-def test_connections_beyond_the_descriptors_get_503_and_harm_nothing(sockets_dir: Path) -> None:
+def test_connections_beyond_the_descriptors_get_503(sockets_dir: Path) -> None:
     """400 clients that never finish their heads, where the system allows 200 descriptors."""
     few = ("sh", "-c", 'ulimit -n 200; exec "$@"', "sh")
     with start(sockets_dir, under=few) as server, ExitStack() as stack:
@@ -345,7 +345,7 @@ def test_nobody_takes_the_port_between_bind_and_listen() -> None:
         socket.create_connection((LOCALHOST, port)).close()
 
 
-def test_a_restart_takes_the_port_of_connections_that_have_just_ended() -> None:
+def test_a_restart_takes_the_port_of_ended_connections() -> None:
     with bind_socket(LOCALHOST, 0) as first:
         port = first.getsockname()[1]
         listen(first, 8)

@@ -103,9 +103,7 @@ def test_a_client_that_goes_away_aborts_its_requests(
     wait_for(lambda: client.get("/server_info").json()["num_active_requests"] == 0)
 
 
-def test_flush_is_refused_while_busy_and_forgets_prefixes_when_idle(
-    server: LiveServer, client: httpx.Client
-) -> None:
+def test_flush_is_refused_while_busy_and_forgets_when_idle(server: LiveServer, client: httpx.Client) -> None:
     ask = {"input_ids": [91, 92, 93], "sampling_params": {"max_new_tokens": 1}}
     cached = []
     for _ in range(2):

@@ -43,7 +43,7 @@ def test_it_can_add(api):
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_the_http_server_and_the_engine_go_before_large_bodies_and_texts(demo):
+def test_the_server_and_engine_go_before_large_bodies(demo):
     """On a CPU they share the cores. Whoever waits for /health or for a token waits for these two alone."""
     server = psutil.Process(demo.pid)
     if server.nice() > 8:
@@ -71,7 +71,7 @@ def test_streams_say_what_whole_answers_say(api):
     assert last.usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_each_token_of_the_hostile_benchmarks_stream_has_an_event(demo, monkeypatch):
+def test_each_token_of_the_hostile_stream_has_an_event(demo, monkeypatch):
     """Its observer measures the time between events. Some tokens have no text."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmark" / "hostile"))
     from beside import NUM_TOKENS, STREAM

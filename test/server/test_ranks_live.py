@@ -120,7 +120,7 @@ def test_ranks_replay_graphs_of_both_kinds() -> None:
 
 
 @pytest.mark.long
-def test_answers_are_those_of_one_rank_while_pages_move_between_the_tiers(tmp_path: Path) -> None:
+def test_answers_of_ranks_stay_while_pages_move_between_tiers(tmp_path: Path) -> None:
     """Device and host are too small for what comes: prefixes are evicted, requests retracted, and all comes back."""
     random = Random(3)
     shared = [random.randrange(5, 1000) for _ in range(150)]

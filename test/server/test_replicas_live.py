@@ -49,7 +49,7 @@ def test_both_replicas_answer_as_one_would(replicas: LiveServer) -> None:
         assert f'fenceline:max_total_num_tokens{{dp_rank="{replica}",model_name="demo"}}' in text
 
 
-def test_samples_of_one_prompt_differ_although_the_replicas_have_one_seed(replicas: LiveServer) -> None:
+def test_samples_of_one_prompt_differ_over_replicas(replicas: LiveServer) -> None:
     body = {"input_ids": [5, 6], "sampling_params": {"n": 4, "temperature": 2.0, "max_new_tokens": 16}}
     with replicas.client() as client:
         samples = client.post("/generate", json=body).json()

@@ -241,7 +241,7 @@ def test_prompt_token_ids_come_once(client: httpx.Client) -> None:
     assert set(found[1:]) == {None}
 
 
-def test_reasoning_tokens_are_those_up_to_the_end_of_the_thinking(thinker: httpx.Client) -> None:
+def test_reasoning_tokens_are_those_up_to_the_thinking_s_end(thinker: httpx.Client) -> None:
     answer = thinker.post("/generate", json={"text": "a", "require_reasoning": True})
     assert answer.status_code == 400  # the demo's tokenizer has no such tag
     assert "has no one token </think>" in answer.json()["error"]["message"]
@@ -335,7 +335,7 @@ def test_unknown_fields_of_control_requests(client: httpx.Client, thinker: httpx
 # --- the server's flags and metrics
 
 
-def test_flags_that_ask_for_something_else_elsewhere_are_explained(strict_server: LiveServer) -> None:
+def test_flags_that_mean_something_else_elsewhere_are_explained(strict_server: LiveServer) -> None:
     output = strict_server.output
     assert "--trust-remote-code has no effect: Qwen3ForCausalLM is built in" in output
     assert (

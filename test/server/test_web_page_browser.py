@@ -159,9 +159,7 @@ def test_the_figures_are_the_schedulers(open_page: OpenPage, tiers: LiveServer) 
     assert page.get_by_text("No steps yet.").is_visible()
 
 
-def test_everything_that_can_be_used_has_a_name_and_the_keyboard_reaches_it(
-    open_page: OpenPage, tiers: LiveServer
-) -> None:
+def test_everything_that_can_be_used_has_a_name_and_a_key(open_page: OpenPage, tiers: LiveServer) -> None:
     page = open_page(tiers)
     page.locator("#settings summary").click()
     controls = page.locator("input:visible, textarea:visible, select:visible, button:visible")
@@ -248,9 +246,7 @@ def test_what_a_finger_touches_is_large_enough(browser: Any, echo: LiveServer) -
     context.close()
 
 
-def test_the_api_page_is_grouped_and_says_what_each_endpoint_does(
-    echo: LiveServer, open_page: OpenPage
-) -> None:
+def test_the_api_page_is_grouped_and_describes_each_endpoint(echo: LiveServer, open_page: OpenPage) -> None:
     page = open_page(echo)
     page.goto(f"{echo.base_url}/docs")
     page.locator("summary code").first.wait_for()

@@ -29,7 +29,7 @@ def test_all_ranks_have_the_same_sum_on_every_schedule(num_ranks: int, grain: ob
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_launches_of_all_kinds_and_sizes_in_any_order_while_generations_repeat(num_ranks: int) -> None:
+def test_launches_of_all_kinds_in_any_order_while_they_repeat(num_ranks: int) -> None:
     """Sums in one shot and in two, and gathers. Words can tell 32 generations apart, and are zeros at first, which are
     taken for launch 32 if they have not been rewritten by then."""
     grain = MIXED._replace(num_tags=32)
@@ -41,7 +41,7 @@ def test_launches_of_all_kinds_and_sizes_in_any_order_while_generations_repeat(n
 
 
 @pytest.mark.parametrize("guard", [FLAG_GENERATION, PEER_HALVES, PEER_WORDS], ids=lambda guard: guard.name)
-def test_a_severed_guard_of_one_shot_is_found_by_name_under_every_seed(guard: Guard) -> None:
+def test_a_severed_guard_of_one_shot_is_found_under_every_seed(guard: Guard) -> None:
     for seed in range(24):
         with pytest.raises(VgpuError, match=f"missing guard: .*{guard.name}"):
             sums_of(seed, (40, 24, 40, 40, 8, 40, 40), grain=ONE_SHOT, severed=frozenset({guard.name}))

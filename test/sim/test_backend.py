@@ -121,7 +121,7 @@ def test_host_reads(inference: bool, device: torch.device) -> None:
             x.numpy()
 
 
-def test_views_made_in_inference_mode_of_normal_tensors_write_to_them(device: torch.device) -> None:
+def test_views_made_in_inference_mode_write_to_their_tensors(device: torch.device) -> None:
     x = torch.zeros(4, device=device)
     with torch.inference_mode():
         x[1:3].add_(1)
@@ -140,7 +140,7 @@ def test_parameters_and_modules_live_on_the_device(device: torch.device) -> None
         assert linear(torch.ones(1, 3, device=device)).tolist() == [[3.0, 3.0]]
 
 
-def test_random_numbers_depend_on_the_seed_and_not_on_the_schedule() -> None:
+def test_random_numbers_depend_on_the_seed_not_the_schedule() -> None:
     def draw(seed: int, policy: str) -> list[float]:
         gpu = VirtualGpu(seed=seed, policy=policy)
         x = torch.empty(3, device=use(gpu))

@@ -129,7 +129,7 @@ def test_a_race_that_makes_memory_stale_is_the_news() -> None:
 # --- generations -----------------------------------------------------------------------------------------
 
 
-def test_a_leased_view_and_what_is_made_of_it_end_with_the_next_fill() -> None:
+def test_a_leased_view_ends_with_the_next_fill() -> None:
     gpu, device = make_gpu()
     x = field(gpu, device)
     gpu.checks.begin_fill([x])
@@ -162,7 +162,7 @@ def test_a_copy_to_the_host_of_an_outlived_view_is_refused() -> None:
 # --- protection ------------------------------------------------------------------------------------------
 
 
-def test_a_graph_may_read_what_is_protected_and_the_host_may_write_it() -> None:
+def test_a_graph_may_read_what_is_protected() -> None:
     gpu, device = make_gpu()
     plan, out = field(gpu, device, "plan"), field(gpu, device, "out")
     gpu.checks.protect_from_graphs(plan)
@@ -185,7 +185,7 @@ def test_a_capture_that_writes_what_is_protected_is_refused() -> None:
             plan.add_(1)
 
 
-def test_memory_protected_after_the_capture_is_found_at_the_replay() -> None:
+def test_memory_protected_after_the_capture_is_found() -> None:
     gpu, device = make_gpu()
     plan = field(gpu, device, "plan")
     graph = gpu.graph("step")
@@ -247,7 +247,7 @@ def test_an_index_is_looked_at_each_time_it_is_replayed() -> None:
 # --- lifetimes -------------------------------------------------------------------------------------------
 
 
-def test_memory_of_a_graph_stays_its_own_unless_its_pool_is_a_streams() -> None:
+def test_memory_of_a_graph_stays_its_own() -> None:
     for private in (True, False):
         gpu, device = make_gpu()
         x = torch.ones(64, device=device)

@@ -70,7 +70,7 @@ def test_blocking_copy_to_pinned_blocks() -> None:
     assert host.tolist() == [1.0, 1.0]
 
 
-def test_to_cpu_without_blocking_gives_pinned_memory_that_is_not_there_yet() -> None:
+def test_to_cpu_without_blocking_gives_pinned_memory_not_there() -> None:
     gpu, device = make_gpu("laziest", detect=False)
     x = torch.ones(2, device=device)
     host = x.to("cpu", non_blocking=True)

@@ -183,7 +183,7 @@ def test_row_numbers_are_written_as_runs() -> None:
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_work_that_is_left_on_the_default_stream_is_asked_which_stream_was_meant(lost: bool) -> None:
+def test_work_left_on_the_default_stream_is_asked_about(lost: bool) -> None:
     """Two streams of the engine in no order lack an edge; where one is the default stream, no edge would help."""
     gpu = VirtualGpu(policy="laziest")
     device = use(gpu)

@@ -21,7 +21,7 @@ def expected() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_tokens_equal_those_of_the_cpu_and_the_detector_is_silent(policy: str) -> None:
+def test_tokens_equal_those_of_the_cpu_without_a_report(policy: str) -> None:
     for seed in range(2):
         gpu = VirtualGpu(seed=seed, policy=policy)
         assert answers(tiny_driver(VgpuDevice(gpu=gpu)), tiny_requests()) == expected(), f"{policy} {seed}"

@@ -130,7 +130,7 @@ def test_what_cannot_be_captured_is_refused(name: str) -> None:
         graph.replay()
 
 
-def test_what_is_repeated_a_known_number_of_times_can_be_captured() -> None:
+def test_what_is_repeated_a_known_number_can_be_captured() -> None:
     gpu, device = make_gpu()
     x, out = torch.arange(2, device=device), torch.zeros(6, dtype=torch.int64, device=device)
     gpu.synchronize_all()
@@ -154,7 +154,7 @@ def test_an_error_inside_breaks_the_capture_even_if_it_is_caught() -> None:
                 x.cpu()
 
 
-def test_waiting_for_work_outside_the_graph_needs_an_external_event() -> None:
+def test_waiting_for_work_outside_the_graph_needs_an_event() -> None:
     gpu, device = make_gpu()
     other = gpu.stream("other")
     mark = gpu.record(other)

@@ -171,7 +171,7 @@ def test_a_step_without_an_edge_is_caught(edge: str) -> None:
 @pytest.mark.parametrize("io_backend", ["kernel", "direct"])
 @pytest.mark.parametrize("backend", ["torch", PERSISTENT])
 @pytest.mark.parametrize("graphs", [{}, {"cuda_graph_bs": (1, 2)}], ids=["eager", "graphs"])
-def test_persistent_attention_and_backups_on_sms_exclude_each_other(
+def test_persistent_attention_and_backups_on_sms_exclude(
     backend: str, io_backend: str, graphs: dict[str, object]
 ) -> None:
     """Both ways, prefill and decode; without the edge that is seen, and only where both want the SMs (F2)."""

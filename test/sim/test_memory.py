@@ -88,7 +88,7 @@ def test_dropping_a_tensor_that_another_stream_uses_is_a_race(policy: str) -> No
         del y
 
 
-def test_without_the_detector_it_gives_wrong_values_on_some_schedules() -> None:
+def test_without_the_detector_it_gives_wrong_values() -> None:
     def wrong(seed: int) -> bool:
         gpu, device = make_gpu("random", seed=seed, detect=False)
         other = gpu.stream("other")

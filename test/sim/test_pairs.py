@@ -19,7 +19,7 @@ def watched(policy: str) -> tuple[VirtualGpu, set[Pair]]:
 
 
 @pytest.mark.parametrize(("policy", "waited"), [("laziest", True), ("eager", False)])
-def test_a_pair_is_met_with_its_edge_and_whether_the_second_had_to_wait(policy: str, waited: bool) -> None:
+def test_a_pair_is_met_with_its_edge_and_its_wait(policy: str, waited: bool) -> None:
     """STORE reads what FORWARD has written, in its order; on other rows there is nothing to order."""
     gpu, found = watched(policy)
     forward, store = gpu.stream("forward"), gpu.stream("store")
@@ -41,7 +41,7 @@ def test_a_pair_is_met_with_its_edge_and_whether_the_second_had_to_wait(policy: 
 
 
 @pytest.mark.parametrize(("policy", "waited"), [("laziest", True), ("eager", False)])
-def test_what_the_host_submits_after_it_waited_is_ordered_by_its_edge(policy: str, waited: bool) -> None:
+def test_what_the_host_submits_after_it_waited_is_ordered(policy: str, waited: bool) -> None:
     """FORWARD fills a result slot again that COPY has read; no edge joins these two."""
     gpu, found = watched(policy)
     forward, copy = gpu.stream("forward"), gpu.stream("copy")

@@ -56,7 +56,7 @@ def test_eager_runs_at_once_and_the_laziest_only_what_is_needed() -> None:
         assert gpu.num_run == expected, policy
 
 
-def test_the_laziest_does_not_run_streams_that_the_host_does_not_wait_for() -> None:
+def test_the_laziest_does_not_run_unawaited_streams() -> None:
     gpu = VirtualGpu(policy="laziest")
     device = use(gpu)
     x, y = torch.zeros(2, device=device), torch.zeros(2, device=device)
@@ -126,7 +126,7 @@ def test_work_that_can_never_run_is_a_deadlock() -> None:
         gpu.synchronize(gpu.record(stream))
 
 
-def test_a_failing_kernel_is_reported_where_it_was_submitted_and_sticks() -> None:
+def test_a_failing_kernel_is_reported_where_it_was_submitted() -> None:
     gpu = VirtualGpu(policy="laziest")
     device = use(gpu)
     x = torch.zeros(4, device=device)

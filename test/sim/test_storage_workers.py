@@ -186,7 +186,7 @@ def test_a_caller_that_forgets_the_points_is_caught() -> None:
 # --- who has the pages when --------------------------------------------------------------------------
 
 
-def test_a_cancelled_fetch_gives_its_pages_back_with_their_points() -> None:
+def test_a_cancelled_fetch_gives_its_pages_back() -> None:
     """The worker may not have waited for them: whoever is next does."""
     fetched = set()
     for seed in range(40):

@@ -177,7 +177,7 @@ def test_threads_of_a_run_that_is_over_end() -> None:
     gpu.synchronize_all()
 
 
-def test_a_thread_runs_operations_with_as_many_threads_as_the_one_that_started_it() -> None:
+def test_a_thread_runs_with_as_many_threads_as_its_starter() -> None:
     """Otherwise the bytes of a product depend on which thread lets the device go on. OpenMP is asked (of torch: another
     package may have mapped a second one), since torch, when asked, tells OpenMP its own number first."""
     of_torch = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))

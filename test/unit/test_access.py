@@ -135,7 +135,7 @@ def test_pages_of_other_sites_change_nothing(app: ASGIApp, page: dict[str, str])
             assert (status, error_of(body)) == (403, "origin_not_allowed"), (method, path)
 
 
-def test_an_image_of_a_browser_that_names_no_site_changes_nothing(app: ASGIApp) -> None:
+def test_an_image_of_a_browser_without_a_site_changes_nothing(app: ASGIApp) -> None:
     """Browsers send Sec-Fetch-Site to https and to this machine alone, and Origin with no image."""
     for method, path in changing(app):
         if method == "GET":

@@ -141,7 +141,7 @@ def test_a_short_request_needs_no_row_of_a_long_one() -> None:
     driver.run()
 
 
-def test_short_requests_without_end_do_not_keep_long_ones_waiting() -> None:
+def test_short_requests_do_not_keep_long_ones_waiting() -> None:
     """They pass a long one only as long as all of them fit into the reserve: a new long one is admitted although more
     short ones come than memory is there for."""
     driver = driver_of(num_pages=150, num_rows=100, schedule_conservativeness=1.0)
@@ -388,7 +388,7 @@ def test_no_memory_is_promised_that_is_not_there(
         assert all(alone.num_rows == 0 or would_admit(alone, req) for req in newcomers if not req.row)
 
 
-def test_a_prefix_that_splits_a_node_of_a_victim_is_not_counted_as_free() -> None:
+def test_a_prefix_that_splits_a_victim_s_node_is_not_free() -> None:
     memory = make_memory(7, 8)
     running = [req_of(rid, p, rank=9) for rid, p in (("a", [1, 2, 3, 4]), ("b", [8]), ("c", [9]))]
     for req in running:

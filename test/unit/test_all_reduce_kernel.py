@@ -116,7 +116,7 @@ def test_no_two_things_lie_at_one_place(code: ctypes.CDLL, size: int) -> None:
     assert all(after - start == 16 for start, after in itertools.pairwise(words)), "a warp writes whole lines"
 
 
-def test_every_word_is_rewritten_long_before_its_generation_repeats(code: ctypes.CDLL) -> None:
+def test_every_word_is_rewritten_before_its_generation_repeats(code: ctypes.CDLL) -> None:
     capacity, vectors = 7, 3
     for kind in (0, 1):
         made = request(words_capacity=capacity, num_vectors=vectors, kind=kind)
@@ -193,9 +193,7 @@ def emulated(folder: Path, ranks: int, size: int, code: Path = ROOT / "csrc") ->
 
 
 @pytest.mark.parametrize("ranks, size", [(2, 2), (3, 0), (4, 4)])
-def test_launches_of_all_kinds_are_right_while_the_generation_passes_2_to_the_32(
-    tmp_path: Path, ranks: int, size: int
-) -> None:
+def test_all_kinds_of_launches_pass_generation_2_to_the_32(tmp_path: Path, ranks: int, size: int) -> None:
     done = subprocess.run([emulated(tmp_path, ranks, size)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout
 
@@ -323,7 +321,7 @@ def test_words_are_single_strong_accesses_without_a_fence(machine_code: dict[str
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_nothing_is_accessed_before_the_preceding_kernel_has_ended(
+def test_nothing_is_accessed_before_the_preceding_kernel_ends(
     machine_code: dict[str, list[str]],
 ) -> None:
     """griddepcontrol.wait is ACQBULK. PREEXIT lets the next kernel start early; where it would take the place of blocks

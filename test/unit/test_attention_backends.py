@@ -68,7 +68,7 @@ def test_a_backend_that_plans_has_to_be_a_tenth_faster_in_decode(
 
 
 @pytest.mark.parametrize("mode", [EXTEND, DECODE])
-def test_the_measurement_runs_the_backend_and_leaves_the_pool_alone(mode: ForwardMode) -> None:
+def test_the_measurement_leaves_the_pool_alone(mode: ForwardMode) -> None:
     kv_pool = pool(torch.float32, head_dim=8)
     kv_pool.row(0, "k").normal_()
     before = kv_pool.row(0, "k").clone()
@@ -192,7 +192,7 @@ def test_without_a_gpu_and_without_libraries_it_is_the_reference(
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_no_server_waits_for_a_compiler_that_another_backend_does_not_need(
+def test_no_server_waits_for_another_backend_s_compiler(
     machine: Callable[[Times], list[str]], monkeypatch: pytest.MonkeyPatch, compiled: bool
 ) -> None:
     """What is slow to compile is compiled in the background, for the prefill steps of the next start; decode steps are
@@ -234,7 +234,7 @@ def test_unknown_names_are_refused() -> None:
         make_attention_backends("torch", "fa9", setting(open_device("cpu")))
 
 
-def test_a_missing_or_foreign_flashinfer_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_or_foreign_flashinfer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 

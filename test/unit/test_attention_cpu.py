@@ -155,7 +155,7 @@ def test_a_tree_that_is_larger_than_the_window_is_refused() -> None:
         step.check_verify(3, [[-1, 0, 1]])
 
 
-def test_verify_of_the_trees_that_the_triton_kernel_is_tested_with() -> None:
+def test_verify_of_the_trees_of_the_triton_kernel_s_tests() -> None:
     for lens, trees, num_queries, page_size, heads in verify_cases():
         step = Case(lens, [num_queries] * len(lens), page_size, heads, seed=1, head_dim=16)
         step.check_verify(len(trees[0]), trees)
@@ -271,7 +271,7 @@ def find(rows: list[list[int]], queries: list[int] | None = None, page_size: int
     return find_shared_prefixes(table_of(rows), num_pages, np.array(queries or [1] * len(rows)), page_size)
 
 
-def test_a_short_prefix_of_all_does_not_hide_the_long_ones_of_some() -> None:
+def test_a_short_prefix_of_all_hides_no_long_one_of_some() -> None:
     a, b = list(range(10, 60)), list(range(100, 150))
     rows = [[7, *a], [7, *b], [7, *a, 60], [7, *b], [7, 5], [7]]
     assert find(rows) == [SharedPrefix((0, 2), 51), SharedPrefix((1, 3), 51)]

@@ -27,7 +27,7 @@ def test_late_is_what_ends_late() -> None:
     assert worst(samples, since=7.5) == 0.02
 
 
-def test_looking_costs_the_observer_little_and_counts_what_is_pending_until_the_look() -> None:
+def test_looking_costs_the_observer_little() -> None:
     """As objects the samples of a minute took it half a second to send, which counted as the age of a token."""
     from beside import Observed, Sample
 

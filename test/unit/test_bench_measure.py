@@ -35,7 +35,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_each_job_ends_at_its_limit_or_before_and_its_files_are_kept(tmp_path: Path) -> None:
+def test_each_job_ends_in_time_and_its_files_are_kept(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     jobs = (
         _job("waits", "timed", 1, f"sleep 1000 & echo $! > {pid}; sleep 1000")
@@ -106,7 +106,7 @@ def test_the_list_names_files_that_exist(monkeypatch: pytest.MonkeyPatch) -> Non
         assert files or "-m fenceline" in job.command, job.name
 
 
-def test_a_job_that_takes_what_time_there_is_ends_before_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_without_a_limit_of_its_own_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof would go on for hours. One that is stopped prints no result."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import measure

@@ -48,9 +48,7 @@ def output(reply: Reply, index: int = 0, turn: int = 0) -> RequestOutput:
 
 
 @given(st.lists(st.binary(max_size=40).map(lambda b: b.replace(b"\n", b"").strip()), max_size=8), st.data())
-def test_splitter_gives_the_same_payloads_however_the_bytes_are_cut(
-    payloads: list[bytes], data: st.DataObject
-) -> None:
+def test_splitter_payloads_do_not_depend_on_the_cuts(payloads: list[bytes], data: st.DataObject) -> None:
     stream = b"".join(b"data: " + p + b"\r\n\r\n: ping\n\n" for p in payloads)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=10)))
     splitter = SseSplitter()

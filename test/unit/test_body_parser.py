@@ -210,7 +210,7 @@ async def test_what_is_counted_as_too_much_never_reaches_a_parser() -> None:
         assert isinstance(result, RequestError)
 
 
-def test_lists_of_ids_come_back_in_pieces_and_others_run_at_every_frame(
+def test_lists_of_ids_come_back_in_pieces_between_frames(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ids, huge = list(range(-5, 100_000)), [2**70] * 2000
@@ -273,7 +273,7 @@ async def test_a_refused_body_is_let_go_of_without_the_collector(parser: BodyPar
     assert not kept
 
 
-async def test_bodies_of_clients_that_left_are_let_go_of_while_the_helper_is_busy(
+async def test_bodies_of_clients_that_left_are_let_go_of(
     parser: BodyParser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, release, parsed = threading.Event(), threading.Event(), []
@@ -318,7 +318,7 @@ async def test_bodies_of_clients_that_left_are_let_go_of_while_the_helper_is_bus
     assert parsed == [3_000_000, 3_000_003]
 
 
-async def test_each_turn_of_the_event_loop_parses_one_body_that_is_not_tiny(parser: BodyParser) -> None:
+async def test_each_turn_of_the_loop_parses_one_body_that_is_not_tiny(parser: BodyParser) -> None:
     turns: list[int] = []
     turn = 0
 
@@ -434,7 +434,7 @@ async def test_a_helper_that_died_is_replaced(parser: BodyParser) -> None:
     assert isinstance(await parser.parse(request_of(data), parse_generate), GenerateBody)
 
 
-async def test_a_long_conversation_is_rendered_beside_the_loop_and_one_that_cannot_fit_not_at_all() -> None:
+async def test_a_long_conversation_is_rendered_beside_the_loop() -> None:
     rendered: list[int] = []
 
     class Template:

@@ -192,7 +192,7 @@ def test_forward_waits_for_each_layer_of_the_loads_it_reads(monkeypatch: pytest.
     assert repr(other.layer_points[0]) not in str(waits.seen)
 
 
-def test_a_model_of_fewer_layers_than_the_pool_waits_for_whole_pages_at_its_last(
+def test_a_model_of_fewer_layers_waits_for_whole_pages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A draft's layers lie behind the target's: what comes after the target's step may read them."""

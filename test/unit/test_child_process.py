@@ -74,7 +74,7 @@ def test_what_a_client_sends_forges_no_lines_of_the_log() -> None:
     assert not any(line.startswith("[2026-01-01") for line in traceback)
 
 
-def test_a_line_has_its_level_and_process_and_json_lines_have_the_traceback_too() -> None:
+def test_a_line_has_its_level_process_and_traceback() -> None:
     def written(program: str) -> str:
         return subprocess.run(
             [sys.executable, "-c", program], capture_output=True, check=True

@@ -48,7 +48,7 @@ def _num_edges(serialised: dict[str, Any]) -> tuple[int, int]:
     return grammar["complete_fsm"]["edge_num"], sum(own)
 
 
-def test_the_rules_together_have_as_many_edges_as_the_automaton_that_they_share() -> None:
+def test_the_rules_have_as_many_edges_as_their_automaton() -> None:
     written = _compiler().compile_json_schema(_wide_schema(40)).serialize_json()
     shared, with_copies = _num_edges(json.loads(written))
     assert with_copies > 50 * shared

@@ -68,7 +68,7 @@ def _receive(server: Connection) -> Compiled:
     return msgspec.msgpack.decode(server.recv_bytes(), type=Compiled)
 
 
-def test_a_grammar_that_takes_too_long_is_refused_and_others_do_not_wait_for_it(server: Connection) -> None:
+def test_a_slow_grammar_is_refused_and_others_do_not_wait(server: Connection) -> None:
     _send(server, 1, "loop")
     for id in range(2, 6):
         _send(server, id, "fine")
@@ -105,7 +105,7 @@ def test_as_many_as_there_are_children_end_before_the_next_begin(server: Connect
         ("refuse", "this is why", True),
     ],
 )
-def test_a_compiler_that_fails_says_why_and_the_next_grammar_is_compiled(
+def test_a_compiler_that_fails_says_why_and_goes_on(
     server: Connection, text: str, reason: str, is_refused: bool
 ) -> None:
     _send(server, 1, text)

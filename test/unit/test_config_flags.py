@@ -63,7 +63,7 @@ def refusal(argv: list[str]) -> str:
 
 
 @pytest.mark.parametrize("name", [name for name, (_, refused) in THREAD_COMMANDS.items() if refused])
-def test_thread_command_is_refused_in_one_line_that_names_every_flag(name: str) -> None:
+def test_thread_command_is_refused_in_one_line_with_every_flag(name: str) -> None:
     command, refused = THREAD_COMMANDS[name]
     message = refusal(shlex.split(command))
     assert all(flag in message for flag in refused), message
@@ -101,7 +101,7 @@ OWN = {option for flag in flags_of(ServerArgs).values() for option in flag.optio
 
 
 @pytest.mark.parametrize("option", FOREIGN)
-def test_every_foreign_flag_has_an_answer_that_names_flags_of_ours_and_accepts_its_neutral_values(
+def test_every_foreign_flag_is_answered_with_flags_of_ours(
     option: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On a command line and in a YAML file alike."""
@@ -163,7 +163,7 @@ PUBLIC_LINES = {
 
 
 @pytest.mark.parametrize("line", PUBLIC_LINES)
-def test_a_public_line_starts_or_is_answered_with_all_that_has_to_change(line: str) -> None:
+def test_a_public_line_starts_or_is_told_all_that_must_change(line: str) -> None:
     named = PUBLIC_LINES[line].split()
     if not named:
         assert parse_args(line.split()).model_path in line
@@ -227,7 +227,7 @@ def test_values_reach_their_fields() -> None:
     )
 
 
-def test_a_mistyped_flag_is_never_answered_with_one_that_is_refused() -> None:
+def test_a_mistyped_flag_is_never_answered_with_a_refused_one() -> None:
     wrong = [
         f"--{option.lstrip('-')}"
         for foreign in FOREIGN
@@ -425,7 +425,7 @@ def test_configuration_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-def test_the_help_of_the_keys_names_every_endpoint_that_they_treat_apart() -> None:
+def test_the_help_of_the_keys_names_every_endpoint() -> None:
     flags, app = flags_of(ServerArgs), make_app()
     assert all(path in flags["api_key"].spec.help for path in paths_for(app, Access.ANYBODY) | {"/,"})
     assert all(path in flags["admin_api_key"].spec.help for path in paths_for(app, Access.ADMINISTRATORS))

@@ -313,7 +313,7 @@ def test_the_storage_key_is_read_from_where_the_flag_says(
 
 
 @pytest.mark.parametrize("flags", [FILE, "--device cpu"])
-def test_a_storage_key_on_the_command_line_is_refused_and_not_repeated(model_dir: Path, flags: str) -> None:
+def test_a_storage_key_on_the_command_line_is_not_repeated(model_dir: Path, flags: str) -> None:
     for given in ("hunter2-hunter2-hunter2", "env:", "pass:hunter2"):
         message = refusal(model_dir, f"{flags} --hicache-storage-key {given}")
         assert message.startswith("--hicache-storage-key: give file:PATH or env:NAME")
@@ -342,9 +342,7 @@ def test_a_storage_key_that_is_none_is_refused(
     assert not (tmp_path / "s").exists(), "nothing is made for a command that is refused"
 
 
-def test_a_directory_is_made_only_for_a_command_that_is_otherwise_right(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_directory_is_made_only_for_a_right_command(model_dir: Path, tmp_path: Path) -> None:
     where = tmp_path / "pages"
     refusal(model_dir, FILE + f" --hicache-storage-dir {where} --hicache-ratio 0")
     assert not where.exists()

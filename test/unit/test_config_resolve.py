@@ -39,9 +39,7 @@ def resolved(model_dir: Path, gpu: bool = False, **values: Any) -> EngineConfig:
     return resolve(ServerArgs(model_path=str(model_dir), **values), cuda_probe=lambda: gpu)
 
 
-def test_torch_need_not_be_imported_to_know_what_it_was_built_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_is_not_imported_to_know_its_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = import_module("torch")
     assert torch_cuda_version() == torch.version.cuda
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
@@ -72,7 +70,7 @@ def test_the_flight_recorders_own_folder_is_nobody_elses(
     assert all(path.startswith(f"{usual}-") and not Path(path).exists() for path in chosen)
 
 
-def test_a_missing_grammar_library_is_named_with_the_remedy_before_anything_is_loaded(
+def test_a_missing_grammar_library_is_named_before_loading(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "find_spec", lambda _: None)
@@ -656,7 +654,7 @@ def test_directory_without_a_model_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_folder_of_something_else_is_recognised_before_anything_starts(
+def test_a_folder_of_something_else_is_recognised_first(
     model_dir: Path, files: tuple[str, ...], message: str, with_config: bool
 ) -> None:
     (model_dir / "model.safetensors").unlink()
@@ -696,7 +694,7 @@ def test_a_file_of_weights_instead_of_its_folder_is_refused(model_dir: Path) -> 
         resolved(model_dir / "model.gguf")
 
 
-def test_trust_remote_code_does_not_help_an_architecture_that_is_not_built_in(model_dir: Path) -> None:
+def test_trust_remote_code_helps_no_unknown_architecture(model_dir: Path) -> None:
     assert resolved(model_dir, trust_remote_code=True).server_args.trust_remote_code
     remote = {
         "architectures": ["NewForCausalLM"],

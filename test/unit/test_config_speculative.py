@@ -91,9 +91,7 @@ def test_impossible_values_are_refused_with_the_remedy(flags: dict[str, object],
         ([5, -1], "names token -1"),
     ],
 )
-def test_a_token_map_that_does_not_fit_is_refused_with_the_reason(
-    tmp_path: Path, content: object, message: str
-) -> None:
+def test_a_token_map_that_does_not_fit_is_refused(tmp_path: Path, content: object, message: str) -> None:
     file = tmp_path / "map.pt"
     if isinstance(content, bytes):
         file.write_bytes(content)

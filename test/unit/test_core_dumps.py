@@ -59,7 +59,7 @@ def test_folder_is_made_and_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert core_dump_dir("~/mine") == str(tmp_path / "mine")
 
 
-def test_folder_that_cannot_be_written_is_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError) as caught:
         core_dump_dir(str(tmp_path / "file" / "below"))
@@ -234,7 +234,7 @@ def test_the_process_waits_until_the_driver_has_written_all(tmp_path: Path) -> N
     assert dump(tmp_path).read_bytes() == whole
 
 
-def test_a_dump_that_is_begun_is_waited_for_whatever_the_device_says(tmp_path: Path) -> None:
+def test_a_dump_that_is_begun_is_waited_for(tmp_path: Path) -> None:
     whole = elf(5, 1000)
     driver = Driver(dump(tmp_path), [b"", whole[700:]])
     dumps = CoreDumps(str(tmp_path))

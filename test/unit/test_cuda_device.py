@@ -75,9 +75,7 @@ def test_a_point_is_an_event_recorded_on_its_stream(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("edge", EDGES.values(), ids=lambda edge: edge.name)
-def test_the_waiter_waits_for_the_source_s_event_and_the_host_does_not(
-    machine: Machine, edge: object
-) -> None:
+def test_the_waiter_waits_for_the_source_s_event_not_the_host(machine: Machine, edge: object) -> None:
     device = open_cuda(machine)
     by_name = {stream.name: stream for stream in device.streams}
     for waiter, source in edge.pairs:  # type: ignore[attr-defined]
@@ -124,7 +122,7 @@ def test_a_worker_blocks_whatever_the_scheduler_knows(machine: Machine) -> None:
     assert machine.take() == [("block", event(point))]
 
 
-def test_asking_does_not_block_and_the_host_learns_it_when_it_is_told(machine: Machine) -> None:
+def test_asking_does_not_block_and_the_host_learns_it_when_told(machine: Machine) -> None:
     device = open_cuda(machine)
     point = device.load.record()
     machine.take()
@@ -192,7 +190,7 @@ def captured(device: CudaDevice, body: Callable[[], None] = lambda: None) -> Cud
     return graph
 
 
-def test_a_capture_is_of_what_forward_is_given_in_the_owner_s_pool(machine: Machine) -> None:
+def test_a_capture_is_of_forward_in_the_owner_s_pool(machine: Machine) -> None:
     device = open_cuda(machine)
     pool, other = device.make_graph_pool("decode"), device.make_graph_pool("prefill")
     assert pool.raw is not other.raw and (pool.owner, other.owner) == ("decode", "prefill")
@@ -211,7 +209,7 @@ def test_a_capture_is_of_what_forward_is_given_in_the_owner_s_pool(machine: Mach
     assert calls[-1] == ("captured", graph.raw)
 
 
-def test_the_collector_stays_off_where_it_was_and_comes_back_after_an_error(machine: Machine) -> None:
+def test_the_collector_stays_off_and_comes_back_after_an_error(machine: Machine) -> None:
     device = open_cuda(machine)
 
     def fail() -> None:
@@ -267,7 +265,7 @@ def test_host_memory_is_pinned_and_large_pieces_by_ourselves(
     assert asked == [8192] and machine.take() == [("empty", 8191, None, True)]
 
 
-def test_the_device_says_how_much_memory_it_has_and_waits_as_a_whole(machine: Machine) -> None:
+def test_the_device_says_its_memory_and_waits_as_a_whole(machine: Machine) -> None:
     device = open_cuda(machine)
     assert device.memory_info() == (3 << 30, 8 << 30)
     device.synchronize()
@@ -286,7 +284,7 @@ def test_a_full_stop_is_one_unless_its_guard_is_severed(machine: Machine) -> Non
     assert machine.take() == [("synchronize", DEVICE)], "the other guards hold"
 
 
-def test_a_worker_waits_in_its_own_thread_and_passes_on_what_it_has(machine: Machine) -> None:
+def test_a_worker_waits_in_its_own_thread(machine: Machine) -> None:
     device = open_cuda(machine)
     asked, answered = device.make_channel(), device.make_channel()
     point = device.store.record()
@@ -327,7 +325,7 @@ def test_a_fill_writes_heads_and_tails(monkeypatch: pytest.MonkeyPatch, kernels:
     assert len(machine.take()) == len(expected[:2]), "other rows are another plan"
 
 
-def test_forward_writes_results_to_the_host_by_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_writes_results_to_the_host_by_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = fake_cuda.install(monkeypatch, kernels := Kernels())
     device = open_cuda(machine)
     assert device.writes_host and device._kernels is kernels

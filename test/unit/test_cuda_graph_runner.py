@@ -94,7 +94,7 @@ def test_without_the_guard_a_large_batch_is_cut_to_fit() -> None:
     assert [graphs.size_for(n) for n in (8, 9, 5000)] == [8, 8, 8]
 
 
-def test_a_size_that_attention_cannot_plan_is_left_out_with_a_word(
+def test_a_size_that_attention_cannot_plan_is_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     graphs = bare(runner_of(), SIZES, padding=True)

@@ -91,7 +91,7 @@ def test_both_splits_exist_and_training_items_are_trained(category: str) -> None
     assert all(split_of(train_item(rng, category)) == TRAIN for _ in range(100))
 
 
-def test_operand_order_and_template_do_not_move_an_item_between_splits() -> None:
+def test_operand_order_and_template_move_no_item_between_splits() -> None:
     assert add_key(347, 58) == add_key(58, 347)
     assert add_key(4, 5) == ()
     one = Item("add", "What is 347 + 58?", "405", add_key(347, 58))

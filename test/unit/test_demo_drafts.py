@@ -125,9 +125,7 @@ def evict_device(driver: Driver) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "NEXTN"])
-def test_the_shipped_drafts_are_accepted_on_cold_and_on_cached_prefixes(
-    algorithm: str, tmp_path: Path
-) -> None:
+def test_the_shipped_drafts_are_accepted_cold_and_cached(algorithm: str, tmp_path: Path) -> None:
     """Held-out items, two of each category, greedily: more than two tokens a step, as many from each tier as cold, and
     the answers are right."""
     tokenizer = Tokenizer.from_file(str(Path(demo_model_path()) / "tokenizer.json"))

@@ -81,7 +81,7 @@ def test_every_expert_is_used(tokenizer: PreTrainedTokenizerBase) -> None:
         assert (chosen.bincount(minlength=8) / len(chosen)).min() > 1 / 40
 
 
-def test_the_trained_mixture_is_differentiable_in_router_and_experts() -> None:
+def test_the_trained_mixture_is_differentiable() -> None:
     """And its loss adds what keeps the experts equally busy."""
     torch.manual_seed(0)
     model = DemoModel(MOE_SHAPE, torch.float32, compiled=False)

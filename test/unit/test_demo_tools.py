@@ -81,7 +81,7 @@ def test_the_chat_template_writes_what_was_trained() -> None:
     assert "<|im_start|>system\nBe brief.<|im_end|>" in late
 
 
-def test_trained_calls_are_calls_and_the_answers_say_what_came_back() -> None:
+def test_trained_calls_are_calls_and_answers_say_what_came_back() -> None:
     rng, num_calls = random.Random(4), 0
     for _ in range(300):
         document = tools_document(rng)
@@ -137,7 +137,7 @@ def test_batches_of_conversations_with_tools() -> None:
     assert (ids == _tokenizer().token_to_id("<tool_call>")).any()
 
 
-def test_what_ships_is_small_and_has_the_tokenizer_and_the_template_that_were_trained() -> None:
+def test_what_ships_is_small_and_has_what_was_trained() -> None:
     folder = Path(demo_model_path("demo-tools"))
     assert sum(file.stat().st_size for file in folder.iterdir()) <= 4_000_000
     assert Tokenizer.from_file(str(folder / "tokenizer.json")).to_str() == _tokenizer().to_str()

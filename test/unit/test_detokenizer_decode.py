@@ -60,7 +60,7 @@ def test_any_tokens_of_a_byte_level_tokenizer_decode_as_at_once(data: st.DataObj
 
 
 @given(TEXTS, st.lists(st.integers(0, 4), max_size=8))
-def test_text_survives_a_byte_level_round_trip_and_characters_stay_whole(text: str, cuts: list[int]) -> None:
+def test_text_survives_a_byte_level_round_trip(text: str, cuts: list[int]) -> None:
     ids = tokenizer("byte_level").encode(text)
     parts = run(factory("byte_level").make([], False), cut(ids, cuts))
     assert "".join(parts) == text
@@ -80,7 +80,7 @@ def test_output_after_a_prompt_is_what_the_prompt_does_not_have(
 
 
 @given(TEXTS)
-def test_first_space_of_a_sentencepiece_text_goes_where_nothing_precedes(text: str) -> None:
+def test_first_space_of_a_sentencepiece_text_is_placed(text: str) -> None:
     tok = tokenizer("byte_fallback")
     bos = tok.backend.token_to_id("<s>")
     ids = tok.encode(text)

@@ -100,7 +100,7 @@ def test_who_accepts_no_drafts_gets_none() -> None:
 
 @given(costs(), st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None)
-def test_of_the_depths_for_which_there_is_memory_the_best_is_taken(table: StepCosts, seed: int) -> None:
+def test_of_the_depths_with_memory_the_best_is_taken(table: StepCosts, seed: int) -> None:
     """And as soon as there is more, the best of all."""
     random, policy = Random(seed), AdaptiveDepth(DEPTHS, table)
     for _ in range(60):
@@ -113,7 +113,7 @@ def test_of_the_depths_for_which_there_is_memory_the_best_is_taken(table: StepCo
     assert choice.why == "probe" or choice.rates[DEPTHS.index(choice.depth)] * 1.021 >= max(choice.rates)
 
 
-def test_a_batch_takes_as_long_as_the_next_larger_one_that_was_measured() -> None:
+def test_a_batch_takes_as_long_as_the_next_measured_one() -> None:
     table = StepCosts((2, 8), ((1.0,), (2.0,)))
     assert [table.of(num) for num in (1, 2, 3, 8, 9)] == [(1.0,), (1.0,), (2.0,), (2.0,), (2.0,)]
 

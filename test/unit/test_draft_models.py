@@ -195,7 +195,7 @@ def test_a_whole_model_drafts_beside_its_target(tmp_path: Path, draft_name: str,
     close(torch.cat(parts), expected.double())
 
 
-def test_a_whole_model_that_only_says_that_it_is_tied_keeps_its_head(tmp_path: Path) -> None:
+def test_a_model_that_only_says_it_is_tied_keeps_its_head(tmp_path: Path) -> None:
     save_checkpoint("llama", tmp_path / "target")
     save_checkpoint("llama", tmp_path / "draft", {"tie_word_embeddings": False})
     config = json.loads((tmp_path / "draft" / "config.json").read_text()) | {"tie_word_embeddings": True}
@@ -292,7 +292,7 @@ def bytes_of(tensors: Tensors) -> int:
     return sum(tensor.numel() * 4 for tensor in tensors.values() if tensor.is_floating_point())
 
 
-def test_a_copy_of_the_targets_embedding_and_head_costs_no_memory(tmp_path: Path) -> None:
+def test_a_copy_of_the_targets_embedding_costs_no_memory(tmp_path: Path) -> None:
     target = save_target("llama", tmp_path / "target")
     rng = Random(1)
     made = random_eagle(rng, "Llama")
@@ -334,7 +334,7 @@ def test_random_weights_need_no_files(tmp_path: Path, algorithm: SpeculativeAlgo
     assert ids is None or bool(((ids >= 0) & (ids < VOCAB)).all())
 
 
-def test_with_random_weights_a_token_map_takes_rows_of_the_targets_head(tmp_path: Path) -> None:
+def test_random_weights_take_rows_of_the_targets_head(tmp_path: Path) -> None:
     save_target("llama", tmp_path / "target")
     made = random_eagle(Random(1), "Llama")
     made.save(tmp_path / "draft")

@@ -285,7 +285,7 @@ def test_every_type_of_zod_is_taken_and_its_answers_are_valid(name: str) -> None
 
 
 @pytest.mark.parametrize("name", _PYDANTIC)
-def test_every_type_of_pydantic_is_taken_and_its_answers_are_valid(name: str) -> None:
+def test_every_type_of_pydantic_is_taken_and_valid(name: str) -> None:
     adapter = pydantic.TypeAdapter(_PYDANTIC[name])
     for mode in ("validation", "serialization"):
         schema = adapter.json_schema(mode=mode)

@@ -159,7 +159,7 @@ def test_when_memory_runs_short_the_largest_body_gives_way() -> None:
 
 
 @pytest.mark.parametrize("num_bodies", [1, 3])
-def test_a_body_that_has_run_waits_for_no_more_than_one_request_of_each_newcomer(num_bodies: int) -> None:
+def test_a_body_that_has_run_waits_for_one_of_each_newcomer(num_bodies: int) -> None:
     """Newcomers that come without end do not keep the requests of others waiting for ever."""
     driver = fair_driver(num_rows=2, chunk=16)
     flood = [req for number in range(num_bodies) for req in body_of(number + 1, 6, max_new_tokens=2)]
@@ -182,7 +182,7 @@ def test_a_body_that_has_run_waits_for_no_more_than_one_request_of_each_newcomer
     pause=st.integers(0, 40),
     abort=st.booleans(),
 )
-def test_how_long_a_newcomer_waits_depends_on_the_number_of_bodies(
+def test_a_newcomer_s_wait_depends_on_the_number_of_bodies(
     sizes: list[tuple[int, int]], num_rows: int, num_pages: int, max_new_tokens: int, pause: int, abort: bool
 ) -> None:
     """At most two of each body are admitted before it, however large they are; and everybody gets to the end."""
@@ -209,7 +209,9 @@ def test_how_long_a_newcomer_waits_depends_on_the_number_of_bodies(
         assert all(len(list(run)) <= 2 for _, run in groupby(sorted(rid.split(".")[0] for rid in admitted)))
     driver.run()
     assert_right(driver, newcomer, *(req for req in sent if req.rid not in aborted))
-    assert driver.scheduler.waiting.holdings == Holdings(page_size=PAGE) and len(driver.scheduler.waiting) == 0
+    assert (
+        driver.scheduler.waiting.holdings == Holdings(page_size=PAGE) and len(driver.scheduler.waiting) == 0
+    )
 
 
 def test_no_more_of_a_body_run_than_make_a_decode_step_long() -> None:
@@ -274,7 +276,7 @@ def test_the_samples_of_a_prompt_compute_it_once(chunk: int, overlap: bool, poli
         assert len(driver.answers[req.rid].output_ids) == 4
 
 
-def test_a_sample_that_arrives_after_the_first_is_admitted_waits_for_its_prompt() -> None:
+def test_a_late_sample_waits_for_its_prompt() -> None:
     driver = fair_driver(num_rows=16, chunk=16)
     counts = computed_tokens(driver)
     prompt = [i % 250 + 1 for i in range(101)]
@@ -286,7 +288,7 @@ def test_a_sample_that_arrives_after_the_first_is_admitted_waits_for_its_prompt(
     assert sum(counts) == 101 + 2 * 1
 
 
-def test_a_sample_waits_for_the_first_one_when_a_scored_one_that_came_later_has_left(
+def test_a_sample_waits_for_the_first_when_a_scored_one_has_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on a GPU, prefill steps may follow one another."""
@@ -442,7 +444,7 @@ def test_no_more_prompts_in_a_step_than_are_allowed() -> None:
 
 
 @pytest.mark.parametrize("delay", range(5))
-def test_a_newcomer_with_more_scored_tokens_than_a_step_waits_for_its_turn(delay: int) -> None:
+def test_a_newcomer_with_many_scored_tokens_waits_for_its_turn(delay: int) -> None:
     """1,024 tokens of a step are scored at most, so such a one would be half-way beside another that is half-way."""
     driver = fair_driver(num_rows=20, num_pages=12000, chunk=4400, context_length=30000)
     driver.send(*body_of(1, 8, prompt_len=9, max_new_tokens=40))

@@ -252,7 +252,7 @@ def test_asked_for_by_message(tmp_path: Path) -> None:
     assert json.loads(replies["trace"].payload)["traceEvents"]
 
 
-def test_a_step_does_not_wait_for_a_dump_and_many_requests_share_one(
+def test_a_step_waits_for_no_dump_and_requests_share_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = make_driver(flight_recorder_dir=str(tmp_path))

@@ -156,7 +156,7 @@ def test_a_run_on_the_virtual_gpu(name: str) -> None:
     check_content(dump_of(loop.scheduler.recorder))
 
 
-def test_steps_that_take_over_pages_from_transfers_say_by_which_edge() -> None:
+def test_steps_that_take_over_pages_say_by_which_edge() -> None:
     driver = make_tiered_driver(num_pages=24)
     for index in range(6):
         driver.send(request(f"r{index}", [index + 1] * 40, max_new_tokens=6, ignore_eos=True))

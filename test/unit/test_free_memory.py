@@ -54,7 +54,7 @@ class Process:
         self.unused = self.kept
 
 
-def test_memory_is_given_back_when_much_more_is_unused_than_before() -> None:
+def test_memory_is_given_back_when_much_more_is_unused() -> None:
     process = Process()
     watch = process.watch()
     trims = []

@@ -90,7 +90,7 @@ async def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(monkeypatch)
 
 
-async def test_what_is_refused_is_remembered_and_what_failed_is_tried_again(bench: Bench) -> None:
+async def test_what_is_refused_is_remembered_what_failed_tried_again(bench: Bench) -> None:
     bench.process.go.set()
     bench.process.answers = {
         "wrong": Compiled(1, error="it is wrong", is_refused=True),
@@ -164,7 +164,7 @@ async def test_what_is_slow_has_no_second_attempt_for_nobody(bench: Bench) -> No
     assert bench.process.compiled == ["a", "b"]
 
 
-async def test_the_best_rank_goes_first_and_what_is_slow_waits_behind_what_is_not(bench: Bench) -> None:
+async def test_the_best_rank_goes_first_and_what_is_slow_waits(bench: Bench) -> None:
     bench.process.slow = {"a0", "a1", "a2"}
     asked = [asyncio.create_task(bench.number(f"a{i}")) for i in range(6)]
     await _until_compiling(bench, 2)
@@ -194,7 +194,7 @@ async def test_one_more_than_may_wait_is_refused(bench: Bench, monkeypatch: pyte
     assert sorted(bench.process.compiled) == ["a", "b", "c", "d"]
 
 
-async def test_the_grammar_that_was_not_used_for_the_longest_time_makes_room(bench: Bench) -> None:
+async def test_the_grammar_unused_for_longest_makes_room(bench: Bench) -> None:
     """The demo model's 1,024 tokens leave room for four grammars of 8 MiB, and not for five."""
     bench.process.go.set()
     bench.process.answers = {text: Compiled(1, bytes(8 << 20)) for text in "abc"}
@@ -208,7 +208,7 @@ async def test_the_grammar_that_was_not_used_for_the_longest_time_makes_room(ben
     assert await bench.number("a") == numbers["a"]
 
 
-async def test_what_the_scheduler_did_not_take_in_is_forgotten_there_later(bench: Bench) -> None:
+async def test_what_the_scheduler_did_not_take_is_forgotten_later(bench: Bench) -> None:
     bench.process.go.set()
     bench.replies = False
     with pytest.raises(RequestError, match="no room"):
@@ -224,7 +224,7 @@ async def test_what_the_scheduler_did_not_take_in_is_forgotten_there_later(bench
     ]
 
 
-async def test_a_process_that_cannot_start_is_started_again_after_a_pause(
+async def test_a_process_that_cannot_start_is_started_after_a_pause(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory may have been short for a moment. Without the pause each request would start a process in vain."""
@@ -256,7 +256,7 @@ async def test_a_body_has_a_limited_number_of_grammars(bench: Bench) -> None:
 _NO_SOURCE = VocabularySource("{}", frozenset(), 8, (0,))
 
 
-async def test_whoever_waits_for_a_process_that_cannot_be_started_is_told(
+async def test_waiting_for_a_process_that_cannot_start_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def failing() -> None:
@@ -307,7 +307,7 @@ def worker(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
 
 @pytest.mark.parametrize("text", ["stop all", "kill all"])
-async def test_a_compiler_that_hangs_or_is_killed_is_replaced_and_only_its_own_grammars_fail(
+async def test_a_compiler_that_hangs_or_is_killed_is_replaced(
     worker: Bench, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     await worker.number("first")  # the process has started
@@ -328,7 +328,7 @@ async def test_a_compiler_that_hangs_or_is_killed_is_replaced_and_only_its_own_g
 
 
 @pytest.mark.parametrize("start", ["stop", "no memory"])
-async def test_a_compiler_that_cannot_start_fails_the_request_and_the_next_one_is_answered(
+async def test_a_compiler_that_cannot_start_fails_one_request(
     worker: Bench, monkeypatch: pytest.MonkeyPatch, start: str
 ) -> None:
     monkeypatch.setattr(grammar_client, "START_S", 2.0 if start == "stop" else 60.0)

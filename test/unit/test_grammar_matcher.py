@@ -23,7 +23,7 @@ _PIECES = [b"", b"<t>", b"</t>", b"a", b"b", b"ab", *(b"%d" % i for i in range(6
 _EOS, _START, _END, _A, _B, _AB = range(6)
 
 
-def test_a_library_that_cannot_be_imported_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     with pytest.raises(ValueError, match="cannot be used .*pip install xgrammar"):
         GrammarStore((_EOS,)).prepare()
@@ -70,7 +70,7 @@ def _allowed(grammar: RequestGrammar, least_more: int = 0) -> list[int]:
     return torch.nonzero(logits[0] == 0).flatten().tolist()
 
 
-def test_a_grammar_allows_what_continues_it_and_its_end_at_the_end() -> None:
+def test_a_grammar_allows_its_continuations_and_its_end() -> None:
     grammar = _begin("(ab)+x?")
     assert _allowed(grammar) == [_A, _AB]
     assert grammar.accept(_AB)
@@ -90,7 +90,7 @@ def test_a_token_that_the_mask_does_not_allow_is_refused() -> None:
     assert not _begin("ab").accept(_B)
 
 
-def test_an_answer_does_not_end_too_early_unless_nothing_else_may_come() -> None:
+def test_an_answer_does_not_end_too_early_unless_it_must() -> None:
     grammar = _begin("(ab){1,2}")
     assert grammar.accept(_AB)
     assert _allowed(grammar, least_more=1) == [_A, _AB]
@@ -98,7 +98,7 @@ def test_an_answer_does_not_end_too_early_unless_nothing_else_may_come() -> None
     assert _allowed(grammar, least_more=1) == [_EOS]
 
 
-def test_a_grammar_begins_after_the_thought_that_the_prompt_has_opened() -> None:
+def test_a_grammar_begins_after_the_prompt_s_open_thought() -> None:
     grammar = _begin("ab", ThinkTokens(_START, (_END,), is_open=True))
     free = [token for token in range(len(_PIECES)) if token != _EOS]
     assert _allowed(grammar) == free
@@ -108,7 +108,7 @@ def test_a_grammar_begins_after_the_thought_that_the_prompt_has_opened() -> None
     assert _allowed(grammar) == [_A, _AB]
 
 
-def test_a_thought_may_end_with_several_tokens_one_after_the_other() -> None:
+def test_a_thought_may_end_with_several_tokens() -> None:
     grammar = _begin("ab", ThinkTokens(-1, (_START, _B, _END), is_open=True))
     free = _allowed(grammar)
     for token in (_B, _END, _START, _START, _END, _START, _B):
@@ -119,7 +119,7 @@ def test_a_thought_may_end_with_several_tokens_one_after_the_other() -> None:
 
 @pytest.mark.parametrize("header", [(_START, _B), (_START, _A)])
 @pytest.mark.parametrize("more", [(), (31, 32), (33,) * MAX_HEADER_TOKENS])
-def test_a_thought_ends_where_the_header_of_the_answer_s_message_does(
+def test_a_thought_ends_where_the_answer_s_header_does(
     header: tuple[int, int], more: tuple[int, ...]
 ) -> None:
     """A header may say more than the channel: ``<|channel|>final <|constrain|>json<|message|>``."""
@@ -206,7 +206,7 @@ def _times(monkeypatch: pytest.MonkeyPatch, seconds: list[float]) -> None:
     monkeypatch.setattr(matcher_module.time, "thread_time", lambda: next(clock))
 
 
-def test_requests_with_one_grammar_have_one_clock_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_with_one_grammar_have_one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that come afterwards are not ended by it."""
     store = _store("(ab)*")
     requests = [store.begin(7, None) for _ in range(4)]
@@ -231,7 +231,7 @@ def test_of_several_ranks_a_grammar_is_over_when_all_are_told(monkeypatch: pytes
     assert not store.begin(7, None).is_too_slow, "who comes afterwards has another chance"
 
 
-def test_a_grammar_with_a_slow_token_now_and_then_is_not_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_with_a_rare_slow_token_is_not_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     grammar = _begin("(ab)*")
     _times(monkeypatch, ([0.04] + [0.00005] * 50) * 10)
     for _ in range(510):
@@ -323,7 +323,7 @@ def test_what_a_thread_cannot_fill_is_told_to_the_caller() -> None:
         _filled(store, grammars)
 
 
-def test_a_slow_grammar_is_given_up_before_all_its_requests_have_been_served(
+def test_a_slow_grammar_is_given_up_before_all_are_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store, quick = _store("(ab)*"), _store("(ab)*")
@@ -335,7 +335,7 @@ def test_a_slow_grammar_is_given_up_before_all_its_requests_have_been_served(
     assert not grammars[64].is_too_slow and (masks[64] != -1).any()
 
 
-def test_what_the_front_end_has_forgotten_is_gone_and_errors_are_told() -> None:
+def test_what_the_front_end_forgot_is_gone() -> None:
     store = GrammarStore((_EOS,))
     data = compile_grammar(_vocabulary(), GrammarSpec("regex", "a"), None)
     store.load("one", 1, data, _vocabulary().serialize_json().encode(), [])

@@ -123,7 +123,7 @@ def test_both_halves_of_a_split_retire_after_the_transfer(tiers: Tiers, kind: st
     tiers.tree.check()
 
 
-def test_a_node_that_left_the_device_still_knows_that_its_host_pages_are_in_use(tiers: Tiers) -> None:
+def test_a_node_off_the_device_knows_its_host_pages_in_use(tiers: Tiers) -> None:
     node = tiers.add(1, 2).node
     ticket, stored = tiers.back_up(node)
     tiers.tree.evict(2)
@@ -136,7 +136,7 @@ def test_a_node_that_left_the_device_still_knows_that_its_host_pages_are_in_use(
     assert {p.stream for p in after} == {tiers.load, tiers.store}
 
 
-def test_a_backup_waits_for_writers_readers_and_the_load_that_fills_its_pages(tiers: Tiers) -> None:
+def test_a_backup_waits_for_writers_readers_and_loads(tiers: Tiers) -> None:
     node = tiers.on_host(1, 2)
     load, _ = tiers.load_back(node)
     hold = tiers.tree.hold_host(node)
@@ -190,7 +190,7 @@ def test_several_loads_share_a_ticket(tiers: Tiers) -> None:
         tiers.tree.begin_load(one, tiers.pages(1), ticket)
 
 
-def test_who_reads_loading_pages_is_told_until_forward_has_waited(tiers: Tiers) -> None:
+def test_who_reads_loading_pages_is_told_until_forward_waited(tiers: Tiers) -> None:
     tiers.on_host(1, 2, 3)
     first, _ = tiers.load_back(tiers.match(1).host_node)
     second, _ = tiers.load_back(tiers.match(1, 2, 3).host_node)
@@ -224,7 +224,7 @@ def test_selective_wants_what_has_been_hit_twice() -> None:
     assert tiers.tree.backup_candidates(tiers.add(7).node, force=True) != []
 
 
-def test_write_back_spills_once_for_all_victims_and_parents_first() -> None:
+def test_write_back_spills_once_for_all_victims() -> None:
     tiers = Tiers("write_back")
     node = tiers.add(1, 2, 3).node
     assert tiers.tree.backup_candidates(node) == []

@@ -26,7 +26,7 @@ def tiers() -> Tiers:
 # --- the host's own eviction ---------------------------------------------------------------------------
 
 
-def test_host_eviction_is_least_recently_used_first_from_the_leaves_up(tiers: Tiers) -> None:
+def test_host_eviction_is_lru_from_the_leaves_up(tiers: Tiers) -> None:
     nodes = {symbol: tiers.on_host(symbol, 0) for symbol in (1, 2, 3)}
     upper = tiers.match(2).host_node
     tiers.match(1, 0)
@@ -47,7 +47,7 @@ def test_a_node_on_the_device_loses_only_its_copy(tiers: Tiers) -> None:
     assert tiers.tree.backup_candidates(node) == [node]
 
 
-def test_a_backup_evicts_neither_its_own_path_nor_what_is_locked_or_held() -> None:
+def test_a_backup_evicts_neither_its_path_nor_what_is_locked() -> None:
     tiers = Tiers(num_host_pages=4)
     top = tiers.add(1).node
     tiers.back_up(top, done=True)

@@ -60,7 +60,7 @@ def test_parts_are_disjoint_contiguous_and_make_up_everything(
 
 @pytest.mark.parametrize("shape", [SHAPE, Shape(layers=MIXED)], ids=["alike", "mixed"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_row_by_which_accesses_are_watched_has_bytes_of_two_pages(
+def test_no_row_of_watched_accesses_has_two_pages(
     device: Device, layout: MemLayout, shape: Shape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named: dict[str, int] = {}
@@ -119,7 +119,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("watched", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_host_access_costs_no_tensor_operation_unless_somebody_watches(
+def test_a_host_access_costs_nothing_unless_watched(
     device: Device, layout: MemLayout, watched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, pool = make_pools(device, layout, SHAPE)
@@ -141,9 +141,7 @@ def test_a_page_that_is_not_there_has_no_parts(device: Device, layout: MemLayout
 # --- memory that is not there
 
 
-def test_a_pool_larger_than_the_machine_is_refused_before_anything_is_allocated(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pool_larger_than_the_machine_is_refused(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(nbytes: int) -> torch.Tensor:
         raise AssertionError("it would have been allocated")
 
@@ -252,7 +250,7 @@ def test_a_mapped_buffer_is_unpinned_with_the_last_view() -> None:
     assert registry.pinned == {}
 
 
-def test_memory_that_is_refused_is_given_back_and_never_unregistered() -> None:
+def test_memory_that_is_refused_is_given_back() -> None:
     def refuse(address: int, nbytes: int) -> None:
         raise RuntimeError("cudaHostRegister failed with error 2")
 

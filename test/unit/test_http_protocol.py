@@ -145,7 +145,7 @@ async def test_a_head_without_end_is_refused_at_64_kib(part: int) -> None:
     assert app.paths == []
 
 
-async def test_a_head_of_64_kib_is_served_and_its_successor_counts_from_nothing() -> None:
+async def test_a_head_of_64_kib_is_served_and_its_successor_too() -> None:
     start = b"GET /a HTTP/1.1\r\nHost: x\r\nX-Long: "
     head = start + b"a" * ((64 << 10) - len(start) - 4) + b"\r\n\r\n"
     wire, _, app = await send([head, head, head])
@@ -209,7 +209,7 @@ async def test_ambiguous_and_malformed_heads_are_400(
     assert not caplog.records, "no traceback, and no line of the log for each"
 
 
-async def test_a_length_beyond_the_limit_is_413_however_long_its_number() -> None:
+async def test_a_length_beyond_the_limit_is_413() -> None:
     connection, wire = Server(RequestMiddleware(App(), AccessRules())).connect()
     connection.data_received(b"POST / HTTP/1.1\r\nContent-Length: 18446744073709551615\r\n\r\n")
     await settle()
@@ -373,7 +373,7 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
     assert wire.sent.count(b"200 OK") == 5
 
 
-async def test_every_request_of_a_connection_hears_that_the_client_has_gone() -> None:
+async def test_every_request_of_a_connection_hears_of_its_end() -> None:
     num_told = 0
 
     async def wait(scope: Scope, receive: Receive, send: Send) -> None:
@@ -517,7 +517,7 @@ async def test_the_second_request_of_a_connection_has_its_own_time() -> None:
     connection.connection_lost(None)
 
 
-async def test_a_body_that_drips_is_closed_and_one_that_keeps_pace_is_not() -> None:
+async def test_a_body_that_drips_is_closed_one_that_keeps_pace_is_not() -> None:
     app = App()
     server = Server(app)
     slow, slow_wire = server.connect()
@@ -539,7 +539,7 @@ async def test_a_body_that_drips_is_closed_and_one_that_keeps_pace_is_not() -> N
     assert app.gone == 2
 
 
-async def test_nobody_is_closed_while_the_server_works_or_does_not_read() -> None:
+async def test_nobody_is_closed_while_the_server_works() -> None:
     app = App()
     app.gate = asyncio.Event()
     server = Server(app)
@@ -589,7 +589,7 @@ def test_probes_have_no_access_line_unless_they_fail() -> None:
     assert is_worth_a_line in logging.getLogger("uvicorn.access").filters
 
 
-async def test_who_takes_nothing_or_too_little_of_his_answer_is_dropped() -> None:
+async def test_who_takes_too_little_of_his_answer_is_dropped() -> None:
     server = Server(App())
     connection, wire = server.connect()
     connection.transport.write(b"a" * (1 << 20))

@@ -36,7 +36,7 @@ from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.scheduler.process import MAX_STEP_BYTES, SocketInbox
 
 
-async def test_writes_of_one_turn_are_one_write_and_come_before_the_end() -> None:
+async def test_writes_of_one_turn_are_one_write() -> None:
     wire = Wire()
     transport = JoiningTransport(wire, asyncio.get_running_loop())
     for part in (b"head ", b"event"):
@@ -83,7 +83,7 @@ async def test_what_is_held_is_lost_with_an_abort() -> None:
 
 
 @pytest.mark.parametrize("num_parts", [1, 700])
-async def test_a_large_answer_is_sent_in_pieces_a_turn_of_the_loop_each(num_parts: int) -> None:
+async def test_a_large_answer_is_sent_a_piece_a_turn(num_parts: int) -> None:
     parts = [bytes([number % 251]) * (3 * PIECE_BYTES // num_parts) for number in range(num_parts)]
     parts.append(b"end")
     turns, sent = 0, list[tuple[int, Message]]()
@@ -235,7 +235,7 @@ async def test_what_fills_a_step_does_not_wait_for_the_turns_end() -> None:
         assert early + inbox.drain() == requests
 
 
-def test_a_flood_of_prompts_reaches_the_scheduler_over_many_steps() -> None:
+def test_a_flood_of_prompts_reaches_the_scheduler_in_parts() -> None:
     """Taking in a prompt costs time, during which the tokens of running requests wait."""
     ids, params = [70] * 50_000, SamplingParams(max_new_tokens=1)
     requests = [
@@ -253,7 +253,7 @@ def test_a_flood_of_prompts_reaches_the_scheduler_over_many_steps() -> None:
     assert arrived == requests
 
 
-async def test_who_comes_after_the_samples_of_long_prompts_does_not_wait_for_many_steps() -> None:
+async def test_who_comes_after_samples_of_long_prompts_waits_little() -> None:
     """n=128 for two prompts: with its prompt in each message they would be 16 MiB, four steps' worth."""
     params = SamplingParams(max_new_tokens=1, logit_bias={7: 1.0})
     prompts = [id_array([70 + number] * 16_000) for number in range(2)]

@@ -89,7 +89,7 @@ def test_an_inbox_gives_as_much_as_is_asked_for(ports: PortArgs) -> None:
     sender.close()
 
 
-def test_fewer_requests_are_taken_at_once_if_they_are_more_than_ids(ports: PortArgs) -> None:
+def test_fewer_requests_are_taken_at_once_if_they_are_large(ports: PortArgs) -> None:
     """Biases are decoded one by one, so their bytes count for more than those of ids."""
 
     inbox = Inbox(ports.scheduler, SCHEDULER_DECODER)
@@ -120,7 +120,7 @@ def test_a_prompt_arrives_as_it_was_sent(ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("make", [list, tuple])
-def test_ids_that_fit_32_bits_become_an_array_and_others_an_error(make: Callable[..., Sequence[int]]) -> None:
+def test_ids_that_fit_32_bits_become_an_array(make: Callable[..., Sequence[int]]) -> None:
     ids = [0, 1, -1, 2**31 - 1, -(2**31)]
     made = id_array(make(ids))
     assert made.typecode == "i" and made.tolist() == ids

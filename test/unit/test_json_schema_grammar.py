@@ -374,7 +374,7 @@ def test_every_error_of_the_library_has_a_reason(monkeypatch: pytest.MonkeyPatch
     "pattern",
     ["a^b", "a$b", "(^a)", r"\Aa", r"(a)\1", "(?i)a", r"\x2", "[]a]", "a\\", "(?<!b)a"],
 )
-def test_patterns_that_mean_something_else_to_the_library_are_refused(pattern: str) -> None:
+def test_patterns_that_the_library_misreads_are_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match="regular expression"):
         check_pattern(pattern)
 
@@ -398,7 +398,7 @@ def test_ordinary_patterns_are_taken(pattern: str) -> None:
         ("[à-ü].", "éa"),
     ],
 )
-def test_no_class_has_what_json_escapes_beside_characters_beyond_ascii(pattern: str, text: str) -> None:
+def test_no_class_has_what_json_escapes_beside_non_ascii(pattern: str, text: str) -> None:
     """As the library reads such a pattern, quotes and control characters would come as they are."""
     grammar = compiled("json_schema", json.dumps({"type": "string", "pattern": pattern}))
     assert accepts(grammar, f'"{text}"')
@@ -424,7 +424,7 @@ def test_other_patterns_of_white_space_are_refused(pattern: str) -> None:
 _ENTANGLED = "((a?|[^x]|.*?){0,30})+x"  # each token is read in more ways than the one before
 
 
-def test_a_grammar_whose_tokens_take_ever_longer_is_refused_when_it_is_compiled(
+def test_a_grammar_whose_tokens_take_ever_longer_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its tokens would be everybody's: the scheduler ends it only after one has taken long."""

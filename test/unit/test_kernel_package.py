@@ -91,7 +91,7 @@ def test_fill_copies_live_rows_and_pads_the_rest(emulated: KernelLibrary, seed: 
     case.check(num_live)
 
 
-def test_fill_reads_the_number_of_live_rows_when_it_runs_and_takes_no_more_than_there_are(
+def test_fill_reads_the_number_of_live_rows_when_it_runs(
     emulated: KernelLibrary,
 ) -> None:
     case = random_fill_case(3, "cpu")
@@ -119,7 +119,7 @@ def test_fill_is_one_launch(emulated: KernelLibrary, counted: ctypes.CDLL) -> No
     assert all(field.dst.tolist() == [0.0] * 3 + [2.0] * 5 for field in fields)
 
 
-def test_fill_leaves_the_source_and_the_bytes_around_the_destination(emulated: KernelLibrary) -> None:
+def test_fill_leaves_the_bytes_around_the_destination(emulated: KernelLibrary) -> None:
     buffer = torch.full((9, 3), 7, dtype=torch.int16)
     source = torch.arange(12, dtype=torch.int16).view(4, 3)
     FillPlan([FillField(buffer[2:7], source, -1)], emulated).fill(2)
@@ -378,7 +378,7 @@ def test_the_engines_copier_takes_layers_that_differ(
 
 @pytest.mark.parametrize("io_backend", IO_BACKENDS)
 @pytest.mark.parametrize("layout", ["layer_first", "page_first"])
-def test_layers_that_are_alike_are_one_call_with_the_strides_of_the_whole_pool(
+def test_layers_that_are_alike_are_one_call_with_strides(
     emulated: KernelLibrary, io_backend: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device, shape = open_device("cpu"), Shape()
@@ -513,7 +513,7 @@ def fake_nvcc(folder: Path, body: str) -> Nvcc:
     return Nvcc(path, "release 13.0")
 
 
-def test_a_compiler_newer_than_the_driver_is_refused_before_a_launch_fails() -> None:
+def test_a_compiler_newer_than_the_driver_is_refused() -> None:
     newer = Nvcc(Path("/cuda/bin/nvcc"), "Cuda compilation tools, release 13.0, V13.0.48")
     with pytest.raises(
         KernelUnavailable, match=r"nvcc is of CUDA 13, the driver of CUDA 12\.8: update the driver"
@@ -566,7 +566,7 @@ def sources(tmp_path: Path) -> Sources:
     return Sources(tmp_path / "sources")
 
 
-def test_cache_key_depends_on_all_that_matters_and_on_nothing_else(sources: Sources, tmp_path: Path) -> None:
+def test_cache_key_depends_on_all_that_matters(sources: Sources, tmp_path: Path) -> None:
     def key(version: str = "13.0", archs: tuple[str, ...] = ("90a",), path: str = "/a/nvcc") -> str:
         return cache_key(sources, "a", Nvcc(Path(path), version), archs)
 
@@ -635,9 +635,7 @@ def test_processes_that_start_at_once_compile_once(sources: Sources, tmp_path: P
     assert sorted(path.suffix for path in folder.iterdir()) == [".lock", ".so"]
 
 
-def test_failed_compilation_tells_the_first_error_and_leaves_nothing(
-    sources: Sources, tmp_path: Path
-) -> None:
+def test_failed_compilation_tells_the_first_error(sources: Sources, tmp_path: Path) -> None:
     nvcc = fake_nvcc(
         tmp_path, 'touch "$out"; echo "a.cu(3): warning: w"; echo "a.cu(7): error: x" >&2; exit 2'
     )
@@ -658,9 +656,7 @@ def test_library_that_cannot_be_loaded_is_told(tmp_path: Path) -> None:
         KernelLibrary(lambda unit: tmp_path / "broken.so")
 
 
-def test_what_was_built_ahead_is_used_for_its_sources_and_gpus_alone(
-    sources: Sources, tmp_path: Path
-) -> None:
+def test_what_was_built_ahead_is_used_for_its_sources_alone(sources: Sources, tmp_path: Path) -> None:
     folder = tmp_path / "_lib"
     assert prebuilt_library(sources, "a", (9, 0), folder) is None
     build_ahead(sources, fake_nvcc(tmp_path, 'touch "$out"'), ("80", "90a"), folder)
@@ -681,7 +677,7 @@ def test_available_says_no_without_raising_and_tells_why(monkeypatch: pytest.Mon
     assert "torch sees no NVIDIA GPU" in (fenceline_kernel.why_unavailable() or "")
 
 
-def test_missing_compiler_makes_the_kernels_unavailable_and_is_asked_once(
+def test_missing_compiler_makes_the_kernels_unavailable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []
@@ -766,13 +762,13 @@ def build_wheel(folder: Path, cuda_home: Path) -> Path:
     return wheel
 
 
-def test_wheel_without_a_compiler_is_pure_and_carries_the_sources(tmp_path: Path) -> None:
+def test_wheel_without_a_compiler_carries_the_sources(tmp_path: Path) -> None:
     assert build_wheel(tmp_path, tmp_path / "none").name.endswith("-py3-none-any.whl")
     carried = Sources(tmp_path / "site" / "fenceline_kernel" / "_src")
     assert [carried.digest(unit) for unit in UNITS] == [find_sources().digest(unit) for unit in UNITS]
 
 
-def test_wheel_with_a_compiler_carries_every_library_for_one_platform(tmp_path: Path) -> None:
+def test_wheel_with_a_compiler_carries_every_library(tmp_path: Path) -> None:
     log = tmp_path / "log"
     fake_nvcc(tmp_path / "cuda", f'echo "$0 $all" >> {log}; echo library > "$out"')
     wheel = build_wheel(tmp_path, tmp_path / "cuda")

@@ -62,7 +62,7 @@ def test_the_last_ones_and_no_more() -> None:
     assert told(driver, 3)["steps"] == told(driver)["steps"][-3:]
 
 
-def test_neither_ids_nor_tokens_and_the_size_of_a_batch_does_not_matter() -> None:
+def test_neither_ids_nor_tokens_nor_the_batch_s_size_matter() -> None:
     record = live_steps(mixed_driver(60).scheduler.recorder, 8)
     assert b"secret" not in record and len(record) < 8 * 250
     step = orjson.loads(record)["steps"][0]
@@ -70,7 +70,7 @@ def test_neither_ids_nor_tokens_and_the_size_of_a_batch_does_not_matter() -> Non
     assert all(isinstance(value, int | str) or name in ("after", "events") for name, value in step.items())
 
 
-def test_transfers_and_the_edges_by_which_their_pages_are_taken_over() -> None:
+def test_transfers_and_the_edges_that_take_over_their_pages() -> None:
     driver = make_tiered_driver(num_pages=24)
     for index in range(6):
         driver.send(request(f"r{index}", [index + 1] * 40, max_new_tokens=6, ignore_eos=True))

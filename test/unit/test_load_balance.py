@@ -87,7 +87,7 @@ def test_a_prefix_goes_where_it_went_before() -> None:
     assert place(balancer, prompt(0)) != first[0]
 
 
-def test_a_prefix_that_all_share_does_not_make_one_replica_do_everything() -> None:
+def test_a_prefix_that_all_share_spreads_over_replicas() -> None:
     balancer = LoadBalancer("cache_aware", 4)
     for seed in range(400):
         place(balancer, [*prompt(0, 640), *prompt(seed, 64)])
@@ -163,7 +163,7 @@ def last(rid: str) -> BatchTokenOut:
     return BatchTokenOut(outs=[TokenOut(rid=rid, output_ids=[5], finish_reason=end, **counts)])
 
 
-def test_a_request_and_its_abort_go_to_one_replica_and_the_rest_to_all() -> None:
+def test_a_request_and_its_abort_go_to_one_replica() -> None:
     links = [FakeLink(), FakeLink()]
     link = ReplicaLink(links, config(2))
     for rid in ("a", "b", "c"):
@@ -325,7 +325,7 @@ def test_what_is_still_awaited_of_replicas_ends_with_the_link() -> None:
     asyncio.run(run())
 
 
-def test_what_comes_from_replicas_is_told_apart_and_a_request_that_ended_is_no_load() -> None:
+def test_what_comes_from_replicas_is_told_apart() -> None:
     async def run() -> None:
         links = [FakeLink(), FakeLink()]
         link = ReplicaLink(links, config(2, "shortest_queue"))

@@ -67,9 +67,7 @@ def test_messages_arrive_whole_and_in_order(reader: Reader, outbox: Outbox) -> N
     assert not reader.wait(0) and reader.drain() == [], "the sender's end is no message"
 
 
-def test_a_reader_that_does_not_read_neither_holds_up_its_sender_nor_misses_anything(
-    reader: Reader, outbox: Outbox
-) -> None:
+def test_a_reader_that_does_not_read_holds_up_no_sender(reader: Reader, outbox: Outbox) -> None:
     messages = [bytes([number % 256]) * 5_000 for number in range(5_000)]  # 25 MB
     for message in messages:
         send(outbox, reader, message)  # else this thread, which reads afterwards, would wait for itself
@@ -132,7 +130,7 @@ def test_closing_waits_for_what_has_not_been_taken(reader: Reader, outbox: Outbo
     assert not reader.wait(0)
 
 
-def test_closing_and_ending_do_not_wait_for_a_reader_that_never_comes(ports: PortArgs) -> None:
+def test_closing_and_ending_wait_for_no_missing_reader(ports: PortArgs) -> None:
     outbox = Outbox(ports.scheduler)
     outbox.send(ports.scheduler, b"1")
     outbox.close(0.0)
@@ -204,7 +202,7 @@ async def test_a_link_receives_what_comes_behind_what_it_drops(ports: PortArgs) 
     link.close()
 
 
-async def test_a_link_from_which_nobody_receives_does_not_keep_the_event_loop_busy(
+async def test_a_link_without_receivers_keeps_no_event_loop_busy(
     ports: PortArgs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []

@@ -65,7 +65,7 @@ def test_the_sm_bears_one_user(first: StreamName, second: StreamName, severed: s
     assert caught.value.edges == ("sm_exclusive",) and caught.value.hazard is Hazard.EXCLUSIVE
 
 
-def test_the_host_may_read_what_it_has_learned_is_there_and_not_what_it_has_only_asked_for() -> None:
+def test_the_host_reads_what_it_has_learned_not_what_it_asked() -> None:
     device = open_checked()
     checker = device.checker
     assert isinstance(checker, OrderChecker)

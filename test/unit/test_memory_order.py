@@ -193,7 +193,7 @@ def test_staging_reuse_is_the_hosts_edge() -> None:
 
 @pytest.mark.parametrize("kind", ["cpu", "recording"])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_small_results_that_forward_writes_arrive_whatever_their_shape(kind: str, dtype: torch.dtype) -> None:
+def test_small_results_that_forward_writes_arrive(kind: str, dtype: torch.dtype) -> None:
     device = RecordingDevice() if kind == "recording" else open_device("cpu")
     ring = ResultRing(device, small_by_forward=True)
     wide = torch.arange(15, dtype=dtype).view(5, 3)

@@ -99,7 +99,7 @@ class AnsweringDevice(CpuDevice):
         return AnsweringStream(name, self.severed)
 
 
-def test_a_question_asks_once_and_the_host_knows_what_it_has_learned() -> None:
+def test_a_question_asks_once_and_the_host_knows_the_answer() -> None:
     device = AnsweringDevice()
     store = device.store
     assert isinstance(store, AnsweringStream)

@@ -80,7 +80,7 @@ async def test_a_defect_of_any_endpoint_is_an_error_object_and_logged(
     assert "a defect of ours" in caplog.text
 
 
-async def test_memory_of_large_bodies_is_given_back_once_for_many_of_them(
+async def test_memory_of_large_bodies_is_given_back_once_for_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop, given_back, trims = asyncio.get_running_loop(), asyncio.Event(), []

@@ -466,9 +466,7 @@ def test_the_part_of_a_head_that_rotates_in_either_notation(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("asked", [None, "int4"])
-def test_experts_may_be_int4_but_not_those_of_a_family_with_a_format_of_its_own(
-    tmp_path: Path, asked: str | None
-) -> None:
+def test_experts_may_be_int4_unless_their_family_has_a_format(tmp_path: Path, asked: str | None) -> None:
     moe: dict[str, object] = {
         **QWEN, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 32, "num_local_experts": 4,

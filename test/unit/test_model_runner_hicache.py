@@ -23,7 +23,7 @@ from fenceline.model_executor.model_runner import ModelRunner
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first"])
 @pytest.mark.parametrize("io_backend", ["kernel", "direct"])
-def test_a_prefix_that_went_to_the_host_and_back_gives_the_same_tokens(layout: str, io_backend: str) -> None:
+def test_a_prefix_that_went_to_the_host_and_back_is_the_same(layout: str, io_backend: str) -> None:
     runner = hicache_runner(
         open_device("cpu"), hicache_mem_layout=layout, hicache_io_backend=io_backend, dtype="float32"
     )
@@ -92,7 +92,7 @@ def test_the_checker_names_the_edge_that_is_missing(edge: str, where: str) -> No
     assert edge in caught.value.edges
 
 
-def test_the_checker_sees_a_backup_of_pages_that_are_being_loaded() -> None:
+def test_the_checker_sees_a_backup_of_loading_pages() -> None:
     tiers = Tiers(checked_runner("store_after_load"))
     tiers.load([1, 2], [0, 1], Points.none())
     with pytest.raises(OrderError, match="RAW on kv_pool page 2") as caught:
@@ -110,7 +110,7 @@ def test_the_checker_sees_a_step_on_pages_whose_backup_runs() -> None:
 
 
 @pytest.mark.parametrize("first", ["backup", "step"])
-def test_the_checker_sees_persistent_attention_beside_a_backup_on_sms(first: str) -> None:
+def test_the_checker_sees_attention_beside_a_backup_on_sms(first: str) -> None:
     """Both ways: whichever of the two comes first."""
     hicache = checked_runner("sm_exclusive", hicache_io_backend="kernel").hicache
     assert hicache is not None

@@ -338,7 +338,7 @@ def test_rotary_table_equals_transformers_at_far_positions(name: str) -> None:
     torch.testing.assert_close(ours_sin[:, 0], sin[0, :, :16], atol=1e-6, rtol=0)
 
 
-def test_attn_factor_of_deepseek_r1_0528_qwen3_8b_cancels_yarns_temperature() -> None:
+def test_attn_factor_of_deepseek_r1_0528_cancels_temperature() -> None:
     """vLLM's and SGLang's attn_factor multiplies the factor of the paper, which transformers uses without it."""
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     _, scaling = parse_rope({"rope_scaling": {**rope, "attn_factor": 0.8782488562869419}}, 131072)

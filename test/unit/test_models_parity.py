@@ -116,7 +116,7 @@ def test_the_text_model_of_one_that_sees_images(
     check_parity(tmp_path, reference, 16, "cpu")
 
 
-def test_a_head_of_its_own_counts_more_than_a_config_that_says_tied(
+def test_a_head_of_its_own_counts_more_than_tied_in_config(
     saved: Callable[[str], Saved], tmp_path: Path
 ) -> None:
     directory, _ = saved("qwen3-tied-biased")
@@ -191,7 +191,7 @@ def test_a_foreign_token_changes_the_logits(saved: Callable[[str], Saved]) -> No
     assert (logits[0] - expected[58]).abs().max() > 1e-3
 
 
-def test_every_family_is_compared_with_transformers_and_documented() -> None:
+def test_every_family_is_compared_and_documented() -> None:
     compared = {f"{family.removesuffix('Text')}ForCausalLM" for family, _ in CHECKPOINTS.values()}
     others = {"MiMoForCausalLM", "Gemma3ForConditionalGeneration"}
     assert compared | others == set(MODELS), (

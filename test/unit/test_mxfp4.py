@@ -96,7 +96,7 @@ def test_new_weights_take_the_place_of_old_ones(published: tuple[Path, torch.nn.
     assert model.nbytes == bits / 8
 
 
-def test_one_half_of_a_packed_matrix_is_refused_without_the_other(
+def test_half_of_a_packed_matrix_is_refused(
     published: tuple[Path, torch.nn.Module],
 ) -> None:
     directory, _ = published
@@ -116,7 +116,7 @@ def test_one_half_of_a_packed_matrix_is_refused_without_the_other(
     model.load_weights([(norm, slots[norm].dest.clone())], partly=True)
 
 
-def test_exponents_of_a_type_of_their_own_are_refused_before_anything_is_touched(
+def test_exponents_of_a_type_of_their_own_are_refused(
     published: tuple[Path, torch.nn.Module], tmp_path: Path
 ) -> None:
     directory, _ = published

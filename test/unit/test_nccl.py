@@ -64,7 +64,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDistributed:
     return fake
 
 
-def test_the_communicator_is_made_at_once_on_the_rank_s_gpu_and_waits_without_limit(
+def test_the_communicator_is_made_on_the_rank_s_gpu(
     fake: FakeDistributed,
 ) -> None:
     backend = NcclBackend(1, SIZE, "file:///m", DEVICE)
@@ -85,7 +85,7 @@ def test_the_communicator_is_made_at_once_on_the_rank_s_gpu_and_waits_without_li
         NcclBackend(1, SIZE, "file:///m", DEVICE)
 
 
-def test_nccl_listens_on_the_network_of_the_ranks_unless_the_user_names_one(
+def test_nccl_listens_on_the_network_of_the_ranks(
     fake: FakeDistributed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     NcclBackend(1, SIZE, "file:///m", DEVICE)
@@ -97,7 +97,7 @@ def test_nccl_listens_on_the_network_of_the_ranks_unless_the_user_names_one(
     assert os.environ[NETWORK] == "ib0"
 
 
-def test_to_give_up_does_not_wait_for_graphs_that_contain_operations(fake: FakeDistributed) -> None:
+def test_to_give_up_waits_for_no_graphs_with_operations(fake: FakeDistributed) -> None:
     """NCCL's abort waits until all of them have been destroyed, which a rank never does: it would not report why it
     ends, and a server that is told to end would have to be killed."""
     backend = NcclBackend(1, SIZE, "file:///m", DEVICE)
@@ -117,9 +117,7 @@ def test_an_orderly_end_aborts_nothing(fake: FakeDistributed) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sums_are_those_of_float32_in_the_order_of_ranks_rounded_once(
-    fake: FakeDistributed, dtype: torch.dtype
-) -> None:
+def test_sums_are_those_of_float32_in_the_order_of_ranks(fake: FakeDistributed, dtype: torch.dtype) -> None:
     parts = [
         torch.randn(4, 50, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(SIZE)
     ]

@@ -56,9 +56,7 @@ def alone(path: str, prompt: list[int], num_tokens: int, **flags: object) -> lis
 
 
 @pytest.mark.parametrize("flags", [{}, TIERS])
-def test_answers_are_those_of_the_new_weights_and_nothing_old_is_cached(
-    changed: str, flags: dict[str, object]
-) -> None:
+def test_answers_of_new_weights_have_nothing_old_cached(changed: str, flags: dict[str, object]) -> None:
     driver = make_model_driver(**flags)
     prompt = prompts()[2]
     before = answers(driver, [request("before", prompt, max_new_tokens=12, **GREEDY)])[0]
@@ -73,7 +71,7 @@ def test_answers_are_those_of_the_new_weights_and_nothing_old_is_cached(
 
 
 @pytest.mark.parametrize("pause", ["", "in_place", "retract"])
-def test_requests_that_run_go_on_with_the_new_weights_from_their_tokens(changed: str, pause: str) -> None:
+def test_requests_that_run_go_on_with_the_new_weights(changed: str, pause: str) -> None:
     driver = make_model_driver(chunked_prefill_size=32, retract_policy="offload", **TIERS)
     rids = [f"r{i}" for i in range(len(prompts()))]
     for rid, prompt in zip(rids, prompts(), strict=True):
@@ -94,7 +92,7 @@ def test_requests_that_run_go_on_with_the_new_weights_from_their_tokens(changed:
         assert output[num_kept:] == alone(changed, prompt + kept[rid], 24 - num_kept)
 
 
-def test_the_tail_of_a_retracted_request_is_forgotten_with_the_old_weights(changed: str) -> None:
+def test_the_tail_of_a_retracted_request_goes_with_old_weights(changed: str) -> None:
     """A request that is shorter than a page: all of its KV is on a host page of its own, which no tree holds."""
     driver = make_model_driver(retract_policy="offload", **TIERS)
     prompt = prompts()[0][:5]
@@ -124,7 +122,7 @@ def test_what_runs_can_be_aborted_and_generation_stay_paused(changed: str) -> No
     assert driver.scheduler.control.paused
 
 
-def test_new_weights_do_not_begin_a_pause_of_a_server_that_drains(changed: str) -> None:
+def test_new_weights_begin_no_pause_of_a_server_that_drains(changed: str) -> None:
     driver = make_model_driver()
     driver.send(request("r", prompts()[0], max_new_tokens=20, **GREEDY), ShutdownReq(drain=True))
     reply = update(driver, model_path=changed, keep_pause=True)
@@ -133,7 +131,7 @@ def test_new_weights_do_not_begin_a_pause_of_a_server_that_drains(changed: str) 
     assert driver.scheduler.stopped and len(driver.answers["r"].output_ids) == 20
 
 
-def test_a_pause_that_new_weights_begin_does_not_count_for_time_outs(changed: str) -> None:
+def test_a_pause_for_new_weights_counts_for_no_time_outs(changed: str) -> None:
     driver = make_model_driver(num_rows=1, req_waiting_timeout=10.0)
 
     def left_after(*messages: Message) -> list[str]:
@@ -180,7 +178,7 @@ def _write_header(path: Path, **entry: object) -> str:
     return str(path)
 
 
-def test_files_at_which_libraries_raise_what_they_like_are_refused(tmp_path: Path) -> None:
+def test_files_at_which_libraries_raise_anything_are_refused(tmp_path: Path) -> None:
     """The server goes on: nothing has been touched."""
     driver = make_model_driver()
     for number, shape in enumerate(([0, 2**62, 8], [0, 2**63])):
@@ -302,7 +300,7 @@ def test_quantised_weights_are_replaced_by_ones_of_their_format(
     assert some == alone(new, prompt, 12)
 
 
-def test_columns_in_another_order_are_refused_before_anything_is_touched(tmp_path: Path) -> None:
+def test_columns_in_another_order_are_refused(tmp_path: Path) -> None:
     old = _published(tmp_path / "old", demo_tensors(), "gptq")
     new = _published(tmp_path / "new", changed_tensors(), "gptq")
     stored = load_file(Path(new, "model.safetensors"))
@@ -317,7 +315,7 @@ def test_columns_in_another_order_are_refused_before_anything_is_touched(tmp_pat
     assert answers(driver, [request("after", prompt, max_new_tokens=8, **GREEDY)])[0] == before
 
 
-def test_quantised_weights_that_cannot_be_replaced_are_refused_with_the_reason(tmp_path: Path) -> None:
+def test_quantised_weights_that_cannot_be_replaced_are_refused(tmp_path: Path) -> None:
     path = _published(tmp_path, demo_tensors(), "fp8-static")
     reply = update(make_model_driver(model_path=path, load_format="dummy"), model_path=path)
     assert not reply.success and "dummy weights were rounded as on-line" in reply.message

@@ -61,7 +61,7 @@ def test_nodes_that_were_started_differently_refuse(flag: dict[str, object]) -> 
             agreed(each, told)
 
 
-def test_the_address_and_the_interface_are_those_that_lead_to_node_0() -> None:
+def test_the_address_and_interface_lead_to_node_0() -> None:
     assert own_address(ADDRESS) == "127.0.0.1" and own_interface("127.0.0.1").startswith("lo")
     with pytest.raises(AddressError, match="no network interface has the address 203.0.113.9"):
         own_interface("203.0.113.9")
@@ -91,7 +91,7 @@ class Node:
         return f"{message.source}: {message.message}"
 
 
-def test_what_one_node_posts_the_other_reads_and_each_hears_why_the_other_ends(tmp_path: Path) -> None:
+def test_what_one_node_posts_the_other_reads(tmp_path: Path) -> None:
     nodes = [Node(number, tmp_path / str(number), 1e6) for number in range(2)]
     endpoints = [node.listener.endpoint for node in nodes]
     tell_nodes(nodes[0].ports, "nobody has met yet")

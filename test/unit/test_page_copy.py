@@ -127,7 +127,7 @@ def test_the_io_backend_decides_who_uses_the_sms() -> None:
 # --- on the virtual GPU
 
 
-def test_a_copy_by_sms_is_one_launch_there_and_touches_the_pages_named() -> None:
+def test_a_copy_by_sms_is_one_launch_for_the_pages_named() -> None:
     """Other pages may be used on other streams meanwhile; those named may not, on either side."""
     for busy, raced in ((3, False), (2, True)):
         device = virtual("random", 0)
@@ -156,7 +156,7 @@ def virtual(policy: str, seed: int) -> VgpuDevice:
 @pytest.mark.parametrize("io_backend", ["kernel", "direct"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("policy", "seed"), [("random", 0), ("random", 1), ("laziest", 0)])
-def test_on_the_virtual_gpu_lists_are_read_at_the_call_and_bytes_when_the_stream_gets_there(
+def test_the_virtual_gpu_reads_lists_at_the_call_bytes_later(
     layout: MemLayout, policy: str, seed: int, io_backend: IoBackend
 ) -> None:
     device = virtual(policy, seed)
@@ -178,7 +178,7 @@ def test_on_the_virtual_gpu_lists_are_read_at_the_call_and_bytes_when_the_stream
 
 
 @pytest.mark.parametrize("io_backend", ["kernel", "direct"])
-def test_the_virtual_gpu_sees_a_store_that_does_not_wait_and_names_the_page(io_backend: IoBackend) -> None:
+def test_the_virtual_gpu_sees_a_store_that_does_not_wait(io_backend: IoBackend) -> None:
     device = virtual("random", 0)
     kv_pool, host_pool = make_pools(device, "page_first", Shape())
     copier: PageCopier = make_page_copier(device, kv_pool, host_pool, io_backend)
@@ -189,7 +189,7 @@ def test_the_virtual_gpu_sees_a_store_that_does_not_wait_and_names_the_page(io_b
         device.synchronize()
 
 
-def test_on_the_virtual_gpu_a_store_by_sms_beside_persistent_attention_is_seen() -> None:
+def test_the_virtual_gpu_sees_a_store_by_sms_beside_attention() -> None:
     for io_backend in ("kernel", "direct"):
         device = virtual("random", 0)
         copier = make_page_copier(device, *(pools := make_pools(device, "page_first", Shape())), io_backend)  # type: ignore[arg-type]
@@ -205,7 +205,7 @@ def test_on_the_virtual_gpu_a_store_by_sms_beside_persistent_attention_is_seen()
         assert pools[1].pages.num_free == 15
 
 
-def test_without_fenceline_kernel_direct_falls_back_and_kernel_says_what_to_do(
+def test_without_fenceline_kernel_direct_falls_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     device = open_device("cpu")

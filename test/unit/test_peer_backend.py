@@ -147,7 +147,7 @@ def test_small_sums_are_ours_and_others_go_through_nccl(
     assert own.calls[len(sizes) :] == [(16, False)] and nccl.gathered == [MAX_BYTES + 16]
 
 
-def test_few_bytes_of_any_type_are_gathered_in_one_launch_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_bytes_of_any_type_are_gathered_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a plain draw needs: NCCL has no part in such a step, nor in its graph."""
     backend, nccl, own = make(monkeypatch, capturing=True)
     for x in (
@@ -195,7 +195,7 @@ def test_kernels_that_give_another_sum_than_torch_are_not_used(
     assert x.tolist() == [2.0] * 4
 
 
-def test_only_ranks_with_gpus_of_their_own_let_the_next_kernel_start_early(
+def test_only_ranks_with_own_gpus_start_the_next_kernel_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a GPU that ranks share, the next kernel of one would take the place of blocks that another one waits for."""
@@ -239,7 +239,7 @@ class MeetingBackend:
 
 
 @pytest.mark.parametrize("fault", ["a wrong sum", "an error"])
-def test_one_rank_that_finds_the_kernels_wrong_turns_them_off_on_all(
+def test_one_rank_that_finds_kernels_wrong_turns_them_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
     """The rank that finds nothing goes on with the trial, and both must still meet in the same collectives."""
@@ -347,7 +347,7 @@ def test_memory_that_cannot_be_shared_has_a_remedy(monkeypatch: pytest.MonkeyPat
     assert nccl.closed
 
 
-def test_the_largest_message_of_one_shot_falls_with_the_number_of_ranks() -> None:
+def test_the_largest_one_shot_message_falls_with_the_ranks() -> None:
     limits = [one_shot_bytes(size) for size in range(2, 9)]
     assert limits == sorted(limits, reverse=True) and all(limit % 16 == 0 for limit in limits)
 
@@ -367,7 +367,7 @@ def test_ranks_that_share_a_gpu_exchange_by_way_of_the_host(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("value", "device"), [(None, 1), ("", 1), ("0", 1), ("1", 0)])
-def test_each_rank_has_a_gpu_of_its_own_unless_they_are_to_share_one(
+def test_each_rank_has_a_gpu_of_its_own_unless_shared(
     monkeypatch: pytest.MonkeyPatch, value: str | None, device: int
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)

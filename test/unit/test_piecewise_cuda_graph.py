@@ -112,7 +112,7 @@ def test_memory_that_has_moved_is_not_replayed_on() -> None:
     )
 
 
-def test_a_step_leaves_the_auxiliary_hidden_states_that_a_draft_reads() -> None:
+def test_a_step_leaves_the_hidden_states_that_a_draft_reads() -> None:
     """By replay as without graphs, those of the step's own tokens alone."""
     runner = runner_of(sizes=())
     pieces = PiecewiseCudaGraphRunner(runner.parts, SIZES, aux_layers=(0, 2, 0))

@@ -108,7 +108,7 @@ def plain_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize(("family", "name"), OTHERS)
-def test_fused_reordered_and_experts_matrices_mean_what_their_format_says(
+def test_fused_reordered_and_experts_matrices_are_read_right(
     family: str, name: str, plain_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Matrices that are taken apart or reordered when they are loaded, and those of experts."""
@@ -513,9 +513,7 @@ def test_fused_parts_share_the_largest_of_their_input_scales() -> None:
 
 
 @pytest.mark.parametrize("kind", WORST)
-def test_dummy_weights_of_a_quantised_model_are_those_of_a_plain_one_rounded(
-    kind: str, plain: Path, tmp_path: Path
-) -> None:
+def test_dummy_weights_of_a_quantised_model_are_rounded_ones(kind: str, plain: Path, tmp_path: Path) -> None:
     config = ModelConfig.from_dir(str(plain))
     context = torch_context(Shard(), torch.float32)
     dense = load_model(config, "dummy", CPU, context, 5, False).layers[1].mlp.down_proj.weight.data

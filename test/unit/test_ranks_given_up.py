@@ -32,7 +32,7 @@ def test_a_rank_that_fails_is_given_up_by_the_others(tmp_path: Path) -> None:
     assert given_up.wait(WAIT_S)
 
 
-def test_results_that_have_come_without_all_ranks_are_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_without_all_ranks_are_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ranks are told before their fifth results."""
     ranks = Ranks(2)
     num_asked = [0, 0]

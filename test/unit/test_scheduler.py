@@ -44,7 +44,7 @@ def test_one_request() -> None:
     assert driver.answers["a"].finish.length == 9
 
 
-def test_stops_at_eos_and_stop_token_and_drops_the_token_in_flight() -> None:
+def test_stops_at_eos_and_stop_token_and_drops_the_next() -> None:
     driver = make_driver()
     free = request("free", [1, 2, 3], max_new_tokens=40, ignore_eos=True)
     driver.send(free)
@@ -140,7 +140,7 @@ def test_twins_of_different_namespaces_stay_on_their_own_pages() -> None:
     assert_right(driver, *reqs)
 
 
-def test_longest_prefix_first_waits_for_no_prefix_of_another_namespace() -> None:
+def test_longest_prefix_first_knows_namespaces() -> None:
     """Requests that share a prefix go one after the other, so that the later find it; others need not wait."""
     for keys, num_first in (("aa", 1), ("ab", 2)):
         driver = make_driver(num_pages=200, page_size=4, chunked_prefill_size=-1, schedule_policy="lpm")
@@ -165,7 +165,7 @@ class _CountedTokens(np.ndarray):
         return super().tobytes(*arguments)
 
 
-def test_the_order_of_requests_that_share_a_long_prefix_does_not_cost_its_length() -> None:
+def test_the_order_of_a_shared_prefix_does_not_cost_its_length() -> None:
     driver = make_driver(num_pages=400, page_size=4, chunked_prefill_size=-1, schedule_policy="lpm")
     prompt = [index % 250 + 1 for index in range(160)]
     driver.send(request("first", prompt))
@@ -346,7 +346,7 @@ def test_a_flush_that_waits_is_not_kept_from_it_by_a_stop_string() -> None:
     assert replies(driver) == {"waits": True}
 
 
-def test_a_flush_is_cancelled_in_the_moment_in_which_the_last_request_is_aborted() -> None:
+def test_a_flush_is_cancelled_as_the_last_request_is_aborted() -> None:
     """Its prefix is locked until it is released: what lets go of the flush must not meet the lock."""
     driver = make_driver()
     driver.send(request("a", list(range(30)), max_new_tokens=40, ignore_eos=True))
@@ -391,7 +391,7 @@ def test_requests_that_wait_or_run_too_long_are_ended() -> None:
     assert_right(driver, late)
 
 
-def test_who_comes_with_many_ticks_has_a_chance_to_be_scheduled_first() -> None:
+def test_who_comes_with_many_ticks_may_be_scheduled_first() -> None:
     driver = make_driver(req_waiting_timeout=1.0)
     req = request("a", [5, 6], max_new_tokens=3, ignore_eos=True)
     driver.send(req, TickReq(now=1.0), TickReq(now=99.0))
@@ -475,7 +475,7 @@ def test_prompt_logprobs_are_noted_once_a_chunk(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("start", [1, 3, 6])
-def test_prompt_logprobs_from_a_position_recompute_no_more_than_needed(start: int) -> None:
+def test_prompt_logprobs_recompute_no_more_than_needed(start: int) -> None:
     driver = make_driver(page_size=1)
     prompt = [7, 8, 9, 10, 11, 12, 13]
     driver.send(request("first", prompt, max_new_tokens=2))
@@ -595,9 +595,7 @@ def workloads(draw: st.DrawFn) -> Workload:
 
 
 @pytest.mark.parametrize(("chunk_size", "prompt_len"), [(4, 22), (16, 26)])
-def test_what_ends_by_a_result_that_is_there_leaves_its_memory_to_the_next_step(
-    chunk_size: int, prompt_len: int
-) -> None:
+def test_what_ends_by_a_known_result_leaves_its_memory(chunk_size: int, prompt_len: int) -> None:
     """Two requests fill all pages. The second ends with the first token of its prompt, and the first goes on."""
     driver = make_driver(
         num_pages=40, page_size=1, chunked_prefill_size=chunk_size, schedule_conservativeness=0.01
@@ -615,7 +613,7 @@ def test_what_ends_by_a_result_that_is_there_leaves_its_memory_to_the_next_step(
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_first_tokens_that_are_there_do_not_wait_for_the_next_launch(quick: bool) -> None:
+def test_first_tokens_do_not_wait_for_the_next_launch(quick: bool) -> None:
     """And a request that ends with its first token is not in the next step."""
     driver = make_driver(num_pages=64)
     assert isinstance(driver.worker, TokenWorker)
@@ -705,7 +703,7 @@ def test_any_workload(workload: Workload) -> None:
             assert_answer(driver, message, any(not abort.silent for abort in mine), silent)
 
 
-def test_of_a_waiting_prompt_the_ids_are_kept_once_and_as_an_array() -> None:
+def test_ids_of_a_waiting_prompt_are_kept_once() -> None:
     """A body may bring thousands of samples of long prompts: as lists they took five times as much."""
     num_prompts, length = 20, 4000
     driver = make_driver(num_pages=8192, context_length=2 * length)

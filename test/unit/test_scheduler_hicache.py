@@ -75,7 +75,7 @@ def told(driver: Driver) -> InternalState:
     return next(message.state for message in reversed(driver.replies) if isinstance(message, StatsReport))
 
 
-def test_the_front_end_knows_the_state_of_a_scheduler_that_has_nothing_to_do() -> None:
+def test_the_front_end_knows_the_state_of_an_idle_scheduler() -> None:
     """Its gauges are those of the last report, for hours if nobody asks anything."""
     driver = make_tiered_driver()
     prompt = list(range(20, 60))
@@ -102,7 +102,7 @@ def test_the_front_end_knows_the_state_of_a_scheduler_that_has_nothing_to_do() -
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_prefix_on_the_host_is_found_by_its_own_namespace_alone(policy: str) -> None:
+def test_a_prefix_on_the_host_is_found_by_its_namespace_alone(policy: str) -> None:
     driver = make_tiered_driver(num_host_pages=200, hicache_write_policy=policy)
     prompt = list(range(20, 60))
     for rid in ("first", "again"):
@@ -169,7 +169,7 @@ def test_conversations_under_constant_eviction(policy: str, retract_policy: str)
         assert tree.num_locked_pages == 0
 
 
-def test_a_retracted_request_is_loaded_rather_than_computed_again() -> None:
+def test_a_retracted_request_is_loaded_not_computed_again() -> None:
     """Two long answers in a pool for one: the one that is retracted brings its pages back, its last one included."""
     results = {}
     for policy in ("recompute", "offload"):
@@ -302,7 +302,7 @@ def num_shared(one: list[int], other: list[int]) -> int:
     )
 
 
-def test_a_lock_that_nobody_gives_back_is_noticed_on_the_host_too() -> None:
+def test_a_lock_that_nobody_gives_back_is_noticed_on_the_host() -> None:
     driver = make_tiered_driver()
     serve(driver, request("a", list(range(20, 60)), max_new_tokens=2))
     fill_device(driver, 1)

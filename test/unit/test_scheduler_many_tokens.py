@@ -175,7 +175,7 @@ def test_a_stop_string_ends_a_request_in_the_midst_of_a_step(last: int) -> None:
 
 @pytest.mark.parametrize("num_seen", range(1, 12))
 @pytest.mark.parametrize("tiers", [False, True])
-def test_abort_and_retraction_after_every_number_of_accepted_tokens(num_seen: int, tiers: bool) -> None:
+def test_abort_and_retraction_after_any_number_of_tokens(num_seen: int, tiers: bool) -> None:
     """One request is aborted and the other retracted as soon as they have said so much: the tokens of the step in
     flight are dropped, the retracted one goes on, and all pages beyond what was accepted come back."""
     make = make_tiered_driver if tiers else make_driver
@@ -217,7 +217,7 @@ def test_steps_are_shallower_before_anybody_is_retracted() -> None:
     assert depths[0][MOST - 1] > 3, "while there is memory they are deep"
 
 
-def test_a_long_request_alone_keeps_its_drafts_in_what_short_ones_may_have() -> None:
+def test_a_long_request_alone_keeps_its_drafts() -> None:
     """Nobody would be retracted for a deep step: the pages of the reserve are free."""
     req = request("long", [1 + i % 50 for i in range(1850)], 1, max_new_tokens=40, ignore_eos=True)
     driver = driver_of(page_size=4, num_pages=1 + 490, context_length=2000)

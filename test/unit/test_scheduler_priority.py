@@ -99,7 +99,7 @@ def test_as_few_as_suffice_are_retracted_the_lowest_first() -> None:
     assert_right(driver, high, *rest)
 
 
-def test_nobody_is_retracted_for_a_request_that_does_not_fit_even_so() -> None:
+def test_nobody_is_retracted_for_what_does_not_fit_even_so() -> None:
     driver = driver_with_priorities(num_pages=40, page_size=4, num_rows=8)
     same = request("same", [8] * 90, priority=50, max_new_tokens=40, ignore_eos=True)
     low = request("low", [7] * 10, priority=0, max_new_tokens=8, ignore_eos=True)
@@ -142,7 +142,7 @@ def test_a_request_that_cannot_fit_costs_a_step_no_search(monkeypatch: pytest.Mo
     assert_right(driver, same, high, *lows)
 
 
-def test_nobody_gives_way_to_a_prompt_that_is_not_split_and_has_to_wait_for_another_step() -> None:
+def test_nobody_gives_way_to_a_prompt_that_has_to_wait_anyway() -> None:
     driver = driver_with_priorities(
         num_pages=64, page_size=4, num_rows=3, chunked_prefill_size=-1, max_prefill_tokens=12
     )
@@ -184,9 +184,7 @@ def test_a_burst_of_better_requests_goes_in_one_step() -> None:
     [(40, False, 1), (9, False, 2), (40, True, 2)],
     ids=["it waits", "the prompt is short", "it is scored"],
 )
-def test_nobody_gives_way_to_a_sample_that_would_wait_for_another_one(
-    num_tokens: int, scores: bool, num_gone: int
-) -> None:
+def test_nobody_gives_way_to_a_sample_that_would_wait(num_tokens: int, scores: bool, num_gone: int) -> None:
     driver = driver_with_priorities(num_pages=200, page_size=4, num_rows=4)
     low = [request(f"low{i}", [i + 1] * 9, priority=0, max_new_tokens=30, ignore_eos=True) for i in range(4)]
     driver.send(*low)
@@ -207,7 +205,7 @@ def test_nobody_gives_way_to_a_sample_that_would_wait_for_another_one(
 
 
 @pytest.mark.parametrize("lengths", [(45,), (21, 25)], ids=["one", "two"])
-def test_who_gives_way_does_not_take_the_place_of_the_better_requests_prefixes_on_the_host(
+def test_who_gives_way_takes_no_place_of_better_prefixes(
     lengths: tuple[int, ...],
 ) -> None:
     driver = make_tiered_driver(
@@ -239,7 +237,7 @@ def test_who_gives_way_does_not_take_the_place_of_the_better_requests_prefixes_o
     assert driver.scheduler.stats.num_retractions == len(prompts)
 
 
-def test_a_shared_prefix_that_a_retracted_request_leaves_is_not_counted_as_room() -> None:
+def test_a_shared_prefix_left_behind_is_not_counted_as_room() -> None:
     """The better request uses the very pages that the other one lets go of: they cannot be evicted for it."""
     driver = driver_with_priorities(num_pages=30, page_size=4, num_rows=4)
     shared = list(range(1, 61))
@@ -375,7 +373,7 @@ def test_dfs_weight_goes_first_where_most_of_the_requests_are() -> None:
     driver.run()
 
 
-def test_dfs_weight_depends_on_nothing_but_the_queue_and_the_tree() -> None:
+def test_dfs_weight_depends_on_the_queue_and_the_tree_alone() -> None:
     driver = make_driver(
         num_pages=500, page_size=4, num_rows=8, schedule_policy="dfs-weight", context_length=4096
     )

@@ -146,9 +146,7 @@ def test_what_time_limits_end_is_the_same_on_all_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("size", "policy"), [(2, "write_through"), (2, "write_back"), (3, "write_through_selective")]
 )
-def test_ranks_whose_transfers_take_different_times_decide_the_same(
-    size: int, policy: str, tmp_path: Path
-) -> None:
+def test_ranks_with_different_transfers_decide_the_same(size: int, policy: str, tmp_path: Path) -> None:
     """Prefixes are evicted, retracted requests offloaded, and all come back from the host; when a copy runs and a step
     ends is each rank's own dice."""
     seeds = iter(range(size))

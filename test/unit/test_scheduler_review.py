@@ -63,7 +63,7 @@ def two_running(num_pages: int, first: TokenizedGenerateReq, second: TokenizedGe
 
 
 @pytest.mark.parametrize("num_pages", range(20, 27))
-def test_memory_of_a_request_whose_last_token_is_in_flight_is_waited_for(num_pages: int) -> None:
+def test_memory_of_a_last_token_in_flight_is_waited_for(num_pages: int) -> None:
     """The pool is full, one of two requests has its last step in flight: the other cannot grow yet."""
     long = request("long", [2] * 5, max_new_tokens=15, ignore_eos=True)
     short = request("short", [1] * 5, max_new_tokens=6, ignore_eos=True)
@@ -75,7 +75,7 @@ def test_memory_of_a_request_whose_last_token_is_in_flight_is_waited_for(num_pag
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_memory_of_an_aborted_request_is_back_before_the_next_step(silent: bool) -> None:
+def test_memory_of_an_aborted_request_is_back_at_once(silent: bool) -> None:
     stays = request("stays", [2] * 5, max_new_tokens=15, ignore_eos=True)
     gone = request("gone", [1] * 5, max_new_tokens=9, ignore_eos=True)
     driver = two_running(21, stays, gone)
@@ -105,7 +105,7 @@ def test_pages_of_a_prefix_wait_for_its_last_reader() -> None:
     assert_right(driver, waits)
 
 
-def test_pages_that_a_request_leaves_to_the_tree_wait_for_its_last_step() -> None:
+def test_pages_left_to_the_tree_wait_for_the_last_step() -> None:
     """A request leaves its output's pages to the tree with a step in flight; another evicts them at once."""
     driver = make_driver(num_pages=6, page_size=4, num_rows=2)
     driver.send(request("writer", [1] * 8, max_new_tokens=16, ignore_eos=True))
@@ -302,7 +302,7 @@ def test_without_a_folder_for_profiles_a_private_one_is_made(
     assert str(folder) in reply(driver, "ps").message
 
 
-def test_the_folder_for_profiles_comes_from_the_flag_or_the_environment(
+def test_the_folder_for_profiles_comes_from_flag_or_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def chosen(**flags: str) -> str | None:
@@ -377,7 +377,7 @@ def test_no_failure_of_what_only_observes_ends_the_scheduler(
         (OrderError("no order", (), Hazard.RAW, "pages"), False),
     ],
 )
-def test_a_flush_that_breaks_an_invariant_ends_the_scheduler_and_a_missing_file_does_not(
+def test_a_flush_that_breaks_an_invariant_ends_the_scheduler(
     error: Exception, survives: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = make_driver()
@@ -391,7 +391,7 @@ def test_a_flush_that_breaks_an_invariant_ends_the_scheduler_and_a_missing_file_
             driver.step()
 
 
-def test_a_profile_that_ends_by_itself_and_fails_does_not_end_the_scheduler(
+def test_a_profile_that_fails_does_not_end_the_scheduler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = make_driver()

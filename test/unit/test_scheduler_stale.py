@@ -48,7 +48,7 @@ def test_a_queued_match_whose_pages_left_the_device_is_made_anew() -> None:
     assert driver.answers["late"].last.cached_tokens == 40
 
 
-def test_a_retracted_request_finds_its_pages_where_they_are_when_it_comes_back() -> None:
+def test_a_retracted_request_finds_its_pages_where_they_are() -> None:
     """Offloaded at its retraction, matched while it waits, driven to the host, and loaded into other slots."""
     driver = make_tiered_driver(num_pages=20, retract_policy="offload", schedule_conservativeness=0.01)
     reqs = [
@@ -104,7 +104,7 @@ def test_constant_eviction_recomputes_nothing_that_did_not_move() -> None:
     assert recomputes(driver) == {"queued_match": 0, "page_table": 0}
 
 
-def test_a_write_that_is_out_of_date_does_not_count_as_up_to_date() -> None:
+def test_a_write_that_is_out_of_date_does_not_count() -> None:
     """A row that moves twice is as its last move says, not as a write of the first."""
     driver = make_tiered_driver()
     tables = driver.scheduler.memory.tables

@@ -79,7 +79,7 @@ def test_cpu_set_up_takes_torch_alone_and_first(env: Env) -> None:
     assert "transformers==" in pip.constraints
 
 
-def test_an_index_without_the_wheel_falls_back_to_one_that_pip_can_find_and_then_refuses(env: Env) -> None:
+def test_an_index_without_the_wheel_falls_back_then_refuses(env: Env) -> None:
     pip = FakePip(failing=["--index-url"])
     setup_env.install_torch(CPU, pip)
     assert [command[-1] for command in pip.commands] == ["torch==2.13.0+cpu"] * 2
@@ -97,7 +97,7 @@ def test_an_unreachable_index_is_not_tried(unreachable: set[str], capsys: pytest
     assert f"{pick_torch.WHEELS}/cpu cannot be reached (no route)" in capsys.readouterr().err
 
 
-def test_a_folder_of_wheels_stands_in_for_the_only_index_of_a_build(unreachable: set[str]) -> None:
+def test_a_folder_of_wheels_stands_in_for_an_index(unreachable: set[str]) -> None:
     """And nothing else does: pip's own index would answer with gigabytes for another CUDA."""
     unreachable.add(f"{pick_torch.WHEELS}/cu126/torch/")
     pip = FakePip()
@@ -115,7 +115,7 @@ def test_a_folder_of_wheels_stands_in_for_the_only_index_of_a_build(unreachable:
         (TimeoutError("timed out"), "timed out"),
     ],
 )
-def test_only_a_connection_that_cannot_be_made_counts_as_unreachable(
+def test_only_a_failed_connection_counts_as_unreachable(
     monkeypatch: pytest.MonkeyPatch, error: Exception | None, reason: str | None
 ) -> None:
     class Answer:
@@ -196,7 +196,7 @@ def test_no_pin_of_the_gpu_set_up_excludes_a_torch_in_range(
     assert len(pins) > 60  # what is ours stays pinned
 
 
-def test_the_tool_that_builds_the_package_is_the_one_that_it_asks_for() -> None:
+def test_the_tool_that_builds_the_package_is_what_it_asks_for() -> None:
     for folder in (ROOT, ROOT / "sgl-kernel"):
         build = tomllib.loads((folder / "pyproject.toml").read_text())["build-system"]
         assert build["requires"] == [setup_env.BUILD_TOOL]
@@ -275,7 +275,7 @@ def test_pip_installs_where_uv_cannot(
     assert any(command[0].endswith("uv") for command in calls) == (obstacle == "uv fails")
 
 
-def test_installers_draw_no_bars_off_a_terminal_and_are_not_silent(env: Env, calls: list[list[str]]) -> None:
+def test_installers_draw_no_bars_off_a_terminal(env: Env, calls: list[list[str]]) -> None:
     pick_installer.make_installer(env.python, ROOT / "constraints-cpu.txt")(["install", "x"])
     pip, uv = calls
     assert pip[pip.index("--progress-bar") + 1] == "off"
@@ -304,9 +304,7 @@ def test_uv_looks_where_pip_is_set_to_look() -> None:
     assert pick_installer.uv_variables({"no-index": "true"}) is None
 
 
-def test_pip_is_asked_for_its_settings_in_words_that_are_understood(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pip_is_asked_for_its_settings_in_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real pip, with a configuration file of ours and a variable that goes before it."""
     config = tmp_path / "pip.conf"
     config.write_text("[global]\nfind-links = /a\nextra-index-url =\n  https://one\n  https://two\n")
@@ -454,7 +452,7 @@ def _pins(text: str | None = None) -> dict[str, str]:
     return {re.sub(r"[-_.]+", "-", name).lower(): pinned for name, pinned in pairs}
 
 
-def test_pins_satisfy_the_declared_bounds_and_cover_every_dependency() -> None:
+def test_pins_satisfy_the_bounds_and_cover_every_dependency() -> None:
     pins = _pins()
     for group in ("", "test", "dev"):
         for requirement in _project()[group]:

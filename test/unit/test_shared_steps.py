@@ -241,7 +241,7 @@ def test_the_end_of_a_half_way_prompt_shares_its_step() -> None:
     assert_right(driver, *reqs)
 
 
-def test_a_prompt_with_more_logprobs_than_a_step_computes_is_not_short() -> None:
+def test_a_prompt_with_many_logprobs_is_not_short() -> None:
     driver = make_driver(4000, 4, 4, context_length=9000, chunked_prefill_size=4096)
     steps = rids_of_steps(driver)
     reqs = [
@@ -374,7 +374,7 @@ def test_a_prompt_comes_to_its_end_however_long_it_is() -> None:
     assert_right(driver, long)
 
 
-def test_a_prompt_comes_to_its_end_also_if_the_draft_looks_further_ahead_than_a_quarter_of_a_step() -> None:
+def test_a_prompt_ends_although_the_draft_looks_far_ahead() -> None:
     """A chunk other than the last ends that many tokens before the prompt's end, so the last has as many at least."""
     driver = make_driver(400, 1, 4, chunked_prefill_size=4)
     driver.scheduler.memory.tree.lookahead = 2
@@ -395,7 +395,7 @@ def test_as_many_tokens_as_the_work_allows_and_not_one_more(even: int, prefix: i
     assert of.of_tokens(num + 1, prefix) > work * (1 - 1e-9)
 
 
-def test_who_is_computed_beside_a_half_way_prompt_is_computed_whole() -> None:
+def test_who_is_computed_beside_a_half_prompt_is_whole() -> None:
     """Though its own prefix, which is cached, is so long that its few tokens are much work."""
     driver = make_driver(4000, 4, 8, context_length=9000, chunked_prefill_size=128)
     steps = rids_of_steps(driver)
@@ -415,7 +415,7 @@ def test_who_is_computed_beside_a_half_way_prompt_is_computed_whole() -> None:
     assert_right(driver, first, long, *behind, short)
 
 
-def test_prompts_behind_long_prefixes_share_a_step_until_it_has_work_enough() -> None:
+def test_prompts_behind_long_prefixes_share_a_step() -> None:
     driver = make_driver(4000, 4, 8, context_length=9000, chunked_prefill_size=128)
     steps = rids_of_steps(driver)
     prefix = [5] * 6000

@@ -33,7 +33,7 @@ def test_no_rows_are_nobodys_kernel(gpu: GpuTraits) -> None:
     assert load_table(gpu).choose(0, 151936, 1024, False) is None
 
 
-def test_measured_cuts_are_taken_for_every_row_count_of_their_bucket() -> None:
+def test_measured_cuts_are_taken_for_their_whole_bucket() -> None:
     table = load_table(H200)
     assert isinstance(table.choose(1, 6144, 4096, False), CudaConfig)
     assert table.choose(3, 6144, 4096, False) == table.choose(4, 6144, 4096, False)
@@ -96,7 +96,7 @@ def test_a_skinny_gemm_that_is_wrong_at_start_is_not_used(
     assert ("is wrong here" in caplog.text) is (wrong != 0)
 
 
-def test_more_rows_than_the_cuda_kernel_takes_are_tritons_where_that_was_measured() -> None:
+def test_more_rows_than_the_cuda_kernel_takes_are_tritons() -> None:
     cut = TritonConfig(64, 128, 4, 4)
     table = SkinnyTable(GpuTraits("x", 132, (9, 0), True), {table_key(32, 3072, 4096, False): cut})
     assert table.choose(17, 3072, 4096, False) == table.choose(32, 3072, 4096, False) == cut

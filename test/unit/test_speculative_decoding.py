@@ -198,7 +198,7 @@ def test_graphs_up_to_the_end_of_the_context(
     assert stats is not None and all(stats.replays_by_size.values()) and stats.fallbacks["size"]
 
 
-def test_a_simulated_acceptance_keeps_the_token_in_front_of_the_last(models: dict[str, Path]) -> None:
+def test_a_simulated_acceptance_keeps_the_last_token(models: dict[str, Path]) -> None:
     """From which a draft without hidden states goes on, though nobody has proposed it."""
     driver = make_driver(
         models, STANDALONE, "near", simulated_accept_length=3.5, disable_overlap_schedule=True

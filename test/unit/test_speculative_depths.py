@@ -173,7 +173,7 @@ def test_steps_are_measured_at_start(models: dict[str, Path]) -> None:
         pytest.param(NEXTN, "mtp", 1, marks=pytest.mark.long),
     ],
 )
-def test_steps_are_measured_with_as_many_requests_as_there_is_memory_for(
+def test_steps_are_measured_with_requests_that_fit_memory(
     models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str, topk: int
 ) -> None:
     flags: dict[str, object] = {"max_total_tokens": 128, "num_rows": 6, "memory_check": "order"}

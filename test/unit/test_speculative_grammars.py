@@ -52,7 +52,7 @@ def test_requests_with_a_grammar_beside_others(
         assert set(output[:-1]) <= set(range(10, 20))
 
 
-def test_masks_that_threads_fill_while_tokens_are_published_change_no_answer(
+def test_masks_filled_while_tokens_are_published_change_nothing(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, where a step is launched before the previous one is published. Some requests have no grammar, and
@@ -104,7 +104,7 @@ def test_nobody_looks_for_grammars_where_there_are_none(models: dict[str, Path])
     assert looks["all"] < driver.scheduler.num_launched / 2  # for statistics alone, now and then
 
 
-def test_a_step_is_published_before_the_next_launch_while_there_are_grammars(models: dict[str, Path]) -> None:
+def test_a_step_with_grammars_is_published_before_the_next(models: dict[str, Path]) -> None:
     driver = make_driver(models, EAGLE3, "eagle3")
     driver.send(_ten_tokens(driver.config.model.eos_token_ids))
     constrained = msgspec.structs.replace(requests(1, 1)[0], rid="constrained", grammar=1)

@@ -237,7 +237,7 @@ def test_ranks_draw_the_drafts_of_one(vocab_size: int, size: int, greedy: bool, 
         torch.testing.assert_close(theirs, shares, atol=1e-5, rtol=1e-5)
 
 
-def test_what_ranks_exchange_for_a_draft_does_not_grow_with_the_vocabulary() -> None:
+def test_what_ranks_exchange_for_a_draft_stays_small() -> None:
     draws = Draws(1000, 2, greedy=False, some_tokens=True)
     sent, shards = draws.ranks.bytes_sent, draws.ranks.shards
     draws.ranks.run(lambda rank: draws.whole_rows(shards[rank]))
@@ -252,7 +252,7 @@ def test_what_ranks_exchange_for_a_draft_does_not_grow_with_the_vocabulary() -> 
 
 @pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_draft_is_refused_on_all_ranks_where_one_has_no_numbers(bad: float, greedy: bool) -> None:
+def test_a_draft_without_numbers_is_refused_on_all_ranks(bad: float, greedy: bool) -> None:
     draws = Draws(1000, 2, greedy, some_tokens=True)
     good = draws.drafts(Shard())
     draws.logits[3, 700] = bad  # a column of the second rank

@@ -152,7 +152,7 @@ def test_a_row_of_the_frontier_attends_to_its_own_path(
                 assert {n for n in range(64) if int(masks[b, row]) >> n & 1} == path
 
 
-def test_a_probability_that_rounding_made_exceed_1_does_not_part_a_child_from_its_parent() -> None:
+def test_a_probability_above_1_parts_no_child_from_its_parent() -> None:
     first = first_candidates(torch.tensor([[1, 2]]), torch.tensor([[-1.0, -2.0]]))
     logprobs = torch.tensor([[[1e-6, -9.0], [-9.0, -9.0]]])
     candidates = more_candidates(first, torch.tensor([[[3, 4], [5, 6]]]), logprobs)

@@ -154,7 +154,7 @@ def test_each_row_that_the_draft_computes_sees_its_own_path(
     assert num_compared > 50 and branched
 
 
-def test_each_row_of_a_frontier_goes_on_from_its_parents_hidden_state(
+def test_each_row_of_a_frontier_follows_its_parents_state(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = make_driver(models, EAGLE, "eagle", 4, **_BRANCHES)  # type: ignore[arg-type]

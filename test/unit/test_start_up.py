@@ -73,7 +73,7 @@ def test_request_rows_are_there_before_the_rest_becomes_kv_pages(monkeypatch: py
         ),
     ],
 )
-def test_what_memory_does_not_hold_is_refused_before_it_is_allocated(
+def test_what_memory_does_not_hold_is_refused_first(
     monkeypatch: pytest.MonkeyPatch, free: int, allocator: str, message: str
 ) -> None:
     def unused(*args: object) -> None:
@@ -93,7 +93,7 @@ def test_what_memory_does_not_hold_is_refused_before_it_is_allocated(
         (PiecewiseCudaGraphRunner, "prefill graphs .*lower --mem-fraction.*--disable-piecewise-cuda-graph"),
     ],
 )
-def test_memory_that_does_not_suffice_for_graphs_is_told_with_the_remedy(
+def test_memory_too_small_for_graphs_is_told_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch, runner: type[GraphRunner], message: str
 ) -> None:
     def capture(self: GraphRunner, *args: object) -> None:

@@ -79,7 +79,7 @@ def _watch(driver: Driver) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("free", [0, 3])
-def test_a_step_is_sampled_before_the_tokens_of_the_one_before_are_published(free: int) -> None:
+def test_a_step_is_sampled_before_the_last_tokens_are_published(free: int) -> None:
     """The next step can be launched only after that. So it is also if only some requests have a grammar."""
     driver = _driver()
     seen = _watch(driver)
@@ -94,7 +94,7 @@ def test_a_step_is_sampled_before_the_tokens_of_the_one_before_are_published(fre
     assert all(later - early == 6 for early, later in zip(numbers[2:], published[1:], strict=False))
 
 
-def test_a_step_is_sampled_after_an_answer_that_may_have_ended_has_been_published() -> None:
+def test_a_step_is_sampled_after_a_possible_end_is_published() -> None:
     """Only then it is known whether the request goes on. Answers are those of a loop without overlap."""
     pattern = "[a-j]{2}([a-j]{3})*"
     driver, plain = _driver(pattern), make_model_driver(disable_overlap_schedule=True)
@@ -109,7 +109,7 @@ def test_a_step_is_sampled_after_an_answer_that_may_have_ended_has_been_publishe
 
 
 @pytest.mark.parametrize("least", [0, 7])
-def test_masks_before_publishing_count_the_tokens_that_are_to_be_published(least: int) -> None:
+def test_masks_before_publishing_count_tokens_to_come(least: int) -> None:
     """An answer of at least ``least`` tokens may not end one token earlier or later."""
     reqs = _requests(6, max_new_tokens=30, min_new_tokens=least)
     driver, plain = _driver("[a-j]*"), make_model_driver(disable_overlap_schedule=True)
@@ -119,7 +119,7 @@ def test_masks_before_publishing_count_the_tokens_that_are_to_be_published(least
     assert min(map(len, outputs)) > least
 
 
-def test_a_request_that_no_token_can_follow_ends_after_its_last_token() -> None:
+def test_a_request_that_no_token_can_follow_ends() -> None:
     driver = _driver("[a-j]{5}z")
     answers(driver, _requests(6, ignore_eos=True))
     for answer in driver.answers.values():
@@ -128,7 +128,7 @@ def test_a_request_that_no_token_can_follow_ends_after_its_last_token() -> None:
         assert answer.finish.status_code == 400
 
 
-def test_a_grammar_that_becomes_too_slow_while_its_masks_are_filled_ends_its_requests() -> None:
+def test_a_grammar_too_slow_while_masks_are_filled_ends() -> None:
     driver = _driver()
     scheduler, reqs = driver.scheduler, _requests(6, ignore_eos=True)
     finish_fill = scheduler.grammars.finish_fill

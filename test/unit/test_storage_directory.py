@@ -122,7 +122,7 @@ def test_a_directory_that_is_made_again_keeps_its_descriptor(
     assert directory.holds(path)
 
 
-def test_a_temporary_file_that_cannot_be_made_leaves_no_descriptor(
+def test_a_temporary_file_that_cannot_be_made_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk is full, and somebody removes the directory at the same moment."""

@@ -236,7 +236,7 @@ def test_a_page_under_another_name_is_found_with_a_key_too(tmp_path: Path) -> No
     assert_miss_and_gone(backend, first, Reason.MAC)
 
 
-def test_servers_with_and_without_keys_miss_each_other_and_remove_nothing(tmp_path: Path) -> None:
+def test_servers_with_and_without_keys_miss_each_other(tmp_path: Path) -> None:
     backends = [keyed_backend(tmp_path, secret) for secret in (None, SECRET, OTHER)]
     for number, backend in enumerate(backends):
         assert read_checked(backend, [key(0)]) == [False]

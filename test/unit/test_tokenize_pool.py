@@ -156,7 +156,7 @@ class Calls:
         monkeypatch.setattr(Tokenizer, "encode_batch", counted)
 
 
-def test_a_text_over_the_limit_is_given_up_after_the_piece_that_shows_it(
+def test_a_text_over_the_limit_is_given_up_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = Calls(monkeypatch)

@@ -112,7 +112,7 @@ async def test_cancelled_reader_aborts() -> None:
     assert bench.link.sent[-1] == AbortReq(rid="r")
 
 
-async def test_an_engine_that_dies_while_a_large_body_is_prepared_leaves_no_stream() -> None:
+async def test_an_engine_that_dies_beside_a_large_body_leaves_nothing() -> None:
     """Whenever it dies: a stream that begins afterwards would never end."""
     for num_turns in range(12):
         bench = Bench()
@@ -237,7 +237,7 @@ class CountingTokenizer:
     ({"top_logprobs_num": -1}, "top_logprobs_num"), ({"rid": "0"}, "already in flight"),
     ({"text": None, "input_ids": [1024]}, "outside the vocabulary"),
 ])  # fmt: skip
-async def test_what_needs_no_tokens_is_refused_before_any_text_is_tokenised(
+async def test_what_needs_no_tokens_is_refused_before_tokenising(
     monkeypatch: pytest.MonkeyPatch, fields: dict[str, object], words: str
 ) -> None:
     bench, tokenised = Bench(), CountingTokenizer(monkeypatch)
@@ -248,7 +248,7 @@ async def test_what_needs_no_tokens_is_refused_before_any_text_is_tokenised(
     assert tokenised.num_chars == 0
 
 
-async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
+async def test_a_text_that_cannot_fit_is_refused_untokenised(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench, tokenised = Bench(), CountingTokenizer(monkeypatch)
@@ -345,7 +345,7 @@ async def test_others_have_their_turns_while_a_large_body_is_prepared(
     assert len({id(message.input_ids) for message in bench.link.requests()}) == 1, "a prompt is made once"
 
 
-async def test_an_id_that_was_used_meanwhile_travels_under_another_name() -> None:
+async def test_an_id_that_was_used_meanwhile_gets_another_name() -> None:
     bench = Bench()
     work = asyncio.ensure_future(
         bench.manager.submit_many([ids_input(5, rid=str(index)) for index in range(400)])
@@ -420,7 +420,7 @@ async def test_the_last_chunk_says_how_long_it_took() -> None:
     assert times.decode_throughput is not None and times.decode_throughput > 0
 
 
-async def test_aborting_a_name_aborts_all_requests_whose_id_begins_so_and_no_other() -> None:
+async def test_aborting_a_name_aborts_all_ids_that_begin_so() -> None:
     bench = Bench()
     inputs = [*expand_samples(ids_input(5), 3), ids_input(5, rid="r-x"), ids_input(5, rid="s")]
     await bench.manager.submit_many(inputs)
@@ -573,7 +573,7 @@ async def test_no_time_is_told_without_a_timeout() -> None:
 
 
 @pytest.mark.parametrize("special", [False, True])
-async def test_prompts_that_are_too_long_are_cut_at_their_end_if_told_so(
+async def test_prompts_that_are_too_long_are_cut_if_told_so(
     special: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counting = CountingTokenizer(monkeypatch)
@@ -701,7 +701,7 @@ async def test_an_id_is_reserved_until_its_request_is_sent() -> None:
     assert not bench.manager.is_active("trace") and not bench.manager.is_active(second)
 
 
-async def test_the_id_of_a_body_is_taken_as_long_as_one_of_its_requests_lasts() -> None:
+async def test_the_id_of_a_body_is_taken_while_a_request_lasts() -> None:
     bench = Bench()
     group = await bench.manager.submit_many(expand_samples(replace(ids_input(5), rid="body"), 3))
     group.streams[0].close()

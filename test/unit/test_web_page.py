@@ -33,7 +33,7 @@ TEXTS = {
 # --- files
 
 
-def test_every_file_is_served_with_headers_that_forbid_what_it_does_not_need() -> None:
+def test_every_file_is_served_with_headers_that_forbid() -> None:
     app = make_app(api_key="key")
     served = set()
     for path in PAGE_PATHS:
@@ -50,7 +50,7 @@ def test_every_file_is_served_with_headers_that_forbid_what_it_does_not_need() -
     assert served == set(TEXTS.values()), "each file has a path"
 
 
-def test_a_browser_keeps_a_file_and_asks_whether_it_is_still_the_same() -> None:
+def test_a_browser_keeps_a_file_and_asks_whether_it_changed() -> None:
     app = make_app()
     _, headers, body = ask(app, "/")
     assert body and headers["cache-control"] == "no-cache"
@@ -173,7 +173,7 @@ async def test_a_hundred_viewers_cost_the_scheduler_what_one_does(
     assert engine.asked == 1
 
 
-async def test_news_come_five_times_a_second_and_of_an_idle_engine_every_two_seconds(
+async def test_news_come_five_times_a_second_or_in_two_seconds(
     view: LiveState, engine: Engine, clock: Callable[[float], None]
 ) -> None:
     engine.answer.set()

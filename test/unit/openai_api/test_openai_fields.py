@@ -231,7 +231,7 @@ async def test_strict_fields_refuses_what_nobody_knows(serve):
         ("mood", ""),
     ],
 )
-def test_sampling_parameters_one_level_too_high_are_told_where_they_belong(name, hint, caplog):
+def test_sampling_parameters_one_level_too_high_are_told(name, hint, caplog):
     body = orjson.dumps({"text": "a", name: 1})
     with pytest.raises(RequestError) as caught:
         parse_generate(body, UnknownFields(strict=True))
@@ -247,7 +247,7 @@ def test_every_field_that_does_something_is_documented(kind):
     assert [name for name in kind.model_fields if f"`{name}`" not in text] == []
 
 
-def test_every_field_of_generate_that_does_something_is_documented():
+def test_every_field_of_generate_is_documented():
     text = (DOCS / "use" / "api.md").read_text()
     declared = FIELDS.declared | SAMPLING_FIELDS.declared
     assert [name for name in sorted(declared) if f"`{name}`" not in text] == []

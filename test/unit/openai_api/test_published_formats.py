@@ -93,7 +93,7 @@ def chunk(text: str, finish: FinishReason | None) -> GenerateChunk:
 
 @names
 @pytest.mark.parametrize("content", [None, "", "left out"])
-def test_a_history_is_written_as_the_published_template_writes_it(name, content):
+def test_a_history_is_written_as_by_the_published_template(name, content):
     model = PUBLISHED[name]
     messages = history(model, IDS, content=content)
     if content == "left out":
@@ -161,7 +161,7 @@ def with_content(kind: str, content: object) -> list[dict[str, Any]]:
 @names
 @pytest.mark.parametrize("tools", [[], [WEATHER]])
 @pytest.mark.parametrize("kind", ["system", "user", "late user", "assistant", "calls", "tool"])
-def test_text_parts_are_shown_as_text_by_every_branch_of_a_published_template(name, kind, tools):
+def test_text_parts_are_text_in_every_branch_of_a_template(name, kind, tools):
     """One part is shown as a string is, and the second is not lost where the string would be shown."""
     model = PUBLISHED[name]
     template = ChatTemplate(model.template, model.special_tokens)
@@ -346,7 +346,7 @@ def test_harmony_text_arrives_as_it_is_written_at_the_same_cost():
         assert work < 200_000, begin
 
 
-async def test_harmony_of_a_server_is_taken_apart_unless_the_client_wants_it_whole(serve, tmp_path):
+async def test_harmony_is_taken_apart_unless_wanted_whole(serve, tmp_path):
     """The template tells the form; a client without tools gets reasoning and answer, too."""
     model = PUBLISHED["gpt-oss"]
     path = tmp_path / "template.jinja"
@@ -412,7 +412,7 @@ def test_a_gpt_oss_template_gets_what_it_takes():
     assert "// \ntype now" in text
 
 
-def test_what_gpt_oss_s_template_takes_less_of_is_left_out_of_no_other_prompt():
+def test_what_gpt_oss_s_template_lacks_stays_in_other_prompts():
     """A template that cannot do without a tool's description gets an empty one, but no conversation whose text has
     become a thought, which it leaves out."""
     source = (
@@ -429,7 +429,7 @@ def test_what_gpt_oss_s_template_takes_less_of_is_left_out_of_no_other_prompt():
     assert text.startswith("T: And?Let me see.{")
 
 
-def test_a_gpt_oss_template_that_refuses_a_conversation_says_why_when_its_tools_are_described():
+def test_a_gpt_oss_template_says_why_it_refuses_with_tools():
     source = (
         "{# <|channel|> #}{{ 'T: ' + tools[0].function.description }}"
         "{{ raise_exception('two thoughts') if messages[0].content == 'x' }}{{ messages[0].content }}"
@@ -441,7 +441,7 @@ def test_a_gpt_oss_template_that_refuses_a_conversation_says_why_when_its_tools_
         template.render([{"role": "user", "content": "x"}], tools=tools)
 
 
-def test_granite_s_templates_get_tools_under_their_name_unless_the_client_gives_others():
+def test_granite_s_templates_get_tools_under_their_name():
     model = PUBLISHED["Granite 3.2"]
     template = ChatTemplate(model.template, model.special_tokens)
     ask = [{"role": "user", "content": "And?"}]
@@ -450,7 +450,7 @@ def test_granite_s_templates_get_tools_under_their_name_unless_the_client_gives_
     assert "weather" not in text and "now" in text
 
 
-def test_a_mistral_template_gets_ids_that_it_takes_and_others_what_the_client_sent():
+def test_a_mistral_template_gets_ids_that_it_takes():
     foreign = ("call_0123456789abcdefABCDEFGH", "x")
     for name in ("Mistral 7B v0.3", "Mistral Small 3.2"):
         model = PUBLISHED[name]
@@ -464,7 +464,7 @@ def test_a_mistral_template_gets_ids_that_it_takes_and_others_what_the_client_se
     assert ChatTemplate(plain, {}).render(history(model, foreign)) == f"{foreign[0]} {foreign[0]}"
 
 
-def test_a_client_s_name_of_an_answer_stays_and_one_without_a_call_gets_none():
+def test_a_client_s_name_of_an_answer_stays():
     template = ChatTemplate("{% for m in messages %}{{ m.name | default('-') }} {% endfor %}", {})
     model = PUBLISHED["Hermes 2 Pro"]
     messages = history(model, IDS)

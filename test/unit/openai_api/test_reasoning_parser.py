@@ -184,7 +184,7 @@ def test_every_flag_value_has_a_format():
     ("in_messages", "ids", "num"),
     [(False, [1, 2, 9, 3, 9, 4], 3), (True, [1, 2, 9, 3, 9, 4], 5), (False, [1, 2], 2), (True, [9], 1), (False, [], 0)],
 )  # fmt: skip
-def test_tokens_of_reasoning_are_counted_however_the_answer_is_cut(in_messages, ids, num):
+def test_tokens_of_reasoning_count_however_the_answer_is_cut(in_messages, ids, num):
     for cut in range(len(ids) + 1):
         tokens = ReasoningTokens(9, in_messages)
         tokens.add(ids[:cut])

@@ -202,7 +202,7 @@ async def test_an_empty_answer_and_an_empty_result_can_be_put_back(serve, templa
         assert "<|im_start|>tool\n<|im_end|>" in prompt and '{\\"cut' in prompt
 
 
-async def test_the_flag_names_the_form_where_the_template_does_not_show_it(serve, tmp_path):
+async def test_the_flag_names_the_form_that_the_template_hides(serve, tmp_path):
     path = tmp_path / "template.jinja"
     path.write_text("{{ tools | tojson }}{{ messages[0].content }}")
     async with serve(chat_template=str(path), tool_call_parser="pythonic") as server:
@@ -238,7 +238,7 @@ async def test_names_of_other_servers_for_parsers(serve, template, names, writte
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_call_that_must_be_is_read_from_what_the_grammar_allows(serve, template, stream):
+async def test_a_required_call_is_read_from_what_the_grammar_allows(serve, template, stream):
     async with serve(chat_template=template) as server:
         server.script.pieces = ['[{"name": "now", "par', 'ameters": {}}', "]"]
         answer = await server.client.chat.completions.create(
@@ -262,7 +262,7 @@ async def test_a_call_that_must_be_is_read_from_what_the_grammar_allows(serve, t
 STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
 
 
-async def test_arguments_of_strict_functions_follow_their_schemas_among_other_text(serve, template):
+async def test_arguments_of_strict_functions_follow_their_schemas(serve, template):
     async with serve(chat_template=template) as server:
         server.script.pieces = CALLS
         create = server.client.chat.completions.create
@@ -275,9 +275,7 @@ async def test_arguments_of_strict_functions_follow_their_schemas_among_other_te
 
 
 @pytest.mark.parametrize("parser", ["pythonic", "llama3", "mistral", "deepseekv3", "qwen3_coder", "gpt-oss"])
-async def test_strict_functions_are_taken_as_others_where_no_text_tells_that_a_call_begins(
-    serve, template, parser, caplog
-):
+async def test_strict_functions_are_as_others_where_no_text_marks_one(serve, template, parser, caplog):
     """openai-agents makes every function strict. The log says once what is not enforced."""
     async with serve(chat_template=template, tool_call_parser=parser) as server:
         create = server.client.chat.completions.create
@@ -391,7 +389,7 @@ def test_a_call_may_stand_in_place_of_every_kind_of_form(fields, yes, no):
     assert allows(spec, '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
 
 
-async def test_tools_and_a_format_are_answered_with_a_call_or_with_the_format(serve, template):
+async def test_tools_and_a_format_give_a_call_or_the_format(serve, template):
     async with serve(chat_template=template) as server:
         server.script.pieces = CALLS[1:]
         ask = {
