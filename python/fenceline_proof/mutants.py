@@ -24,7 +24,7 @@ FOLDERS = ("memory_order", "mem_cache", "scheduler", "model_executor", "sampling
 LEFT_OUT = (
     (
         "memory_order/cuda*",
-        "CUDA's own calls: test/unit/test_cuda_device.py runs them against a fake torch.cuda",
+        "CUDA's own calls: test/unit/memory_order/test_cuda_device.py runs them against a fake torch.cuda",
     ),
     ("*kernels/*", "kernels: the interpreter and GPU runs hold them against torch's operators"),
     ("layers/attention/f*", "FlashInfer and FA3 need a GPU"),

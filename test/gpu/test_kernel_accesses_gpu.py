@@ -1,4 +1,4 @@
-"""Our Triton kernels, compiled, and the CUDA products read and write what they declare: ``test/unit/
+"""Our Triton kernels, compiled, and the CUDA products read and write what they declare: ``test/unit/layers/
 test_kernel_accesses.py`` says how, and does the same in Triton's interpreter."""
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from aiohttp import web
 from fenceline_demo.client import Reply, server_url
 from fenceline_demo.evaluation import compare, held_out_items, load_run, score
 
-BENCHMARK = Path(__file__).resolve().parents[2] / "benchmark"
+BENCHMARK = Path(__file__).resolve().parents[3] / "benchmark"
 
 
 def _script(name: str) -> ModuleType:

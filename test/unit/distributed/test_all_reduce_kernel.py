@@ -26,7 +26,7 @@ from fenceline_sim.all_reduce import (
     two_shot_steps,
 )
 
-ROOT = Path(__file__).resolve().parents[2] / "sgl-kernel"
+ROOT = Path(__file__).resolve().parents[3] / "sgl-kernel"
 _SHAPES = (*itertools.product((2, 3, 4, 8), (1, 2, 7, 16, 64, 65), ((1, 32), (3, 32), (2, 64))),)
 
 

@@ -436,7 +436,7 @@ def test_a_prompt_that_is_no_json_fails_alone(
 
 
 def test_client_capacity_bench_takes_every_token() -> None:
-    script = Path(__file__).parents[2] / "benchmark" / "bench_client_capacity.py"
+    script = Path(__file__).parents[3] / "benchmark" / "bench_client_capacity.py"
     small = ["--num-streams", "4", "--output-len", "20", "--rounds", "2", "--backend", "vllm"]
     done = subprocess.run(
         [sys.executable, script, *small], capture_output=True, text=True, timeout=60, check=False

@@ -13,7 +13,7 @@ import pytest
 from fenceline.scheduler.masked_steps import MaskedSteps
 from fenceline.scheduler.scheduler import Scheduler
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmark"
+BENCHMARKS = Path(__file__).parents[3] / "benchmark"
 
 
 def imported(path: Path) -> list[tuple[str, str]]:

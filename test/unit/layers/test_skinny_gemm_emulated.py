@@ -23,7 +23,7 @@ from fenceline.config.quantization import QuantConfig
 from fenceline.layers.quantized import FP8, make_format
 from fenceline.layers.weight import fill_slots
 
-ROOT = Path(__file__).parents[2] / "sgl-kernel"
+ROOT = Path(__file__).parents[3] / "sgl-kernel"
 Emulate = Callable[..., bytes | None]
 
 # tiles, warps_n, warps_k, depth, cluster, num_ctas, prefetch_bytes

@@ -197,7 +197,7 @@ def test_every_family_is_compared_and_documented() -> None:
     assert compared | others == set(MODELS), (
         "MiMo's layers are Qwen2's; transformers has no class of it. The other has a test of its own"
     )
-    page = (Path(__file__).parents[2] / "docs" / "use" / "models.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "use" / "models.md").read_text()
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(MODELS)
 
 

@@ -483,7 +483,7 @@ def test_experts_may_be_int4_unless_their_family_has_a_format(tmp_path: Path, as
 
 
 PUBLISHED: dict[str, Json] = json.loads(
-    (Path(__file__).parents[1] / "support" / "published_configs.json").read_text()
+    (Path(__file__).parents[2] / "support" / "published_configs.json").read_text()
 )
 
 

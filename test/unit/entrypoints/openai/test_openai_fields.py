@@ -20,7 +20,7 @@ from fenceline.entrypoints.openai.protocol import ChatBody, CommonBody, Completi
 from fenceline.frontend.request_types import RequestError
 from fenceline.ipc.io_struct import TokenizedGenerateReq
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[4] / "docs"
 HI = [{"role": "user", "content": "Hi"}]
 # Every route that generates, with a body that it answers, and every other POST route.
 GENERATING: dict[str, dict[str, Any]] = {

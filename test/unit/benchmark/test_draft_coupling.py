@@ -13,7 +13,7 @@ import torch
 
 def script() -> ModuleType:
     """The benchmark as a module."""
-    path = Path(__file__).resolve().parents[2] / "benchmark" / "draft_coupling.py"
+    path = Path(__file__).resolve().parents[3] / "benchmark" / "draft_coupling.py"
     spec = importlib.util.spec_from_file_location("draft_coupling", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "benchmark" / "hostile"
+FOLDER = Path(__file__).parents[3] / "benchmark" / "hostile"
 
 
 @pytest.fixture(autouse=True)

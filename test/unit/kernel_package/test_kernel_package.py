@@ -44,7 +44,7 @@ from page_pools import MIXED, Shape, bytes_of, device_pages, host_pages, make_po
 from fenceline.mem_cache.host.page_copy import CudaCopier
 from fenceline.memory_order import open_device
 
-PACKAGE = Path(__file__).resolve().parents[2] / "sgl-kernel"
+PACKAGE = Path(__file__).resolve().parents[3] / "sgl-kernel"
 UNITS = find_sources().units()
 
 

@@ -11,7 +11,7 @@ from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs, parse_args
 from fenceline.frontend.tokenizer import load_tokenizer
 
-FOLDER = Path(__file__).parents[2] / "benchmark" / "h200"
+FOLDER = Path(__file__).parents[3] / "benchmark" / "h200"
 
 
 @pytest.fixture(autouse=True)

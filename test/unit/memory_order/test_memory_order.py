@@ -16,7 +16,7 @@ import edges_page
 from fenceline.memory_order import InputRing, LeaseError, MaskTable, Points, ResultRing, open_device
 from fenceline.memory_order.edges import COPY_AFTER_FORWARD, RING_EDGES, STAGING_REUSE, Edge, StreamName
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_points_keep_the_latest_of_each_stream() -> None:
