@@ -325,7 +325,6 @@ class _Decode:
 
     @property
     def functions(self) -> Any:
-        """See ``Module``."""
         return self
 
     def plan(
@@ -348,7 +347,6 @@ class _Decode:
         return _plan(ints, pinned, np.ones_like(kv_lens), kv_lens, page_size, most, graph)
 
     def run(self, **args: Any) -> None:
-        """See ``flashinfer_library.DecodeKernels.run``."""
         _run_paged(
             args["int_workspace_buffer"],
             args["plan_info_vec"],
@@ -373,7 +371,6 @@ class _Prefill:
 
     @property
     def functions(self) -> Any:
-        """See ``Module``."""
         return self
 
     def plan(
@@ -392,7 +389,6 @@ class _Prefill:
         graph: bool,
         *unused: object,
     ) -> PlanInfo:
-        """See ``flashinfer_library.PrefillKernels.plan``."""
         query_lens = np.diff(query_starts.numpy()).astype(np.int64)
         assert len(query_lens) == batch_size and int(query_lens.sum()) == num_rows, "offsets fit the batch"
         lens = kv_lens.numpy().astype(np.int64)
@@ -400,7 +396,6 @@ class _Prefill:
         return _plan(ints, pinned, query_lens, lens, page_size, most, graph)
 
     def paged_run(self, **args: Any) -> None:
-        """See ``flashinfer_library.PrefillKernels.run_paged``."""
         _run_paged(
             args["int_workspace_buffer"],
             args["plan_info_vec"],
@@ -415,7 +410,6 @@ class _Prefill:
         )
 
     def ragged_run(self, **args: Any) -> None:
-        """See ``flashinfer_library.PrefillKernels.run_ragged``."""
         layout, rules = _Layout(*args["plan_info_vec"]), _rules_of(args, causal=True)
 
         def compute(
@@ -448,15 +442,12 @@ class PlannedLibrary:
         return _NUM_SMS
 
     def prefill_generation(self, device: torch.device, dtype: torch.dtype) -> str:
-        """See ``Library``."""
         return "fa2"
 
     def prefill_module(self, shape: AttentionShape, generation: str) -> Module:
-        """See ``Library``."""
         return _Prefill()
 
     def decode_module(self, shape: AttentionShape) -> Module:
-        """See ``Library``."""
         return _Decode()
 
 

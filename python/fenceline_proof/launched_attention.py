@@ -50,7 +50,6 @@ class LaunchedAttentionBackend(AttentionBackend):
         ]
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
-        """See ``AttentionBackend.plan``."""
 
         def plan_again(pool: _Layer, rules: LayerRules, *tensors: torch.Tensor) -> AttentionPlan:
             page_table, rows, seq_lens = tensors
@@ -60,7 +59,6 @@ class LaunchedAttentionBackend(AttentionBackend):
         return _Plan(self, inputs, plan_again)
 
     def plan_graph(self, inputs: GraphDecodeInputs) -> AttentionPlan | None:
-        """See ``AttentionBackend.plan_graph``."""
 
         def plan_again(pool: _Layer, rules: LayerRules, *tensors: torch.Tensor) -> AttentionPlan:
             page_table, rows, seq_lens = tensors
@@ -73,7 +71,6 @@ class LaunchedAttentionBackend(AttentionBackend):
         return None if self._reference.plan_graph(inputs) is None else _Plan(self, inputs, plan_again)
 
     def plan_verify(self, inputs: VerifyInputs) -> AttentionPlan | None:
-        """See ``AttentionBackend.plan_verify``."""
 
         def plan_again(pool: _Layer, rules: LayerRules, *tensors: torch.Tensor) -> AttentionPlan:
             page_table, rows, seq_lens, ancestors = tensors
@@ -109,7 +106,6 @@ class _Plan(AttentionPlan):
     def forward(
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """See ``AttentionPlan.forward``."""
         pool, inputs = self._backend.kv_pool, self._inputs
         rules = self._backend.rules.get(layer_id, PLAIN)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -38,15 +38,12 @@ class PersistentAttentionBackend(AttentionBackend):
         self._reference = ReferenceAttentionBackend(setting.kv_pool, setting.rules)
 
     def persistent(self, mode: ForwardMode) -> bool:
-        """See ``AttentionBackend.persistent``."""
         return True
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
-        """See ``AttentionBackend.plan``."""
         return _Plan(self._device, self._reference.plan(inputs))
 
     def plan_graph(self, inputs: GraphDecodeInputs) -> AttentionPlan | None:
-        """See ``AttentionBackend.plan_graph``."""
         num_columns = -(-inputs.max_seq_len // self._page_size)
         table = torch.zeros_like(inputs.page_table[: len(inputs.rows), :num_columns])
         rows = torch.arange(len(inputs.rows), device=table.device)
@@ -54,12 +51,10 @@ class PersistentAttentionBackend(AttentionBackend):
         return None if plan is None else _GraphPlan(self._device, plan, inputs, table)
 
     def plan_verify(self, inputs: VerifyInputs) -> AttentionPlan | None:
-        """See ``AttentionBackend.plan_verify``."""
         plan = self._reference.plan_verify(inputs)
         return None if plan is None else _Plan(self._device, plan)
 
     def before_replay(self, bucket: int, seq_lens_cpu: npt.NDArray[np.int64]) -> None:
-        """See ``AttentionBackend.before_replay``."""
         self._reference.before_replay(bucket, seq_lens_cpu)
 
 
@@ -74,7 +69,6 @@ class _Plan(AttentionPlan):
     def forward(
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """See ``AttentionPlan.forward``."""
         self._device.declare(StreamName.FORWARD, "persistent attention", occupies_sm)
         return self._plan.forward(layer_id, q, k, v, scale)
 
@@ -87,7 +81,6 @@ class _GraphPlan(_Plan):
         self._inputs, self._table = inputs, table
 
     def prepare(self) -> None:
-        """See ``AttentionPlan.prepare``."""
         rows = self._inputs.page_table.index_select(0, self._inputs.rows)
         self._table.copy_(rows[:, : self._table.shape[1]])
         super().prepare()

@@ -27,7 +27,6 @@ class RandomDepths:
         self._chooser = AdaptiveDepth(self._depths, self._draw())
 
     def choose(self, num_reqs: int, num_drafting: int, most: int) -> DepthChoice:
-        """See ``DraftDepth``."""
         self._chooser._costs = self._draw()
         return self._chooser.choose(num_reqs, num_drafting, most)
 
@@ -40,6 +39,5 @@ class RandomDepths:
         return StepCosts(_SIZES, seconds)
 
     def published(self, depth: int, counts: npt.NDArray[np.int64]) -> None:
-        """See ``DraftDepth``."""
         self.counts[depth].update(counts.tolist())
         self._chooser.published(depth, counts)

@@ -328,14 +328,12 @@ class _RankLoop:
         return TURN_DECODER.decode(data)
 
     def to_detokenizer(self, message: BatchTokenOut) -> None:
-        """See ``scheduler.scheduler.Outbox``."""
         for out in message.outs:
             self._run.answers[self._rank].setdefault(out.rid, []).extend(out.output_ids)
             if out.finish_reason is not None:
                 self._run.ends[self._rank][out.rid] = out.finish_reason.type
 
     def to_tokenizer(self, message: Message) -> None:
-        """See ``scheduler.scheduler.Outbox``."""
         if isinstance(message, ControlReply) and message.id == "weights":
             self._run.updated[self._rank].append(message.success)
 

@@ -62,11 +62,9 @@ class RecordedWorker(_InPlaceOf):
         self._tags = tags
 
     def completions(self, awaited: ForwardResult | None) -> Completions:
-        """See ModelRunner."""
         return drain_completions(self.hicache, self.storage, awaited)
 
     def launch(self, batch: StepBatch) -> ForwardResult | HeldStep:
-        """See ModelRunner."""
         result = self._original.launch(batch)
         decision = Decision(batch)
         self._events.append(decision)
@@ -77,7 +75,6 @@ class RecordedWorker(_InPlaceOf):
         return cast(ForwardResult, _RecordedResult(result, decision))
 
     def replace_weights(self, weights: NewWeights, one_more: Callable[[], None]) -> None:
-        """See ModelRunner."""
         self._events.append(Update(weights))
         if self._tags is not None:
             self._tags.weights_replaced(weights)
@@ -115,13 +112,11 @@ class RecordedTransfers(_InPlaceOf):
         self._ids: set[int] = set()
 
     def store(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points) -> None:
-        """See HiCacheController."""
         self._begin(ticket, TransferKind.STORE, device_pages, host_pages)
         with self._purpose_of(TransferKind.STORE, device_pages, host_pages):
             self._original.store(ticket, device_pages, host_pages, after)
 
     def load(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points) -> None:
-        """See HiCacheController."""
         self._begin(ticket, TransferKind.LOAD, device_pages, host_pages)
         with self._purpose_of(TransferKind.LOAD, device_pages, host_pages):
             self._original.load(ticket, device_pages, host_pages, after)
@@ -150,7 +145,6 @@ class RecordedStorage(_InPlaceOf):
         self._events = events
 
     def write(self, keys: Sequence[PageKey], host_pages: I32, after: Points, handle: int) -> None:
-        """See StorageController."""
         self._events.append(Kept(tuple(keys), host_pages.copy()))
         self._original.write(keys, host_pages, after, handle)
 

@@ -50,13 +50,11 @@ class DescribedScript(Script):
         self._repeated: dict[tuple[int, str], tuple[Place, list[Operation]]] = {}
 
     def begin_call(self, call: int) -> None:
-        """See Policy."""
         super().begin_call(call)
         if call in self._calls:
             self._call, self._place = call, here()
 
     def pick(self, runnable: Sequence[VirtualStream], needed: VirtualStream | None) -> VirtualStream | None:
-        """See Policy."""
         due = bool(self._due)
         choice = super().pick(runnable, needed)
         if due and choice is not None:

@@ -276,7 +276,6 @@ class Loop:
         return None if rid is None else AbortReq(rid=rid)
 
     def to_detokenizer(self, message: BatchTokenOut) -> None:
-        """See ``scheduler.scheduler.Outbox``."""
         for out in message.outs:
             self.transcript.sent(out)
             self.watch.sent(out)
@@ -295,7 +294,6 @@ class Loop:
         self._arrive(Arrival(self.step_no + turn.pause, request))
 
     def to_tokenizer(self, message: Message) -> None:
-        """See ``scheduler.scheduler.Outbox``."""
         self._tell(message)
 
     # --- the loop

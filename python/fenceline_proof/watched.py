@@ -31,7 +31,6 @@ class WatchedScheduler(Scheduler):
         self.masks.sample_held = partial(self._sample_held, self.masks.sample_held)  # type: ignore[method-assign]
 
     def step(self, prev: InFlight | None) -> InFlight | None:
-        """See Scheduler."""
         self._was_early = False
         self._late = prev  # a step in flight, to be published after the next one has been launched
         return super().step(prev)
@@ -49,7 +48,6 @@ class WatchedScheduler(Scheduler):
             return sample(pending)
 
     def publish(self, flight: InFlight) -> None:
-        """See Scheduler."""
         if flight is self._late and self.config.device != "cpu":
             under_masks = any(req.grammar is not None for req in self.reqs.values())
             self._was_early = not (under_masks and self.config.speculative is not None)

@@ -145,7 +145,6 @@ class Watch:
         self.protected_by: str | None = None  # the guard that keeps graphs from writing it; None if they may
 
     def begin_fill(self, fill: Fill) -> None:
-        """See ``Checks.begin_fill``."""
         self.generation += 1
         self._fills.append(fill)
         if len(self._fills) > 2 * _MAX_FILLS:

@@ -169,7 +169,6 @@ class PeerRank:
     # --- the back end ---------------------------------------------------------------------------------
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """See ``memory_order.CollectiveBackend``."""
         self._launch("all-reduce", x, x)
 
     def all_reduce_add_norm(
@@ -179,7 +178,6 @@ class PeerRank:
         return None
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """See ``memory_order.CollectiveBackend``."""
         self._launch("all-gather", x, out)
 
     def register(self) -> None:
@@ -376,7 +374,6 @@ class _Spin:
     # --- waiting --------------------------------------------------------------------------------------
 
     def ready(self) -> bool:
-        """See ``streams.Spin``."""
         mine, held, step = self._mine, self.held, self.step
         gens, number = mine.generations, held.number
         match step.act:
@@ -394,7 +391,6 @@ class _Spin:
     # --- accesses -------------------------------------------------------------------------------------
 
     def begin(self, op: Operation) -> Clock:
-        """See ``streams.Spin``."""
         mine, held, step = self._mine, self.held, self.step
         running, group = held.running, mine.group
         number = held.number
@@ -562,7 +558,6 @@ class _Spin:
         return buffer.plain[half, rank, vector][: like.nbytes].clone().view(like.dtype)
 
     def ran(self, op: Operation) -> None:
-        """See ``streams.Spin``."""
         step, mine = self.step, self._mine
         if step.act is Act.BEGIN:
             self.held.began = op.passed

@@ -35,7 +35,6 @@ class Fifo(Policy):
     """In the order of submission, and only when the host waits."""
 
     def pick(self, runnable: Sequence[VirtualStream], needed: VirtualStream | None) -> VirtualStream | None:
-        """See Policy."""
         return None if needed is None else _oldest(runnable)
 
 
@@ -43,7 +42,6 @@ class Eager(Policy):
     """In the order of submission and at once: a device that is infinitely fast."""
 
     def pick(self, runnable: Sequence[VirtualStream], needed: VirtualStream | None) -> VirtualStream | None:
-        """See Policy."""
         return _oldest(runnable)
 
 
@@ -51,7 +49,6 @@ class Laziest(Policy):
     """Only operations that the host needs."""
 
     def pick(self, runnable: Sequence[VirtualStream], needed: VirtualStream | None) -> VirtualStream | None:
-        """See Policy."""
         return needed
 
 
@@ -73,7 +70,6 @@ class Answering(Laziest):
         self._asked: dict[int, int] = {}  # when last, by the mark's place in the program
 
     def asked(self, mark: Operation, moment: int) -> bool:
-        """See Policy."""
         if mark.done or self._asked.get(mark.seq) == moment:
             return self._usual
         self._asked[mark.seq] = moment
@@ -92,7 +88,6 @@ class Uniform(Policy):
         self._weights: dict[int, float] = {}
 
     def pick(self, runnable: Sequence[VirtualStream], needed: VirtualStream | None) -> VirtualStream | None:
-        """See Policy."""
         if needed is None and self._random.random() < self._host:
             return None
         if len(runnable) == 1:
@@ -125,7 +120,6 @@ class Pct(Policy):
         self._step = 0
 
     def pick(self, runnable: Sequence[VirtualStream], needed: VirtualStream | None) -> VirtualStream | None:
-        """See Policy."""
         best = max(runnable, key=lambda stream: self._priority(stream.number))
         host_first = needed is None and self._priority(-1) > self._priority(best.number)
         self._step += 1
@@ -162,11 +156,9 @@ class Script(Policy):
         self._due: list[str] = []
 
     def begin_call(self, call: int) -> None:
-        """See Policy."""
         self._due = [turn.stream for turn in self._turns.get(call, ()) for _ in range(turn.num_ops)]
 
     def pick(self, runnable: Sequence[VirtualStream], needed: VirtualStream | None) -> VirtualStream | None:
-        """See Policy."""
         while self._due:
             name = self._due.pop(0)
             for stream in runnable:

@@ -282,7 +282,6 @@ class SpeculativeStep(Step):
         self.declared = accessed, written
 
     def ran(self, op: Operation) -> None:
-        """See ``streams.Purpose``."""
         if op.label != MOVE.name:
             super().ran(op)
             return

@@ -248,7 +248,6 @@ class Step:
         self._ends: dict[int, list[I64]] = {}
 
     def ran(self, op: Operation) -> None:
-        """See ``streams.Purpose``."""
         tags = self._tags
         for access in op.reads:
             memory = tags.memories.get(access.tag)
@@ -537,7 +536,6 @@ class Transfer:
         self._expected = expected
 
     def ran(self, op: Operation) -> None:
-        """See ``streams.Purpose``."""
         memories = self._tags.memories
         if len(op.reads) != len(op.writes):
             return

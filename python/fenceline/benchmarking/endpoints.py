@@ -53,7 +53,6 @@ _SAMPLING_KEYS = frozenset(_SAMPLING_NAMES.split())
 
 
 def backend_kind(backend: str) -> Kind:
-    """The wire format of ``backend``."""
     return BACKENDS[backend][0]
 
 
@@ -79,7 +78,6 @@ class Endpoint:
 
     @property
     def kind(self) -> Kind:
-        """The wire format."""
         return backend_kind(self.backend)
 
     @property

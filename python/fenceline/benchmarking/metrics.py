@@ -74,22 +74,18 @@ class BenchmarkMetrics:
 
     @property
     def request_throughput(self) -> float:
-        """Successful requests per second."""
         return self.completed / self.duration
 
     @property
     def input_throughput(self) -> float:
-        """Input tokens per second."""
         return self.total_input / self.duration
 
     @property
     def output_throughput(self) -> float:
-        """Generated tokens per second."""
         return self.total_output / self.duration
 
     @property
     def total_throughput(self) -> float:
-        """Input and generated tokens per second."""
         return (self.total_input + self.total_output) / self.duration
 
 

@@ -17,7 +17,6 @@ _NUM_REASONS = 3
 
 
 def format_report(args: BenchArgs, metrics: BenchmarkMetrics, accept_length: float | None = None) -> str:
-    """The whole report, ready to print."""
     lines = ["", " Serving Benchmark Result ".center(_WIDTH, "=")]
     lines += _head(args, metrics, accept_length)
     lines += _section("End-to-End Latency", "E2E Latency", metrics.e2e_latency)

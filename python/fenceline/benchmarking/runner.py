@@ -109,7 +109,6 @@ async def post_control(session: aiohttp.ClientSession, url: str, body: dict[str,
 
 
 def profile_body(args: BenchArgs) -> dict[str, Any]:
-    """The body of /start_profile."""
     body: dict[str, Any] = {"activities": list(args.profile_activities)}
     if args.profile_num_steps is not None:
         body["num_steps"] = args.profile_num_steps

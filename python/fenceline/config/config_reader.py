@@ -155,7 +155,6 @@ class ConfigReader:
         return default if value is None else -1 if value == -1 else self.count(key)
 
     def number(self, key: str, default: float) -> float:
-        """A finite number."""
         value = self.values.get(key)
         if value is None:
             return default
@@ -164,7 +163,6 @@ class ConfigReader:
         return float(value)
 
     def switch(self, key: str, default: bool = False) -> bool:
-        """true or false."""
         value = self.values.get(key)
         if value is None:
             return default

@@ -74,7 +74,6 @@ class Flag:
 
     @property
     def option(self) -> str:
-        """The flag's spelling on the command line."""
         return option_of(self.name)
 
     @property
@@ -269,7 +268,6 @@ class _Complaints:
             self._refused.setdefault(refusal.remedy, []).append(use)
 
     def add(self, line: str) -> None:
-        """Something else that is wrong."""
         self._lines.append(line)
 
     def settle(self) -> None:

@@ -196,12 +196,10 @@ def hicache_config(
 
 
 def has_kernel_package() -> bool:
-    """Whether fenceline_kernel is installed."""
     return importlib.util.find_spec("fenceline_kernel") is not None
 
 
 def machine_bytes() -> int:
-    """The size of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

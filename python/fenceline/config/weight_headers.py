@@ -176,7 +176,6 @@ def check_fits(model: ModelConfig, needed: int, free: int, where: str, remedies:
 
 
 def machine_free_bytes() -> int:
-    """The free memory of this machine."""
     available: int = psutil.virtual_memory().available
     return available
 

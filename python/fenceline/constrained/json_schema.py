@@ -241,7 +241,6 @@ class _Walk:
         return value
 
     def _found(self, target: str, where: str) -> object:
-        """The schema to which ``target`` points."""
         found = self._lookup(target)
         if found is None:
             raise _error(where, f"$ref to {target[:80]!r}: there is no schema in this document")

@@ -44,7 +44,6 @@ class GlooBackend:
         return None
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """See ``memory_order.CollectiveBackend``."""
         try:
             dist.all_gather(list(out), x)
         except RuntimeError as error:
@@ -67,5 +66,4 @@ class GlooBackend:
         """See ``memory_order.CollectiveBackend``. It never raises, because an operation that fails raises itself."""
 
     def close(self) -> None:
-        """See ``memory_order.CollectiveBackend``."""
         dist.destroy_process_group()

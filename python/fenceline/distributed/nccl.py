@@ -91,7 +91,6 @@ class NcclBackend:
         threading.Thread(target=group.abort, name="nccl-abort", daemon=True).start()
 
     def check(self) -> None:
-        """See ``memory_order.CollectiveBackend``."""
         if self._given_up:
             raise PeerLostError(f"rank {self.rank} of {self.size}: another rank has failed")
 

@@ -188,7 +188,6 @@ class PeerBackend:
         self._others.give_up()
 
     def check(self) -> None:
-        """See ``memory_order.CollectiveBackend``."""
         if self._own is not None and self._own.lost:
             raise PeerLostError(
                 f"rank {self.rank} of {self.size}: an all-reduce has ended without all ranks, one of which has failed"

@@ -21,7 +21,6 @@ class StagedBackend:
         self._gloo = gloo
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """See ``memory_order.CollectiveBackend``."""
         sum_gathered(self, x)
 
     def all_reduce_add_norm(
@@ -48,9 +47,7 @@ class StagedBackend:
         """See ``memory_order.CollectiveBackend``. The other ranks' operations end when this rank's process does."""
 
     def check(self) -> None:
-        """See ``memory_order.CollectiveBackend``."""
         self._gloo.check()
 
     def close(self) -> None:
-        """See ``memory_order.CollectiveBackend``."""
         self._gloo.close()

@@ -310,9 +310,7 @@ class _Frames:
         self._file = io.BytesIO(data)
 
     def read(self, num_bytes: int = -1) -> bytes:
-        """As a file's."""
         return self._file.read(num_bytes)
 
     def readline(self) -> bytes:
-        """As a file's."""
         return self._file.readline()

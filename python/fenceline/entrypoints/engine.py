@@ -361,7 +361,6 @@ class Engine:
         return reply.success, reply.message
 
     def get_server_info(self) -> dict[str, Any]:
-        """What /server_info says."""
         return self._run(describe_server(self._manager, self.config))
 
     def start_profile(self, output_dir: str | None = None, num_steps: int | None = None) -> None:

@@ -32,7 +32,6 @@ def error_body(error: RequestError) -> dict[str, object]:
 
 
 def error_bytes(error: RequestError) -> bytes:
-    """:func:`error_body` as JSON."""
     return orjson.dumps(error_body(error))
 
 
@@ -50,7 +49,6 @@ class ErrorResponse(Response):
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
         scope[REFUSED] = self._error
         await super().__call__(scope, receive, send)
 

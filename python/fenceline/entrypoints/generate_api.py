@@ -259,7 +259,6 @@ class _GrowingText:
         self._end = bytearray()
 
     def add(self, data: bytes) -> None:
-        """Append ``data``."""
         self._end += data
         if len(self._end) >= PIECE_BYTES:
             self._blocks.append(bytes(self._end))
@@ -271,7 +270,6 @@ class _GrowingText:
             self.add(b"," + items if self._end or self._blocks else items)
 
     def parts(self) -> list[bytes]:
-        """All of it, to be joined."""
         return [*self._blocks, bytes(self._end)]
 
 

@@ -106,7 +106,6 @@ class HttpProtocol(HttpToolsProtocol):
         self._untaken_s = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
-        """A client has connected."""
         super().connection_made(cast(asyncio.Transport, JoiningTransport(transport, self.loop)))
         if len(self.connections) > self._max_connections:
             message = "the server has no room for more connections"
@@ -173,7 +172,6 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_head_bytes = max(self._num_head_bytes, 1)  # it may have come with the end of the one before
 
     def on_url(self, url: bytes) -> None:
-        """A part of the request's URL."""
         super().on_url(url)
         if len(self.url) > MAX_URL_BYTES:
             self._raise(RequestError(414, f"the URL is longer than {MAX_URL_BYTES >> 10} KiB"))
@@ -205,7 +203,6 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_heads += 1
 
     def on_body(self, body: bytes) -> None:
-        """A part of the request's body."""
         self._num_body_bytes += len(body)
         self._num_framing_bytes = 0
         if self.cycle.response_complete and self._num_body_bytes > _MAX_DISCARDED_BYTES:
@@ -213,7 +210,6 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is complete."""
         if not self.parser.should_upgrade():
             super().on_message_complete()
             self._in_head, self._num_head_bytes, self._num_body_bytes = True, 0, 0

@@ -34,7 +34,6 @@ class PartsResponse(Response):
         self.headers["content-length"] = str(num_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
         if not self._parts:
             await super().__call__(scope, receive, send)
             return

@@ -70,7 +70,6 @@ def run_scheduler(config: EngineConfig, ports: PortArgs, rank: int = 0) -> None:
 
 
 def run_detokenizer(config: EngineConfig, ports: PortArgs) -> None:
-    """The detokenizer process' entry."""
     from fenceline.frontend.detokenizer_manager import run_detokenizer_process
 
     run_detokenizer_process(config, ports)

@@ -43,7 +43,6 @@ class LiveState:
         self._asking: asyncio.Task[None] | None = None
 
     def router(self) -> APIRouter:
-        """The one route."""
         router = APIRouter(tags=["Page"])
         router.add_api_route(LIVE_STATE_PATH, self.live_state, methods=["GET"])
         return router

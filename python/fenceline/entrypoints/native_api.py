@@ -137,7 +137,6 @@ class NativeApi:
         return await self._parser.parse(request, parse, empty=b"{}" if optional else b"")
 
     def router(self) -> APIRouter:
-        """All native routes."""
         router = APIRouter(tags=["Native"])
         both = ["GET", "POST"]
         router.add_api_route("/generate", self.generate, methods=["POST", "PUT"])

@@ -62,7 +62,6 @@ class EventStream(Response):
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the stream."""
         gone = asyncio.ensure_future(_on_disconnect(receive, self._close))
         head = _Head(send)
         try:
@@ -122,7 +121,6 @@ class _Head:
             await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
 
     def forget(self) -> None:
-        """The stream has ended."""
         self._timer.cancel()
         if self._task is not None:
             self._task.cancel()

@@ -151,7 +151,6 @@ async def update_from_tensors(
 
 
 def answer_of(reply: ControlReply) -> dict[str, object]:
-    """SGLang's answer."""
     paused = json.loads(reply.payload or b"0")
     return {
         "success": reply.success,

@@ -31,7 +31,6 @@ class LoadBalancer:
 
     @property
     def num_reqs(self) -> Sequence[int]:
-        """Requests in flight, by replica."""
         return self._num_reqs
 
     def choose(self, token_ids: Sequence[int], extra_key: str = "") -> int:
@@ -105,7 +104,6 @@ class PrefixIndex:
             self._blocks.popitem(last=False)
 
     def clear(self) -> None:
-        """Forget everything."""
         self._blocks.clear()
 
 

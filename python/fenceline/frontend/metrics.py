@@ -194,11 +194,9 @@ class Metrics:
         self._states[replica] = state
 
     def exposition(self) -> bytes:
-        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """prometheus_client's collector protocol."""
         for metric in self._metrics():
             if self._prefix != "sglang":
                 yield metric

@@ -33,7 +33,6 @@ class RequestStream:
     # --- producer's side: called by the TokenizerManager on the event loop
 
     def push(self, chunk: GenerateChunk) -> None:
-        """Deliver one chunk."""
         self._pending.append(chunk)
         if self._notify is not None and (not self._whole or chunk.finish_reason is not None):
             self._notify()

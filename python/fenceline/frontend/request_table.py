@@ -249,7 +249,6 @@ class RequestLog:
         self._level = config.server_args.log_requests_level if config.server_args.log_requests else -1
 
     def received(self, inp: GenerateInput, message: TokenizedGenerateReq) -> None:
-        """A request was accepted."""
         if self._level < 0:
             return
         line = f"Receive: rid={message.rid} prompt_tokens={len(message.input_ids)} stream={inp.stream}"
@@ -261,7 +260,6 @@ class RequestLog:
         logger.info(line)
 
     def finished(self, entry: RequestEntry, token: TokenOut) -> None:
-        """A request ended in the scheduler."""
         if self._level < 0:
             return
         reason = token.finish_reason

@@ -68,7 +68,6 @@ class SocketLink:
         self._latest_bias: tuple[int, dict[int, float]] = 0, {}
 
     def send(self, message: Message) -> None:
-        """See :class:`SchedulerLink`."""
         if self._turn is None:
             try:
                 self._turn = asyncio.get_running_loop().call_soon(self._end_turn)
@@ -123,7 +122,6 @@ class SocketLink:
             self._outbox.send(self._scheduler, *parts)
 
     async def receive(self) -> list[Message]:
-        """See :class:`SchedulerLink`."""
         if self._watching is None:
             self._watching = asyncio.get_running_loop()
             self._watching.add_reader(self._inbox.fileno(), self._note_news)

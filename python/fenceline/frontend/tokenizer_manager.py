@@ -456,7 +456,6 @@ class TokenizerManager:
         return await self.control.pause(mode)
 
     async def continue_generation(self) -> ControlReply:
-        """Resume scheduling."""
         return await self.control.resume()
 
     async def profile(

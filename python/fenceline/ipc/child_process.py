@@ -110,7 +110,6 @@ class JsonFormatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
@@ -176,7 +175,6 @@ class Watchdog:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def busy(self) -> None:
-        """A step begins."""
         self._busy_since = time.monotonic()
 
     def waiting(self) -> None:

@@ -90,7 +90,6 @@ class NodePeers:
         self.send(BoardWrite(at, data, self._num_writes))
 
     def send(self, message: BoardWrite | Heartbeat | NodeFailed) -> None:
-        """To all."""
         data = _ENCODER.encode(message)
         for endpoint in self._endpoints:
             self.outbox.send(endpoint, data)

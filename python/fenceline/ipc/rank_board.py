@@ -94,7 +94,6 @@ class RankBoard:
         self._post(_FAILED, 1)
 
     def any_failed(self) -> bool:
-        """Whether a rank has failed."""
         return any(self._number(rank, _FAILED) for rank in range(self.num_ranks))
 
     def all_failed(self) -> bool:

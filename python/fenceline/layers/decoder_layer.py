@@ -355,7 +355,6 @@ class DecoderLayer:
         return self.mlp.forward(self.self_attn.forward(x, batch), batch)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
-        """Slots by their names in the checkpoint."""
         return {
             **self.self_attn.weight_slots(f"{prefix}{self.self_attn.name}."),
             **self.self_attn.norm_slots(prefix),

@@ -66,7 +66,6 @@ class Router:
         return self._kernels.route(logits, self.correction, out_slots, num_sink_slots, self.experts)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
-        """Slots by their names in the checkpoint."""
         slots = {f"{prefix}{self.names.router}.weight": whole(self.weight)}
         if self.bias is not None:
             slots[f"{prefix}{self.names.router}.bias"] = whole(self.bias)
@@ -99,7 +98,6 @@ class SharedExpert:
         return self.down_proj.weight.add_product(y, gated, None)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
-        """Slots by their names in the checkpoint."""
         inside = f"{prefix}{self.names.shared}."
         slots = {**self.gate_up_proj.weight_slots(inside), **self.down_proj.weight_slots(inside)}
         return slots if self.gate is None else slots | self.gate.weight_slots(prefix)

@@ -52,7 +52,6 @@ class QuantizedFormat(ABC):
         """See ``Weight.slots``."""
 
     def moves_rows(self, size: int) -> None:
-        """See ``Weight.moves_rows``."""
         return
 
     @abstractmethod
@@ -242,7 +241,6 @@ class Int4Format(QuantizedFormat):
 
     @staticmethod
     def unpack(data: torch.Tensor) -> torch.Tensor:
-        """The inverse of ``pack``."""
         return unpack_int4(data)
 
     def __init__(self, out_features: int, in_features: int, config: QuantConfig, dtype: torch.dtype) -> None:
@@ -447,12 +445,10 @@ class QuantizingSlot(WeightSlot):
         return sum(param.nbytes for param, _ in self.parts)
 
     def check_type(self, name: str, tensor: torch.Tensor) -> None:
-        """See ``WeightSlot.check_type``."""
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             raise ValueError(f"weight {name} is {tensor.dtype}; use the model's unquantised weights")
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """See ``WeightSlot.load``."""
         self.check(name, tensor)
         self.check_type(name, tensor)
         tensor = tensor.to(self.dest.device)

@@ -257,7 +257,6 @@ class HiCache:
             self.storage.complete(storage)
 
     def close(self) -> None:
-        """End the storage's workers."""
         if self.storage is not None:
             self.storage.close()
 
@@ -398,11 +397,9 @@ class StorageTier:
         return self._controller.clear()
 
     def stats(self) -> StorageTierStats:
-        """Counts since the start."""
         return self._controller.stats()
 
     def close(self) -> None:
-        """End the workers."""
         self._controller.close()
 
     def _fetch(self, op: Prefetch) -> None:

@@ -55,7 +55,6 @@ class KVPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages."""
         return self.num_pages * self.layout.page_nbytes
 
     def row(self, layer: int, name: str) -> torch.Tensor:

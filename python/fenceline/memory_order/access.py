@@ -240,7 +240,6 @@ class PagedMemory(Memory):
         self._page_table[rows, columns] = pages
 
     def note(self, agent: int, tick: int, write: bool, rows: Rows | None) -> None:
-        """See :meth:`Memory.note`."""
         self._write_log()
         super().note(agent, tick, write, rows)
         self._write_out()
@@ -281,7 +280,6 @@ class PagedMemory(Memory):
         return pages
 
     def unordered(self, agent: int, clock: Clock, write: bool, rows: Rows | None) -> Past | None:
-        """See :meth:`Memory.unordered`."""
         if agent != self._reader:
             self._cover()
             self._settle(np.flatnonzero(self._covered))

@@ -121,7 +121,6 @@ class Device(ABC):
 
     @property
     def streams(self) -> tuple[Stream, ...]:
-        """All streams."""
         return (self.schedule, self.forward, self.copy, self.load, self.store)
 
     def check_order(self) -> None:
@@ -280,7 +279,6 @@ class ThreadWorker:
             self._error = error
 
     def join(self) -> None:
-        """See :class:`HostWorker`."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -293,15 +291,12 @@ class QueueChannel(Generic[T]):
         self._items: SimpleQueue[T] = SimpleQueue()
 
     def put(self, item: T) -> None:
-        """See :class:`HostChannel`."""
         self._items.put(item)
 
     def get(self) -> T:
-        """See :class:`HostChannel`."""
         return self._items.get()
 
     def poll(self) -> T | None:
-        """See :class:`HostChannel`."""
         try:
             return self._items.get_nowait()
         except Empty:

@@ -204,7 +204,6 @@ class DecodeRunner(GraphRunner):
             device.name_rows(self._logits, "decode.logits")
 
     def addresses(self) -> Sequence[int]:
-        """See ``GraphRunner.addresses``."""
         pool = self._kv_pool
         tensors = (self._req_pool.page_table, self._req_pool.last_tokens, *pool.rows[0].values(), self._rows)
         masks = () if self._masks is None else (self._masks,)
@@ -492,7 +491,6 @@ def _derive(
     out_slots: torch.Tensor,
     out_input_ids: torch.Tensor,
 ) -> None:
-    """The reference implementation."""
     out_seq_lens.copy_(torch.where(rows == 0, 1, plan_seq_lens + num_steps))
     out_positions.copy_(out_seq_lens - 1)
     pages = page_table[rows, out_positions // page_size].long()

@@ -184,7 +184,6 @@ class DraftParts:
         return node_moves(self.device, KVMover(tensors[parts.start : parts.stop]).move)
 
     def place(self, rows: Tensor, lens: Tensor, first: int, positions: Tensor | None, slots: Tensor) -> None:
-        """See ``place_rows``."""
         place_rows(rows, lens, first, self.req_pool.page_table, self.kv_pool.page_size, positions, slots)
 
     def places(self, size: int, first: int, width: int) -> tuple[Tensor, Tensor]:

@@ -182,7 +182,6 @@ class ModelRunner:
         return drain_completions(self.hicache, self.storage, awaited)
 
     def check_weights(self, weights: NewWeights) -> None:
-        """See ``Worker``."""
         reason = ""
         try:
             self._check_weights(weights)

@@ -79,7 +79,6 @@ class PiecewiseCudaGraphRunner(GraphRunner):
         )
 
     def addresses(self) -> Sequence[int]:
-        """See ``GraphRunner.addresses``."""
         return [row.data_ptr() for row in self._kv_pool.rows[0].values()]
 
     def capture(self, show_progress: bool) -> None:

@@ -126,7 +126,6 @@ class SpeculativeRunner(GraphRunner):
                 device.name_rows(tensor, f"speculative.target_{name}")
 
     def addresses(self) -> Sequence[int]:
-        """See ``GraphRunner.addresses``."""
         pool, state = self._parts.kv_pool, self.state
         tensors = (
             self._req_pool.page_table, self._req_pool.last_tokens, *pool.rows[0].values(), state.lens,

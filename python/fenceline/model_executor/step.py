@@ -115,7 +115,6 @@ class StepCosts:
 
     @staticmethod
     def decode(data: bytes) -> StepCosts:
-        """The inverse of :meth:`encode`."""
         sizes, seconds = json.loads(data)
         return StepCosts(tuple(sizes), tuple(map(tuple, seconds)))
 

@@ -205,7 +205,6 @@ class CausalLM(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parameters."""
         return sum(slot.nbytes for slot in self.weight_slots().values())
 
 

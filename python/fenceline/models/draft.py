@@ -71,7 +71,6 @@ class DraftModel(ABC):
 
     @property
     def attention_rules(self) -> dict[int, LayerRules]:
-        """See ``CausalLM.attention_rules``."""
         return {}
 
     @abstractmethod

@@ -43,7 +43,6 @@ class MTPLayer:
         return self.final_norm.forward(self.block.forward(x, batch))
 
     def weight_slots(self, prefix: str) -> WeightSlots:
-        """Slots by their names in the checkpoint."""
         return {
             **self.block.weight_slots(prefix),
             **self.token_norm.weight_slots(f"{prefix}token_layernorm"),

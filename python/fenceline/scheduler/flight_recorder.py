@@ -143,7 +143,6 @@ class FlightRecorder:
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is recorded."""
         return self.config.server_args.flight_recorder_steps > 0
 
     @property

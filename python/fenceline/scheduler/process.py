@@ -76,7 +76,6 @@ class SocketInbox:
         self._memory = memory
 
     def drain(self, block: bool, timeout_ms: int | None = None) -> Sequence[Message]:
-        """See :class:`fenceline.scheduler.scheduler.Inbox`."""
         if block:
             self._watchdog.waiting()
             self._wait(timeout_ms)
@@ -103,7 +102,6 @@ class TurnInbox:
         self._memory = memory
 
     def receive(self) -> Turn:
-        """Wait for the next turn."""
         self._watchdog.waiting()
         self._memory.look()
         if not self._inbox.wait(_QUIET_MS):
@@ -125,11 +123,9 @@ class SocketOutbox:
         self._outbox = Outbox(*{self._tokenizer, self._tokens})
 
     def to_detokenizer(self, message: BatchTokenOut | SchedulerReady) -> None:
-        """See :class:`fenceline.scheduler.scheduler.Outbox`."""
         self._outbox.send(self._tokens, encode(message))
 
     def to_tokenizer(self, message: Message) -> None:
-        """See :class:`fenceline.scheduler.scheduler.Outbox`."""
         self._outbox.send(self._tokenizer, encode(message))
 
     def close(self) -> None:

@@ -157,7 +157,6 @@ class LeadingRank(RankLink):
         awaited: Awaited | None,
         own: Sequence[SchedulerInput] = (),
     ) -> tuple[Sequence[Message], Completions]:
-        """See :class:`RankLink`."""
         messages = [*own, *self._drain(block and not own, timeout_ms)]
         self.post_progress(awaited)
         board = self.board
@@ -191,7 +190,6 @@ class FollowingRank(RankLink):
         awaited: Awaited | None,
         own: Sequence[SchedulerInput] = (),
     ) -> tuple[Sequence[Message], Completions]:
-        """See :class:`RankLink`."""
         self.post_progress(awaited)
         turn = self._receive()
         self._num_turns += 1

@@ -115,7 +115,6 @@ class RunningBatch:
             self._keep(keep)
 
     def remove(self, req: Req) -> None:
-        """Remove one request."""
         keep = np.ones(len(self.reqs), dtype=np.bool_)
         keep[self.reqs.index(req)] = False
         self._keep(keep)

@@ -69,7 +69,6 @@ class SchedulerStats:
         return 1 + self.num_accepted / self.num_verified if self.num_verified else 0.0
 
     def arrived(self, req: Req) -> None:
-        """A request was queued."""
         self.num_prompt_tokens += len(req.prompt_ids)
         req.arrived_at = time.perf_counter()
 
@@ -93,7 +92,6 @@ class SchedulerStats:
                 )
 
     def prefill(self, plan: PrefillPlan, num_running: int, num_queued: int) -> None:
-        """A prefill step was planned."""
         self.num_cached_tokens += plan.num_cached_tokens
         self.num_computed_prompt_tokens += plan.num_new_tokens
         now = time.perf_counter()

@@ -97,7 +97,6 @@ def _row_bytes(part: torch.Tensor) -> int:
 
 
 def _move(slots: torch.Tensor, path: torch.Tensor, counts: torch.Tensor, *parts: torch.Tensor) -> None:
-    """The reference implementation."""
     batch, width = path.shape
     by_request = slots.view(batch, -1)
     steps = torch.arange(width, device=path.device)

@@ -67,7 +67,6 @@ def _begin(
     input_ids: Tensor,
     is_bad: Tensor,
 ) -> None:
-    """The reference implementation."""
     num_rows = positions.shape[1]
     lens.copy_(state_lens[rows])
     seq_lens.copy_(lens - 1 + num_rows)
@@ -120,7 +119,6 @@ def _place(
     positions: Tensor | None,
     slots: Tensor,
 ) -> None:
-    """The reference implementation."""
     places = (lens + first).unsqueeze(1) + torch.arange(slots.shape[1], device=rows.device)
     slots.copy_(slots_at(page_table, rows, places, page_size))
     if positions is not None:
@@ -176,7 +174,6 @@ def _keep(
     draft_positions: Tensor | None,
     draft_slots: Tensor | None,
 ) -> None:
-    """The reference implementation."""
     tokens = drawn_tokens(Pieces(best_scores, best_ids, largest))
     no_logprobs = torch.zeros_like(best_scores[:, :1])
     usable, _, bad = check_draft(tokens.unsqueeze(1), no_logprobs, vocab_size, is_bad)
@@ -246,7 +243,6 @@ def _keep_proposal(
     ids: Tensor | None,
     ahead: int,
 ) -> None:
-    """The reference implementation."""
     tokens = drawn_tokens(Pieces(best_scores, best_ids, largest))
     kept[rows] = tokens
     if ids is not None:
@@ -300,7 +296,6 @@ def _accept(
     previous: Tensor | None,
     is_behind: Tensor | None,
 ) -> None:
-    """The reference implementation."""
     depth = input_ids.shape[1] - 1
     drafts = DraftTree(input_ids, (lens - 1).unsqueeze(1), None, None, is_bad | ~may_accept)
     if accept_length is not None:
@@ -341,7 +336,6 @@ def keep_last_hidden(hidden: Tensor, counts: Tensor, rows: Tensor, kept: Tensor)
 
 
 def _keep_hidden(hidden: Tensor, counts: Tensor, rows: Tensor, kept: Tensor) -> None:
-    """The reference implementation."""
     size = len(rows)
     kept[rows] = hidden.view(size, -1, hidden.shape[1])[torch.arange(size, device=rows.device), counts - 1]
 

@@ -48,7 +48,6 @@ class MessagesServing:
         self._parser = parser
 
     def router(self) -> APIRouter:
-        """The routes."""
         router = APIRouter(tags=["Anthropic"])
         for path, handler in (
             ("/v1/messages", self.create),

@@ -187,11 +187,9 @@ class UsageCounter:
         self._counts[index] = self._counts[index]._replace(reasoning=num_tokens)
 
     def of_choice(self, index: int) -> dict[str, object]:
-        """``usage`` of one choice so far."""
         return self._usage([self._counts[index]], [self._counts[index]])
 
     def total(self) -> dict[str, object]:
-        """``usage`` of the answer."""
         return self._usage(self._prompts(), self._counts)
 
     def extension(self) -> dict[str, object]:

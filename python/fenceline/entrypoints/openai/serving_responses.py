@@ -65,11 +65,9 @@ class _Stored:
         return _ENTRY_BYTES + sum(map(getsizeof, (self.head, self.messages, self.items, *self.items)))
 
     def response(self) -> bytes:
-        """The whole response as JSON."""
         return b'%b,"output":[%b]}' % (self.head[:-1], b",".join(self.items))
 
     def conversation(self) -> list[Message]:
-        """The messages."""
         messages: list[Message] = orjson.loads(b"[%b]" % self.messages)
         return messages
 
@@ -169,7 +167,6 @@ class ResponsesServing:
         self.store = ResponseStore()
 
     def router(self) -> APIRouter:
-        """The routes."""
         router = APIRouter(tags=["OpenAI"])
         router.add_api_route("/v1/responses", self.create, methods=["POST"])
         router.add_api_route("/v1/responses/{id}", self.retrieve, methods=["GET"])
@@ -264,7 +261,6 @@ class _Events:
         self._number = 0
 
     def write(self, events: Iterable[dict[str, Any]]) -> bytes:
-        """The events as they are sent."""
         parts: list[bytes] = []
         for event in events:
             data = orjson.dumps({**event, "sequence_number": self._number})

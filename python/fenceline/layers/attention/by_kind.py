@@ -28,33 +28,26 @@ class BackendsByKind(AttentionBackend):
         self._index = {layer: index for index, (layers, _) in enumerate(parts) for layer in layers}
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
-        """See ``AttentionBackend.plan``."""
         return _Plans([backend.plan(inputs) for backend in self.backends], self._index)
 
     def persistent(self, mode: ForwardMode) -> bool:
-        """See ``AttentionBackend.persistent``."""
         return any(backend.persistent(mode) for backend in self.backends)
 
     def is_compiled(self, mode: ForwardMode) -> bool:
-        """See ``AttentionBackend.is_compiled``."""
         return all(backend.is_compiled(mode) for backend in self.backends)
 
     def begin_to_compile(self) -> None:
-        """See ``AttentionBackend.begin_to_compile``."""
         for backend in self.backends:
             backend.begin_to_compile()
 
     def warm_up(self) -> None:
-        """See ``AttentionBackend.warm_up``."""
         for backend in self.backends:
             backend.warm_up()
 
     def plan_graph(self, inputs: GraphDecodeInputs) -> AttentionPlan | None:
-        """See ``AttentionBackend.plan_graph``."""
         return self._of_all([backend.plan_graph(inputs) for backend in self.backends])
 
     def plan_verify(self, inputs: VerifyInputs) -> AttentionPlan | None:
-        """See ``AttentionBackend.plan_verify``."""
         return self._of_all([backend.plan_verify(inputs) for backend in self.backends])
 
     def _of_all(self, plans: Sequence[AttentionPlan | None]) -> AttentionPlan | None:
@@ -62,7 +55,6 @@ class BackendsByKind(AttentionBackend):
         return _Plans(made, self._index) if len(made) == len(plans) else None
 
     def before_replay(self, bucket: int, seq_lens_cpu: npt.NDArray[np.int64]) -> None:
-        """See ``AttentionBackend.before_replay``."""
         for backend in self.backends:
             backend.before_replay(bucket, seq_lens_cpu)
 
@@ -72,14 +64,12 @@ class _Plans(AttentionPlan):
         self._plans, self._index = plans, index
 
     def prepare(self) -> None:
-        """See ``AttentionPlan.prepare``."""
         for plan in self._plans:
             plan.prepare()
 
     def forward(
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """See ``AttentionPlan.forward``."""
         return self._plans[self._index[layer_id]].forward(layer_id, q, k, v, scale)
 
     def forward_into(
@@ -91,5 +81,4 @@ class _Plans(AttentionPlan):
         scale: float,
         out: torch.Tensor,
     ) -> None:
-        """See ``AttentionPlan.forward_into``."""
         self._plans[self._index[layer_id]].forward_into(layer_id, q, k, v, scale, out)

@@ -59,7 +59,6 @@ class CpuAttentionBackend(ReferenceAttentionBackend):
         self._source = _Source(kv_pool, rules, self.window)
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
-        """See ``AttentionBackend.plan``."""
         inputs.check()
         return _plan(self._source, inputs)
 
@@ -74,7 +73,6 @@ class _PaddedPlan(ReferencePlan):
         scale: float,
         rules: LayerRules,
     ) -> torch.Tensor:
-        """See ``ReferencePlan.attend``."""
         return _attention(q, k, v, _Scores(scale, rules.soft_cap, rules.sinks), None, visible)
 
 
@@ -94,7 +92,6 @@ class _Source:
     def gathered(
         self, layer_id: int, slots: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``reference.gathered``."""
         return gathered(self.kv_pool, layer_id, self.rules.get(layer_id, PLAIN), slots, dtype)
 
     def num_attended(self, num_tokens: int) -> int:
@@ -169,7 +166,6 @@ class _Part(AttentionPlan):
     def forward(
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """See ``AttentionPlan.forward``."""
         return self.attend(layer_id, q, k, v, self.source.scores(layer_id, scale))
 
 
@@ -264,7 +260,6 @@ class _DecodePlan(_Part):
         scores: _Scores,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See ``_Part.attend``."""
         scores = scores.by_rows(k.shape[1])
         grouped_q = q.view(len(q), k.shape[1], -1, q.shape[2])
         grouped_lse = None if lse is None else lse.view(grouped_q.shape[:3])
@@ -410,7 +405,6 @@ class _ExtendPlan(_Part):
         scores: _Scores,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See ``_Part.attend``."""
         group = q.shape[1] // k.shape[1]
         scores = scores.by_group(k.shape[1])
         output = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -526,7 +520,6 @@ class _PrefixPlan(AttentionPlan):
     def forward(
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """See ``AttentionPlan.forward``."""
         lse = torch.empty(q.shape[:2], dtype=torch.float32)
         scores = self.source.scores(layer_id, scale)
         output = self.rest.attend(layer_id, q, k, v, scores, lse)
@@ -567,7 +560,6 @@ class _SplitPlan(_Part):
         scores: _Scores,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See ``_Part.attend``."""
         output = torch.empty_like(q, memory_format=torch.contiguous_format)
         for tokens, part in self.parts:
             own_q, own_k, own_v = (x.index_select(0, tokens) for x in (q, k, v))

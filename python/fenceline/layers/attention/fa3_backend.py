@@ -139,7 +139,6 @@ class _Plan(AttentionPlan):
         self.seq_lens = torch.ones(size, dtype=torch.int32, device=starts.device)
 
     def prepare(self) -> None:
-        """See ``AttentionPlan.prepare``."""
         from fenceline.layers.kernels.triton.page_gather import gather_page_rows
 
         page_size = self.backend.kv_pool.page_size
@@ -148,7 +147,6 @@ class _Plan(AttentionPlan):
     def forward(
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """See ``AttentionPlan.forward``."""
         pool, rules = self.backend.kv_pool, self.backend.rules.get(layer_id, PLAIN)
         shape = (pool.num_pages, pool.page_size, *pool.row(layer_id, "k").shape[1:])
         return self.backend.attend(

@@ -98,13 +98,11 @@ class FlashInferAttentionBackend(AttentionBackend):
         self._buckets: dict[int, _Bucket] = {}
 
     def is_compiled(self, mode: ForwardMode) -> bool:
-        """See ``AttentionBackend.is_compiled``."""
         if mode is ForwardMode.EXTEND:
             return self.prefill.is_compiled and self._few_queries.is_compiled
         return self.decode.is_compiled
 
     def begin_to_compile(self) -> None:
-        """See ``AttentionBackend.begin_to_compile``."""
         for kernels in (self.prefill, self._few_queries):
             kernels.begin_to_compile()
 
@@ -114,7 +112,6 @@ class FlashInferAttentionBackend(AttentionBackend):
         return mode is ForwardMode.EXTEND and self.prefill.generation == "fa3"
 
     def warm_up(self) -> None:
-        """See ``AttentionBackend.warm_up``."""
         _ = self._few_queries.functions
 
     def _prefill_kernels(self, query_lens: Lens, paged: bool) -> PrefillKernels:
@@ -330,7 +327,6 @@ class _DecodePlan(_EagerPlan):
     def forward(
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """See ``AttentionPlan.forward``."""
         self._check()
         return self.backend.attend(layer_id, q, self.space, self.info, self.pages, self.starts, scale)
 
@@ -354,7 +350,6 @@ class _ExtendPlan(_EagerPlan):
     def forward(
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """See ``AttentionPlan.forward``."""
         return self._run(layer_id, q, k, v, scale, None)
 
     def forward_into(
@@ -366,7 +361,6 @@ class _ExtendPlan(_EagerPlan):
         scale: float,
         out: torch.Tensor,
     ) -> None:
-        """See ``AttentionPlan.forward_into``."""
         self._run(layer_id, q, k, v, scale, out)
 
     def _run(
@@ -409,7 +403,6 @@ class _GraphDecodePlan(AttentionPlan):
     def forward(
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """See ``AttentionPlan.forward``."""
         return self.backend.attend(layer_id, q, self.space, self.info, self.pages, self.starts, scale)
 
 

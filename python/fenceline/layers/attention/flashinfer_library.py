@@ -168,12 +168,10 @@ class _CompiledModule:
 
     @property
     def is_compiled(self) -> bool:
-        """See ``Module``."""
         return self._functions is not None or bool(self._spec().is_compiled)
 
     @property
     def functions(self) -> Any:
-        """See ``Module``."""
         if self._functions is None:
             self._functions = getattr(import_module(self._module), self._get)(*self._args)
         return self._functions
@@ -221,7 +219,6 @@ class InstalledLibrary:
         return args
 
     def check(self, device: Device, shape: AttentionShape) -> None:
-        """See ``Library``."""
         check_shape(shape)
         if device.kind != "cuda":
             raise ValueError(
@@ -230,7 +227,6 @@ class InstalledLibrary:
         load_library()
 
     def num_sms(self, device: torch.device) -> int:
-        """See ``Library``."""
         count: int = torch.cuda.get_device_properties(device).multi_processor_count
         return count
 
@@ -240,7 +236,6 @@ class InstalledLibrary:
         return determine(device, _NO_POSITIONS, False, False, dtype, dtype)
 
     def prefill_module(self, shape: AttentionShape, generation: str) -> Module:
-        """See ``Library``."""
         args = (generation, *_module_args(shape), False)  # no products of q and k in half precision
         generate = ["gen_batch_prefill_module"]
         if (
@@ -250,7 +245,6 @@ class InstalledLibrary:
         return _CompiledModule("flashinfer.prefill", generate, "get_batch_prefill_module", args)
 
     def decode_module(self, shape: AttentionShape) -> Module:
-        """See ``Library``."""
         generate, get = ["gen_batch_decode_module"], "get_batch_decode_module"
         return _CompiledModule("flashinfer.decode", generate, get, _module_args(shape))
 
@@ -280,7 +274,6 @@ class PrefillKernels:
         return self._module.functions
 
     def begin_to_compile(self) -> None:
-        """See ``Module``."""
         self._module.begin_to_compile()
 
     def plan(
@@ -387,7 +380,6 @@ class DecodeKernels:
         return self._module.is_compiled
 
     def plan(self, space: Workspace, seq_lens: Lens, *, graph: bool) -> PlanInfo:
-        """See ``PrefillKernels.plan``."""
         shape = self.shape
         empty = torch.empty(0, dtype=shape.dtype)
         args: list[object] = [space.floats, space.ints, space.pinned]

@@ -92,13 +92,11 @@ class ReferencePlan(AttentionPlan):
         self._reads: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def prepare(self) -> None:
-        """See ``AttentionPlan.prepare``."""
         self._reads = [some.reads(self._kv_pool.page_size, self._window) for some in self._requests]
 
     def forward(
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """See ``AttentionPlan.forward``."""
         assert self._reads, "prepare comes first"
         rules, num_kv_heads, outputs, first = self._rules.get(layer_id, PLAIN), k.shape[1], [], 0
         for slots, visible in self._reads:

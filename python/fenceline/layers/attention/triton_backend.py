@@ -88,7 +88,6 @@ class TritonAttentionBackend(AttentionBackend):
         return self._plan_decode(self.requests_of(inputs))
 
     def plan_verify(self, inputs: VerifyInputs) -> AttentionPlan | None:
-        """See ``AttentionBackend.plan_verify``."""
         num_queries, group = inputs.tree.num_queries, inputs.num_heads // self._keys.shape[1]
         config = self.verify_config(len(inputs.rows), num_queries, group)
         workspace = self._workspace(query_tiles(num_queries * group))
@@ -179,7 +178,6 @@ class _DecodePlan(AttentionPlan):
     def forward(
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """See ``AttentionPlan.forward``."""
         pool, rules = self._backend.kv_pool, self._backend.rules.get(layer_id, PLAIN)
         keys, values = pool.row(layer_id, "k"), pool.row(layer_id, "v")
         _group(q, keys)
@@ -202,7 +200,6 @@ class _ExtendPlan(AttentionPlan):
     def forward(
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """See ``AttentionPlan.forward``."""
         return self._run(layer_id, q, scale, None)
 
     def forward_into(
@@ -214,7 +211,6 @@ class _ExtendPlan(AttentionPlan):
         scale: float,
         out: torch.Tensor,
     ) -> None:
-        """See ``AttentionPlan.forward_into``."""
         self._run(layer_id, q, scale, out)
 
     def _run(self, layer_id: int, q: torch.Tensor, scale: float, out: torch.Tensor | None) -> torch.Tensor:

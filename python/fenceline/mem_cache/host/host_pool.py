@@ -74,7 +74,6 @@ class HostPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffer."""
         return self.buffer.nbytes
 
     def page(self, page: int) -> list[npt.NDArray[np.uint8]]:

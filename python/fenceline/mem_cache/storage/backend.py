@@ -60,7 +60,6 @@ class StorageStats:
     errors: Counter[Reason] = field(default_factory=Counter)
 
     def add(self, other: StorageStats) -> None:
-        """Add the counts of ``other``."""
         for name in (entry.name for entry in fields(self)):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 

@@ -361,7 +361,6 @@ class StorageController:
         return acks
 
     def stats(self) -> StorageTierStats:
-        """Counts since the start."""
         return replace(
             self._stats,
             backend=self._backend.stats(),

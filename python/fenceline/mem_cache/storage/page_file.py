@@ -88,7 +88,6 @@ def read_page(fd: int, key: PageKey, parts: Sequence[memoryview], secret: bytes 
 
 
 def _header(key: PageKey, parts: Sequence[memoryview], secret: bytes | None) -> bytes:
-    """The first 64 bytes."""
     assert len(key) == KEY_NBYTES, f"a key has {KEY_NBYTES} bytes, this one {len(key)}"
     nbytes = sum(part.nbytes for part in parts)
     crc = _crc(parts) if secret is None else 0

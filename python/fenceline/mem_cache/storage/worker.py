@@ -222,7 +222,6 @@ class StorageWorker:
         self._has_crashed = False
 
     def run(self) -> None:
-        """The thread's body."""
         try:
             while (job := self._jobs.get()) is not None:
                 if not self._stop.is_set:

@@ -238,7 +238,6 @@ class LruQueue:
         return None
 
     def clear(self) -> None:
-        """Forget all entries."""
         self._members.clear()
         self._heap = []
 

@@ -38,7 +38,6 @@ def launch_begin(
     depth: int,
     outputs: BeginOutputs,
 ) -> None:
-    """See ``begin_step``."""
     size, num_rows = outputs.positions.shape
     assert page_table.dtype == torch.int32 and page_table.stride(1) == 1
     if size == 0:
@@ -53,7 +52,6 @@ def launch_begin(
 def launch_keep(
     pieces: Pieces, is_bad: Tensor, input_ids: Tensor, column: int, vocab_size: int, following: NextRow | None
 ) -> None:
-    """See ``keep_draft``."""
     size, num_pieces = pieces.best_ids.shape
     if size == 0:
         return
@@ -75,7 +73,6 @@ def launch_place(
     positions: Tensor | None,
     slots: Tensor,
 ) -> None:
-    """See ``place_rows``."""
     size, num_rows = slots.shape
     assert page_table.dtype == torch.int32 and page_table.stride(1) == 1
     if size == 0:
@@ -90,7 +87,6 @@ def launch_place(
 def launch_proposal(
     pieces: Pieces, rows: Tensor, counts: Tensor, kept: Tensor, ids: Tensor | None, ahead: int
 ) -> None:
-    """See ``keep_proposal``."""
     size, num_pieces = pieces.best_ids.shape
     if size == 0:
         return
@@ -109,7 +105,6 @@ def launch_accept(
     accept_length: float | None,
     kept: AcceptOutputs,
 ) -> None:
-    """See ``accept_chain``."""
     size, num_rows = input_ids.shape
     if size == 0:
         return
@@ -122,7 +117,6 @@ def launch_accept(
 
 
 def launch_hidden(hidden: Tensor, counts: Tensor, rows: Tensor, kept: Tensor) -> None:
-    """See ``keep_last_hidden``."""
     size, features = len(rows), kept.shape[1]
     assert hidden.is_contiguous() and kept.stride(1) == 1 and hidden.dtype == kept.dtype
     if size == 0:
