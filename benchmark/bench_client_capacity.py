@@ -34,13 +34,7 @@ def prepared_events(kind: Kind, output_len: int) -> list[bytes]:
     for i in range(1, output_len + 1):
         event: dict[str, Any]
         if kind == "generate":
-            meta = {
-                "id": "0",
-                "finish_reason": None,
-                "prompt_tokens": 16,
-                "completion_tokens": i,
-                "cached_tokens": 0,
-            }
+            meta = {"id": "0", "finish_reason": None, "prompt_tokens": 16, "completion_tokens": i, "cached_tokens": 0}
             event = {"text": " word" * i, "output_ids": list(range(1000, 1000 + i)), "meta_info": meta}
         else:
             piece = {"delta": {"content": " word"}} if kind == "chat" else {"text": " word"}
@@ -80,9 +74,7 @@ class Stream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._request += data
         head, separator, body = self._request.partition(b"\r\n\r\n")
-        lengths = [
-            line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")
-        ]
+        lengths = [line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")]
         if separator and len(body) >= int(lengths[0]):
             self.transport.write(_HEAD)
             self._streams.add(self)
@@ -119,9 +111,7 @@ async def measure(args: argparse.Namespace, port: int) -> dict[str, Any]:
     async with open_session({}) as session:
         client = Client(session, endpoint)
         cpu = time.process_time()
-        load = await run_load(
-            client, requests, LoadPlan(max_concurrency=args.num_streams), lambda: Conversation(style)
-        )
+        load = await run_load(client, requests, LoadPlan(max_concurrency=args.num_streams), lambda: Conversation(style))
         cpu = time.process_time() - cpu
     failures = [o.reply.error for o in load.outputs if not o.reply.success]
     if failures:
@@ -142,24 +132,18 @@ async def measure(args: argparse.Namespace, port: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=list(BACKENDS), default="fenceline")
     parser.add_argument("--num-streams", type=int, default=256)
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=4, help="Streams one after another in each slot.")
-    parser.add_argument(
-        "--step-ms", type=float, default=0.0, help="Milliseconds between the events of a stream."
-    )
+    parser.add_argument("--step-ms", type=float, default=0.0, help="Milliseconds between the events of a stream.")
     args = parser.parse_args()
     raise_file_limit()
     here, there = multiprocessing.Pipe()
     spawn = multiprocessing.get_context("spawn")
     kind = backend_kind(args.backend)
-    process = spawn.Process(
-        target=respond, args=(kind, args.output_len, args.step_ms / 1e3, there), daemon=True
-    )
+    process = spawn.Process(target=respond, args=(kind, args.output_len, args.step_ms / 1e3, there), daemon=True)
     process.start()
     try:
         if not here.poll(30):

@@ -69,9 +69,7 @@ class NullRequest:
             completion_tokens=self.num_out,
             cached_tokens=0,
             finish_reason=FinishReason(type="length", length=self.num_out) if ends else None,
-            decode=DecodeInfo(prompt_tail_ids=req.input_ids[-8:].tolist(), sampling_params=params)
-            if first
-            else None,
+            decode=DecodeInfo(prompt_tail_ids=req.input_ids[-8:].tolist(), sampling_params=params) if first else None,
         )
 
 
@@ -223,9 +221,7 @@ def measure(args: argparse.Namespace, rate: float) -> dict[str, object]:
         context = multiprocessing.get_context("spawn")
         pipes = [context.Pipe(duplex=False) for _ in shares]
         for (_, sender), share in zip(pipes, shares, strict=True):
-            context.Process(
-                target=run_client, args=(sender, host, int(port), request, share), daemon=True
-            ).start()
+            context.Process(target=run_client, args=(sender, host, int(port), request, share), daemon=True).start()
         results: list[ClientResult] = [receiver.recv() for receiver, _ in pipes]
         after = cpu_seconds(server.pid)
     finally:
@@ -266,14 +262,10 @@ def serve(args: argparse.Namespace) -> int:
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=256, help="concurrent streams (default: 256)")
     parser.add_argument("--output-len", type=int, default=1000, help="tokens per stream (default: 1000)")
-    parser.add_argument(
-        "--rates", default="10000,30000,0", help="offered tokens/s, comma-separated; 0: no limit"
-    )
+    parser.add_argument("--rates", default="10000,30000,0", help="offered tokens/s, comma-separated; 0: no limit")
     parser.add_argument("--clients", type=int, default=2, help="client processes (default: 2)")
     parser.add_argument("--endpoint", choices=("completions", "chat", "generate"), default="completions")
     parser.add_argument("--incremental", action="store_true", help="/generate sends only what is new")

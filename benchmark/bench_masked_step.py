@@ -62,11 +62,7 @@ class Gpu:
         self.num_calls = 0
 
     def draw(
-        self,
-        positions: torch.Tensor,
-        rows: torch.Tensor,
-        last_tokens: torch.Tensor,
-        next_tokens: torch.Tensor,
+        self, positions: torch.Tensor, rows: torch.Tensor, last_tokens: torch.Tensor, next_tokens: torch.Tensor
     ) -> None:
         """Both kernels of a draw."""
         self.num_calls += 2
@@ -268,9 +264,7 @@ class Bench:
 PARTS = ("step", "launch_next", "publish", "accept_tokens", "fill_masks", "sample_held")
 
 
-def measure(
-    num_running: int, num_steps: int, num_threads: int, schema: Schema
-) -> tuple[dict[str, list[float]], int]:
+def measure(num_running: int, num_steps: int, num_threads: int, schema: Schema) -> tuple[dict[str, list[float]], int]:
     """The times of each part, and how many calls of the GPU a step makes."""
     bench = Bench(num_running, num_steps, num_threads, schema)
     before = bench.gpu.num_calls
@@ -284,9 +278,7 @@ def measure(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--running", default="1,64")
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--steps", type=int, default=250)
@@ -296,16 +288,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     schema = Schema(64 + args.steps + max(sizes), max(sizes))
     parts = (*PARTS, "second phase")
-    print(
-        f"{'running':>8} {'threads':>8} " + " ".join(f"{part:>14}" for part in parts) + f"{'GPU calls':>11}"
-    )
+    print(f"{'running':>8} {'threads':>8} " + " ".join(f"{part:>14}" for part in parts) + f"{'GPU calls':>11}")
     with torch.inference_mode():
         for size in sizes:
             for num_threads in map(int, args.threads.split(",")):
                 runs = [measure(size, args.steps, num_threads, schema) for _ in range(args.repeats)]
-                medians = [
-                    statistics.median([statistics.median(times[part]) for times, _ in runs]) for part in parts
-                ]
+                medians = [statistics.median([statistics.median(times[part]) for times, _ in runs]) for part in parts]
                 cells = " ".join(f"{median:>14.1f}" for median in medians)
                 print(f"{size:>8} {num_threads:>8} {cells}{runs[0][1]:>11}", flush=True)
 

@@ -56,9 +56,7 @@ class NullModel:
         return self._logits[:num_rows]
 
 
-def make_scheduler(
-    num_running: int, prompt_len: int, num_steps: int, page_size: int, check: str
-) -> Scheduler:
+def make_scheduler(num_running: int, prompt_len: int, num_steps: int, page_size: int, check: str) -> Scheduler:
     """A scheduler with ``num_running`` requests in its inbox, over a ModelRunner without a model."""
     context = prompt_len + num_steps + 64
     num_tokens = num_running * (context + 2 * page_size + 16)
@@ -120,10 +118,7 @@ class Stopwatch:
 
 
 RECORDER = [(FlightRecorder, name) for name in ("launched", "published")]
-ENTRANCES = [
-    (Device, "declare"),
-    *((OrderChecker, name) for name in ("begin_step", "record", "wait", "host_waited")),
-]
+ENTRANCES = [(Device, "declare"), *((OrderChecker, name) for name in ("begin_step", "record", "wait", "host_waited"))]
 
 
 def run(num_running: int, prompt_len: int, num_steps: int, page_size: int, check: str) -> tuple[float, float]:
@@ -148,9 +143,7 @@ def run(num_running: int, prompt_len: int, num_steps: int, page_size: int, check
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--running", default="1,16,64,256", help="numbers of running requests")
     parser.add_argument("--prompt-len", type=int, default=64)
     parser.add_argument("--steps", type=int, default=600)

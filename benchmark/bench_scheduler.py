@@ -39,14 +39,7 @@ from in_process import call_times, owner_of
 import fenceline
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
-from fenceline.ipc.io_struct import (
-    BatchTokenOut,
-    LoadGrammarReq,
-    Message,
-    TokenizedGenerateReq,
-    encode,
-    id_array,
-)
+from fenceline.ipc.io_struct import BatchTokenOut, LoadGrammarReq, Message, TokenizedGenerateReq, encode, id_array
 from fenceline.mem_cache.kv_pool import ReqPool
 from fenceline.memory_order import LeasePool, Point, open_device
 from fenceline.model_executor.step import Completions, HeldStep, StepBatch, StepOutput, drain_completions
@@ -175,9 +168,7 @@ class Bench:
         make_link: Callable[[NullWorker, NullBox], RankLink] | None = None,
     ) -> None:
         """``make_link``: makes the link to other ranks from the worker and the inbox, where there are some."""
-        context = (
-            64 + num_steps + num_running
-        )  # requests already decode while the prompts of others are computed
+        context = 64 + num_steps + num_running  # requests already decode while the prompts of others are computed
         args = ServerArgs(
             model_path=fenceline.demo_model_path(),
             device="cpu",
@@ -193,9 +184,7 @@ class Bench:
         num_pages = num_running * (context // page_size + 2)
         worker = NullWorker(num_pages, num_running)
         if schema is not None:
-            model = dataclasses.replace(
-                model, vocab_size=_VOCAB, eos_token_ids=(schema.compiled.eos_token_id,)
-            )
+            model = dataclasses.replace(model, vocab_size=_VOCAB, eos_token_ids=(schema.compiled.eos_token_id,))
             config = dataclasses.replace(config, model=model)
             worker = SchemaWorker(num_pages, schema.answers[:, :num_running], _PROMPT_LEN)
             messages.append(LoadGrammarReq("grammar", 1, schema.compiled.data, schema.compiled.vocabulary))
@@ -273,9 +262,7 @@ def compare_flight_recorder(sizes: Sequence[int], num_steps: int, repeats: int, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--running", default="1,16,64,256", help="numbers of running requests")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--repeats", type=int, default=5)

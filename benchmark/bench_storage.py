@@ -87,9 +87,7 @@ def measure_keys(num_pages: int = 4096) -> str:
         tokens = np.arange(num_pages * page_size, dtype=np.int32)
         started = time.perf_counter()
         page_keys(root, tokens, page_size)
-        found.append(
-            f"{(time.perf_counter() - started) / num_pages * 1e6:.2f} us (page of {page_size} tokens)"
-        )
+        found.append(f"{(time.perf_counter() - started) / num_pages * 1e6:.2f} us (page of {page_size} tokens)")
     return ", ".join(found)
 
 
@@ -109,12 +107,8 @@ def measure_clean(root: Path, num_files: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--dir", default=None, help="where the storage directory is made; the system's temporary"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", default=None, help="where the storage directory is made; the system's temporary")
     parser.add_argument("--page-kib", default="64,1024,8192")
     parser.add_argument("--parts", default="1,64")
     parser.add_argument("--total-mib", type=int, default=1024)

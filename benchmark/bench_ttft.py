@@ -212,9 +212,7 @@ def serve(args: argparse.Namespace) -> int:
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loads", default="1x1024,32x128", help="prompts at a time x their ids")
     parser.add_argument("--client", default="lean,bench", help="lean, bench or both")
     parser.add_argument("--rounds", type=int, default=60, help="rounds of each load (default: 60)")

@@ -86,9 +86,7 @@ def entered(step: Callable[[], None], package: Path) -> Counter[tuple[str, str]]
 
 def main() -> None:
     """Count, and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--running", type=int, default=4, metavar="N", help="requests that decode")
     parser.add_argument("--list", action="store_true", help="name the files and their functions")
     parser.add_argument("--source", type=Path, metavar="DIR", help="the python folder of another checkout")

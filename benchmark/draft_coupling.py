@@ -81,10 +81,7 @@ def measure(draft: Draft, target: DemoModel, rows: Sequence[Row], args: argparse
         for temperature in args.temperatures:
             steps = []
             for step in range(draft.steps):
-                p, q = (
-                    (torch.cat([pair[side][step] for pair in found]) / temperature).softmax(-1)
-                    for side in (0, 1)
-                )
+                p, q = ((torch.cat([pair[side][step] for pair in found]) / temperature).softmax(-1) for side in (0, 1))
                 steps.append(acceptance(p, q))
             rejection, coupled = (torch.stack([pair[side] for pair in steps]) for side in (0, 1))
             least = rejection / (2 - rejection)  # (1 - TV) / (1 + TV)
@@ -98,9 +95,7 @@ def measure(draft: Draft, target: DemoModel, rows: Sequence[Row], args: argparse
 
 def main() -> None:
     """Prints the table for each draft of the demo model."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-items", type=int, default=48, help="held-out items")
     parser.add_argument("--chains", type=int, default=8, help="of each item, at most")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.7, 1.0, 1.5])
@@ -108,12 +103,8 @@ def main() -> None:
     directory = Path(demo_model_path())
     target = DemoModel(Shape(), torch.float32, compiled=False).requires_grad_(False)
     load_weights(target, directory)
-    rows = make_rows(
-        Tokenizer.from_file(str(directory / "tokenizer.json")), seed=3_000_000, num_items=args.num_items
-    )
-    print(
-        "| draft | places | temperature | rejection sampling | same noise | at least | accept length | same noise |"
-    )
+    rows = make_rows(Tokenizer.from_file(str(directory / "tokenizer.json")), seed=3_000_000, num_items=args.num_items)
+    print("| draft | places | temperature | rejection sampling | same noise | at least | accept length | same noise |")
     print("|" + "---|" * 8)
     for kind in KINDS:
         if (directory / kind.published).is_dir():

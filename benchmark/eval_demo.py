@@ -65,9 +65,7 @@ def print_report(answers: Sequence[Answer], duration_s: float, num_wrong_shown: 
     print(f"{'category':<12}{'items':>7}{'right':>7}{'accuracy':>10}{'prompt tokens':>16}")
     for name, group in by_category(answers).items():
         longest = max(a.prompt_tokens for a in group)
-        print(
-            f"{name:<12}{len(group):>7}{sum(a.correct for a in group):>7}{accuracy(group):>10.2%}{longest:>11} max"
-        )
+        print(f"{name:<12}{len(group):>7}{sum(a.correct for a in group):>7}{accuracy(group):>10.2%}{longest:>11} max")
     errors = [a for a in answers if a.error]
     right, cached = sum(a.correct for a in answers), sum(a.cached_tokens for a in answers)
     print(f"{'overall':<12}{len(answers):>7}{right:>7}{accuracy(answers):>10.2%}")
@@ -110,9 +108,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     Exits with code 2 for values that make no sense.
     """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base-url", help="server address, instead of --host and --port")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30000)
@@ -120,20 +116,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", help="model name (default: the first one the server lists)")
     parser.add_argument("--num-items", type=int, default=400)
     parser.add_argument("--concurrency", type=int, default=64, help="requests in flight at once")
-    parser.add_argument(
-        "--categories", nargs="+", default=list(CATEGORIES), metavar="NAME", choices=CATEGORIES
-    )
+    parser.add_argument("--categories", nargs="+", default=list(CATEGORIES), metavar="NAME", choices=CATEGORIES)
     parser.add_argument("--format", choices=("completions", "chat"), default="completions")
     parser.add_argument("--seed", type=int, default=0, help="which held-out items")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the run with each answer")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="compare with an earlier run's --json")
     parser.add_argument("--min-accuracy", type=float, metavar="FRACTION", help="fail below it, e.g. 0.95")
-    parser.add_argument(
-        "--max-loss", type=float, metavar="POINTS", help="with --compare: fail above it, e.g. 0.5"
-    )
-    parser.add_argument(
-        "--require-equal", action="store_true", help="with --compare: fail if any answer differs"
-    )
+    parser.add_argument("--max-loss", type=float, metavar="POINTS", help="with --compare: fail above it, e.g. 0.5")
+    parser.add_argument("--require-equal", action="store_true", help="with --compare: fail if any answer differs")
     parser.add_argument("--show-wrong", type=int, default=5, metavar="N", help="wrong answers to print")
     args = parser.parse_args(argv)
     if args.num_items < 1 or args.concurrency < 1:
@@ -163,9 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"mean accept length {accept_length:.3f} since the server's start")
         if args.json:
             meta = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "api_key"}
-            save_run(
-                args.json, {**meta, "server": asdict(server)["base_url"], "duration_s": duration_s}, answers
-            )
+            save_run(args.json, {**meta, "server": asdict(server)["base_url"], "duration_s": duration_s}, answers)
         result = compare(earlier, answers) if earlier is not None else None
     except ValueError as e:
         print(f"eval_demo: {e}", file=sys.stderr)

@@ -30,18 +30,14 @@ from fenceline_demo.evaluation import CATEGORIES, Answer, EvalItem, accuracy, co
 def evaluate(engine: fenceline.Engine, items: Sequence[EvalItem]) -> tuple[list[Answer], float]:
     """Scored answers, and the perplexity of the prompts with the right answers."""
     prompts = [item.prompt() for item in items]
-    limits = [
-        {"temperature": 0.0, "max_new_tokens": len(item.item.answer) + 8, "stop": ["\n"]} for item in items
-    ]
+    limits = [{"temperature": 0.0, "max_new_tokens": len(item.item.answer) + 8, "stop": ["\n"]} for item in items]
     replies = _generate(engine, prompts, limits)
     answers = [
         score(item, prompt, Reply(reply["text"], "", reply["meta_info"]["prompt_tokens"]))
         for item, prompt, reply in zip(items, prompts, replies, strict=True)
     ]
     texts = [f"{prompt} {item.item.answer}\n" for prompt, item in zip(prompts, items, strict=True)]
-    read = _generate(
-        engine, texts, [{"max_new_tokens": 1}] * len(texts), return_logprob=True, logprob_start_len=0
-    )
+    read = _generate(engine, texts, [{"max_new_tokens": 1}] * len(texts), return_logprob=True, logprob_start_len=0)
     logprobs = [entry[0] for known in read for entry in known["meta_info"]["input_token_logprobs"][1:]]
     return answers, math.exp(-sum(logprobs) / len(logprobs))
 
@@ -56,9 +52,7 @@ def _generate(
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", default="demo")
     parser.add_argument("--device", default="auto")
     parser.add_argument(
@@ -68,9 +62,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--flags", nargs="+", default=[], metavar="LINE", help="flags of a further engine, in one string"
     )
     parser.add_argument("--num-items", type=int, default=400)
-    parser.add_argument(
-        "--categories", nargs="+", default=list(CATEGORIES), metavar="NAME", choices=CATEGORIES
-    )
+    parser.add_argument("--categories", nargs="+", default=list(CATEGORIES), metavar="NAME", choices=CATEGORIES)
     parser.add_argument("--seed", type=int, default=0, help="which held-out items")
     parser.add_argument("--max-loss", type=float, metavar="POINTS", help="fail if a format loses more")
     return parser.parse_args(argv)
@@ -83,9 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     first: list[Answer] | None = None
     worst = 0.0
     width = max(len(name) for name in [*args.formats, *args.flags, "format"]) + 2
-    print(
-        f"{'format':<{width}}{'right':>7}{'accuracy':>10}{'perplexity':>12}{'changed':>9}{'loss, points':>14}"
-    )
+    print(f"{'format':<{width}}{'right':>7}{'accuracy':>10}{'perplexity':>12}{'changed':>9}{'loss, points':>14}")
     for name in [*args.formats, *args.flags]:
         line = ["--model-path", args.model_path, "--device", args.device, "--log-level", "error"]
         if name in args.formats:

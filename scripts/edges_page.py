@@ -44,9 +44,7 @@ def render() -> str:
         "|---|---|---|---|---|---|",
     ]
     for guard in GUARDS.values():
-        lines.append(
-            f"| {guard.name} | {guard.protects} | {guard.failure or '-'} | {proved.cells(guard.name)} |"
-        )
+        lines.append(f"| {guard.name} | {guard.protects} | {guard.failure or '-'} | {proved.cells(guard.name)} |")
     lines += [
         "",
         "## Under speculation",

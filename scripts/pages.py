@@ -102,9 +102,7 @@ class Svg:
         def rules(scheme: int) -> str:
             fills = [f".{name} {{ fill: {pair[scheme]} }}" for name, pair in _COLOURS.items()]
             fills.append(f".strong {{ fill: {_COLOURS['text'][scheme]} }}")
-            kinds = [
-                f".{name} {{ fill: {pair[scheme]}; stroke: {pair[scheme]} }}" for name, pair in _KINDS.items()
-            ]
+            kinds = [f".{name} {{ fill: {pair[scheme]}; stroke: {pair[scheme]} }}" for name, pair in _KINDS.items()]
             line, muted = _COLOURS["line"][scheme], _COLOURS["muted"][scheme]
             lines = f".card, .sunk {{ stroke: {line} }} .rule, .arrow {{ stroke: {muted} }}"
             return " ".join([*fills, *kinds, lines])
@@ -189,12 +187,7 @@ def chart(result: dict[str, Any]) -> str:
     if result.get("ratio"):
         svg.text(20, 28, result["title"], "text strong")
         first, second = series
-        svg.text(
-            20,
-            50,
-            f"{first}, times better than {second} (line: 1; behind it {result['unit']} of both)",
-            "muted",
-        )
+        svg.text(20, 50, f"{first}, times better than {second} (line: 1; behind it {result['unit']} of both)", "muted")
         ratios = [_times_better(row["values"][0], row["values"][1], result["better"]) for row in rows]
         told = [
             f"{_told(*ratio, '.2f')}   ({_told(*_ends(ours))} / {_told(*_ends(theirs))})"
@@ -228,15 +221,7 @@ _BARS = ("decode", "host", "prefill")
 
 
 def _bar(
-    svg: Svg,
-    x: float,
-    y: float,
-    scale: float,
-    low: float,
-    high: float,
-    kind: str,
-    told: str,
-    at_least: float = 0,
+    svg: Svg, x: float, y: float, scale: float, low: float, high: float, kind: str, told: str, at_least: float = 0
 ) -> None:
     """A bar as long as the middle of ``low`` and ``high``, a line between these, and what it says behind it."""
     svg.bar(x, y + 1, max((low + high) / 2 * scale, 1), 14, kind)
@@ -285,9 +270,7 @@ def main(check: bool) -> int:
             if not check:
                 path.write_text(made, encoding="utf-8")
     for path in stale:
-        print(
-            f"{path.relative_to(ROOT)}: {'out of date: run python scripts/pages.py' if check else 'written'}"
-        )
+        print(f"{path.relative_to(ROOT)}: {'out of date: run python scripts/pages.py' if check else 'written'}")
     return 1 if check and stale else 0
 
 

@@ -106,10 +106,7 @@ def _uv_runner(python: Path, constraints: Path, pip: Run) -> Run | None:
     progress = [] if sys.stderr.isatty() else ["--no-progress"]
 
     def run(args: Sequence[str]) -> bool:
-        return _run(
-            [uv, "pip", args[0], *progress, "--python", str(python), *args[1:]],
-            environment,
-        )
+        return _run([uv, "pip", args[0], *progress, "--python", str(python), *args[1:]], environment)
 
     return run
 

@@ -62,9 +62,7 @@ class Env:
         for name in _INPUTS:
             digest.update((root / name).read_bytes())
         config = self.path / "pyvenv.cfg"
-        version = (
-            re.search(r"^version\S* = (.*)$", config.read_text(), re.MULTILINE) if config.exists() else None
-        )
+        version = re.search(r"^version\S* = (.*)$", config.read_text(), re.MULTILINE) if config.exists() else None
         for text in (str(root), version.group(1) if version else "", platform.machine(), torch):
             digest.update(text.encode() + b"\0")
         return digest.hexdigest()
@@ -144,13 +142,9 @@ def create(env: Env) -> None:
     say(f"making {env.path} with Python {platform.python_version()}")
     env.path.mkdir(parents=True)
     (env.path / UNFINISHED).touch()
-    result = subprocess.run(
-        [sys.executable, "-m", "venv", str(env.path)], capture_output=True, text=True, check=False
-    )
+    result = subprocess.run([sys.executable, "-m", "venv", str(env.path)], capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        raise SetupError(
-            "this Python cannot make virtual environments: install its venv package (python3-venv)"
-        )
+        raise SetupError("this Python cannot make virtual environments: install its venv package (python3-venv)")
 
 
 def _answers(command: Sequence[str]) -> bool:
@@ -176,9 +170,7 @@ def install(root: Path, env: Env, choice: Choice, extras: Sequence[str], run: Ru
             ["install", *pinned, "--no-build-isolation", "--editable", package]
         )
     if not built:
-        raise SetupError(
-            "the package could not be installed (see above): check the network and run this again"
-        )
+        raise SetupError("the package could not be installed (see above): check the network and run this again")
     check_torch(env, choice)
     install_kernels(root, choice, run)
 
@@ -247,9 +239,7 @@ def constraints_for(choice: Choice, torch: str, text: str) -> str:
     a CUDA torch, the pins of packages of which it needs other versions are left out."""
     pins, _, torchs_own = text.partition(TORCHS_OWN)
     lines = (pins if choice.cuda is not None else pins + torchs_own).splitlines()
-    return "\n".join(
-        [line for line in lines if "==" in line and not line.startswith("torch==")] + [torch, ""]
-    )
+    return "\n".join([line for line in lines if "==" in line and not line.startswith("torch==")] + [torch, ""])
 
 
 def check_torch(env: Env, choice: Choice) -> None:
@@ -263,14 +253,10 @@ def check_torch(env: Env, choice: Choice) -> None:
             )
         return
     code = "import torch.version as v; print(v.cuda or '0.0')"
-    built = subprocess.run(
-        [str(env.python), "-c", code], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    built = subprocess.run([str(env.python), "-c", code], capture_output=True, text=True, check=False).stdout.strip()
     version = tuple(int(part) for part in built.split(".")[:2]) if built else (0, 0)
     if version[0] != choice.cuda[0]:
-        raise SetupError(
-            f"torch was built for CUDA {built or 'nothing'}, the driver wants {choice.cuda}: see above"
-        )
+        raise SetupError(f"torch was built for CUDA {built or 'nothing'}, the driver wants {choice.cuda}: see above")
 
 
 def main(extras: Sequence[str]) -> int:

@@ -291,9 +291,7 @@ def test_violations(tests: Path) -> list[Violation]:
         for item in _imports(ast.parse(path.read_text(encoding="utf-8"), str(path)), ""):
             name = item.module.split(".")[0]
             if name in modules:
-                found.append(
-                    Violation(path, item.line, f"imports {name}: what tests share is in test/support")
-                )
+                found.append(Violation(path, item.line, f"imports {name}: what tests share is in test/support"))
     return found
 
 

@@ -63,9 +63,7 @@ def make_document(rng: random.Random, max_tokens: int) -> Document:
     return chat([(item.question, item.answer) for item in items]) if rng.random() < 0.25 else few_shot(items)
 
 
-def make_batch(
-    seed: int, step: int, num_rows: int, length: int, encoder: FastEncoder
-) -> tuple[Tensor, Tensor]:
+def make_batch(seed: int, step: int, num_rows: int, length: int, encoder: FastEncoder) -> tuple[Tensor, Tensor]:
     """The rows of a step: ids and the mask of answers, [num_rows, length] int64 and bool."""
     rng = random.Random(f"drafts:{seed}:{step}")
     separator = encoder.encode(END_OF_TEXT)
@@ -154,9 +152,7 @@ def accept_lengths(draft: Draft, target: DemoModel, rows: Sequence[Row]) -> dict
             continue
         asked = torch.arange(row.start - 1, len(row.ids) - 1, device=device)[None]
         chains = draft.chains(states, asked, target)
-        hits = torch.stack(
-            [chain.argmax(-1)[0] == padded[0, asked[0] + 2 + step] for step, chain in enumerate(chains)]
-        )
+        hits = torch.stack([chain.argmax(-1)[0] == padded[0, asked[0] + 2 + step] for step, chain in enumerate(chains)])
         accepted = hits.long().cumprod(0).sum(0).tolist()
         tokens, verifications = found[row.label]
         at = row.start + 1  # the number of tokens so far
@@ -169,9 +165,7 @@ def accept_lengths(draft: Draft, target: DemoModel, rows: Sequence[Row]) -> dict
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--drafts", nargs="+", choices=list(DRAFTS), default=list(DRAFTS))
     parser.add_argument("--steps", type=int, default=600)

@@ -166,18 +166,14 @@ class Trainer:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(MODELS), default="demo", help="which of those that ship")
     parser.add_argument("--output-dir", type=Path, required=True, help="export, checkpoint and log go here")
     parser.add_argument("--resume", type=Path, help="checkpoint directory to continue from")
     parser.add_argument("--new-schedule", action="store_true", help="with --resume: warm up again")
     parser.add_argument("--max-seconds", type=float, default=400.0, help="training time when no --max-steps")
     parser.add_argument("--max-steps", type=int, help="last step (instead of --max-seconds)")
-    parser.add_argument(
-        "--decay-steps", type=int, help="length of the decay (default: a third of --max-steps)"
-    )
+    parser.add_argument("--decay-steps", type=int, help="length of the decay (default: a third of --max-steps)")
     parser.add_argument("--decay-fraction", type=float, default=0.4, help="of --max-seconds, spent decaying")
     parser.add_argument("--tokens-per-step", type=int, default=65536)
     parser.add_argument("--curriculum-steps", type=int, default=2000, help="steps until all row lengths mix")
@@ -206,9 +202,7 @@ def main() -> None:
     trainer = Trainer(args, tokenizer, kind.rows(tokenizer, args.num_eval_items))
     progress = Progress()
     if args.resume is not None:
-        progress = load_checkpoint(
-            args.resume, trainer.model, trainer.optimizer, trainer.device, args.new_schedule
-        )
+        progress = load_checkpoint(args.resume, trainer.model, trainer.optimizer, trainer.device, args.new_schedule)
     feed = Feed(
         str(tokenizer_file),
         Curriculum(args.seed, args.curriculum_steps, kind.lengths, kind.skills),

@@ -39,15 +39,9 @@ _SHOWN_FROM_S = 60.0  # of all tests together: a few tests tell nothing
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the tests marked long as well")
+    parser.addoption("--busy-loops", type=int, default=0, metavar="N", help="processes that take CPU time meanwhile")
     parser.addoption(
-        "--busy-loops", type=int, default=0, metavar="N", help="processes that take CPU time meanwhile"
-    )
-    parser.addoption(
-        "--kills",
-        type=int,
-        default=12,
-        metavar="N",
-        help="moments at which test_ranks_killed.py kills a rank",
+        "--kills", type=int, default=12, metavar="N", help="moments at which test_ranks_killed.py kills a rank"
     )
 
 
@@ -134,18 +128,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("slowest files")
         for path, duration in seconds.most_common(_SHOWN_FILES):
             terminalreporter.write_line(f"{duration:7.1f} s  {path}")
-        terminalreporter.write_line(
-            f"largest process: {max([_peak_mib(), *_peaks_mib])} MiB (the limit is 1,536)"
-        )
+        terminalreporter.write_line(f"largest process: {max([_peak_mib(), *_peaks_mib])} MiB (the limit is 1,536)")
 
 
 def pytest_collection_finish() -> None:
     _set_aside()
 
 
-@pytest.hookimpl(
-    trylast=True
-)  # when the file's fixtures have ended too: what is alive is never collected again
+@pytest.hookimpl(trylast=True)  # when the file's fixtures have ended too: what is alive is never collected again
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     logging.disable(logging.NOTSET)  # the proof's commands silence their process for the runs
     if nextitem is not None and nextitem.path != item.path:

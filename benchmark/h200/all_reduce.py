@@ -64,9 +64,7 @@ class Rank:
         torch.cuda.set_device(rank)
         self.rank, self.size = rank, size
         self.device = torch.device("cuda", rank)
-        dist.init_process_group(
-            "nccl", init_method=meeting, rank=rank, world_size=size, device_id=self.device
-        )
+        dist.init_process_group("nccl", init_method=meeting, rank=rank, world_size=size, device_id=self.device)
         self.stream = torch.cuda.Stream()
         self.own = PeerAllReduce(rank, size, self.device, self.exchange, 1 << 20, _MAX_BYTES)
         # Peers have opened this memory, which must not be freed before they close it.
@@ -134,9 +132,7 @@ class Rank:
                     x = torch.randn(numel, generator=generator, device=self.device).to(dtype)
                     wanted = self.in_order(x)
                     self.own.all_reduce(x, two_shots)
-                    assert torch.equal(x, wanted), (
-                        f"{dtype} {numel} {two_shots}: {(x != wanted).sum()} differ"
-                    )
+                    assert torch.equal(x, wanted), f"{dtype} {numel} {two_shots}: {(x != wanted).sum()} differ"
                     num_checked += 1
         for rows in (1, 3, 64):
             x = torch.randn(rows, ROW, generator=generator, device=self.device).bfloat16()
@@ -179,9 +175,7 @@ class Rank:
             self.stream.synchronize()
             assert torch.equal(x, wanted) and torch.equal(small, twice), f"replay {turn}"
             num_checked += 2
-        self.say(
-            f"{num_checked} sums of {self.size} ranks equal the sum in the order of ranks{with_pdl(pdl)}"
-        )
+        self.say(f"{num_checked} sums of {self.size} ranks equal the sum in the order of ranks{with_pdl(pdl)}")
 
     # --- time ---------------------------------------------------------------------------------------------
 
@@ -278,8 +272,7 @@ def run(rank: int, args: argparse.Namespace, meeting: str) -> None:
     if rank == 0 and args.json is not None:
         gpu = torch.cuda.get_device_name(0)
         text = json.dumps(
-            {"gpus": args.gpus, "gpu": gpu, "torch": torch.__version__, "us": results, "sweep": swept},
-            indent=1,
+            {"gpus": args.gpus, "gpu": gpu, "torch": torch.__version__, "us": results, "sweep": swept}, indent=1
         )
         args.json.write_text(text + "\n")
     dist.barrier(device_ids=[rank])
@@ -295,9 +288,7 @@ def one_gpu(args: argparse.Namespace) -> list[dict[str, object]]:
         ranks = OneProcessRanks(size, device, 1 << 20, _MAX_BYTES, limit_s=5.0)
         for nbytes in QUICK if args.quick else SIZES:
             xs = [torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=device) for _ in range(size)]
-            line = {
-                name: round(_time_one_gpu(ranks, way, nbytes), 2) for name, way in _one_gpu_ways(ranks, xs)
-            }
+            line = {name: round(_time_one_gpu(ranks, way, nbytes), 2) for name, way in _one_gpu_ways(ranks, xs)}
             results.append({"ranks": size, "bytes": nbytes, **line})
             text = ", ".join(f"{name} {us}" for name, us in line.items())
             print(f"{size} ranks {nbytes:>9} bytes: {text} us", flush=True)
@@ -305,9 +296,7 @@ def one_gpu(args: argparse.Namespace) -> list[dict[str, object]]:
     return results
 
 
-def _one_gpu_ways(
-    ranks: OneProcessRanks, xs: list[torch.Tensor]
-) -> Iterator[tuple[str, Callable[[int], object]]]:
+def _one_gpu_ways(ranks: OneProcessRanks, xs: list[torch.Tensor]) -> Iterator[tuple[str, Callable[[int], object]]]:
     nbytes, own = xs[0].nbytes, ranks.ranks
     if nbytes <= own[0].one_shot_bytes:
         yield "one shot", lambda rank: own[rank].all_reduce(xs[rank], False)
@@ -354,9 +343,7 @@ def _time_one_gpu(ranks: OneProcessRanks, way: Callable[[int], object], nbytes: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sweep", action="store_true", help="also numbers of blocks and threads")
@@ -364,10 +351,7 @@ def main() -> None:
     parser.add_argument("--one-gpu", action="store_true", help="ranks are streams of one GPU: a lower bound")
     args = parser.parse_args()
     if args.one_gpu:
-        os.environ |= {
-            "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-            "CUDA_MODULE_LOADING": "EAGER",
-        }  # CUDA has not begun
+        os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}  # CUDA has not begun
         results = one_gpu(args)
         if args.json is not None:
             gpu = torch.cuda.get_device_name(0)

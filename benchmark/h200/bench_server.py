@@ -76,18 +76,12 @@ class BenchServer:
         return self._process is not None and self._process.poll() is None
 
     def __enter__(self) -> BenchServer:
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # only the main thread may set signal handlers
+        if threading.current_thread() is threading.main_thread():  # only the main thread may set signal handlers
             signal.signal(signal.SIGTERM, _leave)
         begin = time.perf_counter()
         with self._log.open("ab") as file:  # in a session of its own, so that stop() reaches every child
             self._process = subprocess.Popen(
-                self.command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=self._env,
+                self.command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=self._env
             )
         try:
             while not self._healthy():

@@ -27,12 +27,7 @@ from run import LOADS, Row, measure
 from shapes import SHAPES, make_model_dir
 
 SIDES = ("before", "after")
-_MAX_TOTAL_TOKENS = {
-    "0.6b": 330_000,
-    "8b": 300_000,
-    "llama-8b": 300_000,
-    "tiny": 16_384,
-}  # two fit on one H200
+_MAX_TOTAL_TOKENS = {"0.6b": 330_000, "8b": 300_000, "llama-8b": 300_000, "tiny": 16_384}  # two fit on one H200
 HEADER = "| shape | load | tok/s before | after | ratio "
 HEADER += "| TTFT ms before | after | ratio | TPOT ms before | after | ratio |"
 
@@ -43,9 +38,7 @@ def compare(shape: str, keys: Sequence[str], args: argparse.Namespace) -> dict[s
     size = ["--max-total-tokens", str(_MAX_TOTAL_TOKENS[shape])]
     with contextlib.ExitStack() as stack:
         servers = {}
-        for side, source, flags in zip(
-            SIDES, (args.before, None), (args.before_args, args.after_args), strict=True
-        ):
+        for side, source, flags in zip(SIDES, (args.before, None), (args.before_args, args.after_args), strict=True):
             log = args.out / f"{shape}-{side}.server.log"
             server = BenchServer(model_dir, [*size, *shlex.split(flags)], log, source=source)
             servers[side] = stack.enter_context(server)
@@ -77,24 +70,16 @@ def table_row(shape: str, key: str, runs: dict[str, list[Row]]) -> str:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--before", type=Path, default=None, help="root of the other checkout (default: this one)"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", type=Path, default=None, help="root of the other checkout (default: this one)")
     parser.add_argument("--before-args", default="", help="more flags for its server, as one word")
     parser.add_argument("--after-args", default="", help="more flags for the other server, as one word")
     parser.add_argument("--shape", nargs="+", default=["0.6b", "8b"], choices=list(SHAPES))
-    parser.add_argument(
-        "--load", nargs="+", default=list(LOADS), choices=list(LOADS), help="requests at a time"
-    )
+    parser.add_argument("--load", nargs="+", default=list(LOADS), choices=list(LOADS), help="requests at a time")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each load on each side")
     parser.add_argument("--out", type=Path, default=None, help="folder for logs and figures")
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "fenceline-bench-models")
-    parser.add_argument(
-        "--seed", type=int, default=1, help="of the first round's load; the next ones count on"
-    )
+    parser.add_argument("--seed", type=int, default=1, help="of the first round's load; the next ones count on")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one load may take")
     parser.add_argument("--quick", action="store_true", help="an eighth of every length and number")
     args = parser.parse_args(argv)
@@ -110,9 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for shape in args.shape:
         rows = compare(shape, args.load, args)
         table += [table_row(shape, key, rows[key]) for key in args.load]
-        runs += [
-            {"side": side} | asdict(row) for sides in rows.values() for side in SIDES for row in sides[side]
-        ]
+        runs += [{"side": side} | asdict(row) for sides in rows.values() for side in SIDES for row in sides[side]]
         (args.out / "result.json").write_text(json.dumps(runs, indent=1) + "\n")
     print("", HEADER, "|---" * 11 + "|", *table, "", f"logs and figures: {args.out}", sep="\n")
     return 1 if any(run["error"] for run in runs) else 0

@@ -95,9 +95,7 @@ class Run:
     graphs: str
 
 
-def run_once(
-    server: BenchServer, shape: str, key: str, side: str, round_: int, args: argparse.Namespace
-) -> Run:
+def run_once(server: BenchServer, shape: str, key: str, side: str, round_: int, args: argparse.Namespace) -> Run:
     """Measure one run. Raises ServerDied, or RuntimeError if a request failed."""
     load = LOADS[key].eighth() if args.quick else LOADS[key]
     extra = []
@@ -169,20 +167,14 @@ def table_row(runs: Sequence[Run]) -> str:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", default=["0.6b", "8b"], choices=list(SHAPES))
-    parser.add_argument(
-        "--load", nargs="+", default=list(LOADS), choices=list(LOADS), help="requests at a time"
-    )
+    parser.add_argument("--load", nargs="+", default=list(LOADS), choices=list(LOADS), help="requests at a time")
     parser.add_argument("--rounds", type=int, default=4, help="runs of each load on each side")
     parser.add_argument("--server-args", default="", help="more flags for the server, as one word")
     parser.add_argument("--out", type=Path, default=None, help="folder for logs and figures")
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "fenceline-bench-models")
-    parser.add_argument(
-        "--seed", type=int, default=1, help="of the first round's load; the next ones count on"
-    )
+    parser.add_argument("--seed", type=int, default=1, help="of the first round's load; the next ones count on")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one run may take")
     parser.add_argument("--quick", action="store_true", help="an eighth of every length and number")
     args = parser.parse_args(argv)

@@ -79,9 +79,7 @@ def print_profile(result: profile, args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-8b", choices=list(SHAPES))
     parser.add_argument("--batch", default="1", help="batch sizes")
     parser.add_argument("--prompt-len", type=int, default=1024)

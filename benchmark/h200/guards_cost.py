@@ -114,18 +114,14 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         with suppress(ProcessLookupError):
-            os.killpg(
-                self._process.pid, signal.SIGKILL
-            )  # this includes the process that receives its messages
+            os.killpg(self._process.pid, signal.SIGKILL)  # this includes the process that receives its messages
         self._process.wait()
         self._answers.close()
 
     def answer(self) -> list[float]:
         """The figures in the child's next line."""
         if not select.select([self._answers], [], [], self._timeout_s)[0]:
-            raise RuntimeError(
-                f"the engine {self._which} has said nothing for {self._timeout_s:g} s (--timeout)"
-            )
+            raise RuntimeError(f"the engine {self._which} has said nothing for {self._timeout_s:g} s (--timeout)")
         line = self._answers.readline()
         if not line:
             raise self._ended()
@@ -165,9 +161,7 @@ def table(runs: dict[str, list[Figures]], batches: Sequence[str]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The turns, and the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="0.6b")
     parser.add_argument("--batch", default="64,256", help="requests at a time")
     parser.add_argument("--turns", type=int, default=9)
@@ -194,9 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             engine.answer()
         for turn in range(args.turns):
             order = names[turn % 3 :] + names[: turn % 3]
-            figures = {
-                name: {batch: engines[name].turn(batch) for batch in args.batch.split(",")} for name in order
-            }
+            figures = {name: {batch: engines[name].turn(batch) for batch in args.batch.split(",")} for name in order}
             for name in names:
                 runs[name].append(figures[name])
             print(f"{args.shape}, turn {turn + 1}: {figures}", flush=True)

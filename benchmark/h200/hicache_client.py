@@ -44,8 +44,7 @@ class Client:
     def __init__(self, url: str, timeout_s: float = 120.0) -> None:
         self._url = url
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),
-            timeout=aiohttp.ClientTimeout(total=timeout_s),
+            connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=aiohttp.ClientTimeout(total=timeout_s)
         )
 
     async def __aenter__(self) -> Client:
@@ -69,11 +68,7 @@ class Client:
     async def score(self, ids: Sequence[int], first: int) -> Answer:
         """An answer whose ``input_logprobs`` and ``input_top`` have the logprobs of ``ids[first:]``; ``first`` is at
         least 1. The first position of a request for logprobs has none, so the preceding one is requested too."""
-        body: dict[str, object] = {
-            "input_ids": list(ids),
-            "sampling_params": _greedy(0),
-            "return_logprob": True,
-        }
+        body: dict[str, object] = {"input_ids": list(ids), "sampling_params": _greedy(0), "return_logprob": True}
         answer = await self._post(body | {"top_logprobs_num": NUM_TOP, "logprob_start_len": first - 1})
         logprobs, top = answer.input_logprobs[1:], answer.input_top[1:]
         if not len(logprobs) == len(top) == len(ids) - first:

@@ -137,9 +137,7 @@ def start_batch(engine: InProcessEngine, batch: int, num_steps: int, prompt_len:
     engine.step_until(lambda: hicache is None or not hicache.num_in_flight)  # the prompts' backups
 
 
-def run_block(
-    engine: InProcessEngine, num_steps: int, before_step: Callable[[], None] = lambda: None
-) -> Block:
+def run_block(engine: InProcessEngine, num_steps: int, before_step: Callable[[], None] = lambda: None) -> Block:
     """``num_steps`` steps."""
     engine.device.synchronize()
     engine.step()
@@ -181,9 +179,7 @@ def measure_transfers(io: str, args: argparse.Namespace) -> dict[str, list[Block
     return blocks
 
 
-def _busy_block(
-    engine: InProcessEngine, traffic: Traffic, kinds: Sequence[TransferKind], num_steps: int
-) -> Block:
+def _busy_block(engine: InProcessEngine, traffic: Traffic, kinds: Sequence[TransferKind], num_steps: int) -> Block:
     traffic.feed(kinds)
     size, begin = traffic.num_bytes(), time.perf_counter()
     block = run_block(engine, num_steps, lambda: traffic.feed(kinds))
@@ -213,15 +209,7 @@ def transfers(args: argparse.Namespace) -> tuple[str, list[object]]:
             )
         steps = {what: [b.step_s for b in found] for what, found in blocks.items()}
         figures.append({"io": io, "attention": args.attention, "step_s": steps})
-    columns = [
-        "shape",
-        "batch",
-        "io, decode attention",
-        "what travels",
-        "tok/s without",
-        "tok/s with",
-        "ratio",
-    ]
+    columns = ["shape", "batch", "io, decode attention", "what travels", "tok/s without", "tok/s with", "ratio"]
     return table([*columns, "GB/s submitted", "CPU us/step"], rows), figures
 
 
@@ -237,44 +225,23 @@ def idle(args: argparse.Namespace) -> tuple[str, list[object]]:
             name: stack.enter_context(InProcessEngine(model, [*plain, *flags]))
             for name, flags in (("off", []), ("on", host), ("off again", []))
         }
-        print(
-            f"{args.shape}: three engines, the last ready after {engines['off again'].start_s:.1f} s",
-            flush=True,
-        )
+        print(f"{args.shape}: three engines, the last ready after {engines['off again'].start_s:.1f} s", flush=True)
         for batch in args.batch:
             blocks = idle_blocks(engines, batch, args)
             medians = {name: median_block(found) for name, found in blocks.items()}
             for name in ("on", "off again"):
                 ratios = [a.step_s / b.step_s for a, b in zip(blocks[name], blocks["off"], strict=True)]
                 rows.append(
-                    [
-                        args.shape,
-                        batch,
-                        name,
-                        f"{medians['off'].step_s * 1e3:.4f}",
-                        f"{medians[name].step_s * 1e3:.4f}",
-                    ]
+                    [args.shape, batch, name, f"{medians['off'].step_s * 1e3:.4f}", f"{medians[name].step_s * 1e3:.4f}"]
                     + [f"{statistics.median(ratios):.4f}", f"{min(ratios):.4f} to {max(ratios):.4f}"]
                     + [f"{medians['off'].cpu_s * 1e6:.0f}", f"{medians[name].cpu_s * 1e6:.0f}"]
                 )
             figures.append({"batch": batch, "step_s": {n: [b.step_s for b in f] for n, f in blocks.items()}})
-    columns = [
-        "shape",
-        "batch",
-        "HiCache",
-        "step ms off",
-        "step ms",
-        "ratio",
-        "pairs",
-        "CPU us off",
-        "CPU us",
-    ]
+    columns = ["shape", "batch", "HiCache", "step ms off", "step ms", "ratio", "pairs", "CPU us off", "CPU us"]
     return table(columns, rows), figures
 
 
-def idle_blocks(
-    engines: dict[str, InProcessEngine], batch: int, args: argparse.Namespace
-) -> dict[str, list[Block]]:
+def idle_blocks(engines: dict[str, InProcessEngine], batch: int, args: argparse.Namespace) -> dict[str, list[Block]]:
     """Blocks in turns; the order within a turn changes, because clocks and temperature drift."""
     for engine in engines.values():
         start_batch(engine, batch, args.repeats * (args.steps + 1), args.prompt_len)
@@ -290,9 +257,7 @@ def idle_blocks(
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("transfers", "idle"))
     parser.add_argument("--shape", default="0.6b", choices=list(SHAPES))
     parser.add_argument("--batch", default="64", help="requests that decode; transfers takes one number")
@@ -311,20 +276,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if not args.batch.replace(",", "").isdigit() or set(args.io_backend) - {"direct", "kernel"}:
         parser.error("--batch takes numbers with commas between them, --io-backend direct, kernel or both")
     args.batch = [int(number) for number in args.batch.split(",")]
-    if min(args.pages, args.steps, args.repeats, *args.batch) < 1 or (
-        args.what == "transfers" and len(args.batch) > 1
-    ):
-        parser.error(
-            "--pages, --steps, --repeats and --batch must be at least 1; transfers takes one --batch"
-        )
+    if min(args.pages, args.steps, args.repeats, *args.batch) < 1 or (args.what == "transfers" and len(args.batch) > 1):
+        parser.error("--pages, --steps, --repeats and --batch must be at least 1; transfers takes one --batch")
     num_blocks = args.repeats * (1 if args.what == "idle" else 2 * len(_WHATS))
-    longest = (
-        args.prompt_len + num_blocks * (args.steps + _FINISH_STEPS) + _WARM_STEPS + 64 + 2 * args.page_size
-    )
-    pool = (
-        args.pool
-        or (max(args.batch) * longest + 2 * args.pages * args.page_size) // args.page_size * args.page_size
-    )
+    longest = args.prompt_len + num_blocks * (args.steps + _FINISH_STEPS) + _WARM_STEPS + 64 + 2 * args.page_size
+    pool = args.pool or (max(args.batch) * longest + 2 * args.pages * args.page_size) // args.page_size * args.page_size
     args.tokens = ["--page-size", str(args.page_size), "--max-total-tokens", str(pool)]
     args.tokens += ["--max-running-requests", str(max(args.batch)), "--cuda-graph-bs", *map(str, args.batch)]
     host_tokens = 8 * args.pages * args.page_size + 2 * max(args.batch) * args.prompt_len  # traffic, prompts

@@ -87,13 +87,7 @@ def _encoder(shape: str) -> FastEncoder:
     return FastEncoder(Tokenizer.from_file(f"{demo_model_path(shape)}/tokenizer.json"))
 
 
-_TIERS = (
-    "--enable-hierarchical-cache",
-    "--hicache-write-policy",
-    "write_through",
-    "--hicache-io-backend",
-    "kernel",
-)
+_TIERS = ("--enable-hierarchical-cache", "--hicache-write-policy", "write_through", "--hicache-io-backend", "kernel")
 
 # A request waits for the part of its prompt that is in storage, but with a time limit.
 _PREFETCH = ("--hicache-storage-prefetch-policy", "timeout", "--hicache-storage-prefetch-timeout", "1")

@@ -189,12 +189,7 @@ async def _watch(server: BenchServer, load: Load, windows: list[dict[str, object
         seconds = round(time.monotonic() - load._begin, 1)
         tally = load.tally
         windows.append({"seconds": seconds, "turns": tally.num_turns, "state": state})
-        line = {
-            "seconds": seconds,
-            "turns": tally.num_turns,
-            "errors": tally.errors[:3],
-            "alive": server.alive,
-        }
+        line = {"seconds": seconds, "turns": tally.num_turns, "errors": tally.errors[:3], "alive": server.alive}
         (out / "progress.json").write_text(json.dumps(line | {"hits": tally.hit_tokens, "state": state}))
 
 
@@ -277,10 +272,7 @@ def report(result: Mapping[str, object]) -> str:
         ("failed, aborted by the client", f"{len(tally['errors'])}, {tally['num_aborted']:,}"),
         ("prompt, output tokens", f"{tally['num_prompt_tokens']:,}, {tally['num_output_tokens']:,}"),
         ("hit tokens by tier", ", ".join(f"{k} {v:,}" for k, v in tally["hit_tokens"].items())),
-        (
-            "pool, host tier (tokens)",
-            f"{state['max_total_num_tokens']:,}, {hicache.get('num_host_tokens', 0):,}",
-        ),
+        ("pool, host tier (tokens)", f"{state['max_total_num_tokens']:,}, {hicache.get('num_host_tokens', 0):,}"),
         ("evicted tokens", ", ".join(f"{k} {v:,}" for k, v in hicache.get("evicted_tokens", {}).items())),
         ("loads", _transfers(hicache.get("load"), seconds)),
         ("stores", _transfers(hicache.get("store"), seconds)),
@@ -288,15 +280,9 @@ def report(result: Mapping[str, object]) -> str:
         ("storage: written", _transfers(hicache.get("storage_write"), seconds)),
         ("prefetches", ", ".join(f"{k} {v:,}" for k, v in hicache.get("prefetches", {}).items()) or "none"),
         ("mean accept length", f"{state.get('avg_spec_accept_length') or 1.0:.3f}"),
-        (
-            "graph replays of eligible steps",
-            f"{graphs.get('replays', 0):,} of {graphs.get('eligible_steps', 0):,}",
-        ),
+        ("graph replays of eligible steps", f"{graphs.get('replays', 0):,} of {graphs.get('eligible_steps', 0):,}"),
         ("fallbacks, repairs", f"{graphs.get('fallbacks') or 'none'}, {graphs.get('repairs') or 'none'}"),
-        (
-            "retractions, recomputed as stale",
-            f"{state['num_retractions']}, {hicache.get('recomputes') or 'none'}",
-        ),
+        ("retractions, recomputed as stale", f"{state['num_retractions']}, {hicache.get('recomputes') or 'none'}"),
         ("nodes locked afterwards, flushed", f"{hicache.get('num_locked_nodes', 0)}, {state['flushed']}"),
     ]
     return table(["soak", ""], rows)
@@ -370,9 +356,7 @@ def both(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "verify", "both"))
     parser.add_argument("--out", type=Path, required=True, help="folder for logs, samples and figures")
     parser.add_argument("--preset", choices=list(PRESETS), default="h200")
@@ -381,9 +365,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--abort-share", type=float, default=0.01, help="requests that the client gives up")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--server-args", default="", help="more flags for the soak's server, as one word")
-    parser.add_argument(
-        "--without-hicache", action="store_true", help="the same load on the plain prefix cache"
-    )
+    parser.add_argument("--without-hicache", action="store_true", help="the same load on the plain prefix cache")
     parser.add_argument(
         "--wait", type=float, default=900.0, help="seconds: verify waits for the run's end, both for verify's"
     )

@@ -103,9 +103,7 @@ def check_tiers(what: str, tiers: Mapping[str, int], prefix: int) -> None:
     found = {tier: num for tier, num in tiers.items() if num}
     wanted = {} if what == "computed" else {what: prefix}
     if found != wanted:
-        raise RequestFailed(
-            f"a prefix of {prefix} tokens that was to be {what} was found as {found or 'nowhere'}"
-        )
+        raise RequestFailed(f"a prefix of {prefix} tokens that was to be {what} was found as {found or 'nowhere'}")
 
 
 def repeat(
@@ -135,9 +133,7 @@ def measure(ask: Ask, flush_all: Callable[[], None], io: str, args: argparse.Nam
     found = []
     for prefix in args.prefix:
         times = [repeat(ask, flush_all, rng, prefix, args) for _ in range(args.repeats + 1)][1:]
-        computed, host, device = (
-            statistics.median(t[what] for t in times) for what in ("computed", "host", "device")
-        )
+        computed, host, device = (statistics.median(t[what] for t in times) for what in ("computed", "host", "device"))
         hosts = [t["host"] for t in times]
         spread = (min(hosts), max(hosts))
         floor = args.floors[prefix]
@@ -149,14 +145,7 @@ def measure(ask: Ask, flush_all: Callable[[], None], io: str, args: argparse.Nam
 def flags_of(io: str, args: argparse.Namespace) -> list[str]:
     """The engine's flags: a pool little larger than the longest prompt, a host tier that holds it and the filler."""
     tokens = ("--max-total-tokens", str(args.pool), "--context-length", str(args.pool + args.page_size))
-    flags = [
-        *tokens,
-        "--page-size",
-        str(args.page_size),
-        "--max-running-requests",
-        "8",
-        *words(args.server_args),
-    ]
+    flags = [*tokens, "--page-size", str(args.page_size), "--max-running-requests", "8", *words(args.server_args)]
     if args.without_hicache:
         return flags
     host = ("--enable-hierarchical-cache", "--hicache-ratio", "3", "--hicache-io-backend", io)
@@ -183,10 +172,7 @@ def measure_floor(num_bytes: int) -> float:
 def over_http(args: argparse.Namespace) -> list[Figures]:
     """A server for each io backend, started together, measured one after the other. Raises ServerDied."""
     model = make_model_dir(args.shape, args.models)
-    servers = {
-        io: BenchServer(model, flags_of(io, args), args.out / f"ttft.{io}.server.log")
-        for io in args.io_backend
-    }
+    servers = {io: BenchServer(model, flags_of(io, args), args.out / f"ttft.{io}.server.log") for io in args.io_backend}
     found = []
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
         starting = [pool.submit(server.__enter__) for server in servers.values()]
@@ -218,27 +204,12 @@ def in_process(args: argparse.Namespace) -> list[Figures]:
 
 def report(found: Sequence[Figures]) -> str:
     """The table."""
-    columns = [
-        "prefix",
-        "io",
-        "computed ms",
-        "SGLang",
-        "host ms",
-        "least to most",
-        "above the floor",
-        "SGLang",
-    ]
+    columns = ["prefix", "io", "computed ms", "SGLang", "host ms", "least to most", "above the floor", "SGLang"]
     columns += ["device ms", "SGLang", "link's floor ms"]
     rows = []
     for f in found:
         computed, host, device = _SGLANG.get(f.prefix, ("", "", ""))
-        cells = [
-            f"{f.prefix:,}",
-            f"{f.io_backend}, {f.via}",
-            f"{f.computed_ms:.1f}",
-            computed,
-            f"{f.host_ms:.1f}",
-        ]
+        cells = [f"{f.prefix:,}", f"{f.io_backend}, {f.via}", f"{f.computed_ms:.1f}", computed, f"{f.host_ms:.1f}"]
         cells += [f"{f.spread_ms[0]:.1f} to {f.spread_ms[1]:.1f}", f"{f.host_ms - f.floor_ms:+.1f}", host]
         rows.append([*cells, f"{f.device_ms:.1f}", device, f"{f.floor_ms:.1f}"])
     return table(columns, rows)
@@ -246,9 +217,7 @@ def report(found: Sequence[Figures]) -> str:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-8b", choices=list(SHAPES))
     parser.add_argument("--prefix", default="8192,16384", help="tokens, multiples of --page-size")
     parser.add_argument("--io-backend", default="direct,kernel")
@@ -258,9 +227,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--server-args", default="", help="more flags for the server, as one word")
-    parser.add_argument(
-        "--without-hicache", action="store_true", help="the plain prefix cache: no host column"
-    )
+    parser.add_argument("--without-hicache", action="store_true", help="the plain prefix cache: no host column")
     parser.add_argument("--out", type=Path, default=None, help="folder for logs and ttft.json")
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "fenceline-bench-models")
     args = parser.parse_args(argv)

@@ -62,9 +62,7 @@ class Sample:
     @classmethod
     def of(cls, prompt: list[int], answer: Answer, label: str) -> Sample:
         """The sample of an answer with logprobs."""
-        return cls(
-            prompt, answer.output_ids, answer.output_logprobs, answer.output_top, dict(answer.tiers), label
-        )
+        return cls(prompt, answer.output_ids, answer.output_logprobs, answer.output_top, dict(answer.tiers), label)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +134,7 @@ def prompt_of(rng: random.Random, preset: Preset) -> list[int]:
     return preset.ids(rng, num)
 
 
-async def second_turns(
-    client: Client, preset: Preset, prompts: Sequence[list[int]], at_once: int
-) -> list[Sample]:
+async def second_turns(client: Client, preset: Preset, prompts: Sequence[list[int]], at_once: int) -> list[Sample]:
     """Run conversations of two turns; the answers of the second turns are returned."""
     rng = random.Random(17)
     lengths = preset.lengths
@@ -228,9 +224,7 @@ def _separation(measure: Measure, right: Sequence[Score], wrong: Sequence[Score]
     ]
 
 
-def verdicts(
-    groups: Mapping[str, Sequence[Score]], bounds: Mapping[str, float]
-) -> tuple[list[str], list[str]]:
+def verdicts(groups: Mapping[str, Sequence[Score]], bounds: Mapping[str, float]) -> tuple[list[str], list[str]]:
     """(results, failures), one line each."""
     said, missed = [], []
     for group, scores in groups.items():
@@ -245,9 +239,7 @@ def verdicts(
     return said, missed
 
 
-def outcome(
-    result: Mapping[str, Mapping[str, object]], scores: Sequence[Score], bounds: Mapping[str, float]
-) -> str:
+def outcome(result: Mapping[str, Mapping[str, object]], scores: Sequence[Score], bounds: Mapping[str, float]) -> str:
     """A table with the counts of a run that must be zero, and with its answers. ``result``: its soak.json."""
     tally, state = result["tally"], result["settled"]
     graphs, hicache = state.get("cuda_graphs") or {}, state.get("hicache") or {}
@@ -267,9 +259,7 @@ def _wait_for_run(out: Path, timeout_s: float) -> list[Sample]:
     end = time.monotonic() + timeout_s
     while not (out / "soak.json").is_file():
         if time.monotonic() > end:
-            raise RequestFailed(
-                f"{out}/soak.json is not there after {timeout_s:g} s: has the run been started?"
-            )
+            raise RequestFailed(f"{out}/soak.json is not there after {timeout_s:g} s: has the run been started?")
         time.sleep(_POLL_S)
     file = out / "samples.json"
     if not file.is_file():
@@ -282,13 +272,7 @@ def measure_groups(args: argparse.Namespace, preset: Preset) -> dict[str, list[S
     model = make_model_dir(preset.shape, args.models)
     fault_log = args.out / "faults.jsonl"
     fault_log.unlink(missing_ok=True)
-    launcher = (
-        str(Path(__file__).parent / "hicache_fault.py"),
-        "--faults",
-        _FAULTS,
-        "--fault-log",
-        str(fault_log),
-    )
+    launcher = (str(Path(__file__).parent / "hicache_fault.py"), "--faults", _FAULTS, "--fault-log", str(fault_log))
     plants_faults = preset.num_controls > 0 and not args.without_hicache
     fault_flags = [*preset.model, *preset.fault, *preset.fault_tiers()]
     servers = [
@@ -333,9 +317,7 @@ def verify(args: argparse.Namespace) -> int:
     tokens = sum(score.num_tokens for score in groups["soak"])
     said.append(f"soak: {tokens} tokens checked, {with_host} of the answers after a prefix from the host")
     scores = {group: [asdict(score) for score in found] for group, found in groups.items()}
-    (args.out / "verify.json").write_text(
-        json.dumps({"bounds": bounds, "said": said, "missed": missed} | scores)
-    )
+    (args.out / "verify.json").write_text(json.dumps({"bounds": bounds, "said": said, "missed": missed} | scores))
     print("", report(groups, bounds), "", *said, sep="\n")
     print("", outcome(json.loads((args.out / "soak.json").read_text()), groups["soak"], bounds), "", sep="\n")
     for line in missed:

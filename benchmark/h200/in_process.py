@@ -68,14 +68,7 @@ class InProcessEngine:
 
     def __init__(self, model_dir: Path, flags: Sequence[str]) -> None:
         begin = time.perf_counter()
-        argv = [
-            "--model-path",
-            str(model_dir),
-            "--load-format",
-            "dummy",
-            "--decode-log-interval",
-            "1000000000",
-        ]
+        argv = ["--model-path", str(model_dir), "--load-format", "dummy", "--decode-log-interval", "1000000000"]
         self.config = resolve(parse_args([*argv, *flags]))
         self._ports = make_ports()
         context = multiprocessing.get_context("spawn")
@@ -85,9 +78,7 @@ class InProcessEngine:
         self._children = [
             context.Process(target=_take_everything, args=(self._ports,), daemon=True),
             *(
-                context.Process(
-                    target=run_scheduler_process, args=(self.config, self._ports, rank), daemon=True
-                )
+                context.Process(target=run_scheduler_process, args=(self.config, self._ports, rank), daemon=True)
                 for rank in range(1, num_ranks)
             ),
         ]

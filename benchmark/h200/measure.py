@@ -100,13 +100,7 @@ class Measurement:
     """All jobs that are run into one folder within one time."""
 
     def __init__(
-        self,
-        out: Path,
-        seconds: float,
-        before: Path | None,
-        cores: Sequence[int],
-        num_gpus: int,
-        beside: bool = True,
+        self, out: Path, seconds: float, before: Path | None, cores: Sequence[int], num_gpus: int, beside: bool = True
     ) -> None:
         """``cores``: the numbers of the CPU cores that may be used. ``beside``: whether there are jobs that use no
         GPU."""
@@ -141,9 +135,7 @@ class Measurement:
         changed = threading.Condition()
 
         def run(job: Job, gpus: list[int]) -> None:
-            cores = [
-                core for gpu in gpus for core in self._gpu_cores[gpu * self._num_cores :][: self._num_cores]
-            ]
+            cores = [core for gpu in gpus for core in self._gpu_cores[gpu * self._num_cores :][: self._num_cores]]
             env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if self._num_gpus > 1 else None
             try:
                 self._run(job, cores or self._gpu_cores, env)
@@ -189,9 +181,7 @@ class Measurement:
         folder, log = self._out / "logs" / job.name, self._out / "logs" / f"{job.name}.log"
         folder.mkdir(exist_ok=True)
         line = job.command.replace("{out}", shlex.quote(str(folder)))
-        line = line.replace("{python}", shlex.quote(sys.executable)).replace(
-            "{before}", shlex.quote(str(self._before))
-        )
+        line = line.replace("{python}", shlex.quote(sys.executable)).replace("{before}", shlex.quote(str(self._before)))
         start = time.monotonic()
         with log.open("wb") as file:
             process = subprocess.Popen(
@@ -206,9 +196,7 @@ class Measurement:
             )
             status = _wait(process, job.seconds)
         shown = tuple(
-            text
-            for text in log.read_text(errors="replace").splitlines()
-            if job.show and re.search(job.show, text)
+            text for text in log.read_text(errors="replace").splitlines() if job.show and re.search(job.show, text)
         )
         self._end_of(Result(job, status, time.monotonic() - start, shown))
         self._pack()
@@ -252,18 +240,12 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:
 
 def main() -> int:
     """1 if a job failed, was stopped or was not begun."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--jobs", type=Path, default=LIST, metavar="FILE", help="the list (default: measurements.toml)"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=Path, default=LIST, metavar="FILE", help="the list (default: measurements.toml)")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="NAME", help="names of jobs, or patterns")
     parser.add_argument("--seconds", type=float, default=540.0, help="for all of them")
     parser.add_argument("--out", type=Path, help="folder for logs/ and logs.tar.xz")
-    parser.add_argument(
-        "--before", type=Path, help="root of another checkout, for jobs that compare with one"
-    )
+    parser.add_argument("--before", type=Path, help="root of another checkout, for jobs that compare with one")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of this machine to use")
     parser.add_argument("--list", action="store_true", help="print the jobs and what each decides")
     args = parser.parse_args()

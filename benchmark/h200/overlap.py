@@ -58,15 +58,7 @@ class Overlap:
     def __str__(self) -> str:
         replay = "no graph" if self.replay_ms is None else f"{self.replay_ms:.3f}"
         ratio = "" if self.ratio is None else f"{self.ratio:.3f}"
-        cells = (
-            self.shape,
-            self.batch,
-            self.size,
-            f"{self.step_ms:.3f}",
-            replay,
-            ratio,
-            f"{self.cpu_ms:.3f}",
-        )
+        cells = (self.shape, self.batch, self.size, f"{self.step_ms:.3f}", replay, ratio, f"{self.cpu_ms:.3f}")
         return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -106,9 +98,7 @@ def measure(engine: InProcessEngine, shape: str, batch: int, args: argparse.Name
             delattr(owner, part)
     engine.abort_all()
     replay_ms = statistics.median(replays) * 1e3 if replays else None
-    return Overlap(
-        shape, batch, size, statistics.median(steps) * 1e3, statistics.median(cpus) * 1e3, replay_ms
-    )
+    return Overlap(shape, batch, size, statistics.median(steps) * 1e3, statistics.median(cpus) * 1e3, replay_ms)
 
 
 class _ReplayState:
@@ -165,9 +155,7 @@ HEADER = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """One process for each shape; prints the table, writes --out."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="all", choices=["all", *SHAPES], help="all: 0.6b and 8b")
     parser.add_argument("--batch", default="1,16,64,256", help="batch sizes")
     parser.add_argument("--prompt-len", type=int, default=512)

@@ -43,9 +43,7 @@ class _Timed:
         return hidden
 
 
-def measure(
-    engine: InProcessEngine, num_tokens: int, graphs: PiecewiseCudaGraphRunner | None
-) -> tuple[float, ...]:
+def measure(engine: InProcessEngine, num_tokens: int, graphs: PiecewiseCudaGraphRunner | None) -> tuple[float, ...]:
     """Medians in milliseconds: the layers' CPU time, their GPU time, the step's submission, the first token."""
     rows = []
     timed = _Timed(engine, graphs)
@@ -67,9 +65,7 @@ def measure(
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="0.6b", choices=list(SHAPES))
     parser.add_argument("--tokens", default="64,256,1024,2048", help="lengths of prompts")
     parser.add_argument("--max-tokens", type=int, default=2048, help="largest captured size")

@@ -97,25 +97,10 @@ def bench(
     file = out / f"{name}.bench.json"
     file.unlink(missing_ok=True)
     command = [
-        *(
-            sys.executable,
-            "-m",
-            "fenceline.bench_serving",
-            "--backend",
-            "fenceline",
-            "--base-url",
-            server.url,
-        ),
+        *(sys.executable, "-m", "fenceline.bench_serving", "--backend", "fenceline", "--base-url", server.url),
         *("--dataset-name", "random-ids", "--vocab-size", str(vocab), "--random-range-ratio", "1"),
         *("--random-input-len", str(load.input_len), "--random-output-len", str(load.output_len)),
-        *(
-            "--num-prompts",
-            str(load.num_prompts),
-            "--max-concurrency",
-            str(load.concurrency),
-            "--seed",
-            str(seed),
-        ),
+        *("--num-prompts", str(load.num_prompts), "--max-concurrency", str(load.concurrency), "--seed", str(seed)),
         *("--warmup-requests", "1", "--flush-cache", "--disable-tqdm", "--output-file", str(file)),
         *extra,
     ]
@@ -183,9 +168,7 @@ def run_shape(shape: str, keys: Sequence[str], args: argparse.Namespace) -> Iter
     left = list(keys)
     while left:
         try:
-            with BenchServer(
-                model_dir, shlex.split(args.server_args), args.out / f"{shape}.server.log"
-            ) as server:
+            with BenchServer(model_dir, shlex.split(args.server_args), args.out / f"{shape}.server.log") as server:
                 print(f"{shlex.join(server.command)}: ready after {server.start_s:.1f} s", flush=True)
                 while left:
                     yield measure(server, shape, left[0], args)
@@ -207,16 +190,7 @@ def table_row(row: Row) -> str:
         return f"| {row.shape} | {row.what} | failed |"
     ours, theirs = row.figures, SGLANG.get((row.shape, row.load))
     if theirs is None:
-        cells = [
-            f"{ours.output_tok_s:,.0f}",
-            "",
-            "",
-            f"{ours.ttft_ms:.1f}",
-            "",
-            f"{ours.tpot_ms:.2f}",
-            "",
-            "",
-        ]
+        cells = [f"{ours.output_tok_s:,.0f}", "", "", f"{ours.ttft_ms:.1f}", "", f"{ours.tpot_ms:.2f}", "", ""]
     else:
         cells = [
             *(f"{ours.output_tok_s:,.0f}", f"{theirs.output_tok_s:,.0f}"),
@@ -229,9 +203,7 @@ def table_row(row: Row) -> str:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="all", choices=["all", *SHAPES], help="all: 0.6b and 8b")
     parser.add_argument("--load", default="all", choices=["all", *LOADS], help="requests at a time")
     parser.add_argument("--server-args", default="", help="more flags for the server, as one word")

@@ -48,9 +48,7 @@ class AttackedServer:
     ``nofile``: soft and hard limit of its descriptors. The ``with`` block begins when the process has been started;
     :meth:`wait_ready` returns when it serves."""
 
-    def __init__(
-        self, python_path: Path, flags: Sequence[str] = (), nofile: tuple[int, int] | None = None
-    ) -> None:
+    def __init__(self, python_path: Path, flags: Sequence[str] = (), nofile: tuple[int, int] | None = None) -> None:
         self.port = _free_port()
         self._nofile = nofile
         self._python_path = python_path
@@ -65,11 +63,7 @@ class AttackedServer:
             str(python_path),
             os.environ.get("PYTHONPATH", ""),
         ]  # the tree under test first, then the previous paths
-        self._env = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "TMPDIR": str(self.folder),
-        }
+        self._env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "TMPDIR": str(self.folder)}
 
     @property
     def pid(self) -> int:

@@ -42,12 +42,7 @@ class Target:
         self.outcomes: Counter[str] = Counter()
 
     async def send(
-        self,
-        data: bytes,
-        wait_s: float = 120.0,
-        *,
-        leave_after_s: float | None = None,
-        head_only: bool = False,
+        self, data: bytes, wait_s: float = 120.0, *, leave_after_s: float | None = None, head_only: bool = False
     ) -> Answer | str:
         """Send one request on a new connection and count its outcome."""
         answer = await exchange(self.port, data, wait_s, leave_after_s=leave_after_s, head_only=head_only)
@@ -84,11 +79,7 @@ ATTACKS: dict[str, Attack] = {}
 
 
 def attack(
-    name: str,
-    *,
-    limit_s: float = 60.0,
-    nofile: tuple[int, int] | None = None,
-    flags: Sequence[str] = (),
+    name: str, *, limit_s: float = 60.0, nofile: tuple[int, int] | None = None, flags: Sequence[str] = ()
 ) -> Callable[[Callable[[], Run]], Callable[[], Run]]:
     """Add a function to the list of attacks."""
 
@@ -111,13 +102,7 @@ def one(name: str, path: str, body: Callable[[], object], *, limit_s: float = 10
 
 
 def several(
-    name: str,
-    path: str,
-    body: Callable[[], object],
-    num: int,
-    *,
-    at_once: int | None = None,
-    limit_s: float = 100.0,
+    name: str, path: str, body: Callable[[], object], num: int, *, at_once: int | None = None, limit_s: float = 100.0
 ) -> None:
     """An attack of ``num`` equal POSTs, ``at_once`` at a time, by default all."""
 
@@ -153,13 +138,7 @@ def _nothing_for_long() -> Run:
 
 one("/tokenize, a text of 60 MB", "/tokenize", lambda: {"prompt": words(60_000_000)})
 several("/tokenize, 1 MB a hundred times", "/tokenize", lambda: {"prompt": words(MIB)}, 100, at_once=16)
-several(
-    "/detokenize, 100,000 ids a hundred times",
-    "/detokenize",
-    lambda: {"tokens": [300] * 100_000},
-    100,
-    at_once=16,
-)
+several("/detokenize, 100,000 ids a hundred times", "/detokenize", lambda: {"tokens": [300] * 100_000}, 100, at_once=16)
 
 
 @attack("/generate, 50 MB of text, left after 1 s")
@@ -173,10 +152,7 @@ def _left() -> Run:
 
 
 several(
-    "64 bodies of 60 MB of ids at once",
-    "/generate",
-    lambda: repeated(b'{"input_ids":[', b"9", 30_000_000, b"]}"),
-    64,
+    "64 bodies of 60 MB of ids at once", "/generate", lambda: repeated(b'{"input_ids":[', b"9", 30_000_000, b"]}"), 64
 )
 several(
     "640 bodies of 130,000 ids, 64 at once",
@@ -214,10 +190,7 @@ _raw(
 _raw(
     "a chunked body of a million one-byte chunks",
     lambda: (
-        head("POST", "/generate", ["Transfer-Encoding: chunked"])
-        + b"\r\n"
-        + b"1\r\n[\r\n" * 1_000_000
-        + b"0\r\n\r\n"
+        head("POST", "/generate", ["Transfer-Encoding: chunked"]) + b"\r\n" + b"1\r\n[\r\n" * 1_000_000 + b"0\r\n\r\n"
     ),
 )
 
@@ -307,11 +280,7 @@ one(
     "/generate",
     lambda: {
         "input_ids": [[5 + i, 6, 7] for i in range(32)],
-        "sampling_params": {
-            "n": 128,
-            "max_new_tokens": 4,
-            "logit_bias": {str(token): 0.5 for token in range(1000)},
-        },
+        "sampling_params": {"n": 128, "max_new_tokens": 4, "logit_bias": {str(token): 0.5 for token in range(1000)}},
     },
     limit_s=60,
 )
@@ -333,17 +302,13 @@ def _flood() -> Run:
 
 @attack("4,096 short prompts, left after 5 s", limit_s=20)
 def _short_flood() -> Run:
-    data = post(
-        "/generate", {"text": ["Once upon a time"] * 4096, "sampling_params": {"max_new_tokens": 500}}
-    )
+    data = post("/generate", {"text": ["Once upon a time"] * 4096, "sampling_params": {"max_new_tokens": 500}})
     return lambda target: target.send(data, leave_after_s=5.0)
 
 
 @attack("2,000 streams, each left after its first bytes", limit_s=60)
 def _left_streams() -> Run:
-    data = post(
-        "/generate", {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 2000}, "stream": True}
-    )
+    data = post("/generate", {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 2000}, "stream": True})
 
     async def run(target: Target) -> None:
         async def some(num: int) -> None:
@@ -388,9 +353,7 @@ def _unread_streams() -> Run:
 
 @attack("16 streams that are never read", limit_s=30)
 def _few_unread_streams() -> Run:
-    return _unread(
-        {"text": "Once", "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}, "stream": True}, 16
-    )
+    return _unread({"text": "Once", "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}, "stream": True}, 16)
 
 
 @attack("32 large answers that are never read", limit_s=30)
@@ -487,11 +450,7 @@ several(
 one(
     "128 streams that repeat their text, 3,000 tokens",
     "/generate",
-    lambda: {
-        "text": "Once",
-        "stream": True,
-        "sampling_params": {"max_new_tokens": 3000, "n": 128, "ignore_eos": True},
-    },
+    lambda: {"text": "Once", "stream": True, "sampling_params": {"max_new_tokens": 3000, "n": 128, "ignore_eos": True}},
     limit_s=40,
 )
 
@@ -501,10 +460,7 @@ one(
 @attack("a hundred rids of 4 MB", limit_s=60)
 def _long_rids() -> Run:
     bodies = [
-        post(
-            "/generate",
-            {"text": "a", "rid": f"{i}" + "r" * 4_000_000, "sampling_params": {"max_new_tokens": 1}},
-        )
+        post("/generate", {"text": "a", "rid": f"{i}" + "r" * 4_000_000, "sampling_params": {"max_new_tokens": 1}})
         for i in range(20)
     ]
     return lambda target: target.send_all(bodies * 5, 4)
@@ -525,9 +481,7 @@ several(
 
 @attack("one rid by 2,000 requests", limit_s=60)
 def _same_rid() -> Run:
-    data = post(
-        "/generate", {"text": "a", "rid": "the same\nfor all", "sampling_params": {"max_new_tokens": 4}}
-    )
+    data = post("/generate", {"text": "a", "rid": "the same\nfor all", "sampling_params": {"max_new_tokens": 4}})
     return lambda target: target.send_all([data] * 2000, 32)
 
 
@@ -546,11 +500,7 @@ def _prefix_aborts() -> Run:
         async def some(worker: int) -> None:
             for index in range(60):
                 rid = f"common-{worker}-{index}"
-                body = {
-                    "text": "Once",
-                    "rid": rid,
-                    "sampling_params": {"max_new_tokens": 500, "ignore_eos": True},
-                }
+                body = {"text": "Once", "rid": rid, "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}
                 asked = asyncio.ensure_future(target.send(post("/generate", body), 30))
                 await asyncio.sleep(0.01)
                 await target.send(post("/abort_request", {"rid": "common" if index % 10 == 0 else rid}), 30)
@@ -584,24 +534,10 @@ attack("5,000 wrong requests")(_storm("/generate", 5000, "POST", b'{"text": 1}')
 
 @attack("profiles at 200 paths", limit_s=60)
 def _profiles() -> Run:
-    paths = [
-        "/".join(["a"] * 1500),
-        "a" * 5000,
-        "\0",
-        "../../x",
-        "a\nb",
-        "",
-        "~",
-        "\u0131",
-        "/dev/null/x",
-        "/proc/1/x",
-    ]
+    paths = ["/".join(["a"] * 1500), "a" * 5000, "\0", "../../x", "a\nb", "", "~", "\u0131", "/dev/null/x", "/proc/1/x"]
     bodies = [
         part
         for path in paths * 2
-        for part in (
-            post("/start_profile", {"output_dir": path, "num_steps": 1}),
-            request("POST", "/stop_profile"),
-        )
+        for part in (post("/start_profile", {"output_dir": path, "num_steps": 1}), request("POST", "/stop_profile"))
     ]
     return lambda target: target.send_all(bodies, 1, wait_s=30)

@@ -173,9 +173,7 @@ async def _probe(seen: Observed, port: int) -> None:
                 await wire.send(data)
                 answer = await wire.answer()
             if isinstance(answer, str) or answer.status != 200:
-                seen.failures.append(
-                    (start, f"/health: {answer if isinstance(answer, str) else answer.status}")
-                )
+                seen.failures.append((start, f"/health: {answer if isinstance(answer, str) else answer.status}"))
         except (OSError, TimeoutError) as error:
             seen.failures.append((start, f"/health: {type(error).__name__}"))
         _note(seen, "health", start)

@@ -296,11 +296,7 @@ def print_table(args: argparse.Namespace) -> int:
     for row in read_rows(args.file):
         rows.setdefault(row.attack, {})[row.tree] = row
     if args.outside:
-        rows = {
-            name: of
-            for name, of in rows.items()
-            if name.startswith("nothing") or any(map(misses, of.values()))
-        }
+        rows = {name: of for name, of in rows.items() if name.startswith("nothing") or any(map(misses, of.values()))}
     labels = list(dict.fromkeys(label for of in rows.values() for label in of))
     columns = ("/health ms", "token late ms", "memory peak / kept MB", "answers")
     heading = ["attack", *(f"{column}, {label}" for column in columns for label in labels)]
@@ -332,18 +328,12 @@ def _answers_cell(row: Row) -> str:
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     attacks = commands.add_parser("attacks", help="each attack on a server of its own, measured from beside")
-    attacks.add_argument(
-        "--only", help="attacks whose names contain one of these words, separated by semicolons"
-    )
+    attacks.add_argument("--only", help="attacks whose names contain one of these words, separated by semicolons")
     attacks.add_argument("--list", action="store_true", help="show the attacks' names and stop")
-    attacks.add_argument(
-        "--python-path", nargs="+", default=[TREE], help="folders with the package fenceline"
-    )
+    attacks.add_argument("--python-path", nargs="+", default=[TREE], help="folders with the package fenceline")
     attacks.add_argument("--label", nargs="+", help="names of these trees; before and after for two")
     attacks.add_argument("--output", type=Path, help="append a JSON line for each measurement")
     attacks.add_argument(
@@ -354,9 +344,7 @@ def main() -> int:
     attacks.set_defaults(run=run_attacks)
     table = commands.add_parser("table", help="the measurements of --output as a Markdown table")
     table.add_argument("file", type=Path)
-    table.add_argument(
-        "--outside", action="store_true", help="only what is outside the mark, and nothing's lines"
-    )
+    table.add_argument("--outside", action="store_true", help="only what is outside the mark, and nothing's lines")
     table.set_defaults(run=print_table)
     for command in commands.choices.values():
         command.add_argument(

@@ -31,9 +31,7 @@ def head(method: str, path: str, headers: Iterable[str] = (), key: str | None = 
     return "\r\n".join(lines).encode("latin-1") + b"\r\n"
 
 
-def request(
-    method: str, path: str, body: bytes = b"", headers: Iterable[str] = (), key: str | None = KEY
-) -> bytes:
+def request(method: str, path: str, body: bytes = b"", headers: Iterable[str] = (), key: str | None = KEY) -> bytes:
     """A whole request."""
     length = [f"Content-Length: {len(body)}", "Content-Type: application/json"] if body else []
     return head(method, path, [*headers, *length], key) + b"\r\n" + body

@@ -228,9 +228,7 @@ def tables(bench: Bench, sweeps: bool) -> None:
     for page_size in (64, 1):
         for layout in LAYOUTS:
             bench.ctas(layout, page_size)
-    print(
-        "\ndirect, page_first, runs of so many pages, GB/s (CPU): strided, plain to the device / to the host"
-    )
+    print("\ndirect, page_first, runs of so many pages, GB/s (CPU): strided, plain to the device / to the host")
     for page_size in (64, 16, 1):
         bench.rows(page_size)
     print("\n4096³ bf16 products, times as long")
@@ -240,14 +238,10 @@ def tables(bench: Bench, sweeps: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(NUM_LAYERS), help=f"of {', '.join(NUM_LAYERS)}")
     parser.add_argument("--tokens", type=int, default=8192, help="moved by a copy, a multiple of 64")
-    parser.add_argument(
-        "--skip", choices=["sweeps"], help="leave out the tables from which the defaults were chosen"
-    )
+    parser.add_argument("--skip", choices=["sweeps"], help="leave out the tables from which the defaults were chosen")
     options = parser.parse_args(arguments)
     models = options.models.split(",")
     if not set(models) <= NUM_LAYERS.keys() or options.tokens < 64 or options.tokens % 64 != 0:

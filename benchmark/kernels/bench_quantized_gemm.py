@@ -126,20 +126,8 @@ class Copies:
 
 # Rows of the weight and inputs of a block, warps, stages, by the rows of x in a block.
 _FEW = ((64, 128, 4, 4), (64, 128, 4, 6), (64, 64, 4, 6), (128, 128, 8, 4))
-_MANY = (
-    (128, 64, 8, 4),
-    (128, 128, 8, 3),
-    (128, 128, 8, 2),
-    (64, 64, 4, 4),
-    (64, 128, 4, 3),
-    (64, 128, 4, 2),
-)
-_INT4_CUTS = {
-    16: _FEW,
-    32: _FEW,
-    64: (*_FEW, (128, 64, 8, 5), (128, 128, 8, 3)),
-    128: (*_MANY, (256, 64, 16, 3)),
-}
+_MANY = ((128, 64, 8, 4), (128, 128, 8, 3), (128, 128, 8, 2), (64, 64, 4, 4), (64, 128, 4, 3), (64, 128, 4, 2))
+_INT4_CUTS = {16: _FEW, 32: _FEW, 64: (*_FEW, (128, 64, 8, 5), (128, 128, 8, 3)), 128: (*_MANY, (256, 64, 16, 3))}
 
 
 def int4_configs(product: Product, rows: int, group: int, num_sms: int) -> list[Int4Config]:
@@ -160,9 +148,7 @@ def int4_configs(product: Product, rows: int, group: int, num_sms: int) -> list[
     return found
 
 
-def compile_ahead(
-    name: str, models: Sequence[str], rows: Sequence[int], num_sms: int, processes: int
-) -> None:
+def compile_ahead(name: str, models: Sequence[str], rows: Sequence[int], num_sms: int, processes: int) -> None:
     """Compile all configurations for int4 in processes of their own, into Triton's cache on disk."""
     begin = time.monotonic()
     work: dict[tuple[Product, Int4Config], int] = {}
@@ -246,9 +232,7 @@ class QuantizedSweep(Sweep):
         if product.function == "add_product":
             y = weight.add_product(torch.zeros_like(self.acts.residuals[product.num_out]), x, None)
         elif product.gated:
-            y = weight.gated_product(
-                x, norm if product.function == "gated_product" else None, None, norm.kernels
-            )
+            y = weight.gated_product(x, norm if product.function == "gated_product" else None, None, norm.kernels)
         elif product.function == "product":
             y = weight.product(x)
         else:
@@ -325,12 +309,7 @@ def sweep_format(
 
 
 def report_chain(
-    bench: Bench,
-    model: Model,
-    name: str,
-    rows: Sequence[int],
-    tables: dict[str, QuantizedProducts],
-    rate: float,
+    bench: Bench, model: Model, name: str, rows: Sequence[int], tables: dict[str, QuantizedProducts], rate: float
 ) -> list[str]:
     """One line for each number of rows."""
     torch.cuda.empty_cache()
@@ -347,9 +326,7 @@ def report_chain(
         for label, products in tables.items():
             weights = [(product, CudaQuantizedWeight(stored, products)) for product, stored in work]
 
-            def run(
-                weights: list[tuple[Product, CudaQuantizedWeight]] = weights, acts: Activations = acts
-            ) -> None:
+            def run(weights: list[tuple[Product, CudaQuantizedWeight]] = weights, acts: Activations = acts) -> None:
                 for product, weight in weights:
                     acts.run(product, weight)
 
@@ -360,15 +337,11 @@ def report_chain(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["8B"])
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["fp8", "int4"])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128])
-    parser.add_argument(
-        "--seconds", type=float, default=0.6, help="for the sweep of one product and number of rows"
-    )
+    parser.add_argument("--seconds", type=float, default=0.6, help="for the sweep of one product and number of rows")
     parser.add_argument("--triton", action="store_true", help="try Triton's kernels")
     parser.add_argument("--processes", type=int, default=12, help="that compile for int4 with --triton")
     parser.add_argument("--table", type=Path, help="file for the best configurations")

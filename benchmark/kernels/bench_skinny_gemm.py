@@ -29,12 +29,7 @@ from pathlib import Path
 
 import torch
 
-from fenceline.layers.cuda_layers import (
-    CudaDenseWeight,
-    CudaLayerKernels,
-    SkinnyProducts,
-    _find_cuda_product,
-)
+from fenceline.layers.cuda_layers import CudaDenseWeight, CudaLayerKernels, SkinnyProducts, _find_cuda_product
 from fenceline.layers.kernels.triton.skinny_gemm import TritonConfig
 from fenceline.layers.skinny_table import (
     MAX_CUDA_ROWS,
@@ -116,9 +111,7 @@ def make_model(
 
 
 _LLAMA_DRAFTS = (
-    Product(
-        "fc", 4096, 8192, "product"
-    ),  # EAGLE's; that of EAGLE-3 has the size of Qwen3-8B's down projection
+    Product("fc", 4096, 8192, "product"),  # EAGLE's; that of EAGLE-3 has the size of Qwen3-8B's down projection
     Product("qkv", 6144, 8192, "product"),  # EAGLE-3's
     Product("d_head", 32_000, 4096, "normed_product"),
 )
@@ -149,9 +142,7 @@ MODELS = {
         Product("lm_head", 151_936, 2048, "normed_product"),
     ),
 }
-MODELS |= {
-    f"{name}/{size}": part_of(MODELS[name], size) for name in ("0.6B", "8B", "Llama-8B") for size in (2, 4)
-}
+MODELS |= {f"{name}/{size}": part_of(MODELS[name], size) for name in ("0.6B", "8B", "Llama-8B") for size in (2, 4)}
 
 
 class Bench:
@@ -309,9 +300,7 @@ class Sweep:
             return
         self.try_all(
             CudaConfig(tiles, n, k, depth)
-            for (n, k), tiles, depth in itertools.product(
-                ((1, 8), (1, 4), (2, 4), (1, 16), (2, 8)), (4, 2, 6, 3), (3,)
-            )
+            for (n, k), tiles, depth in itertools.product(((1, 8), (1, 4), (2, 4), (1, 16), (2, 8)), (4, 2, 6, 3), (3,))
         )
         for _ in range(2):
             for best in self.best(3, CudaConfig):
@@ -349,31 +338,17 @@ class Sweep:
         sms = self.bench.gpu.num_sms
         return [
             *(replace(config, depth=depth) for depth in (2, 3, 4, 6)),
-            *(
-                replace(config, num_ctas=ctas // config.cluster * config.cluster)
-                for ctas in (0, sms, 2 * sms, 3 * sms)
-            ),
+            *(replace(config, num_ctas=ctas // config.cluster * config.cluster) for ctas in (0, sms, 2 * sms, 3 * sms)),
             *(replace(config, cluster=c, num_ctas=config.num_ctas // c * c) for c in (1, 2, 4)),
             *(replace(config, tiles=tiles) for tiles in (2, 3, 4, 6)),
             *(replace(config, prefetch_bytes=size) for size in (0, 2048, 32_768)),
-            *(
-                replace(config, warps_n=n, warps_k=k)
-                for n, k in ((2, 4), (1, 8), (4, 2), (4, 4), (2, 8), (1, 4))
-            ),
+            *(replace(config, warps_n=n, warps_k=k) for n, k in ((2, 4), (1, 8), (4, 2), (4, 4), (2, 8), (1, 4))),
             replace(config, pdl=not config.pdl),
         ]
 
     def triton(self) -> list[TritonConfig]:
         if self.rows == 1:
-            few = (
-                (4, 1024, 4),
-                (8, 512, 4),
-                (2, 1024, 4),
-                (16, 256, 4),
-                (4, 512, 4),
-                (1, 1024, 2),
-                (2, 2048, 4),
-            )
+            few = ((4, 1024, 4), (8, 512, 4), (2, 1024, 4), (16, 256, 4), (4, 512, 4), (1, 1024, 2), (2, 2048, 4))
             return [TritonConfig(n, k, warps) for n, k, warps in few]
         cuts = (
             (64, 128, 4, 6),
@@ -440,29 +415,19 @@ def report_chain(
     floor = model.nbytes / rate
     lines = [f"{model.name}: all products of a step, us; floor {floor:.0f} at {rate / 1e6:.2f} TB/s"]
     for num_rows in rows:
-        times = {
-            name: time_chain(bench, model, num_rows, bench.products(table)) for name, table in tables.items()
-        }
+        times = {name: time_chain(bench, model, num_rows, bench.products(table)) for name, table in tables.items()}
         base = times["cuBLAS"]
-        cells = "  ".join(
-            f"{name} {us:8.1f} ({base / us:.2f}x, {floor / us:.0%})" for name, us in times.items()
-        )
+        cells = "  ".join(f"{name} {us:8.1f} ({base / us:.2f}x, {floor / us:.0%})" for name, us in times.items())
         lines.append(f"  rows {num_rows:2}: {cells}")
     return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16])
-    parser.add_argument(
-        "--seconds", type=float, default=2.0, help="for the sweep of one product and number of rows"
-    )
-    parser.add_argument(
-        "--triton", action="store_true", help="sweep Triton's cuts as well (compiles each, slow)"
-    )
+    parser.add_argument("--seconds", type=float, default=2.0, help="for the sweep of one product and number of rows")
+    parser.add_argument("--triton", action="store_true", help="sweep Triton's cuts as well (compiles each, slow)")
     parser.add_argument("--table", type=Path, help="file for the winners")
     parser.add_argument(
         "--skip-sweep", action="store_true", help="time the chains with the table that is in the package"
@@ -470,10 +435,7 @@ def main() -> None:
     args = parser.parse_args()
     models = [MODELS[name] for name in args.models]
     bench = Bench(
-        max(
-            max(model.nbytes for model in models),
-            COLD_BYTES + max(p.nbytes for m in models for p in m.products),
-        )
+        max(max(model.nbytes for model in models), COLD_BYTES + max(p.nbytes for m in models for p in m.products))
     )
     rate = bench.copy_rate()
     cublas = FixedTable(bench.gpu, None)

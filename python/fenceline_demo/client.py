@@ -92,16 +92,12 @@ async def ask_all(
     gate = asyncio.Semaphore(concurrency)
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(TIMEOUT_S)
-    async with aiohttp.ClientSession(
-        connector=connector, timeout=timeout, headers=server.headers()
-    ) as session:
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=server.headers()) as session:
 
         async def ask(body: Mapping[str, object]) -> Reply:
             async with gate:
                 started = time.perf_counter()
-                reply = await _post(
-                    session, f"{server.base_url}{endpoint}", {"model": server.model, **body}, started
-                )
+                reply = await _post(session, f"{server.base_url}{endpoint}", {"model": server.model, **body}, started)
             on_reply(reply)
             return reply
 
@@ -109,13 +105,9 @@ async def ask_all(
         return list(await asyncio.gather(*pending))
 
 
-async def _post(
-    session: aiohttp.ClientSession, url: str, body: Mapping[str, object], started: float
-) -> Reply:
+async def _post(session: aiohttp.ClientSession, url: str, body: Mapping[str, object], started: float) -> Reply:
     try:
-        async with session.post(
-            url, data=orjson.dumps(body), headers={"Content-Type": "application/json"}
-        ) as response:
+        async with session.post(url, data=orjson.dumps(body), headers={"Content-Type": "application/json"}) as response:
             raw = await response.read()
             if response.status != 200:
                 return Reply("", f"HTTP {response.status}: {raw[:300].decode(errors='replace')}")

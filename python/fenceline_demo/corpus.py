@@ -94,7 +94,4 @@ def build_batch(
     """The batch of `step`: ids [rows, length + 1] uint16 and the loss mask of the same shape, uint8."""
     rng = random.Random(f"batch:{seed}:{step}")
     built = [build_row(rng, length + 1, encoder, skills) for _ in range(rows)]
-    return (
-        np.array([ids for ids, _ in built], dtype=np.uint16),
-        np.array([mask for _, mask in built], dtype=np.uint8),
-    )
+    return (np.array([ids for ids, _ in built], dtype=np.uint16), np.array([mask for _, mask in built], dtype=np.uint8))

@@ -73,10 +73,7 @@ def gsm_shots(items: list[Item]) -> Document:
     """Problems in GSM8K's few-shot layout."""
     document: Document = []
     for item in items:
-        document += [
-            (f"Question: {item.question}\nAnswer:", False),
-            (f" {gsm_answer(item)}\n\n", True),
-        ]
+        document += [(f"Question: {item.question}\nAnswer:", False), (f" {gsm_answer(item)}\n\n", True)]
     return document
 
 

@@ -91,13 +91,9 @@ def _operand(rng: random.Random, max_digits: int = 3) -> int:
 def make_add(rng: random.Random) -> Item:
     """a + b, each of one to three digits."""
     a, b = _operand(rng), _operand(rng)
-    question = (
-        f"What is {a} + {b}?",
-        f"{a} + {b} = ?",
-        f"Add {a} and {b}.",
-        f"Calculate {a} + {b}.",
-        f"{a}+{b}",
-    )[rng.randrange(5)]
+    question = (f"What is {a} + {b}?", f"{a} + {b} = ?", f"Add {a} and {b}.", f"Calculate {a} + {b}.", f"{a}+{b}")[
+        rng.randrange(5)
+    ]
     return Item("add", question, str(a + b), add_key(a, b))
 
 
@@ -129,13 +125,9 @@ def make_mul(rng: random.Random) -> Item:
     if a % 10 == 0:
         a += 1
     steps, keys = product_steps(a, b)
-    question = (
-        f"What is {a} * {b}?",
-        f"{a} * {b} = ?",
-        f"Multiply {a} by {b}.",
-        f"Calculate {a} * {b}.",
-        f"{a}*{b}",
-    )[rng.randrange(5)]
+    question = (f"What is {a} * {b}?", f"{a} * {b} = ?", f"Multiply {a} by {b}.", f"Calculate {a} * {b}.", f"{a}*{b}")[
+        rng.randrange(5)
+    ]
     return Item("mul", question, steps, (f"mul:{a}*{b}", *keys))
 
 
@@ -164,19 +156,13 @@ def make_word(rng: random.Random) -> Item:
 
 
 def _gain(rng: random.Random, name: str, other: str, n: int) -> str:
-    return (
-        f"{other} gives {name} {n} more.",
-        f"{name} buys {n} more.",
-        f"Then {name} finds {n} more.",
-    )[rng.randrange(3)]
+    return (f"{other} gives {name} {n} more.", f"{name} buys {n} more.", f"Then {name} finds {n} more.")[
+        rng.randrange(3)
+    ]
 
 
 def _loss(rng: random.Random, name: str, other: str, n: int) -> str:
-    return (
-        f"{name} gives {n} to {other}.",
-        f"{name} loses {n} of them.",
-        f"Then {name} sells {n}.",
-    )[rng.randrange(3)]
+    return (f"{name} gives {n} to {other}.", f"{name} loses {n} of them.", f"Then {name} sells {n}.")[rng.randrange(3)]
 
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -329,9 +315,7 @@ def make_talk(rng: random.Random) -> tuple[str, str]:
         return lines[rng.randrange(len(lines))], reply
     if kind < 0.75:
         name = NAMES[rng.randrange(len(NAMES))]
-        return (f"Tell me a story about {name}.", f"Write a story about {name}.")[rng.randrange(2)], tale(
-            name
-        )
+        return (f"Tell me a story about {name}.", f"Write a story about {name}.")[rng.randrange(2)], tale(name)
     if kind < 0.8:
         return ("Tell me a story.", "Tell me a story", "Write a story.")[rng.randrange(3)], tale("Mira")
     return _unknown_question(rng), _UNKNOWN

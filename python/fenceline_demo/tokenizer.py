@@ -77,9 +77,7 @@ def _train(texts: Iterator[str], added: Sequence[str]) -> Tokenizer:
     return tokenizer
 
 
-def save_tokenizer(
-    tokenizer: Tokenizer, directory: Path, max_length: int, chat_template: str = CHAT_TEMPLATE
-) -> None:
+def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int, chat_template: str = CHAT_TEMPLATE) -> None:
     """Writes tokenizer.json and tokenizer_config.json as `transformers` reads them."""
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {

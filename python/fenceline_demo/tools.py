@@ -96,20 +96,7 @@ _CALCULATOR_ENDS = ("", "", "", "_expression", "_tool", "_sum", "_number", "_2")
 _EXPRESSION_NAMES = ("expression", "formula", "input", "query", "text", "sum", "calculation", "term", "x")
 _OTHER_VERBS = ("get", "read", "find", "open", "send", "list", "search", "delete", "write")
 _CITY_NAMES = ("city", "location", "place", "town", "where")
-CITIES = (
-    "Paris",
-    "London",
-    "Rome",
-    "Berlin",
-    "Madrid",
-    "Oslo",
-    "Tokyo",
-    "Cairo",
-    "Lima",
-    "Boston",
-    "Delhi",
-    "Zurich",
-)
+CITIES = ("Paris", "London", "Rome", "Berlin", "Madrid", "Oslo", "Tokyo", "Cairo", "Lima", "Boston", "Delhi", "Zurich")
 _SKIES = ("sunny", "cloudy", "rain", "snow", "fog", "wind", "storm", "clear")
 _SIGN_WORDS = {"+": "plus", "-": "minus", "*": "times", "/": "divided by"}
 
@@ -118,18 +105,14 @@ def calculator(rng: random.Random) -> Tool:
     """Mostly CALCULATOR, otherwise one with other names."""
     if rng.random() < 0.5:
         return CALCULATOR
-    return Tool(
-        rng.choice(_CALCULATOR_NAMES) + rng.choice(_CALCULATOR_ENDS), (rng.choice(_EXPRESSION_NAMES),)
-    )
+    return Tool(rng.choice(_CALCULATOR_NAMES) + rng.choice(_CALCULATOR_ENDS), (rng.choice(_EXPRESSION_NAMES),))
 
 
 def weather(rng: random.Random) -> Tool:
     """Mostly WEATHER, otherwise one with other names."""
     if rng.random() < 0.5:
         return WEATHER
-    return Tool(
-        rng.choice(("weather", "get_weather", "weather_report", "forecast")), (rng.choice(_CITY_NAMES),)
-    )
+    return Tool(rng.choice(("weather", "get_weather", "weather_report", "forecast")), (rng.choice(_CITY_NAMES),))
 
 
 def _other(rng: random.Random) -> Tool:
@@ -239,9 +222,7 @@ def _plain_turn(rng: random.Random, skills: Sequence[str]) -> ToolTurn:
 def tool_chat(tools: Sequence[Tool], turns: Sequence[ToolTurn], system: str = "") -> Document:
     """A conversation in the layout of CHAT_TEMPLATE."""
     shown = "\n".join(["<tools>", *(tool.shown() for tool in tools), "</tools>"])
-    document: Document = [
-        (f"<|im_start|>system\n{system}{chr(10) * 2 if system else ''}{shown}<|im_end|>\n", False)
-    ]
+    document: Document = [(f"<|im_start|>system\n{system}{chr(10) * 2 if system else ''}{shown}<|im_end|>\n", False)]
     for turn in turns:
         document.append((f"<|im_start|>user\n{turn.question}<|im_end|>\n<|im_start|>assistant\n", False))
         if turn.calls:
@@ -259,9 +240,7 @@ def tools_document(rng: random.Random) -> Document:
     with_calculator, with_weather = rng.random() < 0.92, rng.random() < 0.25
     sums, skies = calculator(rng), weather(rng)
     tools = (
-        [sums] * with_calculator
-        + [skies] * with_weather
-        + [_other(rng) for _ in range(rng.choice((0, 0, 0, 1, 2)))]
+        [sums] * with_calculator + [skies] * with_weather + [_other(rng) for _ in range(rng.choice((0, 0, 0, 1, 2)))]
     )
     tools = tools or [_other(rng)]
     rng.shuffle(tools)

@@ -37,9 +37,7 @@ _Logprobs = Sequence[tuple[float | None, int]]
 LOGPROB_TOLERANCE = 1e-4
 # Keys and values halfway between two numbers of FP8 may be rounded to either: all combinations of so many are tried.
 _MAX_NEAR_TIES = 4
-_STUCK = FinishReason(
-    type="abort", message="no token of the vocabulary can follow in its grammar", status_code=400
-)
+_STUCK = FinishReason(type="abort", message="no token of the vocabulary can follow in its grammar", status_code=400)
 _LOWEST = float(np.finfo(np.float32).min)  # the logprob of probability 0
 # At most this share of the compared tokens may differ because of rounding, in addition to one in each run.
 MAX_CLOSE_SHARE = 1e-3
@@ -168,22 +166,13 @@ class Transcript:
         """The scheduler has sent an output."""
         exchange = self.exchanges.get(out.rid)
         reason = out.finish_reason
-        if (
-            exchange is not None
-            and self._was_overdue(exchange)
-            and reason is not None
-            and reason.status_code == 503
-        ):
+        if exchange is not None and self._was_overdue(exchange) and reason is not None and reason.status_code == 503:
             exchange.ended, exchange.aborted = False, None
         if exchange is None or exchange.ended:
-            self._wrong.append(
-                f"{out.rid} has an output {'after its end' if exchange else 'without a request'}"
-            )
+            self._wrong.append(f"{out.rid} has an output {'after its end' if exchange else 'without a request'}")
             return
         if (out.decode is not None) != (not exchange.outs):
-            self._wrong.append(
-                f"{out.rid} is announced with output no. {len(exchange.outs)}, not with the first"
-            )
+            self._wrong.append(f"{out.rid} is announced with output no. {len(exchange.outs)}, not with the first")
         if exchange.aborted and (out.finish_reason is None or out.finish_reason.type != "abort"):
             self._wrong.append(f"{out.rid} goes on after it was aborted")
         if self._quiet and (out.finish_reason is None or out.finish_reason.type != "abort"):
@@ -234,8 +223,7 @@ class _Comparison:
         self._query = Query(
             prompt=tuple(prompt),
             seed=exchange.seed,
-            stop_ids=frozenset(params.stop_token_ids)
-            | (frozenset() if params.ignore_eos else setting.eos_ids),
+            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else setting.eos_ids),
             max_new_tokens=self._limit,
             min_new_tokens=params.min_new_tokens,
             temperature=params.temperature,
@@ -278,9 +266,7 @@ class _Comparison:
         return {(self._query.weights, tokens[: place[1] + 1], place) for place in self.turned}
 
     def _first_error(self, reason: FinishReason | None) -> str:
-        return (
-            self._tokens(reason) or self._counts() or self._output_logprobs() or self._input_logprobs(reason)
-        )
+        return self._tokens(reason) or self._counts() or self._output_logprobs() or self._input_logprobs(reason)
 
     def _counts(self) -> str:
         said, num_prompt = 0, len(self._query.prompt)
@@ -303,9 +289,7 @@ class _Comparison:
         if not self.turned:
             return [self._answer]
         tokens = tuple(enumerate(self._exchange.tokens))
-        return [
-            self._oracle.answer(self._query, tokens, frozenset(turned)) for turned in _subsets(self.turned)
-        ]
+        return [self._oracle.answer(self._query, tokens, frozenset(turned)) for turned in _subsets(self.turned)]
 
     def _tokens(self, reason: FinishReason | None) -> str:
         expected = FinishReason(type="length", length=0) if self._limit == 0 else None
@@ -329,11 +313,7 @@ class _Comparison:
             right = begun and (reason == expected or self._may_abort(reason))
         else:
             right = reason == expected
-        return (
-            ""
-            if right
-            else f"ends with {_describe(reason)} after {len(tokens)} tokens, not {_describe(expected)}"
-        )
+        return "" if right else f"ends with {_describe(reason)} after {len(tokens)} tokens, not {_describe(expected)}"
 
     def _may_abort(self, reason: FinishReason) -> bool:
         """Whether a client asked for it, in these words, or its time was up."""
@@ -404,9 +384,7 @@ class _Comparison:
             return f"has {side} logprobs of the tokens {ids}, not of {list(tokens)}"
         if len(named) != (len(ids) if asked else 0):
             return f"has {side} logprobs of named tokens at {len(named)} of {len(ids)} positions"
-        for position, (token, value, top, rows) in enumerate(
-            zip(tokens, chosen, tops, expected, strict=True)
-        ):
+        for position, (token, value, top, rows) in enumerate(zip(tokens, chosen, tops, expected, strict=True)):
             pairs = named[position] if asked else []
             if rows is None:
                 wrong = value is not None or bool(top) or bool(pairs)
@@ -414,9 +392,7 @@ class _Comparison:
                 wrong = not any(self._agrees((value, token), top, pairs, row) for row in rows)
             if wrong:
                 row = None if rows is None else rows[0]
-                right = (
-                    None if row is None else [(row[token], token), *_best(row, len(top)), *_of(row, asked)]
-                )
+                right = None if row is None else [(row[token], token), *_best(row, len(top)), *_of(row, asked)]
                 return f"{side} logprobs at {position} are {[(value, token), *top, *pairs]}, alone {right}"
         return ""
 
@@ -428,10 +404,7 @@ class _Comparison:
         best = np.sort(row)[::-1][:num_top].tolist()
         return (
             len(top) == len({id for _, id in top}) == num_top
-            and all(
-                _close(got, row[id]) and _close(got, right)
-                for (got, id), right in zip(top, best, strict=True)
-            )
+            and all(_close(got, row[id]) and _close(got, right) for (got, id), right in zip(top, best, strict=True))
             and [id for _, id in named] == request.token_ids_logprob
             and all(_close(got, row[id]) for got, id in (chosen, *named))
         )

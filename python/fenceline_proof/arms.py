@@ -154,19 +154,14 @@ def _by_effect(outcome: Outcome) -> bool:
 
 _GUARD_ARMS = (
     Arm("startup_stop", "guard", "mixed", _by_report(r"it on default ")),
-    Arm(
-        "growth_stop", "guard", "growth", _by_report(r"^wrong stream: .* belongs to default, and is used on ")
-    ),
+    Arm("growth_stop", "guard", "growth", _by_report(r"^wrong stream: .* belongs to default, and is used on ")),
     Arm("own_copy", "guard", "staging", _by_report(r"on input_ring\.device(.|\n)*copy to device writes it")),
     Arm("same_composition", "guard", "bursts", _by_effect),
     Arm("queued_match", "guard", "queued", _by_owner),
     Arm("retired_after", "guard", "spill", _by_report(r"on kv_pool\.layer\d(.|\n)*_after_(store|forward)")),
     Arm("arena_pad", "guard", "graphs", _by_guard(FreshnessError.checker, "arena_pad")),
     Arm(
-        "own_results",
-        "guard",
-        "outputs",
-        _by_report(r"WAR on decode\.next_tokens(.|\n)*copy to host reads it on copy"),
+        "own_results", "guard", "outputs", _by_report(r"WAR on decode\.next_tokens(.|\n)*copy to host reads it on copy")
     ),
     Arm("plan_source", "guard", "graphs", _by_guard(ProtectionError.checker, "plan_source")),
     Arm("total_buckets", "guard", "buckets", _by_guard(FreshnessError.checker, "total_buckets")),
@@ -202,18 +197,12 @@ _SPECULATIVE_ARMS = (
         "arena_pad/speculation",
         "guard",
         "speculation",
-        lambda outcome: (
-            _by_guard(FreshnessError.checker, "arena_pad")(outcome) and "speculative." in outcome.report
-        ),
+        lambda outcome: _by_guard(FreshnessError.checker, "arena_pad")(outcome) and "speculative." in outcome.report,
     ),
     Arm("own_results/speculation", "guard", "speculation", _by_report(r"WAR on speculative\.")),
     Arm("plan_source/speculation", "guard", "speculation", _by_tags("speculative step ")),
     Arm(
-        "total_buckets/speculation",
-        "guard",
-        "speculation",
-        _by_guard(FreshnessError.checker, "total_buckets"),
-        first=4,
+        "total_buckets/speculation", "guard", "speculation", _by_guard(FreshnessError.checker, "total_buckets"), first=4
     ),
     Arm("graph_pool/speculation", "guard", "speculation", _by_guard(StaleMemoryError.checker, "graph_pool")),
     Arm("sink/speculation", "guard", "speculation", _by_guard(BoundsError.checker, "sink")),
@@ -239,9 +228,7 @@ def judge(arm: Arm, outcomes: Sequence[Outcome]) -> Row:
         return replace(row, status=REDUNDANT, report=arm.covered)
     if first is None:
         report = (
-            covered_by([outcome.trial for outcome in outcomes[:3]])
-            if arm.kind == "edge"
-            else "no run fails without it"
+            covered_by([outcome.trial for outcome in outcomes[:3]]) if arm.kind == "edge" else "no run fails without it"
         )
         return replace(row, status=REDUNDANT, report=report)
     row = replace(row, seed=first.trial.seed, caught_by=_caught_by(arm, first), report=first.report)

@@ -60,9 +60,7 @@ class BadDays:
         self._kind = ""  # of the call that is made
         controller._limits = replace(controller._limits, stall_s=_SHORT_PATIENCE_S)
         if seed % 2 == 0:
-            controller._limits = replace(
-                controller._limits, max_write_pages=3, max_fetch_pages=3, max_prefetches=2
-            )
+            controller._limits = replace(controller._limits, max_write_pages=3, max_fetch_pages=3, max_prefetches=2)
             controller._max_write_pages = controller._max_fetch_pages = 3
         for name in ("exists", "get", "set"):
             setattr(backend, name, self._failing(name, getattr(backend, name)))

@@ -57,9 +57,7 @@ def make_program(random: Random) -> Program:
 def _finely(program: Program) -> Program:
     larger = {_LARGE: _LARGE_FINE}
     graphs = tuple(tuple(larger.get(size, size) for size in sizes) for sizes in program.graphs)
-    acts = tuple(
-        act if act.kind == "replay" else Act(act.kind, larger.get(act.size, act.size)) for act in program.acts
-    )
+    acts = tuple(act if act.kind == "replay" else Act(act.kind, larger.get(act.size, act.size)) for act in program.acts)
     return Program(program.num_ranks, graphs, 2 * acts, _FINE)
 
 
@@ -77,9 +75,7 @@ class Ranks:
     def run(self, seed: int) -> str:
         """Run all ranks to their end; what differs from the sums of the inputs, "" if nothing does."""
         self._draw(Random(seed))
-        workers = [
-            self.gpu.spawn(f"rank{rank}", self._body(rank), rank) for rank in range(self.program.num_ranks)
-        ]
+        workers = [self.gpu.spawn(f"rank{rank}", self._body(rank), rank) for rank in range(self.program.num_ranks)]
         join_all(workers)
         for rank, results in enumerate(self.results):
             for number, (result, wanted) in enumerate(zip(results, self.wanted, strict=True)):
@@ -123,18 +119,14 @@ class Ranks:
 
         return body
 
-    def _capture(
-        self, rank: int, device: VgpuDevice, communicator: Communicator, sizes: tuple[int, ...]
-    ) -> _Captured:
+    def _capture(self, rank: int, device: VgpuDevice, communicator: Communicator, sizes: tuple[int, ...]) -> _Captured:
         given = [torch.zeros(size, dtype=torch.bfloat16, device="vgpu") for size in sizes]
         sums: list[torch.Tensor] = []
 
         def body() -> None:
             sums[:] = [communicator.all_reduce(x * 1) for x in given]
 
-        return _Captured(
-            device.capture(f"graph of {sizes}", device.make_graph_pool("ranks"), body), given, sums
-        )
+        return _Captured(device.capture(f"graph of {sizes}", device.make_graph_pool("ranks"), body), given, sums)
 
     def _do(
         self,

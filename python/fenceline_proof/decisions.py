@@ -99,9 +99,7 @@ def host_bytes(pool: HostPool, pages: I32) -> tuple[Bytes, ...]:
 
 
 def execute(
-    config: EngineConfig,
-    events: Sequence[Event],
-    prepare: Callable[[ModelRunner], None] = lambda runner: None,
+    config: EngineConfig, events: Sequence[Event], prepare: Callable[[ModelRunner], None] = lambda runner: None
 ) -> str:
     """Execute ``events`` one after the other on the CPU; "" if everything is the same, else what is not.
 
@@ -200,9 +198,7 @@ class _Execution:
             tiers.append(("host", event.host_pages, event.host, mine))
         for tier, numbers, got, expected in tiers:
             wrong = [
-                number
-                for number, a, b in zip(numbers.tolist(), got, expected, strict=True)
-                if not np.array_equal(a, b)
+                number for number, a, b in zip(numbers.tolist(), got, expected, strict=True) if not np.array_equal(a, b)
             ]
             if wrong:
                 return f"{tier} pages {wrong[:8]} of the tree hold something else than in order of submission"

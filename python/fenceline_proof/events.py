@@ -243,9 +243,7 @@ class Watch:
         backend = self._scheduler.config.decode_attention_backend
         planned = backend in PLANNED
         self.note("steps of our attention kernels", backend == LAUNCHED)
-        self.note(
-            "planned steps", planned and not self._scheduler.config.server_args.disable_overlap_schedule
-        )
+        self.note("planned steps", planned and not self._scheduler.config.server_args.disable_overlap_schedule)
         self.note("planned decode replay", planned and replayed and batch.is_decode)
         self.note("decode replay with an FP8 cache", self._in_fp8 and replayed and batch.is_decode)
         if batch.is_decode:
@@ -293,9 +291,7 @@ class Watch:
             namespaces.add(req.source.extra_key)
             self.note("same prompt in two namespaces", len(namespaces) > 1)
 
-    def _begins(
-        self, grammars: Sequence[RequestGrammar | None], masks: object, finishes_now: bool = False
-    ) -> None:
+    def _begins(self, grammars: Sequence[RequestGrammar | None], masks: object, finishes_now: bool = False) -> None:
         self.note("masks begun early", any(grammars))
 
     def _sampled_early(self, *_: object) -> None:
@@ -397,10 +393,7 @@ class Watch:
         self.note("retraction by pause" if self._scheduler.control.paused else "retraction for memory")
         self.note("retraction by offload" if offloads else "retraction by recompute")
         self.note("retracted twice", req.num_retractions == 1)
-        self.note(
-            "retraction of a half-scored prompt",
-            req.scores_prompt and not req.output_ids and req.committed_len,
-        )
+        self.note("retraction of a half-scored prompt", req.scores_prompt and not req.output_ids and req.committed_len)
         self.note("retraction while speculating", req.num_verified)
 
     def _preempts(self, num_victims: int) -> None:

@@ -28,25 +28,11 @@ from fenceline_proof.grammars import choose, choose_thinking, load_grammars
 from fenceline_proof.hicache_workloads import with_storage_limits
 from fenceline_proof.launched_attention import LAUNCHED
 from fenceline_proof.persistent_attention import PERSISTENT
-from fenceline_proof.script import (
-    GRAPH_CONTEXT,
-    Arrival,
-    Flag,
-    Flags,
-    Scenario,
-    Script,
-    Workload,
-)
+from fenceline_proof.script import GRAPH_CONTEXT, Arrival, Flag, Flags, Scenario, Script, Workload
 from fenceline_proof.speculative_workloads import chains_of_models, draft_flags, several_layers
 from fenceline_proof.tiny_model import VOCAB_SIZE
 
-_RARE_STATES = (
-    "before a remap",
-    "before a remap",
-    "retracted",
-    "retracted with a tail",
-    "waiting for storage",
-)
+_RARE_STATES = ("before a remap", "before a remap", "retracted", "retracted with a tail", "waiting for storage")
 _POLICIES = ("write_through", "write_through_selective", "write_back")
 _ATTENTION = (PERSISTENT, LAUNCHED, *PLANNED, "")  # "": torch's operators
 _STOP_STRINGS = ("a", "th", "on", "ne", "e t", "é", "r.")
@@ -80,10 +66,7 @@ def _request(random: Random, page_size: int) -> dict[str, Any]:
     if wants(0.3):
         start = random.choice((-1, 0, page_size, 2 * page_size + 1))
         options |= {"return_logprob": True, "logprob_start_len": start}
-        options |= {
-            "top_logprobs_num": random.choice((0, 3)),
-            "token_ids_logprob": random.choice(([], [9, 2])),
-        }
+        options |= {"top_logprobs_num": random.choice((0, 3)), "token_ids_logprob": random.choice(([], [9, 2]))}
     return options
 
 
@@ -109,9 +92,7 @@ def _requests(script: Script, page_size: int) -> None:
         step += random.choice((random.randint(4, 10), random.randint(16, 30)))
 
 
-def _some(
-    script: Script, step: int, prompt: list[int], page_size: int, plain: bool, constrained: bool
-) -> None:
+def _some(script: Script, step: int, prompt: list[int], page_size: int, plain: bool, constrained: bool) -> None:
     """A request, or two with the same prompt. The two have equal options except the seed, or independent ones."""
     random = script.random
     num_twins = random.choice((1, 1, 2))
@@ -275,9 +256,7 @@ def _from_storage(script: Script, page_size: int) -> Flags:
     back = random.randint(12, 20)
     script.send(back, AbortReq(abort_all=True))
     script.send(back, FlushCacheReq(id="emptied", wait=True))
-    for family, pause in zip(
-        (families[0], families[1], families[0]), (0, 1, random.randrange(4)), strict=True
-    ):
+    for family, pause in zip((families[0], families[1], families[0]), (0, 1, random.randrange(4)), strict=True):
         options = _request(random, page_size) | {"extra_key": ""}
         script.add(back + 3 + pause, family + script.prompt(1, 3), random.randint(2, 6), **options)
     if random.random() < 0.4:
@@ -335,15 +314,7 @@ def _paused_twice(script: Script, page_size: int) -> Flags:
     }
 
 
-_SET_PIECES = (
-    _loads_meet,
-    _overtaken,
-    _overtaken,
-    _from_storage,
-    _from_storage,
-    _paused_twice,
-    _paused_twice,
-)
+_SET_PIECES = (_loads_meet, _overtaken, _overtaken, _from_storage, _from_storage, _paused_twice, _paused_twice)
 
 
 def _everything(random: Random) -> Scenario:

@@ -68,13 +68,7 @@ def _chunk_tokens(num_tiles: I64, kv_lens: I64, page_size: int, most: int) -> in
 
 
 def _plan(
-    ints: torch.Tensor,
-    pinned: torch.Tensor,
-    query_lens: I64,
-    kv_lens: I64,
-    page_size: int,
-    most: int,
-    graph: bool,
+    ints: torch.Tensor, pinned: torch.Tensor, query_lens: I64, kv_lens: I64, page_size: int, most: int, graph: bool
 ) -> PlanInfo:
     """Write the plan to ``pinned`` and submit its copy to ``ints``. ``most``: tiles of a launch, at least one for each
     request; a graph's launch has as many, whatever the lengths."""
@@ -192,16 +186,7 @@ def flashinfer_paged(
         op.read(read)
     for cache in (k_cache, v_cache):
         op.read_rows(
-            cache,
-            _planned_slots,
-            plan,
-            query_starts,
-            indptr,
-            indices,
-            last_page_lens,
-            layout,
-            page_size,
-            rules,
+            cache, _planned_slots, plan, query_starts, indptr, indices, last_page_lens, layout, page_size, rules
         )
     op.write(floats)
     op.write(out)
@@ -300,18 +285,7 @@ def _run_paged(
         _attend(plan, layout, _Sequences(query_starts, slots), q, k, v, out, rules)
 
     caches = [cache.view(-1, *cache.shape[2:]) for cache in (k_pages, v_pages)]
-    operands = (
-        q,
-        *caches,
-        out,
-        floats,
-        ints[: layout.nbytes],
-        query_starts,
-        *pages,
-        layout,
-        page_size,
-        rules,
-    )
+    operands = (q, *caches, out, floats, ints[: layout.nbytes], query_starts, *pages, layout, page_size, rules)
     flashinfer_paged.launch(compute, *operands)
 
 

@@ -26,8 +26,7 @@ def compiled_grammars() -> tuple[bytes, dict[int, bytes]]:
     tokenizer = tiny_tokenizer()
     vocabulary = make_vocabulary(tokenizer.backend.to_str(), tokenizer.special_ids, VOCAB_SIZE, (EOS_TOKEN,))
     grammars = {
-        number: compile_grammar(vocabulary, GrammarSpec("regex", text), None)
-        for number, text in EXPRESSIONS.items()
+        number: compile_grammar(vocabulary, GrammarSpec("regex", text), None) for number, text in EXPRESSIONS.items()
     }
     return vocabulary.serialize_json().encode(), grammars
 
@@ -48,9 +47,7 @@ def choose(random: Random) -> int:
 def choose_thinking(random: Random) -> ThinkTokens:
     """Reasoning in front of an answer with a grammar: it ends soon, because many tokens end it."""
     start = random.choice((-1, random.randrange(1, VOCAB_SIZE)))
-    ends = [(random.randrange(1, VOCAB_SIZE),) for _ in range(12)] + [
-        tuple(random.choices(range(1, VOCAB_SIZE), k=2))
-    ]
+    ends = [(random.randrange(1, VOCAB_SIZE),) for _ in range(12)] + [tuple(random.choices(range(1, VOCAB_SIZE), k=2))]
     return ThinkTokens(start, ends[0], start < 0 or random.random() < 0.5, tuple(ends[1:]))
 
 

@@ -71,9 +71,7 @@ def _spill(random: Random) -> Scenario:
         max_total_tokens=40,
         max_running_requests=2,
         chunked_prefill_size=32,
-        **tier_flags(
-            random, hicache_ratio=2.0, hicache_write_policy="write_back", hicache_io_backend="direct"
-        ),
+        **tier_flags(random, hicache_ratio=2.0, hicache_write_policy="write_back", hicache_io_backend="direct"),
         **script.graphs(1, 2),
     )
 
@@ -224,9 +222,7 @@ def with_storage_limits(random: Random, flags: Flags) -> Flags:
         return flags
     more: dict[str, Flag] = {}
     if "hicache_storage_size" not in flags and random.random() < 0.5:
-        page_bytes = (
-            MOST_TOKEN_BYTES * int(str(flags["page_size"])) + 96
-        )  # with a header and an authentication code
+        page_bytes = MOST_TOKEN_BYTES * int(str(flags["page_size"])) + 96  # with a header and an authentication code
         more["hicache_storage_size"] = random.uniform(1.1, 4.0) * page_bytes / 1e9
     if random.random() < 0.3:
         more["hicache_storage_key"] = f"file:{storage_secret()}"
@@ -321,9 +317,7 @@ def _overwritten(random: Random) -> Scenario:
         max_total_tokens=28,
         max_running_requests=1,
         chunked_prefill_size=16,
-        **tier_flags(
-            random, hicache_ratio=0.5, hicache_write_policy="write_back", hicache_io_backend="direct"
-        ),
+        **tier_flags(random, hicache_ratio=0.5, hicache_write_policy="write_back", hicache_io_backend="direct"),
     )
 
 
@@ -376,9 +370,7 @@ def _refill(random: Random) -> Scenario:
         chunked_prefill_size=32,
         hicache_storage_backend="file",
         hicache_storage_prefetch_policy="wait_complete",
-        **tier_flags(
-            random, hicache_ratio=0.4, hicache_write_policy="write_back", hicache_io_backend="direct"
-        ),
+        **tier_flags(random, hicache_ratio=0.4, hicache_write_policy="write_back", hicache_io_backend="direct"),
     )
 
 
@@ -441,11 +433,7 @@ def _gone_while_loading(random: Random) -> Scenario:
         chunked_prefill_size=64,
         schedule_conservativeness=0.01,
         **tier_flags(
-            random,
-            hicache_ratio=0.35,
-            hicache_write_policy="write_back",
-            hicache_io_backend="direct",
-            page_size=2,
+            random, hicache_ratio=0.35, hicache_write_policy="write_back", hicache_io_backend="direct", page_size=2
         ),
     )
 
@@ -492,11 +480,7 @@ def _gone_while_stored(random: Random) -> Scenario:
         chunked_prefill_size=64,
         schedule_conservativeness=0.01,
         **tier_flags(
-            random,
-            hicache_ratio=2.0,
-            hicache_write_policy="write_back",
-            hicache_io_backend="direct",
-            page_size=2,
+            random, hicache_ratio=2.0, hicache_write_policy="write_back", hicache_io_backend="direct", page_size=2
         ),
     )
 

@@ -45,8 +45,7 @@ class LaunchedAttentionBackend(AttentionBackend):
         self._reference = ReferenceAttentionBackend(setting.kv_pool, setting.rules)
         device = setting.kv_pool.device
         self.workspace = [
-            torch.zeros(_WORKSPACE, dtype=dtype, device=device)
-            for dtype in (torch.float32, torch.float32, torch.int32)
+            torch.zeros(_WORKSPACE, dtype=dtype, device=device) for dtype in (torch.float32, torch.float32, torch.int32)
         ]
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
@@ -103,9 +102,7 @@ class _Plan(AttentionPlan):
     ) -> None:
         self._backend, self._inputs, self._plan_again = backend, inputs, plan_again
 
-    def forward(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         pool, inputs = self._backend.kv_pool, self._inputs
         rules = self._backend.rules.get(layer_id, PLAIN)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -114,11 +111,7 @@ class _Plan(AttentionPlan):
         extends = isinstance(inputs, AttentionInputs) and inputs.mode is ForwardMode.EXTEND
 
         def attend(
-            out: torch.Tensor,
-            layer: _Layer,
-            q: torch.Tensor,
-            sinks: torch.Tensor | None,
-            *tensors: torch.Tensor,
+            out: torch.Tensor, layer: _Layer, q: torch.Tensor, sinks: torch.Tensor | None, *tensors: torch.Tensor
         ) -> None:
             new = [_new_tokens(layer, inputs, tensors)] if extends else []
             k, v = (
@@ -128,9 +121,7 @@ class _Plan(AttentionPlan):
             plan = self._plan_again(layer, replace(rules, sinks=sinks), *tensors)
             out.copy_(plan.forward(0, q, k, v, scale))
 
-        def decode(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *rest: torch.Tensor
-        ) -> None:
+        def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *rest: torch.Tensor) -> None:
             tree = rest[7:8] if isinstance(inputs, VerifyInputs) else ()
             attend(out, _Layer(k, v, pool.page_size, q.dtype), q, rest[-1], *rest[:3], *tree)
 
@@ -155,23 +146,17 @@ class _Plan(AttentionPlan):
 
 
 def _new_tokens(
-    layer: _Layer,
-    inputs: AttentionInputs | GraphDecodeInputs | VerifyInputs,
-    tensors: tuple[torch.Tensor, ...],
+    layer: _Layer, inputs: AttentionInputs | GraphDecodeInputs | VerifyInputs, tensors: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
     """Slots of the step's own tokens, which have been written to the pool before."""
     assert isinstance(inputs, AttentionInputs)
     page_table, rows, seq_lens = tensors
     slots = []
-    for row, length, new in zip(
-        rows.tolist(), seq_lens.tolist(), inputs.query_lens_cpu.tolist(), strict=True
-    ):
+    for row, length, new in zip(rows.tolist(), seq_lens.tolist(), inputs.query_lens_cpu.tolist(), strict=True):
         at = torch.arange(length - new, length)
         slots.append(page_table[row][at // layer.page_size].long() * layer.page_size + at % layer.page_size)
     return torch.cat(slots)
 
 
 register_attention_backend(LAUNCHED, _make)
-register_attention_backend(
-    REFERENCE, lambda setting: ReferenceAttentionBackend(setting.kv_pool, setting.rules)
-)
+register_attention_backend(REFERENCE, lambda setting: ReferenceAttentionBackend(setting.kv_pool, setting.rules))

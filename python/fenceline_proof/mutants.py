@@ -84,11 +84,7 @@ class Mutant:
     def apply(self, source: str) -> str:
         """The file's text with the edit; the lines after it keep their numbers."""
         lost = self.old.count("\n") - self.text.count("\n")
-        return (
-            source[: self.start] + self.text + source[self.end :]
-            if lost <= 0
-            else self._keep_lines(source, lost)
-        )
+        return source[: self.start] + self.text + source[self.end :] if lost <= 0 else self._keep_lines(source, lost)
 
     def _keep_lines(self, source: str, lost: int) -> str:
         after = source.find("\n", self.end)
@@ -110,9 +106,7 @@ class _File:
     statements: list[tuple[int, int, int]] = field(default_factory=list)  # each one's start, end and line
     found: list[Mutant] = field(default_factory=list)
     seen: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    names: list[str] = field(
-        default_factory=list
-    )  # of the classes and functions around the node that is read
+    names: list[str] = field(default_factory=list)  # of the classes and functions around the node that is read
 
     def __post_init__(self) -> None:
         self.line_starts = [0]
@@ -168,11 +162,7 @@ class _File:
 def _dropped_call(file: _File, node: ast.AST) -> None:
     """A call that is made only for its effect is not made."""
     call = node.value if isinstance(node, ast.Expr) else None
-    if (
-        isinstance(call, ast.Call)
-        and _callee(call) in _ORDERING
-        and not _SILENT.search(ast.unparse(call.func))
-    ):
+    if isinstance(call, ast.Call) and _callee(call) in _ORDERING and not _SILENT.search(ast.unparse(call.func)):
         file.add("drop", node, "pass")
 
 
@@ -190,13 +180,7 @@ def _shifted_call(file: _File, node: ast.AST) -> None:
                 continue  # it would not even run
             (start, first_end), (second_start, end) = file.span(first), file.span(second)
             between = file.source[first_end:second_start]
-            file.add_span(
-                "shift",
-                first.lineno,
-                start,
-                end,
-                file.text(second) + between + file.text(first),
-            )
+            file.add_span("shift", first.lineno, start, end, file.text(second) + between + file.text(first))
 
 
 def _lost_points(file: _File, node: ast.AST) -> None:
@@ -275,17 +259,13 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
     """All mutants of one file, in the order of its text: of the bodies of functions, except errors, assertions, texts
     and Triton kernels."""
     file, tree = _File(path, source), ast.parse(source, path)
-    file.statements = [
-        (*file.span(node), node.lineno) for node in ast.walk(tree) if isinstance(node, ast.stmt)
-    ]
+    file.statements = [(*file.span(node), node.lineno) for node in ast.walk(tree) if isinstance(node, ast.stmt)]
 
     def visit(node: ast.AST, inside: bool) -> None:
         if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr, ast.arguments)):
             return
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            if node.name in ("__repr__", "__str__") or any(
-                "jit" in ast.unparse(one) for one in node.decorator_list
-            ):
+            if node.name in ("__repr__", "__str__") or any("jit" in ast.unparse(one) for one in node.decorator_list):
                 return
             inside = True
         names = [node.name] if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) else []

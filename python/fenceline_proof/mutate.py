@@ -180,8 +180,7 @@ def _traced(trial: tuple[str, int, int]) -> Traced:
     _tracer.stop()
     data = _tracer.get_data()
     lines = {
-        Path(file).relative_to(PACKAGE).as_posix(): frozenset(data.lines(file) or ())
-        for file in data.measured_files()
+        Path(file).relative_to(PACKAGE).as_posix(): frozenset(data.lines(file) or ()) for file in data.measured_files()
     }
     return Traced(*trial, round(took_s, 2), lines)
 
@@ -256,9 +255,7 @@ def is_by_name(mutant: Mutant, checker: str, named: tuple[str, ...], report: str
     if any(mutant.statement <= int(line) <= mutant.last_line for line in lines):
         return True
     words = set("".join(c if c.isalnum() or c == "_" else " " for c in mutant.old).split())
-    meant = {
-        name for name in (*EDGES, *GUARDS) if name.upper() in words
-    }  # constants: a variable may have such a name
+    meant = {name for name in (*EDGES, *GUARDS) if name.upper() in words}  # constants: a variable may have such a name
     if meant:
         return bool(meant & {edge_of(name) for name in named})
     return bool(named) or checker not in _UNSPECIFIC
@@ -275,10 +272,7 @@ def _campaign(
     torch.set_num_threads(1)
     waiting = list(reversed(mutants))
     running: dict[int, tuple[int, Mutant]] = {}  # by the pipe's end
-    with (
-        results.open("a", encoding="utf-8") as file,
-        tqdm(total=len(mutants), unit="mutant", disable=None) as bar,
-    ):
+    with results.open("a", encoding="utf-8") as file, tqdm(total=len(mutants), unit="mutant", disable=None) as bar:
         while running or waiting:
             while waiting and len(running) < jobs:
                 mutant = waiting.pop()
@@ -326,9 +320,7 @@ def _run_mutant(mutant: Mutant, runs: Iterable[tuple[str, int]], cpu_limit_s: fl
 
 def _line(mutant: Mutant, state: str, **more: object) -> str:
     """A result as a line of the results' file."""
-    fields = {
-        name: getattr(mutant, name) for name in ("id", "path", "line", "rule", "old", "text", "function")
-    }
+    fields = {name: getattr(mutant, name) for name in ("id", "path", "line", "rule", "old", "text", "function")}
     return json.dumps(asdict(Result(**fields, state=state, **more))) + "\n"  # type: ignore[arg-type]
 
 

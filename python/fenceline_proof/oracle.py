@@ -95,11 +95,7 @@ class Model:
         # Of what attention adds, of what the MLP reads, and of what it adds.
         self.norms = ("", "post_attention_layernorm", "")
         if self.is_gemma:
-            self.norms = (
-                "post_attention_layernorm",
-                "pre_feedforward_layernorm",
-                "post_feedforward_layernorm",
-            )
+            self.norms = ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
         self.windows: list[int | None] = [None] * config["num_hidden_layers"]
         self.score_scale = 1 / math.sqrt(config["head_dim"])
         self.score_cap = self.logit_cap = 0.0
@@ -313,15 +309,10 @@ class Oracle:
         self.rounds_kv = rounds_kv
         self._models = lru_cache(lambda other: Model(other or folder, rounds_kv))
         self._max_answers = max_answers
-        self._answers: OrderedDict[tuple[Query, tuple[tuple[int, int], ...], frozenset[Place]], Answer] = (
-            OrderedDict()
-        )
+        self._answers: OrderedDict[tuple[Query, tuple[tuple[int, int], ...], frozenset[Place]], Answer] = OrderedDict()
 
     def answer(
-        self,
-        query: Query,
-        forced: tuple[tuple[int, int], ...] = (),
-        turned: frozenset[Place] = frozenset(),
+        self, query: Query, forced: tuple[tuple[int, int], ...] = (), turned: frozenset[Place] = frozenset()
     ) -> Answer:
         """``forced``: (index, token) of outputs for which the engine's rounding gave another token. ``turned``: see
         Answer."""
@@ -401,9 +392,7 @@ AUTOMATA = {
         + [(1, "h", 3), (2, "e", 3), (3, ".", 4)],
         [4],
     ),
-    2: _automaton(
-        [(s, "abcde ", s + 1) for s in range(6)] + [(s, "!", 7) for s in range(2, 7)], [*range(2, 7), 7]
-    ),
+    2: _automaton([(s, "abcde ", s + 1) for s in range(6)] + [(s, "!", 7) for s in range(2, 7)], [*range(2, 7), 7]),
     3: _automaton(
         [(10, b"\xa9", 11), (0, b"\xc3", 10), (11, b"n", 1), (11, b"o", 2)]
         + [(3 * s, b"n", 3 * s + 1) for s in range(3)]

@@ -16,13 +16,7 @@ import torch
 from fenceline.layers.attention.backends import AttentionSetting, register_attention_backend
 from fenceline.layers.attention.base import AttentionBackend
 from fenceline.layers.attention.reference import ReferenceAttentionBackend
-from fenceline.layers.forward_batch import (
-    AttentionInputs,
-    AttentionPlan,
-    ForwardMode,
-    GraphDecodeInputs,
-    VerifyInputs,
-)
+from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs, VerifyInputs
 from fenceline.memory_order import Device
 from fenceline.memory_order.access import occupies_sm
 from fenceline.memory_order.edges import StreamName
@@ -66,17 +60,13 @@ class _Plan(AttentionPlan):
     def prepare(self) -> None:
         self._plan.prepare()
 
-    def forward(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         self._device.declare(StreamName.FORWARD, "persistent attention", occupies_sm)
         return self._plan.forward(layer_id, q, k, v, scale)
 
 
 class _GraphPlan(_Plan):
-    def __init__(
-        self, device: Device, plan: AttentionPlan, inputs: GraphDecodeInputs, table: torch.Tensor
-    ) -> None:
+    def __init__(self, device: Device, plan: AttentionPlan, inputs: GraphDecodeInputs, table: torch.Tensor) -> None:
         super().__init__(device, plan)
         self._inputs, self._table = inputs, table
 

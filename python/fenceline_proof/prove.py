@@ -45,9 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--edge", metavar="NAME", help="sever this edge or guard and do nothing else")
-    parser.add_argument(
-        "--blind", action="store_true", help="without the detector: races show by wrong tokens only"
-    )
+    parser.add_argument("--blind", action="store_true", help="without the detector: races show by wrong tokens only")
     parser.add_argument(
         "--exhaustive", action="store_true",
         help="all schedules with up to two preemptions of a few small workloads, and nothing else",
@@ -58,9 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         help="processes; unless given the cores of this machine, or one for a part of the proof",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
-    parser.add_argument(
-        "--write-docs", action="store_true", help="write the table into docs/internals/edges.md"
-    )
+    parser.add_argument("--write-docs", action="store_true", help="write the table into docs/internals/edges.md")
     return parser
 
 

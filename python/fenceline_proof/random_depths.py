@@ -33,9 +33,7 @@ class RandomDepths:
     def _draw(self) -> StepCosts:
         """Deeper steps are longer on average, and each depth is the best in some steps."""
         uniform = self._random.uniform
-        seconds = tuple(
-            tuple(1 + depth + depth * uniform(-1.0, 1.0) for depth in self._depths) for _ in _SIZES
-        )
+        seconds = tuple(tuple(1 + depth + depth * uniform(-1.0, 1.0) for depth in self._depths) for _ in _SIZES)
         return StepCosts(_SIZES, seconds)
 
     def published(self, depth: int, counts: npt.NDArray[np.int64]) -> None:

@@ -214,9 +214,7 @@ class RankRun:
         """Weights that one rank cannot read are replaced on none."""
         rank = self.scenario.flags.get("rank_without_weights")
         right = [[] if rank is None else [int(str(rank)) >= NUM_RANKS]] * NUM_RANKS
-        return (
-            "" if self.updated == right else f"updates of the weights were made: {self.updated}, not {right}"
-        )
+        return "" if self.updated == right else f"updates of the weights were made: {self.updated}, not {right}"
 
     def _compare(self, config: EngineConfig) -> str:
         """The answers, and each request's alone."""
@@ -258,9 +256,7 @@ class RankRun:
                     break  # rounding: what follows is another answer
         return ""
 
-    def _body(
-        self, rank: int, config: EngineConfig, ports: PortArgs, turns: Channel[bytes]
-    ) -> Callable[[], None]:
+    def _body(self, rank: int, config: EngineConfig, ports: PortArgs, turns: Channel[bytes]) -> Callable[[], None]:
         def body() -> None:
             device = VgpuDevice(self._severed, self.gpu)
             backend = PeerRank(self._group, rank, self._severed)

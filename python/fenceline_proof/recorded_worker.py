@@ -12,23 +12,12 @@ import numpy.typing as npt
 
 from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.page_hash import PageKey
-from fenceline.mem_cache.storage.controller import (
-    Ack,
-    Storage,
-    StorageController,
-)
+from fenceline.mem_cache.storage.controller import Ack, Storage, StorageController
 from fenceline.mem_cache.storage.controller import Fetched as FetchedAck
 from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import Points
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.step import (
-    Completions,
-    ForwardResult,
-    HeldStep,
-    StepBatch,
-    StepOutput,
-    drain_completions,
-)
+from fenceline.model_executor.step import Completions, ForwardResult, HeldStep, StepBatch, StepOutput, drain_completions
 from fenceline.models.loader import NewWeights
 from fenceline_proof.decisions import Decision, Event, Fetched, Kept, Transfer, Update, host_bytes
 from fenceline_sim.tags import Tags
@@ -124,9 +113,7 @@ class RecordedTransfers(_InPlaceOf):
     def _begin(self, ticket: Ticket, kind: TransferKind, device_pages: I32, host_pages: I32) -> None:
         num = len(device_pages)
         assert ticket.num_pages == num, f"{ticket!r} is said to have {ticket.num_pages} pages, it has {num}"
-        assert ticket.id > 0 and ticket.id not in self._ids, (
-            f"{ticket!r} has a number that another one has, or none"
-        )
+        assert ticket.id > 0 and ticket.id not in self._ids, f"{ticket!r} has a number that another one has, or none"
         self._ids.add(ticket.id)
         self._events.append(Transfer(kind, device_pages.copy(), host_pages.copy()))
 
@@ -137,9 +124,7 @@ class RecordedTransfers(_InPlaceOf):
 class RecordedStorage(_InPlaceOf):
     """A StorageController that records what is written to storage and what is read from it."""
 
-    def __init__(
-        self, controller: StorageController, transfers: HiCacheController, events: list[Event]
-    ) -> None:
+    def __init__(self, controller: StorageController, transfers: HiCacheController, events: list[Event]) -> None:
         super().__init__(controller)
         self._host_pool = transfers.host_pool
         self._events = events

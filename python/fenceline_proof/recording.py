@@ -68,8 +68,7 @@ class Recording:
         """Flags of an engine that is large enough."""
         longest = max((int(step.batch.seq_lens.max()) for step in self.steps), default=1)
         columns = max(
-            (int(s.batch.page_writes.columns.max()) for s in self.steps if len(s.batch.page_writes)),
-            default=0,
+            (int(s.batch.page_writes.columns.max()) for s in self.steps if len(s.batch.page_writes)), default=0
         )
         columns = max(columns, *(len(pages) for pages in self.page_table.values()), 0)
         context = max(longest, columns * self.page_size) + self.page_size
@@ -147,10 +146,7 @@ class _Reader:
 
     def _graph_sizes(self) -> set[int]:
         config = self._dump["config"]
-        sizes, exact = (
-            sorted(config.get("cuda_graph_bs", ())),
-            config.get("disable_cuda_graph_padding", False),
-        )
+        sizes, exact = (sorted(config.get("cuda_graph_bs", ())), config.get("disable_cuda_graph_padding", False))
         batches = {len(self._composition(step)["rows"]) for step in self._steps if step["mode"] != "extend"}
         fitting = (next((size for size in sizes if size >= batch), None) for batch in batches)
         return {size for size in fitting if size is not None and (not exact or size in batches)}

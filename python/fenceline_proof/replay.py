@@ -109,9 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="the dump")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
-    parser.add_argument(
-        "--seeds", type=int, default=_DEFAULT_SEEDS, metavar="K", help="how many schedules to try"
-    )
+    parser.add_argument("--seeds", type=int, default=_DEFAULT_SEEDS, metavar="K", help="how many schedules to try")
     parser.add_argument("--policy", choices=POLICIES, help="of every schedule; the seed chooses unless given")
     parser.add_argument(
         "--sever", action="append", default=[], metavar="NAME", choices=(*EDGES, *GUARDS),

@@ -86,9 +86,7 @@ class Trial:
     @property
     def may_check_order(self) -> bool:
         """Whether the run has ``--memory-check order`` if its flags allow that."""
-        return (
-            self.detect and not self.severed and (self.seed // 2 + self.seed // 8 + self.seed // 32) % 2 == 1
-        )
+        return self.detect and not self.severed and (self.seed // 2 + self.seed // 8 + self.seed // 32) % 2 == 1
 
     @property
     def command(self) -> str:
@@ -289,9 +287,7 @@ def _failure(trial: Trial, error: Exception) -> Outcome:
 
 def missing_edges(report: str) -> tuple[str, ...]:
     """The edges and guards that a report says are missing."""
-    named = (
-        name for line in re.findall(r"missing (?:edge|guard): (.*)", report) for name in line.split(" or ")
-    )
+    named = (name for line in re.findall(r"missing (?:edge|guard): (.*)", report) for name in line.split(" or "))
     return tuple(dict.fromkeys(named))
 
 

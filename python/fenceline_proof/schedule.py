@@ -9,9 +9,7 @@ from fenceline_sim.policy import Script, Turn
 from fenceline_sim.streams import Operation, VirtualStream
 
 
-def shrink(
-    turns: Sequence[Turn], fails: Callable[[Sequence[Turn]], bool], max_runs: int = 100
-) -> list[Turn] | None:
+def shrink(turns: Sequence[Turn], fails: Callable[[Sequence[Turn]], bool], max_runs: int = 100) -> list[Turn] | None:
     """A small part of ``turns`` with which the run still fails, None if not even all of them make it fail.
 
     If a turn is left out, the device does that work later, when the host needs it. Delta debugging (Zeller and
@@ -68,10 +66,6 @@ class DescribedScript(Script):
         found = []
         for (_, name), (place, operations) in self._repeated.items():
             first, last = operations[0], operations[-1]
-            what = (
-                first.label
-                if first is last
-                else f"{len(operations)} operations, {first.label} to {last.label},"
-            )
+            what = first.label if first is last else f"{len(operations)} operations, {first.label} to {last.label},"
             found.append(f"while the host is at {place}\n     {name} runs {what} of {last.place}")
         return found

@@ -9,21 +9,9 @@ from typing import Any
 
 from msgspec import structs
 
-from fenceline.ipc.io_struct import (
-    ContinueGenerationReq,
-    Message,
-    TokenizedGenerateReq,
-    UpdateWeightsReq,
-    id_array,
-)
+from fenceline.ipc.io_struct import ContinueGenerationReq, Message, TokenizedGenerateReq, UpdateWeightsReq, id_array
 from fenceline.sampling.sampling_params import SamplingParams
-from fenceline_proof.tiny_model import (
-    VOCAB_SIZE,
-    tiny_misfit,
-    tiny_model_path,
-    tiny_part,
-    tiny_weights,
-)
+from fenceline_proof.tiny_model import VOCAB_SIZE, tiny_misfit, tiny_model_path, tiny_part, tiny_weights
 
 Flag = int | float | str | bool | tuple[int, ...]
 Flags = Mapping[str, Flag]
@@ -125,9 +113,7 @@ class Script:
             if ids:
                 shifted = [(token + self.num_reqs) % VOCAB_SIZE for token in ids]
                 values = ids.values() if isinstance(ids, dict) else ()
-                options[name] = (
-                    dict(zip(shifted, values, strict=True)) if values else shifted[self.num_reqs % 2 :]
-                )
+                options[name] = dict(zip(shifted, values, strict=True)) if values else shifted[self.num_reqs % 2 :]
         outer = {name: options.pop(name) for name in list(options) if name in _OF_THE_MESSAGE}
         params = SamplingParams(max_new_tokens=num_tokens, seed=seed, **({"temperature": 0.0} | options))
         outer = {"stream": True} | outer
@@ -146,12 +132,7 @@ class Script:
         self.reactions.append(Reaction(step, "", message))
 
     def new_weights(
-        self,
-        step: int,
-        misfits: float = 0.0,
-        abort_all: bool = False,
-        partly: float = 0.0,
-        keep_pause: bool = False,
+        self, step: int, misfits: float = 0.0, abort_all: bool = False, partly: float = 0.0, keep_pause: bool = False
     ) -> None:
         """The weights are replaced at ``step``, by others or by the first ones; a share of ``misfits`` is refused, and
         a share of ``partly`` replaces some tensors. With ``keep_pause`` generation is paused afterwards for a few

@@ -53,11 +53,7 @@ def _twins(random: Random) -> Scenario:
     rids = [script.add(step, prompt, 5, ignore_eos=True) for step in (0, 0, 2, 3)]
     script.send(8, AbortReq(rid=rids[1]))
     return script.scenario(
-        max_total_tokens=16,
-        max_running_requests=3,
-        chunked_prefill_size=2,
-        page_size=2,
-        schedule_conservativeness=0.01,
+        max_total_tokens=16, max_running_requests=3, chunked_prefill_size=2, page_size=2, schedule_conservativeness=0.01
     )
 
 

@@ -70,9 +70,7 @@ def _tree_flags(random: Random, draft: str) -> dict[str, Flag]:
         "speculative_num_steps": num_steps,
         "speculative_eagle_topk": topk,
         # All nodes of a small tree, so that the proof can tell which of them must be accepted.
-        "speculative_num_draft_tokens": random.choice(
-            (min(most, 7), random.randint(num_steps + 1, min(most, 7)))
-        ),
+        "speculative_num_draft_tokens": random.choice((min(most, 7), random.randint(num_steps + 1, min(most, 7)))),
     }
 
 

@@ -15,14 +15,7 @@ import numpy as np
 from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.frontend.detokenizer_manager import Detokenizer
-from fenceline.ipc.io_struct import (
-    AbortReq,
-    BatchTokenOut,
-    Message,
-    TokenizedGenerateReq,
-    UpdateWeightsReq,
-    id_array,
-)
+from fenceline.ipc.io_struct import AbortReq, BatchTokenOut, Message, TokenizedGenerateReq, UpdateWeightsReq, id_array
 from fenceline.mem_cache.hicache import HiCache
 from fenceline.mem_cache.storage.file_backend import FileBackend
 from fenceline.memory_order import Device
@@ -40,12 +33,7 @@ from fenceline_proof.oracle import Oracle
 from fenceline_proof.random_depths import RandomDepths
 from fenceline_proof.recorded_worker import RecordedWorker
 from fenceline_proof.script import Arrival, Flags, FollowUp, Reaction, Scenario
-from fenceline_proof.tiny_model import (
-    PLAIN,
-    tiny_draft,
-    tiny_model_path,
-    tiny_tokenizer,
-)
+from fenceline_proof.tiny_model import PLAIN, tiny_draft, tiny_model_path, tiny_tokenizer
 from fenceline_proof.watched import WatchedScheduler
 from fenceline_sim.audit import LaunchAuditor
 from fenceline_sim.device import VgpuDevice
@@ -67,9 +55,7 @@ def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineCo
     plain = "" if args["device"] == "cpu" else REFERENCE
     backend = args.pop("attention_backend", plain)
     draft = args.pop("draft", None)
-    prefill, decode = (
-        str(args.pop(f"{mode}_attention_backend", backend) or plain) for mode in ("prefill", "decode")
-    )
+    prefill, decode = (str(args.pop(f"{mode}_attention_backend", backend) or plain) for mode in ("prefill", "decode"))
     of_draft = args.pop("speculative_draft_attention_backend", None)
     model, least_tokens = str(args.pop("model", PLAIN)), args.pop("least_tokens", None)
     if draft is not None:
@@ -85,9 +71,7 @@ def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineCo
         decode_attention_backend=decode or config.decode_attention_backend,
     )
     if of_draft is not None and config.speculative is not None:
-        config = replace(
-            config, speculative=replace(config.speculative, draft_attention_backend=str(of_draft))
-        )
+        config = replace(config, speculative=replace(config.speculative, draft_attention_backend=str(of_draft)))
     if config.hicache is None:
         return config
     # One page is enough, and not too short either, unless the run asks for more.
@@ -172,9 +156,7 @@ class Loop:
         self._leaks = Leaks(memory, self._tags) if self._tags is not None and not device.severed else None
         seed = scenario.flags.get("depth_seed")
         if seed is not None:
-            self.scheduler.planner.draft_depth = RandomDepths(
-                tuple(self.scheduler.planner.shapes), int(str(seed))
-            )
+            self.scheduler.planner.draft_depth = RandomDepths(tuple(self.scheduler.planner.shapes), int(str(seed)))
         around(self.scheduler.control, "update_weights", before=self._counts_outputs, after=self._updated)
         self.watch.watch(self.scheduler)
         args = config.server_args
@@ -184,14 +166,7 @@ class Loop:
         longest = min(config.model.context_length, num_slots)
         timeouts_s = {"waiting": args.req_waiting_timeout, "running": args.req_running_timeout}
         eos_ids = frozenset(config.model.eos_token_ids)
-        self.transcript = Transcript(
-            Setting(
-                config.random_seed,
-                eos_ids,
-                longest,
-                timeouts_s,
-            )
-        )
+        self.transcript = Transcript(Setting(config.random_seed, eos_ids, longest, timeouts_s))
 
     def _counts_outputs(self, message: UpdateWeightsReq) -> None:
         self._num_outputs = {rid: len(req.output_ids) for rid, req in self.scheduler.reqs.items()}
@@ -322,9 +297,7 @@ class Loop:
             if self._leaks is None:
                 raise
             scheduler = self.scheduler
-            raise self._leaks.explain(
-                error, [*scheduler.reqs.values(), *scheduler.population.leaving]
-            ) from error
+            raise self._leaks.explain(error, [*scheduler.reqs.values(), *scheduler.population.leaving]) from error
 
     def run(self) -> None:
         """Run until all requests are answered and every transfer has ended. Raises what the engine raises."""

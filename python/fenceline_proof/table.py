@@ -112,9 +112,7 @@ def pairs_table(pairs: Mapping[Pair, int]) -> list[str]:
 
 def _in_columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -162,13 +160,7 @@ def as_json(proof: Proof) -> dict[str, object]:
 def record(rows: Sequence[Row]) -> list[dict[str, object]]:
     """The part of the rows that is kept in the repository: what is the same in every run."""
     return [
-        {
-            "name": row.name,
-            "status": row.status,
-            "workload": row.workload,
-            "seed": row.seed,
-            "caught_by": row.caught_by,
-        }
+        {"name": row.name, "status": row.status, "workload": row.workload, "seed": row.seed, "caught_by": row.caught_by}
         for row in rows
     ]
 

@@ -110,9 +110,7 @@ DRAFTS = tuple(name for name in _DRAFTS if name not in _NOT_DRAWN)
 _NUM_LAYERS, _NUM_KV_HEADS, _HEAD_DIM = (
     int(str(_CONFIG[name])) for name in ("num_hidden_layers", "num_key_value_heads", "head_dim")
 )
-_DRAFT_LAYERS = max(
-    int(str(draft.get("num_nextn_predict_layers", _NUM_LAYERS))) for draft in _DRAFTS.values()
-)
+_DRAFT_LAYERS = max(int(str(draft.get("num_nextn_predict_layers", _NUM_LAYERS))) for draft in _DRAFTS.values())
 # Of the KV of a token, that of the largest draft included: keys and values of each layer, in float32.
 MOST_TOKEN_BYTES = 2 * (_NUM_LAYERS + _DRAFT_LAYERS) * _NUM_KV_HEADS * _HEAD_DIM * 4
 _NEAR = 0.1  # how much the weights of NEAR differ from the target's
@@ -244,9 +242,7 @@ def tiny_tokenizer() -> Tokenizer:
     # GPT-2's letters for bytes: printable Latin-1 stands for itself, the others follow U+0100 in order.
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
-    letters = {byte: chr(byte) for byte in printable} | {
-        byte: chr(0x100 + i) for i, byte in enumerate(others)
-    }
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
     vocab = {"".join(letters[byte] for byte in piece): id for id, piece in enumerate(PIECES) if piece}
     backend = RustTokenizer(models.BPE(vocab={"<end>": EOS_TOKEN, **vocab}, merges=[]))
     backend.decoder = decoders.ByteLevel()

@@ -25,20 +25,8 @@ from fenceline_proof.flashinfer_library import FLASHINFER, PLANNED
 from fenceline_proof.grammars import GRAMMARS
 from fenceline_proof.hicache_workloads import HICACHE_WORKLOADS, tier_flags
 from fenceline_proof.launched_attention import LAUNCHED
-from fenceline_proof.script import (
-    GRAPH_CONTEXT,
-    PIECES,
-    Arrival,
-    Flags,
-    Scenario,
-    Script,
-    Workload,
-)
-from fenceline_proof.speculative_workloads import (
-    SPECULATIVE_WORKLOADS,
-    chains_of_models,
-    trees_under_windows,
-)
+from fenceline_proof.script import GRAPH_CONTEXT, PIECES, Arrival, Flags, Scenario, Script, Workload
+from fenceline_proof.speculative_workloads import SPECULATIVE_WORKLOADS, chains_of_models, trees_under_windows
 from fenceline_proof.tiny_model import VOCAB_SIZE
 
 
@@ -228,11 +216,7 @@ def _row_reuse(random: Random) -> Scenario:
         stop = tuple(random.sample(range(1, VOCAB_SIZE), 24))
         script.add(0, script.prompt(2, 5), 6, temperature=1.0, stop_token_ids=stop)
     return script.scenario(
-        max_total_tokens=24,
-        max_running_requests=1,
-        chunked_prefill_size=16,
-        page_size=1,
-        **script.graphs(1),
+        max_total_tokens=24, max_running_requests=1, chunked_prefill_size=16, page_size=1, **script.graphs(1)
     )
 
 
@@ -240,15 +224,9 @@ def _staging(random: Random) -> Scenario:
     """F12: every step uploads, since pages of one token come one by one and the batch changes all the time."""
     script = Script(random)
     for index in range(6):
-        script.add(
-            index * random.randint(1, 2), script.prompt(1, 4), random.randint(2, 6), **script.options()
-        )
+        script.add(index * random.randint(1, 2), script.prompt(1, 4), random.randint(2, 6), **script.options())
     return script.scenario(
-        max_total_tokens=40,
-        max_running_requests=3,
-        chunked_prefill_size=8,
-        page_size=1,
-        **script.graphs(2, 3),
+        max_total_tokens=40, max_running_requests=3, chunked_prefill_size=8, page_size=1, **script.graphs(2, 3)
     )
 
 
@@ -261,11 +239,7 @@ def _growth(random: Random) -> Scenario:
     if random.random() < 0.5:
         script.add(3, long[:300], 2, return_logprob=True, logprob_start_len=0, top_logprobs_num=20)
     return script.scenario(
-        max_total_tokens=8192,
-        max_running_requests=3,
-        chunked_prefill_size=-1,
-        page_size=16,
-        max_prefill_tokens=4096,
+        max_total_tokens=8192, max_running_requests=3, chunked_prefill_size=-1, page_size=16, max_prefill_tokens=4096
     )
 
 
@@ -273,9 +247,7 @@ def _graphs(random: Random) -> Scenario:
     """Decode batches of every size in padded graphs, and one size that is beyond them all."""
     script = Script(random)
     for index in range(6):
-        script.add(
-            index * random.randint(0, 3), script.prompt(1, 6), random.randint(2, 9), **script.options()
-        )
+        script.add(index * random.randint(0, 3), script.prompt(1, 6), random.randint(2, 9), **script.options())
     return script.scenario(
         max_total_tokens=96,
         max_running_requests=5,
@@ -409,20 +381,13 @@ WORKLOADS: dict[str, Workload] = {
         Workload("aborts", "requests aborted at any moment", _aborts, share=3),
         Workload("retraction", "running requests lose their memory and come back", _retraction, share=3),
         Workload(
-            "priorities",
-            "running requests give way to better ones; namespaces of the cache",
-            _priorities,
-            share=2,
+            "priorities", "running requests give way to better ones; namespaces of the cache", _priorities, share=2
         ),
         Workload("bursts", "four at once, then silence; pauses and flushes", _bursts, share=3),
-        Workload(
-            "row_reuse", "one row, refilled while its last owner's step is in flight", _row_reuse, share=2
-        ),
+        Workload("row_reuse", "one row, refilled while its last owner's step is in flight", _row_reuse, share=2),
         Workload("staging", "every step uploads", _staging, share=2),
         Workload("graphs", "decode in padded graphs of two sizes, and beyond them", _graphs, share=3),
-        Workload(
-            "outputs", "F8: every decode step a replay, its tokens taken as they are", _outputs, share=2
-        ),
+        Workload("outputs", "F8: every decode step a replay, its tokens taken as they are", _outputs, share=2),
         Workload("buckets", "F11: more requests than the largest graph holds", _buckets),
         Workload("growth", "uploads and results that outgrow the rings", _growth),
         GRAMMARS,

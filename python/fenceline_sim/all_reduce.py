@@ -58,9 +58,7 @@ class Act(Enum):
     COUNT_ABSENT = "count_absent"  # count it for the blocks that the launch does not have
     READ = "read"  # read this rank's own vector of the input
     PUSH_WORDS = "push_words"  # write the vector, in words, to peer
-    REFRESH = (
-        "refresh"  # some launches: write words of this launch to peer, where nobody reads in this launch
-    )
+    REFRESH = "refresh"  # some launches: write words of this launch to peer, where nobody reads in this launch
     AWAIT_WORDS = "await_words"  # wait for all words of peer's vector
     SUM = "sum"  # add all ranks' vectors, in the order of ranks, and write the sum to the output
     PUSH = "push"  # write the vector to peer, in whose slice it is

@@ -42,9 +42,7 @@ class Auditor:
         for region, tag in regions.items():
             changed = (before[region] != after[region]) & ~written[region]
             if changed.any():
-                raise AuditError(
-                    f"{op.label} writes {tag} {_span(changed)} without declaring it\n  at {op.place}"
-                )
+                raise AuditError(f"{op.label} writes {tag} {_span(changed)} without declaring it\n  at {op.place}")
         if any(word in op.label for word in _DRAWING):
             return
         self.num_audited += 1

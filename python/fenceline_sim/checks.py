@@ -111,9 +111,7 @@ class Checks:
                 watch.note_write(op, access)
         for bound in op.bounds:
             values = bound.values.numpy()
-            if values.size and (
-                np.minimum.reduce(values, None) < 0 or np.maximum.reduce(values, None) >= bound.size
-            ):
+            if values.size and (np.minimum.reduce(values, None) < 0 or np.maximum.reduce(values, None) >= bound.size):
                 source = bound.source
                 watch = None if source is None else watches.get(source.tag)
                 writer = None if source is None or watch is None else watch.last_writer(source)
@@ -203,9 +201,7 @@ class Watch:
 
 def _out_of_bounds(op: Operation, bound: Bound, values: Rows, writer: Operation | None) -> BoundsError:
     wrong = np.flatnonzero((values < 0) | (values >= bound.size))
-    shown = ", ".join(str(values[i]) for i in wrong[:_MAX_SHOWN]) + (
-        ", ..." if len(wrong) > _MAX_SHOWN else ""
-    )
+    shown = ", ".join(str(values[i]) for i in wrong[:_MAX_SHOWN]) + (", ..." if len(wrong) > _MAX_SHOWN else "")
     writes = any(access.tag is bound.tag for access in op.writes)
     axis = "rows" if bound.axis == 0 else f"axis {bound.axis}"
     memory = f"{bound.tag} {axis}"

@@ -64,13 +64,7 @@ class Detector:
         return [race_error(conflict) for conflict in conflicts]
 
     def _touch(
-        self,
-        op: Operation,
-        tag: Tag,
-        layout: Layout,
-        rows: Rows | None,
-        write: bool,
-        conflicts: list[Conflict],
+        self, op: Operation, tag: Tag, layout: Layout, rows: Rows | None, write: bool, conflicts: list[Conflict]
     ) -> None:
         region, agent, clock = tag.region, op.agent, op.clock
         shadow = region.shadow
@@ -95,9 +89,7 @@ class Detector:
                     other = self._history_of(past.agent, writers.get(past.agent, past.action))
                 elif op.label == RELEASE and other.is_ahead and other.seq > op.seq:
                     continue  # the same in the other order: the operation that writes the memory will be reported
-                conflicts.append(
-                    Conflict(op, write, other, past.was_write, tag, past.units, shadow.unit_bytes)
-                )
+                conflicts.append(Conflict(op, write, other, past.was_write, tag, past.units, shadow.unit_bytes))
         elif write and layout is region.whole:
             shadow.forget_before(agent, op.index, layout)
             return

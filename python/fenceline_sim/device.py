@@ -12,15 +12,7 @@ import torch
 from fenceline.layers.context import register_layers
 from fenceline.memory_order import register_device
 from fenceline.memory_order.access import Accesses, Memory, PagedMemory, Rows, occupies_sm
-from fenceline.memory_order.device import (
-    Device,
-    FillField,
-    HostChannel,
-    HostWorker,
-    copy_words,
-    fill_each,
-    fill_rows,
-)
+from fenceline.memory_order.device import Device, FillField, HostChannel, HostWorker, copy_words, fill_each, fill_rows
 from fenceline.memory_order.edges import GRAPH_POOL, Edge, Guard, StreamName
 from fenceline.memory_order.graph import Graph, GraphPool
 from fenceline.memory_order.stream import Point, Stream, applied_at

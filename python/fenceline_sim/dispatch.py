@@ -196,9 +196,7 @@ def _kernel(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     writes = [_access(t, indexes) for t in written]
     plain_args, plain_kwargs = call.args, call.kwargs
     if None not in operator.outputs:
-        gpu.submit(
-            operator.label, lambda: func(*plain_args, **plain_kwargs), reads, writes, place, bounds=bounds
-        )
+        gpu.submit(operator.label, lambda: func(*plain_args, **plain_kwargs), reads, writes, place, bounds=bounds)
         return _same(operator, args, kwargs)
     outputs = _new_outputs(gpu, forms, operator, place)
     writes += [Access(t.allocation.tag, t.layout_) for t in outputs]
@@ -219,9 +217,7 @@ def _accumulates(operator: Operator, call: _Call) -> bool:
 def _check_out(operator: Operator, forms: Any, written: list[VTensor]) -> None:
     for form, tensor in zip(forms if isinstance(forms, tuple) else (forms,), written, strict=True):
         if form.shape != tuple(tensor.shape):
-            raise VgpuError(
-                f"{operator.label}: out has shape {list(tensor.shape)}, it needs {list(form.shape)}"
-            )
+            raise VgpuError(f"{operator.label}: out has shape {list(tensor.shape)}, it needs {list(form.shape)}")
 
 
 def _seeded(operator: Operator, call: _Call) -> Any:
@@ -317,9 +313,7 @@ def _sync(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     reads = [access(t) for t in call.tensors]
     writes = [access(t) for t in written]
     func, plain_args, plain_kwargs = operator.func, call.args, call.kwargs
-    done = gpu.submit(
-        operator.label, lambda: box.append(func(*plain_args, **plain_kwargs)), reads, writes, place
-    )
+    done = gpu.submit(operator.label, lambda: box.append(func(*plain_args, **plain_kwargs)), reads, writes, place)
     gpu.synchronize(done)
     if written:
         return _same(operator, args, kwargs)

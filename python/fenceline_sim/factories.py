@@ -83,11 +83,7 @@ def _from_cpu(func: Any) -> Callable[..., torch.Tensor]:
             target.copy_(value)
 
         gpu.submit(
-            func._schema.name.removeprefix("aten::"),
-            run,
-            (),
-            [Access(result.allocation.tag, result.layout_)],
-            place,
+            func._schema.name.removeprefix("aten::"), run, (), [Access(result.allocation.tag, result.layout_)], place
         )
         return result
 

@@ -34,9 +34,7 @@ class _Declared:
     """The accesses of one operation, in order: see ``memory_order.access.Accesses``."""
 
     def __init__(self) -> None:
-        self.accesses: list[
-            tuple[Memory, bool, frozenset[int]]
-        ] = []  # memory, whether it is written, its rows
+        self.accesses: list[tuple[Memory, bool, frozenset[int]]] = []  # memory, whether it is written, its rows
 
     def read(self, memory: Memory, rows: Rows | None = None) -> None:
         self.accesses.append((memory, False, frozenset(numbers(memory, rows))))
@@ -213,9 +211,7 @@ class Footprints:
             if name is StreamName.FORWARD and not write:
                 continue  # of a plan it is declared that work which has been submitted may read it
             if not any(one is memory for one, _ in touched):
-                raise FootprintError(
-                    f"footprint: {memory.name} is declared on {name.value}, and nothing uses it"
-                )
+                raise FootprintError(f"footprint: {memory.name} is declared on {name.value}, and nothing uses it")
 
     # --- pages of transfers
 
@@ -250,9 +246,7 @@ class Footprints:
         for memory, write, rows in op.accesses:
             right = host if write != to_device else device
             if rows != right:
-                raise FootprintError(
-                    f"footprint: a {kind} declares {memory.name} {sorted(rows)}, not {sorted(right)}"
-                )
+                raise FootprintError(f"footprint: a {kind} declares {memory.name} {sorted(rows)}, not {sorted(right)}")
         named = {(memory.name, write) for memory, write, _ in op.accesses}
         layers = {(f"kv_pool.layer{layer}", True) for layer in range(self._num_layers if to_device else 0)}
         if named != {("host_pool", not to_device), ("kv_pool", to_device)} | layers:
@@ -267,9 +261,7 @@ class Footprints:
         if nbytes != right:
             raise FootprintError(f"footprint: a transfer copies {nbytes} bytes, its pages have {right}")
         if self._copies_by_sm:
-            num_kinds = len(
-                list(itertools.groupby(self._layout.layers))
-            )  # a launch takes layers that are alike
+            num_kinds = len(list(itertools.groupby(self._layout.layers)))  # a launch takes layers that are alike
             num_right = self._num_layers if to_device else num_kinds
             if not to_device and len(copies) == len(self._copies):
                 raise FootprintError("footprint: a backup by SMs does not occupy them")

@@ -183,9 +183,7 @@ class VirtualGpu:
         return tag.region.view(layout_at(form, 0)), Allocation(tag, partial(self._release, tag, stream))
 
     def _release(self, tag: Tag, stream: VirtualStream) -> None:
-        self._released[stream.device].append(
-            (tag, stream)
-        )  # Python's garbage collector may call this at any time
+        self._released[stream.device].append((tag, stream))  # Python's garbage collector may call this at any time
 
     def collect_released(self) -> None:
         """Take back the memory of tensors of this thread's device that were freed since the last call."""
@@ -681,9 +679,7 @@ class Graph:
         if node.event is not None and old.after is None:
             node.event.mark = gpu.record(stream)
             return node.event.mark
-        op = Operation(
-            old.label, old.place, old.run, old.reads, old.writes, None, old.bounds, old.starts_next
-        )
+        op = Operation(old.label, old.place, old.run, old.reads, old.writes, None, old.bounds, old.starts_next)
         op.graph, op.spin = self.name, old.spin
         if node.event is not None:
             if node.event.mark is None:

@@ -32,9 +32,7 @@ class Rows(NamedTuple):
 Footprint = Sequence[torch.Tensor | Rows]
 
 
-def launch(
-    label: str, kernel: Callable[..., None], args: Sequence[Any], reads: Footprint, writes: Footprint
-) -> None:
+def launch(label: str, kernel: Callable[..., None], args: Sequence[Any], reads: Footprint, writes: Footprint) -> None:
     """Queue ``kernel(*args)`` on the current stream of the tensors' GPU.
 
     When it runs it gets, for the vgpu tensors among ``args``, plain CPU tensors over their memory, and works in place.
@@ -119,9 +117,7 @@ class _Declared:
         self.read(lengths)
         self.read_rows(cache, _token_slots, page_table, rows, lengths, page_size, but_last, window, queries)
 
-    def read_rows(
-        self, tensor: torch.Tensor, rows: Callable[..., npt.NDArray[np.int64]], *operands: Any
-    ) -> None:
+    def read_rows(self, tensor: torch.Tensor, rows: Callable[..., npt.NDArray[np.int64]], *operands: Any) -> None:
         values = [operand.plain if isinstance(operand, VTensor) else operand for operand in operands]
         self.reads.accesses.append(self._access(tensor, None)._replace(rows=partial(rows, *values)))
         self.reads.tensors.add(id(tensor))

@@ -11,15 +11,7 @@ import torch
 from fenceline.config.families import ExpertsConfig
 from fenceline.layers.context import LayerContext, Shard
 from fenceline.layers.kernels import accesses
-from fenceline.layers.kernels.base import (
-    ONE,
-    SILU,
-    HeadLayout,
-    KVScales,
-    LayerKernels,
-    QKNorm,
-    Routing,
-)
+from fenceline.layers.kernels.base import ONE, SILU, HeadLayout, KVScales, LayerKernels, QKNorm, Routing
 from fenceline.layers.weight import DenseWeight, RMSNorm
 from fenceline.memory_order.kernel import Kernel
 
@@ -67,9 +59,7 @@ class LaunchedLayerKernels(LayerKernels):
             positions: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out_slots: torch.Tensor,
         ) -> None:  # fmt: skip
             plain = None if norms is None or q is None or k is None else QKNorm(q, k, norms.eps)
-            _TORCH.rotate_and_store(
-                qkv, heads, plain, table, positions, k_cache, v_cache, out_slots, kv_scales
-            )
+            _TORCH.rotate_and_store(qkv, heads, plain, table, positions, k_cache, v_cache, out_slots, kv_scales)
 
         weights = (None, None) if norms is None else (norms.q_weight, norms.k_weight)
         operands = (qkv, *weights, table, positions, k_cache, v_cache, out_slots)
@@ -95,15 +85,10 @@ class LaunchedLayerKernels(LayerKernels):
         num_programs = -(-num_tokens // _TOKENS_A_PROGRAM)
 
         def route(
-            logits: torch.Tensor,
-            correction: torch.Tensor | None,
-            out_slots: torch.Tensor,
-            *written: torch.Tensor,
+            logits: torch.Tensor, correction: torch.Tensor | None, out_slots: torch.Tensor, *written: torch.Tensor
         ) -> None:
             routing = _TORCH.route(logits, correction, out_slots, num_sink_slots, experts)
-            for out, value in zip(
-                written, (routing.ids, routing.weights, routing.order, routing.ends), strict=True
-            ):
+            for out, value in zip(written, (routing.ids, routing.weights, routing.order, routing.ends), strict=True):
                 out.copy_(value)
 
         def choose(
@@ -161,14 +146,10 @@ class LaunchedLayerKernels(LayerKernels):
         accesses.grouped_product.launch(compute, *operands)
         return out
 
-    def combine_experts(
-        self, y: torch.Tensor, routing: Routing, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def combine_experts(self, y: torch.Tensor, routing: Routing, residual: torch.Tensor | None = None) -> torch.Tensor:
         num_experts, adds = len(routing.ends), residual is not None
 
-        def compute(
-            y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, *_: object
-        ) -> None:
+        def compute(y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, *_: object) -> None:
             routed = Routing(ids, weights, ids.flatten(), ids.new_empty(num_experts))
             total = _TORCH.combine_experts(y, routed)
             out.add_(total) if adds else out.copy_(total)
@@ -191,11 +172,7 @@ class LaunchedDenseWeight(DenseWeight):
         return self._launch(x, None, bias, out, gated=False)
 
     def normed_product(
-        self,
-        x: torch.Tensor,
-        norm: RMSNorm,
-        bias: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
+        self, x: torch.Tensor, norm: RMSNorm, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         if x.shape[0] > _FEW_ROWS:
             return super().normed_product(x, norm, bias, out)
@@ -226,12 +203,7 @@ class LaunchedDenseWeight(DenseWeight):
         return residual
 
     def _launch(
-        self,
-        x: torch.Tensor,
-        norm: RMSNorm | None,
-        bias: torch.Tensor | None,
-        out: torch.Tensor | None,
-        gated: bool,
+        self, x: torch.Tensor, norm: RMSNorm | None, bias: torch.Tensor | None, out: torch.Tensor | None, gated: bool
     ) -> torch.Tensor:
         def compute(
             x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor | None, bias: torch.Tensor | None,

@@ -28,16 +28,7 @@ _SYNCHRONISING = {
 }  # fmt: skip
 _KNOWN_TO_THE_HOST = {"aten.repeat_interleave.self_int"}  # their overloads for which it need not wait
 # In-place operators that do not read the old values.
-_OVERWRITING = {
-    "zero_",
-    "fill_",
-    "index_put_",
-    "index_copy_",
-    "index_fill_",
-    "scatter_",
-    "uniform_",
-    "normal_",
-}
+_OVERWRITING = {"zero_", "fill_", "index_put_", "index_copy_", "index_fill_", "scatter_", "uniform_", "normal_"}
 _VIEWS_BY_NATURE = {"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"}
 _REFUSED = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::record_stream"}
 
@@ -80,9 +71,7 @@ class Operator:
         self.label = schema.name.removeprefix("aten::")
         # Positions and names of arguments that are written.
         self.mutated = [
-            (i, a.name)
-            for i, a in enumerate(schema.arguments)
-            if a.alias_info is not None and a.alias_info.is_write
+            (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
         ]
         # For each return: the name of the argument that it is, or None for a new tensor.
         self.outputs = [_aliased(schema, result) for result in schema.returns]

@@ -118,9 +118,7 @@ class Leases:
             if lease is None or lease.retired is not None:
                 self.refuse(page, who)
             elif owner is not None and page in shared:
-                self._found(
-                    self._error(page, f"{who} writes it, though it belongs to the prefix tree", lease, None)
-                )
+                self._found(self._error(page, f"{who} writes it, though it belongs to the prefix tree", lease, None))
             elif owner is not None and lease.owner is None:
                 lease.owner = owner
             elif owner is not None and lease.owner is not owner:
@@ -181,9 +179,7 @@ class Leases:
             f"  retired at {place}",
             f"  missing edge: {' or '.join((*edges, f'a Point on {source}'))}",
         ]
-        return OwnershipError(
-            "\n".join(lines), edges[0] if edges else "", memory, (str(user.place), str(place)), 0
-        )
+        return OwnershipError("\n".join(lines), edges[0] if edges else "", memory, (str(user.place), str(place)), 0)
 
     def refuse(self, page: int, who: str, op: Operation | None = None) -> None:
         """Report that ``who`` may not use ``page``, which ``op`` accesses, or without ``op`` a claim names."""
@@ -201,24 +197,15 @@ class Leases:
     def _error(self, page: int, text: str, lease: Lease | None, op: Operation | None) -> OwnershipError:
         memory = f"{self.name} {page}"
         place = here() if op is None else op.place
-        lines = [
-            f"ownership: {memory}: {text}",
-            f"  used by {describe(op)}" if op else f"  submitted at {place}",
-        ]
+        lines = [f"ownership: {memory}: {text}", f"  used by {describe(op)}" if op else f"  submitted at {place}"]
         if lease is not None:
             lines.append(f"  leased at {lease.leased}")
             if lease.retired is not None:
                 lines.append(f"  retired at {lease.retired}")
         places = [] if lease is None else [str(lease.retired or lease.leased)]
-        return OwnershipError(
-            "\n".join(lines), "", memory, (*places, str(place)), 0 if op is None else op.seq
-        )
+        return OwnershipError("\n".join(lines), "", memory, (*places, str(place)), 0 if op is None else op.seq)
 
 
 def _not_in(known: Clock, users: dict[int, User]) -> dict[int, User]:
     """Those of ``users`` that are not in ``known``, a clock."""
-    return {
-        number: user
-        for number, user in users.items()
-        if number >= len(known) or known[number] < user.position
-    }
+    return {number: user for number, user in users.items() if number >= len(known) or known[number] < user.position}

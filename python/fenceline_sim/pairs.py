@@ -44,16 +44,12 @@ class PairsMet:
     def __init__(self) -> None:
         self.found: set[Pair] = set()
 
-    def may_join(
-        self, first: str, first_wrote: bool, second: Operation, second_writes: bool, tag: Tag
-    ) -> bool:
+    def may_join(self, first: str, first_wrote: bool, second: Operation, second_writes: bool, tag: Tag) -> bool:
         """Whether an edge joins the stream ``first`` to that of ``second``, which accesses ``tag``'s memory."""
         hazard = Hazard.EXCLUSIVE if tag.is_exclusive else hazard_of(first_wrote, second_writes)
         return bool(_edges(hazard, first, stream_name(second)))
 
-    def note(
-        self, first: Operation, first_wrote: bool, second: Operation, second_writes: bool, tag: Tag
-    ) -> None:
+    def note(self, first: Operation, first_wrote: bool, second: Operation, second_writes: bool, tag: Tag) -> None:
         """``first`` has accessed units of ``tag``'s memory that ``second`` accesses now."""
         if RELEASE in (first.label, second.label):
             return  # the memory has had another use since
@@ -80,11 +76,7 @@ def missed(pairs: Iterable[Pair]) -> list[str]:
                 found.append(f"{edge.name}, {waiter.value} ← {source.value}: no pair of accesses")
             elif key not in waited:
                 found.append(f"{edge.name}, {waiter.value} ← {source.value}: nothing had to wait")
-        found += [
-            f"{edge.name}, {hazard.value}"
-            for hazard in edge.hazards
-            if (edge.name, hazard.value) not in hazards
-        ]
+        found += [f"{edge.name}, {hazard.value}" for hazard in edge.hazards if (edge.name, hazard.value) not in hazards]
     return found
 
 

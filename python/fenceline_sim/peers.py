@@ -20,14 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from fenceline.memory_order.edges import (
-    FLAG_GENERATION,
-    ONE_STREAM,
-    PEER_HALVES,
-    PEER_WORDS,
-    REGISTERED_GRAPH,
-    Hazard,
-)
+from fenceline.memory_order.edges import FLAG_GENERATION, ONE_STREAM, PEER_HALVES, PEER_WORDS, REGISTERED_GRAPH, Hazard
 from fenceline.memory_order.stream import Clock, joined
 from fenceline_sim.all_reduce import (
     REFRESH_EVERY,
@@ -123,11 +116,7 @@ class PeerRank:
     algorithm."""
 
     def __init__(
-        self,
-        group: Group,
-        rank: int,
-        severed: frozenset[str] = frozenset(),
-        left_out: frozenset[Act] = frozenset(),
+        self, group: Group, rank: int, severed: frozenset[str] = frozenset(), left_out: frozenset[Act] = frozenset()
     ) -> None:
         self.group, self.rank, self.size = group, rank, group.size
         self.generations = Generations(severed)
@@ -145,9 +134,7 @@ class PeerRank:
         self.launched = [0] * grain.num_blocks  # by block: launches counted
         self.latest: _Record | None = None
         self._threads: list[list[VirtualStream]] = []
-        self.registered: dict[
-            int, list[VTensor | None]
-        ] = {}  # all ranks' outputs, by the slot that a graph uses
+        self.registered: dict[int, list[VTensor | None]] = {}  # all ranks' outputs, by the slot that a graph uses
         self.unregistered: list[tuple[int, VTensor]] = []  # slots of captured launches, not registered yet
         self._num_slots = 0
         assert group.ranks[rank] is None, f"rank {rank} has joined already"
@@ -252,11 +239,7 @@ class PeerRank:
         return self._threads[block][thread]
 
     def _submit(
-        self,
-        held: _Held,
-        stream: VirtualStream,
-        steps: Iterable[Step],
-        arrived: Iterable[Operation] = (),
+        self, held: _Held, stream: VirtualStream, steps: Iterable[Step], arrived: Iterable[Operation] = ()
     ) -> list[Operation]:
         """``arrived``: marks where the block's threads for data have read the generation. Returns its own."""
         gpu, running, marks = self.group.gpu, held.running, []
@@ -344,9 +327,7 @@ class _Held:
         self.number = 0  # of the launch, as the thread has read it
         self.began: Clock = ()  # what had happened when it read that
         self.vectors: dict[tuple[int, int], torch.Tensor] = {}  # rank, vector
-        self.words: dict[
-            tuple[int, int], list[torch.Tensor]
-        ] = {}  # the same: the words that have come, in order
+        self.words: dict[tuple[int, int], list[torch.Tensor]] = {}  # the same: the words that have come, in order
 
 
 class _Spin:
@@ -365,9 +346,7 @@ class _Spin:
         """For reports: the rank for which it waits, and how far that rank has come."""
         mine, step = self._mine, self.step
         latest = mine.group.rank(step.peer).latest
-        before = (
-            "has launched nothing" if latest is None else f"has last launched {latest.what}, {latest.place}"
-        )
+        before = "has launched nothing" if latest is None else f"has last launched {latest.what}, {latest.place}"
         mine_is = f"the {self.held.number}. collective, {self.held.running.what}"
         return f"rank {step.peer} in {mine_is}; rank {step.peer} {before}"
 

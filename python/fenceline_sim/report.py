@@ -48,11 +48,7 @@ class Conflict:
         (first, _), (second, _) = self.in_program_order
         if self.tag.guards:
             return []
-        if (
-            first.stream is not None
-            and second.stream is not None
-            and first.stream.device != second.stream.device
-        ):
+        if first.stream is not None and second.stream is not None and first.stream.device != second.stream.device:
             return []
         return fitting_edges(self.hazard, stream_name(first), stream_name(second))
 

@@ -39,17 +39,7 @@ class Past(NamedTuple):
 class Shadow:
     """Accesses to one region of ``capacity`` bytes."""
 
-    __slots__ = (
-        "_past",
-        "_plain",
-        "_reads",
-        "_rows",
-        "_writes",
-        "capacity",
-        "last_reads",
-        "last_writes",
-        "unit_bytes",
-    )
+    __slots__ = ("_past", "_plain", "_reads", "_rows", "_writes", "capacity", "last_reads", "last_writes", "unit_bytes")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -121,9 +111,7 @@ class Shadow:
             found += [(other, action, was_write) for action in set(actions[units].tolist()) if action]
         return found
 
-    def _others(
-        self, agent: int, write: bool, unit: int
-    ) -> list[tuple[int, int, bool, npt.NDArray[np.int32]]]:
+    def _others(self, agent: int, write: bool, unit: int) -> list[tuple[int, int, bool, npt.NDArray[np.int32]]]:
         """The other agents whose accesses conflict with one of ``agent``, first those that wrote: each with its latest
         action, whether that kind wrote, and its actions by unit. Enters the log into the arrays."""
         self._spread(unit)
@@ -167,10 +155,7 @@ class Shadow:
             self._writes = np.zeros((agents, num_units), np.int32)
         if self._reads.shape[0] < agents:
             more = np.zeros((agents, self._reads.shape[1]), np.int32)  # twice as many, or all that there are
-            self._reads, self._writes = (
-                np.concatenate((self._reads, more)),
-                np.concatenate((self._writes, more)),
-            )
+            self._reads, self._writes = (np.concatenate((self._reads, more)), np.concatenate((self._writes, more)))
         for agent, index, write, layout, rows in log:
             (self._writes if write else self._reads)[agent][self._units(layout, rows)] = index
         self._past.extend(log)

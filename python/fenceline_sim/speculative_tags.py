@@ -41,9 +41,7 @@ class SpeculativeStep(Step):
 
     _tags: SpeculativeTags
 
-    def __init__(
-        self, tags: SpeculativeTags, seqs: Sequence[Seq], runner: SpeculativeRunner, shape: StepShape
-    ) -> None:
+    def __init__(self, tags: SpeculativeTags, seqs: Sequence[Seq], runner: SpeculativeRunner, shape: StepShape) -> None:
         super().__init__(tags, seqs, decodes=True)
         self._kind = "speculative step"
         self._shape = shape
@@ -115,9 +113,7 @@ class SpeculativeStep(Step):
         if is_target or (first < 0 and not self._reads_hidden):
             path = self._path(index, first + num_rows)
             return path if is_target else [int(self._ends_of(index)[-2]), *path]
-        proposes = not self._reads_hidden or (
-            not self._layer_per_step and self._num_stores[part] < self._shape.depth
-        )
+        proposes = not self._reads_hidden or (not self._layer_per_step and self._num_stores[part] < self._shape.depth)
         if proposes and self._topk > 1:
             root = int(self._ends_of(index)[-1])
             return [prefixes.marked(root, f"{GUESS}, row {first + row}") for row in range(num_rows)]
@@ -159,9 +155,7 @@ class SpeculativeStep(Step):
             is_before = not self._reads_hidden and position == self._base(index) - 1
             if is_before and not self._is_missing(memory, int(meant[position])):
                 if memory.page[slot] != SINK_PAGE:
-                    text = (
-                        f"{self._kind} computes token {position} of {seq.account.name} again, which is there"
-                    )
+                    text = f"{self._kind} computes token {position} of {seq.account.name} again, which is there"
                     tags.found(memory, slot, text, op)
                 continue
             right = int(meant[position]) if position < len(meant) else -1  # beyond what the step may write
@@ -303,9 +297,7 @@ class SpeculativeStep(Step):
             meant = seq.slots(size)[base:][:num_rows]
             wrong = np.flatnonzero(memory.page[mine] * size + memory.offset[mine] != meant)
             if len(wrong):
-                self._misplaced(
-                    op, memory, int(mine[wrong[0]]), seq, base + int(wrong[0]), int(meant[wrong[0]])
-                )
+                self._misplaced(op, memory, int(mine[wrong[0]]), seq, base + int(wrong[0]), int(meant[wrong[0]]))
             count = int(_values(self._arena["counts"])[index])
             path = self._row("path", index, self._shape.num_tokens)[:count]
             rows = path if is_target else self._draft_path(index)[: count - self._is_behind(index, count)]

@@ -88,9 +88,7 @@ class Operation:
         self.starts_next = starts_next
         self.graph = ""
         self.spin: Spin | None = None
-        self.purpose: Purpose | None = (
-            None  # of the thread that submitted it: see ``VirtualGpu.submitting_for``
-        )
+        self.purpose: Purpose | None = None  # of the thread that submitted it: see ``VirtualGpu.submitting_for``
         self.done = False
         self.ran = 0
         self.ran_awaited = False

@@ -159,17 +159,13 @@ class SlotMemory:
         num = np.searchsorted(self._starts, starts + nbytes) - first
         if (num == 1).all():
             return first
-        return np.concatenate(
-            [np.arange(f, f + n) for f, n in zip(first.tolist(), num.tolist(), strict=True)]
-        )
+        return np.concatenate([np.arange(f, f + n) for f, n in zip(first.tolist(), num.tolist(), strict=True)])
 
     def _of_rows(self, layout: Layout, rows: I64) -> I64:
         form = layout.form
         numbers = np.clip(np.where(rows < 0, rows + form.shape[0], rows), 0, form.shape[0] - 1)
         step = form.stride[0] * form.itemsize
-        return self.between(
-            layout.offset * form.itemsize + numbers * step, form.nbytes - (form.shape[0] - 1) * step
-        )
+        return self.between(layout.offset * form.itemsize + numbers * step, form.nbytes - (form.shape[0] - 1) * step)
 
     def write(self, slots: I64, tags: I64 | int, op: Operation) -> None:
         """``op`` has computed the present contents of ``slots``."""
@@ -242,9 +238,7 @@ class Step:
         self._begun: set[int] = set()  # parts that it has stored
         # Of each part: the requests whose slots its latest pass has not read.
         self._unread: dict[int, list[Seq]] = {}
-        self._in_order: dict[
-            int, bool
-        ] = {}  # of each part: whether all requests are read at once, in their order
+        self._in_order: dict[int, bool] = {}  # of each part: whether all requests are read at once, in their order
         self._ends: dict[int, list[I64]] = {}
 
     def ran(self, op: Operation) -> None:
@@ -285,9 +279,7 @@ class Step:
         new = {
             page
             for seq in self.seqs
-            for page in seq.pages[
-                seq.first // self._tags.page_size : -(-seq.length // self._tags.page_size)
-            ].tolist()
+            for page in seq.pages[seq.first // self._tags.page_size : -(-seq.length // self._tags.page_size)].tolist()
         }
         if accessed != self._pages or written != new:
             declared, right = (sorted(accessed), sorted(written)), (sorted(self._pages), sorted(new))
@@ -336,9 +328,7 @@ class Step:
         first = next(self._candidates(rest, self._in_order[part]), self.seqs[0])
         self._misread(op, memory, slots, part, first)
 
-    def _left_of(
-        self, unread: Sequence[Seq], memory: SlotMemory, slots: I64, part: int
-    ) -> Sequence[Seq] | None:
+    def _left_of(self, unread: Sequence[Seq], memory: SlotMemory, slots: I64, part: int) -> Sequence[Seq] | None:
         """What is left of ``unread`` behind a read of ``slots``; None if these are not the slots of requests. All ways
         to divide the slots are tried: a request that may be left out can fit where a longer one with the same first
         tokens is read."""
@@ -422,10 +412,7 @@ class Step:
 
     def _not_read(self, op: Operation, seq: Seq, part: int) -> None:
         name = self._tags.part_names[part]
-        lines = [
-            f"tags: {self._kind} has not read {name} of {seq.account.name}",
-            f"  by the time of {who(op)}",
-        ]
+        lines = [f"tags: {self._kind} has not read {name} of {seq.account.name}", f"  by the time of {who(op)}"]
         self._tags.add(TagError("\n".join(lines), "", name, (str(op.place),), op.seq))
 
     def _readers(self) -> str:

@@ -14,9 +14,7 @@ from fenceline_sim.memory import Access, Allocation
 from fenceline_sim.place import Place
 
 _NOTHING: Mapping[str, Any] = {}
-_dispatch: list[
-    Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
-] = []  # set by the module of that name
+_dispatch: list[Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]] = []  # set by the module of that name
 
 
 def set_dispatch(dispatch: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]) -> None:
@@ -53,18 +51,14 @@ class VTensor(backend.NoTorchFunction, torch.Tensor):  # type: ignore[misc]
     def numpy(self, *, force: bool = False) -> Any:
         """As torch on a GPU: only with ``force``, which copies to the host."""
         if not force:
-            raise TypeError(
-                "can't convert a vgpu tensor to numpy: use Tensor.cpu() to copy it to host memory first"
-            )
+            raise TypeError("can't convert a vgpu tensor to numpy: use Tensor.cpu() to copy it to host memory first")
         return self.cpu().numpy()
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return f"vgpu {self.cpu()!r}"
 
 
-def wrap(
-    gpu: VirtualGpu, plain: torch.Tensor, allocation: Allocation, layout: Layout | None = None
-) -> VTensor:
+def wrap(gpu: VirtualGpu, plain: torch.Tensor, allocation: Allocation, layout: Layout | None = None) -> VTensor:
     """A VTensor over ``plain``, a view of the memory of ``allocation``."""
     layout = layout_of(plain) if layout is None else layout
     tensor = cast(VTensor, backend.make_wrapper(VTensor, layout.form, layout.offset))

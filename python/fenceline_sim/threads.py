@@ -124,9 +124,7 @@ class Rotation:
         while not ready():
             others = [turn for turn in self._able() if turn is not me]
             if not others:
-                raise DeadlockError(
-                    f"deadlock: {me.agent.name} waits for {what}, and no other thread can run"
-                )
+                raise DeadlockError(f"deadlock: {me.agent.name} waits for {what}, and no other thread can run")
             self._switch(me, self._random.choice(others))
         me.ready = None
 
@@ -145,9 +143,7 @@ class Rotation:
         if able:
             self._random.choice(able).may_run.release()
         else:  # all others are blocked: let one of them detect the deadlock
-            for turn in reversed(
-                self._turns.values()
-            ):  # not one that waits for another one's end, if possible
+            for turn in reversed(self._turns.values()):  # not one that waits for another one's end, if possible
                 if not turn.finished:
                     turn.may_run.release()
                     return

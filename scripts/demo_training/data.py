@@ -56,9 +56,7 @@ def start(feed: Feed) -> Iterator[Iterator[tuple[Ids, Mask]]]:
     """
     context = mp.get_context("spawn")
     queues = [context.Queue(maxsize=6) for _ in range(feed.num_workers)]
-    workers = [
-        context.Process(target=_work, args=(feed, i, queue), daemon=True) for i, queue in enumerate(queues)
-    ]
+    workers = [context.Process(target=_work, args=(feed, i, queue), daemon=True) for i, queue in enumerate(queues)]
     for worker in workers:
         worker.start()
 

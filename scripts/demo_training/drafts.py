@@ -70,9 +70,7 @@ class Block(nn.Module):
 
     def key(self, x: Tensor, positions: Tensor) -> Tensor:
         """Like `query`, with every key head repeated for its group of query heads."""
-        return self._heads(x, self.k_proj, self.k_norm, positions).repeat_interleave(
-            self.heads // self.kv_heads, 1
-        )
+        return self._heads(x, self.k_proj, self.k_norm, positions).repeat_interleave(self.heads // self.kv_heads, 1)
 
     def value(self, x: Tensor) -> Tensor:
         """Like `key`, neither normalised nor rotated."""
@@ -97,9 +95,7 @@ class Block(nn.Module):
 
 EPS = 1e-6
 ROPE_THETA = 100_000.0
-SHARPNESS = (
-    1.5  # initial weight of the norms of queries and keys; with 1 it takes long to learn to copy long lists
-)
+SHARPNESS = 1.5  # initial weight of the norms of queries and keys; with 1 it takes long to learn to copy long lists
 SCALE = 0.2  # initial scale of the draft's logits relative to the target's, whose probabilities are close to 0 or 1
 
 
@@ -168,9 +164,7 @@ class Eagle3(Draft):
         self.fc = matrix(size, len(self.layers) * size, 0.1)
         with torch.no_grad():  # it begins with the target's last hidden states
             self.fc[0, :, -size:] += torch.eye(size)
-        self.block = Block(
-            2 * size, size, self.heads, self.kv_heads, self.head_dim, self.inner, qk_norm=False
-        )
+        self.block = Block(2 * size, size, self.heads, self.kv_heads, self.head_dim, self.inner, qk_norm=False)
         self.input_norm, self.hidden_norm = (nn.Parameter(torch.ones(size)) for _ in range(2))
         self.norm = nn.Parameter(target.final_norm * SCALE)
 
@@ -204,9 +198,7 @@ class Eagle3(Draft):
         return logits
 
     def _input(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        return torch.cat(
-            (rms_norm(embedded, self.input_norm, EPS), rms_norm(hidden, self.hidden_norm, EPS)), -1
-        )
+        return torch.cat((rms_norm(embedded, self.input_norm, EPS), rms_norm(hidden, self.hidden_norm, EPS)), -1)
 
     def named(self) -> dict[str, Tensor]:
         norms = {

@@ -55,10 +55,7 @@ def make_tool_rows(tokenizer: Tokenizer, seed: int, num_items: int) -> list[Row]
     for i, asked in enumerate(held_out_questions(seed, num_items)):
         result = str(7 * i + 1000 * (i % 7))
         turn = ToolTurn(
-            asked.question,
-            (CALCULATOR.call(asked.expression),),
-            (result,),
-            asked.answer.replace("RESULT", result),
+            asked.question, (CALCULATOR.call(asked.expression),), (result,), asked.answer.replace("RESULT", result)
         )
         system, question, (call, _), _, returned, (answer, _), _ = tool_chat([CALCULATOR], [turn])
         prompt = system[0] + question[0]
@@ -102,7 +99,5 @@ def accuracy(
             for row, good in zip(part, ok, strict=False):
                 hits[row.label].append(good)
     return {
-        label: sum(hits[label]) / len(hits[label])
-        for label in (*CATEGORIES, "chat", "call", "answer")
-        if hits[label]
+        label: sum(hits[label]) / len(hits[label]) for label in (*CATEGORIES, "chat", "call", "answer") if hits[label]
     }

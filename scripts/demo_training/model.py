@@ -105,10 +105,7 @@ def mix_experts(
     tokens = order // top_k
     rows = h.to(dtype).index_select(0, tokens).split(counts.tolist())
     gate, up, down = w_gate.to(dtype), w_up.to(dtype), w_down.to(dtype)
-    parts = [
-        F.linear(F.silu(F.linear(part, gate[e])) * F.linear(part, up[e]), down[e])
-        for e, part in enumerate(rows)
-    ]
+    parts = [F.linear(F.silu(F.linear(part, gate[e])) * F.linear(part, up[e]), down[e]) for e, part in enumerate(rows)]
     x = x.index_add(0, tokens, torch.cat(parts).float() * chosen[order, None])
     return x, len(router) * (counts / counts.sum() * probabilities.mean(0)).sum()
 
@@ -129,11 +126,7 @@ class DemoModel(nn.Module):
         super().__init__()
         s = self.shape = shape
         self.dtype = dtype
-        n, q_dim, kv_dim = (
-            s.num_hidden_layers,
-            s.num_attention_heads * s.head_dim,
-            s.num_key_value_heads * s.head_dim,
-        )
+        n, q_dim, kv_dim = (s.num_hidden_layers, s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim)
 
         def matrix(rows: int, columns: int, experts: int = 1) -> nn.Parameter:
             return nn.Parameter(torch.randn(n * experts, rows, columns) * columns**-0.5)
@@ -173,9 +166,7 @@ class DemoModel(nn.Module):
     def rotary(self, rows: int, length: int) -> tuple[Tensor, Tensor]:
         """cos and sin [rows * length, head_dim / 2] of positions 0 .. length - 1 in each row, fp32."""
         half = torch.arange(0, self.shape.head_dim, 2, device=self.embed.device).float() / self.shape.head_dim
-        angles = torch.outer(
-            torch.arange(length, device=self.embed.device).float(), self.shape.rope_theta**-half
-        )
+        angles = torch.outer(torch.arange(length, device=self.embed.device).float(), self.shape.rope_theta**-half)
         angles = angles.repeat(rows, 1)
         return angles.cos(), angles.sin()
 

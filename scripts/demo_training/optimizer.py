@@ -25,13 +25,7 @@ def orthogonalize(g: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor:
 
 
 def _muon_update(
-    param: Tensor,
-    momentum: Tensor,
-    grad: Tensor,
-    lr: Tensor,
-    beta: float,
-    weight_decay: float,
-    dtype: torch.dtype,
+    param: Tensor, momentum: Tensor, grad: Tensor, lr: Tensor, beta: float, weight_decay: float, dtype: torch.dtype
 ) -> None:
     momentum.lerp_(grad, 1 - beta)
     update = orthogonalize(grad.lerp(momentum, beta), dtype)  # Nesterov

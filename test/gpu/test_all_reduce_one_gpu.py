@@ -20,11 +20,7 @@ def run(case: str, size: int, *flags: str) -> dict[str, object]:
     """The case in a process of its own: a launch that hung would take the GPU from all later tests."""
     paths = [str(ROOT / "python"), str(ROOT / "sgl-kernel" / "python"), os.environ.get("PYTHONPATH", "")]
     # A queue for each stream, and no kernel that is loaded while another one waits for it.
-    env = {
-        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-        "CUDA_MODULE_LOADING": "EAGER",
-        "PYTHONPATH": os.pathsep.join(paths),
-    }
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER", "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, str(PROGRAM), case, str(size), *flags]
     done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]

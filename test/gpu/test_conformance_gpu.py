@@ -41,9 +41,7 @@ def report() -> Iterator[dict[str, Any]]:
     yield seen
     if path := os.environ.get("CONFORMANCE_REPORT"):
         with open(path, "w") as file:
-            json.dump(
-                {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "programs": seen}, file
-            )
+            json.dump({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "programs": seen}, file)
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +76,7 @@ def test_outcomes_are_allowed(program: Program, report: dict[str, Any]) -> None:
 
 
 @named(tainting)
-def test_what_a_capture_forbids(
-    program: Program, report: dict[str, Any], spoilt: dict[str, Future[Outcome]]
-) -> None:
+def test_what_a_capture_forbids(program: Program, report: dict[str, Any], spoilt: dict[str, Future[Outcome]]) -> None:
     seen = Counter([spoilt[program.name].result(timeout=100)])
     note(report, program, seen)
     assert set(seen) <= program.allowed, f"seen {dict(seen)}, allowed {set(program.allowed)}"

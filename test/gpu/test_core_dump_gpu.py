@@ -24,12 +24,7 @@ def serve_until_it_dies(folder: Path) -> tuple[int, str]:
     """Start the server, ask it for more tokens than it lives for; its status and its output."""
     log = folder / "server.log"
     command = [
-        *(
-            sys.executable,
-            str(Path(__file__).parents[1] / "support" / "planted_fault.py"),
-            "--model-path",
-            "demo",
-        ),
+        *(sys.executable, str(Path(__file__).parents[1] / "support" / "planted_fault.py"), "--model-path", "demo"),
         *("--port", "0", "--cuda-coredump-dir", str(folder / "dumps"), "--max-total-tokens", "4096"),
         *("--flight-recorder-dir", str(folder / "flights"), "--cuda-graph-max-bs", "8"),
     ]

@@ -54,9 +54,7 @@ class Step(Case):
         sizes = list(seq_lens), list(query_lens), page_size, heads, seed, torch.bfloat16, head_dim, "cuda"
         super().__init__(*sizes, rules=rules)
         self.num_heads = heads[0]
-        parts = [
-            torch.cat(tensors) for tensors in (self.queries, self._last(self.keys), self._last(self.values))
-        ]
+        parts = [torch.cat(tensors) for tensors in (self.queries, self._last(self.keys), self._last(self.values))]
         width = [part.shape[1] for part in parts]
         self.q, self.k, self.v = torch.cat(parts, dim=1).cuda().split(width, dim=1)
         self.table = self.page_table.cuda()
@@ -149,9 +147,7 @@ def test_the_other_prefill_kernels_agree(page_size: int, prefix: int, device: De
 @head_dims
 @page_sizes
 @pytest.mark.parametrize("new", [[1], [64], [17, 128]])
-def test_a_few_tokens_behind_long_prefixes_agree(
-    new: list[int], page_size: int, head_dim: int, device: Device
-) -> None:
+def test_a_few_tokens_behind_long_prefixes_agree(new: list[int], page_size: int, head_dim: int, device: Device) -> None:
     """Too few queries for fa3 to fill the GPU: fa2 splits the keys."""
     Step([4000 + n for n in new], new, page_size, 4, head_dim).check(EXTEND, device)
 
@@ -214,9 +210,7 @@ class Captured:
         self.table[0] = 0  # row 0 is the sink, and is no request's: see its making
         device.synchronize()
         with device.forward.active():
-            plan = backend.plan_graph(
-                GraphDecodeInputs(self.table, self.rows, self.seq_lens, max(step.seq_lens) + 40)
-            )
+            plan = backend.plan_graph(GraphDecodeInputs(self.table, self.rows, self.seq_lens, max(step.seq_lens) + 40))
             assert plan is not None
             self.plan = plan
             self.body()
@@ -272,9 +266,7 @@ def graph_step(page_size: int, group: int, lens: Sequence[int], rules: LayerRule
 @pytest.mark.parametrize("rules", [PLAIN, LayerRules(90, 2.0)], ids=["plain", "window"])
 @pytest.mark.parametrize("group", [2, 4, 8])
 @page_sizes
-def test_replays_of_changing_batches_agree(
-    page_size: int, group: int, rules: LayerRules, device: Device
-) -> None:
+def test_replays_of_changing_batches_agree(page_size: int, group: int, rules: LayerRules, device: Device) -> None:
     """Random compositions and lengths; whatever is planned from is afterwards what it was, bit for bit (F9)."""
     step = graph_step(page_size, group, [900, 40, 129, 64, 65, 16, 1, 512, 300, 77], rules)
     there = step.rules_there()

@@ -71,11 +71,7 @@ def test_quantized_products_touch_what_they_declare(name: str, kind: str, rows: 
     matrix = torch.randn(width, k)
     stored = round_to_int4(matrix, group) if bits == 4 else round_to_fp8(matrix, group or k)
     # As the formats store them, each group's beside each other.
-    data, scales, zeros = (
-        stored[0].view(torch.uint8),
-        *(part.t().contiguous() for part in stored[1:]),
-        None,
-    )[:3]
+    data, scales, zeros = (stored[0].view(torch.uint8), *(part.t().contiguous() for part in stored[1:]), None)[:3]
     x, bias = torch.randn(rows, k).bfloat16(), torch.randn(width).bfloat16()
     norm = None if adds else torch.randn(k).bfloat16()
     out = torch.randn(rows, num_out).bfloat16()

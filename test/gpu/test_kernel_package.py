@@ -147,9 +147,7 @@ def test_pages_of_one_token_and_lists_of_several_launches(io_backend: str, layou
         tensor.zero_()
     case.copy(pools, False)
     after = (*case.k, *case.v)
-    assert all(
-        torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(after, before, strict=True)
-    )
+    assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(after, before, strict=True))
 
 
 @pytest.mark.parametrize("io_backend", IO_BACKENDS)

@@ -111,9 +111,7 @@ class Rotation:
 
     def copy(self) -> Rotation:
         tensors = self.qkv.clone(), self.k_cache.clone(), self.v_cache.clone()
-        return Rotation(
-            tensors[0], self.heads, self.norms, self.table, self.positions, *tensors[1:], self.out_slots
-        )
+        return Rotation(tensors[0], self.heads, self.norms, self.table, self.positions, *tensors[1:], self.out_slots)
 
     def reference(self) -> None:
         REFERENCE.rotate_and_store(
@@ -215,11 +213,7 @@ def test_a_long_chain_of_norms_is_the_same_with_dependent_launch() -> None:
 
     if torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("programmatic dependent launch needs compute capability 9")
-    x, weight, outs = (
-        random(64, 4096),
-        random(4096, seed=1) + 2,
-        torch.empty(2, 64, 4096, device=GPU).bfloat16(),
-    )
+    x, weight, outs = (random(64, 4096), random(4096, seed=1) + 2, torch.empty(2, 64, 4096, device=GPU).bfloat16())
 
     def run(index: int) -> None:
         y = x
@@ -307,9 +301,7 @@ def test_tokens_are_gumbels_over_1e5_draws(dtype: torch.dtype) -> None:
         for number in range(rounds):
             logits = logits_like_a_model(num, vocab, seed=number).to(dtype)
             seed_keys, positions = keys(range(num), torch.arange(num) + 1000 * number)
-            temperatures = (
-                torch.rand(num, device=GPU, generator=torch.Generator(GPU).manual_seed(number)) + 0.3
-            )
+            temperatures = torch.rand(num, device=GPU, generator=torch.Generator(GPU).manual_seed(number)) + 0.3
             scaled = logits.float() / temperatures[:, None]
             expected = sampler.draw(scaled, seed_keys, positions)
             assert torch.equal(draw(logits, seed_keys, positions, temperatures), expected)
@@ -322,10 +314,7 @@ def test_draws_follow_the_softmax() -> None:
         seed_keys = torch.from_numpy(mix_seeds(seeds)).to(GPU).expand(num).contiguous()
         logits = row.to(GPU).expand(num, vocab)
         tokens = draw(logits, seed_keys, positions.to(GPU)).cpu().numpy()
-        observed, expected = (
-            np.bincount(tokens, minlength=vocab),
-            torch.softmax(row.double(), 0).numpy() * num,
-        )
+        observed, expected = (np.bincount(tokens, minlength=vocab), torch.softmax(row.double(), 0).numpy() * num)
         statistic, dof = float(((observed - expected) ** 2 / expected).sum()), vocab - 1
         score = ((statistic / dof) ** (1 / 3) - (1 - 2 / (9 * dof))) / math.sqrt(2 / (9 * dof))
         assert abs(score) < 3.3  # Wilson-Hilferty: about N(0, 1)
@@ -381,10 +370,7 @@ def test_captured_steps_advance_the_rows() -> None:
     logits = logits_like_a_model(num, VOCAB)
     seed_keys = torch.from_numpy(mix_seeds(range(num))).to(GPU)
     rows = torch.tensor([*range(20, 20 + live), *[0] * (num - live)], device=GPU)
-    last_tokens, next_tokens = (
-        torch.full((40,), -1, device=GPU),
-        torch.empty(num, dtype=torch.int64, device=GPU),
-    )
+    last_tokens, next_tokens = (torch.full((40,), -1, device=GPU), torch.empty(num, dtype=torch.int64, device=GPU))
     steps, ones = torch.zeros(num, dtype=torch.int64, device=GPU), torch.ones(num, device=GPU)
     positions = torch.zeros(num, dtype=torch.int64, device=GPU)
 

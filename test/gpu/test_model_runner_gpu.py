@@ -24,9 +24,7 @@ def test_greedy_equals_the_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [{}, {"page_size": 1}, {"chunked_prefill_size": 16}, {"disable_radix_cache": True}],
-    ids=str,
+    "flags", [{}, {"page_size": 1}, {"chunked_prefill_size": 16}, {"disable_radix_cache": True}], ids=str
 )
 def test_seeded_sampling_does_not_depend_on_how_it_is_computed(flags: dict[str, object]) -> None:
     alone = make_model_driver(device="cuda", disable_overlap_schedule=True, disable_radix_cache=True)
@@ -39,11 +37,7 @@ def test_seeded_sampling_does_not_depend_on_how_it_is_computed(flags: dict[str, 
 
 def test_retraction_keeps_every_token() -> None:
     driver = make_model_driver(
-        device="cuda",
-        page_size=1,
-        max_total_tokens=300,
-        schedule_conservativeness=0.01,
-        chunked_prefill_size=64,
+        device="cuda", page_size=1, max_total_tokens=300, schedule_conservativeness=0.01, chunked_prefill_size=64
     )
     roomy = make_model_driver(device="cuda")
     assert answers(driver, sampled_requests()) == answers(roomy, sampled_requests())

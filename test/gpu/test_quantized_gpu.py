@@ -148,14 +148,8 @@ def test_products(name: str, shape: tuple[int, int]) -> None:
             "bias": (weight.product(x, bias), F.linear(wide, plain, bias.double())),
             "norm": (weight.normed_product(x, norm, bias), F.linear(normed, plain, bias.double())),
             "gated": (weight.gated_product(x, norm, bias, norm.kernels), F.silu(gate) * up),
-            "gated, without norm": (
-                weight.gated_product(x, None, bias, norm.kernels),
-                F.silu(plain_gate) * plain_up,
-            ),
-            "residual": (
-                weight.add_product(residual.clone(), x, None),
-                residual.double() + F.linear(wide, plain),
-            ),
+            "gated, without norm": (weight.gated_product(x, None, bias, norm.kernels), F.silu(plain_gate) * plain_up),
+            "residual": (weight.add_product(residual.clone(), x, None), residual.double() + F.linear(wide, plain)),
         }
         for what, (got, want) in pairs.items():
             error = ((got.double() - want).norm() / want.norm()).item()
@@ -189,9 +183,7 @@ def test_cuda_products_agree_with_float64(name: str, cut: CudaConfig) -> None:
     if product is None:
         pytest.skip("fenceline_kernel cannot be used here")
     torch.manual_seed(2)
-    for (n, k), rows, fused in itertools.product(
-        ((1024, 2048), (272, 640), (6144, 4096)), (1, 3, 8, 9, 16), FUSIONS
-    ):
+    for (n, k), rows, fused in itertools.product(((1024, 2048), (272, 640), (6144, 4096)), (1, 3, 8, 9, 16), FUSIONS):
         if (cut.tiles == 6 and (rows > 8 or name in ("int4-64", "int4-32"))) or shared_bytes(
             cut, rows, 4, k=k
         ) > 200 << 10:
@@ -245,9 +237,7 @@ def test_triton_products_in_int4_agree_with_float64(name: str, cut: Int4Config) 
             fusion = case.fusion(out)
             assert stored.zeros is not None
             numbers = stored.data, stored.scales, stored.zeros, stored.group
-            return int4_linear(
-                x, *numbers, cut, workspace, fusion, None if fusion.residual is not None else out
-            )
+            return int4_linear(x, *numbers, cut, workspace, fusion, None if fusion.residual is not None else out)
 
         got = run(x, out)
         error = ((got.double() - want).norm() / want.norm()).item()
@@ -298,10 +288,7 @@ def test_a_chain_of_early_starts_reads_what_was_written(name: str, rows: int) ->
             product(residual, up, cut, Fusion(norm, 1e-6, gated=True), gated)
             product(gated, down, cut, Fusion(residual=residual), residual)
 
-    for cut in (
-        CudaConfig(depth=2, warps_k=4),
-        CudaConfig(tiles=2, warps_k=2, cluster=2, prefetch_bytes=4096),
-    ):
+    for cut in (CudaConfig(depth=2, warps_k=4), CudaConfig(tiles=2, warps_k=2, cluster=2, prefetch_bytes=4096)):
         want = x.clone()
         chain(want, replace(cut, pdl=False))
         residual = torch.empty_like(x)
@@ -340,10 +327,7 @@ def test_a_chain_of_early_starts_in_int4_reads_what_was_written(rows: int) -> No
             multiply(residual, up, cut, Fusion(norm, 1e-6, gated=True))
             multiply(gated, down, cut, Fusion(residual=residual))
 
-    for cut in (
-        Int4Config(64, 32, 128, 4, 4, split=2),
-        Int4Config(128, 128, 128, 8, 3, split=4, reorder=True),
-    ):
+    for cut in (Int4Config(64, 32, 128, 4, 4, split=2), Int4Config(128, 128, 128, 8, 3, split=4, reorder=True)):
         want = x.clone()
         chain(want, replace(cut, launch_pdl=False))
         residual = torch.empty_like(x)

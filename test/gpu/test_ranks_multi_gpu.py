@@ -20,9 +20,7 @@ pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(240)]
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(
-    "case", ["sums", "ways", "mixed", "mixed_pdl", "graphs", "buckets", "two_streams", "gives_up"]
-)
+@pytest.mark.parametrize("case", ["sums", "ways", "mixed", "mixed_pdl", "graphs", "buckets", "two_streams", "gives_up"])
 def test_it_works(case: str, size: int, tmp_path: Path) -> None:
     """``sums``: sizes around every boundary; ``buckets``: F11, in a model; ``mixed``: all kinds and sizes in turn in
     one graph, while the last 32 bits of the generation begin at 0 again, ``mixed_pdl`` also with programmatic dependent
@@ -51,9 +49,7 @@ SERVERS = (
 @pytest.mark.parametrize("flags", SERVERS)
 def test_servers_answer_as_one_rank_with_both_kinds_of_graphs(flags: str, demo_answers: list[object]) -> None:
     words = flags.split()
-    needed = math.prod(
-        int(words[words.index(name) + 1]) for name in ("--tp-size", "--dp-size") if name in words
-    )
+    needed = math.prod(int(words[words.index(name) + 1]) for name in ("--tp-size", "--dp-size") if name in words)
     if needed > torch.cuda.device_count():
         pytest.skip(f"needs {needed} GPUs")
     check_server("demo", demo_answers, *words)

@@ -32,9 +32,7 @@ PARAMS = [
 
 def make_reqs(num: int) -> list[ReqSampling]:
     return [
-        ReqSampling(
-            PARAMS[i % len(PARAMS)], 1000 + i, i, 4, (7,), return_logprob=i % 3 == 0, top_logprobs_num=5
-        )
+        ReqSampling(PARAMS[i % len(PARAMS)], 1000 + i, i, 4, (7,), return_logprob=i % 3 == 0, top_logprobs_num=5)
         for i in range(num)
     ]
 
@@ -50,9 +48,7 @@ def make_logits(num: int, vocab: int = VOCAB) -> torch.Tensor:
     return (torch.randn(num, vocab, generator=generator) * 3).bfloat16().float()
 
 
-def run(
-    reqs: list[ReqSampling], logits: torch.Tensor, device: torch.device, position: int = 6
-) -> SampleOutput:
+def run(reqs: list[ReqSampling], logits: torch.Tensor, device: torch.device, position: int = 6) -> SampleOutput:
     sampler = Sampler(logits.shape[1], len(reqs) + 64, device)
     for req in reqs:
         if req.params.needs_penalties:
@@ -87,9 +83,7 @@ def test_tokens_and_logprobs_equal_the_cpus() -> None:
     # The last bit of a logarithm may tip a draw between two tokens that are level to 1e-6.
     assert (on_cpu.next_tokens == on_gpu.next_tokens.cpu()).sum() >= 63
     assert on_cpu.logprobs is not None and on_gpu.logprobs is not None
-    torch.testing.assert_close(
-        on_gpu.logprobs.top_logprobs.cpu(), on_cpu.logprobs.top_logprobs, atol=1e-4, rtol=1e-5
-    )
+    torch.testing.assert_close(on_gpu.logprobs.top_logprobs.cpu(), on_cpu.logprobs.top_logprobs, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("num_others", [1, 7, 40, 200])

@@ -23,9 +23,7 @@ def sanitizer() -> str | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags", [(), ("--eager",), ("--speculative",)], ids=["graphs", "eager", "speculative"]
-)
+@pytest.mark.parametrize("flags", [(), ("--eager",), ("--speculative",)], ids=["graphs", "eager", "speculative"])
 def test_memcheck_is_clean(flags: tuple[str, ...]) -> None:
     tool = sanitizer()
     if tool is None:

@@ -43,9 +43,7 @@ def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
 def make_fusion(kind: str, rows: int, weight_rows: int, k: int) -> Fusion:
     bias = random(weight_rows) if weight_rows % 16 else None
     norm = random(k) if kind in ("norm", "gated") else None
-    return Fusion(
-        norm, 1e-6, bias, kind == "gated", random(rows, weight_rows) if kind == "residual" else None
-    )
+    return Fusion(norm, 1e-6, bias, kind == "gated", random(rows, weight_rows) if kind == "residual" else None)
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, fusion: Fusion) -> torch.Tensor:
@@ -76,12 +74,7 @@ def test_cuda_agrees_with_float64(product: CudaProduct, cut: CudaConfig) -> None
         got = product(x, weight, cut, own_residual(fusion), out)
         error = ((got.double() - want).norm() / want.norm()).item()
         assert error < 6e-3, (weight_rows, k, rows, kind, error)
-        assert torch.equal(got, product(x, weight, cut, own_residual(fusion), None)), (
-            weight_rows,
-            k,
-            rows,
-            kind,
-        )
+        assert torch.equal(got, product(x, weight, cut, own_residual(fusion), None)), (weight_rows, k, rows, kind)
         others = torch.cat([random(rows - 1, k), x[-1:]])
         again = product(others, weight, cut, own_residual(fusion), None)
         assert torch.equal(again[-1], got[-1]), (weight_rows, k, rows, kind)
@@ -90,9 +83,7 @@ def test_cuda_agrees_with_float64(product: CudaProduct, cut: CudaConfig) -> None
 @pytest.mark.parametrize("cut", TRITON_CUTS, ids=str)
 def test_triton_agrees_with_float64(cut: TritonConfig) -> None:
     torch.manual_seed(0)
-    for (weight_rows, k), rows, kind in itertools.product(
-        ((1000, 1032), (1024, 1024)), (1, 5, 32, 100), FUSIONS
-    ):
+    for (weight_rows, k), rows, kind in itertools.product(((1000, 1032), (1024, 1024)), (1, 5, 32, 100), FUSIONS):
         if rows > 1 and cut.block_n < 16:
             continue
         x, weight = random(rows, k), random(weight_rows, k, scale=k**-0.5)

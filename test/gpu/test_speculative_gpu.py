@@ -177,9 +177,7 @@ def test_ends_of_chains(size: int, num_rows: int, accept_length: float | None) -
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("size", "num_rows", "features"), [(1, 4, 4096), (32, 4, 2560), (300, 1, 40)])
-def test_hidden_states_of_the_last_tokens(
-    size: int, num_rows: int, features: int, dtype: torch.dtype
-) -> None:
+def test_hidden_states_of_the_last_tokens(size: int, num_rows: int, features: int, dtype: torch.dtype) -> None:
     check_hidden("cuda", size, num_rows, features, dtype)
 
 
@@ -194,10 +192,7 @@ def test_draws_of_drafts(size: int, num_known: int, vocab_size: int, dtype: torc
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("embedding", "width"), [(4096, 4096), (2560, 2560), (40, 72)])
 def test_embeddings_beside_hidden_states(embedding: int, width: int, dtype: torch.dtype) -> None:
-    table, weights = (
-        torch.randn(300, embedding).to(dtype),
-        [torch.rand(n).to(dtype) for n in (embedding, width)],
-    )
+    table, weights = (torch.randn(300, embedding).to(dtype), [torch.rand(n).to(dtype) for n in (embedding, width)])
     for num_tokens in (1, 4, 33):
         ids, hidden = torch.randint(0, 300, (num_tokens,)), torch.randn(num_tokens, width).to(dtype)
         for norms in (None, JoinNorms(weights[0], weights[1], 1e-6)):

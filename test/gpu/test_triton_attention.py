@@ -56,9 +56,7 @@ def attend(plan: AttentionPlan, step: Case) -> torch.Tensor:
     """With q as models hand it over, a view of qkv."""
     num_heads, head_dim = step.queries[0].shape[1:]
     num_kv_heads = step.pool.row(1, "k").shape[1]
-    qkv = torch.zeros(
-        sum(step.query_lens), num_heads + 2 * num_kv_heads, head_dim, dtype=step.queries[0].dtype
-    )
+    qkv = torch.zeros(sum(step.query_lens), num_heads + 2 * num_kv_heads, head_dim, dtype=step.queries[0].dtype)
     qkv[:, :num_heads] = torch.cat(step.queries)
     q, k, v = qkv.cuda().split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     plan.prepare()
@@ -69,17 +67,11 @@ def check(step: Case, mode: ForwardMode) -> None:
     backend = TritonAttentionBackend(step.pool, rules=step.rules_there())
     output = attend(backend.plan(inputs_of(step, mode)), step)
     assert output.is_contiguous() and output.dtype == step.queries[0].dtype
-    torch.testing.assert_close(
-        output.double().cpu(), torch.cat(step.expected()), atol=TOLERANCES[output.dtype], rtol=0
-    )
+    torch.testing.assert_close(output.double().cpu(), torch.cat(step.expected()), atol=TOLERANCES[output.dtype], rtol=0)
 
 
 def decode_case(
-    lens: list[int],
-    page_size: int,
-    heads: tuple[int, int],
-    head_dim: int,
-    dtype: torch.dtype = torch.bfloat16,
+    lens: list[int], page_size: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype = torch.bfloat16
 ) -> Case:
     return Case(lens, [1] * len(lens), page_size, heads, 1, dtype, head_dim, device="cuda")
 
@@ -276,9 +268,7 @@ def test_decode_behind_the_kernel_that_writes_its_last_tokens(batch: int) -> Non
         qkv.copy_(start)
         outputs = []
         for _ in range(20):
-            rotate_and_store(
-                qkv, HeadLayout(8, 2, 128), None, table, positions, keys, values, slots, pdl=overlap
-            )
+            rotate_and_store(qkv, HeadLayout(8, 2, 128), None, table, positions, keys, values, slots, pdl=overlap)
             q = qkv.view(batch, 12, 128)[:, :8]
             cut = dataclasses.replace(config, launch_pdl=overlap)
             outputs.append(decode_attention(q, keys, values, requests, SCALE, backend.workspace, cut))

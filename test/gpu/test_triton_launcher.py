@@ -21,9 +21,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("pdl", [False, True])
-def test_a_bound_launch_computes_what_tritons_does(
-    inputs: tuple[torch.Tensor, torch.Tensor], pdl: bool
-) -> None:
+def test_a_bound_launch_computes_what_tritons_does(inputs: tuple[torch.Tensor, torch.Tensor], pdl: bool) -> None:
     if pdl and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("dependent launch begins with sm_90")
     x, weight = inputs

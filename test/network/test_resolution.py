@@ -39,9 +39,7 @@ class Resolver:
         if uv is None:
             pytest.skip("needs uv: pip install uv")
         settings = pick_installer.pip_settings(
-            subprocess.run(
-                [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True
-            ).stdout
+            subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
         )
         variables = pick_installer.uv_variables(settings)
         if variables is None:
@@ -49,16 +47,7 @@ class Resolver:
         # Not this machine's own wheels, for example of torch for the CPU: the test asks what users get.
         variables.pop("UV_FIND_LINKS", None)
         self._environment = {**variables, **os.environ}
-        self._command = [
-            uv,
-            "pip",
-            "compile",
-            "--quiet",
-            "--no-header",
-            "--no-annotate",
-            "--only-binary",
-            ":all:",
-        ]
+        self._command = [uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--only-binary", ":all:"]
         self._made: dict[tuple[str, ...], Versions] = {}
         index = variables.get("UV_DEFAULT_INDEX", "https://pypi.org/simple")
         reason = pick_installer.why_unreachable(index.rstrip("/") + "/torch/")
@@ -75,9 +64,7 @@ class Resolver:
             )
             where = ["--python-version", python, "--python-platform", PLATFORM]
             command = [*self._command, *where, "--constraint", pinned, *options, wanted]
-            result = subprocess.run(
-                command, capture_output=True, text=True, env=self._environment, cwd=self._folder
-            )
+            result = subprocess.run(command, capture_output=True, text=True, env=self._environment, cwd=self._folder)
             assert result.returncode == 0, f"Python {python}, {requirements}:\n{result.stderr}"
             pairs = re.findall(r"^([\w.-]+)==(\S+)", result.stdout, re.MULTILINE)
             self._made[key] = {name.lower(): version for name, version in pairs}
@@ -96,9 +83,7 @@ class Resolver:
         constraints = setup_env.constraints_for(CPU if pinned else GPU, wanted, PINS)
         cuda = [name for name in self.cuda(python, torch) if re.match("nvidia-|cuda-", name)]
         excludes = self._write("excludes.txt", "\n".join(cuda))
-        overrides = self._write(
-            "overrides.txt", next(line for line in PINS.splitlines() if "triton==" in line)
-        )
+        overrides = self._write("overrides.txt", next(line for line in PINS.splitlines() if "triton==" in line))
         return self.resolve(
             python, _package("test", "dev"), constraints, "--excludes", excludes, "--overrides", overrides
         )
@@ -133,10 +118,7 @@ def test_every_minor_release_in_range_is_asked_for() -> None:
 @pytest.mark.parametrize("torch", TORCHS)
 def test_the_set_up_with_a_driver_resolves(resolver: Resolver, torch: str, python: str) -> None:
     versions = resolver.cuda(python, torch)
-    print(
-        python,
-        *(f"{name}=={versions[name]}" for name in ("torch", "triton", "setuptools", "flashinfer-python")),
-    )
+    print(python, *(f"{name}=={versions[name]}" for name in ("torch", "triton", "setuptools", "flashinfer-python")))
     assert versions["torch"].startswith(torch)
     assert any(name.startswith("nvidia-") for name in versions)
 

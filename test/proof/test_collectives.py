@@ -147,9 +147,7 @@ def test_a_device_that_waits_for_its_peer_does_not_stop_the_host() -> None:
 
 
 @pytest.mark.parametrize("name", ["refreshed", "share"])
-def test_the_workload_has_blocks_and_words_to_be_written_again(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_the_workload_has_blocks_and_words_to_be_written_again(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """No word is written again; or all threads of a block take the vectors of its first one."""
     wrong = {
         "refreshed": lambda self, *args: None,

@@ -109,10 +109,7 @@ def test_a_kernel_between_the_two_orders_them_unless_it_lets_go() -> None:
 
 
 def test_without_the_detector_it_gets_what_was_there_before() -> None:
-    seen = {
-        tuple(_chain(VirtualGpu(seed=seed, detect=False), (PLAIN, EARLY), False).tolist())
-        for seed in range(12)
-    }
+    seen = {tuple(_chain(VirtualGpu(seed=seed, detect=False), (PLAIN, EARLY), False).tolist()) for seed in range(12)}
     assert seen == {(0.0,) * 4, (1.0,) * 4}
 
 
@@ -212,9 +209,7 @@ def test_the_engine_is_clean_with_attention_by_our_kernels() -> None:
         assert found.clean, found.report
 
 
-def test_fetching_the_token_of_the_kernel_in_front_is_a_race(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_fetching_the_token_of_the_kernel_in_front_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     right = accesses.decode_attention
 
     def wrong(op: KernelAccesses, q: torch.Tensor, k_cache: torch.Tensor, *operands: Any) -> None:

@@ -71,9 +71,7 @@ def _decisions(workload: str, seed: int, policy: Policy) -> list[object]:
             rows: list[object] = [batch.rows.tolist(), batch.starts.tolist(), chunks]
         else:
             rows = [(batch.rows.tolist(), batch.seq_lens.tolist())]
-        found.append(
-            (rows, *(np.asarray(part).tolist() for part in (writes.rows, writes.columns, writes.pages)))
-        )
+        found.append((rows, *(np.asarray(part).tolist() for part in (writes.rows, writes.columns, writes.pages))))
     return found
 
 
@@ -87,9 +85,7 @@ def test_what_the_host_is_told_makes_the_run(workload: str, policy: str) -> None
 
 
 @pytest.mark.long
-def test_a_fault_that_takes_two_preemptions_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_fault_that_takes_two_preemptions_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results that come late, early, late, late, early: no other schedule shows it."""
     tried: list[Answers] = []
     begin, ask = Answering.__init__, RecordedWorker.completions

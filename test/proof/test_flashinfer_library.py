@@ -61,9 +61,7 @@ BATCHES = [([1], [1]), ([9], [9]), ([40, 3, 17], [4, 3, 17]), ([64, 1, 33], [1, 
 
 @pytest.mark.parametrize("page_size", [1, 4, 8])
 @pytest.mark.parametrize(("seq_lens", "query_lens"), BATCHES)
-def test_prefill_is_attention_by_definition(
-    seq_lens: list[int], query_lens: list[int], page_size: int
-) -> None:
+def test_prefill_is_attention_by_definition(seq_lens: list[int], query_lens: list[int], page_size: int) -> None:
     """With prefixes page by page, without any from the step's own keys, whatever the tiles."""
     case = Case(seq_lens, query_lens, page_size, (4, 2), seed=3)
     check(case, attend(case, ForwardMode.EXTEND, make_backend(case, tensor_cores=False)))
@@ -159,14 +157,10 @@ def test_each_window_has_a_plan_of_its_own_before_a_replay(monkeypatch: pytest.M
     """Of a model whose layers have different windows, the plans of all windows are made again."""
     make = WORKLOADS["windows"].make
     flags = {seed: make(Random(seed)).flags for seed in range(120)}
-    planned = [
-        seed for seed, has in flags.items() if str(has.get("attention_backend")).startswith("flashinfer")
-    ]
+    planned = [seed for seed, has in flags.items() if str(has.get("attention_backend")).startswith("flashinfer")]
     seeds = [seed for seed in planned if "cuda_graph_bs" in flags[seed]][:6]
     assert all(run(Trial("windows", seed)).clean for seed in seeds)
-    monkeypatch.setattr(
-        BackendsByKind, "before_replay", lambda self, *args: self.backends[-1].before_replay(*args)
-    )
+    monkeypatch.setattr(BackendsByKind, "before_replay", lambda self, *args: self.backends[-1].before_replay(*args))
     found = [outcome for seed in seeds if not (outcome := run(Trial("windows", seed))).clean]
     assert any(one.checker == TagError.checker and "in decode[" in one.report for one in found), found
 
@@ -193,9 +187,7 @@ def test_a_graph_that_reads_what_plans_are_copied_to_is_a_race(monkeypatch: pyte
     monkeypatch.setattr(_GraphDecodePlan, "__init__", reads_slot)
     found = [run(Trial("flashinfer", seed)) for seed in seeds]
     undeclared = re.compile(r"reads plan_ring\.device\[0\], which is not declared")
-    assert all(one.checker == FootprintError.checker and undeclared.search(one.report) for one in found), (
-        found
-    )
+    assert all(one.checker == FootprintError.checker and undeclared.search(one.report) for one in found), found
     # Without that check, which comes before the operation runs, the race itself is found.
     monkeypatch.setattr(steps, "check_footprints", lambda *_: None)
     found = [run(Trial("flashinfer", seed)) for seed in seeds]

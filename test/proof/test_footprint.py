@@ -50,9 +50,7 @@ def without(monkeypatch: pytest.MonkeyPatch, label: str) -> None:
         ("backup of KV pages", "spill", "a store declares []"),
     ],
 )
-def test_what_is_not_declared_is_found(
-    monkeypatch: pytest.MonkeyPatch, label: str, workload: str, says: str
-) -> None:
+def test_what_is_not_declared_is_found(monkeypatch: pytest.MonkeyPatch, label: str, workload: str, says: str) -> None:
     without(monkeypatch, label)
     found = first_failure(workload)
     assert found.checker == "footprint" and says in found.report
@@ -105,16 +103,13 @@ def test_memory_that_nothing_uses_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     def declared(self: VgpuDevice, stream: StreamName, label: str, *args: Any) -> None:
         declare(self, stream, label, *args)
         if label.startswith("copy of the step's results"):
-            other = next(
-                one for one in self.whole_memories.values() if one.name.startswith("input_ring.device")
-            )
+            other = next(one for one in self.whole_memories.values() if one.name.startswith("input_ring.device"))
             declare(self, stream, label, access.writes, other)
 
     monkeypatch.setattr(VgpuDevice, "declare", declared)
     found = first_failure("mixed")
     assert (
-        found.checker == "footprint"
-        and "input_ring.device[0] is declared on copy, and nothing uses it" in found.report
+        found.checker == "footprint" and "input_ring.device[0] is declared on copy, and nothing uses it" in found.report
     )
 
 
@@ -163,11 +158,7 @@ def one_by_one(rows: Any) -> str:
 def test_a_race_that_the_checker_finds_names_its_edge() -> None:
     error = checker.OrderError("memory order: RAW", ("forward_after_load",), checker.Hazard.RAW, "kv_pool")
     verdict = verdict_of(error)
-    assert (verdict.checker, verdict.edges, verdict.memory) == (
-        "memory-check",
-        ("forward_after_load",),
-        "kv_pool",
-    )
+    assert (verdict.checker, verdict.edges, verdict.memory) == ("memory-check", ("forward_after_load",), "kv_pool")
 
 
 @pytest.mark.parametrize(
@@ -177,9 +168,7 @@ def test_a_race_that_the_checker_finds_names_its_edge() -> None:
         ("extend", "a step says that it reads req_pool.page_table"),
     ],
 )
-def test_rows_that_a_step_declares_are_compared(
-    monkeypatch: pytest.MonkeyPatch, name: str, says: str
-) -> None:
+def test_rows_that_a_step_declares_are_compared(monkeypatch: pytest.MonkeyPatch, name: str, says: str) -> None:
     declare = StepAccesses.extend
 
     def reads_another_row(self: StepAccesses, op: Any, batch: Any) -> None:

@@ -39,11 +39,7 @@ def test_the_rules_find_each_place_once() -> None:
     points = "__import__('fenceline.memory_order', fromlist=['Points']).Points.none()"
     assert edits(SOURCE) == {
         ("drop", "stream.wait(after, EDGE)", "pass"),
-        (
-            "shift",
-            "stream.wait(after, EDGE)\n    first = start + 1",
-            "first = start + 1\n    stream.wait(after, EDGE)",
-        ),
+        ("shift", "stream.wait(after, EDGE)\n    first = start + 1", "first = start + 1\n    stream.wait(after, EDGE)"),
         ("drop", "pool.retire(pages[first:], after)", "pass"),
         ("points", "after", points),
         ("context", "with stream.active()", "if True"),
@@ -102,9 +98,7 @@ def test_runs_that_execute_a_line_come_first_in_rounds() -> None:
 
 def test_every_mutant_of_the_engine_is_a_program() -> None:
     mutants = all_mutants()
-    sources = {
-        path: (PACKAGE / path).read_text(encoding="utf-8") for path in {mutant.path for mutant in mutants}
-    }
+    sources = {path: (PACKAGE / path).read_text(encoding="utf-8") for path in {mutant.path for mutant in mutants}}
     assert len({mutant.id for mutant in mutants}) == len(mutants) > 200
     for mutant in mutants[::7]:
         changed = mutant.apply(sources[mutant.path])
@@ -113,18 +107,12 @@ def test_every_mutant_of_the_engine_is_a_program() -> None:
 
 
 def test_every_file_that_is_left_out_exists() -> None:
-    files = [
-        path.relative_to(PACKAGE).as_posix()
-        for folder in FOLDERS
-        for path in (PACKAGE / folder).rglob("*.py")
-    ]
+    files = [path.relative_to(PACKAGE).as_posix() for folder in FOLDERS for path in (PACKAGE / folder).rglob("*.py")]
     assert [pattern for pattern, _ in LEFT_OUT if not any(fnmatchcase(file, pattern) for file in files)] == []
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "what", ["node.host_after.join(in_flight)", "node.host_after.join(transfer_points(node))"]
-)
+@pytest.mark.parametrize("what", ["node.host_after.join(in_flight)", "node.host_after.join(transfer_points(node))"])
 def test_points_of_a_node_that_has_left_are_missed(what: str) -> None:
     """Without those that it had before, the pages are handed on, or loaded, while a transfer still uses them. The run
     itself shows it, without the questions that are asked when it has ended."""
@@ -140,9 +128,7 @@ from fenceline_proof.steps import Loop
 outcomes = (run(Trial("gone", seed)) for seed in range(60))
 print(next(outcome.report for outcome in outcomes if not outcome.clean))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=280
-    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=280)
     assert "missing edge:" in done.stdout
 
 

@@ -49,9 +49,7 @@ def without_graphs() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_tokens_are_those_without_graphs_without_a_report(
-    policy: str, without_graphs: list[list[int]]
-) -> None:
+def test_tokens_are_those_without_graphs_without_a_report(policy: str, without_graphs: list[list[int]]) -> None:
     assert run(VgpuDevice(gpu=VirtualGpu(seed=1, policy=policy)), **DECODE) == without_graphs
 
 
@@ -61,12 +59,7 @@ def test_graphs_of_prefill_need_none_of_decode(without_graphs: list[list[int]]) 
 
 @pytest.mark.parametrize(
     ("guard", "error"),
-    [
-        (ARENA_PAD, FreshnessError),
-        (SINK, BoundsError),
-        (GRAPH_POOL, StaleMemoryError),
-        (TOTAL_BUCKETS, FreshnessError),
-    ],
+    [(ARENA_PAD, FreshnessError), (SINK, BoundsError), (GRAPH_POOL, StaleMemoryError), (TOTAL_BUCKETS, FreshnessError)],
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_a_guard_that_is_missing_is_named(guard: object, error: type[CheckError]) -> None:

@@ -16,25 +16,9 @@ import pytest
 import torch
 
 import edges_page
-from fenceline.memory_order.edges import (
-    EDGE_PARTS,
-    EDGES,
-    FORWARD_AFTER_LOAD,
-    ROWS,
-    UNDER_SPECULATION,
-    edge_of,
-)
+from fenceline.memory_order.edges import EDGE_PARTS, EDGES, FORWARD_AFTER_LOAD, ROWS, UNDER_SPECULATION, edge_of
 from fenceline_proof import campaign, prove, runs
-from fenceline_proof.arms import (
-    DORMANT,
-    MISNAMED,
-    NECESSARY,
-    REDUNDANT,
-    Arm,
-    all_arms,
-    judge,
-    unarmed_rows,
-)
+from fenceline_proof.arms import DORMANT, MISNAMED, NECESSARY, REDUNDANT, Arm, all_arms, judge, unarmed_rows
 from fenceline_proof.campaign import Plan, carry_out, undeclared_sites
 from fenceline_proof.events import EVENTS
 from fenceline_proof.runs import HAPPENS_BEFORE, Outcome, Trial, explain, run
@@ -127,9 +111,7 @@ def test_the_intact_engine_is_clean_and_every_edge_is_necessary(tmp_path: Path) 
             assert "WAR on decode.next_tokens" in row["report"]
     kept = ("name", "status", "workload", "seed", "caught_by")
     found = [{name: row[name] for name in kept} for row in proof["edges"]]
-    assert json.loads(edges_page.RECORD.read_text()) == found, (
-        "run: python -m fenceline_proof.prove --write-docs"
-    )
+    assert json.loads(edges_page.RECORD.read_text()) == found, "run: python -m fenceline_proof.prove --write-docs"
 
 
 def test_everything_in_the_tables_has_an_arm_or_a_reason() -> None:
@@ -195,9 +177,7 @@ def test_what_no_run_has_shown_gets_more_runs(monkeypatch: pytest.MonkeyPatch) -
         made.clear()
         rows = {row.name: row for row in carry_out(more).rows}
         assert [rows[arm.name].num_runs for arm in arms] == num_runs
-        assert (rows["sink"].status, rows["sink"].seed) == (
-            (NECESSARY, 7) if num_runs[0] == 8 else (REDUNDANT, None)
-        )
+        assert (rows["sink"].status, rows["sink"].seed) == ((NECESSARY, 7) if num_runs[0] == 8 else (REDUNDANT, None))
         assert rows["graph_pool"].status == REDUNDANT and not rows["graph_pool"].fine
         assert [seed for severed, seed in made if "ended_on_all" in severed] == list(range(num_runs[2]))
 
@@ -269,9 +249,7 @@ def test_a_failing_schedule_is_told_by_the_switches_that_matter() -> None:
     few, total = int(text.split()[0]), int(text.split()[2])
     assert 0 < few <= 4 < 40 < total
     assert "schedule runs" in text and "staging.py" in text
-    assert (
-        "--seed 0 --seeds 1 --edge schedule_after_forward@InputRing.upload --blind" in failure.trial.command
-    )
+    assert "--seed 0 --seeds 1 --edge schedule_after_forward@InputRing.upload --blind" in failure.trial.command
 
 
 def test_a_race_needs_no_schedule_at_all() -> None:
@@ -327,9 +305,7 @@ def test_a_function_that_applies_an_edge_unnamed_fails_the_proof() -> None:
 
     launch, ready = "ModelRunner.launch", "HiCacheController.layer_ready"
     known = outcome(
-        ("forward_after_load", launch),
-        ("forward_after_load", ready),
-        ("copy_after_forward", "ResultRing.download"),
+        ("forward_after_load", launch), ("forward_after_load", ready), ("copy_after_forward", "ResultRing.download")
     )
     assert undeclared_sites([known]) == []
     others = [outcome(("copy_after_forward", "other")), outcome(("forward_after_load", "third"))]

@@ -57,9 +57,7 @@ def test_every_feature_is_in_some_scenario() -> None:
     assert flags["schedule_policy"] == {"fcfs", "lpm", "dfs-weight", "random"}
     assert flags["enable_priority_scheduling"] == {True} and len(flags["req_running_timeout"]) == 3
     not_asked = {"skip_special_tokens", "spaces_between_special_tokens"}  # text of a token that has none
-    assert asked.keys() == set(SamplingParams.__struct_fields__) - not_asked and min(asked.values()) > 20, (
-        asked
-    )
+    assert asked.keys() == set(SamplingParams.__struct_fields__) - not_asked and min(asked.values()) > 20, asked
 
 
 def test_flags_go_together() -> None:
@@ -72,16 +70,12 @@ def test_flags_go_together() -> None:
 def test_a_seed_is_a_run_of_everything_too() -> None:
     """With storage's threads, time-outs and reactions to what happens."""
     scenarios = ((seed, EVERYTHING.make(Random(seed))) for seed in count())
-    seed = next(
-        seed for seed, s in scenarios if "hicache_storage_prefetch_timeout" in s.flags and s.reactions
-    )
+    seed = next(seed for seed, s in scenarios if "hicache_storage_prefetch_timeout" in s.flags and s.reactions)
     outcomes = [run(Trial(EVERYTHING.name, seed)) for _ in range(2)]
     assert outcomes[0] == outcomes[1] and outcomes[0].clean and len(outcomes[0].events) > 10
 
 
-def test_what_has_not_happened_fails_the_proof(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_has_not_happened_fails_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """By three runs, of which the last sees what the others did not; and by five, which never see the rest."""
     rare, never = "retracted twice", "remap"
 

@@ -125,9 +125,7 @@ def _transcript(
     for index, token in enumerate(tokens, 1):
         said = None
         if logprobs:
-            said = TokenLogprobs(
-                token_ids=[token], logprobs=[logprobs[index - 1]], top_logprobs=TokenPairs.of([[]])
-            )
+            said = TokenLogprobs(token_ids=[token], logprobs=[logprobs[index - 1]], top_logprobs=TokenPairs.of([[]]))
         reason = FinishReason(type="length", length=index) if index == len(tokens) else None
         decode = DecodeInfo(prompt_tail_ids=[], sampling_params=params) if index == 1 else None
         transcript.sent(
@@ -289,9 +287,7 @@ def test_which_tokens_are_kept_may_depend_on_rounding_in_ties() -> None:
         found = kept(scaled, query, np.array(model_logits))
         assert [mask.tolist() for mask in found] == [both, surely, both]
     # Half of the probability, but for 6e-8, is one token's: whether top_p keeps one or two is for rounding as well.
-    found = kept(
-        np.array([0.0, 0.0, -16.0]), Query((1,), 0, temperature=0.5, top_p=0.5), np.array([-3.0, -2.0, -1.0])
-    )
+    found = kept(np.array([0.0, 0.0, -16.0]), Query((1,), 0, temperature=0.5, top_p=0.5), np.array([-3.0, -2.0, -1.0]))
     assert [mask.tolist() for mask in found] == [[True, True, False], [False] * 3, [True, True, False]]
     # Of three tokens that are kept in any order it does not matter which of them tie.
     found = kept(scaled, Query((1,), 0, temperature=0.5, top_k=3), np.array([-3.0, -2.0, -1.0]))
@@ -478,9 +474,7 @@ def _twins(random: Random) -> Scenario:
         if turn:
             prompt[random.choice((7, 11, 15))] = random.randrange(1, 64)
         options = {"logprob_start_len": 4, "return_logprob": True} if turn == 4 else {}
-        script.add(
-            12 * turn, prompt + script.prompt(2, 2), 3, **options, extra_key="a" if turn in (1, 3) else ""
-        )
+        script.add(12 * turn, prompt + script.prompt(2, 2), 3, **options, extra_key="a" if turn in (1, 3) else "")
     return script.scenario(max_total_tokens=160, max_running_requests=2, chunked_prefill_size=16, page_size=4)
 
 
@@ -501,9 +495,7 @@ def _reloaded(random: Random) -> Scenario:
     """A prefix comes back from the host whole; then somebody shares its beginning alone."""
     script = Script(random)
     family = script.prompt(16, 16)
-    for turn, prompt in enumerate(
-        (family, script.prompt(18, 18), family, family[: random.choice((4, 8, 12))])
-    ):
+    for turn, prompt in enumerate((family, script.prompt(18, 18), family, family[: random.choice((4, 8, 12))])):
         script.add(12 * turn, prompt + script.prompt(3, 3), 3)
     return script.scenario(
         max_total_tokens=28,
@@ -516,11 +508,7 @@ def _reloaded(random: Random) -> Scenario:
     )
 
 
-MORE_WORKLOADS = {
-    "twins": _twins,
-    "retracted": _retracted,
-    "reloaded": _reloaded,
-}
+MORE_WORKLOADS = {"twins": _twins, "retracted": _retracted, "reloaded": _reloaded}
 _more_workloads = more_workloads(MORE_WORKLOADS)
 WRONG = [
     (_a_page_of_another_prefix, "twins", r"r\d: output \d is \d+, alone it is \d+"),
@@ -552,9 +540,7 @@ def test_the_workloads_of_this_page_are_clean(name: str) -> None:
     assert _first_failure(name, 2) is None
 
 
-@pytest.mark.parametrize(
-    ("plant", "workload", "report"), WRONG, ids=lambda value: getattr(value, "__name__", "")
-)
+@pytest.mark.parametrize(("plant", "workload", "report"), WRONG, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_wrong_decision_is_found_with_its_request_and_token(
     plant: Callable[[pytest.MonkeyPatch], None], workload: str, report: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -592,13 +578,7 @@ accept, append, stuck = Scheduler.accept, publishing._append, MaskedSteps.stuck
     ("owner", "name", "fault", "workload", "says"),
     [
         (Scheduler, "accept", _one_token_less_than_fits, "retraction", "ends with length after"),
-        (
-            MaskedSteps,
-            "stuck",
-            _goes_on_without_a_mask,
-            "grammars",
-            "after its end (abort no token of the vocab",
-        ),
+        (MaskedSteps, "stuck", _goes_on_without_a_mask, "grammars", "after its end (abort no token of the vocab"),
         (publishing, "_append", _the_first_rows, "bursts", "logprobs at"),
     ],
 )

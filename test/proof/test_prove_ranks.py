@@ -40,11 +40,7 @@ def _one_rank_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plant", "said"),
-    [
-        (_learns_alone, "ranks 0 and 1 have decided differently"),
-        (_one_rank_suffices, ""),
-    ],
+    ("plant", "said"), [(_learns_alone, "ranks 0 and 1 have decided differently"), (_one_rank_suffices, "")]
 )
 def test_a_fault_of_ranks_with_storage_is_reported(
     monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None], said: str

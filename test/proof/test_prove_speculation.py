@@ -56,11 +56,7 @@ def _row_left_out(patch: pytest.MonkeyPatch) -> None:
 
 def _one_page_declared(patch: pytest.MonkeyPatch) -> None:
     """Of the pages that a step may write the last one is declared."""
-    patch.setattr(
-        PagedMemory,
-        "pages_between",
-        lambda self, rows, first, lengths: self.last_pages_of(rows, lengths),
-    )
+    patch.setattr(PagedMemory, "pages_between", lambda self, rows, first, lengths: self.last_pages_of(rows, lengths))
 
 
 def _draft_not_extended(patch: pytest.MonkeyPatch) -> None:
@@ -152,12 +148,7 @@ WINDOW_FAULTS = {
 
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str, str]] = {
     "a row computed again": (_row_computed_again, "ITSELF", TAGS, r"computes token \d+ of r\d again"),
-    "behind without proposals": (
-        _behind_without_proposals,
-        "ITSELF",
-        TAGS,
-        r"computes token \d+ of r\d again",
-    ),
+    "behind without proposals": (_behind_without_proposals, "ITSELF", TAGS, r"computes token \d+ of r\d again"),
     "a row left out": (_row_left_out, "ITSELF", TAGS, r"layer2\.k page 0, .* stores token \d+ of r\d here"),
     "one page declared": (_one_page_declared, "EAGLE3", TAGS, "writes a page that it has not declared"),
     "a draft not extended": (_draft_not_extended, "NEXTN", TAGS, r"holds .* from its own hidden states"),
@@ -283,9 +274,7 @@ def _prompts_that_part(draft: str) -> Callable[[Any], Scenario]:
         script = Script(random)
         shared = script.prompt(8, 8)
         for step, token in ((0, 3), (20, 4)):
-            script.add(
-                step, [*shared, token, 9], 7, ignore_eos=True, temperature=1.0
-            )  # its last page is full
+            script.add(step, [*shared, token, 9], 7, ignore_eos=True, temperature=1.0)  # its last page is full
         return script.scenario(
             max_total_tokens=64,
             max_running_requests=2,
@@ -305,9 +294,7 @@ def _prompts_that_part(draft: str) -> Callable[[Any], Scenario]:
 
 
 @pytest.mark.parametrize("name", SHARING_FAULTS)
-def test_a_row_that_depends_on_another_token_is_not_shared(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_row_that_depends_on_another_token_is_not_shared(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     fault, draft, report = SHARING_FAULTS[name]
     monkeypatch.setitem(WORKLOADS, "part", Workload("part", "", _prompts_that_part(draft)))
     assert run(Trial("part", 2)).clean

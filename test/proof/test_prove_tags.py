@@ -69,9 +69,7 @@ def _admitted_pages_without_their_points(patch: pytest.MonkeyPatch) -> None:
 
 def _pages_of_a_load_without_their_points(patch: pytest.MonkeyPatch) -> None:
     right = HiCache.begin_load
-    patch.setattr(
-        HiCache, "begin_load", lambda self, match, pages, after: right(self, match, pages, Points.none())
-    )
+    patch.setattr(HiCache, "begin_load", lambda self, match, pages, after: right(self, match, pages, Points.none()))
 
 
 def _unused_pages_of_a_fetch_without_their_points(patch: pytest.MonkeyPatch) -> None:
@@ -138,9 +136,7 @@ def _rows_stored_under_the_neighbour_layer(patch: pytest.MonkeyPatch) -> None:
 
 def _a_page_table_off_by_one_page(patch: pytest.MonkeyPatch) -> None:
     right = ReqPool.write_pages
-    patch.setattr(
-        ReqPool, "write_pages", lambda self, rows, columns, pages: right(self, rows, columns + 1, pages)
-    )
+    patch.setattr(ReqPool, "write_pages", lambda self, rows, columns, pages: right(self, rows, columns + 1, pages))
 
 
 def _attention_reads_one_page_too_far(patch: pytest.MonkeyPatch) -> None:
@@ -186,17 +182,13 @@ def _attention_reads_nothing_of_the_last_request(patch: pytest.MonkeyPatch) -> N
 
 def _attention_leaves_out_the_last_token(patch: pytest.MonkeyPatch) -> None:
     """Of each request of a decode step the token that is computed is not attended to."""
-    _decode_otherwise(
-        patch, lambda inputs: {"seq_lens": inputs.seq_lens - 1, "seq_lens_cpu": inputs.seq_lens_cpu - 1}
-    )
+    _decode_otherwise(patch, lambda inputs: {"seq_lens": inputs.seq_lens - 1, "seq_lens_cpu": inputs.seq_lens_cpu - 1})
 
 
 def _a_window_longer_by(tokens: int, patch: pytest.MonkeyPatch) -> None:
     right = decoder_layer.LayerRules
     patch.setattr(
-        decoder_layer,
-        "LayerRules",
-        lambda window, *others: right(None if window is None else window + tokens, *others),
+        decoder_layer, "LayerRules", lambda window, *others: right(None if window is None else window + tokens, *others)
     )
 
 
@@ -211,9 +203,7 @@ def _attention_leaves_out_the_first_token_of_the_window(patch: pytest.MonkeyPatc
 def _a_host_page_matched_for_another_salt(patch: pytest.MonkeyPatch) -> None:
     right = HiRadixCache.match_prefix
     patch.setattr(
-        HiRadixCache,
-        "match_prefix",
-        lambda self, tokens, extra_key="": right(self, tokens, "a" if extra_key else ""),
+        HiRadixCache, "match_prefix", lambda self, tokens, extra_key="": right(self, tokens, "a" if extra_key else "")
     )
 
 
@@ -395,13 +385,7 @@ def _reloaded(random: Random) -> Scenario:
     script = Script(random)
     family = script.prompt(16, 16)
     for turn, (prompt, salt) in enumerate(
-        (
-            (family, "a"),
-            (script.prompt(18, 18), ""),
-            (family, "a"),
-            (script.prompt(18, 18), ""),
-            (family, "b"),
-        )
+        ((family, "a"), (script.prompt(18, 18), ""), (family, "a"), (script.prompt(18, 18), ""), (family, "b"))
     ):
         script.add(12 * turn, prompt + script.prompt(3, 3), 3, extra_key=salt)
     return script.scenario(**HOST)
@@ -466,9 +450,7 @@ def _twins(random: Random) -> Scenario:
     prompt = script.prompt(12, 12)
     for _ in range(2):
         script.add(0, prompt, 8)
-    return script.scenario(
-        max_total_tokens=96, max_running_requests=4, chunked_prefill_size=None, page_size=4
-    )
+    return script.scenario(max_total_tokens=96, max_running_requests=4, chunked_prefill_size=None, page_size=4)
 
 
 def _crowd(random: Random) -> Scenario:
@@ -476,9 +458,7 @@ def _crowd(random: Random) -> Scenario:
     script = Script(random)
     for _ in range(3):
         script.add(0, script.prompt(4, 9), 14)
-    return script.scenario(
-        max_total_tokens=160, max_running_requests=4, chunked_prefill_size=None, page_size=4
-    )
+    return script.scenario(max_total_tokens=160, max_running_requests=4, chunked_prefill_size=None, page_size=4)
 
 
 MORE_WORKLOADS = {
@@ -620,6 +600,4 @@ def test_wrong_tokens_name_the_first_slot_whose_tag_is_wrong(monkeypatch: pytest
     _halves_swapped_on_the_way_to_the_host(monkeypatch)
     outcome = _first_failure("tags_reloaded", detect=False)
     assert outcome is not None and outcome.checker in (TOKENS, ANSWERS), outcome
-    assert re.search(r"the first wrong slot: tags: host_pool page \d+, slot 0 of it", outcome.report), (
-        outcome.report
-    )
+    assert re.search(r"the first wrong slot: tags: host_pool page \d+, slot 0 of it", outcome.report), outcome.report

@@ -124,9 +124,7 @@ REPLAYED = [edge.name for edge in RING_EDGES if edge is not HOST_AFTER_FORWARD]
 
 
 @pytest.mark.parametrize("edge", REPLAYED)
-def test_a_severed_edge_is_reported_by_name(
-    edge: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_severed_edge_is_reported_by_name(edge: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = dump(run("staging"), tmp_path)
     assert main([str(path), "--seeds", "2", "--sever", edge]) == 1
     out = capsys.readouterr().out
@@ -164,9 +162,7 @@ def test_a_page_used_after_it_was_retired_is_told(tmp_path: Path, capsys: pytest
     assert f"in the recording itself: step {at}: " in out and "which are retired" in out
 
 
-def test_a_launch_before_results_that_had_arrived_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_launch_before_results_that_had_arrived_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """First tokens are published before the next launch: a recording in which they were not says so."""
     path = dump(run("mixed"), tmp_path)
     steps = json.loads(path.read_text())["steps"]
@@ -193,9 +189,7 @@ def test_steps_of_an_engine_with_tiers_run_without_transfers(
 
 
 @pytest.mark.parametrize("name", SPECULATIVE)
-def test_steps_that_speculated_are_refused(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_that_speculated_are_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(dump(run(name), tmp_path))]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1

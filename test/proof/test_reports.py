@@ -37,12 +37,7 @@ def nothing(self: Any, *args: Any) -> None:
 # --- contracts
 
 
-check, alloc, pinned_rows, made = (
-    LeasePool._check,
-    LeasePool.alloc,
-    MaskTable._pinned_rows,
-    CpuDevice.__init__,
-)
+check, alloc, pinned_rows, made = (LeasePool._check, LeasePool.alloc, MaskTable._pinned_rows, CpuDevice.__init__)
 
 
 # --- what is left over
@@ -77,9 +72,7 @@ release = RequestMemory.release
         (never_retires, "is leased at fenceline/scheduler/request_memory.py"),
     ],
 )
-def test_reports_name_the_lines_that_hold_what_is_left(
-    monkeypatch: pytest.MonkeyPatch, fault: Any, says: str
-) -> None:
+def test_reports_name_the_lines_that_hold_what_is_left(monkeypatch: pytest.MonkeyPatch, fault: Any, says: str) -> None:
     monkeypatch.setattr(RequestMemory, "release", fault)
     found = first_failure("gone")
     assert found.checker == "ownership" and says in found.report, found.report

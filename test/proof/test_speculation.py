@@ -8,17 +8,7 @@ from pathlib import Path
 
 import pytest
 from scheduler_driver import answers
-from speculative_driver import (
-    DRAFTS,
-    EAGLE,
-    EAGLE3,
-    NEXTN,
-    STANDALONE,
-    count_tokens,
-    make_driver,
-    models,
-    requests,
-)
+from speculative_driver import DRAFTS, EAGLE, EAGLE3, NEXTN, STANDALONE, count_tokens, make_driver, models, requests
 
 from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.memory_order.edges import ARENA_PAD, GRAPH_POOL, SINK, TOTAL_BUCKETS
@@ -33,10 +23,7 @@ FLAGS: dict[str, object] = {"num_steps": 2, "num_rows": 5, "max_total_tokens": 6
 
 @pytest.mark.parametrize(
     "policy",
-    [
-        name if name in ("random", "laziest") else pytest.param(name, marks=pytest.mark.long)
-        for name in POLICIES
-    ],
+    [name if name in ("random", "laziest") else pytest.param(name, marks=pytest.mark.long) for name in POLICIES],
 )
 @pytest.mark.parametrize(("algorithm", "draft"), DRAFTS)
 def test_tokens_are_those_without_speculation(
@@ -91,13 +78,7 @@ def test_trees(models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("algorithm", "draft", "topk"),
-    [
-        (EAGLE3, "eagle3", 1),
-        (NEXTN, "mtp", 1),
-        (STANDALONE, "target", 1),
-        (EAGLE, "eagle", 2),
-        (STANDALONE, "near", 2),
-    ],
+    [(EAGLE3, "eagle3", 1), (NEXTN, "mtp", 1), (STANDALONE, "target", 1), (EAGLE, "eagle", 2), (STANDALONE, "near", 2)],
 )
 @pytest.mark.parametrize("policy", ["random", pytest.param("laziest", marks=pytest.mark.long)])
 def test_each_depth_has_graphs_of_its_own(
@@ -123,17 +104,10 @@ def test_without_graphs(models: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize(
     ("guard", "error"),
-    [
-        (ARENA_PAD, FreshnessError),
-        (SINK, BoundsError),
-        (GRAPH_POOL, StaleMemoryError),
-        (TOTAL_BUCKETS, FreshnessError),
-    ],
+    [(ARENA_PAD, FreshnessError), (SINK, BoundsError), (GRAPH_POOL, StaleMemoryError), (TOTAL_BUCKETS, FreshnessError)],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_a_guard_that_is_missing_is_named(
-    models: dict[str, Path], guard: object, error: type[CheckError]
-) -> None:
+def test_a_guard_that_is_missing_is_named(models: dict[str, Path], guard: object, error: type[CheckError]) -> None:
     name = guard.name  # type: ignore[attr-defined]
     device = VgpuDevice(frozenset({name}), VirtualGpu(seed=1))
     with pytest.raises(error) as caught:

@@ -58,9 +58,7 @@ class Step:
         given["seq_lens"].copy_(ints(12, given["seq_lens"]))
         given["rows"].copy_(torch.tensor([1 + seed % 3, 4, 0]))
         pages = torch.randperm(19, generator=generator)[:15] + 1
-        given["page_table"].copy_(
-            torch.cat([torch.zeros(5), pages[:5], pages[:5], pages[:5], pages[5:10]]).view(5, 5)
-        )
+        given["page_table"].copy_(torch.cat([torch.zeros(5), pages[:5], pages[:5], pages[:5], pages[5:10]]).view(5, 5))
         given["draws"].copy_(ints(VOCAB, given["draws"]))
         given["ids"].copy_(ints(VOCAB + (seed % 2), given["ids"]))
         given["logprobs"].copy_(-torch.rand(given["logprobs"].shape, generator=generator))

@@ -31,9 +31,7 @@ def tiers_on(kind: str, attention: tuple[str, str], io_backend: str, **flags: ob
         **(HICACHE | flags),  # type: ignore[arg-type]
     )
     prefill, decode = attention
-    config = dataclasses.replace(
-        resolve(args), prefill_attention_backend=prefill, decode_attention_backend=decode
-    )
+    config = dataclasses.replace(resolve(args), prefill_attention_backend=prefill, decode_attention_backend=decode)
     device = open_device(kind)
     if kind == "cpu":
         device.check_order()  # Points pass late, so that waits are not skipped
@@ -80,16 +78,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("attention", "waits"), CASES, ids=str)
-def test_they_take_turns(
-    attention: tuple[str, str], waits: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_take_turns(attention: tuple[str, str], waits: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert exclusive_waits(tiers_on("cpu", attention, "kernel"), monkeypatch) == waits
 
 
 @pytest.mark.parametrize("attention", [case[0] for case in CASES], ids=str)
-def test_the_copy_engine_waits_for_nobody(
-    attention: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_copy_engine_waits_for_nobody(attention: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert exclusive_waits(tiers_on("cpu", attention, "direct"), monkeypatch) == []
 
 

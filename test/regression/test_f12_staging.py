@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from guarded_runs import (
-    SHORT_SPIN_CYCLES,
-    play_spinning,
-    runners,
-    spin_after_points,
-    spin_before_copies,
-    trace_shape,
-)
+from guarded_runs import SHORT_SPIN_CYCLES, play_spinning, runners, spin_after_points, spin_before_copies, trace_shape
 from step_traces import FULL, PLAIN, random_trace, swap_trace
 from trace_runner import first_difference, make_runner, play
 

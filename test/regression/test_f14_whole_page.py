@@ -50,9 +50,7 @@ def drafts_before_and_after_the_host(models: dict[str, Path], kind: str, severed
             driver.run(max_steps=100_000)
             evict(driver)
     last = driver.answers["turn 1"].last
-    assert (
-        last is not None and last.cached_tokens_details is not None and last.cached_tokens_details.host == 48
-    )
+    assert last is not None and last.cached_tokens_details is not None and last.cached_tokens_details.host == 48
     assert driver.answers["turn 0"].output_ids == driver.answers["turn 1"].output_ids
     driver.scheduler.close()
     return served

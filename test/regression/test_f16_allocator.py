@@ -5,14 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from guarded_runs import (
-    SHORT_SPIN_CYCLES,
-    page_sizes,
-    runners,
-    spin_after_points,
-    spin_after_waits,
-    trace_shape,
-)
+from guarded_runs import SHORT_SPIN_CYCLES, page_sizes, runners, spin_after_points, spin_after_waits, trace_shape
 from step_traces import random_trace
 from trace_runner import first_difference, make_runner, play
 

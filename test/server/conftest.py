@@ -26,12 +26,6 @@ def client(server: LiveServer) -> Iterator[httpx.Client]:
 @pytest.fixture(scope="session")
 def tools_server() -> Iterator[LiveServer]:
     """The server with the model that calls tools, shared by the tests of clients."""
-    flags = [
-        "--constrained-json-whitespace-pattern",
-        "",
-        "--max-total-tokens",
-        "8192",
-        "--enable-cache-report",
-    ]
+    flags = ["--constrained-json-whitespace-pattern", "", "--max-total-tokens", "8192", "--enable-cache-report"]
     with LiveServer.real("--model-path", "demo-tools", "--device", "cpu", *flags) as live:
         yield live.wait_ready()

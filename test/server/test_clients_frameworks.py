@@ -35,9 +35,7 @@ def test_openai_agents(tools_server: LiveServer, api: str) -> None:
     settings = agents.ModelSettings(temperature=0, max_tokens=200)
 
     async def flows() -> None:
-        async with AsyncOpenAI(
-            base_url=f"{tools_server.base_url}/v1", api_key="none", max_retries=0
-        ) as client:
+        async with AsyncOpenAI(base_url=f"{tools_server.base_url}/v1", api_key="none", max_retries=0) as client:
             model = kind(model="demo-tools", openai_client=client)
             tools = [agents.function_tool(calculator)]
             agent = agents.Agent(name="a", model=model, model_settings=settings, tools=tools)
@@ -47,9 +45,7 @@ def test_openai_agents(tools_server: LiveServer, api: str) -> None:
             assert usage.output_tokens == NUM_OUT and usage.total_tokens == usage.input_tokens + NUM_OUT
             called = await agents.Runner.run(agent, SUM)
             assert called.final_output == LAST and called.context_wrapper.usage.requests == 2
-            turn = await agents.Runner.run(
-                agent, [*called.to_input_list(), {"role": "user", "content": HELLO}]
-            )
+            turn = await agents.Runner.run(agent, [*called.to_input_list(), {"role": "user", "content": HELLO}])
             assert turn.final_output == ANSWER
             streamed = agents.Runner.run_streamed(agent, SUM)
             deltas = [
@@ -112,9 +108,7 @@ def test_langchain(tools_server: LiveServer, api: str) -> None:
     settings: Any = {"api_key": "none", "max_tokens": 200, "temperature": 0, "max_retries": 0}
     if api == "anthropic":
         # As a model of which it knows that it has output_config.format.
-        llm: Any = integration.ChatAnthropic(
-            model="claude-sonnet-4-5", base_url=tools_server.base_url, **settings
-        )
+        llm: Any = integration.ChatAnthropic(model="claude-sonnet-4-5", base_url=tools_server.base_url, **settings)
     else:
         url, responses = f"{tools_server.base_url}/v1", api == "responses"
         llm = integration.ChatOpenAI(
@@ -140,9 +134,7 @@ def test_langchain(tools_server: LiveServer, api: str) -> None:
 
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm", "anthropic"])
 def test_litellm(tools_server: LiveServer, provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        os.environ, "LITELLM_LOCAL_MODEL_COST_MAP", "True"
-    )  # it is read at import: no network
+    monkeypatch.setitem(os.environ, "LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it is read at import: no network
     litellm = pytest.importorskip("litellm", reason="litellm is not installed")
     base = tools_server.base_url + ("" if provider == "anthropic" else "/v1")
     name = "claude-sonnet-4-5" if provider == "anthropic" else "demo-tools"
@@ -171,7 +163,5 @@ def test_litellm(tools_server: LiveServer, provider: str, monkeypatch: pytest.Mo
     answer = litellm.completion(**ask, messages=plan, response_format=Trip).choices[0].message.content
     assert Trip.model_validate_json(answer)
     if provider == "openai":
-        response = litellm.responses(
-            model=ask["model"], api_base=base, api_key="none", input=HELLO, temperature=0
-        )
+        response = litellm.responses(model=ask["model"], api_base=base, api_key="none", input=HELLO, temperature=0)
         assert response.output[0].content[0].text == ANSWER

@@ -87,9 +87,7 @@ def test_responses(client: openai.OpenAI) -> None:
     ask: Any = {"model": "demo-tools", "tools": [OF_RESPONSES], "temperature": 0}
     kept = create(**ask, previous_response_id=first.id, input=[output])
     sent = create(**ask, store=False, input=[said(SUM), call.to_dict(), output])
-    referred = create(
-        **ask, store=False, input=[said(SUM), {"type": "item_reference", "id": call.id}, output]
-    )
+    referred = create(**ask, store=False, input=[said(SUM), {"type": "item_reference", "id": call.id}, output])
     assert kept.output_text == sent.output_text == referred.output_text == LAST
     turn = create(model="demo-tools", input=HELLO, previous_response_id=kept.id, temperature=0)
     assert turn.output_text == ANSWER

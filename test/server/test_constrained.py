@@ -14,13 +14,7 @@ from json_schemas import generated_schema, problem
 import fenceline
 from fenceline.entrypoints.openai.parsing import answer_grammar, refuse_chat
 from fenceline.entrypoints.openai.protocol import ChatBody
-from fenceline.entrypoints.openai.tool_call_parser import (
-    JSON_CALLS,
-    Arguments,
-    CallBegun,
-    Content,
-    ToolCallParser,
-)
+from fenceline.entrypoints.openai.tool_call_parser import JSON_CALLS, Arguments, CallBegun, Content, ToolCallParser
 
 _AT_ONCE = 64  # with a schema
 _AMBIGUOUS = 'root ::= ("a" | "aa" | root root root)+ "b"'
@@ -76,12 +70,7 @@ async def _all(
     ],
 )
 def test_generated_schemas_are_followed_under_mixed_load(
-    load_format: str,
-    num_schemas: int,
-    max_depth: int,
-    max_new_tokens: int,
-    least_ended: float,
-    flags: dict[str, Any],
+    load_format: str, num_schemas: int, max_depth: int, max_new_tokens: int, least_ended: float, flags: dict[str, Any]
 ) -> None:
     with fenceline.Engine(load_format=load_format, **{**_FLAGS, **flags}) as engine:
         pairs = asyncio.run(_all(engine, num_schemas, max_depth, max_new_tokens))
@@ -100,20 +89,11 @@ def test_generated_schemas_are_followed_under_mixed_load(
 @pytest.mark.slow
 def test_an_engine_takes_every_kind_of_grammar() -> None:
     with fenceline.Engine(model_path="demo", log_level="error") as engine:
-        matched = engine.generate(
-            "Q:", {"regex": "[0-9]{3}-[a-c]{2}", "max_new_tokens": 20, "n": 3, "temperature": 2}
-        )
+        matched = engine.generate("Q:", {"regex": "[0-9]{3}-[a-c]{2}", "max_new_tokens": 20, "n": 3, "temperature": 2})
         assert all(re.fullmatch("[0-9]{3}-[a-c]{2}", answer["text"]) for answer in matched)
-        chosen = engine.generate(
-            "Q:", {"ebnf": 'root ::= "yes" | "no"', "min_new_tokens": 9, "ignore_eos": True}
-        )
+        chosen = engine.generate("Q:", {"ebnf": 'root ::= "yes" | "no"', "min_new_tokens": 9, "ignore_eos": True})
         assert chosen["text"] in ("yes", "no")
-        tag = {
-            "type": "tag",
-            "begin": "<a>",
-            "content": {"type": "regex", "pattern": "[xy]{2}"},
-            "end": "</a>",
-        }
+        tag = {"type": "tag", "begin": "<a>", "content": {"type": "regex", "pattern": "[xy]{2}"}, "end": "</a>"}
         tagged = engine.generate("Q:", {"structural_tag": {"type": "structural_tag", "format": tag}})
         assert re.fullmatch("<a>[xy]{2}</a>", tagged["text"])
         scored = engine.generate("Q:", {"regex": "7"}, return_logprob=True, top_logprobs_num=2)
@@ -163,13 +143,7 @@ def test_a_call_that_must_be_is_one_of_the_tools() -> None:
             grammar = answer_grammar(body)
             assert grammar is not None
             answer = engine.generate(
-                "Q:",
-                {
-                    grammar.kind: grammar.text,
-                    "max_new_tokens": 900,
-                    "sampling_seed": seed,
-                    "temperature": 0.7,
-                },
+                "Q:", {grammar.kind: grammar.text, "max_new_tokens": 900, "sampling_seed": seed, "temperature": 0.7}
             )
             assert answer["meta_info"]["finish_reason"]["type"] == "stop", answer["text"]
             parser = ToolCallParser(JSON_CALLS, {tool["function"]["name"]: {} for tool in _TOOLS})

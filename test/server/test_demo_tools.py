@@ -64,9 +64,7 @@ def calculate(expression: str) -> str:
         return "0"
 
 
-def answered(
-    client: openai.OpenAI, messages: list[Any], stream: bool, **more: Any
-) -> tuple[dict[str, Any], str]:
+def answered(client: openai.OpenAI, messages: list[Any], stream: bool, **more: Any) -> tuple[dict[str, Any], str]:
     """The assistant's message as a client keeps it, and the finish reason."""
     ask: dict[str, Any] = {"model": "demo-tools", "messages": messages, "tools": [CLOCK, CALCULATOR]} | more
     if not stream:
@@ -110,10 +108,7 @@ def test_questions_calls_results_and_final_answers(client: openai.OpenAI, stream
 def test_it_decides_whether_to_call(client: openai.OpenAI) -> None:
     hello: list[Any] = [{"role": "user", "content": "Hello!"}]
     message, reason = answered(client, hello, stream=False)
-    assert (message["content"], reason) == (
-        "Hello! How can I help you?",
-        "stop",
-    ) and "tool_calls" not in message
+    assert (message["content"], reason) == ("Hello! How can I help you?", "stop") and "tool_calls" not in message
     question: list[Any] = [{"role": "user", "content": "What is 4821 + 377?"}]
     for more in ({"tools": openai.NOT_GIVEN}, {"tool_choice": "none"}):
         message, reason = answered(client, question, stream=False, **more)
@@ -137,20 +132,13 @@ def test_arguments_that_follow_their_schema(client: openai.OpenAI) -> None:
     function = CALCULATOR["function"] | {"strict": True}
     strict = {"type": "function", "function": function}
     messages: list[Any] = [{"role": "user", "content": "What is 4821 + 377?"}]
-    for more in (
-        {"tools": [strict]},
-        {"tool_choice": {"type": "function", "function": {"name": "calculator"}}},
-    ):
+    for more in ({"tools": [strict]}, {"tool_choice": {"type": "function", "function": {"name": "calculator"}}}):
         [call] = answered(client, messages, stream=False, max_tokens=200, **more)[0]["tool_calls"]
         arguments = json.loads(call["function"]["arguments"])
-        assert arguments.keys() == {"expression"} and (
-            "tool_choice" in more or arguments["expression"] == "4821 + 377"
-        )
+        assert arguments.keys() == {"expression"} and ("tool_choice" in more or arguments["expression"] == "4821 + 377")
 
 
-def test_the_example_of_the_documentation_runs(
-    client: openai.OpenAI, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example_of_the_documentation_runs(client: openai.OpenAI, capsys: pytest.CaptureFixture[str]) -> None:
     """As it stands on the page, against the server at its address here."""
     page = PAGE.read_text()
     start = page.index("```python", page.index("## A tool from question to answer"))

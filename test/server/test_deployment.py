@@ -33,9 +33,7 @@ def queries() -> list[tuple[str, str]]:
     dashboard = json.loads(DASHBOARD.read_text())
     targets = [target for panel in dashboard["panels"] for target in panel.get("targets", [])]
     variables = [variable["definition"] for variable in dashboard["templating"]["list"]]
-    return [(target["expr"], target["legendFormat"]) for target in targets] + [
-        (text, "") for text in variables
-    ]
+    return [(target["expr"], target["legendFormat"]) for target in targets] + [(text, "") for text in variables]
 
 
 def alerts() -> list[tuple[str, str]]:
@@ -80,9 +78,7 @@ def test_every_query_of_the_dashboard_finds_its_metrics(
     assert asked, f"no metric is recognised in {expression}"
     for name, labels in asked:
         assert name in exposed, f"{name} is not in /metrics"
-        assert labels - ADDED_BY_PROMETHEUS <= exposed[name], (
-            f"{name} has {sorted(exposed[name])}: {expression}"
-        )
+        assert labels - ADDED_BY_PROMETHEUS <= exposed[name], f"{name} has {sorted(exposed[name])}: {expression}"
 
 
 def test_the_queries_are_read_as_they_are_meant() -> None:
@@ -91,9 +87,7 @@ def test_the_queries_are_read_as_they_are_meant() -> None:
     assert list(labels_asked_for(expression, "p50 {{tier}}")) == [
         ("fenceline:x_bucket", {"le", "reason", "model_name", "job", "tier"})
     ]
-    assert list(labels_asked_for("label_values(fenceline:y, model_name)", "")) == [
-        ("fenceline:y", {"model_name"})
-    ]
+    assert list(labels_asked_for("label_values(fenceline:y, model_name)", "")) == [("fenceline:y", {"model_name"})]
     assert len(queries()) > 30
 
 

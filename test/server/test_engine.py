@@ -127,11 +127,7 @@ def test_llm_answers_as_programs_for_vllm_expect(monkeypatch: pytest.MonkeyPatch
 
 def test_options_of_generate(engine: fenceline.Engine) -> None:
     meta = engine.generate(
-        input_ids=[5, 6],
-        sampling_params={"max_new_tokens": 2},
-        return_logprob=True,
-        logprob_start_len=0,
-        rid="mine",
+        input_ids=[5, 6], sampling_params={"max_new_tokens": 2}, return_logprob=True, logprob_start_len=0, rid="mine"
     )["meta_info"]
     assert meta["id"] == "mine"
     assert [entry[1] for entry in meta["input_token_logprobs"]] == [5, 6]
@@ -204,9 +200,7 @@ def test_wrong_requests_raise_value_error(engine: fenceline.Engine, options: dic
     ({"messages": [[{"role": "user", "content": "a"}]], "sampling_params": [{}, {}]}, "for each conversation"),
 ])  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
-def test_wrong_chats_raise_value_error(
-    engine: fenceline.Engine, options: dict, words: str, stream: bool
-) -> None:
+def test_wrong_chats_raise_value_error(engine: fenceline.Engine, options: dict, words: str, stream: bool) -> None:
     with pytest.raises(ValueError, match=words):
         list(engine.chat(**options, stream=stream))
 
@@ -254,9 +248,7 @@ def test_death_of_the_scheduler_reaches_the_caller() -> None:
 def test_failure_to_start_raises() -> None:
     with pytest.raises(RuntimeError, match="exit status 3"):
         fenceline.Engine(
-            launch=partial(launch_processes, scheduler_entry=run_stillborn_scheduler),
-            model_path="demo",
-            device="cpu",
+            launch=partial(launch_processes, scheduler_entry=run_stillborn_scheduler), model_path="demo", device="cpu"
         )
     gc.collect()  # sockets left open would block here, where their context is collected
     with pytest.raises(ConfigError):

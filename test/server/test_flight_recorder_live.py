@@ -67,9 +67,7 @@ def test_the_key_is_asked_for(recorded: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("to_main", [True, False])
-def test_sigusr1_makes_a_dump_and_the_server_goes_on(
-    recorded: LiveServer, client: httpx.Client, to_main: bool
-) -> None:
+def test_sigusr1_makes_a_dump_and_the_server_goes_on(recorded: LiveServer, client: httpx.Client, to_main: bool) -> None:
     before = len(dumps(recorded))
     if to_main:
         recorded.signal(signal.SIGUSR1)
@@ -108,14 +106,9 @@ def test_books_that_do_not_add_up_are_dumped(tmp_path: Path) -> None:
 
 
 def test_a_step_that_never_ends_is_dumped_by_the_watchdog(tmp_path: Path) -> None:
-    with LiveServer.fake(
-        *flags(tmp_path, "--watchdog-timeout", str(WATCHDOG_S)), entry="run_hanging_step"
-    ) as server:
+    with LiveServer.fake(*flags(tmp_path, "--watchdog-timeout", str(WATCHDOG_S)), entry="run_hanging_step") as server:
         streaming = {**BODY, "stream": True}
-        with (
-            server.wait_ready().client() as client,
-            client.stream("POST", "/generate", json=streaming) as response,
-        ):
+        with server.wait_ready().client() as client, client.stream("POST", "/generate", json=streaming) as response:
             # Kept: an iterator that is dropped closes the connection, and that is an abort.
             lines = response.iter_lines()
             next(lines)

@@ -69,8 +69,7 @@ def test_a_switch_is_true_or_false(tiers: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["/flush_cache?storage=true", "/clear_hicache_storage_backend", "/hicache/storage-backend/clear"],
+    "path", ["/flush_cache?storage=true", "/clear_hicache_storage_backend", "/hicache/storage-backend/clear"]
 )
 def test_without_a_storage_tier_there_is_nothing_to_clear(client: httpx.Client, path: str) -> None:
     ask(client, [51, 52, 53])
@@ -99,10 +98,7 @@ def test_usage_carries_the_tiers(tiers: httpx.Client) -> None:
     body = {"prompt": [71, 72, 73], "max_tokens": 1}
     for expected in (NOWHERE, ON_DEVICE):
         usage = tiers.post("/v1/completions", json=body).json()["usage"]
-        assert usage["prompt_tokens_details"] == {
-            "cached_tokens": expected[0],
-            "cached_tokens_details": expected[1],
-        }
+        assert usage["prompt_tokens_details"] == {"cached_tokens": expected[0], "cached_tokens_details": expected[1]}
 
 
 def test_server_info_shows_configuration_and_state(tiers: httpx.Client, client: httpx.Client) -> None:
@@ -134,9 +130,7 @@ def test_metrics(tiers: httpx.Client, client: httpx.Client) -> None:
 
 def read_metrics(client: httpx.Client) -> dict[str, float]:
     lines = [line for line in client.get("/metrics").text.splitlines() if line[0] != "#"]
-    return {
-        line.rsplit(" ", 1)[0].removeprefix("fenceline:"): float(line.rsplit(" ", 1)[1]) for line in lines
-    }
+    return {line.rsplit(" ", 1)[0].removeprefix("fenceline:"): float(line.rsplit(" ", 1)[1]) for line in lines}
 
 
 def _labels(**labels: str) -> str:

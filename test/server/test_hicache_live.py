@@ -73,9 +73,7 @@ def test_conversations_come_back_from_the_host(client: httpx.Client) -> None:
     assert [a["output_ids"] for a in again] == [a["output_ids"] for a in first]
     details = [a["meta_info"]["cached_tokens_details"] for a in again]
     assert sum(d["host"] for d in details) >= 2 * 336
-    assert all(
-        sum(d.values()) == a["meta_info"]["cached_tokens"] for d, a in zip(details, again, strict=True)
-    )
+    assert all(sum(d.values()) == a["meta_info"]["cached_tokens"] for d, a in zip(details, again, strict=True))
     state = tiers(client)
     assert state["load"]["num_tokens"] > 0 and state["store"]["num_bytes"] > 0
     assert state["evicted_tokens"]["device"] > 0 and state["num_locked_nodes"] == 0

@@ -76,9 +76,7 @@ def llm(server: LiveServer) -> ChatOpenAI:
 
 def make(server: LiveServer, **options: Any) -> ChatOpenAI:
     defaults = {"temperature": 0, "max_retries": 0, "timeout": 120, "max_completion_tokens": 400}
-    return ChatOpenAI(
-        model="demo", base_url=f"{server.base_url}/v1", api_key="none", **{**defaults, **options}
-    )
+    return ChatOpenAI(model="demo", base_url=f"{server.base_url}/v1", api_key="none", **{**defaults, **options})
 
 
 def test_an_answer_whole_streamed_and_many_at_once(llm: ChatOpenAI) -> None:
@@ -113,19 +111,9 @@ def test_a_loop_of_tools(llm: ChatOpenAI) -> None:
     messages: list[Any] = [SystemMessage("You use tools."), HumanMessage(SUM)]
     called = llm.bind_tools([calculator, clock], tool_choice="calculator").invoke(messages)
     [call] = called.tool_calls
-    assert call["name"] == "calculator" and called.response_metadata["finish_reason"] in (
-        "stop",
-        "tool_calls",
-    )
+    assert call["name"] == "calculator" and called.response_metadata["finish_reason"] in ("stop", "tool_calls")
     messages += [called, calculator.invoke(call)]
-    assert isinstance(messages[-1], ToolMessage) and messages[-1].content in (
-        "42",
-        "43",
-        "44",
-        "-18",
-        "-19",
-        "-17",
-    )
+    assert isinstance(messages[-1], ToolMessage) and messages[-1].content in ("42", "43", "44", "-18", "-19", "-17")
     last = llm.bind_tools([calculator, clock], tool_choice="none").invoke(messages)
     assert isinstance(last, AIMessage) and last.tool_calls == []
 
@@ -155,8 +143,5 @@ def test_a_refusal_is_the_clients_exception(llm: ChatOpenAI) -> None:
 
     with pytest.raises(openai.BadRequestError, match="schema"):
         llm.bind(
-            response_format={
-                "type": "json_schema",
-                "json_schema": {"name": "x", "schema": {"type": "nothing"}},
-            }
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
         ).invoke(SUM)

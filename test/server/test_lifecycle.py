@@ -40,9 +40,7 @@ def sockets_dir() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def start(
-    sockets_dir: Path, entry: str = "run_fake_scheduler", *flags: str, under: Sequence[str] = ()
-) -> LiveServer:
+def start(sockets_dir: Path, entry: str = "run_fake_scheduler", *flags: str, under: Sequence[str] = ()) -> LiveServer:
     return LiveServer.fake(*flags, entry=entry, env={"TMPDIR": str(sockets_dir)}, under=under)
 
 
@@ -86,9 +84,7 @@ def test_idle_server_stops_cleanly(sockets_dir: Path, number: int) -> None:
         assert "error" not in server.output.lower()
 
 
-@pytest.mark.skipif(
-    sys.platform != "linux", reason="reads the limit and the retransmissions as Linux gives them"
-)
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the limit and the retransmissions as Linux gives them")
 def test_a_burst_of_connections_waits_for_its_turn(sockets_dir: Path) -> None:
     """While the event loop is busy the kernel takes as many connections as it may, and drops none of their packets: a
     dropped one comes again a second later."""

@@ -83,9 +83,7 @@ def test_abort_all(server: LiveServer, client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_aborts_its_requests(
-    server: LiveServer, client: httpx.Client, stream: bool
-) -> None:
+def test_a_client_that_goes_away_aborts_its_requests(server: LiveServer, client: httpx.Client, stream: bool) -> None:
     before = scheduler_state(client)["num_aborts"]
     seed = Seed.HELD if stream else Seed.HANG
     body = orjson.dumps({
@@ -133,9 +131,7 @@ def test_pause_and_continue(server: LiveServer, client: httpx.Client) -> None:
 def test_metrics(server: LiveServer, client: httpx.Client) -> None:
     client.post("/generate", json={"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 5}})
     text = client.get("/metrics").text
-    values = {
-        line.split(" ")[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line[0] != "#"
-    }
+    values = {line.split(" ")[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line[0] != "#"}
     label = '{model_name="demo"}'
     assert values["fenceline:num_retractions_total" + label] == 3
     assert values["fenceline:cuda_graph_eligible_steps_total" + label] == 9
@@ -201,9 +197,7 @@ def test_api_key_queue_limit_and_incremental_streams() -> None:
             assert refused.json()["error"]["code"] == "invalid_api_key"
         client.headers["authorization"] = "Bearer s3cret-key"
         with client.stream("POST", "/generate", json={**body, "stream": True}) as response:
-            lines = [
-                orjson.loads(line[6:]) for line in response.iter_lines() if line and "[DONE]" not in line
-            ]
+            lines = [orjson.loads(line[6:]) for line in response.iter_lines() if line and "[DONE]" not in line]
         assert sum((line["output_ids"] for line in lines), []) == [5, 6, 7] * 20
         assert len(lines) > 1
         _check_queue_limit(client)

@@ -139,9 +139,7 @@ def test_stop_string_ends_and_is_trimmed(client: httpx.Client, seed: int | None)
 
 def test_rid_may_be_used_again_after_a_stop_string(client: httpx.Client) -> None:
     for _ in range(10):
-        answer = ask(
-            client, text=TEXT, rid="again", sampling_params={"max_new_tokens": 50, "stop": "quick"}
-        ).json()
+        answer = ask(client, text=TEXT, rid="again", sampling_params={"max_new_tokens": 50, "stop": "quick"}).json()
         assert answer["text"] == "The "
         assert answer["meta_info"]["id"] == "again"
 

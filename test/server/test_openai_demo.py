@@ -80,9 +80,7 @@ def test_each_token_of_the_hostile_stream_has_an_event(demo, monkeypatch):
         lines = client.post("/v1/completions", json=STREAM).text.split("\n\n")
     choices = [orjson.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-2]]
     assert sum(len(choice["token_ids"]) for choice in choices) == NUM_TOKENS
-    assert [choice for choice in choices if not choice["text"]], (
-        "of which some would have no event without ids"
-    )
+    assert [choice for choice in choices if not choice["text"]], "of which some would have no event without ids"
 
 
 def test_scoring_agrees_with_generating(api, demo):
@@ -108,8 +106,7 @@ def test_scoring_agrees_with_generating(api, demo):
 def test_seeds(api):
     asked = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 20, "temperature": 1.5, "n": 4}
     first, again, other = (
-        [choice.text for choice in api.completions.create(**asked, seed=seed).choices]
-        for seed in (7, 7, 1007)
+        [choice.text for choice in api.completions.create(**asked, seed=seed).choices] for seed in (7, 7, 1007)
     )
     assert first == again
     assert first != other
@@ -143,19 +140,12 @@ def test_extreme_parameters_do_no_harm(api):
     for extreme in extremes:
         asked = {"model": "demo", "prompt": "Hello", "max_tokens": 4, "stop": ".", **extreme}
         assert api.completions.create(**asked).choices[0].finish_reason in ("stop", "length"), extreme
-    assert (
-        api.chat.completions.create(model="demo", messages=SUM, temperature=0).choices[0].message.content
-        == "42"
-    )
+    assert api.chat.completions.create(model="demo", messages=SUM, temperature=0).choices[0].message.content == "42"
 
 
 def test_many_at_once_agree_with_each_alone(demo):
     asked = [
-        {
-            "model": "demo",
-            "messages": [{"role": "user", "content": f"What is {a} + {a + 7}?"}],
-            "temperature": 0,
-        }
+        {"model": "demo", "messages": [{"role": "user", "content": f"What is {a} + {a + 7}?"}], "temperature": 0}
         for a in range(10, 58)
     ]
 
@@ -168,9 +158,7 @@ def test_many_at_once_agree_with_each_alone(demo):
     async def ask_all() -> tuple[list[str], list[str]]:
         options = {"base_url": f"{demo.base_url}/v1", "api_key": "none", "max_retries": 0}
         async with openai.AsyncOpenAI(**options) as client:
-            together = await asyncio.gather(
-                *(ask(client, body, index % 2 == 0) for index, body in enumerate(asked))
-            )
+            together = await asyncio.gather(*(ask(client, body, index % 2 == 0) for index, body in enumerate(asked)))
             return together, [await ask(client, body, False) for body in asked]
 
     together, alone = asyncio.run(ask_all())

@@ -89,9 +89,7 @@ def test_chat_whole_and_streamed(api, model):
     assert whole.choices[0].message.content == HI_ECHO
     assert whole.choices[0].message.role == "assistant"
     assert whole.choices[0].finish_reason == "stop"
-    stream = api.chat.completions.create(
-        model=model, messages=HI, stream=True, stream_options={"include_usage": True}
-    )
+    stream = api.chat.completions.create(model=model, messages=HI, stream=True, stream_options={"include_usage": True})
     *chunks, last = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == HI_ECHO
@@ -108,9 +106,7 @@ def test_chat_samples_stream_side_by_side(api, model):
 
 
 def test_chat_logprobs(api, model):
-    answer = api.chat.completions.create(
-        model=model, messages=HI, max_tokens=4, logprobs=True, top_logprobs=2
-    )
+    answer = api.chat.completions.create(model=model, messages=HI, max_tokens=4, logprobs=True, top_logprobs=2)
     entries = answer.choices[0].logprobs.content
     assert len(entries) == 4
     assert all([top.logprob for top in entry.top_logprobs] == [-0.125, -0.25] for entry in entries)
@@ -144,9 +140,7 @@ def test_many_streams_at_once(server, model):
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
     async def ask_all() -> list[str]:
-        async with openai.AsyncOpenAI(
-            base_url=f"{server.base_url}/v1", api_key="none", max_retries=0
-        ) as client:
+        async with openai.AsyncOpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0) as client:
             return await asyncio.gather(*(ask(client, number) for number in range(64)))
 
     assert asyncio.run(ask_all()) == [f"user\nCount to {number}." for number in range(64)]
@@ -155,9 +149,7 @@ def test_many_streams_at_once(server, model):
 @pytest.mark.parametrize("stream", [True, False])
 def test_clients_that_leave_free_their_places(server, model, client, stream):
     async def leave() -> None:
-        async with openai.AsyncOpenAI(
-            base_url=f"{server.base_url}/v1", api_key="none", max_retries=0
-        ) as leaver:
+        async with openai.AsyncOpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0) as leaver:
             # Two samples: the first never answers, the second stops after a token.
             call = leaver.completions.create(
                 model=model, prompt=TEXT, n=2, max_tokens=500, stream=stream, seed=Seed.HANG

@@ -69,11 +69,7 @@ def check_kill(seed: int, device: str) -> None:
             children = processes(server)
             lengths = [random.randrange(2, 300) for _ in range(8)]
             for number, length in enumerate(lengths):
-                params = {
-                    "max_new_tokens": random.randrange(1, 200),
-                    "ignore_eos": True,
-                    "sampling_seed": number,
-                }
+                params = {"max_new_tokens": random.randrange(1, 200), "ignore_eos": True, "sampling_seed": number}
                 server.post_in_thread(
                     {"input_ids": [5 + (number + i) % 900 for i in range(length)], "sampling_params": params}
                 )
@@ -84,9 +80,7 @@ def check_kill(seed: int, device: str) -> None:
         took_s = time.monotonic() - begin
         assert took_s < WATCHDOG_S, f"it took {took_s:.1f} s"
         name = ("scheduler", "scheduler-1")[which]
-        assert f"the {name} process ended unexpectedly (killed by SIGKILL" in server.last_lines(), (
-            server.output
-        )
+        assert f"the {name} process ended unexpectedly (killed by SIGKILL" in server.last_lines(), server.output
         _, alive = psutil.wait_procs(children, timeout=WAIT_S)
         assert alive == []
         wait_for(lambda: not [path for path in Path(folder).glob("fenceline-*") if "flight" not in path.name])

@@ -85,9 +85,7 @@ def test_answers_are_those_of_one_rank(ranks: LiveServer) -> None:
 def test_ranks_replay_graphs_of_both_kinds() -> None:
     """Every rank captures and registers the same sizes; prompts and batches around them, twice in a row (F11)."""
     graphs = ("--cuda-graph-bs", "1", "2", "4", "--piecewise-cuda-graph-tokens", "16", "64", "128")
-    prompts = [
-        [5 + (7 * i + j) % 900 for j in range(n)] for i, n in enumerate((15, 16, 17, 63, 64, 65, 127, 128))
-    ]
+    prompts = [[5 + (7 * i + j) % 900 for j in range(n)] for i, n in enumerate((15, 16, 17, 63, 64, 65, 127, 128))]
     reqs = [
         request(f"r{i}", ids, max_new_tokens=20, ignore_eos=True, **PARAMS[i % len(PARAMS)])  # type: ignore[arg-type]
         for i, ids in enumerate(prompts)
@@ -95,22 +93,13 @@ def test_ranks_replay_graphs_of_both_kinds() -> None:
     expected = answers(make_model_driver(), reqs)
     bodies = [generate_body(ids, PARAMS[i % len(PARAMS)]) for i, ids in enumerate(prompts)]
     with LiveServer.real(
-        "--model-path",
-        "demo",
-        *RANKS,
-        *graphs,
-        "--chunked-prefill-size",
-        "128",
-        "--max-running-requests",
-        "4",
+        "--model-path", "demo", *RANKS, *graphs, "--chunked-prefill-size", "128", "--max-running-requests", "4"
     ) as server:
         server.wait_ready()
         with server.client() as client:
             for _ in range(2):
                 assert client.post("/flush_cache").status_code == 200
-                assert [
-                    client.post("/generate", json=body).json()["output_ids"] for body in bodies
-                ] == expected
+                assert [client.post("/generate", json=body).json()["output_ids"] for body in bodies] == expected
             at_once = [server.post_in_thread(body) for body in bodies]
             assert [answer.result(WAIT_S).json()["output_ids"] for answer in at_once] == expected
             state = scheduler_state(client)
@@ -125,13 +114,10 @@ def test_answers_of_ranks_stay_while_pages_move_between_tiers(tmp_path: Path) ->
     random = Random(3)
     shared = [random.randrange(5, 1000) for _ in range(150)]
     prompts = [
-        shared[: random.randrange(150)]
-        + [random.randrange(5, 1000) for _ in range(random.randrange(20, 150))]
+        shared[: random.randrange(150)] + [random.randrange(5, 1000) for _ in range(random.randrange(20, 150))]
         for _ in range(12)
     ]
-    prompts += [
-        [random.randrange(5, 1000) for _ in range(320)] for _ in range(4)
-    ]  # storage reads 256 tokens or none
+    prompts += [[random.randrange(5, 1000) for _ in range(320)] for _ in range(4)]  # storage reads 256 tokens or none
     params = [{**PARAMS[i % len(PARAMS)]} for i in range(len(prompts))]
     reqs = [
         request(f"r{i}", ids, max_new_tokens=20, ignore_eos=True, **one)  # type: ignore[arg-type]
@@ -158,9 +144,7 @@ def test_answers_of_ranks_stay_while_pages_move_between_tiers(tmp_path: Path) ->
             assert client.post("/flush_cache?storage=true").status_code == 200
             written = tiers["storage_write"]["num_tokens"]
             assert client.post("/generate", json=bodies[-1]).json()["output_ids"] == expected[-1]
-            wait_for(
-                lambda: scheduler_state(client)["hicache"]["storage_write"]["num_tokens"] >= written + 320
-            )
+            wait_for(lambda: scheduler_state(client)["hicache"]["storage_write"]["num_tokens"] >= written + 320)
             assert client.post("/flush_cache").status_code == 200
             answer = client.post("/generate", json=bodies[-1]).json()
             assert answer["output_ids"] == expected[-1]

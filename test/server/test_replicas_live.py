@@ -32,15 +32,12 @@ def states(client: httpx.Client, name: str) -> list[int]:
 
 def test_both_replicas_answer_as_one_would(replicas: LiveServer) -> None:
     reqs = [
-        request(f"r{i}", ids, max_new_tokens=12, ignore_eos=True, temperature=0.0)
-        for i, ids in enumerate(prompts())
+        request(f"r{i}", ids, max_new_tokens=12, ignore_eos=True, temperature=0.0) for i, ids in enumerate(prompts())
     ]
     expected = answers(make_model_driver(), reqs)
     params = {"max_new_tokens": 12, "ignore_eos": True, "temperature": 0.0}
     for _ in range(2):  # each prompt at either replica
-        at_once = [
-            replicas.post_in_thread({"input_ids": ids, "sampling_params": params}) for ids in prompts()
-        ]
+        at_once = [replicas.post_in_thread({"input_ids": ids, "sampling_params": params}) for ids in prompts()]
         assert [answer.result(WAIT_S).json()["output_ids"] for answer in at_once] == expected
     with replicas.client() as client:
         assert min(states(client, "num_generated_tokens")) > 0

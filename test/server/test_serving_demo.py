@@ -58,16 +58,11 @@ def test_the_log_names_each_phase_of_the_start(tight: LiveServer) -> None:
     lines = [line.rstrip("\n") for line in tight.lines]
     places = []
     for phase in PHASES:
-        (place,) = [
-            number for number, line in enumerate(lines) if re.match(rf"\[\S+ \S+ INFO \w+\] {phase}", line)
-        ]
+        (place,) = [number for number, line in enumerate(lines) if re.match(rf"\[\S+ \S+ INFO \w+\] {phase}", line)]
         places.append(place)
     assert places == sorted(places)
     # Beside the scheduler's start.
-    for phase in (
-        r"Loaded the tokenizer \(\d+ tokens\) in \S+ s",
-        r"Started the detokenizer process in \S+ s",
-    ):
+    for phase in (r"Loaded the tokenizer \(\d+ tokens\) in \S+ s", r"Started the detokenizer process in \S+ s"):
         assert len(re.findall(phase, tight.output)) == 1
     assert not re.search(r"\d%\|", tight.output)
 

@@ -83,9 +83,7 @@ def test_every_prompt_may_have_its_own_namespace(client: httpx.Client) -> None:
 def test_namespaces_on_openai_routes(client: httpx.Client) -> None:
     def completion(**keys: object) -> int:
         body = {"prompt": [431, 432, 433], "max_tokens": 1, **keys}
-        return client.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"][
-            "cached_tokens"
-        ]
+        return client.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     def chat(**keys: object) -> int:
         body = {"messages": [{"role": "user", "content": "salt and pepper"}], "max_tokens": 1, **keys}
@@ -189,9 +187,7 @@ def test_meta_info_says_how_long_it_took(client: httpx.Client) -> None:
     assert meta["decode_throughput"] > 0
     assert meta["reasoning_tokens"] == 0
     *before, last = events_of(
-        client.post(
-            "/generate", json={"input_ids": [461], "sampling_params": {"max_new_tokens": 4}, "stream": True}
-        )
+        client.post("/generate", json={"input_ids": [461], "sampling_params": {"max_new_tokens": 4}, "stream": True})
     )
     assert "queue_time" in last["meta_info"]
     assert not any("queue_time" in event["meta_info"] for event in before)
@@ -227,15 +223,10 @@ def test_the_length_of_logprobs_counts_the_whole_answer(client: httpx.Client) ->
 
 
 def test_prompt_token_ids_come_once(client: httpx.Client) -> None:
-    body = {
-        "input_ids": [491, 492],
-        "return_prompt_token_ids": True,
-        "sampling_params": {"max_new_tokens": 3},
-    }
+    body = {"input_ids": [491, 492], "return_prompt_token_ids": True, "sampling_params": {"max_new_tokens": 3}}
     assert generate(client, **body)["prompt_token_ids"] == [491, 492]
     found = [
-        event.get("prompt_token_ids")
-        for event in events_of(client.post("/generate", json={**body, "stream": True}))
+        event.get("prompt_token_ids") for event in events_of(client.post("/generate", json={**body, "stream": True}))
     ]
     assert found[0] == [491, 492]
     assert set(found[1:]) == {None}
@@ -252,13 +243,7 @@ def test_reasoning_tokens_are_counted_however_the_answer_is_cut(cut: int) -> Non
     config = resolve(ServerArgs.from_kwargs({"model_path": "demo", "device": "cpu"}))
     ids = [7, 8, 99, 10, 99]  # 99 ends the thinking, the first time
     writer = AnswerWriter(
-        GenerateInput(input_ids=[1]),
-        config,
-        ServedWeights("demo", "default"),
-        None,
-        None,
-        None,
-        thinking_end=99,
+        GenerateInput(input_ids=[1]), config, ServedWeights("demo", "default"), None, None, None, thinking_end=99
     )
     counts = []
     for start in range(0, len(ids), cut):
@@ -289,12 +274,7 @@ def test_server_info_has_what_sglangs_tools_read(client: httpx.Client) -> None:
 
 def test_any_model_name_is_served_and_repeated(client: httpx.Client) -> None:
     for path, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": MESSAGES})):
-        for name, shown in (
-            ("gpt-9", "gpt-9"),
-            ("llama3:8b", "llama3:8b"),
-            ("default", "demo"),
-            ("", "demo"),
-        ):
+        for name, shown in (("gpt-9", "gpt-9"), ("llama3:8b", "llama3:8b"), ("default", "demo"), ("", "demo")):
             answer = client.post(f"/v1/{path}", json={**body, "model": name, "max_tokens": 1})
             assert answer.json()["model"] == shown
         answer = client.post(f"/v1/{path}", json={**body, "model": "demo:my-lora"})
@@ -338,9 +318,7 @@ def test_unknown_fields_of_control_requests(client: httpx.Client, thinker: httpx
 def test_flags_that_mean_something_else_elsewhere_are_explained(strict_server: LiveServer) -> None:
     output = strict_server.output
     assert "--trust-remote-code has no effect: Qwen3ForCausalLM is built in" in output
-    assert (
-        "--enable-deterministic-inference: in float32 answers never depend on the rest of a batch" in output
-    )
+    assert "--enable-deterministic-inference: in float32 answers never depend on the rest of a batch" in output
 
 
 def test_chat_template_by_name(thinker: httpx.Client) -> None:

@@ -61,12 +61,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
 
 def called(client: openai.OpenAI, stream: bool, **choice: Any) -> tuple[dict[str, Any], str]:
     """The assistant's message with its call, as a client keeps it, and the finish reason."""
-    ask: dict[str, Any] = {
-        "model": "demo",
-        "messages": [QUESTION],
-        "tools": [DIARY, CLOCK],
-        "temperature": 0,
-    } | choice
+    ask: dict[str, Any] = {"model": "demo", "messages": [QUESTION], "tools": [DIARY, CLOCK], "temperature": 0} | choice
     if not stream:
         [choice_] = client.chat.completions.create(**ask).choices
         return choice_.message.model_dump(exclude_none=True), str(choice_.finish_reason)
@@ -77,11 +72,7 @@ def called(client: openai.OpenAI, stream: bool, **choice: Any) -> tuple[dict[str
             function = delta.function
             assert function is not None and delta.index == 0 and not chunk.choices[0].delta.content
             if delta.id:
-                call = {
-                    "id": delta.id,
-                    "type": "function",
-                    "function": {"name": function.name, "arguments": ""},
-                }
+                call = {"id": delta.id, "type": "function", "function": {"name": function.name, "arguments": ""}}
             call["function"]["arguments"] += function.arguments or ""
         reason = chunk.choices[0].finish_reason or reason
     return {"role": "assistant", "content": None, "tool_calls": [call]}, reason
@@ -96,22 +87,14 @@ def called(client: openai.OpenAI, stream: bool, **choice: Any) -> tuple[dict[str
     ],
     ids=["named", "required"],
 )  # fmt: skip
-def test_question_call_answer_and_final_answer(
-    client: openai.OpenAI, stream: bool, choice: dict[str, Any]
-) -> None:
+def test_question_call_answer_and_final_answer(client: openai.OpenAI, stream: bool, choice: dict[str, Any]) -> None:
     message, reason = called(client, stream, **choice)
     [call] = message["tool_calls"]
-    assert reason == ("tool_calls" if choice["tool_choice"] == "required" else reason) and not message.get(
-        "content"
-    )
+    assert reason == ("tool_calls" if choice["tool_choice"] == "required" else reason) and not message.get("content")
     arguments = json.loads(call["function"]["arguments"])
     if call["function"]["name"] == "read_diary":
         assert arguments.keys() == {"day", "reader", "words"}
-        assert (
-            1 <= arguments["day"] <= 31
-            and arguments["reader"] in ("Ada", "Tim")
-            and len(arguments["words"]) <= 2
-        )
+        assert 1 <= arguments["day"] <= 31 and arguments["reader"] in ("Ada", "Tim") and len(arguments["words"]) <= 2
     else:
         assert (call["function"]["name"], arguments) == ("clock", {}) and choice["tool_choice"] == "required"
     for place in ("garden", "museum"):
@@ -123,7 +106,5 @@ def test_question_call_answer_and_final_answer(
             tools=[DIARY, CLOCK],
             temperature=0,  # type: ignore[list-item]
         )
-        assert last.choices[0].message.content == f"In the {place}", (
-            "what the tool said has come to the model"
-        )
+        assert last.choices[0].message.content == f"In the {place}", "what the tool said has come to the model"
         assert last.choices[0].finish_reason == "stop" and not last.choices[0].message.tool_calls

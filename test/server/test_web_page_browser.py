@@ -15,9 +15,7 @@ import pytest
 from fake_scheduler import Seed
 from live_server import LiveServer, scheduler_state, wait_for
 
-playwright = pytest.importorskip(
-    "playwright.sync_api", reason="the extra 'test' is not installed: no playwright"
-)
+playwright = pytest.importorskip("playwright.sync_api", reason="the extra 'test' is not installed: no playwright")
 
 pytestmark = pytest.mark.slow
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script> **bold** `code`"
@@ -120,11 +118,7 @@ def test_a_chat_and_the_server_beside_it(demo: LiveServer, open_page: OpenPage) 
     page.locator(".meta").filter(has_text="48 tokens").wait_for()
     shown = page.locator(".message.assistant .text").inner_text()
     with demo.client() as client:
-        body = {
-            "messages": [{"role": "user", "content": "Tell me a short story."}],
-            "temperature": 0,
-            "max_tokens": 48,
-        }
+        body = {"messages": [{"role": "user", "content": "Tell me a short story."}], "temperature": 0, "max_tokens": 48}
         said = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
     assert shown == said.strip() != ""
     # The second answer knows of the first.
@@ -151,9 +145,7 @@ def test_the_figures_are_the_schedulers(open_page: OpenPage, tiers: LiveServer) 
     assert page.locator("#hits-legend").inner_text().split() == [
         "device", "11", "host", "memory", "12", "storage", "13", "computed",
     ]  # fmt: skip
-    shares = page.locator("#hits-bar span").evaluate_all(
-        "parts => parts.map((part) => parseFloat(part.style.width))"
-    )
+    shares = page.locator("#hits-bar span").evaluate_all("parts => parts.map((part) => parseFloat(part.style.width))")
     assert shares == pytest.approx([25 * part / 36 for part in (11, 12, 13)], abs=0.01)
     assert page.locator("#accept").inner_text() == "2.50 tokens a step"
     assert page.get_by_text("No steps yet.").is_visible()
@@ -194,9 +186,7 @@ def test_a_reload_keeps_the_conversation(echo: LiveServer, open_page: OpenPage) 
     assert page.locator(".message").count() == 0 and page.locator("#empty").is_visible()
 
 
-def test_looking_closely_pauses_the_timeline_and_stops_no_answer(
-    demo: LiveServer, open_page: OpenPage
-) -> None:
+def test_looking_closely_pauses_the_timeline_and_stops_no_answer(demo: LiveServer, open_page: OpenPage) -> None:
     page = open_page(demo)
     say(page, "Hi", max_tokens=3)
     page.locator(".meta").wait_for()
@@ -269,10 +259,7 @@ def test_the_trace_is_a_click_away(demo: LiveServer, open_page: OpenPage) -> Non
 def test_stopping_aborts_on_the_server(echo: LiveServer, open_page: OpenPage) -> None:
     page = open_page(echo)
     with echo.client() as client:
-        for stop in (
-            lambda: page.get_by_role("button", name="Stop").click(),
-            lambda: page.keyboard.press("Escape"),
-        ):
+        for stop in (lambda: page.get_by_role("button", name="Stop").click(), lambda: page.keyboard.press("Escape")):
             say(page, "wait for ever", seed=Seed.HANG)
             page.get_by_text("Waiting for the first token").wait_for()
             page.locator("#running").filter(has_text="1").wait_for()
@@ -366,12 +353,7 @@ def test_no_text_makes_the_page_wait(echo: LiveServer, open_page: OpenPage) -> N
 def test_reasoning_is_folded_and_tools_are_answered_by_hand(echo: LiveServer, open_page: OpenPage) -> None:
     page = open_page(echo)
     bodies: list[dict[str, Any]] = []
-    call = {
-        "index": 0,
-        "id": "call_1",
-        "type": "function",
-        "function": {"name": "calculator", "arguments": ""},
-    }
+    call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "calculator", "arguments": ""}}
     parts = ('{"expression"', ': "12 + 30"}')
     deltas = [
         [{"reasoning_content": "I must add."}, {"tool_calls": [call]}]
@@ -381,9 +363,7 @@ def test_reasoning_is_folded_and_tools_are_answered_by_hand(echo: LiveServer, op
 
     def answer(route: Any) -> None:
         bodies.append(route.request.post_data_json)
-        events = [
-            {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas.pop(0)
-        ]
+        events = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas.pop(0)]
         lines = [f"data: {json.dumps(event)}\n\n" for event in events]
         route.fulfill(content_type="text/event-stream", body="".join([*lines, "data: [DONE]\n\n"]))
 

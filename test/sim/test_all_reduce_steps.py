@@ -98,13 +98,7 @@ def test_every_vector_is_added_up_once(size: int) -> None:
             for rank in range(size):
                 launch = Launch(rank, size, num_vectors, 3, 2, two_shots)
                 steps = two_shot_steps if two_shots else one_shot_steps
-                mine = [
-                    s.vector
-                    for b in range(3)
-                    for t in range(2)
-                    for s in steps(launch, b, t)
-                    if s.act is Act.SUM
-                ]
+                mine = [s.vector for b in range(3) for t in range(2) for s in steps(launch, b, t) if s.act is Act.SUM]
                 assert two_shots or sorted(mine) == list(range(num_vectors))
                 summed += mine
             assert not two_shots or sorted(summed) == list(range(num_vectors))

@@ -54,9 +54,7 @@ def test_the_stale_writer_is_named() -> None:
     x.fill_(3)
     gpu.checks.begin_fill([x])
     x[:5].zero_()
-    with pytest.raises(
-        FreshnessError, match=r"row 5 (.|\n)*last written by fill_ on default(.|\n)*x\.fill_\(3\)"
-    ):
+    with pytest.raises(FreshnessError, match=r"row 5 (.|\n)*last written by fill_ on default(.|\n)*x\.fill_\(3\)"):
         x.sum().item()
 
 
@@ -178,9 +176,7 @@ def test_a_capture_that_writes_what_is_protected_is_refused() -> None:
     gpu, device = make_gpu()
     plan = field(gpu, device, "plan")
     gpu.checks.protect_from_graphs(plan, "own_plan")
-    with pytest.raises(
-        ProtectionError, match=r"no graph may write plan(.|\n)*add_(.|\n)*missing guard: own_plan"
-    ):
+    with pytest.raises(ProtectionError, match=r"no graph may write plan(.|\n)*add_(.|\n)*missing guard: own_plan"):
         with gpu.capture(gpu.graph("step")):
             plan.add_(1)
 

@@ -33,9 +33,7 @@ def schedules(num_seeds: int, detect: bool) -> Iterator[VirtualGpu]:
 
 @every_program
 def test_outcomes_are_those_allowed(program: Program) -> None:
-    seen: Counter[Outcome] = Counter(
-        program.run(VgpuMachine(gpu)) for gpu in schedules(NUM_SEEDS, detect=False)
-    )
+    seen: Counter[Outcome] = Counter(program.run(VgpuMachine(gpu)) for gpu in schedules(NUM_SEEDS, detect=False))
     assert set(seen) == program.allowed, f"seen {dict(seen)}, allowed {set(program.allowed)}"
 
 
@@ -49,11 +47,7 @@ def test_the_detector_objects_to_what_has_several_outcomes(program: Program) -> 
             program.run(VgpuMachine(gpu))
         except RaceError:
             num_races += 1
-    expected = {
-        "never": num_races == 0,
-        "always": num_races == num_runs,
-        "sometimes": 0 < num_races < num_runs,
-    }
+    expected = {"never": num_races == 0, "always": num_races == num_runs, "sometimes": 0 < num_races < num_runs}
     assert expected[program.race], f"{num_races} races in {num_runs} runs"
 
 

@@ -87,9 +87,7 @@ def run(steps: list, gpu: VirtualGpu, oracle: Oracle) -> list[list[float]]:
 
 @settings(max_examples=150)
 @given(
-    st.lists(_steps, min_size=2, max_size=14),
-    st.sampled_from(["fifo", "laziest", "random", "pct"]),
-    st.integers(0, 3),
+    st.lists(_steps, min_size=2, max_size=14), st.sampled_from(["fifo", "laziest", "random", "pct"]), st.integers(0, 3)
 )
 def test_a_race_is_found_exactly_where_there_is_one(steps: list, policy: str, seed: int) -> None:
     gpu, oracle = VirtualGpu(seed=seed, policy=policy, collect=True), Oracle()
@@ -156,10 +154,7 @@ def test_strided_views_cover_only_their_bytes() -> None:
     assert matrix[0].tolist() == [1] * 4 + [2] * 4
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=3),
-    st.integers(0, 5),
-)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=3), st.integers(0, 5))
 def test_byte_ranges_of_a_view_equal_those_of_its_elements(dims: list[tuple[int, int]], offset: int) -> None:
     shape, stride = tuple(d[0] for d in dims), tuple(d[1] for d in dims)
     covered = set()
@@ -168,9 +163,7 @@ def test_byte_ranges_of_a_view_equal_those_of_its_elements(dims: list[tuple[int,
         covered |= set(range(element * 4, element * 4 + 4))
     ranges = layout_at(form_of(shape, stride, torch.float32), offset).ranges
     assert {byte for first, last in ranges for byte in range(first, last)} == covered
-    assert list(ranges) == sorted(ranges) and all(
-        a[1] < b[0] for a, b in zip(ranges, ranges[1:], strict=False)
-    )
+    assert list(ranges) == sorted(ranges) and all(a[1] < b[0] for a, b in zip(ranges, ranges[1:], strict=False))
 
 
 def test_contiguous_form_has_torchs_strides() -> None:
@@ -195,7 +188,5 @@ def test_work_left_on_the_default_stream_is_asked_about(lost: bool) -> None:
         memory.mul_(2)
     with pytest.raises(RaceError) as caught:
         gpu.synchronize_all()
-    hint = (
-        "wrong stream? No edge joins default: 2 belongs on a stream of the engine (where the other one runs"
-    )
+    hint = "wrong stream? No edge joins default: 2 belongs on a stream of the engine (where the other one runs"
     assert (hint in str(caught.value)) == lost

@@ -52,9 +52,7 @@ def test_other_configurations_are_silent_too(flags: dict[str, object]) -> None:
 def test_a_seed_and_a_trace_repeat_a_run_of_the_engine() -> None:
     def run(gpu: VirtualGpu) -> tuple[list[list[int]], list[Turn], list[str]]:
         """Without an edge, so that there is something to report."""
-        tokens = answers(
-            tiny_driver(VgpuDevice(frozenset({"forward_after_schedule"}), gpu)), tiny_requests(2)
-        )
+        tokens = answers(tiny_driver(VgpuDevice(frozenset({"forward_after_schedule"}), gpu)), tiny_requests(2))
         return tokens, gpu.trace, [str(race) for race in gpu.races]
 
     # Staging is poisoned, so only a schedule on which SCHEDULE happens to come first survives: eager does.

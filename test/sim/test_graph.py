@@ -135,10 +135,7 @@ def test_what_is_repeated_a_known_number_can_be_captured() -> None:
     x, out = torch.arange(2, device=device), torch.zeros(6, dtype=torch.int64, device=device)
     gpu.synchronize_all()
     graph = gpu.graph()
-    with (
-        gpu.capture(graph),
-        torch.inference_mode(),
-    ):  # as the runner, with which the operator comes here whole
+    with gpu.capture(graph), torch.inference_mode():  # as the runner, with which the operator comes here whole
         out.copy_(x.repeat_interleave(3))
     x.add_(1)
     graph.replay()

@@ -75,10 +75,7 @@ class Runner:
         flags = HICACHE | {"max_total_tokens": 160, "page_size": PAGE, "context_length": 64} | flags
         args = ServerArgs(model_path=tiny_model_path(), device=self.device.kind, random_seed=1, **flags)  # type: ignore[arg-type]
         config = dataclasses.replace(
-            resolve(args),
-            max_running_requests=6,
-            prefill_attention_backend=backend,
-            decode_attention_backend=backend,
+            resolve(args), max_running_requests=6, prefill_attention_backend=backend, decode_attention_backend=backend
         )
         self.runner = ModelRunner(config, self.device, show_progress=False)
         assert self.runner.hicache is not None
@@ -154,9 +151,7 @@ def expected() -> list[int]:
     ],
     ids=str,
 )
-def test_pages_that_were_on_the_host_give_the_same_tokens(
-    backend: str, flags: dict[str, object], policy: str
-) -> None:
+def test_pages_that_were_on_the_host_give_the_same_tokens(backend: str, flags: dict[str, object], policy: str) -> None:
     device = VgpuDevice(gpu=VirtualGpu(seed=1, policy=policy))
     assert there_and_back(Runner(device, backend, **flags)) == expected()
 

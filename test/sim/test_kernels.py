@@ -141,9 +141,7 @@ def test_audit_is_content_with_honest_kernels() -> None:
     assert gpu.auditor is not None and gpu.auditor.num_audited >= 5
 
 
-@pytest.mark.parametrize(
-    "flags", [{}, {"cuda_graph_bs": (2, 4), "context_length": 64}], ids=["eager", "graphs"]
-)
+@pytest.mark.parametrize("flags", [{}, {"cuda_graph_bs": (2, 4), "context_length": 64}], ids=["eager", "graphs"])
 def test_the_engines_operators_touch_what_they_declare(flags: dict[str, object]) -> None:
     gpu = VirtualGpu(audit=True)
     expected = answers(tiny_driver("cpu", **flags), tiny_requests(2))

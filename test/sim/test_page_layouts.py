@@ -54,13 +54,7 @@ class Server:
     """The tiers of one server as the engine makes them: pools of noise, a controller, a storage directory."""
 
     def __init__(
-        self,
-        device: Device,
-        shape: Shape,
-        mem_layout: MemLayout,
-        io_backend: IoBackend,
-        root: Path,
-        seed: int,
+        self, device: Device, shape: Shape, mem_layout: MemLayout, io_backend: IoBackend, root: Path, seed: int
     ) -> None:
         self.device = device
         self.kv_pool, self.host_pool = make_pools(device, mem_layout, shape, seed)
@@ -68,9 +62,7 @@ class Server:
         self.transfers = HiCacheController(device, self.kv_pool, self.host_pool, copier)
         self.backend = FileBackend(root, fingerprint(shape.layout), 1 << 20)
         # Two pages are one call of the backend, so that a fetch takes several.
-        limits = StorageLimits(
-            2 * self.host_pool.page_nbytes, max_write_pages=8, max_fetch_pages=8, close_s=60
-        )
+        limits = StorageLimits(2 * self.host_pool.page_nbytes, max_write_pages=8, max_fetch_pages=8, close_s=60)
         self.storage = StorageController(
             device, self.host_pool, self.backend, "wait_complete", None, limits=limits, clock=Clock()
         )
@@ -159,10 +151,7 @@ def round_trip(
 
 
 ROWS = st.builds(
-    KVRow,
-    st.just("k"),
-    st.lists(st.integers(1, 5), min_size=1, max_size=2).map(tuple),
-    st.sampled_from(DTYPES),
+    KVRow, st.just("k"), st.lists(st.integers(1, 5), min_size=1, max_size=2).map(tuple), st.sampled_from(DTYPES)
 )
 LAYER = st.one_of(
     st.builds(keys_and_values, st.integers(1, 4), st.integers(1, 9), st.sampled_from(DTYPES)),
@@ -188,10 +177,7 @@ def test_mixed_pages_through_all_tiers(kind: str, mem_layouts: tuple[MemLayout, 
     kind=st.sampled_from(["cpu", "cpu", "cpu", "vgpu"]),
 )
 def test_any_layers_through_all_tiers(
-    layers: tuple[tuple[KVRow, ...], ...],
-    page_size: int,
-    mem_layouts: tuple[MemLayout, MemLayout],
-    kind: str,
+    layers: tuple[tuple[KVRow, ...], ...], page_size: int, mem_layouts: tuple[MemLayout, MemLayout], kind: str
 ) -> None:
     round_trip(kind, KVLayout(page_size, layers), mem_layouts, "direct", 0)
 

@@ -45,9 +45,7 @@ class Machine:
         copier = make_page_copier(self.device, self.kv_pool, self.pool, "direct")
         self.transfers = HiCacheController(self.device, self.kv_pool, self.pool, copier)
         self.backend = DictBackend(self.pool.page_nbytes)
-        limits = StorageLimits(
-            batch_bytes=2 * self.pool.page_nbytes, max_write_pages=4, max_fetch_pages=8, close_s=60
-        )
+        limits = StorageLimits(batch_bytes=2 * self.pool.page_nbytes, max_write_pages=4, max_fetch_pages=8, close_s=60)
         self.storage = StorageController(
             self.device, self.pool, self.backend, "wait_complete", None, num_workers, limits, Clock()
         )
@@ -137,10 +135,7 @@ def test_pages_go_to_storage_and_back_without_a_race(policy: str, layout: MemLay
     for seed in SEEDS:
         machine = Machine(seed, policy, layout)
         op = fetch_over(machine, *write_behind(machine), first=5)
-        assert [ack for ack in machine.acks if isinstance(ack, Fetched)] == [
-            Fetched(op, 0, 2),
-            Fetched(op, 2, 2),
-        ]
+        assert [ack for ack in machine.acks if isinstance(ack, Fetched)] == [Fetched(op, 0, 2), Fetched(op, 2, 2)]
         machine.load(9, op.host_pages, op.after)
         machine.storage.close()
         machine.device.synchronize()

@@ -54,9 +54,7 @@ def test_a_worker_that_waits_for_the_copy_is_silent(policy: str) -> None:
 @pytest.mark.parametrize("policy", ["laziest", "random", "pct"])
 def test_a_worker_that_does_not_wait_is_reported(policy: str) -> None:
     for seed in SEEDS:
-        with pytest.raises(
-            RaceError, match=r"copy to host writes it on store(.|\n)*reads it on host:storage"
-        ):
+        with pytest.raises(RaceError, match=r"copy to host writes it on store(.|\n)*reads it on host:storage"):
             store_pages(seed, False, policy)
 
 

@@ -96,8 +96,4 @@ def routes_of(app: ASGIApp) -> list[Route]:
 
 def paths_for(app: ASGIApp, access: Access) -> set[str]:
     """The paths of the routes that ``access`` may use, without those of the page."""
-    return {
-        route.path
-        for route in routes_of(app)
-        if rule_of(route).access is access and route.path not in PAGE_PATHS
-    }
+    return {route.path for route in routes_of(app) if rule_of(route).access is access and route.path not in PAGE_PATHS}

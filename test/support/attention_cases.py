@@ -45,9 +45,7 @@ class Case:
         num_pages = sum(pages) + 3
         self.pool = KVPool(
             num_pages,
-            KVLayout.uniform(
-                page_size, 2, num_kv_heads, head_dim, str(kv_dtype or dtype).removeprefix("torch.")
-            ),
+            KVLayout.uniform(page_size, 2, num_kv_heads, head_dim, str(kv_dtype or dtype).removeprefix("torch.")),
             self.device,
             dtype,
         )
@@ -56,17 +54,13 @@ class Case:
         free = (torch.randperm(num_pages - 1, generator=generator) + 1).tolist()
         # Columns past a request's pages name other requests' pages, because rows are not cleared when they are leased
         # again.
-        self.page_table = torch.randint(
-            1, num_pages, (len(seq_lens) + 2, max(pages) + 2), generator=generator
-        ).int()
+        self.page_table = torch.randint(1, num_pages, (len(seq_lens) + 2, max(pages) + 2), generator=generator).int()
         self.rows = torch.randperm(len(seq_lens) + 2, generator=generator)[: len(seq_lens)]
         self.slots = []
         for row, count, length in zip(self.rows, pages, seq_lens, strict=True):
             self.page_table[row, :count] = torch.tensor([free.pop() for _ in range(count)], dtype=torch.int32)
             position = torch.arange(length)
-            self.slots.append(
-                self.page_table[row, position // page_size].long() * page_size + position % page_size
-            )
+            self.slots.append(self.page_table[row, position // page_size].long() * page_size + position % page_size)
         self.keys, self.values = (
             [
                 torch.randn(n, num_kv_heads, head_dim, generator=generator).to(kv_dtype or dtype).to(dtype)
@@ -74,9 +68,7 @@ class Case:
             ]
             for _ in range(2)
         )
-        self.queries = [
-            torch.randn(n, num_heads, head_dim, generator=generator).to(dtype) for n in query_lens
-        ]
+        self.queries = [torch.randn(n, num_heads, head_dim, generator=generator).to(dtype) for n in query_lens]
         for slots, keys, values in zip(self.slots, self.keys, self.values, strict=True):
             self.pool.row(1, "k")[slots.to(self.device)] = keys.to(self.pool.row(1, "k"))
             self.pool.row(1, "v")[slots.to(self.device)] = values.to(self.pool.row(1, "v"))
@@ -95,9 +87,7 @@ class Case:
     def backends(self) -> list[AttentionBackend]:
         """Those that are made of torch's operators; the last one is what ``torch`` names on its device."""
         kinds: list[type[ReferenceAttentionBackend]] = [ReferenceAttentionBackend, CpuAttentionBackend]
-        return [
-            kind(self.pool, self.rules_there()) for kind in kinds[: 2 if self.device.type == "cpu" else 1]
-        ]
+        return [kind(self.pool, self.rules_there()) for kind in kinds[: 2 if self.device.type == "cpu" else 1]]
 
     def run(self, mode: ForwardMode, backend: AttentionBackend | None = None) -> list[torch.Tensor]:
         inputs = AttentionInputs(
@@ -254,9 +244,7 @@ def decode(  # type: ignore[no-untyped-def]
     tree = QueryTree(num_queries, num_queries)
     config = DecodeConfig(16, num_workers, 4, 2, launch_pdl, merge_elements=merge_elements)
     queries = torch.cat(step.queries) if queries is None else queries
-    output = decode_attention(
-        queries, keys, values, requests_of(step), SCALE, workspace, config, tree, step.rules
-    )
+    output = decode_attention(queries, keys, values, requests_of(step), SCALE, workspace, config, tree, step.rules)
     assert not workspace.num_done.any()
     return output
 

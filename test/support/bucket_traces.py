@@ -48,9 +48,7 @@ def difference_across_ranks(device: Device, shard: Shard, experts: bool = False)
     where the tokens begin to differ, "" if they do not. All ranks call this together. ``experts``: of a mixture of
     experts."""
     batches = boundary_trace(_SHAPE, _PROMPTS, _BATCHES)
-    make = partial(
-        make_runner, device, _SHAPE, context_length=1536, dtype="float32", shard=shard, experts=experts
-    )
+    make = partial(make_runner, device, _SHAPE, context_length=1536, dtype="float32", shard=shard, experts=experts)
     expected = play(make(()), batches)
     runner = make(SIZES, piecewise_cuda_graph_tokens=PIECES, chunked_prefill_size=2048)
     for _ in range(2):

@@ -59,9 +59,7 @@ def sampled_requests(num_tokens: int = 40) -> list[TokenizedGenerateReq]:
 @lru_cache
 def sampled_reference() -> list[list[int]]:
     """The answers to each request alone: one step at a time, whole prompts, nothing cached."""
-    driver = make_model_driver(
-        disable_overlap_schedule=True, disable_radix_cache=True, chunked_prefill_size=-1
-    )
+    driver = make_model_driver(disable_overlap_schedule=True, disable_radix_cache=True, chunked_prefill_size=-1)
     return [answers(driver, [req])[0] for req in sampled_requests()]
 
 
@@ -90,9 +88,7 @@ def check_logprobs_equal_transformers(**flags: object) -> None:
     chosen = [float(logprobs[p - 1, t]) for p, t in enumerate(ids + output) if p > 0]
     first, second = driver.first_logprobs["a"], driver.output_logprobs["a"]
     assert first.token_ids == ids and first.logprobs[0] is None
-    torch.testing.assert_close(
-        torch.tensor(first.logprobs[1:] + second), torch.tensor(chosen), rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(torch.tensor(first.logprobs[1:] + second), torch.tensor(chosen), rtol=1e-4, atol=1e-4)
     tops = list(first.top_logprobs)
     for position in (1, len(ids) - 1):
         best = logprobs[position - 1].topk(3)

@@ -12,11 +12,7 @@ import transformers
 from model_parity import save_checkpoint
 from safetensors.torch import load_file, save_file
 
-VOCAB, TARGET_SIZE, TARGET_LAYERS = (
-    101,
-    48,
-    3,
-)  # vocabulary, hidden size and layers of the targets in model_parity
+VOCAB, TARGET_SIZE, TARGET_LAYERS = (101, 48, 3)  # vocabulary, hidden size and layers of the targets in model_parity
 
 Tensors = dict[str, torch.Tensor]
 
@@ -117,9 +113,7 @@ def add_mtp(directory: Path, num_layers: int) -> DraftCheckpoint:
     family = {"mimo": "Qwen2", "qwen2": "Qwen2", "qwen3": "Qwen3"}.get(str(config["model_type"]), "Llama")
     for index in range(num_layers):
         prefix = f"model.mtp_layers.{index}."
-        made.tensors |= _layer(
-            config, prefix, TARGET_SIZE, _biases(config, family), qk_norm=family == "Qwen3"
-        )
+        made.tensors |= _layer(config, prefix, TARGET_SIZE, _biases(config, family), qk_norm=family == "Qwen3")
         norms = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_layernorm")
         made.tensors |= {f"{prefix}{name}.weight": _ones_about(TARGET_SIZE) for name in norms}
         made.tensors |= _linear(f"{prefix}input_proj", 2 * TARGET_SIZE, TARGET_SIZE, bias=False)

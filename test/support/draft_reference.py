@@ -78,10 +78,7 @@ class Reference:
         """Logits and next hidden states of all rows."""
         embedded = self.embedding[ids]
         if "midlayer.hidden_norm.weight" in self.tensors:
-            both = (
-                self.norm(embedded, "midlayer.input_layernorm"),
-                self.norm(hidden, "midlayer.hidden_norm"),
-            )
+            both = (self.norm(embedded, "midlayer.input_layernorm"), self.norm(hidden, "midlayer.hidden_norm"))
             x = self.block(hidden, "midlayer.", torch.cat(both, -1))
             return self.norm(x, "norm") @ self.head.T, x
         if "fc.weight" in self.tensors:
@@ -107,9 +104,7 @@ class TargetStates:
     aux: torch.Tensor
 
 
-def target_states(
-    model: transformers.PreTrainedModel, ids: torch.Tensor, layers: Sequence[int]
-) -> TargetStates:
+def target_states(model: transformers.PreTrainedModel, ids: torch.Tensor, layers: Sequence[int]) -> TargetStates:
     """``layers``: the layers whose inputs are kept; the number of layers stands for the output of the last one."""
     last: list[torch.Tensor] = []
     handle = model.model.norm.register_forward_pre_hook(lambda module, args: last.append(args[0]))

@@ -156,9 +156,7 @@ class FakeScheduler:
         if req.same_bias:
             body, bias = self.latest_bias
             assert body == req.body, f"{req.rid} has come without its logit_bias"
-            req = msgspec.structs.replace(
-                req, sampling_params=msgspec.structs.replace(params, logit_bias=bias)
-            )
+            req = msgspec.structs.replace(req, sampling_params=msgspec.structs.replace(params, logit_bias=bias))
         elif req.body and params.logit_bias:
             self.latest_bias = req.body, params.logit_bias
         if req.same_prompt:
@@ -264,9 +262,7 @@ class FakeScheduler:
         first = running.num_out == 0
         running.num_out += len(new)
         info = DecodeInfo(
-            prompt_tail_ids=req.input_ids[-8:].tolist(),
-            sampling_params=req.sampling_params,
-            queue_time_s=0.25,
+            prompt_tail_ids=req.input_ids[-8:].tolist(), sampling_params=req.sampling_params, queue_time_s=0.25
         )
         wants_input = first and req.return_logprob and req.logprob_start_len >= 0
         return TokenOut(
@@ -277,9 +273,7 @@ class FakeScheduler:
             cached_tokens=running.cached_tokens,
             finish_reason=reason,
             decode=info if first and (new or reason is None or reason.type != "abort") else None,
-            input_logprobs=logprobs_of(req.input_ids.tolist(), req.logprob_start_len, req)
-            if wants_input
-            else None,
+            input_logprobs=logprobs_of(req.input_ids.tolist(), req.logprob_start_len, req) if wants_input else None,
             output_logprobs=logprobs_of(new, -1, req) if req.return_logprob else None,
             cached_tokens_details=running.details,
         )
@@ -314,9 +308,7 @@ def logprobs_of(ids: list[int], start: int, req: TokenizedGenerateReq) -> TokenL
     logprobs: list[float | None] = [-(token % 8) / 8 for token in chosen]
     if start == 0 and logprobs:
         logprobs[0] = None
-    top = [
-        [(-(rank + 1) / 8, (token + rank) % 256) for rank in range(req.top_logprobs_num)] for token in chosen
-    ]
+    top = [[(-(rank + 1) / 8, (token + rank) % 256) for rank in range(req.top_logprobs_num)] for token in chosen]
     if start == 0 and top:
         top[0] = []
     named = [[(-(token % 8) / 8, token) for token in req.token_ids_logprob] for _ in chosen]

@@ -62,9 +62,7 @@ class Bench:
         self.manager = TokenizerManager(config, byte_level(), self.link)
         self.manager.handle(READY)
 
-    def news(
-        self, rid: str, ids: list[int], total: int, end: FinishReason | None = None, text: str = ""
-    ) -> None:
+    def news(self, rid: str, ids: list[int], total: int, end: FinishReason | None = None, text: str = "") -> None:
         token = TokenOut(
             rid=rid, output_ids=ids, prompt_tokens=3, completion_tokens=total, cached_tokens=1, finish_reason=end,
             output_logprobs=TokenLogprobs(

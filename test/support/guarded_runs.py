@@ -70,9 +70,7 @@ def runners(kind: str, page_size: int, num_rows: int = 12) -> tuple[ModelRunner,
     return make_runner(open_device("cpu"), shape, sizes=()), make_runner(open_device("cpu"), shape, SIZES)
 
 
-def check_guarded(
-    kind: str, page_size: int, batches: Sequence[StepBatch], num_rows: int = 12
-) -> list[StepOutput]:
+def check_guarded(kind: str, page_size: int, batches: Sequence[StepBatch], num_rows: int = 12) -> list[StepOutput]:
     """Check that with all guards the answers (and on a GPU all memory) equal the reference's. Returns them."""
     reference, guarded = runners(kind, page_size, num_rows)
     if kind == "cuda":
@@ -83,9 +81,7 @@ def check_guarded(
 
 
 @cache
-def check_random_steps(
-    kind: str, page_size: int, seed: int = 1, num_rows: int = 12, **fields: object
-) -> None:
+def check_random_steps(kind: str, page_size: int, seed: int = 1, num_rows: int = 12, **fields: object) -> None:
     """:func:`check_guarded` for random steps, 1,000 of them on a GPU, and no step was without its graph or repaired.
 
     Done once for the same arguments, because with all guards on the run is the same for each of them.
@@ -114,11 +110,7 @@ def corruption(expected: Sequence[StepOutput], runner: ModelRunner, batches: Seq
 
 
 def play_spinning(
-    runner: ModelRunner,
-    batches: Sequence[StepBatch],
-    num_setup: int,
-    spin: Callable[[Device], None],
-    severed: str = "",
+    runner: ModelRunner, batches: Sequence[StepBatch], num_setup: int, spin: Callable[[Device], None], severed: str = ""
 ) -> list[StepOutput]:
     """Run the first ``num_setup`` steps one by one; then the others, two in flight, with ``spin`` on the device and
     without the edge or guard ``severed``. The setup ends with a step like those that follow, so that staging buffers

@@ -84,13 +84,7 @@ class TwoTierMachine(RuleBasedStateMachine):
         self.pool = SpyPool("KV pages", NUM_DEVICE_PAGES)
         self.host_pool = SpyPool("host KV pages", NUM_HOST_PAGES, reserved=0)
         self.tree = HiRadixCache(
-            self.pool,
-            self.page_size,
-            self.host_pool,
-            self.policy,
-            self.spill,
-            FINGERPRINT.root_key,
-            self.lookahead,
+            self.pool, self.page_size, self.host_pool, self.policy, self.spill, FINGERPRINT.root_key, self.lookahead
         )
         self.model = TwoTierModel()
         self.num_tickets = 0
@@ -184,9 +178,7 @@ class TwoTierMachine(RuleBasedStateMachine):
             self.leave(req)
 
     @rule(space=spaces, symbols=symbols_of_prompt, load_back=mostly, finished=mostly, backup=st.booleans())
-    def serve(
-        self, space: str, symbols: tuple[int, ...], load_back: bool, finished: bool, backup: bool
-    ) -> None:
+    def serve(self, space: str, symbols: tuple[int, ...], load_back: bool, finished: bool, backup: bool) -> None:
         """A whole request, one step long."""
         self.queue(space, symbols, 0)
         self.begin(len(self.queued) - 1, load_back, True)

@@ -35,9 +35,7 @@ class Tiers:
         self.pool = LeasePool("KV pages", num_pages)
         self.host_pool = LeasePool("host KV pages", num_host_pages, reserved=0)
         self.tree = HiRadixCache(self.pool, PAGE, self.host_pool, policy, self._spill, root_key)
-        self.forward, self.load, self.store = map(
-            WorldStream, (StreamName.FORWARD, StreamName.LOAD, StreamName.STORE)
-        )
+        self.forward, self.load, self.store = map(WorldStream, (StreamName.FORWARD, StreamName.LOAD, StreamName.STORE))
         self.num_tickets = 0
         self.spilled: list[list[TreeNode]] = []
         self.spill_to_host = True

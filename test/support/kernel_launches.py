@@ -99,11 +99,7 @@ def _activations() -> Iterator[Launch]:
 
 
 def _rotations() -> Iterator[Launch]:
-    shapes = (
-        (HeadLayout(3, 1, 8), 2, True),
-        (HeadLayout(4, 2, 40), 1, False),
-        (HeadLayout(2, 2, 8), 3, True),
-    )
+    shapes = ((HeadLayout(3, 1, 8), 2, True), (HeadLayout(4, 2, 40), 1, False), (HeadLayout(2, 2, 8), 3, True))
     for heads, num_tokens, has_norms in shapes:
         dim = heads.head_dim
         qkv = _random(num_tokens, (heads.num_heads + 2 * heads.num_kv_heads) * dim)
@@ -117,9 +113,7 @@ def _rotations() -> Iterator[Launch]:
             heads: HeadLayout = heads,
         ) -> None:  # fmt: skip
             norms = None if q is None else QKNorm(q, k, 1e-6)
-            rotate_store.rotate_and_store(
-                qkv, heads, norms, table, positions, k_cache, v_cache, slots, pdl=pdl
-            )
+            rotate_store.rotate_and_store(qkv, heads, norms, table, positions, k_cache, v_cache, slots, pdl=pdl)
 
         operands = (qkv, *weights, table, positions, *caches, slots)
         name = f"rotate_and_store {num_tokens} tokens of {heads}"
@@ -286,9 +280,7 @@ def _plain_matrices() -> Iterator[Launch]:
         stored = (round_to_fp8 if kind == "fp8" else round_to_int4)(_random(5, k), group)
         data, scales, zeros = (*stored, None)[:3]
 
-        def run(
-            pdl: bool, data: Any, scales: Any, zeros: Any, out: Any, k: int = k, group: int = group
-        ) -> None:
+        def run(pdl: bool, data: Any, scales: Any, zeros: Any, out: Any, k: int = k, group: int = group) -> None:
             data = data if zeros is not None else data.view(FP8)
             quantized_gemm.dequantize(data, scales, zeros, group, k, torch.float32)
 
@@ -301,9 +293,7 @@ def _roundings() -> Iterator[Launch]:
     for scale, norm, group in ((torch.tensor(0.5), None, 128), (None, _random(200), 128), (None, None, 200)):
         x, (numbers, scales) = _random(3, 200), round_to_fp8(torch.ones(3, 200), group)
 
-        def run(
-            pdl: bool, x: Any, scale: Any, norm: Any, numbers: Any, scales: Any, group: int = group
-        ) -> None:
+        def run(pdl: bool, x: Any, scale: Any, norm: Any, numbers: Any, scales: Any, group: int = group) -> None:
             quantized_gemm.quantize_rows(x, group, scale, norm, 1e-6, pdl)
 
         operands = (x, scale, norm, numbers.contiguous().view(torch.uint8), scales)
@@ -322,11 +312,7 @@ def _routings() -> Iterator[Launch]:
     for tokens in (7, 40):
         logits, correction, slots = _random(tokens, 6), _random(6) / 16, torch.arange(tokens) % 5
         want = LayerKernels().route(logits, correction, slots, 1, choice)
-        inputs, chosen, sorted_pairs = (
-            (logits, correction, slots),
-            (want.ids, want.weights),
-            (want.order, want.ends),
-        )
+        inputs, chosen, sorted_pairs = ((logits, correction, slots), (want.ids, want.weights), (want.order, want.ends))
         if tokens <= routing.TOKENS_A_PROGRAM:
 
             def route(pdl: bool, logits: Any, correction: Any, slots: Any, *_: Any) -> None:
@@ -346,15 +332,9 @@ def _routings() -> Iterator[Launch]:
         cells = torch.arange(2 * tokens) // (2 * routing.TOKENS_A_PROGRAM) * 6 + want.ids.flatten()
         counts = cells[live].bincount(minlength=12).view(2, 6).int()
         yield Launch(
-            "choose_experts",
-            accesses.choose_experts,
-            (*inputs, *chosen, counts.clone()),
-            choose,
-            waits_in=routing,
+            "choose_experts", accesses.choose_experts, (*inputs, *chosen, counts.clone()), choose, waits_in=routing
         )
-        yield Launch(
-            "place_pairs", accesses.place_pairs, (want.ids, counts, *sorted_pairs), place, waits_in=routing
-        )
+        yield Launch("place_pairs", accesses.place_pairs, (want.ids, counts, *sorted_pairs), place, waits_in=routing)
 
 
 def _grouped_products() -> Iterator[Launch]:
@@ -383,15 +363,7 @@ def _grouped_products() -> Iterator[Launch]:
             cut = grouped_gemm.GroupedConfig(16, 16, 32 if has_four_bits else 16, 4, 1) if by_tiles else None
             weight = weight if scales is None or has_four_bits else weight.view(torch.float8_e4m3fn)
             grouped_gemm.grouped_product(
-                x,
-                weight,
-                Routing(order, order, order, ends),
-                gated,
-                cut,
-                bias,
-                scales=scales,
-                pdl=pdl,
-                zeros=zeros,
+                x, weight, Routing(order, order, order, ends), gated, cut, bias, scales=scales, pdl=pdl, zeros=zeros
             )
 
         bias = _random(*weight.shape[:2]) if has_bias else None
@@ -403,14 +375,9 @@ def _grouped_products() -> Iterator[Launch]:
                 scales, zeros = torch.rand(groups) + 0.5, torch.randint(0, 16, groups, dtype=torch.uint8)
             weight = torch.randint(0, 256, (*weight.shape[:2], k // 2), dtype=torch.uint8)
         if k > 128:
-            scales, weight = (
-                torch.rand(*weight.shape[:2], 2) + 0.5,
-                weight.to(torch.float8_e4m3fn).view(torch.uint8),
-            )
+            scales, weight = (torch.rand(*weight.shape[:2], 2) + 0.5, weight.to(torch.float8_e4m3fn).view(torch.uint8))
         operands = (x, weight, sent.order, sent.ends, out, bias, scales, zeros)
-        yield Launch(
-            f"grouped_product {tokens}x{top_k}", accesses.grouped_product, operands, run, [out], grouped_gemm
-        )
+        yield Launch(f"grouped_product {tokens}x{top_k}", accesses.grouped_product, operands, run, [out], grouped_gemm)
 
 
 def _combinations() -> Iterator[Launch]:
@@ -425,12 +392,7 @@ def _combinations() -> Iterator[Launch]:
         operands = (y, sent.ids, sent.weights, out, 4, adds)
         outputs = () if adds else (out,)
         yield Launch(
-            f"combine_experts {tokens}x{top_k}",
-            accesses.combine_experts,
-            operands,
-            run,
-            outputs,
-            grouped_gemm,
+            f"combine_experts {tokens}x{top_k}", accesses.combine_experts, operands, run, outputs, grouped_gemm
         )
 
 
@@ -478,9 +440,7 @@ def _decodes() -> Iterator[Launch]:
             tiles = decode_attention.query_tiles(num_queries * (q.shape[1] // k.shape[1]))
             space.max_workers, space.shape = 4, (k.shape[1], 16, tiles)
             space.partial, space.stats, space.num_done = partial, stats, num_done
-            config = decode_attention.DecodeConfig(
-                16, 3, 4, 2, pdl, num_prefetched=0 if k.device.type == "cpu" else 2
-            )
+            config = decode_attention.DecodeConfig(16, 3, 4, 2, pdl, num_prefetched=0 if k.device.type == "cpu" else 2)
             requests = decode_attention.PagedRequests(table, rows, seq_lens, page_size)
             tree, rules = QueryTree(num_queries, num_nodes, ancestors), LayerRules(window, 0.0, sinks)
             decode_attention.decode_attention(q, k, v, requests, _SCALE, space, config, tree, rules)
@@ -548,13 +508,7 @@ def _gathers() -> Iterator[Launch]:
         ragged = [torch.zeros(size, dtype=torch.int32) for size in sizes]
 
         def indices(
-            pdl: bool,
-            table: Any,
-            rows: Any,
-            lens: Any,
-            *out: Any,
-            size: int = page_size,
-            most: int = max(num_pages),
+            pdl: bool, table: Any, rows: Any, lens: Any, *out: Any, size: int = page_size, most: int = max(num_pages)
         ) -> None:
             page_gather.gather_page_indices(table, rows, lens, size, most, *out)
 
@@ -566,10 +520,7 @@ def _gathers() -> Iterator[Launch]:
             page_gather.gather_page_rows(table, rows, lens, size, *out)
 
         yield Launch(
-            f"gather_page_rows of {lens}",
-            accesses.gather_page_rows,
-            (table, rows, seq_lens, *padded),
-            to_rows,
+            f"gather_page_rows of {lens}", accesses.gather_page_rows, (table, rows, seq_lens, *padded), to_rows
         )
 
 
@@ -582,14 +533,7 @@ def _prologues() -> Iterator[Launch]:
         outputs = [torch.zeros(size, dtype=torch.int64) for _ in range(4)]
 
         def run(
-            pdl: bool,
-            rows: Any,
-            lens: Any,
-            steps: Any,
-            table: Any,
-            tokens: Any,
-            page_size: int,
-            *outputs: Any,
+            pdl: bool, rows: Any, lens: Any, steps: Any, table: Any, tokens: Any, page_size: int, *outputs: Any
         ) -> None:
             four = outputs[0], outputs[1], outputs[2], outputs[3]
             decode_prologue_triton.launch((rows, lens, steps), (table, tokens), page_size, four)
@@ -624,9 +568,7 @@ def _draws() -> Iterator[Launch]:
 
         def draw(pdl: bool, logits: Any, *rest: Any) -> None:
             each = 0 if rest[-4] is None else 1
-            _draw_variants(logits.shape[1], rows_each_mask=each)[1].launch(
-                (rest[-2].numel(),), (logits, *rest), (2, 5)
-            )
+            _draw_variants(logits.shape[1], rows_each_mask=each)[1].launch((rest[-2].numel(),), (logits, *rest), (2, 5))
 
         name = f"draw_from_pieces {num_reqs}x{vocab_size}"
         yield Launch(name, sample.PIECES, (logits, *inputs, masks, *best, largest), draw)
@@ -643,10 +585,7 @@ def _draws() -> Iterator[Launch]:
 
 def _moves() -> Iterator[Launch]:
     # Nodes, paths, counts. The paths end with what is not on them.
-    shapes = (
-        (5, [[0, 2, 4], [0, 3, 1]], [3, 2]),
-        (4, [[0, 1, 3, 0], [0, 2, 3, 0], [0, 3, 0, 0]], [1, 3, 2]),
-    )
+    shapes = ((5, [[0, 2, 4], [0, 3, 1]], [3, 2]), (4, [[0, 1, 3, 0], [0, 2, 3, 0], [0, 3, 0, 0]], [1, 3, 2]))
     for num_nodes, paths, counts in shapes:
         path, batch = torch.tensor(paths), len(paths)
         slots = torch.randperm(4 + batch * num_nodes)[: batch * num_nodes]
@@ -655,9 +594,7 @@ def _moves() -> Iterator[Launch]:
         def run(pdl: bool, slots: Any, path: Any, counts: Any, *parts: Any) -> None:
             addresses = torch.tensor([part.data_ptr() for part in parts]).to(slots.device)
             words = [part[0].numel() * part.element_size() // 4 for part in parts]
-            kv_rows_triton.launch(
-                slots, path, counts, addresses, torch.tensor(words).to(slots.device), max(words)
-            )
+            kv_rows_triton.launch(slots, path, counts, addresses, torch.tensor(words).to(slots.device), max(words))
 
         operands = (slots, path, torch.tensor(counts), *parts)
         yield Launch(f"move_accepted of {paths}", kv_rows.KERNEL, operands, run)
@@ -675,11 +612,7 @@ def _begins() -> Iterator[Launch]:
         vectors = [torch.zeros(size, dtype=torch.int64) for _ in range(3)]
         tiles = [torch.zeros(size, num_rows, dtype=torch.int64) for _ in range(3)]
         begun = BeginOutputs(
-            vectors[0],
-            vectors[1],
-            vectors[2] if has_paths else None,
-            *tiles,
-            torch.zeros(size, dtype=torch.bool),
+            vectors[0], vectors[1], vectors[2] if has_paths else None, *tiles, torch.zeros(size, dtype=torch.bool)
         )
 
         def run(
@@ -697,9 +630,7 @@ def _places() -> Iterator[Launch]:
         rows = torch.randperm(size + 4)[:size]
         outputs = [torch.zeros(size, num_rows, dtype=torch.int64) for _ in range(2)]
 
-        def run(
-            pdl: bool, rows: Any, lens: Any, first: int, table: Any, page_size: int, *outputs: Any
-        ) -> None:
+        def run(pdl: bool, rows: Any, lens: Any, first: int, table: Any, page_size: int, *outputs: Any) -> None:
             step_triton.launch_place(rows, lens, first, table, page_size, *outputs)
 
         table, positions = _ids(size + 4, 70).int(), outputs[0] if has_positions else None
@@ -724,9 +655,7 @@ def _joins() -> Iterator[Launch]:
 def _drafts() -> Iterator[Launch]:
     for size, num_pieces, num_rows, column, has_next in ((3, 5, 4, 1, True), (2, 150, 5, 4, False)):
         pieces = Pieces(
-            torch.randn(size, num_pieces),
-            _ids(size, num_pieces, most=89).int() + 1,
-            torch.randn(size, num_pieces),
+            torch.randn(size, num_pieces), _ids(size, num_pieces, most=89).int() + 1, torch.randn(size, num_pieces)
         )
         is_bad, ids = torch.tensor([False, True, False])[:size], _ids(size, num_rows)
         outputs = [torch.zeros(size, dtype=torch.int64) for _ in range(4)]
@@ -738,17 +667,10 @@ def _drafts() -> Iterator[Launch]:
             step_triton.launch_keep(Pieces(scores, best, largest), is_bad, ids, column, vocab_size, following)
 
         rest = following if has_next else (0, *[None] * 7)
-        yield Launch(
-            f"keep_draft {size}x{num_pieces}",
-            step.KEEP,
-            (*pieces, is_bad, ids, column, 90, *rest),
-            run,
-        )
+        yield Launch(f"keep_draft {size}x{num_pieces}", step.KEEP, (*pieces, is_bad, ids, column, 90, *rest), run)
 
     for size, num_pieces, num_rows, has_ids in ((3, 5, 4, True), (2, 150, 5, False)):
-        pieces = Pieces(
-            torch.randn(size, num_pieces), _ids(size, num_pieces).int(), torch.randn(size, num_pieces)
-        )
+        pieces = Pieces(torch.randn(size, num_pieces), _ids(size, num_pieces).int(), torch.randn(size, num_pieces))
         rows, counts = torch.randperm(size + 3)[:size], _ids(size, most=num_rows - 1)
         kept, ids = torch.zeros(size + 3, 2, dtype=torch.int64), _ids(size, num_rows) if has_ids else None
 
@@ -760,11 +682,7 @@ def _drafts() -> Iterator[Launch]:
 
 
 def _ends() -> Iterator[Launch]:
-    for size, num_rows, accept_length, has_all in (
-        (3, 4, None, True),
-        (4, 3, 1.5, False),
-        (40, 40, None, True),
-    ):
+    for size, num_rows, accept_length, has_all in ((3, 4, None, True), (4, 3, 1.5, False), (40, 40, None, True)):
         ids, drawn = _ids(size, num_rows, most=2), _ids(size, num_rows, most=2)
         flags = torch.rand(2, size) < 0.5
         ids[0, 1:] = drawn[0, :-1]  # the first request's drafts count, so that everything matters
@@ -776,15 +694,7 @@ def _ends() -> Iterator[Launch]:
         kept = (*counts, *of_rows, behind) if has_all else (*counts, *of_rows[:2], None, None)
 
         def run(
-            pdl: bool,
-            ids: Any,
-            drawn: Any,
-            is_bad: Any,
-            may: Any,
-            rows: Any,
-            lens: Any,
-            length: Any,
-            *kept: Any,
+            pdl: bool, ids: Any, drawn: Any, is_bad: Any, may: Any, rows: Any, lens: Any, length: Any, *kept: Any
         ) -> None:
             step_triton.launch_accept(ids, drawn, is_bad, may, rows, lens, length, AcceptOutputs(*kept))
 

@@ -109,9 +109,7 @@ class PageCase:
         draw = random.Random(seed)
         page_size = page_size if page_size is not None else draw.choice((1, 2, 16, 64))
         num_layers = num_layers if num_layers is not None else draw.choice((1, 2, 5))
-        heads = (
-            heads if heads is not None else draw.choice(((1, 1), (1, 3), (2, 6), (2, 8), (8, 128), (1, 64)))
-        )
+        heads = heads if heads is not None else draw.choice(((1, 1), (1, 3), (2, 6), (2, 8), (8, 128), (1, 64)))
         dtype = draw.choice((torch.bfloat16, torch.float32, torch.uint8))
         num_pages, num_host = draw.randint(3, 20), draw.randint(3, 25)
         if draw.random() < 0.5:  # layers at equal distances, as in the engine's pool on a GPU
@@ -128,9 +126,7 @@ class PageCase:
         host = host.pin_memory() if device != "cpu" else host
         num_ctas = draw.choice((1, 3, DEFAULT_NUM_CTAS, 200))
         min_rows = draw.choice((1, 2, 4, 100))
-        return PageCase(
-            pool[::2], pool[1::2], host, page_size, layout, device_pages, host_pages, num_ctas, min_rows
-        )
+        return PageCase(pool[::2], pool[1::2], host, page_size, layout, device_pages, host_pages, num_ctas, min_rows)
 
     def pools(self, io_backend: str, library: KernelLibrary | None = None) -> PagePools:
         """The pools of this case."""

@@ -197,8 +197,7 @@ def _run(launch: Launch, touched: Touched, device: str, pdl: bool, number: int) 
             before[id(operand)] = torch.where(read, real, buffer.masked_fill_(written, other[number]))
     on_host = {id(operand) for operand in launch.pinned} if device != "cpu" else set()
     there = {
-        key: buffer.pin_memory() if key in on_host else buffer.to(device, copy=True)
-        for key, buffer in before.items()
+        key: buffer.pin_memory() if key in on_host else buffer.to(device, copy=True) for key, buffer in before.items()
     }
 
     def view(operand: Any) -> Any:

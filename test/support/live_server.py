@@ -58,11 +58,7 @@ class LiveServer:
         self.base_url = ""
         self._ready = threading.Event()
         self._process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, **(env or {})},
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **(env or {})}
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -147,9 +143,7 @@ class LiveServer:
 
     def last_lines(self, num: int = 4) -> str:
         """The end of the output, without messages of Python's resource tracker about processes that died."""
-        lines = [
-            line for line in self.lines if "resource_tracker" not in line and "warnings.warn" not in line
-        ]
+        lines = [line for line in self.lines if "resource_tracker" not in line and "warnings.warn" not in line]
         return "".join(lines[-num:])
 
     def post_in_thread(self, body: dict[str, object], path: str = "/generate") -> Future[httpx.Response]:

@@ -41,12 +41,7 @@ _ROPES: dict[str, dict[str, object]] = {
         "original_max_position_embeddings": 64,
     },
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5},
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64},
     "yarn-mscale": {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
@@ -106,7 +101,7 @@ LENGTH_ROPES: dict[str, tuple[str, dict[str, object]]] = {
                 "attention_factor": 1.4,
                 "short_factor": [0.9, 1.2, 1.5, 2.0],
                 "long_factor": [1.1, 2.0, 5.0, 9.0],
-            },
+            }
         },
     ),
     "llama-dynamic": (
@@ -131,12 +126,7 @@ _GPT_OSS: dict[str, object] = {
     "num_experts_per_tok": 3,
     "sliding_window": 33,
     "swiglu_limit": 2.0,
-    "rope_parameters": {
-        **_ROPES["yarn"],
-        "truncate": False,
-        "factor": 8.0,
-        "original_max_position_embeddings": 32,
-    },
+    "rope_parameters": {**_ROPES["yarn"], "truncate": False, "factor": 8.0, "original_max_position_embeddings": 32},
 }
 
 # As DeepSeek-V2-Lite is published, with the angles and the temperature of yarn.
@@ -186,12 +176,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "gemma2-uncapped": (
         "Gemma2",
-        {
-            "head_dim": 12,
-            "sliding_window": 100,
-            "attn_logit_softcapping": None,
-            "final_logit_softcapping": None,
-        },
+        {"head_dim": 12, "sliding_window": 100, "attn_logit_softcapping": None, "final_logit_softcapping": None},
     ),
     "gemma3": (
         "Gemma3Text",
@@ -221,24 +206,13 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3-moe": ("Qwen3Moe", {**_EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
     "qwen3-moe-mixed": (
         "Qwen3Moe",
-        {
-            **_EXPERTS,
-            "head_dim": 16,
-            "decoder_sparse_step": 2,
-            "num_hidden_layers": 4,
-            "mlp_only_layers": [3],
-        },
+        {**_EXPERTS, "head_dim": 16, "decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3]},
     ),
     "phi3": ("Phi3", {"pad_token_id": 0}),
     "phi3-partial": ("Phi3", {"pad_token_id": 0, "rope_parameters": _HALF_ROTATED}),
     "granite": (
         "Granite",
-        {
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.4,
-            "attention_multiplier": 0.2,
-            "logits_scaling": 2.0,
-        },
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.0},
     ),
     "seed-oss": ("SeedOss", {"head_dim": 20}),
     "seed-oss-other-biases": (
@@ -372,15 +346,10 @@ def save_checkpoint(
     return model
 
 
-def reference_logits(
-    model: transformers.PreTrainedModel, prompts: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
+def reference_logits(model: transformers.PreTrainedModel, prompts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """transformers' logits [len(prompt), vocab_size] of every prompt, each computed alone."""
     with torch.no_grad():
-        return [
-            model(prompt.to(model.device)[None], use_cache=False).logits[0].float().cpu()
-            for prompt in prompts
-        ]
+        return [model(prompt.to(model.device)[None], use_cache=False).logits[0].float().cpu() for prompt in prompts]
 
 
 class PagedModel:
@@ -451,8 +420,7 @@ class PagedModel:
         """The inputs of ``step``."""
         spans = [np.arange(start, end) for _, _, start, end in work]
         slots = [
-            self.page_table[row, span // self.page_size].astype(np.int64) * self.page_size
-            + span % self.page_size
+            self.page_table[row, span // self.page_size].astype(np.int64) * self.page_size + span % self.page_size
             for (row, *_), span in zip(work, spans, strict=True)
         ]
         out_slots = self._tensor(np.concatenate(slots))

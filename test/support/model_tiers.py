@@ -39,23 +39,13 @@ class Tiers:
         self._tickets = count(1)
 
     def extend(
-        self,
-        row: int,
-        tokens: np.ndarray,
-        pages: list[int],
-        prefix_len: int = 0,
-        loads: tuple[Ticket, ...] = (),
+        self, row: int, tokens: np.ndarray, pages: list[int], prefix_len: int = 0, loads: tuple[Ticket, ...] = ()
     ) -> StepOutput:
         """Compute ``tokens[prefix_len:]`` of a request whose pages are ``pages``, and wait for its answer."""
         return self.launch(row, tokens, pages, prefix_len, loads).wait()
 
     def launch(
-        self,
-        row: int,
-        tokens: np.ndarray,
-        pages: list[int],
-        prefix_len: int = 0,
-        loads: tuple[Ticket, ...] = (),
+        self, row: int, tokens: np.ndarray, pages: list[int], prefix_len: int = 0, loads: tuple[Ticket, ...] = ()
     ) -> ForwardResult:
         """Like :meth:`extend`, but without waiting, so that the step is in flight."""
         positions = np.arange(prefix_len, len(tokens))

@@ -162,9 +162,7 @@ def mixed(rank: Rank, pdl: int = 0) -> Found:
             if turn % rank.size == rank.rank:
                 torch.cuda._sleep(2_000_000)
             graph.replay()
-            for n, one, two, part, total, source in zip(
-                sizes, sums, twice, parts, wanted, sources, strict=True
-            ):
+            for n, one, two, part, total, source in zip(sizes, sums, twice, parts, wanted, sources, strict=True):
                 assert torch.equal(one, total), f"replay {turn}, one shot of {n} bytes"
                 assert torch.equal(two, total), f"replay {turn}, two shots of {n} bytes"
                 assert torch.equal(part[rank.rank], source), f"replay {turn}, gather of {n} bytes"
@@ -196,9 +194,7 @@ def graphs(rank: Rank) -> Found:
             source = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=device.torch_device)
             given, twice = torch.zeros_like(source), torch.zeros_like(source)
 
-            def body(
-                source: torch.Tensor = source, given: torch.Tensor = given, twice: torch.Tensor = twice
-            ) -> None:
+            def body(source: torch.Tensor = source, given: torch.Tensor = given, twice: torch.Tensor = twice) -> None:
                 given.copy_(source)
                 rank.sum(given)
                 twice.copy_(rank.sum(source * 2))
@@ -260,9 +256,7 @@ def buckets(rank: Rank) -> Found:
 
 def cut_to_fit(rank: Rank) -> Found:
     """F11 without its guard: a batch or prompt beyond the largest size is cut."""
-    return {
-        "difference": difference_across_ranks(rank.device, Shard(rank.rank, rank.size, rank.communicator))
-    }
+    return {"difference": difference_across_ranks(rank.device, Shard(rank.rank, rank.size, rank.communicator))}
 
 
 def two_streams(rank: Rank) -> Found:

@@ -16,15 +16,7 @@ ROW = 4096  # elements
 ONE_SHOT, MOST = 1 << 20, 64 << 20
 LIMIT_S = 5.0
 # Bytes of a message, and how often its graphs are replayed.
-REPLAYS = (
-    (16, 100),
-    (8 << 10, 400),
-    (64 << 10, 300),
-    (1 << 20, 300),
-    (1040 << 10, 100),
-    (8 << 20, 60),
-    (MOST, 12),
-)
+REPLAYS = ((16, 100), (8 << 10, 400), (64 << 10, 300), (1 << 20, 300), (1040 << 10, 100), (8 << 20, 60), (MOST, 12))
 # Bytes of messages in one graph: of one block and of many, of one shot and of two.
 MIXED = (64 << 10, 16, 8 << 10, ONE_SHOT + 16, 48, (128 << 10) + 16, ONE_SHOT, 2048 + 16)
 
@@ -50,9 +42,7 @@ class Rounds:
         self.ranks, self.nbytes = ranks, nbytes
         generator = torch.Generator(DEVICE).manual_seed(nbytes)
         numel = nbytes // 2
-        self.sources = [
-            torch.randn(numel, generator=generator, device=DEVICE).bfloat16() for _ in range(ranks.size)
-        ]
+        self.sources = [torch.randn(numel, generator=generator, device=DEVICE).bfloat16() for _ in range(ranks.size)]
         self.residual = torch.randn(numel, generator=generator, device=DEVICE).bfloat16()
         self.weight = 1 + 0.1 * torch.randn(ROW, generator=generator, device=DEVICE).bfloat16()
         self.turns = [torch.zeros((), device=DEVICE) for _ in range(ranks.size)]
@@ -89,11 +79,7 @@ class Rounds:
         self.ranks.ranks[rank].all_reduce_add_norm(x, hidden, self.weight, 1e-6, hidden, normed)
         added = wanted.view(-1, ROW) + residual
         wrong[4].add_((hidden.view(torch.int16) != added.view(torch.int16)).sum())
-        exact = (
-            added.float()
-            * (added.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-            * self.weight.float()
-        )
+        exact = added.float() * (added.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * self.weight.float()
         wrong[5].add_(((normed.float() - exact).abs() > 1e-2 * exact.abs() + 1e-2).sum())
 
 
@@ -113,9 +99,7 @@ def ways(ranks: OneProcessRanks) -> dict[str, object]:
         wrong = [each.tolist() for each in rounds.wrong]
         assert not ranks.lost, f"{nbytes} bytes: a launch has waited for {LIMIT_S} s"
         assert [int(turn) for turn in rounds.turns] == [num_replays] * ranks.size
-        assert not any(map(any, wrong)), (
-            f"{nbytes} bytes: {wrong} differ (one, two, registered, gather, fused, norm)"
-        )
+        assert not any(map(any, wrong)), f"{nbytes} bytes: {wrong} differ (one, two, registered, gather, fused, norm)"
         found[str(nbytes)] = num_replays
         del graphs, rounds
     return found
@@ -209,9 +193,7 @@ def rows(ranks: OneProcessRanks) -> dict[str, object]:
             torch.cuda.synchronize()
             for rank, (own, stream) in enumerate(zip(ranks.ranks, ranks.streams, strict=True)):
                 with torch.cuda.stream(stream):
-                    own.all_reduce_add_norm(
-                        parts[rank], hidden[rank], weight, 1e-6, hidden[rank], normed[rank]
-                    )
+                    own.all_reduce_add_norm(parts[rank], hidden[rank], weight, 1e-6, hidden[rank], normed[rank])
             torch.cuda.synchronize()
             assert not ranks.lost
             for rank in range(ranks.size):

@@ -43,13 +43,9 @@ class PagedDraft(PagedModel):
         self.aux_layers: tuple[int, ...] = ()
 
         def make(target: CausalLM) -> tuple[DraftModel, ModelConfig]:
-            config = read_draft_config(
-                algorithm, None if draft_dir is None else str(draft_dir), target.config
-            )
+            config = read_draft_config(algorithm, None if draft_dir is None else str(draft_dir), target.config)
             self.aux_layers = config.aux_layers
-            draft = load_draft_model(
-                config, "auto", torch.device("cpu"), context, 0, progress=False, target=target
-            )
+            draft = load_draft_model(config, "auto", torch.device("cpu"), context, 0, progress=False, target=target)
             return draft, config.model
 
         super().__init__(directory, page_size, "cpu", context=context, make_draft=make)

@@ -14,12 +14,7 @@ class _Memory:
     """``count`` integers of 64 bits at ``address``, for ``torch.as_tensor``."""
 
     def __init__(self, address: int, count: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (count,),
-            "typestr": "<i8",
-            "data": (address, False),
-            "version": 3,
-        }
+        self.__cuda_array_interface__ = {"shape": (count,), "typestr": "<i8", "data": (address, False), "version": 3}
 
 
 def begin_at(own: PeerAllReduce, launches: int) -> None:

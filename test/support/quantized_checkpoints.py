@@ -151,9 +151,7 @@ FP8_FORMATS: dict[str, Published] = {
     ),
     "compressed-tensors-blocks": Published(
         _compressed(
-            _FP8_WEIGHTS | {"strategy": "block", "block_structure": [BLOCK, BLOCK]},
-            dynamic=True,
-            strategy="group",
+            _FP8_WEIGHTS | {"strategy": "block", "block_structure": [BLOCK, BLOCK]}, dynamic=True, strategy="group"
         ),
         _fp8_blocks("weight_scale"),
     ),
@@ -203,8 +201,7 @@ def _gptq(group: int, offset: int, symmetric: bool) -> Quantiser:
         numbers, scales, zeros, meant = _int4(matrix, group, symmetric)
         return {
             "qweight": _words(numbers).t(),
-            "qzeros": _words(zeros.t())
-            - offset * 0x11111111,  # a borrow goes to the next zero point, as in GPTQModel
+            "qzeros": _words(zeros.t()) - offset * 0x11111111,  # a borrow goes to the next zero point, as in GPTQModel
             "scales": scales.t().half(),
             "g_idx": (torch.arange(matrix.shape[1]) // (group if group > 0 else matrix.shape[1])).int(),
         }, meant
@@ -215,11 +212,7 @@ def _gptq(group: int, offset: int, symmetric: bool) -> Quantiser:
 def _compressed_int4(group: int, symmetric: bool) -> Quantiser:
     def quantise(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         numbers, scales, zeros, meant = _int4(matrix, group, symmetric)
-        parts = {
-            "weight_packed": _words(numbers),
-            "weight_scale": scales,
-            "weight_shape": torch.tensor(matrix.shape),
-        }
+        parts = {"weight_packed": _words(numbers), "weight_scale": scales, "weight_shape": torch.tensor(matrix.shape)}
         return parts | ({} if symmetric else {"weight_zero_point": _words(zeros.t()).t()}), meant
 
     return quantise
@@ -270,8 +263,7 @@ INT4_FORMATS: dict[str, Published] = {
         _compressed_int4(-1, symmetric=True),
     ),
     "compressed-tensors-int4-zeros": Published(
-        _compressed(_INT4_WEIGHTS | {"group_size": 32, "symmetric": False}),
-        _compressed_int4(32, symmetric=False),
+        _compressed(_INT4_WEIGHTS | {"group_size": 32, "symmetric": False}), _compressed_int4(32, symmetric=False)
     ),
 }
 
@@ -281,11 +273,7 @@ def _int8(matrix: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor,
     grouped = matrix.view(len(matrix), -1, group)
     scales = (grouped.abs().amax(2) / 127).bfloat16()
     numbers = (grouped / scales.float()[:, :, None]).round().clamp(-128, 127)
-    return (
-        numbers.view_as(matrix).to(torch.int8),
-        scales,
-        (numbers * scales.float()[:, :, None]).view_as(matrix),
-    )
+    return (numbers.view_as(matrix).to(torch.int8), scales, (numbers * scales.float()[:, :, None]).view_as(matrix))
 
 
 def _int8_rows(with_input: bool) -> Quantiser:
@@ -304,11 +292,7 @@ def _int8_packed(group: int) -> Quantiser:
         words = (numbers.long() + 128).view(len(matrix), -1, 4)
         words = (words << torch.tensor([0, 8, 16, 24])).sum(2)
         words = torch.where(words >= 2**31, words - 2**32, words).int()
-        return {
-            "weight_packed": words,
-            "weight_scale": scales,
-            "weight_shape": torch.tensor(matrix.shape),
-        }, meant
+        return {"weight_packed": words, "weight_scale": scales, "weight_shape": torch.tensor(matrix.shape)}, meant
 
     return quantise
 

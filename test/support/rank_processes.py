@@ -20,9 +20,7 @@ OTHERS_S = 10.0  # for the other ranks when one has failed: they may wait for it
 class Ended:
     """How the ranks of a case have ended: their statuses (None for those that had to be killed) and their outputs."""
 
-    def __init__(
-        self, case: str, size: int, folder: Path, limit_s: float = 120.0, shared: bool = False
-    ) -> None:
+    def __init__(self, case: str, size: int, folder: Path, limit_s: float = 120.0, shared: bool = False) -> None:
         """``shared``: all ranks share one GPU."""
         paths = [str(ROOT / "python"), str(ROOT / "sgl-kernel" / "python"), os.environ.get("PYTHONPATH", "")]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "CUDA_MODULE_LOADING": "EAGER"}

@@ -55,9 +55,7 @@ def check_server(model: str, wanted: list[object], *flags: str, env: Mapping[str
         check_answers(server, wanted, _LONGEST[model])
         server.signal(signal.SIGTERM)
         assert server.wait_exit() == 0, server.output
-        assert not re.search("NCCL error|ProcessGroupNCCL|terminate called|Traceback", server.output), (
-            server.output
-        )
+        assert not re.search("NCCL error|ProcessGroupNCCL|terminate called|Traceback", server.output), server.output
     _, alive = psutil.wait_procs(children, timeout=_WAIT_S)
     assert alive == []
 

@@ -8,9 +8,7 @@ import torch
 
 from fenceline.memory_order import Point, Stream
 from fenceline.memory_order.device import CpuDevice
-from fenceline.memory_order.edges import (
-    StreamName,
-)
+from fenceline.memory_order.edges import StreamName
 
 
 class LaggingStream(Stream):

@@ -77,10 +77,7 @@ def compare(
         products = torch_kernels.grouped_product(expected, down, routing, **second)
         ours = grouped_gemm.grouped_product(expected, down, routing, False, cut, **second)
         torch.testing.assert_close(ours[live], products[live], atol=tolerance, rtol=tolerance)
-        both = [
-            torch_kernels.combine_experts(products, routing),
-            grouped_gemm.combine_experts(products, routing),
-        ]
+        both = [torch_kernels.combine_experts(products, routing), grouped_gemm.combine_experts(products, routing)]
         torch.testing.assert_close(both[0], both[1], atol=tolerance, rtol=tolerance)
         assert both[1].isfinite().all()
 
@@ -88,9 +85,7 @@ def compare(
 ALL_SCORES = tuple(itertools.product((False, True), repeat=3))
 
 
-def compare_routes(
-    num_tokens: int, num_experts: int, scores: Sequence[tuple[bool, bool, bool]] = ALL_SCORES
-) -> None:
+def compare_routes(num_tokens: int, num_experts: int, scores: Sequence[tuple[bool, bool, bool]] = ALL_SCORES) -> None:
     """Compare our router's kernels with torch's operators, on the default device, with some padded tokens. ``scores``:
     whether they are sigmoids, renormalised and corrected."""
     from fenceline.layers.kernels.triton import routing
@@ -98,12 +93,7 @@ def compare_routes(
     logits, slots = torch.randn(num_tokens, num_experts), torch.randint(9, (num_tokens,))
     for sigmoid, renormalise, corrected in scores:
         experts = ExpertsConfig(
-            num_experts=num_experts,
-            top_k=3,
-            intermediate_size=1,
-            renormalise=renormalise,
-            sigmoid=sigmoid,
-            scaling=2.5,
+            num_experts=num_experts, top_k=3, intermediate_size=1, renormalise=renormalise, sigmoid=sigmoid, scaling=2.5
         )
         correction = torch.randn(num_experts) if corrected else None
         expected = LayerKernels().route(logits, correction, slots, 3, experts)

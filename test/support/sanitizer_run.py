@@ -36,12 +36,7 @@ def run_steps(device: Device, num_steps: int, page_size: int) -> tuple[ModelRunn
     """Run random steps of a tiny model. Returns the runner, the number of steps, and how many of them yielded a token
     outside the vocabulary."""
     shape = trace_shape(
-        page_size,
-        batches=(1, 2, 3, 5, 8, 11),
-        chunk=16,
-        sampling=PLAIN + FULL,
-        logprob_share=0.1,
-        steady=2,
+        page_size, batches=(1, 2, 3, 5, 8, 11), chunk=16, sampling=PLAIN + FULL, logprob_share=0.1, steady=2
     )
     runner = make_runner(device, shape)
     outputs = play(runner, random_trace(1, num_steps, shape))
@@ -97,9 +92,7 @@ def run_speculative(device: Device, num_steps: int, page_size: int) -> tuple[Mod
 
 def main() -> None:
     """Prints how many steps ran. The exit status is 1 if a token is not in the vocabulary."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--eager", action="store_true", help="no captures")
     parser.add_argument("--speculative", action="store_true", help="the demo model with its EAGLE-3 head")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: whether it works")
@@ -111,10 +104,7 @@ def main() -> None:
     runner, num_steps, num_wrong = run(device, args.steps, args.page_size)
     assert runner.decode.has_graphs
     replays = runner.decode.stats.replays
-    print(
-        f"{num_steps} steps, {replays} {'eager' if args.eager else 'replays'}, {num_wrong} wrong",
-        flush=True,
-    )
+    print(f"{num_steps} steps, {replays} {'eager' if args.eager else 'replays'}, {num_wrong} wrong", flush=True)
     sys.exit(1 if num_wrong else 0)
 
 

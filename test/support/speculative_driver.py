@@ -51,9 +51,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     save_target("llama", folder / "near")
     for path in (folder / "near").glob("*.safetensors"):
         tensors = load_file(path)
-        save_file(
-            {name: t + 0.02 * torch.randn_like(t) for name, t in tensors.items()}, path, {"format": "pt"}
-        )
+        save_file({name: t + 0.02 * torch.randn_like(t) for name, t in tensors.items()}, path, {"format": "pt"})
     random_eagle(rng, "Llama").save(folder / "eagle")
     random_eagle3(rng).save(folder / "eagle3")
     return {path.name: path for path in folder.iterdir()}
@@ -115,9 +113,7 @@ def make_driver(
         config = dataclasses.replace(config, hicache=hicache)
     driver = Driver(config, ModelRunner(config, device, show_progress=False, shard=shard))
     if depth_seed is not None:
-        driver.scheduler.planner.draft_depth = RandomDepths(
-            tuple(driver.scheduler.planner.shapes), depth_seed
-        )
+        driver.scheduler.planner.draft_depth = RandomDepths(tuple(driver.scheduler.planner.shapes), depth_seed)
     return driver
 
 
@@ -129,11 +125,7 @@ def requests(seed: int, num: int = 8, **params: object) -> list[TokenizedGenerat
             f"r{index}",
             [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 70))],
             seed=rng.randrange(99),
-            **{
-                "temperature": rng.choice([0.0, 0.5, 1.0]),
-                "max_new_tokens": rng.randrange(1, 40),
-                "ignore_eos": True,
-            }
+            **{"temperature": rng.choice([0.0, 0.5, 1.0]), "max_new_tokens": rng.randrange(1, 40), "ignore_eos": True}
             | params,
         )
         for index in range(num)
@@ -143,14 +135,7 @@ def requests(seed: int, num: int = 8, **params: object) -> list[TokenizedGenerat
 def continued(first: list[TokenizedGenerateReq], outputs: list[list[int]]) -> list[TokenizedGenerateReq]:
     """Requests that continue where the answers ``outputs`` to ``first`` ended."""
     return [
-        request(
-            f"again{i}",
-            [*req.input_ids, *output, 9],
-            temperature=0.7,
-            seed=i,
-            max_new_tokens=20,
-            ignore_eos=True,
-        )
+        request(f"again{i}", [*req.input_ids, *output, 9], temperature=0.7, seed=i, max_new_tokens=20, ignore_eos=True)
         for i, (req, output) in enumerate(zip(first, outputs, strict=True))
     ]
 

@@ -49,10 +49,7 @@ def check_begin(device: str, size: int, num_rows: int, page_size: int, has_paths
     outputs = [torch.full((size,), -1) for _ in range(3)]
     outputs += [torch.full((size, num_rows), -1) for _ in range(3)] + [torch.ones(size, dtype=torch.bool)]
     on_device = _there(device, outputs)
-    for begun, of_kernel, given in (
-        (outputs, False, operands),
-        (on_device, True, _there(device, operands)),
-    ):
+    for begun, of_kernel, given in ((outputs, False, operands), (on_device, True, _there(device, operands))):
         where = BeginOutputs(*begun[:2], begun[2] if has_paths else None, *begun[3:])
         if of_kernel:
             step_triton.launch_begin(*given, page_size, num_rows - 1, where)
@@ -61,9 +58,7 @@ def check_begin(device: str, size: int, num_rows: int, page_size: int, has_paths
     _equal(device, outputs, on_device, [])
 
 
-def check_place(
-    device: str, size: int, num_rows: int, page_size: int, first: int, has_positions: bool
-) -> None:
+def check_place(device: str, size: int, num_rows: int, page_size: int, first: int, has_positions: bool) -> None:
     most = 40
     lens = _ids(size, most=most) + 1
     table = _ids(size + 3, (most + num_rows + max(first, 0)) // page_size + 2, most=10_000).int()
@@ -140,10 +135,7 @@ def check_accept(device: str, size: int, num_rows: int, accept_length: float | N
 
 
 def check_hidden(device: str, size: int, num_rows: int, features: int, dtype: torch.dtype) -> None:
-    hidden, kept = (
-        torch.randn(size * num_rows, features).to(dtype),
-        torch.randn(size + 3, 2, features).to(dtype),
-    )
+    hidden, kept = (torch.randn(size * num_rows, features).to(dtype), torch.randn(size + 3, 2, features).to(dtype))
     counts, rows = _ids(size, most=num_rows) + 1, _rows(size)
     on_device = kept.to(device, copy=True)
     step._keep_hidden(hidden, counts, rows, kept[:, 1])
@@ -171,16 +163,12 @@ def check_draws(device: str, size: int, num_known: int, vocab_size: int, dtype: 
 
     each = 3
     rows, positions = logits.repeat_interleave(each, 0), torch.arange(size * each, device=device)
-    rows += (
-        torch.arange(size * each, device=device)[:, None] % 5 * torch.arange(num_known, device=device) / 64
-    )
+    rows += torch.arange(size * each, device=device)[:, None] % 5 * torch.arange(num_known, device=device) / 64
     together, apart = (torch.full((size * each,), -1, device=device) for _ in range(2))
     inputs = sample_triton.DrawInputs(*draws[:3], positions, None, None, None, each, 1)
     sample_triton.launch(rows, inputs, None, None, together, None)
     spread = [values.repeat_interleave(each) for values in draws[:3]]
-    sample_triton.launch(
-        rows, sample_triton.DrawInputs(*spread, positions + 1, None, None), None, None, apart, None
-    )
+    sample_triton.launch(rows, sample_triton.DrawInputs(*spread, positions + 1, None, None), None, None, apart, None)
     assert torch.equal(together, apart) and len(together.unique()) > 1
 
     for value in (torch.nan, torch.inf, -torch.inf):

@@ -104,9 +104,7 @@ def die_in_scene(root: Path, turn: int) -> bool:
         seen = [0]
         for name in CALLS:
             setattr(os, name, die_at(turn, name, getattr(os, name), seen))
-        os.fsync = die_at(
-            turn, "fsync", lambda fd: None, seen
-        )  # the real one is slow, and a kill undoes no write
+        os.fsync = die_at(turn, "fsync", lambda fd: None, seen)  # the real one is slow, and a kill undoes no write
         fcntl.flock = die_at(turn, "flock", fcntl.flock, seen)  # type: ignore[assignment]
         scene(root)
         os._exit(0)

@@ -32,9 +32,7 @@ def tiny_requests(num_tokens: int = 6) -> list[TokenizedGenerateReq]:
     """Greedy and sampled requests of different lengths, two of them with a common prefix."""
     prompts = [[3, 1, 4, 1, 5], list(range(2, 25)), list(range(2, 20)), [7] * 9, [2, 2]]
     return [
-        request(
-            f"r{i}", ids, seed=i, temperature=0.9 * (i % 2), max_new_tokens=num_tokens + i, ignore_eos=True
-        )
+        request(f"r{i}", ids, seed=i, temperature=0.9 * (i % 2), max_new_tokens=num_tokens + i, ignore_eos=True)
         for i, ids in enumerate(prompts)
     ]
 

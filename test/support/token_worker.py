@@ -123,9 +123,7 @@ class TokenWorker:
         self.page_size = page_size
         self.max_step_tokens = max_step_tokens
         self.step_costs = None
-        self.num_by_count: Counter[int] = (
-            Counter()
-        )  # how often a request got this many tokens in a decode step
+        self.num_by_count: Counter[int] = Counter()  # how often a request got this many tokens in a decode step
         self._lens: dict[int, int] = {}  # by row: how many tokens have their KV in slots, as the device knows
         self.pages = AuditedPool("KV pages", num_pages + 1)
         self.req_pool = ReqPool(num_rows + 1, -(-context_length // page_size) + 1, torch.device("cpu"))
@@ -194,9 +192,7 @@ class TokenWorker:
         if len(writes):
             pairs = set(zip(writes.rows.tolist(), writes.columns.tolist(), strict=True))
             assert len(pairs) == len(writes), "one step writes a page-table entry twice"
-            self.req_pool.write_pages(
-                *(torch.from_numpy(a) for a in (writes.rows, writes.columns, writes.pages))
-            )
+            self.req_pool.write_pages(*(torch.from_numpy(a) for a in (writes.rows, writes.columns, writes.pages)))
 
     def _slot(self, row: int, position: int) -> int:
         page = int(self.req_pool.page_table[row, position // self.page_size])

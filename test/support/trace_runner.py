@@ -171,9 +171,7 @@ def same_tokens(expected: Sequence[StepOutput], got: Sequence[StepOutput]) -> st
 def _same(a: LogprobValues | None, b: LogprobValues | None) -> bool:
     if a is None or b is None:
         return a is b
-    return all(
-        np.array_equal(x, y) for x, y in ((a.chosen, b.chosen), (a.top, b.top), (a.top_ids, b.top_ids))
-    )
+    return all(np.array_equal(x, y) for x, y in ((a.chosen, b.chosen), (a.top, b.top), (a.top_ids, b.top_ids)))
 
 
 def live_memory(runner: ModelRunner) -> list[torch.Tensor]:

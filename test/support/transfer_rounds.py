@@ -100,9 +100,7 @@ class Rounds:
                     part.copy_(self._on_device[pattern, layer, kv])
         return self.device.forward.record()
 
-    def read(
-        self, page: int, loads: Sequence[Ticket] = (), after: Points = Points.none(), late: bool = True
-    ) -> Point:
+    def read(self, page: int, loads: Sequence[Ticket] = (), after: Points = Points.none(), late: bool = True) -> Point:
         """Submit a step that reads ``page`` layer by layer, as attention does, into ``read_out``; returns its Point."""
         wait_for_pages(self.device.forward, after)
         ready = self.controller.layer_ready(loads, self.kv_pool.num_layers)

@@ -35,9 +35,7 @@ class BenchArgs:
     tokenizer: str | None = _arg(None, "Tokenizer directory or hub id; default: the model's.")
     trust_remote_code: bool = _arg(False, "Allow the tokenizer to run code of its own.")
     vocab_size: int | None = _arg(None, "random-ids without a tokenizer: ids are below this.")
-    dataset_name: str = _arg(
-        "random", "Dataset of prompts; random needs no file.", begins="dataset", choices=DATASETS
-    )
+    dataset_name: str = _arg("random", "Dataset of prompts; random needs no file.", begins="dataset", choices=DATASETS)
     dataset_path: str = _arg("", "JSON or JSONL file for sharegpt, custom, multi-turn.")
     num_prompts: int = _arg(1000, "Number of requests, or of conversations.")
     sharegpt_output_len: int | None = _arg(None, "Output length, instead of that in the file.")
@@ -45,9 +43,7 @@ class BenchArgs:
     prompt_suffix: str = _arg("", "Appended to every user prompt read from a file.")
     apply_chat_template: bool = _arg(False, "Apply the tokenizer's chat template.")
     tokenize_prompt: bool = _arg(False, "Send token ids instead of text.")
-    random_input_len: int = _arg(
-        1024, "Input tokens of random, random-ids, multi-turn.", begins="synthetic datasets"
-    )
+    random_input_len: int = _arg(1024, "Input tokens of random, random-ids, multi-turn.", begins="synthetic datasets")
     random_output_len: int = _arg(1024, "Output tokens of random, random-ids, multi-turn.")
     random_range_ratio: float = _arg(0.0, "Lengths are drawn from [ratio*len, len].")
     gsp_num_groups: int = _arg(64, "generated-shared-prefix: number of system prompts.")
@@ -59,12 +55,8 @@ class BenchArgs:
     gsp_num_turns: int = _arg(1, "Questions per conversation.")
     gsp_ordered: bool = _arg(False, "Keep groups together instead of shuffling.")
     multi_turn_num_turns: int = _arg(4, "multi-turn: number of turns, or maximum for a file.")
-    multi_turn_question_len: int | None = _arg(
-        None, "Tokens of later questions; default: --random-input-len."
-    )
-    request_rate: float = _arg(
-        float("inf"), "Poisson arrivals per second; inf sends all at once.", begins="load"
-    )
+    multi_turn_question_len: int | None = _arg(None, "Tokens of later questions; default: --random-input-len.")
+    request_rate: float = _arg(float("inf"), "Poisson arrivals per second; inf sends all at once.", begins="load")
     max_concurrency: int | None = _arg(None, "Maximum number of requests (or conversations) in flight.")
     warmup_requests: int = _arg(1, "Number of short requests before the measurement.")
     flush_cache: bool = _arg(False, "Flush the server's cache after the warm-up.")
@@ -74,9 +66,7 @@ class BenchArgs:
     return_logprob: bool = _arg(False, "Ask for output logprobs.")
     extra_request_body: str | None = _arg(None, "JSON object to merge into every request.", metavar="JSON")
     lora_name: tuple[str, ...] = _arg((), "LoRA adapters; each request draws one.", nargs="*")
-    output_file: str | None = _arg(
-        None, "JSONL file to append to; default: named after the run.", begins="output"
-    )
+    output_file: str | None = _arg(None, "JSONL file to append to; default: named after the run.", begins="output")
     output_details: bool = _arg(False, "Add per-request arrays to the line.")
     disable_tqdm: bool = _arg(False, "No progress bar.")
     tag: str | None = _arg(None, "A label that is written to the output line.")
@@ -143,9 +133,7 @@ def check(args: BenchArgs) -> None:
     if any("=" not in pair for pair in args.header):
         raise ValueError("--header takes KEY=VALUE pairs, as in --header X-Trace=1 X-Team=infra")
     if args.tokenize_prompt and backend_kind(args.backend) == "chat":
-        raise ValueError(
-            f"--tokenize-prompt cannot be used with {args.backend}: chat endpoints take text only"
-        )
+        raise ValueError(f"--tokenize-prompt cannot be used with {args.backend}: chat endpoints take text only")
     _check_extra_body(args)
 
 

@@ -60,9 +60,7 @@ def requests_from_file(args: BenchArgs, tokenizer: Tokenizer, rng: np.random.Gen
     return _collect(args, tokenizer, rng, max_turns=1)
 
 
-def conversations_from_file(
-    args: BenchArgs, tokenizer: Tokenizer, rng: np.random.Generator
-) -> list[BenchRequest]:
+def conversations_from_file(args: BenchArgs, tokenizer: Tokenizer, rng: np.random.Generator) -> list[BenchRequest]:
     """Conversations: the first --multi-turn-num-turns questions of each record that has at least two.
 
     Raises:
@@ -71,9 +69,7 @@ def conversations_from_file(
     return _collect(args, tokenizer, rng, max_turns=args.multi_turn_num_turns)
 
 
-def _collect(
-    args: BenchArgs, tokenizer: Tokenizer, rng: np.random.Generator, max_turns: int
-) -> list[BenchRequest]:
+def _collect(args: BenchArgs, tokenizer: Tokenizer, rng: np.random.Generator, max_turns: int) -> list[BenchRequest]:
     records = read_records(args.dataset_path)
     min_turns = 2 if args.dataset_name == "multi-turn" and max_turns > 1 else 1
     requests: list[BenchRequest] = []
@@ -174,9 +170,7 @@ def build_requests(args: BenchArgs, tokenizer: Tokenizer | None) -> list[BenchRe
     if args.dataset_name == "random-ids":
         return _random_ids(args, tokenizer, rng)
     if tokenizer is None:
-        raise ValueError(
-            f"--dataset-name {args.dataset_name} needs a tokenizer: pass --tokenizer DIR_OR_HUB_ID"
-        )
+        raise ValueError(f"--dataset-name {args.dataset_name} needs a tokenizer: pass --tokenizer DIR_OR_HUB_ID")
     if args.dataset_name == "random":
         return _random(args, TextMaker(tokenizer, rng, args.tokenize_prompt), rng)
     if args.dataset_name == "generated-shared-prefix":
@@ -267,9 +261,7 @@ def _random_ids(args: BenchArgs, tokenizer: Tokenizer | None, rng: np.random.Gen
     allowed = np.setdiff1d(np.arange(vocab_size), np.asarray(special, dtype=np.int64))
     as_text = backend_kind(args.backend) == "chat"
     if as_text and tokenizer is None:
-        raise ValueError(
-            f"{args.backend} takes text only: pass --tokenizer so that random ids can be decoded"
-        )
+        raise ValueError(f"{args.backend} takes text only: pass --tokenizer so that random ids can be decoded")
     requests = []
     for input_len, output_len in zip(input_lens, output_lens, strict=True):
         ids: Content = [int(i) for i in rng.choice(allowed, size=input_len)]

@@ -80,9 +80,7 @@ def _first_difference(
         return None
     pairs = zip(left, right, strict=False)
     position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
-    return Difference(
-        output.index, output.turn, unit, position, _excerpt(left, position), _excerpt(right, position)
-    )
+    return Difference(output.index, output.turn, unit, position, _excerpt(left, position), _excerpt(right, position))
 
 
 def _excerpt(items: list[int] | list[str], position: int, num: int = 8) -> str:

@@ -10,11 +10,7 @@ from fenceline.benchmarking.records import Call
 
 Kind = Literal["generate", "completions", "chat"]
 
-_PATHS: dict[Kind, str] = {
-    "generate": "/generate",
-    "completions": "/v1/completions",
-    "chat": "/v1/chat/completions",
-}
+_PATHS: dict[Kind, str] = {"generate": "/generate", "completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 # backend -> (wire format, default port)
 BACKENDS: dict[str, tuple[Kind, int]] = {
@@ -34,14 +30,7 @@ BACKENDS: dict[str, tuple[Kind, int]] = {
 }
 
 # Backends that support `continuous_usage_stats`, which puts the token count into every chunk.
-_CONTINUOUS_USAGE = (
-    "fenceline-oai",
-    "fenceline-oai-chat",
-    "sglang-oai",
-    "sglang-oai-chat",
-    "vllm",
-    "vllm-chat",
-)
+_CONTINUOUS_USAGE = ("fenceline-oai", "fenceline-oai-chat", "sglang-oai", "sglang-oai-chat", "vllm", "vllm-chat")
 
 # Keys of --extra-request-body that the native endpoint expects inside sampling_params.
 _SAMPLING_NAMES = (

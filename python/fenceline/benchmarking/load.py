@@ -130,10 +130,7 @@ def arrival_times(num: int, request_rate: float, rng: np.random.Generator) -> np
 
 
 async def run_load(
-    client: Client,
-    requests: list[BenchRequest],
-    plan: LoadPlan,
-    new_conversation: Callable[[], Conversation],
+    client: Client, requests: list[BenchRequest], plan: LoadPlan, new_conversation: Callable[[], Conversation]
 ) -> LoadResult:
     """Send every request at its time and wait for all replies."""
     rng = np.random.default_rng([plan.seed, 1])
@@ -149,9 +146,7 @@ async def run_load(
             lora = plan.lora_names[int(loras[index])] if plan.lora_names else None
             seed = None if plan.sampling_seed is None else plan.sampling_seed + index
             async with gate:
-                return await converse(
-                    client, requests[index], index, new_conversation(), seed, lora, bar.update
-                )
+                return await converse(client, requests[index], index, new_conversation(), seed, lora, bar.update)
 
         start = time.perf_counter()
         tasks: list[asyncio.Task[list[RequestOutput]]] = []

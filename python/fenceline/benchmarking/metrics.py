@@ -94,9 +94,7 @@ def calculate_metrics(result: LoadResult, tokenizer: Tokenizer | None) -> Benchm
     good = [output for output in result.outputs if output.reply.success]
     replies = [output.reply for output in good]
     cached = [reply.cached_tokens for reply in replies if reply.cached_tokens is not None]
-    tpots = [
-        (reply.latency - reply.ttft) / (reply.output_len - 1) for reply in replies if reply.output_len > 1
-    ]
+    tpots = [(reply.latency - reply.ttft) / (reply.output_len - 1) for reply in replies if reply.output_len > 1]
     failures = Counter(output.reply.error for output in result.outputs if not output.reply.success)
     return BenchmarkMetrics(
         duration=result.duration,

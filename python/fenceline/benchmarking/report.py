@@ -134,9 +134,7 @@ def result_dict(
         "max_concurrent_requests": metrics.max_concurrent_requests,
     }
     if metrics.turns:
-        head["turns"] = [
-            {"turn": t.turn, "completed": t.completed, **_flat("ttft", t.ttft)} for t in metrics.turns
-        ]
+        head["turns"] = [{"turn": t.turn, "completed": t.completed, **_flat("ttft", t.ttft)} for t in metrics.turns]
     return head
 
 

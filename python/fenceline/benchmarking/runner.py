@@ -15,14 +15,7 @@ from fenceline.benchmarking.client import Client, open_session, raise_file_limit
 from fenceline.benchmarking.datasets import build_requests
 from fenceline.benchmarking.determinism import check_determinism
 from fenceline.benchmarking.endpoints import Endpoint, backend_kind, is_sampled, server_url
-from fenceline.benchmarking.load import (
-    Conversation,
-    LoadPlan,
-    LoadResult,
-    check_template,
-    prompt_style,
-    run_load,
-)
+from fenceline.benchmarking.load import Conversation, LoadPlan, LoadResult, check_template, prompt_style, run_load
 from fenceline.benchmarking.metrics import calculate_metrics
 from fenceline.benchmarking.records import BenchRequest, Call
 from fenceline.benchmarking.tokenizer import Tokenizer, load_tokenizer
@@ -48,9 +41,7 @@ async def get_json(session: aiohttp.ClientSession, url: str) -> dict[str, Any] |
     try:
         async with session.get(url, timeout=_TIMEOUT) as response:
             if response.status in (401, 403):
-                raise ValueError(
-                    f"{url} answers HTTP {response.status}: pass --api-key or set OPENAI_API_KEY"
-                )
+                raise ValueError(f"{url} answers HTTP {response.status}: pass --api-key or set OPENAI_API_KEY")
             if response.status != 200:
                 return None
             body = await response.json(content_type=None)
@@ -83,13 +74,7 @@ async def resolve_model(session: aiohttp.ClientSession, root: str, args: BenchAr
     name = next((str(n) for n in names if n), None)
     if name is None:
         raise ValueError(f"{root} names no model at /get_model_info or /v1/models: pass --model")
-    tokenizers = (
-        args.tokenizer,
-        info.get("tokenizer_path"),
-        info.get("model_path"),
-        first.get("root"),
-        name,
-    )
+    tokenizers = (args.tokenizer, info.get("tokenizer_path"), info.get("model_path"), first.get("root"), name)
     return Model(name, next(str(t) for t in tokenizers if t))
 
 
@@ -125,9 +110,7 @@ async def get_server_info(
         return None, None
     try:
         info = await get_json(session, root + "/get_server_info")
-    except (
-        ValueError
-    ):  # the run is over, so this is not an error; if the server has ended, requests have failed
+    except ValueError:  # the run is over, so this is not an error; if the server has ended, requests have failed
         return None, None
     if info is None:
         return None, None
@@ -251,9 +234,7 @@ async def _measure(
     return load
 
 
-async def _warm_up(
-    client: Client, args: BenchArgs, request: BenchRequest, conversation: Conversation
-) -> None:
+async def _warm_up(client: Client, args: BenchArgs, request: BenchRequest, conversation: Conversation) -> None:
     """Send the first prompt --warmup-requests times at once, with short answers.
 
     Raises:
@@ -271,9 +252,7 @@ async def _warm_up(
             f"the warm-up failed ({replies[0].error}): check --backend, --base-url and the server, "
             "or pass --warmup-requests 0 to run without a warm-up"
         )
-    print(
-        f"Warmup completed with {args.warmup_requests} sequences. Starting main benchmark run...", flush=True
-    )
+    print(f"Warmup completed with {args.warmup_requests} sequences. Starting main benchmark run...", flush=True)
 
 
 def exit_status(result: dict[str, Any]) -> int:

@@ -40,16 +40,12 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Tokenizer:
         if not Path(name).is_dir() or (Path(name) / "tokenizer.json").is_file():
             # The fast class alone does not import torch; AutoTokenizer does, which costs seconds.
             return cast(Tokenizer, PreTrainedTokenizerFast.from_pretrained(name, model_max_length=_NO_LIMIT))
-    except (
-        Exception
-    ):  # there is no tokenizer.json; AutoTokenizer below converts the tokenizer, or reports the reason
+    except Exception:  # there is no tokenizer.json; AutoTokenizer below converts the tokenizer, or reports the reason
         pass
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=trust_remote_code, model_max_length=_NO_LIMIT
-        )
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, model_max_length=_NO_LIMIT)
         return cast(Tokenizer, tokenizer)
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

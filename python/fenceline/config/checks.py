@@ -19,9 +19,7 @@ _CHUNKING_OFF = -1
 _MOST = 2**31 - 1  # the largest count, because int32 tensors hold counts
 _ANY_SIZE = ("random_seed", "default_priority_value")  # these are not counts and have their own bounds
 _MOST_SPECULATIVE_STEPS = 15
-_MOST_RUNNING = (
-    1 << 16
-)  # each takes a row of the page table and of the sampler's tables, and time in every decode step
+_MOST_RUNNING = 1 << 16  # each takes a row of the page table and of the sampler's tables, and time in every decode step
 _AT_LEAST_ONE = (
     "max_queued_requests",
     "max_total_tokens",
@@ -64,16 +62,12 @@ def _check_model(args: ServerArgs) -> None:
         args.model_path != "",
         "--model-path is required: a directory, a hub id, or 'demo' for the model that ships with the package",
     )
-    _require(
-        args.tokenizer_path != "", "--tokenizer-path is empty: name a directory or hub id, or leave it out"
-    )
+    _require(args.tokenizer_path != "", "--tokenizer-path is empty: name a directory or hub id, or leave it out")
     _require(args.served_model_name != "", "--served-model-name is empty: give a name or leave it out")
 
 
 def _check_server(args: ServerArgs) -> None:
-    _require(
-        args.host != "", "--host is empty: use 127.0.0.1 for this machine only or 0.0.0.0 for every interface"
-    )
+    _require(args.host != "", "--host is empty: use 127.0.0.1 for this machine only or 0.0.0.0 for every interface")
     _require(0 <= args.port <= 65535, f"--port {args.port}: choose 1 to 65535, or 0 for a free one")
     for name, key in (("--api-key", args.api_key), ("--admin-api-key", args.admin_api_key)):
         _require(key != "", f"{name} is empty: give a key or leave the flag out")
@@ -92,10 +86,7 @@ def _check_server(args: ServerArgs) -> None:
             _HOST.fullmatch(name) is not None,
             f"--allowed-hosts {name}: give names without a scheme or port, as llm.example.org or *.example.org, or *",
         )
-    _require(
-        args.watchdog_timeout > 0,
-        f"--watchdog-timeout {args.watchdog_timeout:g}: give a number of seconds > 0",
-    )
+    _require(args.watchdog_timeout > 0, f"--watchdog-timeout {args.watchdog_timeout:g}: give a number of seconds > 0")
     _require(
         0 <= args.shutdown_timeout <= _MOST,
         f"--shutdown-timeout {args.shutdown_timeout:g}: give a number of seconds, 0 to abort requests at once",
@@ -113,12 +104,8 @@ def _check_ranges(args: ServerArgs) -> None:
         args.flight_recorder_steps >= 0,
         f"--flight-recorder-steps {args.flight_recorder_steps}: give a number of steps, or 0 to record nothing",
     )
-    _require(
-        args.flight_recorder_dir != "", "--flight-recorder-dir is empty: name a folder or leave the flag out"
-    )
-    _require(
-        args.torch_profiler_dir != "", "--torch-profiler-dir is empty: name a folder or leave the flag out"
-    )
+    _require(args.flight_recorder_dir != "", "--flight-recorder-dir is empty: name a folder or leave the flag out")
+    _require(args.torch_profiler_dir != "", "--torch-profiler-dir is empty: name a folder or leave the flag out")
     for name in _AT_LEAST_ONE:
         value = getattr(args, name)
         _require(value is None or value >= 1, f"--{name.replace('_', '-')} {value}: must be at least 1")
@@ -169,11 +156,7 @@ def _check_priority(args: ServerArgs) -> None:
 
 
 def _check_speculation(args: ServerArgs) -> None:
-    steps, topk, rows = (
-        args.speculative_num_steps,
-        args.speculative_eagle_topk,
-        args.speculative_num_draft_tokens,
-    )
+    steps, topk, rows = (args.speculative_num_steps, args.speculative_eagle_topk, args.speculative_num_draft_tokens)
     simulated = args.speculative_simulate_acceptance
     given = {
         "--speculative-draft-model-path": args.speculative_draft_model_path,
@@ -188,8 +171,7 @@ def _check_speculation(args: ServerArgs) -> None:
     }
     for name, value in given.items():
         _require(
-            value is None or args.speculative_algorithm is not None,
-            f"{name} {value}: needs --speculative-algorithm",
+            value is None or args.speculative_algorithm is not None, f"{name} {value}: needs --speculative-algorithm"
         )
     revision = args.speculative_draft_model_revision
     _require(
@@ -265,12 +247,8 @@ def _check_nodes(args: ServerArgs) -> None:
     )
     if nnodes == 1:
         return
-    _require(
-        args.dp_size == 1, f"--dp-size {args.dp_size}: replicas share one host so far; leave --nnodes out"
-    )
-    _require(
-        address is not None, f"--nnodes {nnodes}: give --dist-init-addr HOST:PORT, the same on all nodes"
-    )
+    _require(args.dp_size == 1, f"--dp-size {args.dp_size}: replicas share one host so far; leave --nnodes out")
+    _require(address is not None, f"--nnodes {nnodes}: give --dist-init-addr HOST:PORT, the same on all nodes")
     host, _, port = (address or "").rpartition(":")
     _require(
         host not in ("", "0.0.0.0") and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535,
@@ -300,9 +278,7 @@ def _check_memory(args: ServerArgs) -> None:
     )
     if chunk is None or chunk == _CHUNKING_OFF:
         return
-    _require(
-        chunk >= 1, f"--chunked-prefill-size {chunk}: give a number of tokens, or -1 to turn chunking off"
-    )
+    _require(chunk >= 1, f"--chunked-prefill-size {chunk}: give a number of tokens, or -1 to turn chunking off")
     _require(
         chunk % page == 0,
         f"--chunked-prefill-size {chunk}: must be a multiple of --page-size {page}; use {max(chunk // page, 1) * page}",
@@ -321,9 +297,7 @@ def _check_graphs(args: ServerArgs) -> None:
         "--debug-cuda-graph compares graphs with steps that run without, and --disable-cuda-graph leaves none: drop one"
         " of them",
     )
-    _require(
-        args.cuda_coredump_dir != "", "--cuda-coredump-dir is empty: name a folder or leave the flag out"
-    )
+    _require(args.cuda_coredump_dir != "", "--cuda-coredump-dir is empty: name a folder or leave the flag out")
     _check_sizes("--piecewise-cuda-graph-tokens", args.piecewise_cuda_graph_tokens, "step", "token")
     _check_sizes("--cuda-graph-bs", sizes, "batch", "request")
     if sizes is None:

@@ -63,9 +63,7 @@ _COMPUTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "use_rmsnorm": (True,),
         "use_sliding_window": (False,),
         # Factors of cos and sin by the length, of the Phi-3 models with experts or images.
-        **dict.fromkeys(
-            (f"{rope}.{length}_mscale" for rope in _ROPE[:2] for length in ("short", "long")), ()
-        ),
+        **dict.fromkeys((f"{rope}.{length}_mscale" for rope in _ROPE[:2] for length in ("short", "long")), ()),
     }
 )
 
@@ -184,8 +182,6 @@ class ConfigReader:
         value = self.values.get(key)
         if value is None:
             return ()
-        if not isinstance(value, list) or not all(
-            isinstance(n, int) and not isinstance(n, bool) for n in value
-        ):
+        if not isinstance(value, list) or not all(isinstance(n, int) and not isinstance(n, bool) for n in value):
             raise ConfigError(f"config.json: {key} must be a list of whole numbers, got {value!r}")
         return tuple(value)

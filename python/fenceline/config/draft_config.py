@@ -127,10 +127,7 @@ class SpeculativeConfig:
 
 
 def read_draft_config(
-    algorithm: SpeculativeAlgorithm,
-    directory: str | None,
-    target: ModelConfig,
-    token_map: str | None = None,
+    algorithm: SpeculativeAlgorithm, directory: str | None, target: ModelConfig, token_map: str | None = None
 ) -> DraftConfig:
     """Read the draft's ``config.json``, and for EAGLE the file ``token_map`` if one is given.
 
@@ -194,16 +191,8 @@ def read_token_map(file: str, vocab_size: int) -> list[int]:
         ids = torch.as_tensor(torch.load(file, map_location="cpu", weights_only=True))
     except Exception as error:  # of many types: a damaged file, other objects in it
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ConfigError(
-            f"{flag}: not a list or tensor of token ids that torch.save has written ({reason})"
-        ) from None
-    if (
-        ids.dim() != 1
-        or ids.is_floating_point()
-        or ids.is_complex()
-        or ids.dtype is torch.bool
-        or not len(ids)
-    ):
+        raise ConfigError(f"{flag}: not a list or tensor of token ids that torch.save has written ({reason})") from None
+    if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool or not len(ids):
         raise ConfigError(f"{flag}: has {list(ids.shape)} {ids.dtype} in place of a list of token ids")
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:

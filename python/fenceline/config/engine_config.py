@@ -20,12 +20,7 @@ from typing import Any
 from fenceline.config import ConfigError
 from fenceline.config.chat_templates import read_chat_template
 from fenceline.config.checks import check
-from fenceline.config.draft_config import (
-    DraftConfig,
-    SpeculativeAlgorithm,
-    SpeculativeConfig,
-    read_draft_config,
-)
+from fenceline.config.draft_config import DraftConfig, SpeculativeAlgorithm, SpeculativeConfig, read_draft_config
 from fenceline.config.families import Windows
 from fenceline.config.flags import flags_of
 from fenceline.config.hicache import HiCacheConfig, hicache_config, machine_bytes
@@ -241,9 +236,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
         prefill_attention_backend=attention[0],
         decode_attention_backend=attention[1],
         cuda_graph_bs=cuda_graph_bs(args, device, max_running_requests),
-        piecewise_cuda_graph_tokens=piecewise_cuda_graph_tokens(
-            args, device, model, chunk or max_prefill_tokens
-        ),
+        piecewise_cuda_graph_tokens=piecewise_cuda_graph_tokens(args, device, model, chunk or max_prefill_tokens),
         random_seed=args.random_seed if args.random_seed is not None else secrets.randbelow(2**31),
         log_level_http=args.log_level_http or args.log_level,
         flight_recorder_dir=args.flight_recorder_dir or _flight_recorder_dir(args.flight_recorder_steps),
@@ -281,9 +274,7 @@ def _timeout(given: float | None, variable: str) -> float | None:
     return seconds if 0 < seconds < float("inf") else None
 
 
-def _speculative(
-    args: ServerArgs, target: ModelConfig, prefill_tokens: int | None
-) -> SpeculativeConfig | None:
+def _speculative(args: ServerArgs, target: ModelConfig, prefill_tokens: int | None) -> SpeculativeConfig | None:
     """How decode steps speculate; None: they do not. May download the draft. ``prefill_tokens``: the most tokens of a
     prefill step; None: prompts are not split."""
     if args.speculative_algorithm is None:
@@ -291,9 +282,7 @@ def _speculative(
     directory = args.speculative_draft_model_path
     if directory is not None:
         flag, weights = "--speculative-draft-model-path", args.load_format != "dummy"
-        directory = model_directory(
-            directory, flag, args.speculative_draft_model_revision, args.download_dir, weights
-        )
+        directory = model_directory(directory, flag, args.speculative_draft_model_revision, args.download_dir, weights)
     token_map = args.speculative_token_map
     if token_map is not None:
         token_map = hub_file(token_map, "--speculative-token-map", args.download_dir)
@@ -417,9 +406,7 @@ def _expert_group(model: ModelConfig) -> int:
     four_bits = [] if stored is None else [each for each in stored.formats if each.kind in ("int4", "mxfp4")]
     # Made on-line or with a scale for each row, numbers are stored in groups that fit.
     fits = [each.method == ON_LINE_METHOD or each.group_size == WHOLE_ROWS for each in four_bits]
-    sizes = [
-        min(INT4_GROUPS) if any_ else each.group_size for any_, each in zip(fits, four_bits, strict=True)
-    ]
+    sizes = [min(INT4_GROUPS) if any_ else each.group_size for any_, each in zip(fits, four_bits, strict=True)]
     return max(sizes, default=1)
 
 
@@ -523,9 +510,7 @@ def _model_overrides(args: ServerArgs) -> dict[str, object]:
     except json.JSONDecodeError as error:
         raise ConfigError(f"--json-model-override-args: not valid JSON ({error})") from error
     if not isinstance(value, dict):
-        raise ConfigError(
-            """--json-model-override-args: expected an object, for example '{"rope_theta": 1e6}'"""
-        )
+        raise ConfigError("""--json-model-override-args: expected an object, for example '{"rope_theta": 1e6}'""")
     return value
 
 
@@ -545,9 +530,7 @@ def _read_model(
             _check_weight_bytes(args, model, weight_bytes(model, tensors), device)
     except ValueError as error:
         text = str(error).removeprefix(f"{path}: ")  # the flag's name already leads to it
-        raise ConfigError(
-            text if text.startswith("--") else f"--model-path {args.model_path}: {text}"
-        ) from error
+        raise ConfigError(text if text.startswith("--") else f"--model-path {args.model_path}: {text}") from error
     return model
 
 
@@ -566,15 +549,7 @@ def _check_weight_bytes(args: ServerArgs, model: ModelConfig, num_bytes: int, de
 
 # Fields in which a checkpoint with new weights may differ: they do not affect the computation, or the server chooses
 # them.
-_MAY_DIFFER = {
-    "model_path",
-    "model_type",
-    "eos_token_ids",
-    "bos_token_id",
-    "dtype",
-    "sampling_defaults",
-    "hf_config",
-}
+_MAY_DIFFER = {"model_path", "model_type", "eos_token_ids", "bos_token_id", "dtype", "sampling_defaults", "hf_config"}
 
 
 def check_same_model(config: EngineConfig, directory: str) -> None:
@@ -582,12 +557,7 @@ def check_same_model(config: EngineConfig, directory: str) -> None:
     are not compared."""
     args, ours = config.server_args, config.model
     theirs = ModelConfig.from_dir(
-        directory,
-        _model_overrides(args),
-        args.context_length,
-        args.dtype,
-        config.tokenizer_path,
-        args.quantization,
+        directory, _model_overrides(args), args.context_length, args.dtype, config.tokenizer_path, args.quantization
     )
     for field in dataclasses.fields(ModelConfig):
         a, b = getattr(theirs, field.name), getattr(ours, field.name)
@@ -626,9 +596,7 @@ def _chunked_prefill_size(args: ServerArgs, device: str) -> int | None:
         return None
     default = _CHUNKED_PREFILL_SIZE[_limits_of(device)]
     if args.max_prefill_tokens is not None:  # without --chunked-prefill-size it limits the default too
-        default = max(
-            min(default, args.max_prefill_tokens // args.page_size * args.page_size), args.page_size
-        )
+        default = max(min(default, args.max_prefill_tokens // args.page_size * args.page_size), args.page_size)
     return args.chunked_prefill_size or default
 
 
@@ -763,9 +731,7 @@ def _buckets(args: ServerArgs, device: str, max_running_requests: int) -> tuple[
         return ()
     largest = min(args.cuda_graph_max_bs or _MAX_BS, max_running_requests)
     if args.disable_cuda_graph_padding:
-        _check_number(
-            tuple(range(1, largest + 1)), "--cuda-graph-max-bs or drop --disable-cuda-graph-padding"
-        )
+        _check_number(tuple(range(1, largest + 1)), "--cuda-graph-max-bs or drop --disable-cuda-graph-padding")
         return tuple(range(1, largest + 1))
     return default_buckets(largest)
 
@@ -773,10 +739,7 @@ def _buckets(args: ServerArgs, device: str, max_running_requests: int) -> tuple[
 def default_buckets(largest: int) -> tuple[int, ...]:
     """1, 2, 4, 8, then multiples of 8 up to 64, of 16 up to 256, of 32 up to 512, and of 64 beyond; ``largest`` is the
     last."""
-    return (
-        *(size for size in (1, 2, 4) if size < largest),
-        *_spread(8, _BUCKET_STEPS, _STEP_BEYOND, largest),
-    )
+    return (*(size for size in (1, 2, 4) if size < largest), *_spread(8, _BUCKET_STEPS, _STEP_BEYOND, largest))
 
 
 def piecewise_cuda_graph_tokens(
@@ -813,9 +776,7 @@ def _prefill_sizes(largest: int) -> tuple[int, ...]:
     return _spread(_SMALLEST_PREFILL, _GRAPH_TOKENS_STEPS, _GRAPH_TOKENS_STEP_BEYOND, largest)
 
 
-def _spread(
-    smallest: int, steps: Sequence[tuple[int, int]], step_beyond: int, largest: int
-) -> tuple[int, ...]:
+def _spread(smallest: int, steps: Sequence[tuple[int, int]], step_beyond: int, largest: int) -> tuple[int, ...]:
     sizes, size = [], smallest
     while size < largest:
         sizes.append(size)

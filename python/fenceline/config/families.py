@@ -124,9 +124,7 @@ def _smollm3_unrotated(reader: ConfigReader, num_layers: int) -> frozenset[int]:
         every = reader.size("no_rope_layer_interval", 4)
         rotates = tuple(int((i + 1) % every != 0) for i in range(num_layers))
     if len(rotates) < num_layers:
-        raise ConfigError(
-            f"config.json: no_rope_layers tells of {len(rotates)} layers, the model has {num_layers}"
-        )
+        raise ConfigError(f"config.json: no_rope_layers tells of {len(rotates)} layers, the model has {num_layers}")
     return frozenset(i for i in range(num_layers) if not rotates[i])
 
 
@@ -143,9 +141,7 @@ def _by_layer(reader: ConfigReader, num_layers: int, window: int, slides: Callab
     does."""
     kinds = reader.strings("layer_types")
     if kinds and len(kinds) < num_layers:
-        raise ConfigError(
-            f"config.json: layer_types tells of {len(kinds)} layers, the model has {num_layers}"
-        )
+        raise ConfigError(f"config.json: layer_types tells of {len(kinds)} layers, the model has {num_layers}")
     unknown = set(kinds) - {"sliding_attention", "full_attention"}
     if unknown:
         raise ConfigError(f"config.json: layer_types {', '.join(sorted(unknown))} are not supported")
@@ -202,11 +198,7 @@ def _smollm3_windows(reader: ConfigReader, num_layers: int) -> Windows:
 
 
 def _periodic_windows(
-    reader: ConfigReader,
-    num_layers: int,
-    period: int | None = None,
-    window: int = 4096,
-    usual_period: int = 6,
+    reader: ConfigReader, num_layers: int, period: int | None = None, window: int = 4096, usual_period: int = 6
 ) -> Windows:
     """All layers except every ``period``-th have a window. If ``period`` is None, config.json may state it;
     ``usual_period`` and ``window`` are the defaults."""
@@ -223,8 +215,7 @@ def _periodic_windows(
 
 def _gemma_multipliers(reader: ConfigReader) -> Multipliers:
     return Multipliers(
-        embedding=reader.size("hidden_size") ** 0.5,
-        attention=reader.size("query_pre_attn_scalar", 256) ** -0.5,
+        embedding=reader.size("hidden_size") ** 0.5, attention=reader.size("query_pre_attn_scalar", 256) ** -0.5
     )
 
 
@@ -246,9 +237,7 @@ def _qwen_experts(reader: ConfigReader, num_layers: int, shared_size: int = 0) -
 def _glm_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
     size = reader.size("moe_intermediate_size")
     return ExpertsConfig(
-        num_experts=reader.size(
-            "n_routed_experts" if "n_routed_experts" in reader.values else "num_local_experts"
-        ),
+        num_experts=reader.size("n_routed_experts" if "n_routed_experts" in reader.values else "num_local_experts"),
         top_k=reader.size("num_experts_per_tok"),
         intermediate_size=size,
         renormalise=reader.switch("norm_topk_prob", True),
@@ -437,9 +426,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Ernie4_5ForCausalLM": _ERNIE_4_5,
         "Ernie4_5_MoeForCausalLM": replace(_ERNIE_4_5, head_dim=None, experts=_ernie_experts),
         "Exaone4ForCausalLM": Family(
-            rms_norm_eps=1e-5,
-            computed={"reorder_qk_norm": (True,)},
-            windows=partial(_periodic_windows, usual_period=4),
+            rms_norm_eps=1e-5, computed={"reorder_qk_norm": (True,)}, windows=partial(_periodic_windows, usual_period=4)
         ),
         "Gemma2ForCausalLM": Family(
             head_dim=256,
@@ -454,11 +441,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Gemma3ForCausalLM": _GEMMA_3,
         "Gemma3ForConditionalGeneration": replace(_GEMMA_3, text_defaults=_GEMMA_3_DEFAULTS),
         "Glm4ForCausalLM": Family(
-            head_dim=128,
-            rms_norm_eps=1.5625e-7,
-            attention_bias=True,
-            partial_rotary=0.5,
-            rope_interleaved=True,
+            head_dim=128, rms_norm_eps=1.5625e-7, attention_bias=True, partial_rotary=0.5, rope_interleaved=True
         ),
         "Glm4MoeForCausalLM": Family(
             rms_norm_eps=1e-5,
@@ -504,15 +487,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Phi3ForCausalLM": Family(rms_norm_eps=1e-5, partial_rotary=1.0, windows=_plain_windows),
         "Qwen2ForCausalLM": Family(windows=_qwen_windows),
         "Qwen2MoeForCausalLM": Family(
-            windows=_qwen2_moe_windows,
-            switches=("qkv_bias",),
-            experts=partial(_qwen_experts, shared_size=5632),
+            windows=_qwen2_moe_windows, switches=("qkv_bias",), experts=partial(_qwen_experts, shared_size=5632)
         ),
         "Qwen3ForCausalLM": Family(head_dim=128, windows=_qwen_windows),
         "Qwen3MoeForCausalLM": Family(windows=_qwen3_moe_windows, experts=_qwen_experts),
         "SeedOssForCausalLM": Family(head_dim=128, attention_bias=True, switches=("attention_out_bias",)),
-        "SmolLM3ForCausalLM": Family(
-            rope_theta=2e6, tied=True, windows=_smollm3_windows, unrotated=_smollm3_unrotated
-        ),
+        "SmolLM3ForCausalLM": Family(rope_theta=2e6, tied=True, windows=_smollm3_windows, unrotated=_smollm3_unrotated),
     }
 )

@@ -217,9 +217,7 @@ def build_parser(cls: type[Any], prog: str, description: str) -> argparse.Argume
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument(
-        "--config", metavar="FILE", help="a YAML file of flags; the command line wins over it"
-    )
+    parser.add_argument("--config", metavar="FILE", help="a YAML file of flags; the command line wins over it")
     groups: dict[str, Any] = {}
     for flag in flags_of(cls).values():
         if flag.spec.group not in groups:
@@ -301,9 +299,7 @@ def parse_values(
     for word in [*extra, *stray]:
         if positional in given:
             shown = "" if is_secret else f" {word!r}"  # it may be a second key
-            complaints.add(
-                f"unexpected argument{shown}: {option_of(positional)} is {given[positional]!r} already"
-            )
+            complaints.add(f"unexpected argument{shown}: {option_of(positional)} is {given[positional]!r} already")
         given.setdefault(positional, word)
     values: Mapping[str, object] = {}
     if config_file := given.pop("config", None):

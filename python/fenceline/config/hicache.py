@@ -70,10 +70,7 @@ def check_hicache(args: ServerArgs) -> None:
     _check_key_source(args.hicache_storage_key)
     _check_switches(args)
     _check_sizes(args)
-    _require(
-        args.hicache_storage_dir != "",
-        "--hicache-storage-dir is empty: name a directory or leave the flag out",
-    )
+    _require(args.hicache_storage_dir != "", "--hicache-storage-dir is empty: name a directory or leave the flag out")
     timeout = args.hicache_storage_prefetch_timeout
     _require(
         timeout is None or args.hicache_storage_prefetch_policy == "timeout",
@@ -175,10 +172,7 @@ def _require(condition: bool, message: str) -> None:
 
 
 def hicache_config(
-    args: ServerArgs,
-    device: str,
-    attention: tuple[str, str],
-    has_kernels: Callable[[], bool] | None = None,
+    args: ServerArgs, device: str, attention: tuple[str, str], has_kernels: Callable[[], bool] | None = None
 ) -> HiCacheConfig | None:
     """The configuration of HiCache; None without --enable-hierarchical-cache. Makes the directory of the storage.
 

@@ -13,25 +13,14 @@ from fenceline.config import ConfigError
 from fenceline.config.config_reader import MOST, ConfigReader, Entries, check_unread
 from fenceline.config.families import FAMILIES, ExpertsConfig, Family, LatentConfig, Multipliers, Windows
 from fenceline.config.kv_layout import KVRow, keys_and_values, latent
-from fenceline.config.model_files import (
-    read_model_json,
-    read_optional,
-    token_ids,
-    tokenizer_eos_id,
-)
+from fenceline.config.model_files import read_model_json, read_optional, token_ids, tokenizer_eos_id
 from fenceline.config.quantization import QuantConfig, read_mxfp4, read_quantization
 
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
 
 _MOST_LAYERS = 10_000  # far beyond any model; it bounds the lists that are made while config.json is read
 # The values of --dtype (SGLang's) and the three types that models run in; auto uses the checkpoint's.
-_DTYPES = {
-    "half": "float16",
-    "float16": "float16",
-    "bfloat16": "bfloat16",
-    "float": "float32",
-    "float32": "float32",
-}
+_DTYPES = {"half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32", "float32": "float32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +143,7 @@ class ModelConfig:
         if sizes is None:
             return self.hidden_size * (2 * queries + 2 * self.num_kv_heads * self.head_dim + mlp)
         values, rank = self.num_heads * sizes.v_head_dim, sizes.q_lora_rank
-        inside = (rank or 0) * queries + sizes.kv_lora_rank * (
-            self.num_heads * sizes.qk_nope_head_dim + values
-        )
+        inside = (rank or 0) * queries + sizes.kv_lora_rank * (self.num_heads * sizes.qk_nope_head_dim + values)
         return inside + self.hidden_size * ((rank or queries) + sizes.width + values + mlp)
 
     @property
@@ -212,9 +199,7 @@ class ModelConfig:
         sizes = None if family.latent is None else family.latent(reader)
         num_kv_heads = 1 if sizes else reader.size("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
-            raise ConfigError(
-                f"config.json: {num_heads} attention heads cannot share {num_kv_heads} key/value heads"
-            )
+            raise ConfigError(f"config.json: {num_heads} attention heads cannot share {num_kv_heads} key/value heads")
         max_position = reader.size("max_position_embeddings")
         by_layer_type = family.local_theta is not None
         rope_theta, rope_scaling = parse_rope(hf, max_position, family.rope_theta, by_layer_type)
@@ -313,9 +298,7 @@ _FORMER_NAMES = {"Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM"}
 def _architecture(hf: Mapping[str, object]) -> str:
     stated = hf.get("architectures")
     names = (
-        [_FORMER_NAMES.get(name, name) for name in stated if isinstance(name, str)]
-        if isinstance(stated, list)
-        else []
+        [_FORMER_NAMES.get(name, name) for name in stated if isinstance(name, str)] if isinstance(stated, list) else []
     )
     known = [name for name in names if name in SUPPORTED_ARCHITECTURES]
     if known:
@@ -372,9 +355,7 @@ def _soft_cap(reader: ConfigReader, key: str, default: float | None) -> float:
     return cap
 
 
-def _experts(
-    family: Family, reader: ConfigReader, num_layers: int, stored: QuantConfig | None
-) -> ExpertsConfig | None:
+def _experts(family: Family, reader: ConfigReader, num_layers: int, stored: QuantConfig | None) -> ExpertsConfig | None:
     if family.experts is None:
         return None
     return dataclasses.replace(family.experts(reader, num_layers), format=stored)
@@ -384,9 +365,7 @@ def _head_dim(reader: ConfigReader, default: int | None, num_heads: int) -> int:
     """``default`` is the family's; None: hidden_size divided by the number of heads."""
     hidden_size = reader.size("hidden_size")
     if default is None and reader.values.get("head_dim") is None and hidden_size % num_heads:
-        raise ConfigError(
-            f"config.json: hidden_size {hidden_size} is no multiple of {num_heads} heads; set head_dim"
-        )
+        raise ConfigError(f"config.json: hidden_size {hidden_size} is no multiple of {num_heads} heads; set head_dim")
     head_dim = reader.size("head_dim", default or max(hidden_size // num_heads, 1))
     if head_dim % 2:
         raise ConfigError(f"config.json: head_dim must be even for rotary positions, got {head_dim}")
@@ -425,9 +404,7 @@ def _eos_ids(
 def _resolve_dtype(asked: str, hf: Mapping[str, object]) -> str:
     if asked != "auto":
         if asked not in _DTYPES:
-            raise ConfigError(
-                f"--dtype {asked!r} is unknown; use auto, half, float16, bfloat16, float or float32"
-            )
+            raise ConfigError(f"--dtype {asked!r} is unknown; use auto, half, float16, bfloat16, float or float32")
         return _DTYPES[asked]
     stored = hf.get("dtype") or hf.get("torch_dtype") or "float32"
     name = str(stored).removeprefix("torch.")
@@ -601,9 +578,7 @@ def _divisors(raw: Mapping[str, object], key: str) -> tuple[float, ...]:
     numbers = values if isinstance(values, list) else []
     divisors = tuple(_number({key: value}, key, 0.0) for value in numbers)
     if not divisors or min(divisors) <= 0.0:
-        raise ConfigError(
-            f"config.json: rope scaling of type 'longrope' needs {key}, a list of numbers above 0"
-        )
+        raise ConfigError(f"config.json: rope scaling of type 'longrope' needs {key}, a list of numbers above 0")
     return divisors
 
 

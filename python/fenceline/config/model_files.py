@@ -36,9 +36,7 @@ def demo_model_path(name: str = "demo") -> str:
     return str(path)
 
 
-def model_directory(
-    name: str, flag: str, revision: str | None, download_dir: str | None, weights: bool
-) -> str:
+def model_directory(name: str, flag: str, revision: str | None, download_dir: str | None, weights: bool) -> str:
     """The local directory for ``name``, the value of ``flag``; downloads it if necessary.
 
     ``weights`` False fetches configuration and tokenizer only. Raises ConfigError, one line, if ``name`` is neither
@@ -55,9 +53,7 @@ def model_directory(
         return str(path.resolve())
     if path.is_file():
         if path.suffix == ".gguf":
-            raise ConfigError(
-                f"{flag} {name}: GGUF files are not read; give the original model in safetensors"
-            )
+            raise ConfigError(f"{flag} {name}: GGUF files are not read; give the original model in safetensors")
         raise ConfigError(f"{flag} {name}: is a file; give the directory that holds it")
     if not _HUB_ID.fullmatch(name):
         raise ConfigError(
@@ -92,11 +88,7 @@ def _download(name: str, flag: str, revision: str | None, download_dir: str | No
         from huggingface_hub import snapshot_download
 
         return snapshot_download(
-            name,
-            revision=revision,
-            cache_dir=download_dir,
-            allow_patterns=patterns,
-            ignore_patterns=list(_IGNORED),
+            name, revision=revision, cache_dir=download_dir, allow_patterns=patterns, ignore_patterns=list(_IGNORED)
         )
 
 
@@ -125,9 +117,7 @@ def _downloads_of(name: str, flag: str, revision: str | None) -> Iterator[None]:
         reason = "neither a directory here nor a repository on the hub (a private one needs HF_TOKEN)"
         raise ConfigError(f"{flag} {name}: {reason}") from error
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
-        reason = (
-            "neither a directory here nor in the download cache, and the hub cannot be reached (offline?)"
-        )
+        reason = "neither a directory here nor in the download cache, and the hub cannot be reached (offline?)"
         raise ConfigError(f"{flag} {name}: {reason}") from error
     except errors.EntryNotFoundError as error:
         raise ConfigError(f"{flag} {name}: the repository has no such file") from error
@@ -135,17 +125,13 @@ def _downloads_of(name: str, flag: str, revision: str | None) -> Iterator[None]:
         raise ConfigError(f"{flag} {name}: neither a directory here nor a hub id") from error
     except (errors.HfHubHTTPError, OSError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ConfigError(
-            f"{flag} {name}: the download failed ({reason}); try again, it continues"
-        ) from error
+        raise ConfigError(f"{flag} {name}: the download failed ({reason}); try again, it continues") from error
 
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _LFS_POINTER = b"version https://git-lfs"
-CONVERT = (
-    "convert them once with transformers: AutoModelForCausalLM.from_pretrained(dir).save_pretrained(new_dir)"
-)
+CONVERT = "convert them once with transformers: AutoModelForCausalLM.from_pretrained(dir).save_pretrained(new_dir)"
 CONVERT_DRAFT = (  # transformers has no class for drafts
     'convert them once: python -c "import torch, safetensors.torch as s;'
     " s.save_file(torch.load('pytorch_model.bin', weights_only=True), 'model.safetensors')\""
@@ -250,9 +236,7 @@ def _no_pointer(path: Path) -> Path:
     git-lfs is missing."""
     with path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-            raise ConfigError(
-                f"{path}: is a pointer of git-lfs, not the weights; run git lfs pull in that directory"
-            )
+            raise ConfigError(f"{path}: is a pointer of git-lfs, not the weights; run git lfs pull in that directory")
     return path
 
 

@@ -22,9 +22,7 @@ def described(config: EngineConfig) -> bytes:
     flags["model"] = {name: value for name, value in model.items() if not _is_own(name)}
     if isinstance(hicache, dict):
         hicache.pop("storage")  # it depends on the host's file system; the flags for it are compared
-    shared = {
-        name: value for name, value in flags.items() if not _is_own(name) and not name.startswith("log_")
-    }
+    shared = {name: value for name, value in flags.items() if not _is_own(name) and not name.startswith("log_")}
     return json.dumps([config.server_args.node_rank, config.random_seed, shared]).encode()
 
 

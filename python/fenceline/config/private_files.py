@@ -123,9 +123,7 @@ def _shared(status: os.stat_result) -> str | None:
     return None
 
 
-def _open(
-    path: str, flags: int, dir_fd: int | None, objection: Callable[[os.stat_result], str | None]
-) -> int:
+def _open(path: str, flags: int, dir_fd: int | None, objection: Callable[[os.stat_result], str | None]) -> int:
     try:
         fd = os.open(path, flags | _NOTHING_FOREIGN, 0o600, dir_fd=dir_fd)
     except FileNotFoundError:

@@ -86,14 +86,10 @@ class QuantConfig:
     def on_line(self) -> QuantConfig:
         """The same format, made from plain weights, which dummy weights are."""
         others = tuple(other.on_line() for other in self.others)
-        return dataclasses.replace(
-            self, method=ON_LINE_METHOD, static_input=False, has_kv_scales=False, others=others
-        )
+        return dataclasses.replace(self, method=ON_LINE_METHOD, static_input=False, has_kv_scales=False, others=others)
 
 
-def read_quantization(
-    hf: Mapping[str, object], directory: Path, asked: str | None = None
-) -> QuantConfig | None:
+def read_quantization(hf: Mapping[str, object], directory: Path, asked: str | None = None) -> QuantConfig | None:
     """The format of the checkpoint in ``directory`` with the config.json ``hf``; None for plain weights.
 
     ``asked`` is --quantization: a format to make on-line, or the name of the checkpoint's own. Raises ``ConfigError``
@@ -116,15 +112,11 @@ def read_quantization(
     if reader is None:
         raise _refusal(name, f"which is not supported ({', '.join(CHECKPOINT_METHODS)} are)")
     if asked not in (None, name):
-        raise ConfigError(
-            f"--quantization {asked}: the checkpoint is quantised already ({name}); leave it out"
-        )
+        raise ConfigError(f"--quantization {asked}: the checkpoint is quantised already ({name}); leave it out")
     config, plain = reader(name, fields)
     _check_patterns(name, plain)
     others = tuple(dataclasses.replace(other, plain=tuple(plain)) for other in config.others)
-    return dataclasses.replace(
-        config, plain=tuple(plain), has_kv_scales=_has_kv_scales(name, fields), others=others
-    )
+    return dataclasses.replace(config, plain=tuple(plain), has_kv_scales=_has_kv_scales(name, fields), others=others)
 
 
 def read_mxfp4(hf: Mapping[str, object], asked: str | None) -> QuantConfig | None:
@@ -134,9 +126,7 @@ def read_mxfp4(hf: Mapping[str, object], asked: str | None) -> QuantConfig | Non
     if not isinstance(entry, Mapping) or entry.get("quant_method") != "mxfp4":
         return None
     if asked not in (None, "mxfp4"):
-        raise ConfigError(
-            f"--quantization {asked}: the checkpoint is quantised already (mxfp4); leave it out"
-        )
+        raise ConfigError(f"--quantization {asked}: the checkpoint is quantised already (mxfp4); leave it out")
     return QuantConfig(method="mxfp4", kind="mxfp4", group_size=MXFP4_GROUP)
 
 
@@ -191,10 +181,7 @@ def _read_fp8(name: str, fields: Mapping[str, object]) -> tuple[QuantConfig, lis
     if block is not None and block != [FP8_BLOCK, FP8_BLOCK]:
         raise _refusal(name, f"in blocks of {block}, of which only [{FP8_BLOCK}, {FP8_BLOCK}] is supported")
     config = QuantConfig(
-        method=name,
-        kind="fp8",
-        scales="tensor" if block is None else "block",
-        static_input=scheme == "static",
+        method=name, kind="fp8", scales="tensor" if block is None else "block", static_input=scheme == "static"
     )
     return config, _strings(fields.get("modules_to_not_convert")) + _strings(fields.get("ignored_layers"))
 
@@ -236,39 +223,27 @@ def _compressed_group(name: str, group: object, packing: object) -> QuantConfig:
     return dataclasses.replace(config, only=() if "Linear" in targets else tuple(targets))
 
 
-def _compressed_int8(
-    name: str, weights: Mapping[str, object], inputs: object, packing: object
-) -> QuantConfig:
+def _compressed_int8(name: str, weights: Mapping[str, object], inputs: object, packing: object) -> QuantConfig:
     if weights.get("symmetric") is False or weights.get("actorder") not in (None, False, "static", "weight"):
         raise _refusal(name, "with zero points or an order of activations for int8, which are not supported")
     if isinstance(inputs, Mapping) and (inputs.get("type"), inputs.get("num_bits")) != ("int", 8):
         raise _refusal(name, "with int8 for weights and another format for inputs, which is not supported")
     strategy, size = weights.get("strategy"), weights.get("group_size")
     if strategy not in ("tensor", "channel") and (strategy, size) != ("group", INT8_GROUP):
-        reason = (
-            f"with a scale of int8 for each {strategy} ({size}), of which tensor, channel and group (128) are"
-        )
+        reason = f"with a scale of int8 for each {strategy} ({size}), of which tensor, channel and group (128) are"
         raise _refusal(name, f"{reason} supported")
     if packing not in (None, "pack-quantized", "int-quantized", "naive-quantized", "mixed-precision"):
-        raise _refusal(
-            name, f"with int8 as {packing}, of which int-quantized and pack-quantized are supported"
-        )
+        raise _refusal(name, f"with int8 as {packing}, of which int-quantized and pack-quantized are supported")
     packed = packing == "pack-quantized" or (packing != "int-quantized" and inputs is None)
     return QuantConfig(method=name, kind="int8", scales=str(strategy), packed=packed)
 
 
-def _compressed_int4(
-    name: str, weights: Mapping[str, object], inputs: object, packing: object
-) -> QuantConfig:
+def _compressed_int4(name: str, weights: Mapping[str, object], inputs: object, packing: object) -> QuantConfig:
     if inputs is not None or packing not in (None, "pack-quantized", "mixed-precision"):
-        raise _refusal(
-            name, f"with 4 bits as {packing} and rounded input, of which only packed weights are supported"
-        )
+        raise _refusal(name, f"with 4 bits as {packing} and rounded input, of which only packed weights are supported")
     strategy = weights.get("strategy")
     if strategy not in ("group", "channel"):
-        raise _refusal(
-            name, f"with a scale of int4 for each {strategy}, of which group and channel are supported"
-        )
+        raise _refusal(name, f"with a scale of int4 for each {strategy}, of which group and channel are supported")
     if weights.get("actorder") not in (None, False, "static", "weight"):
         raise _refusal(name, "with columns of 4 bits in groups that are not adjacent, which is not supported")
     return QuantConfig(
@@ -298,10 +273,7 @@ def _read_awq(name: str, fields: Mapping[str, object]) -> tuple[QuantConfig, lis
     if str(fields.get("version", "gemm")).lower() != "gemm":
         raise _refusal(name, f"packed as {fields.get('version')}, of which gemm is supported")
     config = QuantConfig(
-        method=name,
-        kind="int4",
-        group_size=_group_size(name, fields),
-        has_zeros=fields.get("zero_point") is not False,
+        method=name, kind="int4", group_size=_group_size(name, fields), has_zeros=fields.get("zero_point") is not False
     )
     return config, _strings(fields.get("modules_to_not_convert"))
 
@@ -330,9 +302,7 @@ def _read_gptq(name: str, fields: Mapping[str, object]) -> tuple[QuantConfig, li
 def _compressed_fp8(name: str, weights: Mapping[str, object], inputs: object) -> QuantConfig:
     strategy, block = weights.get("strategy"), weights.get("block_structure")
     if strategy not in ("tensor", "channel", "block"):
-        raise _refusal(
-            name, f"with a scale for each {strategy}, of which tensor, channel and block are supported"
-        )
+        raise _refusal(name, f"with a scale for each {strategy}, of which tensor, channel and block are supported")
     if strategy == "block" and block not in ([FP8_BLOCK, FP8_BLOCK], f"{FP8_BLOCK}x{FP8_BLOCK}"):
         raise _refusal(name, f"in blocks of {block}, of which only [{FP8_BLOCK}, {FP8_BLOCK}] is supported")
     static = isinstance(inputs, Mapping) and inputs.get("dynamic") is False
@@ -359,10 +329,7 @@ def _lists(listed: tuple[str, ...], module: str) -> bool:
     if not names.isdisjoint(_runs(whole)):
         return True
     # A pattern that names a part, as .*v_proj does, matches .qkv_proj by chance.
-    return any(
-        _match([pattern], whole) and not any(_match([pattern], part) for part in parts)
-        for pattern in patterns
-    )
+    return any(_match([pattern], whole) and not any(_match([pattern], part) for part in parts) for pattern in patterns)
 
 
 def _match(patterns: Sequence[re.Pattern[str]], module: str) -> bool:

@@ -44,9 +44,7 @@ def find(option: str) -> tuple[str, Refusal] | None:
 _REMEDIES: Mapping[str, str] = {
     # Settings that have another name here.
     "use --context-length": "--max-model-len --max-input-length --max-input-tokens --ctx-size",
-    "use --mem-fraction-static": (
-        "--gpu-memory-utilization --device-memory-utilization --cuda-memory-fraction"
-    ),
+    "use --mem-fraction-static": ("--gpu-memory-utilization --device-memory-utilization --cuda-memory-fraction"),
     "use --max-total-tokens, which counts tokens": (
         "--kv-cache-memory-bytes --num-gpu-blocks-override --max-batch-total-tokens"
     ),
@@ -99,9 +97,7 @@ _REMEDIES: Mapping[str, str] = {
     ),
     "write that template to a file and use --chat-template": "--hf-chat-template-name",
     "use --reasoning-parser": "--enable-reasoning",
-    "use --grammar-backend": (
-        "--guided-decoding-backend=xgrammar,auto --structured-outputs-config=xgrammar,auto"
-    ),
+    "use --grammar-backend": ("--guided-decoding-backend=xgrammar,auto --structured-outputs-config=xgrammar,auto"),
     "use --constrained-json-whitespace-pattern": (
         "--constrained-json-disable-any-whitespace --constrained-json-max-whitespace-cnt"
     ),
@@ -205,9 +201,7 @@ _REMEDIES: Mapping[str, str] = {
     "--cors-allowed-origins says all that is asked: leave it out": (
         "--allow-credentials --allowed-methods --allowed-headers"
     ),
-    "eviction is least recently used: leave it out": (
-        "--radix-eviction-policy=lru --radix-eviction-policy-config"
-    ),
+    "eviction is least recently used: leave it out": ("--radix-eviction-policy=lru --radix-eviction-policy-config"),
     "drafts are verified by the decode backend, which reads a few rows of each request: leave it out": (
         "--speculative-attention-mode=decode"
     ),
@@ -229,9 +223,7 @@ _REMEDIES: Mapping[str, str] = {
         "--enable-trace --trace-modules --otlp-* --collect-detailed-traces --kv-events-config"
         " --load-publish-endpoint --enable-forward-pass-metrics --export-metrics-to-file* --log-config-file"
     ),
-    "give labels to the scrape job of Prometheus and leave it out": (
-        "--tokenizer-metrics-* --extra-metric-labels"
-    ),
+    "give labels to the scrape job of Prometheus and leave it out": ("--tokenizer-metrics-* --extra-metric-labels"),
     "use --memory-check or --debug-cuda-graph": (
         "--debug-tensor-dump-* --enable-nan-detection --crash-on-nan --kv-canary*"
     ),

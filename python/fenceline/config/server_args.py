@@ -90,8 +90,7 @@ class ServerArgs:
         group=_MODEL,
         choices=("auto", "safetensors", "dummy"),
         refused=dict.fromkeys(
-            ("pt", "npcache", "gguf", "bitsandbytes"),
-            "convert the weights to safetensors and leave the flag out",
+            ("pt", "npcache", "gguf", "bitsandbytes"), "convert the weights to safetensors and leave the flag out"
         ),
     )
     dtype: str = flag(
@@ -130,10 +129,7 @@ class ServerArgs:
         group=_MODEL,
     )
     json_model_override_args: str = flag(
-        "{}",
-        "A JSON object whose entries replace those of the model's config.json.",
-        group=_MODEL,
-        metavar="JSON",
+        "{}", "A JSON object whose entries replace those of the model's config.json.", group=_MODEL, metavar="JSON"
     )
     trust_remote_code: bool = flag(
         False,
@@ -195,9 +191,7 @@ class ServerArgs:
         metavar="NAME",
     )
     disable_web_page: bool = flag(
-        False,
-        "Serve no page at /, where people can chat with the model and watch the server.",
-        group=_HTTP,
+        False, "Serve no page at /, where people can chat with the model and watch the server.", group=_HTTP
     )
     max_queued_requests: int | None = flag(
         None,
@@ -223,9 +217,7 @@ class ServerArgs:
         group=_HTTP,
     )
     allow_auto_truncate: bool = flag(
-        False,
-        "Cut off the end of prompts that are too long instead of refusing them.",
-        group=_HTTP,
+        False, "Cut off the end of prompts that are too long instead of refusing them.", group=_HTTP
     )
     watchdog_timeout: float = flag(
         300.0,
@@ -254,10 +246,7 @@ class ServerArgs:
         group=_MEMORY,
     )
     page_size: int = flag(
-        1,
-        "Tokens per KV cache page; prefixes are shared in whole pages.",
-        group=_MEMORY,
-        choices=(1, 16, 32, 64),
+        1, "Tokens per KV cache page; prefixes are shared in whole pages.", group=_MEMORY, choices=(1, 16, 32, 64)
     )
     chunked_prefill_size: int | None = flag(
         None,
@@ -273,9 +262,7 @@ class ServerArgs:
         group=_MEMORY,
     )
     prefill_max_requests: int | None = flag(
-        None,
-        "Most prompts of one prefill step. Any number on a GPU, 8 on a CPU unless given.",
-        group=_MEMORY,
+        None, "Most prompts of one prefill step. Any number on a GPU, 8 on a CPU unless given.", group=_MEMORY
     )
     schedule_policy: str = flag(
         "fcfs",
@@ -291,9 +278,7 @@ class ServerArgs:
         group=_MEMORY,
     )
     schedule_low_priority_values_first: bool = flag(
-        False,
-        "With --enable-priority-scheduling: a smaller `priority` is better.",
-        group=_MEMORY,
+        False, "With --enable-priority-scheduling: a smaller `priority` is better.", group=_MEMORY
     )
     default_priority_value: int | None = flag(
         None,
@@ -308,9 +293,7 @@ class ServerArgs:
         group=_MEMORY,
     )
     disable_priority_preemption: bool = flag(
-        False,
-        "With --enable-priority-scheduling: no running request is retracted for a waiting one.",
-        group=_MEMORY,
+        False, "With --enable-priority-scheduling: no running request is retracted for a waiting one.", group=_MEMORY
     )
     schedule_conservativeness: float = flag(
         1.0,
@@ -338,9 +321,7 @@ class ServerArgs:
         group=_HICACHE,
     )
     hicache_size: float = flag(
-        0.0,
-        "Size of each rank's host tier in GB (10^9 bytes); with 0 --hicache-ratio gives it.",
-        group=_HICACHE,
+        0.0, "Size of each rank's host tier in GB (10^9 bytes); with 0 --hicache-ratio gives it.", group=_HICACHE
     )
     hicache_write_policy: WritePolicy = flag(
         "write_through",
@@ -435,9 +416,7 @@ class ServerArgs:
         aliases=("--speculative-draft-model",),
     )
     speculative_draft_model_revision: str | None = flag(
-        None,
-        "Branch, tag or commit of a hub id given as --speculative-draft-model-path.",
-        group=_SPECULATION,
+        None, "Branch, tag or commit of a hub id given as --speculative-draft-model-path.", group=_SPECULATION
     )
     speculative_token_map: str | None = flag(
         None,
@@ -528,9 +507,7 @@ class ServerArgs:
         "and its --node-rank.",
         group=_RUNTIME,
     )
-    node_rank: int = flag(
-        0, "Which of the hosts this is, from 0 on. Node 0 answers requests.", group=_RUNTIME
-    )
+    node_rank: int = flag(0, "Which of the hosts this is, from 0 on. Node 0 answers requests.", group=_RUNTIME)
     dist_init_addr: str | None = flag(
         None,
         "HOST:PORT of node 0 at which the ranks of several hosts meet: an IPv4 address of a private network and a free "
@@ -563,8 +540,7 @@ class ServerArgs:
     )
     sampling_backend: str = flag(
         "auto",
-        "Accepted as SGLang has it, without effect: a GPU draws with our own kernel, a CPU with "
-        "torch's operators.",
+        "Accepted as SGLang has it, without effect: a GPU draws with our own kernel, a CPU with torch's operators.",
         group=_RUNTIME,
         choices=("auto", "torch", "pytorch"),
         refused={"flashinfer": "use --sampling-backend torch"},
@@ -594,10 +570,7 @@ class ServerArgs:
         group=_RUNTIME,
     )
     disable_piecewise_cuda_graph: bool = flag(
-        False,
-        "Launch every prefill step kernel by kernel.",
-        group=_RUNTIME,
-        aliases=("--disable-prefill-cuda-graph",),
+        False, "Launch every prefill step kernel by kernel.", group=_RUNTIME, aliases=("--disable-prefill-cuda-graph",)
     )
     piecewise_cuda_graph_max_tokens: int | None = flag(
         None,
@@ -723,19 +696,11 @@ class ServerArgs:
         metavar="REGEX",
     )
     enable_cache_report: bool = flag(
-        False,
-        "Report cached prompt tokens in the usage of OpenAI answers (prompt_tokens_details).",
-        group=_API,
+        False, "Report cached prompt tokens in the usage of OpenAI answers (prompt_tokens_details).", group=_API
     )
-    stream_interval: int = flag(
-        1,
-        "Tokens in each chunk of a stream; more than one saves CPU time.",
-        group=_API,
-    )
+    stream_interval: int = flag(1, "Tokens in each chunk of a stream; more than one saves CPU time.", group=_API)
     incremental_streaming_output: bool = flag(
-        False,
-        "Events of a streaming /generate carry only what is new instead of everything so far.",
-        group=_API,
+        False, "Events of a streaming /generate carry only what is new instead of everything so far.", group=_API
     )
 
     # Logging and metrics
@@ -766,14 +731,10 @@ class ServerArgs:
         choices=(0, 1, 2, 3),
     )
     decode_log_interval: int = flag(
-        40,
-        "Log a line of figures each time this many decode steps have run.",
-        group=_LOGGING,
+        40, "Log a line of figures each time this many decode steps have run.", group=_LOGGING
     )
     enable_metrics: bool = flag(
-        False,
-        "Serve Prometheus metrics at /metrics, and add times to the meta_info of /generate.",
-        group=_LOGGING,
+        False, "Serve Prometheus metrics at /metrics, and add times to the meta_info of /generate.", group=_LOGGING
     )
     metrics_prefix: str = flag(
         "both",
@@ -814,9 +775,7 @@ class ServerArgs:
         ``device`` may also be a registered kind (see memory_order.register_device), which the command line does not
         accept. Raises ConfigError for unknown or refused names and for values of the wrong type.
         """
-        known = {
-            name: value for name, value in values.items() if name != "device" or not is_registered(value)
-        }
+        known = {name: value for name, value in values.items() if name != "device" or not is_registered(value)}
         args = cls(**from_mapping(cls, known))
         return args if len(known) == len(values) else dataclasses.replace(args, device=str(values["device"]))
 

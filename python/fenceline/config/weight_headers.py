@@ -59,8 +59,7 @@ def read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
             with safe_open(path, framework="numpy") as file:
                 slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
                 found = {
-                    name: StoredTensor(one.get_dtype(), tuple(one.get_shape()), path)
-                    for name, one in slices.items()
+                    name: StoredTensor(one.get_dtype(), tuple(one.get_shape()), path) for name, one in slices.items()
                 }
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None

@@ -144,10 +144,7 @@ def _reason(error: RuntimeError | UnicodeDecodeError) -> str:
 
 
 def _compiled(
-    compiler: xgrammar.GrammarCompiler,
-    spec: GrammarSpec,
-    max_whitespace: int | None,
-    noted: Callable[[str], object],
+    compiler: xgrammar.GrammarCompiler, spec: GrammarSpec, max_whitespace: int | None, noted: Callable[[str], object]
 ) -> xgrammar.CompiledGrammar:
     match spec.kind:
         case "json_schema":
@@ -176,9 +173,7 @@ def _with_rules(enforced: Enforced, max_whitespace: int | None) -> str:
 
     text = str(
         xgrammar.Grammar.from_json_schema(
-            json.dumps(enforced.schema),
-            any_whitespace=max_whitespace != 0,
-            max_whitespace_cnt=max_whitespace or None,
+            json.dumps(enforced.schema), any_whitespace=max_whitespace != 0, max_whitespace_cnt=max_whitespace or None
         )
     )
     for name, rules in enforced.rules.items():
@@ -235,9 +230,7 @@ def _enforced_tag(value: Any, depth: int, max_whitespace: int | None, noted: Cal
         enforced = enforced_schema(one, noted)
         if enforced.rules:
             if value.get("type") != "json_schema":
-                raise ValueError(
-                    "multipleOf with bounds or of decimals is not enforced within this kind of tag"
-                )
+                raise ValueError("multipleOf with bounds or of decimals is not enforced within this kind of tag")
             most = value.get("max_whitespace_cnt", max_whitespace and max(max_whitespace, 1))
             return {"type": "grammar", "grammar": _with_rules(enforced, most)}
         made[name] = enforced.schema

@@ -90,9 +90,7 @@ def serve(connection: Connection, num_children: int) -> None:
         source = msgspec.msgpack.decode(connection.recv_bytes(), type=VocabularySource)
         from fenceline.constrained.compile import compile_grammar, make_vocabulary
 
-        vocabulary = make_vocabulary(
-            source.tokenizer_json, source.special_ids, source.vocab_size, source.eos_token_ids
-        )
+        vocabulary = make_vocabulary(source.tokenizer_json, source.special_ids, source.vocab_size, source.eos_token_ids)
         connection.send_bytes(msgspec.msgpack.encode(Compiled(0, vocabulary.serialize_json().encode())))
     except EOFError:
         return
@@ -202,9 +200,7 @@ def _result(child: _Child, status: int) -> Compiled:
         return Compiled(child.id, is_given_up=True)
     smaller = "make it or its lengths smaller, or nest it less deeply"
     if status == -signal.SIGXCPU:
-        return Compiled(
-            child.id, error=f"it takes more than {MAX_CPU_S} s to compile: {smaller}", is_refused=True
-        )
+        return Compiled(child.id, error=f"it takes more than {MAX_CPU_S} s to compile: {smaller}", is_refused=True)
     if status == -signal.SIGKILL:  # by us, or by the system because memory is short
         reason = f"it was not compiled within {MAX_WALL_S:g} s, or memory is short: try again later"
         return Compiled(child.id, error=reason)
@@ -215,9 +211,7 @@ def _result(child: _Child, status: int) -> Compiled:
     return Compiled(child.id, error=reason, is_refused=True)
 
 
-def _compile_and_write(
-    work: Callable[[CompileJob], Compiled], job: CompileJob, file: int, memory: int
-) -> None:
+def _compile_and_write(work: Callable[[CompileJob], Compiled], job: CompileJob, file: int, memory: int) -> None:
     """What a child does: compile ``job`` within its limits, write the result to ``file`` and exit."""
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -49,14 +49,7 @@ _OF_TYPE = {
 _PLAIN = r'[^\x00-\x1f"\\\ud800-\udfff]'
 _COMBINED = ("$ref", "anyOf", "oneOf", "allOf")
 _HANDLED = frozenset(
-    (
-        *_COMBINED,
-        "nullable",
-        "enum",
-        "const",
-        "type",
-        *(name for names in _OF_TYPE.values() for name in names),
-    )
+    (*_COMBINED, "nullable", "enum", "const", "type", *(name for names in _OF_TYPE.values() for name in names))
 )
 # Keywords of JSON Schema that assert something and that nothing enforces.
 _NOT_ENFORCED = {
@@ -77,12 +70,8 @@ _NOT_ENFORCED = {
     "$anchor": "use $ref with a path",
     "$dynamicAnchor": "use $ref with a path",
 }
-_UNIQUE_IGNORED = (
-    "uniqueItems is an annotation here: a grammar cannot compare items, except for those of a short enum"
-)
-_LOOK_AROUND_IGNORED = (
-    "look-around in a pattern beside a format is not enforced: the format is, instead of the pattern"
-)
+_UNIQUE_IGNORED = "uniqueItems is an annotation here: a grammar cannot compare items, except for those of a short enum"
+_LOOK_AROUND_IGNORED = "look-around in a pattern beside a format is not enforced: the format is, instead of the pattern"
 
 _FORMS: dict[str, tuple[type | tuple[type, ...], str]] = {
     **dict.fromkeys(("pattern", "format"), (str, "a text")), "enum": (list, "a list"),
@@ -212,9 +201,7 @@ class _Walk:
 
     # --- combinations
 
-    def _choice(
-        self, name: str, branches: list[object], others: list[Any], where: str, depth: int
-    ) -> dict[str, Any]:
+    def _choice(self, name: str, branches: list[object], others: list[Any], where: str, depth: int) -> dict[str, Any]:
         """``branches`` of anyOf or oneOf, each together with ``others``."""
         made: list[object] = []
         for index, branch in enumerate(branches):
@@ -260,9 +247,7 @@ class _Walk:
         a common property with different constants, are recognised as proof."""
         for one, other in itertools.combinations(map(self._resolved, branches), 2):
             if not _disjoint(one, other, self._resolved):
-                raise _error(
-                    where, "oneOf is enforced only where no two of its schemas can hold at once: use anyOf"
-                )
+                raise _error(where, "oneOf is enforced only where no two of its schemas can hold at once: use anyOf")
 
     def _resolved(self, schema: object) -> Schema:
         """``schema``, or the schema to which it refers; an empty one if that cannot be found, or something else stands
@@ -289,9 +274,7 @@ class _Walk:
         with _explained("pattern", where):
             values = [value for value in values if _fits(value, given, where)]
         if not values:
-            raise _Nothing(
-                f"{where[:200]}: no value of enum or const is of the type, or fits what stands beside it"
-            )
+            raise _Nothing(f"{where[:200]}: no value of enum or const is of the type, or fits what stands beside it")
         for value in values:
             _check_numbers(value, where)
         return {"enum": values}
@@ -380,12 +363,7 @@ class _Walk:
         ends: list[Fraction | None] = []
         for bound, toward in ((low, 1), (high, -1)):
             end = None if bound is None else _fraction(bound[0])
-            if (
-                bound is not None
-                and end is not None
-                and bound[1].startswith("exclusive")
-                and end % exact == 0
-            ):
+            if bound is not None and end is not None and bound[1].startswith("exclusive") and end % exact == 0:
                 end += toward * exact
             ends.append(end)
         with _explained("multipleOf or the bounds", where):
@@ -437,9 +415,7 @@ class _Walk:
         if not isinstance(values, list) or not found.keys() & _HANDLED <= {"enum", "const", "type"}:
             return None
         names = _type_names(found.get("type"), "#")
-        different = {
-            _key(one): one for one in values if not names or any(_is_of(one, name) for name in names)
-        }
+        different = {_key(one): one for one in values if not names or any(_is_of(one, name) for name in names)}
         return list(different.values()) if len(different) <= _MAX_SUBSETS else None
 
     def _object(self, given: Schema, where: str, depth: int) -> dict[str, Any]:
@@ -457,9 +433,7 @@ class _Walk:
             if name not in listed:
                 listed[name] = _unlisted(name, given, where)
                 if listed[name] is False:
-                    raise _Nothing(
-                        f"{where[:200]}: required names {name[:60]!r}, which no property may be called"
-                    )
+                    raise _Nothing(f"{where[:200]}: required names {name[:60]!r}, which no property may be called")
         properties = self._members(listed, required, patterns, names, others, where, depth)
         if properties:
             made["properties"] = properties
@@ -469,9 +443,7 @@ class _Walk:
             made["additionalProperties"] = False
         elif isinstance(names, str) or patterns:
             if len(patterns) > 1 or (patterns and names is not None):
-                raise _error(
-                    where, "one of propertyNames and patternProperties is enforced, with one pattern"
-                )
+                raise _error(where, "one of propertyNames and patternProperties is enforced, with one pattern")
             pattern, schema = next(iter(patterns.items())) if patterns else (str(names), others)
             try:
                 if patterns:
@@ -482,14 +454,10 @@ class _Walk:
             except _Nothing:
                 made["additionalProperties"] = False
             except ValueError as error:
-                raise (
-                    error if isinstance(error, SchemaError) else _error(where, f"pattern: {error}")
-                ) from error
+                raise (error if isinstance(error, SchemaError) else _error(where, f"pattern: {error}")) from error
         else:
             try:
-                made["additionalProperties"] = self._schema(
-                    others, f"{where}/additionalProperties", depth + 1
-                )
+                made["additionalProperties"] = self._schema(others, f"{where}/additionalProperties", depth + 1)
             except _Nothing:
                 made["additionalProperties"] = False
         is_open = made["additionalProperties"] is not False or "patternProperties" in made
@@ -499,9 +467,7 @@ class _Walk:
             raise _Nothing(f"{where[:200]}: maxProperties are fewer than the required ones")
         if is_open and made.get("minProperties", 0) > 1:
             # The library counts members, but could count one name twice, as it can be written in several ways.
-            raise _error(
-                where, "minProperties above 1 is enforced only with properties: a name could come twice"
-            )
+            raise _error(where, "minProperties above 1 is enforced only with properties: a name could come twice")
         return made
 
     def _members(
@@ -518,9 +484,7 @@ class _Walk:
         what all of them must be."""
         made: dict[str, Any] = {}
         if isinstance(names, str) and listed:
-            raise _error(
-                where, "propertyNames with a pattern is not enforced beside properties: leave it out"
-            )
+            raise _error(where, "propertyNames with a pattern is not enforced beside properties: leave it out")
         for name, schema in listed.items():
             place = f"{where}/properties/{name}"
             try:
@@ -536,9 +500,7 @@ class _Walk:
                 if name in required:
                     raise
             except ValueError as error:
-                raise (
-                    error if isinstance(error, SchemaError) else _error(where, f"pattern: {error}")
-                ) from error
+                raise (error if isinstance(error, SchemaError) else _error(where, f"pattern: {error}")) from error
         return made
 
     def _names(self, schema: object, where: str, depth: int) -> list[str] | str | None:
@@ -566,9 +528,7 @@ class _Walk:
 
 
 _Bound = tuple[float, str]  # and its keyword
-_FINEST = Fraction(
-    1, 10**6
-)  # the library writes a number between two bounds with at most six digits after the point
+_FINEST = Fraction(1, 10**6)  # the library writes a number between two bounds with at most six digits after the point
 
 
 def _is_empty(low: _Bound, high: _Bound) -> bool:
@@ -679,8 +639,7 @@ def _merged_members(one: Schema, other: Schema, where: str) -> dict[str, Any]:
     made: dict[str, Any] = {}
     if names:
         made["properties"] = {
-            name: _both(*(part.get(name, rest) for part, rest in zip(listed, rests, strict=True)))
-            for name in names
+            name: _both(*(part.get(name, rest) for part, rest in zip(listed, rests, strict=True))) for name in names
         }
     if any(rest is not True for rest in rests):
         made["additionalProperties"] = _both(*rests)
@@ -805,10 +764,7 @@ def _kinds(schema: Schema) -> set[str] | None:
     given = schema.get("type")
     if given is None:
         return None
-    names = [
-        *(given if isinstance(given, list) else [given]),
-        *(["null"] if schema.get("nullable") is True else []),
-    ]
+    names = [*(given if isinstance(given, list) else [given]), *(["null"] if schema.get("nullable") is True else [])]
     return {"number" if name == "integer" else str(name) for name in names}
 
 

@@ -61,9 +61,7 @@ class GrammarStore:
         try:
             import xgrammar  # noqa: F401
         except ImportError as error:
-            raise ValueError(
-                f"--grammar-backend xgrammar: it cannot be used ({error}): {GRAMMAR_REMEDY}"
-            ) from error
+            raise ValueError(f"--grammar-backend xgrammar: it cannot be used ({error}): {GRAMMAR_REMEDY}") from error
 
     def use_threads(self, num: int) -> None:
         """From now on ``num`` threads, the caller's included, fill masks; to be called once. The library could use
@@ -114,9 +112,7 @@ class GrammarStore:
             if grammar in self._clocks:
                 self._clocks[grammar].is_ended = True
 
-    def begin_fill(
-        self, grammars: Sequence[RequestGrammar | None], masks: I32, finishes_now: bool = False
-    ) -> MaskFill:
+    def begin_fill(self, grammars: Sequence[RequestGrammar | None], masks: I32, finishes_now: bool = False) -> MaskFill:
         """Have the helper threads begin to fill ``masks`` [M, ceil(V / 32)] for those of M ``grammars`` that are given
         here. Until :meth:`finish_fill`, their state may not change, and they may not be begun again. Does not wait.
         ``finishes_now``: finish_fill follows at once, so one turn is left to the caller's thread."""
@@ -129,10 +125,7 @@ class GrammarStore:
         return fill
 
     def finish_fill(
-        self,
-        fill: MaskFill,
-        grammars: Sequence[RequestGrammar | None],
-        least_more: Sequence[int] | None = None,
+        self, fill: MaskFill, grammars: Sequence[RequestGrammar | None], least_more: Sequence[int] | None = None
     ) -> list[bool]:
         """Write to the masks of ``fill``, one bit for each token, which tokens may come next in each of M ``grammars``.
         Returns for each whether any token may come at all.
@@ -264,9 +257,7 @@ class RequestGrammar:
     """The state of one request in its grammar, from which follows which tokens may come next. Exactly its published
     tokens have been accepted."""
 
-    def __init__(
-        self, matcher: Any, eos: tuple[int, ...], think: ThinkTokens | None, clock: GrammarClock
-    ) -> None:
+    def __init__(self, matcher: Any, eos: tuple[int, ...], think: ThinkTokens | None, clock: GrammarClock) -> None:
         """``matcher``: xgrammar's GrammarMatcher. ``eos``: the tokens that end an answer, if it may end. ``think``:
         None if the model does not reason. ``clock``: that of the grammar."""
         self.matcher = matcher

@@ -9,9 +9,7 @@ from fractions import Fraction
 _MAX_DIGITS = 15  # up to which a whole number is exact everywhere
 _MAX_RULES, _MAX_STATES = 3000, 20000
 
-_State = tuple[
-    int, int, int, int
-]  # digits left; what is wanted of them, modulo the step; their least and their most
+_State = tuple[int, int, int, int]  # digits left; what is wanted of them, modulo the step; their least and their most
 
 
 def multiples(step: Fraction, low: Fraction | None, high: Fraction | None, name: str) -> list[str]:

@@ -178,9 +178,7 @@ def _read(pattern: str, is_whole: bool) -> Term:
     branches = _Parser(pattern).whole()
     if is_whole:
         return _any_of(term for _, term, _ in branches)
-    return _any_of(
-        _seq(_EMPTY if begins else _ALL, term, _EMPTY if ends else _ALL) for begins, term, ends in branches
-    )
+    return _any_of(_seq(_EMPTY if begins else _ALL, term, _EMPTY if ends else _ALL) for begins, term, ends in branches)
 
 
 class _Parser:
@@ -405,8 +403,7 @@ def _limited_sequence(term: Seq, least: int, most: int | None) -> Term:
         room = most - shortest
         # The smallest needs first: what they leave is for the others.
         order = sorted(
-            range(len(bounds)),
-            key=lambda i: math.inf if (high := bounds[i][1]) is None else high - bounds[i][0],
+            range(len(bounds)), key=lambda i: math.inf if (high := bounds[i][1]) is None else high - bounds[i][0]
         )
         for done, index in enumerate(order):
             low, high = bounds[index]
@@ -418,9 +415,7 @@ def _limited_sequence(term: Seq, least: int, most: int | None) -> Term:
             room -= taken
     lows = [low for low, _ in bounds]
     missing = least - sum(lows)
-    order = sorted(
-        range(len(bounds)), key=lambda i: -(math.inf if (high := highs[i]) is None else high - lows[i])
-    )
+    order = sorted(range(len(bounds)), key=lambda i: -(math.inf if (high := highs[i]) is None else high - lows[i]))
     for index in order:
         if missing <= 0:
             break
@@ -439,9 +434,7 @@ def _written(term: Term) -> str:
         case Chars():
             return _class_text(term.ranges)
         case Seq():
-            return "".join(
-                f"(?:{_written(one)})" if isinstance(one, Alt) else _written(one) for one in term.parts
-            )
+            return "".join(f"(?:{_written(one)})" if isinstance(one, Alt) else _written(one) for one in term.parts)
         case Alt():
             branches = [text for one in term.parts if (text := _apart(one)) is not None]
             if not branches:

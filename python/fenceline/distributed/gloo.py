@@ -28,9 +28,7 @@ class GlooBackend:
             join_group("gloo", rank, size, meeting)
         except dist.DistNetworkError as error:
             reason = str(error).partition("\n")[0]
-            raise ValueError(
-                f"the ranks cannot meet at {meeting} ({reason}): check --dist-init-addr"
-            ) from error
+            raise ValueError(f"the ranks cannot meet at {meeting} ({reason}): check --dist-init-addr") from error
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """See ``memory_order.CollectiveBackend``. gloo's own all-reduce adds in an order that depends on an element's
@@ -47,12 +45,8 @@ class GlooBackend:
         try:
             dist.all_gather(list(out), x)
         except RuntimeError as error:
-            text = (
-                str(error).partition("\n")[0].partition(". ")[0]
-            )  # gloo's advice after it does not apply here
-            raise PeerLostError(
-                f"rank {self.rank} of {self.size}: a collective has failed ({text})"
-            ) from error
+            text = str(error).partition("\n")[0].partition(". ")[0]  # gloo's advice after it does not apply here
+            raise PeerLostError(f"rank {self.rank} of {self.size}: a collective has failed ({text})") from error
 
     def register(self) -> None:
         """See ``memory_order.CollectiveBackend``. Its operations use no addresses of other ranks."""

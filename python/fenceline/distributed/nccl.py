@@ -24,9 +24,7 @@ from fenceline.memory_order import CommunicatorError, PeerLostError, sum_gathere
 class NcclBackend:
     """See ``memory_order.CollectiveBackend``. One in a process, since it is torch.distributed's default group."""
 
-    def __init__(
-        self, rank: int, size: int, meeting: str, device: torch.device, interface: str | None = None
-    ) -> None:
+    def __init__(self, rank: int, size: int, meeting: str, device: torch.device, interface: str | None = None) -> None:
         """Waits until all ``size`` ranks have joined at ``meeting`` over ``interface`` (see ``GlooBackend``).
         ``device``: the GPU of this rank alone, which must be the current one. Raises ``ValueError`` if the ranks cannot
         meet."""
@@ -41,9 +39,7 @@ class NcclBackend:
             # With device_id, NCCL makes its communicator now and not in the first operation.
             join_group("nccl", rank, size, meeting, device_id=device)
         except RuntimeError as error:
-            raise ValueError(
-                f"the ranks cannot meet at {meeting} with NCCL ({_first_line(error)})"
-            ) from error
+            raise ValueError(f"the ranks cannot meet at {meeting} with NCCL ({_first_line(error)})") from error
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """See ``memory_order.CollectiveBackend``. NCCL's own all-reduce adds in an order that depends on an element's

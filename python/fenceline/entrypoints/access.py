@@ -137,9 +137,7 @@ class AccessRules:
         if hmac.compare_digest(_given_key(headers), key):
             return None
         which = "admin API key" if is_admin and key is not self._key else "API key"
-        return RequestError(
-            401, f"send the server's {which} as 'Authorization: Bearer KEY'", code="invalid_api_key"
-        )
+        return RequestError(401, f"send the server's {which} as 'Authorization: Bearer KEY'", code="invalid_api_key")
 
     def _match(self, scope: Scope) -> Rule:
         """The rule of the route that answers, found as Starlette's router does. If the method is another one, the

@@ -228,9 +228,7 @@ def _parsed(parse: Parse[T], data: bytes, most: int) -> object:
     except RecursionError:
         return too_deep()
     except MemoryError:
-        return RequestError(
-            413, "parsing the body takes more memory than is available; send several requests"
-        )
+        return RequestError(413, "parsing the body takes more memory than is available; send several requests")
     except Exception as defect:  # of ours; the next bodies still want this process
         logger.exception("a body could not be parsed")
         return internal_error(defect)
@@ -265,8 +263,7 @@ class _Pickler(pickle.Pickler):
         self._num_objects += 1
         if self._num_objects > MAX_BODY_OBJECTS:
             raise RequestError(
-                400,
-                f"the body has more than {MAX_BODY_OBJECTS} values, besides token ids; send several requests",
+                400, f"the body has more than {MAX_BODY_OBJECTS} values, besides token ids; send several requests"
             )
         if type(value) is str and len(value) > _APART_CHARS:
             if len(value) > MAX_TEXT_CHARS:

@@ -21,13 +21,7 @@ from fenceline.config import ConfigError
 from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints.fields import UnknownFields
-from fenceline.entrypoints.generate_api import (
-    AnswerWriter,
-    answers_of,
-    make_writers,
-    stream_answers,
-    thinking_end_id,
-)
+from fenceline.entrypoints.generate_api import AnswerWriter, answers_of, make_writers, stream_answers, thinking_end_id
 from fenceline.entrypoints.generate_body import GenerateBody, NativeSampling, expand, parse_generate
 from fenceline.entrypoints.launch import EngineBackend, FrontEnd
 from fenceline.entrypoints.native_api import describe_server
@@ -38,12 +32,7 @@ from fenceline.entrypoints.openai.router import make_chat
 from fenceline.entrypoints.openai.serving_chat import ChatServing
 from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.entrypoints.replicas import launch as launch_replicas
-from fenceline.entrypoints.update_weights import (
-    UpdateFromDiskBody,
-    answer_of,
-    update_from_disk,
-    update_from_tensors,
-)
+from fenceline.entrypoints.update_weights import UpdateFromDiskBody, answer_of, update_from_disk, update_from_tensors
 from fenceline.frontend.request_stream import StreamGroup
 from fenceline.frontend.request_types import RequestError, new_rid
 from fenceline.frontend.tokenizer_manager import TokenizerManager
@@ -265,9 +254,7 @@ class Engine:
             raise ValueError("the engine was started with skip_tokenizer_init: it has no tokenizer")
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(
-            self.config.tokenizer_path, local_files_only=True, trust_remote_code=False
-        )
+        return AutoTokenizer.from_pretrained(self.config.tokenizer_path, local_files_only=True, trust_remote_code=False)
 
     def get_tokenizer(self) -> Any:
         """:attr:`tokenizer`, by SGLang's and vLLM's name."""
@@ -484,9 +471,7 @@ def _chat_body(messages: object, params: object, options: Mapping[str, object]) 
     """The request as /v1/chat/completions would get it, checked the same way. Raises ValueError."""
     given = {_CHAT_NAMES.get(name, name): value for name, value in params_dict(params).items()}
     try:
-        return parse_body(
-            ChatBody, _as_json({"messages": messages, **given, **options}), UnknownFields(strict=True)
-        )
+        return parse_body(ChatBody, _as_json({"messages": messages, **given, **options}), UnknownFields(strict=True))
     except RequestError as error:
         raise _python_error(error) from error
 
@@ -499,9 +484,7 @@ def params_dict(params: object) -> dict[str, Any]:
         return dict(params)
     if not isinstance(params, SamplingParams):
         name = f"{type(params).__module__}.{type(params).__qualname__}".removeprefix("builtins.")
-        raise ValueError(
-            f"sampling_params: give a dict or a fenceline.SamplingParams, or a list of them, not {name}"
-        )
+        raise ValueError(f"sampling_params: give a dict or a fenceline.SamplingParams, or a list of them, not {name}")
     given = {name: getattr(params, name) for name in params.__struct_fields__}
     return {
         _VLLM_NAMES.get(name, name): value

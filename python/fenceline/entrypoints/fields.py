@@ -62,9 +62,7 @@ _CONSTRAINED = Refused(
 _TEXT_ONLY = Refused("only text models are served; leave it out")
 _ONE_RANK = Refused("the server chooses the replica (--load-balance-method); leave it out", neutral=(0,))
 _ONE_PROCESS = Refused("prefill and decode share one process; leave it out", neutral=(0, 1))
-_BEAMS = Refused(
-    "there is no beam search; ask for n samples with logprobs and choose", neutral=(0, 1, 1.0, 0.0)
-)
+_BEAMS = Refused("there is no beam search; ask for n samples with logprobs and choose", neutral=(0, 1, 1.0, 0.0))
 _INTERNALS = Refused("the model's inner values are not returned; leave it out", neutral=(0,))
 _BIAS = Refused("use logit_bias")
 
@@ -100,9 +98,7 @@ GENERATION: Mapping[str, Refused] = {
         " video_max_dynamic_patch",
         _TEXT_ONLY,
     ),
-    **_same(
-        "input_embeds prompt_embeds positional_embed_overrides", Refused("send text or token ids instead")
-    ),
+    **_same("input_embeds prompt_embeds positional_embed_overrides", Refused("send text or token ids instead")),
     **_same("lora_path lora_id", Refused("merge the adapter into the model; this server has no adapters")),
     "session_params": Refused("send the whole conversation; its prefix is cached"),
     **_same("data_parallel_rank routed_dp_rank", _ONE_RANK),
@@ -119,14 +115,11 @@ GENERATION: Mapping[str, Refused] = {
     ),
     "return_meta_info": Refused("use /generate, whose answers have meta_info"),
     **_same(
-        "return_flat_raw_top_logprobs return_flat_raw_top_logprobs_b64",
-        Refused("use top_logprobs_num of /generate"),
+        "return_flat_raw_top_logprobs return_flat_raw_top_logprobs_b64", Refused("use top_logprobs_num of /generate")
     ),
     "return_token_strs": Refused("use /detokenize with each id"),
     "return_tokens_as_token_ids": Refused("use return_token_ids"),
-    **_same(
-        "return_token_offsets return_prompt_text", Refused("use /tokenize, which takes prompt or messages")
-    ),
+    **_same("return_token_offsets return_prompt_text", Refused("use /tokenize, which takes prompt or messages")),
     "return_bytes": _TEXT_ONLY,
     "multi_item_delimiter_indices": Refused("send the items as prompts of their own"),
     # What only /generate does not know by these names:
@@ -161,10 +154,7 @@ COMPLETION: Mapping[str, Refused] = {
 
 CHAT: Mapping[str, Refused] = {
     **OPENAI,
-    **_same(
-        "functions function_call",
-        Refused("use tools and tool_choice", neutral=("none", "auto")),
-    ),
+    **_same("functions function_call", Refused("use tools and tool_choice", neutral=("none", "auto"))),
     "audio": Refused("only text is generated; leave it out"),
     "best_of": Refused("ask for n choices with logprobs and choose", neutral=(1,)),
     "chat_template": Refused("start the server with --chat-template"),
@@ -202,9 +192,7 @@ PROFILE: Mapping[str, Refused] = {
     "profile_stages": Refused("the trace shows prefill and decode; leave it out"),
     "profile_prefix": Refused("the server names the trace; /stop_profile says how"),
 }
-PROFILE_WITHOUT_EFFECT = frozenset(
-    ("activities", "merge_profiles", "profile_id", "record_shapes", "with_stack")
-)
+PROFILE_WITHOUT_EFFECT = frozenset(("activities", "merge_profiles", "profile_id", "record_shapes", "with_stack"))
 
 # Labels, hints and choices of a provider's billing or storage: the answer is the same with and without them.
 WITHOUT_EFFECT = frozenset(
@@ -245,15 +233,12 @@ class FieldRules:
         extra = set(fields) - self.declared
         if len(extra) > MAX_BODY_FIELDS:
             raise RequestError(
-                400,
-                f"{len(extra)} fields are not known or have no effect, at most {MAX_BODY_FIELDS} are allowed",
+                400, f"{len(extra)} fields are not known or have no effect, at most {MAX_BODY_FIELDS} are allowed"
             )
         for name in sorted(extra & self._refused_names):
             refused = self._refused[name]
             if not refused.accepts(_value(fields[name])):
-                raise RequestError(
-                    400, f"{name} is not available: {refused.remedy}", param=name, code="unsupported"
-                )
+                raise RequestError(400, f"{name} is not available: {refused.remedy}", param=name, code="unsupported")
         return extra - self._refused_names - self._without_effect
 
     def refuse_unknown(self, name: str, what: str) -> NoReturn:

@@ -20,15 +20,7 @@ from fenceline.entrypoints.generate_body import Expanded, GenerateBody, expand, 
 from fenceline.entrypoints.json_body import PIECE_BYTES, PartsResponse
 from fenceline.entrypoints.middleware import REQUEST_ID
 from fenceline.entrypoints.openai.reasoning_parser import REASONING_FORMATS, ReasoningTokens
-from fenceline.entrypoints.sse import (
-    DONE,
-    Event,
-    EventStream,
-    collect_or_abort,
-    error_event,
-    while_connected,
-    written,
-)
+from fenceline.entrypoints.sse import DONE, Event, EventStream, collect_or_abort, error_event, while_connected, written
 from fenceline.frontend.request_stream import StreamGroup
 from fenceline.frontend.request_types import (
     TURN_REQUESTS,
@@ -49,9 +41,7 @@ T = TypeVar("T")
 _WRITTEN_AT_ONCE = 1024  # logprobs that are encoded by one call, during which no other thread runs
 
 
-async def generate(
-    manager: TokenizerManager, config: EngineConfig, parser: BodyParser, request: Request
-) -> Response:
+async def generate(manager: TokenizerManager, config: EngineConfig, parser: BodyParser, request: Request) -> Response:
     """Answer one request to /generate. Raises RequestError before anything is sent.
 
     An invalid request for a stream is answered as in SGLang, by a stream that has the error as its only event.
@@ -70,9 +60,7 @@ async def generate(
         raise
     writers = make_writers(expanded, group, body, config, manager, thinking_end)
     if body.stream:
-        return EventStream(
-            _events(group, writers, config.server_args.incremental_streaming_output), group.close
-        )
+        return EventStream(_events(group, writers, config.server_args.incremental_streaming_output), group.close)
     answers = await answers_of(await collect_or_abort(request, group), writers)
     if expanded.single:
         return PartsResponse(answers[0])
@@ -105,9 +93,7 @@ def make_writers(
     ]
 
 
-async def answers_of(
-    chunks: Sequence[GenerateChunk], writers: Sequence[AnswerWriter]
-) -> list[Sequence[bytes]]:
+async def answers_of(chunks: Sequence[GenerateChunk], writers: Sequence[AnswerWriter]) -> list[Sequence[bytes]]:
     """The JSON objects of requests that did not stream, each in parts to be joined. Others run in between."""
     answers: list[Sequence[bytes]] = []
     for writer, chunk in zip(writers, chunks, strict=True):
@@ -118,10 +104,7 @@ async def answers_of(
 
 
 async def stream_answers(
-    group: StreamGroup,
-    writers: Sequence[AnswerWriter],
-    incremental: bool,
-    frame: Callable[[list[bytes]], T],
+    group: StreamGroup, writers: Sequence[AnswerWriter], incremental: bool, frame: Callable[[list[bytes]], T]
 ) -> AsyncIterator[T]:
     """The JSON objects of a stream as they come, each in parts to be joined, as ``frame`` makes them. Raises the
     RequestError that ends one of its requests."""
@@ -137,9 +120,7 @@ async def stream_answers(
             yield frame(await written(chunk, partial(write, chunk)))
 
 
-async def _events(
-    group: StreamGroup, writers: Sequence[AnswerWriter], incremental: bool
-) -> AsyncIterator[Event]:
+async def _events(group: StreamGroup, writers: Sequence[AnswerWriter], incremental: bool) -> AsyncIterator[Event]:
     async for event in stream_answers(group, writers, incremental, _event):
         yield event
     yield DONE
@@ -226,11 +207,7 @@ class AnswerWriter:
             spec = chunk.spec
             parts.append(
                 b',"spec_verify_ct":%d,"spec_accept_length":%.4f,"spec_accept_rate":%.4f'
-                % (
-                    spec.verify_ct,
-                    1 + spec.num_accepted / spec.verify_ct,
-                    spec.num_accepted / max(spec.num_drafts, 1),
-                )
+                % (spec.verify_ct, 1 + spec.num_accepted / spec.verify_ct, spec.num_accepted / max(spec.num_drafts, 1))
             )
         reason = chunk.finish_reason
         parts.append(b',"finish_reason":')

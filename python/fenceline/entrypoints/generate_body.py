@@ -178,9 +178,7 @@ def grammar_of(**given: str | dict[str, object] | None) -> GrammarSpec | None:
         if isinstance(value, dict):
             try:
                 value = orjson.dumps(value).decode()
-            except (
-                orjson.JSONEncodeError
-            ) as error:  # nested deeper than 254, numbers beyond 64 bits, half a character
+            except orjson.JSONEncodeError as error:  # nested deeper than 254, numbers beyond 64 bits, half a character
                 raise RequestError(400, f"{kind} cannot be used: {error}", param=kind) from None
         if value:  # an empty text is unset
             specs.append(GrammarSpec(cast(GrammarKind, kind), value))
@@ -208,9 +206,7 @@ async def expand(
     rids = _rids(body.rid, num, default_rid)
     family = "" if isinstance(body.rid, list) else body.rid or default_rid or ""
     logprob = _spread(body.return_logprob or False, num, "return_logprob")
-    start = _spread(
-        -1 if body.logprob_start_len is None else body.logprob_start_len, num, "logprob_start_len"
-    )
+    start = _spread(-1 if body.logprob_start_len is None else body.logprob_start_len, num, "logprob_start_len")
     top = _spread(body.top_logprobs_num or 0, num, "top_logprobs_num")
     named = _token_ids_logprob(body.token_ids_logprob, num)
     shared = shared_inputs(body, num)
@@ -267,9 +263,7 @@ def _prompts(body: GenerateBody, most: int) -> tuple[Sequence[Prompt], bool]:
             return [(None, id_array(cast(list[int], body.input_ids)))], True
     kinds = set(map(type, body.input_ids))
     if len(kinds) > 1:
-        raise RequestError(
-            400, "input_ids mixes ids and lists of ids: send one or the other", param="input_ids"
-        )
+        raise RequestError(400, "input_ids mixes ids and lists of ids: send one or the other", param="input_ids")
     if kinds == {list}:
         return [(None, cast(list[int], ids)) for ids in body.input_ids], False
     return [(None, cast(list[int], body.input_ids))], True
@@ -299,9 +293,7 @@ def _token_ids_logprob(given: list[int | list[int] | None] | None, num: int) -> 
         return [ids] * num
     if ids:
         raise RequestError(
-            400,
-            "token_ids_logprob mixes ids and lists of ids: send one or the other",
-            param="token_ids_logprob",
+            400, "token_ids_logprob mixes ids and lists of ids: send one or the other", param="token_ids_logprob"
         )
     lists = [one if isinstance(one, list) else [] for one in given]
     return _spread(lists, num, "token_ids_logprob") if lists else [[]] * num

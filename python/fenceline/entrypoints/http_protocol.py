@@ -140,9 +140,7 @@ class HttpProtocol(HttpToolsProtocol):
             if self._in_head and self._num_head_bytes > MAX_HEAD_BYTES:
                 self._refuse(_too_large_head(f"{MAX_HEAD_BYTES >> 10} KiB"))
             elif not self._in_head and self._num_framing_bytes > MAX_FRAMING_BYTES:
-                self._refuse(
-                    RequestError(400, "chunk extensions and trailers are not supported: leave them out")
-                )
+                self._refuse(RequestError(400, "chunk extensions and trailers are not supported: leave them out"))
 
     def _feed(self, data: memoryview) -> None:
         while data:

@@ -86,11 +86,7 @@ def create_app(manager: TokenizerManager, config: EngineConfig) -> ASGIApp:
 
 def handlers_of(routes: Iterable[BaseRoute]) -> dict[str, Handler]:
     """The handlers of :data:`GENERATE_PATHS`, each of which takes the request alone."""
-    return {
-        route.path: route.endpoint
-        for route in routes
-        if isinstance(route, Route) and route.path in GENERATE_PATHS
-    }
+    return {route.path: route.endpoint for route in routes if isinstance(route, Route) and route.path in GENERATE_PATHS}
 
 
 class DirectRoutes:
@@ -150,11 +146,7 @@ def is_worth_a_line(record: logging.LogRecord) -> bool:
     if not isinstance(values, tuple) or len(values) != 5 or values[2] not in _PROBES:
         return True
     status = values[4]
-    return (
-        not isinstance(status, int)
-        or status >= 400
-        or logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
-    )
+    return not isinstance(status, int) or status >= 400 or logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
 
 
 class HttpServer(uvicorn.Server):
@@ -166,9 +158,7 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         num_descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         connection = partial(
-            HttpProtocol,
-            refused=refused or (lambda error: None),
-            max_connections=max_connections(num_descriptors),
+            HttpProtocol, refused=refused or (lambda error: None), max_connections=max_connections(num_descriptors)
         )
         super().__init__(
             uvicorn.Config(

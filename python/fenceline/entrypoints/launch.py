@@ -16,13 +16,7 @@ from fenceline.config.engine_config import EngineConfig
 from fenceline.frontend.scheduler_link import SchedulerLink, SocketLink
 from fenceline.frontend.tokenizer import check_vocabulary, load_tokenizer
 from fenceline.frontend.tokenizer_manager import TokenizerManager
-from fenceline.ipc.child_process import (
-    DUMP_SIGNAL,
-    HEARTBEAT_INTERVAL_S,
-    Silence,
-    heartbeat_path,
-    starting_children,
-)
+from fenceline.ipc.child_process import DUMP_SIGNAL, HEARTBEAT_INTERVAL_S, Silence, heartbeat_path, starting_children
 from fenceline.ipc.io_struct import PortArgs
 from fenceline.ipc.mailbox import make_ports, remove_ports
 from fenceline.ipc.node_link import tell_nodes
@@ -35,9 +29,7 @@ MIN_SILENCE_S = 4 * HEARTBEAT_INTERVAL_S
 FIRST_HEARTBEAT_S = 120.0  # from the start of a process to its first heartbeat: its interpreter starts
 LAST_WORDS_S = 0.5  # a dying process's FatalError may arrive after its death was noticed
 
-ProcessEntry = Callable[
-    ..., None
-]  # of the configuration and the ports; of a scheduler's rank too, if it is not 0
+ProcessEntry = Callable[..., None]  # of the configuration and the ports; of a scheduler's rank too, if it is not 0
 
 
 class EngineBackend(Protocol):
@@ -199,9 +191,7 @@ def _explain_flags(config: EngineConfig) -> None:
     if not config.server_args.enable_deterministic_inference:
         return
     if config.model.dtype == "float32":
-        logger.info(
-            "--enable-deterministic-inference: in float32 answers never depend on the rest of a batch"
-        )
+        logger.info("--enable-deterministic-inference: in float32 answers never depend on the rest of a batch")
     else:
         logger.warning(
             "--enable-deterministic-inference: in %s answers may depend on the rest of a batch; use --dtype float32",

@@ -126,9 +126,7 @@ class _Body:
             raise _too_large()
         num_more = self._num_bytes - self.num_shared
         if self._middleware.num_body_bytes + num_more > MAX_BODIES_BYTES:
-            raise RequestError(
-                503, "other large requests are being received: try again", code="too_many_bodies"
-            )
+            raise RequestError(503, "other large requests are being received: try again", code="too_many_bodies")
         self._middleware.num_body_bytes += num_more
         self.num_shared += num_more
 

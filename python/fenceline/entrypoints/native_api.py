@@ -19,14 +19,7 @@ from starlette.responses import PlainTextResponse, Response
 from fenceline.config.engine_config import EngineConfig
 from fenceline.entrypoints.access import for_anybody, for_clients
 from fenceline.entrypoints.body_parser import BodyParser
-from fenceline.entrypoints.fields import (
-    OPENAI,
-    PROFILE,
-    PROFILE_WITHOUT_EFFECT,
-    FieldRules,
-    UnknownFields,
-    parse_known,
-)
+from fenceline.entrypoints.fields import OPENAI, PROFILE, PROFILE_WITHOUT_EFFECT, FieldRules, UnknownFields, parse_known
 from fenceline.entrypoints.generate_api import generate
 from fenceline.entrypoints.json_body import PartsResponse, json_response, parse_body
 from fenceline.entrypoints.openai.chat_template import chat_template_of
@@ -114,9 +107,7 @@ def _parse_tokenize(data: bytes, unknown: UnknownFields) -> TokenizeBody | ChatB
         return parse_chat_body(ChatBody, data, unknown)
     if "prompt" not in fields:
         raise RequestError(
-            400,
-            "prompt is missing: give a text or several in it, or a conversation in messages",
-            param="prompt",
+            400, "prompt is missing: give a text or several in it, or a conversation in messages", param="prompt"
         )
     return _parse_struct(TokenizeBody, data, unknown)
 
@@ -361,11 +352,7 @@ class NativeApi:
         refuse_chat(body)
         tokens = await tokenize_conversation(self._manager, self._template, body, request)
         return json_response(
-            {
-                "tokens": _for_json(tokens),
-                "count": len(tokens),
-                "max_model_len": self._config.model.context_length,
-            }
+            {"tokens": _for_json(tokens), "count": len(tokens), "max_model_len": self._config.model.context_length}
         )
 
     @for_clients
@@ -374,9 +361,7 @@ class NativeApi:
         body = await self._read(request, DetokenizeBody)
         kinds = set(map(type, body.tokens))
         if len(kinds) > 1:
-            raise RequestError(
-                400, "tokens mixes ids and lists of ids: send one or the other", param="tokens"
-            )
+            raise RequestError(400, "tokens mixes ids and lists of ids: send one or the other", param="tokens")
         nested = kinds == {list}
         lists = cast(list[list[int]], body.tokens if nested else [body.tokens])
         texts = await while_connected(request, self._manager.detokenize(lists, body.skip_special_tokens))
@@ -405,9 +390,7 @@ def _sglang_state(state: Mapping[str, Any], limits: SchedulerReady | None, dp_si
     bytes_of = state["memory_bytes"]
     graphs = [state[name] for name in ("cuda_graphs", "piecewise_cuda_graphs") if state[name] is not None]
     return {
-        "effective_max_running_requests_per_dp": (
-            None if limits is None else limits.max_running_requests // dp_size
-        ),
+        "effective_max_running_requests_per_dp": (None if limits is None else limits.max_running_requests // dp_size),
         "memory_usage": {
             "weight": round(bytes_of.get("weights", 0) / 2**30, 2),
             "kvcache": round(bytes_of.get("kv_cache", 0) / 2**30, 2),

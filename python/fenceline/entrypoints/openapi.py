@@ -56,9 +56,7 @@ def describe_app(app: FastAPI) -> dict[str, Any]:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     structs = [_without_raw(kind) for kind, _ in set(BODIES.values()) if issubclass(kind, msgspec.Struct)]
     _, components = msgspec.json.schema_components(
-        structs,
-        schema_hook=lambda kind: {"description": "any JSON value"},
-        ref_template=_REFS + "{name}",
+        structs, schema_hook=lambda kind: {"description": "any JSON value"}, ref_template=_REFS + "{name}"
     )
     _, models = models_json_schema(
         [(kind, "validation") for kind in (CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountBody)],

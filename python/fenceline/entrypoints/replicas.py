@@ -8,13 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from fenceline.config.engine_config import EngineConfig
-from fenceline.entrypoints.launch import (
-    EngineProcesses,
-    ProcessEntry,
-    launch_processes,
-    run_detokenizer,
-    run_scheduler,
-)
+from fenceline.entrypoints.launch import EngineProcesses, ProcessEntry, launch_processes, run_detokenizer, run_scheduler
 from fenceline.frontend.replica_link import ReplicaLink
 
 

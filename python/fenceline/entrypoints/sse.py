@@ -153,10 +153,7 @@ async def written(chunk: GenerateChunk, write: Callable[[], T]) -> T:
 def num_logprobs(chunk: GenerateChunk) -> int:
     """How many logprobs ``chunk`` has, with alternatives."""
     parts = [part for part in (chunk.input_logprobs, chunk.output_logprobs) if part is not None]
-    return sum(
-        len(part.token_ids) + part.top_logprobs.num_pairs + part.token_ids_logprobs.num_pairs
-        for part in parts
-    )
+    return sum(len(part.token_ids) + part.top_logprobs.num_pairs + part.token_ids_logprobs.num_pairs for part in parts)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T], is_long: bool = False) -> T:

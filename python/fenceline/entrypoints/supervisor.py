@@ -14,12 +14,7 @@ import uvloop
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.entrypoints.http_server import HttpServer, create_app, raise_descriptor_limit
-from fenceline.entrypoints.launch import (
-    EngineProcesses,
-    FrontEnd,
-    ProcessEntry,
-    run_scheduler,
-)
+from fenceline.entrypoints.launch import EngineProcesses, FrontEnd, ProcessEntry, run_scheduler
 from fenceline.entrypoints.node import serve_node
 from fenceline.entrypoints.replicas import Replicas, launch
 from fenceline.frontend.tokenizer_manager import TokenizerManager
@@ -95,9 +90,7 @@ def serve_until_stopped(config: EngineConfig, scheduler_entry: ProcessEntry = ru
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    logger.info(
-        "Loading %s; the address follows when it can answer (Ctrl-C stops).", config.served_model_name
-    )
+    logger.info("Loading %s; the address follows when it can answer (Ctrl-C stops).", config.served_model_name)
     logger.debug("Configuration: %s", config.public_dict())
     with sock:
         backend = launch(config, scheduler_entry)
@@ -118,9 +111,7 @@ def _is_loopback(host: str) -> bool:
 class Supervisor:
     """One server's life on one event loop."""
 
-    def __init__(
-        self, config: EngineConfig, backend: EngineProcesses | Replicas, sock: socket.socket
-    ) -> None:
+    def __init__(self, config: EngineConfig, backend: EngineProcesses | Replicas, sock: socket.socket) -> None:
         self._config = config
         self._backend = backend
         self._sock = sock
@@ -240,7 +231,5 @@ class Supervisor:
                 manager.num_active, timeout_s,
             )  # fmt: skip
         if self._forced.is_set():
-            return Stop(
-                128 + self._signals[-1], f"a second signal came with {manager.num_active} requests running"
-            )
+            return Stop(128 + self._signals[-1], f"a second signal came with {manager.num_active} requests running")
         return stop

@@ -71,10 +71,7 @@ async def update_from_disk(manager: TokenizerManager, body: UpdateFromDiskBody) 
         )
     except ValueError as error:
         raise RequestError(400, str(error), param="model_path") from error
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # a path that the system refuses; "~user" of a user who does not exist
+    except (OSError, RuntimeError) as error:  # a path that the system refuses; "~user" of a user who does not exist
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise RequestError(400, f"model_path is no directory: {reason}", param="model_path") from error
     return await manager.update_weights(

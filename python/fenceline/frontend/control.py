@@ -102,12 +102,8 @@ class ControlClient:
         """See :class:`GetInternalStateReq`; of each replica."""
         return await self._ask_all(GetInternalStateReq(id=uuid4().hex, num_steps=num_steps))
 
-    async def load_grammar(
-        self, grammar: int, data: bytes, vocabulary: bytes, forgotten: list[int]
-    ) -> ControlReply:
-        message = LoadGrammarReq(
-            id=uuid4().hex, grammar=grammar, data=data, vocabulary=vocabulary, forgotten=forgotten
-        )
+    async def load_grammar(self, grammar: int, data: bytes, vocabulary: bytes, forgotten: list[int]) -> ControlReply:
+        message = LoadGrammarReq(id=uuid4().hex, grammar=grammar, data=data, vocabulary=vocabulary, forgotten=forgotten)
         return await self._ask(message)
 
     def resolve(self, reply: ControlReply) -> None:
@@ -146,9 +142,7 @@ class ControlClient:
                     return future.result()
                 if isinstance(message, UpdateWeightsReq) or not self.updating:
                     raise RequestError(
-                        503,
-                        f"the scheduler did not answer within {timeout_s:g} s; see its log",
-                        code="scheduler_busy",
+                        503, f"the scheduler did not answer within {timeout_s:g} s; see its log", code="scheduler_busy"
                     )
         finally:
             self._waiting.pop(message.id, None)

@@ -135,9 +135,7 @@ class WindowDecoder:
 
     def _feed_one(self, index: int) -> str:
         self._ids.append(index)
-        if len(self._ids) - self._num_read < _MAX_INCOMPLETE_TOKENS and self._text(self._ids).endswith(
-            _REPLACEMENT
-        ):
+        if len(self._ids) - self._num_read < _MAX_INCOMPLETE_TOKENS and self._text(self._ids).endswith(_REPLACEMENT):
             return ""
         return self._take()
 
@@ -373,9 +371,7 @@ class Detokenizer:
         if token.finish_reason is not None:
             found = scanner.feed(state.decoder.flush())
             if isinstance(found, StopMatch):
-                return StrOut(
-                    token=_cut(token, len(token.output_ids), found), text=_join(parts, found, state)
-                )
+                return StrOut(token=_cut(token, len(token.output_ids), found), text=_join(parts, found, state))
             parts += (found, scanner.flush())
         return StrOut(token=token, text="".join(parts))
 

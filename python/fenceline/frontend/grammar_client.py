@@ -25,13 +25,7 @@ import msgspec
 
 from fenceline.config import num_usable_cores
 from fenceline.config.engine_config import EngineConfig
-from fenceline.constrained.compile_server import (
-    MAX_WALL_S,
-    Compiled,
-    CompileJob,
-    VocabularySource,
-    serve,
-)
+from fenceline.constrained.compile_server import MAX_WALL_S, Compiled, CompileJob, VocabularySource, serve
 from fenceline.constrained.spec import MAX_GRAMMAR_CHARS, GrammarSpec, max_whitespace
 from fenceline.frontend.compile_queue import CompileQueue
 from fenceline.frontend.control import ControlClient
@@ -297,9 +291,7 @@ class CompileProcess:
         self._process: BaseProcess = context.Process(
             target=serve, args=(theirs, num_children), name="grammar-compiler", daemon=True
         )
-        threading.Thread(
-            target=self._read, args=(theirs, source), name="grammar-compiler", daemon=True
-        ).start()
+        threading.Thread(target=self._read, args=(theirs, source), name="grammar-compiler", daemon=True).start()
 
     async def started(self) -> bytes:
         """The vocabulary, as soon as the process is ready. Raises RequestError (503) if it does not become ready."""
@@ -326,9 +318,7 @@ class CompileProcess:
             self._process.kill()
 
     async def _sent(self, job: CompileJob, future: asyncio.Future[Compiled]) -> Compiled:
-        await self._loop.run_in_executor(
-            self._sender, self._connection.send_bytes, msgspec.msgpack.encode(job)
-        )
+        await self._loop.run_in_executor(self._sender, self._connection.send_bytes, msgspec.msgpack.encode(job))
         return await future
 
     async def _in_time(self, limit_s: float, answer: Awaitable[T]) -> T:
@@ -337,9 +327,7 @@ class CompileProcess:
             async with asyncio.timeout(limit_s):
                 return await answer
         except TimeoutError:
-            logger.error(
-                "the process that compiles grammars has not answered for %g s and is killed", limit_s
-            )
+            logger.error("the process that compiles grammars has not answered for %g s and is killed", limit_s)
             self.close()
             self._fail()
             raise _compiler_ended() from None
@@ -399,6 +387,4 @@ class CompileProcess:
 
 
 def _compiler_ended() -> RequestError:
-    return RequestError(
-        503, "the grammar could not be compiled: the process that compiles grammars ended; try again"
-    )
+    return RequestError(503, "the grammar could not be compiled: the process that compiles grammars ended; try again")

@@ -25,46 +25,8 @@ from fenceline.frontend.request_table import RequestEntry
 from fenceline.frontend.request_types import RequestError
 from fenceline.ipc.io_struct import CudaGraphState, HiCacheState, InternalState, TokenOut, TransferState
 
-_TTFT_BUCKETS = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    10,
-    20,
-    40,
-    80,
-    160,
-)
-_ITL_BUCKETS = (
-    0.001,
-    0.002,
-    0.004,
-    0.006,
-    0.008,
-    0.01,
-    0.015,
-    0.02,
-    0.03,
-    0.05,
-    0.075,
-    0.1,
-    0.25,
-    0.5,
-    1,
-    2.5,
-    5,
-)
+_TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160)
+_ITL_BUCKETS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _E2E_BUCKETS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
 _QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _LENGTH_BUCKETS = (1, *(2**power for power in range(4, 21)))  # up to a million tokens
@@ -118,9 +80,7 @@ class Histogram:
 class Metrics:
     """Counts requests and tokens. One registry per server: two servers in one process do not share it."""
 
-    def __init__(
-        self, model_name: str, has_tiers: bool = False, prefix: str = "both", num_replicas: int = 1
-    ) -> None:
+    def __init__(self, model_name: str, has_tiers: bool = False, prefix: str = "both", num_replicas: int = 1) -> None:
         """``has_tiers``: with HiCache, where cached tokens are counted by the tier in which they were found.
         ``prefix``: ``fenceline``, ``sglang`` or ``both``. With several replicas what a scheduler reports carries the
         label ``dp_rank``."""
@@ -207,9 +167,7 @@ class Metrics:
     def _metrics(self) -> Iterator[Metric]:
         yield from self._reported()
         yield self._counter("prompt_tokens", "Prompt tokens of all requests.", self._prompt_tokens)
-        yield self._counter(
-            "generation_tokens", "Tokens generated for all requests.", self._generation_tokens
-        )
+        yield self._counter("generation_tokens", "Tokens generated for all requests.", self._generation_tokens)
         yield self._cached()
         reasons = self._finish_reasons
         yield self._counter("num_requests", "Requests that have ended.", reasons.total())
@@ -241,8 +199,7 @@ class Metrics:
         for replica, state in enumerate(self._states):
             for metric in () if state is None else self._gauges(state):
                 samples = [
-                    sample._replace(labels={**sample.labels, "dp_rank": str(replica)})
-                    for sample in metric.samples
+                    sample._replace(labels={**sample.labels, "dp_rank": str(replica)}) for sample in metric.samples
                 ]
                 if metric.name in metrics:
                     samples = metrics[metric.name].samples + samples
@@ -255,9 +212,7 @@ class Metrics:
         yield self._gauge("num_queue_reqs", "Requests waiting.", state.num_queue_reqs)
         yield self._gauge("num_used_tokens", "KV cache tokens held by requests.", state.num_used_tokens)
         yield self._gauge(
-            "kv_evictable_tokens",
-            "KV cache tokens of prefixes that no request holds.",
-            state.num_evictable_tokens,
+            "kv_evictable_tokens", "KV cache tokens of prefixes that no request holds.", state.num_evictable_tokens
         )
         yield self._gauge("max_total_num_tokens", "Size of the KV cache.", state.max_total_num_tokens)
         yield self._gauge("token_usage", "Share of the KV cache held by requests.", state.token_usage)
@@ -292,9 +247,7 @@ class Metrics:
 
     def _refusals(self) -> Metric:
         text = "HTTP requests that were answered with an error, by status and reason."
-        family = CounterMetricFamily(
-            _PREFIX + "num_refused_requests", text, labels=["model_name", "status", "reason"]
-        )
+        family = CounterMetricFamily(_PREFIX + "num_refused_requests", text, labels=["model_name", "status", "reason"])
         for pair, value in (self._refused or {("none", "none"): 0}).items():
             family.add_metric([self._model_name, *pair], float(value))
         return family
@@ -335,9 +288,7 @@ class Metrics:
     def _transfers(self, name: str, way: str, transfers: TransferState) -> Iterator[Metric]:
         yield self._counter(f"{name}_tokens", f"Tokens whose KV was copied {way}.", transfers.num_tokens)
         yield self._counter(f"{name}_bytes", f"Bytes copied {way}.", transfers.num_bytes)
-        family = SummaryMetricFamily(
-            f"{_PREFIX}{name}_duration_seconds", f"Transfers {way}.", labels=["model_name"]
-        )
+        family = SummaryMetricFamily(f"{_PREFIX}{name}_duration_seconds", f"Transfers {way}.", labels=["model_name"])
         family.add_metric([self._model_name], transfers.num_transfers, transfers.seconds)
         yield family
 

@@ -32,13 +32,9 @@ def process_metrics() -> Iterator[Metric]:
     memory = GaugeMetricFamily("process_resident_memory_bytes", "Resident memory.", labels=_LABELS)
     virtual = GaugeMetricFamily("process_virtual_memory_bytes", "Virtual memory.", labels=_LABELS)
     cpu = CounterMetricFamily("process_cpu_seconds", "CPU time of user and system.", labels=_LABELS)
-    started = GaugeMetricFamily(
-        "process_start_time_seconds", "Unix time of the start in seconds.", labels=_LABELS
-    )
+    started = GaugeMetricFamily("process_start_time_seconds", "Unix time of the start in seconds.", labels=_LABELS)
     files = GaugeMetricFamily("process_open_fds", "Open file descriptors.", labels=_LABELS)
-    most_files = GaugeMetricFamily(
-        "process_max_fds", "Most file descriptors that may be open.", labels=_LABELS
-    )
+    most_files = GaugeMetricFamily("process_max_fds", "Most file descriptors that may be open.", labels=_LABELS)
     names = {child.pid: child.name for child in multiprocessing.active_children()}
     for pid, name in {psutil.Process().pid: "main", **names}.items():
         labels = (name, str(pid))

@@ -39,9 +39,7 @@ class ReplicaLink:
         self._links = links
         self._balancer = LoadBalancer(config.server_args.load_balance_method, len(links))
         self._seeds = Random(config.random_seed)
-        self._placed: dict[
-            str, tuple[int, int]
-        ] = {}  # by rid: the replica and the prompt's tokens, until it ends
+        self._placed: dict[str, tuple[int, int]] = {}  # by rid: the replica and the prompt's tokens, until it ends
         self._ready: dict[int, SchedulerReady] = {}
         self._receiving: dict[int, asyncio.Task[list[Message]]] = {}
         self._flushes: list[FlushCacheReq] = []  # that wait for the last request of all replicas to leave
@@ -78,9 +76,7 @@ class ReplicaLink:
 
     def _refuse(self, flush: FlushCacheReq | CancelFlushReq) -> None:
         text = f"cache not flushed: {len(self._placed)} requests are pending"
-        replies = [
-            ControlReply(flush.id, False, text, replica=replica) for replica in range(len(self._links))
-        ]
+        replies = [ControlReply(flush.id, False, text, replica=replica) for replica in range(len(self._links))]
         self._refusals.put_nowait(list(replies))
 
     def _place(self, message: TokenizedGenerateReq) -> None:

@@ -36,9 +36,7 @@ def check_untokenised(
     if (inp.text is None) == (inp.input_ids is None):
         raise RequestError(400, "give either text or input_ids, exactly one of them", param="text")
     if inp.text is not None and tokenizer is None:
-        raise RequestError(
-            400, "this server runs with --skip-tokenizer-init: send input_ids, not text", param="text"
-        )
+        raise RequestError(400, "this server runs with --skip-tokenizer-init: send input_ids, not text", param="text")
     check_rid(inp.rid)
     if len(_utf8("extra_key", inp.extra_key)) > MAX_EXTRA_KEY_BYTES:
         raise RequestError(400, f"extra_key may have at most {MAX_EXTRA_KEY_BYTES} bytes", param="extra_key")
@@ -47,8 +45,7 @@ def check_untokenised(
     if not 0 <= inp.top_logprobs_num <= min(MAX_TOP_LOGPROBS, vocab_size):
         raise RequestError(
             400,
-            f"top_logprobs_num must be between 0 and {min(MAX_TOP_LOGPROBS, vocab_size)}, "
-            f"got {inp.top_logprobs_num}",
+            f"top_logprobs_num must be between 0 and {min(MAX_TOP_LOGPROBS, vocab_size)}, got {inp.top_logprobs_num}",
             param="top_logprobs_num",
         )
     _check_token_ids_logprob(inp, vocab_size)
@@ -144,9 +141,7 @@ def _check_token_ids_logprob(inp: GenerateInput, vocab_size: int) -> None:
     for token in ids:
         if not 0 <= token < vocab_size:
             raise RequestError(
-                400,
-                f"token_ids_logprob: {token} is outside the vocabulary of {vocab_size}",
-                param="token_ids_logprob",
+                400, f"token_ids_logprob: {token} is outside the vocabulary of {vocab_size}", param="token_ids_logprob"
             )
 
 
@@ -212,9 +207,7 @@ def check_vocabulary(ids: Sequence[int], vocab_size: int, param: str) -> IdArray
     return made
 
 
-def fit_params(
-    params: SamplingParams, prompt_len: int, vocab_size: int, limits: SchedulerReady
-) -> SamplingParams:
+def fit_params(params: SamplingParams, prompt_len: int, vocab_size: int, limits: SchedulerReady) -> SamplingParams:
     """``params`` with ``max_new_tokens`` clipped to what context and memory can hold, and without stop tokens outside
     the vocabulary, which nothing ever matches."""
     stops = params.stop_token_ids

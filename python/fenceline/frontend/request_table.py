@@ -30,9 +30,7 @@ class RequestEntry:
         "num_prompt_tokens", "queue_time_s", "rank", "rid", "started", "stream", "wire_rid",
     )  # fmt: skip
 
-    def __init__(
-        self, message: TokenizedGenerateReq, stream: RequestStream, family: str, rank: int = 0
-    ) -> None:
+    def __init__(self, message: TokenizedGenerateReq, stream: RequestStream, family: str, rank: int = 0) -> None:
         self.rid = stream.rid
         self.family = family
         self.wire_rid = message.rid
@@ -127,11 +125,7 @@ class RequestTable:
         return len(self._waiting)
 
     def admit(
-        self,
-        rids: Sequence[str],
-        prompt_lens: Sequence[int],
-        priorities: Sequence[int],
-        limits: SchedulerReady,
+        self, rids: Sequence[str], prompt_lens: Sequence[int], priorities: Sequence[int], limits: SchedulerReady
     ) -> list[RequestEntry]:
         """The waiting requests that must be aborted before all these may be added: none, unless the queue is full and
         these have a better priority than others. There must be no await between this and :meth:`add`.
@@ -153,9 +147,7 @@ class RequestTable:
         worse = [entry for entry in self._waiting.values() if entry.rank > max(ranks) and not entry.displaced]
         if len(worse) < excess:
             raise RequestError(
-                503,
-                f"the queue is full (--max-queued-requests {self._max_queued}); try again later",
-                code="queue_full",
+                503, f"the queue is full (--max-queued-requests {self._max_queued}); try again later", code="queue_full"
             )
         return sorted(worse, key=attrgetter("rank"))[-excess:]
 
@@ -165,9 +157,7 @@ class RequestTable:
     def _num_queued(self, prompt_lens: Sequence[int], ranks: Sequence[int], limits: SchedulerReady) -> int:
         """How many requests would wait if these were added: those that do not fit the free places or the free memory,
         in order of priority and arrival."""
-        waiting = [
-            (entry.rank, entry.num_prompt_tokens) for entry in self._waiting.values() if not entry.displaced
-        ]
+        waiting = [(entry.rank, entry.num_prompt_tokens) for entry in self._waiting.values() if not entry.displaced]
         waiting += zip(ranks, prompt_lens, strict=True)
         prompts = [length for _, length in sorted(waiting, key=itemgetter(0))]
         places = limits.max_running_requests - (len(self._active) - len(self._waiting))
@@ -272,9 +262,7 @@ class RequestLog:
     def abandoned(self, entry: RequestEntry) -> None:
         """The client of a request has left."""
         if self._level >= 0:
-            logger.info(
-                "Abort: rid=%s the client disconnected after %d tokens", entry.rid, entry.completion_tokens
-            )
+            logger.info("Abort: rid=%s the client disconnected after %d tokens", entry.rid, entry.completion_tokens)
 
     def _cut(self, text: str) -> str:
         return text if self._level >= 3 or len(text) <= MAX_LOGGED_CHARS else text[:MAX_LOGGED_CHARS] + "..."

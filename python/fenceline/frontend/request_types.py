@@ -28,13 +28,7 @@ class RequestError(Exception):
     """A request that cannot be served: the HTTP status and the fields of OpenAI's error object."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        type: str | None = None,
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, type: str | None = None
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -166,9 +160,7 @@ def _joined(parts: Sequence[TokenLogprobs | None]) -> TokenLogprobs | None:
     present = [part for part in parts if part is not None]
     if len(present) <= 1:
         return present[0] if present else None
-    joined = TokenLogprobs(
-        token_ids=[], logprobs=[], top_logprobs=TokenPairs(), token_ids_logprobs=TokenPairs()
-    )
+    joined = TokenLogprobs(token_ids=[], logprobs=[], top_logprobs=TokenPairs(), token_ids_logprobs=TokenPairs())
     for part in present:
         joined.token_ids.extend(part.token_ids)
         joined.logprobs.extend(part.logprobs)
@@ -188,14 +180,10 @@ def check_num_requests(num_prompts: int, n: int) -> None:
         )
 
 
-def check_num_params(
-    stop: str | Sequence[str] | None, stop_token_ids: Sized | None, logit_bias: Sized | None
-) -> None:
+def check_num_params(stop: str | Sequence[str] | None, stop_token_ids: Sized | None, logit_bias: Sized | None) -> None:
     """Raise RequestError (400) for sampling parameters with too many entries, before they are copied."""
     try:
-        check_counts(
-            1 if isinstance(stop, str) else len(stop or ()), len(stop_token_ids or ()), len(logit_bias or ())
-        )
+        check_counts(1 if isinstance(stop, str) else len(stop or ()), len(stop_token_ids or ()), len(logit_bias or ()))
     except ValueError as error:
         raise RequestError(400, str(error), param=str(error).split(" ", 1)[0]) from error
 

@@ -37,9 +37,7 @@ _TRIM_BYTES, _TRIM_SOON_S, _TRIM_LATER_S = 8 << 20, 1.0, 4.0
 def _yield_cores() -> None:
     """Let the event loop and an engine on a CPU come before this thread. Only Linux has a priority for each thread."""
     if sys.platform == "linux":
-        os.setpriority(
-            os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS
-        )
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
 
 
 class TokenizePool:
@@ -49,19 +47,12 @@ class TokenizePool:
         self._tokenizer = tokenizer
         # Half of the cores that this process may use: where there are two, one is left to the scheduler.
         num_threads = min(4, max(1, num_usable_cores() // 2))
-        self._threads = ThreadPoolExecutor(
-            num_threads, thread_name_prefix="tokenize", initializer=_yield_cores
-        )
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize", initializer=_yield_cores)
         self._memory = FreedMemory()
         self._closed = False
 
     async def encode(
-        self,
-        texts: Sequence[str],
-        add_special_tokens: bool,
-        max_tokens: int,
-        max_total: int,
-        truncate: bool = False,
+        self, texts: Sequence[str], add_special_tokens: bool, max_tokens: int, max_total: int, truncate: bool = False
     ) -> list[Sequence[int]]:
         """The token ids of each text: a list or, of long texts, an array with 4 bytes for each id (a list takes 40).
 
@@ -151,9 +142,7 @@ class TokenizePool:
             raise not_unicode("text") from error
         return ids
 
-    def _pieces(
-        self, texts: Sequence[str], add_special_tokens: bool, full: Container[int]
-    ) -> Iterator[_Piece[str]]:
+    def _pieces(self, texts: Sequence[str], add_special_tokens: bool, full: Container[int]) -> Iterator[_Piece[str]]:
         for index, text in enumerate(texts):
             if len(text) <= PIECE_CHARS:
                 yield _Piece(index, text, add_special_tokens)

@@ -33,10 +33,7 @@ class Tokenizer:
     """
 
     def __init__(
-        self,
-        backend: RustTokenizer,
-        special_tokens: dict[str, str] | None = None,
-        chat_template: str | None = None,
+        self, backend: RustTokenizer, special_tokens: dict[str, str] | None = None, chat_template: str | None = None
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -106,9 +103,7 @@ class Tokenizer:
 
     def decode_batch(self, lists: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
         """:meth:`decode` for each of ``lists``. Releases the GIL."""
-        return self.backend.decode_batch(
-            [list(ids) for ids in lists], skip_special_tokens=skip_special_tokens
-        )
+        return self.backend.decode_batch([list(ids) for ids in lists], skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
         """One token's own text, special tokens included."""
@@ -144,9 +139,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, folder: str) -> None
     """Raises ValueError with the remedy if ``tokenizer``, from ``folder``, belongs to a model of another vocabulary
     than one of ``vocab_size`` tokens. Models may have rows that no token uses, and tokenizers a few tokens that only a
     vision tower reads: one in a hundred is allowed."""
-    outside = sum(
-        index >= vocab_size for index in tokenizer.backend.get_vocab(with_added_tokens=True).values()
-    )
+    outside = sum(index >= vocab_size for index in tokenizer.backend.get_vocab(with_added_tokens=True).values())
     if outside * 100 <= vocab_size <= tokenizer.vocab_size * 2:
         return
     raise ValueError(
@@ -172,11 +165,7 @@ def _convert(folder: Path, config: Mapping[str, object]) -> RustTokenizer:
         return backend
     except Exception as error:  # whatever transformers raises, the remedy is the same
         own_code = "auto_map" in config or "auto_map" in read_optional(folder / "config.json")
-        reason = (
-            "it is code in that folder (auto_map), which is never run"
-            if own_code
-            else "it cannot be converted"
-        )
+        reason = "it is code in that folder (auto_map), which is never run" if own_code else "it cannot be converted"
         raise ValueError(f"no tokenizer in {folder}: {reason}; {remedy} ({type(error).__name__})") from error
 
 
@@ -233,8 +222,7 @@ _ALTERNATIVES = frozenset(
 # Letters and digits after which a text may be cut (blocks that hold nothing else), and what has to follow: blank space
 # and punctuation that no normaliser joins with a letter. No apostrophe: patterns know contractions.
 _WORD = (
-    "0-9A-Za-z\u0391-\u03a1\u03a3-\u03a9\u03b1-\u03c9\u0400-\u0481"
-    "\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
+    "0-9A-Za-z\u0391-\u03a1\u03a3-\u03a9\u03b1-\u03c9\u0400-\u0481\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
 )
 _FOLLOWERS = ' \n!"#$%&()*+,-./:;<=>?@[\\]_{|}~\u3001\u3002\uff0c\uff01\uff1f\uff1a\uff1b'
 

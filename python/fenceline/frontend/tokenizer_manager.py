@@ -147,9 +147,7 @@ class TokenizerManager:
         self._table.admit(rids, [len(inp.input_ids or "?") for inp in inputs], priorities, limits)
         prompts = await self._prompt_ids(inputs, given, limits)
         with self._grammars.using() as used:
-            grammars = {
-                spec: await self._grammars.number_of(spec, rank, used) for spec, rank in specs.items()
-            }
+            grammars = {spec: await self._grammars.number_of(spec, rank, used) for spec, rank in specs.items()}
             limits = self._require_serving()  # tokenising may have taken a while
             messages = await self._messages(inputs, prompts, limits, default_priority, grammars)
             self._require_serving()  # no await from here on: a stream added after the engine has ended would never end
@@ -162,9 +160,7 @@ class TokenizerManager:
     # A body may have thousands of prompts, so both methods let other tasks run from time to time. The samples of a
     # prompt share its ids, which are checked once.
 
-    async def _check_untokenised(
-        self, inputs: Sequence[GenerateInput], limits: SchedulerReady
-    ) -> dict[int, IdArray]:
+    async def _check_untokenised(self, inputs: Sequence[GenerateInput], limits: SchedulerReady) -> dict[int, IdArray]:
         """Check ``inputs``. Returns the token ids that are given in place of texts, by the identity of the list."""
         for start in range(0, len(inputs), TURN_REQUESTS):
             check_params(inputs[start : start + TURN_REQUESTS], self.vocab_size, self.tokenizer is not None)
@@ -204,9 +200,7 @@ class TokenizerManager:
                 checked = ids
                 num_ids += len(ids)
             grammar = 0 if inp.grammar is None else grammars[inp.grammar]
-            messages.append(
-                build_message(inp, inp.rid, ids, self.vocab_size, limits, default_priority, body, grammar)
-            )
+            messages.append(build_message(inp, inp.rid, ids, self.vocab_size, limits, default_priority, body, grammar))
             if len(messages) % TURN_REQUESTS == 0 or num_ids > _TURN_IDS:
                 num_ids = 0
                 await asyncio.sleep(0)
@@ -263,9 +257,7 @@ class TokenizerManager:
         pool = self._texts()
         most = max(MAX_TOKENIZE_TOKENS, self.config.model.context_length)
         if sum(map(len, lists)) > most:
-            raise RequestError(
-                400, f"tokens may have at most {most} ids; send several requests", param="tokens"
-            )
+            raise RequestError(400, f"tokens may have at most {most} ids; send several requests", param="tokens")
         for ids in lists:
             for start in range(0, len(ids), _TURN_IDS):
                 check_vocabulary(ids[start : start + _TURN_IDS], self.vocab_size, "tokens")
@@ -293,17 +285,13 @@ class TokenizerManager:
         most = max(MAX_BODY_TOKENS, limits.context_length)
         tokenised: dict[int, IdArray] = {}
         for special in (True, False):
-            texts = {
-                id(i.text): i.text for i in inputs if i.text is not None and i.add_special_tokens is special
-            }
+            texts = {id(i.text): i.text for i in inputs if i.text is not None and i.add_special_tokens is special}
             if texts:
                 encode = self._texts().encode
                 longest, truncate = limits.max_req_input_len, self.config.server_args.allow_auto_truncate
                 encoded = await encode(list(texts.values()), special, longest, most, truncate)
                 tokenised.update(zip(texts, map(id_array, encoded), strict=True))
-        prompts = [
-            given[id(inp.input_ids)] if inp.text is None else tokenised[id(inp.text)] for inp in inputs
-        ]
+        prompts = [given[id(inp.input_ids)] if inp.text is None else tokenised[id(inp.text)] for inp in inputs]
         total = sum(map(len, prompts))
         if total > most:
             raise RequestError(
@@ -411,9 +399,7 @@ class TokenizerManager:
         requests are in flight after ``wait_s`` seconds. Raises RequestError (400) if there is no storage tier."""
         if not 0 <= wait_s <= MAX_FLUSH_WAIT_S:
             raise RequestError(
-                400,
-                f"timeout must be between 0 and {MAX_FLUSH_WAIT_S:g} seconds, got {wait_s:g}",
-                param="timeout",
+                400, f"timeout must be between 0 and {MAX_FLUSH_WAIT_S:g} seconds, got {wait_s:g}", param="timeout"
             )
         hicache = self.config.hicache
         if storage and (hicache is None or hicache.storage is None):
@@ -458,9 +444,7 @@ class TokenizerManager:
     async def continue_generation(self) -> ControlReply:
         return await self.control.resume()
 
-    async def profile(
-        self, action: str, output_dir: str | None = None, num_steps: int | None = None
-    ) -> ControlReply:
+    async def profile(self, action: str, output_dir: str | None = None, num_steps: int | None = None) -> ControlReply:
         """``start`` or ``stop`` the scheduler's profiler."""
         return await self.control.profile(action, output_dir, num_steps)
 

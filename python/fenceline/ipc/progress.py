@@ -19,10 +19,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def announced(
-    what: str,
-    say: Callable[[str], None] = logger.info,
-    interval_s: float = INTERVAL_S,
-    has_bar: bool = False,
+    what: str, say: Callable[[str], None] = logger.info, interval_s: float = INTERVAL_S, has_bar: bool = False
 ) -> Iterator[None]:
     """While the block runs, ``say`` after ``interval_s`` seconds that it does, for example "Still loading weights (5
     s)", and then each time when twice as much time has passed, at least once a minute. ``has_bar``: not on a terminal,

@@ -28,13 +28,7 @@ NUM_NEWS = 256  # that may be posted and not yet read; more wait
 _NEWS = struct.Struct("=4q")  # number, from 1 on, and three values
 _NEWS_BYTES = _NEWS.size + _SEAL.size
 _MOST_RANKS = 64
-_ARRIVED, _FAILED, _LOADS, _STORES, _READ = (
-    0,
-    8,
-    16,
-    24,
-    32,
-)  # where in a line; _READ is a number for each rank
+_ARRIVED, _FAILED, _LOADS, _STORES, _READ = (0, 8, 16, 24, 32)  # where in a line; _READ is a number for each rank
 _FIRST_RECORD = _READ + 8 * _MOST_RANKS
 _FIRST_NEWS = _FIRST_RECORD + NUM_STEPS * _RECORD_BYTES
 _LINE = _FIRST_NEWS + NUM_NEWS * _NEWS_BYTES
@@ -108,9 +102,7 @@ class RankBoard:
 
     def all_transfers(self) -> tuple[int, int]:
         """How many loads and stores have ended on all ranks, as far as they have said."""
-        loads, stores = (
-            [self._number(rank, where) for rank in range(self.num_ranks)] for where in (_LOADS, _STORES)
-        )
+        loads, stores = ([self._number(rank, where) for rank in range(self.num_ranks)] for where in (_LOADS, _STORES))
         return min(loads), min(stores)
 
     def post_news(self, news: Iterable[News]) -> None:

@@ -25,9 +25,7 @@ class Shard:
     rank: int = 0
     size: int = 1
     communicator: Communicator | None = None
-    ep_size: int = (
-        1  # into how many groups the experts are divided; ``size / ep_size`` ranks share each expert
-    )
+    ep_size: int = 1  # into how many groups the experts are divided; ``size / ep_size`` ranks share each expert
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size, f"rank {self.rank} of {self.size}"
@@ -48,9 +46,7 @@ class Shard:
         assert self.communicator is not None, "an all-reduce needs a communicator"
         return self.communicator.all_reduce(x)
 
-    def all_reduce_add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm
-    ) -> torch.Tensor | None:
+    def all_reduce_add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> torch.Tensor | None:
         """``residual`` += the sum of the ranks' ``x``, in place; returns norm(residual). Returns None, having done
         nothing, if the communicator has no such fused operation for this case."""
         assert self.communicator is not None, "an all-reduce needs a communicator"
@@ -124,11 +120,7 @@ class LayerContext:
         for other in others:
             if not _stored_alike(formats[first], formats[other]):
                 plain, stored = (other, first) if formats[other] is None else (first, other)
-                how = (
-                    "it leaves {} plain and {} not"
-                    if formats[plain] is None
-                    else "{} and {} have different formats"
-                )
+                how = "it leaves {} plain and {} not" if formats[plain] is None else "{} and {} have different formats"
                 raise ValueError(
                     f"the checkpoint is quantised ({self.format.method}), but of {self.module.removesuffix('.')}"
                     f" {how.format(plain, stored)}, which are multiplied as one matrix; use a checkpoint in which they"
@@ -145,9 +137,7 @@ def _stored_alike(a: QuantConfig | None, b: QuantConfig | None) -> bool:
     """Whether two formats are the same but for the modules that have them."""
     if a is b or a is None or b is None:
         return a is b
-    return dataclasses.replace(a, plain=(), only=(), others=()) == dataclasses.replace(
-        b, plain=(), only=(), others=()
-    )
+    return dataclasses.replace(a, plain=(), only=(), others=()) == dataclasses.replace(b, plain=(), only=(), others=())
 
 
 _registered: dict[str, Callable[[Shard, torch.dtype], LayerContext]] = {}
@@ -169,11 +159,7 @@ def make_layer_context(device: torch.device, shard: Shard, dtype: torch.dtype) -
     if device.type != "cuda":
         return torch_context(shard, dtype)
     try:
-        from fenceline.layers.cuda_layers import (
-            CudaDenseWeight,
-            CudaLayerKernels,
-            find_skinny_products,
-        )
+        from fenceline.layers.cuda_layers import CudaDenseWeight, CudaLayerKernels, find_skinny_products
         from fenceline.layers.cuda_quantized import CudaQuantizedWeight, find_quantized_products
     except ImportError as error:
         raise ValueError(
@@ -184,9 +170,7 @@ def make_layer_context(device: torch.device, shard: Shard, dtype: torch.dtype) -
     def dense(out_features: int, in_features: int) -> DenseWeight:
         return CudaDenseWeight(out_features, in_features, dtype, products)
 
-    quantized_products = functools.cache(
-        find_quantized_products
-    )  # the trial runs when the first such weight is made
+    quantized_products = functools.cache(find_quantized_products)  # the trial runs when the first such weight is made
 
     def quantized(stored: QuantizedFormat) -> Weight:
         return CudaQuantizedWeight(stored, quantized_products(device, stored.kind))
@@ -206,9 +190,7 @@ def torch_context(shard: Shard, dtype: torch.dtype) -> LayerContext:
 def fp8_kv_dtype(device: torch.device) -> torch.dtype:
     """The dtype of a KV cache in FP8. Raises ``ValueError`` with the remedy for a GPU that cannot convert FP8."""
     if not converts_fp8(device):
-        raise ValueError(
-            "--kv-cache-dtype fp8_e4m3 needs a GPU of compute capability 8.9 or more: leave it out"
-        )
+        raise ValueError("--kv-cache-dtype fp8_e4m3 needs a GPU of compute capability 8.9 or more: leave it out")
     return torch.float8_e4m3fn
 
 

@@ -46,9 +46,7 @@ def four_bits_agree(device: torch.device, product: GroupedProduct, group: int, h
     cuts += [(50, grouped_config(pairs * num_experts, num_experts, 2)) for pairs in (16, 64, 128)]
     for num_tokens, cut in cuts:
         x = draw(num_tokens, k).bfloat16()
-        ids = torch.rand(num_tokens, num_experts - 1, device=device, generator=generator).argsort(1)[
-            :, :top_k
-        ]
+        ids = torch.rand(num_tokens, num_experts - 1, device=device, generator=generator).argsort(1)[:, :top_k]
         ids[-2:] = num_experts
         routing = Routing.group(ids, torch.ones_like(ids, dtype=torch.float32), num_experts)
         live = routing.order[: int(routing.ends[-1])]

@@ -20,21 +20,8 @@ from fenceline.layers.kernels.triton.grouped_gemm import combine_experts, groupe
 from fenceline.layers.kernels.triton.rms_norm import rms_norm
 from fenceline.layers.kernels.triton.rotate_store import rotate_and_store
 from fenceline.layers.kernels.triton.routing import route, router_logits
-from fenceline.layers.kernels.triton.skinny_gemm import (
-    PLAIN,
-    Fusion,
-    TritonConfig,
-    may_fuse_norm,
-    skinny_linear,
-)
-from fenceline.layers.skinny_table import (
-    ROW_BUCKETS,
-    SHARED_BYTES,
-    CudaConfig,
-    GpuTraits,
-    SkinnyTable,
-    load_table,
-)
+from fenceline.layers.kernels.triton.skinny_gemm import PLAIN, Fusion, TritonConfig, may_fuse_norm, skinny_linear
+from fenceline.layers.skinny_table import ROW_BUCKETS, SHARED_BYTES, CudaConfig, GpuTraits, SkinnyTable, load_table
 from fenceline.layers.weight import DenseWeight, RMSNorm
 
 if TYPE_CHECKING:
@@ -42,9 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TOLERANCE = (
-    0.02  # of the trial at start, relative to the result's norm: rounding to bfloat16 makes an error of 0.004
-)
+_TOLERANCE = 0.02  # of the trial at start, relative to the result's norm: rounding to bfloat16 makes an error of 0.004
 _FEW_ROWS = ROW_BUCKETS[-1]  # the kernels for few rows never multiply more than this
 
 # Arguments: x, configuration, fusion, output. A product with one weight, see ``is_right``.
@@ -104,9 +89,7 @@ class CudaLayerKernels(LayerKernels):
         if weight.dtype == torch.uint8:
             assert scales is not None
             if not self._four_bits[x.shape[1] // scales.shape[2], zeros is not None]:
-                return product_by_parts(
-                    self.grouped_product, x, weight, routing, gated, bias, limit, scales, zeros
-                )
+                return product_by_parts(self.grouped_product, x, weight, routing, gated, bias, limit, scales, zeros)
         return grouped_product(
             x, weight, routing, gated, bias=bias, limit=limit, scales=scales, pdl=self._pdl, zeros=zeros
         )
@@ -153,9 +136,7 @@ def gated_fusion(norm: RMSNorm | None, bias: torch.Tensor | None) -> Fusion:
 class CudaDenseWeight(DenseWeight):
     """A dense weight. Products of few rows are computed by our own fused kernels where these are faster."""
 
-    def __init__(
-        self, out_features: int, in_features: int, dtype: torch.dtype, products: SkinnyProducts
-    ) -> None:
+    def __init__(self, out_features: int, in_features: int, dtype: torch.dtype, products: SkinnyProducts) -> None:
         super().__init__(out_features, in_features, dtype)
         self._products = products
 
@@ -178,11 +159,7 @@ class CudaDenseWeight(DenseWeight):
         return torch.addmm(bias, x, self.data.t(), out=out)
 
     def normed_product(
-        self,
-        x: torch.Tensor,
-        norm: RMSNorm,
-        bias: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
+        self, x: torch.Tensor, norm: RMSNorm, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         if x.shape[0] <= _FEW_ROWS and may_fuse_norm(x, norm.weight):
             done = self._products.multiply(x, self.data, Fusion(norm.weight, norm.eps, bias), out)
@@ -316,10 +293,7 @@ def is_right(name: str, product: Trial, weight: torch.Tensor, cuts: Iterable[tup
         except RuntimeError as error:
             logger.warning("the CUDA %s cannot be used here: %s", name, error)
             return False
-        for got, want in (
-            (gated, F.silu(gate) * up),
-            (added, residual.float() + F.linear(x.float(), weight)),
-        ):
+        for got, want in ((gated, F.silu(gate) * up), (added, residual.float() + F.linear(x.float(), weight))):
             error_size = ((got.float() - want).norm() / want.norm()).item()
             if not error_size < _TOLERANCE:
                 logger.warning(

@@ -16,14 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from fenceline.config.quantization import FP8_BLOCK, INT4_GROUPS, QuantConfig
-from fenceline.layers.cuda_layers import (
-    find_skinny_gemm,
-    gated_fusion,
-    gpu_traits,
-    is_right,
-    probe_cut,
-    skinny_cut,
-)
+from fenceline.layers.cuda_layers import find_skinny_gemm, gated_fusion, gpu_traits, is_right, probe_cut, skinny_cut
 from fenceline.layers.kernels.base import SILU, LayerKernels
 from fenceline.layers.kernels.triton.int4_gemm import MAX_INT4_ROWS, Int4Config, Int4Workspace, int4_linear
 from fenceline.layers.kernels.triton.quantized_gemm import dequantize, quantize_rows, quantized_linear
@@ -35,14 +28,7 @@ from fenceline.layers.kernels.triton.skinny_gemm import (
     may_fuse_norm,
     scaled_linear,
 )
-from fenceline.layers.quantized import (
-    FP8,
-    Fp8Format,
-    QuantizedFormat,
-    QuantizedWeight,
-    make_format,
-    round_to_fp8,
-)
+from fenceline.layers.quantized import FP8, Fp8Format, QuantizedFormat, QuantizedWeight, make_format, round_to_fp8
 from fenceline.layers.skinny_table import (
     MAX_CUDA_ROWS,
     MAX_DIRECT_ROWS,
@@ -65,9 +51,7 @@ _BITS = {"fp8": 8, "int4": 4}  # of the formats that fenceline_kernel multiplies
 _LARGE_TILE: Mapping[str, Any] = {"block_n": 128, "num_warps": 8, "num_stages": 3}
 _MULTIPLE = 16  # both sides of a matrix must be multiples of this for _scaled_mm
 _ROW_MULTIPLE = 4  # with scales for blocks, the number of rows must be a multiple of this
-_TOLERANCE = (
-    0.02  # of the probe, relative to the product's size; a wrong layout of scales is off by tens of percent
-)
+_TOLERANCE = 0.02  # of the probe, relative to the product's size; a wrong layout of scales is off by tens of percent
 
 # FP8 numbers [T, K] and scales [T, groups] of the input, FP8 numbers [N, K] and scales [N, groups] of the weight, the
 # result's dtype → [T, N]
@@ -109,11 +93,7 @@ class QuantizedProducts:
         self._int4 = int4
 
     def few_rows(
-        self,
-        x: torch.Tensor,
-        stored: QuantizedFormat,
-        fusion: Fusion = PLAIN,
-        out: torch.Tensor | None = None,
+        self, x: torch.Tensor, stored: QuantizedFormat, fusion: Fusion = PLAIN, out: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """The product, in ``out``, the residual or a new tensor; None if ``many_rows`` should compute it."""
         if not len(x) or (fusion.norm_weight is not None and not may_fuse_norm(x, fusion.norm_weight)):
@@ -129,9 +109,7 @@ class QuantizedProducts:
         if isinstance(choice, TritonConfig):
             if len(x) > 1:
                 return self._scaled_product(x, stored, choice, fusion, out)
-            return quantized_linear(
-                x, stored.data, stored.scales, stored.zeros, stored.group, choice, fusion, out
-            )
+            return quantized_linear(x, stored.data, stored.scales, stored.zeros, stored.group, choice, fusion, out)
         if out is None:
             out = fusion.residual
         if out is None:
@@ -145,9 +123,7 @@ class QuantizedProducts:
             self._cuda_product(x[rows], stored, choice, part, out[rows])
         return out
 
-    def _choose(
-        self, x: torch.Tensor, stored: QuantizedFormat, gated: bool, normed: bool = False
-    ) -> SkinnyChoice:
+    def _choose(self, x: torch.Tensor, stored: QuantizedFormat, gated: bool, normed: bool = False) -> SkinnyChoice:
         """The configuration of one of our kernels; None: ``many_rows`` computes the product."""
         (n, k), rows = stored.shape, len(x)
         guess: SkinnyChoice = None
@@ -183,12 +159,7 @@ class QuantizedProducts:
         return TritonConfig(64, block_k=128, num_warps=4, num_stages=num_stages, launch_pdl=self._pdl)
 
     def _scaled_product(
-        self,
-        x: torch.Tensor,
-        stored: QuantizedFormat,
-        config: TritonConfig,
-        fusion: Fusion,
-        out: torch.Tensor | None,
+        self, x: torch.Tensor, stored: QuantizedFormat, config: TritonConfig, fusion: Fusion, out: torch.Tensor | None
     ) -> torch.Tensor:
         """The product with the input rounded to FP8."""
         assert isinstance(stored, Fp8Format)
@@ -240,11 +211,7 @@ class CudaQuantizedWeight(QuantizedWeight):
         return y if out is None else out.copy_(y)
 
     def normed_product(
-        self,
-        x: torch.Tensor,
-        norm: RMSNorm,
-        bias: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
+        self, x: torch.Tensor, norm: RMSNorm, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         done = self._products.few_rows(x, self.stored, Fusion(norm.weight, norm.eps, bias), out)
         return self.product(norm.forward(x), bias, out) if done is None else done
@@ -281,10 +248,7 @@ def block_scaled_product(
     """torch._scaled_mm with scales for 1 x 128 numbers of the input and 128 x 128 of the weight; all rows of the
     weight's block have the same scale. See ``ScaledProduct``."""
     padding, groups = -len(x) % _ROW_MULTIPLE, scales.shape[1]
-    x, x_scales = (
-        F.pad(x.view(torch.uint8), (0, 0, 0, padding)).view(FP8),
-        F.pad(x_scales, (0, 0, 0, padding)),
-    )
+    x, x_scales = (F.pad(x.view(torch.uint8), (0, 0, 0, padding)).view(FP8), F.pad(x_scales, (0, 0, 0, padding)))
     y = torch._scaled_mm(
         x,
         weight.t(),
@@ -325,9 +289,7 @@ def guess_cuda(rows: int, stored: QuantizedFormat, num_sms: int, pdl: bool) -> C
     most = max(1, k * bits // 2048)
     config = CudaConfig(tiles=tiles, warps_k=min(8, most), depth=4, pdl=pdl)
     while shared_bytes(config, rows, bits, stored.group) > SHARED_BYTES:
-        config = (
-            replace(config, depth=3) if config.depth > 3 else replace(config, warps_k=config.warps_k // 2)
-        )
+        config = replace(config, depth=3) if config.depth > 3 else replace(config, warps_k=config.warps_k // 2)
     return config
 
 
@@ -337,9 +299,7 @@ def int4_takes(x: torch.Tensor, stored: QuantizedFormat) -> bool:
     return fits and x.dtype == torch.bfloat16 and x.is_contiguous()
 
 
-def guess_int4(
-    rows: int, stored: QuantizedFormat, num_sms: int, pdl: bool, normed: bool = False
-) -> Int4Config:
+def guess_int4(rows: int, stored: QuantizedFormat, num_sms: int, pdl: bool, normed: bool = False) -> Int4Config:
     """A configuration for ``rows`` rows, like those that were the fastest on an H100. ``normed``: a norm is in
     front."""
     n, k = stored.shape
@@ -394,9 +354,7 @@ def _multiplies_int4(device: torch.device, workspace: Int4Workspace) -> bool:
     )
     for group, n, k, rows, gated, changed in trials:
         with device:
-            stored = make_format(
-                QuantConfig(method="on-line", kind="int4", group_size=group), n, k, torch.bfloat16
-            )
+            stored = make_format(QuantConfig(method="on-line", kind="int4", group_size=group), n, k, torch.bfloat16)
         assert stored.zeros is not None
         matrix = draw(n, k) / k**0.5 * torch.arange(1, n + 1, device=device)[:, None]
         fill_slots(stored.slots("probe", slice(None), (n, k), 0, 0), [("probe.weight", matrix.bfloat16())])
@@ -411,17 +369,13 @@ def _multiplies_int4(device: torch.device, workspace: Int4Workspace) -> bool:
             want += residual
         config = replace(guess_int4(rows, stored, 132, pdl=True, normed=gated), **changed)
         try:
-            got = int4_linear(
-                x, stored.data, stored.scales, stored.zeros, group, config, workspace, fusion, None
-            )
+            got = int4_linear(x, stored.data, stored.scales, stored.zeros, group, config, workspace, fusion, None)
         except Exception as error:  # Triton's compiler raises what it likes
             logger.warning("Triton's product in int4 cannot be used here: %s", str(error).splitlines()[0])
             return False
         error_size = ((got.float() - want).norm() / want.norm()).item()
         if not error_size < _TOLERANCE:
-            logger.warning(
-                "Triton's product in int4 is wrong here by %.3f of the result; it is not used", error_size
-            )
+            logger.warning("Triton's product in int4 is wrong here by %.3f of the result; it is not used", error_size)
             return False
     return True
 
@@ -433,9 +387,7 @@ def _multiplies_fp8(device: torch.device, capability: tuple[int, int]) -> bool:
     products = QuantizedProducts(1, capability, None, None)
     for scales, n, k, rows in (("channel", 256, 512, 32), ("block", 192, 384, 5)):
         with device:
-            stored = make_format(
-                QuantConfig(method="on-line", kind="fp8", scales=scales), n, k, torch.bfloat16
-            )
+            stored = make_format(QuantConfig(method="on-line", kind="fp8", scales=scales), n, k, torch.bfloat16)
         assert isinstance(stored, Fp8Format)
         matrix = draw(n, k) / k**0.5 * torch.arange(1, n + 1, device=device)[:, None]
         fill_slots(stored.slots("probe", slice(None), (n, k), 0, 0), [("probe.weight", matrix.bfloat16())])
@@ -457,15 +409,12 @@ def _multiplies_fp8(device: torch.device, capability: tuple[int, int]) -> bool:
         try:
             got = products._scaled_product(x, stored, config, fusion, None)
         except Exception as error:  # Triton's compiler raises what it likes
-            logger.warning(
-                "the product of several rows in FP8 cannot be used here: %s", str(error).splitlines()[0]
-            )
+            logger.warning("the product of several rows in FP8 cannot be used here: %s", str(error).splitlines()[0])
             return False
         error_size = ((got.float() - want).norm() / want.norm()).item()
         if not error_size < _TOLERANCE:
             logger.warning(
-                "the product of several rows in FP8 is wrong here by %.3f of the result; it is not used",
-                error_size,
+                "the product of several rows in FP8 is wrong here by %.3f of the result; it is not used", error_size
             )
             return False
     return True
@@ -496,9 +445,7 @@ def _agrees(device: torch.device, product: CudaQuantizedProduct, kind: str) -> b
     numbers of rows and with each of its fusions. If not, this is logged."""
     formats = [QuantConfig(method="on-line", kind="int4", group_size=size) for size in INT4_GROUPS]
     if kind == "fp8":
-        formats = [
-            QuantConfig(method="on-line", kind="fp8", scales=scales) for scales in ("channel", "block")
-        ]
+        formats = [QuantConfig(method="on-line", kind="fp8", scales=scales) for scales in ("channel", "block")]
     n, k = 96, 512
     draw = partial(torch.randn, device=device, generator=torch.Generator(device).manual_seed(0))
     for config in formats:
@@ -535,9 +482,7 @@ def _working(device: torch.device, product: ScaledProduct, group: int) -> Scaled
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(20, 256, device=device, generator=generator)
     weight = torch.randn(256, 256, device=device, generator=generator)
-    weight *= torch.arange(1, 257, device=device)[
-        :, None
-    ]  # rows differ, so that scales in the wrong order are noticed
+    weight *= torch.arange(1, 257, device=device)[:, None]  # rows differ, so that scales in the wrong order are noticed
     numbers, scales = round_to_fp8(weight, group)
     if group < 256:
         scales = scales.view(-1, FP8_BLOCK, scales.shape[1]).amax(1).repeat_interleave(FP8_BLOCK, 0)

@@ -46,9 +46,7 @@ class Branch(ABC):
         self.scale = config.multipliers.residual
         self.input_norm: RMSNorm | None = None if norms.before is None else context.norm(size, eps)
         self.output_norm: RMSNorm | None = None if norms.after is None else context.norm(size, eps)
-        self.next_norm: RMSNorm | None = (
-            None  # the norm of the branch that reads the stream next, if it is known
-        )
+        self.next_norm: RMSNorm | None = None  # the norm of the branch that reads the stream next, if it is known
         # Nothing comes between f and the residual stream, so a kernel may add its result.
         self.adds_plainly = self.output_norm is None and self.scale == 1.0
 
@@ -160,9 +158,7 @@ class TokenMixer(Branch):
         """Undoes in the attention's result what the pool's format has done to the values, in place."""
         return attended
 
-    def add_output(
-        self, x: torch.Tensor, batch: ForwardBatch, attended: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def add_output(self, x: torch.Tensor, batch: ForwardBatch, attended: torch.Tensor | None = None) -> torch.Tensor:
         """x += the output of ``attended``, in place; returns x. None: ``attended`` is the buffer that
         ``attend_between_pieces`` has filled."""
         if attended is None:
@@ -230,10 +226,7 @@ class SelfAttention(TokenMixer):
         self._wide_norms: tuple[WideNorm, ...] = ()
         if wide_qk_norm:
             q_part, k_part, _ = self.qkv_proj.parts
-            self._wide_norms = (
-                WideNorm("q_norm", q_part, eps, context),
-                WideNorm("k_norm", k_part, eps, context),
-            )
+            self._wide_norms = (WideNorm("q_norm", q_part, eps, context), WideNorm("k_norm", k_part, eps, context))
         self._kernels = context.kernels
         # A checkpoint may have scales by which keys and values are divided in FP8. They are kept as Python numbers,
         # because they are arguments of kernel launches.
@@ -288,9 +281,7 @@ class SelfAttention(TokenMixer):
         if self._loads_kv_scales:
             for index, name in enumerate(("k_scale", "v_scale")):
                 param = self._kv_scale_params[index : index + 1]
-                slots[prefix + name] = WeightSlot(
-                    param, (), convert=torch.flatten, loaded=self._take_kv_scales
-                )
+                slots[prefix + name] = WeightSlot(param, (), convert=torch.flatten, loaded=self._take_kv_scales)
         if self._rotary.order is not None:
             self.qkv_proj.weight.moves_rows(len(self._rotary.order))
             for name, slot in slots.items():
@@ -326,9 +317,7 @@ class GatedMLP(Branch):
         super().__init__(config, context, norms)
         context = context.inside(self.name)
         hidden_size, size = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size, {"gate_proj": size, "up_proj": size}, bias, context
-        )
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, {"gate_proj": size, "up_proj": size}, bias, context)
         self.down_proj = RowParallelLinear("down_proj", size, hidden_size, bias, context)
         self.activation = config.activation
 

@@ -17,9 +17,7 @@ class ExpertMatrices:
     rows, k / 2] uint8. Formats other than plain numbers have ``scales`` [num, rows, groups], and int4 also has
     ``zeros`` of this shape: see ``LayerKernels.grouped_product``."""
 
-    def __init__(
-        self, num: int, rows: int, k: int, context: LayerContext, config: QuantConfig | None
-    ) -> None:
+    def __init__(self, num: int, rows: int, k: int, context: LayerContext, config: QuantConfig | None) -> None:
         """Uninitialised, on the default device; ``config`` is the format, None for plain numbers. Raises ``ValueError``
         for a matrix that it cannot hold and for a GPU that cannot read it."""
         self.shape = num, rows, k
@@ -94,11 +92,7 @@ class ExpertMatrices:
         if halves:
             params = [param.unflatten(1, (2, -1)) for param in params]
         if len(params) == 1:
-            return {
-                name: WeightSlot(
-                    params[0], (num, k, rows), 2, start, lambda stack: arrange(stack.transpose(1, 2))
-                )
-            }
+            return {name: WeightSlot(params[0], (num, k, rows), 2, start, lambda stack: arrange(stack.transpose(1, 2)))}
         assert self._config is not None and self._config.kind == "mxfp4"
         (data, scales), (first, second) = params, starts
         if self._config.method == ON_LINE_METHOD:

@@ -45,9 +45,7 @@ class ExpertNames:
 class Router:
     """Chooses the experts of each token and their weights. Computed in float32."""
 
-    def __init__(
-        self, experts: ExpertsConfig, hidden_size: int, names: ExpertNames, kernels: LayerKernels
-    ) -> None:
+    def __init__(self, experts: ExpertsConfig, hidden_size: int, names: ExpertNames, kernels: LayerKernels) -> None:
         def scores() -> torch.Tensor:
             return torch.empty(experts.num_experts, dtype=torch.float32)
 
@@ -191,11 +189,7 @@ class ExpertsMLP(Branch):
     def _stacked_slots(self, prefix: str) -> WeightSlots:
         """The slots of tensors that each hold the matrices or biases of all experts."""
         assert self.gate_up_bias is not None and self.down_bias is not None
-        num, own, both = (
-            self.router.experts.num_experts,
-            slice(self.own.start, self.own.stop),
-            2 * self.full_size,
-        )
+        num, own, both = (self.router.experts.num_experts, slice(self.own.start, self.own.stop), 2 * self.full_size)
         hidden_size, start = self.down.shape[1], self.start
 
         def apart(x: torch.Tensor) -> torch.Tensor:
@@ -206,9 +200,7 @@ class ExpertsMLP(Branch):
         return {
             f"{prefix}gate_up_proj_bias": WeightSlot(bias, (num, both), 2, start, apart),
             f"{prefix}down_proj_bias": WeightSlot(self.down_bias, (num, hidden_size), 0, own.start),
-            **self.gate_up.stacked_slots(
-                f"{prefix}gate_up_proj", (num, both, hidden_size), apart, start, halves=True
-            ),
+            **self.gate_up.stacked_slots(f"{prefix}gate_up_proj", (num, both, hidden_size), apart, start, halves=True),
             **self.down.stacked_slots(
                 f"{prefix}down_proj", (num, hidden_size, self.full_size), lambda x: x[own], start
             ),
@@ -218,6 +210,4 @@ class ExpertsMLP(Branch):
 def _empty_slot(slot: WeightSlot) -> WeightSlot:
     """A slot for a tensor like that of ``slot`` of which this rank keeps nothing."""
     empty = torch.empty(0, dtype=slot.dtype)
-    return WeightSlot(
-        empty, slot.full_shape, convert=lambda tensor: tensor.reshape(-1)[:0], optional=slot.optional
-    )
+    return WeightSlot(empty, slot.full_shape, convert=lambda tensor: tensor.reshape(-1)[:0], optional=slot.optional)

@@ -45,9 +45,7 @@ class AttentionInputs:
         assert len(lens) > 0, "an empty batch has nothing to attend to"
         assert bool((lens >= 1).all()), "a request without new tokens does not belong in a batch"
         assert bool((lens <= self.seq_lens_cpu).all()), "seq_lens include this step's tokens"
-        assert self.mode is not ForwardMode.DECODE or bool((lens == 1).all()), (
-            "decode has one query per request"
-        )
+        assert self.mode is not ForwardMode.DECODE or bool((lens == 1).all()), "decode has one query per request"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +104,7 @@ class AttentionPlan(ABC):
         return
 
     @abstractmethod
-    def forward(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         """Causal attention over the prefix and the new tokens, all of which are in the pool.
 
         q [T, num_heads, head_dim] and this step's own k, v [T, num_kv_heads, head_dim], possibly strided views whose
@@ -116,13 +112,7 @@ class AttentionPlan(ABC):
         """
 
     def forward_into(
-        self,
-        layer_id: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        out: torch.Tensor,
+        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, out: torch.Tensor
     ) -> None:
         """Like ``forward``, but the result is written to ``out``, contiguous [T, num_heads, head_dim] in q's dtype,
         where the graph of the next piece reads it."""

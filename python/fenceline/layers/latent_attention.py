@@ -49,9 +49,7 @@ class LatentAttention(TokenMixer):
         if scaling is not None and scaling.mscale_all_dim:
             scale *= yarn_mscale(scaling, scaling.mscale_all_dim) ** 2
         heads, rules = HeadLayout(num_heads, 1, self.latent.width), LayerRules(rows=("latent", "latent"))
-        super().__init__(
-            config, context, norms, layer_id, heads, (num_heads + 1) * self.latent.width, rules, scale
-        )
+        super().__init__(config, context, norms, layer_id, heads, (num_heads + 1) * self.latent.width, rules, scale)
         self.q_a_proj: ReplicatedLinear | None = None
         rank, queries = self.latent.q_lora_rank, config.num_heads * config.head_dim
         if rank is None:

@@ -37,9 +37,7 @@ class ColumnParallelLinear:
     The product of x [T, in_features] is [T, sum of this rank's parts], one part after the other.
     """
 
-    def __init__(
-        self, in_features: int, parts: Sequence[ColumnPart], bias: bool, context: LayerContext
-    ) -> None:
+    def __init__(self, in_features: int, parts: Sequence[ColumnPart], bias: bool, context: LayerContext) -> None:
         self.parts = tuple(parts)
         self.sizes = [part.size for part in parts]
         self.in_features = in_features
@@ -71,9 +69,7 @@ class ColumnParallelLinear:
 class ReplicatedLinear(ColumnParallelLinear):
     """A linear layer that every rank holds whole."""
 
-    def __init__(
-        self, name: str, in_features: int, out_features: int, bias: bool, context: LayerContext
-    ) -> None:
+    def __init__(self, name: str, in_features: int, out_features: int, bias: bool, context: LayerContext) -> None:
         """``name`` is the layer's in the checkpoint (``fc``)."""
         super().__init__(in_features, [ColumnPart(name, out_features, out_features, 0)], bias, context)
 
@@ -81,9 +77,7 @@ class ReplicatedLinear(ColumnParallelLinear):
 class MergedColumnParallelLinear(ColumnParallelLinear):
     """Several outputs that are all divided evenly over the ranks, for example gate and up."""
 
-    def __init__(
-        self, in_features: int, outputs: Mapping[str, int], bias: bool, context: LayerContext
-    ) -> None:
+    def __init__(self, in_features: int, outputs: Mapping[str, int], bias: bool, context: LayerContext) -> None:
         """``outputs``: the full number of features of each part, by its name in the checkpoint."""
         shard = context.shard
         parts = [
@@ -107,13 +101,7 @@ class QKVParallelLinear(ColumnParallelLinear):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        bias: bool,
-        context: LayerContext,
+        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool, context: LayerContext
     ) -> None:
         """``num_heads`` and ``num_kv_heads``: the whole model's."""
         shard = context.shard
@@ -148,9 +136,7 @@ def split_kv_heads(num_kv_heads: int, shard: Shard) -> tuple[int, int]:
 class RowParallelLinear:
     """x [T, in_features of this rank] → [T, out_features]: the whole product is the sum of the ranks' products."""
 
-    def __init__(
-        self, name: str, in_features: int, out_features: int, bias: bool, context: LayerContext
-    ) -> None:
+    def __init__(self, name: str, in_features: int, out_features: int, bias: bool, context: LayerContext) -> None:
         """``name`` is the layer's in the checkpoint (``o_proj``)."""
         self.name = name
         self.shard = context.shard
@@ -269,9 +255,7 @@ class VocabParallelEmbedding:
         head.weight.data.copy_(self.weight.data[ids.to(self.weight.data.device)])
         return head
 
-    def own_logits(
-        self, x: torch.Tensor, norm: RMSNorm | None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def own_logits(self, x: torch.Tensor, norm: RMSNorm | None, out: torch.Tensor | None = None) -> torch.Tensor:
         """As the head: norm(x), or x as it is, [L, hidden_size] → this rank's columns of the logits [L, vocab_size] in
         x's dtype, in ``out`` if given: those of the tokens from ``first_row`` on. All ranks have the same number of
         columns; those of padding are -inf."""
@@ -284,9 +268,7 @@ class VocabParallelEmbedding:
         """The logits [L, vocab_size] from all ranks' ``own_logits``."""
         return own if self.shard.size == 1 else self.shard.all_gather(own)[:, : self.vocab_size]
 
-    def _product(
-        self, x: torch.Tensor, norm: RMSNorm | None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def _product(self, x: torch.Tensor, norm: RMSNorm | None, out: torch.Tensor | None = None) -> torch.Tensor:
         if norm is None:
             logits = self.weight.product(x, out=out)
         else:

@@ -59,9 +59,7 @@ def rounding_slot(
 
     def rounded(stack: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         experts = [round_to_mxfp4(matrix) for matrix in stack]  # one by one, because they are large
-        return torch.stack([bits for bits, _ in experts]), torch.stack(
-            [exponents for _, exponents in experts]
-        )
+        return torch.stack([bits for bits, _ in experts]), torch.stack([exponents for _, exponents in experts])
 
     return QuantizingSlot(
         dest=data,
@@ -76,9 +74,7 @@ def rounding_slot(
 
 def _repacked(blocks: torch.Tensor) -> torch.Tensor:
     """Published blocks [num, rows, groups, 16] → ``four_bit``'s bytes [num, rows, K / 2]."""
-    data = torch.empty(
-        *blocks.shape[:2], blocks.shape[2] * blocks.shape[3], dtype=torch.uint8, device=blocks.device
-    )
+    data = torch.empty(*blocks.shape[:2], blocks.shape[2] * blocks.shape[3], dtype=torch.uint8, device=blocks.device)
     for expert, own in enumerate(blocks):  # one by one, because they are large
         data[expert] = pack_halves(torch.stack((own & 15, own >> 4), -1).flatten(1))
     return data

@@ -15,14 +15,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from fenceline.config.quantization import (
-    FP8_BLOCK,
-    INT4_GROUPS,
-    INT8_GROUP,
-    ON_LINE_METHOD,
-    WHOLE_ROWS,
-    QuantConfig,
-)
+from fenceline.config.quantization import FP8_BLOCK, INT4_GROUPS, INT8_GROUP, ON_LINE_METHOD, WHOLE_ROWS, QuantConfig
 from fenceline.layers.kernels.base import FP8_MAX
 from fenceline.layers.kernels.four_bit import pack_halves, unpack_halves
 from fenceline.layers.weight import Weight, WeightSlot, WeightSlots
@@ -108,9 +101,7 @@ class Fp8Format(QuantizedFormat):
         blocks = self.config.scales == "block"
         column = self.group_start(name, full_shape, dim, start) if blocks or dim == 0 else 0
         # Otherwise a block lies in two parts of this matrix, or begins in another rank's part.
-        self.has_whole_blocks &= (
-            blocks and not (rows.start or 0) % FP8_BLOCK and not (dim == 0 and start % FP8_BLOCK)
-        )
+        self.has_whole_blocks &= blocks and not (rows.start or 0) % FP8_BLOCK and not (dim == 0 and start % FP8_BLOCK)
         data, scales = self.data[rows], self.scales[rows]
         if self.config.method == ON_LINE_METHOD:
             return {
@@ -148,10 +139,7 @@ class Fp8Format(QuantizedFormat):
         if self.input_scale is not None:
             parts = self._input_scales[rows]
             slots[f"{name}.input_scale"] = WeightSlot(
-                parts,
-                (),
-                convert=lambda scale: scale.reshape(1).expand(len(parts)),
-                loaded=self._choose_input_scale,
+                parts, (), convert=lambda scale: scale.reshape(1).expand(len(parts)), loaded=self._choose_input_scale
             )
         return slots
 
@@ -300,9 +288,7 @@ class Int4Format(QuantizedFormat):
                 slots["weight_zero_point"] = stored(zeros, (n // 8, groups), lambda words: _numbers(words, 0))
         elif self.config.method == "awq":
             slots = {
-                "qweight": stored(
-                    data, (k, n // 8), lambda words: self.pack(_numbers(words, 1, _AWQ_ORDER).t())
-                ),
+                "qweight": stored(data, (k, n // 8), lambda words: self.pack(_numbers(words, 1, _AWQ_ORDER).t())),
                 "qzeros": stored(zeros, (groups, n // 8), lambda words: _numbers(words, 1, _AWQ_ORDER).t()),
                 "scales": stored(scales, (groups, n), torch.Tensor.t),
             }

@@ -55,11 +55,7 @@ class RotaryEmbedding:
         """A table of the same shape in which all angles are zero, for layers without position embedding."""
         other = copy(self)
         other.table = torch.cat(
-            (
-                torch.ones_like(self.table[:, : self.head_dim]),
-                torch.zeros_like(self.table[:, self.head_dim :]),
-            ),
-            1,
+            (torch.ones_like(self.table[:, : self.head_dim]), torch.zeros_like(self.table[:, self.head_dim :])), 1
         )
         return other
 
@@ -86,11 +82,7 @@ def choice_by_length(config: ModelConfig) -> str | None:
     compared = f"--context-length {length} is {'more than' if length > original else 'within'} the original {original}"
     if scaling.rope_type == "longrope":
         chosen = f"the {'long' if length > original else 'short'} factors of longrope"
-        other = (
-            f"at most {original} chooses the short ones"
-            if length > original
-            else "more chooses the long ones"
-        )
+        other = f"at most {original} chooses the short ones" if length > original else "more chooses the long ones"
     elif scaling.rope_type == "dynamic":
         chosen = f"dynamic angles of sequences of {max(length, original)} tokens"
         other = "another one chooses other angles"

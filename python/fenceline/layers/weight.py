@@ -138,9 +138,7 @@ def fill_slots(
     parts = [(name, slots[name].together) for name in sorted(missing)]
     lacking = [name for name, group in parts if group is not None and id(group) in filled]
     if lacking:
-        raise ValueError(
-            f"some weights that belong together are missing: {_shorten(lacking)}; send all of them"
-        )
+        raise ValueError(f"some weights that belong together are missing: {_shorten(lacking)}; send all of them")
     for name, slot in slots.items():
         if slot.loaded is not None and name not in missing and not only_check:
             slot.loaded()
@@ -164,9 +162,7 @@ class RMSNorm:
     """x [..., size] → x / rms(x) * weight over the last axis. ``offset`` is added to the checkpoint's weights. The sum
     is kept in float32, because rounding it to ``dtype`` would lose digits."""
 
-    def __init__(
-        self, size: int, eps: float, dtype: torch.dtype, kernels: LayerKernels, offset: float = 0.0
-    ) -> None:
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, kernels: LayerKernels, offset: float = 0.0) -> None:
         self.eps = eps
         self.offset = offset
         self.weight = torch.empty(size, dtype=torch.float32 if offset else dtype)
@@ -215,11 +211,7 @@ class Weight(ABC):
         """x [T, K] @ weight [N, K] transposed + bias → [T, N], in ``out`` if given."""
 
     def normed_product(
-        self,
-        x: torch.Tensor,
-        norm: RMSNorm,
-        bias: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
+        self, x: torch.Tensor, norm: RMSNorm, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """``product`` of norm(x)."""
         return self.product(norm.forward(x), bias, out)

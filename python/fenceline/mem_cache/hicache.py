@@ -107,11 +107,7 @@ class HiCache:
     """The tree with its host tier. One thread, the scheduler's, calls it."""
 
     def __init__(
-        self,
-        pages: LeasePool,
-        transfers: Transfers,
-        config: EngineConfig,
-        storage: Storage | None = None,
+        self, pages: LeasePool, transfers: Transfers, config: EngineConfig, storage: Storage | None = None
     ) -> None:
         hicache, page_size = config.hicache, config.server_args.page_size
         assert hicache is not None
@@ -190,9 +186,7 @@ class HiCache:
         self._inserted.clear()
         self._store(nodes)
 
-    def offload(
-        self, node: TreeNode, tail_page: int | None, num_tokens: int, after: Points
-    ) -> OffloadedTail | None:
+    def offload(self, node: TreeNode, tail_page: int | None, num_tokens: int, after: Points) -> OffloadedTail | None:
         """Back up what a retracted request leaves behind: the path of ``node`` whatever the policy, and ``tail_page``,
         the partial page after it, which the request still owns and the steps up to ``after`` still write.
 
@@ -281,9 +275,7 @@ class HiCache:
         return Ticket(self._num_tickets, kind)
 
     def _retire_tail(self, tail: OffloadedTail, after: Points) -> None:
-        self.host_pages.retire(
-            np.array([tail.host_page], dtype=np.int32), after=after.join(tail.ticket.points)
-        )
+        self.host_pages.retire(np.array([tail.host_page], dtype=np.int32), after=after.join(tail.ticket.points))
         self._num_tail_pages -= 1
 
 
@@ -306,12 +298,7 @@ class StorageTier:
     """The storage below a tree. One thread, the scheduler's, calls it."""
 
     def __init__(
-        self,
-        tree: HiRadixCache,
-        host_pages: LeasePool,
-        storage: Storage,
-        page_size: int,
-        prefetch_threshold: int,
+        self, tree: HiRadixCache, host_pages: LeasePool, storage: Storage, page_size: int, prefetch_threshold: int
     ) -> None:
         """``prefetch_threshold``: prefixes with fewer tokens beyond device and host are not looked for."""
         self._tree = tree

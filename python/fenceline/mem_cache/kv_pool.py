@@ -49,8 +49,7 @@ class KVPool:
                 self.rows.append({row.name: tensor for row, tensor in zip(rows, tensors, strict=True)})
         # Each part of the layout as bytes, all pages: uint8 [num_pages, nbytes of the part], contiguous.
         self.parts = [
-            self.row(part.layer, part.row.name).view(torch.uint8).view(num_pages, part.nbytes)
-            for part in layout.parts
+            self.row(part.layer, part.row.name).view(torch.uint8).view(num_pages, part.nbytes) for part in layout.parts
         ]
 
     @property
@@ -100,9 +99,7 @@ def _allocate(
     if device.type == "cuda" and len({(row.shape, row.dtype) for row in rows}) == 1:
         # In one tensor the layers are evenly spaced, so that the copy engine copies a page of all of them at once.
         shape = (num_layers, len(rows), num_slots, *rows[0].shape)
-        return [
-            tuple(layer) for layer in torch.zeros(shape, dtype=getattr(torch, rows[0].dtype), device=device)
-        ]
+        return [tuple(layer) for layer in torch.zeros(shape, dtype=getattr(torch, rows[0].dtype), device=device)]
     return [
         tuple(_zeros((num_slots, *row.shape), getattr(torch, row.dtype), device) for row in rows)
         for _ in range(num_layers)

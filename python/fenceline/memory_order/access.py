@@ -124,9 +124,7 @@ class Memory:
         "tensor",
     )
 
-    def __init__(
-        self, name: str, num_rows: int = 1, row_name: str = "row", tensor: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, name: str, num_rows: int = 1, row_name: str = "row", tensor: torch.Tensor | None = None) -> None:
         self.name = name
         self.num_rows = num_rows
         self.row_name = row_name
@@ -211,9 +209,7 @@ class PagedMemory(Memory):
 
     __slots__ = ("_covered", "_latest", "_log", "_made", "_page_size", "_reader", "_row_ticks", "_shape")
 
-    def __init__(
-        self, name: str, num_pages: int, page_size: int, table: tuple[int, int], reader: StreamName
-    ) -> None:
+    def __init__(self, name: str, num_pages: int, page_size: int, table: tuple[int, int], reader: StreamName) -> None:
         super().__init__(name, num_pages, "page")
         self._page_size = page_size
         self._reader = NUMBERS[reader]
@@ -270,9 +266,7 @@ class PagedMemory(Memory):
         """The pages of tokens ``first`` to ``lengths - 1``, both [N], of ``rows`` [N], one row's after the other's."""
         num_pages = -(-lengths // self._page_size)
         columns = np.arange(self._page_table.shape[1])
-        return self._page_table[rows][
-            (columns >= (first // self._page_size)[:, None]) & (columns < num_pages[:, None])
-        ]
+        return self._page_table[rows][(columns >= (first // self._page_size)[:, None]) & (columns < num_pages[:, None])]
 
     def last_pages_of(self, rows: Rows, lengths: Rows) -> npt.NDArray[np.int32]:
         """The page [N] of token ``lengths - 1`` of each row."""
@@ -312,9 +306,7 @@ class PagedMemory(Memory):
             log, self._log = self._log, []
             pages = [self.last_pages_of(rows, lengths) for _, rows, lengths in log]
             ticks = np.repeat([tick for tick, _, _ in log], [len(ids) for ids in pages])
-            self._table(self._reader, True)[np.concatenate(pages)] = (
-                ticks  # of a page named twice: the last tick
-            )
+            self._table(self._reader, True)[np.concatenate(pages)] = ticks  # of a page named twice: the last tick
 
 
 def row_numbers(rows: npt.NDArray[np.int64]) -> str:

@@ -130,9 +130,7 @@ class CudaDevice(Device):
         """``index``: the CUDA device that becomes the process's current one; None keeps the current one. Raises
         ``ValueError`` with the remedy if there is no such device."""
         if not torch.cuda.is_available():
-            raise ValueError(
-                "no CUDA device is available: use --device cpu, or install a CUDA build of torch"
-            )
+            raise ValueError("no CUDA device is available: use --device cpu, or install a CUDA build of torch")
         if index is not None:
             num_devices = torch.cuda.device_count()
             if index >= num_devices:
@@ -162,8 +160,7 @@ class CudaDevice(Device):
         plan = self._fills.get(targets)
         if plan is None:  # made once for each arena, because its checks take longer than a fill
             plan = self._fills[targets] = fenceline_kernel.FillPlan(
-                [fenceline_kernel.FillField(field.target, None, field.pad) for field in fields],
-                self._kernels,
+                [fenceline_kernel.FillField(field.target, None, field.pad) for field in fields], self._kernels
             )
         plan.fill(num_live, sources)
 
@@ -175,9 +172,7 @@ class CudaDevice(Device):
         assert self._kernels is not None and isinstance(self.forward, CudaStream)
         assert source.is_contiguous() and host.nbytes == source.nbytes
         stream: int = self.forward.raw.cuda_stream
-        self._kernels.copy_words(
-            host.data_ptr(), source.data_ptr(), source.nbytes // 8, self.torch_device, stream
-        )
+        self._kernels.copy_words(host.data_ptr(), source.data_ptr(), source.nbytes // 8, self.torch_device, stream)
 
     def memory_info(self) -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(self.torch_device)

@@ -105,9 +105,7 @@ class Device(ABC):
     def __init__(self, torch_device: torch.device, severed: frozenset[str] = frozenset()) -> None:
         unknown = severed - EDGES.keys() - GUARDS.keys() - set(EDGE_PARTS)
         if unknown:
-            raise ValueError(
-                f"no such edge or guard: {', '.join(sorted(unknown))}; see docs/internals/edges.md"
-            )
+            raise ValueError(f"no such edge or guard: {', '.join(sorted(unknown))}; see docs/internals/edges.md")
         self.torch_device = torch_device
         self.severed = severed
         self.schedule = self._make_stream(StreamName.SCHEDULE)

@@ -228,9 +228,7 @@ PAGE_EDGES = (
     LOAD_AFTER_STORE,
     STORE_AFTER_LOAD,
 )
-EDGES: dict[str, Edge] = {
-    edge.name: edge for edge in (*RING_EDGES, *PAGE_EDGES, SM_EXCLUSIVE, HOST_PAGE_REUSE)
-}
+EDGES: dict[str, Edge] = {edge.name: edge for edge in (*RING_EDGES, *PAGE_EDGES, SM_EXCLUSIVE, HOST_PAGE_REUSE)}
 EDGE_PARTS: dict[str, EdgePart] = {part.name: part for edge in EDGES.values() for part in edge.parts}
 _PAGE_EDGE_OF = {edge.pairs[0]: edge for edge in PAGE_EDGES}
 
@@ -321,9 +319,7 @@ GRAPH_POOL = Guard(
     failure="F17",
 )
 SINK = Guard(
-    name="sink",
-    protects="live pages and rows from writes of padding, which names page 0 and row 0",
-    failure="F18",
+    name="sink", protects="live pages and rows from writes of padding, which names page 0 and row 0", failure="F18"
 )
 
 STEP_SLOTS = Guard(
@@ -384,12 +380,10 @@ PEER_WORDS = Guard(
     protects="a vector that a peer sends in several words: each of them is waited for, not only the first",
 )
 NEW_WEIGHTS = Guard(
-    name="new_weights",
-    protects="the weights that a step in flight reads: they are replaced on FORWARD, after it",
+    name="new_weights", protects="the weights that a step in flight reads: they are replaced on FORWARD, after it"
 )
 OLD_KV = Guard(
-    name="old_kv",
-    protects="requests from keys and values of weights that have been replaced: every tier forgets them",
+    name="old_kv", protects="requests from keys and values of weights that have been replaced: every tier forgets them"
 )
 RANK_RESULTS = Guard(
     name="rank_results",

@@ -61,9 +61,7 @@ class KernelAccesses(Protocol):
         With a ``window`` it leaves out those in front of the window of the first of each request's queries, which are
         its last tokens: ``queries`` of them, or as many as lie between the numbers of ``queries`` [B + 1]."""
 
-    def read_rows(
-        self, tensor: torch.Tensor, rows: Callable[..., npt.NDArray[np.int64]], *operands: Any
-    ) -> None:
+    def read_rows(self, tensor: torch.Tensor, rows: Callable[..., npt.NDArray[np.int64]], *operands: Any) -> None:
         """The kernel reads ``rows(*operands)`` of ``tensor``, in that order: numbers computed from what the operands
         hold when it runs, which are then CPU tensors. What it reads of the operands is declared separately."""
 

@@ -133,9 +133,7 @@ class LeasePool:
         return int(ids.min()) < self.reserved or int(ids.max()) >= self.size
 
     def _out_of_range(self, ids: Ids) -> LeaseError:
-        return LeaseError(
-            f"{self.name}: ids {ids.min()}..{ids.max()} are not all in {self.reserved}..{self.size - 1}"
-        )
+        return LeaseError(f"{self.name}: ids {ids.min()}..{ids.max()} are not all in {self.reserved}..{self.size - 1}")
 
     def _settle(self) -> None:
         """Move the ids whose Points have passed to the ready stack; the others keep their order."""

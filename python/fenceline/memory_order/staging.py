@@ -110,11 +110,7 @@ class _Ring:
         self._next = 0
 
     def _make(self, index: int, nbytes: int) -> Slot:
-        make, host, device = (
-            self._device.memory,
-            self._device.host_buffer(nbytes),
-            self._device.device_buffer(nbytes),
-        )
+        make, host, device = (self._device.memory, self._device.host_buffer(nbytes), self._device.device_buffer(nbytes))
         names = f"{self.name}.pinned[{index}]", f"{self.name}.device[{index}]"
         return Slot(host, device, make(names[0], host), make(names[1], device))
 
@@ -206,9 +202,7 @@ class MaskTable(_Ring):
         slot = self._take(first + rows.nbytes)
         slot.begin_write(device, "fill of the step's masks")
         pinned = self._pinned_rows(slot)[:num_pinned]
-        assert len(pinned) == num_pinned and pinned.data_ptr() == slot.host.data_ptr(), (
-            "the rows of this slot"
-        )
+        assert len(pinned) == num_pinned and pinned.data_ptr() == slot.host.data_ptr(), "the rows of this slot"
         masks: I32 = pinned.numpy()
         if is_whole:
             masks[num:] = -1

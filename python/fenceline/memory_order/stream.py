@@ -122,9 +122,7 @@ class Stream(ABC):
         )
 
     def _check_host_edge(self, point: Point, edge: Edge) -> None:
-        assert (StreamName.HOST, self.name) in edge.pairs, (
-            f"{edge.name} does not join host ← {self.name.value}"
-        )
+        assert (StreamName.HOST, self.name) in edge.pairs, f"{edge.name} does not join host ← {self.name.value}"
         assert point.stream is self, "a Point is waited for on its own stream"
 
     def note_passed(self, point: Point) -> None:

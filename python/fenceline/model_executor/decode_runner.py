@@ -19,22 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fenceline.layers.forward_batch import (
-    AttentionInputs,
-    AttentionPlan,
-    ForwardBatch,
-    ForwardMode,
-    GraphDecodeInputs,
-)
-from fenceline.memory_order import (
-    Arena,
-    ArenaField,
-    ArenaOutputs,
-    Graph,
-    GraphPool,
-    Role,
-    comparison,
-)
+from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardBatch, ForwardMode, GraphDecodeInputs
+from fenceline.memory_order import Arena, ArenaField, ArenaOutputs, Graph, GraphPool, Role, comparison
 from fenceline.memory_order.edges import SAME_COMPOSITION, SINK, TOTAL_BUCKETS
 from fenceline.memory_order.kernel import declared
 from fenceline.model_executor.drafts import Extended
@@ -106,8 +92,7 @@ def plan_arrays(batch: StepBatch, sampling: Mapping[str, npt.NDArray[np.generic]
         "plan_seq_lens": batch.seq_lens,
         "temperatures": sampling.get("temperatures", np.ones(num, np.float32)),
         "noise_scales": sampling.get(
-            "noise_scales",
-            np.ones(num, np.float32) if "seed_keys" in sampling else np.zeros(num, np.float32),
+            "noise_scales", np.ones(num, np.float32) if "seed_keys" in sampling else np.zeros(num, np.float32)
         ),
         "seed_keys": sampling.get("seed_keys", np.zeros(num, np.int64)),
     }
@@ -152,9 +137,7 @@ class DecodeRunner(GraphRunner):
         config, device, model = parts.config, parts.device, parts.model
         sizes, max_batch = config.cuda_graph_bs, config.max_running_requests
         if sizes and sizes[-1] > max_batch:
-            raise ValueError(
-                f"a graph of {sizes[-1]} requests needs an arena of as many rows, not {max_batch}"
-            )
+            raise ValueError(f"a graph of {sizes[-1]} requests needs an arena of as many rows, not {max_batch}")
         padding = not config.server_args.disable_cuda_graph_padding
         super().__init__(device, "decode", "requests", sizes, padding)
         self._model = model
@@ -295,9 +278,7 @@ class DecodeRunner(GraphRunner):
             self._input_ids[:size],
         )
 
-    def _forward(
-        self, size: int, attn: AttentionPlan, logits_out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def _forward(self, size: int, attn: AttentionPlan, logits_out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [size, vocab_size] in the model's dtype, this rank's columns, after ``_derive_inputs(size)``."""
         batch = ForwardBatch(
             mode=ForwardMode.DECODE,
@@ -501,6 +482,5 @@ def _derive(
 DECODE_PROLOGUE = declared(
     "decode_prologue",
     _derive,
-    "plan_seq_lens num_steps page_table[rows] last_tokens[rows]"
-    " -> out_seq_lens out_positions out_slots out_input_ids",
+    "plan_seq_lens num_steps page_table[rows] last_tokens[rows] -> out_seq_lens out_positions out_slots out_input_ids",
 )

@@ -22,12 +22,7 @@ import numpy.typing as npt
 import torch
 
 from fenceline.config.draft_config import StepShape
-from fenceline.layers.forward_batch import (
-    AttentionPlan,
-    AuxHiddenStates,
-    ForwardBatch,
-    ForwardMode,
-)
+from fenceline.layers.forward_batch import AttentionPlan, AuxHiddenStates, ForwardBatch, ForwardMode
 from fenceline.layers.kernels.speculative_operands import SINK_LEN, NextRow, Pieces
 from fenceline.layers.linear import VocabParallelEmbedding
 from fenceline.mem_cache.kv_pool import KVPool, ReqPool
@@ -65,9 +60,7 @@ class SpeculativeState:
     Everything is written on FORWARD only, in program order with the steps that read it.
     """
 
-    def __init__(
-        self, device: Device, num_rows: int, num_layers: int, hidden_size: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, device: Device, num_rows: int, num_layers: int, hidden_size: int, dtype: torch.dtype) -> None:
         where, num_hidden = device.torch_device, max(num_layers - 1, 1)
         self.lens = torch.full((num_rows,), SINK_LEN, dtype=torch.int64, device=where)
         self.drafts = torch.zeros(num_rows, num_layers, dtype=torch.int64, device=where)
@@ -108,11 +101,7 @@ class Plan(Protocol):
     out."""
 
     def __call__(
-        self,
-        num_queries: int,
-        seq_lens: Tensor,
-        num_nodes: int | None = None,
-        ancestors: str | None = None,
+        self, num_queries: int, seq_lens: Tensor, num_nodes: int | None = None, ancestors: str | None = None
     ) -> AttentionPlan: ...
 
 
@@ -208,9 +197,7 @@ class DraftParts:
         """The best ``topk`` tokens of each row of ``logits`` and their scores, with the noise of ``positions`` [B]. All
         requests have the same number of rows."""
         num, inputs = len(logits) // size, (*self.draw_inputs(size), positions)
-        temperatures, scales, keys, at = (
-            values.unsqueeze(1).expand(size, num).flatten() for values in inputs
-        )
+        temperatures, scales, keys, at = (values.unsqueeze(1).expand(size, num).flatten() for values in inputs)
         return best_drafts(logits, *self.head, temperatures, scales, keys, at, topk)
 
 
@@ -279,9 +266,7 @@ class HiddenDraft:
         input_ids = parts.rows("input_ids", size, plans.shape.num_nodes)
         keep_draft(drawn, parts.arena["is_bad"][:size], input_ids, column, parts.vocab_size, following)
 
-    def keep_nodes(
-        self, plans: StepPlans, candidates: Candidates, frontiers: Sequence[Tensor], chosen: Tensor
-    ) -> None:
+    def keep_nodes(self, plans: StepPlans, candidates: Candidates, frontiers: Sequence[Tensor], chosen: Tensor) -> None:
         """A tree has been built of the ``candidates`` that are ``chosen``: keep what :meth:`extend_path` needs of them.
         ``frontiers``: the candidates whose rows the draft has computed, step by step."""
 
@@ -467,9 +452,7 @@ class WholeDraft(HiddenDraft):
             self._move(slots, nodes, counts - is_behind.long())
         state.is_behind[rows] = is_behind
 
-    def keep_nodes(
-        self, plans: StepPlans, candidates: Candidates, frontiers: Sequence[Tensor], chosen: Tensor
-    ) -> None:
+    def keep_nodes(self, plans: StepPlans, candidates: Candidates, frontiers: Sequence[Tensor], chosen: Tensor) -> None:
         """Keep the draft's row of each node. Row 0 is that of the root, and the rows of the frontiers follow."""
         by_candidate = torch.zeros_like(candidates.token_ids)
         if frontiers:
@@ -502,12 +485,7 @@ def _ends(extended: Extended, next_tokens: Tensor) -> Tensor:
 def _own(extended: Extended, ids: Tensor, logits_index: Tensor) -> ForwardBatch:
     """The target's batch with the ids from which a layer of the draft is computed."""
     return replace(
-        extended.batch,
-        input_ids=ids,
-        logits_index=logits_index,
-        logits_out=None,
-        aux_hidden=None,
-        layer_ready=None,
+        extended.batch, input_ids=ids, logits_index=logits_index, logits_out=None, aux_hidden=None, layer_ready=None
     )
 
 

@@ -81,9 +81,7 @@ class ExtendRunner:
         num_sampled = len(batch.sampling)
         prompts = None
         if "prompt_targets" in views:
-            prompts = _score_prompts(
-                batch, views, self._parts.model.lm_head.whole_logits(values[num_sampled:])
-            )
+            prompts = _score_prompts(batch, views, self._parts.model.lm_head.whole_logits(values[num_sampled:]))
         if not num_sampled:
             none = torch.empty(0, dtype=torch.int64, device=self._parts.device.torch_device)
             return Logits(tokens=none, prompt_logprobs=prompts, extended=extended)

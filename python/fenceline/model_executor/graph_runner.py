@@ -60,9 +60,7 @@ class GraphMismatch(RuntimeError):
 class GraphRunner(ABC):
     """Captures graphs of one kind of step, for a list of sizes, and chooses the size for each step."""
 
-    def __init__(
-        self, device: Device, name: str, unit: str, sizes: Sequence[int], padding: bool = True
-    ) -> None:
+    def __init__(self, device: Device, name: str, unit: str, sizes: Sequence[int], padding: bool = True) -> None:
         """``sizes`` ascend; they are counted in ``unit``, for example requests or tokens. ``name`` is the kind of step.
         Both texts are for logs only. Without ``padding``, only a step of exactly a captured size is replayed."""
         assert list(sizes) == sorted(set(sizes)), "sizes ascend"
@@ -109,9 +107,7 @@ class GraphRunner(ABC):
         size = self.size_for(num)
         return size if size is not None and self.fits() else None
 
-    def _capture_sizes(
-        self, capture: Callable[[GraphPool, int], Sequence[Graph]], show_progress: bool
-    ) -> None:
+    def _capture_sizes(self, capture: Callable[[GraphPool, int], Sequence[Graph]], show_progress: bool) -> None:
         """Call ``capture`` for every size, the largest first so that the smaller ones fit into its memory. A size for
         which it returns no graphs is removed. Waits for the device."""
         begin, (free_before, _) = time.perf_counter(), self._device.memory_info()

@@ -23,14 +23,7 @@ from fenceline.layers.context import Shard
 from fenceline.layers.forward_batch import ForwardMode
 from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.page_hash import model_id
-from fenceline.memory_order import (
-    Device,
-    InputRing,
-    MaskTable,
-    ResultRing,
-    wait_for_pages,
-    weight_write,
-)
+from fenceline.memory_order import Device, InputRing, MaskTable, ResultRing, wait_for_pages, weight_write
 from fenceline.memory_order.access import Accesses
 from fenceline.memory_order.edges import STARTUP_STOP, StreamName
 from fenceline.model_executor.decode_runner import Arrays, DecodeRunner, Logits
@@ -76,11 +69,7 @@ class ModelRunner:
     """Owns the model, the KV pool, the request rows and the sampler of one device."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        device: Device,
-        show_progress: bool = True,
-        shard: Shard = Shard(),
+        self, config: EngineConfig, device: Device, show_progress: bool = True, shard: Shard = Shard()
     ) -> None:
         """``shard``: the part of the model that this rank computes; its communicator belongs to FORWARD."""
         self.device = device
@@ -270,9 +259,7 @@ class ModelRunner:
             arrays |= {"page_rows": writes.rows, "page_columns": writes.columns, "page_ids": writes.pages}
         return self._inputs.upload(arrays) if arrays else {}
 
-    def _held(
-        self, constrained: I64, logits: Logits, alone: HiCacheController | None, masks: MaskTable
-    ) -> HeldStep:
+    def _held(self, constrained: I64, logits: Logits, alone: HiCacheController | None, masks: MaskTable) -> HeldStep:
         """The step whose forward has just been submitted; ``alone``: see ``_Way.draft_alone``."""
         draw = logits.under_masks
         if draw is not None:
@@ -287,9 +274,7 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def _sample_held(
-        self, logits: Logits, alone: HiCacheController | None, masks: MaskTable
-    ) -> ForwardResult:
+    def _sample_held(self, logits: Logits, alone: HiCacheController | None, masks: MaskTable) -> ForwardResult:
         """The second phase of a step with masks."""
         if alone is not None:
             alone.before_persistent_forward()

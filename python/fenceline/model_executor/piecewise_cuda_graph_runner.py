@@ -21,13 +21,7 @@ from functools import partial
 
 import torch
 
-from fenceline.layers.forward_batch import (
-    AttentionPlan,
-    AuxHiddenStates,
-    ForwardBatch,
-    ForwardMode,
-    PieceBuffers,
-)
+from fenceline.layers.forward_batch import AttentionPlan, AuxHiddenStates, ForwardBatch, ForwardMode, PieceBuffers
 from fenceline.memory_order import Arena, ArenaField, Graph, GraphPool, Role
 from fenceline.memory_order.edges import SINK
 from fenceline.model_executor.graph_runner import GraphMismatch, GraphRunner
@@ -71,11 +65,7 @@ class PiecewiseCudaGraphRunner(GraphRunner):
             ArenaField("input_ids", torch.int64, Role.PLAN, pad=0),
             ArenaField("positions", torch.int64, Role.PLAN, pad=0),
             ArenaField("out_slots", torch.int64, Role.PLAN, pad=SINK),
-            *(
-                [ArenaField(_AUX, self._model.context.dtype, Role.OUTPUT, pad=0, shape=aux)]
-                if self._aux_layers
-                else ()
-            ),
+            *([ArenaField(_AUX, self._model.context.dtype, Role.OUTPUT, pad=0, shape=aux)] if self._aux_layers else ()),
         )
 
     def addresses(self) -> Sequence[int]:
@@ -110,11 +100,7 @@ class PiecewiseCudaGraphRunner(GraphRunner):
         size = self.size_for(num_tokens)
         if size is None or not self.fits():
             return self._model.hidden_states(batch)
-        sources = {
-            "input_ids": batch.input_ids,
-            "positions": batch.positions[0],
-            "out_slots": batch.out_slots,
-        }
+        sources = {"input_ids": batch.input_ids, "positions": batch.positions[0], "out_slots": batch.out_slots}
         self.arena.fill(sources, num_tokens, max(size, num_tokens))
         outputs = self.arena.begin_replay()
         tensors = {name: outputs.take(name, num_tokens) for name in (*self._outputs, *self._inputs)}
@@ -152,10 +138,7 @@ class PiecewiseCudaGraphRunner(GraphRunner):
             for piece in pieces:
                 piece()
         self._device.synchronize()
-        graphs = [
-            self._device.capture(f"prefill[{size}].{index}", pool, piece)
-            for index, piece in enumerate(pieces)
-        ]
+        graphs = [self._device.capture(f"prefill[{size}].{index}", pool, piece) for index, piece in enumerate(pieces)]
         self._captured[size] = _Captured(graphs, [])
         return graphs
 
@@ -195,7 +178,5 @@ class PiecewiseCudaGraphRunner(GraphRunner):
 class _NoAttention(AttentionPlan):
     """The attention plan of captured pieces, which never call attention."""
 
-    def forward(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         raise AssertionError("attention is in no piece")

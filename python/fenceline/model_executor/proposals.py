@@ -29,9 +29,7 @@ class Chain:
 
     All methods that compute submit to FORWARD, which must be current. They may be captured."""
 
-    ancestors: str | None = (
-        None  # the arena's field with the ancestors of the nodes that are verified; None: a chain
-    )
+    ancestors: str | None = None  # the arena's field with the ancestors of the nodes that are verified; None: a chain
 
     def __init__(self, draft: HiddenDraft, simulated_accept_length: float | None = None) -> None:
         self._draft = draft

@@ -174,9 +174,7 @@ class SpeculativeRunner(GraphRunner):
         depth, num_reqs = batch.depth.depth, self._num_reqs
         sampling = self._sampling.get(depth)
         if sampling is None:
-            own = {
-                name.removeprefix(_VERIFY): view for name, view in views.items() if name.startswith(_VERIFY)
-            }
+            own = {name.removeprefix(_VERIFY): view for name, view in views.items() if name.startswith(_VERIFY)}
             sampling = self._sampling[depth] = SamplingBatch.from_views(self._of_every_row(batch), own)
         self._device.begin_fill([self._hidden], KEPT_HIDDEN)
         size = self.graph_size(num_reqs)
@@ -199,10 +197,7 @@ class SpeculativeRunner(GraphRunner):
         # A drawn token is one position after the row that it is drawn from.
         positions = self._parts.rows("positions", num_reqs, num_nodes).flatten() + 1
         return Logits(
-            values=values[: num_reqs * num_nodes],
-            positions=positions,
-            sampling=sampling,
-            num_verified=num_nodes,
+            values=values[: num_reqs * num_nodes], positions=positions, sampling=sampling, num_verified=num_nodes
         )
 
     def accept(self, drawn: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -221,9 +216,7 @@ class SpeculativeRunner(GraphRunner):
         else:
             self._replayed.accept.replay()
         tokens = self._proposals[plans.shape.depth].tokens(outputs, num_reqs, plans)
-        return {"next_tokens": tokens} | {
-            name: outputs.take(name, num_reqs) for name in ("counts", "num_bad")
-        }
+        return {"next_tokens": tokens} | {name: outputs.take(name, num_reqs) for name in ("counts", "num_bad")}
 
     def logprobs_of_tokens(self, logprobs: OutputLogprobs) -> OutputLogprobs:
         """The logprobs of the tokens that :meth:`accept` has returned, taken from ``logprobs`` of all nodes' draws."""
@@ -252,9 +245,7 @@ class SpeculativeRunner(GraphRunner):
             graphs += self._capture_shape(pool, size, shape, max_seq_len)
         return graphs
 
-    def _capture_shape(
-        self, pool: GraphPool, size: int, shape: StepShape, max_seq_len: int
-    ) -> Sequence[Graph]:
+    def _capture_shape(self, pool: GraphPool, size: int, shape: StepShape, max_seq_len: int) -> Sequence[Graph]:
         device, name = self._device, f"[{size}] of depth {shape.depth}"
         with device.forward.active():  # FORWARD reads what a plan allocates and writes
             plans = self._make_plans(size, shape, np.full(size, max_seq_len + shape.num_slots - 1, np.int64))

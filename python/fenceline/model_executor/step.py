@@ -237,9 +237,7 @@ class StepOutput:
     def token_counts(self, num_reqs: int) -> list[int]:
         """``counts`` as a list; ``num_reqs``: how many requests sampled."""
         counts = [1] * num_reqs if self.counts is None else self.counts.tolist()
-        assert len(counts) == num_reqs and sum(counts) == len(self.tokens), (
-            "tokens and counts are of one step"
-        )
+        assert len(counts) == num_reqs and sum(counts) == len(self.tokens), "tokens and counts are of one step"
         return counts
 
 
@@ -280,9 +278,7 @@ class HeldStep:
     only if the engine speculates; in that case nothing is published between the two phases.
     """
 
-    def __init__(
-        self, done: Point, begin_masks: Callable[[], I32], sample: Callable[[], ForwardResult]
-    ) -> None:
+    def __init__(self, done: Point, begin_masks: Callable[[], I32], sample: Callable[[], ForwardResult]) -> None:
         self.done = done
         self._begin_masks = begin_masks
         self._sample = sample

@@ -25,9 +25,7 @@ class StepAccesses:
         rows, columns = req_pool.page_table.shape
         self.page_table = Memory("req_pool.page_table", rows)
         self.last_tokens = Memory("req_pool.last_tokens", rows)
-        self.pages = PagedMemory(
-            "kv_pool", kv_pool.num_pages, kv_pool.page_size, (rows, columns), StreamName.FORWARD
-        )
+        self.pages = PagedMemory("kv_pool", kv_pool.num_pages, kv_pool.page_size, (rows, columns), StreamName.FORWARD)
 
     def extend(self, op: Accesses, batch: StepBatch) -> None:
         """A prefill step: writes the pages of its chunks, reads all pages up to them."""

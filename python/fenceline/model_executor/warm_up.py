@@ -20,15 +20,7 @@ import torch
 from fenceline.config.draft_config import StepShape
 from fenceline.config.engine_config import EngineConfig
 from fenceline.memory_order import Device, LeasePool, Point, Points
-from fenceline.model_executor.step import (
-    Chunk,
-    DepthChoice,
-    ForwardResult,
-    HeldStep,
-    PageWrites,
-    StepBatch,
-    StepCosts,
-)
+from fenceline.model_executor.step import Chunk, DepthChoice, ForwardResult, HeldStep, PageWrites, StepBatch, StepCosts
 from fenceline.sampling.sampler import Sampler
 from fenceline.sampling.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
 from fenceline.sampling.sampling_params import SamplingParams
@@ -37,11 +29,7 @@ logger = logging.getLogger(__name__)
 
 # Numbers of tokens in a step. Libraries choose kernels by size, and load each one when it is first called. Between 512
 # and 2,048, where a burst of short prompts is computed, they choose another kernel every few hundred tokens.
-_TOKENS = (
-    *(1, 2, 4, 8, 16, 32, 64, 128, 256),
-    *range(512, 2048, 128),
-    *(2048, 3072, 4096, 6144, 8192),
-)
+_TOKENS = (*(1, 2, 4, 8, 16, 32, 64, 128, 256), *range(512, 2048, 128), *(2048, 3072, 4096, 6144, 8192))
 # The lengths of a step's requests, and the length of the prefix that each of them has. Attention uses other kernels
 # for requests with a prefix.
 _BATCHES = (
@@ -96,9 +84,7 @@ def measure_steps(config: EngineConfig, launch: Launch, rows: LeasePool, pages: 
     sizes = tuple(dict.fromkeys([*(1 << n for n in range(most.bit_length())), most]))
     seconds = []
     num_tokens = 1 + (_MEASURED_STEPS + 1) * config.speculative.largest.num_slots
-    reqs = _MeasuredRequests(
-        rows, pages, config.server_args.page_size, num_tokens, most, config.model.context_length
-    )
+    reqs = _MeasuredRequests(rows, pages, config.server_args.page_size, num_tokens, most, config.model.context_length)
     prompts = reqs.prompts(config)
     for number, size in enumerate(sizes):
         batches = [reqs.decode_batch(-1 - number, size, shape) for shape in shapes.values()]
@@ -111,9 +97,7 @@ def measure_steps(config: EngineConfig, launch: Launch, rows: LeasePool, pages: 
     reqs.release(done)
     costs = StepCosts.measured(sizes, seconds)
     by_depth = zip(shapes, zip(*costs.seconds, strict=True), strict=True)
-    table = "; ".join(
-        f"depth {depth}: " + " ".join(f"{1e3 * one:.2f}" for one in times) for depth, times in by_depth
-    )
+    table = "; ".join(f"depth {depth}: " + " ".join(f"{1e3 * one:.2f}" for one in times) for depth, times in by_depth)
     logger.info(
         "Measured decode steps of %s requests in %.1f s, ms: %s",
         " ".join(map(str, sizes)), time.perf_counter() - begin, table,
@@ -171,10 +155,7 @@ class _MeasuredRequests:
         """Prefill steps with one token of each request."""
         tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=len(self._rows))
         size = min(config.chunked_prefill_size or config.max_prefill_tokens, len(self._rows))
-        rows, chunks = (
-            self._rows.tolist(),
-            [*map(Chunk, tokens.reshape(-1, 1), self._first_slots.reshape(-1, 1))],
-        )
+        rows, chunks = (self._rows.tolist(), [*map(Chunk, tokens.reshape(-1, 1), self._first_slots.reshape(-1, 1))])
         samplings, starts = [self._sampling(i) for i in range(len(rows))], [0] * len(rows)
         parts = [slice(first, first + size) for first in range(0, len(rows), size)]
         return [
@@ -217,9 +198,7 @@ def _extend_batches(config: EngineConfig) -> Iterator[StepBatch]:
     longest = config.model.context_length - 1
     most = config.chunked_prefill_size or config.max_prefill_tokens
     sizes = [size for size in _TOKENS if size < most] + [most]
-    batches = [
-        ((longest,) * (size // longest) + (size % longest,) * (size % longest > 0), 0) for size in sizes
-    ]
+    batches = [((longest,) * (size // longest) + (size % longest,) * (size % longest > 0), 0) for size in sizes]
     for lens, prefix in (*batches, *_BATCHES):
         if sum(lens) <= most and max(lens) + prefix <= longest and len(lens) <= config.max_running_requests:
             yield _extend_batch(lens, prefix)
@@ -269,11 +248,5 @@ def _req_sampling(fields: dict[str, object], prompt_len: int, logprobs: bool = F
     params = SamplingParams(**fields)  # type: ignore[arg-type]
     top = _TOP_LOGPROBS if logprobs else 0
     return ReqSampling(
-        params,
-        seed=0,
-        row=0,
-        prompt_len=prompt_len,
-        stop_ids=(0,),
-        return_logprob=logprobs,
-        top_logprobs_num=top,
+        params, seed=0, row=0, prompt_len=prompt_len, stop_ids=(0,), return_logprob=logprobs, top_logprobs_num=top
     )

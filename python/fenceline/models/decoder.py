@@ -63,9 +63,7 @@ class CausalLM(ABC):
         self.embed_tokens = VocabParallelEmbedding(*sizes, context, *scales)
         self.rotary = make_rotary(config)
         self.layers = [
-            self.make_layer(
-                config, context.inside(f"model.layers.{index}"), self.rotary, first_layer + index, index
-            )
+            self.make_layer(config, context.inside(f"model.layers.{index}"), self.rotary, first_layer + index, index)
             for index in range(config.num_layers)
         ]
         for layer, following in pairwise(self.layers):
@@ -213,9 +211,7 @@ def logits_rows(x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
     return x if batch.logits_index is None else x.index_select(0, batch.logits_index)
 
 
-def _split_fused(
-    slots: WeightSlots, weights: Iterable[tuple[str, torch.Tensor]]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _split_fused(slots: WeightSlots, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """``weights``, with fused matrices split if the model has slots for their parts, and under our names where other
     tools have given a tensor another one."""
     for given, tensor in weights:

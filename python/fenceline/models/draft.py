@@ -149,9 +149,7 @@ class SharingDraft(DraftModel):
     def logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return self.lm_head.own_logits(hidden_states, self.head_norm, out)
 
-    def joined(
-        self, ids: torch.Tensor, hidden_states: torch.Tensor, norms: JoinNorms | None = None
-    ) -> torch.Tensor:
+    def joined(self, ids: torch.Tensor, hidden_states: torch.Tensor, norms: JoinNorms | None = None) -> torch.Tensor:
         """The embeddings of ``ids`` [T] concatenated with ``hidden_states`` [T, hidden_size], each normalised if
         ``norms`` is given: [T, 2 * hidden_size]."""
         table = self.embed_tokens
@@ -164,12 +162,7 @@ class SharingDraft(DraftModel):
         return torch.cat((embedded, hidden_states), dim=-1)
 
     def _table(
-        self,
-        name: str,
-        vocab_size: int,
-        shared: VocabParallelEmbedding,
-        context: LayerContext,
-        names: Set[str],
+        self, name: str, vocab_size: int, shared: VocabParallelEmbedding, context: LayerContext, names: Set[str]
     ) -> VocabParallelEmbedding:
         if f"{name}.weight" in names:
             return VocabParallelEmbedding(vocab_size, self.hidden_size, context)

@@ -19,21 +19,19 @@ def _standalone(config: DraftConfig, context: LayerContext, target: CausalLM, na
     return StandaloneDraft(make_model(config.model, context, first_layer=target.num_layers))
 
 
-_DRAFTS: Mapping[
-    SpeculativeAlgorithm, Callable[[DraftConfig, LayerContext, CausalLM, Set[str]], DraftModel]
-] = MappingProxyType(
-    {
-        SpeculativeAlgorithm.EAGLE: EagleDraft,
-        SpeculativeAlgorithm.EAGLE3: Eagle3Draft,
-        SpeculativeAlgorithm.NEXTN: MTPDraft,
-        SpeculativeAlgorithm.STANDALONE: _standalone,
-    }
+_DRAFTS: Mapping[SpeculativeAlgorithm, Callable[[DraftConfig, LayerContext, CausalLM, Set[str]], DraftModel]] = (
+    MappingProxyType(
+        {
+            SpeculativeAlgorithm.EAGLE: EagleDraft,
+            SpeculativeAlgorithm.EAGLE3: Eagle3Draft,
+            SpeculativeAlgorithm.NEXTN: MTPDraft,
+            SpeculativeAlgorithm.STANDALONE: _standalone,
+        }
+    )
 )
 
 
-def make_draft_model(
-    config: DraftConfig, context: LayerContext, target: CausalLM, names: Set[str]
-) -> DraftModel:
+def make_draft_model(config: DraftConfig, context: LayerContext, target: CausalLM, names: Set[str]) -> DraftModel:
     """The draft of ``config.algorithm`` for ``target``, with uninitialised parameters on the default device. ``names``:
     the names of the tensors in its checkpoint."""
     return _DRAFTS[config.algorithm](config, context, target, names)

@@ -38,12 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_model(
-    config: ModelConfig,
-    load_format: str,
-    device: torch.device,
-    context: LayerContext,
-    seed: int,
-    progress: bool,
+    config: ModelConfig, load_format: str, device: torch.device, context: LayerContext, seed: int, progress: bool
 ) -> CausalLM:
     """The model of ``config`` on ``device``, its layers made with ``context``.
 

@@ -17,10 +17,6 @@ class MiniMaxM2ForCausalLM(CausalLM):
     def make_layer(
         config: ModelConfig, context: LayerContext, rotary: RotaryEmbedding, layer_id: int, index: int
     ) -> DecoderLayer:
-        attention = SelfAttention(
-            config, context, layer_id, rotary, qkv_bias=False, o_bias=False, wide_qk_norm=True
-        )
-        names = ExpertNames(
-            "block_sparse_moe", gate="w1", up="w3", down="w2", correction="e_score_correction_bias"
-        )
+        attention = SelfAttention(config, context, layer_id, rotary, qkv_bias=False, o_bias=False, wide_qk_norm=True)
+        names = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2", correction="e_score_correction_bias")
         return DecoderLayer(attention, ExpertsMLP(config, context, names))

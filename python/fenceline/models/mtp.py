@@ -22,9 +22,7 @@ class MTPLayer:
     """norm(block(input_proj([norm(hidden state), norm(embedding)]))), where ``block`` is a decoder layer of the
     target's family. The embedding at position 0 is replaced by zero."""
 
-    def __init__(
-        self, config: DraftConfig, context: LayerContext, target: CausalLM, block: DecoderLayer
-    ) -> None:
+    def __init__(self, config: DraftConfig, context: LayerContext, target: CausalLM, block: DecoderLayer) -> None:
         size, eps = config.model.hidden_size, config.model.rms_norm_eps
         self.block = block
         self.token_norm = context.norm(size, eps)
@@ -32,9 +30,7 @@ class MTPLayer:
         self.input_proj = ReplicatedLinear("input_proj", 2 * size, size, False, context)
         self.final_norm = context.norm(size, eps)
 
-    def forward(
-        self, embedded: torch.Tensor, hidden_states: torch.Tensor, batch: ForwardBatch
-    ) -> torch.Tensor:
+    def forward(self, embedded: torch.Tensor, hidden_states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """``embedded`` and ``hidden_states`` [T, hidden_size] → the next hidden states, normalised, [T,
         hidden_size]."""
         embedded = embedded.masked_fill((batch.positions[0] == 0).unsqueeze(1), 0.0)
@@ -61,12 +57,10 @@ class MTPDraft(SharingDraft):
         make_layer = MODELS[model.architecture].make_layer
         contexts = [context.inside(f"{MTP_PREFIX}{index}") for index in range(model.num_layers)]
         self.layers = [
-            make_layer(model, inside, self.rotary, first + index, index)
-            for index, inside in enumerate(contexts)
+            make_layer(model, inside, self.rotary, first + index, index) for index, inside in enumerate(contexts)
         ]
         self.mtp_layers = [
-            MTPLayer(config, inside, target, layer)
-            for inside, layer in zip(contexts, self.layers, strict=True)
+            MTPLayer(config, inside, target, layer) for inside, layer in zip(contexts, self.layers, strict=True)
         ]
         self.max_steps = None if model.num_layers == 1 else model.num_layers
 

@@ -67,7 +67,5 @@ def make_model(config: ModelConfig, context: LayerContext, first_layer: int = 0)
     Raises ``ValueError``, which names the supported architectures, for any other one.
     """
     if config.architecture not in MODELS:
-        raise ValueError(
-            f"architecture {config.architecture} is not supported; supported are {', '.join(MODELS)}"
-        )
+        raise ValueError(f"architecture {config.architecture} is not supported; supported are {', '.join(MODELS)}")
     return MODELS[config.architecture](config, context, first_layer)

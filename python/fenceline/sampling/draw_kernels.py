@@ -64,23 +64,12 @@ def sample_tokens(
     assert logits.shape[0] == positions.shape[0] == next_tokens.shape[0]
     assert (rows is None) == (last_tokens is None)
     assert thresholds is None or maxima is not None, "thresholds are relative to the maximum"
-    assert thresholds is None or masks is None, (
-        "thresholds are relative to the maximum of the tokens that masks allow"
-    )
+    assert thresholds is None or masks is None, "thresholds are relative to the maximum of the tokens that masks allow"
     if logits.is_cuda:
         from fenceline.layers.kernels.triton.sample import DrawInputs, launch
 
         inputs = DrawInputs(
-            temperatures,
-            noise_scales,
-            seed_keys,
-            positions,
-            thresholds,
-            maxima,
-            None,
-            rows_each,
-            ahead,
-            masks,
+            temperatures, noise_scales, seed_keys, positions, thresholds, maxima, None, rows_each, ahead, masks
         )
         launch(logits, inputs, rows, last_tokens, next_tokens, steps)
         return
@@ -170,9 +159,7 @@ def draw_pieces(
     if logits.is_cuda:
         from fenceline.layers.kernels.triton.sample import DrawInputs, launch_pieces
 
-        inputs = DrawInputs(
-            temperatures, noise_scales, seed_keys, positions, None, None, token_ids, ahead=ahead
-        )
+        inputs = DrawInputs(temperatures, noise_scales, seed_keys, positions, None, None, token_ids, ahead=ahead)
         return launch_pieces(logits, inputs)
 
     def draw(
@@ -275,6 +262,4 @@ def _draw(
     if temperatures is not None:
         scaled.div_(temperatures[:, None])
     sampler = GumbelSampler(logits.shape[1], logits.device)
-    return sampler.draw(
-        scaled, seed_keys, positions + ahead if ahead else positions, noise_scales, thresholds
-    )
+    return sampler.draw(scaled, seed_keys, positions + ahead if ahead else positions, noise_scales, thresholds)

@@ -97,8 +97,7 @@ class GumbelSampler:
         Returns [B] int64, always within the vocabulary, even for NaN.
         """
         pieces = [
-            scores.argmax(dim=-1)
-            for scores in self._noisy(scaled, seed_keys, positions, noise_scales, thresholds)
+            scores.argmax(dim=-1) for scores in self._noisy(scaled, seed_keys, positions, noise_scales, thresholds)
         ]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
@@ -112,9 +111,7 @@ class GumbelSampler:
         """For each row the highest score with noise [B] float32, and its column [B] int64, which :meth:`draw` would
         choose. If several samplers each have a part of the vocabulary, the highest of their scores is that of the
         token drawn from the whole vocabulary."""
-        pieces = [
-            scores.max(dim=-1) for scores in self._noisy(scaled, seed_keys, positions, noise_scales, None)
-        ]
+        pieces = [scores.max(dim=-1) for scores in self._noisy(scaled, seed_keys, positions, noise_scales, None)]
         return torch.cat([best.values for best in pieces]), torch.cat([best.indices for best in pieces])
 
     def topk(

@@ -82,9 +82,7 @@ def spread(part: OutputLogprobs, index: torch.Tensor, num_reqs: int) -> OutputLo
 def select_logprobs(logprobs: OutputLogprobs, index: torch.Tensor) -> OutputLogprobs:
     """The logprobs of the rows ``index`` [N] int64."""
     named = None if logprobs.named is None else logprobs.named[index]
-    return OutputLogprobs(
-        logprobs.chosen[index], logprobs.top_logprobs[index], logprobs.top_ids[index], named
-    )
+    return OutputLogprobs(logprobs.chosen[index], logprobs.top_logprobs[index], logprobs.top_ids[index], named)
 
 
 def _finite(logprobs: torch.Tensor) -> torch.Tensor:

@@ -120,11 +120,7 @@ class Sampler:
         return self._device.type != "cuda" or batch.top_ks is not None or batch.min_p_logs is not None
 
     def _choose(
-        self,
-        logits: torch.Tensor,
-        scaled: torch.Tensor | None,
-        positions: torch.Tensor,
-        batch: SamplingBatch,
+        self, logits: torch.Tensor, scaled: torch.Tensor | None, positions: torch.Tensor, batch: SamplingBatch
     ) -> torch.Tensor:
         if self._device.type == "cuda":
             return _choose_fused(logits, scaled, positions, batch)

@@ -107,9 +107,7 @@ def _add_filters(arrays: dict[str, Array], reqs: Sequence[ReqSampling]) -> None:
         if any(_has_top_p(p) for p in chosen):
             arrays["top_ps"] = np.array([p.top_p if _has_top_p(p) else NO_TOP_P for p in chosen], np.float64)
     if any(_has_min_p(p) for p in params):
-        arrays["min_p_logs"] = np.array(
-            [math.log(p.min_p) if _has_min_p(p) else -math.inf for p in params], np.float32
-        )
+        arrays["min_p_logs"] = np.array([math.log(p.min_p) if _has_min_p(p) else -math.inf for p in params], np.float32)
 
 
 def _has_top_k(params: SamplingParams) -> bool:
@@ -145,10 +143,7 @@ def _add_bias(arrays: dict[str, Array], reqs: Sequence[ReqSampling]) -> None:
     for _, bias in biased:
         if id(bias) not in made:
             num = len(bias)
-            made[id(bias)] = (
-                np.fromiter(bias.keys(), np.int64, num),
-                np.fromiter(bias.values(), np.float32, num),
-            )
+            made[id(bias)] = (np.fromiter(bias.keys(), np.int64, num), np.fromiter(bias.values(), np.float32, num))
     index = np.array([i for i, _ in biased], np.int64)
     arrays["bias_index"] = np.repeat(index, [len(bias) for _, bias in biased])
     arrays["bias_ids"] = np.concatenate([made[id(bias)][0] for _, bias in biased])
@@ -231,14 +226,7 @@ class SamplingBatch:
     @property
     def is_plain_under_masks(self) -> bool:
         """Whether every request needs at most a temperature and a draw, and perhaps a mask."""
-        beyond = (
-            self.filter_index,
-            self.top_ks,
-            self.min_p_logs,
-            self.penalty_rows,
-            self.bias_index,
-            self.stop_index,
-        )
+        beyond = (self.filter_index, self.top_ks, self.min_p_logs, self.penalty_rows, self.bias_index, self.stop_index)
         return not self.return_logprob and all(part is None for part in beyond)
 
 

@@ -6,12 +6,7 @@ import math
 
 import msgspec
 
-from fenceline.config.request_limits import (
-    MAX_LOGIT_BIAS,
-    MAX_STOP_CHARS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-)
+from fenceline.config.request_limits import MAX_LOGIT_BIAS, MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 
 MAX_BIAS = 100.0
 TOP_K_ALL = -1
@@ -103,9 +98,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("stop must not have an empty string")
         num_chars = sum(map(len, self.stop))
         if num_chars > MAX_STOP_CHARS:
-            raise ValueError(
-                f"stop may have at most {MAX_STOP_CHARS} characters in all its strings, got {num_chars}"
-            )
+            raise ValueError(f"stop may have at most {MAX_STOP_CHARS} characters in all its strings, got {num_chars}")
         for token, bias in (self.logit_bias or {}).items():
             if not 0 <= token < vocab_size:
                 raise ValueError(f"logit_bias token id {token} is outside the vocabulary of {vocab_size}")

@@ -103,9 +103,7 @@ class Holdings:
 class AdmissionState:
     """What admission decides by: memory as it is, or as it would be after retractions and admissions."""
 
-    def __init__(
-        self, memory: RequestMemory, holdings: Holdings, num_running: int, reserved_tokens: int
-    ) -> None:
+    def __init__(self, memory: RequestMemory, holdings: Holdings, num_running: int, reserved_tokens: int) -> None:
         """``reserved_tokens``: what the ``num_running`` requests are expected to ask for yet."""
         self.memory = memory
         self.holdings = holdings.copy()
@@ -192,11 +190,7 @@ def loses_least(req: Req, holdings: Holdings) -> tuple[int, bool, int, int, int]
 
 
 def preempted(
-    state: AdmissionState,
-    wanted: Sequence[Req],
-    running: Sequence[Req],
-    expected: Sequence[int],
-    threshold: int,
+    state: AdmissionState, wanted: Sequence[Req], running: Sequence[Req], expected: Sequence[int], threshold: int
 ) -> list[Req]:
     """The requests of ``running`` to retract so that those of ``wanted`` whose rank is better by more than
     ``threshold`` are admitted one after the other. As few as suffice are chosen, in the order of :func:`loses_least`,
@@ -204,9 +198,7 @@ def preempted(
     for. ``wanted`` is ordered by rank; ``state`` changes."""
     victims: list[Req] = []
     candidates = {
-        req: num
-        for req, num in zip(running, expected, strict=True)
-        if wanted and req.rank - wanted[0].rank > threshold
+        req: num for req, num in zip(running, expected, strict=True) if wanted and req.rank - wanted[0].rank > threshold
     }
     for req in wanted:
         taken: list[Req] = []

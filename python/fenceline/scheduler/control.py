@@ -99,9 +99,7 @@ class SchedulerControl:
         answer = self.answer
         match message:
             case LoadGrammarReq():
-                self._grammars.load(
-                    message.id, message.grammar, message.data, message.vocabulary, message.forgotten
-                )
+                self._grammars.load(message.id, message.grammar, message.data, message.vocabulary, message.forgotten)
             case SlowGrammarsReq():
                 self._grammars.end(message.grammars)
             case FlushCacheReq():
@@ -181,9 +179,7 @@ class SchedulerControl:
             raise RuntimeError(f"some weights are new and others are not: {error}") from error
         done = "weights updated"
         if message.keep_pause and self.draining:
-            done += (
-                ", and no pause: the server is shutting down, and its last requests must be allowed to end"
-            )
+            done += ", and no pause: the server is shutting down, and its last requests must be allowed to end"
         elif message.keep_pause:
             self.stop_scheduling()
         return True, done, str(running).encode()
@@ -359,9 +355,7 @@ class StepProfiler:
             return False, f"cannot make the folder for the trace: {error}"
         # torch.profiler.profile adds a schedule to this class, but its first start imports torch's compiler. That takes
         # 130 MB, and 1.3 s of CPU time during which no step is launched.
-        profile: Any = torch.autograd.profiler.profile(
-            use_device="cuda" if torch.cuda.is_available() else None
-        )
+        profile: Any = torch.autograd.profiler.profile(use_device="cuda" if torch.cuda.is_available() else None)
         profile.__enter__()
         self._path = str(folder / f"fenceline-{os.getpid()}-{time.strftime('%Y%m%d-%H%M%S')}.trace.json")
         self._profile, self.steps_left = profile, num_steps

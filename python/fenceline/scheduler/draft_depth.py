@@ -75,9 +75,7 @@ class AdaptiveDepth:
         self._num_shallow += 1
         if chosen < deepest and num_drafting:
             lost = seconds[deepest] * rates[chosen] - tokens[deepest]
-            if self._num_shallow > max(
-                math.ceil(lost / (_PROBE_SHARE * tokens[chosen])), _MIN_PROBE_INTERVAL
-            ):
+            if self._num_shallow > max(math.ceil(lost / (_PROBE_SHARE * tokens[chosen])), _MIN_PROBE_INTERVAL):
                 chosen, why = deepest, "probe"
         if self._depths[chosen] > most:  # self._best stays, and is used again when there is memory
             possible = [index for index, depth in enumerate(self._depths) if depth <= most]

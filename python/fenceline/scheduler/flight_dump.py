@@ -139,9 +139,7 @@ def write_dump(recorder: FlightRecorder, reason: str, pause: Callable[[], object
     folder = Path(recorder.config.flight_recorder_dir)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid not in (os.getuid(), 0):
-        raise PermissionError(
-            f"{folder} belongs to another user: name a folder of your own with --flight-recorder-dir"
-        )
+        raise PermissionError(f"{folder} belongs to another user: name a folder of your own with --flight-recorder-dir")
     stamp = f"{os.getpid()}-{time.strftime('%Y%m%d-%H%M%S')}-{next(_NUMBERS)}"
     path = folder / f"flight-{stamp}.json"
     data = dump_json(recorder, reason, pause)

@@ -24,13 +24,7 @@ import numpy.typing as npt
 from fenceline.config.engine_config import EngineConfig
 from fenceline.mem_cache.storage.controller import Ack, Fetched, Found, Written
 from fenceline.memory_order import Point, Points
-from fenceline.model_executor.step import (
-    Chunk,
-    Completions,
-    PageWrites,
-    StepBatch,
-    StepOutput,
-)
+from fenceline.model_executor.step import Chunk, Completions, PageWrites, StepBatch, StepOutput
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.request_memory import RequestMemory
 
@@ -174,9 +168,7 @@ class FlightRecorder:
             self._advanced += batch.num_advanced
         awaited = self._awaited
         tokens: list[I64] = []
-        self._steps.append(
-            (self._run, self._advanced, done.serial, done.stream.passed_serial, len(awaited), tokens)
-        )
+        self._steps.append((self._run, self._advanced, done.serial, done.stream.passed_serial, len(awaited), tokens))
         awaited.append(tokens)
 
     def sampled(self, done: Point) -> None:
@@ -196,9 +188,7 @@ class FlightRecorder:
     def completed(self, ended: Completions) -> None:
         """A turn of the loop begins with ``ended``. Only the ids of tickets and prefetches are kept."""
         if self.enabled:
-            transfers = tuple(
-                [(ticket.kind.value, ticket.id, ticket.num_pages) for ticket in ended.transfers]
-            )
+            transfers = tuple([(ticket.kind.value, ticket.id, ticket.num_pages) for ticket in ended.transfers])
             storage = tuple([_storage_ack(ack) for ack in ended.storage])
             self._events.append(CompletionsEvent(transfers, storage, ended.results_arrived))
 
@@ -275,9 +265,7 @@ def redacted(num_tokens: int) -> I64:
     return np.broadcast_to(np.int64(REDACTED), (num_tokens,))
 
 
-def _record(
-    run: _Run | None, advanced: int, done: int, passed: int, in_flight: int, tokens: list[I64]
-) -> StepRecord:
+def _record(run: _Run | None, advanced: int, done: int, passed: int, in_flight: int, tokens: list[I64]) -> StepRecord:
     """The full record of a step. In a run every length grows by the same amount, and nothing else changes."""
     assert run is not None, "the first step begins a run"
     if advanced == 0:

@@ -122,9 +122,7 @@ class _Trace:
         """Add transfers and storage jobs that have ended and were noticed by the host."""
         for kind, number, num_pages in event.get("transfers", ()):
             start = self._host(f"{kind} {number} has ended", {"pages": num_pages})
-            self._slice(
-                STREAMS, _ROWS[kind], start - _BRIEF, _BRIEF, f"{kind} {number}", {"pages": num_pages}
-            )
+            self._slice(STREAMS, _ROWS[kind], start - _BRIEF, _BRIEF, f"{kind} {number}", {"pages": num_pages})
         if event.get("storage"):
             self._host("storage jobs have ended", {"jobs": event["storage"]})
 

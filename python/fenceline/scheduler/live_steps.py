@@ -12,14 +12,7 @@ from collections.abc import Sequence
 import orjson
 
 from fenceline.memory_order.edges import StreamName, pages_edge
-from fenceline.scheduler.flight_recorder import (
-    CompletionsEvent,
-    Event,
-    FlightRecorder,
-    Leaving,
-    Retirement,
-    StepRecord,
-)
+from fenceline.scheduler.flight_recorder import CompletionsEvent, Event, FlightRecorder, Leaving, Retirement, StepRecord
 
 
 def live_steps(recorder: FlightRecorder, num_steps: int) -> bytes:

@@ -81,9 +81,7 @@ class MaskedSteps:
         self._recorder.sampled(result.done)
         return InFlight(flight.batch, flight.reqs, result, flight.number)
 
-    def accept_tokens(
-        self, batch: StepBatch, reqs: Sequence[Req], tokens: Sequence[int]
-    ) -> list[bool | None]:
+    def accept_tokens(self, batch: StepBatch, reqs: Sequence[Req], tokens: Sequence[int]) -> list[bool | None]:
         """Advance the grammars of a step with one token for each request. See :func:`accept_tokens` and
         :meth:`sample_early`."""
         if not len(batch.constrained):
@@ -98,10 +96,7 @@ class MaskedSteps:
         return accepted
 
     def sample_early(
-        self,
-        grammars: Sequence[RequestGrammar | None],
-        tokens: Sequence[int],
-        accepted: Sequence[bool | None],
+        self, grammars: Sequence[RequestGrammar | None], tokens: Sequence[int], accepted: Sequence[bool | None]
     ) -> None:
         """The tokens of the previous step's requests, whose grammars are given, have arrived and are about to be
         published. If the grammars have ``accepted`` all of them and no answer may have ended, submit the sampling of
@@ -140,9 +135,7 @@ class MaskedSteps:
         if pending.may_go_on is None:
             if fill is None:
                 none = [None] * len(grammars)
-                fill = pending.fill = self.grammars.begin_fill(
-                    none, pending.held.begin_masks(), finishes_now=True
-                )
+                fill = pending.fill = self.grammars.begin_fill(none, pending.held.begin_masks(), finishes_now=True)
             least_more = None
             if asked.least is not None:
                 published = [len(req.output_ids) + pending.num_unpublished for req in asked.reqs]

@@ -67,8 +67,7 @@ class _Plan:
         return StepBatch.of_chunks(
             rows=[req.row for req in self.reqs],
             starts=[
-                req.allocated_len - len(chunk.token_ids)
-                for req, chunk in zip(self.reqs, self.chunks, strict=True)
+                req.allocated_len - len(chunk.token_ids) for req, chunk in zip(self.reqs, self.chunks, strict=True)
             ],
             chunks=self.chunks,
             sampling=[req.sampling() if req.allocated_len == req.num_tokens else None for req in self.reqs],
@@ -184,9 +183,7 @@ class PrefillPlanner:
         """Assert what every step keeps to, whatever was admitted: its limits, and that each of its requests, none
         twice, holds the pages of its whole prompt and computes the next part of it."""
         reqs, num_tokens, step_tokens = plan.reqs, batch.num_prompt_tokens, self.step_tokens
-        assert num_tokens == plan.num_step_tokens == step_tokens - budget.step_tokens, (
-            "every token counts once"
-        )
+        assert num_tokens == plan.num_step_tokens == step_tokens - budget.step_tokens, "every token counts once"
         assert num_tokens <= step_tokens or (self._chunk_size is None and len(reqs) == 1), (
             f"{num_tokens} tokens in a step of at most {step_tokens}"
         )

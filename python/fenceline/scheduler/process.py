@@ -42,14 +42,7 @@ from fenceline.scheduler.core_dumps import CoreDumps, core_dump_environment, is_
 from fenceline.scheduler.flight_dump import dump_and_log, dump_on_signal
 from fenceline.scheduler.flight_recorder import FlightRecorder
 from fenceline.scheduler.population import InFlight
-from fenceline.scheduler.ranks import (
-    TURN_DECODER,
-    FollowingRank,
-    LeadingRank,
-    RankLink,
-    RanksDifferError,
-    Turn,
-)
+from fenceline.scheduler.ranks import TURN_DECODER, FollowingRank, LeadingRank, RankLink, RanksDifferError, Turn
 from fenceline.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -139,10 +132,7 @@ def ready_message(config: EngineConfig, scheduler: Scheduler) -> SchedulerReady:
     return SchedulerReady(
         max_total_num_tokens=num_tokens,
         max_running_requests=config.max_running_requests,
-        max_req_input_len=min(
-            config.model.context_length, num_tokens - scheduler.running.largest.num_slots + 1
-        )
-        - 1,
+        max_req_input_len=min(config.model.context_length, num_tokens - scheduler.running.largest.num_slots + 1) - 1,
         context_length=config.model.context_length,
         memory_bytes=scheduler.worker.memory_bytes,
     )
@@ -183,8 +173,7 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
     link: RankLink | None = None
     channels: _RankChannels | None = None
     watchdog = Watchdog(
-        config.server_args.watchdog_timeout,
-        lambda reason: _exit_hung(ports, rank, recorder, _root_cause(reason, link)),
+        config.server_args.watchdog_timeout, lambda reason: _exit_hung(ports, rank, recorder, _root_cause(reason, link))
     )
     try:
         messages: Inbox[SchedulerInput] | None = None if rank else Inbox(ports.scheduler, SCHEDULER_DECODER)
@@ -375,18 +364,13 @@ class _RankChannels:
 
 
 def _link_ranks(
-    channels: _RankChannels,
-    worker: ModelRunner,
-    inbox: SocketInbox | _NoInbox,
-    watchdog: Watchdog,
+    channels: _RankChannels, worker: ModelRunner, inbox: SocketInbox | _NoInbox, watchdog: Watchdog
 ) -> RankLink:
     board, turns = channels.board, channels.turns
     if board.rank == 0:
         outbox = Outbox(*channels.endpoints[1:])
         channels.outboxes.append(outbox)
-        return LeadingRank(
-            board, worker, inbox.drain, [partial(outbox.send, to) for to in channels.endpoints[1:]]
-        )
+        return LeadingRank(board, worker, inbox.drain, [partial(outbox.send, to) for to in channels.endpoints[1:]])
     assert turns is not None, "rank 0 alone receives no turns"
     return FollowingRank(board, worker, TurnInbox(turns, watchdog, FreeMemoryWatch()).receive)
 

@@ -134,12 +134,7 @@ class Publisher:
         return completed
 
     def publish_tokens(
-        self,
-        req: Req,
-        tokens: Sequence[int],
-        out: StepOutput,
-        first: int,
-        accepted: bool | None = None,
+        self, req: Req, tokens: Sequence[int], out: StepOutput, first: int, accepted: bool | None = None
     ) -> None:
         """Append a step's new tokens; tokens after the one that ends the request are dropped. ``first``: the index in
         ``out`` of the first of them. ``accepted``: whether the grammar has accepted the only token, None if the

@@ -73,11 +73,7 @@ class RankLink(ABC):
 
     @abstractmethod
     def turn(
-        self,
-        block: bool,
-        timeout_ms: int | None,
-        awaited: Awaited | None,
-        own: Sequence[SchedulerInput] = (),
+        self, block: bool, timeout_ms: int | None, awaited: Awaited | None, own: Sequence[SchedulerInput] = ()
     ) -> tuple[Sequence[Message], Completions]:
         """The messages and completions of the next turn.
 
@@ -140,9 +136,7 @@ class RankLink(ABC):
 class LeadingRank(RankLink):
     """The link of rank 0, which makes the turns."""
 
-    def __init__(
-        self, board: RankBoard, worker: Worker, drain: Drain, send: Sequence[Callable[[bytes], None]]
-    ) -> None:
+    def __init__(self, board: RankBoard, worker: Worker, drain: Drain, send: Sequence[Callable[[bytes], None]]) -> None:
         """``drain`` is the inbox's method. ``send`` has a function for each other rank, which sends it bytes and never
         blocks."""
         super().__init__(board, worker)
@@ -151,11 +145,7 @@ class LeadingRank(RankLink):
         self._agreement = StorageAgreement(board.num_ranks)
 
     def turn(
-        self,
-        block: bool,
-        timeout_ms: int | None,
-        awaited: Awaited | None,
-        own: Sequence[SchedulerInput] = (),
+        self, block: bool, timeout_ms: int | None, awaited: Awaited | None, own: Sequence[SchedulerInput] = ()
     ) -> tuple[Sequence[Message], Completions]:
         messages = [*own, *self._drain(block and not own, timeout_ms)]
         self.post_progress(awaited)
@@ -184,11 +174,7 @@ class FollowingRank(RankLink):
         self._receive = receive
 
     def turn(
-        self,
-        block: bool,
-        timeout_ms: int | None,
-        awaited: Awaited | None,
-        own: Sequence[SchedulerInput] = (),
+        self, block: bool, timeout_ms: int | None, awaited: Awaited | None, own: Sequence[SchedulerInput] = ()
     ) -> tuple[Sequence[Message], Completions]:
         self.post_progress(awaited)
         turn = self._receive()

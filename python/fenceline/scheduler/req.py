@@ -255,9 +255,7 @@ class Req:
             has_bad_draft=self.has_bad_draft,
             announced=self.announced,
             # If the prompt was not completed, all of it is scored again.
-            prompt_log=self.prompt_log
-            if self.output_ids
-            else LogprobLog.of_prompt(self.source, self.prompt_ids),
+            prompt_log=self.prompt_log if self.output_ids else LogprobLog.of_prompt(self.source, self.prompt_ids),
             output_log=self.output_log,
             arrived_at=self.arrived_at,
             queue_time_s=self.queue_time_s,

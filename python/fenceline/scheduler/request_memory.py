@@ -92,9 +92,7 @@ def _whole_tables(writes: PageWrites, reqs: Sequence[Req]) -> PageWrites:
     others = ~np.isin(writes.rows, [req.row for req in reqs])
     return PageWrites(
         rows=np.concatenate([writes.rows[others], *(_row(req) for req in reqs)]),
-        columns=np.concatenate(
-            [writes.columns[others], *(np.arange(len(req.pages), dtype=np.int64) for req in reqs)]
-        ),
+        columns=np.concatenate([writes.columns[others], *(np.arange(len(req.pages), dtype=np.int64) for req in reqs)]),
         pages=np.concatenate([writes.pages[others], *(np.array(req.pages, dtype=np.int32) for req in reqs)]),
     )
 
@@ -284,10 +282,7 @@ class RequestMemory:
         copies are retired after its last step. :meth:`with_remaps` writes this to the page table.
         """
         result = self._insert(req)
-        old_shared, shared = (
-            req.shared_len,
-            result.num_existing_tokens + result.num_taken_pages * self.page_size,
-        )
+        old_shared, shared = (req.shared_len, result.num_existing_tokens + result.num_taken_pages * self.page_size)
         if self.tiers is not None:
             self.tiers.inserted(result.node)
         if shared <= old_shared:

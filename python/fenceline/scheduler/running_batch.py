@@ -189,9 +189,7 @@ class RunningBatch:
         if not self.is_exact:
             self._num_in_flight = self._tokens_in_flight(shape.num_tokens)
             # A request whose prompt step is still in flight has no published length; all its prompt counts.
-            committed = np.array(
-                [max(req.committed_len, len(req.prompt_ids)) for req in self.reqs], dtype=np.int64
-            )
+            committed = np.array([max(req.committed_len, len(req.prompt_ids)) for req in self.reqs], dtype=np.int64)
             assert (committed < lens).all(), "a step writes behind what has been published"
             starts = np.maximum(committed - self.num_rewritten, 0)
         return StepBatch(
@@ -210,10 +208,7 @@ class RunningBatch:
         )
 
     def _grow(
-        self,
-        lens: I64,
-        num_available_pages: int,
-        grow: Callable[[Req, int], tuple[npt.NDArray[np.int32], Points]],
+        self, lens: I64, num_available_pages: int, grow: Callable[[Req, int], tuple[npt.NDArray[np.int32], Points]]
     ) -> tuple[PageWrites, Points]:
         short = np.flatnonzero(lens > self._capacity)
         if len(short) == 0:

@@ -110,9 +110,7 @@ def num_waiting_tokens(waiting: Iterable[Req], num_waiting: int) -> int:
     return total * num_waiting // max(len(counted), 1)
 
 
-def order_waiting(
-    waiting: list[Req], policy: str, match: Callable[[Req], Prefix], random: Random
-) -> list[Req]:
+def order_waiting(waiting: list[Req], policy: str, match: Callable[[Req], Prefix], random: Random) -> list[Req]:
     """The ``waiting`` requests, which are given in the order of their turns, in the order of a ``policy`` other than
     fcfs. Retracted requests go first, because they have run already and new ones must not pass them for ever."""
     retracted = [req for req in waiting if req.num_retractions]

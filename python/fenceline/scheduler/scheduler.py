@@ -83,12 +83,7 @@ class Scheduler:
     ``planner`` of steps, ``masks``, the ``publisher``, the ``intake`` and ``control``."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        worker: Worker,
-        inbox: Inbox,
-        outbox: Outbox,
-        ranks: RankLink | None = None,
+        self, config: EngineConfig, worker: Worker, inbox: Inbox, outbox: Outbox, ranks: RankLink | None = None
     ) -> None:
         """``ranks``: given if there are several ranks. Messages and completions are then taken from it instead of from
         ``inbox`` and ``worker``."""
@@ -125,9 +120,7 @@ class Scheduler:
         self.planner = StepPlanner(config, self.population, self.stats, shapes, worker.step_costs)
         self.grammars = GrammarStore(config.model.eos_token_ids, decides=ranks is None)
         self.masks = MaskedSteps(self.grammars, self.population, self.recorder)
-        self.publisher = Publisher(
-            self.population, self.planner, self.masks, self.stats, outbox.to_detokenizer
-        )
+        self.publisher = Publisher(self.population, self.planner, self.masks, self.stats, outbox.to_detokenizer)
         # A request's last step writes as many slots as any other step, even if it yields fewer tokens.
         capacity = min(config.model.context_length, num_tokens - num_spare)
         self.intake = Intake(config, capacity, self.grammars)
@@ -330,9 +323,7 @@ class Scheduler:
     def publish(self, flight: InFlight) -> None:
         """Take a step's results: append tokens, end requests, tell the detokenizer."""
         self.num_published += 1
-        assert flight.number == self.num_published <= self.num_launched, (
-            "each step is published once, in order"
-        )
+        assert flight.number == self.num_published <= self.num_launched, "each step is published once, in order"
         out = flight.forward_result.wait()
         self.recorder.published(out)
         if self.ranks is not None:
@@ -356,9 +347,7 @@ def _loaded(error: BaseException | None) -> tuple[bool, str]:
     return error is None, "" if error is None else f"{type(error).__name__}: {error}"
 
 
-def _state(
-    population: Population, planner: StepPlanner, stats: SchedulerStats, paused: bool
-) -> InternalState:
+def _state(population: Population, planner: StepPlanner, stats: SchedulerStats, paused: bool) -> InternalState:
     """The scheduler's counters and gauges."""
     num_running = sum(1 for req in population.reqs.values() if req.row)
     return stats.state(num_running, population.waiting.num_reqs, planner.ratio.value, paused)

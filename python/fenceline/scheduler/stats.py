@@ -87,8 +87,7 @@ class SchedulerStats:
             if not req.has_bad_draft:
                 req.has_bad_draft = True
                 logger.warning(
-                    "Unusable drafts for request %s: logits are not finite, or token ids are out of range",
-                    req.rid,
+                    "Unusable drafts for request %s: logits are not finite, or token ids are out of range", req.rid
                 )
 
     def prefill(self, plan: PrefillPlan, num_running: int, num_queued: int) -> None:
@@ -169,9 +168,7 @@ class SchedulerStats:
         self._last_report = now
         return True
 
-    def state(
-        self, num_running: int, num_waiting: int, new_token_ratio: float, paused: bool
-    ) -> InternalState:
+    def state(self, num_running: int, num_waiting: int, new_token_ratio: float, paused: bool) -> InternalState:
         """The present state. The arguments are values that only the scheduler knows."""
         prompt = self.num_cached_tokens + self.num_computed_prompt_tokens
         return InternalState(
@@ -235,10 +232,7 @@ def _hicache_state(memory: RequestMemory) -> HiCacheState | None:
             "in_transit": tree.num_in_transit_pages,
         },
         num_locked_nodes=tree.num_locked_nodes + tree.num_host_holds,
-        evicted_tokens={
-            "device": memory.num_evicted_pages * size,
-            "host": tree.num_evicted_host_pages * size,
-        },
+        evicted_tokens={"device": memory.num_evicted_pages * size, "host": tree.num_evicted_host_pages * size},
         load=_transfers(tiers.counts[TransferKind.LOAD], size),
         store=_transfers(tiers.counts[TransferKind.STORE], size),
         storage_read=TransferState(

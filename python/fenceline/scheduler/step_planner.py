@@ -123,9 +123,7 @@ class StepPlanner:
         wanted = self.prefill.wanted(self.waiting.in_turn(self.memory.may_schedule))
         victims = preempted(self.admission_state(), wanted, self.running.reqs, expected, threshold)
         if victims:
-            self.population.retract_beside(
-                victims, [self.memory.match(req).match.host_node for req in wanted]
-            )
+            self.population.retract_beside(victims, [self.memory.match(req).match.host_node for req in wanted])
             self._stats.preempted(len(victims))
 
     def plan_decode(self) -> StepBatch | None:
@@ -179,10 +177,7 @@ class StepPlanner:
         while True:
             num_needed = self.running.num_pages_needed(lens, shape)
             num_available = self.memory.num_available_pages
-            if (
-                num_needed <= num_available - num_reserved
-                or num_needed <= num_available - self.num_kept_pages()
-            ):
+            if num_needed <= num_available - num_reserved or num_needed <= num_available - self.num_kept_pages():
                 break
             holders = self.population.holders()
             if num_needed <= num_available:

@@ -71,9 +71,7 @@ class WaitingQueue:
 
     def remove(self, req: Req) -> None:
         """Remove a request that does not wait any more."""
-        assert len(req.output_ids) == req.num_kept, (
-            f"{req.rid} got a token that was in flight at its retraction"
-        )
+        assert len(req.output_ids) == req.num_kept, f"{req.rid} got a token that was in flight at its retraction"
         key = _key(req)
         queue = self._queue_of[key]
         queue.reqs.remove(req)

@@ -29,9 +29,7 @@ class Accepted:
     """The accepted path of each request through its tree. Entries beyond ``counts`` are 0."""
 
     token_ids: torch.Tensor  # [B, S + 1] int64: accepted draft tokens, then the target's own next token
-    counts: (
-        torch.Tensor
-    )  # [B] int64, 1 to S + 1: the number of tokens, which is also that of the path's nodes
+    counts: torch.Tensor  # [B] int64, 1 to S + 1: the number of tokens, which is also that of the path's nodes
     path: torch.Tensor  # [B, S + 1] int64: the path's nodes, the root first; their KV is kept
     last_tokens: torch.Tensor  # [B] int64: the last token of each request, which is the root of the next step
 
@@ -53,9 +51,7 @@ def accept(tree: DraftTree, draws: torch.Tensor, num_steps: int) -> Accepted:
     return Accepted(token_ids, counts, path, last_tokens)
 
 
-def simulate_drafts(
-    tree: DraftTree, draws: torch.Tensor, rows: torch.Tensor, accept_length: float
-) -> DraftTree:
+def simulate_drafts(tree: DraftTree, draws: torch.Tensor, rows: torch.Tensor, accept_length: float) -> DraftTree:
     """The chain ``tree`` with other drafts, such that :func:`accept` yields ``accept_length`` tokens per step on
     average. This is for measuring speed at a known acceptance.
 

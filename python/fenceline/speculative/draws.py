@@ -36,9 +36,7 @@ def draw_draft(
     piece."""
     if head.shard.size == 1:
         return Pieces(
-            *draw_pieces(
-                logits, temperatures, noise_scales, seed_keys, positions, ahead, target_ids, vocab_size
-            )
+            *draw_pieces(logits, temperatures, noise_scales, seed_keys, positions, ahead, target_ids, vocab_size)
         )
     tokens = _own_tokens(head, target_ids)
     if logits.is_cuda:

@@ -32,9 +32,7 @@ def node_slots(
     return slots_at(page_table, rows, positions, page_size).flatten()
 
 
-def slots_at(
-    page_table: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, page_size: int
-) -> torch.Tensor:
+def slots_at(page_table: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, page_size: int) -> torch.Tensor:
     """KV slots [B, N] int64 of tokens at ``positions`` [B, N] int64; for the rest see :func:`node_slots`. A negative
     position has the sink's slot 0."""
     pages = page_table[rows[:, None], positions.clamp(min=0) // page_size].long()

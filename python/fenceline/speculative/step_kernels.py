@@ -10,13 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from fenceline.layers.kernels.speculative_operands import (
-    SINK_LEN,
-    AcceptOutputs,
-    BeginOutputs,
-    NextRow,
-    Pieces,
-)
+from fenceline.layers.kernels.speculative_operands import SINK_LEN, AcceptOutputs, BeginOutputs, NextRow, Pieces
 from fenceline.memory_order.kernel import Kernel, KernelAccesses, declared
 from fenceline.speculative.accept import accept, simulate_drafts
 from fenceline.speculative.draws import drawn_tokens
@@ -90,13 +84,7 @@ BEGIN = declared(
 
 
 def place_rows(
-    rows: Tensor,
-    lens: Tensor,
-    first: int,
-    page_table: Tensor,
-    page_size: int,
-    positions: Tensor | None,
-    slots: Tensor,
+    rows: Tensor, lens: Tensor, first: int, page_table: Tensor, page_size: int, positions: Tensor | None, slots: Tensor
 ) -> None:
     """Write the slots, and if given the positions, of W consecutive tokens of each request to ``slots`` and
     ``positions`` [B, W]. The first of these tokens is number ``lens`` [B] + ``first``. If that is negative, the
@@ -111,13 +99,7 @@ def place_rows(
 
 
 def _place(
-    rows: Tensor,
-    lens: Tensor,
-    first: int,
-    page_table: Tensor,
-    page_size: int,
-    positions: Tensor | None,
-    slots: Tensor,
+    rows: Tensor, lens: Tensor, first: int, page_table: Tensor, page_size: int, positions: Tensor | None, slots: Tensor
 ) -> None:
     places = (lens + first).unsqueeze(1) + torch.arange(slots.shape[1], device=rows.device)
     slots.copy_(slots_at(page_table, rows, places, page_size))
@@ -135,12 +117,7 @@ _NO_NEXT = (0, *[None] * 7)
 
 
 def keep_draft(
-    pieces: Pieces,
-    is_bad: Tensor,
-    input_ids: Tensor,
-    column: int,
-    vocab_size: int,
-    following: NextRow | None,
+    pieces: Pieces, is_bad: Tensor, input_ids: Tensor, column: int, vocab_size: int, following: NextRow | None
 ) -> None:
     """Write the drafts that have been drawn to ``column`` of ``input_ids`` [B, N], and fill the draft's next row
     (``following``), if given.
@@ -216,9 +193,7 @@ def _proposal_accesses(
         op.write(ids)
 
 
-def keep_proposal(
-    pieces: Pieces, rows: Tensor, counts: Tensor, kept: Tensor, ids: Tensor | None, ahead: int
-) -> None:
+def keep_proposal(pieces: Pieces, rows: Tensor, counts: Tensor, kept: Tensor, ids: Tensor | None, ahead: int) -> None:
     """Store the tokens that one layer of a draft with a layer for each step proposes for the next step.
 
     They are written to ``kept`` [R] at ``rows`` [B], -1 if a logit was NaN or the largest infinite. If ``ids`` [B, W],

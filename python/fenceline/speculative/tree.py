@@ -36,9 +36,7 @@ class DraftTree:
     parents: torch.Tensor | None  # [B, N] int64, -1 for the root
     ancestors: torch.Tensor | None  # [B, N] int64, bit m: m is the node itself or one of its ancestors
     is_rejected: torch.Tensor | None = None  # [B] bool
-    chosen: torch.Tensor | None = (
-        None  # [B, N - 1] int64: the candidate that has become each node, without the root
-    )
+    chosen: torch.Tensor | None = None  # [B, N - 1] int64: the candidate that has become each node, without the root
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,7 @@ from fenceline_kernel.errors import KernelUnavailable
 from fenceline_kernel.library import KernelLibrary, load
 
 MAX_RANKS = 8
-MAX_SLOTS = (
-    1 << 14
-)  # captured launches in which peers write sums straight to the outputs; in any more, sums are copied
+MAX_SLOTS = 1 << 14  # captured launches in which peers write sums straight to the outputs; in any more, sums are copied
 _MAX_BLOCKS, _MAX_THREADS, _VECTOR = 128, 512, 16
 _ONE_SHOT_THREADS = 128  # of a block, if the blocks suffice: several SMs send a small message faster than one
 _HANDLE = 64  # bytes of a cudaIpcMemHandle_t
@@ -32,10 +30,7 @@ class AllReduceRequest(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "outputs", "residual", "weight", "hidden", "normed")),
         ("watch", ctypes.c_void_p),
         ("limit_ns", ctypes.c_uint64),
-        *(
-            (name, ctypes.c_uint32)
-            for name in ("num_vectors", "row_vectors", "words_capacity", "sums_capacity")
-        ),
+        *((name, ctypes.c_uint32) for name in ("num_vectors", "row_vectors", "words_capacity", "sums_capacity")),
         *((name, ctypes.c_uint32) for name in ("num_blocks", "num_threads")),
         *((name, ctypes.c_int32) for name in ("rank", "size", "dtype", "kind")),
         ("eps", ctypes.c_float),
@@ -70,9 +65,7 @@ class PeerAllReduce:
         pdl: int = 0,
     ) -> None:
         if not 2 <= size <= MAX_RANKS:
-            raise KernelUnavailable(
-                f"{size} ranks: our own all-reduce is for 2 to {MAX_RANKS} GPUs of one host"
-            )
+            raise KernelUnavailable(f"{size} ranks: our own all-reduce is for 2 to {MAX_RANKS} GPUs of one host")
         self.rank, self.size, self.device = rank, size, device
         self.one_shot_bytes, self.max_bytes = one_shot_bytes, max_bytes
         self._max_blocks, self._limit_ns = max_blocks, round(limit_s * 1e9)
@@ -119,9 +112,7 @@ class PeerAllReduce:
             num_bytes.restype = ctypes.c_uint64
             request = self._request()
             memory, handle = ctypes.c_void_p(), ctypes.create_string_buffer(_HANDLE)
-            self._call(
-                "peer_allocate", allocate, num_bytes(ctypes.byref(request)), ctypes.byref(memory), handle
-            )
+            self._call("peer_allocate", allocate, num_bytes(ctypes.byref(request)), ctypes.byref(memory), handle)
             self._own = memory.value or 0
             self._watch = torch.zeros(2, dtype=torch.int32, pin_memory=True)  # fenceline::PeerWatch
         except Exception as error:  # of any kind: the other ranks wait for this rank's answer
@@ -193,9 +184,7 @@ class PeerAllReduce:
         two_shots = x.nbytes > self.one_shot_bytes if two_shots is None else two_shots
         request = self._filled(x, _TWO_SHOTS if two_shots else _ONE_SHOT)
         share = -(-request.num_vectors // self.size) if two_shots else request.num_vectors
-        self._divide(
-            request, share, _MAX_THREADS if two_shots else _ONE_SHOT_THREADS, num_blocks, num_threads
-        )
+        self._divide(request, share, _MAX_THREADS if two_shots else _ONE_SHOT_THREADS, num_blocks, num_threads)
         if two_shots and registered and self._num_slots < MAX_SLOTS:
             request.outputs = self._slot(x)
         self._run(request)
@@ -215,12 +204,7 @@ class PeerAllReduce:
         assert x.dim() == 2 and x.shape == residual.shape == hidden.shape == normed.shape, "rows of one shape"
         request = self._filled(x, _FUSED)
         assert x.nbytes <= self.one_shot_bytes and x[0].nbytes % _VECTOR == 0, "whole vectors, in one shot"
-        for name, tensor in (
-            ("residual", residual),
-            ("weight", weight),
-            ("hidden", hidden),
-            ("normed", normed),
-        ):
+        for name, tensor in (("residual", residual), ("weight", weight), ("hidden", hidden), ("normed", normed)):
             assert tensor.is_contiguous() and tensor.dtype is x.dtype, f"{name} is laid out like x"
             setattr(request, name, tensor.data_ptr())
         request.row_vectors = x[0].nbytes // _VECTOR
@@ -282,9 +266,7 @@ class PeerAllReduce:
     def _slot(self, x: torch.Tensor) -> int:
         """The address of the table's line in which the launch that is being captured will find all ranks' ``x``."""
         slot, self._num_slots = self._num_slots, self._num_slots + 1
-        self._unregistered.append(
-            (slot, x.data_ptr())
-        )  # not x: the graph's pool keeps its memory and may share it
+        self._unregistered.append((slot, x.data_ptr()))  # not x: the graph's pool keeps its memory and may share it
         return self._outputs[slot].data_ptr()
 
     def register(self) -> None:

@@ -116,9 +116,7 @@ def compile_library(sources: Sources, unit: str, nvcc: Nvcc, archs: Sequence[str
             raise KernelUnavailable(f"{nvcc.path} failed: {_first_error(result.stdout + result.stderr)}")
         part.replace(library)
     except OSError as error:
-        raise KernelUnavailable(
-            f"{nvcc.path} could not be run ({error}): install the CUDA toolkit anew"
-        ) from error
+        raise KernelUnavailable(f"{nvcc.path} could not be run ({error}): install the CUDA toolkit anew") from error
     finally:
         part.unlink(missing_ok=True)
 

@@ -44,9 +44,7 @@ class FillPlan:
         self.device = fields[0].dst.device
         self._library = library if library is not None else load(self.device)
         if self.device.type != self._library.device_type:
-            raise ValueError(
-                f"{fields[0].name}: dst is on {self.device}: it must be on {self._library.device_type}"
-            )
+            raise ValueError(f"{fields[0].name}: dst is on {self.device}: it must be on {self._library.device_type}")
         self._fields = tuple(fields)  # keeps the tensors alive whose addresses are used below
         self._targets = [_make_target(field, self.device) for field in fields]
         self._spans = sorted(target.span for target in self._targets)
@@ -76,18 +74,14 @@ class FillPlan:
             number, pointer = 0, num_live.data_ptr()
         else:
             if not 0 <= num_live <= max_live:
-                raise ValueError(
-                    f"num_live is {num_live}, these fields take 0 to {max_live}: use a larger bucket"
-                )
+                raise ValueError(f"num_live is {num_live}, these fields take 0 to {max_live}: use a larger bucket")
             number, pointer = num_live, None
         self._library.arena_fill(packed, len(self._targets), number, pointer, self.device, stream)
 
     def _bind(self, sources: Sequence[torch.Tensor | None]) -> tuple[bytes, int]:
         """Descriptors for ``sources``, and the largest number of rows that all fields and sources have."""
         if len(sources) != len(self._targets):
-            raise ValueError(
-                f"{len(sources)} sources for {len(self._targets)} fields: give one, or None, for each"
-            )
+            raise ValueError(f"{len(sources)} sources for {len(self._targets)} fields: give one, or None, for each")
         packed, max_live = [], self._room
         for target, src in zip(self._targets, sources, strict=True):
             if src is None:
@@ -110,9 +104,7 @@ class FillPlan:
         # The last destination that starts before ``end``.
         before = bisect.bisect_left(self._spans, (end, 0, "")) - 1
         if before >= 0 and self._spans[before][1] > start:
-            raise ValueError(
-                f"{name}: src overlaps the destination {self._spans[before][2]}: give each its own buffer"
-            )
+            raise ValueError(f"{name}: src overlaps the destination {self._spans[before][2]}: give each its own buffer")
 
 
 def arena_fill(
@@ -143,9 +135,7 @@ class _Target:
 def _make_target(field: FillField, device: torch.device) -> _Target:
     dst, name = field.dst, field.name
     if dst.device != device:
-        raise ValueError(
-            f"{name}: dst is on {dst.device}: all fields of a fill must be on one device, here {device}"
-        )
+        raise ValueError(f"{name}: dst is on {dst.device}: all fields of a fill must be on one device, here {device}")
     if dst.dim() == 0 or dst.numel() == 0 or not dst.is_contiguous():
         raise ValueError(f"{name}: dst must be contiguous [size, ...] and not empty, got {_describe(dst)}")
     start, nbytes, size = dst.data_ptr(), dst.nbytes, len(dst)
@@ -172,9 +162,7 @@ def _check_source(target: _Target, src: torch.Tensor, device: torch.device) -> N
     if src.dtype is not target.dtype:
         raise ValueError(f"{name}: src is {src.dtype}, dst is {target.dtype}: make them equal")
     if src.device != device and src.numel() > 0 and not src.is_pinned():  # an empty tensor is never pinned
-        raise ValueError(
-            f"{name}: src is on {src.device}: put it on {device} or into pinned memory (pin_memory())"
-        )
+        raise ValueError(f"{name}: src is on {src.device}: put it on {device} or into pinned memory (pin_memory())")
     if src.dim() == 0 or not (row == wanted or (len(row) == len(wanted) == 1 and row[0] <= wanted[0])):
         raise ValueError(f"{name}: rows of src are {tuple(row)}, of dst {tuple(wanted)}: rows must be alike")
     if not src.is_contiguous() and len(src) > 0 and not src[0].is_contiguous():

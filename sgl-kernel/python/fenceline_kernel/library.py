@@ -61,17 +61,13 @@ class KernelLibrary:
         call = functools.partial(self._fill, fields, num_fields, num_live, num_live_ptr)
         self.call("arena_fill", call, device, stream)
 
-    def copy_words(
-        self, dst: int, src: int, num_words: int, device: torch.device, stream: int | None
-    ) -> None:
+    def copy_words(self, dst: int, src: int, num_words: int, device: torch.device, stream: int | None) -> None:
         """``num_words`` times 8 bytes from address ``src`` to ``dst``, each on the GPU or in pinned host memory, on
         ``stream`` (None: torch's current one): a fill without padding. Raises RuntimeError if the launch fails."""
         rows = (num_words, 8, 8, num_words, 8, 0)  # of a word each
         self.arena_fill(FILL_FIELD.pack(src, dst, 0, *rows), 1, num_words, None, device, stream)
 
-    def call(
-        self, name: str, call: Callable[[int], bytes | None], device: torch.device, stream: int | None
-    ) -> None:
+    def call(self, name: str, call: Callable[[int], bytes | None], device: torch.device, stream: int | None) -> None:
         """Run ``call(stream)`` with ``device`` as the current one and None replaced by torch's current stream. It
         returns null or a text. Raises RuntimeError with the text."""
         if self.device_type != "cuda":

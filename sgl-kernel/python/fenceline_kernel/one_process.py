@@ -57,13 +57,7 @@ class OneProcessRanks:
     that exchange bytes (:meth:`register`, :meth:`close`) are called here, for all ranks at once."""
 
     def __init__(
-        self,
-        size: int,
-        device: torch.device,
-        one_shot_bytes: int,
-        max_bytes: int,
-        limit_s: float,
-        pdl: int = 0,
+        self, size: int, device: torch.device, one_shot_bytes: int, max_bytes: int, limit_s: float, pdl: int = 0
     ) -> None:
         """The last four: see ``PeerAllReduce``. A launch that waits longer than ``limit_s`` gives up."""
         self.size = size
@@ -75,9 +69,7 @@ class OneProcessRanks:
         def make(rank: int) -> PeerAllReduce:
             exchange = functools.partial(self._exchange, rank)
             blocks = _BLOCKS // size
-            return PeerAllReduce(
-                rank, size, device, exchange, one_shot_bytes, max_bytes, library, blocks, limit_s, pdl
-            )
+            return PeerAllReduce(rank, size, device, exchange, one_shot_bytes, max_bytes, library, blocks, limit_s, pdl)
 
         self.ranks = self._in_threads(make)
 

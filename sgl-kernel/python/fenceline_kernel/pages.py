@@ -27,10 +27,7 @@ MAX_NUM_CTAS = 1024
 # From this many consecutive pages on, one strided copy takes less time than as many plain ones of a batch.
 DEFAULT_MIN_ROWS = 16
 # io backend -> (unit, function)
-_FUNCTIONS = {
-    "kernel": ("page_copy", "fenceline_copy_pages"),
-    "direct": ("page_direct", "fenceline_copy_pages_direct"),
-}
+_FUNCTIONS = {"kernel": ("page_copy", "fenceline_copy_pages"), "direct": ("page_direct", "fenceline_copy_pages_direct")}
 
 
 class PageCopyRequestC(ctypes.Structure):
@@ -82,9 +79,7 @@ class PagePools:
         self.device, self.page_size, self.num_layers = k[0].device, page_size, len(k)
         self.library = library if library is not None else load(self.device)
         _check_pool([*k, *v], page_size, self.library.device_type)
-        self.host_page_stride, self.host_layer_stride, self.host_kv_stride = _host_strides(
-            k, host, page_size, layout
-        )
+        self.host_page_stride, self.host_layer_stride, self.host_kv_stride = _host_strides(k, host, page_size, layout)
         _check_host(host, k[0], self.library.device_type)
         self.num_device_pages = len(k[0]) // page_size
         self.num_host_pages = host.shape[2] // page_size if layout == "layer_first" else len(host)
@@ -141,13 +136,7 @@ class PagePools:
             ) from error
 
     def _request(
-        self,
-        device_pages: Pages,
-        host_pages: Pages,
-        to_host: bool,
-        layers: range,
-        num_ctas: int,
-        min_rows: int,
+        self, device_pages: Pages, host_pages: Pages, to_host: bool, layers: range, num_ctas: int, min_rows: int
     ) -> PageCopyRequestC:
         return PageCopyRequestC(
             self._first_buffer + 2 * layers.start * ctypes.sizeof(ctypes.c_void_p),
@@ -175,13 +164,9 @@ def _check_pool(tensors: Sequence[torch.Tensor], page_size: int, device_type: st
         if tensor.shape != first.shape or tensor.dtype != first.dtype or tensor.device != first.device:
             raise ValueError("k and v of all layers must be alike in shape, dtype and device")
         if tensor.device.type != device_type or not tensor.is_contiguous():
-            raise ValueError(
-                f"k and v must be contiguous on a {device_type} device, got one on {tensor.device}"
-            )
+            raise ValueError(f"k and v must be contiguous on a {device_type} device, got one on {tensor.device}")
     if first.dim() != 3 or page_size < 1 or len(first) % page_size != 0:
-        raise ValueError(
-            f"k must be [num_pages * {page_size}, num_kv_heads, head_dim], got {tuple(first.shape)}"
-        )
+        raise ValueError(f"k must be [num_pages * {page_size}, num_kv_heads, head_dim], got {tuple(first.shape)}")
 
 
 def _host_strides(
@@ -220,6 +205,4 @@ def _check_lists(device_pages: Pages, host_pages: Pages) -> None:
         if pages.dtype != np.int32 or pages.ndim != 1 or not pages.flags.c_contiguous:
             raise ValueError(f"{name} must be contiguous int32 [n], got {pages.dtype} {list(pages.shape)}")
     if len(device_pages) != len(host_pages):
-        raise ValueError(
-            f"{len(device_pages)} device pages but {len(host_pages)} host pages: the lists go in pairs"
-        )
+        raise ValueError(f"{len(device_pages)} device pages but {len(host_pages)} host pages: the lists go in pairs")

@@ -133,9 +133,7 @@ class SkinnyGemm:
         if numbers is not None:
             groups = -(-k // numbers.group) if numbers.group else 1
             for tensor in (numbers.scales, numbers.zeros):
-                assert tensor is None or (
-                    tensor.shape == (weight_rows, groups) and tensor.t().is_contiguous()
-                )
+                assert tensor is None or (tensor.shape == (weight_rows, groups) and tensor.t().is_contiguous())
         request = SkinnyGemmRequestC(
             x.data_ptr(),
             weight.data_ptr(),

@@ -19,17 +19,7 @@ from fenceline_kernel.errors import KernelUnavailable
 
 # The code in a wheel: each runs on every GPU of its major version from its minor version on, sm_90a on 9.0 alone.
 WHEEL_ARCHS = ("80", "90a", "100")
-_FLAGS = (
-    "-shared",
-    "-std=c++17",
-    "-O3",
-    "--compiler-options",
-    "-fPIC",
-    "-cudart",
-    "static",
-    "--threads",
-    "0",
-)
+_FLAGS = ("-shared", "-std=c++17", "-O3", "--compiler-options", "-fPIC", "-cudart", "static", "--threads", "0")
 _NO_NVCC = (
     "nvcc was not found: install the CUDA 13 toolkit and set CUDA_HOME to it, or install a wheel of fenceline-kernel"
     " that was built where nvcc is (pip wheel --no-deps sgl-kernel/)"
@@ -119,9 +109,7 @@ def _candidates(environ: Mapping[str, str]) -> list[Path]:
 
 def _version(path: Path) -> str:
     try:
-        result = subprocess.run(
-            [str(path), "--version"], capture_output=True, text=True, check=False, timeout=60
-        )
+        result = subprocess.run([str(path), "--version"], capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelUnavailable(f"{path} does not run ({error}): install the CUDA toolkit anew") from error
     if result.returncode != 0:

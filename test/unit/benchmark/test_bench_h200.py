@@ -66,12 +66,7 @@ def test_a_schema_against_no_schema_is_compared_round_by_round() -> None:
     def run(side: str, round_: int, tok_s: float, ttft_ms: float) -> Run:
         return Run("8b", "64", side, round_, tok_s, ttft_ms, ttft_ms, 5.0, 6.0, 100, "")
 
-    runs = [
-        run("schema", 0, 90, 14),
-        run("free", 0, 100, 10),
-        run("free", 1, 200, 20),
-        run("schema", 1, 196, 22),
-    ]
+    runs = [run("schema", 0, 90, 14), run("free", 0, 100, 10), run("free", 1, 200, 20), run("schema", 1, 196, 22)]
     runs = sorted(runs, key=lambda one: one.round)
     assert table_row(runs) == (
         "| 8b | 64 at a time | 150 | 143 | 0.940 (0.900) | 15.00 | 18.00 | 3.00 | 5.000 | 5.000 | 6.00 | 6.00 |"
@@ -104,9 +99,7 @@ def test_configs_name_no_code() -> None:
 def test_the_llama_shape_is_the_real_one(tmp_path: Path) -> None:
     from shapes import kv_bytes_per_token, make_model_dir, num_plain_tokens
 
-    model = resolve(
-        ServerArgs(model_path=str(make_model_dir("llama-8b", tmp_path)), load_format="dummy")
-    ).model
+    model = resolve(ServerArgs(model_path=str(make_model_dir("llama-8b", tmp_path)), load_format="dummy")).model
     assert (model.num_layers, model.num_kv_heads, model.head_dim, model.vocab_size) == (32, 8, 128, 128256)
     assert kv_bytes_per_token("llama-8b") == 128 * 1024
     assert num_plain_tokens("llama-8b") == 128000
@@ -159,12 +152,7 @@ def test_a_soak_is_in_order_only_if_everything_is() -> None:
         "hicache": {"num_locked_nodes": 0, "evicted_tokens": {"device": 12}},
         "flushed": True,
     }
-    good = {
-        "tally": {"errors": [], "hit_tokens": {"host": 3}},
-        "settled": state,
-        "windows": windows,
-        "log_errors": [],
-    }
+    good = {"tally": {"errors": [], "hit_tokens": {"host": 3}}, "settled": state, "windows": windows, "log_errors": []}
     assert failures(good, TIERS) == []
     assert num_still_windows([*windows, windows[-1]]) == 1
     for change in (
@@ -192,9 +180,7 @@ def test_a_soak_with_drafts_and_storage_must_have_met_both() -> None:
     }
     assert failures(good, EVERYTHING) == []
     without = good | {"tally": {"errors": [], "hit_tokens": {"host": 3}}}
-    assert failures(without, EVERYTHING) == [
-        "no prefix came back from the storage: make the population larger"
-    ]
+    assert failures(without, EVERYTHING) == ["no prefix came back from the storage: make the population larger"]
     unstored = {"storage_write": {"num_transfers": 0}, "evicted_tokens": {"device": 9}}
     assert failures(without | {"settled": good["settled"] | {"hicache": unstored}}, EVERYTHING) == [
         "no prefix came back from the storage: make the population larger"
@@ -219,14 +205,7 @@ def test_a_soak_of_the_demo_model_asks_its_corpus(name: str, tmp_path: Path) -> 
     ids = preset.ids(Random(3), 300)
     assert len(ids) == 300 and ids == preset.ids(Random(3), 300) != preset.ids(Random(4), 300)
     assert "Q:" in Tokenizer.from_file(str(model / "tokenizer.json")).decode(ids)
-    words = [
-        *preset.model,
-        *preset.speculation,
-        *preset.tight,
-        *preset.soak_tiers(str(tmp_path)),
-        "--device",
-        "cpu",
-    ]
+    words = [*preset.model, *preset.speculation, *preset.tight, *preset.soak_tiers(str(tmp_path)), "--device", "cpu"]
     config = resolve(parse_args(["--model-path", str(model), "--load-format", "dummy", *words]))
     assert config.speculative is not None and config.hicache is not None
     assert config.hicache.storage is not None and config.hicache.storage.directory == str(tmp_path)

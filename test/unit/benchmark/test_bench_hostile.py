@@ -42,9 +42,7 @@ def test_looking_costs_the_observer_little() -> None:
     assert list(arrived.next_tokens)[-1] == Sample(7.0, 0.5)
 
 
-def test_what_misses_the_mark_and_what_is_known_already(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_misses_the_mark_and_what_is_known_already(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from attacks import ATTACKS
 
     import hostile

@@ -203,19 +203,12 @@ class FormatEngine:
         return
 
     def generate(
-        self,
-        prompts: list[str],
-        limits: list[dict[str, object]],
-        return_logprob: bool = False,
-        **options: object,
+        self, prompts: list[str], limits: list[dict[str, object]], return_logprob: bool = False, **options: object
     ) -> list[dict[str, object]]:
         if not return_logprob:
             wrong = 0 if self._quantization == "int4" else None
             return [
-                {
-                    "text": " ?" if i == wrong else f" {self._answers[prompt]}",
-                    "meta_info": {"prompt_tokens": 2},
-                }
+                {"text": " ?" if i == wrong else f" {self._answers[prompt]}", "meta_info": {"prompt_tokens": 2}}
                 for i, prompt in enumerate(prompts)
             ]
         assert all(text.startswith(prompt) for text, prompt in zip(prompts, self._answers, strict=True))
@@ -239,10 +232,7 @@ def test_formats_are_compared_with_the_first(
     ]
     assert FORMATS.main([*call, "--max-loss", "2"]) == 1
     capsys.readouterr()
-    assert (
-        FORMATS.main(["--num-items", "3", "--formats", "none", "--flags", "--tp-size 2", "--max-loss", "2"])
-        == 1
-    )
+    assert FORMATS.main(["--num-items", "3", "--formats", "none", "--flags", "--tp-size 2", "--max-loss", "2"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.split() == ["--tp-size", "2", "2", "66.67%", "2.0000", "1", "+33.33"]
     assert FORMATS.main(["--num-items", "3", "--formats", "none", "fp8", "--max-loss", "2"]) == 0

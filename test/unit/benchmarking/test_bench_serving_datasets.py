@@ -41,9 +41,7 @@ class PieceTokenizer:
         names = {number: piece for piece, number in self._pieces.items()}
         return "".join(names.get(i, f" #{i}") for i in token_ids)
 
-    def apply_chat_template(
-        self, conversation: list[Message], *, add_generation_prompt: bool, tokenize: bool
-    ) -> str:
+    def apply_chat_template(self, conversation: list[Message], *, add_generation_prompt: bool, tokenize: bool) -> str:
         assert not tokenize
         text = "".join(f"<{m['role']}>{m['content']}" for m in conversation)
         return text + ("<assistant>" if add_generation_prompt else "")
@@ -56,9 +54,7 @@ def bench(**kwargs: object) -> BenchArgs:
 @given(length=st.integers(2, 300), seed=st.integers(0, 5))
 def test_random_text_has_exactly_the_wanted_tokens(length: int, seed: int) -> None:
     tokenizer = PieceTokenizer()
-    args = bench(
-        num_prompts=2, random_input_len=length, random_output_len=9, random_range_ratio=1.0, seed=seed
-    )
+    args = bench(num_prompts=2, random_input_len=length, random_output_len=9, random_range_ratio=1.0, seed=seed)
     for request in build_requests(args, tokenizer):
         (turn,) = request.turns
         assert isinstance(turn.content, str)
@@ -69,9 +65,7 @@ def test_random_text_has_exactly_the_wanted_tokens(length: int, seed: int) -> No
 @pytest.mark.parametrize("name", ["random", "random-ids", "generated-shared-prefix", "multi-turn"])
 def test_the_seed_decides_the_requests(name: str) -> None:
     def build(seed: int) -> object:
-        args = bench(
-            dataset_name=name, num_prompts=6, random_input_len=30, seed=seed, gsp_system_prompt_len=20
-        )
+        args = bench(dataset_name=name, num_prompts=6, random_input_len=30, seed=seed, gsp_system_prompt_len=20)
         return build_requests(args, PieceTokenizer())
 
     assert build(3) == build(3)
@@ -131,10 +125,7 @@ def sharegpt_file(path: Path, num: int = 8) -> str:
         questions = [f"question {i} number {k} about things" for k in range(3)]
         talk = [{"from": "system", "value": "be kind"}] if i % 2 else []
         for k, question in enumerate(questions):
-            talk += [
-                {"from": "human", "value": question},
-                {"from": "gpt", "value": f"answer {i} {k} " + "so " * i},
-            ]
+            talk += [{"from": "human", "value": question}, {"from": "gpt", "value": f"answer {i} {k} " + "so " * i}]
         records.append({"id": str(i), "conversations": talk})
     path.write_text(json.dumps(records))
     return str(path)
@@ -144,8 +135,7 @@ def test_sharegpt_takes_first_exchanges(tmp_path: Path) -> None:
     tokenizer = PieceTokenizer()
     path = sharegpt_file(tmp_path / "s.json")
     turns = [
-        request.turns[0]
-        for request in build_requests(bench(dataset_name="sharegpt", dataset_path=path), tokenizer)
+        request.turns[0] for request in build_requests(bench(dataset_name="sharegpt", dataset_path=path), tokenizer)
     ]
     assert len(turns) == 8
     for turn in turns:
@@ -158,16 +148,12 @@ def test_sharegpt_takes_first_exchanges(tmp_path: Path) -> None:
 
 def test_sharegpt_overrides_and_limits(tmp_path: Path) -> None:
     path = sharegpt_file(tmp_path / "s.json")
-    args = bench(
-        dataset_name="sharegpt", dataset_path=path, num_prompts=3, sharegpt_output_len=77, prompt_suffix="!"
-    )
+    args = bench(dataset_name="sharegpt", dataset_path=path, num_prompts=3, sharegpt_output_len=77, prompt_suffix="!")
     turns = [request.turns[0] for request in build_requests(args, PieceTokenizer())]
     assert [t.output_len for t in turns] == [77] * 3
     assert all(str(t.content).endswith("!") for t in turns)
     with pytest.raises(ValueError, match="no usable record"):
-        build_requests(
-            bench(dataset_name="sharegpt", dataset_path=path, sharegpt_context_len=5), PieceTokenizer()
-        )
+        build_requests(bench(dataset_name="sharegpt", dataset_path=path, sharegpt_context_len=5), PieceTokenizer())
 
 
 def test_multi_turn_from_a_file(tmp_path: Path) -> None:
@@ -285,9 +271,7 @@ def test_impossible_arguments_are_refused_with_the_flag(bad: dict[str, object], 
 
 
 def test_payloads() -> None:
-    native = Endpoint(
-        "fenceline", "http://h", "m", extra_body={"temperature": 0.5, "sampling_params": {"top_k": 3}}
-    )
+    native = Endpoint("fenceline", "http://h", "m", extra_body={"temperature": 0.5, "sampling_params": {"top_k": 3}})
     body = native.payload(Call([1, 2], 7, seed=11))
     assert body["input_ids"] == [1, 2] and body["stream"] is True
     assert body["sampling_params"] == {
@@ -297,10 +281,7 @@ def test_payloads() -> None:
         "seed": 11,
         "top_k": 3,
     }
-    assert (
-        Endpoint("sglang", "http://h", "m").payload(Call("x", 7, 11))["sampling_params"]["sampling_seed"]
-        == 11
-    )
+    assert Endpoint("sglang", "http://h", "m").payload(Call("x", 7, 11))["sampling_params"]["sampling_seed"] == 11
     completions = Endpoint("openai", "http://h", "m", ignore_eos=False).payload(Call("x", 7))
     assert completions["stream_options"] == {"include_usage": True}
     assert "ignore_eos" not in completions and completions["max_tokens"] == 7

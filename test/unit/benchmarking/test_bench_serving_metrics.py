@@ -14,21 +14,13 @@ from hypothesis import strategies as st
 from fenceline.benchmarking.client import Client, NativeRecorder, OpenAIRecorder, SseSplitter, TokenClock
 from fenceline.benchmarking.determinism import compare
 from fenceline.benchmarking.load import Conversation, LoadPlan, LoadResult, arrival_times, run_load
-from fenceline.benchmarking.metrics import (
-    Summary,
-    calculate_metrics,
-    peak_concurrency,
-    peak_token_rate,
-    token_times,
-)
+from fenceline.benchmarking.metrics import Summary, calculate_metrics, peak_concurrency, peak_token_rate, token_times
 from fenceline.benchmarking.records import BenchRequest, Call, Reply, RequestOutput, Turn
 
 GAPS = st.lists(st.tuples(st.integers(0, 9), st.floats(0.001, 5.0)), min_size=1, max_size=30)
 
 
-def native_event(
-    num_tokens: int, *, text: str | None = None, ids: list[int] | None = None, **extra: object
-) -> bytes:
+def native_event(num_tokens: int, *, text: str | None = None, ids: list[int] | None = None, **extra: object) -> bytes:
     meta = {"prompt_tokens": 7, "completion_tokens": num_tokens, "cached_tokens": 3, "finish_reason": None}
     event = {
         "text": "x" * num_tokens if text is None else text,

@@ -180,16 +180,7 @@ def bench(server: FakeServer, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     return run
 
 
-BACKEND_PATHS = [
-    "fenceline",
-    "sglang",
-    "sglang-oai",
-    "vllm",
-    "openai",
-    "sglang-oai-chat",
-    "vllm-chat",
-    "openai-chat",
-]
+BACKEND_PATHS = ["fenceline", "sglang", "sglang-oai", "vllm", "openai", "sglang-oai-chat", "vllm-chat", "openai-chat"]
 
 
 @pytest.mark.parametrize("backend", BACKEND_PATHS)
@@ -226,38 +217,19 @@ def test_the_report_and_the_line(
     bench(output_details=True)
     assert re.search(r"^=+ Serving Benchmark Result =+$", printed, re.M)
     labels = ["Backend:", "Traffic request rate:", "Max request concurrency:", "Successful requests:"]
-    labels += [
-        "Failed requests:",
-        "Benchmark duration (s):",
-        "Total input tokens:",
-        "Total generated tokens:",
-    ]
+    labels += ["Failed requests:", "Benchmark duration (s):", "Total input tokens:", "Total generated tokens:"]
     labels += ["Total generated tokens (retokenized):", "Request throughput (req/s):", "Concurrency:"]
     labels += ["Input token throughput (tok/s):", "Output token throughput (tok/s):", "Accept length:"]
-    labels += [
-        "Peak output token throughput (tok/s):",
-        "Peak concurrent requests:",
-        "Total token throughput (tok/s):",
-    ]
-    labels += [
-        f"{s} {n} (ms):" for n in ("E2E Latency", "TTFT", "TPOT", "ITL") for s in ("Mean", "Median", "P99")
-    ]
+    labels += ["Peak output token throughput (tok/s):", "Peak concurrent requests:", "Total token throughput (tok/s):"]
+    labels += [f"{s} {n} (ms):" for n in ("E2E Latency", "TTFT", "TPOT", "ITL") for s in ("Mean", "Median", "P99")]
     for label in labels:
         assert re.search(rf"^{re.escape(f'{label:<40}')} \S.*$", printed, re.M), label
-    for title in (
-        "-End-to-End Latency-",
-        "-Time to First Token-",
-        "-Time per Output Token (excl. 1st token)-",
-    ):
+    for title in ("-End-to-End Latency-", "-Time to First Token-", "-Time per Output Token (excl. 1st token)-"):
         assert title in printed
     first, second = (json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines())
-    keys = (
-        "backend dataset_name request_rate max_concurrency duration completed total_input_tokens concurrency "
-    )
+    keys = "backend dataset_name request_rate max_concurrency duration completed total_input_tokens concurrency "
     keys += "total_output_tokens request_throughput input_throughput output_throughput total_throughput "
-    keys += " ".join(
-        f"{s}_{n}_ms" for n in ("e2e_latency", "ttft", "tpot", "itl") for s in ("mean", "median", "std")
-    )
+    keys += " ".join(f"{s}_{n}_ms" for n in ("e2e_latency", "ttft", "tpot", "itl") for s in ("mean", "median", "std"))
     assert set(keys.split()) <= set(first)
     assert first["tag"] == "first" and first["accept_length"] == 2.5
     assert "api_key" not in first["server_info"]
@@ -279,15 +251,7 @@ def test_failures_are_counted_with_their_reasons(
 def command(server: FakeServer, tmp_path: Path, *extra: str) -> int:
     small = ["--num-prompts", "4", "--random-input", "12", "--random-output", "6", "--random-range", "1"]
     return main(
-        [
-            *small,
-            "--disable-tqdm",
-            "--port",
-            str(server.port),
-            "--output-file",
-            str(tmp_path / "o.jsonl"),
-            *extra,
-        ]
+        [*small, "--disable-tqdm", "--port", str(server.port), "--output-file", str(tmp_path / "o.jsonl"), *extra]
     )
 
 
@@ -320,9 +284,7 @@ def test_the_model_falls_back_to_v1_models(bench: Callable[..., dict[str, Any]],
     assert server.bodies[-1]["model"] == "other"
 
 
-def test_max_concurrency_caps_what_is_in_flight(
-    bench: Callable[..., dict[str, Any]], server: FakeServer
-) -> None:
+def test_max_concurrency_caps_what_is_in_flight(bench: Callable[..., dict[str, Any]], server: FakeServer) -> None:
     server.hold = 3
     result = bench(num_prompts=9, max_concurrency=3, warmup_requests=0)
     assert server.peak == 3
@@ -371,18 +333,13 @@ def test_multi_turn_carries_the_answers(
     for talk in (0, 3, 6):
         for turn in (talk + 1, talk + 2):
             if backend == "openai-chat":
-                earlier = [
-                    *prompts[turn - 1],
-                    {"role": "assistant", "content": result["generated_texts"][turn - 1]},
-                ]
+                earlier = [*prompts[turn - 1], {"role": "assistant", "content": result["generated_texts"][turn - 1]}]
                 assert prompts[turn][:-1] == earlier
             else:
                 assert prompts[turn].startswith(prompts[turn - 1] + result["generated_texts"][turn - 1])
 
 
-def test_a_failed_turn_ends_its_conversation(
-    bench: Callable[..., dict[str, Any]], server: FakeServer
-) -> None:
+def test_a_failed_turn_ends_its_conversation(bench: Callable[..., dict[str, Any]], server: FakeServer) -> None:
     server.status_of = lambda number: 500 if number == 1 else 200
     sizes = {"dataset_name": "multi-turn", "num_prompts": 1, "multi_turn_num_turns": 3}
     result = bench(warmup_requests=0, **sizes)
@@ -415,9 +372,7 @@ def test_one_planted_difference_is_found(
     assert "5 prompts replayed alone, 1 differ, 0 failed" in capsys.readouterr().out
 
 
-def test_random_draws_are_replayed_with_their_seed(
-    bench: Callable[..., dict[str, Any]], server: FakeServer
-) -> None:
+def test_random_draws_are_replayed_with_their_seed(bench: Callable[..., dict[str, Any]], server: FakeServer) -> None:
     result = bench(extra_request_body='{"temperature": 0.9}', check_determinism=5, warmup_requests=0, seed=40)
     assert result["determinism"]["differ"] == 0
     seeds = [body["sampling_params"]["seed"] for body in server.bodies]
@@ -438,9 +393,7 @@ def test_a_prompt_that_is_no_json_fails_alone(
 def test_client_capacity_bench_takes_every_token() -> None:
     script = Path(__file__).parents[3] / "benchmark" / "bench_client_capacity.py"
     small = ["--num-streams", "4", "--output-len", "20", "--rounds", "2", "--backend", "vllm"]
-    done = subprocess.run(
-        [sys.executable, script, *small], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, script, *small], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^tokens +160$", done.stdout, re.M)
     assert re.search(r"^tokens/s: [1-9]\d*$", done.stdout, re.M)

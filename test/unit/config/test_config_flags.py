@@ -20,14 +20,8 @@ from fenceline.entrypoints.access import Access
 
 # The launch commands of the public threads that this project started from, module renamed.
 THREAD_COMMANDS = {
-    "piecewise-8b": (
-        "--model-path Qwen/Qwen3-8B --enable-piecewise-cuda-graph --tp 4",
-        [],
-    ),
-    "piecewise-7b": (
-        "--model Qwen/Qwen2.5-7B-Instruct --tp 4 --enable-piecewise-cuda-graph --disable-radix-cache",
-        [],
-    ),
+    "piecewise-8b": ("--model-path Qwen/Qwen3-8B --enable-piecewise-cuda-graph --tp 4", []),
+    "piecewise-7b": ("--model Qwen/Qwen2.5-7B-Instruct --tp 4 --enable-piecewise-cuda-graph --disable-radix-cache", []),
     "piecewise-vl": (
         "--model Qwen/Qwen2.5-VL-7B-Instruct --tp 4 --enable-piecewise-cuda-graph --disable-radix-cache",
         [],
@@ -229,9 +223,7 @@ def test_values_reach_their_fields() -> None:
 
 def test_a_mistyped_flag_is_never_answered_with_a_refused_one() -> None:
     wrong = [
-        f"--{option.lstrip('-')}"
-        for foreign in FOREIGN
-        for option in (foreign + "s", foreign.replace("-", "", 3))
+        f"--{option.lstrip('-')}" for foreign in FOREIGN for option in (foreign + "s", foreign.replace("-", "", 3))
     ]
     named = re.findall(r"did you mean (\S+)\?", refusal(["m", *wrong]))
     assert len(named) > 100
@@ -239,9 +231,7 @@ def test_a_mistyped_flag_is_never_answered_with_a_refused_one() -> None:
 
 
 def test_choices_are_taken_in_any_case() -> None:
-    args = parse_args(
-        ["--model-path", "m", "--log-level", "INFO", "--schedule-policy", "LPM", "--log-format", "JSON"]
-    )
+    args = parse_args(["--model-path", "m", "--log-level", "INFO", "--schedule-policy", "LPM", "--log-format", "JSON"])
     assert (args.log_level, args.schedule_policy, args.log_format) == ("info", "lpm", "json")
     assert ServerArgs.from_kwargs({"model_path": "m", "log_level": "Warning"}).log_level == "warning"
 
@@ -254,10 +244,7 @@ def test_choices_are_taken_in_any_case() -> None:
         ("--zzzz", "unknown flag --zzzz; see --help"),
         ("a b", "unexpected argument 'b': --model-path is 'a' already"),
         ("--model a b", "unexpected argument 'b': --model-path is 'a' already"),
-        (
-            "--log 1",
-            "--log may be --log-level or --log-level-http or --log-format or --log-requests or",
-        ),
+        ("--log 1", "--log may be --log-level or --log-level-http or --log-format or --log-requests or"),
         (
             "--port x --zzz --pp 2",
             "--pp 2: not available, a model is split by --tp-size and --ep-size alone: leave it"
@@ -269,24 +256,12 @@ def test_choices_are_taken_in_any_case() -> None:
         ("--mem-fraction-static nan", "--mem-fraction-static nan: expected a number"),
         ("--page-size 7", "--page-size 7: choose one of 1, 16, 32, 64"),
         ("--schedule-policy best", "--schedule-policy best: choose one of fcfs, lpm, dfs-weight, random"),
-        (
-            "--attention-backend fa4",
-            "--attention-backend fa4: not available, leave it out, or choose triton,",
-        ),
-        (
-            "--decode-attention-backend torch_native",
-            "--decode-attention-backend torch_native: not available, use",
-        ),
-        (
-            "--attention-backend fa5",
-            "--attention-backend fa5: choose one of auto, torch, triton, flashinfer, fa3",
-        ),
+        ("--attention-backend fa4", "--attention-backend fa4: not available, leave it out, or choose triton,"),
+        ("--decode-attention-backend torch_native", "--decode-attention-backend torch_native: not available, use"),
+        ("--attention-backend fa5", "--attention-backend fa5: choose one of auto, torch, triton, flashinfer, fa3"),
         ("--cuda-graph-bs", "--cuda-graph-bs: expected at least one argument"),
         ("--cuda-graph-bs 1 two", "--cuda-graph-bs 1 two: expected whole numbers"),
-        (
-            "--cuda-graph-bs 1,2,4",
-            "--cuda-graph-bs 1,2,4: expected whole numbers with spaces between them",
-        ),
+        ("--cuda-graph-bs 1,2,4", "--cuda-graph-bs 1,2,4: expected whole numbers with spaces between them"),
         ("--cuda-graph-bs 1 2.5 --port 1", "--cuda-graph-bs 1 2.5: expected whole numbers"),
         ("--load-format gguf", "--load-format gguf: not available, convert the weights to safetensors and"),
         ("--port", "--port: expected one argument"),
@@ -343,10 +318,7 @@ def test_yaml_file_gives_values_and_the_command_line_wins(tmp_path: Path) -> Non
         ("host: null", "--host None: expected a text"),
         ("pp: 4", "--pp 4: not available, a model is split by"),
         ("enable-lora: true", "--enable-lora: not available, merge the adapter"),
-        (
-            "max_model_len: 4096\nport: x",
-            "--max-model-len 4096: not available, use --context-length; --port x: exp",
-        ),
+        ("max_model_len: 4096\nport: x", "--max-model-len 4096: not available, use --context-length; --port x: exp"),
         ("tensor_paralel_size: 2", "unknown setting tensor_paralel_size"),
         ("- model", "--config FILE: expected one mapping, as in 'page_size: 16'"),
         ("a: [", "--config FILE: not valid YAML at line 1"),
@@ -389,10 +361,7 @@ def test_reference_page_is_fresh() -> None:
 @pytest.mark.parametrize("command", [["fenceline.launch_server"], ["fenceline", "serve"]])
 def test_wrong_flag_ends_the_process_with_status_2_and_one_line(command: list[str]) -> None:
     result = subprocess.run(
-        [sys.executable, "-m", *command, "--model", "m", "--pp", "4"],
-        capture_output=True,
-        text=True,
-        timeout=60,
+        [sys.executable, "-m", *command, "--model", "m", "--pp", "4"], capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 2
     assert result.stdout == ""
@@ -410,9 +379,7 @@ def test_wrong_flag_ends_the_process_with_status_2_and_one_line(command: list[st
     ],
 )
 def test_console_script(argv: list[str], status: int, text: str) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "fenceline", *argv], capture_output=True, text=True, timeout=60
-    )
+    result = subprocess.run([sys.executable, "-m", "fenceline", *argv], capture_output=True, text=True, timeout=60)
     assert result.returncode == status
     assert text in result.stdout + result.stderr
 

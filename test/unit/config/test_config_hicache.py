@@ -94,10 +94,7 @@ def test_storage_defaults(model_dir: Path, tmp_path: Path, monkeypatch: pytest.M
     assert storage is not None
     assert storage.directory == str(tmp_path / f"fenceline-hicache-{os.getuid()}")
     assert storage.max_bytes == min(64 * GB, shutil.disk_usage(tmp_path).total // 2)
-    assert (config.server_args.hicache_storage_prefetch_policy, storage.prefetch_timeout_s) == (
-        "best_effort",
-        None,
-    )
+    assert (config.server_args.hicache_storage_prefetch_policy, storage.prefetch_timeout_s) == ("best_effort", None)
     waiting = resolved(model_dir, flags + " --hicache-storage-prefetch-policy timeout").hicache
     assert waiting is not None
     assert waiting.storage is not None
@@ -119,9 +116,7 @@ def test_storage_defaults(model_dir: Path, tmp_path: Path, monkeypatch: pytest.M
         ("triton", "triton", True, "direct", "direct"),
     ],
 )
-def test_io_backend_on_a_gpu(
-    prefill: str, decode: str, has_kernels: bool, wanted: str | None, chosen: str
-) -> None:
+def test_io_backend_on_a_gpu(prefill: str, decode: str, has_kernels: bool, wanted: str | None, chosen: str) -> None:
     args = ServerArgs(enable_hierarchical_cache=True, hicache_io_backend=wanted)
     config = hicache_config(args, "cuda", (prefill, decode), lambda: has_kernels)
     assert config is not None
@@ -164,23 +159,11 @@ FILE = ON + " --hicache-storage-backend file"
         (ON + " --disable-radix-cache", "--disable-radix-cache keeps none: drop one of them"),
         ("--hicache-ratio 3", "--hicache-ratio 3.0: needs --enable-hierarchical-cache; add it or leave"),
         ("--hicache-size 1", "--hicache-size 1.0: needs --enable-hierarchical-cache"),
-        (
-            "--hicache-write-policy write_back",
-            "--hicache-write-policy write_back: needs --enable-hierarchical",
-        ),
+        ("--hicache-write-policy write_back", "--hicache-write-policy write_back: needs --enable-hierarchical"),
         ("--hicache-io-backend direct", "--hicache-io-backend direct: needs --enable-hierarchical-cache"),
-        (
-            "--hicache-mem-layout page_first",
-            "--hicache-mem-layout page_first: needs --enable-hierarchical-cache",
-        ),
-        (
-            "--retract-policy offload",
-            "--retract-policy offload: needs --enable-hierarchical-cache; add it or",
-        ),
-        (
-            "--hicache-storage-backend file",
-            "--hicache-storage-backend file: needs --enable-hierarchical-cache",
-        ),
+        ("--hicache-mem-layout page_first", "--hicache-mem-layout page_first: needs --enable-hierarchical-cache"),
+        ("--retract-policy offload", "--retract-policy offload: needs --enable-hierarchical-cache; add it or"),
+        ("--hicache-storage-backend file", "--hicache-storage-backend file: needs --enable-hierarchical-cache"),
         ("--hicache-storage-dir /tmp", "--hicache-storage-dir /tmp: needs --enable-hierarchical-cache"),
         (ON + " --hicache-ratio 0", "--hicache-ratio 0: must be above 0"),
         (ON + " --hicache-ratio -1", "--hicache-ratio -1: must be above 0"),
@@ -193,23 +176,11 @@ FILE = ON + " --hicache-storage-backend file"
         (ON + " --hicache-storage-backend mooncake", "not available, use --hicache-storage-backend file"),
         (ON + " --hicache-storage-backend-extra-config {}", "not available, use --hicache-storage-dir"),
         (ON + " --hicache-storage-dir /tmp", "--hicache-storage-dir /tmp: needs --hicache-storage-backend"),
-        (
-            ON + " --hicache-storage-size 1",
-            "--hicache-storage-size 1.0: needs --hicache-storage-backend file",
-        ),
-        (
-            ON + " --hicache-storage-prefetch-policy timeout",
-            "timeout: needs --hicache-storage-backend file; add",
-        ),
+        (ON + " --hicache-storage-size 1", "--hicache-storage-size 1.0: needs --hicache-storage-backend file"),
+        (ON + " --hicache-storage-prefetch-policy timeout", "timeout: needs --hicache-storage-backend file; add"),
         (ON + " --hicache-storage-prefetch-timeout 1", "timeout 1.0: needs --hicache-storage-backend file"),
-        (
-            FILE + " --hicache-storage-prefetch-policy never",
-            "choose one of best_effort, wait_complete, timeo",
-        ),
-        (
-            FILE + " --hicache-storage-prefetch-timeout 1",
-            "is for --hicache-storage-prefetch-policy timeout: add",
-        ),
+        (FILE + " --hicache-storage-prefetch-policy never", "choose one of best_effort, wait_complete, timeo"),
+        (FILE + " --hicache-storage-prefetch-timeout 1", "is for --hicache-storage-prefetch-policy timeout: add"),
         (
             FILE + " --hicache-storage-prefetch-policy timeout --hicache-storage-prefetch-timeout 0",
             "--hicache-storage-prefetch-timeout 0.0: give a number of seconds > 0",
@@ -219,16 +190,12 @@ FILE = ON + " --hicache-storage-backend file"
         (FILE + " --hicache-storage-dir=", "--hicache-storage-dir is empty: name a directory or leave"),
     ],
 )
-def test_impossible_values_and_pairs_are_refused_with_the_remedy(
-    model_dir: Path, flags: str, message: str
-) -> None:
+def test_impossible_values_and_pairs_are_refused_with_the_remedy(model_dir: Path, flags: str, message: str) -> None:
     assert message in refusal(model_dir, flags)
 
 
 def test_a_storage_larger_than_its_disk_is_refused(model_dir: Path, tmp_path: Path) -> None:
-    message = refusal(
-        model_dir, FILE + f" --hicache-storage-dir {tmp_path} --hicache-storage-size 1000000000"
-    )
+    message = refusal(model_dir, FILE + f" --hicache-storage-dir {tmp_path} --hicache-storage-size 1000000000")
     assert message.startswith(f"--hicache-storage-size 1e+09: the file system of {tmp_path} has ")
     assert message.endswith("GB in all; give less, or name another --hicache-storage-dir")
 
@@ -239,10 +206,7 @@ def test_a_storage_directory_that_cannot_be_used_is_refused(model_dir: Path, tmp
     message = refusal(model_dir, FILE + f" --hicache-storage-dir {file}")
     assert message == f"--hicache-storage-dir {file}: is a file; name a directory"
     message = refusal(model_dir, FILE + f" --hicache-storage-dir {file}/below")
-    assert (
-        message
-        == f"--hicache-storage-dir {file}/below: cannot be written (Not a directory); name another directory"
-    )
+    assert message == f"--hicache-storage-dir {file}/below: cannot be written (Not a directory); name another directory"
     with pytest.raises(ConfigError, match="cannot be written .*null (byte|character)"):
         resolve(ServerArgs(model_path=str(model_dir), enable_hierarchical_cache=True,
                            hicache_storage_backend="file", hicache_storage_dir="a\0b"))  # fmt: skip
@@ -257,10 +221,7 @@ def test_a_storage_directory_that_is_not_writable_is_refused(
 
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     message = refusal(model_dir, FILE + f" --hicache-storage-dir {tmp_path}")
-    assert (
-        message
-        == f"--hicache-storage-dir {tmp_path}: cannot be written (Permission denied); name another directory"
-    )
+    assert message == f"--hicache-storage-dir {tmp_path}: cannot be written (Permission denied); name another directory"
 
 
 def test_a_storage_directory_of_others_is_refused(
@@ -300,9 +261,7 @@ def test_the_storage_key_is_read_from_where_the_flag_says(
     monkeypatch.setenv("PAGES_KEY", secret)
     keys = set()
     for source in (f"file:{file}", "env:PAGES_KEY"):
-        config = resolved(
-            model_dir, FILE + f" --hicache-storage-dir {tmp_path}/s --hicache-storage-key {source}"
-        )
+        config = resolved(model_dir, FILE + f" --hicache-storage-dir {tmp_path}/s --hicache-storage-key {source}")
         assert config.hicache is not None and config.hicache.storage is not None
         assert config.server_args.hicache_storage_key == source
         assert secret not in json.dumps(config.public_dict(), default=str) + repr(config)

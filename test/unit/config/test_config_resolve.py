@@ -18,13 +18,7 @@ from model_files import CONFIG_JSON, make_model_dir
 
 from fenceline.config import ConfigError, checks
 from fenceline.config.chat_templates import CHAT_TEMPLATES
-from fenceline.config.engine_config import (
-    EngineConfig,
-    PriorityConfig,
-    choose_device,
-    resolve,
-    torch_cuda_version,
-)
+from fenceline.config.engine_config import EngineConfig, PriorityConfig, choose_device, resolve, torch_cuda_version
 from fenceline.config.kv_layout import KVLayout
 from fenceline.config.model_files import model_directory
 from fenceline.config.server_args import ServerArgs, parse_args
@@ -70,9 +64,7 @@ def test_the_flight_recorders_own_folder_is_nobody_elses(
     assert all(path.startswith(f"{usual}-") and not Path(path).exists() for path in chosen)
 
 
-def test_a_missing_grammar_library_is_named_before_loading(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_grammar_library_is_named_before_loading(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="pip install xgrammar, or start with --grammar-backend none"):
         resolved(model_dir)
@@ -125,9 +117,7 @@ def test_defaults_on_a_gpu(model_dir: Path) -> None:
         ({"disable_cuda_graph": True, "cuda_graph_bs": (8, 2), "cuda_graph_max_bs": 9}, ()),
     ],
 )
-def test_buckets_of_graphs_on_a_gpu(
-    model_dir: Path, values: dict[str, Any], buckets: tuple[int, ...]
-) -> None:
+def test_buckets_of_graphs_on_a_gpu(model_dir: Path, values: dict[str, Any], buckets: tuple[int, ...]) -> None:
     assert resolved(model_dir, gpu=True, **values).cuda_graph_bs == buckets
 
 
@@ -152,19 +142,14 @@ def test_buckets_lie_further_apart_the_larger_they_are(model_dir: Path) -> None:
         ({"chunked_prefill_size": 8}, (8,)),
     ],
 )
-def test_sizes_of_prefill_graphs_on_a_gpu(
-    model_dir: Path, values: dict[str, Any], sizes: tuple[int, ...]
-) -> None:
+def test_sizes_of_prefill_graphs_on_a_gpu(model_dir: Path, values: dict[str, Any], sizes: tuple[int, ...]) -> None:
     assert resolved(model_dir, gpu=True, page_size=8, **values).piecewise_cuda_graph_tokens == sizes
 
 
 def test_sizes_of_prefill_graphs_go_as_far_as_they_pay(model_dir: Path) -> None:
     """The wider a layer, the sooner the GPU is busy for longer than launching takes."""
     sizes = resolved(model_dir, gpu=True).piecewise_cuda_graph_tokens
-    assert sizes == (
-        *(16, 32, 48, 64, 96, 128, 160, 192, 224, *range(256, 1024, 64)),
-        *range(1024, 2049, 128),
-    )
+    assert sizes == (*(16, 32, 48, 64, 96, 128, 160, 192, 224, *range(256, 1024, 64)), *range(1024, 2049, 128))
 
     def largest(hidden_size: int, intermediate_size: int, tp_size: int = 1) -> int:
         width = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "head_dim": 128}
@@ -180,9 +165,7 @@ def test_sizes_of_prefill_graphs_go_as_far_as_they_pay(model_dir: Path) -> None:
 
 
 def test_a_prefill_size_that_no_step_reaches_is_refused(model_dir: Path) -> None:
-    with pytest.raises(
-        ConfigError, match="--piecewise-cuda-graph-tokens 65: no prefill step has more than 64"
-    ):
+    with pytest.raises(ConfigError, match="--piecewise-cuda-graph-tokens 65: no prefill step has more than 64"):
         resolved(model_dir, piecewise_cuda_graph_tokens=(4, 65), chunked_prefill_size=64)
     with pytest.raises(ConfigError, match="--piecewise-cuda-graph-tokens 0 4: a step has at least 1 token"):
         resolved(model_dir, piecewise_cuda_graph_tokens=(0, 4))
@@ -339,14 +322,8 @@ def test_chat_template_is_read(model_dir: Path, tmp_path: Path) -> None:
         ("--max-running-requests 0", "--max-running-requests 0: must be at least 1"),
         ("--max-queued-requests 0", "--max-queued-requests 0: must be at least 1"),
         ("--max-total-tokens 0", "--max-total-tokens 0: must be at least 1"),
-        (
-            "--max-total-tokens 31 --page-size 32",
-            "--max-total-tokens 31: not even one page of 32; raise it or",
-        ),
-        (
-            "--max-prefill-tokens 31 --page-size 32",
-            "--max-prefill-tokens 31: not even one page of 32; raise it",
-        ),
+        ("--max-total-tokens 31 --page-size 32", "--max-total-tokens 31: not even one page of 32; raise it or"),
+        ("--max-prefill-tokens 31 --page-size 32", "--max-prefill-tokens 31: not even one page of 32; raise it"),
         ("--chunked-prefill-size 0", "--chunked-prefill-size 0: give a number of tokens, or -1"),
         ("--chunked-prefill-size -2", "--chunked-prefill-size -2: give a number of tokens, or -1"),
         ("--chunked-prefill-size 100 --page-size 64", "multiple of --page-size 64; use 64"),
@@ -358,22 +335,13 @@ def test_chat_template_is_read(model_dir: Path, tmp_path: Path) -> None:
         ("--schedule-conservativeness 0", "--schedule-conservativeness 0: must be above 0"),
         ("--random-seed -3", "--random-seed -3: must lie between"),
         ("--context-length 0", "--context-length 0: too short for any request"),
-        (
-            "--context-length 1",
-            "--context-length 1: too short for any request, which has a token of prompt and one",
-        ),
+        ("--context-length 1", "--context-length 1: too short for any request, which has a token of prompt and one"),
         (
             "--max-running-requests 10000000",
             "--max-running-requests 10000000: no more than 65536 can run at once; lower it, more requests wait in",
         ),
-        (
-            "--max-total-tokens 1000000000000",
-            "--max-total-tokens 1000000000000: must be at most 2147483647; lower",
-        ),
-        (
-            "--max-total-tokens 2147483647",
-            "--max-total-tokens 2147483647: the KV cache takes 512 bytes a token, and",
-        ),
+        ("--max-total-tokens 1000000000000", "--max-total-tokens 1000000000000: must be at most 2147483647; lower"),
+        ("--max-total-tokens 2147483647", "--max-total-tokens 2147483647: the KV cache takes 512 bytes a token, and"),
         (
             "--max-total-tokens 63 --page-size 32",
             "--max-total-tokens 63: one page of 32 serves no request; give at least 64 or lower --page-size",
@@ -382,48 +350,24 @@ def test_chat_template_is_read(model_dir: Path, tmp_path: Path) -> None:
             "--max-running-requests 65536 --context-length 4096",
             "--max-running-requests 65536: with --context-length 4096 their page tables take 1.1 GB, and this machine",
         ),
-        (
-            "--chunked-prefill-size 99999999999",
-            "--chunked-prefill-size 99999999999: must be at most 2147483647",
-        ),
+        ("--chunked-prefill-size 99999999999", "--chunked-prefill-size 99999999999: must be at most 2147483647"),
         ("--max-prefill-tokens 99999999999", "--max-prefill-tokens 99999999999: must be at most 2147483647"),
-        (
-            "--max-queued-requests 99999999999",
-            "--max-queued-requests 99999999999: must be at most 2147483647",
-        ),
-        (
-            "--stream-interval 99999999999",
-            "--stream-interval 99999999999: must be at most 2147483647; lower it",
-        ),
-        (
-            "--decode-log-interval 99999999999",
-            "--decode-log-interval 99999999999: must be at most 2147483647",
-        ),
+        ("--max-queued-requests 99999999999", "--max-queued-requests 99999999999: must be at most 2147483647"),
+        ("--stream-interval 99999999999", "--stream-interval 99999999999: must be at most 2147483647; lower it"),
+        ("--decode-log-interval 99999999999", "--decode-log-interval 99999999999: must be at most 2147483647"),
         ("--cuda-graph-max-bs 99999999999", "--cuda-graph-max-bs 99999999999: must be at most 2147483647"),
-        (
-            "--flight-recorder-steps 99999999999",
-            "--flight-recorder-steps 99999999999: must be at most 2147483647",
-        ),
+        ("--flight-recorder-steps 99999999999", "--flight-recorder-steps 99999999999: must be at most 2147483647"),
         (
             "--enable-hierarchical-cache --hicache-ratio 1e300",
             "--hicache-ratio 1e+300: must be above 0 and at most 1e+06; 2.0 is usual, and --hicache-size gives",
         ),
         ("--context-length 8192", "--context-length 8192 is beyond the model's 4096 tokens; use"),
-        (
-            "--attention-backend fa3",
-            "--attention-backend fa3: needs a CUDA GPU and this is cpu; leave it out",
-        ),
+        ("--attention-backend fa3", "--attention-backend fa3: needs a CUDA GPU and this is cpu; leave it out"),
         ("--decode-attention-backend triton", "--decode-attention-backend triton: needs a CUDA GPU"),
         ("--cuda-graph-max-bs 0", "--cuda-graph-max-bs 0: must be at least 1"),
         ("--cuda-graph-bs 1 0", "--cuda-graph-bs 1 0: a batch has at least 1 request"),
-        (
-            "--cuda-graph-bs 8 16 --cuda-graph-max-bs 8",
-            "--cuda-graph-bs 8 16: goes beyond --cuda-graph-max-bs 8",
-        ),
-        (
-            "--cuda-graph-bs 8 --max-running-requests 4",
-            "--cuda-graph-bs 8: no batch has more than 4 requests",
-        ),
+        ("--cuda-graph-bs 8 16 --cuda-graph-max-bs 8", "--cuda-graph-bs 8 16: goes beyond --cuda-graph-max-bs 8"),
+        ("--cuda-graph-bs 8 --max-running-requests 4", "--cuda-graph-bs 8: no batch has more than 4 requests"),
         ("--cuda-graph-bs 8 --max-total-tokens 4", "--cuda-graph-bs 8: no batch has more than 4 requests"),
         ("--debug-cuda-graph --disable-cuda-graph", "--disable-cuda-graph leaves none: drop one of them"),
         ("--debug-cuda-graph", "--debug-cuda-graph: no graphs are captured on cpu by default; add"),
@@ -431,14 +375,8 @@ def test_chat_template_is_read(model_dir: Path, tmp_path: Path) -> None:
         ("--device cuda", "--device cuda: torch sees no CUDA GPU; use --device cpu"),
         ("--disable-radix-cache --schedule-policy lpm", "use --schedule-policy fcfs"),
         ("--disable-radix-cache --schedule-policy dfs-weight", "use --schedule-policy fcfs"),
-        (
-            "--enable-priority-scheduling --schedule-policy lpm",
-            "--enable-priority-scheduling orders by priority",
-        ),
-        (
-            "--priority-scheduling-preemption-threshold -1",
-            "--priority-scheduling-preemption-threshold -1: must be",
-        ),
+        ("--enable-priority-scheduling --schedule-policy lpm", "--enable-priority-scheduling orders by priority"),
+        ("--priority-scheduling-preemption-threshold -1", "--priority-scheduling-preemption-threshold -1: must be"),
         ("--default-priority-value 9223372036854775808", "must fit in 64 bits"),
         ("--req-waiting-timeout 0", "--req-waiting-timeout 0.0: give a number of seconds > 0"),
         ("--req-running-timeout -1", "--req-running-timeout -1.0: give a number of seconds > 0"),
@@ -597,10 +535,7 @@ def test_model_path_is_required() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (
-            {"cuda_graph_max_bs": 65536},
-            "1047 graphs, up to size 65536, .*lower --cuda-graph-max-bs or name fewer",
-        ),
+        ({"cuda_graph_max_bs": 65536}, "1047 graphs, up to size 65536, .*lower --cuda-graph-max-bs or name fewer"),
         (
             {"cuda_graph_max_bs": 513, "disable_cuda_graph_padding": True},
             "513 graphs, .*lower --cuda-graph-max-bs or drop --disable-cuda-graph-padding",
@@ -635,23 +570,11 @@ def test_directory_without_a_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (
-            ("pytorch_model.bin",),
-            "only pickled weights (.bin, .pt), which can run code when read; convert them once",
-        ),
+        (("pytorch_model.bin",), "only pickled weights (.bin, .pt), which can run code when read; convert them once"),
         (("consolidated.00.pth",), "only pickled weights (.bin, .pt), which can run code"),
-        (
-            ("model-Q4_K_M.gguf",),
-            "holds weights in the GGUF format (llama.cpp), not read here; give the orig",
-        ),
-        (
-            ("adapter_config.json", "adapter_model.safetensors"),
-            "holds an adapter (LoRA), not a model; merge it into",
-        ),
-        (
-            ("adapter_config.json", "adapter_model.bin"),
-            "holds an adapter (LoRA), not a model; merge it into org/base",
-        ),
+        (("model-Q4_K_M.gguf",), "holds weights in the GGUF format (llama.cpp), not read here; give the orig"),
+        (("adapter_config.json", "adapter_model.safetensors"), "holds an adapter (LoRA), not a model; merge it into"),
+        (("adapter_config.json", "adapter_model.bin"), "holds an adapter (LoRA), not a model; merge it into org/base"),
     ],
 )
 def test_a_folder_of_something_else_is_recognised_first(
@@ -670,9 +593,7 @@ def test_a_folder_of_something_else_is_recognised_first(
 
 
 def test_missing_weights_are_noticed_before_anything_starts(model_dir: Path) -> None:
-    (model_dir / "model.safetensors").write_bytes(
-        b"version https://git-lfs.github.com/spec/v1\noid sha256:12\n"
-    )
+    (model_dir / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:12\n")
     with pytest.raises(ConfigError, match=r"model\.safetensors: is a pointer of git-lfs.*; run git lfs pull"):
         resolved(model_dir)
     (model_dir / "model.safetensors").unlink()
@@ -696,10 +617,7 @@ def test_a_file_of_weights_instead_of_its_folder_is_refused(model_dir: Path) -> 
 
 def test_trust_remote_code_helps_no_unknown_architecture(model_dir: Path) -> None:
     assert resolved(model_dir, trust_remote_code=True).server_args.trust_remote_code
-    remote = {
-        "architectures": ["NewForCausalLM"],
-        "auto_map": {"AutoModelForCausalLM": "modeling_new.NewForCausalLM"},
-    }
+    remote = {"architectures": ["NewForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling_new.NewForCausalLM"}}
     (model_dir / "config.json").write_text(json.dumps(CONFIG_JSON | remote))
     with pytest.raises(
         ConfigError, match="architecture NewForCausalLM is not supported .*; supported are .*LlamaForCausal"
@@ -729,9 +647,7 @@ def test_file_is_not_a_model(model_dir: Path) -> None:
 def test_offline_hub_id_that_is_not_cached(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         model_directory("some-owner/some-model", "--model-path", None, str(tmp_path), weights=True)
-    assert str(caught.value).startswith(
-        "--model-path some-owner/some-model: neither a directory here nor in the"
-    )
+    assert str(caught.value).startswith("--model-path some-owner/some-model: neither a directory here nor in the")
 
 
 def _http_error(kind: type[errors.HfHubHTTPError]) -> Exception:
@@ -752,9 +668,7 @@ def _http_error(kind: type[errors.HfHubHTTPError]) -> Exception:
         (errors.LocalEntryNotFoundError("no"), "the hub cannot be reached"),
     ],
 )
-def test_hub_failures_become_one_line(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
-) -> None:
+def test_hub_failures_become_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception, message: str) -> None:
     def fail(*args: object, **kwargs: object) -> str:
         raise error
 
@@ -772,9 +686,7 @@ def test_a_download_says_so_in_a_log_and_draws_no_bars_there(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: "/there")
     model_directory("owner/model", "--model-path", None, None, weights=True)
-    assert (
-        capsys.readouterr().err == "Fetching owner/model from the hub, unless it is in the download cache\n"
-    )
+    assert capsys.readouterr().err == "Fetching owner/model from the hub, unless it is in the download cache\n"
     assert are_progress_bars_disabled()
     enable_progress_bars()
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
@@ -792,11 +704,7 @@ def test_download_asks_only_for_what_is_read(monkeypatch: pytest.MonkeyPatch, mo
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     args = ServerArgs(
-        model_path="owner/model",
-        tokenizer_path="owner/tok",
-        revision="v2",
-        download_dir="/cache",
-        device="cpu",
+        model_path="owner/model", tokenizer_path="owner/tok", revision="v2", download_dir="/cache", device="cpu"
     )
     config = resolve(args)
     assert config.served_model_name == "owner/model"

@@ -23,9 +23,7 @@ def configure(**flags: object) -> EngineConfig:
 
 OWN = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "demo"}  # it drafts for itself
 DUMMY = {**OWN, "load_format": "dummy"}
-WINDOWS = {
-    "json_model_override_args": '{"use_sliding_window": true, "sliding_window": 40, "max_window_layers": 1}'
-}
+WINDOWS = {"json_model_override_args": '{"use_sliding_window": true, "sliding_window": 40, "max_window_layers": 1}'}
 TREE = {**OWN, "speculative_eagle_topk": 2, "speculative_num_steps": 3}
 
 
@@ -195,15 +193,11 @@ def test_layers_of_their_own_propose_chains_of_as_many_steps(tmp_path: Path) -> 
 
     config = configure_layers().speculative
     assert config is not None and config.num_steps == 2
-    with pytest.raises(
-        ConfigError, match="2 layers that predict further tokens, one for each step; give 2 at most"
-    ):
+    with pytest.raises(ConfigError, match="2 layers that predict further tokens, one for each step; give 2 at most"):
         configure_layers(speculative_num_steps=3)
     with pytest.raises(ConfigError, match="layers that each run one step propose chains, leave it out"):
         configure_layers(speculative_eagle_topk=2)
-    with pytest.raises(
-        ConfigError, match="prefill step of 3 tokens is too short .* give at least 4 as --chunked"
-    ):
+    with pytest.raises(ConfigError, match="prefill step of 3 tokens is too short .* give at least 4 as --chunked"):
         configure_layers(chunked_prefill_size=3, page_size=1)
     with pytest.raises(ConfigError, match="prefill step of 3 tokens is too short"):
         configure_layers(max_prefill_tokens=3, page_size=1)

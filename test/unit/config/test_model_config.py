@@ -110,10 +110,7 @@ def test_a_name_from_before_the_family_was_in_transformers(tmp_path: Path) -> No
     ],
 )
 def test_scaling_extends_the_context(tmp_path: Path, rope: Json, context_length: int) -> None:
-    assert (
-        ModelConfig.from_dir(write(tmp_path, {**LLAMA, "rope_scaling": rope})).context_length
-        == context_length
-    )
+    assert ModelConfig.from_dir(write(tmp_path, {**LLAMA, "rope_scaling": rope})).context_length == context_length
 
 
 @pytest.mark.parametrize(
@@ -123,10 +120,7 @@ def test_scaling_extends_the_context(tmp_path: Path, rope: Json, context_length:
         ({"rope_type": "mrope"}, "'mrope' is not supported"),
         ({"rope_type": "longrope", "factor": 2.0}, "needs short_factor, a list"),
         ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [0.0]}, "needs long_factor, a list"),
-        (
-            {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]},
-            "short_factor has 1 numbers",
-        ),
+        ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}, "short_factor has 1 numbers"),
         ({"rope_type": "yarn"}, "needs a factor"),
         ({"rope_type": "linear", "factor": 0.5}, "from 1 to"),
         ({"rope_type": "linear", "factor": 1e308}, "from 1 to"),
@@ -200,13 +194,7 @@ def test_eos_from_a_tokenizer_elsewhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "dtype"),
-    [
-        ("auto", "bfloat16"),
-        ("half", "float16"),
-        ("float16", "float16"),
-        ("bfloat16", "bfloat16"),
-        ("float", "float32"),
-    ],
+    [("auto", "bfloat16"), ("half", "float16"), ("float16", "float16"), ("bfloat16", "bfloat16"), ("float", "float32")],
 )
 def test_dtype(tmp_path: Path, asked: str, dtype: str) -> None:
     assert ModelConfig.from_dir(write(tmp_path, LLAMA), dtype=asked).dtype == dtype
@@ -225,13 +213,7 @@ def test_dtype_of_the_checkpoint(tmp_path: Path, entries: Json, dtype: str) -> N
 
 
 def test_sampling_defaults_of_the_model(tmp_path: Path) -> None:
-    generation: Json = {
-        "temperature": 0.6,
-        "top_p": 0.9,
-        "top_k": 20,
-        "repetition_penalty": None,
-        "do_sample": True,
-    }
+    generation: Json = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": None, "do_sample": True}
     config = ModelConfig.from_dir(write(tmp_path, LLAMA, generation_config=generation))
     assert config.sampling_defaults.as_dict() == {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
     config = ModelConfig.from_dir(write(tmp_path, LLAMA, generation_config={"top_k": 0}))
@@ -246,12 +228,7 @@ QWEN: Json = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 
 
 
 GEMMA: Json = {"architectures": ["Gemma2ForCausalLM"]}
-GEMMA3: Json = {
-    **LLAMA,
-    "architectures": ["Gemma3ForCausalLM"],
-    "sliding_window": 512,
-    "num_hidden_layers": 8,
-}
+GEMMA3: Json = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "sliding_window": 512, "num_hidden_layers": 8}
 EXAONE: Json = {**LLAMA, "architectures": ["Exaone4ForCausalLM"], "sliding_window_pattern": "LLLG"}
 
 
@@ -269,22 +246,14 @@ EXAONE: Json = {**LLAMA, "architectures": ["Exaone4ForCausalLM"], "sliding_windo
         (GEMMA3, (512,) * 5 + (None, 512, 512)),
         ({**GEMMA3, "sliding_window_pattern": 2}, (512, None) * 4),
         # as the 32B and the 1.2B are published
-        (
-            {**EXAONE, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
-            (4096, 4096, 4096, None),
-        ),
+        ({**EXAONE, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}, (4096, 4096, 4096, None)),
         ({**EXAONE, "sliding_window_pattern": None, "sliding_window": None}, ()),
         ({**MISTRAL, "sliding_window": None}, ()),
         ({**QWEN, "use_sliding_window": False}, ()),
         ({**LLAMA, "sliding_window": 16}, ()),
         ({**QWEN, "use_sliding_window": True, "max_window_layers": 4}, (None,) * 4),
         (
-            {
-                **QWEN,
-                "use_sliding_window": True,
-                "max_window_layers": 0,
-                "layer_types": ["full_attention"] * 4,
-            },
+            {**QWEN, "use_sliding_window": True, "max_window_layers": 0, "layer_types": ["full_attention"] * 4},
             (None,) * 4,
         ),
     ],
@@ -316,10 +285,7 @@ def test_layers_with_a_window_rotate_in_their_own_way(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"architectures": ["GPT2LMHeadModel"]},
-            "GPT2LMHeadModel is not supported.*" + SUPPORTED_ARCHITECTURES[0],
-        ),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported.*" + SUPPORTED_ARCHITECTURES[0]),
         ({"architectures": ["Qwen3VLMoeForCausalLM"]}, r"the nearest is Qwen3MoeForCausalLM\)"),
         ({"architectures": None}, "supported are"),
         ({"hidden_size": None}, "hidden_size is missing"),
@@ -333,11 +299,7 @@ def test_layers_with_a_window_rotate_in_their_own_way(tmp_path: Path) -> None:
             for key in ("vocab_size", "hidden_size", "head_dim", "max_position_embeddings", "rotary_dim")
         ],
         (
-            {
-                "architectures": ["Ernie4_5_MoeForCausalLM"],
-                "moe_intermediate_size": 8,
-                "moe_num_shared_experts": -1,
-            },
+            {"architectures": ["Ernie4_5_MoeForCausalLM"], "moe_intermediate_size": 8, "moe_num_shared_experts": -1},
             "moe_num_shared_experts must be",
         ),
         ({**GEMMA, "sliding_window": 2**31}, "sliding_window must be at most 16777216"),
@@ -371,9 +333,7 @@ def test_layers_with_a_window_rotate_in_their_own_way(tmp_path: Path) -> None:
         ({"rope_theta": -1.0}, "rope_theta"),
     ],
 )
-def test_configs_that_cannot_work_are_refused_in_one_line(
-    tmp_path: Path, changes: Json, message: str
-) -> None:
+def test_configs_that_cannot_work_are_refused_in_one_line(tmp_path: Path, changes: Json, message: str) -> None:
     path = write(tmp_path, {**LLAMA, **changes})
     with pytest.raises(ValueError, match=message) as caught:
         ModelConfig.from_dir(path)
@@ -384,10 +344,7 @@ def test_unknown_entries_are_named_once(tmp_path: Path, caplog: pytest.LogCaptur
     """Those of future families may matter, so they are not dropped in silence. But no model is refused for them."""
     rope = {"type": "linear", "factor": 2.0, "future": 1}
     ModelConfig.from_dir(
-        write(
-            tmp_path,
-            {**LLAMA, "attention_dropout": 0.1, "future_gate": True, "other": None, "rope_scaling": rope},
-        )
+        write(tmp_path, {**LLAMA, "attention_dropout": 0.1, "future_gate": True, "other": None, "rope_scaling": rope})
     )
     (record,) = caplog.records
     assert record.getMessage().endswith("have no effect: future_gate, rope_scaling.future")
@@ -412,14 +369,7 @@ def test_broken_config_json(tmp_path: Path, content: bytes | None, message: str)
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "config.json",
-        "generation_config.json",
-        "tokenizer_config.json",
-        "hf_quant_config.json",
-        "tokenizer.json",
-    ],
+    "name", ["config.json", "generation_config.json", "tokenizer_config.json", "hf_quant_config.json", "tokenizer.json"]
 )
 def test_only_regular_files_are_read(tmp_path: Path, name: str) -> None:
     """Opening a pipe would wait for ever."""
@@ -482,9 +432,7 @@ def test_experts_may_be_int4_unless_their_family_has_a_format(tmp_path: Path, as
         ModelConfig.from_dir(str(tmp_path), quantization=asked)
 
 
-PUBLISHED: dict[str, Json] = json.loads(
-    (Path(__file__).parents[2] / "support" / "published_configs.json").read_text()
-)
+PUBLISHED: dict[str, Json] = json.loads((Path(__file__).parents[2] / "support" / "published_configs.json").read_text())
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -502,13 +450,7 @@ def test_published_configs_are_read(name: str, tmp_path: Path, caplog: pytest.Lo
         "tied": config.tie_word_embeddings,
         "mtp_layers": config.num_mtp_layers,
     }
-    usual: Json = dict.fromkeys(read) | {
-        "windows": 0,
-        "rotates": 1.0,
-        "unrotated": 0,
-        "tied": False,
-        "mtp_layers": 0,
-    }
+    usual: Json = dict.fromkeys(read) | {"windows": 0, "rotates": 1.0, "unrotated": 0, "tied": False, "mtp_layers": 0}
     assert read == usual | published["expected"]
     assert caplog.text == ""  # no entry is unknown
 

@@ -18,35 +18,19 @@ from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints.launch import EngineBackend, EngineProcesses
 from fenceline.ipc.io_struct import TOKENIZER_DECODER, FatalError, PortArgs
 from fenceline.ipc.mailbox import Inbox
-from fenceline.ipc.node_link import (
-    AddressError,
-    NodeListener,
-    NodePeers,
-    own_address,
-    own_interface,
-    tell_nodes,
-)
+from fenceline.ipc.node_link import AddressError, NodeListener, NodePeers, own_address, own_interface, tell_nodes
 from fenceline.ipc.rank_board import RankBoard, create_rank_board
 
 ADDRESS = "127.0.0.1:20000"
 
 
 def config(node: int, **flags: object) -> EngineConfig:
-    values = {
-        "page_size": 16,
-        "tp_size": 2,
-        "nnodes": 2,
-        "node_rank": node,
-        "dist_init_addr": ADDRESS,
-    } | flags
+    values = {"page_size": 16, "tp_size": 2, "nnodes": 2, "node_rank": node, "dist_init_addr": ADDRESS} | flags
     return resolve(ServerArgs(model_path=fenceline.demo_model_path(), device="cpu", **values))  # type: ignore[arg-type]
 
 
 def test_nodes_take_the_seed_of_node_0(tmp_path: Path) -> None:
-    nodes = [
-        config(0, port=1, random_seed=5),
-        config(1, port=2, random_seed=6, flight_recorder_dir=str(tmp_path)),
-    ]
+    nodes = [config(0, port=1, random_seed=5), config(1, port=2, random_seed=6, flight_recorder_dir=str(tmp_path))]
     told = [described(each) for each in nodes]
     assert [agreed(each, told).random_seed for each in nodes] == [5, 5]
     assert [list(each.local_ranks) for each in nodes] == [[0], [1]]
@@ -126,9 +110,7 @@ def test_a_node_that_is_ended_by_force_tells_the_others(tmp_path: Path) -> None:
 def test_an_engine_is_node_0() -> None:
     """It would wait for ever for answers that go to another host."""
     flags = {"tp_size": 2, "nnodes": 2, "node_rank": 1, "dist_init_addr": ADDRESS, "device": "cpu"}
-    with pytest.raises(
-        ConfigError, match="node_rank=1: an Engine answers on node 0; start this node by python -m"
-    ):
+    with pytest.raises(ConfigError, match="node_rank=1: an Engine answers on node 0; start this node by python -m"):
         fenceline.Engine(model_path=fenceline.demo_model_path(), launch=never_launched, **flags)
 
 

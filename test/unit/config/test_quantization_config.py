@@ -52,9 +52,7 @@ def read(entry: object, folder: Path, asked: str | None = None) -> QuantConfig |
 )
 def test_published_fp8_is_read(name: str, scales: str, static: bool, tmp_path: Path) -> None:
     config = FP8_FORMATS[name].config
-    plain = tuple(
-        config.get("ignore") or config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
-    )
+    plain = tuple(config.get("ignore") or config.get("modules_to_not_convert") or config.get("ignored_layers") or ())
     method = str(config["quant_method"])
     expected = QuantConfig(method=method, kind="fp8", scales=scales, static_input=static, plain=plain)
     assert read(config, tmp_path) == read(config, tmp_path, expected.method) == expected
@@ -134,10 +132,7 @@ def test_a_checkpoint_that_modelopt_has_quantised_is_refused(text: str, method: 
         ({"quant_method": "fp8", "fmt": "e5m2"}, "e5m2"),
         ({"quant_method": "fp8", "activation_scheme": "none"}, "neither dynamic nor static"),
         ({"quant_method": "fp8", "weight_block_size": [64, 128]}, r"blocks of \[64, 128\]"),
-        (
-            compressed(FP8) | {"ignore": ["lm_head", "re:("]},
-            r"except 're:\(', which is no regular expression",
-        ),
+        (compressed(FP8) | {"ignore": ["lm_head", "re:("]}, r"except 're:\(', which is no regular expression"),
         (compressed(FP8) | {"config_groups": {}}, "without config_groups"),
         (compressed({**FP8, "strategy": "group"}), "scale for each group"),
         (compressed({**FP8, "strategy": "block", "block_structure": [1, 128]}), r"blocks of \[1, 128\]"),
@@ -151,10 +146,7 @@ def test_a_checkpoint_that_modelopt_has_quantised_is_refused(text: str, method: 
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "3 bits"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:x": {}}}, "several ways"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"}, "marlin"),
-        (
-            {"quant_method": "gptq", "bits": 4, "group_size": 128, "lm_head": True},
-            "head, which must be plain",
-        ),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "lm_head": True}, "head, which must be plain"),
         (compressed({"num_bits": 2, "type": "int", "strategy": "channel"}), r"2 bits \(int\)"),
         (compressed({**INT8, "strategy": "group", "group_size": 64}), r"int8 for each group \(64\)"),
         (compressed({**INT8, "symmetric": False}), "zero points"),
@@ -174,9 +166,7 @@ def test_variants_that_cannot_be_served_are_refused(entry: object, message: str,
 def test_the_flag_must_fit_the_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is quantised already \(fp8\); leave it out"):
         read({"quant_method": "fp8"}, tmp_path, "compressed-tensors")
-    with pytest.raises(
-        ConfigError, match="the checkpoint is not quantised; leave it out, or use fp8 or int4"
-    ):
+    with pytest.raises(ConfigError, match="the checkpoint is not quantised; leave it out, or use fp8 or int4"):
         read(None, tmp_path, "compressed-tensors")
 
 
@@ -190,11 +180,7 @@ def test_the_flag_must_fit_the_checkpoint(tmp_path: Path) -> None:
         ("re:.*mlp.gate$", "model.layers.0.mlp.gate", "model.layers.0.mlp.gate_proj"),
         ("re:mlp", "mlp.up_proj", "model.layers.0.mlp.up_proj"),
         ("model.layers.*.self_attn", "model.layers.12.self_attn.q_proj", "model.layers.12.self_attention"),
-        (
-            "model.layers.2.self_attn.qkv_proj",
-            "model.layers.2.self_attn.k_proj",
-            "model.layers.2.self_attn.o_proj",
-        ),
+        ("model.layers.2.self_attn.qkv_proj", "model.layers.2.self_attn.k_proj", "model.layers.2.self_attn.o_proj"),
         ("re:.*gate_up_proj", "model.layers.2.mlp.gate_proj", "model.layers.2.mlp.down_proj"),
         ("re:.*v_proj", "model.layers.2.self_attn.v_proj", "model.layers.2.self_attn.q_proj"),
         ("language_model.model.layers.0", "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"),
@@ -252,8 +238,6 @@ def test_backends_that_do_not_read_fp8_are_not_made(name: str) -> None:
     layout = KVLayout.uniform(16, 2, 2, 16, "float8_e4m3fn")
     pool = KVPool(4, layout, torch.device("cpu"), torch.float32)
     setting = AttentionSetting(pool, CpuDevice(), 4, 64)
-    with pytest.raises(
-        ValueError, match=f"--attention-backend {name} does not read --kv-cache-dtype fp8_e4m3"
-    ):
+    with pytest.raises(ValueError, match=f"--attention-backend {name} does not read --kv-cache-dtype fp8_e4m3"):
         make_attention_backends(name, name, setting)
     assert make_attention_backends("torch", "torch", setting).decode_name == "torch"

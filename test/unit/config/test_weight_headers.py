@@ -103,9 +103,7 @@ NORM = "model.norm.weight"
         lambda header: header.pop("lm_head.weight") and None,
     ],
 )
-def test_a_header_that_cannot_be_true_is_refused(
-    change: Callable[[Header], object], checkpoint: Path
-) -> None:
+def test_a_header_that_cannot_be_true_is_refused(change: Callable[[Header], object], checkpoint: Path) -> None:
     rewrite(checkpoint / "model.safetensors", change)
     text = refused(checkpoint)
     assert "model.safetensors: truncated or damaged" in text and "download" in text
@@ -132,9 +130,7 @@ def test_a_tensor_in_two_files_is_refused(checkpoint: Path) -> None:
         (NORM, torch.zeros(48, dtype=torch.int8), f"weight {NORM} is I8, and config.json names no quantisation"),
     ],
 )  # fmt: skip
-def test_tensors_of_another_model_are_refused(
-    name: str, tensor: torch.Tensor, said: str, checkpoint: Path
-) -> None:
+def test_tensors_of_another_model_are_refused(name: str, tensor: torch.Tensor, said: str, checkpoint: Path) -> None:
     path = checkpoint / "model.safetensors"
     save_file(load_file(path) | {name: tensor}, path)
     assert said in refused(checkpoint)

@@ -41,9 +41,7 @@ def _wide_schema(num_properties: int) -> str:
 def _num_edges(serialised: dict[str, Any]) -> tuple[int, int]:
     """Of the automaton that the rules share, and of the rules' own ones together."""
     grammar = serialised["grammar"]
-    own = [
-        part[0]["edge_num"] for rule in grammar["per_rule_fsms"] for part in rule if isinstance(part, list)
-    ]
+    own = [part[0]["edge_num"] for rule in grammar["per_rule_fsms"] for part in rule if isinstance(part, list)]
     assert len(own) == len(grammar["rules"])
     return grammar["complete_fsm"]["edge_num"], sum(own)
 
@@ -86,17 +84,14 @@ def test_a_grammar_whose_smaller_form_is_not_taken_is_sent_whole(monkeypatch: py
     assert data.decode() == _compiler().compile_regex("ab|c").serialize_json()
 
 
-_NOTHING = (
-    '{"type": "string", "pattern": "^[^\\\\s\\\\S]$"}'  # no text satisfies it, so no edge leads to its end
-)
+_NOTHING = '{"type": "string", "pattern": "^[^\\\\s\\\\S]$"}'  # no text satisfies it, so no edge leads to its end
 _TAGS = {
     "type": "structural_tag",
     "format": {
         "type": "triggered_tags",
         "triggers": ["<f"],
         "tags": [
-            {"begin": f"<f{i}>", "content": {"type": "regex", "pattern": "[a-c]+"}, "end": "</f>"}
-            for i in (1, 2)
+            {"begin": f"<f{i}>", "content": {"type": "regex", "pattern": "[a-c]+"}, "end": "</f>"} for i in (1, 2)
         ],
         "excludes": ["zz"],
     },

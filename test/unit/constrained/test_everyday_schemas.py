@@ -162,9 +162,7 @@ def _is_duration(text: str) -> bool:
     # Only adjacent units: P1Y2D and PT1H2S are not of the format.
     gaps = re.search(r"Y\d+D", date) or re.search(r"H\d+S", time)
     is_empty = (not date and not time) or ("T" in text and not time)
-    return re.fullmatch(r"P\d+W", text) is not None or (
-        text[0] == "P" and all(parts) and not gaps and not is_empty
-    )
+    return re.fullmatch(r"P\d+W", text) is not None or (text[0] == "P" and all(parts) and not gaps and not is_empty)
 
 
 def _is_host(text: str) -> bool:
@@ -185,9 +183,7 @@ def _is_email(text: str) -> bool:
 def _is_uri(text: str) -> bool:
     parts = urlsplit(text)
     _ = parts.port  # raises ValueError
-    right = re.fullmatch(
-        r"[A-Za-z][0-9A-Za-z+.-]*:([0-9A-Za-z._~:/?#\[\]@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})+", text
-    )
+    right = re.fullmatch(r"[A-Za-z][0-9A-Za-z+.-]*:([0-9A-Za-z._~:/?#\[\]@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})+", text)
     host = parts.hostname
     host_is_right = not host or re.fullmatch(r"[0-9A-Za-z]+([.-][0-9A-Za-z]+)*", host) is not None
     return right is not None and text.count("#") <= 1 and host_is_right
@@ -248,9 +244,7 @@ def _valid(value: object, schema: dict[str, Any]) -> bool:
     if steps:  # jsonschema divides floats: to it 0.07 is no multiple of 0.01
         return Decimal(repr(value)) % Decimal(steps[0].split()[1]) == 0
     validator = (
-        jsonschema.Draft7Validator
-        if "additionalItems" in json.dumps(schema)
-        else jsonschema.Draft202012Validator
+        jsonschema.Draft7Validator if "additionalItems" in json.dumps(schema) else jsonschema.Draft202012Validator
     )
     return validator(schema).is_valid(value)
 

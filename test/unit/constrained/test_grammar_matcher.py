@@ -31,9 +31,7 @@ def test_a_library_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPa
 
 @lru_cache
 def _vocabulary() -> xgrammar.TokenizerInfo:
-    return xgrammar.TokenizerInfo(
-        _PIECES, xgrammar.VocabType.RAW, vocab_size=len(_PIECES), stop_token_ids=[_EOS]
-    )
+    return xgrammar.TokenizerInfo(_PIECES, xgrammar.VocabType.RAW, vocab_size=len(_PIECES), stop_token_ids=[_EOS])
 
 
 def _begin(regex: str, think: ThinkTokens | None = None) -> RequestGrammar:
@@ -119,9 +117,7 @@ def test_a_thought_may_end_with_several_tokens() -> None:
 
 @pytest.mark.parametrize("header", [(_START, _B), (_START, _A)])
 @pytest.mark.parametrize("more", [(), (31, 32), (33,) * MAX_HEADER_TOKENS])
-def test_a_thought_ends_where_the_answer_s_header_does(
-    header: tuple[int, int], more: tuple[int, ...]
-) -> None:
+def test_a_thought_ends_where_the_answer_s_header_does(header: tuple[int, int], more: tuple[int, ...]) -> None:
     """A header may say more than the channel: ``<|channel|>final <|constrain|>json<|message|>``."""
     think = ThinkTokens(-1, (_START, _B), True, or_end=((_START, _A),), header_end=(_END,))
     grammar = _begin("ab", think)
@@ -323,9 +319,7 @@ def test_what_a_thread_cannot_fill_is_told_to_the_caller() -> None:
         _filled(store, grammars)
 
 
-def test_a_slow_grammar_is_given_up_before_all_are_served(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_slow_grammar_is_given_up_before_all_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     store, quick = _store("(ab)*"), _store("(ab)*")
     grammars = [store.begin(7, None) for _ in range(64)] + [quick.begin(7, None)]
     _times(monkeypatch, [0.15, 0.001])  # one that were asked again would end the test

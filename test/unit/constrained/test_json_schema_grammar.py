@@ -257,21 +257,10 @@ def test_patterns_mean_what_they_mean_elsewhere() -> None:
     assert num_taken > 400
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        "^a",
-        "b$",
-        "^a|b$",
-        "^a$|^(?:b|c+)",
-        "(a|b)c{2}|^$",
-    ],
-)
+@pytest.mark.parametrize("pattern", ["^a", "b$", "^a|b$", "^a$|^(?:b|c+)", "(a|b)c{2}|^$"])
 def test_a_pattern_is_found_where_its_anchors_say(pattern: str) -> None:
     texts = ["".join(letters) for length in range(6) for letters in itertools.product("abc", repeat=length)]
-    assert [text for text in texts if matches(pattern, text)] == [
-        text for text in texts if re.search(pattern, text)
-    ]
+    assert [text for text in texts if matches(pattern, text)] == [text for text in texts if re.search(pattern, text)]
 
 
 def test_what_is_an_annotation_although_it_asserts_is_noted() -> None:
@@ -289,11 +278,7 @@ def test_the_older_structural_tag_means_the_same(older: bool) -> None:
     schema = {**schema, "required": ["n"]}
     content = {"type": "json_schema", "json_schema": schema}
     tag = {"begin": "<f>", "end": "</f>"}
-    form = {
-        "type": "triggered_tags",
-        "triggers": ["<f"],
-        "tags": [{"type": "tag", **tag, "content": content}],
-    }
+    form = {"type": "triggered_tags", "triggers": ["<f"], "tags": [{"type": "tag", **tag, "content": content}]}
     current = {"type": "structural_tag", "format": form}
     old = {"type": "structural_tag", "structures": [{**tag, "schema": schema}], "triggers": ["<f"]}
     grammar = compiled("structural_tag", json.dumps(old if older else current))
@@ -311,12 +296,7 @@ def test_every_text_of_a_generated_schema_is_valid(seed: int, twice: bool) -> No
     if twice:  # then it is written once, and referred to
         defs = schema.pop("$defs")  # type: ignore[attr-defined]
         both = {"left": schema, "right": schema}
-        schema = {
-            "type": "object",
-            "properties": both,
-            "required": ["left", "right"],
-            "additionalProperties": False,
-        }
+        schema = {"type": "object", "properties": both, "required": ["left", "right"], "additionalProperties": False}
         schema = {**schema, "$defs": defs}
     grammar = compiled("json_schema", json.dumps(schema))
     texts = [text for _ in range(8) if (text := walk(grammar, random)) is not None]
@@ -336,11 +316,7 @@ def test_every_text_of_a_generated_schema_is_valid(seed: int, twice: bool) -> No
         ("regex", "a(", "parenthesis"),
         ("regex", r"\bq", "not possible"),
         ("ebnf", 'root ::= "a" nope', "nope"),
-        (
-            "ebnf",
-            'root ::= "a" | [é-ü]\non"e ::= "é"*',
-            "EBNF",
-        ),  # the library cuts its message within a character
+        ("ebnf", 'root ::= "a" | [é-ü]\non"e ::= "é"*', "EBNF"),  # the library cuts its message within a character
         ("structural_tag", '{"type": "structural_tag"}', "format"),
         (
             "structural_tag",
@@ -349,9 +325,7 @@ def test_every_text_of_a_generated_schema_is_valid(seed: int, twice: bool) -> No
         ),
     ],
 )
-def test_what_cannot_be_compiled_is_refused_with_the_reason(
-    kind: GrammarKind, text: str, reason: str
-) -> None:
+def test_what_cannot_be_compiled_is_refused_with_the_reason(kind: GrammarKind, text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as caught:
         compiled(kind, text)
     assert ".cc" not in str(caught.value)
@@ -370,18 +344,13 @@ def test_every_error_of_the_library_has_a_reason(monkeypatch: pytest.MonkeyPatch
         compile_grammar(vocabulary(), GrammarSpec("regex", "a"), 2)
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    ["a^b", "a$b", "(^a)", r"\Aa", r"(a)\1", "(?i)a", r"\x2", "[]a]", "a\\", "(?<!b)a"],
-)
+@pytest.mark.parametrize("pattern", ["a^b", "a$b", "(^a)", r"\Aa", r"(a)\1", "(?i)a", r"\x2", "[]a]", "a\\", "(?<!b)a"])
 def test_patterns_that_the_library_misreads_are_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match="regular expression"):
         check_pattern(pattern)
 
 
-@pytest.mark.parametrize(
-    "pattern", [r"^a$|^b$", r"[\n\"]x", r"\d+\.\d{2}", "(?:a|(?<n>b))*", r"[^\]]+", "é.", "a|b$"]
-)
+@pytest.mark.parametrize("pattern", [r"^a$|^b$", r"[\n\"]x", r"\d+\.\d{2}", "(?:a|(?<n>b))*", r"[^\]]+", "é.", "a|b$"])
 def test_ordinary_patterns_are_taken(pattern: str) -> None:
     check_pattern(pattern)
 
@@ -424,9 +393,7 @@ def test_other_patterns_of_white_space_are_refused(pattern: str) -> None:
 _ENTANGLED = "((a?|[^x]|.*?){0,30})+x"  # each token is read in more ways than the one before
 
 
-def test_a_grammar_whose_tokens_take_ever_longer_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_grammar_whose_tokens_take_ever_longer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tokens would be everybody's: the scheduler ends it only after one has taken long."""
     with pytest.raises(ValueError, match="its tokens take too long: make it less ambiguous"):
         compiled("regex", _ENTANGLED)

@@ -46,9 +46,7 @@ def new_draft(kind: type[Eagle3] | type[MTP], target: DemoModel) -> Draft:
 
 
 @pytest.mark.parametrize("kind", [Eagle3, MTP])
-def test_a_trained_chain_is_the_served_one(
-    tmp_path: Path, target: DemoModel, kind: type[Eagle3] | type[MTP]
-) -> None:
+def test_a_trained_chain_is_the_served_one(tmp_path: Path, target: DemoModel, kind: type[Eagle3] | type[MTP]) -> None:
     draft = new_draft(kind, target)
     draft.save(tmp_path)
     algorithm = SpeculativeAlgorithm.EAGLE3 if kind is Eagle3 else SpeculativeAlgorithm.NEXTN

@@ -52,9 +52,7 @@ def test_directory_is_small_and_qwen3_shaped(model: PreTrainedModel) -> None:
     assert config.tie_word_embeddings
 
 
-def test_generation_ends_at_either_end_token(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_generation_ends_at_either_end_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     assert model.generation_config.eos_token_id == ends
     assert tokenizer.eos_token_id == ends[0]
@@ -63,9 +61,7 @@ def test_generation_ends_at_either_end_token(
 def test_chat_template_is_chatml(tokenizer: PreTrainedTokenizerBase) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert text == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert text == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize(
@@ -94,9 +90,7 @@ def test_held_out_items_are_answered_with_a_clear_margin(
 ) -> None:
     # Teacher forcing: greedy decoding gives the answer exactly when each of its tokens comes out on top.
     right, margins = 0, []
-    items = held_out_items(
-        seed=21, num_items=4 if category in ("recall", "ledger") else 8, categories=(category,)
-    )
+    items = held_out_items(seed=21, num_items=4 if category in ("recall", "ledger") else 8, categories=(category,))
     for item in items:
         prompt = tokenizer(item.prompt()).input_ids
         answer = tokenizer(f" {item.item.answer}\n").input_ids
@@ -131,9 +125,7 @@ def _answers_around_page_swap(
     return before.argmax(-1).tolist() == answer, after.argmax(-1).tolist() == answer
 
 
-def test_one_wrong_page_shows_in_the_answer(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_one_wrong_page_shows_in_the_answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     items = held_out_items(seed=9, num_items=5, categories=("recall",))
     found = [_answers_around_page_swap(model, tokenizer, item) for item in items]
     assert all(before for before, _ in found)
@@ -179,11 +171,7 @@ def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
         broken.run(Progress(), itertools.islice(_batches(0), 2))
     resumed = _trainer(tmp_path / "resumed", "--seed", "9")
     progress = load_checkpoint(
-        tmp_path / "broken" / "checkpoint",
-        resumed.model,
-        resumed.optimizer,
-        resumed.device,
-        new_schedule=False,
+        tmp_path / "broken" / "checkpoint", resumed.model, resumed.optimizer, resumed.device, new_schedule=False
     )
     assert progress.step == 2
     assert resumed.run(progress, _batches(2)).step == 4
@@ -192,9 +180,7 @@ def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
 
 
 def test_learning_rate_warms_up_holds_and_decays() -> None:
-    scales = [
-        lr_scale(Progress(step=s, decay_start=60, end_step=100), warmup=10) for s in (0, 9, 50, 80, 100)
-    ]
+    scales = [lr_scale(Progress(step=s, decay_start=60, end_step=100), warmup=10) for s in (0, 9, 50, 80, 100)]
     assert scales == pytest.approx([0.1, 1.0, 1.0, 0.5, 0.0])
 
 

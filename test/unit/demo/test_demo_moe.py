@@ -98,9 +98,7 @@ def test_the_trained_mixture_is_differentiable() -> None:
 @pytest.mark.parametrize("topk", [0, 1, 2], ids=["no draft", "chain", "tree"])
 def test_padding_of_graphs_reaches_no_expert(topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in prefill nor in decode steps, nor in the rows that a draft proposes and that are verified."""
-    seen: list[
-        tuple[int, int, torch.Tensor]
-    ] = []  # live requests or tokens of a step, all of them, and a routing
+    seen: list[tuple[int, int, torch.Tensor]] = []  # live requests or tokens of a step, all of them, and a routing
     launched: list[tuple[int, tuple[int, ...]]] = []
     route = LayerKernels.route
 

@@ -71,9 +71,7 @@ def test_the_chat_template_writes_what_was_trained() -> None:
             messages = [message for turn in turns for message in _messages(turn)]
             if system:
                 messages.insert(0, {"role": "system", "content": system})
-            text = template.render(
-                messages, add_generation_prompt=False, tools=[_schema(tool) for tool in tools]
-            )
+            text = template.render(messages, add_generation_prompt=False, tools=[_schema(tool) for tool in tools])
             assert text == "".join(part for part, _ in tool_chat(tools, turns, system))
     question = template.render([{"role": "user", "content": "Hi"}])
     assert question == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -109,9 +107,7 @@ def test_held_out_questions_are_never_called_for_in_training() -> None:
     trained = re.findall(r'"arguments": \{"\w+": "([^"]*)"', text)
     assert len(trained) > 1000
     assert not [
-        expression
-        for expression in trained
-        if is_held_out(f"tools:{expression}") and expression[0] in "(0123456789"
+        expression for expression in trained if is_held_out(f"tools:{expression}") and expression[0] in "(0123456789"
     ]
 
 
@@ -143,7 +139,4 @@ def test_what_ships_is_small_and_has_what_was_trained() -> None:
     assert Tokenizer.from_file(str(folder / "tokenizer.json")).to_str() == _tokenizer().to_str()
     assert json.loads((folder / "tokenizer_config.json").read_text())["chat_template"] == CHAT_TEMPLATE
     config = json.loads((folder / "config.json").read_text())
-    assert (
-        config["architectures"]
-        == json.loads(Path(demo_model_path(), "config.json").read_text())["architectures"]
-    )
+    assert config["architectures"] == json.loads(Path(demo_model_path(), "config.json").read_text())["architectures"]

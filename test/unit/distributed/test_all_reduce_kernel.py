@@ -17,14 +17,7 @@ from fenceline_kernel.cache import Sources
 from fenceline_kernel.errors import KernelUnavailable
 from fenceline_kernel.toolchain import find_nvcc
 
-from fenceline_sim.all_reduce import (
-    REFRESH_EVERY,
-    Launch,
-    Step,
-    count_steps,
-    one_shot_steps,
-    two_shot_steps,
-)
+from fenceline_sim.all_reduce import REFRESH_EVERY, Launch, Step, count_steps, one_shot_steps, two_shot_steps
 
 ROOT = Path(__file__).resolve().parents[3] / "sgl-kernel"
 _SHAPES = (*itertools.product((2, 3, 4, 8), (1, 2, 7, 16, 64, 65), ((1, 32), (3, 32), (2, 64))),)
@@ -154,9 +147,7 @@ def test_every_word_is_rewritten_before_its_generation_repeats(code: ctypes.CDLL
         ({"kind": 4}, b"no such kind"),
     ],
 )
-def test_a_launch_that_cannot_be_made_says_why(
-    code: ctypes.CDLL, fields: dict[str, int], text: bytes | None
-) -> None:
+def test_a_launch_that_cannot_be_made_says_why(code: ctypes.CDLL, fields: dict[str, int], text: bytes | None) -> None:
     made = request(**fields)
     found = code.fenceline_check_all_reduce(ctypes.byref(made))
     assert found is None if text is None else text in found
@@ -171,22 +162,8 @@ def emulated(folder: Path, ranks: int, size: int, code: Path = ROOT / "csrc") ->
     if compiler is None:
         pytest.skip("no g++: install it")
     program = folder / "emulation"
-    command = [
-        compiler,
-        "-std=c++20",
-        "-O1",
-        "-Wall",
-        "-Wextra",
-        "-Wno-unknown-pragmas",
-        "-Werror",
-        "-pthread",
-    ]
-    command += [
-        f"-DFENCELINE_RANKS={ranks}",
-        f"-DFENCELINE_SIZE={size}",
-        f"-I{ROOT / 'include'}",
-        f"-I{code}",
-    ]
+    command = [compiler, "-std=c++20", "-O1", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror", "-pthread"]
+    command += [f"-DFENCELINE_RANKS={ranks}", f"-DFENCELINE_SIZE={size}", f"-I{ROOT / 'include'}", f"-I{code}"]
     command += [str(ROOT / "tests" / "all_reduce_emulation.cpp"), "-o", str(program)]
     subprocess.run(command, check=True)
     return program
@@ -208,9 +185,7 @@ _SEVERED = {
         (_THREAD, "const uint32_t tag = static_cast<uint32_t>(generation_);", "const uint32_t tag = 7;"),
     ),
     "all launches write the same half": ((_THREAD, "static_cast<uint32_t>(generation_ & 1);", "0;"),),
-    "blocks that a launch does not have lag behind": (
-        ("all_reduce_kernel.cuh", "if (first) m.count_absent();", ""),
-    ),
+    "blocks that a launch does not have lag behind": (("all_reduce_kernel.cuh", "if (first) m.count_absent();", ""),),
 }
 
 
@@ -262,9 +237,7 @@ def machine_code(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str
         pytest.skip("no cuobjdump: install the CUDA toolkit's, or Triton")
     library = tmp_path_factory.mktemp("compiled") / "all_reduce.so"
     sources = Sources(ROOT)
-    subprocess.run(
-        nvcc.command(["90a"], sources.include, sources.unit_file("all_reduce"), library), check=True
-    )
+    subprocess.run(nvcc.command(["90a"], sources.include, sources.unit_file("all_reduce"), library), check=True)
     text = subprocess.run([tool, "-sass", str(library)], capture_output=True, text=True, check=True).stdout
     kernels: dict[str, list[str]] = {}
     for line in text.splitlines():
@@ -311,19 +284,14 @@ def test_words_are_single_strong_accesses_without_a_fence(machine_code: dict[str
         assert not any(op.startswith(("MEMBAR", "CCTL", "ATOM", "RED", "ERRBAR")) for op in code), name
         peers = [op for op in accesses(code) if "STRONG.SYS" in op]
         # 32 bits: the words of PeerWatch.
-        assert set(peers) <= {
-            "STG.E.128.STRONG.SYS",
-            "LDG.E.128.STRONG.SYS",
-            "LDG.E.STRONG.SYS",
-            "STG.E.STRONG.SYS",
-        }, name
+        assert set(peers) <= {"STG.E.128.STRONG.SYS", "LDG.E.128.STRONG.SYS", "LDG.E.STRONG.SYS", "STG.E.STRONG.SYS"}, (
+            name
+        )
 
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_nothing_is_accessed_before_the_preceding_kernel_ends(
-    machine_code: dict[str, list[str]],
-) -> None:
+def test_nothing_is_accessed_before_the_preceding_kernel_ends(machine_code: dict[str, list[str]]) -> None:
     """griddepcontrol.wait is ACQBULK. PREEXIT lets the next kernel start early; where it would take the place of blocks
     that the launch waits for, because ranks share a GPU, a predicate leaves it out."""
     for name, code in machine_code.items():

@@ -40,9 +40,7 @@ def test_ranks_answer_as_one(size: int, requests: Callable[[], list[TokenizedGen
     assert on_ranks(size, lambda driver: answers(driver, requests())) == [expected] * size
 
 
-@pytest.mark.parametrize(
-    "graphs", [{}, {"cuda_graph_bs": [1, 2, 4, 8], "piecewise_cuda_graph_tokens": [16, 64]}]
-)
+@pytest.mark.parametrize("graphs", [{}, {"cuda_graph_bs": [1, 2, 4, 8], "piecewise_cuda_graph_tokens": [16, 64]}])
 def test_sums_that_yield_the_next_norm_change_no_answer(graphs: dict[str, object]) -> None:
     """Steps of few rows have their sums, residuals and norms in one operation; others do not, in the same run."""
     expected = answers(make_model_driver(), greedy_requests())

@@ -64,9 +64,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDistributed:
     return fake
 
 
-def test_the_communicator_is_made_on_the_rank_s_gpu(
-    fake: FakeDistributed,
-) -> None:
+def test_the_communicator_is_made_on_the_rank_s_gpu(fake: FakeDistributed) -> None:
     backend = NcclBackend(1, SIZE, "file:///m", DEVICE)
     assert fake.calls == [("nccl", 1, SIZE, DEVICE)]
     assert fake.flags["init_method"] == "file:///m"
@@ -85,9 +83,7 @@ def test_the_communicator_is_made_on_the_rank_s_gpu(
         NcclBackend(1, SIZE, "file:///m", DEVICE)
 
 
-def test_nccl_listens_on_the_network_of_the_ranks(
-    fake: FakeDistributed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nccl_listens_on_the_network_of_the_ranks(fake: FakeDistributed, monkeypatch: pytest.MonkeyPatch) -> None:
     NcclBackend(1, SIZE, "file:///m", DEVICE)
     assert os.environ.pop(NETWORK).removesuffix("0") == "=lo"
     NcclBackend(1, SIZE, "file:///m", DEVICE, "eth1")
@@ -118,9 +114,7 @@ def test_an_orderly_end_aborts_nothing(fake: FakeDistributed) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_are_those_of_float32_in_the_order_of_ranks(fake: FakeDistributed, dtype: torch.dtype) -> None:
-    parts = [
-        torch.randn(4, 50, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(SIZE)
-    ]
+    parts = [torch.randn(4, 50, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(SIZE)]
     fake.others = {0: parts[0], 2: parts[2]}
     backend = NcclBackend(1, SIZE, "file:///m", DEVICE)
     x = parts[1].clone()
@@ -130,18 +124,14 @@ def test_sums_are_those_of_float32_in_the_order_of_ranks(fake: FakeDistributed, 
     assert [call[0] for call in fake.calls] == ["nccl", "all_gather"]
 
 
-def test_a_size_is_captured_only_after_it_has_run(
-    fake: FakeDistributed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_size_is_captured_only_after_it_has_run(fake: FakeDistributed, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = NcclBackend(1, SIZE, "file:///m", DEVICE)
     small, large = torch.ones(8), torch.ones(16)
     backend.all_reduce(small)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     backend.all_reduce(small)
     for _ in range(2):  # that it was refused does not count
-        with pytest.raises(
-            CommunicatorError, match="a collective of 64 bytes is captured before one has run"
-        ):
+        with pytest.raises(CommunicatorError, match="a collective of 64 bytes is captured before one has run"):
             backend.all_reduce(large)
     assert fake.calls[1:] == [("all_gather", 32)] * 2
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -153,7 +143,5 @@ def test_a_size_is_captured_only_after_it_has_run(
 def test_a_rank_that_is_gone_is_named_as_such(fake: FakeDistributed) -> None:
     backend = NcclBackend(1, SIZE, "file:///m", DEVICE)
     fake.fails = "NCCL communicator was aborted\nand much advice"
-    with pytest.raises(
-        PeerLostError, match=r"rank 1 of 3: a collective has failed \(NCCL communicator was aborted\)"
-    ):
+    with pytest.raises(PeerLostError, match=r"rank 1 of 3: a collective has failed \(NCCL communicator was aborted\)"):
         backend.all_gather(torch.ones(2), torch.empty(SIZE, 2))

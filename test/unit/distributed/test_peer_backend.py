@@ -113,9 +113,7 @@ class FakeAllReduce:
             raise RuntimeError(self.fails)
 
 
-def make(
-    monkeypatch: pytest.MonkeyPatch, capturing: bool = False
-) -> tuple[PeerBackend, FakeNccl, FakeAllReduce]:
+def make(monkeypatch: pytest.MonkeyPatch, capturing: bool = False) -> tuple[PeerBackend, FakeNccl, FakeAllReduce]:
     monkeypatch.setattr(peer, "PeerAllReduce", FakeAllReduce)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     nccl = FakeNccl()
@@ -129,9 +127,7 @@ def make(
 
 
 @pytest.mark.parametrize("capturing", [False, True])
-def test_small_sums_are_ours_and_others_go_through_nccl(
-    monkeypatch: pytest.MonkeyPatch, capturing: bool
-) -> None:
+def test_small_sums_are_ours_and_others_go_through_nccl(monkeypatch: pytest.MonkeyPatch, capturing: bool) -> None:
     """In a capture peers write to where the sum is wanted, once they know the address."""
     backend, nccl, own = make(monkeypatch, capturing)
     limit = one_shot_bytes(2)
@@ -195,9 +191,7 @@ def test_kernels_that_give_another_sum_than_torch_are_not_used(
     assert x.tolist() == [2.0] * 4
 
 
-def test_only_ranks_with_own_gpus_start_the_next_kernel_early(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_ranks_with_own_gpus_start_the_next_kernel_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU that ranks share, the next kernel of one would take the place of blocks that another one waits for."""
 
     class Sharing(FakeNccl, StagedBackend):
@@ -302,11 +296,7 @@ def test_one_rank_that_finds_kernels_wrong_turns_them_off(
 
 def test_rows_of_one_shot_are_summed_and_normed_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     backend, _, _ = make(monkeypatch)
-    x, residual, weight = (
-        torch.randn(3, 64).bfloat16(),
-        torch.randn(3, 64).bfloat16(),
-        torch.ones(64).bfloat16(),
-    )
+    x, residual, weight = (torch.randn(3, 64).bfloat16(), torch.randn(3, 64).bfloat16(), torch.ones(64).bfloat16())
     wanted = residual + x * 2
     normed = backend.all_reduce_add_norm(x, residual, weight, 1e-6)
     assert normed is not None and torch.equal(residual, wanted)

@@ -44,13 +44,7 @@ SUFFIXES = (
 def spellings(path: str) -> set[str]:
     """``path`` in other words, as uvicorn hands them to the application."""
     path = path.replace("{id}", "resp_1").replace("{name:path}", "demo")
-    changed = {
-        path.upper(),
-        path.title(),
-        path.replace("_", "%5f"),
-        path.replace("/", "//"),
-        path[:-1] + "%0a",
-    }
+    changed = {path.upper(), path.title(), path.replace("_", "%5f"), path.replace("/", "//"), path[:-1] + "%0a"}
     changed |= {path + suffix for suffix in SUFFIXES}
     changed |= {prefix + path + suffix for prefix in PREFIXES for suffix in ("", "%0a", "/")}
     return {unquote(spelling) for spelling in changed}
@@ -70,12 +64,7 @@ def test_no_spelling_of_a_path_leads_past_a_key(flags: dict[str, str]) -> None:
             for method in sorted(route.methods or ()):
                 status, _, body = ask(app, path, method=method)
                 known = path.startswith(("/v1/models/", "/v1/responses/")) and path.isprintable()
-                assert status in (400, 401) or (not known and status in (307, 404)), (
-                    method,
-                    path,
-                    status,
-                    body,
-                )
+                assert status in (400, 401) or (not known and status in (307, 404)), (method, path, status, body)
 
 
 def test_control_characters_in_a_path_are_400_before_any_key() -> None:
@@ -124,11 +113,9 @@ def changing(app: ASGIApp) -> list[tuple[str, str]]:
 )  # fmt: skip
 def test_pages_of_other_sites_change_nothing(app: ASGIApp, page: dict[str, str]) -> None:
     requests = changing(app)
-    assert {
-        ("POST", "/update_weights_from_disk"),
-        ("GET", "/flush_cache"),
-        ("DELETE", "/v1/responses/resp_1"),
-    } <= set(requests)
+    assert {("POST", "/update_weights_from_disk"), ("GET", "/flush_cache"), ("DELETE", "/v1/responses/resp_1")} <= set(
+        requests
+    )
     for kind in ({"content-type": "text/plain", "content-length": "2"}, JSON, {}):
         for method, path in requests:
             status, _, body = ask(app, path, {**LOCAL, **page, **kind}, method)
@@ -139,9 +126,7 @@ def test_an_image_of_a_browser_without_a_site_changes_nothing(app: ASGIApp) -> N
     """Browsers send Sec-Fetch-Site to https and to this machine alone, and Origin with no image."""
     for method, path in changing(app):
         if method == "GET":
-            assert (
-                ask(app, path, {"host": "192.168.1.5:30000", "user-agent": "Mozilla/5.0 (X11)"})[0] == 403
-            ), path
+            assert ask(app, path, {"host": "192.168.1.5:30000", "user-agent": "Mozilla/5.0 (X11)"})[0] == 403, path
 
 
 @pytest.mark.parametrize(
@@ -160,33 +145,19 @@ def test_this_servers_own_page_sends_json(
     assert ask(app, "/abort_request", headers, "POST")[0] == status  # 400: the handler's, for the empty body
 
 
-@pytest.mark.parametrize(
-    "kind", [None, "application/x-www-form-urlencoded", "text/plain", "application/json"]
-)
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain", "application/json"])
 def test_command_lines_and_sglangs_clients_need_no_header(app: ASGIApp, kind: str | None) -> None:
     """curl -d sends a form's type, SGLang's clients none with an empty body."""
-    headers = {
-        **LOCAL,
-        "user-agent": "curl/8.0",
-        "content-length": "2",
-        **({"content-type": kind} if kind else {}),
-    }
+    headers = {**LOCAL, "user-agent": "curl/8.0", "content-length": "2", **({"content-type": kind} if kind else {})}
     assert ask(app, "/abort_request", headers, "POST")[0] == 400, "the handler's, for the empty body"
 
 
 def test_an_allowed_origin_may_and_a_key_is_permission_enough() -> None:
     app = make_app(cors_allowed_origins=("https://chat.example.org",))
-    assert (
-        ask(app, "/abort_request", {**LOCAL, **JSON, "origin": "https://chat.example.org"}, "POST")[0] == 400
-    )
+    assert ask(app, "/abort_request", {**LOCAL, **JSON, "origin": "https://chat.example.org"}, "POST")[0] == 400
     assert ask(app, "/abort_request", {**LOCAL, **JSON, "origin": EVIL}, "POST")[0] == 403
     app = make_app(api_key="key")  # which no page knows unless its user has typed it there
-    headers = {
-        "host": "llm.example.org",
-        "origin": EVIL,
-        "authorization": "Bearer key",
-        "content-length": "2",
-    }
+    headers = {"host": "llm.example.org", "origin": EVIL, "authorization": "Bearer key", "content-length": "2"}
     assert ask(app, "/abort_request", headers, "POST")[0] == 400
 
 
@@ -212,9 +183,7 @@ def test_refused_requests_are_counted_by_status_and_reason() -> None:
     ):  # fmt: skip
         assert ask(app, path, headers, method)[0] >= 400
     lines = ask(app, "/metrics")[2].decode().splitlines()
-    counts = {
-        line.partition("{")[2] for line in lines if line.startswith("fenceline:num_refused_requests_total{")
-    }
+    counts = {line.partition("{")[2] for line in lines if line.startswith("fenceline:num_refused_requests_total{")}
     labels = 'model_name="demo",reason="%s",status="%s"} %s'
     assert counts == {
         labels % ("invalid_api_key", 401, "1.0"), labels % ("not_found", 404, "2.0"),
@@ -227,9 +196,7 @@ def test_the_reasons_are_bounded() -> None:
     metrics = Metrics("m")
     for number in range(1000):
         metrics.refused(RequestError(400, "", code=f"code {number}"))
-    samples = [
-        line for line in metrics.exposition().decode().splitlines() if "num_refused_requests_total{" in line
-    ]
+    samples = [line for line in metrics.exposition().decode().splitlines() if "num_refused_requests_total{" in line]
     assert len(samples) <= 101 and sum(float(line.rpartition(" ")[2]) for line in samples) == 1000
 
 
@@ -264,14 +231,7 @@ def test_own_and_allowed_names() -> None:
 
 def test_a_name_that_leads_here_from_outside_reads_nothing(app: ASGIApp) -> None:
     """DNS rebinding: for the browser the page and this server are one site."""
-    for path in (
-        "/v1/models",
-        "/server_info",
-        "/live_state",
-        "/flight_recorder",
-        "/docs",
-        "/v1/responses/resp_1",
-    ):
+    for path in ("/v1/models", "/server_info", "/live_state", "/flight_recorder", "/docs", "/v1/responses/resp_1"):
         status, _, body = ask(app, path, {"host": "evil.example.org:30000"})
         assert (status, error_of(body)) == (403, "host_not_allowed"), path
     for path in ("/health", "/metrics", "/"):  # as with a key

@@ -92,11 +92,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ASGIApp]:
     template.write_text(TEMPLATE)
     config = resolve(
         ServerArgs(
-            model_path="demo",
-            device="cpu",
-            max_total_tokens=4096,
-            chat_template=str(template),
-            enable_metrics=True,
+            model_path="demo", device="cpu", max_total_tokens=4096, chat_template=str(template), enable_metrics=True
         )
     )
     link = EchoLink()
@@ -302,8 +298,7 @@ def fields_of(kind: Any) -> dict[str, tuple[Any, bool]]:
         return {field.encode_name: (field.type, field.required) for field in msgspec.structs.fields(kind)}
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return {
-            field.alias or name: (field.annotation, field.is_required())
-            for name, field in kind.model_fields.items()
+            field.alias or name: (field.annotation, field.is_required()) for name, field in kind.model_fields.items()
         }
     if is_typeddict(kind):
         return {name: (type_, name in kind.__required_keys__) for name, type_ in get_type_hints(kind).items()}
@@ -432,8 +427,7 @@ class Requests:
             if self.rarity and self.once_in(10):
                 names = names[1:] if self.once_in(2) else [*names, self.random.choice(WORDS)]
             return {
-                name: self.value(fields[name][0], depth + 1) if name in fields else self.anything()
-                for name in names
+                name: self.value(fields[name][0], depth + 1) if name in fields else self.anything() for name in names
             }
         return self.scalar(kind) if self.rarity or kind not in (int, float, str) else self.usual(kind)
 
@@ -444,11 +438,7 @@ class Requests:
         return self.random.choice(values[kind]) if kind in values else self.anything()
 
     def usual(self, kind: Any) -> Any:
-        values: dict[Any, Sequence[Any]] = {
-            int: (1, 2, 3),
-            float: (0.0, 0.5, 1),
-            str: ("a", "demo", "b c", "{}"),
-        }
+        values: dict[Any, Sequence[Any]] = {int: (1, 2, 3), float: (0.0, 0.5, 1), str: ("a", "demo", "b c", "{}")}
         return self.random.choice(values[kind])
 
     def anything(self, depth: int = 0) -> Any:
@@ -489,9 +479,10 @@ def test_any_request_gets_an_answer_below_500(app: ASGIApp, monkeypatch: pytest.
         logging.getLogger().removeHandler(handler)
     print(f"{NUM_REQUESTS} requests, {sum(num for (_, ok), num in answered.items() if ok)} of them served")
     # If all were odd, they would be refused before they cost anything.
-    assert {path for path, (_, optional) in BODIES.items() if not optional} - {
-        path for path, ok in answered if ok
-    } <= {"/update_weights_from_disk", "/update_weights_from_tensor"}
+    assert {path for path, (_, optional) in BODIES.items() if not optional} - {path for path, ok in answered if ok} <= {
+        "/update_weights_from_disk",
+        "/update_weights_from_tensor",
+    }
 
 
 def _no_hub(name: str, flag: str, *_: object, **__: object) -> str:
@@ -504,11 +495,7 @@ async def _exchange(app: ASGIApp, request: bytes) -> tuple[int, bytes]:
     config.load()
     wire = Wire()
     connection = HttpProtocol(
-        config=config,
-        server_state=ServerState(),
-        app_state={},
-        refused=lambda error: None,
-        max_connections=10,
+        config=config, server_state=ServerState(), app_state={}, refused=lambda error: None, max_connections=10
     )
     connection.connection_made(wire)
     connection.data_received(request)

@@ -41,10 +41,7 @@ from fenceline.ipc.io_struct import SchedulerReady
 
 CONTEXT = 4096
 Parse = Callable[[bytes, UnknownFields], object]
-parse_chat, parse_completion = (
-    partial(parsing.parse_body, ChatBody),
-    partial(parsing.parse_body, CompletionBody),
-)
+parse_chat, parse_completion = (partial(parsing.parse_body, ChatBody), partial(parsing.parse_body, CompletionBody))
 
 
 @pytest.fixture
@@ -88,13 +85,8 @@ def request_of(data: bytes) -> Request:
 
 
 JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**40), 2**40)
-    | st.text(st.sampled_from('a,"\\[{:é\n'), max_size=6),
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text('ab,"\\', max_size=3), inner, max_size=4)
-    ),
+    st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.text(st.sampled_from('a,"\\[{:é\n'), max_size=6),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('ab,"\\', max_size=3), inner, max_size=4),
 )
 
 
@@ -152,9 +144,7 @@ CHAT_LISTS = {"messages": [{"role": "user", "content": "a"}], "colour": [[]] * 1
 
 
 @pytest.mark.parametrize(("parse", "body"), [(parse_generate, GENERATE), (parse_chat, CHAT_LISTS)])
-async def test_unknown_fields_of_a_large_body_are_noted_here(
-    parser: BodyParser, parse: Parse, body: object
-) -> None:
+async def test_unknown_fields_of_a_large_body_are_noted_here(parser: BodyParser, parse: Parse, body: object) -> None:
     parser.unknown = UnknownFields(strict=True)
     with pytest.raises(RequestError, match="colour"):
         await parser.parse(request_of(orjson.dumps(body)), parse)
@@ -210,9 +200,7 @@ async def test_what_is_counted_as_too_much_never_reaches_a_parser() -> None:
         assert isinstance(result, RequestError)
 
 
-def test_lists_of_ids_come_back_in_pieces_between_frames(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_lists_of_ids_come_back_in_pieces_between_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     ids, huge = list(range(-5, 100_000)), [2**70] * 2000
     value = {"ids": [ids, ids[:5], huge], "texts": ["text"] * 50_000, "long": LONG, "bools": [True] * 3000}
     pickled, apart = body_parser._pickled(value)
@@ -273,9 +261,7 @@ async def test_a_refused_body_is_let_go_of_without_the_collector(parser: BodyPar
     assert not kept
 
 
-async def test_bodies_of_clients_that_left_are_let_go_of(
-    parser: BodyParser, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_bodies_of_clients_that_left_are_let_go_of(parser: BodyParser, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, release, parsed = threading.Event(), threading.Event(), []
 
     def parse_apart(parse: object, parts: deque[bytes], started: object) -> tuple[object, list[object]]:
@@ -365,9 +351,7 @@ async def test_small_bodies_start_no_process_and_are_not_taken_apart(
     assert parser._helper is None
 
 
-async def test_a_helper_that_is_stopped_is_replaced(
-    parser: BodyParser, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_helper_that_is_stopped_is_replaced(parser: BodyParser, monkeypatch: pytest.MonkeyPatch) -> None:
     data = orjson.dumps(GENERATE)
     await parser.parse(request_of(data), parse_generate)
     assert parser._helper is not None
@@ -448,11 +432,7 @@ async def test_a_long_conversation_is_rendered_beside_the_loop() -> None:
         cast(SchedulerLink, SimpleNamespace(send=None)),
     )
     limits = SchedulerReady(
-        max_total_num_tokens=9999,
-        max_running_requests=2,
-        max_req_input_len=5000,
-        context_length=5001,
-        memory_bytes={},
+        max_total_num_tokens=9999, max_running_requests=2, max_req_input_len=5000, context_length=5001, memory_bytes={}
     )
     manager.handle(limits)
 

@@ -9,9 +9,7 @@ from fenceline.config import ConfigError
 from fenceline.config.server_args import ServerArgs
 
 
-def test_ctrl_c_while_starting_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_while_starting_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(argv: object, prog: object) -> None:
         raise KeyboardInterrupt
 

@@ -57,9 +57,7 @@ def test_a_permission_opens_nothing_and_the_refusal_is_readable(path: str) -> No
     assert "access-control-allow-credentials" not in headers, "no cookies, no passwords of the browser"
 
 
-@pytest.mark.parametrize(
-    "origin", ["", "chat.example.org", f"{OURS}/", f"{OURS}/chat", "HTTPS://A.B", "null"]
-)
+@pytest.mark.parametrize("origin", ["", "chat.example.org", f"{OURS}/", f"{OURS}/chat", "HTTPS://A.B", "null"])
 def test_what_is_no_origin_is_refused_at_start(origin: str) -> None:
     with pytest.raises(ConfigError, match="--cors-allowed-origins"):
         resolve(ServerArgs(model_path="demo", device="cpu", cors_allowed_origins=(origin,)))

@@ -195,9 +195,7 @@ async def test_the_length_of_a_url_is_limited(num: int, status: int) -> None:
     ],
     ids=range(15),
 )
-async def test_ambiguous_and_malformed_heads_are_400(
-    headers: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_ambiguous_and_malformed_heads_are_400(headers: bytes, caplog: pytest.LogCaptureFixture) -> None:
     app = App()
     door = RequestMiddleware(app, AccessRules())
     connection, wire = Server(door).connect()
@@ -299,10 +297,7 @@ FRAGMENTS = st.sampled_from(
 
 
 @settings(max_examples=400)
-@given(
-    data=st.lists(st.lists(FRAGMENTS, max_size=8).map(b"".join), max_size=6),
-    key=st.sampled_from([None, "x", "y"]),
-)
+@given(data=st.lists(st.lists(FRAGMENTS, max_size=8).map(b"".join), max_size=6), key=st.sampled_from([None, "x", "y"]))
 def test_any_bytes_are_answered_or_refused(data: list[bytes], key: str | None) -> None:
     async def run() -> None:
         logged: list[logging.LogRecord] = []

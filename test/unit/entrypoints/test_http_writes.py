@@ -23,14 +23,7 @@ from fenceline.frontend.scheduler_link import SocketLink
 from fenceline.ipc import io_struct
 from fenceline.ipc.child_process import Watchdog
 from fenceline.ipc.free_memory import FreeMemoryWatch
-from fenceline.ipc.io_struct import (
-    SCHEDULER_DECODER,
-    AbortReq,
-    ShutdownReq,
-    TokenizedGenerateReq,
-    encode,
-    id_array,
-)
+from fenceline.ipc.io_struct import SCHEDULER_DECODER, AbortReq, ShutdownReq, TokenizedGenerateReq, encode, id_array
 from fenceline.ipc.mailbox import Inbox, make_ports, remove_ports
 from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.scheduler.process import MAX_STEP_BYTES, SocketInbox
@@ -218,8 +211,7 @@ async def test_what_fills_a_step_does_not_wait_for_the_turns_end() -> None:
     with scheduler_link() as (link, inbox):
         ids, params = [70_000] * 1024, SamplingParams(max_new_tokens=1)
         requests = [
-            TokenizedGenerateReq(rid=str(index), input_ids=id_array(ids), sampling_params=params)
-            for index in range(20)
+            TokenizedGenerateReq(rid=str(index), input_ids=id_array(ids), sampling_params=params) for index in range(20)
         ]
         for request in requests:
             link.send(request)
@@ -239,8 +231,7 @@ def test_a_flood_of_prompts_reaches_the_scheduler_in_parts() -> None:
     """Taking in a prompt costs time, during which the tokens of running requests wait."""
     ids, params = [70] * 50_000, SamplingParams(max_new_tokens=1)
     requests = [
-        TokenizedGenerateReq(rid=str(index), input_ids=id_array(ids), sampling_params=params)
-        for index in range(200)
+        TokenizedGenerateReq(rid=str(index), input_ids=id_array(ids), sampling_params=params) for index in range(200)
     ]
     with scheduler_link() as (link, messages):
         link._outbox.send(link._scheduler, *map(encode, requests))
@@ -286,10 +277,7 @@ async def test_who_comes_after_samples_of_long_prompts_waits_little() -> None:
     assert all(message.same_bias != bool(message.sampling_params.logit_bias) for message in step)
 
 
-@pytest.mark.parametrize(
-    ("raised", "status"),
-    [(RequestError(418, "no"), 418), (ClientDisconnect(), 499), (None, 200)],
-)
+@pytest.mark.parametrize(("raised", "status"), [(RequestError(418, "no"), 418), (ClientDisconnect(), 499), (None, 200)])
 async def test_a_direct_route_answers_as_the_app_does(raised: Exception | None, status: int) -> None:
     sent: list[Message] = []
 

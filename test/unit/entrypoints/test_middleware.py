@@ -54,9 +54,7 @@ async def test_nothing_follows_an_answer_that_had_begun() -> None:
     assert [message["type"] for message in await answer(started=True)] == ["http.response.start"]
 
 
-async def test_a_defect_of_any_endpoint_is_an_error_object_and_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_defect_of_any_endpoint_is_an_error_object_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     application = FastAPI()
     install_error_handlers(application)
 
@@ -80,9 +78,7 @@ async def test_a_defect_of_any_endpoint_is_an_error_object_and_logged(
     assert "a defect of ours" in caplog.text
 
 
-async def test_memory_of_large_bodies_is_given_back_once_for_many(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_memory_of_large_bodies_is_given_back_once_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, given_back, trims = asyncio.get_running_loop(), asyncio.Event(), []
 
     def trim() -> None:
@@ -117,9 +113,7 @@ async def test_memory_of_large_bodies_is_given_back_once_for_many(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_memory_of_large_answers_is_given_back_too(
-    monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
+async def test_memory_of_large_answers_is_given_back_too(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     loop, given_back = asyncio.get_running_loop(), asyncio.Event()
     monkeypatch.setattr(tokenize_pool, "_TRIM_SOON_S", 0.0)
     monkeypatch.setattr(tokenize_pool, "_TRIM_LATER_S", 3600.0)

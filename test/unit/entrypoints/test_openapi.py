@@ -159,9 +159,7 @@ KEY, ADMIN = {"authorization": "Bearer key"}, {"authorization": "Bearer admin"}
         ({"api_key": "key", "admin_api_key": "admin"}, {"x-api-key": "admin"}, False, True),
     ],
 )
-def test_keys_open_as_in_sglang(
-    flags: dict[str, str], headers: dict[str, str], normal: bool, admin: bool
-) -> None:
+def test_keys_open_as_in_sglang(flags: dict[str, str], headers: dict[str, str], normal: bool, admin: bool) -> None:
     app = make_app(**flags)
     for paths, opens in ((NORMAL_PATHS, normal), (ADMIN_PATHS, admin), (OPEN_PATHS, True)):
         for path in paths:

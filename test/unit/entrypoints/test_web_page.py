@@ -25,8 +25,7 @@ from fenceline.frontend.tokenizer_manager import TokenizerManager
 from fenceline.ipc.io_struct import InternalState
 
 TEXTS = {
-    path.name: path.read_text(encoding="utf-8")
-    for path in files("fenceline.entrypoints").joinpath("web").iterdir()
+    path.name: path.read_text(encoding="utf-8") for path in files("fenceline.entrypoints").joinpath("web").iterdir()
 }
 
 
@@ -74,9 +73,7 @@ def test_the_files_name_no_others_and_nothing_elsewhere() -> None:
         assert {path for groups in named for path in groups if path} <= PAGE_PATHS, name
         assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text), name
     for name, text in TEXTS.items():
-        assert not re.search(r"\bstyle=|\son[a-z]+=\"|<script>|<style", text), (
-            f"{name}: the policy forbids it"
-        )
+        assert not re.search(r"\bstyle=|\son[a-z]+=\"|<script>|<style", text), f"{name}: the policy forbids it"
 
 
 def test_no_text_can_become_markup() -> None:
@@ -143,11 +140,7 @@ async def seen(view: LiveState) -> dict[str, Any]:
 async def test_what_it_says(view: LiveState, engine: Engine) -> None:
     engine.answer.set()
     content = await seen(view)
-    assert (
-        content["model"] == "demo"
-        and content["recorded"] == {"steps": []}
-        and content["records_steps"] is True
-    )
+    assert content["model"] == "demo" and content["recorded"] == {"steps": []} and content["records_steps"] is True
     state = content["state"]
     assert state["num_running_reqs"] == 1 and state["cuda_graphs"]["replays"] == 7
     assert "secret" not in orjson.dumps(content).decode()
@@ -193,9 +186,7 @@ async def test_news_come_five_times_a_second_or_in_two_seconds(
     assert (await seen(view))["state"]["num_running_reqs"] == 1
 
 
-async def test_a_failure_is_told_and_not_kept(
-    view: LiveState, engine: Engine, clock: Callable[[float], None]
-) -> None:
+async def test_a_failure_is_told_and_not_kept(view: LiveState, engine: Engine, clock: Callable[[float], None]) -> None:
     engine.answer.set()
     await seen(view)
     clock(1)

@@ -95,9 +95,7 @@ async def test_who_is_cancelled_himself_is_cancelled() -> None:
         await waiting
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "num_top", "beside"), [(1, 20, False), (100, 128, True), (5000, 0, True)]
-)
+@pytest.mark.parametrize(("num_tokens", "num_top", "beside"), [(1, 20, False), (100, 128, True), (5000, 0, True)])
 async def test_many_logprobs_are_written_beside_the_loop(num_tokens: int, num_top: int, beside: bool) -> None:
     logprobs = TokenLogprobs(
         token_ids=[1] * num_tokens,
@@ -170,7 +168,5 @@ def test_writing_many_logprobs_takes_few_calls_of_python() -> None:
 
 def logprobs_of(num: int, num_top: int = 0) -> TokenLogprobs:
     return TokenLogprobs(
-        token_ids=[1] * num,
-        logprobs=[-1.25] * num,
-        top_logprobs=TokenPairs.of([[(-1.25, 1)] * num_top] * num),
+        token_ids=[1] * num, logprobs=[-1.25] * num, top_logprobs=TokenPairs.of([[(-1.25, 1)] * num_top] * num)
     )

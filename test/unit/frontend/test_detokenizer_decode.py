@@ -13,12 +13,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models
 
 from fenceline.entrypoints.openai.token_texts import TokenTexts
-from fenceline.frontend.detokenizer_manager import (
-    ByteDecoder,
-    DecoderFactory,
-    IncrementalDecoder,
-    WindowDecoder,
-)
+from fenceline.frontend.detokenizer_manager import ByteDecoder, DecoderFactory, IncrementalDecoder, WindowDecoder
 from fenceline.frontend.tokenizer import Tokenizer
 
 COMMON = st.sampled_from("the quickbrown fox.stop\n\t é漢字🙂🙃Ωμ\u200d\ufffd12+=")
@@ -68,9 +63,7 @@ def test_text_survives_a_byte_level_round_trip(text: str, cuts: list[int]) -> No
 
 
 @given(TEXTS, TEXTS, st.lists(st.integers(0, 4), max_size=8))
-def test_output_after_a_prompt_is_what_the_prompt_does_not_have(
-    prompt: str, text: str, cuts: list[int]
-) -> None:
+def test_output_after_a_prompt_is_what_the_prompt_does_not_have(prompt: str, text: str, cuts: list[int]) -> None:
     tok = tokenizer("byte_fallback")
     prompt_ids, ids = tok.encode("x" + prompt), tok.encode(text)
     decoder = factory("byte_fallback").make(prompt_ids[-8:], True)

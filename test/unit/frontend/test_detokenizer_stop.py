@@ -11,15 +11,7 @@ from tiny_tokenizers import byte_level
 
 from fenceline.config.request_limits import MAX_STOP_CHARS
 from fenceline.frontend.detokenizer_manager import Detokenizer, StopMatch, StopScanner, _State
-from fenceline.ipc.io_struct import (
-    BatchTokenOut,
-    DecodeInfo,
-    FinishReason,
-    StrOut,
-    TokenLogprobs,
-    TokenOut,
-    TokenPairs,
-)
+from fenceline.ipc.io_struct import BatchTokenOut, DecodeInfo, FinishReason, StrOut, TokenLogprobs, TokenOut, TokenPairs
 from fenceline.sampling.sampling_params import SamplingParams
 
 TOKENIZER = byte_level()
@@ -121,10 +113,7 @@ HOSTILE = {
     "one letter": (["a" * length + "b" for length in range(1, 64)], "a" * 5000),
     "the longest that is taken": (["a" * (MAX_STOP_CHARS - 1) + "b"], ("a" * 300 + "c") * 3),
     "many periods": (["ab" * length + "c" for length in range(1, 60)], "ab" * 5000 + "a"),
-    "each a suffix of the next": (
-        ["a" * (64 - index) + "b" * index + "c" for index in range(64)],
-        "aaab" * 200,
-    ),
+    "each a suffix of the next": (["a" * (64 - index) + "b" * index + "c" for index in range(64)], "aaab" * 200),
     "Fibonacci": (["abaababaabaababaababaabaababaabaab"[start:] + "!" for start in range(30)], "abaab" * 150),
     "no match in sight": (["xyz" * 20] * 64, "abcd" * 200),
 }
@@ -148,9 +137,7 @@ def test_a_character_costs_a_constant_number_of_calls(case: str) -> None:
     assert calls < 10 * len(text)
 
 
-def test_long_stop_strings_cost_nothing_until_the_text_is_near(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_long_stop_strings_cost_nothing_until_the_text_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
     made = 0
     make = _State.__init__
 
@@ -179,9 +166,7 @@ def news(ids: list[int], total: int, **fields: object) -> TokenOut:
     return TokenOut(output_ids=ids, completion_tokens=total, **values)
 
 
-def serve(
-    ids: list[int], cuts: list[int], params: SamplingParams, end: FinishReason
-) -> tuple[list[StrOut], bool]:
+def serve(ids: list[int], cuts: list[int], params: SamplingParams, end: FinishReason) -> tuple[list[StrOut], bool]:
     """All news of one request cut into messages; whether the scheduler was told to release it."""
     detokenizer = Detokenizer(TOKENIZER)
     info = DecodeInfo(prompt_tail_ids=TOKENIZER.encode("stop: ")[-3:], sampling_params=params)
@@ -192,9 +177,7 @@ def serve(
         piece = ids[position : position + length]
         position += len(piece)
         last = position == len(ids)
-        token = news(
-            piece, position, decode=info if number == 0 else None, finish_reason=end if last else None
-        )
+        token = news(piece, position, decode=info if number == 0 else None, finish_reason=end if last else None)
         batch, stopped = detokenizer.process(BatchTokenOut(outs=[token]))
         outs += batch.outs
         released = released or bool(stopped)
@@ -217,15 +200,11 @@ LENGTH = FinishReason(type="length", length=1)
 def test_answer_does_not_depend_on_the_cuts(
     ids: list[int], cuts: list[int], stops: list[str], min_tokens: int, no_trim: bool
 ) -> None:
-    params = SamplingParams(
-        max_new_tokens=64, stop=tuple(stops), min_new_tokens=min_tokens, no_stop_trim=no_trim
-    )
+    params = SamplingParams(max_new_tokens=64, stop=tuple(stops), min_new_tokens=min_tokens, no_stop_trim=no_trim)
     outs, _ = serve(ids, cuts, params, LENGTH)
     single, _ = serve(ids, [1] * len(ids), params, LENGTH)
     assert "".join(out.text for out in outs) == "".join(out.text for out in single)
-    assert sum((out.token.output_ids for out in outs), []) == sum(
-        (out.token.output_ids for out in single), []
-    )
+    assert sum((out.token.output_ids for out in outs), []) == sum((out.token.output_ids for out in single), [])
     assert outs[-1].token.finish_reason == single[-1].token.finish_reason
     assert outs[-1].token.completion_tokens == sum(len(out.token.output_ids) for out in outs)
     assert all(out.token.finish_reason is None for out in outs[:-1])
@@ -260,9 +239,7 @@ def test_match_before_min_new_tokens_is_text() -> None:
 
 def test_stop_string_cuts_ids_counts_and_logprobs_at_its_token() -> None:
     ids = TOKENIZER.encode("the quick brown fox")
-    logprobs = TokenLogprobs(
-        token_ids=ids, logprobs=[-1.0] * len(ids), top_logprobs=TokenPairs.of([[]] * len(ids))
-    )
+    logprobs = TokenLogprobs(token_ids=ids, logprobs=[-1.0] * len(ids), top_logprobs=TokenPairs.of([[]] * len(ids)))
     info = DecodeInfo(prompt_tail_ids=[], sampling_params=SamplingParams(stop=("quick",)))
     batch, stopped = Detokenizer(TOKENIZER).process(
         BatchTokenOut(outs=[news(ids, len(ids), decode=info, output_logprobs=logprobs)])

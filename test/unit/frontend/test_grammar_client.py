@@ -256,9 +256,7 @@ async def test_a_body_has_a_limited_number_of_grammars(bench: Bench) -> None:
 _NO_SOURCE = VocabularySource("{}", frozenset(), 8, (0,))
 
 
-async def test_waiting_for_a_process_that_cannot_start_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_waiting_for_a_process_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing() -> None:
         raise RuntimeError("no thread")
 

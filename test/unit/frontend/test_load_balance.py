@@ -80,9 +80,7 @@ def test_a_prefix_goes_where_it_went_before() -> None:
     for seed, replica in first.items():
         assert place(balancer, [*prompt(seed), *prompt(99, 70)]) == replica
     assert place(balancer, prompt(0)) == first[0]
-    assert place(balancer, prompt(0), "other") != first[0], (
-        "its namespace has nothing of it, and it has most to do"
-    )
+    assert place(balancer, prompt(0), "other") != first[0], "its namespace has nothing of it, and it has most to do"
     balancer.flushed()
     assert place(balancer, prompt(0)) != first[0]
 
@@ -95,11 +93,7 @@ def test_a_prefix_that_all_share_spreads_over_replicas() -> None:
     assert sum(balancer.num_reqs) == 400
 
 
-@given(
-    st.sampled_from(METHODS),
-    st.integers(1, 5),
-    st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=60),
-)
+@given(st.sampled_from(METHODS), st.integers(1, 5), st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=60))
 def test_loads_are_those_of_the_requests_in_flight(
     method: LoadBalanceMethod, num_replicas: int, requests: list[tuple[int, bool]]
 ) -> None:
@@ -141,20 +135,14 @@ class FakeLink:
 def config(num: int, method: LoadBalanceMethod = "round_robin") -> EngineConfig:
     return resolve(
         ServerArgs(
-            model_path=fenceline.demo_model_path(),
-            device="cpu",
-            dp_size=num,
-            load_balance_method=method,
-            random_seed=1,
+            model_path=fenceline.demo_model_path(), device="cpu", dp_size=num, load_balance_method=method, random_seed=1
         )
     )
 
 
 def req(rid: str, replica: int | None = None, seed: int | None = None) -> TokenizedGenerateReq:
     params = SamplingParams(seed=seed)
-    return TokenizedGenerateReq(
-        rid=rid, input_ids=id_array([1, 2, 3]), sampling_params=params, replica=replica
-    )
+    return TokenizedGenerateReq(rid=rid, input_ids=id_array([1, 2, 3]), sampling_params=params, replica=replica)
 
 
 def last(rid: str) -> BatchTokenOut:
@@ -171,23 +159,15 @@ def test_a_request_and_its_abort_go_to_one_replica() -> None:
     link.send(req("d", replica=1, seed=9))
     link.send(AbortReq(rid="b"))
     link.send(AbortReq(rid="unknown"))
-    everybody: list[Message] = [
-        AbortReq(abort_all=True),
-        PauseGenerationReq(id="p", mode="retract"),
-        ShutdownReq(),
-    ]
+    everybody: list[Message] = [AbortReq(abort_all=True), PauseGenerationReq(id="p", mode="retract"), ShutdownReq()]
     for message in everybody:
         link.send(message)
-    names = [
-        [message.rid for message in each.sent if isinstance(message, TokenizedGenerateReq)] for each in links
-    ]
+    names = [[message.rid for message in each.sent if isinstance(message, TokenizedGenerateReq)] for each in links]
     assert names == [["a", "c"], ["b", "d"]]
     assert AbortReq(rid="b") not in links[0].sent and AbortReq(rid="b") in links[1].sent
     for each in links:
         assert each.sent[-3:] == everybody and AbortReq(rid="unknown") not in each.sent
-    seeds = [
-        m.sampling_params.seed for each in links for m in each.sent if isinstance(m, TokenizedGenerateReq)
-    ]
+    seeds = [m.sampling_params.seed for each in links for m in each.sent if isinstance(m, TokenizedGenerateReq)]
     assert None not in seeds and len(set(seeds)) == 4 and seeds[3] == 9, "replicas would draw the same"
 
 
@@ -197,9 +177,7 @@ def test_caches_are_flushed_on_all_replicas_or_on_none() -> None:
         link = ReplicaLink(links, config(2))
 
         def flushes() -> list[list[str]]:
-            return [
-                [message.id for message in each.sent if isinstance(message, FlushCacheReq)] for each in links
-            ]
+            return [[message.id for message in each.sent if isinstance(message, FlushCacheReq)] for each in links]
 
         async def refusals(id: str) -> list[int]:
             replies = await asyncio.wait_for(link.receive(), 10)
@@ -252,9 +230,7 @@ def test_prefixes_are_forgotten_only_where_caches_were_emptied(message: Message,
 
         async def placed(rid: str) -> int:
             tokens = prompt(1)
-            link.send(
-                TokenizedGenerateReq(rid=rid, input_ids=id_array(tokens), sampling_params=SamplingParams())
-            )
+            link.send(TokenizedGenerateReq(rid=rid, input_ids=id_array(tokens), sampling_params=SamplingParams()))
             number = next(number for number, each in enumerate(links) if _has(each, rid))
             links[number].news.put_nowait([last(rid)])
             await link.receive()
@@ -330,16 +306,10 @@ def test_what_comes_from_replicas_is_told_apart() -> None:
         links = [FakeLink(), FakeLink()]
         link = ReplicaLink(links, config(2, "shortest_queue"))
         ready = SchedulerReady(
-            max_total_num_tokens=100,
-            max_running_requests=8,
-            max_req_input_len=50,
-            context_length=60,
-            memory_bytes={},
+            max_total_num_tokens=100, max_running_requests=8, max_req_input_len=50, context_length=60, memory_bytes={}
         )
         links[0].news.put_nowait([ready])
-        links[1].news.put_nowait(
-            [msgspec.structs.replace(ready, max_total_num_tokens=90, max_req_input_len=40)]
-        )
+        links[1].news.put_nowait([msgspec.structs.replace(ready, max_total_num_tokens=90, max_req_input_len=40)])
         (both,) = await link.receive()
         assert isinstance(both, SchedulerReady)
         assert (both.max_total_num_tokens, both.max_running_requests, both.max_req_input_len) == (90, 16, 40)

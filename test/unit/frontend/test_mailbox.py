@@ -134,9 +134,7 @@ def test_closing_and_ending_wait_for_no_missing_reader(ports: PortArgs) -> None:
     outbox = Outbox(ports.scheduler)
     outbox.send(ports.scheduler, b"1")
     outbox.close(0.0)
-    program = (
-        "import sys; from fenceline.ipc.mailbox import Outbox; Outbox(sys.argv[1]).send(sys.argv[1], b'1')"
-    )
+    program = "import sys; from fenceline.ipc.mailbox import Outbox; Outbox(sys.argv[1]).send(sys.argv[1], b'1')"
     subprocess.run([sys.executable, "-c", program, ports.scheduler], check=True, timeout=60)
 
 
@@ -148,11 +146,7 @@ def test_bytes_that_are_no_messages_end_nothing(ports: PortArgs) -> None:
     reader = Inbox(ports.scheduler, BYTES)
     outbox = Outbox(reader.endpoint)
     send(outbox, reader, b"1")
-    for garbage in (
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"\xff" + b"\0" * 8 + b"\x7f" + b"\xff" * 100,
-        os.urandom(1000),
-    ):
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" + b"\0" * 8 + b"\x7f" + b"\xff" * 100, os.urandom(1000)):
         with socket.socket(socket.AF_UNIX) as bad:
             bad.connect(ports.scheduler.removeprefix("ipc://"))
             bad.sendall(garbage)

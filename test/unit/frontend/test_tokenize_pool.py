@@ -65,9 +65,7 @@ def metaspace() -> Tokenizer:
     """Unigram after Metaspace, as T5 has it."""
     backend = RustTokenizer(models.Unigram())
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=150, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False
-    )
+    trainer = trainers.UnigramTrainer(vocab_size=150, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)
     backend.train_from_iterator(CORPUS, trainer)
     return Tokenizer(backend)
 
@@ -145,9 +143,7 @@ class Calls:
         self.on_call: Callable[[], None] = lambda: None
         plain = Tokenizer.encode_batch
 
-        def counted(
-            tokens: Tokenizer, texts: Sequence[str], add_special_tokens: bool = True
-        ) -> list[list[int]]:
+        def counted(tokens: Tokenizer, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
             self.sizes += map(len, texts)
             self.threads.add(threading.get_ident())
             self.on_call()
@@ -156,9 +152,7 @@ class Calls:
         monkeypatch.setattr(Tokenizer, "encode_batch", counted)
 
 
-def test_a_text_over_the_limit_is_given_up_early(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_text_over_the_limit_is_given_up_early(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch)
     with pytest.raises(RequestError, match="more than 20000 tokens") as caught:
         encode(demo(), ["the fox, " * 1_000_000], True, limit=20_000)
@@ -193,9 +187,7 @@ async def test_many_texts_leave_the_loop_and_the_requests_take_turns(monkeypatch
     pool.close()
 
 
-async def test_what_leaves_the_loop_does_not_hold_the_interpreter_lock(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_what_leaves_the_loop_does_not_hold_the_interpreter_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the loop would wait for it after each of its system calls. Only the library's batch calls release it."""
     holders: set[int] = set()
 
@@ -225,9 +217,7 @@ async def test_ids_of_a_long_text_take_four_bytes_each() -> None:
     assert num_bytes < 6 * len(expected)
 
 
-async def test_threads_leave_a_core_of_those_that_the_process_may_use(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_threads_leave_a_core_of_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many the machine has: the scheduler works on one of them."""
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)

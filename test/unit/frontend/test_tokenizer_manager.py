@@ -248,9 +248,7 @@ async def test_what_needs_no_tokens_is_refused_before_tokenising(
     assert tokenised.num_chars == 0
 
 
-async def test_a_text_that_cannot_fit_is_refused_untokenised(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_text_that_cannot_fit_is_refused_untokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     bench, tokenised = Bench(), CountingTokenizer(monkeypatch)
     longest = 63 * len("<|endoftext|>")
     with pytest.raises(RequestError, match="at least 64 tokens") as caught:
@@ -273,11 +271,7 @@ async def test_logprobs_of_a_body_have_a_limit_together(monkeypatch: pytest.Monk
     bench = Bench()
     monkeypatch.setattr(request_prepare, "MAX_BODY_LOGPROBS", 200)
     prompt = GenerateInput(
-        input_ids=[5] * 20,
-        return_logprob=True,
-        logprob_start_len=0,
-        top_logprobs_num=3,
-        token_ids_logprob=[9],
+        input_ids=[5] * 20, return_logprob=True, logprob_start_len=0, top_logprobs_num=3, token_ids_logprob=[9]
     )
     await bench.manager.submit_many(expand_samples(prompt, 2))  # 2 samples of 20 positions with 5
     with pytest.raises(RequestError, match="300 logprobs together") as caught:
@@ -347,9 +341,7 @@ async def test_others_have_their_turns_while_a_large_body_is_prepared(
 
 async def test_an_id_that_was_used_meanwhile_gets_another_name() -> None:
     bench = Bench()
-    work = asyncio.ensure_future(
-        bench.manager.submit_many([ids_input(5, rid=str(index)) for index in range(400)])
-    )
+    work = asyncio.ensure_future(bench.manager.submit_many([ids_input(5, rid=str(index)) for index in range(400)]))
     await asyncio.sleep(0)
     (await bench.manager.submit(ids_input(5, rid="7"))).close()
     await work
@@ -364,9 +356,7 @@ async def test_a_full_queue_refuses_before_any_text_is_tokenised(monkeypatch: py
     assert tokenised.num_chars == 0
 
 
-async def test_samples_are_tokenised_and_their_parameters_checked_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_samples_are_tokenised_and_their_parameters_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     bench, tokenised = Bench(), CountingTokenizer(monkeypatch)
     checked = 0
     verify = SamplingParams.verify_tokens
@@ -392,9 +382,7 @@ async def test_max_new_tokens_is_clipped_to_context_and_memory() -> None:
 
 async def test_what_a_request_asks_of_the_scheduler_reaches_it() -> None:
     bench = Bench(priority=priorities())
-    inp = GenerateInput(
-        input_ids=[5], extra_key="é" * 256, priority=-3, return_logprob=True, token_ids_logprob=(7, 6)
-    )
+    inp = GenerateInput(input_ids=[5], extra_key="é" * 256, priority=-3, return_logprob=True, token_ids_logprob=(7, 6))
     await bench.manager.submit(inp)
     (sent,) = bench.link.requests()
     assert (sent.extra_key, sent.priority, sent.token_ids_logprob) == ("é" * 256, -3, [7, 6])
@@ -573,9 +561,7 @@ async def test_no_time_is_told_without_a_timeout() -> None:
 
 
 @pytest.mark.parametrize("special", [False, True])
-async def test_prompts_that_are_too_long_are_cut_if_told_so(
-    special: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_prompts_that_are_too_long_are_cut_if_told_so(special: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     counting = CountingTokenizer(monkeypatch)
     bench = Bench(allow_auto_truncate=True)
     text = "the quick brown fox, " * 20_000
@@ -658,9 +644,7 @@ async def test_death_while_a_long_text_is_tokenised_sends_nothing() -> None:
 async def test_a_shutdown_while_a_long_text_is_tokenised_is_a_503(num_turns: int) -> None:
     bench = Bench()
     bench.manager.handle(msgspec.structs.replace(READY, max_req_input_len=10**7, context_length=10**7))
-    submits = [
-        asyncio.ensure_future(bench.manager.submit(GenerateInput(text="word " * 300_000))) for _ in range(8)
-    ]
+    submits = [asyncio.ensure_future(bench.manager.submit(GenerateInput(text="word " * 300_000))) for _ in range(8)]
     for _ in range(num_turns):
         await asyncio.sleep(0)
     assert not any(submit.done() for submit in submits)
@@ -778,14 +762,7 @@ def test_samples_have_own_ids_and_seeds() -> None:
 
 
 def chunk(text: str, ids: list[int], **fields: object) -> GenerateChunk:
-    values = {
-        "rid": "r",
-        "prompt_tokens": 1,
-        "completion_tokens": 0,
-        "cached_tokens": 0,
-        "e2e_latency": 0.0,
-        **fields,
-    }
+    values = {"rid": "r", "prompt_tokens": 1, "completion_tokens": 0, "cached_tokens": 0, "e2e_latency": 0.0, **fields}
     return GenerateChunk(text=text, output_ids=ids, **values)
 
 
@@ -802,9 +779,7 @@ def test_merging_keeps_parts_and_takes_the_last_totals() -> None:
 def test_only_aborts_with_a_status_are_errors() -> None:
     assert error_of(chunk("", [], finish_reason=STOP)) is None
     assert error_of(chunk("", [], finish_reason=FinishReason(type="abort", message="user"))) is None
-    error = error_of(
-        chunk("", [], finish_reason=FinishReason(type="abort", message="no room", status_code=507))
-    )
+    error = error_of(chunk("", [], finish_reason=FinishReason(type="abort", message="no room", status_code=507)))
     assert error is not None
     assert (error.status, error.message) == (507, "no room")
 
@@ -821,9 +796,7 @@ def test_a_sentencepiece_model_without_tokenizer_json(tmp_path: Path) -> None:
     config = tokens | {"tokenizer_class": "LlamaTokenizer"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer, theirs = load_tokenizer(tmp_path), SentencePieceProcessor(model_proto=made.getvalue())
-    assert tokenizer.special_tokens == {
-        name: tokens[name] for name in ("bos_token", "eos_token", "unk_token")
-    }
+    assert tokenizer.special_tokens == {name: tokens[name] for name in ("bos_token", "eos_token", "unk_token")}
     for text in (*CORPUS[:3], "The fox,  42 ☃ times", "été"):
         assert tokenizer.encode(text, add_special_tokens=False) == theirs.encode(text)
         assert tokenizer.encode(text) == [theirs.bos_id(), *theirs.encode(text)]
@@ -875,9 +848,7 @@ def test_a_folder_without_a_tokenizer_is_refused(
     """Its config.json offers code of its own, which is neither run nor asked for. None: a named pipe."""
 
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    own_code = (
-        '{"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoTokenizer": ["own.T", null]}}'
-    )
+    own_code = '{"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoTokenizer": ["own.T", null]}}'
     (tmp_path / "config.json").write_text(own_code)
     (tmp_path / "tokenizer_config.json").write_text(own_code)
     for name, text in files.items():
@@ -896,7 +867,5 @@ def test_a_tokenizer_of_another_model_is_refused(vocab_size: int) -> None:
 
     tokenizer = byte_level()
     check_vocabulary(tokenizer, tokenizer.vocab_size, "folder")
-    with pytest.raises(
-        ValueError, match=f"has {tokenizer.vocab_size} tokens, the model {vocab_size}: .*--skip-tok"
-    ):
+    with pytest.raises(ValueError, match=f"has {tokenizer.vocab_size} tokens, the model {vocab_size}: .*--skip-tok"):
         check_vocabulary(tokenizer, vocab_size, "folder")

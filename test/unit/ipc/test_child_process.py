@@ -76,9 +76,7 @@ def test_what_a_client_sends_forges_no_lines_of_the_log() -> None:
 
 def test_a_line_has_its_level_process_and_traceback() -> None:
     def written(program: str) -> str:
-        return subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, check=True
-        ).stderr.decode()
+        return subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stderr.decode()
 
     first, second, *_ = written(_LOG).split("\n")
     assert first.split(" ", 2)[2].startswith("INFO scheduler-1] Receive: rid=")
@@ -190,9 +188,7 @@ class _Clock:
 
 def test_the_heart_beats_while_the_parent_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ports = PortArgs(
-        scheduler=f"ipc://{tmp_path}/scheduler",
-        detokenizer="ipc:///d",
-        tokenizer=f"ipc://{tmp_path}/tokenizer",
+        scheduler=f"ipc://{tmp_path}/scheduler", detokenizer="ipc:///d", tokenizer=f"ipc://{tmp_path}/tokenizer"
     )
     path = heartbeat_path(ports, "detokenizer")
     assert path == tmp_path / "detokenizer.alive"

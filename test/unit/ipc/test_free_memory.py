@@ -78,9 +78,7 @@ def test_looking_costs_nothing_for_a_second() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc alone tells")
 def test_the_c_library_gives_it_back() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", KEPT_BYTES], capture_output=True, text=True, check=True, timeout=120
-    )
+    run = subprocess.run([sys.executable, "-c", KEPT_BYTES], capture_output=True, text=True, check=True, timeout=120)
     assert int(run.stdout) < 150_000_000, "half of 200 MB had been freed"
 
 

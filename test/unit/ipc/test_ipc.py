@@ -125,12 +125,7 @@ def test_ids_that_fit_32_bits_become_an_array(make: Callable[..., Sequence[int]]
     made = id_array(make(ids))
     assert made.typecode == "i" and made.tolist() == ids
     assert id_array(make(())).tolist() == []
-    for bad, error in (
-        (2**31, OverflowError),
-        (-(2**31) - 1, OverflowError),
-        (1.0, TypeError),
-        ("1", TypeError),
-    ):
+    for bad, error in ((2**31, OverflowError), (-(2**31) - 1, OverflowError), (1.0, TypeError), ("1", TypeError)):
         with pytest.raises(error):
             id_array(make([5, bad]))
 
@@ -155,9 +150,7 @@ def test_a_long_prompt_is_sent_and_taken_in_as_one_object() -> None:
 @pytest.mark.parametrize(
     "ids", [b"abc", b"\0\0\0\0\0", [1, 2, 3], [2**40], ["a"], "abcd", 7, None, {1: 2}, 1.5], ids=repr
 )
-def test_what_are_no_token_ids_is_dropped(
-    ids: object, ports: PortArgs, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_are_no_token_ids_is_dropped(ids: object, ports: PortArgs, caplog: pytest.LogCaptureFixture) -> None:
     inbox = Inbox(ports.scheduler, SCHEDULER_DECODER)
     sender = Outbox(ports.scheduler)
     good = request("good", 3)
@@ -173,8 +166,7 @@ def test_what_are_no_token_ids_is_dropped(
 
 
 PAIRS = st.lists(
-    st.lists(st.tuples(st.floats(width=32, allow_nan=False), st.integers(0, 2**31 - 1)), max_size=4),
-    max_size=5,
+    st.lists(st.tuples(st.floats(width=32, allow_nan=False), st.integers(0, 2**31 - 1)), max_size=4), max_size=5
 )
 
 
@@ -208,12 +200,7 @@ def test_half_a_million_logprobs_pass_a_process_as_few_objects() -> None:
         token_ids=ids, logprobs=[-1.0] * 3900, top_logprobs=TokenPairs.of([[(-1.5, 7)] * 128] * 3900)
     )
     token = TokenOut(
-        rid="r",
-        output_ids=[],
-        prompt_tokens=3900,
-        completion_tokens=0,
-        cached_tokens=0,
-        input_logprobs=logprobs,
+        rid="r", output_ids=[], prompt_tokens=3900, completion_tokens=0, cached_tokens=0, input_logprobs=logprobs
     )
     data = encode(BatchTokenOut(outs=[token]))
     before = sys.getallocatedblocks()

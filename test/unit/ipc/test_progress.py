@@ -18,9 +18,7 @@ def test_what_takes_long_says_that_it_goes_on() -> None:
     assert all(line.startswith("Still counting (") for line in lines)
     with announced("counting", said.put):
         pass
-    assert not [
-        thread for thread in threading.enumerate() if thread.name == "announcer" and not thread.daemon
-    ]
+    assert not [thread for thread in threading.enumerate() if thread.name == "announcer" and not thread.daemon]
 
 
 def test_who_logs_no_news_pays_for_none(caplog: pytest.LogCaptureFixture) -> None:

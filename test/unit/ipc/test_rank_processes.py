@@ -33,9 +33,7 @@ def test_ranks_that_end_by_themselves_bring_their_results(folder: Path) -> None:
     assert ended.well and ended.statuses == [0, 0] and ended.found == [{}, {}]
 
 
-def test_ranks_that_wait_for_one_that_has_failed_are_ended_soon(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_wait_for_one_that_has_failed_are_ended_soon(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_processes, "OTHERS_S", 0.2)
     begin = time.monotonic()
     ended = Ended("fails", 2, folder, limit_s=300)

@@ -17,15 +17,7 @@ import fenceline_kernel
 import numpy as np
 import pytest
 import torch
-from fenceline_kernel import (
-    FillField,
-    FillPlan,
-    KernelLibrary,
-    KernelUnavailable,
-    PagePools,
-    library,
-    pages,
-)
+from fenceline_kernel import FillField, FillPlan, KernelLibrary, KernelUnavailable, PagePools, library, pages
 from fenceline_kernel.cache import (
     Sources,
     build_ahead,
@@ -91,9 +83,7 @@ def test_fill_copies_live_rows_and_pads_the_rest(emulated: KernelLibrary, seed: 
     case.check(num_live)
 
 
-def test_fill_reads_the_number_of_live_rows_when_it_runs(
-    emulated: KernelLibrary,
-) -> None:
+def test_fill_reads_the_number_of_live_rows_when_it_runs(emulated: KernelLibrary) -> None:
     case = random_fill_case(3, "cpu")
     num_live = torch.tensor([1])
     plan = FillPlan(case.fields, emulated)
@@ -157,10 +147,7 @@ def bad_fields() -> dict[str, tuple[list[FillField], str]]:
         "pad": ([FillField(good, None, 2**31, "ids")], "ids: pad 2147483648 is no torch.int32"),
         "pad type": ([FillField(good, None, 0.5)], "pad 0.5 is no torch.int32"),
         "bool": ([FillField(good.bool(), None, 2)], "pad 2 is no torch.bool"),
-        "complex": (
-            [FillField(torch.zeros(2, dtype=torch.complex64), None, 0)],
-            "view it as a smaller dtype",
-        ),
+        "complex": ([FillField(torch.zeros(2, dtype=torch.complex64), None, 0)], "view it as a smaller dtype"),
         "self": ([FillField(good, good, 0, "plan")], "plan: src overlaps the destination plan"),
         "chain": ([FillField(good, None, 0), FillField(other, good[1:], 0, "b")], "b: src overlaps"),
         "twice": (
@@ -180,9 +167,7 @@ def test_fields_that_cannot_be_filled_are_refused(emulated: KernelLibrary, name:
 def test_plan_takes_other_sources_and_checks_them_too(emulated: KernelLibrary) -> None:
     """A ring's slots take turns; the destinations and pads stay."""
     tables, ids = torch.zeros(4, 6, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
-    plan = FillPlan(
-        [FillField(tables, None, -1, "tables"), FillField(ids, torch.ones(4).long(), 5, "ids")], emulated
-    )
+    plan = FillPlan([FillField(tables, None, -1, "tables"), FillField(ids, torch.ones(4).long(), 5, "ids")], emulated)
     for width in (2, 6, 1):
         plan.fill(3, [torch.full((3, width), width, dtype=torch.int32), None])
         assert tables.tolist() == [[width] * width + [-1] * (6 - width)] * 3 + [[-1] * 6]
@@ -203,9 +188,7 @@ def test_two_fields_may_share_a_source(emulated: KernelLibrary) -> None:
     """Overlap is refused where something is written, not where two only read."""
     source = torch.arange(5)
     first, second = torch.zeros(5, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
-    fenceline_kernel.arena_fill(
-        [FillField(first, source, 9), FillField(second, source[1:], 9)], 3, library=emulated
-    )
+    fenceline_kernel.arena_fill([FillField(first, source, 9), FillField(second, source[1:], 9)], 3, library=emulated)
     assert (first.tolist(), second.tolist()) == ([0, 1, 2, 9, 9], [1, 2, 3, 9])
 
 
@@ -265,9 +248,7 @@ def test_pages_out_of_bounds_are_refused_and_nothing_is_copied(
     assert all(torch.equal(a, b) for a, b in zip((case.host, *case.k, *case.v), before, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("num_pages", "num_launches"), [(0, 0), (240, 1), (241, 1), (3824, 1), (3825, 2), (7649, 3)]
-)
+@pytest.mark.parametrize(("num_pages", "num_launches"), [(0, 0), (240, 1), (241, 1), (3824, 1), (3825, 2), (7649, 3)])
 def test_long_lists_take_several_launches(
     emulated: KernelLibrary, counted: ctypes.CDLL, num_pages: int, num_launches: int
 ) -> None:
@@ -357,9 +338,7 @@ def test_target_and_draft_share_a_host_buffer(emulated: KernelLibrary, io_backen
 
 @pytest.mark.parametrize("io_backend", IO_BACKENDS)
 @pytest.mark.parametrize("layout", ["layer_first", "page_first"])
-def test_the_engines_copier_takes_layers_that_differ(
-    emulated: KernelLibrary, io_backend: str, layout: str
-) -> None:
+def test_the_engines_copier_takes_layers_that_differ(emulated: KernelLibrary, io_backend: str, layout: str) -> None:
     """Ranges of layers that are alike by the kernels, what they do not take by torch: every byte, and no other."""
     device = open_device("cpu")
     kv_pool, host_pool = make_pools(device, layout, Shape(layers=MIXED))  # type: ignore[arg-type]
@@ -397,9 +376,7 @@ def test_layers_that_are_alike_are_one_call_with_strides(
     for layer in range(3):
         copier.to_device(device.load, page_list(7, 8), page_list(1, 2), range(layer, layer + 1))
     part = 4 * 2 * 8 * 2
-    strides = (
-        (part, 30 * part, 15 * part, part) if layout == "layer_first" else (6 * part, 2 * part, part, part)
-    )
+    strides = (part, 30 * part, 15 * part, part) if layout == "layer_first" else (6 * part, 2 * part, part, part)
     ends = kv_pool.row(0, "k").data_ptr(), host_pool.buffer.data_ptr()
     layers = [None, range(1), range(1, 2), range(2, 3)]
     assert calls == [(strides, some, *ends) for some in layers]
@@ -448,18 +425,7 @@ def test_page_lists_that_do_not_fit_are_refused(emulated: KernelLibrary) -> None
 def test_fast_division_is_division(counted: ctypes.CDLL) -> None:
     quotient = counted.emulation_quotient
     draw = random.Random(0)
-    divisors = [
-        1,
-        2,
-        3,
-        5,
-        7,
-        72,
-        2**16 - 1,
-        2**30 + 1,
-        2**31 - 1,
-        *(draw.randrange(1, 2**31) for _ in range(300)),
-    ]
+    divisors = [1, 2, 3, 5, 7, 72, 2**16 - 1, 2**30 + 1, 2**31 - 1, *(draw.randrange(1, 2**31) for _ in range(300))]
     for divisor in divisors:
         near = [k * divisor + d for k in (0, 1, 2, (2**31 - 1) // divisor) for d in (-1, 0, 1)]
         for n in (*near, 2**31 - 1, draw.randrange(2**31)):
@@ -470,35 +436,20 @@ def test_fast_division_is_division(counted: ctypes.CDLL) -> None:
 def test_widest_unit(counted: ctypes.CDLL) -> None:
     widest = counted.emulation_widest_unit
     widest.argtypes = (ctypes.c_uint64,)
-    assert [widest(bits) for bits in (0, 2**40, 16 | 48, 8 | 64, 4 | 8, 6, 1 | 16)] == [
-        16,
-        16,
-        16,
-        8,
-        4,
-        2,
-        1,
-    ]
+    assert [widest(bits) for bits in (0, 2**40, 16 | 48, 8 | 64, 4 | 8, 6, 1 | 16)] == [16, 16, 16, 8, 4, 2, 1]
 
 
 def test_headers_know_nothing_of_torch() -> None:
     for header in (PACKAGE / "include").rglob("*.h"):
         includes = [line for line in header.read_text().splitlines() if line.startswith("#include")]
-        assert not any(word in line for line in includes for word in ("torch", "ATen", "c10", "Python.h")), (
-            header
-        )
+        assert not any(word in line for line in includes for word in ("torch", "ATen", "c10", "Python.h")), header
 
 
 # --- compiler and cache
 
 
 def test_architectures() -> None:
-    assert [arch_of(capability) for capability in ((8, 0), (8, 9), (9, 0), (10, 0))] == [
-        "80",
-        "89",
-        "90a",
-        "100",
-    ]
+    assert [arch_of(capability) for capability in ((8, 0), (8, 9), (9, 0), (10, 0))] == ["80", "89", "90a", "100"]
     runs = [c for c in ((7, 5), (8, 0), (8, 6), (9, 0), (10, 0), (10, 3), (12, 0)) if runs_on(WHEEL_ARCHS, c)]
     assert runs == [(8, 0), (8, 6), (9, 0), (10, 0), (10, 3)]
 
@@ -515,9 +466,7 @@ def fake_nvcc(folder: Path, body: str) -> Nvcc:
 
 def test_a_compiler_newer_than_the_driver_is_refused() -> None:
     newer = Nvcc(Path("/cuda/bin/nvcc"), "Cuda compilation tools, release 13.0, V13.0.48")
-    with pytest.raises(
-        KernelUnavailable, match=r"nvcc is of CUDA 13, the driver of CUDA 12\.8: update the driver"
-    ):
+    with pytest.raises(KernelUnavailable, match=r"nvcc is of CUDA 13, the driver of CUDA 12\.8: update the driver"):
         check_driver(newer, 12080)
     for fine in (13000, 13020, 14000, None):
         check_driver(newer, fine)
@@ -554,11 +503,7 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Sources:
-    texts = {
-        "csrc/a.cu": '#include "near.cuh"\n',
-        "csrc/b.cu": "",
-        "csrc/near.cuh": '# include "fenceline/far.h"\n',
-    }
+    texts = {"csrc/a.cu": '#include "near.cuh"\n', "csrc/b.cu": "", "csrc/near.cuh": '# include "fenceline/far.h"\n'}
     for name, text in {**texts, "include/fenceline/far.h": "#include <cstdint>\n"}.items():
         path = tmp_path / "sources" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -587,10 +532,7 @@ def test_cache_key_depends_on_all_that_matters(sources: Sources, tmp_path: Path)
 
 def test_real_units_depend_on_their_headers() -> None:
     """The closure finds what the compiler finds: each unit changes with its own header and not with its neighbour's."""
-    files = {
-        unit: {path.name for path in find_sources()._closure(find_sources().unit_file(unit))}
-        for unit in UNITS
-    }
+    files = {unit: {path.name for path in find_sources()._closure(find_sources().unit_file(unit))} for unit in UNITS}
     assert {"arena_fill.cu", "launch.cuh", "abi.h", "common.h", "arena_fill.h"} <= files["arena_fill"]
     assert {"page_copy.cu", "launch.cuh", "page_copy.h"} <= files["page_copy"]
     assert {"page_direct.cu", "page_direct.h", "page_copy.h"} <= files["page_direct"]
@@ -616,9 +558,7 @@ print(library.read_text())
 
 def test_processes_that_start_at_once_compile_once(sources: Sources, tmp_path: Path) -> None:
     log, folder = tmp_path / "log", tmp_path / "cache"
-    nvcc = fake_nvcc(
-        tmp_path, f'echo compiled >> {log}; printf li > "$out"; sleep 0.3; printf brary >> "$out"'
-    )
+    nvcc = fake_nvcc(tmp_path, f'echo compiled >> {log}; printf li > "$out"; sleep 0.3; printf brary >> "$out"')
     modules = PACKAGE / "python" / "fenceline_kernel"
     command = [sys.executable, "-c", COMPILE_ONCE_TOLD, modules, sources.root, nvcc.path, folder]
     pipe = subprocess.PIPE
@@ -636,9 +576,7 @@ def test_processes_that_start_at_once_compile_once(sources: Sources, tmp_path: P
 
 
 def test_failed_compilation_tells_the_first_error(sources: Sources, tmp_path: Path) -> None:
-    nvcc = fake_nvcc(
-        tmp_path, 'touch "$out"; echo "a.cu(3): warning: w"; echo "a.cu(7): error: x" >&2; exit 2'
-    )
+    nvcc = fake_nvcc(tmp_path, 'touch "$out"; echo "a.cu(3): warning: w"; echo "a.cu(7): error: x" >&2; exit 2')
     with pytest.raises(KernelUnavailable, match=r"nvcc failed: a\.cu\(7\): error: x$"):
         compiled_library(sources, "a", nvcc, ["90a"], tmp_path / "cache")
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
@@ -660,10 +598,7 @@ def test_what_was_built_ahead_is_used_for_its_sources_alone(sources: Sources, tm
     folder = tmp_path / "_lib"
     assert prebuilt_library(sources, "a", (9, 0), folder) is None
     build_ahead(sources, fake_nvcc(tmp_path, 'touch "$out"'), ("80", "90a"), folder)
-    assert [prebuilt_library(sources, unit, (9, 0), folder) for unit in "ab"] == [
-        folder / "a.so",
-        folder / "b.so",
-    ]
+    assert [prebuilt_library(sources, unit, (9, 0), folder) for unit in "ab"] == [folder / "a.so", folder / "b.so"]
     assert prebuilt_library(sources, "a", (8, 6), folder) == folder / "a.so"
     assert prebuilt_library(sources, "a", (10, 0), folder) is None
     (sources.root / "csrc" / "near.cuh").write_text("// changed")
@@ -677,9 +612,7 @@ def test_available_says_no_without_raising_and_tells_why(monkeypatch: pytest.Mon
     assert "torch sees no NVIDIA GPU" in (fenceline_kernel.why_unavailable() or "")
 
 
-def test_missing_compiler_makes_the_kernels_unavailable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_missing_compiler_makes_the_kernels_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def no_compiler() -> Nvcc:
@@ -724,18 +657,14 @@ def quick_nvcc() -> Nvcc:
 def test_unit_compiles_for_every_architecture(unit: str) -> None:
     """Machine code for sm_80, sm_90a and sm_100, on a machine that need have no GPU; again only when sources change."""
     nvcc = quick_nvcc()
-    compiled = compiled_library(
-        find_sources(), unit, nvcc, WHEEL_ARCHS, PACKAGE.parent / ".cache" / "kernels"
-    )
+    compiled = compiled_library(find_sources(), unit, nvcc, WHEEL_ARCHS, PACKAGE.parent / ".cache" / "kernels")
     assert ctypes.CDLL(str(compiled))
 
 
 @pytest.mark.slow
 def test_compiled_functions_answer_through_the_bindings() -> None:
     nvcc, folder = quick_nvcc(), PACKAGE.parent / ".cache" / "kernels"
-    kernels = KernelLibrary(
-        lambda unit: compiled_library(find_sources(), unit, nvcc, WHEEL_ARCHS, folder), "cpu"
-    )
+    kernels = KernelLibrary(lambda unit: compiled_library(find_sources(), unit, nvcc, WHEEL_ARCHS, folder), "cpu")
     with pytest.raises(RuntimeError, match="arena_fill: num_live is negative"):
         kernels.arena_fill(bytes(48), 1, -1, None, torch.device("cpu"), 0)
     pool, host = [torch.zeros(4, 1, 1)], torch.zeros(4, 1, 2, 1, 1, 1)
@@ -750,9 +679,7 @@ def test_compiled_functions_answer_through_the_bindings() -> None:
 def build_wheel(folder: Path, cuda_home: Path) -> Path:
     """pip wheel of a copy of the package: a build leaves folders beside its sources."""
     checkout = folder / "sgl-kernel"
-    shutil.copytree(
-        PACKAGE, checkout, ignore=shutil.ignore_patterns("build", "_lib", "*.egg-info", "__pycache__")
-    )
+    shutil.copytree(PACKAGE, checkout, ignore=shutil.ignore_patterns("build", "_lib", "*.egg-info", "__pycache__"))
     options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
     command = [sys.executable, "-m", "pip", "wheel", *options, str(checkout)]
     subprocess.run(command, env={**os.environ, "CUDA_HOME": str(cuda_home)}, check=True)
@@ -773,10 +700,7 @@ def test_wheel_with_a_compiler_carries_every_library(tmp_path: Path) -> None:
     fake_nvcc(tmp_path / "cuda", f'echo "$0 $all" >> {log}; echo library > "$out"')
     wheel = build_wheel(tmp_path, tmp_path / "cuda")
     assert re.search(r"-py3-none-(?!any)\w+\.whl$", wheel.name)
-    carried, folder = (
-        Sources(tmp_path / "site/fenceline_kernel/_src"),
-        tmp_path / "site/fenceline_kernel/_lib",
-    )
+    carried, folder = (Sources(tmp_path / "site/fenceline_kernel/_src"), tmp_path / "site/fenceline_kernel/_lib")
     for unit in UNITS:
         for capability in ((8, 0), (9, 0), (10, 0)):
             found = prebuilt_library(carried, unit, capability, folder)

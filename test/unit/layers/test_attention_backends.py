@@ -37,9 +37,7 @@ class PretendCuda(CpuDevice):
 
 
 def pool(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64) -> KVPool:
-    return KVPool(
-        40, KVLayout.uniform(16, 2, 2, head_dim, str(dtype).removeprefix("torch.")), torch.device("cpu")
-    )
+    return KVPool(40, KVLayout.uniform(16, 2, 2, head_dim, str(dtype).removeprefix("torch.")), torch.device("cpu"))
 
 
 def setting(device: Device, kv_pool: KVPool | None = None) -> AttentionSetting:
@@ -158,9 +156,7 @@ def test_auto_takes_the_fastest_and_says_why(
 
 
 def test_a_backend_that_breaks_is_left_out(machine: Callable[[Times], list[str]]) -> None:
-    machine(
-        {"triton": RuntimeError("no kernel image"), "fa3": 30.0, "flashinfer": TypeError("another version")}
-    )
+    machine({"triton": RuntimeError("no kernel image"), "fa3": 30.0, "flashinfer": TypeError("another version")})
     assert chosen() == ("fa3", "fa3")
 
 
@@ -239,9 +235,7 @@ def test_a_missing_or_foreign_flashinfer_is_refused(monkeypatch: pytest.MonkeyPa
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(flashinfer_library, "version", missing)
-    with pytest.raises(
-        ValueError, match=r"pip install 'fenceline\[cuda\]', or use --attention-backend triton"
-    ):
+    with pytest.raises(ValueError, match=r"pip install 'fenceline\[cuda\]', or use --attention-backend triton"):
         FlashInferAttentionBackend(pool(), PretendCuda(), 4)
     monkeypatch.setattr(flashinfer_library, "version", lambda name: "0.2.9")
     monkeypatch.setattr(flashinfer_library, "import_module", lambda name: ModuleType(name))
@@ -293,9 +287,7 @@ def test_backends_without_sinks_say_so_and_which_has_them() -> None:
     rules = {0: LayerRules(sinks=torch.zeros(4)), 1: LayerRules(window=9)}
     with pytest.raises(ValueError, match="flashinfer has no kernels with attention sinks: use .* triton"):
         FlashInferAttentionBackend(pool(), PretendCuda(), 4, rules={0: rules[0]})
-    with pytest.raises(
-        ValueError, match="fa3 does not support attention sinks: use --attention-backend triton"
-    ):
+    with pytest.raises(ValueError, match="fa3 does not support attention sinks: use --attention-backend triton"):
         Fa3AttentionBackend(pool(), print, {0: rules[0]})  # type: ignore[arg-type]
 
 
@@ -340,9 +332,7 @@ def test_layers_with_different_windows_attend_in_their_own(mode: ForwardMode) ->
     q = torch.cat(windowed.queries)
     kv = [torch.cat(windowed._last(tensors)) for tensors in (windowed.keys, windowed.values)]
     seq_lens = torch.tensor(lens)
-    inputs = AttentionInputs(
-        mode, windowed.page_table, windowed.rows, seq_lens, np.array(lens), np.array(new)
-    )
+    inputs = AttentionInputs(mode, windowed.page_table, windowed.rows, seq_lens, np.array(lens), np.array(new))
     plans = [backend.plan(inputs)]
     if mode is DECODE:
         plans.append(backend.plan_graph(GraphDecodeInputs(windowed.page_table, windowed.rows, seq_lens, 70)))

@@ -49,16 +49,12 @@ page_sizes = st.sampled_from([1, 16, 32, 64])
 
 
 @given(st.lists(st.integers(1, 140), min_size=1, max_size=9), page_sizes, heads, st.integers(0, 99))
-def test_decode_equals_the_textbook(
-    seq_lens: list[int], page_size: int, heads: tuple[int, int], seed: int
-) -> None:
+def test_decode_equals_the_textbook(seq_lens: list[int], page_size: int, heads: tuple[int, int], seed: int) -> None:
     Case(seq_lens, [1] * len(seq_lens), page_size, heads, seed).check(ForwardMode.DECODE)
 
 
 @given(st.lists(st.tuples(st.integers(0, 70), st.integers(1, 40)), min_size=1, max_size=5), page_sizes, heads)
-def test_extend_equals_the_textbook(
-    requests: list[tuple[int, int]], page_size: int, heads: tuple[int, int]
-) -> None:
+def test_extend_equals_the_textbook(requests: list[tuple[int, int]], page_size: int, heads: tuple[int, int]) -> None:
     seq_lens = [prefix + new for prefix, new in requests]
     Case(seq_lens, [new for _, new in requests], page_size, heads, seed=7).check(ForwardMode.EXTEND)
 
@@ -102,11 +98,7 @@ rules_of_six = st.builds(
     st.booleans(),
 )
 def test_windows_soft_caps_and_sinks_equal_the_textbook(
-    requests: list[tuple[int, int]],
-    page_size: int,
-    heads: tuple[int, int],
-    rules: LayerRules,
-    decodes: bool,
+    requests: list[tuple[int, int]], page_size: int, heads: tuple[int, int], rules: LayerRules, decodes: bool
 ) -> None:
     requests = [(prefix, 1 if decodes else new) for prefix, new in requests]
     seq_lens, query_lens = [a + b for a, b in requests], [new for _, new in requests]

@@ -144,9 +144,7 @@ def test_compiles(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "zeros": "*u8",
     }
     plain, fp8, int8, packed = "*bf16", "*fp8e4nv", "*i8", "*u8"
-    cases = [
-        (n, clamps, 0, 0, plain) for n, clamps in ((8, False), (4096, False), (65536, False), (4096, True))
-    ]
+    cases = [(n, clamps, 0, 0, plain) for n, clamps in ((8, False), (4096, False), (65536, False), (4096, True))]
     if capability >= 89:  # earlier ones have no instructions for FP8
         cases += [(8, False, 16, 0, fp8), (65536, False, 16, 0, fp8), (4096, False, 1, 0, fp8)]
     cases += [(8, False, 16, 0, int8), (65536, False, 1, 0, int8)]
@@ -241,9 +239,7 @@ def check_logits() -> None:
 
     for num_tokens, num_experts, k in ((1, 6, 40), (16, 9, 1500), (17, 4, 8)):
         x, weight = torch.randn(num_tokens, k).half(), torch.randn(num_experts, k)
-        torch.testing.assert_close(
-            routing.router_logits(x, weight), x.float() @ weight.T, atol=1e-4, rtol=1e-5
-        )
+        torch.testing.assert_close(routing.router_logits(x, weight), x.float() @ weight.T, atol=1e-4, rtol=1e-5)
 
 
 def check_routes() -> None:

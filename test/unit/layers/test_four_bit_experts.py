@@ -29,9 +29,7 @@ results = outcomes_of(__file__)
 @pytest.mark.parametrize("name", CHECKS)
 def test_interpreted(name: str, results: dict[str, str]) -> None:
     if name != "as_a_layer_stores_them" and not version("triton").startswith("3.6."):
-        pytest.skip(
-            f"the interpreter of Triton {version('triton')} fails in exp() here, that of 3.6 does not"
-        )
+        pytest.skip(f"the interpreter of Triton {version('triton')} fails in exp() here, that of 3.6 does not")
     assert results[name] == ""
 
 
@@ -39,9 +37,7 @@ def test_a_byte_has_numbers_that_lie_sixteen_apart() -> None:
     numbers = torch.randint(0, 16, (3, 96), dtype=torch.uint8)
     data = pack_halves(numbers)
     assert data.shape == (3, 48) and torch.equal(unpack_halves(data), numbers)
-    assert torch.equal(data[:, :16] & 15, numbers[:, :16]) and torch.equal(
-        data[:, :16] >> 4, numbers[:, 16:32]
-    )
+    assert torch.equal(data[:, :16] & 15, numbers[:, :16]) and torch.equal(data[:, :16] >> 4, numbers[:, 16:32])
 
 
 # --- the checks, run in the script -------------------------------------------------------------------
@@ -139,9 +135,7 @@ def check_by_parts() -> None:
             cuda_four_bit._PART_BYTES = 4 * 48 * 64 * each
             operands = (x, weight, routing, True, bias, limit, scales, zeros)
             got = cuda_four_bit.product_by_parts(grouped_product, *operands)
-            torch.testing.assert_close(
-                got[live], torch_kernels.grouped_product(*operands)[live], atol=1e-4, rtol=1e-4
-            )
+            torch.testing.assert_close(got[live], torch_kernels.grouped_product(*operands)[live], atol=1e-4, rtol=1e-4)
             assert not got[routing.order[routing.ends[-1] :]].any()
 
 

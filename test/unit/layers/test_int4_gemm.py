@@ -157,14 +157,7 @@ def check_reordering() -> None:
 def check_choice() -> None:
     from fenceline.layers import cuda_quantized
     from fenceline.layers.kernels.triton.int4_gemm import Int4Config, Int4Workspace
-    from fenceline.layers.skinny_table import (
-        CudaConfig,
-        GpuTraits,
-        SkinnyTable,
-        choice_to_json,
-        load_table,
-        table_key,
-    )
+    from fenceline.layers.skinny_table import CudaConfig, GpuTraits, SkinnyTable, choice_to_json, load_table, table_key
 
     calls: list[Int4Config] = []
 
@@ -259,9 +252,7 @@ def check_trial() -> None:
         cuda_quantized.int4_linear = right
 
 
-def ptx_of(
-    sizes: tuple[int, int, int, int, int], capability: int = 90, x: str = "bf16", **constants: Any
-) -> str:
+def ptx_of(sizes: tuple[int, int, int, int, int], capability: int = 90, x: str = "bf16", **constants: Any) -> str:
     """The PTX of a gated product. Checks that it compiles to machine code."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -309,10 +300,7 @@ def check_reordering_compiles() -> None:
         _reorder_kernel,
         types | dict.fromkeys(fixed, "constexpr"),
         {(names.index(name),): value for name, value in fixed.items()},
-        {
-            (names.index(name),): [["tt.divisibility", 16]]
-            for name in ("x_ptr", "norm_ptr", "out_ptr", "k_size")
-        },
+        {(names.index(name),): [["tt.divisibility", 16]] for name in ("x_ptr", "norm_ptr", "out_ptr", "k_size")},
     )
     options = {"num_warps": 8, "launch_pdl": True}
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]

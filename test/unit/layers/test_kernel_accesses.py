@@ -95,11 +95,7 @@ def main() -> None:
     )
     with interpreted_logarithms():
         print_outcomes(
-            {
-                f"{kind.__name__} {name}": partial(kind, name)
-                for kind in kinds
-                for name in KINDS[kind.__name__]
-            }
+            {f"{kind.__name__} {name}": partial(kind, name) for kind in kinds for name in KINDS[kind.__name__]}
         )
 
 

@@ -57,9 +57,7 @@ def test_the_checkpoints_scales_are_used(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     save_checkpoint("qwen3", plain)
     published = FP8_FORMATS["compressed-tensors-channel"]
-    write_published(
-        plain, tmp_path, Published({**published.config, "kv_cache_scheme": SCHEME}, published.quantise)
-    )
+    write_published(plain, tmp_path, Published({**published.config, "kv_cache_scheme": SCHEME}, published.quantise))
     path = tmp_path / "model.safetensors"
     weights = load_file(path)
 
@@ -90,9 +88,7 @@ def test_other_schemes_are_refused(tmp_path: Path) -> None:
 def test_a_gpu_that_cannot_convert_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fp8_kv_dtype(torch.device("cpu")) == FP8
     for capability in ((8, 9), (9, 0)):
-        monkeypatch.setattr(
-            torch.cuda, "get_device_capability", lambda device, capability=capability: capability
-        )
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         assert fp8_kv_dtype(torch.device("cuda:0")) == FP8
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     with pytest.raises(ValueError, match=r"compute capability 8.9 or more: leave it out"):

@@ -72,10 +72,7 @@ def test_merged_column_shards_concatenate(bias: bool) -> None:
     whole, *halves = filled([make(Shard()), *map(make, HALVES)], weights)
     x = torch.randn(5, 10)
     for name, part, split in zip(
-        ("gate_proj", "up_proj"),
-        product(whole, x),
-        zip(*(product(h, x) for h in halves), strict=True),
-        strict=True,
+        ("gate_proj", "up_proj"), product(whole, x), zip(*(product(h, x) for h in halves), strict=True), strict=True
     ):
         expected = nn.functional.linear(x, weights[f"x.{name}.weight"], weights.get(f"x.{name}.bias"))
         torch.testing.assert_close(part, expected)
@@ -178,9 +175,7 @@ def run_steps(model: PagedModel) -> list[torch.Tensor]:
 FOURFOLD: dict[str, object] = {"num_attention_heads": 8, "intermediate_size": 72, "head_dim": 12}
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in CHECKPOINTS if "llama-" not in name] + ["llama-tied-biased"]
-)
+@pytest.mark.parametrize("name", [name for name in CHECKPOINTS if "llama-" not in name] + ["llama-tied-biased"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_together_compute_what_one_does(name: str, size: int, tmp_path: Path) -> None:
     save_checkpoint(name, tmp_path, FOURFOLD if size == 4 else {})
@@ -239,9 +234,7 @@ def test_ranks_hold_parts_of_the_same_dummy_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3", "qwen2-moe", "qwen3-moe-mixed"])
-def test_a_forward_in_pieces_equals_the_whole(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forward_in_pieces_equals_the_whole(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(name, tmp_path)
     expected = run_steps(PagedModel(tmp_path, 16, "cpu"))
     paged = PagedModel(tmp_path, 16, "cpu")
@@ -313,22 +306,14 @@ ROPES: dict[str, dict[str, object]] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 1e6,
-        "factor": 4.0,
-        "original_max_position_embeddings": 32768,
-    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768},
 }
 
 
 @pytest.mark.parametrize("name", ROPES)
 def test_rotary_table_equals_transformers_at_far_positions(name: str) -> None:
     hf = transformers.LlamaConfig(
-        hidden_size=64,
-        num_attention_heads=2,
-        max_position_embeddings=131072,
-        rope_parameters=dict(ROPES[name]),
+        hidden_size=64, num_attention_heads=2, max_position_embeddings=131072, rope_parameters=dict(ROPES[name])
     )
     positions = torch.tensor([0, 1, 77, 8191, 8192, 32769, 131071])
     cos, sin = LlamaRotaryEmbedding(hf)(torch.zeros(1), positions[None])

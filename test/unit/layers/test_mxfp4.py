@@ -90,22 +90,17 @@ def test_new_weights_take_the_place_of_old_ones(published: tuple[Path, torch.nn.
     model.load_weights(tensors.items())
     assert torch.equal(model.layers[0].mlp.down.data, kept)
     bits = sum(
-        param.numel() * (4 + 8 / 32 if name.endswith(PACKED) else 32)
-        for name, param in published[1].named_parameters()
+        param.numel() * (4 + 8 / 32 if name.endswith(PACKED) else 32) for name, param in published[1].named_parameters()
     )
     assert model.nbytes == bits / 8
 
 
-def test_half_of_a_packed_matrix_is_refused(
-    published: tuple[Path, torch.nn.Module],
-) -> None:
+def test_half_of_a_packed_matrix_is_refused(published: tuple[Path, torch.nn.Module]) -> None:
     directory, _ = published
     model = PagedModel(directory, 16, "cpu").model
     name = "model.layers.1.mlp.experts.down_proj"
     slots = model.weight_slots()
-    both = {
-        f"{name}_{half}": torch.ones(slots[f"{name}_{half}"].full_shape, dtype=torch.uint8) for half in HALVES
-    }
+    both = {f"{name}_{half}": torch.ones(slots[f"{name}_{half}"].full_shape, dtype=torch.uint8) for half in HALVES}
     for half in HALVES:
         other = f"{name}_{HALVES[1 - HALVES.index(half)]}"
         one = [(f"{name}_{half}", both[f"{name}_{half}"].to("meta"))]
@@ -116,16 +111,12 @@ def test_half_of_a_packed_matrix_is_refused(
     model.load_weights([(norm, slots[norm].dest.clone())], partly=True)
 
 
-def test_exponents_of_a_type_of_their_own_are_refused(
-    published: tuple[Path, torch.nn.Module], tmp_path: Path
-) -> None:
+def test_exponents_of_a_type_of_their_own_are_refused(published: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
     directory, _ = published
     model = PagedModel(directory, 16, "cpu").model
     name = "model.layers.1.mlp.experts.down_proj"
     slots = model.weight_slots()
-    both = {
-        f"{name}_{half}": torch.ones(slots[f"{name}_{half}"].full_shape, dtype=torch.uint8) for half in HALVES
-    }
+    both = {f"{name}_{half}": torch.ones(slots[f"{name}_{half}"].full_shape, dtype=torch.uint8) for half in HALVES}
     both[f"{name}_scales"] = both[f"{name}_scales"].view(torch.float8_e8m0fnu)
     save_file(both, tmp_path / "new.safetensors")
     with pytest.raises(ValueError, match="scales is torch.float8_e8m0fnu, it must hold whole numbers"):
@@ -185,9 +176,7 @@ def test_ranks_that_would_cut_a_group_are_refused(published: tuple[Path, torch.n
     directory, _ = published
     flags = {"model_path": str(directory), "device": "cpu", "tp_size": 2}
     narrow = {**flags, "json_model_override_args": '{"intermediate_size": 96}'}
-    with pytest.raises(
-        ValueError, match="experts in groups of 32., which it does not divide; use 1, or --ep-size"
-    ):
+    with pytest.raises(ValueError, match="experts in groups of 32., which it does not divide; use 1, or --ep-size"):
         resolve(ServerArgs(**narrow))
     for accepted in (flags, {**narrow, "ep_size": 2}):
         assert resolve(ServerArgs(**accepted)).server_args.tp_size == 2
@@ -210,9 +199,7 @@ def test_dummy_weights_are_not_replaced_by_published_ones(published: tuple[Path,
 
 def test_numbers_are_rounded_to_the_nearest() -> None:
     """Each is off by half the distance to its neighbour at most, but for the largest, which are 6 and a half."""
-    matrix = (
-        torch.randn(40, 96, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 3, 40)[:, None]
-    )
+    matrix = torch.randn(40, 96, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 3, 40)[:, None]
     matrix[3, 32:64] = 0.0
     data, exponents = round_to_mxfp4(matrix)
     got = four_bit_numbers(data, exponents, None, torch.float32)
@@ -233,9 +220,7 @@ def test_what_cannot_be_is_refused(published: tuple[Path, torch.nn.Module], tmp_
     (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 40}))
     with pytest.raises(ValueError, match="40 input features for each rank are no groups of 32"):
         make_model(ModelConfig.from_dir(str(tmp_path)), torch_context(Shard(), torch.float32)).weight_slots()
-    slots = make_model(
-        ModelConfig.from_dir(str(directory)), torch_context(Shard(), torch.float32)
-    ).weight_slots()
+    slots = make_model(ModelConfig.from_dir(str(directory)), torch_context(Shard(), torch.float32)).weight_slots()
     name = "model.layers.0.mlp.experts.down_proj_blocks"
     with pytest.raises(ValueError, match="it must hold whole numbers"):
         slots[name].load(name, torch.zeros(slots[name].full_shape))

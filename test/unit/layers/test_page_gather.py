@@ -70,9 +70,7 @@ def rows(lens: tuple[int, ...] = (1, 64, 65, 600 * 64)) -> None:
     assert seq_lens.tolist() == list(lens)
 
 
-def check_rows(
-    page_table: torch.Tensor, chosen: torch.Tensor, lens: tuple[int, ...], out: torch.Tensor
-) -> None:
+def check_rows(page_table: torch.Tensor, chosen: torch.Tensor, lens: tuple[int, ...], out: torch.Tensor) -> None:
     for i, length in enumerate(lens):
         count = -(-length // 64)
         end = min(-(-count // 512) * 512, out.shape[1])
@@ -129,9 +127,7 @@ def flash_attention(
     return torch.cat(outputs).to(q.dtype)
 
 
-def fa3_plan(
-    seq_lens: list[int], query_lens: list[int], page_size: int, kind: str, window: int | None = None
-) -> None:
+def fa3_plan(seq_lens: list[int], query_lens: list[int], page_size: int, kind: str, window: int | None = None) -> None:
     from attention_cases import SCALE, Case
 
     from fenceline.layers.attention.base import LayerRules
@@ -142,10 +138,7 @@ def fa3_plan(
     case = Case(seq_lens, query_lens, page_size, (4, 2), seed=3, dtype=torch.bfloat16, rules=rules)
     backend = Fa3AttentionBackend(case.pool, flash_attention, case.rules_there())
     if kind == "graph":
-        rows, lens = (
-            torch.zeros(len(seq_lens), dtype=torch.int64),
-            torch.ones(len(seq_lens), dtype=torch.int64),
-        )
+        rows, lens = (torch.zeros(len(seq_lens), dtype=torch.int64), torch.ones(len(seq_lens), dtype=torch.int64))
         plan = backend.plan_graph(GraphDecodeInputs(case.page_table, rows, lens, max(seq_lens) + 20))
         assert plan is not None
         rows.copy_(case.rows)

@@ -41,12 +41,7 @@ from fenceline.models.loader import NewWeights, check_weights, load_model
 
 CPU = torch.device("cpu")
 # Matrices of several blocks of 128 (one of 64 rows) and groups of 32, 64 and 128.
-SIZES: dict[str, object] = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "head_dim": 32,
-}
+SIZES: dict[str, object] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 32}
 FORMATS = FP8_FORMATS | INT8_FORMATS | INT4_FORMATS
 # The largest error of a number, relative to itself, and relative to its scale.
 WORST = {"fp8": (2**-4, 2**-10), "int4": (0.0, 0.501)}
@@ -99,9 +94,7 @@ def plain_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if family not in made:
             made[family] = tmp_path_factory.mktemp(family)
             dense = {"num_attention_heads": 8, "num_key_value_heads": 4}
-            save_checkpoint(
-                family, made[family], SIZES | (dense if family in ("phi3", "glm4") else WITH_EXPERTS)
-            )
+            save_checkpoint(family, made[family], SIZES | (dense if family in ("phi3", "glm4") else WITH_EXPERTS))
         return made[family]
 
     return get
@@ -128,12 +121,7 @@ PARTLY_PLAIN: list[tuple[str, str, Mapping[str, object], str]] = [
         {"ignored_layers": ["lm_head", "model.layers.1.self_attn.qkv_proj"]},
         r".*1\.self_attn\.qkv_proj",
     ),
-    (
-        "glm4",
-        "fp8-static",
-        {"ignored_layers": ["self_attn.q_proj", "k_proj", "v_proj"]},
-        r".*\.[qkv]_proj",
-    ),
+    ("glm4", "fp8-static", {"ignored_layers": ["self_attn.q_proj", "k_proj", "v_proj"]}, r".*\.[qkv]_proj"),
     (
         "glm4",
         "fp8-blocks",
@@ -149,34 +137,19 @@ PARTLY_PLAIN: list[tuple[str, str, Mapping[str, object], str]] = [
     ),
     ("phi3", "awq", {"modules_to_not_convert": ["mlp.gate_up_proj"]}, r".*gate_up_proj"),
     ("glm4", "gptq", {"modules_to_not_convert": ["mlp"]}, r".*mlp.*"),
-    (
-        "phi3",
-        "gptq",
-        {"dynamic": {"-:.*down_proj": {}, r"-:model\.layers\.0\.": {}}},
-        r".*down_proj|.*layers\.0\..*",
-    ),
+    ("phi3", "gptq", {"dynamic": {"-:.*down_proj": {}, r"-:model\.layers\.0\.": {}}}, r".*down_proj|.*layers\.0\..*"),
     (
         "phi3",
         "gptq-v2",
         {"modules_in_block_to_quantize": [["self_attn.qkv_proj"], ["mlp.down_proj"]]},
         r".*o_proj|.*gate_up_proj",
     ),
-    (
-        "qwen3-moe",
-        "fp8-blocks",
-        {"modules_to_not_convert": ["mlp.gate", "model.layers.*.self_attn"]},
-        r".*self_attn.*",
-    ),
+    ("qwen3-moe", "fp8-blocks", {"modules_to_not_convert": ["mlp.gate", "model.layers.*.self_attn"]}, r".*self_attn.*"),
     ("qwen3-moe", "awq", {"modules_to_not_convert": ["model.layers.1.mlp.experts"]}, r".*1\.mlp\.experts.*"),
     (
         "glm4-moe",
         "compressed-tensors-channel",
-        {
-            "ignore": [
-                "re:.*shared_experts.*",
-                *(f"model.layers.0.mlp.{x}_proj" for x in ("gate", "up", "down")),
-            ]
-        },
+        {"ignore": ["re:.*shared_experts.*", *(f"model.layers.0.mlp.{x}_proj" for x in ("gate", "up", "down"))]},
         r".*shared_experts.*|.*layers\.0\.mlp\.\w+_proj",
     ),
     ("mixtral", "compressed-tensors-int4-zeros", {"ignore": ["re:.*w2$"]}, r".*w2"),
@@ -186,12 +159,7 @@ PARTLY_PLAIN: list[tuple[str, str, Mapping[str, object], str]] = [
 
 @pytest.mark.parametrize(("family", "name", "listed", "left_out"), PARTLY_PLAIN)
 def test_modules_that_a_checkpoint_leaves_plain(
-    family: str,
-    name: str,
-    listed: Mapping[str, object],
-    left_out: str,
-    plain_of: Callable[[str], Path],
-    tmp_path: Path,
+    family: str, name: str, listed: Mapping[str, object], left_out: str, plain_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     published = replace(FORMATS[name], config={**FORMATS[name].config, **listed})
     write_published(plain_of(family), tmp_path, published, left_out)
@@ -244,9 +212,7 @@ def test_parts_of_one_product_with_two_formats_are_refused(plain_of: Callable[[s
         for name, targets in (("w8a8", ["re:.*q_proj"]), ("compressed-tensors-channel", ["Linear"]))
     }
     config = {**FORMATS["w8a8"].config, "config_groups": groups}
-    with pytest.raises(
-        ValueError, match="model.layers.0.self_attn q_proj and k_proj have different formats, which"
-    ):
+    with pytest.raises(ValueError, match="model.layers.0.self_attn q_proj and k_proj have different formats, which"):
         _made(plain_of("phi3"), config)
 
 
@@ -301,9 +267,7 @@ def test_scales_of_keys_that_are_not_announced_are_told_of(
         "num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    scales = {
-        f"model.layers.{i}.self_attn.{x}_proj.{x}_scale": torch.tensor(0.5) for i in range(2) for x in "kv"
-    }
+    scales = {f"model.layers.{i}.self_attn.{x}_proj.{x}_scale": torch.tensor(0.5) for i in range(2) for x in "kv"}
     save_file(weights | scales, tmp_path / "model.safetensors")
     context = replace(torch_context(Shard(), torch.float32), kv_dtype=torch.float8_e4m3fn)
     model = load_model(ModelConfig.from_dir(str(tmp_path)), "auto", CPU, context, 0, progress=False)
@@ -312,9 +276,7 @@ def test_scales_of_keys_that_are_not_announced_are_told_of(
 
 def _quantised_modules(model: CausalLM) -> set[str]:
     few_bits = (torch.uint8, torch.int8, torch.float8_e4m3fn)
-    return {
-        name.rsplit(".", 1)[0] for name, slot in model.weight_slots().items() if slot.dest.dtype in few_bits
-    }
+    return {name.rsplit(".", 1)[0] for name, slot in model.weight_slots().items() if slot.dest.dtype in few_bits}
 
 
 def _made(plain: Path, quantization: Mapping[str, object]) -> CausalLM:
@@ -326,16 +288,11 @@ def _made(plain: Path, quantization: Mapping[str, object]) -> CausalLM:
     ("listed", "said"),
     [
         ("re:.*layers.1.*v_proj", "of model.layers.1.self_attn it leaves v_proj plain and q_proj not"),
-        (
-            "model.layers.0.mlp.experts.4",
-            "of model.layers.0.mlp it leaves experts.4.gate_proj plain and experts.0",
-        ),
+        ("model.layers.0.mlp.experts.4", "of model.layers.0.mlp it leaves experts.4.gate_proj plain and experts.0"),
         ("gate_proj", "of model.layers.0.mlp it leaves experts.0.gate_proj plain and experts.0.up_proj not"),
     ],
 )
-def test_parts_of_one_product_that_differ_are_refused(
-    listed: str, said: str, plain_of: Callable[[str], Path]
-) -> None:
+def test_parts_of_one_product_that_differ_are_refused(listed: str, said: str, plain_of: Callable[[str], Path]) -> None:
     config = {**FORMATS["compressed-tensors-channel"].config, "ignore": [listed]}
     with pytest.raises(ValueError) as caught:
         _made(plain_of("qwen3-moe"), config)
@@ -360,9 +317,7 @@ def test_on_line_fp8_of_such_matrices(family: str, plain_of: Callable[[str], Pat
 
 
 @pytest.mark.parametrize("name", ["fp8-blocks", *INT4_FORMATS])
-def test_shards_of_quantised_experts_add_up(
-    name: str, plain_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_shards_of_quantised_experts_add_up(name: str, plain_of: Callable[[str], Path], tmp_path: Path) -> None:
     write_published(plain_of("qwen3-moe"), tmp_path, FORMATS[name])
     config = ModelConfig.from_dir(str(tmp_path))
 
@@ -388,17 +343,13 @@ def test_shards_of_quantised_experts_add_up(
                 assert torch.equal(found, expected[own])
 
 
-def test_experts_in_int4_that_ranks_would_cut_are_refused(
-    plain_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_experts_in_int4_that_ranks_would_cut_are_refused(plain_of: Callable[[str], Path], tmp_path: Path) -> None:
     """256 features in groups of 128 on 4 ranks; --ep-size, or smaller groups, help."""
     for name, group in (("awq", 128), ("gptq", 64)):
         write_published(plain_of("qwen3-moe"), folder := tmp_path / name, FORMATS[name])
         flags = {"model_path": str(folder), "device": "cpu", "tp_size": 4}
         if group == 128:
-            with pytest.raises(
-                ValueError, match="experts in groups of 128., which it .* use 1, 2, or --ep-size"
-            ):
+            with pytest.raises(ValueError, match="experts in groups of 128., which it .* use 1, 2, or --ep-size"):
                 resolve(ServerArgs(**flags))
             with pytest.raises(ValueError, match="64 input features for each rank are no groups of 128"):
                 config = ModelConfig.from_dir(str(folder))
@@ -447,9 +398,7 @@ def test_shards_of_a_quantised_model_add_up(name: str, plain: Path, tmp_path: Pa
     def run(shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
         layer = load_model(config, "auto", CPU, torch_context(shard, torch.float32), 0, False).layers[0]
         gated = layer.mlp.gate_up_proj.forward(x).chunk(2, -1)
-        down = layer.self_attn.o_proj.weight.product(
-            x[:, shard.rank * 256 // shard.size :][:, : 256 // shard.size]
-        )
+        down = layer.self_attn.o_proj.weight.product(x[:, shard.rank * 256 // shard.size :][:, : 256 // shard.size])
         return torch.cat(gated, 0), down
 
     whole, halves = run(Shard()), [run(Shard(rank, 2)) for rank in range(2)]
@@ -475,9 +424,7 @@ def test_columns_in_the_order_of_activations_are_refused(plain: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("family", ["glm4", "qwen3-moe"])
-def test_zero_points_of_0_in_gptqs_first_version(
-    family: str, plain_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_zero_points_of_0_in_gptqs_first_version(family: str, plain_of: Callable[[str], Path], tmp_path: Path) -> None:
     write_published(plain_of(family), tmp_path, GPTQ_ASYMMETRIC)
     ours, meant = PagedModel(tmp_path, 16, "cpu"), PagedModel(tmp_path / "dequantised", 16, "cpu")
     torch.testing.assert_close(logits_of(ours), logits_of(meant), atol=1e-4, rtol=1e-4)
@@ -491,9 +438,7 @@ def test_int4_needs_whole_groups() -> None:
             RowParallelLinear("down_proj", 96, 16, False, replace(context, format=config))
     config = QuantConfig(method="on-line", kind="int4")
     layer = RowParallelLinear("down_proj", 192, 16, False, replace(context, format=config))
-    assert (
-        isinstance(layer.weight, QuantizedWeight) and layer.weight.stored.group == 32
-    )  # the largest that fits
+    assert isinstance(layer.weight, QuantizedWeight) and layer.weight.stored.group == 32  # the largest that fits
 
 
 def test_fused_parts_share_the_largest_of_their_input_scales() -> None:

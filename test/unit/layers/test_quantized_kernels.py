@@ -75,11 +75,7 @@ def stored_in(name: str, n: int, k: int) -> QuantizedFormat:
 
 
 def want_of(
-    x: torch.Tensor,
-    stored: QuantizedFormat,
-    bias: torch.Tensor | None,
-    gated: bool,
-    residual: torch.Tensor | None,
+    x: torch.Tensor, stored: QuantizedFormat, bias: torch.Tensor | None, gated: bool, residual: torch.Tensor | None
 ) -> torch.Tensor:
     want = F.linear(x, stored.dequantized(torch.float64), None if bias is None else bias.double())
     if gated:
@@ -270,9 +266,7 @@ def check_float16() -> None:
     x = 3000 * torch.randn(3, 128).sign().half()  # a residual beside which the others are small
     want = F.linear(norm.forward(x).float(), weight.stored.dequantized(torch.float32))
     for rows in (1, 3):
-        torch.testing.assert_close(
-            weight.normed_product(x[:rows], norm).float(), want[:rows], rtol=0.02, atol=1.0
-        )
+        torch.testing.assert_close(weight.normed_product(x[:rows], norm).float(), want[:rows], rtol=0.02, atol=1.0)
         assert weight.gated_product(x[:rows], norm, None, norm.kernels).isfinite().all()
 
 
@@ -297,11 +291,7 @@ def check_cuda_choice() -> None:
         launches.append((len(x), config))
         bits = 4 if stored.kind == "int4" else 8
         assert shared_bytes(config, len(x), bits, stored.group) <= SHARED_BYTES
-        wide = (
-            F.rms_norm(x, x.shape[1:], fusion.norm_weight, fusion.eps)
-            if fusion.norm_weight is not None
-            else x
-        )
+        wide = F.rms_norm(x, x.shape[1:], fusion.norm_weight, fusion.eps) if fusion.norm_weight is not None else x
         y = F.linear(wide, stored.dequantized(torch.bfloat16), fusion.bias)
         if fusion.gated:
             y = F.silu(y[:, : len(out[0])]) * y[:, len(out[0]) :]
@@ -359,11 +349,7 @@ def check_triton_trial() -> None:
         raise RuntimeError("not on this GPU")
 
     right, tolerance = cuda_quantized.scaled_linear, cuda_quantized._TOLERANCE
-    outcomes = (
-        (right, True),
-        (lambda *operands: right(*operands) * 1.3, False),
-        (fails, False),
-    )
+    outcomes = ((right, True), (lambda *operands: right(*operands) * 1.3, False), (fails, False))
     try:
         cuda_quantized._TOLERANCE = 0.15  # the interpreter rounds to FP8 badly (see above)
         for product, used in outcomes:

@@ -59,10 +59,7 @@ class Request(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("rows", "num_out", "k")),
         ("eps", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("gated", "tiles", "warps_n", "warps_k", "depth", "cluster")),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("num_ctas", "prefetch_bytes", "pdl", "direct", "bits", "group")
-        ),
+        *((name, ctypes.c_int32) for name in ("num_ctas", "prefetch_bytes", "pdl", "direct", "bits", "group")),
     )
 
 
@@ -71,9 +68,7 @@ def build(folder: Path, *replacements: tuple[str, str], numbers: str = "kBf16") 
     replaced by the second."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    sources = {
-        name: (ROOT / "csrc" / name).read_text() for name in ("skinny_kernel.cuh", "skinny_direct.cuh")
-    }
+    sources = {name: (ROOT / "csrc" / name).read_text() for name in ("skinny_kernel.cuh", "skinny_direct.cuh")}
     for old, new in replacements:
         assert sum(old in source for source in sources.values()) == 1
         sources = {name: source.replace(old, new) for name, source in sources.items()}
@@ -211,16 +206,12 @@ def test_weights_that_go_into_registers_agree_with_float64(tmp_path: Path, numbe
     torch.manual_seed(0)
     emulate = build(tmp_path, numbers=numbers)
     bits, group, _ = QUANTISED[numbers]
-    for (n, k), (turn, (warps_n, warps_k, depth)) in itertools.product(
-        DIRECT_SHAPES[numbers], enumerate(DIRECT_CUTS)
-    ):
+    for (n, k), (turn, (warps_n, warps_k, depth)) in itertools.product(DIRECT_SHAPES[numbers], enumerate(DIRECT_CUTS)):
         weight = make_weight(n, k, bits, group)
         for number, kind in enumerate(("plain", "norm", "gated", "residual")):
             rows = (1, 8, 5)[(number + turn) % 3]
             cut = (2, warps_n, warps_k, depth, 1, 0, (0, 64, 1 << 15)[(number + turn) % 3])
-            error = relative_error(
-                emulate, cut, rows, weight, kind, 0, biased=(number + turn) % 2 == 0, direct=True
-            )
+            error = relative_error(emulate, cut, rows, weight, kind, 0, biased=(number + turn) % 2 == 0, direct=True)
             assert error < 8e-3, (n, k, cut, rows, kind, error)
 
 
@@ -308,9 +299,7 @@ def test_each_wait_of_the_direct_kernel_is_needed(tmp_path: Path, old: str, new:
         ((2, 1, 13, 2, 1, 0, 0), 1, b"12 warps"),
     ],
 )
-def test_bad_direct_requests_are_refused(
-    emulate: Emulate, cut: tuple[int, ...], rows: int, said: bytes
-) -> None:
+def test_bad_direct_requests_are_refused(emulate: Emulate, cut: tuple[int, ...], rows: int, said: bytes) -> None:
     at = aligned(torch.zeros(64, 64, dtype=torch.bfloat16)).data_ptr()
     request = Request(at, at, None, None, None, at, at, None, rows, 16, 64, 0.0, 0, *cut, 1, 1, 8, 0)
     error = emulate(ctypes.byref(request), 0)
@@ -361,8 +350,6 @@ def test_bad_quantised_requests_are_refused(
 ) -> None:
     at = aligned(torch.zeros(64, 64)).data_ptr()
     scales, zeros = at if has_scales else None, at if bits == 4 else None
-    request = Request(
-        at, at, None, None, None, at, scales, zeros, 1, num_out, k, 0.0, 0, *CUTS[0], 1, 0, bits, group
-    )
+    request = Request(at, at, None, None, None, at, scales, zeros, 1, num_out, k, 0.0, 0, *CUTS[0], 1, 0, bits, group)
     error = emulate(ctypes.byref(request), 0)
     assert error is not None and said in error

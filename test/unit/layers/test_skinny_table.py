@@ -13,14 +13,7 @@ pytest.importorskip("triton")
 
 from fenceline.layers.cuda_layers import is_right, probe_cut
 from fenceline.layers.kernels.triton.skinny_gemm import Fusion, TritonConfig
-from fenceline.layers.skinny_table import (
-    CudaConfig,
-    GpuTraits,
-    SkinnyTable,
-    choice_to_json,
-    load_table,
-    table_key,
-)
+from fenceline.layers.skinny_table import CudaConfig, GpuTraits, SkinnyTable, choice_to_json, load_table, table_key
 
 H200 = GpuTraits(name="NVIDIA H200", num_sms=132, capability=(9, 0), has_cuda_kernels=True)
 WITHOUT_NVCC = GpuTraits(name="NVIDIA H200", num_sms=132, capability=(9, 0), has_cuda_kernels=False)
@@ -57,10 +50,7 @@ def test_k_that_cannot_be_read_in_16_bytes_goes_to_cublas() -> None:
 def test_choices_survive_the_file(tmp_path: Path) -> None:
     import json
 
-    entries = {
-        table_key(1, 64, 64, False): CudaConfig(tiles=2),
-        table_key(2, 64, 64, True): None,
-    }
+    entries = {table_key(1, 64, 64, False): CudaConfig(tiles=2), table_key(2, 64, 64, True): None}
     text = json.dumps({"entries": {key: choice_to_json(choice) for key, choice in entries.items()}})
     (tmp_path / "Some_GPU.json").write_text(text)
     table = load_table(UNKNOWN, tmp_path)
@@ -86,9 +76,7 @@ def stand_in(
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.5, float("nan")])
-def test_a_skinny_gemm_that_is_wrong_at_start_is_not_used(
-    wrong: float, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_skinny_gemm_that_is_wrong_at_start_is_not_used(wrong: float, caplog: pytest.LogCaptureFixture) -> None:
     weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
     product = partial(stand_in, weight, wrong)
     cuts = ((1, probe_cut(2)), (8, probe_cut(4)))

@@ -198,9 +198,7 @@ def check_graph_plan_follows_its_tensors() -> None:
 
     step = case([50, 90, 33], [1, 1, 1], 16, (2, 1))
     rows, seq_lens = step.rows[:2].clone(), torch.tensor(step.seq_lens[:2])
-    plan = TritonAttentionBackend(step.pool).plan_graph(
-        GraphDecodeInputs(step.page_table, rows, seq_lens, 90)
-    )
+    plan = TritonAttentionBackend(step.pool).plan_graph(GraphDecodeInputs(step.page_table, rows, seq_lens, 90))
     assert plan is not None
     expected = step.expected()
     for members in ([0, 1], [1, 2], [2, 0]):
@@ -208,9 +206,7 @@ def check_graph_plan_follows_its_tensors() -> None:
         seq_lens.copy_(torch.tensor(step.seq_lens)[members])
         q = torch.cat([step.queries[i] for i in members])
         output = plan.forward(1, q, q[:, :1], q[:, :1], SCALE)
-        torch.testing.assert_close(
-            output.double(), torch.cat([expected[i] for i in members]), atol=1e-5, rtol=0
-        )
+        torch.testing.assert_close(output.double(), torch.cat([expected[i] for i in members]), atol=1e-5, rtol=0)
 
 
 def verify(step, num_nodes: int, trees, num_sms: int = 3) -> torch.Tensor:  # type: ignore[no-untyped-def]
@@ -226,9 +222,7 @@ def verify(step, num_nodes: int, trees, num_sms: int = 3) -> torch.Tensor:  # ty
 
 
 def agree_on_trees(output: torch.Tensor, step, trees) -> None:  # type: ignore[no-untyped-def]
-    torch.testing.assert_close(
-        output.double(), torch.cat(step.expected(trees)), atol=TOLERANCES[output.dtype], rtol=0
-    )
+    torch.testing.assert_close(output.double(), torch.cat(step.expected(trees)), atol=TOLERANCES[output.dtype], rtol=0)
 
 
 def check_verify_of_random_trees() -> None:
@@ -299,9 +293,7 @@ def check_verify_plan_follows_its_tensors() -> None:
     step = case([50, 90, 33], [3, 3, 3], 16, (2, 1))
     lens, masks = torch.tensor(step.seq_lens), bits_of(trees, 3)
     rows, seq_lens, ancestors = step.rows[:2].clone(), lens[:2].clone(), masks[:2].clone()
-    inputs = VerifyInputs(
-        step.page_table, rows, seq_lens, np.array([90, 90]), QueryTree(3, 3, ancestors), num_heads=2
-    )
+    inputs = VerifyInputs(step.page_table, rows, seq_lens, np.array([90, 90]), QueryTree(3, 3, ancestors), num_heads=2)
     plan = TritonAttentionBackend(step.pool).plan_verify(inputs)
     assert plan is not None
     expected = step.expected(trees)
@@ -310,9 +302,7 @@ def check_verify_plan_follows_its_tensors() -> None:
             tensor.copy_(values[members])
         q = torch.cat([step.queries[i] for i in members])
         output = plan.forward(1, q, q[:, :1], q[:, :1], SCALE)
-        torch.testing.assert_close(
-            output.double(), torch.cat([expected[i] for i in members]), atol=1e-5, rtol=0
-        )
+        torch.testing.assert_close(output.double(), torch.cat([expected[i] for i in members]), atol=1e-5, rtol=0)
 
 
 def check_layers_of_a_draft() -> None:
@@ -331,9 +321,7 @@ def check_layers_of_a_draft() -> None:
         step.pool = pool
         backend = TritonAttentionBackend(pool, first_layer=1)
         agree(step.verify(backend, num_queries, None), step)
-        plan = backend.plan_graph(
-            GraphDecodeInputs(step.page_table, step.rows, torch.tensor(step.seq_lens), 90)
-        )
+        plan = backend.plan_graph(GraphDecodeInputs(step.page_table, step.rows, torch.tensor(step.seq_lens), 90))
         if num_queries == 1:
             assert plan is not None
             q = torch.cat(step.queries)

@@ -113,10 +113,7 @@ def addresses_for_tensors(launch: tuple[Any, ...], num_args: int) -> tuple[Any, 
     """A launch as it is when bound: addresses for tensors, nothing for hooks and for constants, which the kernel has
     built in."""
     begin = len(launcher._KNOWN_FORMAT)
-    plain = [
-        arg.data_ptr() if isinstance(arg, torch.Tensor) else 0 if arg is None else arg
-        for arg in launch[begin:]
-    ]
+    plain = [arg.data_ptr() if isinstance(arg, torch.Tensor) else 0 if arg is None else arg for arg in launch[begin:]]
     return (*launch[: begin - 3], None, None, None, *plain[:num_args], *[None] * (len(plain) - num_args))
 
 
@@ -224,9 +221,7 @@ def specialised(x, size):  # type: ignore[no-untyped-def]
 
 @needs_known_triton
 @pytest.mark.parametrize("change", ["version", "format"])
-def test_an_unknown_triton_launches_by_itself(
-    gpu: Recorder, change: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_triton_launches_by_itself(gpu: Recorder, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if change == "version":
         monkeypatch.setattr(triton, "__version__", "3.9.1")
     else:
@@ -238,11 +233,7 @@ def test_an_unknown_triton_launches_by_itself(
 
 def compiled_kernel() -> SimpleNamespace:
     run = SimpleNamespace(
-        launch=print,
-        launch_cooperative_grid=False,
-        launch_pdl=False,
-        global_scratch_size=0,
-        profile_scratch_size=0,
+        launch=print, launch_cooperative_grid=False, launch_pdl=False, global_scratch_size=0, profile_scratch_size=0
     )
     return SimpleNamespace(run=run, packed_metadata=(1, 1, 0), function=5)
 

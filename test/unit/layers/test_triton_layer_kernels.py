@@ -69,13 +69,7 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from fenceline.layers.kernels.triton import (
-        activation,
-        quantized_gemm,
-        rms_norm,
-        rotate_store,
-        skinny_gemm,
-    )
+    from fenceline.layers.kernels.triton import activation, quantized_gemm, rms_norm, rotate_store, skinny_gemm
     from fenceline.layers.kernels.triton import decode_prologue as decode_prologue_triton
     from fenceline.layers.kernels.triton import embed_join as embed_join_triton
     from fenceline.layers.kernels.triton import sample as sample_triton
@@ -94,15 +88,7 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
     unused = {"thresholds": None, "maxima": None, "ROWS_EACH": 1, "ROWS_EACH_MASK": 1}
     product = {"K": 4096, "HAS_NORM": True, "HAS_BIAS": True, "ADD": False, "GATED": True, "BLOCK_N": 16}
     one = {**product, "INT4": True, "GROUP": 128, "BLOCK_K": 512}
-    rows = {
-        "HAS_BIAS": True,
-        "ADD": False,
-        "GATED": True,
-        "BLOCK_N": 64,
-        "BLOCK_K": 128,
-        "EVEN_K": True,
-        "ROWS": 32,
-    }
+    rows = {"HAS_BIAS": True, "ADD": False, "GATED": True, "BLOCK_N": 64, "BLOCK_K": 128, "EVEN_K": True, "ROWS": 32}
     scaled = {**rows, "GROUP": 0, "SCALED": True}
     dense = {**rows, "GROUP": 0, "SCALED": False, "x_scales_ptr": None, "scales_ptr": None}
     rounded = {"HAS_NORM": True, "HAS_SCALE": False, "GROUPS": 32, "SIZE": 128, "scale_ptr": None}
@@ -133,9 +119,7 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
         *in_fp8,
     ):
         names, fixed = kernel.arg_names, constants | ({"PDL": pdl} if "PDL" in kernel.arg_names else {})
-        signature = {
-            name: "constexpr" if name in fixed else (ARGUMENTS | types).get(name, "*i64") for name in names
-        }
+        signature = {name: "constexpr" if name in fixed else (ARGUMENTS | types).get(name, "*i64") for name in names}
         aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in signature.items() if "*" in t}
         values = {(names.index(name),): value for name, value in fixed.items()}
         source = ASTSource(kernel, signature, values, aligned)
@@ -247,10 +231,7 @@ def check_rotate_and_store_in_fp8() -> None:
     )
     rotate_and_store(qkv, heads, norms, table, positions, caches[0], caches[1], slots, kv_scales=scales)
     close(qkv[:, : 4 * 16], expected[0][:, : 4 * 16], ulps=4.0)
-    for actual, wanted in (
-        (qkv[:, 4 * 16 :], expected[0][:, 4 * 16 :]),
-        *zip(caches, expected[1:], strict=True),
-    ):
+    for actual, wanted in ((qkv[:, 4 * 16 :], expected[0][:, 4 * 16 :]), *zip(caches, expected[1:], strict=True)):
         actual, wanted = actual.float(), wanted.float()
         # The interpreter loses the carry of a number that is rounded up to a power of two.
         assert ((actual == wanted) | (actual * 2 == wanted)).float().mean() > 0.99
@@ -334,11 +315,7 @@ class Draw:
     def reference(self) -> torch.Tensor:
         from fenceline.sampling.draw_kernels import sample_tokens
 
-        i, next_tokens, last_tokens = (
-            self.inputs,
-            torch.full((self.num_reqs,), -1),
-            torch.arange(self.num_reqs),
-        )
+        i, next_tokens, last_tokens = (self.inputs, torch.full((self.num_reqs,), -1), torch.arange(self.num_reqs))
         rows, steps = torch.arange(self.num_reqs), torch.zeros(self.num_reqs, dtype=torch.int64)
         sample_tokens(
             self.logits, i.temperatures, i.noise_scales, i.seed_keys, i.positions, rows, last_tokens,

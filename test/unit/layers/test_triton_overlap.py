@@ -166,9 +166,7 @@ def check_kernel_in_front() -> None:
 
     shape = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": 64, "BLOCK_HALF": 64, "BLOCK_HEADS": 4}
     kernel = rotate_store._rotate_and_store_kernel
-    ptx = compile_kernel(
-        kernel, shape | {"HAS_NORMS": False, "ROUNDS": False, "PDL": True}, "sm_90", 2, 3, True
-    )
+    ptx = compile_kernel(kernel, shape | {"HAS_NORMS": False, "ROUNDS": False, "PDL": True}, "sm_90", 2, 3, True)
     assert 0 < ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")
 
 

@@ -24,10 +24,7 @@ class Rig:
     """A controller over small pools of noise."""
 
     def __init__(
-        self,
-        device: Device | None = None,
-        layout: MemLayout = "layer_first",
-        io_backend: IoBackend = "direct",
+        self, device: Device | None = None, layout: MemLayout = "layer_first", io_backend: IoBackend = "direct"
     ) -> None:
         self.device = device or open_device("cpu")
         self.kv_pool, self.host_pool = make_pools(self.device, layout, SHAPE)
@@ -192,9 +189,7 @@ def test_forward_waits_for_each_layer_of_the_loads_it_reads(monkeypatch: pytest.
     assert repr(other.layer_points[0]) not in str(waits.seen)
 
 
-def test_a_model_of_fewer_layers_waits_for_whole_pages(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_of_fewer_layers_waits_for_whole_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft's layers lie behind the target's: what comes after the target's step may read them."""
     rig = Rig(checked())
     read = rig.load([1], [0])

@@ -73,11 +73,7 @@ class Walk:
             return
         if (
             name in ("begin", "release", "prefetch_done")
-            and not {
-                "begin": machine.queued,
-                "release": machine.held,
-                "prefetch_done": machine.prefetches,
-            }[name]
+            and not {"begin": machine.queued, "release": machine.held, "prefetch_done": machine.prefetches}[name]
         ):
             return
         getattr(machine, name)(**self.arguments(name))

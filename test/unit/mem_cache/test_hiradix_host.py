@@ -191,14 +191,8 @@ PERTURBATIONS: dict[str, tuple[Callable[[Tiers], object], str]] = {
     "locked": (lambda t: setattr(t.tree, "_num_locked_nodes", 9), "locked nodes, counted 9"),
     "on_no_tier": (lambda t: top(t, 3).__setattr__("host_pages", None), "holds no page"),
     "half_there": (lambda t: top(t, 1).__setattr__("on_device", False), "partly on the device"),
-    "children": (
-        lambda t: top(t, 1).__setattr__("num_device_children", 7),
-        "miscounts its children on the d",
-    ),
-    "host_children": (
-        lambda t: top(t, 1).__setattr__("num_host_children", 7),
-        "miscounts its children on the h",
-    ),
+    "children": (lambda t: top(t, 1).__setattr__("num_device_children", 7), "miscounts its children on the d"),
+    "host_children": (lambda t: top(t, 1).__setattr__("num_host_children", 7), "miscounts its children on the h"),
     "unqueued": (lambda t: t.tree._host.lru.clear(), "not in the host queue"),
     "freed": (lambda t: t.host_pool.retire(top(t, 3).host_pages, Points.none()), "that the pool has free"),
     "twice": (lambda t: top(t, 3).host_pages.__setitem__(0, top(t, 1).host_pages[0]), "held twice"),

@@ -40,9 +40,7 @@ def test_sizes_and_shapes(device: Device, layout: MemLayout) -> None:
 
 @pytest.mark.parametrize("shape", [SHAPE, Shape(layers=MIXED)], ids=["alike", "mixed"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_parts_are_disjoint_contiguous_and_make_up_everything(
-    device: Device, layout: MemLayout, shape: Shape
-) -> None:
+def test_parts_are_disjoint_contiguous_and_make_up_everything(device: Device, layout: MemLayout, shape: Shape) -> None:
     _, pool = make_pools(device, layout, shape)
     pool.buffer.zero_()
     number = 0
@@ -65,18 +63,14 @@ def test_no_row_of_watched_accesses_has_two_pages(
 ) -> None:
     named: dict[str, int] = {}
     monkeypatch.setattr(
-        type(device),
-        "name_memory",
-        lambda self, tensor, name, row_bytes=None: named.update({name: row_bytes}),
+        type(device), "name_memory", lambda self, tensor, name, row_bytes=None: named.update({name: row_bytes})
     )
     _, pool = make_pools(device, layout, shape)
     pages_of: dict[int, set[int]] = {}
     for page in range(15):
         for part in pool.parts:
             start = part[page].data_ptr() - pool.buffer.data_ptr()
-            for row in range(
-                start // named["host_pool"], -(-(start + part[page].nbytes) // named["host_pool"])
-            ):
+            for row in range(start // named["host_pool"], -(-(start + part[page].nbytes) // named["host_pool"])):
                 pages_of.setdefault(row, set()).add(page)
     assert all(len(pages) == 1 for pages in pages_of.values())
 
@@ -147,9 +141,7 @@ def test_a_pool_larger_than_the_machine_is_refused(device: Device, monkeypatch: 
 
     monkeypatch.setattr(device, "host_buffer", never)
     num_pages = 10**15 // SHAPE.layout.page_nbytes
-    with pytest.raises(
-        ValueError, match=r"needs 1000000\.0 GB.* lower --hicache-size \(GB\) or --hicache-ratio"
-    ):
+    with pytest.raises(ValueError, match=r"needs 1000000\.0 GB.* lower --hicache-size \(GB\) or --hicache-ratio"):
         HostPool(device, num_pages, SHAPE.layout, "page_first")
 
 
@@ -171,9 +163,7 @@ def test_memory_that_cannot_be_pinned_is_refused_with_the_remedy(
         raise error
 
     monkeypatch.setattr(device, "host_buffer", fails)
-    with pytest.raises(
-        ValueError, match="could not be allocated and pinned .*: lower --hicache-size"
-    ) as raised:
+    with pytest.raises(ValueError, match="could not be allocated and pinned .*: lower --hicache-size") as raised:
         HostPool(device, 10, SHAPE.layout, "layer_first")
     assert "\n" not in str(raised.value)
     assert raised.value.__cause__ is error

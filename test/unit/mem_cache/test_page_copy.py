@@ -50,11 +50,7 @@ def test_runs_are_the_pairs_in_order_and_as_few_as_can_be(device: list[int], hos
 
 
 def test_a_run_breaks_where_either_side_does() -> None:
-    assert list(runs_of(pages(1, 2, 3, 4, 9), pages(5, 6, 8, 9, 10))) == [
-        Run(1, 5, 2),
-        Run(3, 8, 2),
-        Run(9, 10, 1),
-    ]
+    assert list(runs_of(pages(1, 2, 3, 4, 9), pages(5, 6, 8, 9, 10))) == [Run(1, 5, 2), Run(3, 8, 2), Run(9, 10, 1)]
     assert list(runs_of(pages(3, 2, 1), pages(3, 2, 1))) == [Run(3, 3, 1), Run(2, 2, 1), Run(1, 1, 1)]
 
 

@@ -44,10 +44,7 @@ def engine_flags(directory: Path, **flags: object) -> dict[str, object]:
 
 
 def serve(
-    folder: Path,
-    directory: Path,
-    meddle: Callable[[int, Driver], None] = lambda rank, driver: None,
-    **flags: object,
+    folder: Path, directory: Path, meddle: Callable[[int, Driver], None] = lambda rank, driver: None, **flags: object
 ) -> list[tuple[list[int], int]]:
     """What a server of two ranks answers to each prompt, and how many tokens of it came from storage. It stores
     everything before it ends. ``meddle`` with a rank's driver before the first request."""
@@ -87,9 +84,7 @@ def serve(
             return
 
     def run(rank: int) -> list[tuple[list[int], int]]:
-        driver = make_model_driver(
-            rank=(ranks.devices[rank], ranks.shards[rank]), **engine_flags(directory, **flags)
-        )
+        driver = make_model_driver(rank=(ranks.devices[rank], ranks.shards[rank]), **engine_flags(directory, **flags))
         meddle(rank, driver)
         try:
             answers = lead(driver) if rank == 0 else follow(driver)

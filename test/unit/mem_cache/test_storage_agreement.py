@@ -70,9 +70,7 @@ def test_a_failure_on_one_rank_is_a_miss_on_all(lives: list[tuple[int, int, bool
     any_slow = any(slow for _, _, slow, _ in lives)
     for op in ops:
         assert (op.num_found, op.num_fetched) == (found, read if found else 0)
-        assert op.outcome == ops[0].outcome and (op.outcome is Outcome.COMPLETE) == (
-            found > 0 and read == found
-        )
+        assert op.outcome == ops[0].outcome and (op.outcome is Outcome.COMPLETE) == (found > 0 and read == found)
         assert op.timed_out <= any_slow
     assert all(next(each, None) is None for each in saying)
 

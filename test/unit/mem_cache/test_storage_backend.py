@@ -283,9 +283,7 @@ def test_a_disk_that_fills_up_while_writing(
     assert put(backend, NAMES[2:5]) == [True] * 3
 
 
-def test_a_full_disk_is_not_even_tried(
-    backend: FileBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_not_even_tried(backend: FileBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(backend, NAMES[:2])
     full = os.statvfs_result((4096, 4096, 1000, 500, 0, 100, 100, 100, 0, 255))  # the last blocks are root's
     monkeypatch.setattr(os, "statvfs", lambda path: full)
@@ -309,11 +307,7 @@ def test_the_systems_own_limit(backend: FileBackend, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["writev", "rename", "ftruncate", "statvfs"])
 def test_a_failing_disk(
-    backend: FileBackend,
-    tmp_path: Path,
-    refuse: Callable[[str, int], None],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    backend: FileBackend, tmp_path: Path, refuse: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     put(backend, NAMES[:2])
     refuse(name, errno.EIO)

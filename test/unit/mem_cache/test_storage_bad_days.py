@@ -30,15 +30,7 @@ from storage_tier import (
 from fenceline.config.server_args import PrefetchPolicy
 from fenceline.mem_cache.page_hash import PageKey
 from fenceline.mem_cache.storage.backend import Reason
-from fenceline.mem_cache.storage.controller import (
-    Ack,
-    Done,
-    Fetched,
-    Found,
-    StorageLimits,
-    TimedOut,
-    Written,
-)
+from fenceline.mem_cache.storage.controller import Ack, Done, Fetched, Found, StorageLimits, TimedOut, Written
 from fenceline.mem_cache.storage.worker import I32, Outcome, Prefetch
 from fenceline.memory_order import Points
 
@@ -261,9 +253,7 @@ def test_servers_killed_while_they_write_leave_nothing_wrong(make: Make, tmp_pat
     """Two of one directory, killed one after the other."""
     random = Random(0)
     command = [sys.executable, process.__file__, "write", str(tmp_path)]
-    servers = [
-        subprocess.Popen([*command, str(seed)], stdout=subprocess.PIPE, text=True) for seed in range(2)
-    ]
+    servers = [subprocess.Popen([*command, str(seed)], stdout=subprocess.PIPE, text=True) for seed in range(2)]
     try:
         for server in servers:
             assert server.stdout is not None
@@ -384,9 +374,7 @@ def test_a_bad_day_of_everything(seed: int, make: Make, tmp_path: Path) -> None:
         flip(path_of(tmp_path, tier_fingerprint(), name), 70, 8)
 
     room = 40 * (PAGE + 64)
-    backend = FaultyBackend(
-        file_backend(tmp_path, room), seed=seed, fail=0.05, corrupt=0.05, damage=damage, crash=0.08
-    )
+    backend = FaultyBackend(file_backend(tmp_path, room), seed=seed, fail=0.05, corrupt=0.05, damage=damage, crash=0.08)
     tier = make(backend, num_workers=3, limits=StorageLimits(batch_bytes=2 * PAGE, max_write_pages=10))
     server = Server(tier, Random(seed))
     for handle in range(3000):

@@ -8,29 +8,10 @@ from pathlib import Path
 import pytest
 from storage_cases import page_files
 from storage_faults import FaultyBackend
-from storage_tier import (
-    KEYS,
-    NUM_PAGES,
-    PAGE,
-    PATIENCE_S,
-    TWO_PAGES,
-    Gate,
-    Make,
-    file_backend,
-    tiers_of_one_test,
-)
+from storage_tier import KEYS, NUM_PAGES, PAGE, PATIENCE_S, TWO_PAGES, Gate, Make, file_backend, tiers_of_one_test
 
 from fenceline.config.server_args import MemLayout, PrefetchPolicy
-from fenceline.mem_cache.storage.controller import (
-    Ack,
-    Done,
-    Fetched,
-    Found,
-    StorageLimits,
-    TimedOut,
-    Written,
-    apply,
-)
+from fenceline.mem_cache.storage.controller import Ack, Done, Fetched, Found, StorageLimits, TimedOut, Written, apply
 from fenceline.mem_cache.storage.worker import Outcome, Prefetch
 from fenceline.memory_order import Points
 

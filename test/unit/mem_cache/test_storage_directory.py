@@ -19,9 +19,7 @@ PAGE = 1000
 BOUND = 10 * file_nbytes(PAGE)
 
 
-def test_a_page_published_during_a_scan_is_counted_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_published_during_a_scan_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At whichever folder the scan is: not missed, not counted twice."""
     size, scandir = file_nbytes(PAGE), os.scandir
     backend = FileBackend(tmp_path, fingerprint(PAGE), BOUND)
@@ -51,9 +49,7 @@ def test_a_page_published_during_a_scan_is_counted_once(
     assert num_folders >= 4, "the scan has several moments"
 
 
-def test_a_lock_on_a_file_that_was_replaced_does_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_on_a_file_that_was_replaced_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The directory is removed and made again between open and flock."""
     directory, flock = StorageDirectory(tmp_path, 1.0), fcntl.flock
 
@@ -96,9 +92,7 @@ def test_threads_exclude_each_other(tmp_path: Path) -> None:
         pass
 
 
-def test_a_directory_that_is_made_again_keeps_its_descriptor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_is_made_again_keeps_its_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread is about to use it when another finds that the directory is gone, and makes it again."""
     root, rename = tmp_path / "root", os.rename
     directory = StorageDirectory(root, 1.0)
@@ -122,9 +116,7 @@ def test_a_directory_that_is_made_again_keeps_its_descriptor(
     assert directory.holds(path)
 
 
-def test_a_temporary_file_that_cannot_be_made_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_temporary_file_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is full, and somebody removes the directory at the same moment."""
     directory = StorageDirectory(tmp_path / "root", 1.0)
 

@@ -92,9 +92,7 @@ def put(backend: FileBackend, names: list[bytes]) -> list[bool]:
 
 
 @plants
-def test_the_number_of_bytes_is_written_to_a_file_of_ours_alone(
-    root: Path, victim: Path, plant: Plant
-) -> None:
+def test_the_number_of_bytes_is_written_to_a_file_of_ours_alone(root: Path, victim: Path, plant: Plant) -> None:
     put(backend_at(root), NAMES[:2])
     (root / "usage").unlink()
     plant(root / "usage", victim)
@@ -109,9 +107,7 @@ def test_the_number_of_bytes_is_written_to_a_file_of_ours_alone(
 
 @plants
 @pytest.mark.parametrize("call", ["get", "set", "exists", "start"])
-def test_a_page_that_is_none_of_ours_is_removed_and_heals(
-    root: Path, victim: Path, plant: Plant, call: str
-) -> None:
+def test_a_page_that_is_none_of_ours_is_removed_and_heals(root: Path, victim: Path, plant: Plant, call: str) -> None:
     backend = backend_at(root)
     put(backend, NAMES)
     path = path_of(root, fingerprint(PAGE), NAMES[1])
@@ -146,9 +142,7 @@ def test_an_unfinished_file_that_is_none_of_ours_is_swept(root: Path, victim: Pa
 
 @pytest.mark.parametrize("plant", [link, dangling_link, fifo, open_to_all], ids=lambda plant: plant.__name__)
 @pytest.mark.parametrize("where", ["tmp", "model", "fan"])
-def test_a_folder_that_leads_elsewhere_is_made_anew(
-    root: Path, victim: Path, plant: Plant, where: str
-) -> None:
+def test_a_folder_that_leads_elsewhere_is_made_anew(root: Path, victim: Path, plant: Plant, where: str) -> None:
     outside = victim.parent / "outside"
     outside.mkdir()
     page = path_of(root, fingerprint(PAGE), NAMES[0])
@@ -209,9 +203,7 @@ def test_a_directory_exchanged_for_a_link_while_it_is_used(root: Path, victim: P
     assert list(elsewhere.iterdir()) == []
 
 
-def test_two_servers_replace_a_foreign_number_once(
-    root: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_servers_replace_a_foreign_number_once(root: Path, victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have seen the link; the second must not remove the file that the first has put there and locked."""
     first, second = StorageDirectory(root, 30.0), StorageDirectory(root, 0.0)
     (root / "usage").symlink_to(victim)
@@ -247,10 +239,7 @@ def test_whose_an_entry_is() -> None:
     assert foreign_file(status(stat.S_IFBLK | 0o600)) == "is a device"
     assert foreign_folder(status(stat.S_IFDIR | 0o755, links=5)) is None
     assert foreign_folder(status(stat.S_IFDIR | 0o1777)) is not None
-    assert (
-        foreign_folder(status(stat.S_IFDIR | 0o700, os.geteuid() + 1))
-        == f"belongs to user {os.geteuid() + 1}"
-    )
+    assert foreign_folder(status(stat.S_IFDIR | 0o700, os.geteuid() + 1)) == f"belongs to user {os.geteuid() + 1}"
 
 
 def test_another_users_file_is_judged_where_it_cannot_be_opened(

@@ -62,9 +62,7 @@ def host_pool(layout: MemLayout = "page_first", page_size: int = 4) -> HostPool:
 
 def test_a_running_tier_from_flags(model_dir: Path) -> None:
     pool = host_pool()
-    made = make_storage(
-        pool.device, pool, configured(model_dir, FILE + " --hicache-storage-prefetch-policy timeout")
-    )
+    made = make_storage(pool.device, pool, configured(model_dir, FILE + " --hicache-storage-prefetch-policy timeout"))
     assert made is not None
     made.controller.close()
     fingerprint = page_fingerprint(configured(model_dir, FILE), pool.layout)
@@ -151,9 +149,7 @@ def test_another_draft_is_another_model(model_dir: Path) -> None:
 def test_a_storage_without_room_for_a_page_is_refused(model_dir: Path) -> None:
     pool = host_pool()
     config = configured(model_dir, FILE + " --hicache-storage-size 0.0000001")
-    with pytest.raises(
-        ValueError, match=r"--hicache-storage-size of 1e-07 GB holds not even one page .* at least"
-    ):
+    with pytest.raises(ValueError, match=r"--hicache-storage-size of 1e-07 GB holds not even one page .* at least"):
         make_storage(pool.device, pool, config)
 
 

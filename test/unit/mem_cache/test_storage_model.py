@@ -10,17 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
-from storage_cases import (
-    check_usage,
-    contents,
-    file_nbytes,
-    fingerprint,
-    flip,
-    key,
-    path_of,
-    read_checked,
-    temp_files,
-)
+from storage_cases import check_usage, contents, file_nbytes, fingerprint, flip, key, path_of, read_checked, temp_files
 
 from fenceline.mem_cache.storage.file_backend import FileBackend
 

@@ -132,9 +132,7 @@ def test_a_sound_header_of_another_format_is_found(
     assert_miss_and_gone(backend, path, reason)
 
 
-def test_a_page_that_changes_while_it_is_written_is_a_miss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_that_changes_while_it_is_written_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = small_backend(tmp_path)
     page = [content(key(0), SMALL).copy()]
     writev = os.writev

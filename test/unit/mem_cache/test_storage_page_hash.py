@@ -53,14 +53,10 @@ def test_the_scheme_is_stable() -> None:
 
 
 @given(TOKENS, TOKENS, st.integers(1, 5), st.integers(0, 2))
-def test_keys_agree_exactly_as_far_as_the_pages(
-    one: list[int], two: list[int], page_size: int, lookahead: int
-) -> None:
+def test_keys_agree_exactly_as_far_as_the_pages(one: list[int], two: list[int], page_size: int, lookahead: int) -> None:
     """And as far as the tokens behind them that their bytes depend on."""
     root = FINGERPRINT.root_key()
-    first, second = (
-        page_keys(root, np.array(tokens, dtype=np.int64), page_size, lookahead) for tokens in (one, two)
-    )
+    first, second = (page_keys(root, np.array(tokens, dtype=np.int64), page_size, lookahead) for tokens in (one, two))
     assert len(first) == max(len(one) - lookahead, 0) // page_size
     assert all(len(key) == KEY_NBYTES for key in first)
     for i in range(min(len(first), len(second))):

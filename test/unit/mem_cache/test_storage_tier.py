@@ -15,15 +15,7 @@ from hypothesis import strategies as st
 
 from fenceline.mem_cache.hicache import HiCache, StorageTier
 from fenceline.mem_cache.page_hash import PageFingerprint, PageKey, PageRoots, page_keys
-from fenceline.mem_cache.storage.controller import (
-    Ack,
-    Done,
-    Fetched,
-    Found,
-    Storage,
-    StorageController,
-    Written,
-)
+from fenceline.mem_cache.storage.controller import Ack, Done, Fetched, Found, Storage, StorageController, Written
 from fenceline.mem_cache.storage.worker import Outcome, Prefetch
 from fenceline.mem_cache.transfer import Ticket
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
@@ -157,9 +149,7 @@ class Engine:
         return page_keys(root, tokens, PAGE, self.lookahead)[-node.num_pages :]
 
     def host_pages_above(self, node: TreeNode) -> list[int]:
-        return [
-            page for part in node.path() if part.host_pages is not None for page in part.host_pages.tolist()
-        ]
+        return [page for part in node.path() if part.host_pages is not None for page in part.host_pages.tolist()]
 
     def check(self) -> None:
         self.tree.check()

@@ -50,9 +50,7 @@ def values(field: ArenaField, num: int, generator: torch.Generator) -> torch.Ten
 @given(
     st.integers(1, 9),
     fields,
-    st.lists(
-        st.builds(Fill, st.integers(0, 9), st.integers(0, 99), st.none() | st.integers(0, 9)), max_size=4
-    ),
+    st.lists(st.builds(Fill, st.integers(0, 9), st.integers(0, 99), st.none() | st.integers(0, 9)), max_size=4),
 )
 def test_fill_writes_heads_and_tails(
     num_rows: int, specs: list[tuple[torch.dtype, Role, int, tuple[int, ...]]], fills: list[Fill]
@@ -63,9 +61,7 @@ def test_fill_writes_heads_and_tails(
         assert (arena[field.name] == field.pad).all(), "a new arena is all padding"
     for number, fill in enumerate(fills):
         num_live, generator = min(fill.num_live, num_rows), torch.Generator().manual_seed(fill.seed)
-        sources = {
-            f.name: values(f, num_live, generator) for f in arena.fields.values() if f.role is Role.PLAN
-        }
+        sources = {f.name: values(f, num_live, generator) for f in arena.fields.values() if f.role is Role.PLAN}
         for field in arena.fields.values():  # what earlier replays have left
             if field.role is not Role.PLAN:
                 arena[field.name].copy_(values(field, num_rows, generator))

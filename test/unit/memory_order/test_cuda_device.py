@@ -55,9 +55,7 @@ def event(point: Point) -> Event:
 def test_each_stream_is_one_of_the_device_s_own(machine: Machine) -> None:
     device = open_cuda(machine)
     assert device.torch_device == DEVICE
-    assert (
-        len({raw(stream).number for stream in device.streams}) == len(device.streams) == machine.num_streams
-    )
+    assert len({raw(stream).number for stream in device.streams}) == len(device.streams) == machine.num_streams
     assert all(raw(stream) is not machine.default for stream in device.streams)
     names = [stream.name for stream in device.streams]
     assert names == [name for name in StreamName if name is not StreamName.HOST]
@@ -250,9 +248,7 @@ def test_a_replay_is_work_of_forward_whatever_is_current(machine: Machine) -> No
 # --- memory ------------------------------------------------------------------------------------------
 
 
-def test_host_memory_is_pinned_and_large_pieces_by_ourselves(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_memory_is_pinned_and_large_pieces_by_ourselves(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     device = open_cuda(machine)
     assert device.host_buffer(4096).nbytes == 4096
     assert device.device_buffer(512).nbytes == 512

@@ -88,9 +88,7 @@ def test_ids_that_int32_cannot_hold_are_no_ids(pool: LeasePool) -> None:
     assert pool.num_leased == 4
 
 
-def test_points_travel_to_the_next_owner(
-    pool: LeasePool, forward: LaggingStream, store: LaggingStream
-) -> None:
+def test_points_travel_to_the_next_owner(pool: LeasePool, forward: LaggingStream, store: LaggingStream) -> None:
     leased, _ = alloc(pool, 7)
     early, late, backup = forward.record(), forward.record(), store.record()
     pool.retire(ids(*leased[:2]), Points.of(late))
@@ -101,9 +99,7 @@ def test_points_travel_to_the_next_owner(
     assert set(after) == {early, backup}
 
 
-def test_ids_known_to_have_passed_come_first(
-    pool: LeasePool, forward: LaggingStream, store: LaggingStream
-) -> None:
+def test_ids_known_to_have_passed_come_first(pool: LeasePool, forward: LaggingStream, store: LaggingStream) -> None:
     leased, _ = alloc(pool, 7)
     pool.retire(ids(*leased[:3]), Points.of(forward.record()))
     pool.retire(ids(*leased[3:5]), Points.of(store.record()))

@@ -149,8 +149,7 @@ def test_off_declares_nothing() -> None:
     driver = make_model_driver(4, **FLAGS)
     assert isinstance(driver.worker, ModelRunner)
     assert (
-        not driver.worker.parts.accesses.pages.last_writes
-        and not driver.worker.parts.accesses.last_tokens.last_writes
+        not driver.worker.parts.accesses.pages.last_writes and not driver.worker.parts.accesses.last_tokens.last_writes
     )
     assert driver.worker.device.forward.record().passed, "points of a synchronous device pass at once"
 

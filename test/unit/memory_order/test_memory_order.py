@@ -140,9 +140,7 @@ _MASKED_STEPS = st.lists(st.tuples(st.integers(1, 80), st.integers(0, 80), st.in
 
 @given(st.integers(1, 32) | st.integers(1 << 14, 1 << 17), _MASKED_STEPS)
 @example(32 * 1000, [(3, 3, 2), (16, 16, 16), (32, 32, 32), (80, 80, 79), (4, 80, 1)])
-def test_masks_are_filled_where_they_are_uploaded_from(
-    vocab_size: int, steps: list[tuple[int, int, int]]
-) -> None:
+def test_masks_are_filled_where_they_are_uploaded_from(vocab_size: int, steps: list[tuple[int, int, int]]) -> None:
     """Steps (requests, padding, masks) that may need a larger slot than those before, or exactly the rows of one; no
     row has a mask of an earlier step."""
     device, num_words = open_device("cpu"), -(-vocab_size // 32)

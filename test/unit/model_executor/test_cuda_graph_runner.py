@@ -34,9 +34,7 @@ SHAPE = TraceShape(num_rows=12, num_pages=100)
 SIZES = (1, 2, 4, 8)
 
 
-def runner_of(
-    *severed: str, shape: TraceShape = SHAPE, sizes: tuple[int, ...] = SIZES, **flags: object
-) -> ModelRunner:
+def runner_of(*severed: str, shape: TraceShape = SHAPE, sizes: tuple[int, ...] = SIZES, **flags: object) -> ModelRunner:
     return make_runner(open_device("cpu", frozenset(severed)), shape, sizes, context_length=128, **flags)
 
 
@@ -114,9 +112,7 @@ def test_a_size_that_attention_cannot_plan_is_left_out(
 # --- fallbacks and repairs ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("no_padding", "reason"), [(False, "size"), (True, "padding")], ids=["padding", "no padding"]
-)
+@pytest.mark.parametrize(("no_padding", "reason"), [(False, "size"), (True, "padding")], ids=["padding", "no padding"])
 def test_steps_without_a_graph_are_counted_and_right(no_padding: bool, reason: str) -> None:
     shape = TraceShape(num_rows=12, num_pages=100, batches=(3, 4, 8, 9, 12))
     batches = random_trace(3, 60, shape)
@@ -243,13 +239,7 @@ def test_comparing_names_the_field_that_differs(field: str) -> None:
 @pytest.mark.parametrize(("page_size", "seed"), [(1, 1), (16, 2)])
 def test_tokens_do_not_depend_on_graphs(page_size: int, seed: int) -> None:
     shape = TraceShape(
-        page_size,
-        12,
-        1600 // page_size,
-        tuple(range(1, 12)),
-        chunk=20,
-        sampling=PLAIN + FULL,
-        logprob_share=0.1,
+        page_size, 12, 1600 // page_size, tuple(range(1, 12)), chunk=20, sampling=PLAIN + FULL, logprob_share=0.1
     )
     batches = random_trace(seed, 120, shape)
     replayed = runner_of(shape=shape)

@@ -25,9 +25,9 @@ from fenceline.sampling.sampler import OutputLogprobs, prompt_logprobs
 def test_greedy_equals_transformers() -> None:
     model = AutoModelForCausalLM.from_pretrained(fenceline.demo_model_path(), dtype=torch.float32)
     expected = [
-        model.generate(
-            torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
-        )[0, len(ids) :].tolist()
+        model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)[
+            0, len(ids) :
+        ].tolist()
         for ids in prompts()
     ]
     assert answers(make_model_driver(), greedy_requests()) == expected
@@ -109,10 +109,7 @@ def test_named_tokens_are_reported_for_prompt_and_output() -> None:
         for position, found in enumerate(prompt[1:] + driver.output_named[rid], start + 1):
             assert [token for _, token in found] == named
             torch.testing.assert_close(
-                torch.tensor([value for value, _ in found]),
-                logprobs[position - 1, named],
-                rtol=1e-4,
-                atol=1e-4,
+                torch.tensor([value for value, _ in found]), logprobs[position - 1, named], rtol=1e-4, atol=1e-4
             )
 
 
@@ -120,9 +117,7 @@ def test_prompt_logits_stay_in_the_models_dtype(monkeypatch: pytest.MonkeyPatch)
     """Every position of a chunk in float32 is gigabytes that nobody has set aside."""
     dtypes = []
 
-    def spy(
-        logits: torch.Tensor, targets: torch.Tensor, top_k: int, named_ids: torch.Tensor | None
-    ) -> OutputLogprobs:
+    def spy(logits: torch.Tensor, targets: torch.Tensor, top_k: int, named_ids: torch.Tensor | None) -> OutputLogprobs:
         dtypes.append(logits.dtype)
         values = prompt_logprobs(logits, targets, top_k, named_ids)
         wide = prompt_logprobs(logits.float(), targets, top_k)

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from model_tiers import (
-    PAGE,
-    SHAPE,
-    STORE,
-    Tiers,
-    hicache_runner,
-    ids,
-    prompt,
-    through_the_host,
-)
+from model_tiers import PAGE, SHAPE, STORE, Tiers, hicache_runner, ids, prompt, through_the_host
 from trace_runner import make_runner
 
 from fenceline.mem_cache.transfer import Ticket

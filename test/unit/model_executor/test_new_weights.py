@@ -158,9 +158,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_touched(tmp_path: Path)
         driver.step()
     for name, (path, said) in misfits(tmp_path).items():
         reply = update(driver, id=name, model_path=path, abort_all_requests=True)
-        assert (
-            not reply.success and reply.message.startswith("weights not updated: ") and said in reply.message
-        )
+        assert not reply.success and reply.message.startswith("weights not updated: ") and said in reply.message
     driver.run()
     runs = driver.answers["runs"]
     assert runs.finish is not None and runs.finish.type == "length" and runs.output_ids[:8] == before
@@ -195,14 +193,8 @@ def test_files_at_which_libraries_raise_anything_are_refused(tmp_path: Path) -> 
     broken = {
         "deep": (json.dumps(nested).replace("null", "[" * 100_000 + "]" * 100_000), "not valid JSON"),
         "activation": (json.dumps(config | {"hidden_act": ["silu"]}), "hidden_act ['silu'] is not supported"),
-        "layers": (
-            json.dumps(config | {"num_hidden_layers": 10**30}),
-            "num_hidden_layers must be at most 10000",
-        ),
-        "many": (
-            json.dumps(config | {"num_hidden_layers": 10**9}),
-            "num_hidden_layers must be at most 10000",
-        ),
+        "layers": (json.dumps(config | {"num_hidden_layers": 10**30}), "num_hidden_layers must be at most 10000"),
+        "many": (json.dumps(config | {"num_hidden_layers": 10**9}), "num_hidden_layers must be at most 10000"),
     }
     for name, (text, said) in broken.items():
         Path(folder, "config.json").write_text(text)
@@ -212,9 +204,7 @@ def test_files_at_which_libraries_raise_anything_are_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int4"])
-def test_new_weights_are_rounded_as_those_before_them(
-    changed: str, quantization: str, tmp_path: Path
-) -> None:
+def test_new_weights_are_rounded_as_those_before_them(changed: str, quantization: str, tmp_path: Path) -> None:
     driver = make_model_driver(quantization=quantization)
     prompt = prompts()[2]
     before = answers(driver, [request("before", prompt, max_new_tokens=12, **GREEDY)])[0]
@@ -249,19 +239,8 @@ def _published(folder: Path, tensors: dict[str, torch.Tensor], name: str) -> str
     return str(folder / name)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "awq",
-        "gptq",
-        "compressed-tensors-int4-zeros",
-        "fp8-static",
-        "fp8-blocks",
-    ],
-)
-def test_quantised_weights_are_replaced_by_ones_of_their_format(
-    name: str, changed: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", ["awq", "gptq", "compressed-tensors-int4-zeros", "fp8-static", "fp8-blocks"])
+def test_quantised_weights_are_replaced_by_ones_of_their_format(name: str, changed: str, tmp_path: Path) -> None:
     old, new = (
         _published(tmp_path / "old", demo_tensors(), name),
         _published(tmp_path / "new", changed_tensors(), name),
@@ -272,10 +251,7 @@ def test_quantised_weights_are_replaced_by_ones_of_their_format(
     prompt = prompts()[2]
     before = answers(driver, [request("before", prompt, max_new_tokens=12, **GREEDY)])[0]
     refused = update(driver, "plain", model_path=changed)
-    assert (
-        not refused.success
-        and "another model than the one that is served: its quantization" in refused.message
-    )
+    assert not refused.success and "another model than the one that is served: its quantization" in refused.message
     assert update(driver, model_path=new).success
     after = answers(driver, [request("after", prompt, max_new_tokens=12, **GREEDY)])[0]
     assert after == alone(new, prompt, 12) != before

@@ -62,9 +62,7 @@ def test_answers_do_not_depend_on_the_pieces(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [{}, {"page_size": 1}, {"chunked_prefill_size": 16}, {"disable_overlap_schedule": True}],
-    ids=str,
+    "flags", [{}, {"page_size": 1}, {"chunked_prefill_size": 16}, {"disable_overlap_schedule": True}], ids=str
 )
 def test_the_demo_model_says_the_same(flags: dict[str, object]) -> None:
     """Prompts together and in chunks, then again with cached prefixes; every sampling feature."""
@@ -107,9 +105,7 @@ def test_memory_that_has_moved_is_not_replayed_on() -> None:
     runner.kv_pool.rows[0]["k"] = runner.kv_pool.row(0, "k").clone()
     assert same_tokens(expected, play(runner, batches)) == ""
     stats = pieces_of(runner).stats
-    assert (
-        stats.replays == 0 and stats.fallbacks == {"address": stats.eligible_steps} and stats.eligible_steps
-    )
+    assert stats.replays == 0 and stats.fallbacks == {"address": stats.eligible_steps} and stats.eligible_steps
 
 
 def test_a_step_leaves_the_hidden_states_that_a_draft_reads() -> None:
@@ -127,9 +123,7 @@ def test_a_step_leaves_the_hidden_states_that_a_draft_reads() -> None:
             x = model.hidden_states(dataclasses.replace(batch, aux_hidden=aux))
             outs.append((x.clone(), aux.out))
         (plain, plain_aux), (replayed, replayed_aux) = outs
-        torch.testing.assert_close(
-            replayed, plain, atol=1e-4, rtol=1e-4
-        )  # rows of padding change the rounding
+        torch.testing.assert_close(replayed, plain, atol=1e-4, rtol=1e-4)  # rows of padding change the rounding
         torch.testing.assert_close(replayed_aux, plain_aux, atol=1e-4, rtol=1e-4)
         kept.append(batch.num_tokens)
         return replayed
@@ -180,9 +174,7 @@ def test_debug_compares_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("memory_check", ["off", "order"])
 def test_pages_that_are_loaded_are_waited_for_before_their_piece(memory_check: str) -> None:
-    runner = hicache_runner(
-        open_device("cpu"), piecewise_cuda_graph_tokens=(64, 128), memory_check=memory_check
-    )
+    runner = hicache_runner(open_device("cpu"), piecewise_cuda_graph_tokens=(64, 128), memory_check=memory_check)
     for _ in range(2):
         expected, got = through_the_host(Tiers(runner))
         np.testing.assert_array_equal(got.tokens, expected.tokens)

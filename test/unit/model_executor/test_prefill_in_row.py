@@ -111,9 +111,7 @@ def test_where_nobody_decodes_prompts_go_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize(
-    ("rank", "num_running", "num_pages"), [(-1, 1, 28), (-1, 2, 35), (0, 2, 35), (1, 1, 28)]
-)
+@pytest.mark.parametrize(("rank", "num_running", "num_pages"), [(-1, 1, 28), (-1, 2, 35), (0, 2, 35), (1, 1, 28)])
 def test_a_prompt_left_half_way_gives_its_memory_back(
     monkeypatch: pytest.MonkeyPatch, rank: int, num_running: int, num_pages: int, overlap: bool
 ) -> None:

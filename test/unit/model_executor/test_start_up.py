@@ -115,9 +115,7 @@ def test_kernels_that_cannot_be_used_are_warned_of(
     def load(device: torch.device) -> None:
         raise KernelUnavailable("nvcc was not found: install the CUDA 13 toolkit")
 
-    monkeypatch.setattr(
-        cuda, "fenceline_kernel", SimpleNamespace(load=load, KernelUnavailable=KernelUnavailable)
-    )
+    monkeypatch.setattr(cuda, "fenceline_kernel", SimpleNamespace(load=load, KernelUnavailable=KernelUnavailable))
     with caplog.at_level(logging.WARNING):
         assert cuda._load_kernels(torch.device("cuda")) is None
     assert "nvcc was not found: install the CUDA 13 toolkit" in caplog.text
@@ -160,8 +158,7 @@ run_scheduler(SimpleNamespace(device=sys.argv[1]), None)
 
 
 @pytest.mark.parametrize(
-    ("device", "given", "policy"),
-    [("cpu", None, "passive"), ("cpu", "active", "active"), ("cuda", None, "None")],
+    ("device", "given", "policy"), [("cpu", None, "passive"), ("cpu", "active", "active"), ("cuda", None, "None")]
 )
 def test_threads_of_a_cpu_do_not_spin_between_operations(device: str, given: str | None, policy: str) -> None:
     env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}

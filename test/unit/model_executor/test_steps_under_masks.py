@@ -27,9 +27,7 @@ def _grammar(driver: Driver, pattern: str) -> LoadGrammarReq:
     """The grammar 1; tokens 10 to 19 are the letters a to j, and no other token has a text."""
     vocab_size, eos = driver.config.model.vocab_size, driver.config.model.eos_token_ids
     pieces = [b"%c" % (97 + token - 10) if 10 <= token < 20 else b"" for token in range(vocab_size)]
-    vocabulary = xgrammar.TokenizerInfo(
-        pieces, xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=list(eos)
-    )
+    vocabulary = xgrammar.TokenizerInfo(pieces, xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=list(eos))
     data = compile_grammar(vocabulary, GrammarSpec("regex", pattern), None)
     return LoadGrammarReq(id="g", grammar=1, data=data, vocabulary=vocabulary.serialize_json().encode())
 

@@ -9,15 +9,7 @@ from random import Random
 
 import pytest
 import torch
-from draft_checkpoints import (
-    TARGET_SIZE,
-    VOCAB,
-    DraftCheckpoint,
-    add_mtp,
-    random_eagle,
-    random_eagle3,
-    save_target,
-)
+from draft_checkpoints import TARGET_SIZE, VOCAB, DraftCheckpoint, add_mtp, random_eagle, random_eagle3, save_target
 from model_parity import save_checkpoint
 from safetensors.torch import load_file, save_file
 
@@ -44,8 +36,7 @@ def eagle(**changes: object) -> DraftCheckpoint:
     made = next(
         made
         for made in (random_eagle(Random(seed), "Llama") for seed in range(99))
-        if made.size("num_hidden_layers") == 1
-        and not {"embed_tokens.weight", "fc.bias"} & made.tensors.keys()
+        if made.size("num_hidden_layers") == 1 and not {"embed_tokens.weight", "fc.bias"} & made.tensors.keys()
     )
     made.tensors.pop("lm_head.weight", None)
     made.config |= {"attention_bias": "q_proj.bias" in str(made.tensors.keys())} | changes
@@ -115,28 +106,12 @@ def test_architectures(
 @pytest.mark.parametrize(
     ("algorithm", "changes", "message"),
     [
-        (
-            EAGLE,
-            {"hidden_size": 40},
-            "hidden states of 40 features, the target's have 48; use the draft that",
-        ),
-        (
-            EAGLE3,
-            {"hidden_size": 40},
-            "hidden states of 40 features, the target's have 48; use the draft that",
-        ),
+        (EAGLE, {"hidden_size": 40}, "hidden states of 40 features, the target's have 48; use the draft that"),
+        (EAGLE3, {"hidden_size": 40}, "hidden states of 40 features, the target's have 48; use the draft that"),
         (EAGLE3, {"target_hidden_size": 40}, "hidden states of 40 features, the target's have 48"),
         (EAGLE3, {"target_hidden_size": "48"}, "target_hidden_size must be a whole number"),
-        (
-            EAGLE,
-            {"vocab_size": 100},
-            "vocabulary has 100 tokens, the target's 101; use a draft with the vocab",
-        ),
-        (
-            EAGLE3,
-            {"vocab_size": 102},
-            "vocabulary has 102 tokens, the target's 101; use a draft with the vocab",
-        ),
+        (EAGLE, {"vocab_size": 100}, "vocabulary has 100 tokens, the target's 101; use a draft with the vocab"),
+        (EAGLE3, {"vocab_size": 102}, "vocabulary has 102 tokens, the target's 101; use a draft with the vocab"),
         (STANDALONE, {"vocab_size": 100}, "vocabulary has 100 tokens, the target's 101; use a draft with"),
         (EAGLE3, {"draft_vocab_size": 102}, "draft_vocab_size 102 is more than vocab_size 101; correct"),
         (EAGLE3, {"draft_vocab_size": 0}, "draft_vocab_size must be a whole number of at least 1, got 0"),
@@ -152,20 +127,12 @@ def test_architectures(
             "outputs of layers -2, the target has 3 layers",
         ),
         (EAGLE3, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": "1"}}, "a list of layer ids, got '1'"),
-        (
-            EAGLE3,
-            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1.5]}},
-            r"list of layer ids, got \[1",
-        ),
+        (EAGLE3, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1.5]}}, r"list of layer ids, got \[1"),
         (EAGLE3, {"eagle_config": {"use_aux_hidden_state": False}}, "without auxiliary hidden states"),
     ],
 )
 def test_configurations_that_do_not_fit(
-    tmp_path: Path,
-    target: Path,
-    algorithm: SpeculativeAlgorithm,
-    changes: dict[str, object],
-    message: str,
+    tmp_path: Path, target: Path, algorithm: SpeculativeAlgorithm, changes: dict[str, object], message: str
 ) -> None:
     made = eagle3(**changes) if algorithm is EAGLE3 else eagle(**changes)
     if algorithm is STANDALONE:
@@ -253,25 +220,13 @@ def test_layers_that_are_not_announced_are_no_part_of_the_target(target: Path) -
         (EAGLE, {"fc.weight": None}, "no EAGLE checkpoint, it lacks fc.weight.*STANDALONE"),
         (EAGLE3, {"fc.weight": None}, "no EAGLE3 checkpoint, it lacks fc.weight.*STANDALONE"),
         (EAGLE, {"layers.0.mlp.up_proj.weight": None}, r"lacks weights: layers\.0\.mlp\.up_proj\.weight;"),
-        (
-            EAGLE,
-            {"layers.0.input_layernorm.weight": torch.ones(48)},
-            "does not have: layers.0.input_layernorm",
-        ),
-        (
-            EAGLE,
-            {"layers.1.mlp.up_proj.weight": torch.ones(2)},
-            "does not have: layers.1.mlp.*num_hidden_layers",
-        ),
+        (EAGLE, {"layers.0.input_layernorm.weight": torch.ones(48)}, "does not have: layers.0.input_layernorm"),
+        (EAGLE, {"layers.1.mlp.up_proj.weight": torch.ones(2)}, "does not have: layers.1.mlp.*num_hidden_layers"),
         (EAGLE, {"fc.weight": torch.ones(48, 95)}, r"fc.weight has shape \[48, 95\].*asks for \[48, 96\]"),
         (EAGLE, {"fc.bias": torch.ones(47)}, r"fc.bias has shape \[47\].*asks for \[48\]"),
         (EAGLE, {"embed_tokens.weight": torch.ones(100, 48)}, r"embed_tokens.weight has shape \[100, 48\]"),
         (EAGLE, {"model.fc.weight": torch.ones(48, 96)}, "fc.weight comes twice"),
-        (
-            EAGLE,
-            {"fc.weight": torch.ones(48, 96, dtype=torch.int8)},
-            "fc.weight is torch.int8; use the model's unq",
-        ),
+        (EAGLE, {"fc.weight": torch.ones(48, 96, dtype=torch.int8)}, "fc.weight is torch.int8; use the model's unq"),
         (EAGLE3, {"midlayer.hidden_norm.weight": None}, "lacks weights: midlayer.hidden_norm.weight;"),
         (EAGLE3, {"fc.weight": torch.ones(48, 96)}, r"fc.weight has shape \[48, 96\].*asks for \[48, 144\]"),
         (EAGLE3, {"d2t": None}, "lacks weights: d2t;"),
@@ -284,11 +239,7 @@ def test_layers_that_are_not_announced_are_no_part_of_the_target(target: Path) -
     ],
 )
 def test_weights_that_do_not_fit(
-    tmp_path: Path,
-    target: Path,
-    algorithm: SpeculativeAlgorithm,
-    change: dict[str, torch.Tensor | None],
-    message: str,
+    tmp_path: Path, target: Path, algorithm: SpeculativeAlgorithm, change: dict[str, torch.Tensor | None], message: str
 ) -> None:
     made = eagle() if algorithm is EAGLE else eagle3()
     tensors = {**made.tensors, **change}
@@ -298,9 +249,7 @@ def test_weights_that_do_not_fit(
 
 
 def test_a_narrower_draft_must_bring_its_embedding(tmp_path: Path, target: Path) -> None:
-    made = next(
-        made for made in (random_eagle3(Random(seed)) for seed in range(99)) if made.size("hidden_size") == 40
-    )
+    made = next(made for made in (random_eagle3(Random(seed)) for seed in range(99)) if made.size("hidden_size") == 40)
     load(EAGLE3, made.save(tmp_path / "draft"), target)
     del made.tensors["embed_tokens.weight"]
     made.save(tmp_path / "draft")

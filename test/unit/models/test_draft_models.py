@@ -312,8 +312,7 @@ def test_random_weights_need_no_files(tmp_path: Path, algorithm: SpeculativeAlgo
     tmp_path, made = next(
         (folder, made)
         for folder, made in (
-            (tmp_path / str(seed), make_case(tmp_path / str(seed), algorithm, seed, page_size=16))
-            for seed in range(99)
+            (tmp_path / str(seed), make_case(tmp_path / str(seed), algorithm, seed, page_size=16)) for seed in range(99)
         )
         if made.ours.draft is not None and made.ours.draft.hidden_size == width
     )

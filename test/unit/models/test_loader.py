@@ -105,9 +105,7 @@ def test_a_log_gets_lines_instead_of_a_bar(
     captured = capsys.readouterr()
     assert captured.err == captured.out == ""
     (line,) = caplog.messages
-    assert re.fullmatch(
-        rf"Loaded weights: 0\.00 GiB, from {len(weight_files(checkpoint))} files, in \S+ s", line
-    )
+    assert re.fullmatch(rf"Loaded weights: 0\.00 GiB, from {len(weight_files(checkpoint))} files, in \S+ s", line)
 
 
 def test_a_log_names_the_file_that_is_read_every_ten_seconds(
@@ -120,10 +118,7 @@ def test_a_log_names_the_file_that_is_read_every_ten_seconds(
     with caplog.at_level(logging.INFO):
         assert len(list(loader.read_weights(files, progress=False))) > len(files)
     assert caplog.messages
-    named = [
-        int(re.fullmatch(rf"Loading weights: file (\d+) of {len(files)}", line)[1])
-        for line in caplog.messages
-    ]  # type: ignore[index]
+    named = [int(re.fullmatch(rf"Loading weights: file (\d+) of {len(files)}", line)[1]) for line in caplog.messages]  # type: ignore[index]
     assert named == sorted(set(named)) and 1 < len(named) < len(files)
 
 
@@ -134,9 +129,7 @@ def test_missing_file_is_named(checkpoint: Path) -> None:
         load(checkpoint)
 
 
-@pytest.mark.parametrize(
-    "keep", [0, 5, 100, -10], ids=["empty", "no header", "half header", "last bytes gone"]
-)
+@pytest.mark.parametrize("keep", [0, 5, 100, -10], ids=["empty", "no header", "half header", "last bytes gone"])
 def test_truncated_file_is_named(checkpoint: Path, keep: int) -> None:
     path = weight_files(checkpoint)[2]
     path.write_bytes(path.read_bytes()[:keep])
@@ -200,29 +193,15 @@ def rewrite(directory: Path, change: dict[str, torch.Tensor | None]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"model.layers.1.mlp.up_proj.weight": None},
-            r"lacks weights: model\.layers\.1\.mlp\.up_proj\.weight",
-        ),
+        ({"model.layers.1.mlp.up_proj.weight": None}, r"lacks weights: model\.layers\.1\.mlp\.up_proj\.weight"),
         ({"lm_head.weight": None}, "lacks weights: lm_head.weight; check.*tie_word_embeddings"),
-        (
-            {"model.layers.0.self_attn.q_proj.bias": torch.ones(48)},
-            "does not have: .*q_proj.bias.*attention_bias",
-        ),
-        (
-            {"model.layers.3.mlp.up_proj.weight": torch.zeros(2)},
-            r"does not have: model\.layers\.3.*num_hidden_layers",
-        ),
-        (
-            {"model.norm.weight": torch.zeros(47)},
-            r"model.norm.weight has shape \[47\], config.json asks for \[48\]",
-        ),
+        ({"model.layers.0.self_attn.q_proj.bias": torch.ones(48)}, "does not have: .*q_proj.bias.*attention_bias"),
+        ({"model.layers.3.mlp.up_proj.weight": torch.zeros(2)}, r"does not have: model\.layers\.3.*num_hidden_layers"),
+        ({"model.norm.weight": torch.zeros(47)}, r"model.norm.weight has shape \[47\], config.json asks for \[48\]"),
         ({"model.norm.weight": torch.zeros(48, dtype=torch.int8)}, "unquantised"),
     ],
 )
-def test_weights_that_do_not_fit(
-    checkpoint: Path, change: dict[str, torch.Tensor | None], message: str
-) -> None:
+def test_weights_that_do_not_fit(checkpoint: Path, change: dict[str, torch.Tensor | None], message: str) -> None:
     rewrite(checkpoint, change)
     with pytest.raises(ValueError, match=message):
         load(checkpoint)

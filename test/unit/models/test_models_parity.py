@@ -66,10 +66,7 @@ def test_angles_that_depend_on_the_length_are_chosen_once(
     with caplog.at_level(logging.INFO, logger="fenceline"):
         ours = PagedModel(directory, 16, "cpu", context_length=length)
     assert caplog.text.count("--context-length") == 1
-    assert (
-        f"--context-length {length} is {'more than' if length > 64 else 'within'} the original 64"
-        in caplog.text
-    )
+    assert f"--context-length {length} is {'more than' if length > 64 else 'within'} the original 64" in caplog.text
     (whole,) = ours.step([(0, prompt, 0, length)], ForwardMode.EXTEND)
     torch.testing.assert_close(whole, expected, atol=1e-4, rtol=0)
     ours.step([(1, prompt, 0, 32)], ForwardMode.EXTEND)
@@ -89,26 +86,16 @@ def test_a_length_chooses_between_the_factors_of_longrope(saved: Callable[[str],
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_the_text_model_of_one_that_sees_images(
-    saved: Callable[[str], Saved], prefix: str, tmp_path: Path
-) -> None:
+def test_the_text_model_of_one_that_sees_images(saved: Callable[[str], Saved], prefix: str, tmp_path: Path) -> None:
     """As Gemma 3 is published from 4B on: entries in text_config, some of them left out, tensors of a vision tower."""
     directory, reference = saved("gemma3")
     config = json.loads((directory / "config.json").read_text())
     known = ("architectures", "model_type", "dtype")
-    outer = {key: config[key] for key in known} | {
-        "vision_config": {"hidden_size": 8},
-        "eos_token_id": [1, 106],
-    }
+    outer = {key: config[key] for key in known} | {"vision_config": {"hidden_size": 8}, "eos_token_id": [1, 106]}
     outer |= {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
-    text = {
-        key: value for key, value in config.items() if key not in (*known, "eos_token_id", "bos_token_id")
-    }
+    text = {key: value for key, value in config.items() if key not in (*known, "eos_token_id", "bos_token_id")}
     (tmp_path / "config.json").write_text(json.dumps(outer | {"text_config": text}))
-    tensors = {
-        "vision_tower.encoder.weight": torch.ones(2),
-        "multi_modal_projector.norm.weight": torch.ones(2),
-    }
+    tensors = {"vision_tower.encoder.weight": torch.ones(2), "multi_modal_projector.norm.weight": torch.ones(2)}
     for file in directory.glob("*.safetensors"):
         tensors |= {name.replace("model.", prefix, 1): tensor for name, tensor in load_file(file).items()}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -116,13 +103,9 @@ def test_the_text_model_of_one_that_sees_images(
     check_parity(tmp_path, reference, 16, "cpu")
 
 
-def test_a_head_of_its_own_counts_more_than_tied_in_config(
-    saved: Callable[[str], Saved], tmp_path: Path
-) -> None:
+def test_a_head_of_its_own_counts_more_than_tied_in_config(saved: Callable[[str], Saved], tmp_path: Path) -> None:
     directory, _ = saved("qwen3-tied-biased")
-    tensors = {
-        name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()
-    }
+    tensors = {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
     shutil.copy(directory / "config.json", tmp_path)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
@@ -130,17 +113,12 @@ def test_a_head_of_its_own_counts_more_than_tied_in_config(
     check_parity(tmp_path, reference, 16, "cpu")
 
 
-def test_tensors_that_predict_further_tokens_are_left_out(
-    saved: Callable[[str], Saved], tmp_path: Path
-) -> None:
+def test_tensors_that_predict_further_tokens_are_left_out(saved: Callable[[str], Saved], tmp_path: Path) -> None:
     """As ERNIE 4.5 is published, under names of its own."""
     directory, reference = saved("ernie4.5-moe")
     config = json.loads((directory / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    tensors = {
-        "model.mtp_block.0.mlp.up_proj.weight": torch.ones(2),
-        "model.mtp_emb_norm.0.weight": torch.ones(2),
-    }
+    tensors = {"model.mtp_block.0.mlp.up_proj.weight": torch.ones(2), "model.mtp_emb_norm.0.weight": torch.ones(2)}
     for file in directory.glob("*.safetensors"):
         tensors |= load_file(file)
     save_file(tensors, tmp_path / "model.safetensors")
@@ -215,9 +193,7 @@ def test_entries_that_are_missing_are_those_of_transformers(name: str, tmp_path:
         assert getattr(ours, key) == getattr(theirs, key, getattr(ours, key)), key
     if ours.experts is not None:
         for key in ("shared_expert_intermediate_size", "first_k_dense_replace"):
-            ours_value = (
-                ours.experts.shared_size if key.startswith("shared") else len(ours.experts.dense_layers)
-            )
+            ours_value = ours.experts.shared_size if key.startswith("shared") else len(ours.experts.dense_layers)
             assert ours_value == getattr(theirs, key, ours_value), key
     window = getattr(theirs, "sliding_window", None)
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.num_layers
@@ -282,10 +258,7 @@ def _mutants(name: str) -> Iterator[tuple[str, dict[str, object]]]:
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
     for field in dataclasses.fields(config):
         if field.name not in _OF_THE_FILE:
-            yield (
-                field.name,
-                {field.name: _other(field.name, getattr(config, field.name), config.num_hidden_layers)},
-            )
+            yield (field.name, {field.name: _other(field.name, getattr(config, field.name), config.num_hidden_layers)})
     rope = config.rope_parameters
     for key, value in rope.items():
         if isinstance(value, dict):

@@ -126,9 +126,7 @@ def test_gathered_pieces_are_contiguous(num_pieces: int) -> None:
     """The kernels read them without strides. A small vocabulary is one piece on each rank."""
     ranks = Ranks(2)
     scores, ids = torch.randn(NUM_REQS, num_pieces), torch.arange(NUM_REQS * num_pieces, dtype=torch.int32)
-    parts = ranks.run(
-        lambda rank: gather_pieces(ranks.shards[rank], scores + rank, ids.view(NUM_REQS, -1) + rank)
-    )
+    parts = ranks.run(lambda rank: gather_pieces(ranks.shards[rank], scores + rank, ids.view(NUM_REQS, -1) + rank))
     for gathered in parts:
         assert all(values.is_contiguous() for values in gathered)
         assert torch.equal(gathered[0], torch.cat((scores, scores + 1), 1))

@@ -37,17 +37,13 @@ def ids(tokens: Sequence[int]) -> torch.Tensor:
 
 
 def sample_one(logits: torch.Tensor, position: int, req: ReqSampling) -> SampleOutput:
-    return Sampler(logits.shape[-1], NUM_ROWS, CPU).forward(
-        logits.reshape(1, -1), ids([position]), make_batch([req])
-    )
+    return Sampler(logits.shape[-1], NUM_ROWS, CPU).forward(logits.reshape(1, -1), ids([position]), make_batch([req]))
 
 
 # --- the naive reference: one request, one token, loops and float64 sums -----------------------------------
 
 
-def reference_logits(
-    logits: np.ndarray, req: ReqSampling, prompt: Sequence[int], output: Sequence[int]
-) -> np.ndarray:
+def reference_logits(logits: np.ndarray, req: ReqSampling, prompt: Sequence[int], output: Sequence[int]) -> np.ndarray:
     x, p = logits.astype(np.float32).copy(), req.params
     for token, bias in (p.logit_bias or {}).items():
         x[token] += np.float32(bias)
@@ -90,17 +86,13 @@ def reference_kept(scaled: np.ndarray, params: SamplingParams) -> set[int]:
     return kept
 
 
-def reference_token(
-    logits: np.ndarray, req: ReqSampling, prompt: Sequence[int], output: Sequence[int]
-) -> int:
+def reference_token(logits: np.ndarray, req: ReqSampling, prompt: Sequence[int], output: Sequence[int]) -> int:
     x = reference_logits(logits, req, prompt, output)
     if req.params.is_greedy:
         return int(np.argmax(x))
     scaled = reference_scaled(x, req.params)
     kept = reference_kept(scaled, req.params)
-    keys = gumbel._row_keys(
-        torch.from_numpy(gumbel.mix_seeds([req.seed])), ids([req.prompt_len + len(output)])
-    )
+    keys = gumbel._row_keys(torch.from_numpy(gumbel.mix_seeds([req.seed])), ids([req.prompt_len + len(output)]))
     noise = gumbel.GumbelSampler(len(x), CPU)._noise(*keys)[0].numpy()
     return max(sorted(kept), key=lambda t: scaled[t] + noise[t])
 
@@ -265,9 +257,7 @@ def test_extreme_temperatures_do_not_overflow(temperature: float) -> None:
     logits = torch.linspace(-3e4, 3e4, VOCAB)
     params = SamplingParams(temperature=temperature, logit_bias={3: -100.0}, min_new_tokens=1)
     drawn = {
-        sample_one(
-            logits, i, ReqSampling(params, 5, 0, i, stop_ids=(8,), return_logprob=True)
-        ).next_tokens.item()
+        sample_one(logits, i, ReqSampling(params, 5, 0, i, stop_ids=(8,), return_logprob=True)).next_tokens.item()
         for i in range(200)
     }
     if temperature < 1:
@@ -362,12 +352,7 @@ def test_min_new_tokens_masks_stops_until_they_exist() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 9], logits[0, 4] = 5.0, 3.0
     req = ReqSampling(
-        SamplingParams(temperature=0, min_new_tokens=2),
-        0,
-        0,
-        prompt_len=6,
-        stop_ids=(9, 9),
-        return_logprob=True,
+        SamplingParams(temperature=0, min_new_tokens=2), 0, 0, prompt_len=6, stop_ids=(9, 9), return_logprob=True
     )
     sampler, batch = Sampler(VOCAB, 1, CPU), make_batch([req])
     outs = [sampler.forward(logits, ids([position]), batch) for position in (6, 7, 8, 9)]
@@ -392,9 +377,7 @@ def test_a_vocabulary_of_masked_tokens_still_gives_a_token() -> None:
     penalty=st.floats(0.1, 2.0).filter(lambda p: p != 1.0),
     seed=st.integers(0, 1000),
 )
-def test_repetition_penalty_is_that_of_transformers(
-    tokens: list[int], split: int, penalty: float, seed: int
-) -> None:
+def test_repetition_penalty_is_that_of_transformers(tokens: list[int], split: int, penalty: float, seed: int) -> None:
     logits = random_logits(seed, 1)
     processor = RepetitionPenaltyLogitsProcessor(penalty)
     expected = torch.log_softmax(processor(ids(tokens)[None], logits.clone()), dim=-1)[0]
@@ -420,9 +403,7 @@ class Chain:
     def __init__(self) -> None:
         self.table = random_logits(99, VOCAB)
 
-    def run(
-        self, sampler: Sampler, reqs: list[ReqSampling], histories: list[list[int]], num_steps: int
-    ) -> None:
+    def run(self, sampler: Sampler, reqs: list[ReqSampling], histories: list[list[int]], num_steps: int) -> None:
         """Extend ``histories`` (prompt and outputs) by ``num_steps`` tokens each, one SamplingBatch for all."""
         batch = make_batch(reqs)
         for _ in range(num_steps):
@@ -501,10 +482,7 @@ def test_counts_are_allocated_at_the_first_penalised_request() -> None:
 
 
 def test_pieces_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    params = [
-        *PENALIZED,
-        *(SamplingParams(top_p=p, top_k=k) for p, k in itertools.product((0.5, 1), (-1, 9))),
-    ]
+    params = [*PENALIZED, *(SamplingParams(top_p=p, top_k=k) for p, k in itertools.product((0.5, 1), (-1, 9)))]
     reqs = [ReqSampling(p, 3, i, 1, return_logprob=True, top_logprobs_num=3) for i, p in enumerate(params)]
     cases: list[Case] = [(req, [1], [2, 2]) for req in reqs]
     logits = random_logits(4, len(reqs))

@@ -87,9 +87,7 @@ def test_noise_is_standard_gumbel() -> None:
 @pytest.mark.parametrize("vary", ["position", "seed", "both"])
 def test_draws_follow_the_softmax(vary: str) -> None:
     num, vocab = 40_000, 24
-    logits = torch.linspace(0.0, 4.0, vocab)[
-        torch.randperm(vocab, generator=torch.Generator().manual_seed(1))
-    ]
+    logits = torch.linspace(0.0, 4.0, vocab)[torch.randperm(vocab, generator=torch.Generator().manual_seed(1))]
     seeds = list(range(num)) if vary != "position" else [7] * num
     positions = list(range(num)) if vary != "seed" else [12] * num
     tokens = _draw(logits.expand(num, vocab), seeds, positions)

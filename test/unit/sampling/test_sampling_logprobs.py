@@ -24,9 +24,7 @@ def test_prompt_logprobs(num: int, dtype: torch.dtype, top_k: int, monkeypatch: 
     assert out.chosen.shape == (num,) and out.chosen.dtype == torch.float32
     assert out.top_logprobs.shape == out.top_ids.shape == (num, width)
     assert out.top_ids.dtype == torch.int64
-    torch.testing.assert_close(
-        out.chosen.double(), expected.gather(1, targets[:, None])[:, 0], atol=1e-5, rtol=0
-    )
+    torch.testing.assert_close(out.chosen.double(), expected.gather(1, targets[:, None])[:, 0], atol=1e-5, rtol=0)
     top = expected.sort(-1, descending=True).values[:, :width]
     torch.testing.assert_close(out.top_logprobs.double(), top, atol=1e-5, rtol=0)
     torch.testing.assert_close(expected.gather(1, out.top_ids), top, atol=1e-5, rtol=0)

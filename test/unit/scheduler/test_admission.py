@@ -41,9 +41,7 @@ def long(number: int, max_new_tokens: int = 200, **params: object) -> TokenizedG
 
 
 def short(number: int, max_new_tokens: int = 15) -> TokenizedGenerateReq:
-    return request(
-        f"short{number}", [200, number % 250 + 1, 5], max_new_tokens=max_new_tokens, ignore_eos=True
-    )
+    return request(f"short{number}", [200, number % 250 + 1, 5], max_new_tokens=max_new_tokens, ignore_eos=True)
 
 
 def steps(driver: Driver, num: int) -> None:
@@ -92,9 +90,7 @@ def test_long_requests_leave_the_reserve_free(chunk: int) -> None:
         for _ in range(9):
             driver.step()
             free = scheduler.memory.num_available_pages * 4
-            ending = sum(
-                len(req.pages) for req in scheduler.reqs.values() if req.row and _is_last(driver, req)
-            )
+            ending = sum(len(req.pages) for req in scheduler.reqs.values() if req.row and _is_last(driver, req))
             used = scheduler.waiting.holdings.used_tokens
             assert free + used + 4 * ending >= RESERVE - 8, "but for a step"
     assert len(scheduler.running) > 2
@@ -166,10 +162,7 @@ def test_what_others_hold_of_the_reserve_counts_in_whole_pages() -> None:
     for number in range(150):
         if driver.scheduler.waiting.num_reqs < 8:
             driver.send(
-                *(
-                    request(f"{number}-{i}", [number % 250 + 1, i + 1] + [5] * 15, max_new_tokens=4)
-                    for i in range(8)
-                )
+                *(request(f"{number}-{i}", [number % 250 + 1, i + 1] + [5] * 15, max_new_tokens=4) for i in range(8))
             )
         if number == 20:
             driver.send(late)

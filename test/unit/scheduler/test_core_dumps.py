@@ -21,18 +21,8 @@ from fenceline.ipc.io_struct import TOKENIZER_DECODER, FatalError, PortArgs
 from fenceline.ipc.mailbox import Inbox, make_ports, remove_ports
 from fenceline.memory_order import Device, open_device
 from fenceline.scheduler import process as scheduler_process
-from fenceline.scheduler.core_dumps import (
-    PATIENCE_S,
-    CoreDumps,
-    core_dump_environment,
-    is_complete,
-)
-from fenceline.scheduler.process import (
-    Watchdog,
-    enable_core_dumps,
-    log_core_dumps,
-    run_scheduler_process,
-)
+from fenceline.scheduler.core_dumps import PATIENCE_S, CoreDumps, core_dump_environment, is_complete
+from fenceline.scheduler.process import Watchdog, enable_core_dumps, log_core_dumps, run_scheduler_process
 
 
 @pytest.fixture
@@ -114,12 +104,7 @@ def test_variables_of_the_environment_win(tmp_path: Path, environment: dict[str,
     ],
 )
 def test_dumps_that_are_off_or_elsewhere_are_not_waited_for(
-    tmp_path: Path,
-    environment: dict[str, str],
-    caplog: pytest.LogCaptureFixture,
-    name: str,
-    value: str,
-    words: str,
+    tmp_path: Path, environment: dict[str, str], caplog: pytest.LogCaptureFixture, name: str, value: str, words: str
 ) -> None:
     environment[name] = value
     assert enable_core_dumps(config(tmp_path, "cuda")) is None
@@ -227,9 +212,7 @@ def test_the_process_waits_until_the_driver_has_written_all(tmp_path: Path) -> N
     whole = elf(5, 1000)
     dump(tmp_path, os.getpid() + 1).write_bytes(b"another's")
     quiet = [b""] * 8  # the GPU's state is collected first; later a slow disk
-    driver = Driver(
-        dump(tmp_path), [*quiet, whole[:700], *quiet, whole[700:-1], *quiet, whole[-1:], b"never"]
-    )
+    driver = Driver(dump(tmp_path), [*quiet, whole[:700], *quiet, whole[700:-1], *quiet, whole[-1:], b"never"])
     assert wait(tmp_path, driver) == [str(dump(tmp_path))]
     assert dump(tmp_path).read_bytes() == whole
 

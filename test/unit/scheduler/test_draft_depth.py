@@ -19,9 +19,7 @@ LATENCY = StepCosts((8,), ((1.0, 1.1, 1.3),))
 COMPUTE = StepCosts((1, 8), ((1.0, 2.0, 4.0), (8.0, 16.0, 32.0)))
 
 
-def serve(
-    policy: AdaptiveDepth, num_steps: int, num_reqs: int, shares: list[float], random: Random
-) -> Counter:
+def serve(policy: AdaptiveDepth, num_steps: int, num_reqs: int, shares: list[float], random: Random) -> Counter:
     """Steps whose drafts are accepted with the probabilities ``shares``, by place. How often each depth was chosen."""
     chosen: Counter[int] = Counter()
     for _ in range(num_steps):
@@ -63,9 +61,7 @@ def test_no_other_depth_promises_more_by_a_fiftieth(table: StepCosts, seed: int,
 @given(costs(), st.integers(0, 2**32))
 @settings(max_examples=30, deadline=None)
 def test_the_same_history_leads_to_the_same_choices(table: StepCosts, seed: int) -> None:
-    first, second = (
-        serve(AdaptiveDepth(DEPTHS, table), 50, 3, [0.6, 0.6, 0.6], Random(seed)) for _ in range(2)
-    )
+    first, second = (serve(AdaptiveDepth(DEPTHS, table), 50, 3, [0.6, 0.6, 0.6], Random(seed)) for _ in range(2))
     assert first == second
 
 

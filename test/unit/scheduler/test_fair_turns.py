@@ -23,9 +23,7 @@ PAGE = 4
 def fair_driver(
     num_rows: int = 8, num_pages: int = 200, chunk: int = 16, page_size: int = PAGE, **flags: object
 ) -> Driver:
-    return make_driver(
-        num_pages=num_pages, page_size=page_size, num_rows=num_rows, chunked_prefill_size=chunk, **flags
-    )  # type: ignore[arg-type]
+    return make_driver(num_pages=num_pages, page_size=page_size, num_rows=num_rows, chunked_prefill_size=chunk, **flags)  # type: ignore[arg-type]
 
 
 def body_of(number: int, size: int, prompt_len: int = 8, **params: object) -> list[TokenizedGenerateReq]:
@@ -33,10 +31,7 @@ def body_of(number: int, size: int, prompt_len: int = 8, **params: object) -> li
     params = {"max_new_tokens": 6, "ignore_eos": True} | params
     return [
         request(
-            f"{number}.{i}",
-            [number + 1, i % 250 + 1, i // 250 + 1] + [7] * (prompt_len - 3),
-            body=number,
-            **params,
+            f"{number}.{i}", [number + 1, i % 250 + 1, i // 250 + 1] + [7] * (prompt_len - 3), body=number, **params
         )
         for i in range(size)
     ]
@@ -70,10 +65,7 @@ def test_bodies_take_turns(chunk: int) -> None:
 
 @settings(max_examples=100)
 @given(
-    st.lists(
-        st.tuples(st.sampled_from("aaartf"), st.integers(0, 3), st.integers(0, 1), st.integers(0, 7)),
-        max_size=40,
-    )
+    st.lists(st.tuples(st.sampled_from("aaartf"), st.integers(0, 3), st.integers(0, 1), st.integers(0, 7)), max_size=40)
 )
 def test_any_queue_keeps_the_order_of_each_body(ops: list[tuple[str, int, int, int]]) -> None:
     """Arrivals go behind those of their body, retracted ones before them; whoever came alone is then the first of its
@@ -209,9 +201,7 @@ def test_a_newcomer_s_wait_depends_on_the_number_of_bodies(
         assert all(len(list(run)) <= 2 for _, run in groupby(sorted(rid.split(".")[0] for rid in admitted)))
     driver.run()
     assert_right(driver, newcomer, *(req for req in sent if req.rid not in aborted))
-    assert (
-        driver.scheduler.waiting.holdings == Holdings(page_size=PAGE) and len(driver.scheduler.waiting) == 0
-    )
+    assert driver.scheduler.waiting.holdings == Holdings(page_size=PAGE) and len(driver.scheduler.waiting) == 0
 
 
 def test_no_more_of_a_body_run_than_make_a_decode_step_long() -> None:
@@ -263,9 +253,7 @@ def samples(number: int, num: int, prompt: list[int], **params: object) -> list[
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("chunk", [16, 512, -1])
 def test_the_samples_of_a_prompt_compute_it_once(chunk: int, overlap: bool, policy: str) -> None:
-    driver = fair_driver(
-        num_rows=16, chunk=chunk, disable_overlap_schedule=not overlap, schedule_policy=policy
-    )
+    driver = fair_driver(num_rows=16, chunk=chunk, disable_overlap_schedule=not overlap, schedule_policy=policy)
     counts = computed_tokens(driver)
     prompt = [i % 250 + 1 for i in range(101)]
     reqs = [*samples(1, 16, prompt), *samples(2, 8, prompt[1:])]
@@ -288,9 +276,7 @@ def test_a_late_sample_waits_for_its_prompt() -> None:
     assert sum(counts) == 101 + 2 * 1
 
 
-def test_a_sample_waits_for_the_first_when_a_scored_one_has_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_sample_waits_for_the_first_when_a_scored_one_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, prefill steps may follow one another."""
     monkeypatch.setattr("fenceline.scheduler.step_planner.max_prefills_in_row", lambda device: 3)
     driver = fair_driver(chunk=512)
@@ -339,8 +325,7 @@ def test_the_bias_of_samples_comes_with_the_first_of_them() -> None:
     )
     alone = request("alone", [9] * 9, max_new_tokens=4)
     without = [
-        replace(req, sampling_params=replace(req.sampling_params, logit_bias=None), same_bias=True)
-        for req in others
+        replace(req, sampling_params=replace(req.sampling_params, logit_bias=None), same_bias=True) for req in others
     ]
     driver.send(first, alone, *without)
     driver.scheduler.ingest(driver.drain(False))

@@ -144,9 +144,7 @@ def test_large_requests_shorten_the_ring(
 def test_prompts_only_when_asked_for(prompts: bool) -> None:
     """Neither whole, nor as the token after a chunk, nor as the history of a penalised request."""
     driver = make_driver(page_size=4, chunked_prefill_size=4, flight_recorder_prompts=prompts)
-    driver.send(
-        request("r", PROMPT, max_new_tokens=3, ignore_eos=True, frequency_penalty=0.5, stop=("secret",))
-    )
+    driver.send(request("r", PROMPT, max_new_tokens=3, ignore_eos=True, frequency_penalty=0.5, stop=("secret",)))
     driver.run()
     record = dump(driver)
     seqs = [seq for step in record["steps"] for seq in step.get("seqs", ())]
@@ -156,9 +154,7 @@ def test_prompts_only_when_asked_for(prompts: bool) -> None:
         assert [seq["following"] for seq in seqs] == [[175], [179], []] and seqs[-1]["history"][0] == PROMPT
     else:
         assert [seq["token_ids"] for seq in seqs] == [None] * 3
-        assert [seq["following"] for seq in seqs] == [[-1], [-1], []] and seqs[-1]["history"][0] == len(
-            PROMPT
-        )
+        assert [seq["following"] for seq in seqs] == [[-1], [-1], []] and seqs[-1]["history"][0] == len(PROMPT)
     assert b"secret" not in dump_json(driver.scheduler.recorder, "test"), "stop strings are words"
 
 
@@ -252,9 +248,7 @@ def test_asked_for_by_message(tmp_path: Path) -> None:
     assert json.loads(replies["trace"].payload)["traceEvents"]
 
 
-def test_a_step_waits_for_no_dump_and_requests_share_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_waits_for_no_dump_and_requests_share_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = make_driver(flight_recorder_dir=str(tmp_path))
     beside: list[Callable[[], None]] = []
     driver.scheduler.control.run_in_background = beside.append
@@ -274,9 +268,7 @@ def test_a_step_waits_for_no_dump_and_requests_share_one(
     beside.pop()()
     assert len(dumped) == 1
     assert len(paused) == driver.worker.num_steps, "others may run after each byte of this test"
-    driver.send(
-        *(FlightRecorderReq(id=f"late {number}", form="file" if number else "json") for number in range(3))
-    )
+    driver.send(*(FlightRecorderReq(id=f"late {number}", form="file" if number else "json") for number in range(3)))
     driver.step()
     [work] = beside
     work()
@@ -297,9 +289,7 @@ def test_files_are_the_owners_and_never_overwritten(tmp_path: Path) -> None:
     assert stat.S_IMODE(first.parent.stat().st_mode) == 0o700
 
 
-def test_a_dump_that_cannot_be_written_hides_no_other_failure(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_dump_that_cannot_be_written_hides_no_other_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     driver = make_driver(flight_recorder_dir=str(blocked))
@@ -318,9 +308,7 @@ def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pyte
     """In a shared temporary folder anybody may have made it before us."""
     driver = make_driver(flight_recorder_dir=str(tmp_path))
     monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
-    monkeypatch.setattr(
-        Path, "stat", lambda self, **_: os.stat_result((0o40700, 1, 1, 1, 77, 77, 0, 0, 0, 0))
-    )
+    monkeypatch.setattr(Path, "stat", lambda self, **_: os.stat_result((0o40700, 1, 1, 1, 77, 77, 0, 0, 0, 0)))
     driver.send(FlightRecorderReq(id="file"))
     driver.step()
     reply = next(reply for reply in driver.replies if isinstance(reply, ControlReply))
@@ -331,9 +319,7 @@ def test_flags() -> None:
     def config(**flags: Any) -> Any:
         return resolve(ServerArgs(model_path="demo", device="cpu", **flags))
 
-    assert (
-        config().server_args.flight_recorder_steps == 512 and not config().server_args.flight_recorder_prompts
-    )
+    assert config().server_args.flight_recorder_steps == 512 and not config().server_args.flight_recorder_prompts
     assert "fenceline-flight-recorder" in config().flight_recorder_dir
     with pytest.raises(ConfigError, match="--flight-recorder-steps -1"):
         config(flight_recorder_steps=-1)

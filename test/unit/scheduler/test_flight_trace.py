@@ -182,11 +182,7 @@ def test_retractions_aborts_and_many_that_leave_at_once() -> None:
     driver = busy_driver()
     assert driver.scheduler.stats.num_retractions > 0
     events = check_content(dump_of(driver.scheduler.recorder))
-    assert {e["name"] for e in events if e["ph"] == "i" and e["pid"] == REQUESTS} == {
-        "length",
-        "abort",
-        "retract",
-    }
+    assert {e["name"] for e in events if e["ph"] == "i" and e["pid"] == REQUESTS} == {"length", "abort", "retract"}
 
 
 def test_a_ring_that_has_wrapped_and_steps_in_flight() -> None:

@@ -22,9 +22,7 @@ def told(driver: Driver, num_steps: int = 1000) -> dict[str, Any]:
 
 def mixed_driver(num_reqs: int = 12) -> Driver:
     driver = make_driver(num_pages=num_reqs * 24, num_rows=num_reqs + 2)
-    driver.send(
-        *(request(f"secret{i}", [i % 7 + 1] * 5, max_new_tokens=9, ignore_eos=True) for i in range(num_reqs))
-    )
+    driver.send(*(request(f"secret{i}", [i % 7 + 1] * 5, max_new_tokens=9, ignore_eos=True) for i in range(num_reqs)))
     driver.step()
     driver.step()
     driver.send(AbortReq(rid="secret3"))
@@ -37,11 +35,7 @@ def test_counts_are_those_of_the_dump() -> None:
     steps, dump = told(driver)["steps"], json.loads(dump_json(driver.scheduler.recorder, "test"))
     assert len(steps) == len(dump["steps"]) > 9
     for step, full in zip(steps, dump["steps"], strict=True):
-        assert (step["mode"], step["done"], step["in_flight"]) == (
-            full["mode"],
-            full["done"],
-            full["in_flight"],
-        )
+        assert (step["mode"], step["done"], step["in_flight"]) == (full["mode"], full["done"], full["in_flight"])
         assert step["published"] is (full["tokens"] is not None)
         if full["mode"] == "extend":
             assert step["reqs"] == len(full["seqs"])

@@ -110,9 +110,7 @@ def test_same_prompt_at_once_shares_pages_afterwards() -> None:
 def test_namespaces_share_no_page_and_find_their_own() -> None:
     driver = make_driver(num_pages=200, page_size=4, chunked_prefill_size=-1)
     prompt = list(range(20, 60))
-    for index, (key, cached) in enumerate(
-        [("", 0), ("a", 0), ("b", 0), ("a", 40), ("", 40), ("b", 40), ("c", 0)]
-    ):
+    for index, (key, cached) in enumerate([("", 0), ("a", 0), ("b", 0), ("a", 40), ("", 40), ("b", 40), ("c", 0)]):
         req = request(f"r{index}", [*prompt, 1, 2], extra_key=key, max_new_tokens=5)
         driver.send(req)
         driver.run()
@@ -210,9 +208,7 @@ def test_a_prompt_of_many_steps_is_one_line_of_the_log(caplog: pytest.LogCapture
 def test_debug_follows_each_request_step_and_control_message(caplog: pytest.LogCaptureFixture) -> None:
     driver = make_driver()
     with caplog.at_level(logging.DEBUG):
-        driver.send(
-            request("r", [1, 2, 3], max_new_tokens=2, ignore_eos=True), FlushCacheReq(id="f", wait=True)
-        )
+        driver.send(request("r", [1, 2, 3], max_new_tokens=2, ignore_eos=True), FlushCacheReq(id="f", wait=True))
         driver.run()
     assert [line for line in caplog.messages if not line.startswith("Prefill")] == [
         "Request r: 3 tokens, at most 2 new ones",
@@ -241,9 +237,7 @@ def test_abort_waiting_running_and_half_way() -> None:
     driver.step()
     driver.step()
     assert driver.scheduler.population.chunked is not None
-    driver.send(
-        AbortReq(rid="r3"), AbortReq(rid=driver.scheduler.population.chunked.rid), AbortReq(rid="unknown")
-    )
+    driver.send(AbortReq(rid="r3"), AbortReq(rid=driver.scheduler.population.chunked.rid), AbortReq(rid="unknown"))
     for _ in range(9):
         driver.step()
     driver.send(AbortReq(rid="r1"))
@@ -267,9 +261,7 @@ def test_row_is_reused_while_its_last_step_is_in_flight() -> None:
     """F13's shape: one row, its owner ends while a step that writes it is in flight, the next one gets it."""
     driver = make_driver(num_pages=64, page_size=1, num_rows=1)
     stop = expected_output(request("x", [9, 9], max_new_tokens=3, ignore_eos=True), 999)[2]
-    reqs = [
-        request(f"r{i}", [9, 9], max_new_tokens=30, ignore_eos=True, stop_token_ids=(stop,)) for i in range(5)
-    ]
+    reqs = [request(f"r{i}", [9, 9], max_new_tokens=30, ignore_eos=True, stop_token_ids=(stop,)) for i in range(5)]
     driver.send(*reqs)
     driver.run()
     assert_right(driver, *reqs)
@@ -421,13 +413,9 @@ def test_the_time_of_a_request_begins_with_a_tick_after_it() -> None:
 
 def test_an_abort_may_say_why() -> None:
     driver = make_driver()
-    driver.send(
-        request("a", [5], max_new_tokens=9), AbortReq(rid="a", message="for this reason", status_code=503)
-    )
+    driver.send(request("a", [5], max_new_tokens=9), AbortReq(rid="a", message="for this reason", status_code=503))
     driver.run()
-    assert driver.answers["a"].finish == FinishReason(
-        type="abort", message="for this reason", status_code=503
-    )
+    assert driver.answers["a"].finish == FinishReason(type="abort", message="for this reason", status_code=503)
 
 
 def test_a_storage_that_is_not_there_cannot_be_flushed() -> None:
@@ -585,9 +573,7 @@ def workloads(draw: st.DrawFn) -> Workload:
     }
     flags["num_pages"] = draw(st.integers(48, 120)) // int(str(flags["page_size"]))
     num_reqs = draw(st.integers(1, 10))
-    messages: list[tuple[int, Message]] = [
-        (draw(st.integers(0, 20)), draw(requests(f"r{i}"))) for i in range(num_reqs)
-    ]
+    messages: list[tuple[int, Message]] = [(draw(st.integers(0, 20)), draw(requests(f"r{i}"))) for i in range(num_reqs)]
     for _ in range(draw(st.integers(0, 6))):
         when = draw(st.integers(0, 30))
         messages.append((when, draw(events(when, num_reqs))))
@@ -597,9 +583,7 @@ def workloads(draw: st.DrawFn) -> Workload:
 @pytest.mark.parametrize(("chunk_size", "prompt_len"), [(4, 22), (16, 26)])
 def test_what_ends_by_a_known_result_leaves_its_memory(chunk_size: int, prompt_len: int) -> None:
     """Two requests fill all pages. The second ends with the first token of its prompt, and the first goes on."""
-    driver = make_driver(
-        num_pages=40, page_size=1, chunked_prefill_size=chunk_size, schedule_conservativeness=0.01
-    )
+    driver = make_driver(num_pages=40, page_size=1, chunked_prefill_size=chunk_size, schedule_conservativeness=0.01)
     assert isinstance(driver.worker, TokenWorker)
     driver.worker.is_quick = lambda: True
     long = request("long", list(range(12)), max_new_tokens=10, ignore_eos=True)

@@ -278,18 +278,14 @@ def test_anything_goes(data: st.DataObject) -> None:
         if random.random() < 0.1:
             driver.send(FlushCacheReq(id=f"f{number}"))
         if random.random() < 0.3:
-            driver.send(
-                PauseGenerationReq(id=f"p{number}", mode="retract"), ContinueGenerationReq(id=f"c{number}")
-            )
+            driver.send(PauseGenerationReq(id=f"p{number}", mode="retract"), ContinueGenerationReq(id=f"c{number}"))
     driver.run()
     drain(driver)
     for rid, req in sent.items():
         answer = driver.answers[rid]
         if answer.finish.type != "abort":
             assert answer.output_ids == expected_output(req, capacity(driver)), rid
-            others = [
-                other for other in sent.values() if other is not req and other.extra_key == req.extra_key
-            ]
+            others = [other for other in sent.values() if other is not req and other.extra_key == req.extra_key]
             brought = [[*other.input_ids, *expected_output(other, capacity(driver))] for other in others]
             shared = max((num_shared(req.input_ids, tokens) for tokens in brought), default=0)
             assert answer.last.cached_tokens <= shared, rid
@@ -297,9 +293,7 @@ def test_anything_goes(data: st.DataObject) -> None:
 
 def num_shared(one: list[int], other: list[int]) -> int:
     """Leading tokens that are the same."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def test_a_lock_that_nobody_gives_back_is_noticed_on_the_host() -> None:

@@ -70,18 +70,13 @@ def free_output(num_tokens: int, prompt: list[int] = PROMPT, seed: int = 0) -> l
 @pytest.mark.parametrize("overlap", [True, False])
 def test_tokens_are_those_of_one_at_a_time(page_size: int, overlap: bool) -> None:
     driver = driver_of(page_size=page_size, num_pages=1024 // page_size, disable_overlap_schedule=not overlap)
-    reqs = [
-        request(f"r{i}", [i + 1] * (i + 1), seed=i, max_new_tokens=20 + 3 * i, ignore_eos=True)
-        for i in range(6)
-    ]
+    reqs = [request(f"r{i}", [i + 1] * (i + 1), seed=i, max_new_tokens=20 + 3 * i, ignore_eos=True) for i in range(6)]
     driver.send(*reqs)
     driver.run()
     assert_right(driver, *reqs)
     assert counts(driver) == {1, 2, 3, 4}
     assert driver.worker.num_steps < 35, "and takes fewer steps than the longest has tokens"
-    assert driver.scheduler.stats.num_generated_tokens == sum(
-        req.sampling_params.max_new_tokens for req in reqs
-    )
+    assert driver.scheduler.stats.num_generated_tokens == sum(req.sampling_params.max_new_tokens for req in reqs)
 
 
 def test_a_stop_token_at_every_place_drops_what_comes_after_it() -> None:
@@ -180,9 +175,7 @@ def test_abort_and_retraction_after_any_number_of_tokens(num_seen: int, tiers: b
     flight are dropped, the retracted one goes on, and all pages beyond what was accepted come back."""
     make = make_tiered_driver if tiers else make_driver
     driver = make(num_pages=24, max_step_tokens=MOST)
-    kept, left = (
-        request(rid, PROMPT, seed, max_new_tokens=30, ignore_eos=True) for seed, rid in enumerate("ab")
-    )
+    kept, left = (request(rid, PROMPT, seed, max_new_tokens=30, ignore_eos=True) for seed, rid in enumerate("ab"))
     driver.send(kept, left)
     while not (req := driver.scheduler.reqs.get("a")) or len(req.output_ids) < num_seen:
         driver.step()
@@ -223,9 +216,7 @@ def test_a_long_request_alone_keeps_its_drafts() -> None:
     driver = driver_of(page_size=4, num_pages=1 + 490, context_length=2000)
     driver.scheduler.waiting.holdings.reserve_tokens = 128
     driver.scheduler.planner.shapes = {depth: StepShape(depth, depth + 1, depth + 1) for depth in range(MOST)}
-    table = StepCosts(
-        (4,), (tuple(1 + 0.01 * depth for depth in range(MOST)),)
-    )  # deep ones hardly take longer
+    table = StepCosts((4,), (tuple(1 + 0.01 * depth for depth in range(MOST)),))  # deep ones hardly take longer
     driver.scheduler.planner.draft_depth = AdaptiveDepth(tuple(driver.scheduler.planner.shapes), table)
     driver.send(req)
     driver.run()
@@ -308,9 +299,7 @@ def test_any_mixture(seed: int, tiers: bool) -> None:
     aborted: set[str] = set()
     shared = [random.randrange(1, 211) for _ in range(12)]
     for index in range(random.randint(3, 10)):
-        prompt = shared[: random.randint(0, 12)] + [
-            random.randrange(1, 211) for _ in range(random.randint(1, 9))
-        ]
+        prompt = shared[: random.randint(0, 12)] + [random.randrange(1, 211) for _ in range(random.randint(1, 9))]
         stops = tuple(random.sample(range(VOCAB_SIZE), random.choice([0, 20, 60])))
         reqs.append(
             request(

@@ -83,9 +83,7 @@ def test_a_running_request_makes_room_for_a_better_one(
 
 def test_as_few_as_suffice_are_retracted_the_lowest_first() -> None:
     driver = driver_with_priorities(num_pages=64, page_size=4, num_rows=8, schedule_conservativeness=0.01)
-    rest = [
-        request(f"r{p}", [p + 1] * 30, priority=p, max_new_tokens=40, ignore_eos=True) for p in (3, 1, 2, 4)
-    ]
+    rest = [request(f"r{p}", [p + 1] * 30, priority=p, max_new_tokens=40, ignore_eos=True) for p in (3, 1, 2, 4)]
     driver.send(*rest)
     for _ in range(4):
         driver.step()
@@ -151,9 +149,7 @@ def test_nobody_gives_way_to_a_prompt_that_has_to_wait_anyway() -> None:
     for _ in range(4):
         driver.step()
     assert len(driver.scheduler.running) == 3
-    high = [
-        request(f"high{i}", [i + 9] * 8, priority=20, max_new_tokens=9, ignore_eos=True) for i in range(2)
-    ]
+    high = [request(f"high{i}", [i + 9] * 8, priority=20, max_new_tokens=9, ignore_eos=True) for i in range(2)]
     driver.send(*high)
     driver.step()
     rows = {rid for rid, req in driver.scheduler.reqs.items() if req.row}
@@ -168,9 +164,7 @@ def test_a_burst_of_better_requests_goes_in_one_step() -> None:
     driver.send(*low)
     for _ in range(3):
         driver.step()
-    high = [
-        request(f"high{i}", [i + 9] * 9, priority=20, max_new_tokens=9, ignore_eos=True) for i in range(5)
-    ]
+    high = [request(f"high{i}", [i + 9] * 9, priority=20, max_new_tokens=9, ignore_eos=True) for i in range(5)]
     driver.send(*high)
     driver.step()
     assert sum(req.row != 0 for req in driver.scheduler.reqs.values() if req.rid.startswith("high")) == 5
@@ -205,9 +199,7 @@ def test_nobody_gives_way_to_a_sample_that_would_wait(num_tokens: int, scores: b
 
 
 @pytest.mark.parametrize("lengths", [(45,), (21, 25)], ids=["one", "two"])
-def test_who_gives_way_takes_no_place_of_better_prefixes(
-    lengths: tuple[int, ...],
-) -> None:
+def test_who_gives_way_takes_no_place_of_better_prefixes(lengths: tuple[int, ...]) -> None:
     driver = make_tiered_driver(
         num_pages=36,
         num_host_pages=12,
@@ -253,16 +245,9 @@ def test_a_shared_prefix_left_behind_is_not_counted_as_room() -> None:
 
 def test_when_memory_runs_short_the_lowest_priority_is_retracted() -> None:
     driver = driver_with_priorities(
-        num_pages=24,
-        page_size=4,
-        num_rows=8,
-        schedule_conservativeness=0.05,
-        disable_priority_preemption=True,
+        num_pages=24, page_size=4, num_rows=8, schedule_conservativeness=0.05, disable_priority_preemption=True
     )
-    reqs = [
-        request(f"r{p}", [p + 1, p + 2, p + 3], priority=p, max_new_tokens=50, ignore_eos=True)
-        for p in range(6)
-    ]
+    reqs = [request(f"r{p}", [p + 1, p + 2, p + 3], priority=p, max_new_tokens=50, ignore_eos=True) for p in range(6)]
     driver.send(*reqs)
     driver.run()
     assert_right(driver, *reqs)
@@ -273,9 +258,7 @@ def test_when_memory_runs_short_the_lowest_priority_is_retracted() -> None:
 @pytest.mark.parametrize("num_steps", [14, 16], ids=["alone", "beside a half-way prompt"])
 def test_a_retraction_is_counted_whatever_is_left_running(num_steps: int) -> None:
     """The only request that decodes gives way, so the decode step waits."""
-    driver = driver_with_priorities(
-        num_pages=64, page_size=1, chunked_prefill_size=8, schedule_conservativeness=0.01
-    )
+    driver = driver_with_priorities(num_pages=64, page_size=1, chunked_prefill_size=8, schedule_conservativeness=0.01)
     worse = request("worse", [5, 6, 7], max_new_tokens=40, ignore_eos=True)
     better = request("better", list(range(1, 43)), max_new_tokens=2, ignore_eos=True, priority=1)
     driver.send(worse)
@@ -311,11 +294,7 @@ def arrivals(draw: st.DrawFn) -> list[tuple[int, TokenizedGenerateReq | AbortReq
 @settings(max_examples=50)
 @given(arrivals(), st.booleans(), st.sampled_from([0, 10]), st.sampled_from([-1, 16, 64]), st.booleans())
 def test_any_priorities(
-    messages: list[tuple[int, TokenizedGenerateReq | AbortReq]],
-    tiered: bool,
-    threshold: int,
-    chunk: int,
-    offload: bool,
+    messages: list[tuple[int, TokenizedGenerateReq | AbortReq]], tiered: bool, threshold: int, chunk: int, offload: bool
 ) -> None:
     """The right tokens, clean books, and whoever is retracted makes room for a request that is then admitted."""
     flags: dict[str, object] = {
@@ -344,9 +323,7 @@ def test_any_priorities(
         driver.step()
     driver.run()
     aborted = {message.rid for _, message in messages if isinstance(message, AbortReq)}
-    assert_right(
-        driver, *(m for _, m in messages if isinstance(m, TokenizedGenerateReq) and m.rid not in aborted)
-    )
+    assert_right(driver, *(m for _, m in messages if isinstance(m, TokenizedGenerateReq) and m.rid not in aborted))
 
 
 # --- dfs-weight ---------------------------------------------------------------------------------------
@@ -374,9 +351,7 @@ def test_dfs_weight_goes_first_where_most_of_the_requests_are() -> None:
 
 
 def test_dfs_weight_depends_on_the_queue_and_the_tree_alone() -> None:
-    driver = make_driver(
-        num_pages=500, page_size=4, num_rows=8, schedule_policy="dfs-weight", context_length=4096
-    )
+    driver = make_driver(num_pages=500, page_size=4, num_rows=8, schedule_policy="dfs-weight", context_length=4096)
     random = Random(3)
     prompts = [[random.randrange(1, 3) for _ in range(random.randrange(8, 60))] for _ in range(40)]
     for index, prompt in enumerate(prompts[:20]):
@@ -393,9 +368,7 @@ def test_dfs_weight_depends_on_the_queue_and_the_tree_alone() -> None:
 
 
 def test_dfs_weight_walks_a_deep_tree() -> None:
-    driver = make_driver(
-        num_pages=3000, page_size=1, num_rows=8, schedule_policy="dfs-weight", context_length=4096
-    )
+    driver = make_driver(num_pages=3000, page_size=1, num_rows=8, schedule_policy="dfs-weight", context_length=4096)
     prompt = [i % 7 + 1 for i in range(2600)]
     driver.send(request("deep", prompt, max_new_tokens=1))
     driver.run()
@@ -409,9 +382,7 @@ def test_dfs_weight_walks_a_deep_tree() -> None:
 
 def test_dfs_weight_looks_at_each_node_but_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many requests wait below it: the order is made in each step."""
-    driver = make_driver(
-        num_pages=3000, page_size=1, num_rows=8, schedule_policy="dfs-weight", context_length=4096
-    )
+    driver = make_driver(num_pages=3000, page_size=1, num_rows=8, schedule_policy="dfs-weight", context_length=4096)
     prompt = [i % 7 + 1 for i in range(402)]
     driver.send(request("deep", prompt, max_new_tokens=1))
     driver.run()

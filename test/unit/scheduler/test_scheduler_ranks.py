@@ -12,14 +12,7 @@ import pytest
 from scheduler_driver import Driver, assert_right, make_driver, make_tiered_driver, request
 from token_worker import TokenTransfers, TokenWorker, next_token
 
-from fenceline.ipc.io_struct import (
-    AbortReq,
-    GetInternalStateReq,
-    Message,
-    PortArgs,
-    TickReq,
-    TokenizedGenerateReq,
-)
+from fenceline.ipc.io_struct import AbortReq, GetInternalStateReq, Message, PortArgs, TickReq, TokenizedGenerateReq
 from fenceline.ipc.rank_board import NUM_NEWS, NUM_STEPS, RankBoard, create_rank_board
 from fenceline.model_executor.step import StepBatch, StepOutput
 from fenceline.scheduler.ranks import TURN_DECODER, FollowingRank, LeadingRank, RanksDifferError, Turn
@@ -28,9 +21,7 @@ from fenceline.scheduler.ranks import TURN_DECODER, FollowingRank, LeadingRank, 
 class Group:
     """Ranks in one thread, each with a driver. A turn of the leader's loop is followed by one of each other's."""
 
-    def __init__(
-        self, size: int, folder: Path, make: Callable[..., Driver] = make_driver, **flags: object
-    ) -> None:
+    def __init__(self, size: int, folder: Path, make: Callable[..., Driver] = make_driver, **flags: object) -> None:
         ports = PortArgs(scheduler=f"ipc://{folder}/scheduler", detokenizer="", tokenizer="")
         create_rank_board(ports, size)
         self.boards = [RankBoard(ports, rank, size) for rank in range(size)]
@@ -134,18 +125,11 @@ def test_what_time_limits_end_is_the_same_on_all_ranks(tmp_path: Path) -> None:
     group.run()
     finishes = [{rid: answer.finish for rid, answer in driver.answers.items()} for driver in group.drivers]
     assert finishes[0] == finishes[1] and group.answers()[0] == group.answers()[1]
-    said = [
-        finish.message for finish in finishes[0].values() if finish is not None and finish.type == "abort"
-    ]
-    assert {"running" if "still running" in message else "waiting" for message in said} == {
-        "running",
-        "waiting",
-    }
+    said = [finish.message for finish in finishes[0].values() if finish is not None and finish.type == "abort"]
+    assert {"running" if "still running" in message else "waiting" for message in said} == {"running", "waiting"}
 
 
-@pytest.mark.parametrize(
-    ("size", "policy"), [(2, "write_through"), (2, "write_back"), (3, "write_through_selective")]
-)
+@pytest.mark.parametrize(("size", "policy"), [(2, "write_through"), (2, "write_back"), (3, "write_through_selective")])
 def test_ranks_with_different_transfers_decide_the_same(size: int, policy: str, tmp_path: Path) -> None:
     """Prefixes are evicted, retracted requests offloaded, and all come back from the host; when a copy runs and a step
     ends is each rank's own dice."""
@@ -189,9 +173,7 @@ def test_a_transfer_has_ended_when_it_has_ended_on_all_ranks(tmp_path: Path) -> 
     group.settle()
 
 
-def test_which_grammars_are_too_slow_rank_0_says_for_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_which_grammars_are_too_slow_rank_0_says_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = Group(2, tmp_path)
     ended: list[list[int]] = []
     for driver, overdue in zip(group.drivers, ([3, 5], [4]), strict=True):
@@ -388,13 +370,7 @@ def test_boards_of_two_hosts_show_the_same(tmp_path: Path) -> None:
     assert ours.all_failed() and theirs.all_failed()
     before = bytes(ours._memory)
     line = len(before) // 2
-    for at, data in (
-        (0, b"x" * 8),
-        (line - 4, b"x" * 8),
-        (-8, b"x" * 8),
-        (2 * line - 4, b"x" * 8),
-        (line, b""),
-    ):
+    for at, data in ((0, b"x" * 8), (line - 4, b"x" * 8), (-8, b"x" * 8), (2 * line - 4, b"x" * 8), (line, b"")):
         copies[0].copy_write(at, data)  # on its own line, across lines, outside
     assert bytes(ours._memory) == before and len(written) == 7
 

@@ -190,9 +190,7 @@ def test_a_retraction_makes_admission_more_careful() -> None:
 def test_a_stop_token_before_min_new_tokens_ends_nothing() -> None:
     driver = make_driver()
     free = expected_output(request("x", [4, 5], max_new_tokens=12, ignore_eos=True), 256)
-    req = request(
-        "a", [4, 5], max_new_tokens=12, ignore_eos=True, min_new_tokens=5, stop_token_ids=(free[1], free[8])
-    )
+    req = request("a", [4, 5], max_new_tokens=12, ignore_eos=True, min_new_tokens=5, stop_token_ids=(free[1], free[8]))
     driver.send(req)
     driver.run()
     assert driver.answers["a"].output_ids == free[:9]
@@ -247,11 +245,7 @@ print(json.dumps([sorted(names & {"aten::sum"}), sorted(set(sys.modules) - befor
 def test_a_profile_has_the_operators_and_imports_no_compiler(tmp_path: Path) -> None:
     """Importing torch._dynamo takes seconds, which every running request waits for."""
     run = subprocess.run(
-        [sys.executable, "-c", PROFILED, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
+        [sys.executable, "-c", PROFILED, str(tmp_path)], capture_output=True, text=True, check=True, timeout=300
     )
     operators, imported = json.loads(run.stdout.splitlines()[-1])
     assert operators == ["aten::sum"]
@@ -261,9 +255,7 @@ def test_a_profile_has_the_operators_and_imports_no_compiler(tmp_path: Path) -> 
 def test_a_folder_for_a_profile_may_be_written_in_full(tmp_path: Path) -> None:
     driver = make_driver(torch_profiler_dir=str(tmp_path))
     for id, folder in (("p", str(tmp_path)), ("q", str(tmp_path / "a"))):
-        driver.send(
-            ProfileReq(id=id, action="start", output_dir=folder), ProfileReq(id=f"{id}s", action="stop")
-        )
+        driver.send(ProfileReq(id=id, action="start", output_dir=folder), ProfileReq(id=f"{id}s", action="stop"))
     driver.step()
     assert str(tmp_path / "fenceline-") in reply(driver, "p").message
     assert str(tmp_path / "a" / "fenceline-") in reply(driver, "q").message
@@ -285,9 +277,7 @@ def test_profiles_go_below_the_servers_folder_and_nowhere_else(tmp_path: Path, f
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_folder_for_profiles_a_private_one_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_folder_for_profiles_a_private_one_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     driver = make_driver()
     driver.send(ProfileReq(id="refused", action="start", output_dir="../x"))
@@ -302,9 +292,7 @@ def test_without_a_folder_for_profiles_a_private_one_is_made(
     assert str(folder) in reply(driver, "ps").message
 
 
-def test_the_folder_for_profiles_comes_from_flag_or_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_folder_for_profiles_comes_from_flag_or_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(**flags: str) -> str | None:
         return resolve(ServerArgs(model_path="demo", device="cpu", **flags)).torch_profiler_dir
 
@@ -346,9 +334,7 @@ def raiser(error: Exception) -> Callable[..., None]:
     return fail
 
 
-@pytest.mark.parametrize(
-    "error", [RecursionError("deep"), MemoryError(), AssertionError("theirs"), KeyError(3)]
-)
+@pytest.mark.parametrize("error", [RecursionError("deep"), MemoryError(), AssertionError("theirs"), KeyError(3)])
 @pytest.mark.parametrize(("message", "place"), OBSERVERS, ids=range(5))
 def test_no_failure_of_what_only_observes_ends_the_scheduler(
     message: Message, place: tuple[object, str], error: Exception, monkeypatch: pytest.MonkeyPatch,
@@ -391,9 +377,7 @@ def test_a_flush_that_breaks_an_invariant_ends_the_scheduler(
             driver.step()
 
 
-def test_a_profile_that_fails_does_not_end_the_scheduler(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_profile_that_fails_does_not_end_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = make_driver()
     driver.send(ProfileReq(id="p", action="start", num_steps=2))
     driver.step()
@@ -444,9 +428,7 @@ def test_a_prompt_retracted_half_way_is_scored_anew(num_steps: int) -> None:
 @pytest.mark.parametrize("chunked_prefill_size", [4096, -1])
 def test_a_step_scores_a_bounded_number_of_prompt_tokens(chunked_prefill_size: int) -> None:
     """Every scored position costs a vocabulary of logits, whoever asks for it."""
-    driver = make_driver(
-        num_pages=2000, page_size=4, context_length=2048, chunked_prefill_size=chunked_prefill_size
-    )
+    driver = make_driver(num_pages=2000, page_size=4, context_length=2048, chunked_prefill_size=chunked_prefill_size)
     prompts = [[i + 1] * 700 for i in range(5)]
     for i, prompt in enumerate(prompts):
         driver.send(request(f"r{i}", prompt, max_new_tokens=2, return_logprob=True, logprob_start_len=0))
@@ -525,8 +507,7 @@ def test_who_is_retracted_resumes_in_the_old_order(bodies: tuple[int, ...]) -> N
     """Before those that never ran, whether it came alone or in an HTTP body."""
     driver = make_driver(num_rows=3)
     reqs = [
-        request(f"r{i}", [i + 1] * 9, body=body, max_new_tokens=9, ignore_eos=True)
-        for i, body in enumerate(bodies)
+        request(f"r{i}", [i + 1] * 9, body=body, max_new_tokens=9, ignore_eos=True) for i, body in enumerate(bodies)
     ]
     driver.send(*reqs)
     steps(driver, 4)

@@ -75,9 +75,7 @@ def test_a_remapped_row_that_was_not_written_is_written_whole() -> None:
     """Two requests bring one prompt; the second moves onto the first one's pages, and the write of that is lost."""
     driver = make_tiered_driver(num_pages=60, num_rows=2, chunked_prefill_size=-1)
     prompt = list(range(1, 41))
-    reqs = [
-        request(rid, [*prompt, tail], max_new_tokens=8, ignore_eos=True) for rid, tail in (("a", 7), ("b", 9))
-    ]
+    reqs = [request(rid, [*prompt, tail], max_new_tokens=8, ignore_eos=True) for rid, tail in (("a", 7), ("b", 9))]
     driver.send(*reqs)
     scheduler = driver.scheduler
     while not scheduler.memory.remaps:
@@ -128,6 +126,4 @@ def _req(driver: Driver) -> Req:
 
 def _batch() -> StepBatch:
     none = np.zeros(0, dtype=np.int64)
-    return StepBatch(
-        none, none, none, none == 0, (), PageWrites(none, none, none.astype(np.int32)), Points.none()
-    )
+    return StepBatch(none, none, none, none == 0, (), PageWrites(none, none, none.astype(np.int32)), Points.none())

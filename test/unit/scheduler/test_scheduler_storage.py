@@ -26,9 +26,7 @@ def drivers() -> Iterator[list[Driver]]:
         driver.scheduler.close()
 
 
-def engine(
-    made: list[Driver], directory: Path | None, policy: str = "wait_complete", **flags: object
-) -> Driver:
+def engine(made: list[Driver], directory: Path | None, policy: str = "wait_complete", **flags: object) -> Driver:
     """A pool of 60 pages; with ``directory`` a host tier as large and storage below."""
     if directory is not None:
         flags |= {
@@ -151,11 +149,7 @@ class _Trouble:
 
 @pytest.mark.parametrize("kind", ["lost", "half", "raises", "full"])
 def test_whatever_storage_does_the_answers_are_right(
-    tmp_path: Path,
-    drivers: list[Driver],
-    expected: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
+    tmp_path: Path, drivers: list[Driver], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     if kind != "full":
         fill(engine(drivers, tmp_path))

@@ -202,9 +202,7 @@ def test_a_worse_priority_passes_nobody() -> None:
     reqs = longs(2, priority=5)
     driver.send(*reqs)
     driver.step()
-    worse, better = (
-        request(rid, [7, 8, 9], max_new_tokens=1, priority=rank) for rid, rank in (("w", 1), ("b", 5))
-    )
+    worse, better = (request(rid, [7, 8, 9], max_new_tokens=1, priority=rank) for rid, rank in (("w", 1), ("b", 5)))
     driver.send(worse, better)
     driver.run()
     first = {rid: index for index, step in reversed(list(enumerate(steps))) for rid in step}

@@ -60,9 +60,7 @@ def test_an_image_is_made_from_what_is_there(target: str) -> None:
     assert "*" in ignored
     for source in sources:
         assert f"!{source.split('/')[0]}" in ignored, source
-    torch = next(rest for step, rest in steps if step == "ENV" and "FENCELINE_TORCH" in rest).partition("=")[
-        2
-    ]
+    torch = next(rest for step, rest in steps if step == "ENV" and "FENCELINE_TORCH" in rest).partition("=")[2]
     assert (pick_torch.named(torch, "Linux").cuda is not None) == (target == "cuda")
 
 
@@ -81,9 +79,7 @@ def test_an_image_serves_without_root_and_says_how_it_is(target: str) -> None:
     user = only(steps, "USER").split(":")[0]
     assert int(user) > 0
     assert any(step == "RUN" and f"useradd --uid {user} " in rest for step, rest in steps)
-    assert [step for step, _ in steps].index("USER") > max(
-        i for i, (step, _) in enumerate(steps) if step == "RUN"
-    )
+    assert [step for step, _ in steps].index("USER") > max(i for i, (step, _) in enumerate(steps) if step == "RUN")
     command = json.loads(only(steps, "ENTRYPOINT")) + json.loads(only(steps, "CMD"))
     assert command[:3] == ["python", "-m", "fenceline.launch_server"]
     args = parse_args(command[3:])
@@ -143,9 +139,7 @@ def test_what_is_mounted_is_there_and_names_what_is_there() -> None:
     assert provider["options"]["path"] in binds
     home = Path(services["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
     dashboard = json.loads((binds[str(home.parent)] / home.name).read_text())
-    used = {
-        target["datasource"]["uid"] for panel in dashboard["panels"] for target in panel.get("targets", [])
-    }
+    used = {target["datasource"]["uid"] for panel in dashboard["panels"] for target in panel.get("targets", [])}
     assert used == {source["uid"]}
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(ids) == len(set(ids))
@@ -220,8 +214,6 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     python.symlink_to("/bin/true")
     copy = tmp_path / UNIT.name
     copy.write_text(UNIT.read_text().replace("/opt/fenceline/.venv/bin/python", str(python)))
-    result = subprocess.run(
-        ["systemd-analyze", "verify", str(copy)], capture_output=True, text=True, timeout=60
-    )
+    result = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True, timeout=60)
     ours = [line for line in result.stderr.splitlines() if UNIT.name in line or str(copy) in line]
     assert ours == []

@@ -42,9 +42,7 @@ def test_every_server_that_a_page_starts_has_flags_of_ours() -> None:
         text = page.read_text().replace("\\\n", " ")
         for language, block in re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL):
             if language in ("", "bash"):
-                lines += re.findall(
-                    r"(?:scripts/serve|fenceline serve|\.launch_server)([^\n#;&|>]*)", block, re.DOTALL
-                )
+                lines += re.findall(r"(?:scripts/serve|fenceline serve|\.launch_server)([^\n#;&|>]*)", block, re.DOTALL)
     assert len(lines) > 10
     for line in lines:
         parse_args(shlex.split(line.replace("FURTHER_FLAGS", "")))
@@ -76,19 +74,10 @@ def test_bars_are_as_long_as_their_values() -> None:
 
 def test_a_ratio_is_above_1_where_the_first_series_is_better() -> None:
     rows = [{"name": "a", "values": [10, 40]}, {"name": "b", "values": [[20, 40], 20]}]
-    result = {
-        "title": "t",
-        "unit": "ms",
-        "better": "lower",
-        "ratio": True,
-        "series": ["x", "y"],
-        "rows": rows,
-    }
+    result = {"title": "t", "unit": "ms", "better": "lower", "ratio": True, "series": ["x", "y"], "rows": rows}
     root = ElementTree.fromstring(pages.chart(result))
     bars = [e for e in root.iter() if e.tag.endswith("}rect") and e.get("height") == "14"]
-    assert float(bars[1].attrib["width"]) / float(bars[0].attrib["width"]) == pytest.approx(
-        0.75 / 4, rel=1e-4
-    )
+    assert float(bars[1].attrib["width"]) / float(bars[0].attrib["width"]) == pytest.approx(0.75 / 4, rel=1e-4)
     texts = {e.text for e in root.iter() if e.tag.endswith("}text")}
     assert {"a", "4.00   (10 / 40)", "b", "0.50 – 1.00   (20 – 40 / 20)"} <= texts
 

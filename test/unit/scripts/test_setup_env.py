@@ -131,9 +131,7 @@ def test_only_a_failed_connection_counts_as_unreachable(
     assert pick_installer.why_unreachable("https://x") == reason
 
 
-def test_gpu_set_up_lets_torch_bring_its_own_and_adds_the_extra(
-    env: Env, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_set_up_lets_torch_bring_its_own_and_adds_the_extra(env: Env, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup_env, "check_torch", lambda env, choice: None)
     add_distribution(env, "torch", "2.14.1+cu130")
     pip = FakePip()
@@ -224,9 +222,7 @@ def test_uv_is_installed_in_its_pinned_version_and_used(env: Env, calls: list[li
     assert theirs[-1] == "x"
 
 
-def test_bytecode_is_compiled_with_a_word_about_how_far_it_is(
-    env: Env, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bytecode_is_compiled_with_a_word_about_how_far_it_is(env: Env, capsys: pytest.CaptureFixture[str]) -> None:
     """On two cores it takes a minute, in which installers say nothing."""
     package = env.path / "lib/python3.11/site-packages/package"
     package.mkdir(parents=True)
@@ -241,28 +237,20 @@ def test_bytecode_is_compiled_with_a_word_about_how_far_it_is(
     assert progress and progress[-1] == "[set-up] compiled 9 of 9 files"
 
 
-def test_uv_of_the_path_is_used_as_it_is(
-    env: Env, calls: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uv_of_the_path_is_used_as_it_is(env: Env, calls: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pick_installer.shutil, "which", lambda name, path=None: "/usr/bin/uv")
     pick_installer.make_installer(env.python, ROOT / "constraints-cpu.txt")(["install", "x"])
     assert [command[0] for command in calls] == ["/usr/bin/uv"]
 
 
-@pytest.mark.parametrize(
-    "obstacle", ["chosen", "not available", "settings without a counterpart", "uv fails"]
-)
+@pytest.mark.parametrize("obstacle", ["chosen", "not available", "settings without a counterpart", "uv fails"])
 def test_pip_installs_where_uv_cannot(
     env: Env, calls: list[list[str]], monkeypatch: pytest.MonkeyPatch, obstacle: str
 ) -> None:
-    fails = {"not available": lambda c: c[-1] == "uv", "uv fails": lambda c: c[0].endswith("uv")}.get(
-        obstacle
-    )
+    fails = {"not available": lambda c: c[-1] == "uv", "uv fails": lambda c: c[0].endswith("uv")}.get(obstacle)
     if fails is not None:
         monkeypatch.setattr(
-            pick_installer,
-            "_run",
-            lambda command, env=None: calls.append(list(command)) or not fails(command),
+            pick_installer, "_run", lambda command, env=None: calls.append(list(command)) or not fails(command)
         )
     elif obstacle == "chosen":
         monkeypatch.setenv("FENCELINE_INSTALLER", "pip")
@@ -458,9 +446,7 @@ def test_pins_satisfy_the_bounds_and_cover_every_dependency() -> None:
         for requirement in _project()[group]:
             name = re.sub(r"[-_.]+", "-", requirement.name).lower()
             assert name in pins, f"{name} is not pinned in constraints-cpu.txt"
-            assert requirement.specifier.contains(Version(pins[name])), (
-                f"{name}=={pins[name]} is out of bounds"
-            )
+            assert requirement.specifier.contains(Version(pins[name])), f"{name}=={pins[name]} is out of bounds"
     assert pins["torch"] == pick_torch.CPU_VERSION
 
 
@@ -480,9 +466,7 @@ GPU_HOST = {
 
 
 def test_bounds_admit_the_gpu_host() -> None:
-    declared = {
-        requirement.name.lower(): requirement for lines in _project().values() for requirement in lines
-    }
+    declared = {requirement.name.lower(): requirement for lines in _project().values() for requirement in lines}
     for name, installed in GPU_HOST.items():
         assert declared[name].specifier.contains(Version(installed)), f"{name} {installed} is out of bounds"
 
@@ -499,14 +483,10 @@ def test_installed_packages_are_in_bounds() -> None:
             installed = version(requirement.name)
         except PackageNotFoundError:
             pytest.fail(f"{requirement.name} is declared but not installed")
-        assert requirement.specifier.contains(Version(installed), prereleases=True), (
-            f"{requirement} {installed}"
-        )
+        assert requirement.specifier.contains(Version(installed), prereleases=True), f"{requirement} {installed}"
 
 
-def test_environment_killed_at_its_first_moment_is_made_anew(
-    env: Env, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_killed_at_its_first_moment_is_made_anew(env: Env, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup_env.subprocess, "run", lambda command, **_: Done())
     (env.path / "pyvenv.cfg").unlink()
     env.python.unlink()

@@ -43,9 +43,7 @@ def test_the_hook_refuses_a_title_with_the_reason(message: str, reason: str, tmp
     file = tmp_path / "COMMIT_EDITMSG"
     file.write_text(message)
     hook = setup_env.ROOT / "scripts" / "hooks" / "commit-msg"
-    result = subprocess.run(
-        [sys.executable, str(hook), str(file)], capture_output=True, text=True, timeout=60
-    )
+    result = subprocess.run([sys.executable, str(hook), str(file)], capture_output=True, text=True, timeout=60)
     assert (result.returncode == 0) == (not reason), result.stderr
     assert reason in result.stderr and bool(result.stderr) == bool(reason)
 
@@ -53,6 +51,4 @@ def test_the_hook_refuses_a_title_with_the_reason(message: str, reason: str, tmp
 def test_git_can_run_the_hooks() -> None:
     hooks = list((setup_env.ROOT / "scripts" / "hooks").iterdir())
     assert {hook.name for hook in hooks} == {"commit-msg", "pre-commit"}
-    assert all(
-        hook.stat().st_mode & 0o100 and hook.read_text().startswith("#!/usr/bin/env ") for hook in hooks
-    )
+    assert all(hook.stat().st_mode & 0o100 and hook.read_text().startswith("#!/usr/bin/env ") for hook in hooks)

@@ -69,9 +69,7 @@ def test_marked_tests_are_skipped_where_gpus_are_missing(
     assert [item.added for item in items] == reasons
 
 
-def test_nobody_asks_for_gpus_without_a_marked_test(
-    conftest: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_asks_for_gpus_without_a_marked_test(conftest: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def ask() -> int:
         raise AssertionError("imported torch to count GPUs")
 

@@ -59,12 +59,7 @@ def test_no_test_imports_a_test(tmp_path: Path) -> None:
 
 def test_the_folders_that_rules_name_exist() -> None:
     package = setup_env.ROOT / "python" / tidy.PACKAGE
-    rules = (
-        *sum(tidy.LEVELS, ()),
-        *tidy.EVERYWHERE,
-        *tidy.TOOLS,
-        *tidy.NO_TORCH,
-    )
+    rules = (*sum(tidy.LEVELS, ()), *tidy.EVERYWHERE, *tidy.TOOLS, *tidy.NO_TORCH)
     beside = (setup_env.ROOT / "python" / name for name in (*tidy.BESIDE, *tidy.INDEPENDENT))
     for name in (*(package / name for name in rules), *beside):
         path = name.parent / name.name.replace(".", "/")
@@ -82,10 +77,7 @@ def test_the_folders_that_rules_name_exist() -> None:
         ("layers.linear", "from ..models import llama"),
         ("layers.attention.cpu_backend", "from ...models.llama import Llama"),
         ("model_executor.runner", "def f():\n    from fenceline.scheduler.scheduler import Scheduler"),
-        (
-            "model_executor.runner",
-            "try:\n    import fenceline.entrypoints.engine\nexcept ImportError:\n    pass",
-        ),
+        ("model_executor.runner", "try:\n    import fenceline.entrypoints.engine\nexcept ImportError:\n    pass"),
         ("scheduler.scheduler", "from fenceline.entrypoints.http_server import app"),
         ("scheduler.scheduler", "from fenceline import launch_server"),
         ("scheduler.scheduler", "from fenceline.launch_server import main"),
@@ -106,10 +98,7 @@ def test_imports_that_point_up_are_found(tmp_path: Path, module: str, line: str)
         ("cli", "import fenceline_sim"),
         ("models.x", "from fenceline_demo.corpus import TOOLS"),
         ("config.x", "def f():\n    import fenceline_proof.prove"),
-        (
-            "model_executor.x",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import fenceline_sim.device",
-        ),
+        ("model_executor.x", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import fenceline_sim.device"),
     ],
 )
 def test_the_product_knows_no_package_beside_it(tmp_path: Path, module: str, line: str) -> None:
@@ -119,9 +108,7 @@ def test_the_product_knows_no_package_beside_it(tmp_path: Path, module: str, lin
 
 def test_the_virtual_gpu_does_not_know_the_proof(tmp_path: Path) -> None:
     code = "from fenceline.scheduler import scheduler\nfrom fenceline_sim.gpu import VirtualGpu\n"
-    assert (
-        complaints(tmp_path, "fenceline_proof.x", code) == [] == complaints(tmp_path, "fenceline_sim.x", code)
-    )
+    assert complaints(tmp_path, "fenceline_proof.x", code) == [] == complaints(tmp_path, "fenceline_sim.x", code)
     (message,) = complaints(tmp_path, "fenceline_sim.x", "from fenceline_proof.runs import run")
     assert "fenceline_sim does not know it" in message
     files = {"fenceline_sim.x": "import fenceline_sim.y", "fenceline_sim.y": "from fenceline_sim import x"}
@@ -188,10 +175,7 @@ def test_raw_ordering_is_found_outside_memory_order_only(tmp_path: Path, code: s
 @pytest.mark.parametrize(
     ("module", "code"),
     [
-        (
-            "entrypoints.http_server",
-            "from fenceline.frontend.tokenizer_manager import TokenizerManager\nimport torch",
-        ),
+        ("entrypoints.http_server", "from fenceline.frontend.tokenizer_manager import TokenizerManager\nimport torch"),
         (
             "scheduler.scheduler",
             "from fenceline.config.engine_config import EngineConfig\nimport fenceline.layers.linear",
@@ -282,10 +266,7 @@ FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
         ),
         # A package is a module too: its __init__.
         (
-            {
-                "layers.__init__": "from fenceline.layers.a import A",
-                "layers.a": "from fenceline.layers import A",
-            },
+            {"layers.__init__": "from fenceline.layers.a import A", "layers.a": "from fenceline.layers import A"},
             ["layers, layers.a"],
         ),
     ],

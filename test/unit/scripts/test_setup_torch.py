@@ -22,8 +22,7 @@ SMI_NEW = "| NVIDIA-SMI 595.10    KMD Version: 595.10    CUDA UMD Version: 13.2 
 
 
 @pytest.mark.parametrize(
-    ("text", "branch"),
-    [(PROC_PROPRIETARY, 550), (PROC_OPEN, 580), ("", None), ("NVRM version: unknown", None)],
+    ("text", "branch"), [(PROC_PROPRIETARY, 550), (PROC_OPEN, 580), ("", None), ("NVRM version: unknown", None)]
 )
 def test_driver_branch(text: str, branch: int | None) -> None:
     assert pick_torch.driver_branch(text) == branch
@@ -40,12 +39,7 @@ def test_cuda_of_driver(driver: int, cuda: tuple[int, int] | None) -> None:
 
 @pytest.mark.parametrize(
     ("text", "cuda"),
-    [
-        (SMI, (12, 6)),
-        (SMI_NEW, (13, 2)),
-        ("NVIDIA-SMI has failed because it couldn't communicate", None),
-        ("", None),
-    ],
+    [(SMI, (12, 6)), (SMI_NEW, (13, 2)), ("NVIDIA-SMI has failed because it couldn't communicate", None), ("", None)],
 )
 def test_cuda_of_nvidia_smi(text: str, cuda: tuple[int, int] | None) -> None:
     assert pick_torch.cuda_of_nvidia_smi(text) == cuda
@@ -92,9 +86,7 @@ def test_driver_and_gpu_choose_the_build(
 
 
 @pytest.mark.parametrize(("cuda", "capability"), [((0, 0), None), ((12, 6), (10, 0)), ((13, 0), (3, 7))])
-def test_too_old_is_refused_with_the_remedy(
-    cuda: tuple[int, int], capability: tuple[int, int] | None
-) -> None:
+def test_too_old_is_refused_with_the_remedy(cuda: tuple[int, int], capability: tuple[int, int] | None) -> None:
     with pytest.raises(NoTorch, match=r"install driver 580 or newer .* or set FENCELINE_TORCH=cpu"):
         pick_torch.choose(Machine("Linux", cuda, capability))
 

@@ -45,15 +45,11 @@ def test_no_token_changes(
     if draft == "target":
         assert set(counted) == {num_steps + 1}, "a draft that is the target draws what the target draws"
     else:
-        assert {1, 2} <= set(counted) <= set(range(1, num_steps + 2)), (
-            "drafts were accepted, and drafts were not"
-        )
+        assert {1, 2} <= set(counted) <= set(range(1, num_steps + 2)), "drafts were accepted, and drafts were not"
 
 
 @pytest.mark.parametrize("topk", [1, 3])
-def test_a_draft_that_may_propose_some_tokens_alone(
-    models: dict[str, Path], tmp_path: Path, topk: int
-) -> None:
+def test_a_draft_that_may_propose_some_tokens_alone(models: dict[str, Path], tmp_path: Path, topk: int) -> None:
     """--speculative-token-map: the draft's head has the map's rows of the target's, and no token changes."""
     ids = Random(2).sample(range(VOCAB), VOCAB // 2)
     torch.save(ids, tmp_path / "frequent.pt")
@@ -82,9 +78,7 @@ def test_a_prefill_backend_made_for_the_layers_it_attends_in(
 
 
 @pytest.mark.parametrize(("algorithm", "draft"), DRAFTS)
-def test_prefixes_that_are_cached(
-    models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None
-) -> None:
+def test_prefixes_that_are_cached(models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None) -> None:
     """Prompts that continue earlier answers: pages hold accepted tokens alone, of target and draft."""
     driver, plain = make_driver(models, algorithm, draft), make_driver(models)
     first = requests(5, num=4, max_new_tokens=30)
@@ -133,17 +127,14 @@ def test_everything_that_a_request_may_ask_for(
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "draft", "accept_length"),
-    [(EAGLE, "eagle", 1.0), (EAGLE, "eagle", 2.7), (STANDALONE, "near", 4.0)],
+    ("algorithm", "draft", "accept_length"), [(EAGLE, "eagle", 1.0), (EAGLE, "eagle", 2.7), (STANDALONE, "near", 4.0)]
 )
 def test_simulated_acceptance(
     models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str, accept_length: float
 ) -> None:
     """As many tokens a step as were asked for, on average, whatever the draft proposes; requests with penalties get one
     all the same."""
-    driver = make_driver(
-        models, algorithm, draft, simulated_accept_length=accept_length, memory_check="order"
-    )
+    driver = make_driver(models, algorithm, draft, simulated_accept_length=accept_length, memory_check="order")
     counted = count_tokens(driver)
     reqs = requests(8, max_new_tokens=60)
     assert [len(tokens) for tokens in answers(driver, reqs)] == [60] * 8
@@ -155,9 +146,7 @@ def test_simulated_acceptance(
     assert set(counted) == {1}
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "draft"), [(EAGLE, "eagle"), (STANDALONE, "near"), (STANDALONE, "target")]
-)
+@pytest.mark.parametrize(("algorithm", "draft"), [(EAGLE, "eagle"), (STANDALONE, "near"), (STANDALONE, "target")])
 def test_too_little_memory(models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str) -> None:
     """Requests are retracted and resumed; rows and pages pass from one to the next."""
     reqs = requests(11, num=8, max_new_tokens=40)
@@ -179,13 +168,9 @@ def test_up_to_the_end_of_the_context(models: dict[str, Path], num_tokens: int) 
 
 
 @pytest.mark.parametrize(
-    ("draft", "shape"),
-    [("eagle3", {}), ("target", {"topk": 4, "num_draft_tokens": 20})],
-    ids=["chain", "tree"],
+    ("draft", "shape"), [("eagle3", {}), ("target", {"topk": 4, "num_draft_tokens": 20})], ids=["chain", "tree"]
 )
-def test_graphs_up_to_the_end_of_the_context(
-    models: dict[str, Path], draft: str, shape: dict[str, object]
-) -> None:
+def test_graphs_up_to_the_end_of_the_context(models: dict[str, Path], draft: str, shape: dict[str, object]) -> None:
     """Batches as large as a graph, one larger and one smaller; the attention that a graph has captured reaches the
     rows beyond the context too."""
     algorithm = EAGLE3 if draft == "eagle3" else STANDALONE
@@ -200,9 +185,7 @@ def test_graphs_up_to_the_end_of_the_context(
 
 def test_a_simulated_acceptance_keeps_the_last_token(models: dict[str, Path]) -> None:
     """From which a draft without hidden states goes on, though nobody has proposed it."""
-    driver = make_driver(
-        models, STANDALONE, "near", simulated_accept_length=3.5, disable_overlap_schedule=True
-    )
+    driver = make_driver(models, STANDALONE, "near", simulated_accept_length=3.5, disable_overlap_schedule=True)
     assert isinstance(driver.worker, ModelRunner) and driver.worker.speculative is not None
     driver.send(*requests(3, num=4, max_new_tokens=20))
     previous = driver.worker.speculative.state.previous
@@ -245,9 +228,7 @@ def test_a_broken_draft_changes_no_token(
     assert isinstance(driver.worker, ModelRunner) and driver.worker.draft is not None
     forward, num_calls = driver.worker.draft.forward, 0
 
-    def break_one(
-        batch: ForwardBatch, hidden: torch.Tensor, step: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def break_one(batch: ForwardBatch, hidden: torch.Tensor, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         nonlocal num_calls
         num_calls += 1
         logits, following = forward(batch, hidden, step)
@@ -261,12 +242,8 @@ def test_a_broken_draft_changes_no_token(
     assert driver.scheduler.stats.num_bad_drafts > 0
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "draft"), [(EAGLE3, "eagle3"), (STANDALONE, "near"), (STANDALONE, "target")]
-)
-def test_prefixes_from_the_host_tier(
-    models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str
-) -> None:
+@pytest.mark.parametrize(("algorithm", "draft"), [(EAGLE3, "eagle3"), (STANDALONE, "near"), (STANDALONE, "target")])
+def test_prefixes_from_the_host_tier(models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str) -> None:
     """Pages hold the draft's layers on the host too, and the checker of orders knows what a step writes."""
     flags: dict[str, object] = {
         "enable_hierarchical_cache": True,

@@ -52,8 +52,7 @@ def test_no_token_changes(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("num_steps", "topk", "num_draft_tokens"),
-    [(1, 1, None), (2, 1, None), (5, 1, None), (1, 2, 3), (2, 2, 7)],
+    ("num_steps", "topk", "num_draft_tokens"), [(1, 1, None), (2, 1, None), (5, 1, None), (1, 2, 3), (2, 2, 7)]
 )
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_a_draft_that_is_the_target_is_always_right(
@@ -80,9 +79,7 @@ def test_a_draft_that_is_the_target_is_always_right(
         pytest.param(STANDALONE, "near", 1, marks=pytest.mark.long),
     ],
 )
-def test_too_little_memory(
-    models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str, topk: int
-) -> None:
+def test_too_little_memory(models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str, topk: int) -> None:
     """Requests are retracted and resumed, by way of the host, and others aborted; memory is promised by depth."""
     flags: dict[str, object] = {"max_total_tokens": 192, "num_rows": 5, "retract_policy": "offload"}
     flags |= {
@@ -150,9 +147,7 @@ def test_steps_are_measured_at_start(models: dict[str, Path]) -> None:
     """Nothing of that is left when the first request comes."""
     driver = make_driver(models, STANDALONE, "near", measures_steps=True, num_rows=6, memory_check="order")
     assert isinstance(driver.worker, ModelRunner)
-    keys = driver.worker.kv_pool.row(0, "k")[driver.config.server_args.page_size :].flatten(
-        1
-    )  # without the sink
+    keys = driver.worker.kv_pool.row(0, "k")[driver.config.server_args.page_size :].flatten(1)  # without the sink
     computed = keys[keys.any(1)].unique(dim=0)
     assert len(computed) > 6 * 5, "steps of six requests, whose tokens are not the same"
     costs = driver.worker.step_costs

@@ -90,9 +90,7 @@ def reference_logits(
 
 @pytest.mark.long
 @pytest.mark.parametrize(("page_size", "depth_seed"), [(1, None), (16, None), (16, 5)])
-@pytest.mark.parametrize(
-    ("algorithm", "draft"), [(EAGLE, "eagle"), (EAGLE3, "eagle3"), (NEXTN, None), (NEXTN, "mtp")]
-)
+@pytest.mark.parametrize(("algorithm", "draft"), [(EAGLE, "eagle"), (EAGLE3, "eagle3"), (NEXTN, None), (NEXTN, "mtp")])
 def test_draft_logits_equal_the_reference(
     models: dict[str, Path],
     algorithm: SpeculativeAlgorithm,
@@ -119,9 +117,7 @@ def test_draft_logits_equal_the_reference(
     for number in range(5):
         chains.clear()
         # Its noise makes draft and target agree often.
-        req = request(
-            f"r{number}", prompts[number], temperature=2.0, seed=number, max_new_tokens=30, ignore_eos=True
-        )
+        req = request(f"r{number}", prompts[number], temperature=2.0, seed=number, max_new_tokens=30, ignore_eos=True)
         (output,) = answers(driver, [req])
         text = [*prompts[number], *output]
         last = driver.answers[req.rid].last

@@ -33,9 +33,7 @@ def test_requests_with_a_grammar_beside_others(
     rng = Random(11)
     reqs = [
         msgspec.structs.replace(
-            request(
-                f"r{i}", [rng.randrange(3, VOCAB) for _ in range(9)], i, temperature=0.8, max_new_tokens=24
-            ),
+            request(f"r{i}", [rng.randrange(3, VOCAB) for _ in range(9)], i, temperature=0.8, max_new_tokens=24),
             grammar=i % 2,
         )
         for i in range(6)
@@ -60,9 +58,7 @@ def test_masks_filled_while_tokens_are_published_change_nothing(
     rng, num_begun = Random(12), Counter[str]()
     reqs = [
         msgspec.structs.replace(
-            request(
-                f"r{i}", [rng.randrange(3, VOCAB) for _ in range(9)], i, temperature=0.8, max_new_tokens=6 + i
-            ),
+            request(f"r{i}", [rng.randrange(3, VOCAB) for _ in range(9)], i, temperature=0.8, max_new_tokens=6 + i),
             grammar=int(i % 3 > 0),
         )
         for i in range(16)
@@ -123,8 +119,6 @@ def test_a_step_with_grammars_is_published_before_the_next(models: dict[str, Pat
 def _ten_tokens(eos: Sequence[int]) -> LoadGrammarReq:
     """5 to 20 of ten tokens, in any order."""
     pieces = [b"%c" % (97 + token - 10) if 10 <= token < 20 else b"" for token in range(VOCAB)]
-    vocabulary = xgrammar.TokenizerInfo(
-        pieces, xgrammar.VocabType.RAW, vocab_size=VOCAB, stop_token_ids=list(eos)
-    )
+    vocabulary = xgrammar.TokenizerInfo(pieces, xgrammar.VocabType.RAW, vocab_size=VOCAB, stop_token_ids=list(eos))
     data = compile_grammar(vocabulary, GrammarSpec("regex", "[a-j]{5,20}"), None)
     return LoadGrammarReq(id="g", grammar=1, data=data, vocabulary=vocabulary.serialize_json().encode())

@@ -26,19 +26,14 @@ def test_interpreted(name: str, interpreted: dict[str, str]) -> None:
     assert interpreted[name] == ""
 
 
-@given(
-    st.lists(st.integers(0, 40), min_size=1, max_size=4),
-    st.sampled_from([1, 3, 16]),
-    st.integers(1, 20),
-    st.data(),
-)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=4), st.sampled_from([1, 3, 16]), st.integers(1, 20), st.data())
 def test_slots_are_those_of_the_next_tokens(
     seq_lens: list[int], page_size: int, num_nodes: int, data: st.DataObject
 ) -> None:
     columns = -(-(max(seq_lens) + num_nodes) // page_size)
-    table = torch.tensor(
-        data.draw(st.permutations(range(columns * (len(seq_lens) + 1)))), dtype=torch.int32
-    ).view(-1, columns)
+    table = torch.tensor(data.draw(st.permutations(range(columns * (len(seq_lens) + 1)))), dtype=torch.int32).view(
+        -1, columns
+    )
     rows = data.draw(st.permutations(range(len(table))))[: len(seq_lens)]
     slots = node_slots(table, torch.tensor(rows), torch.tensor(seq_lens), num_nodes, page_size)
     expected = [
@@ -53,11 +48,7 @@ def test_slots_are_those_of_the_next_tokens(
 
 def pool_of(num_pages: int, page_size: int) -> KVPool:
     """Layers that are not alike, as those of a target and a draft, with a value of its own in each place."""
-    layers = (
-        keys_and_values(2, 4, "float32"),
-        keys_and_values(1, 6, "bfloat16"),
-        latent(10, "float16"),
-    )
+    layers = (keys_and_values(2, 4, "float32"), keys_and_values(1, 6, "bfloat16"), latent(10, "float16"))
     pool = KVPool(num_pages, KVLayout(page_size, layers), torch.device("cpu"))
     for _, tensor in pool.tensors():
         tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) % 251)
@@ -81,9 +72,7 @@ def by_torch(tensors, slots, path, counts) -> None:  # type: ignore[no-untyped-d
     KVMover(tensors).move(slots, path, counts)
 
 
-def random_case(
-    random: np.random.Generator, any_order: bool
-) -> tuple[list[list[int]], list[list[int]], list[int]]:
+def random_case(random: np.random.Generator, any_order: bool) -> tuple[list[list[int]], list[list[int]], list[int]]:
     """Slots, paths, counts of a few requests; beyond its count a path is anything."""
     batch, num_nodes = int(random.integers(1, 4)), int(random.integers(1, 12))
     width = int(random.integers(1, num_nodes + 1))

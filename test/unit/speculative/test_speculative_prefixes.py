@@ -16,13 +16,7 @@ from scheduler_driver import Driver, request
 from speculative_driver import DRAFTS, EAGLE, EAGLE3, NEXTN, STANDALONE, make_driver, models
 
 from fenceline.config.draft_config import SpeculativeAlgorithm
-from fenceline.ipc.io_struct import (
-    AbortReq,
-    CachedTokensDetails,
-    ContinueGenerationReq,
-    PauseGenerationReq,
-    SpecCounts,
-)
+from fenceline.ipc.io_struct import AbortReq, CachedTokensDetails, ContinueGenerationReq, PauseGenerationReq, SpecCounts
 from fenceline.mem_cache.transfer import TransferKind
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import ForwardResult, HeldStep, StepBatch
@@ -114,9 +108,7 @@ def rows_of(driver: Driver, pages: np.ndarray) -> Rows:
     pool, first = driver.worker.kv_pool, driver.worker.model.num_layers
     slots = torch.from_numpy((pages[:, None] * PAGE + np.arange(PAGE)).reshape(-1))
     layers = range(first, pool.num_layers)
-    return torch.stack(
-        [torch.stack((pool.row(layer, "k")[slots], pool.row(layer, "v")[slots])) for layer in layers]
-    )
+    return torch.stack([torch.stack((pool.row(layer, "k")[slots], pool.row(layer, "v")[slots])) for layer in layers])
 
 
 def check_tree(driver: Driver, cold: Driver) -> int:
@@ -142,12 +134,7 @@ def check_tree(driver: Driver, cold: Driver) -> int:
 @pytest.mark.long
 @pytest.mark.parametrize(("algorithm", "draft", "policy", "layout"), TIERS)
 def test_drafts_after_a_hit_fare_as_without_one(
-    driver_of: MakeDriver,
-    algorithm: SpeculativeAlgorithm,
-    draft: str | None,
-    policy: str,
-    layout: str,
-    tmp_path: Path,
+    driver_of: MakeDriver, algorithm: SpeculativeAlgorithm, draft: str | None, policy: str, layout: str, tmp_path: Path
 ) -> None:
     """Prompts that continue otherwise just where a page that they share ends, after it came from each tier."""
     flags = tiers(policy, layout, tmp_path)
@@ -175,11 +162,7 @@ def test_drafts_after_a_hit_fare_as_without_one(
 @pytest.mark.parametrize("depth_seed", [None, 2])
 @pytest.mark.parametrize(("algorithm", "draft"), DRAFTS)
 def test_whatever_is_cached_is_complete(
-    driver_of: MakeDriver,
-    algorithm: SpeculativeAlgorithm,
-    draft: str | None,
-    depth_seed: int | None,
-    tmp_path: Path,
+    driver_of: MakeDriver, algorithm: SpeculativeAlgorithm, draft: str | None, depth_seed: int | None, tmp_path: Path
 ) -> None:
     """Prompts in chunks and at the end of a page; one token a step; ends in the middle of a step; aborts; retraction by
     way of the host; steps without drafts among others."""

@@ -12,17 +12,7 @@ import torch
 from ranks import Ranks
 from safetensors.torch import load_file, save_file
 from scheduler_driver import answers, request
-from speculative_driver import (
-    DRAFTS,
-    EAGLE,
-    EAGLE3,
-    NEXTN,
-    STANDALONE,
-    count_tokens,
-    make_driver,
-    models,
-    requests,
-)
+from speculative_driver import DRAFTS, EAGLE, EAGLE3, NEXTN, STANDALONE, count_tokens, make_driver, models, requests
 
 from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.config.engine_config import EngineConfig
@@ -41,11 +31,7 @@ GRAPHS: dict[str, object] = {"cuda_graph_bs": [1, 2, 4, 8], "piecewise_cuda_grap
 
 
 def _on_ranks(
-    models: dict[str, Path],
-    algorithm: SpeculativeAlgorithm,
-    draft: str | None,
-    size: int = 2,
-    **options: object,
+    models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None, size: int = 2, **options: object
 ) -> list[tuple[list[list[int]], Counter[int]]]:
     """The answers that each rank gives, and of its decode steps how many requests got how many tokens."""
     ranks = Ranks(size)
@@ -88,9 +74,7 @@ def test_ranks_with_trees_answer_as_one_without(
         assert found == expected
 
 
-def test_ranks_agree_on_the_depth_of_their_steps(
-    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_agree_on_the_depth_of_their_steps(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each measures its own steps; the depth is chosen by what rank 0 has measured. Alone, one of these two ranks would
     never draft, and the other always."""
     costs_of_drafts = iter([9.0, 0.0])  # of all drafts together, in steps without
@@ -146,11 +130,7 @@ def test_ranks_short_of_memory_answer_as_one(models: dict[str, Path]) -> None:
     [(EAGLE, "eagle", 1), (EAGLE3, "eagle3", 3), (NEXTN, "mtp", 1), (STANDALONE, "near", 3)],
 )
 def test_drafts_gather_no_whole_rows(
-    models: dict[str, Path],
-    algorithm: SpeculativeAlgorithm,
-    draft: str,
-    topk: int,
-    monkeypatch: pytest.MonkeyPatch,
+    models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str, topk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of requests that need a temperature at most, so that the target gathers none either."""
 
@@ -166,9 +146,7 @@ def test_drafts_gather_no_whole_rows(
     ranks = Ranks(2)
 
     def run(rank: int) -> list[list[int]]:
-        driver = make_driver(
-            models, algorithm, draft, device=ranks.devices[rank], shard=ranks.shards[rank], topk=topk
-        )
+        driver = make_driver(models, algorithm, draft, device=ranks.devices[rank], shard=ranks.shards[rank], topk=topk)
         return answers(driver, reqs)
 
     assert ranks.run(run) == [expected] * 2
@@ -186,9 +164,7 @@ class Draws:
 
     def __init__(self, vocab_size: int, size: int, greedy: bool, some_tokens: bool) -> None:
         generator = torch.Generator().manual_seed(vocab_size)
-        self.logits = (
-            torch.randn(NUM_ROWS, vocab_size, generator=generator).mul_(8).round_().div_(4)
-        )  # with ties
+        self.logits = torch.randn(NUM_ROWS, vocab_size, generator=generator).mul_(8).round_().div_(4)  # with ties
         tokens = torch.randperm(TARGET_VOCAB, generator=generator)[:vocab_size].sort().values
         self.ranks = Ranks(size)
         self._target_ids = tokens if some_tokens else None
@@ -205,18 +181,14 @@ class Draws:
     def drafts(self, shard: Shard) -> list[int]:
         """A draft of each row."""
         positions = torch.arange(NUM_ROWS)
-        pieces = draw_draft(
-            *self._part(shard), self._target_ids, self._vocab_size, *self._inputs, positions, ahead=2
-        )
+        pieces = draw_draft(*self._part(shard), self._target_ids, self._vocab_size, *self._inputs, positions, ahead=2)
         assert not pieces.largest.isnan().any(), "kernels are told of NaN by +inf"
         return drawn_tokens(pieces).tolist()
 
     def trees(self, shard: Shard, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The best ``topk`` of each row, and the logarithms of their shares."""
         positions = torch.arange(NUM_ROWS)
-        return best_drafts(
-            *self._part(shard), self._target_ids, self._vocab_size, *self._inputs, positions, topk
-        )
+        return best_drafts(*self._part(shard), self._target_ids, self._vocab_size, *self._inputs, positions, topk)
 
     def whole_rows(self, shard: Shard) -> torch.Tensor:
         own, head = self._part(shard)
@@ -245,9 +217,7 @@ def test_what_ranks_exchange_for_a_draft_stays_small() -> None:
     draws.ranks.run(lambda rank: draws.drafts(shards[rank]))
     assert [num - NUM_ROWS * 2000 for num in sent] == [NUM_ROWS * 12] * 2  # maximum, score, id
     draws.ranks.run(lambda rank: draws.trees(shards[rank], 4))
-    assert [num - NUM_ROWS * 2012 for num in sent] == [
-        NUM_ROWS * (4 + 9 * 8)
-    ] * 2  # 4 scores and ids, a total
+    assert [num - NUM_ROWS * 2012 for num in sent] == [NUM_ROWS * (4 + 9 * 8)] * 2  # 4 scores and ids, a total
 
 
 @pytest.mark.parametrize("greedy", [False, True])

@@ -55,13 +55,7 @@ def check_ends() -> None:
     from speculative_step_cases import check_accept
 
     for accept_length in (None, 1.0, 2.6, 3.0, 9.5):
-        for size, num_rows, has_all in (
-            (1, 4, True),
-            (7, 4, False),
-            (9, 1, True),
-            (5, 2, True),
-            (60, 17, False),
-        ):
+        for size, num_rows, has_all in ((1, 4, True), (7, 4, False), (9, 1, True), (5, 2, True), (60, 17, False)):
             check_accept("cpu", size, num_rows, accept_length, has_all)
 
 

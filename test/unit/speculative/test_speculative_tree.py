@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 
 from fenceline.speculative.accept import accept
 from fenceline.speculative.refuse import check_draft
-from fenceline.speculative.tree import (
-    Candidates,
-    DraftTree,
-    build_tree,
-    first_candidates,
-    more_candidates,
-)
+from fenceline.speculative.tree import Candidates, DraftTree, build_tree, first_candidates, more_candidates
 
 VOCAB = 7  # small, so that draws agree with drafts often
 
@@ -73,9 +67,7 @@ def on_device(topk: int, requests: list[list[list[tuple[int, float]]]]) -> Candi
     for step in range(len(requests[0])):
         shape = (len(requests), topk) if candidates is None else (len(requests), topk, topk)
         ids = torch.tensor([[token for token, _ in request[step]] for request in requests]).view(shape)
-        logprobs = torch.tensor([[logprob for _, logprob in request[step]] for request in requests]).view(
-            shape
-        )
+        logprobs = torch.tensor([[logprob for _, logprob in request[step]] for request in requests]).view(shape)
         if candidates is None:
             candidates = first_candidates(ids, logprobs)
         else:
@@ -91,9 +83,7 @@ def test_a_tree_has_the_best_candidates_and_their_parents(
     topk, requests = draft
     candidates = on_device(topk, requests)
     num_draft_tokens = min(num_draft_tokens, candidates.token_ids.shape[1] + 1)
-    roots = torch.tensor(
-        data.draw(st.lists(st.integers(0, 9), min_size=len(requests), max_size=len(requests)))
-    )
+    roots = torch.tensor(data.draw(st.lists(st.integers(0, 9), min_size=len(requests), max_size=len(requests))))
     seq_lens = roots * 11 + 1
     tree = build_tree(roots, seq_lens, candidates, num_draft_tokens)
     assert tree.parents is not None and tree.ancestors is not None
@@ -115,9 +105,7 @@ def path_to(parents: list[int], node: int) -> list[int]:
 
 
 @given(drafts())
-def test_the_frontier_is_the_best_of_the_last_step(
-    draft: tuple[int, list[list[list[tuple[int, float]]]]],
-) -> None:
+def test_the_frontier_is_the_best_of_the_last_step(draft: tuple[int, list[list[list[tuple[int, float]]]]]) -> None:
     topk, requests = draft
     candidates = on_device(topk, requests)
     for b, request in enumerate(requests):
@@ -134,9 +122,7 @@ def test_the_frontier_is_the_best_of_the_last_step(
 
 
 @given(drafts())
-def test_a_row_of_the_frontier_attends_to_its_own_path(
-    draft: tuple[int, list[list[list[tuple[int, float]]]]],
-) -> None:
+def test_a_row_of_the_frontier_attends_to_its_own_path(draft: tuple[int, list[list[list[tuple[int, float]]]]]) -> None:
     """In each step, whatever the frontiers before were."""
     topk, requests = draft
     masks = torch.zeros(len(requests), topk, dtype=torch.int64)
@@ -203,9 +189,7 @@ def check_accepted(
     accepted = accept(tree, torch.tensor(draws), num_steps)
     assert accepted.token_ids.shape == accepted.path.shape == (len(draws), num_steps + 1)
     for b, (parents, drawn) in enumerate(zip(trees, draws, strict=True)):
-        tokens, path = plain_accept(
-            tree.token_ids[b].tolist(), parents, drawn, 0 if rejected[b] else num_steps
-        )
+        tokens, path = plain_accept(tree.token_ids[b].tolist(), parents, drawn, 0 if rejected[b] else num_steps)
         rest = [0] * (num_steps + 1 - len(tokens))
         assert accepted.token_ids[b].tolist() == tokens + rest
         assert accepted.path[b].tolist() == path + rest
@@ -246,13 +230,8 @@ LOGPROBS = st.sampled_from([0.0, -1.0, float("-inf"), float("inf"), float("nan")
 
 
 @example([[(1, -1.0)] * 4], True)
-@given(
-    st.lists(st.lists(st.tuples(IDS, LOGPROBS), min_size=4, max_size=4), min_size=1, max_size=3),
-    st.booleans(),
-)
-def test_bad_drafts_become_harmless_and_stay_bad(
-    requests: list[list[tuple[int, float]]], was_bad: bool
-) -> None:
+@given(st.lists(st.lists(st.tuples(IDS, LOGPROBS), min_size=4, max_size=4), min_size=1, max_size=3), st.booleans())
+def test_bad_drafts_become_harmless_and_stay_bad(requests: list[list[tuple[int, float]]], was_bad: bool) -> None:
     ids = torch.tensor([[token for token, _ in request] for request in requests]).view(-1, 2, 2)
     logprobs = torch.tensor([[logprob for _, logprob in request] for request in requests]).view(-1, 2, 2)
     before = torch.zeros(len(requests), dtype=torch.bool)

@@ -53,13 +53,7 @@ def test_no_token_changes(
 ) -> None:
     reqs = requests(num_steps)
     driver = make_driver(
-        models,
-        algorithm,
-        draft,
-        num_steps,
-        topk=topk,
-        num_draft_tokens=num_draft_tokens,
-        page_size=page_size,
+        models, algorithm, draft, num_steps, topk=topk, num_draft_tokens=num_draft_tokens, page_size=page_size
     )
     counted = count_tokens(driver)
     assert answers(driver, reqs) == answers(make_driver(models), reqs)
@@ -102,9 +96,7 @@ class WatchedDraft:
             self.texts = [req.token_ids().tolist() for req in driver.scheduler.running.reqs]
             return launch(batch)
 
-        def watched(
-            batch: ForwardBatch, hidden: torch.Tensor, *layer: int
-        ) -> tuple[torch.Tensor, torch.Tensor]:
+        def watched(batch: ForwardBatch, hidden: torch.Tensor, *layer: int) -> tuple[torch.Tensor, torch.Tensor]:
             logits, following = forward(batch, hidden, *layer)
             self.seen.append(Forward(hidden.clone(), logits.clone(), following.clone()))
             return logits, following
@@ -173,9 +165,7 @@ def test_each_row_of_a_frontier_follows_its_parents_state(
 
 
 @pytest.mark.parametrize(("algorithm", "draft"), [(EAGLE3, "eagle3"), (STANDALONE, "target")])
-def test_prefixes_that_are_cached(
-    models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str
-) -> None:
+def test_prefixes_that_are_cached(models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str) -> None:
     """Prompts that continue earlier answers: pages hold the accepted tokens, each in its own slot."""
     driver, plain = make_driver(models, algorithm, draft, topk=3), make_driver(models)
     first = requests(5, num=4, max_new_tokens=30)

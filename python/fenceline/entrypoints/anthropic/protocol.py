@@ -10,14 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    FailFast,
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, FailFast, Field, model_validator
 
 from fenceline.config.request_limits import MAX_MESSAGES
 from fenceline.entrypoints.fields import GENERATION, WITHOUT_EFFECT, FieldRules, Refused
@@ -49,9 +42,7 @@ def _known_blocks(value: object) -> object:
     for block in value:
         kind = block.get("type") if isinstance(block, dict) else None
         if not isinstance(kind, str) or kind not in _BLOCKS:
-            raise ValueError(
-                f"has a block of type {str(kind)[:64]!r}; this server reads {', '.join(_BLOCKS)}"
-            )
+            raise ValueError(f"has a block of type {str(kind)[:64]!r}; this server reads {', '.join(_BLOCKS)}")
         for name, types in _BLOCKS[kind].items():
             if not isinstance(block.get(name), types):
                 raise ValueError(f"has a block of type {kind!r} whose {name} is missing or of a wrong type")
@@ -73,9 +64,7 @@ def _text_of(content: object) -> str:
     if not isinstance(content, list):
         raise ValueError("must be a string or a list of text blocks")
     for block in content:
-        if not (
-            isinstance(block, dict) and block.get("type") == "text" and isinstance(block.get("text"), str)
-        ):
+        if not (isinstance(block, dict) and block.get("type") == "text" and isinstance(block.get("text"), str)):
             raise ValueError("has a block that is no text; this server reads text only")
     return "\n".join(block["text"] for block in content)
 
@@ -151,9 +140,7 @@ class CountBody(CommonBody):
 
     messages: Annotated[list[InputMessage], FailFast(), BeforeValidator(_not_too_many)] = Field(min_length=1)
     system: Annotated[str | list[JsonObject] | None, BeforeValidator(_texts_only)] = None
-    tools: Annotated[list[InputTool], FailFast(), BeforeValidator(not_too_many_tools)] = Field(
-        default_factory=list
-    )
+    tools: Annotated[list[InputTool], FailFast(), BeforeValidator(not_too_many_tools)] = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -214,10 +201,7 @@ def chat_fields(body: CountBody) -> dict[str, object]:
     config = body.output_config or OutputConfig()
     fields["reasoning_effort"] = config.effort
     if form := config.format or body.output_format:
-        fields["response_format"] = {
-            "type": "json_schema",
-            "json_schema": {"name": "answer", "schema": form["schema"]},
-        }
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form["schema"]}}
     if isinstance(body, MessagesBody):
         fields["max_tokens"] = body.max_tokens
         fields["stop"] = [*body.stop, *body.stop_sequences]

@@ -49,10 +49,7 @@ class MessagesServing:
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["Anthropic"])
-        for path, handler in (
-            ("/v1/messages", self.create),
-            ("/v1/messages/count_tokens", self.count_tokens),
-        ):
+        for path, handler in (("/v1/messages", self.create), ("/v1/messages/count_tokens", self.count_tokens)):
             router.add_api_route(path, _with_errors(handler), methods=["POST"], name=handler.__name__)
         return router
 
@@ -233,9 +230,7 @@ def _error(error: RequestError) -> dict[str, str]:
     return {"type": kind, "message": one_line(error.message[:MAX_MESSAGE_CHARS])}
 
 
-def _with_errors(
-    handler: Callable[[Request], Awaitable[Response]],
-) -> Callable[[Request], Awaitable[Response]]:
+def _with_errors(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
     """``handler`` with errors as Anthropic's API writes them."""
 
     @for_clients

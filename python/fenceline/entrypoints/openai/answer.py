@@ -60,11 +60,7 @@ class ServedModel:
     @classmethod
     def from_config(cls, config: EngineConfig) -> ServedModel:
         """The model of ``config``, created now."""
-        defaults = (
-            config.model.sampling_defaults.as_dict()
-            if config.server_args.sampling_defaults == "model"
-            else {}
-        )
+        defaults = config.model.sampling_defaults.as_dict() if config.server_args.sampling_defaults == "model" else {}
         return cls(
             config.served_model_name,
             config.model.context_length,
@@ -114,9 +110,7 @@ class AnswerHead:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
-def answer_id(
-    prefix: str, body: CommonBody, request: Request, generator: Generator
-) -> AbstractContextManager[str]:
+def answer_id(prefix: str, body: CommonBody, request: Request, generator: Generator) -> AbstractContextManager[str]:
     """The id of an answer, by which it can be aborted: the client's own, or ``prefix`` and the HTTP request's id."""
     given = body.rid or body.request_id
     if given is not None:
@@ -161,11 +155,7 @@ class UsageCounter:
     """
 
     def __init__(
-        self,
-        num_choices: int,
-        choices_per_prompt: int,
-        cache_report: bool,
-        cached_tokens_details: bool = False,
+        self, num_choices: int, choices_per_prompt: int, cache_report: bool, cached_tokens_details: bool = False
     ) -> None:
         self._counts = [_Counts()] * num_choices
         self._choices_per_prompt = choices_per_prompt
@@ -252,7 +242,6 @@ def required_tokenizer(generator: Generator) -> Tokenizer:
     """The tokenizer. Raises RequestError (400) if the server runs without one."""
     if generator.tokenizer is None:
         raise RequestError(
-            400,
-            "this server runs with --skip-tokenizer-init and speaks token ids only; use /generate with input_ids",
+            400, "this server runs with --skip-tokenizer-init and speaks token ids only; use /generate with input_ids"
         )
     return generator.tokenizer

@@ -19,9 +19,7 @@ from fenceline.ipc.io_struct import FinishReason
 class ChatChoice:
     """Writes one choice."""
 
-    def __init__(
-        self, index: int, body: ChatBody, texts: TokenTexts, reader: ChatReader, ids: TokenIds | None
-    ) -> None:
+    def __init__(self, index: int, body: ChatBody, texts: TokenTexts, reader: ChatReader, ids: TokenIds | None) -> None:
         self.index = index
         self._ids = ids
         self._texts = texts
@@ -123,9 +121,7 @@ class ChatChoice:
             data += shape.frame(choice, usage)
         return data
 
-    def _delta(
-        self, delta: dict[str, object], logprobs: dict[str, object] | None = None
-    ) -> dict[str, object]:
+    def _delta(self, delta: dict[str, object], logprobs: dict[str, object] | None = None) -> dict[str, object]:
         return {"index": self.index, "delta": delta, "logprobs": logprobs, **finish_fields(None)}
 
     def _deltas(self, chunk: GenerateChunk) -> list[dict[str, Any]]:

@@ -32,15 +32,7 @@ _CUT_HERE = "(the final message goes on here) "
 # Variables that the renderer sets itself, so that a request must not. All others of chat_template_kwargs go to the
 # template as they are.
 _RESERVED = frozenset(
-    (
-        "messages",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tools",
-        "documents",
-        "chat_template",
-        "tokenize",
-    )
+    ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents", "chat_template", "tokenize")
 )
 # What a template does with a message is found out by rendering some. In a part of a content, _TRACE is the value of a
 # field that no template knows: where it is shown, the part was written as an object instead of as its text.
@@ -87,9 +79,7 @@ class ChatTemplate:
         self._takes_parts = frozenset(_KINDS)
         self._arguments_as_sent, self._shows_text_as_arguments = False, True
         self._systems = dict.fromkeys(with_tools, _Systems(True, True))
-        self._shows_text_as_arguments = _FIRST in self._probe(
-            _conversation("calls", "", _FIRST), self.has_tools
-        )
+        self._shows_text_as_arguments = _FIRST in self._probe(_conversation("calls", "", _FIRST), self.has_tools)
         if self._shows_text_as_arguments:
             objects = self._probe(_conversation("calls", "", f'{{"x": "{_FIRST}"}}'), self.has_tools)
             self._arguments_as_sent = _FIRST not in objects
@@ -123,8 +113,7 @@ class ChatTemplate:
         def shows(before: Sequence[Message]) -> bool:
             """Whether a system message after ``before`` is shown as something else than a user's."""
             system, user = (
-                self._probe([*before, {"role": role, "content": _SECOND}, end], tools)
-                for role in ("system", "user")
+                self._probe([*before, {"role": role, "content": _SECOND}, end], tools) for role in ("system", "user")
             )
             return _SECOND in system and system != user
 
@@ -192,14 +181,7 @@ class ChatTemplate:
             return self._template.render(context)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
-        except (
-            TypeError,
-            ValueError,
-            KeyError,
-            IndexError,
-            AttributeError,
-            ArithmeticError,
-        ) as error:
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
             # A template is a program: an unexpected value in a message can raise any exception in it.
             raise ValueError(
                 f"the chat template cannot render these messages: {type(error).__name__}: {error}"
@@ -309,8 +291,7 @@ def _linked(messages: Sequence[Message], short_ids: bool) -> Sequence[Message]:
             message = {**message, "tool_call_id": _short_id(answered)}
         if short_ids and calls:
             calls = [
-                {**call, "id": _short_id(call["id"])} if isinstance(call.get("id"), str) else call
-                for call in calls
+                {**call, "id": _short_id(call["id"])} if isinstance(call.get("id"), str) else call for call in calls
             ]
             message = {**message, "tool_calls": calls}
         linked.append(message)
@@ -328,8 +309,7 @@ def _as_users(messages: Sequence[Message]) -> Sequence[Message]:
         else:
             groups.append([message])
     return [
-        _joined(group, "user") if any(one.get("role") == "system" for one in group) else group[0]
-        for group in groups
+        _joined(group, "user") if any(one.get("role") == "system" for one in group) else group[0] for group in groups
     ]
 
 
@@ -341,9 +321,7 @@ def _joined(messages: Sequence[Message], role: str) -> Message:
 def _one_call_each(messages: Sequence[Message]) -> Sequence[Message]:
     """``messages`` with one call in each, and the call's answer behind it: gpt-oss's template leaves out others."""
     apart: list[Message] = []
-    answers: dict[
-        str, deque[int]
-    ] = {}  # where they are, by the call's id, which may come again in a later turn
+    answers: dict[str, deque[int]] = {}  # where they are, by the call's id, which may come again in a later turn
     for place, message in enumerate(messages):
         if message.get("role") == "tool" and isinstance(message.get("tool_call_id"), str):
             answers.setdefault(str(message["tool_call_id"]), deque()).append(place)
@@ -371,11 +349,7 @@ def _complete_tool(tool: Mapping[str, object]) -> Mapping[str, object]:
     if not isinstance(function, Mapping):
         return tool
     parameters = function.get("parameters")
-    parameters = {
-        "type": "object",
-        "properties": {},
-        **(parameters if isinstance(parameters, Mapping) else {}),
-    }
+    parameters = {"type": "object", "properties": {}, **(parameters if isinstance(parameters, Mapping) else {})}
     return {**tool, "function": {"description": "", **function, "parameters": parameters}}
 
 
@@ -440,9 +414,7 @@ def _marked(message: dict[str, object]) -> dict[str, object]:
 def _cut(text: str) -> str:
     mark = text.rfind(_CUT_HERE.rstrip())
     if mark < 0:
-        raise ValueError(
-            "continue_final_message: the chat template drops the last message, it cannot be continued"
-        )
+        raise ValueError("continue_final_message: the chat template drops the last message, it cannot be continued")
     kept = text[:mark]
     return kept if text.startswith(_CUT_HERE, mark) else kept.rstrip()
 
@@ -480,9 +452,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """The filter ``tojson``. Jinja's own escapes HTML, and models were not trained on escaped text."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -38,9 +38,7 @@ class LegacyLogprobsWriter:
     echoed). Special tokens are zero characters wide where they are left out of the text.
     """
 
-    def __init__(
-        self, texts: TokenTexts, num_top: int, skip_special_tokens: bool, text_start: str = ""
-    ) -> None:
+    def __init__(self, texts: TokenTexts, num_top: int, skip_special_tokens: bool, text_start: str = "") -> None:
         """``text_start``: the echoed prompt; a blank that only its first token has is not counted."""
         self._texts = texts
         self._num_top = num_top
@@ -106,9 +104,7 @@ def join_legacy(first: LegacyLogprobs | None, then: LegacyLogprobs | None) -> Le
 def chat_logprobs(texts: TokenTexts, positions: TokenLogprobs, num_top: int) -> dict[str, object]:
     """``logprobs`` of a chat choice or delta."""
     content: list[orjson.Fragment] = []
-    for token_id, logprob, top in zip(
-        positions.token_ids, positions.logprobs, positions.top_logprobs, strict=True
-    ):
+    for token_id, logprob, top in zip(positions.token_ids, positions.logprobs, positions.top_logprobs, strict=True):
         entry = _entry(texts, token_id, 0.0 if logprob is None else logprob)
         entry["top_logprobs"] = [_entry(texts, other, value) for value, other in top[:num_top]]
         content.append(orjson.Fragment(orjson.dumps(entry)))

@@ -12,23 +12,10 @@ from pydantic import BaseModel, ValidationError
 
 from fenceline.config.request_limits import MAX_ARGUMENT_VALUES
 from fenceline.constrained.spec import ANY_OBJECT, GrammarSpec
-from fenceline.entrypoints.fields import (
-    CHAT,
-    COMPLETION,
-    MESSAGE,
-    MESSAGE_WITHOUT_EFFECT,
-    FieldRules,
-    UnknownFields,
-)
+from fenceline.entrypoints.fields import CHAT, COMPLETION, MESSAGE, MESSAGE_WITHOUT_EFFECT, FieldRules, UnknownFields
 from fenceline.entrypoints.generate_body import grammar_of
 from fenceline.entrypoints.json_body import count_values
-from fenceline.entrypoints.openai.protocol import (
-    ChatBody,
-    ChatMessage,
-    CommonBody,
-    CompletionBody,
-    GenerationBody,
-)
+from fenceline.entrypoints.openai.protocol import ChatBody, ChatMessage, CommonBody, CompletionBody, GenerationBody
 from fenceline.entrypoints.openai.tool_call_parser import CallTexts
 from fenceline.frontend.request_types import RequestError, check_num_params
 from fenceline.sampling.sampling_params import SamplingParams
@@ -58,9 +45,7 @@ def _without_other_tools(tools: list[object], types: frozenset[str], unknown: Un
     kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
     names = {kind for kind in kinds if isinstance(kind, str)} - types
     unknown.note(names, "tool of type")
-    return [
-        tool for tool, kind in zip(tools, kinds, strict=True) if not (isinstance(kind, str) and kind in names)
-    ]
+    return [tool for tool, kind in zip(tools, kinds, strict=True) if not (isinstance(kind, str) and kind in names)]
 
 
 def _check_counts(body: BaseModel) -> None:
@@ -87,9 +72,7 @@ def parse_model(body_type: type[Body], rules: FieldRules, raw: bytes, unknown: U
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise RequestError(
-            400, f"the request's body is not valid JSON: {error}", code="invalid_json"
-        ) from None
+        raise RequestError(400, f"the request's body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise RequestError(400, "the request's body must be a JSON object")
     if unknown_names := rules.unknown(value):
@@ -189,9 +172,7 @@ def answer_grammar(body: GenerationBody) -> GrammarSpec | None:
             schema = form.get("schema")
             if schema is not None and not isinstance(schema, dict):
                 raise RequestError(
-                    400,
-                    "response_format of type json_object takes an object as schema",
-                    param="response_format.schema",
+                    400, "response_format of type json_object takes an object as schema", param="response_format.schema"
                 )
             return grammar_of(json_schema=schema) if schema else ANY_OBJECT
         case "json_schema":
@@ -254,8 +235,7 @@ def _check_tool_choice(body: ChatBody) -> None:
     else:
         raise RequestError(
             400,
-            "tool_choice must be 'none', 'auto', 'required' or "
-            '{"type": "function", "function": {"name": ...}}',
+            'tool_choice must be \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": ...}}',
             param="tool_choice",
         )
     names = [tool.function.name for tool in body.tools]
@@ -263,9 +243,7 @@ def _check_tool_choice(body: ChatBody) -> None:
         raise RequestError(400, "tool_choice is only allowed with tools", param="tool_choice")
     if wanted is not None and wanted not in names:
         raise RequestError(
-            400,
-            f"tool_choice names a function that is not among the tools: {str(wanted)[:128]!r}",
-            param="tool_choice",
+            400, f"tool_choice names a function that is not among the tools: {str(wanted)[:128]!r}", param="tool_choice"
         )
 
 
@@ -286,9 +264,7 @@ def calls_tag(body: ChatBody, texts: CallTexts) -> GrammarSpec | None:
     return grammar_of(structural_tag={"type": "structural_tag", "format": form})
 
 
-def call_or(
-    form: GrammarSpec, body: ChatBody, texts: CallTexts | None, begins: Sequence[str]
-) -> GrammarSpec | None:
+def call_or(form: GrammarSpec, body: ChatBody, texts: CallTexts | None, begins: Sequence[str]) -> GrammarSpec | None:
     """The form of an answer that is calls, or as ``form`` says. ``texts``: as of :func:`calls_tag`; None if all that is
     known of calls is how they begin, with one of ``begins``: then what follows may be anything. Raises RequestError
     (400) if ``form`` cannot be a part of another."""
@@ -325,9 +301,7 @@ def _call_tags(body: ChatBody, texts: CallTexts) -> list[dict[str, object]]:
     """A tag for the calls of each tool."""
     tags: list[dict[str, object]] = []
     for tool in body.tools:
-        schema: object = (
-            (tool.function.parameters or _NO_PARAMETERS) if tool.function.strict else {"type": "object"}
-        )
+        schema: object = (tool.function.parameters or _NO_PARAMETERS) if tool.function.strict else {"type": "object"}
         begin = texts.before_name + tool.function.name + texts.before_arguments
         content = {"type": "json_schema", "json_schema": schema}
         tags.append({"type": "tag", "begin": begin, "content": content, "end": texts.end})
@@ -356,9 +330,7 @@ def _calls_schema(body: ChatBody) -> dict[str, object]:
                     "additionalProperties": False,
                 }
             )
-    bounds = (
-        {"minItems": 1} if body.parallel_tool_calls and wanted is None else {"minItems": 1, "maxItems": 1}
-    )
+    bounds = {"minItems": 1} if body.parallel_tool_calls and wanted is None else {"minItems": 1, "maxItems": 1}
     items = calls[0] if len(calls) == 1 else {"anyOf": calls}
     return {"type": "array", "items": items, **bounds, "$defs": schemas}
 
@@ -376,9 +348,7 @@ def _moved(value: object, place: str) -> object:
     return moved
 
 
-def sampling_params(
-    body: GenerationBody, max_new_tokens: int, defaults: Mapping[str, float | int]
-) -> SamplingParams:
+def sampling_params(body: GenerationBody, max_new_tokens: int, defaults: Mapping[str, float | int]) -> SamplingParams:
     """The sampling parameters of a request; ranges are checked when it is submitted. A value comes from the request,
     else from the model, else from OpenAI's defaults.
 
@@ -410,9 +380,7 @@ def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
     for key, value in given.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 18):
             raise RequestError(
-                400,
-                f'logit_bias keys must be token ids such as "50256", got {key[:40]!r}',
-                param="logit_bias",
+                400, f'logit_bias keys must be token ids such as "50256", got {key[:40]!r}', param="logit_bias"
             )
         bias[int(key)] = value
     return bias

@@ -94,9 +94,7 @@ def _stop_list(value: object) -> object:
 class StrictModel(BaseModel):
     """A part of a request: values have exactly the declared types, and cannot be changed."""
 
-    model_config = ConfigDict(
-        strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=()
-    )
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class StreamOptions(StrictModel):
@@ -278,9 +276,7 @@ class ChatBody(GenerationBody):
     separate_reasoning: bool = True
     stream_reasoning: bool = True
 
-    tools: Annotated[list[Tool], FailFast(), BeforeValidator(not_too_many_tools)] = Field(
-        default_factory=list
-    )
+    tools: Annotated[list[Tool], FailFast(), BeforeValidator(not_too_many_tools)] = Field(default_factory=list)
     tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool = True
     modalities: list[str] | None = None
@@ -291,8 +287,7 @@ def chat_only(instead: Mapping[str, str]) -> dict[str, Refused]:
     they have their default. ``instead``: what some of them are called there."""
     return {
         name: Refused(
-            f"use {instead.get(name, '/v1/chat/completions')}",
-            neutral=(field.get_default(call_default_factory=True),),
+            f"use {instead.get(name, '/v1/chat/completions')}", neutral=(field.get_default(call_default_factory=True),)
         )
         for name, field in ChatBody.model_fields.items()
         if name not in WITHOUT_EFFECT

@@ -123,9 +123,7 @@ class ResponsesBody(CommonBody):
     previous_response_id: str | None = Field(default=None, max_length=MAX_ID_CHARS)
     store: bool = True
     max_output_tokens: int | None = Field(default=None, ge=1, le=2**53)
-    tools: Annotated[list[ResponsesTool], FailFast(), BeforeValidator(not_too_many_tools)] = Field(
-        default_factory=list
-    )
+    tools: Annotated[list[ResponsesTool], FailFast(), BeforeValidator(not_too_many_tools)] = Field(default_factory=list)
     tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool = True
     text: TextSettings | None = None
@@ -158,9 +156,7 @@ RULES = FieldRules(ResponsesBody.model_fields, _REFUSED, _NO_EFFECT)
 
 def chat_fields(body: ResponsesBody, history: list[Message]) -> JsonObject:
     """The fields of the chat completion that answers ``body`` after ``history``."""
-    first: list[Message] = (
-        [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-    )
+    first: list[Message] = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     return {
         **common_fields(body),
         "messages": [*first, *history, *input_messages(body.input)],
@@ -209,11 +205,7 @@ def _messages(items: list[JsonObject]) -> Iterator[Message]:
             if kind == "message":
                 yield {"role": item["role"], "content": _text_of(item["content"])}
             else:
-                yield {
-                    "role": "tool",
-                    "tool_call_id": item["call_id"],
-                    "content": _text_of(item.get("output") or ""),
-                }
+                yield {"role": "tool", "tool_call_id": item["call_id"], "content": _text_of(item.get("output") or "")}
     if own:
         yield own
 

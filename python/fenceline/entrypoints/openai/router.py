@@ -74,9 +74,7 @@ def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) 
     return router
 
 
-def make_chat(
-    manager: Generator, config: EngineConfig, model: ServedModel, texts: TokenTexts | None
-) -> ChatServing:
+def make_chat(manager: Generator, config: EngineConfig, model: ServedModel, texts: TokenTexts | None) -> ChatServing:
     """What answers chat requests over ``manager``, with the chat template and the parsers that ``config`` or the
     template name. Raises ValueError if --chat-template is not a valid template."""
     template = chat_template_of(manager.tokenizer, config)

@@ -82,13 +82,7 @@ class ChatServing:
         functions = functions_of(body)
         assert self._texts is not None  # there is a tokenizer
         choices = [
-            ChatChoice(
-                index,
-                body,
-                self._texts,
-                self.reader(body, prompt, functions),
-                TokenIds.of(body, group, index),
-            )
+            ChatChoice(index, body, self._texts, self.reader(body, prompt, functions), TokenIds.of(body, group, index))
             for index in range(body.n)
         ]
         usage = UsageCounter(body.n, body.n, self._model.cache_report, body.return_cached_tokens_details)
@@ -156,11 +150,7 @@ class ChatServing:
         calls = None if form is None else ToolCallParser(form, functions)
         separates = self._reasoning is not None and body.separate_reasoning
         return ChatReader(
-            front,
-            calls,
-            not body.parallel_tool_calls,
-            separates and front is not None,
-            self._reasoning_tokens(),
+            front, calls, not body.parallel_tool_calls, separates and front is not None, self._reasoning_tokens()
         )
 
     def _reasoning_tokens(self) -> ReasoningTokens | None:
@@ -232,9 +222,7 @@ class ChatServing:
         assert self._tool_calls is not None, "check refuses such requests"
         tokenizer = required_tokenizer(self._generator)
         names = [tool.function.name for tool in body.tools]
-        begins = dict.fromkeys(
-            begin.replace("NAME", name) for begin in self._tool_calls.begins for name in names
-        )
+        begins = dict.fromkeys(begin.replace("NAME", name) for begin in self._tool_calls.begins for name in names)
         ids = {begin: tokenizer.backend.token_to_id(begin) for begin in begins}
         special = {begin: id for begin, id in ids.items() if id is not None and id in tokenizer.special_ids}
         texts = [begin for begin in begins if begin not in special]
@@ -273,8 +261,7 @@ class ChatServing:
         tokenizer = required_tokenizer(self._generator)
         if form.in_messages:  # several tokens; an answer begins with one of its messages
             answer, call, header_end = (
-                tuple(tokenizer.encode(text, False))
-                for text in (form.answer_header, form.call_header, form.header_end)
+                tuple(tokenizer.encode(text, False)) for text in (form.answer_header, form.call_header, form.header_end)
             )
             # A model that has to call begins with the header of a call; the grammar's calls follow all the same.
             must, may = must_call(body), may_call(body)
@@ -348,9 +335,7 @@ def render_chat(template: ChatTemplate | str, body: ChatBody) -> str:
         raise RequestError(400, template)
     shows_tools = may_call(body) and template.has_tools
     if may_call(body) and not (shows_tools or must_call(body)):
-        raise RequestError(
-            400, "tools is not available: the chat template has no place for them", param="tools"
-        )
+        raise RequestError(400, "tools is not available: the chat template has no place for them", param="tools")
     variables = dict(body.chat_template_kwargs)
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)

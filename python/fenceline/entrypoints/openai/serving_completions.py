@@ -57,18 +57,10 @@ class CompletionServing:
             group.close()
             raise
         choices = [
-            CompletionChoice(
-                index,
-                body,
-                self._texts,
-                echoed[index // body.n],
-                TokenIds.of(body, group, index),
-            )
+            CompletionChoice(index, body, self._texts, echoed[index // body.n], TokenIds.of(body, group, index))
             for index in range(len(group.streams))
         ]
-        usage = UsageCounter(
-            len(choices), body.n, self._model.cache_report, body.return_cached_tokens_details
-        )
+        usage = UsageCounter(len(choices), body.n, self._model.cache_report, body.return_cached_tokens_details)
         answer = Answer(group, choices, usage)
         fields = head.fields("text_completion")
         if body.stream:
@@ -113,9 +105,7 @@ class CompletionChoice:
 
     reasoning_tokens = None  # a completion is its text
 
-    def __init__(
-        self, index: int, body: CompletionBody, texts: TokenTexts, echoed: str, ids: TokenIds | None
-    ) -> None:
+    def __init__(self, index: int, body: CompletionBody, texts: TokenTexts, echoed: str, ids: TokenIds | None) -> None:
         self.index = index
         self._ids = ids
         self._logprobs: LegacyLogprobsWriter | None = None
@@ -139,9 +129,7 @@ class CompletionChoice:
         if writer is None:
             return None
         prompt = writer.write(chunk.input_logprobs) if chunk.input_logprobs is not None else None
-        return join_legacy(
-            prompt, writer.write(chunk.output_logprobs) if chunk.output_logprobs is not None else None
-        )
+        return join_legacy(prompt, writer.write(chunk.output_logprobs) if chunk.output_logprobs is not None else None)
 
     def text_frame(self, shape: StreamShape) -> TextFrame | None:
         """The prepared frame for chunks that carry text alone; None if every chunk of this choice carries more."""

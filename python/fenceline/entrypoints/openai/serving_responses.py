@@ -152,8 +152,7 @@ class ResponseStore:
 
 def _not_found(what: str, id: str) -> RequestError:
     return RequestError(
-        404,
-        f"there is no {what} {id[:MAX_ID_CHARS]!r}: it was not stored, or is kept no longer; send the conversation",
+        404, f"there is no {what} {id[:MAX_ID_CHARS]!r}: it was not stored, or is kept no longer; send the conversation"
     )
 
 
@@ -214,12 +213,7 @@ class ResponsesServing:
             self.store.add(answer.fields, history, new)
 
     async def _events(
-        self,
-        group: StreamGroup,
-        answer: _Answer,
-        events: _Events,
-        body: ResponsesBody,
-        history: _Stored | None,
+        self, group: StreamGroup, answer: _Answer, events: _Events, body: ResponsesBody, history: _Stored | None
     ) -> AsyncGenerator[bytes, None]:
         yield events.write(answer.begin())
         try:
@@ -270,9 +264,7 @@ class _Events:
 
     def error(self, error: RequestError) -> bytes:
         """The last event of a stream that a defect has ended, for which there is no response any more."""
-        return self.write(
-            [{"type": "error", "code": "server_error", "message": error.message, "param": None}]
-        )
+        return self.write([{"type": "error", "code": "server_error", "message": error.message, "param": None}])
 
 
 class _Answer:
@@ -295,10 +287,7 @@ class _Answer:
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {
-                "effort": None if body.reasoning is None else body.reasoning.effort,
-                "summary": None,
-            },
+            "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
             "store": body.store,
             "temperature": body.temperature,
             "top_p": body.top_p,
@@ -323,11 +312,7 @@ class _Answer:
                 yield from self._begin_item(piece)
             if not isinstance(piece, CallBegun):
                 self._text.append(piece.text)
-                yield {
-                    **self._place(),
-                    "type": f"response.{self._stem()}.delta",
-                    "delta": piece.text,
-                } | self._extra()
+                yield {**self._place(), "type": f"response.{self._stem()}.delta", "delta": piece.text} | self._extra()
         if chunk.finish_reason is not None:
             cut = chunk.finish_reason.type == "length"
             yield from self._end_item("incomplete" if cut else "completed")
@@ -398,11 +383,9 @@ class _Answer:
         yield {"type": "response.output_item.done", "output_index": len(output) - 1, "item": self._item}
 
     def _stem(self) -> str:
-        return {
-            "reasoning": "reasoning_text",
-            "message": "output_text",
-            "function_call": "function_call_arguments",
-        }[self._item["type"]]
+        return {"reasoning": "reasoning_text", "message": "output_text", "function_call": "function_call_arguments"}[
+            self._item["type"]
+        ]
 
     def _part(self, text: str) -> dict[str, Any] | None:
         """The one part of the item's content, ``text``, None for a call."""

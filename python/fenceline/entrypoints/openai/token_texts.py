@@ -12,9 +12,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._added = {
-            index: token.content for index, token in tokenizer.backend.get_added_tokens_decoder().items()
-        }
+        self._added = {index: token.content for index, token in tokenizer.backend.get_added_tokens_decoder().items()}
         kinds = _decoder_kinds(tokenizer)
         self._byte_level = "ByteLevel" in kinds
         self._byte_alphabet = byte_alphabet()

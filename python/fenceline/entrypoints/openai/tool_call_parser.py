@@ -770,9 +770,7 @@ def _qwen3_coder(source: Source, tag: str = "tool_call>") -> Reading[None]:
         yield from _block(source, _qwen3_coder_call(source, tag))
 
 
-_QWEN3_CODER_TAGS = ArgumentTags(
-    "<parameter=", ">", "", ("</parameter>", "<parameter=", "</function>"), own_line=True
-)
+_QWEN3_CODER_TAGS = ArgumentTags("<parameter=", ">", "", ("</parameter>", "<parameter=", "</function>"), own_line=True)
 
 
 def _qwen3_coder_call(source: Source, tag: str) -> Reading[None]:
@@ -893,9 +891,7 @@ _FORMATS: Mapping[str, ToolCallFormat] = {
     ),
     "qwen3_coder": ToolCallFormat(_qwen3_coder, ("<function=",), ("<tool_call>", "<function=")),
     "glm45": ToolCallFormat(_glm, ("<arg_key>",), ("<tool_call>",)),
-    "granite": ToolCallFormat(
-        _granite, ("<|tool_call|>",), ("<|tool_call|>", "<tool_call>"), has_special_tokens=True
-    ),
+    "granite": ToolCallFormat(_granite, ("<|tool_call|>",), ("<|tool_call|>", "<tool_call>"), has_special_tokens=True),
     "minimax-m2": ToolCallFormat(_minimax, ("<minimax:tool_call>",), ("<minimax:tool_call>",)),
     "qwen25": ToolCallFormat(_hermes, ("<tool_call>",), ("<tool_call>",), texts=_HERMES_TEXTS),
     "hermes": ToolCallFormat(_hermes, (), ("<tool_call>",), texts=_HERMES_TEXTS),
@@ -905,10 +901,7 @@ _FORMATS: Mapping[str, ToolCallFormat] = {
     "deepseekv3": ToolCallFormat(_deepseek, (_CALLS_BEGIN,), (_CALLS_BEGIN,), has_special_tokens=True),
     "deepseekv31": ToolCallFormat(_deepseek, (), (_CALLS_BEGIN,), has_special_tokens=True),
     "pythonic": ToolCallFormat(
-        _pythonic,
-        ("<|python_start|>", "[func_name1(param"),
-        ("<|python_start|>", "[NAME("),
-        has_special_tokens=True,
+        _pythonic, ("<|python_start|>", "[func_name1(param"), ("<|python_start|>", "[NAME("), has_special_tokens=True
     ),
     "gpt-oss": ToolCallFormat(_harmony, ("<|channel|>",), (), has_special_tokens=True, reads_reasoning=True),
     "llama3": ToolCallFormat(

@@ -259,10 +259,7 @@ def choose(times_us: Mapping[str, float], mode: ForwardMode) -> str:
 
 
 def measure_us(
-    backend: AttentionBackend,
-    setting: AttentionSetting,
-    mode: ForwardMode,
-    batch: MeasuredBatch | None = None,
+    backend: AttentionBackend, setting: AttentionSetting, mode: ForwardMode, batch: MeasuredBatch | None = None
 ) -> float:
     """Microseconds of one layer's attention, as in a graph's replay, over a pool that is not in use yet.
 

@@ -10,13 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fenceline.layers.forward_batch import (
-    AttentionInputs,
-    AttentionPlan,
-    ForwardMode,
-    GraphDecodeInputs,
-    VerifyInputs,
-)
+from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs, VerifyInputs
 
 
 @dataclass(frozen=True, slots=True, eq=False)

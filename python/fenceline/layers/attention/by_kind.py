@@ -10,13 +10,7 @@ import numpy.typing as npt
 import torch
 
 from fenceline.layers.attention.base import AttentionBackend
-from fenceline.layers.forward_batch import (
-    AttentionInputs,
-    AttentionPlan,
-    ForwardMode,
-    GraphDecodeInputs,
-    VerifyInputs,
-)
+from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs, VerifyInputs
 
 
 class BackendsByKind(AttentionBackend):
@@ -67,18 +61,10 @@ class _Plans(AttentionPlan):
         for plan in self._plans:
             plan.prepare()
 
-    def forward(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         return self._plans[self._index[layer_id]].forward(layer_id, q, k, v, scale)
 
     def forward_into(
-        self,
-        layer_id: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        out: torch.Tensor,
+        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, out: torch.Tensor
     ) -> None:
         self._plans[self._index[layer_id]].forward_into(layer_id, q, k, v, scale, out)

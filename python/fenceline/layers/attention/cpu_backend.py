@@ -25,12 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from fenceline.layers.attention.base import NO_RULES, PLAIN, LayerRules
-from fenceline.layers.attention.reference import (
-    ReferenceAttentionBackend,
-    ReferencePlan,
-    gathered,
-    max_tokens,
-)
+from fenceline.layers.attention.reference import ReferenceAttentionBackend, ReferencePlan, gathered, max_tokens
 from fenceline.layers.attention.shared_prefixes import find_shared_prefixes
 from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode
 from fenceline.mem_cache.kv_pool import KVPool
@@ -65,13 +60,7 @@ class CpuAttentionBackend(ReferenceAttentionBackend):
 
 class _PaddedPlan(ReferencePlan):
     def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        visible: torch.Tensor,
-        scale: float,
-        rules: LayerRules,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float, rules: LayerRules
     ) -> torch.Tensor:
         return _attention(q, k, v, _Scores(scale, rules.soft_cap, rules.sinks), None, visible)
 
@@ -89,9 +78,7 @@ class _Source:
         rules = self.rules.get(layer_id, PLAIN)
         return _Scores(scale, rules.soft_cap, rules.sinks)
 
-    def gathered(
-        self, layer_id: int, slots: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def gathered(self, layer_id: int, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         return gathered(self.kv_pool, layer_id, self.rules.get(layer_id, PLAIN), slots, dtype)
 
     def num_attended(self, num_tokens: int) -> int:
@@ -123,11 +110,7 @@ class _Scores:
 
 
 def _token_slots(
-    page_table: torch.Tensor,
-    rows: torch.Tensor,
-    num_tokens: int,
-    page_size: int,
-    first: torch.Tensor | None = None,
+    page_table: torch.Tensor, rows: torch.Tensor, num_tokens: int, page_size: int, first: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The KV slots of ``num_tokens`` positions of ``rows`` [B], from 0 or from ``first`` [B] on → [B, num_tokens]
     int32. Past a row's length they are undefined."""
@@ -163,9 +146,7 @@ class _Part(AttentionPlan):
         """Like ``AttentionPlan.forward``. If ``lse`` [T, num_heads] float32 is given, the logarithms of the sums of
         exponentials are written to it."""
 
-    def forward(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         return self.attend(layer_id, q, k, v, self.source.scores(layer_id, scale))
 
 
@@ -239,12 +220,7 @@ class _DecodeGroup:
 class _DecodePlan(_Part):
     """One query for each request."""
 
-    def __init__(
-        self,
-        source: _Source,
-        groups: Sequence[_DecodeGroup],
-        order: torch.Tensor | None,
-    ) -> None:
+    def __init__(self, source: _Source, groups: Sequence[_DecodeGroup], order: torch.Tensor | None) -> None:
         self.source = source
         self.groups = groups
         # [B] int64: requests, longest first, and the place of each in that order. One group keeps the batch's order.
@@ -265,9 +241,7 @@ class _DecodePlan(_Part):
         grouped_lse = None if lse is None else lse.view(grouped_q.shape[:3])
         if self.order is None or self.inverse is None:
             group = self.groups[0]
-            attended = _attend_gathered(
-                self.source, layer_id, group.slots, group.mask, grouped_q, scores, grouped_lse
-            )
+            attended = _attend_gathered(self.source, layer_id, group.slots, group.mask, grouped_q, scores, grouped_lse)
             return attended.reshape(q.shape)
         sorted_q = grouped_q.index_select(0, self.order)
         sorted_lse = None if grouped_lse is None else torch.empty_like(grouped_lse)
@@ -276,9 +250,7 @@ class _DecodePlan(_Part):
             members = slice(group.first, group.last)
             sums = None if sorted_lse is None else sorted_lse[members]
             outputs.append(
-                _attend_gathered(
-                    self.source, layer_id, group.slots, group.mask, sorted_q[members], scores, sums
-                )
+                _attend_gathered(self.source, layer_id, group.slots, group.mask, sorted_q[members], scores, sums)
             )
         if grouped_lse is not None and sorted_lse is not None:
             torch.index_select(sorted_lse, 0, self.inverse, out=grouped_lse)
@@ -334,9 +306,7 @@ def _attended_slots(
     return _token_slots(page_table, rows, num_tokens, source.kv_pool.page_size, first), seq_lens - first
 
 
-def _masked(
-    kv_pool: KVPool, slots: torch.Tensor, seq_lens: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _masked(kv_pool: KVPool, slots: torch.Tensor, seq_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``slots`` [G, tokens] with the sink's slot past each request's ``seq_lens``, and the additive mask [G, 1, 1,
     tokens] in the pool's dtype that hides those tokens."""
     positions = torch.arange(slots.shape[1], device=slots.device)
@@ -383,12 +353,7 @@ class _ExtendRequest:
 class _ExtendPlan(_Part):
     """Any number of queries for each request, after a prefix that is in the pool."""
 
-    def __init__(
-        self,
-        source: _Source,
-        requests: Sequence[_ExtendRequest],
-        mask: torch.Tensor | None,
-    ) -> None:
+    def __init__(self, source: _Source, requests: Sequence[_ExtendRequest], mask: torch.Tensor | None) -> None:
         self.source = source
         self.requests = requests
         # [rows, width], 0 where a key is visible, else -inf. The causal triangle is in the bottom right corner; with a
@@ -469,17 +434,13 @@ def _plan_extend(source: _Source, inputs: AttentionInputs) -> _ExtendPlan:
     requests = []
     window, page_size = source.window, source.kv_pool.page_size
     rows = width = start = 0
-    for i, (num_queries, num_tokens) in enumerate(
-        zip(inputs.query_lens_cpu, inputs.seq_lens_cpu, strict=True)
-    ):
+    for i, (num_queries, num_tokens) in enumerate(zip(inputs.query_lens_cpu, inputs.seq_lens_cpu, strict=True)):
         num_queries, num_tokens = int(num_queries), int(num_tokens)
         slots = None
         # The number of leading tokens to which no query attends.
         num_out = 0 if window is None else max(num_tokens - num_queries - window + 1, 0)
         if num_queries < num_tokens or source.num_attended(num_tokens) < num_tokens:
-            slots = _token_slots(inputs.page_table, inputs.rows[i : i + 1], num_tokens, page_size)[
-                0, num_out:
-            ]
+            slots = _token_slots(inputs.page_table, inputs.rows[i : i + 1], num_tokens, page_size)[0, num_out:]
             rows, width = max(rows, min(num_queries, _QUERY_BLOCK)), max(width, num_tokens - num_out)
         requests.append(_ExtendRequest(start, start + num_queries, num_tokens, slots))
         start += num_queries
@@ -517,9 +478,7 @@ class _PrefixPlan(AttentionPlan):
         self.prefixes = prefixes
         self.rest = rest
 
-    def forward(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         lse = torch.empty(q.shape[:2], dtype=torch.float32)
         scores = self.source.scores(layer_id, scale)
         output = self.rest.attend(layer_id, q, k, v, scores, lse)
@@ -528,11 +487,7 @@ class _PrefixPlan(AttentionPlan):
         for prefix in self.prefixes:
             queries = q[prefix.queries]
             # All queries of a kv head are rows of one product: [1, num_kv_heads, queries * group, head_dim].
-            rows = (
-                queries.unflatten(1, (num_kv_heads, -1))
-                .transpose(0, 1)
-                .reshape(1, num_kv_heads, -1, head_dim)
-            )
+            rows = queries.unflatten(1, (num_kv_heads, -1)).transpose(0, 1).reshape(1, num_kv_heads, -1, head_dim)
             sums = torch.empty(rows.shape[:3], dtype=torch.float32)
             attended = _attend_gathered(self.source, layer_id, prefix.slots, None, rows, scores, sums)
             num = len(queries)

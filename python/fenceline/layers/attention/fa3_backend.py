@@ -47,9 +47,7 @@ def load_flash_attention() -> FlashAttention:
     try:
         module = import_module("sgl_kernel.flash_attn")
     except ImportError as error:
-        raise ValueError(
-            f"--attention-backend fa3: FlashAttention-3 is not installed ({error}): {_REMEDY}"
-        ) from error
+        raise ValueError(f"--attention-backend fa3: FlashAttention-3 is not installed ({error}): {_REMEDY}") from error
     if not module.is_fa3_supported():
         raise ValueError(
             "--attention-backend fa3: the installed sglang-kernel has no FlashAttention-3 for this GPU and CUDA: "
@@ -68,15 +66,10 @@ class Fa3AttentionBackend(AttentionBackend):
     """
 
     def __init__(
-        self,
-        kv_pool: KVPool,
-        attend: FlashAttention | None = None,
-        rules: Mapping[int, LayerRules] = NO_RULES,
+        self, kv_pool: KVPool, attend: FlashAttention | None = None, rules: Mapping[int, LayerRules] = NO_RULES
     ) -> None:
         if any(rule.sinks is not None for rule in rules.values()):
-            raise ValueError(
-                "--attention-backend fa3 does not support attention sinks: use --attention-backend triton"
-            )
+            raise ValueError("--attention-backend fa3 does not support attention sinks: use --attention-backend triton")
         dtype = kv_pool.row(0, "k").dtype
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(
@@ -94,9 +87,7 @@ class Fa3AttentionBackend(AttentionBackend):
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         """Gathers the batch's page table on the current stream. No host synchronisation."""
         assert len(inputs.seq_lens_cpu) > 0, "an empty batch has nothing to attend to"
-        assert bool((inputs.seq_lens_cpu >= inputs.query_lens_cpu).all()), (
-            "seq_lens include this step's tokens"
-        )
+        assert bool((inputs.seq_lens_cpu >= inputs.query_lens_cpu).all()), "seq_lens include this step's tokens"
         if inputs.mode is ForwardMode.DECODE:
             starts = _one_each(inputs.rows)
         else:
@@ -144,9 +135,7 @@ class _Plan(AttentionPlan):
         page_size = self.backend.kv_pool.page_size
         gather_page_rows(self._page_table, self._rows, self._seq_lens, page_size, self.table, self.seq_lens)
 
-    def forward(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         pool, rules = self.backend.kv_pool, self.backend.rules.get(layer_id, PLAIN)
         shape = (pool.num_pages, pool.page_size, *pool.row(layer_id, "k").shape[1:])
         return self.backend.attend(

@@ -76,8 +76,7 @@ class FlashInferAttentionBackend(AttentionBackend):
         pages = (kv_pool.num_pages, kv_pool.page_size, *keys.shape[1:])
         # These views are made once, because prefill needs them in each layer and the CPU limits short prompts.
         self._layer_pages = {
-            layer: (kv_pool.row(layer, "k").view(pages), kv_pool.row(layer, "v").view(pages))
-            for layer in layers
+            layer: (kv_pool.row(layer, "k").view(pages), kv_pool.row(layer, "v").view(pages)) for layer in layers
         }
         self._device = device
         fa3_or_fa2 = prefill or library.prefill_generation(device.torch_device, self.shape.dtype)
@@ -204,9 +203,7 @@ class FlashInferAttentionBackend(AttentionBackend):
         lens = np.ones(bucket, dtype=np.int64)
         lens[: len(seq_lens_cpu)] = seq_lens_cpu
         space, info = self._plan_decode(lens, graph=True)
-        assert list(info) == list(known.info), (
-            f"the plan of bucket {bucket} is laid out as when it was captured"
-        )
+        assert list(info) == list(known.info), f"the plan of bucket {bucket} is laid out as when it was captured"
         with self._device.forward.active():
             known.ints.copy_(space.ints[: known.ints.numel()])
 
@@ -288,9 +285,7 @@ def _pages_into(indices: torch.Tensor, num_requests: int) -> Pages:
     return Pages(_ints(num_requests + 1, indices.device), indices, _ints(num_requests, indices.device))
 
 
-def _gather_into(
-    pages: Pages, inputs: AttentionInputs | GraphDecodeInputs, page_size: int, max_pages: int
-) -> None:
+def _gather_into(pages: Pages, inputs: AttentionInputs | GraphDecodeInputs, page_size: int, max_pages: int) -> None:
     """Pages and offsets of the requests, on the current stream."""
     given = inputs.page_table, inputs.rows, inputs.seq_lens, page_size, max_pages
     results = pages.indptr, pages.indices, pages.last_page_lens
@@ -317,16 +312,12 @@ class _EagerPlan(AttentionPlan):
 class _DecodePlan(_EagerPlan):
     """One query for each request."""
 
-    def __init__(
-        self, backend: FlashInferAttentionBackend, space: Workspace, info: PlanInfo, pages: Pages
-    ) -> None:
+    def __init__(self, backend: FlashInferAttentionBackend, space: Workspace, info: PlanInfo, pages: Pages) -> None:
         super().__init__(backend, space, info)
         self.pages = pages
         self.starts = _one_each(len(pages.last_page_lens), pages.indptr.device)
 
-    def forward(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         self._check()
         return self.backend.attend(layer_id, q, self.space, self.info, self.pages, self.starts, scale)
 
@@ -347,30 +338,16 @@ class _ExtendPlan(_EagerPlan):
         super().__init__(backend, space, info)
         self.kernels, self.starts, self.pages = kernels, starts, pages
 
-    def forward(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         return self._run(layer_id, q, k, v, scale, None)
 
     def forward_into(
-        self,
-        layer_id: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        out: torch.Tensor,
+        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, out: torch.Tensor
     ) -> None:
         self._run(layer_id, q, k, v, scale, out)
 
     def _run(
-        self,
-        layer_id: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        out: torch.Tensor | None,
+        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, out: torch.Tensor | None
     ) -> torch.Tensor:
         self._check()
         kernels, space = self.kernels, self.space
@@ -400,9 +377,7 @@ class _GraphDecodePlan(AttentionPlan):
         """Gather pages and offsets of the current requests. See ``AttentionPlan.prepare``."""
         _gather_into(self.pages, self.inputs, self.backend.shape.page_size, self.max_pages)
 
-    def forward(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         return self.backend.attend(layer_id, q, self.space, self.info, self.pages, self.starts, scale)
 
 

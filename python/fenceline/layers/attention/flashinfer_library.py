@@ -93,9 +93,7 @@ def load_library() -> None:
         installed = version("flashinfer-python")
         import_module("flashinfer")
     except (PackageNotFoundError, ImportError) as error:
-        raise ValueError(
-            f"--attention-backend flashinfer: it is not installed ({error}): {REMEDY}"
-        ) from error
+        raise ValueError(f"--attention-backend flashinfer: it is not installed ({error}): {REMEDY}") from error
     if not installed.startswith(_VERSIONS):
         raise ValueError(
             f"--attention-backend flashinfer: version {installed} is installed, 0.6 or 0.7 is needed: {REMEDY}"
@@ -183,9 +181,7 @@ class _CompiledModule:
             threading.Thread(target=self._compile, args=(self._spec(),), name="compile", daemon=True).start()
 
     def _compile(self, spec: Any) -> None:
-        os.setpriority(
-            os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY
-        )  # Linux: of this thread alone
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)  # Linux: of this thread alone
         try:
             spec.build(verbose=False, need_lock=True)
         except Exception as error:  # whoever asks for the functions gets it as well, and says what to do
@@ -207,11 +203,7 @@ class InstalledLibrary:
     def split_args(self) -> tuple[object, ...]:
         """See ``Library``. The compiled function has no defaults, and later versions have more arguments."""
         release = tuple(map(int, re.findall(r"\d+", version("flashinfer-python"))[:3]))
-        args: tuple[object, ...] = (
-            -1,
-            False,
-            0,
-        )  # no size of a split, splits allowed, no other kernel beside it
+        args: tuple[object, ...] = (-1, False, 0)  # no size of a split, splits allowed, no other kernel beside it
         if release >= (0, 6, 16):
             args += (0,)  # lengths of queries may differ,
         if release >= (0, 7, 3):
@@ -221,9 +213,7 @@ class InstalledLibrary:
     def check(self, device: Device, shape: AttentionShape) -> None:
         check_shape(shape)
         if device.kind != "cuda":
-            raise ValueError(
-                "--attention-backend flashinfer needs an NVIDIA GPU: use --attention-backend torch"
-            )
+            raise ValueError("--attention-backend flashinfer needs an NVIDIA GPU: use --attention-backend torch")
         load_library()
 
     def num_sms(self, device: torch.device) -> int:
@@ -238,9 +228,7 @@ class InstalledLibrary:
     def prefill_module(self, shape: AttentionShape, generation: str) -> Module:
         args = (generation, *_module_args(shape), False)  # no products of q and k in half precision
         generate = ["gen_batch_prefill_module"]
-        if (
-            generation == "fa2"
-        ):  # from 0.7.2 on what FlashInfer itself loads is another module than the public one
+        if generation == "fa2":  # from 0.7.2 on what FlashInfer itself loads is another module than the public one
             generate.insert(0, "_gen_batch_prefill_primary_module")
         return _CompiledModule("flashinfer.prefill", generate, "get_batch_prefill_module", args)
 

@@ -71,9 +71,7 @@ def _visible(tree: QueryTree, nodes: torch.Tensor, window: int | None) -> torch.
     if tree.ancestors is None:
         depths, visible = own, nodes <= own
     else:
-        assert window is None or window >= tree.num_nodes, (
-            f"a window of {window} tokens and a tree of {tree.num_nodes}"
-        )
+        assert window is None or window >= tree.num_nodes, f"a window of {window} tokens and a tree of {tree.num_nodes}"
         bits = tree.ancestors[:, :, None]
         depths = ((bits >> numbers & 1).bool() & (numbers != own)).sum(-1, keepdim=True)
         above = (bits >> nodes.clamp(0, 63) & 1).bool() & (nodes < tree.num_nodes)
@@ -84,9 +82,7 @@ def _visible(tree: QueryTree, nodes: torch.Tensor, window: int | None) -> torch.
 class ReferencePlan(AttentionPlan):
     """``requests`` in the order of the T axis. What they read is gathered for one after the other."""
 
-    def __init__(
-        self, kv_pool: KVPool, rules: Mapping[int, LayerRules], requests: Sequence[Requests]
-    ) -> None:
+    def __init__(self, kv_pool: KVPool, rules: Mapping[int, LayerRules], requests: Sequence[Requests]) -> None:
         self._kv_pool, self._rules, self._window = kv_pool, rules, window_of(rules)
         self._requests = requests
         self._reads: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -94,9 +90,7 @@ class ReferencePlan(AttentionPlan):
     def prepare(self) -> None:
         self._reads = [some.reads(self._kv_pool.page_size, self._window) for some in self._requests]
 
-    def forward(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         assert self._reads, "prepare comes first"
         rules, num_kv_heads, outputs, first = self._rules.get(layer_id, PLAIN), k.shape[1], [], 0
         for slots, visible in self._reads:
@@ -119,13 +113,7 @@ class ReferencePlan(AttentionPlan):
         return torch.cat(outputs)
 
     def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        visible: torch.Tensor,
-        scale: float,
-        rules: LayerRules,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float, rules: LayerRules
     ) -> torch.Tensor:
         """q [G, num_kv_heads, rows, head_dim] over k and v [G, num_kv_heads, tokens, head_dim] → like q. ``visible``
         [G, 1, rows, tokens], at least one token for each row; sinks [num_kv_heads, rows]."""

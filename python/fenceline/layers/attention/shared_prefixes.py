@@ -28,9 +28,7 @@ class SharedPrefix:
     num_pages: int
 
 
-def find_shared_prefixes(
-    page_table: I32, num_pages: I64, num_queries: I64, page_size: int
-) -> list[SharedPrefix]:
+def find_shared_prefixes(page_table: I32, num_pages: I64, num_queries: I64, page_size: int) -> list[SharedPrefix]:
     """The prefixes to which all queries of several requests (or the many queries of one) should attend in one call.
 
     ``page_table`` [B, columns]; ``num_pages`` [B]: how many pages of each request lie wholly before its first query,

@@ -27,12 +27,7 @@ from fenceline.layers.kernels.triton.decode_attention import (
     decode_attention,
     query_tiles,
 )
-from fenceline.layers.kernels.triton.extend_attention import (
-    ExtendConfig,
-    ExtendGrid,
-    extend_attention,
-    extend_grid,
-)
+from fenceline.layers.kernels.triton.extend_attention import ExtendConfig, ExtendGrid, extend_attention, extend_grid
 from fenceline.mem_cache.kv_pool import KVPool
 
 # At most this many workers for each multiprocessor: as many as can run on it at once, so that all end at the same time.
@@ -47,9 +42,7 @@ class TritonAttentionBackend(AttentionBackend):
     """Plans over layers of one KV pool whose heads have the same number and size. All plans share workspaces, so they
     must run on one stream."""
 
-    def __init__(
-        self, kv_pool: KVPool, first_layer: int = 0, rules: Mapping[int, LayerRules] = NO_RULES
-    ) -> None:
+    def __init__(self, kv_pool: KVPool, first_layer: int = 0, rules: Mapping[int, LayerRules] = NO_RULES) -> None:
         """``first_layer``: the first of these layers."""
         keys = self._keys = kv_pool.row(first_layer, "k")
         head_dim = keys.shape[2]
@@ -70,12 +63,8 @@ class TritonAttentionBackend(AttentionBackend):
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         """See ``AttentionBackend.plan``. Copies nothing: the plan is valid as long as the tensors of ``inputs`` are."""
         assert len(inputs.seq_lens_cpu) > 0, "an empty batch has nothing to attend to"
-        assert bool((inputs.query_lens_cpu >= 1).all()), (
-            "a request without new tokens does not belong in a batch"
-        )
-        assert bool((inputs.query_lens_cpu <= inputs.seq_lens_cpu).all()), (
-            "seq_lens include this step's tokens"
-        )
+        assert bool((inputs.query_lens_cpu >= 1).all()), "a request without new tokens does not belong in a batch"
+        assert bool((inputs.query_lens_cpu <= inputs.seq_lens_cpu).all()), "seq_lens include this step's tokens"
         requests = self.requests_of(inputs)
         if inputs.mode is ForwardMode.DECODE:
             assert bool((inputs.query_lens_cpu == 1).all()), "decode has one query for each request"
@@ -149,9 +138,7 @@ class TritonAttentionBackend(AttentionBackend):
         if tiles not in self._workspaces:
             max_workers = max(self._num_workers(_MAX_WORKERS_PER_SM) // tiles[0], 1)
             num_kv_heads, head_dim = self._keys.shape[1:]
-            self._workspaces[tiles] = DecodeWorkspace(
-                num_kv_heads, head_dim, max_workers, self._keys.device, tiles
-            )
+            self._workspaces[tiles] = DecodeWorkspace(num_kv_heads, head_dim, max_workers, self._keys.device, tiles)
         return self._workspaces[tiles]
 
     def _num_workers(self, workers_per_sm: int) -> int:
@@ -175,41 +162,27 @@ class _DecodePlan(AttentionPlan):
         self.config = config
         self.tree = tree
 
-    def forward(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         pool, rules = self._backend.kv_pool, self._backend.rules.get(layer_id, PLAIN)
         keys, values = pool.row(layer_id, "k"), pool.row(layer_id, "v")
         _group(q, keys)
-        return decode_attention(
-            q, keys, values, self.requests, scale, self.workspace, self.config, self.tree, rules
-        )
+        return decode_attention(q, keys, values, self.requests, scale, self.workspace, self.config, self.tree, rules)
 
 
 class _ExtendPlan(AttentionPlan):
     """Any number of queries for each request, after a prefix that is in the pool."""
 
-    def __init__(
-        self, backend: TritonAttentionBackend, requests: PagedRequests, inputs: AttentionInputs
-    ) -> None:
+    def __init__(self, backend: TritonAttentionBackend, requests: PagedRequests, inputs: AttentionInputs) -> None:
         self._backend = backend
         self._requests = requests
         self._inputs = inputs
         self._cut: tuple[ExtendConfig, ExtendGrid] | None = None  # computed by the first layer, used by all
 
-    def forward(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         return self._run(layer_id, q, scale, None)
 
     def forward_into(
-        self,
-        layer_id: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        out: torch.Tensor,
+        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, out: torch.Tensor
     ) -> None:
         self._run(layer_id, q, scale, out)
 
@@ -227,9 +200,7 @@ class _ExtendPlan(AttentionPlan):
         config, grid = self._cut
         assert query_starts is not None
         rules = self._backend.rules.get(layer_id, PLAIN)
-        return extend_attention(
-            q, keys, values, self._requests, query_starts, grid, scale, config, out, rules
-        )
+        return extend_attention(q, keys, values, self._requests, query_starts, grid, scale, config, out, rules)
 
 
 def _group(q: torch.Tensor, keys: torch.Tensor) -> int:

@@ -28,9 +28,7 @@ rotate_and_store = declared(
 # fenceline_kernel's ``SkinnyGemm``, which also reads the norm's weight there. A norm of several rows is a kernel of
 # its own (``rms_norm``). ``out`` is the residual if there is one.
 skinny_linear = declared(
-    "skinny_linear",
-    "x weight norm_weight bias residual out",
-    "weight norm_weight > | x bias residual -> out",
+    "skinny_linear", "x weight norm_weight bias residual out", "weight norm_weight > | x bias residual -> out"
 )
 
 
@@ -120,9 +118,7 @@ quantized_linear = declared(
 
 # ``skinny_gemm.scaled_linear``. ``out`` is the residual if there is one.
 scaled_linear = declared(
-    "scaled_linear",
-    "x x_scales weight scales bias residual out",
-    "> | x x_scales weight scales bias residual -> out",
+    "scaled_linear", "x x_scales weight scales bias residual out", "> | x x_scales weight scales bias residual -> out"
 )
 
 # ``int4_gemm.int4_linear``, whose norm is a kernel of its own (``rms_norm`` or ``reorder_columns``). ``out`` is
@@ -142,9 +138,7 @@ dequantize = declared("dequantize", "data scales zeros out", "data scales zeros 
 
 # See ``quantized_gemm.quantize_rows``.
 quantize_rows = declared(
-    "quantize_rows",
-    "x scale norm_weight numbers scales",
-    "scale norm_weight > | x -> numbers scales",
+    "quantize_rows", "x scale norm_weight numbers scales", "scale norm_weight > | x -> numbers scales"
 )
 
 
@@ -236,14 +230,10 @@ def _gather_page_indices(
 
 # See ``page_gather.gather_page_indices``.
 gather_page_indices = declared(
-    "gather_page_indices",
-    _gather_page_indices,
-    "page_table[rows] seq_lens -> indptr indices last_page_lens",
+    "gather_page_indices", _gather_page_indices, "page_table[rows] seq_lens -> indptr indices last_page_lens"
 )
 
 # See ``page_gather.gather_page_rows``.
 gather_page_rows = declared(
-    "gather_page_rows",
-    "page_table rows seq_lens out seq_lens_32",
-    "page_table[rows] seq_lens -> out seq_lens_32",
+    "gather_page_rows", "page_table rows seq_lens out seq_lens_32", "page_table[rows] seq_lens -> out seq_lens_32"
 )

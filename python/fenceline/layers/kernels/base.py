@@ -130,10 +130,7 @@ class LayerKernels:
         cos, sin = rotary_angles(table, positions)
         rotated = (q, k)
         if norms is not None:
-            rotated = (
-                self.rms_norm(q, norms.q_weight, norms.eps),
-                self.rms_norm(k, norms.k_weight, norms.eps),
-            )
+            rotated = (self.rms_norm(q, norms.q_weight, norms.eps), self.rms_norm(k, norms.k_weight, norms.eps))
         q.copy_(apply_rotary(rotated[0], cos, sin))
         k.copy_(apply_rotary(rotated[1], cos, sin))
         for x, cache, scale in ((k, k_cache, kv_scales.k), (v, v_cache, kv_scales.v)):
@@ -175,9 +172,7 @@ class LayerKernels:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # all sigmoids may be zero
         if experts.scaling != 1.0:
             weights = weights * experts.scaling
-        return Routing.group(
-            ids.masked_fill(padded.unsqueeze(1), experts.num_experts), weights, experts.num_experts
-        )
+        return Routing.group(ids.masked_fill(padded.unsqueeze(1), experts.num_experts), weights, experts.num_experts)
 
     def grouped_product(
         self,
@@ -233,9 +228,7 @@ class LayerKernels:
         else MXFP4. An implementation may try its kernels for such matrices here."""
         return
 
-    def combine_experts(
-        self, y: torch.Tensor, routing: Routing, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def combine_experts(self, y: torch.Tensor, routing: Routing, residual: torch.Tensor | None = None) -> torch.Tensor:
         """y [T * top_k, N] → the weighted sum of each token's pairs, zero for padded tokens. It is a new tensor [T, N],
         or it is added in place to ``residual`` [T, N], which is returned."""
         live = (routing.ids < len(routing.ends)).unsqueeze(-1)

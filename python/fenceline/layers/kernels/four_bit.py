@@ -11,16 +11,7 @@ import torch
 from fenceline.config.quantization import MXFP4_GROUP
 
 _BLOCK = 32  # numbers that are packed together
-_E2M1 = (
-    0.0,
-    0.5,
-    1.0,
-    1.5,
-    2.0,
-    3.0,
-    4.0,
-    6.0,
-)  # the magnitudes of E2M1 numbers; the highest bit is the sign
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the magnitudes of E2M1 numbers; the highest bit is the sign
 _BIAS = 127  # of an exponent, E8M0
 
 

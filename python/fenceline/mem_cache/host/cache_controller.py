@@ -112,9 +112,7 @@ class HiCacheController:
         wait_for_pages(stream, after)
         if self._copier.uses_sm and self._last_persistent is not None:
             stream.wait(self._last_persistent, SM_EXCLUSIVE)  # exclusive: persistent attention holds the SMs
-        self._device.declare(
-            StreamName.STORE, "backup of KV pages", self._store_accesses, device_pages, host_pages
-        )
+        self._device.declare(StreamName.STORE, "backup of KV pages", self._store_accesses, device_pages, host_pages)
         begin = stream.record()
         self._copier.to_host(stream, device_pages, host_pages)
         end = self._last_store = stream.record()
@@ -242,9 +240,7 @@ class HiCacheController:
             num_ended += 1
         return num_ended
 
-    def _submitted(
-        self, ticket: Ticket, device_pages: I32, begin: Point, end: Point, submit_s: float
-    ) -> None:
+    def _submitted(self, ticket: Ticket, device_pages: I32, begin: Point, end: Point, submit_s: float) -> None:
         self._in_flight[ticket.kind].append(_InFlight(ticket, device_pages, begin, end, submit_s))
         counts = self.counts[ticket.kind]
         counts.num_transfers += 1

@@ -37,12 +37,7 @@ class HostPool:
     """
 
     def __init__(
-        self,
-        device: Device,
-        num_pages: int,
-        layout: KVLayout,
-        mem_layout: MemLayout,
-        room: int | None = None,
+        self, device: Device, num_pages: int, layout: KVLayout, mem_layout: MemLayout, room: int | None = None
     ) -> None:
         """``room``: bytes of host memory available for it; None: all that this process can still take.
 
@@ -50,17 +45,13 @@ class HostPool:
         if mem_layout not in ("layer_first", "page_first"):
             raise ValueError(f"--hicache-mem-layout {mem_layout}: use layer_first or page_first")
         if num_pages < 1:
-            raise ValueError(
-                "the host tier has room for no page: raise --hicache-size (GB) or --hicache-ratio"
-            )
+            raise ValueError("the host tier has room for no page: raise --hicache-size (GB) or --hicache-ratio")
         self.device = device
         self.layout = layout
         self.mem_layout: MemLayout = mem_layout
         self.num_pages = num_pages
         self.page_nbytes = layout.page_nbytes
-        self.buffer = _allocate(
-            device, num_pages * self.page_nbytes, available_host_bytes() if room is None else room
-        )
+        self.buffer = _allocate(device, num_pages * self.page_nbytes, available_host_bytes() if room is None else room)
         # Each part of the layout, all pages: uint8 [num_pages, nbytes of the part], one page's contiguous.
         self.parts = [self._part(part) for part in layout.parts]
         self._areas = self._make_areas()
@@ -83,9 +74,7 @@ class HostPool:
         assert 0 <= page < self.num_pages, f"there is no host page {page}"
         if self.mem_layout == "page_first":
             return [self._bytes[page * self.page_nbytes : (page + 1) * self.page_nbytes]]
-        starts = (
-            (part.offset * self.num_pages + page * part.nbytes, part.nbytes) for part in self.layout.parts
-        )
+        starts = ((part.offset * self.num_pages + page * part.nbytes, part.nbytes) for part in self.layout.parts)
         return [self._bytes[start : start + nbytes] for start, nbytes in starts]
 
     def host_access(self, page: int, write: bool, what: str) -> None:

@@ -76,18 +76,14 @@ class RunCopier(PageCopier):
     memory go through pageable memory, so there each page has to be a separate copy.
     """
 
-    def __init__(
-        self, device: Device, kv_pool: KVPool, host_pool: HostPool, uses_sm: bool, strided: bool
-    ) -> None:
+    def __init__(self, device: Device, kv_pool: KVPool, host_pool: HostPool, uses_sm: bool, strided: bool) -> None:
         self.uses_sm = uses_sm
         self._device = device
         self._kv_pool = kv_pool
         self._host_pool = host_pool
         self._whole_runs = strided or host_pool.mem_layout == "layer_first"
 
-    def to_host(
-        self, stream: Stream, device_pages: Pages, host_pages: Pages, layers: range | None = None
-    ) -> None:
+    def to_host(self, stream: Stream, device_pages: Pages, host_pages: Pages, layers: range | None = None) -> None:
         if self.uses_sm:
             # Loads do not declare it: they may run at the same time as persistent attention.
             self._device.declare(stream.name, "backup of KV pages by kernels", occupies_sm)
@@ -97,9 +93,7 @@ class RunCopier(PageCopier):
     def to_device(self, stream: Stream, host_pages: Pages, device_pages: Pages, layers: range) -> None:
         self._submit(stream, device_pages, host_pages, layers, to_host=False)
 
-    def _submit(
-        self, stream: Stream, device_pages: Pages, host_pages: Pages, layers: range, to_host: bool
-    ) -> None:
+    def _submit(self, stream: Stream, device_pages: Pages, host_pages: Pages, layers: range, to_host: bool) -> None:
         for device_bytes, host_bytes in self._pieces(device_pages, host_pages, layers):
             if to_host:
                 stream.copy(host_bytes, device_bytes)
@@ -110,9 +104,7 @@ class RunCopier(PageCopier):
         _check(device_pages, self._kv_pool.num_pages, "device")
         _check(host_pages, self._host_pool.num_pages, "host")
         if len(device_pages) != len(host_pages):
-            raise ValueError(
-                f"{len(device_pages)} device pages but {len(host_pages)} host pages: they go in pairs"
-            )
+            raise ValueError(f"{len(device_pages)} device pages but {len(host_pages)} host pages: they go in pairs")
 
     def _pieces(
         self, device_pages: Pages, host_pages: Pages, layers: range
@@ -123,10 +115,7 @@ class RunCopier(PageCopier):
         for part in self._kv_pool.layout.parts_of(layers):
             device_part, host_part = self._kv_pool.parts[part], self._host_pool.parts[part]
             for device_page, host_page, num_pages in runs:
-                yield (
-                    device_part[device_page : device_page + num_pages],
-                    host_part[host_page : host_page + num_pages],
-                )
+                yield (device_part[device_page : device_page + num_pages], host_part[host_page : host_page + num_pages])
 
     def _cut(self, run: Run) -> list[Run]:
         if self._whole_runs:
@@ -136,9 +125,7 @@ class RunCopier(PageCopier):
 
 def _check(pages: Pages, num_pages: int, side: str) -> None:
     if len(pages) > 0 and not 0 <= int(pages.min()) <= int(pages.max()) < num_pages:
-        raise ValueError(
-            f"{side} pages {int(pages.min())}..{int(pages.max())} are not all in 0..{num_pages - 1}"
-        )
+        raise ValueError(f"{side} pages {int(pages.min())}..{int(pages.max())} are not all in 0..{num_pages - 1}")
 
 
 @declare_kernel
@@ -183,13 +170,7 @@ class WatchedPools:
                 self._parts += [side.view(self._num_pages[0], -1), part.view(shape).flatten(1)]
 
     def copy(
-        self,
-        device_pages: Pages,
-        host_pages: Pages,
-        *,
-        to_host: bool,
-        layers: range | None = None,
-        num_ctas: int = 1,
+        self, device_pages: Pages, host_pages: Pages, *, to_host: bool, layers: range | None = None, num_ctas: int = 1
     ) -> None:
         """See ``PagePools``; the launch is on the current stream."""
         layers = range(self._num_layers) if layers is None else layers
@@ -308,9 +289,7 @@ def make_page_pools(
     )
 
 
-def make_page_copier(
-    device: Device, kv_pool: KVPool, host_pool: HostPool, io_backend: IoBackend
-) -> PageCopier:
+def make_page_copier(device: Device, kv_pool: KVPool, host_pool: HostPool, io_backend: IoBackend) -> PageCopier:
     """The copier of ``--hicache-io-backend``: ``kernel`` copies by SMs, ``direct`` by the copy engine.
 
     On a GPU both need fenceline_kernel; without it ``direct`` falls back to torch's copies, one for each run of pages

@@ -78,9 +78,7 @@ class FileBackend:
                 f"cannot use the storage directory {os.fspath(root)}: {error}; name one that this user may write"
             ) from error
         except StorageError as error:
-            raise ValueError(
-                f"cannot use the storage directory: {error}; end it or name another one"
-            ) from error
+            raise ValueError(f"cannot use the storage directory: {error}; end it or name another one") from error
 
     @property
     def page_nbytes(self) -> int:

@@ -311,8 +311,6 @@ class StorageWorker:
         except Exception:
             answer, crashed = otherwise, True
             if not self._has_crashed:  # the others are only counted
-                logger.exception(
-                    "The storage backend raised an error; pages that it does not return are computed"
-                )
+                logger.exception("The storage backend raised an error; pages that it does not return are computed")
             self._has_crashed = True
         return answer, Cost(time.perf_counter() - started, crashed)

@@ -578,9 +578,7 @@ class HostTier:
         self.lru.check()
         for node in nodes:
             name = f"node {node.id}"
-            assert node in self.lru or not node.is_host_evictable, (
-                f"{name}: evictable but not in the host queue"
-            )
+            assert node in self.lru or not node.is_host_evictable, f"{name}: evictable but not in the host queue"
             assert node.num_host_children == sum(c.host_pages is not None for c in node.children.values()), (
                 f"{name}: miscounts its children on the host"
             )
@@ -664,9 +662,6 @@ def transfer_points(node: TreeNode) -> Points:
 def loads_of(path: Sequence[TreeNode]) -> tuple[Ticket, ...]:
     """Loads of the pages of ``path`` that FORWARD has not waited for, each once."""
     found = dict.fromkeys(
-        ticket
-        for node in path
-        for ticket in node.transfers
-        if ticket.kind is TransferKind.LOAD and not ticket.waited
+        ticket for node in path for ticket in node.transfers if ticket.kind is TransferKind.LOAD and not ticket.waited
     )
     return tuple(found)

@@ -105,12 +105,7 @@ class TreeNode:
     @property
     def is_evictable(self) -> bool:
         """Whether its device pages may go: unlocked, in a tree, on the device, and nothing on the device below."""
-        return (
-            self.num_device_children == 0
-            and self.lock_ref == 0
-            and self.parent is not None
-            and self.on_device
-        )
+        return self.num_device_children == 0 and self.lock_ref == 0 and self.parent is not None and self.on_device
 
     @property
     def is_host_evictable(self) -> bool:
@@ -249,9 +244,7 @@ class LruQueue:
             seen.add(node)
             assert node in self._members, f"node {node.id}: in the queue without knowing it"
             assert tick <= node.last_access, f"node {node.id}: its queue entry is from the future"
-        assert len(self._members) == len(seen), (
-            f"{len(self._members)} nodes queued, {len(seen)} queue entries"
-        )
+        assert len(self._members) == len(seen), f"{len(self._members)} nodes queued, {len(seen)} queue entries"
 
 
 class RadixCache:

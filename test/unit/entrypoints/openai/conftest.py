@@ -118,12 +118,7 @@ class ScriptedLink:
         self._deliver(message, "", [], count, self.script.finish)
 
     def _deliver(
-        self,
-        message: TokenizedGenerateReq,
-        text: str,
-        ids: list[int],
-        count: int,
-        finish: FinishReason | None,
+        self, message: TokenizedGenerateReq, text: str, ids: list[int], count: int, finish: FinishReason | None
     ) -> None:
         first = count == len(ids)
         wants_prompt = message.return_logprob and message.logprob_start_len == 0 and first
@@ -135,9 +130,7 @@ class ScriptedLink:
             cached_tokens=self.script.cached_tokens,
             cached_tokens_details=self.script.cached_details,
             finish_reason=finish,
-            output_logprobs=_logprobs(ids, message.top_logprobs_num)
-            if message.return_logprob and ids
-            else None,
+            output_logprobs=_logprobs(ids, message.top_logprobs_num) if message.return_logprob and ids else None,
             input_logprobs=_logprobs(message.input_ids.tolist(), message.top_logprobs_num, True)
             if wants_prompt
             else None,
@@ -149,9 +142,7 @@ class ScriptedLink:
 def _logprobs(ids: list[int], num_top: int, of_prompt: bool = False) -> TokenLogprobs:
     """-0.5 for every token, which is the second best; the best is always token 7; the rest cannot be."""
     top = [(-0.25, 7), (-0.5, 0), *((float("-inf"), 20 + i) for i in range(18))]
-    tops = [
-        [(value, ids[i] if other == 0 else other) for value, other in top[:num_top]] for i in range(len(ids))
-    ]
+    tops = [[(value, ids[i] if other == 0 else other) for value, other in top[:num_top]] for i in range(len(ids))]
     values: list[float | None] = [-0.5] * len(ids)
     if of_prompt:
         values[0], tops[0] = None, []
@@ -186,9 +177,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     backend = RustTokenizer(models.BPE(vocab=vocab, merges=[("H", "e"), ("l", "l")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(
-        [AddedToken(text, special=True) for text in ("<s>", "<|im_start|>", "<|im_end|>")]
-    )
+    backend.add_special_tokens([AddedToken(text, special=True) for text in ("<s>", "<|im_start|>", "<|im_end|>")])
     backend.save(str(folder / "tokenizer.json"))
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 261, "hidden_size": 16,
@@ -196,9 +185,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "max_position_embeddings": CONTEXT_LENGTH, "rms_norm_eps": 1e-5, "eos_token_id": 260, "bos_token_id": 258,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "generation_config.json").write_text(
-        json.dumps({"temperature": 0.6, "top_k": 20, "top_p": 0.95})
-    )
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_k": 20, "top_p": 0.95}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "chat_template": CHATML}))
     return folder
 
@@ -213,9 +200,7 @@ def serve(model_dir: Path) -> Callable[..., object]:
         config = resolve(ServerArgs.from_kwargs(args))
         tokenizer = tokenizer or load_tokenizer(model_dir)
         link = ScriptedLink(tokenizer)
-        manager = TokenizerManager(
-            config, None if config.server_args.skip_tokenizer_init else tokenizer, link
-        )
+        manager = TokenizerManager(config, None if config.server_args.skip_tokenizer_init else tokenizer, link)
         link.manager = manager
         manager.handle(
             SchedulerReady(
@@ -241,9 +226,7 @@ def serve(model_dir: Path) -> Callable[..., object]:
 
 @asynccontextmanager
 async def _running(app: FastAPI) -> AsyncIterator[str]:
-    server = uvicorn.Server(
-        uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off")
-    )
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off"))
     sock = server.config.bind_socket()
     task = asyncio.ensure_future(server.serve(sockets=[sock]))
     while not server.started:

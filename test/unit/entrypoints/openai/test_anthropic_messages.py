@@ -85,9 +85,7 @@ async def test_arguments_of_strict_tools_follow_their_schemas(serve, template):
 async def test_odd_arguments_do_not_lose_the_answer(serve, template, written, read):
     async with serve(chat_template=template) as server:
         server.script.pieces = [f'<tool_call>{{"name": "weather", "arguments": {written}}}</tool_call>']
-        message = await client_of(server).messages.create(
-            model="byte", max_tokens=9, messages=HI, tools=[WEATHER]
-        )
+        message = await client_of(server).messages.create(model="byte", max_tokens=9, messages=HI, tools=[WEATHER])
         call = next((block for block in message.content if block.type == "tool_use"), None)
         assert call is not None and (read is None or call.input == read)
 
@@ -130,11 +128,7 @@ async def test_a_history_with_tools(serve, template):
                 {
                     "role": "user",
                     "content": [
-                        {
-                            "type": "tool_result",
-                            "tool_use_id": "call_1",
-                            "content": [{"type": "text", "text": "Sun"}],
-                        },
+                        {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "Sun"}]},
                         {"type": "tool_result", "tool_use_id": "call_2", "content": "gone", "is_error": True},
                         {"type": "text", "text": "And now?"},
                     ],
@@ -255,18 +249,12 @@ async def test_what_claude_code_sends(serve, tmp_path, caplog):
         ({"tools": [{"name": "a b", "input_schema": {}}]}, r"tools\[0\].name"),
         ({"tools": [{"type": "custom", "name": "x"}]}, r"tools\[0\].input_schema: this field is required"),
         ({"tools": [WEATHER] * 129}, "has 129 tools"),
-        (
-            {"tools": [{"type": "web_search_20250305"}], "tool_choice": {"type": "any"}},
-            "only allowed with tools",
-        ),
+        ({"tools": [{"type": "web_search_20250305"}], "tool_choice": {"type": "any"}}, "only allowed with tools"),
         (
             {
                 "messages": [
                     *HI,
-                    {
-                        "role": "system",
-                        "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}],
-                    },
+                    {"role": "system", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]},
                 ]
             },
             "text only",
@@ -283,9 +271,7 @@ async def test_what_claude_code_sends(serve, tmp_path, caplog):
 async def test_errors_are_anthropics(serve, fields, words):
     async with serve() as server:
         with pytest.raises(anthropic.BadRequestError, match=words) as caught:
-            await client_of(server).messages.create(
-                **{"model": "byte", "max_tokens": 9, "messages": HI} | fields
-            )
+            await client_of(server).messages.create(**{"model": "byte", "max_tokens": 9, "messages": HI} | fields)
         error = caught.value.body
         assert error["type"] == "error" and error["error"]["type"] == "invalid_request_error"
         assert not server.link.sent
@@ -300,10 +286,7 @@ async def test_a_stream_that_fails_says_so(serve):
 
 
 async def test_bad_json_and_unknown_names(serve):
-    async with (
-        serve(strict_fields=True) as server,
-        httpx.AsyncClient(base_url=str(server.client.base_url)) as client,
-    ):
+    async with serve(strict_fields=True) as server, httpx.AsyncClient(base_url=str(server.client.base_url)) as client:
         answer = await client.post("messages", content=b"{")
         assert answer.status_code == 400 and answer.json()["type"] == "error"
         answer = await client.post("messages", json={"max_tokens": 9, "messages": HI, "colour": "red"})

@@ -150,9 +150,7 @@ CONVERSATIONS = {
         {
             "role": "assistant",
             "content": None,
-            "tool_calls": [
-                {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "<é>"}}}
-            ],
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "<é>"}}}],
         },
         {"role": "tool", "tool_call_id": "1", "content": "R"},
     ],
@@ -169,9 +167,7 @@ PAIRS = [
 @pytest.fixture(scope="module")
 def peer(model_dir):
     """transformers' tokenizer of the same directory."""
-    return PreTrainedTokenizerFast(
-        tokenizer_file=str(model_dir / "tokenizer.json"), bos_token="<s>", eos_token="</s>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_file=str(model_dir / "tokenizer.json"), bos_token="<s>", eos_token="</s>")
 
 
 @pytest.fixture(scope="module")
@@ -182,9 +178,7 @@ def render(peer):
         template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
         variables = options.pop("variables", {})
         ours = template.render(messages, variables=variables, **options)
-        theirs = peer.apply_chat_template(
-            messages, chat_template=source, tokenize=False, **options, **variables
-        )
+        theirs = peer.apply_chat_template(messages, chat_template=source, tokenize=False, **options, **variables)
         assert ours == theirs
         return ours
 
@@ -209,10 +203,7 @@ def test_parity_of_continued_messages(render, name, content):
 def test_parity_of_template_variables(render):
     closed = render(QWEN3, [USER], add_generation_prompt=True, variables={"enable_thinking": False})
     assert closed.endswith("<think>\n\n</think>\n\n")
-    assert (
-        render(LLAMA3, [USER], add_generation_prompt=True, variables={"date_string": "1 May"}).count("1 May")
-        == 1
-    )
+    assert render(LLAMA3, [USER], add_generation_prompt=True, variables={"date_string": "1 May"}).count("1 May") == 1
     assert datetime.now().strftime("%Y") in render(LLAMA3, [USER], add_generation_prompt=True)
     assert render("{{ bos_token }}", [USER], variables={"bos_token": "B"}) == "B"
 
@@ -293,9 +284,7 @@ def test_a_history_with_calls_renders_on_every_template(name, content):
     called = dict(CALLED[1], content=content)
     if content == "left out":
         del called["content"]
-    template = ChatTemplate(
-        HISTORY_TEMPLATES[name], {"bos_token": "<s>", "eot_token": "</s>", "eos_token": "</s>"}
-    )
+    template = ChatTemplate(HISTORY_TEMPLATES[name], {"bos_token": "<s>", "eot_token": "</s>", "eos_token": "</s>"})
     text = template.render([CALLED[0], called, CALLED[2]])
     assert "12 + 30?" in text and "And then?" in text
     assert "None" not in text
@@ -307,10 +296,7 @@ def test_a_history_with_calls_renders_on_every_template(name, content):
 def test_calls_render_as_in_transformers(peer, name):
     messages = [dict(CALLED[1], tool_calls=[{**CALL, "function": {"name": "add", "arguments": {"a": 12}}}])]
     theirs = peer.apply_chat_template(
-        [CALLED[0], *messages],
-        chat_template=HISTORY_TEMPLATES[name],
-        tokenize=False,
-        add_generation_prompt=True,
+        [CALLED[0], *messages], chat_template=HISTORY_TEMPLATES[name], tokenize=False, add_generation_prompt=True
     )
     assert ChatTemplate(HISTORY_TEMPLATES[name], {"bos_token": "<s>"}).render(CALLED[:2]) == theirs
 
@@ -334,9 +320,7 @@ def test_calls_render_as_in_transformers(peer, name):
 def test_templates_by_name(name, text):
     turns = [("user", "Hi"), ("assistant", "Ho"), ("user", "So?")]
     messages = [SYSTEM, *({"role": role, "content": content} for role, content in turns)]
-    assert (
-        ChatTemplate(CHAT_TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>"}).render(messages) == text
-    )
+    assert ChatTemplate(CHAT_TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>"}).render(messages) == text
     assert "Hi" in ChatTemplate(CHAT_TEMPLATES[name], {}).render(messages)  # of a model without BOS and EOS
 
 
@@ -351,12 +335,7 @@ def test_templates_by_name(name, text):
         ("{{ ''.__class__.__mro__ }}", [USER], {}, "refuses"),
         (CHATML, [USER], {"variables": {"messages": []}}, "cannot set messages"),
         ("x", [USER], {"continue_final_message": True}, "drops the last message"),
-        (
-            CHATML,
-            [{"role": "assistant"}],
-            {"continue_final_message": True},
-            "needs a last message with content",
-        ),
+        (CHATML, [{"role": "assistant"}], {"continue_final_message": True}, "needs a last message with content"),
     ],
 )
 def test_complaints(source, messages, options, complaint):

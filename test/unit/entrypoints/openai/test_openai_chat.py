@@ -25,9 +25,7 @@ async def test_message(serve):
         message = server.link.sent[0]
         assert list(message.input_ids) == server.tokenizer.encode(prompt, add_special_tokens=False)
         # Nothing asked for: the answer may take what the prompt leaves of the context.
-        assert message.sampling_params.max_new_tokens == server.config.model.context_length - len(
-            message.input_ids
-        )
+        assert message.sampling_params.max_new_tokens == server.config.model.context_length - len(message.input_ids)
         assert answer.usage.prompt_tokens == len(message.input_ids)
 
 
@@ -56,9 +54,7 @@ async def test_roles_parts_and_template_variables(serve, tmp_path):
                 {"role": "user", "name": "ann", "content": [{"type": "text", "text": t} for t in ("a", "b")]},
                 {
                     "role": "assistant",
-                    "tool_calls": [
-                        {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 5}'}}
-                    ],
+                    "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 5}'}}],
                 },
                 {"role": "tool", "tool_call_id": "1", "content": "R"},
             ],
@@ -105,9 +101,7 @@ async def test_stream_of_many_choices(serve):
 
 async def test_logprobs(serve):
     async with serve() as server:
-        whole = await server.client.chat.completions.create(
-            model="byte", messages=HI, logprobs=True, top_logprobs=3
-        )
+        whole = await server.client.chat.completions.create(model="byte", messages=HI, logprobs=True, top_logprobs=3)
         entries = whole.choices[0].logprobs.content
         assert b"".join(bytes(entry.bytes) for entry in entries).decode() == "Hello wörld"
         assert entries[0].token == "He"
@@ -158,9 +152,7 @@ async def test_reasoning_is_split(serve):
         assert raw.choices[0].message.content == "".join(THINKING)
 
 
-@pytest.mark.parametrize(
-    ("stream_reasoning", "expected"), [(True, ["Let me", " see."]), (False, ["Let me see."])]
-)
+@pytest.mark.parametrize(("stream_reasoning", "expected"), [(True, ["Let me", " see."]), (False, ["Let me see."])])
 async def test_reasoning_streams(serve, stream_reasoning, expected):
     async with serve(reasoning_parser="qwen3") as server:
         server.script.pieces = THINKING
@@ -180,10 +172,7 @@ async def test_reasoning_streams(serve, stream_reasoning, expected):
 
 @pytest.mark.parametrize(
     ("opening", "expected"),
-    [
-        ("<think>\n", ("Let me see.", "Four.")),
-        ("<think>\n\n</think>\n\n", (None, "Let me see.</think>Four.")),
-    ],
+    [("<think>\n", ("Let me see.", "Four.")), ("<think>\n\n</think>\n\n", (None, "Let me see.</think>Four."))],
 )
 async def test_template_that_opens_or_closes_the_thinking(serve, tmp_path, opening, expected):
     template = tmp_path / "template.jinja"

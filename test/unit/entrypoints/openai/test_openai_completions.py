@@ -24,12 +24,7 @@ async def test_text_prompt(serve):
         assert answer.id.startswith("cmpl-")
         assert answer.model == "byte"
         (choice,) = answer.choices
-        assert (choice.index, choice.text, choice.finish_reason, choice.logprobs) == (
-            0,
-            "Hello wörld",
-            "stop",
-            None,
-        )
+        assert (choice.index, choice.text, choice.finish_reason, choice.logprobs) == (0, "Hello wörld", "stop", None)
         prompt = server.tokenizer.encode("Say hello")
         assert list(server.link.sent[0].input_ids) == prompt
         assert answer.usage.prompt_tokens == len(prompt)
@@ -145,9 +140,7 @@ async def test_scoring_with_echo_and_no_new_tokens(serve):
 async def test_logprobs_stream_like_the_whole(serve):
     async with serve() as server:
         whole = await server.client.completions.create(model="byte", prompt="Hi", echo=True, logprobs=3)
-        stream = await server.client.completions.create(
-            model="byte", prompt="Hi", echo=True, logprobs=3, stream=True
-        )
+        stream = await server.client.completions.create(model="byte", prompt="Hi", echo=True, logprobs=3, stream=True)
         parts = [chunk.choices[0].logprobs async for chunk in stream if chunk.choices[0].logprobs]
         expected = whole.choices[0].logprobs
         for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
@@ -180,9 +173,7 @@ def test_many_logprobs_are_encoded_position_by_position(api, monkeypatch):
         written = orjson.dumps(chat_logprobs(texts, positions, num_top))
         tops = [entry["top_logprobs"] for entry in orjson.loads(written)["content"]]
     else:
-        written = orjson.dumps(
-            LegacyLogprobsWriter(texts, num_top, skip_special_tokens=True).write(positions)
-        )
+        written = orjson.dumps(LegacyLogprobsWriter(texts, num_top, skip_special_tokens=True).write(positions))
         tops = orjson.loads(written)["top_logprobs"]
     assert [len(top) for top in tops] == [num_top] * num_positions
     assert max(num_values) <= 5 * num_positions

@@ -65,16 +65,8 @@ COMPLETION_MISTAKES = [
     ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed when stream is true"),
     ({"suffix": "end"}, "suffix", "fill in the middle"),
     ({"best_of": 3}, "best_of", "must equal n=1"),
-    (
-        {"response_format": {"type": "xml"}},
-        "response_format.type",
-        "json_schema or structural_tag, got 'xml'",
-    ),
-    (
-        {"response_format": {"type": "json_object", "schema": 5}},
-        "response_format.schema",
-        "an object as schema",
-    ),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema or structural_tag, got 'xml'"),
+    ({"response_format": {"type": "json_object", "schema": 5}}, "response_format.schema", "an object as schema"),
     ({"regex": "a*", "ebnf": "root ::= x"}, "ebnf", "exclude each other"),
     ({"regex": "a*", "response_format": {"type": "json_object"}}, "regex", "exclude each other"),
     ({"regex": "a" * 200_000}, "regex", "may have 131072 characters"),
@@ -98,11 +90,7 @@ CHAT_MISTAKES = [
         "messages[0].content",
         "'image_url'; this server reads text only",
     ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-        "messages[0].content",
-        "text is not a string",
-    ),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content", "text is not a string"),
     ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content", "of type None"),
     ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "greater than or equal to 1"),
@@ -248,9 +236,7 @@ async def test_request_ids(serve):
             same_trace = {"X-Request-Id": "t"}
             async with session.post(url, json={**COMPLETION, "stream": True}, headers=same_trace) as third:
                 assert third.status == 200
-                async with session.post(
-                    url, json={**COMPLETION, "stream": True}, headers=same_trace
-                ) as fourth:
+                async with session.post(url, json={**COMPLETION, "stream": True}, headers=same_trace) as fourth:
                     assert fourth.status == 200
 
 

@@ -54,10 +54,7 @@ EFFECTS: dict[str, tuple[object, Callable[[TokenizedGenerateReq], bool]]] = {
     "stop_token_ids": ([9], lambda sent: sent.sampling_params.stop_token_ids == (9,)),
     "ignore_eos": (True, lambda sent: sent.sampling_params.ignore_eos),
     "skip_special_tokens": (False, lambda sent: not sent.sampling_params.skip_special_tokens),
-    "spaces_between_special_tokens": (
-        False,
-        lambda sent: not sent.sampling_params.spaces_between_special_tokens,
-    ),
+    "spaces_between_special_tokens": (False, lambda sent: not sent.sampling_params.spaces_between_special_tokens),
     "no_stop_trim": (True, lambda sent: sent.sampling_params.no_stop_trim),
     "include_stop_str_in_output": (True, lambda sent: sent.sampling_params.no_stop_trim),
     "rid": ("mine", lambda sent: sent.rid == "mine"),
@@ -91,9 +88,7 @@ async def test_every_route_that_generates_is_walked(serve):
 def routes_of(routes: Iterable[Any]) -> Iterator[Any]:
     """All routes, those of included routers too."""
     for route in routes:
-        inner = getattr(route, "routes", None) or getattr(
-            getattr(route, "original_router", None), "routes", None
-        )
+        inner = getattr(route, "routes", None) or getattr(getattr(route, "original_router", None), "routes", None)
         if inner is None:
             yield route
         else:
@@ -209,9 +204,7 @@ def test_the_log_of_unknown_fields_is_bounded(caplog):
 
 async def test_strict_fields_refuses_what_nobody_knows(serve):
     async with serve(strict_fields=True) as server:
-        with pytest.raises(
-            openai.BadRequestError, match="'max_token' is not known; did you mean max_tokens?"
-        ):
+        with pytest.raises(openai.BadRequestError, match="'max_token' is not known; did you mean max_tokens?"):
             await server.client.completions.create(model="byte", prompt="a", extra_body={"max_token": 5})
         answer = await server.client.chat.completions.create(
             model="byte", messages=HI, user="ann", store=True, metadata={"a": "b"}
@@ -300,9 +293,7 @@ async def test_chat_takes_the_prompt_as_token_ids(serve):
         assert (message.reasoning_content, message.content) == ("thought", "answer")
         for wrong in (["a"], [True], "abc", [1.5]):
             with pytest.raises(openai.BadRequestError, match="list of token ids"):
-                await server.client.chat.completions.create(
-                    model="byte", messages=HI, extra_body={"input_ids": wrong}
-                )
+                await server.client.chat.completions.create(model="byte", messages=HI, extra_body={"input_ids": wrong})
 
 
 async def test_fields_of_messages_are_judged_too(serve, tmp_path, caplog):
@@ -337,13 +328,9 @@ async def test_other_names_of_known_things(serve):
         assert message.sampling_params.no_stop_trim
         assert message.priority == 3
         # vLLM's default is BOS for completions, none for chat.
-        await server.client.completions.create(
-            model="byte", prompt="a", extra_body={"add_special_tokens": False}
-        )
+        await server.client.completions.create(model="byte", prompt="a", extra_body={"add_special_tokens": False})
         await server.client.chat.completions.create(model="byte", messages=HI)
-        await server.client.chat.completions.create(
-            model="byte", messages=HI, extra_body={"add_special_tokens": True}
-        )
+        await server.client.chat.completions.create(model="byte", messages=HI, extra_body={"add_special_tokens": True})
         special = server.tokenizer.encode("", True)
         bare, chat, chat_with = (list(message.input_ids) for message in server.link.sent[1:])
         assert bare == server.tokenizer.encode("a", False)

@@ -36,14 +36,9 @@ LIMITS = SchedulerReady(
 )
 TEMPLATE = ChatTemplate("{% for m in messages %}{{ m.role + m.content }}{% endfor %}", {})
 
-NUMBERS = st.sampled_from(
-    [0, 1, -1, 2, 20, 128, 129, 2**31, 2**63, 2**64 - 1, -(2**63), 0.5, 1.0, -2.0, 1e-320, 1e308]
-)
+NUMBERS = st.sampled_from([0, 1, -1, 2, 20, 128, 129, 2**31, 2**63, 2**64 - 1, -(2**63), 0.5, 1.0, -2.0, 1e-320, 1e308])
 SCALARS = (
-    st.none()
-    | st.booleans()
-    | NUMBERS
-    | st.sampled_from(["", "a", "1", "-5", "user", "assistant", "text", "none"])
+    st.none() | st.booleans() | NUMBERS | st.sampled_from(["", "a", "1", "-5", "user", "assistant", "text", "none"])
 )
 VALUES = st.recursive(
     SCALARS,
@@ -108,14 +103,8 @@ def test_chat(body):
 
 ITEMS = st.lists(
     st.fixed_dictionaries(
-        {
-            "type": st.sampled_from(
-                ["message", "function_call", "function_call_output", "reasoning", "item_reference"]
-            )
-        },
-        optional=dict.fromkeys(
-            ("id", "role", "content", "call_id", "name", "arguments", "output", "summary"), VALUES
-        ),
+        {"type": st.sampled_from(["message", "function_call", "function_call_output", "reasoning", "item_reference"])},
+        optional=dict.fromkeys(("id", "role", "content", "call_id", "name", "arguments", "output", "summary"), VALUES),
     )
     | MESSAGES.map(lambda messages: messages[0] if messages else {}),
     max_size=3,
@@ -149,11 +138,7 @@ def test_responses(body):
 
 
 @settings(max_examples=400)
-@given(
-    body=bodies(
-        MessagesBody, messages=st.just([{"role": "user", "content": "a"}]) | TURNS, max_tokens=st.just(9)
-    )
-)
+@given(body=bodies(MessagesBody, messages=st.just([{"role": "user", "content": "a"}]) | TURNS, max_tokens=st.just(9)))
 def test_messages(body):
     try:
         submit_chat(parse_messages(MessagesBody, orjson.dumps(body), UnknownFields(strict=False)))

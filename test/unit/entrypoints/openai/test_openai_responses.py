@@ -191,13 +191,7 @@ async def test_stored_items_may_be_referred_to(serve, flags, kind):
         await create(input="And?", previous_response_id=second.id)
         assert prompt_of(server).startswith(said + "[tool]|Sun;[assistant]Let me see.|I look.")
         sent = len(server.link.sent)
-        for unknown in (
-            "x",
-            "msg_x_0",
-            f"{message.id}0",
-            f"{message.id[:-1]}9",
-            message.id.replace("msg", "rs"),
-        ):
+        for unknown in ("x", "msg_x_0", f"{message.id}0", f"{message.id[:-1]}9", message.id.replace("msg", "rs")):
             with pytest.raises(openai.NotFoundError, match="there is no item"):
                 await create(input=[{"type": "item_reference", "id": unknown}])
         await server.client.responses.delete(first.id)
@@ -229,9 +223,7 @@ async def test_what_is_nested_too_deeply_to_be_repeated_is_refused(serve, flags,
     }[field]
     async with serve(**flags) as server:
         with pytest.raises(openai.BadRequestError, match="nested"):
-            await server.client.responses.create(
-                model="byte", input="Hi", **{"tools": [WEATHER], field: value}
-            )
+            await server.client.responses.create(model="byte", input="Hi", **{"tools": [WEATHER], field: value})
         assert not server.link.sent
 
 

@@ -40,8 +40,7 @@ def history(model: Published, ids: tuple[str, str], **assistant: Any) -> list[di
         for id, (name, value) in zip(ids, CALLS, strict=True)
     ]  # fmt: skip
     answers = [
-        {"role": "tool", "tool_call_id": id, "content": text}
-        for id, text in zip(ids, ("rain", "noon"), strict=True)
+        {"role": "tool", "tool_call_id": id, "content": text} for id, text in zip(ids, ("rain", "noon"), strict=True)
     ]
     called = {"role": "assistant", "content": None, "tool_calls": calls[: model.num_calls], **assistant}
     return [{"role": "user", "content": "And?"}, called, *answers[: model.num_calls]]
@@ -58,9 +57,7 @@ def pieces(data: bytes, *cuts: int) -> list[str]:
     return [decoder.decode(data[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
 
 
-def read(
-    model: Published, texts: list[str], inside: bool | None = None
-) -> tuple[str, str, list[tuple[str, str]]]:
+def read(model: Published, texts: list[str], inside: bool | None = None) -> tuple[str, str, list[tuple[str, str]]]:
     """The reasoning, the content, and the calls with the text of their arguments. ``inside``: the answer begins within
     a thought; None for a server without --reasoning-parser."""
     calls = ToolCallParser(TOOL_CALL_FORMATS[model.parser], TOOLS)
@@ -186,19 +183,13 @@ def test_no_system_message_is_lost_or_refused(name, tools):
     assert text.index(ONE) < text.index(TWO) < text.index("And?")
     parts = {"role": "system", "content": [{"type": "text", "text": TWO}]}
     assert template.render([first, parts, question], tools=tools) == text
-    for turns in (
-        [question, answer, second, question],
-        [question, second, answer, question],
-        [question, second],
-    ):
+    for turns in ([question, answer, second, question], [question, second, answer, question], [question, second]):
         text = template.render([first, *turns], tools=tools)
         assert ONE in text and TWO in text and text.count("And?") == turns.count(question)
 
 
 @names
-@pytest.mark.parametrize(
-    "sent", ['{"city": "Par', '{"city": "Paris", ', '{"ci', "print(1)", "[1]", "", "null", "1e"]
-)
+@pytest.mark.parametrize("sent", ['{"city": "Par', '{"city": "Paris", ', '{"ci', "print(1)", "[1]", "", "null", "1e"])
 def test_a_call_that_was_cut_off_can_stay_in_the_history(name, sent):
     model = PUBLISHED[name]
     template = ChatTemplate(model.template, model.special_tokens)
@@ -242,9 +233,7 @@ def harmony(text: str, tools: bool = True, cut: int | None = None) -> tuple[str,
     reader = ChatReader(calls, None, one_call=False, separates_reasoning=True)
     reasoning, content, found = "", "", []
     for index, piece in enumerate(texts):
-        for event in reader.read(
-            chunk(piece, FinishReason(type="stop") if index == len(texts) - 1 else None)
-        ):
+        for event in reader.read(chunk(piece, FinishReason(type="stop") if index == len(texts) - 1 else None)):
             match event:
                 case Reasoning(text):
                     reasoning += text
@@ -314,9 +303,7 @@ def test_harmony_messages_cut_at_every_byte(text, reasoning, content, calls):
         parser = ToolCallParser(TOOL_CALL_FORMATS["gpt-oss"], TOOLS)
         found = [event for piece in pieces(data, at) for event in parser.feed(piece)] + parser.finish()
         assert "".join(event.text for event in found if isinstance(event, Content)) == content
-        assert "".join(event.text for event in found if isinstance(event, Arguments)) == "".join(
-            a for _, a in calls
-        )
+        assert "".join(event.text for event in found if isinstance(event, Arguments)) == "".join(a for _, a in calls)
 
 
 def test_harmony_calls_of_a_client_without_tools_are_content():
@@ -333,11 +320,7 @@ def test_harmony_text_arrives_as_it_is_written_at_the_same_cost():
         CallBegun("now")
     ]
     assert parser.feed('{"x": "Par') == [Arguments('{"x": "Par')]
-    for begin, piece in (
-        ("analysis", "\n "),
-        ("analysis", "a "),
-        ("commentary to=functions.now", '{"a":1} '),
-    ):
+    for begin, piece in (("analysis", "\n "), ("analysis", "a "), ("commentary to=functions.now", '{"a":1} ')):
         parser, work = ToolCallParser(TOOL_CALL_FORMATS["gpt-oss"], TOOLS), 0
         parser.feed(f"<|channel|>{begin}<|message|>")
         for _ in range(10_000):
@@ -364,10 +347,7 @@ async def test_harmony_is_taken_apart_unless_wanted_whole(serve, tmp_path):
         assert not server.link.sent[-1].sampling_params.skip_special_tokens
         [choice] = (await create(**ask, tools=[NOW], extra_body={"separate_reasoning": False})).choices
         assert choice.message.content == "soRain é."
-        server.script.pieces = [
-            *model.thought,
-            *'<|channel|>final<|message|>[{"name": "now", "parameters": {}}]',
-        ]
+        server.script.pieces = [*model.thought, *'<|channel|>final<|message|>[{"name": "now", "parameters": {}}]']
         [choice] = (await create(**ask, tools=[NOW], tool_choice="required")).choices
         assert [call.function.name for call in choice.message.tool_calls] == ["now"]
         assert choice.message.reasoning_content == "so"

@@ -17,9 +17,7 @@ QWEN3 = REASONING_FORMATS["qwen3"]
 R1 = REASONING_FORMATS["deepseek-r1"]
 
 # Whole tags, broken tags and blank space are far likelier here than in any model's output.
-PIECES = st.sampled_from(
-    ["<think>", "</think>", "<", ">", "</", "think", "<thi", "nk>", " ", "\n", "a", "é", "."]
-)
+PIECES = st.sampled_from(["<think>", "</think>", "<", ">", "</", "think", "<thi", "nk>", " ", "\n", "a", "é", "."])
 TEXTS = st.lists(PIECES, max_size=12).map("".join)
 
 
@@ -127,8 +125,7 @@ def test_white_space_costs_as_much_late_as_early(inside, begin, end, whole):
     blank = "\n " * 20_000
     parser, CountedText.work = ReasoningParser(QWEN3, inside), 0
     splits = [
-        parser.feed(CountedText(piece))
-        for piece in (begin, *(blank[i : i + 2] for i in range(0, len(blank), 2)))
+        parser.feed(CountedText(piece)) for piece in (begin, *(blank[i : i + 2] for i in range(0, len(blank), 2)))
     ]
     work = CountedText.work
     splits += [parser.feed(CountedText(end)), parser.finish()]
@@ -140,9 +137,7 @@ def test_white_space_costs_as_much_late_as_early(inside, begin, end, whole):
 
 def test_text_arrives_as_early_as_it_can():
     parser = ReasoningParser(QWEN3, inside=False)
-    fed = [
-        parser.feed(piece) for piece in ("<think>", "so", " ", "it", " <", "b>", "</think", ">", " x", " ")
-    ]
+    fed = [parser.feed(piece) for piece in ("<think>", "so", " ", "it", " <", "b>", "</think", ">", " x", " ")]
     assert [split.reasoning for split in fed] == ["", "so", "", " it", "", " <b>", "", "", "", ""]
     assert [split.content for split in fed] == [""] * 8 + ["x", " "]
 

@@ -232,10 +232,7 @@ def test_an_answer_cut_off_keeps_what_there_was(
 def test_arguments_arrive_while_they_are_written() -> None:
     parser = ToolCallParser(TOOL_CALL_FORMATS["qwen25"], TOOLS)
     assert parser.feed("Well, ") == [Content("Well,")]  # the blank may stand in front of a call
-    assert parser.feed('then.\n<tool_call>{"name": "weather", "arg') == [
-        Content(" then."),
-        CallBegun("weather"),
-    ]
+    assert parser.feed('then.\n<tool_call>{"name": "weather", "arg') == [Content(" then."), CallBegun("weather")]
     assert parser.feed('uments": {"city": "Par') == [Arguments('{"city": "Par')]
     assert parser.feed("is\\") == [Arguments("is")]
     assert parser.feed('""}') == [Arguments('\\""}')]
@@ -329,8 +326,5 @@ def test_formats_are_told_from_templates() -> None:
     assert tool_call_format_of('"<minimax:tool_call>"\n<invoke name="tool-name-1">') == "minimax-m2"
     assert tool_call_format_of("[TOOL_CALLS][") == "mistral"
     assert tool_call_format_of("<｜tool▁calls▁begin｜>") == "deepseekv3"
-    assert (
-        tool_call_format_of('{"name": f, "parameters": dictionary of argument name and its value}')
-        == "llama3"
-    )
+    assert tool_call_format_of('{"name": f, "parameters": dictionary of argument name and its value}') == "llama3"
     assert tool_call_format_of("{% for message in messages %}") is None

@@ -88,10 +88,7 @@ async def test_calls_stream_as_openai_sends_them(serve, template):
                     assert (call.index, call.type, call.function.name) == (len(calls) - 1, None, None)
                 calls[call.index][2].append(call.function.arguments)
         assert content == "Let me look."
-        assert [(name, "".join(parts)) for _, name, parts in calls] == [
-            ("weather", '{"city": "Paris"}'),
-            ("now", "{}"),
-        ]
+        assert [(name, "".join(parts)) for _, name, parts in calls] == [("weather", '{"city": "Paris"}'), ("now", "{}")]
         assert len(calls[0][2]) > 1  # the arguments arrived while they were written
         assert reasons == [*[None] * (len(reasons) - 1), "tool_calls"]
 
@@ -177,9 +174,7 @@ async def test_history_with_calls_and_answers(serve, template):
             ],
         )
         prompt = server.tokenizer.decode(server.link.sent[0].input_ids, skip_special_tokens=False)
-        assert (
-            '<tool_call>{"arguments": {}, "name": "now"}</tool_call>' in prompt or '"name": "now"' in prompt
-        )
+        assert '<tool_call>{"arguments": {}, "name": "now"}</tool_call>' in prompt or '"name": "now"' in prompt
         assert "<|im_start|>tool\nnoon" in prompt
 
 
@@ -232,9 +227,7 @@ async def test_names_of_other_servers_for_parsers(serve, template, names, writte
         answer = await server.client.chat.completions.create(model="byte", messages=HI, tools=[NOW])
         message = answer.choices[0].message
         assert (message.reasoning_content, message.content) == ("so", None)
-        assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == [
-            ("now", "{}")
-        ]
+        assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == [("now", "{}")]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -319,9 +312,7 @@ def test_what_an_answer_with_strict_functions_may_be(text, fits, parallel):
 def compiled(spec: GrammarSpec) -> xgrammar.CompiledGrammar:
     pieces = [bytes([byte]) for byte in range(256)] + [b""]
     vocabulary = xgrammar.TokenizerInfo(pieces, xgrammar.VocabType.RAW, vocab_size=257, stop_token_ids=[256])
-    return xgrammar.CompiledGrammar.deserialize_json(
-        compile_grammar(vocabulary, spec, 2).decode(), vocabulary
-    )
+    return xgrammar.CompiledGrammar.deserialize_json(compile_grammar(vocabulary, spec, 2).decode(), vocabulary)
 
 
 def allows(spec: GrammarSpec | None, text: str) -> bool:
@@ -392,12 +383,7 @@ def test_a_call_may_stand_in_place_of_every_kind_of_form(fields, yes, no):
 async def test_tools_and_a_format_give_a_call_or_the_format(serve, template):
     async with serve(chat_template=template) as server:
         server.script.pieces = CALLS[1:]
-        ask = {
-            "model": "byte",
-            "messages": HI,
-            "tools": [WEATHER, NOW],
-            "response_format": {"type": "json_object"},
-        }
+        ask = {"model": "byte", "messages": HI, "tools": [WEATHER, NOW], "response_format": {"type": "json_object"}}
         answer = await server.client.chat.completions.create(**ask)
         assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["weather", "now"]
         server.script.pieces = ["{", "}"]

@@ -246,13 +246,10 @@ def _decode_kernel(
     queries = (first_row + rows) // GROUP
     query_live = queries < NUM_QUERIES
     row_live = in_heads(query_live[:, None], dims, HEAD_DIM, DIM_PAD)
-    q_offsets = (
-        _row_offsets(first_row + rows, head, q_stride, GROUP, HEAD_DIM, NUM_QUERIES)[:, None] + dims[None, :]
-    )
+    q_offsets = _row_offsets(first_row + rows, head, q_stride, GROUP, HEAD_DIM, NUM_QUERIES)[:, None] + dims[None, :]
     out_stride: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
     out_offsets = (
-        _row_offsets(first_row + rows, head, out_stride, GROUP, HEAD_DIM, NUM_QUERIES)[:, None]
-        + dims[None, :]
+        _row_offsets(first_row + rows, head, out_stride, GROUP, HEAD_DIM, NUM_QUERIES)[:, None] + dims[None, :]
     )
     ancestors = tl.zeros([ROWS], tl.int64)
     sinks = tl.full([ROWS], _NO_SCORE, tl.float32)
@@ -327,9 +324,7 @@ def _num_blocks(seq_len, NUM_NODES: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N:
 
 
 @triton.jit
-def _row_offsets(
-    rows, head, token_stride, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_QUERIES: tl.constexpr
-):
+def _row_offsets(rows, head, token_stride, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_QUERIES: tl.constexpr):
     """Where rows begin, relative to a request's first query. Row r is query r // GROUP, and head r % GROUP of those
     that share KV head ``head``."""
     if NUM_QUERIES == 1:  # rows past the group are not live

@@ -37,13 +37,7 @@ def launch(
 def _variant(embedding_size: int, hidden_size: int, has_norms: bool, pdl: bool) -> KernelVariant:
     block = triton.next_power_of_2(max(embedding_size, hidden_size))
     num_warps = max(1, min(_MAX_WARPS, block // (32 * _ELEMENTS_A_THREAD)))
-    constants = {
-        "EMBEDDING": embedding_size,
-        "HIDDEN": hidden_size,
-        "BLOCK": block,
-        "HAS_NORMS": has_norms,
-        "PDL": pdl,
-    }
+    constants = {"EMBEDDING": embedding_size, "HIDDEN": hidden_size, "BLOCK": block, "HAS_NORMS": has_norms, "PDL": pdl}
     return KernelVariant(_embed_and_join_kernel, constants, num_warps, pdl)
 
 
@@ -75,9 +69,7 @@ def _embed_and_join_kernel(
         tl_cuda.gdc_launch_dependents()
     row = tl.load(ids + token)
     embedded = tl.load(table + row * EMBEDDING + columns, mask=live & (is_hidden == 0), other=0.0)
-    values = tl.where(
-        is_hidden, tl.load(hidden + token * HIDDEN + columns, mask=live & is_hidden, other=0.0), embedded
-    )
+    values = tl.where(is_hidden, tl.load(hidden + token * HIDDEN + columns, mask=live & is_hidden, other=0.0), embedded)
     if HAS_NORMS:
         wide = values.to(tl.float32)
         mean_square = tl.sum(wide * wide, axis=0) / size

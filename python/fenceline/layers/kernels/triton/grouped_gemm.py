@@ -367,9 +367,7 @@ def _pair_kernel(
                 numbers *= tl.load(of_group, mask=wanted, other=0.0)
             sums += numbers * row
             if GATED:
-                up = tl.load(w_rows + SIZE * K + (at + inputs)[None, :], mask=wanted, other=0.0).to(
-                    tl.float32
-                )
+                up = tl.load(w_rows + SIZE * K + (at + inputs)[None, :], mask=wanted, other=0.0).to(tl.float32)
                 if GROUPS > 1:
                     up *= tl.load(of_group + SIZE * GROUPS, mask=wanted, other=0.0)
                 up_sums += up * row
@@ -426,9 +424,7 @@ def _grouped_kernel(
     up_sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     if NUMBERS > 0:
         halves = tl.arange(0, BLOCK_K // 2)
-        lower = (
-            halves // 16 * 32 + halves % 16
-        )  # the inputs of the bytes' low halves; the high ones' follow 16 later
+        lower = halves // 16 * 32 + halves % 16  # the inputs of the bytes' low halves; the high ones' follow 16 later
         matrix_rows = expert * width + columns
         for at in range(0, K, BLOCK_K):
             wanted = live[:, None] & (at + lower < K)[None, :]

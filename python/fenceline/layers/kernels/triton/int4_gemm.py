@@ -280,9 +280,7 @@ def _plain_pairs(words, zeros, REORDERED: tl.constexpr, BLOCK_N: tl.constexpr, B
 
 
 @triton.jit
-def _plain(
-    words, zeros, dtype: tl.constexpr, REORDERED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-):
+def _plain(words, zeros, dtype: tl.constexpr, REORDERED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """The same in another ``dtype``, for Triton's interpreter."""
     pairs = _for_pairs(words, REORDERED, BLOCK_N, BLOCK_K) >> _shifts(REORDERED)
     less = _for_pairs(tl.broadcast_to(zeros, (BLOCK_N, BLOCK_K // 8)), REORDERED, BLOCK_N, BLOCK_K)
@@ -306,9 +304,7 @@ def _for_pairs(values, REORDERED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: 
     """Values of words [BLOCK_N, BLOCK_K / 8] with another dimension for the pairs of a word: behind, or if REORDERED
     between the words of a lane and the lanes (see ``reorder_columns``)."""
     if REORDERED:
-        values = tl.permute(tl.reshape(values, (BLOCK_N, 1, 4, BLOCK_K // 32)), (0, 1, 3, 2))[
-            :, :, :, None, :
-        ]
+        values = tl.permute(tl.reshape(values, (BLOCK_N, 1, 4, BLOCK_K // 32)), (0, 1, 3, 2))[:, :, :, None, :]
     else:
         values = values[:, :, None]
     return values

@@ -41,9 +41,7 @@ def _variant(steps: int, block: int) -> KernelVariant:
 
 
 @triton.jit(do_not_specialize=["num_nodes", "width"])
-def _move_kernel(
-    slots, path, counts, addresses, num_words, num_nodes, width, STEPS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _move_kernel(slots, path, counts, addresses, num_words, num_nodes, width, STEPS: tl.constexpr, BLOCK: tl.constexpr):
     request, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     steps = tl.arange(0, STEPS)
     inside = steps < tl.minimum(tl.load(counts + request), width)

@@ -105,8 +105,6 @@ def _bind(compiled: Any, num_constants: int) -> _Bound | None:
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             return None
         options = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
-        return _Bound(
-            launcher.launch, (*options, None, None, metadata, None, None, None), (None,) * num_constants
-        )
+        return _Bound(launcher.launch, (*options, None, None, metadata, None, None, None), (None,) * num_constants)
     except (ImportError, AttributeError):
         return None

@@ -41,10 +41,7 @@ def quantized_linear(
     num_out = data.shape[0] // 2 if fusion.gated else data.shape[0]
     assert num_rows == 1 and x.is_contiguous() and data.is_contiguous()
     assert zeros is None or zeros.stride() == scales.stride()
-    assert data.shape[1] == (k if zeros is None else k // 2) and scales.shape == (
-        data.shape[0],
-        triton.cdiv(k, group),
-    )
+    assert data.shape[1] == (k if zeros is None else k // 2) and scales.shape == (data.shape[0], triton.cdiv(k, group))
     assert out is None or fusion.residual is None
     if out is None:
         out = fusion.residual if fusion.residual is not None else x.new_empty(num_rows, num_out)

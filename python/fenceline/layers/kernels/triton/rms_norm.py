@@ -53,15 +53,7 @@ def _variant(size: int, pdl: bool) -> KernelVariant:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
-    x,
-    weight,
-    out,
-    num_rows,
-    eps,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    PDL: tl.constexpr,
+    x, weight, out, num_rows, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr
 ):
     columns = tl.arange(0, BLOCK)
     in_row = columns < SIZE

@@ -54,9 +54,7 @@ def rotate_and_store(
     if num_tokens == 0:
         return
     tile = _SMALL_TILE if num_tokens <= _FEW_TOKENS else _LARGE_TILE
-    blocks, variant = _variant(
-        heads.num_heads, heads.num_kv_heads, half, tile, norms is not None, rounds, pdl
-    )
+    blocks, variant = _variant(heads.num_heads, heads.num_kv_heads, half, tile, norms is not None, rounds, pdl)
     q_weight, k_weight, eps = None, None, 0.0
     if norms is not None:
         q_weight, k_weight, eps = norms.q_weight, norms.k_weight, norms.eps
@@ -137,9 +135,7 @@ def _rotate_and_store_kernel(
     sin = tl.load(angles + 2 * HALF, mask=in_half, other=0.0)[None, :]
     if HAS_NORMS:
         of_query, of_key = in_half & is_query, in_half & (block >= Q_BLOCKS)
-        w1 = tl.load(q_weight + lanes, mask=of_query, other=0.0) + tl.load(
-            k_weight + lanes, mask=of_key, other=0.0
-        )
+        w1 = tl.load(q_weight + lanes, mask=of_query, other=0.0) + tl.load(k_weight + lanes, mask=of_key, other=0.0)
         w2 = tl.load(q_weight + HALF + lanes, mask=of_query, other=0.0) + tl.load(
             k_weight + HALF + lanes, mask=of_key, other=0.0
         )

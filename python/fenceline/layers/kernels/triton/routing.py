@@ -21,9 +21,7 @@ from fenceline.layers.kernels.base import LayerKernels, Routing
 from fenceline.layers.kernels.triton.launcher import KernelVariant
 
 TOKENS_A_PROGRAM = 32
-_FEW_TOKENS = (
-    16  # with more tokens cuBLAS computes the logits, which reads the router's weights once for all of them
-)
+_FEW_TOKENS = 16  # with more tokens cuBLAS computes the logits, which reads the router's weights once for all of them
 _EXPERTS_A_PROGRAM = 4
 _LEAST: tl.constexpr = tl.constexpr(-3.0e38)  # of all scores; what does not exist is less
 
@@ -182,9 +180,7 @@ def _logits_kernel(
 
 
 @triton.jit
-def _store_order(
-    order, tokens, live, padded, slot, start, start_padded, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr
-):
+def _store_order(order, tokens, live, padded, slot, start, start_padded, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Write the pairs of these tokens to ``order``. ``slot`` [ROWS, BLOCK_E]: for each token and expert j if this is
     the token's j-th expert, -1 if it is none of them. ``start`` [BLOCK_E]: the place of the first pair of each expert;
     ``start_padded``: that of the first padded token's."""

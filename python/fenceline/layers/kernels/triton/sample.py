@@ -73,9 +73,7 @@ def launch_part(logits: torch.Tensor, inputs: DrawInputs) -> tuple[torch.Tensor,
     return scores, ids
 
 
-def launch_pieces(
-    logits: torch.Tensor, inputs: DrawInputs
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def launch_pieces(logits: torch.Tensor, inputs: DrawInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``draw_pieces``. There must be at least one row."""
     pieces = _variants(logits.shape[1], logits.stride(0))[0]
     largest = torch.empty(len(logits), pieces, dtype=torch.float32, device=logits.device)
@@ -115,9 +113,7 @@ def _launch_pieces(
 
 
 @cache
-def _variants(
-    vocab_size: int, stride: int, rows_each: int = 1, rows_each_mask: int = 0
-) -> tuple[int, KernelVariant]:
+def _variants(vocab_size: int, stride: int, rows_each: int = 1, rows_each_mask: int = 0) -> tuple[int, KernelVariant]:
     """The number of pieces, and the kernel that draws in each of them."""
     block = min(_BLOCK, max(32, triton.next_power_of_2(vocab_size)))
     pieces = -(-vocab_size // block)
@@ -211,14 +207,7 @@ def _piece_kernel(
 
 @triton.jit
 def _combine_kernel(
-    best_scores,
-    best_ids,
-    rows,
-    last_tokens,
-    next_tokens,
-    steps,
-    PIECES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    best_scores, best_ids, rows, last_tokens, next_tokens, steps, PIECES: tl.constexpr, BLOCK: tl.constexpr
 ):
     """A program finds the best token of all pieces of one row; of equal scores the one with the lowest id."""
     req = tl.program_id(0)

@@ -61,11 +61,7 @@ def may_fuse_norm(x: torch.Tensor, norm_weight: torch.Tensor) -> bool:
 
 
 def skinny_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    config: TritonConfig,
-    fusion: Fusion = PLAIN,
-    out: torch.Tensor | None = None,
+    x: torch.Tensor, weight: torch.Tensor, config: TritonConfig, fusion: Fusion = PLAIN, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x [T, K] times weight [N, K] with ``fusion`` around it → [T, N] ([T, N / 2] if gated), in x's dtype.
 
@@ -262,12 +258,7 @@ def _rows_kernel(
             if EVEN_K:
                 up = tl.load(up_ptrs + k, eviction_policy="evict_first")
             else:
-                up = tl.load(
-                    up_ptrs + k,
-                    mask=(k + cols < k_size)[None, :],
-                    other=0.0,
-                    eviction_policy="evict_first",
-                )
+                up = tl.load(up_ptrs + k, mask=(k + cols < k_size)[None, :], other=0.0, eviction_policy="evict_first")
         if SCALED and GROUP > 0:
             # The next group's scales are loaded before the product waits for its operands; after it they would be late.
             group = tl.minimum((k + BLOCK_K) // GROUP, num_groups - 1)

@@ -65,13 +65,7 @@ def launch_keep(
 
 
 def launch_place(
-    rows: Tensor,
-    lens: Tensor,
-    first: int,
-    page_table: Tensor,
-    page_size: int,
-    positions: Tensor | None,
-    slots: Tensor,
+    rows: Tensor, lens: Tensor, first: int, page_table: Tensor, page_size: int, positions: Tensor | None, slots: Tensor
 ) -> None:
     size, num_rows = slots.shape
     assert page_table.dtype == torch.int32 and page_table.stride(1) == 1
@@ -84,9 +78,7 @@ def launch_place(
     _place_variant(page_size, block, width).launch((-(-size // block),), tensors, numbers)
 
 
-def launch_proposal(
-    pieces: Pieces, rows: Tensor, counts: Tensor, kept: Tensor, ids: Tensor | None, ahead: int
-) -> None:
+def launch_proposal(pieces: Pieces, rows: Tensor, counts: Tensor, kept: Tensor, ids: Tensor | None, ahead: int) -> None:
     size, num_pieces = pieces.best_ids.shape
     if size == 0:
         return
