@@ -1,7 +1,7 @@
 """Storage that fails as disks and people make it fail: at random calls, by a seed.
 
 No answer may depend on what storage keeps, so nothing is compared here. What a storage directory must do then is tested
-beside it (test/unit/test_storage_*.py).
+beside it (test/unit/mem_cache/test_storage_*.py).
 """
 
 from __future__ import annotations
