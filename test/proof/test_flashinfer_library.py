@@ -62,7 +62,7 @@ BATCHES = [([1], [1]), ([9], [9]), ([40, 3, 17], [4, 3, 17]), ([64, 1, 33], [1, 
 @pytest.mark.parametrize("page_size", [1, 4, 8])
 @pytest.mark.parametrize(("seq_lens", "query_lens"), BATCHES)
 def test_prefill_is_attention_by_definition(seq_lens: list[int], query_lens: list[int], page_size: int) -> None:
-    """With prefixes page by page, without any from the step's own keys, whatever the tiles."""
+    """With prefixes page by page, without any from the step's own keys."""
     case = Case(seq_lens, query_lens, page_size, (4, 2), seed=3)
     check(case, attend(case, ForwardMode.EXTEND, make_backend(case, tensor_cores=False)))
 
@@ -114,7 +114,6 @@ def test_a_plan_is_in_pinned_memory_and_one_copy() -> None:
             info = kernels.plan(space, np.ones_like(lens), lens, paged=True)
         assert torch.equal(space.ints, space.pinned) and space.ints.any()
         assert not space.ints[info[-1] :].any(), "nothing behind the plan's own length"
-        assert info[0] > 1, "keys are split"
 
 
 # --- in the proof ------------------------------------------------------------------------------------------
