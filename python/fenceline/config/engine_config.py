@@ -61,6 +61,13 @@ _PREFILL_MAX_REQUESTS: dict[str, int | None] = {"cpu": 8, "cuda": None}
 # How much memory the page table (request rows x pages of the longest context, int32) may take by default.
 _ROW_TABLE_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 _ON_ANY_DEVICE = "torch"
+_IN_FIXED_ORDER = "triton"  # the backend for GPUs that can add up in an order that only positions determine
+_ATTENTION_BACKENDS = (
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "speculative_draft_attention_backend",
+)
 _MAX_BS = 256
 _MOST_GRAPHS = 512
 # (up to this size, the distance between sizes), and the distance beyond. Sizes are closest for small batches, where a
@@ -665,21 +672,36 @@ def attention_backends(args: ServerArgs, device: str, model: ModelConfig) -> tup
     drafts.
     """
     both = args.attention_backend or "auto"
+    if device == "cuda" and args.enable_deterministic_inference:
+        _check_fixed_order(args)
+        return _IN_FIXED_ORDER, _IN_FIXED_ORDER
     if device == "cuda":
         decode = args.decode_attention_backend or both
         return args.prefill_attention_backend or both, _verifying(args, decode, model)
-    for name in (
-        "attention_backend",
-        "prefill_attention_backend",
-        "decode_attention_backend",
-        "speculative_draft_attention_backend",
-    ):
+    for name in _ATTENTION_BACKENDS:
         wanted = getattr(args, name)
         if wanted not in (None, "auto", _ON_ANY_DEVICE):
             raise ConfigError(
                 f"--{name.replace('_', '-')} {wanted}: needs a CUDA GPU and this is {device}; leave it out"
             )
     return _ON_ANY_DEVICE, _ON_ANY_DEVICE
+
+
+def _check_fixed_order(args: ServerArgs) -> None:
+    """Raises ConfigError for flags with which a GPU adds up in an order that depends on more than a token's prefix."""
+    flag = "--enable-deterministic-inference"
+    for name in _ATTENTION_BACKENDS:
+        wanted = getattr(args, name)
+        if wanted not in (None, "auto", _IN_FIXED_ORDER):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {wanted}: adds up in an order that depends on the batch, which {flag}"
+                f" rules out; use {_IN_FIXED_ORDER}, or leave it out"
+            )
+    if (args.speculative_eagle_topk or 1) > 1:
+        raise ConfigError(
+            f"--speculative-eagle-topk {args.speculative_eagle_topk}: the keys of a tree's nodes are not in the order"
+            f" of positions, which {flag} needs; leave it out, so that drafts are chains"
+        )
 
 
 def _verifying(args: ServerArgs, decode: str, model: ModelConfig) -> str:

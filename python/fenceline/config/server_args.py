@@ -635,8 +635,9 @@ class ServerArgs:
     )
     enable_deterministic_inference: bool = flag(
         False,
-        "SGLang's flag for answers that do not depend on the batch. In float32 that is always so "
-        "here; in 16 bits it is not promised, and a warning says so.",
+        "Logits of a token depend on the tokens before it alone, bit by bit, whatever is computed beside it. On a GPU "
+        "all sums then have a fixed order, which takes our own kernels and some time. On a CPU that is always so in "
+        "float32; in 16 bits it is not promised there, and a warning says so.",
         group=_API,
     )
     reasoning_parser: str | None = flag(

@@ -135,6 +135,23 @@ def test_attention_that_cannot_verify_is_refused_or_replaced() -> None:
     assert attention_backends(ServerArgs(model_path="demo", **OWN), "cuda", odd)[1] == "torch"  # type: ignore[arg-type]
 
 
+def test_sums_in_a_fixed_order_take_our_own_attention() -> None:
+    """What cannot have one is refused on a GPU; a CPU has one way only."""
+    model = configure().model
+
+    def backends(device: str = "cuda", **flags: object) -> tuple[str, str]:
+        args = ServerArgs(model_path="demo", enable_deterministic_inference=True, **flags)  # type: ignore[arg-type]
+        return attention_backends(args, device, model)
+
+    assert backends() == backends(attention_backend="triton") == backends(**OWN) == ("triton", "triton")
+    assert backends("cpu", **OWN, speculative_eagle_topk=4) == ("torch", "torch")
+    for name in ("flashinfer", "fa3", "torch"):
+        with pytest.raises(ConfigError, match=f"--prefill-attention-backend {name}: .* use triton"):
+            backends(prefill_attention_backend=name)
+    with pytest.raises(ConfigError, match="--speculative-eagle-topk 4: .* leave it out"):
+        backends(**OWN, speculative_eagle_topk=4)
+
+
 def test_the_drafts_attention_runs_where_it_can() -> None:
     config = configure(**OWN, speculative_draft_attention_backend="torch").speculative
     assert config is not None and config.draft_attention_backend == "torch"
