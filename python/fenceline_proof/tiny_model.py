@@ -27,7 +27,7 @@ from fenceline.frontend.tokenizer import Tokenizer
 from fenceline.layers.context import Shard, torch_context
 from fenceline.layers.weight import WeightSlots
 from fenceline.models.draft_registry import make_draft_model
-from fenceline.models.registry import make_model
+from fenceline.models.families import make_model
 
 VOCAB_SIZE = 64
 EOS_TOKEN = 0

@@ -24,7 +24,7 @@ from fenceline.memory_order import Device
 from fenceline.model_executor.graph_runner import GraphStats
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import ForwardResult, LogprobValues, StepBatch, StepOutput
-from fenceline.models.registry import make_model
+from fenceline.models.families import make_model
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],

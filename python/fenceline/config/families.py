@@ -345,8 +345,8 @@ class Family:
     the entries are at the top level. ``norm_offset`` is added to the weights of norms. ``soft_caps``: the defaults of
     the soft caps of attention scores and of logits, 0 for none; None: the family has no such entry. ``local_theta``:
     layers with a window have their own rope_theta, with this default. ``switches`` are entries, true or false, that the
-    family's file in models/ reads. ``computed`` has entries of which only these values are computed; others are
-    refused, except for null.
+    family's function in models/families.py reads. ``computed`` has entries of which only these values are computed;
+    others are refused, except for null.
     """
 
     head_dim: int | None = None

@@ -56,13 +56,13 @@ class ModelConfig:
     the weights of norms. ``local_rope`` has rope_theta and scaling of layers with a window; None: they are those of all
     layers.
     ``eos_token_ids`` is the sorted union of the ids in config.json, generation_config.json and the tokenizer.
-    ``attention_bias`` and ``mlp_bias`` are those of config.json; the family's file in models/ says which projections
-    they are for. ``num_mtp_layers`` is the number of multi-token prediction layers (--speculative-algorithm NEXTN), and
-    ``num_appended_layers`` the number of such layers that are stored after the model's own and are not used.
-    ``rope_interleaved`` and ``partial_rotary_factor``: see ``RotaryEmbedding``. ``unrotated_layers`` have no position
-    embedding. ``quantization`` is the number format of the linear layers; None: ``dtype``. ``experts`` is None for
-    dense models. ``latent`` is None for models whose layers keep keys and values; otherwise all heads share one row,
-    which counts as one key/value head, and ``head_dim`` is that of queries.
+    ``attention_bias`` and ``mlp_bias`` are those of config.json; the family's function in models/families.py says which
+    projections they are for. ``num_mtp_layers`` is the number of multi-token prediction layers (--speculative-algorithm
+    NEXTN), and ``num_appended_layers`` the number of such layers that are stored after the model's own and are not
+    used. ``rope_interleaved`` and ``partial_rotary_factor``: see ``RotaryEmbedding``. ``unrotated_layers`` have no
+    position embedding. ``quantization`` is the number format of the linear layers; None: ``dtype``. ``experts`` is None
+    for dense models. ``latent`` is None for models whose layers keep keys and values; otherwise all heads share one
+    row, which counts as one key/value head, and ``head_dim`` is that of queries.
     """
 
     model_path: str

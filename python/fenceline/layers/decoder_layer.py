@@ -22,6 +22,18 @@ from fenceline.memory_order import ArenaField, Role
 
 
 @dataclass(frozen=True, slots=True)
+class LayerSite:
+    """What a layer is built from: it is layer ``index`` of the model that ``config`` describes, and layer ``layer_id``
+    of the KV pool. ``context`` names its tensors in the checkpoint; ``rotary`` rotates its queries and keys."""
+
+    config: ModelConfig
+    context: LayerContext
+    rotary: RotaryEmbedding
+    layer_id: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class BranchNorms:
     """The norms before and after a branch, by their names in the checkpoint without the layer's prefix; None: the
     branch has no such norm."""
@@ -87,7 +99,7 @@ class Branch(ABC):
 
 
 BEFORE_ATTENTION = BranchNorms("input_layernorm")
-_BEFORE_MLP = BranchNorms("post_attention_layernorm")
+BEFORE_MLP = BranchNorms("post_attention_layernorm")
 
 
 class TokenMixer(Branch):
@@ -102,21 +114,13 @@ class TokenMixer(Branch):
     name = "self_attn"
 
     def __init__(
-        self,
-        config: ModelConfig,
-        context: LayerContext,
-        norms: BranchNorms,
-        layer_id: int,
-        heads: HeadLayout,
-        width: int,
-        rules: LayerRules,
-        score_scale: float,
+        self, site: LayerSite, norms: BranchNorms, heads: HeadLayout, width: int, rules: LayerRules, score_scale: float
     ) -> None:
-        """``layer_id`` is the layer's index in the KV pool, ``heads`` are those that attention computes on this rank,
-        and ``width`` is the number of features of ``project``'s result. Scores are multiplied by ``score_scale``."""
-        super().__init__(config, context, norms)
-        self.layer_id, self.heads, self.rules, self.score_scale = layer_id, heads, rules, score_scale
-        self._dtype = context.dtype
+        """``heads`` are those that attention computes on this rank, and ``width`` is the number of features of
+        ``project``'s result. Scores are multiplied by ``score_scale``."""
+        super().__init__(site.config, site.context, norms)
+        self.layer_id, self.heads, self.rules, self.score_scale = site.layer_id, heads, rules, score_scale
+        self._dtype, self._rotary = site.context.dtype, site.rotary
         # Layers with the same width share their buffers. Layers whose heads are laid out in the same way also share the
         # views.
         self._widths = width, heads.num_heads * heads.head_dim
@@ -185,37 +189,32 @@ class SelfAttention(TokenMixer):
 
     def __init__(
         self,
-        config: ModelConfig,
-        context: LayerContext,
-        layer_id: int,
-        rotary: RotaryEmbedding,
-        qkv_bias: bool,
-        o_bias: bool,
+        site: LayerSite,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
         qk_norm: bool = False,
         wide_qk_norm: bool = False,
         norms: BranchNorms = BEFORE_ATTENTION,
         input_size: int | None = None,
-        window: int | None = None,
         sinks: bool = False,
     ) -> None:
         """``input_size`` is the number of input features, hidden_size by default; if there is no norm before the
         branch, ``project`` uses its input unchanged. ``qk_norm``: each query and key head is normalised;
-        ``wide_qk_norm``: all query heads are normalised together, and so are all key heads. ``window`` and ``sinks``:
-        see ``LayerRules``; a window at least as long as the context has no effect and is left out. Parameters are
-        uninitialised."""
-        context = context.inside(self.name)
+        ``wide_qk_norm``: all query heads are normalised together, and so are all key heads. ``sinks``: see
+        ``LayerRules``. The window is the config's; one at least as long as the context has no effect and is left out.
+        Parameters are uninitialised."""
+        config, context = site.config, site.context.inside(self.name)
         head_dim, hidden_size, eps = config.head_dim, config.hidden_size, config.rms_norm_eps
         self.qkv_proj = QKVParallelLinear(
             input_size or hidden_size, config.num_heads, config.num_kv_heads, head_dim, qkv_bias, context
         )
         heads = HeadLayout(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim)
+        window = config.window(site.index)
         binds = window is not None and window < config.context_length
         own_sinks = torch.empty(heads.num_heads, dtype=torch.float32) if sinks else None
         rules = LayerRules(window if binds else None, config.attention_soft_cap, own_sinks)
         self._plain_score_scale = config.multipliers.attention or head_dim**-0.5
-        super().__init__(
-            config, context, norms, layer_id, heads, sum(self.qkv_proj.sizes), rules, self._plain_score_scale
-        )
+        super().__init__(site, norms, heads, sum(self.qkv_proj.sizes), rules, self._plain_score_scale)
         self.o_proj = RowParallelLinear("o_proj", config.num_heads * head_dim, hidden_size, o_bias, context)
         self.q_norm = context.norm(head_dim, eps) if qk_norm else None
         self.k_norm = context.norm(head_dim, eps) if qk_norm else None
@@ -234,7 +233,6 @@ class SelfAttention(TokenMixer):
         self._loads_kv_scales = is_fp8 and quantization is not None and quantization.has_kv_scales
         self._kv_scale_params = torch.ones(2, dtype=torch.float32)
         self._kv_scales = ONE
-        self._rotary = rotary
 
     def project(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """x → rotated queries, keys and values [T, size of ``heads``]; keys and values also go to the pool."""
@@ -311,11 +309,9 @@ class GatedMLP(Branch):
 
     name = "mlp"
 
-    def __init__(
-        self, config: ModelConfig, context: LayerContext, bias: bool, norms: BranchNorms = _BEFORE_MLP
-    ) -> None:
-        super().__init__(config, context, norms)
-        context = context.inside(self.name)
+    def __init__(self, site: LayerSite, bias: bool = False, norms: BranchNorms = BEFORE_MLP) -> None:
+        super().__init__(site.config, site.context, norms)
+        config, context = site.config, site.context.inside(self.name)
         hidden_size, size = config.hidden_size, config.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, {"gate_proj": size, "up_proj": size}, bias, context)
         self.down_proj = RowParallelLinear("down_proj", size, hidden_size, bias, context)

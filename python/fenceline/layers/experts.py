@@ -15,14 +15,12 @@ from fenceline.config.families import ExpertsConfig
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.quantization import QuantConfig
 from fenceline.layers.context import LayerContext
-from fenceline.layers.decoder_layer import Branch, BranchNorms
+from fenceline.layers.decoder_layer import BEFORE_MLP, Branch, BranchNorms, LayerSite
 from fenceline.layers.expert_matrices import ExpertMatrices
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.kernels.base import LayerKernels, Routing
 from fenceline.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from fenceline.layers.weight import WeightSlot, WeightSlots, whole
-
-_BEFORE = BranchNorms("post_attention_layernorm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +105,10 @@ class ExpertsMLP(Branch):
     Each rank holds a part of the features of every expert, or with --ep-size of some of the experts, and sees all
     tokens. It adds up what its parts contribute, so one all-reduce completes the result, whatever the routing is."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        context: LayerContext,
-        names: ExpertNames = ExpertNames(),
-        norms: BranchNorms = _BEFORE,
-    ) -> None:
-        super().__init__(config, context, norms)
+    def __init__(self, site: LayerSite, names: ExpertNames = ExpertNames(), norms: BranchNorms = BEFORE_MLP) -> None:
+        super().__init__(site.config, site.context, norms)
         self.name = names.mixer
-        context = context.inside(self.name)
+        config, context = site.config, site.context.inside(self.name)
         assert config.experts is not None, "the family reads its experts from config.json"
         experts, hidden_size = config.experts, config.hidden_size
         self.names, self.shard, self._kernels = names, context.shard, context.kernels

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import torch
 
-from fenceline.config.model_config import ModelConfig
 from fenceline.layers.attention.base import LayerRules
-from fenceline.layers.context import LayerContext
-from fenceline.layers.decoder_layer import BEFORE_ATTENTION, BranchNorms, TokenMixer, with_order
+from fenceline.layers.decoder_layer import BEFORE_ATTENTION, BranchNorms, LayerSite, TokenMixer, with_order
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.kernels.base import HeadLayout, apply_rotary, rotary_angles
 from fenceline.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from fenceline.layers.rotary import RotaryEmbedding, yarn_mscale
+from fenceline.layers.rotary import yarn_mscale
 from fenceline.layers.weight import DenseWeight, WeightSlots
 
 # The norms of the latents have this in transformers and in DeepSeek's own code, whatever rms_norm_eps is.
@@ -31,25 +29,17 @@ class LatentAttention(TokenMixer):
     """x += o_proj(attention(norm(x))). Its row in the pool is ``latent``, [kv_lora_rank + qk_rope_head_dim], which each
     rank keeps whole; heads are divided over the ranks."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        context: LayerContext,
-        layer_id: int,
-        rotary: RotaryEmbedding,
-        bias: bool,
-        norms: BranchNorms = BEFORE_ATTENTION,
-    ) -> None:
+    def __init__(self, site: LayerSite, bias: bool = False, norms: BranchNorms = BEFORE_ATTENTION) -> None:
         """``bias`` is for the projections from and to the residual stream. Parameters are uninitialised."""
-        context = context.inside(self.name)
+        config, context = site.config, site.context.inside(self.name)
         assert config.latent is not None, "the family reads the sizes from config.json"
-        self.latent, self._rotary, hidden_size = config.latent, rotary, config.hidden_size
+        self.latent, hidden_size = config.latent, config.hidden_size
         num_heads = context.shard.divide(config.num_heads, "attention heads")
         scale, scaling = config.head_dim**-0.5, config.rope_scaling
         if scaling is not None and scaling.mscale_all_dim:
             scale *= yarn_mscale(scaling, scaling.mscale_all_dim) ** 2
         heads, rules = HeadLayout(num_heads, 1, self.latent.width), LayerRules(rows=("latent", "latent"))
-        super().__init__(config, context, norms, layer_id, heads, (num_heads + 1) * self.latent.width, rules, scale)
+        super().__init__(site, norms, heads, (num_heads + 1) * self.latent.width, rules, scale)
         self.q_a_proj: ReplicatedLinear | None = None
         rank, queries = self.latent.q_lora_rank, config.num_heads * config.head_dim
         if rank is None:

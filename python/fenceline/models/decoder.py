@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -14,7 +13,7 @@ from fenceline.config.model_config import ModelConfig
 from fenceline.config.quantization import FUSED
 from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.context import LayerContext
-from fenceline.layers.decoder_layer import DecoderLayer
+from fenceline.layers.decoder_layer import DecoderLayer, LayerSite
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.linear import VocabParallelEmbedding
 from fenceline.layers.rotary import RotaryEmbedding, make_rotary
@@ -34,10 +33,13 @@ _OTHER_NAMES = {
 }
 MTP_PREFIX = "model.mtp_layers."  # the prefix of the tensors of multi-token prediction layers
 
+LayerMaker = Callable[[LayerSite], DecoderLayer]
+Weights = Iterable[tuple[str, torch.Tensor]]  # tensors with their names, in any order
+
 logger = logging.getLogger(__name__)
 
 
-class CausalLM(ABC):
+class CausalLM:
     """Embedding, decoder layers, norm and language-model head.
 
     A forward pass runs as a whole (``hidden_states``), or in pieces with attention between them::
@@ -52,33 +54,32 @@ class CausalLM(ABC):
     in ``batch.buffers``.
     """
 
-    def __init__(self, config: ModelConfig, context: LayerContext, first_layer: int = 0) -> None:
-        """Parameters are allocated on the default device and not initialised. ``first_layer`` is the index of the first
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: LayerContext,
+        make_layer: LayerMaker,
+        own_weights: Callable[[Weights], Weights] | None = None,
+        first_layer: int = 0,
+    ) -> None:
+        """Parameters are allocated on the default device and not initialised. ``own_weights`` takes those of a
+        checkpoint that the layers have, under their names there; None: all. ``first_layer`` is the index of the first
         layer in the KV pool, where the layers of a draft model follow those of the target."""
         context = replace(context, norm_offset=config.norm_offset)
+        self._own_weights = own_weights
         self.config = config
         self.context = context
         sizes = config.vocab_size, config.hidden_size
         scales = config.multipliers.embedding, config.multipliers.logits, config.logits_soft_cap
         self.embed_tokens = VocabParallelEmbedding(*sizes, context, *scales)
         self.rotary = make_rotary(config)
-        self.layers = [
-            self.make_layer(config, context.inside(f"model.layers.{index}"), self.rotary, first_layer + index, index)
-            for index in range(config.num_layers)
-        ]
+        self.layers = make_layers(make_layer, config, context, "model.layers.", self.rotary, first_layer)
         for layer, following in pairwise(self.layers):
             layer.mlp.next_norm = following.self_attn.input_norm
         self.norm = context.norm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = self.embed_tokens
         if not config.tie_word_embeddings:
             self.lm_head = VocabParallelEmbedding(*sizes, context, *scales)
-
-    @staticmethod
-    @abstractmethod
-    def make_layer(
-        config: ModelConfig, context: LayerContext, rotary: RotaryEmbedding, layer_id: int, index: int
-    ) -> DecoderLayer:
-        """Layer ``index`` of the family's model, whose keys and values are layer ``layer_id`` of the KV pool."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [L, vocab_size] in the model's dtype for the rows ``batch.logits_index`` (for all T if it is None).
@@ -154,9 +155,7 @@ class CausalLM(ABC):
 
     # --- weights
 
-    def load_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], partly: bool = False, only_check: bool = False
-    ) -> None:
+    def load_weights(self, weights: Weights, partly: bool = False, only_check: bool = False) -> None:
         """Fill every parameter from (name, tensor) pairs with Hugging Face's names, in any order. With ``partly`` only
         the parameters for which a tensor comes are filled. With ``only_check`` nothing is written.
 
@@ -184,6 +183,7 @@ class CausalLM(ABC):
             )
 
         slots = self.weight_slots()
+        weights = weights if self._own_weights is None else self._own_weights(weights)
         fill_slots(slots, _split_fused(slots, weights), ignored, partly, only_check)
         if kv_scales and self.context.kv_dtype not in (None, self.context.dtype) and not only_check:
             logger.warning(
@@ -206,12 +206,21 @@ class CausalLM(ABC):
         return sum(slot.nbytes for slot in self.weight_slots().values())
 
 
+def make_layers(
+    make: LayerMaker, config: ModelConfig, context: LayerContext, prefix: str, rotary: RotaryEmbedding, first: int
+) -> list[DecoderLayer]:
+    """All layers of ``config``: their names in the checkpoint are ``prefix`` and a number, and in the KV pool they are
+    those from ``first`` on."""
+    sites = (LayerSite(config, context.inside(f"{prefix}{i}"), rotary, first + i, i) for i in range(config.num_layers))
+    return [make(site) for site in sites]
+
+
 def logits_rows(x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
     """The rows of x [T, features] for which ``batch`` needs logits, [L, features]."""
     return x if batch.logits_index is None else x.index_select(0, batch.logits_index)
 
 
-def _split_fused(slots: WeightSlots, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _split_fused(slots: WeightSlots, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
     """``weights``, with fused matrices split if the model has slots for their parts, and under our names where other
     tools have given a tensor another one."""
     for given, tensor in weights:

@@ -11,8 +11,8 @@ from fenceline.models.decoder import CausalLM
 from fenceline.models.draft import DraftModel, StandaloneDraft
 from fenceline.models.eagle import EagleDraft
 from fenceline.models.eagle3 import Eagle3Draft
+from fenceline.models.families import make_model
 from fenceline.models.mtp import MTPDraft
-from fenceline.models.registry import make_model
 
 
 def _standalone(config: DraftConfig, context: LayerContext, target: CausalLM, names: Set[str]) -> DraftModel:

@@ -11,9 +11,9 @@ from fenceline.layers.context import LayerContext
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.linear import ReplicatedLinear
 from fenceline.layers.weight import WeightSlots
-from fenceline.models.decoder import CausalLM, logits_rows
+from fenceline.models.decoder import CausalLM, logits_rows, make_layers
 from fenceline.models.draft import SharingDraft
-from fenceline.models.registry import MODELS
+from fenceline.models.families import MODELS
 
 
 class EagleDraft(SharingDraft):
@@ -29,12 +29,8 @@ class EagleDraft(SharingDraft):
         self._context = context
         model, size = config.model, config.model.hidden_size
         self.fc = ReplicatedLinear("fc", 2 * size, size, "fc.bias" in names, context)
-        first = target.num_layers
         make_layer = MODELS[model.architecture].make_layer
-        self.layers = [
-            make_layer(model, context.inside(f"layers.{index}"), self.rotary, first + index, index)
-            for index in range(model.num_layers)
-        ]
+        self.layers = make_layers(make_layer, model, context, "layers.", self.rotary, target.num_layers)
         self.layers[0].self_attn.input_norm = None
 
     def weights_loaded(self) -> None:

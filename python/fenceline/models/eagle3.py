@@ -8,7 +8,7 @@ import torch
 
 from fenceline.config.draft_config import DraftConfig
 from fenceline.layers.context import LayerContext
-from fenceline.layers.decoder_layer import BranchNorms, DecoderLayer, GatedMLP, SelfAttention
+from fenceline.layers.decoder_layer import BranchNorms, DecoderLayer, GatedMLP, LayerSite, SelfAttention
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.kernels.embed_join import JoinNorms
 from fenceline.layers.linear import ReplicatedLinear
@@ -33,11 +33,9 @@ class Eagle3Draft(SharingDraft):
         aux_size = len(config.aux_layers) * target.config.hidden_size
         self.fc = ReplicatedLinear("fc", aux_size, size, "fc.bias" in names, context)
         bias, inside = model.attention_bias, context.inside("midlayer")
-        attention = SelfAttention(
-            model, inside, target.num_layers, self.rotary,
-            qkv_bias=bias, o_bias=bias, norms=BranchNorms(), input_size=2 * size,
-        )  # fmt: skip
-        self.midlayer = DecoderLayer(attention, GatedMLP(model, inside, bias=model.mlp_bias))
+        site = LayerSite(model, inside, self.rotary, target.num_layers, 0)
+        attention = SelfAttention(site, qkv_bias=bias, o_bias=bias, norms=BranchNorms(), input_size=2 * size)
+        self.midlayer = DecoderLayer(attention, GatedMLP(site, model.mlp_bias))
         self.layers = [self.midlayer]
         self.input_norm = context.norm(size, eps)
         self.hidden_norm = context.norm(size, eps)

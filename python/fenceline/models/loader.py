@@ -26,7 +26,7 @@ from fenceline.layers.weight import ADDED, WeightSlots
 from fenceline.models.decoder import MTP_PREFIX, CausalLM
 from fenceline.models.draft import DraftModel
 from fenceline.models.draft_registry import make_draft_model
-from fenceline.models.registry import make_model
+from fenceline.models.families import make_model
 
 # With the prefixes that models have which see images too. Layers that predict further tokens may have copies.
 _HEAD_AND_EMBEDDING = ("lm_head.weight", "model.embed_tokens.weight", "language_model.embed_tokens.weight")

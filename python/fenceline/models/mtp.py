@@ -13,16 +13,16 @@ from fenceline.layers.decoder_layer import DecoderLayer
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.linear import ReplicatedLinear
 from fenceline.layers.weight import WeightSlots
-from fenceline.models.decoder import MTP_PREFIX, CausalLM, logits_rows
+from fenceline.models.decoder import MTP_PREFIX, CausalLM, logits_rows, make_layers
 from fenceline.models.draft import SharingDraft
-from fenceline.models.registry import MODELS
+from fenceline.models.families import MODELS
 
 
 class MTPLayer:
     """norm(block(input_proj([norm(hidden state), norm(embedding)]))), where ``block`` is a decoder layer of the
     target's family. The embedding at position 0 is replaced by zero."""
 
-    def __init__(self, config: DraftConfig, context: LayerContext, target: CausalLM, block: DecoderLayer) -> None:
+    def __init__(self, config: DraftConfig, context: LayerContext, block: DecoderLayer) -> None:
         size, eps = config.model.hidden_size, config.model.rms_norm_eps
         self.block = block
         self.token_norm = context.norm(size, eps)
@@ -53,14 +53,10 @@ class MTPDraft(SharingDraft):
 
     def __init__(self, config: DraftConfig, context: LayerContext, target: CausalLM, names: Set[str]) -> None:
         super().__init__(config, context, target, names)
-        model, first = config.model, target.num_layers
-        make_layer = MODELS[model.architecture].make_layer
-        contexts = [context.inside(f"{MTP_PREFIX}{index}") for index in range(model.num_layers)]
-        self.layers = [
-            make_layer(model, inside, self.rotary, first + index, index) for index, inside in enumerate(contexts)
-        ]
+        model, make_layer = config.model, MODELS[config.model.architecture].make_layer
+        self.layers = make_layers(make_layer, model, context, MTP_PREFIX, self.rotary, target.num_layers)
         self.mtp_layers = [
-            MTPLayer(config, inside, target, layer) for inside, layer in zip(contexts, self.layers, strict=True)
+            MTPLayer(config, context.inside(f"{MTP_PREFIX}{index}"), layer) for index, layer in enumerate(self.layers)
         ]
         self.max_steps = None if model.num_layers == 1 else model.num_layers
 

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from fenceline.config.kv_layout import KVLayout
 from fenceline.config.model_config import ModelConfig, parse_rope
 from fenceline.layers.context import LayerContext, Shard, torch_context
-from fenceline.layers.decoder_layer import SelfAttention
+from fenceline.layers.decoder_layer import LayerSite, SelfAttention
 from fenceline.layers.forward_batch import AttentionPlan, ForwardBatch, ForwardMode, PieceBuffers
 from fenceline.layers.kernels.base import apply_rotary, rotary_angles
 from fenceline.layers.linear import (
@@ -261,12 +261,9 @@ def test_layers_of_one_width_may_lay_out_their_heads_differently(tmp_path: Path)
     size = 6 * config.head_dim
     rotary = RotaryEmbedding(config.head_dim, 16, config.rope_theta)
     layers = [
-        SelfAttention(
-            replace(config, num_heads=num_heads, num_kv_heads=num_kv_heads),
-            context_of(Shard()), 0, rotary, qkv_bias=False, o_bias=False,
-        )
-        for num_heads, num_kv_heads in ((2, 2), (4, 1))
-    ]  # fmt: skip
+        SelfAttention(LayerSite(replace(config, num_heads=num, num_kv_heads=num_kv), context_of(Shard()), rotary, 0, 0))
+        for num, num_kv in ((2, 2), (4, 1))
+    ]
     fields = [field for layer in layers for field in layer.arena_fields()]
     buffers = PieceBuffers({field.name: torch.zeros(3, *field.shape) for field in fields})
     assert sum(name == f"qkv_{size}" for name in buffers.tensors) == 1

@@ -19,8 +19,8 @@ from fenceline.config.server_args import ServerArgs
 from fenceline.layers.context import Shard, torch_context
 from fenceline.layers.experts import ExpertsMLP
 from fenceline.layers.kernels.four_bit import four_bit_numbers, round_to_mxfp4
+from fenceline.models.families import make_model
 from fenceline.models.loader import NewWeights, check_weights, load_model
-from fenceline.models.registry import make_model
 
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
 HALVES = ("blocks", "scales")

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from fenceline.config.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
 from fenceline.layers.forward_batch import ForwardMode
-from fenceline.models.registry import MODELS
+from fenceline.models.families import MODELS
 
 Saved = tuple[Path, transformers.PreTrainedModel]
 
