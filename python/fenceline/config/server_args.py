@@ -11,6 +11,7 @@ import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NoReturn
 
 from fenceline.config import ConfigError
@@ -23,14 +24,14 @@ PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
 RetractPolicy = Literal["recompute", "offload"]
 LoadBalanceMethod = Literal["round_robin", "shortest_queue", "cache_aware"]
 
-_MODEL = "Model and tokenizer"
-_HTTP = "HTTP server"
-_MEMORY = "Memory and scheduling"
-_HICACHE = "HiCache"
-_SPECULATION = "Speculative decoding"
-_RUNTIME = "Device and kernels"
-_API = "API behaviour"
-_LOGGING = "Logging and metrics"
+_model = partial(flag, group="Model and tokenizer")
+_http = partial(flag, group="HTTP server")
+_memory = partial(flag, group="Memory and scheduling")
+_hicache = partial(flag, group="HiCache")
+_speculation = partial(flag, group="Speculative decoding")
+_runtime = partial(flag, group="Device and kernels")
+_api = partial(flag, group="API behaviour")
+_logging = partial(flag, group="Logging and metrics")
 
 _BACKENDS = ("auto", "torch", "triton", "flashinfer", "fa3")
 _REFUSED_BACKENDS = {
@@ -59,52 +60,43 @@ class ServerArgs:
     """The flags as the user gave them. None means that the value is chosen in ``EngineConfig``."""
 
     # Model and tokenizer
-    model_path: str = flag(
+    model_path: str = _model(
         "",
-        "The model: a directory in Hugging Face format, a hub id such as Qwen/Qwen3-0.6B, or 'demo' for the model "
-        "that ships with the package ('demo-moe': a small mixture of experts, 'demo-tools': one that calls a "
-        "calculator). Required.",
-        group=_MODEL,
+        "The model: a directory in Hugging Face format, a hub id such as Qwen/Qwen3-0.6B, or 'demo' for the model that "
+        "ships with the package ('demo-moe': a small mixture of experts, 'demo-tools': one that calls a calculator). "
+        "Required.",
         aliases=("--model",),
     )
-    tokenizer_path: str | None = flag(
-        None, "The tokenizer's directory or hub id; the model's own unless given.", group=_MODEL
-    )
-    tokenizer_mode: str = flag(
+    tokenizer_path: str | None = _model(None, "The tokenizer's directory or hub id; the model's own unless given.")
+    tokenizer_mode: str = _model(
         "auto",
         "Accepted as SGLang has it, without effect: the fast tokenizer is always used.",
-        group=_MODEL,
         choices=("auto", "slow"),
     )
-    skip_tokenizer_init: bool = flag(
-        False, "Run without a tokenizer: requests carry input_ids, answers carry output_ids.", group=_MODEL
+    skip_tokenizer_init: bool = _model(
+        False, "Run without a tokenizer: requests carry input_ids, answers carry output_ids."
     )
-    revision: str | None = flag(None, "Branch, tag or commit of the hub id of --model-path.", group=_MODEL)
-    download_dir: str | None = flag(
-        None, "Where hub downloads are kept; Hugging Face's own cache unless given.", group=_MODEL
-    )
-    load_format: str = flag(
+    revision: str | None = _model(None, "Branch, tag or commit of the hub id of --model-path.")
+    download_dir: str | None = _model(None, "Where hub downloads are kept; Hugging Face's own cache unless given.")
+    load_format: str = _model(
         "auto",
         "How weights are read: auto and safetensors read *.safetensors, dummy makes random weights of the right shapes "
         "without reading any.",
-        group=_MODEL,
         choices=("auto", "safetensors", "dummy"),
         refused=dict.fromkeys(
             ("pt", "npcache", "gguf", "bitsandbytes"), "convert the weights to safetensors and leave the flag out"
         ),
     )
-    dtype: str = flag(
+    dtype: str = _model(
         "auto",
         "Type of weights, activations and KV cache. auto is float32 on a CPU; on a GPU it is the checkpoint's type, "
         "bfloat16 for float32 checkpoints.",
-        group=_MODEL,
         choices=("auto", "float32", "float", "bfloat16", "float16", "half"),
     )
-    quantization: str | None = flag(
+    quantization: str | None = _model(
         None,
         "The number format of the linear layers. fp8 and int4 round plain weights while they are loaded. A checkpoint "
         "that is quantised already says so itself, and the flag may repeat its method.",
-        group=_MODEL,
         choices=("fp8", "int4", "compressed-tensors", "awq", "gptq"),
         refused=dict.fromkeys(
             ("bitsandbytes", "gguf", "marlin", "gptq_marlin", "awq_marlin", "modelopt", "modelopt_fp8",
@@ -113,538 +105,450 @@ class ServerArgs:
             "docs/use/quantization.md",
         ),
     )  # fmt: skip
-    kv_cache_dtype: str = flag(
+    kv_cache_dtype: str = _model(
         "auto",
         "Type of keys and values in the KV cache, on the device, on the host and in files. fp8_e4m3 takes a quarter of "
         "float32's memory and half of bfloat16's; the checkpoint's scales are used, or 1.",
-        group=_MODEL,
         choices=("auto", "fp8_e4m3"),
         refused=dict.fromkeys(
             ("fp8_e5m2", "fp4_e2m1", "int8", "bf16", "bfloat16"), "use fp8_e4m3, or auto, which keeps --dtype"
         ),
     )
-    context_length: int | None = flag(
-        None,
-        "Longest sequence in tokens, prompt and answer together; the model's own limit unless given.",
-        group=_MODEL,
+    context_length: int | None = _model(
+        None, "Longest sequence in tokens, prompt and answer together; the model's own limit unless given."
     )
-    json_model_override_args: str = flag(
-        "{}", "A JSON object whose entries replace those of the model's config.json.", group=_MODEL, metavar="JSON"
+    json_model_override_args: str = _model(
+        "{}", "A JSON object whose entries replace those of the model's config.json.", metavar="JSON"
     )
-    trust_remote_code: bool = flag(
+    trust_remote_code: bool = _model(
         False,
         "Accepted with a warning and without effect: no code from a model's directory is ever run, supported "
         "architectures are built in.",
-        group=_MODEL,
     )
-    chat_template: str | None = flag(
+    chat_template: str | None = _model(
         None,
-        "The chat template that replaces the tokenizer's own: a Jinja file (.jinja), a JSON file with "
-        "it under chat_template (.json), or chatml, gemma-it, llama-2, llama-3-instruct, mistral or "
-        "vicuna_v1.1.",
-        group=_MODEL,
+        "The chat template that replaces the tokenizer's own: a Jinja file (.jinja), a JSON file with it under "
+        "chat_template (.json), or chatml, gemma-it, llama-2, llama-3-instruct, mistral or vicuna_v1.1.",
         metavar="FILE",
     )
-    served_model_name: str | None = flag(
-        None, "The model's name in the API; --model-path as given unless set.", group=_MODEL
-    )
-    weight_version: str = flag(
-        "default",
-        "A label for these weights, reported by /model_info and with every answer of /generate.",
-        group=_MODEL,
+    served_model_name: str | None = _model(None, "The model's name in the API; --model-path as given unless set.")
+    weight_version: str = _model(
+        "default", "A label for these weights, reported by /model_info and with every answer of /generate."
     )
 
     # HTTP server
-    host: str = flag("127.0.0.1", "The address to listen on; 0.0.0.0 for every interface.", group=_HTTP)
-    port: int = flag(30000, "The port to listen on; 0 takes a free one.", group=_HTTP)
-    api_key: str | None = flag(
+    host: str = _http("127.0.0.1", "The address to listen on; 0.0.0.0 for every interface.")
+    port: int = _http(30000, "The port to listen on; 0 takes a free one.")
+    api_key: str | None = _http(
         None,
-        "The key that requests must carry, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'; open "
-        "are /health, /metrics and the page at /, which asks for the key. Other users can read a "
-        "command line: FENCELINE_API_KEY of the environment holds unless this is given.",
-        group=_HTTP,
+        "The key that requests must carry, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'; open are /health, "
+        "/metrics and the page at /, which asks for the key. Other users can read a command line: FENCELINE_API_KEY of "
+        "the environment holds unless this is given.",
         secret=True,
     )
-    admin_api_key: str | None = flag(
+    admin_api_key: str | None = _http(
         None,
-        "The key for endpoints that act on the whole server: /flush_cache, "
-        "/clear_hicache_storage_backend, /hicache/storage-backend/clear, /abort_request, "
-        "/pause_generation, /continue_generation, /update_weights_from_disk, "
-        "/update_weights_from_tensor, /start_profile, /stop_profile and /flight_recorder. --api-key "
-        "does not open them then. FENCELINE_ADMIN_API_KEY of the environment holds unless this is "
-        "given.",
-        group=_HTTP,
+        "The key for endpoints that act on the whole server: /flush_cache, /clear_hicache_storage_backend, "
+        "/hicache/storage-backend/clear, /abort_request, /pause_generation, /continue_generation, "
+        "/update_weights_from_disk, /update_weights_from_tensor, /start_profile, /stop_profile and /flight_recorder. "
+        "--api-key does not open them then. FENCELINE_ADMIN_API_KEY of the environment holds unless this is given.",
         secret=True,
     )
-    cors_allowed_origins: tuple[str, ...] | None = flag(
+    cors_allowed_origins: tuple[str, ...] | None = _http(
         None,
-        "The web sites whose pages may use this server, as in --cors-allowed-origins "
-        "https://chat.example.org http://localhost:3000, or * for all. Unless given, none.",
-        group=_HTTP,
+        "The web sites whose pages may use this server, as in --cors-allowed-origins https://chat.example.org "
+        "http://localhost:3000, or * for all. Unless given, none.",
         metavar="ORIGIN",
     )
-    allowed_hosts: tuple[str, ...] | None = flag(
+    allowed_hosts: tuple[str, ...] | None = _http(
         None,
-        "Further host names by which this server may be addressed where no key is needed, as in "
-        "--allowed-hosts llm.example.org *.example.com, or * for all.",
-        group=_HTTP,
+        "Further host names by which this server may be addressed where no key is needed, as in --allowed-hosts "
+        "llm.example.org *.example.com, or * for all.",
         metavar="NAME",
     )
-    disable_web_page: bool = flag(
-        False, "Serve no page at /, where people can chat with the model and watch the server.", group=_HTTP
+    disable_web_page: bool = _http(
+        False, "Serve no page at /, where people can chat with the model and watch the server."
     )
-    max_queued_requests: int | None = flag(
+    max_queued_requests: int | None = _http(
         None,
-        "Most requests that may wait; others get 503, with --enable-priority-scheduling the waiting "
-        "ones of the lowest priority. Unlimited unless given.",
-        group=_HTTP,
+        "Most requests that may wait; others get 503, with --enable-priority-scheduling the waiting ones of the lowest "
+        "priority. Unlimited unless given.",
     )
-    req_waiting_timeout: float | None = flag(
+    req_waiting_timeout: float | None = _http(
         None,
         "Seconds after which a request that still waits in the queue is ended with 503; SGLANG_REQ_WAITING_TIMEOUT, or "
         "never, unless given.",
-        group=_HTTP,
     )
-    req_running_timeout: float | None = flag(
+    req_running_timeout: float | None = _http(
         None,
         "Seconds after which a running request is ended with 503; SGLANG_REQ_RUNNING_TIMEOUT, or never, unless given.",
-        group=_HTTP,
     )
-    shutdown_timeout: float = flag(
+    shutdown_timeout: float = _http(
         30.0,
         "Seconds that running requests have to end after SIGTERM; those that are left are aborted. A service manager "
         "has to wait ten seconds longer before it kills.",
-        group=_HTTP,
     )
-    allow_auto_truncate: bool = flag(
-        False, "Cut off the end of prompts that are too long instead of refusing them.", group=_HTTP
-    )
-    watchdog_timeout: float = flag(
+    allow_auto_truncate: bool = _http(False, "Cut off the end of prompts that are too long instead of refusing them.")
+    watchdog_timeout: float = _http(
         300.0,
         "Seconds after which the server reports a hang and exits: of one step of the scheduler, or of silence of one "
         "of its processes.",
-        group=_HTTP,
     )
 
     # Memory and scheduling
-    mem_fraction_static: float | None = flag(
+    mem_fraction_static: float | None = _memory(
         None,
         "Share of a GPU's memory for weights and KV cache together, 0.85 unless given. On a CPU the share of the free "
         "memory that the KV cache may take, 0.3 unless given and never more than 4 GiB. Lower it when memory runs out.",
-        group=_MEMORY,
     )
-    max_total_tokens: int | None = flag(
+    max_total_tokens: int | None = _memory(
         None,
         "Size of the KV cache in tokens. Unless given, what --mem-fraction-static allows, but no more than "
         "--max-running-requests of the longest sequences need.",
-        group=_MEMORY,
     )
-    max_running_requests: int | None = flag(
+    max_running_requests: int | None = _memory(
         None,
         "Most requests running at once. Unless given, 1024 on a GPU and 256 on a CPU, or fewer where their page tables "
         "would be large or --max-total-tokens has fewer pages.",
-        group=_MEMORY,
     )
-    page_size: int = flag(
-        1, "Tokens per KV cache page; prefixes are shared in whole pages.", group=_MEMORY, choices=(1, 16, 32, 64)
+    page_size: int = _memory(
+        1, "Tokens per KV cache page; prefixes are shared in whole pages.", choices=(1, 16, 32, 64)
     )
-    chunked_prefill_size: int | None = flag(
+    chunked_prefill_size: int | None = _memory(
         None,
-        "Most prompt tokens of one prefill step, a multiple of --page-size; longer prompts take "
-        "several steps, between which requests decode, so a smaller size shortens pauses. -1 turns "
-        "chunking off. 8192 on a GPU, 128 on a CPU unless given.",
-        group=_MEMORY,
+        "Most prompt tokens of one prefill step, a multiple of --page-size; longer prompts take several steps, between "
+        "which requests decode, so a smaller size shortens pauses. -1 turns chunking off. 8192 on a GPU, 128 on a CPU "
+        "unless given.",
     )
-    max_prefill_tokens: int | None = flag(
+    max_prefill_tokens: int | None = _memory(
         None,
         "Most tokens that prompts admitted to one prefill batch may have in all (a single longer prompt is still "
         "admitted); 16384 or --chunked-prefill-size if that is larger, unless given.",
-        group=_MEMORY,
     )
-    prefill_max_requests: int | None = flag(
-        None, "Most prompts of one prefill step. Any number on a GPU, 8 on a CPU unless given.", group=_MEMORY
+    prefill_max_requests: int | None = _memory(
+        None, "Most prompts of one prefill step. Any number on a GPU, 8 on a CPU unless given."
     )
-    schedule_policy: str = flag(
+    schedule_policy: str = _memory(
         "fcfs",
         "Order of waiting requests: first come first served (fcfs), longest cached prefix first (lpm), those under the "
         "prefixes that most of them share first (dfs-weight), or random.",
-        group=_MEMORY,
         choices=("fcfs", "lpm", "dfs-weight", "random"),
     )
-    enable_priority_scheduling: bool = flag(
+    enable_priority_scheduling: bool = _memory(
         False,
-        "Waiting requests of a higher `priority` are admitted first, and running ones may be "
-        "retracted for them. Needs --schedule-policy fcfs.",
-        group=_MEMORY,
+        "Waiting requests of a higher `priority` are admitted first, and running ones may be retracted for them. Needs "
+        "--schedule-policy fcfs.",
     )
-    schedule_low_priority_values_first: bool = flag(
-        False, "With --enable-priority-scheduling: a smaller `priority` is better.", group=_MEMORY
+    schedule_low_priority_values_first: bool = _memory(
+        False, "With --enable-priority-scheduling: a smaller `priority` is better."
     )
-    default_priority_value: int | None = flag(
+    default_priority_value: int | None = _memory(
         None,
-        "With --enable-priority-scheduling: the `priority` of requests that give none. Unless given, "
-        "these are admitted last.",
-        group=_MEMORY,
+        "With --enable-priority-scheduling: the `priority` of requests that give none. Unless given, these are "
+        "admitted last.",
     )
-    priority_scheduling_preemption_threshold: int = flag(
+    priority_scheduling_preemption_threshold: int = _memory(
         10,
         "With --enable-priority-scheduling: a running request is retracted for a waiting one whose `priority` is "
         "better by more than this.",
-        group=_MEMORY,
     )
-    disable_priority_preemption: bool = flag(
-        False, "With --enable-priority-scheduling: no running request is retracted for a waiting one.", group=_MEMORY
+    disable_priority_preemption: bool = _memory(
+        False, "With --enable-priority-scheduling: no running request is retracted for a waiting one."
     )
-    schedule_conservativeness: float = flag(
+    schedule_conservativeness: float = _memory(
         1.0,
         "How much of the answers' possible length admission keeps free; raise it if requests are often retracted, "
         "lower it if memory stays unused.",
-        group=_MEMORY,
     )
-    disable_radix_cache: bool = flag(False, "Do not share prefixes between requests.", group=_MEMORY)
-    disable_overlap_schedule: bool = flag(
-        False, "Finish each step's results before the next step is launched.", group=_MEMORY
-    )
+    disable_radix_cache: bool = _memory(False, "Do not share prefixes between requests.")
+    disable_overlap_schedule: bool = _memory(False, "Finish each step's results before the next step is launched.")
 
     # HiCache
-    enable_hierarchical_cache: bool = flag(
+    enable_hierarchical_cache: bool = _hicache(
         False,
         "Keep KV pages in host memory too, as a second tier of the prefix cache: pages that were evicted from the "
         "device are copied back instead of being computed again.",
-        group=_HICACHE,
         aliases=("--enable-hicache",),
     )
-    hicache_ratio: float = flag(
+    hicache_ratio: float = _hicache(
         2.0,
         "Size of the host tier in multiples of the device's KV cache. --hicache-size is used instead where it is "
         "given.",
-        group=_HICACHE,
     )
-    hicache_size: float = flag(
-        0.0, "Size of each rank's host tier in GB (10^9 bytes); with 0 --hicache-ratio gives it.", group=_HICACHE
+    hicache_size: float = _hicache(
+        0.0, "Size of each rank's host tier in GB (10^9 bytes); with 0 --hicache-ratio gives it."
     )
-    hicache_write_policy: WritePolicy = flag(
+    hicache_write_policy: WritePolicy = _hicache(
         "write_through",
         "When pages are copied to the host: write_through at once, write_through_selective when their prefix is used a "
         "second time, write_back when they are evicted from the device.",
-        group=_HICACHE,
     )
-    hicache_io_backend: str | None = flag(
+    hicache_io_backend: str | None = _hicache(
         None,
-        "How pages are copied between device and host: direct by the copy engine, kernel by a copy "
-        "kernel (of fenceline_kernel), which slows down others. Unless given, direct; kernel where "
-        "pages have one token, the package is installed and attention is not persistent.",
-        group=_HICACHE,
+        "How pages are copied between device and host: direct by the copy engine, kernel by a copy kernel (of "
+        "fenceline_kernel), which slows down others. Unless given, direct; kernel where pages have one token, the "
+        "package is installed and attention is not persistent.",
         choices=("kernel", "direct"),
         refused={"kernel_ascend": "use --hicache-io-backend kernel or direct"},
     )
-    hicache_mem_layout: MemLayout = flag(
+    hicache_mem_layout: MemLayout = _hicache(
         "layer_first",
         "The order of bytes in the host tier: layer_first as on the device, page_first with a page's layers side by "
         "side, which a storage writes and reads in one piece.",
-        group=_HICACHE,
         refused=dict.fromkeys(
             ("page_first_direct", "page_first_kv_split", "page_head"), "use --hicache-mem-layout page_first"
         ),
     )
-    retract_policy: RetractPolicy = flag(
+    retract_policy: RetractPolicy = _hicache(
         "recompute",
         "What happens to the KV of a request that is retracted for lack of memory: recompute drops what the prefix "
         "cache cannot keep, offload copies it to the host and back.",
-        group=_HICACHE,
     )
-    hicache_storage_backend: str = flag(
+    hicache_storage_backend: str = _hicache(
         "none",
         "A third tier that outlives the server: file keeps pages in a directory that servers of one machine may share.",
-        group=_HICACHE,
         choices=("none", "file"),
         refused=dict.fromkeys(
             ("mooncake", "hf3fs", "nixl", "aibrix", "dynamic", "eic", "lmcache", "simm"),
             "use --hicache-storage-backend file",
         ),
     )
-    hicache_storage_dir: str | None = flag(
+    hicache_storage_dir: str | None = _hicache(
         None,
         "The directory of --hicache-storage-backend file; it must belong to the user who runs the server and be "
         "writable by no other user. fenceline-hicache-UID in the system's temporary folder unless given.",
-        group=_HICACHE,
         metavar="DIR",
     )
-    hicache_storage_size: float | None = flag(
+    hicache_storage_size: float | None = _hicache(
         None,
         "Most GB (10^9 bytes) of pages in that directory, over all servers that share it; 64, or half the file system "
         "if that is less, unless given.",
-        group=_HICACHE,
     )
-    hicache_storage_key: str | None = flag(
+    hicache_storage_key: str | None = _hicache(
         None,
-        "Authenticate each stored page with a secret key: file:PATH reads it from a file, env:NAME "
-        "from an environment variable. Servers share pages only where they have the same key.",
-        group=_HICACHE,
+        "Authenticate each stored page with a secret key: file:PATH reads it from a file, env:NAME from an environment "
+        "variable. Servers share pages only where they have the same key.",
         metavar="file:PATH|env:NAME",
     )
-    hicache_storage_prefetch_policy: PrefetchPolicy = flag(
+    hicache_storage_prefetch_policy: PrefetchPolicy = _hicache(
         "best_effort",
-        "How long a request waits for its pages to be read from storage: best_effort not at all, "
-        "wait_complete until all are there, timeout for --hicache-storage-prefetch-timeout.",
-        group=_HICACHE,
+        "How long a request waits for its pages to be read from storage: best_effort not at all, wait_complete until "
+        "all are there, timeout for --hicache-storage-prefetch-timeout.",
     )
-    hicache_storage_prefetch_timeout: float | None = flag(
-        None,
-        "Most seconds that a request waits under --hicache-storage-prefetch-policy timeout; 1 unless given.",
-        group=_HICACHE,
+    hicache_storage_prefetch_timeout: float | None = _hicache(
+        None, "Most seconds that a request waits under --hicache-storage-prefetch-policy timeout; 1 unless given."
     )
 
     # Speculative decoding
-    speculative_algorithm: str | None = flag(
+    speculative_algorithm: str | None = _speculation(
         None,
-        "What proposes tokens for the model to verify; no answer changes by it: a small layer that "
-        "reads hidden states (EAGLE, EAGLE3), layers in the model's own checkpoint (NEXTN), or a "
-        "small model with the same vocabulary (STANDALONE).",
-        group=_SPECULATION,
+        "What proposes tokens for the model to verify; no answer changes by it: a small layer that reads hidden states "
+        "(EAGLE, EAGLE3), layers in the model's own checkpoint (NEXTN), or a small model with the same vocabulary "
+        "(STANDALONE).",
         choices=tuple(algorithm.value for algorithm in SpeculativeAlgorithm),
         refused={
             "NGRAM": "there is no look-up of earlier text: use STANDALONE or EAGLE3",
             "DFLASH": "its drafts are not supported: use EAGLE3",
         },
     )
-    speculative_draft_model_path: str | None = flag(
+    speculative_draft_model_path: str | None = _speculation(
         None,
-        "The draft model: a directory or a hub id. Unless given, it is looked for in the model's own "
-        "directory: NEXTN in the checkpoint, others in a folder of the algorithm's name.",
-        group=_SPECULATION,
+        "The draft model: a directory or a hub id. Unless given, it is looked for in the model's own directory: NEXTN "
+        "in the checkpoint, others in a folder of the algorithm's name.",
         aliases=("--speculative-draft-model",),
     )
-    speculative_draft_model_revision: str | None = flag(
-        None, "Branch, tag or commit of a hub id given as --speculative-draft-model-path.", group=_SPECULATION
+    speculative_draft_model_revision: str | None = _speculation(
+        None, "Branch, tag or commit of a hub id given as --speculative-draft-model-path."
     )
-    speculative_token_map: str | None = flag(
+    speculative_token_map: str | None = _speculation(
         None,
-        "With EAGLE: a file with the ids of the tokens that the draft may propose, as torch.save "
-        "writes a list or tensor of them (FR-Spec). A path, or ORG/NAME/FILE on the hub.",
-        group=_SPECULATION,
+        "With EAGLE: a file with the ids of the tokens that the draft may propose, as torch.save writes a list or "
+        "tensor of them (FR-Spec). A path, or ORG/NAME/FILE on the hub.",
         metavar="FILE",
     )
-    speculative_num_steps: int | None = flag(
+    speculative_num_steps: int | None = _speculation(
         None,
         "Tokens that the draft proposes in a step, 1 to 15; 3 unless given. With NEXTN and several layers, each "
         "computes one step, and their number is both the default and the limit.",
-        group=_SPECULATION,
     )
-    speculative_eagle_topk: int | None = flag(
-        None,
-        "How many tokens the draft proposes for each place: 1 (unless given) makes a chain, more make a tree.",
-        group=_SPECULATION,
+    speculative_eagle_topk: int | None = _speculation(
+        None, "How many tokens the draft proposes for each place: 1 (unless given) makes a chain, more make a tree."
     )
-    speculative_num_draft_tokens: int | None = flag(
+    speculative_num_draft_tokens: int | None = _speculation(
         None,
         "Rows that the model verifies for each request: the last token and the drafts with the best scores. With "
         "chains --speculative-num-steps + 1; with trees 8 unless given, 64 at most.",
-        group=_SPECULATION,
     )
-    speculative_adaptive: bool | None = flag(
+    speculative_adaptive: bool | None = _speculation(
         None,
         "Whether each decode step proposes as many tokens as promise the best speed, from none to "
         "--speculative-num-steps. Off unless given.",
-        group=_SPECULATION,
     )
-    speculative_draft_attention_backend: str | None = flag(
+    speculative_draft_attention_backend: str | None = _speculation(
         None,
         "The attention backend of the draft's layers, if it should differ from the model's: triton or torch.",
-        group=_SPECULATION,
         choices=("triton", "torch"),
         refused={
             "flashinfer": "its plan needs lengths that the host learns late: leave it out",
             "fa3": "its plan needs lengths that the host learns late: leave it out",
         },
     )
-    speculative_simulate_acceptance: float | None = flag(
+    speculative_simulate_acceptance: float | None = _speculation(
         None,
         "With --load-format dummy: how many tokens a step yields on average, whatever the draft proposes. To measure "
         "speed at a known acceptance.",
-        group=_SPECULATION,
     )
 
     # Device and kernels
-    device: str = flag(
+    device: str = _runtime(
         "auto",
         "Where the model runs; auto is a CUDA GPU if there is one and the CPU otherwise.",
-        group=_RUNTIME,
         choices=("auto", "cpu", "cuda"),
         refused=dict.fromkeys(("xpu", "hpu", "npu", "mps"), "use --device cpu or --device cuda"),
     )
-    tp_size: int = flag(
+    tp_size: int = _runtime(
         1,
         "Ranks that compute the model together, each a process with a part of every layer and of the KV cache (tensor "
         "parallelism). It must divide the attention heads. Each rank has a GPU of its own.",
-        group=_RUNTIME,
         aliases=("--tensor-parallel-size", "--tp"),
     )
-    ep_size: int = flag(
+    ep_size: int = _runtime(
         1,
-        "Parts into which the experts of a mixture are split (expert parallelism), each held by "
-        "--tp-size / --ep-size ranks. It must divide --tp-size and the number of experts. 1 splits "
-        "every expert over all ranks.",
-        group=_RUNTIME,
+        "Parts into which the experts of a mixture are split (expert parallelism), each held by --tp-size / --ep-size "
+        "ranks. It must divide --tp-size and the number of experts. 1 splits every expert over all ranks.",
         aliases=("--expert-parallel-size", "--ep"),
     )
-    dp_size: int = flag(
+    dp_size: int = _runtime(
         1,
         "Replicas of the model, each with --tp-size ranks and a KV cache of its own, behind one server (data "
         "parallelism). Each rank of each replica has a GPU of its own.",
-        group=_RUNTIME,
         aliases=("--data-parallel-size", "--dp"),
     )
-    load_balance_method: LoadBalanceMethod = flag(
+    load_balance_method: LoadBalanceMethod = _runtime(
         "cache_aware",
-        "Which replica gets a request: round_robin each in turn, shortest_queue the one with the "
-        "fewest, cache_aware the one that was sent the longest part of its prompt before.",
-        group=_RUNTIME,
+        "Which replica gets a request: round_robin each in turn, shortest_queue the one with the fewest, cache_aware "
+        "the one that was sent the longest part of its prompt before.",
     )
-    nnodes: int = flag(
+    nnodes: int = _runtime(
         1,
         "Hosts that the ranks are spread over, as many on each. Each starts a server of its own with the same flags "
         "and its --node-rank.",
-        group=_RUNTIME,
     )
-    node_rank: int = flag(0, "Which of the hosts this is, from 0 on. Node 0 answers requests.", group=_RUNTIME)
-    dist_init_addr: str | None = flag(
+    node_rank: int = _runtime(0, "Which of the hosts this is, from 0 on. Node 0 answers requests.")
+    dist_init_addr: str | None = _runtime(
         None,
         "HOST:PORT of node 0 at which the ranks of several hosts meet: an IPv4 address of a private network and a free "
         "port.",
-        group=_RUNTIME,
         aliases=("--nccl-init-addr",),
     )
-    attention_backend: str | None = flag(
+    attention_backend: str | None = _runtime(
         None,
-        "The attention kernels of prefill and decode: triton our own, flashinfer and fa3 those "
-        "packages', torch plain torch and the only one on a CPU. auto, the default, measures those "
-        "that are installed.",
-        group=_RUNTIME,
+        "The attention kernels of prefill and decode: triton our own, flashinfer and fa3 those packages', torch plain "
+        "torch and the only one on a CPU. auto, the default, measures those that are installed.",
         choices=_BACKENDS,
         refused=_REFUSED_BACKENDS,
     )
-    prefill_attention_backend: str | None = flag(
+    prefill_attention_backend: str | None = _runtime(
         None,
         "The attention kernels of prefill, if they should differ from --attention-backend.",
-        group=_RUNTIME,
         choices=_BACKENDS,
         refused=_REFUSED_BACKENDS,
     )
-    decode_attention_backend: str | None = flag(
+    decode_attention_backend: str | None = _runtime(
         None,
         "The attention kernels of decode, if they should differ from --attention-backend.",
-        group=_RUNTIME,
         choices=_BACKENDS,
         refused=_REFUSED_BACKENDS,
     )
-    sampling_backend: str = flag(
+    sampling_backend: str = _runtime(
         "auto",
         "Accepted as SGLang has it, without effect: a GPU draws with our own kernel, a CPU with torch's operators.",
-        group=_RUNTIME,
         choices=("auto", "torch", "pytorch"),
         refused={"flashinfer": "use --sampling-backend torch"},
     )
-    disable_cuda_graph: bool = flag(
-        False, "Launch every step kernel by kernel instead of replaying graphs.", group=_RUNTIME
-    )
-    cuda_graph_max_bs: int | None = flag(
+    disable_cuda_graph: bool = _runtime(False, "Launch every step kernel by kernel instead of replaying graphs.")
+    cuda_graph_max_bs: int | None = _runtime(
         None,
         "Largest decode batch that is captured as a graph, larger ones run without; 256 or --max-running-requests if "
         "that is smaller, unless given.",
-        group=_RUNTIME,
         aliases=("--cuda-graph-max-bs-decode",),
     )
-    cuda_graph_bs: tuple[int, ...] | None = flag(
+    cuda_graph_bs: tuple[int, ...] | None = _runtime(
         None,
-        "The decode batch sizes to capture, as in --cuda-graph-bs 1 2 4 8; a batch runs in the next "
-        "larger one. Unless given, on a GPU 24 sizes up to --cuda-graph-max-bs; on a CPU none.",
-        group=_RUNTIME,
+        "The decode batch sizes to capture, as in --cuda-graph-bs 1 2 4 8; a batch runs in the next larger one. Unless "
+        "given, on a GPU 24 sizes up to --cuda-graph-max-bs; on a CPU none.",
         metavar="BS",
         aliases=("--cuda-graph-bs-decode",),
     )
-    disable_cuda_graph_padding: bool = flag(
+    disable_cuda_graph_padding: bool = _runtime(
         False,
         "Replay a graph only for batches of exactly its size; unless --cuda-graph-bs is given, every size up to "
         "--cuda-graph-max-bs is captured.",
-        group=_RUNTIME,
     )
-    disable_piecewise_cuda_graph: bool = flag(
-        False, "Launch every prefill step kernel by kernel.", group=_RUNTIME, aliases=("--disable-prefill-cuda-graph",)
+    disable_piecewise_cuda_graph: bool = _runtime(
+        False, "Launch every prefill step kernel by kernel.", aliases=("--disable-prefill-cuda-graph",)
     )
-    piecewise_cuda_graph_max_tokens: int | None = flag(
+    piecewise_cuda_graph_max_tokens: int | None = _runtime(
         None,
-        "Prefill steps of up to this many tokens replay graphs of the kernels between their attention "
-        "calls. Unless given, it depends on the model's width and is at most 2048.",
-        group=_RUNTIME,
+        "Prefill steps of up to this many tokens replay graphs of the kernels between their attention calls. Unless "
+        "given, it depends on the model's width and is at most 2048.",
         aliases=("--cuda-graph-max-bs-prefill",),
     )
-    piecewise_cuda_graph_tokens: tuple[int, ...] | None = flag(
+    piecewise_cuda_graph_tokens: tuple[int, ...] | None = _runtime(
         None,
-        "The prefill sizes in tokens to capture; a step runs in the next larger one. Unless given, on "
-        "a GPU sizes up to --piecewise-cuda-graph-max-tokens; on a CPU none.",
-        group=_RUNTIME,
+        "The prefill sizes in tokens to capture; a step runs in the next larger one. Unless given, on a GPU sizes up "
+        "to --piecewise-cuda-graph-max-tokens; on a CPU none.",
         metavar="TOKENS",
         aliases=("--cuda-graph-bs-prefill",),
     )
-    debug_cuda_graph: bool = flag(
+    debug_cuda_graph: bool = _runtime(
         False,
         "Run every replayed step once more without its graph, on the same inputs, and stop at the first field that "
         "differs, naming it. Slow.",
-        group=_RUNTIME,
     )
-    cuda_coredump_dir: str | None = flag(
+    cuda_coredump_dir: str | None = _runtime(
         None,
         "Have the CUDA driver write a core dump into this folder when a kernel fails, for cuda-gdb; see "
         "docs/use/debugging.md.",
-        group=_RUNTIME,
         metavar="DIR",
     )
-    random_seed: int | None = flag(
+    random_seed: int | None = _runtime(
         None,
         "Seed that the seeds of requests without one are drawn from; a random one unless given, reported at start.",
-        group=_RUNTIME,
     )
-    memory_check: str = flag(
+    memory_check: str = _runtime(
         "off",
-        "How memory is watched: order keeps vector clocks of host and streams and refuses a step that "
-        "would access memory in no order with an earlier one, naming both and the missing edge.",
-        group=_RUNTIME,
+        "How memory is watched: order keeps vector clocks of host and streams and refuses a step that would access "
+        "memory in no order with an earlier one, naming both and the missing edge.",
         choices=("off", "order"),
         refused={"full": "use --memory-check order"},
     )
 
     # API behaviour
-    sampling_defaults: str = flag(
+    sampling_defaults: str = _api(
         "model",
         "Where sampling parameters that a request leaves out come from: the model's generation_config.json (model) or "
         "OpenAI's defaults (openai).",
-        group=_API,
         choices=("model", "openai"),
     )
-    strict_model_name: bool = flag(
+    strict_model_name: bool = _api(
         False,
         "Answer requests for a model of any other name than --served-model-name with a 404. Otherwise every name is "
         "served and repeated in the answer, unless it names an adapter (MODEL:ADAPTER).",
-        group=_API,
     )
-    strict_fields: bool = flag(
-        False,
-        "Answer requests that have unknown fields with a 400; otherwise each such name is logged once.",
-        group=_API,
+    strict_fields: bool = _api(
+        False, "Answer requests that have unknown fields with a 400; otherwise each such name is logged once."
     )
-    enable_deterministic_inference: bool = flag(
+    enable_deterministic_inference: bool = _api(
         False,
         "Logits of a token depend on the tokens before it alone, bit by bit, whatever is computed beside it. On a GPU "
         "all sums then have a fixed order, which takes our own kernels and some time. On a CPU that is always so in "
         "float32; in 16 bits it is not promised there, and a warning says so.",
-        group=_API,
     )
-    reasoning_parser: str | None = flag(
+    reasoning_parser: str | None = _api(
         None,
         "The model family whose tags mark the thinking of a reasoning model, which answers then carry in "
         "reasoning_content. Default: gpt-oss where the chat template shows its form, else none.",
-        group=_API,
         choices=(
             "deepseek-r1",
             "deepseek-v3",
@@ -658,11 +562,10 @@ class ServerArgs:
             *("deepseek_r1", "deepseek_v3", "glm47", "minimax_m2", "openai_gptoss"),  # other names of these
         ),
     )
-    tool_call_parser: str | None = flag(
+    tool_call_parser: str | None = _api(
         None,
         "How the model writes tool calls, which answers then carry in tool_calls. Default: the form that the chat "
         "template shows.",
-        group=_API,
         choices=(
             "qwen25",
             "qwen3_coder",
@@ -682,91 +585,76 @@ class ServerArgs:
             *("deepseek_v31", "glm", "glm47", "minimax_m2", "openai"),
         ),
     )
-    grammar_backend: Literal["xgrammar", "none"] = flag(
+    grammar_backend: Literal["xgrammar", "none"] = _api(
         "xgrammar",
         "The library that constrains answers to a JSON schema, a regular expression or a grammar. With none, requests "
         "that ask for it are answered with a 400.",
-        group=_API,
     )
-    constrained_json_whitespace_pattern: str | None = flag(
+    constrained_json_whitespace_pattern: str | None = _api(
         None,
-        "How much white space a constrained JSON text may have in one place: the class [\\n\\t ] "
-        "followed by *, ? or {0,N}; an empty text for one space after each comma and colon. 20 "
-        "characters unless given.",
-        group=_API,
+        "How much white space a constrained JSON text may have in one place: the class [\\n\\t ] followed by *, ? or "
+        "{0,N}; an empty text for one space after each comma and colon. 20 characters unless given.",
         metavar="REGEX",
     )
-    enable_cache_report: bool = flag(
-        False, "Report cached prompt tokens in the usage of OpenAI answers (prompt_tokens_details).", group=_API
+    enable_cache_report: bool = _api(
+        False, "Report cached prompt tokens in the usage of OpenAI answers (prompt_tokens_details)."
     )
-    stream_interval: int = flag(1, "Tokens in each chunk of a stream; more than one saves CPU time.", group=_API)
-    incremental_streaming_output: bool = flag(
-        False, "Events of a streaming /generate carry only what is new instead of everything so far.", group=_API
+    stream_interval: int = _api(1, "Tokens in each chunk of a stream; more than one saves CPU time.")
+    incremental_streaming_output: bool = _api(
+        False, "Events of a streaming /generate carry only what is new instead of everything so far."
     )
 
     # Logging and metrics
-    log_level: str = flag(
+    log_level: str = _logging(
         "info",
         "Least severe level that is logged. debug also shows each request, step and control message.",
-        group=_LOGGING,
         choices=("debug", "info", "warning", "error", "critical"),
     )
-    log_level_http: str | None = flag(
+    log_level_http: str | None = _logging(
         None,
         "Least severe level that the HTTP server logs; --log-level unless given.",
-        group=_LOGGING,
         choices=("debug", "info", "warning", "error", "critical"),
     )
-    log_format: Literal["text", "json"] = flag(
+    log_format: Literal["text", "json"] = _logging(
         "text",
         "Log lines for people, or one JSON object a line with time, level, process, pid, logger, message and, after an "
         "error, exception.",
-        group=_LOGGING,
     )
-    log_requests: bool = flag(False, "Log every request and its answer.", group=_LOGGING)
-    log_requests_level: int = flag(
+    log_requests: bool = _logging(False, "Log every request and its answer.")
+    log_requests_level: int = _logging(
         2,
         "How much --log-requests shows: 0 ids and counts, 1 also sampling parameters, 2 also the first 2,048 "
         "characters of prompt and answer, 3 everything.",
-        group=_LOGGING,
         choices=(0, 1, 2, 3),
     )
-    decode_log_interval: int = flag(
-        40, "Log a line of figures each time this many decode steps have run.", group=_LOGGING
+    decode_log_interval: int = _logging(40, "Log a line of figures each time this many decode steps have run.")
+    enable_metrics: bool = _logging(
+        False, "Serve Prometheus metrics at /metrics, and add times to the meta_info of /generate."
     )
-    enable_metrics: bool = flag(
-        False, "Serve Prometheus metrics at /metrics, and add times to the meta_info of /generate.", group=_LOGGING
-    )
-    metrics_prefix: str = flag(
+    metrics_prefix: str = _logging(
         "both",
         "Which names metrics have: fenceline: for all of them (fenceline), sglang: for those that SGLang has, for its "
         "dashboards (sglang), or both.",
-        group=_LOGGING,
         choices=("both", "fenceline", "sglang"),
     )
-    flight_recorder_steps: int = flag(
+    flight_recorder_steps: int = _logging(
         512,
-        "How many of the scheduler's last steps are kept in memory, and written to a file when the "
-        "engine dies, on SIGUSR1 and by /flight_recorder. 0 keeps none.",
-        group=_LOGGING,
+        "How many of the scheduler's last steps are kept in memory, and written to a file when the engine dies, on "
+        "SIGUSR1 and by /flight_recorder. 0 keeps none.",
     )
-    flight_recorder_dir: str | None = flag(
+    flight_recorder_dir: str | None = _logging(
         None,
         "The folder for the files of the flight recorder; one below the system's temporary folder unless given.",
-        group=_LOGGING,
         metavar="DIR",
     )
-    torch_profiler_dir: str | None = flag(
+    torch_profiler_dir: str | None = _logging(
         None,
-        "Traces of /start_profile are written below this folder; SGLANG_TORCH_PROFILER_DIR of the "
-        "environment, or a private temporary one, unless given.",
-        group=_LOGGING,
+        "Traces of /start_profile are written below this folder; SGLANG_TORCH_PROFILER_DIR of the environment, or a "
+        "private temporary one, unless given.",
         metavar="DIR",
     )
-    flight_recorder_prompts: bool = flag(
-        False,
-        "Keep the token ids of prompts in the flight recorder too. They say what users have written.",
-        group=_LOGGING,
+    flight_recorder_prompts: bool = _logging(
+        False, "Keep the token ids of prompts in the flight recorder too. They say what users have written."
     )
 
     @classmethod
