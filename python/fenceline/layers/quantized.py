@@ -47,17 +47,34 @@ class QuantizedFormat(ABC):
     def moves_rows(self, size: int) -> None:
         return
 
-    @abstractmethod
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """The matrix that is stored, [out_features, in_features], rounded to ``dtype``."""
+        return (self.data.float() * spread(self.scales, self.group, self._shape[1])).to(dtype)
 
     @property
     def shape(self) -> tuple[int, int]:
         """(out_features, in_features)."""
         return self._shape
 
-    def __init__(self, out_features: int, in_features: int) -> None:
-        self._shape = (out_features, in_features)
+    def __init__(self, out_features: int, in_features: int, config: QuantConfig, dtype: torch.dtype) -> None:
+        """``dtype``: the model's. Parameters are uninitialised, on the default device."""
+        self._shape, self.config, self._dtype = (out_features, in_features), config, dtype
+
+    def _allocate_groups(self, dtype: torch.dtype, group: int) -> None:
+        """Makes numbers of ``dtype`` and scales for a whole row, or for each ``group`` numbers of it if the config says
+        so."""
+        out_features, in_features = self._shape
+        self.group = group if self.config.scales in ("block", "group") else in_features
+        self.data = torch.empty(out_features, in_features, dtype=dtype)
+        self.scales = torch.empty(-(-in_features // self.group), out_features, dtype=torch.float32).t()
+
+    def _rounding_slot(
+        self, name: str, full_shape: tuple[int, int], dim: int, round: Rounding, *parts: tuple[torch.Tensor, int]
+    ) -> WeightSlots:
+        """The slot of a plain matrix, see ``QuantizingSlot``."""
+        dest, dtype = parts[0][0], self._dtype
+        slot = QuantizingSlot(dest=dest, full_shape=full_shape, dim=dim, parts=parts, round=round, plain_dtype=dtype)
+        return {f"{name}.weight": slot}
 
     def group_start(self, name: str, full_shape: tuple[int, int], dim: int, start: int) -> int:
         """Where this rank's part begins in a tensor with one column for each group.
@@ -85,13 +102,8 @@ class Fp8Format(QuantizedFormat):
     kind = "fp8"
 
     def __init__(self, out_features: int, in_features: int, config: QuantConfig, dtype: torch.dtype) -> None:
-        """Uninitialised, on the default device."""
-        super().__init__(out_features, in_features)
-        self.config = config
-        self._dtype = dtype
-        self.group = FP8_BLOCK if config.scales == "block" else in_features
-        self.data = torch.empty(out_features, in_features, dtype=FP8)
-        self.scales = torch.empty(-(-in_features // self.group), out_features, dtype=torch.float32).t()
+        super().__init__(out_features, in_features, config, dtype)
+        self._allocate_groups(FP8, FP8_BLOCK)
         self.has_whole_blocks = config.scales == "block"  # 128 rows, from any multiple of 128, have one scale
         self.input_scale = torch.empty((), dtype=torch.float32) if config.static_input else None
         # The parts of a fused layer have the same input, so the largest of their input scales is used.
@@ -104,18 +116,14 @@ class Fp8Format(QuantizedFormat):
         self.has_whole_blocks &= blocks and not (rows.start or 0) % FP8_BLOCK and not (dim == 0 and start % FP8_BLOCK)
         data, scales = self.data[rows], self.scales[rows]
         if self.config.method == ON_LINE_METHOD:
-            return {
-                f"{name}.weight": QuantizingSlot(
-                    dest=data,
-                    full_shape=full_shape,
-                    dim=dim,
-                    parts=((data, start), (scales, column)),
-                    round=lambda matrix: round_to_fp8(
-                        matrix, FP8_BLOCK if self.config.scales == "block" else matrix.shape[1]
-                    ),
-                    plain_dtype=self._dtype,
-                )
-            }
+            return self._rounding_slot(
+                name,
+                full_shape,
+                dim,
+                lambda matrix: round_to_fp8(matrix, FP8_BLOCK if blocks else matrix.shape[1]),
+                (data, start),
+                (scales, column),
+            )
         both = object()
         slots = {f"{name}.weight": WeightSlot(data, full_shape, dim, start, together=both)}
         num_rows = full_shape[0]
@@ -150,9 +158,6 @@ class Fp8Format(QuantizedFormat):
         assert self.input_scale is not None
         self.input_scale.copy_(self._input_scales.amax())
 
-    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        return (self.data.float() * spread(self.scales, self.group, self._shape[1])).to(dtype)
-
 
 class Int8Format(QuantizedFormat):
     """Integers from -128 to 127 with a scale for each row, or for each 128 numbers of a row.
@@ -163,29 +168,22 @@ class Int8Format(QuantizedFormat):
     kind = "int8"
 
     def __init__(self, out_features: int, in_features: int, config: QuantConfig, dtype: torch.dtype) -> None:
-        """Uninitialised, on the default device."""
-        super().__init__(out_features, in_features)
-        self.config = config
-        self._dtype = dtype
-        self.group = INT8_GROUP if config.scales == "group" else in_features
-        self.data = torch.empty(out_features, in_features, dtype=torch.int8)
-        self.scales = torch.empty(-(-in_features // self.group), out_features, dtype=torch.float32).t()
+        super().__init__(out_features, in_features, config, dtype)
+        self._allocate_groups(torch.int8, INT8_GROUP)
 
     def slots(self, name: str, rows: slice, full_shape: tuple[int, int], dim: int, start: int) -> WeightSlots:
         by_group = self.config.scales == "group"
         first = self.group_start(name, full_shape, dim, start) if by_group or dim == 0 else 0
         data, scales = self.data[rows], self.scales[rows]
         if self.config.method == ON_LINE_METHOD:
-            return {
-                f"{name}.weight": QuantizingSlot(
-                    dest=data,
-                    full_shape=full_shape,
-                    dim=dim,
-                    parts=((data, start), (scales, first)),
-                    round=lambda matrix: round_to_int8(matrix, INT8_GROUP if by_group else matrix.shape[1]),
-                    plain_dtype=self._dtype,
-                )
-            }
+            return self._rounding_slot(
+                name,
+                full_shape,
+                dim,
+                lambda matrix: round_to_int8(matrix, INT8_GROUP if by_group else matrix.shape[1]),
+                (data, start),
+                (scales, first),
+            )
         n, k = full_shape
         both = object()
         shape: tuple[int, ...] = (n, -(-k // INT8_GROUP) if by_group else 1)
@@ -207,9 +205,6 @@ class Int8Format(QuantizedFormat):
             dest = nothing if unused == "input_scale" else nothing.to(torch.int8)
             slots[f"{name}.{unused}"] = WeightSlot(dest, (), convert=torch.flatten, optional=True)
         return slots
-
-    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        return (self.data.float() * spread(self.scales, self.group, self._shape[1])).to(dtype)
 
 
 class Int4Format(QuantizedFormat):
@@ -234,9 +229,7 @@ class Int4Format(QuantizedFormat):
     def __init__(self, out_features: int, in_features: int, config: QuantConfig, dtype: torch.dtype) -> None:
         """Uninitialised but for the zero points, on the default device. Raises ``ValueError`` where groups do not
         divide ``in_features``; numbers that are made on-line, or have a scale for each row, get smaller groups then."""
-        super().__init__(out_features, in_features)
-        self.config = config
-        self._dtype = dtype
+        super().__init__(out_features, in_features, config, dtype)
         # A scale for a whole row is stored once for each of its groups, which is what the kernels read.
         whole_rows = config.group_size == WHOLE_ROWS
         self.group = INT4_GROUPS[-1] if whole_rows else config.group_size
@@ -258,15 +251,9 @@ class Int4Format(QuantizedFormat):
         byte_start = start if dim == 0 else start // 2
         data, scales, zeros = self.data[rows], self.scales[rows], self.zeros[rows]
         if self.config.method == ON_LINE_METHOD:
-            slot = QuantizingSlot(
-                dest=data,
-                full_shape=full_shape,
-                dim=dim,
-                parts=((data, byte_start), (scales, group_start), (zeros, group_start)),
-                round=lambda matrix: round_to_int4(matrix, self.group, self.pack),
-                plain_dtype=self._dtype,
-            )
-            return {f"{name}.weight": slot}
+            parts = (data, byte_start), (scales, group_start), (zeros, group_start)
+            rounding = partial(round_to_int4, group=self.group, pack=self.pack)
+            return self._rounding_slot(name, full_shape, dim, rounding, *parts)
         n, k = full_shape
         whole_rows, all_of_them = self.config.group_size == WHOLE_ROWS, object()
         groups = 1 if whole_rows else k // self.group
@@ -392,20 +379,23 @@ def spread(scales: torch.Tensor, group: int, num_columns: int) -> torch.Tensor:
 def round_to_fp8(matrix: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     """matrix [N, K] of any float type → the nearest E4M3 numbers [N, K] and their scales [N, ceil(K / group)], which
     map the largest number of each group to the largest of E4M3."""
-    num_rows, num_columns = matrix.shape
-    padded = F.pad(matrix.float(), (0, -num_columns % group)).view(num_rows, -1, group)
-    scales = (padded.abs().amax(2) / FP8_MAX).clamp_(min=_SMALLEST_SCALE)
-    numbers = (padded / scales[:, :, None]).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
-    return numbers.view(num_rows, -1)[:, :num_columns], scales
+    numbers, scales = _scaled_to(matrix, group, FP8_MAX)
+    return numbers.clamp_(-FP8_MAX, FP8_MAX).to(FP8), scales
 
 
 def round_to_int8(matrix: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     """matrix [N, K] of any float type → integers [N, K] from -127 to 127 and their scales [N, ceil(K / group)]."""
+    numbers, scales = _scaled_to(matrix, group, 127)
+    return numbers.round_().to(torch.int8), scales
+
+
+def _scaled_to(matrix: torch.Tensor, group: int, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """matrix [N, K] → its numbers divided by the scales [N, ceil(K / group)], float32, and these: the largest number of
+    each group becomes ``largest``."""
     num_rows, num_columns = matrix.shape
     padded = F.pad(matrix.float(), (0, -num_columns % group)).view(num_rows, -1, group)
-    scales = (padded.abs().amax(2) / 127).clamp_(min=_SMALLEST_SCALE)
-    numbers = (padded / scales[:, :, None]).round_().to(torch.int8)
-    return numbers.view(num_rows, -1)[:, :num_columns], scales
+    scales = (padded.abs().amax(2) / largest).clamp_(min=_SMALLEST_SCALE)
+    return (padded / scales[:, :, None]).view(num_rows, -1)[:, :num_columns], scales
 
 
 # A plain matrix [N, K] on the parameter's device → its numbers and scales (and zero points) as a format stores them.

@@ -45,7 +45,7 @@ class Edge:
     pairs: tuple[tuple[StreamName, StreamName], ...]
     hazards: tuple[Hazard, ...]
     protects: str
-    failure: str  # the F-number of docs/internals/memory_order.md, "" where none has been reported
+    failure: str = ""  # the F-number of docs/internals/memory_order.md, "" where none has been reported
     # The functions that apply it, if there are several, each with the reason why it stays there although nothing needs
     # it today, "" if it is needed. The proof severs the edge in each of them separately.
     sites: tuple[tuple[str, str], ...] = ()
@@ -100,80 +100,69 @@ _MASKS_COVERED = (
 # --- a step's inputs and results ---------------------------------------------------------------------
 
 FORWARD_AFTER_SCHEDULE = Edge(
-    name="forward_after_schedule",
-    pairs=((_FORWARD, _SCHEDULE),),
-    hazards=(Hazard.RAW,),
-    protects="device staging that was uploaded for this batch, and its plan",
-    failure="",
+    "forward_after_schedule",
+    ((_FORWARD, _SCHEDULE),),
+    (Hazard.RAW,),
+    "device staging that was uploaded for this batch, and its plan",
     sites=(*_RINGS, (_MASKS, "")),
 )
 SCHEDULE_AFTER_FORWARD = Edge(
-    name="schedule_after_forward",
-    pairs=((_SCHEDULE, _FORWARD),),
-    hazards=(Hazard.WAR,),
-    protects="device staging slots about to be reused",
-    failure="F13",
+    "schedule_after_forward",
+    ((_SCHEDULE, _FORWARD),),
+    (Hazard.WAR,),
+    "device staging slots about to be reused",
+    "F13",
     sites=(*_RINGS, (_MASKS, _MASKS_COVERED)),
 )
 COPY_AFTER_FORWARD = Edge(
-    name="copy_after_forward",
-    pairs=((_COPY, _FORWARD),),
-    hazards=(Hazard.RAW,),
-    protects="sampled tokens and logprobs in the result ring",
-    failure="",
+    "copy_after_forward", ((_COPY, _FORWARD),), (Hazard.RAW,), "sampled tokens and logprobs in the result ring"
 )
 HOST_AFTER_COPY = Edge(
-    name="host_after_copy",
-    pairs=((_HOST, _COPY),),
-    hazards=(Hazard.RAW, Hazard.WAR),
-    protects="results in pinned memory, and the device result slot they came from",
-    failure="",
+    "host_after_copy",
+    ((_HOST, _COPY),),
+    (Hazard.RAW, Hazard.WAR),
+    "results in pinned memory, and the device result slot they came from",
 )
 HOST_AFTER_FORWARD = Edge(
-    name="host_after_forward",
-    pairs=((_HOST, _FORWARD),),
-    hazards=(Hazard.RAW,),
-    protects="results in pinned memory that FORWARD has written there itself",
-    failure="",
+    "host_after_forward",
+    ((_HOST, _FORWARD),),
+    (Hazard.RAW,),
+    "results in pinned memory that FORWARD has written there itself",
 )
 STAGING_REUSE = Edge(
-    name="staging_reuse",
-    pairs=((_HOST, _SCHEDULE),),
-    hazards=(Hazard.WAR,),
-    protects="pinned staging slots about to be rewritten",
-    failure="F12",
+    "staging_reuse",
+    ((_HOST, _SCHEDULE),),
+    (Hazard.WAR,),
+    "pinned staging slots about to be rewritten",
+    "F12",
     sites=(*_RINGS, (_MASKS_BEGIN, _MASKS_COVERED)),
 )
 
 # --- KV pages on their way between device and host ---------------------------------------------------
 
 STORE_AFTER_FORWARD = Edge(
-    name="store_after_forward",
-    pairs=((_STORE, _FORWARD),),
-    hazards=(Hazard.RAW,),
-    protects="KV pages being backed up, which a step may still write",
-    failure="F1",
+    "store_after_forward",
+    ((_STORE, _FORWARD),),
+    (Hazard.RAW,),
+    "KV pages being backed up, which a step may still write",
+    "F1",
 )
 FORWARD_AFTER_STORE = Edge(
-    name="forward_after_store",
-    pairs=((_FORWARD, _STORE),),
-    hazards=(Hazard.WAR,),
-    protects="reused KV pages whose backup still reads them",
-    failure="F1",
+    "forward_after_store", ((_FORWARD, _STORE),), (Hazard.WAR,), "reused KV pages whose backup still reads them", "F1"
 )
 LOAD_AFTER_FORWARD = Edge(
-    name="load_after_forward",
-    pairs=((_LOAD, _FORWARD),),
-    hazards=(Hazard.WAR, Hazard.WAW),
-    protects="KV pages that were retired while a step in flight uses them",
-    failure="F3",
+    "load_after_forward",
+    ((_LOAD, _FORWARD),),
+    (Hazard.WAR, Hazard.WAW),
+    "KV pages that were retired while a step in flight uses them",
+    "F3",
 )
 FORWARD_AFTER_LOAD = Edge(
-    name="forward_after_load",
-    pairs=((_FORWARD, _LOAD),),
-    hazards=(Hazard.RAW, Hazard.WAW),
-    protects="KV pages being loaded, layer by layer, and those of a load that nobody needs any more",
-    failure="F4",
+    "forward_after_load",
+    ((_FORWARD, _LOAD),),
+    (Hazard.RAW, Hazard.WAW),
+    "KV pages being loaded, layer by layer, and those of a load that nobody needs any more",
+    "F4",
     sites=(
         ("HiCacheController.layer_ready", ""),
         (
@@ -184,32 +173,32 @@ FORWARD_AFTER_LOAD = Edge(
     ),
 )
 LOAD_AFTER_STORE = Edge(
-    name="load_after_store",
-    pairs=((_LOAD, _STORE),),
-    hazards=(Hazard.WAR, Hazard.RAW),
-    protects="KV pages whose backup still reads them; host pages whose backup still writes them",
-    failure="F15",
+    "load_after_store",
+    ((_LOAD, _STORE),),
+    (Hazard.WAR, Hazard.RAW),
+    "KV pages whose backup still reads them; host pages whose backup still writes them",
+    "F15",
 )
 STORE_AFTER_LOAD = Edge(
-    name="store_after_load",
-    pairs=((_STORE, _LOAD),),
-    hazards=(Hazard.WAR, Hazard.RAW),
-    protects="host pages that a load still reads; KV pages that a load still fills",
-    failure="F15",
+    "store_after_load",
+    ((_STORE, _LOAD),),
+    (Hazard.WAR, Hazard.RAW),
+    "host pages that a load still reads; KV pages that a load still fills",
+    "F15",
 )
 SM_EXCLUSIVE = Edge(
-    name="sm_exclusive",
-    pairs=((_FORWARD, _STORE), (_STORE, _FORWARD)),
-    hazards=(Hazard.EXCLUSIVE,),
-    protects="the multiprocessors, of persistent attention and of backups that run on them",
-    failure="F2",
+    "sm_exclusive",
+    ((_FORWARD, _STORE), (_STORE, _FORWARD)),
+    (Hazard.EXCLUSIVE,),
+    "the multiprocessors, of persistent attention and of backups that run on them",
+    "F2",
 )
 HOST_PAGE_REUSE = Edge(
-    name="host_page_reuse",
-    pairs=((_HOST, _LOAD), (_HOST, _STORE)),
-    hazards=(Hazard.WAR, Hazard.RAW, Hazard.WAW),
-    protects="pinned host pages touched by storage workers",
-    failure="F15",
+    "host_page_reuse",
+    ((_HOST, _LOAD), (_HOST, _STORE)),
+    (Hazard.WAR, Hazard.RAW, Hazard.WAW),
+    "pinned host pages touched by storage workers",
+    "F15",
 )
 
 RING_EDGES = (
@@ -259,197 +248,129 @@ class Guard:
     dormant: str = ""
 
 
-STARTUP_STOP = Guard(
-    name="startup_stop",
-    protects="weights, pools and tables, written on the default stream, which is ordered with no other",
+GUARDS: dict[str, Guard] = {}
+
+
+def _guard(name: str, protects: str, failure: str = "", dormant: str = "") -> Guard:
+    """Declares a guard."""
+    GUARDS[name] = Guard(name, protects, failure, dormant)
+    return GUARDS[name]
+
+
+STARTUP_STOP = _guard(
+    "startup_stop", "weights, pools and tables, written on the default stream, which is ordered with no other"
 )
-GROWTH_STOP = Guard(
-    name="growth_stop",
-    protects="a ring's slot that goes back to the allocator because a larger one takes its place",
-    failure="F16",
+GROWTH_STOP = _guard(
+    "growth_stop", "a ring's slot that goes back to the allocator because a larger one takes its place", "F16"
 )
-OWN_COPY = Guard(
-    name="own_copy",
-    protects="inputs that later steps still use: FORWARD has its own copy of them, outside the device staging",
-    failure="F12",
+OWN_COPY = _guard(
+    "own_copy", "inputs that later steps still use: FORWARD has its own copy of them, outside the device staging", "F12"
 )
-SAME_COMPOSITION = Guard(
-    name="same_composition",
-    protects="rows, lengths and sampling parameters on the device: used again only by the same batch of requests",
+SAME_COMPOSITION = _guard(
+    "same_composition",
+    "rows, lengths and sampling parameters on the device: used again only by the same batch of requests",
 )
-RETIRED_AFTER = Guard(
-    name="retired_after",
-    protects="pages that a step or a transfer in flight still accesses: leased again with its Points",
-    failure="F3, F13",
+RETIRED_AFTER = _guard(
+    "retired_after", "pages that a step or a transfer in flight still accesses: leased again with its Points", "F3, F13"
 )
-QUEUED_MATCH = Guard(
-    name="queued_match",
-    protects="where a waiting request's prefix lies: looked up again once its pages have moved or gone",
-    failure="F5",
+QUEUED_MATCH = _guard(
+    "queued_match", "where a waiting request's prefix lies: looked up again once its pages have moved or gone", "F5"
 )
-RESULT_LEASE = Guard(
-    name="result_lease",
-    protects="a result slot whose results have not been read yet",
-    failure="F8",
+RESULT_LEASE = _guard(
+    "result_lease",
+    "a result slot whose results have not been read yet",
+    "F8",
     dormant="the loop has two steps in flight and the ring is two deep",
 )
-ARENA_PAD = Guard(
-    name="arena_pad",
-    protects="the padded rows of a graph's inputs: they hold pads, not values of an earlier batch",
-    failure="F7",
+ARENA_PAD = _guard(
+    "arena_pad", "the padded rows of a graph's inputs: they hold pads, not values of an earlier batch", "F7"
 )
-OWN_RESULTS = Guard(
-    name="own_results",
-    protects="a step's results: packed into a slot in FORWARD's order, before the next replay overwrites the outputs",
-    failure="F8",
+OWN_RESULTS = _guard(
+    "own_results",
+    "a step's results: packed into a slot in FORWARD's order, before the next replay overwrites the outputs",
+    "F8",
 )
-PLAN_SOURCE = Guard(
-    name="plan_source",
-    protects="what a batch is planned from: replays write their derived inputs to other memory than the plan's",
-    failure="F9",
+PLAN_SOURCE = _guard(
+    "plan_source",
+    "what a batch is planned from: replays write their derived inputs to other memory than the plan's",
+    "F9",
 )
-TOTAL_BUCKETS = Guard(
-    name="total_buckets",
-    protects="batches larger than every captured graph: they run without a graph and are not cut to fit one",
-    failure="F11",
+TOTAL_BUCKETS = _guard(
+    "total_buckets",
+    "batches larger than every captured graph: they run without a graph and are not cut to fit one",
+    "F11",
 )
-GRAPH_POOL = Guard(
-    name="graph_pool",
-    protects="the memory of captured graphs: nothing else gets it as long as they can be replayed",
-    failure="F17",
+GRAPH_POOL = _guard(
+    "graph_pool", "the memory of captured graphs: nothing else gets it as long as they can be replayed", "F17"
 )
-SINK = Guard(
-    name="sink", protects="live pages and rows from writes of padding, which names page 0 and row 0", failure="F18"
-)
+SINK = _guard("sink", "live pages and rows from writes of padding, which names page 0 and row 0", "F18")
 
-STEP_SLOTS = Guard(
-    name="step_slots",
-    protects="the slots of a speculative step's rows: derived on the device from the page table of that step",
-    failure="F5",
+STEP_SLOTS = _guard(
+    "step_slots", "the slots of a speculative step's rows: derived on the device from the page table of that step", "F5"
 )
-IN_FLIGHT = Guard(
-    name="in_flight",
-    protects="slots behind a request's published tokens, which a step in flight may write: they stay the request's",
-    failure="F13",
+IN_FLIGHT = _guard(
+    "in_flight",
+    "slots behind a request's published tokens, which a step in flight may write: they stay the request's",
+    "F13",
 )
-WHOLE_PAGE = Guard(
-    name="whole_page",
-    protects="a page's layers, the target's and the draft's: every copy moves all of them",
-    failure="F14",
+WHOLE_PAGE = _guard("whole_page", "a page's layers, the target's and the draft's: every copy moves all of them", "F14")
+KEPT_HIDDEN = _guard(
+    "kept_hidden",
+    "the target's hidden states from which the draft computes its rows: kept in each step for that step",
+    "F8",
 )
-KEPT_HIDDEN = Guard(
-    name="kept_hidden",
-    protects="the target's hidden states from which the draft computes its rows: kept in each step for that step",
-    failure="F8",
+TREE_SLOTS = _guard(
+    "tree_slots",
+    "the slots of a tree's nodes behind those of the tokens that a step may yield: they are the request's",
+    "F13",
 )
-TREE_SLOTS = Guard(
-    name="tree_slots",
-    protects="the slots of a tree's nodes behind those of the tokens that a step may yield: they are the request's",
-    failure="F13",
+MOVED_NODES = _guard(
+    "moved_nodes", "the rows of a tree's accepted nodes: in their tokens' slots before the next step reads these"
 )
-MOVED_NODES = Guard(
-    name="moved_nodes",
-    protects="the rows of a tree's accepted nodes: in their tokens' slots before the next step reads these",
-)
-MASK_ROWS = Guard(
-    name="mask_rows",
-    protects="the rows of requests without a grammar and of padding: they allow every token, and are not the mask of "
+MASK_ROWS = _guard(
+    "mask_rows",
+    "the rows of requests without a grammar and of padding: they allow every token, and are not the mask of "
     "the row's last request",
-    failure="F7",
+    "F7",
 )
-REGISTERED_GRAPH = Guard(
-    name="registered_graph",
-    protects="the addresses of peers' buffers that a graph uses: exchanged after its capture, before its first replay",
-    failure="F10",
+REGISTERED_GRAPH = _guard(
+    "registered_graph",
+    "the addresses of peers' buffers that a graph uses: exchanged after its capture, before its first replay",
+    "F10",
 )
-ONE_STREAM = Guard(
-    name="one_stream",
-    protects="the order of a communicator's operations: all on one stream, so that it is the same on all ranks",
-    failure="F19",
+ONE_STREAM = _guard(
+    "one_stream",
+    "the order of a communicator's operations: all on one stream, so that it is the same on all ranks",
+    "F19",
 )
-FLAG_GENERATION = Guard(
-    name="flag_generation",
-    protects="what peers write for a collective operation: its flags are not those of the last one",
+FLAG_GENERATION = _guard(
+    "flag_generation", "what peers write for a collective operation: its flags are not those of the last one"
 )
-PEER_HALVES = Guard(
-    name="peer_halves",
-    protects="a rank's buffer that it still reads for the last collective operation: the next one has the other half",
+PEER_HALVES = _guard(
+    "peer_halves",
+    "a rank's buffer that it still reads for the last collective operation: the next one has the other half",
 )
-PEER_WORDS = Guard(
-    name="peer_words",
-    protects="a vector that a peer sends in several words: each of them is waited for, not only the first",
+PEER_WORDS = _guard(
+    "peer_words", "a vector that a peer sends in several words: each of them is waited for, not only the first"
 )
-NEW_WEIGHTS = Guard(
-    name="new_weights", protects="the weights that a step in flight reads: they are replaced on FORWARD, after it"
+RANK_RESULTS = _guard(
+    "rank_results",
+    "decisions by results: they have arrived when they have on all ranks, whatever each one's device says",
+    "F19",
 )
-OLD_KV = Guard(
-    name="old_kv", protects="requests from keys and values of weights that have been replaced: every tier forgets them"
+ENDED_ON_ALL = _guard(
+    "ended_on_all", "decisions by transfers between device and host: one has ended when it has on all ranks", "F19"
 )
-RANK_RESULTS = Guard(
-    name="rank_results",
-    protects="decisions by results: they have arrived when they have on all ranks, whatever each one's device says",
-    failure="F19",
-)
-ENDED_ON_ALL = Guard(
-    name="ended_on_all",
-    protects="decisions by transfers between device and host: one has ended when it has on all ranks",
-    failure="F19",
-)
+NEW_WEIGHTS = _guard("new_weights", "the weights that a step in flight reads: they are replaced on FORWARD, after it")
+OLD_KV = _guard("old_kv", "requests from keys and values of weights that have been replaced: every tier forgets them")
 
-GUARDS: dict[str, Guard] = {
-    guard.name: guard
-    for guard in (
-        STARTUP_STOP,
-        GROWTH_STOP,
-        OWN_COPY,
-        SAME_COMPOSITION,
-        RETIRED_AFTER,
-        QUEUED_MATCH,
-        RESULT_LEASE,
-        ARENA_PAD,
-        OWN_RESULTS,
-        PLAN_SOURCE,
-        TOTAL_BUCKETS,
-        GRAPH_POOL,
-        SINK,
-        STEP_SLOTS,
-        IN_FLIGHT,
-        WHOLE_PAGE,
-        KEPT_HIDDEN,
-        TREE_SLOTS,
-        MOVED_NODES,
-        MASK_ROWS,
-        REGISTERED_GRAPH,
-        ONE_STREAM,
-        FLAG_GENERATION,
-        PEER_HALVES,
-        PEER_WORDS,
-        RANK_RESULTS,
-        ENDED_ON_ALL,
-        NEW_WEIGHTS,
-        OLD_KV,
-    )
-}
 # Edges and guards that are also severed in an engine that speculates, since its runner has its own arena, graphs and
 # results: the row of the proof, and what it severs.
-UNDER_SPECULATION: dict[str, str] = {
-    f"{name}/speculation": name
-    for name in (
-        HOST_AFTER_COPY.name,
-        *(
-            guard.name
-            for guard in (
-                SAME_COMPOSITION,
-                RETIRED_AFTER,
-                ARENA_PAD,
-                OWN_RESULTS,
-                PLAN_SOURCE,
-                TOTAL_BUCKETS,
-                GRAPH_POOL,
-                SINK,
-            )
-        ),
-    )
-}
+_ALSO_UNDER_SPECULATION: tuple[Edge | Guard, ...] = (
+    *(HOST_AFTER_COPY, SAME_COMPOSITION, RETIRED_AFTER, ARENA_PAD, OWN_RESULTS),
+    *(PLAN_SOURCE, TOTAL_BUCKETS, GRAPH_POOL, SINK),
+)
+UNDER_SPECULATION = {f"{each.name}/speculation": each.name for each in _ALSO_UNDER_SPECULATION}
+
 # All rows of the proof, in the order of its tables.
 ROWS = (*EDGE_PARTS, *GUARDS, *UNDER_SPECULATION)
