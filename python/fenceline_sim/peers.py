@@ -15,7 +15,7 @@ with the lines that have submitted both.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -331,10 +331,13 @@ class _Held:
 
 
 class _Spin:
-    """One step, or that for one word of a vector: see ``streams.Spin``. Stateless, so that a graph can replay it."""
+    """One step, or that for one word of a vector: see ``streams.Spin``. A graph replays it: ``begin`` finds out anew
+    what it accesses."""
 
     def __init__(self, held: _Held, step: Step, word: int = 0) -> None:
         self.held, self.step, self.word = held, step, word
+        self._reads: Sequence[Access] = ()
+        self._writes: Sequence[Access] = ()
         self.reads_what_it_waits_for = step.act is Act.AWAIT_WORDS and self._mine.generations.awaits(word)
 
     @property
@@ -371,83 +374,82 @@ class _Spin:
 
     def begin(self, op: Operation) -> Clock:
         mine, held, step = self._mine, self.held, self.step
-        running, group = held.running, mine.group
-        number = held.number
-        half = mine.generations.half(number)
-        op.reads = op.writes = ()
+        running, group, number = held.running, mine.group, held.number
+        reads: list[Access] = []
+        writes: list[Access] = []
+        acquired: Clock = ()
         match step.act:
             case Act.BEGIN:
                 held.number = mine.launched[held.block] + 1
             case Act.END:
-                return running.received
+                acquired = running.received
             case Act.ACQUIRE:
-                return mine.flag(step.vector, held.block, step.peer).clock
+                acquired = mine.flag(step.vector, held.block, step.peer).clock
             case Act.READ:
-                op.reads = (self._part(running.x, step.vector),)
+                reads = [self._part(running.x)]
             case Act.PUSH_WORDS:
-                op.writes = (self._word(group.rank(step.peer).words, half, mine.rank),)
-            case Act.REFRESH:
-                refreshed = running.shape.refreshed(number, group.grain.capacity, group.grain.refresh_every)
-                if refreshed is not None:
-                    op.writes = (self._place(group.rank(step.peer).words, half, mine.rank, refreshed),)
+                writes = [self._place(group.rank(step.peer).words, mine.rank, step.vector, self._bytes)]
+            case Act.REFRESH if (refreshed := self._refreshed) is not None:
+                writes = [self._place(group.rank(step.peer).words, mine.rank, refreshed)]
             case Act.AWAIT_WORDS:
                 written = self._written
                 if written.number != number and mine.generations.awaits(self.word):
                     group.gpu.checks.found(_old_words(self, op, written.number))
                 running.received = joined(running.received, written.clock)
-                op.reads = (self._word(mine.words, half, step.peer),)
+                reads = [self._place(mine.words, step.peer, step.vector, self._bytes)]
+            case Act.SUM if running.kind == "all-reduce":
+                writes = [self._part(running.x)]
             case Act.SUM:
-                op.writes = self._outputs(step.vector)
+                writes = [self._part(running.out, row) for row in range(running.shape.size)]
             case Act.PUSH:
-                op.reads = (self._part(running.x, step.vector),)
-                op.writes = (self._place(group.rank(step.peer).staged, half, mine.rank, step.vector),)
+                reads = [self._part(running.x)]
+                writes = [self._place(group.rank(step.peer).staged, mine.rank, step.vector)]
             case Act.LOAD:
-                op.reads = (self._place(mine.staged, half, step.peer, step.vector),)
+                reads = [self._place(mine.staged, step.peer, step.vector)]
             case Act.PUSH_SUM:
-                op.writes = (self._target(op, step, half),)
+                writes = [self._target(op)]
             case Act.TAKE:
-                op.reads = (self._place(mine.sums, half, step.peer, step.vector),)
-                op.writes = (self._part(running.x, step.vector),)
-        return ()
+                reads = [self._place(mine.sums, step.peer, step.vector)]
+                writes = [self._part(running.x)]
+        op.reads, op.writes = self._reads, self._writes = reads, writes
+        return acquired
 
-    def _outputs(self, vector: int) -> tuple[Access, ...]:
-        running = self.held.running
-        if running.kind == "all-reduce":
-            return (self._part(running.x, vector),)
-        return tuple(self._part(running.out, vector, row) for row in range(running.shape.size))
-
-    def _target(self, op: Operation, step: Step, half: int) -> Access:
+    def _target(self, op: Operation) -> Access:
         """Where a sum is pushed: into the peer's buffer, or into its output, whose address this rank must know."""
-        mine, running = self._mine, self.held.running
+        mine, running, step = self._mine, self.held.running, self.step
         if not running.shape.registered:
-            return self._place(mine.group.rank(step.peer).sums, half, mine.rank, step.vector)
+            return self._place(mine.group.rank(step.peer).sums, mine.rank, step.vector)
         known = mine.registered.get(running.slot, [None] * mine.size)[step.peer]
         if known is None:
             mine.group.gpu.checks.found(_unregistered(self, op))
             known = running.x  # where the findings are only collected
-        return self._part(known, step.vector)
+        return self._part(known)
 
-    def _part(self, tensor: VTensor, vector: int, row: int | None = None) -> Access:
-        """A vector of a message, in ``row`` of a gathered one. Plain views: an operator of the device would be a call
-        into it, at which another thread might run what comes after this step."""
-        return Access(tensor.allocation.tag, layout_of(self._values(tensor, vector, row)))
+    def _part(self, tensor: VTensor, row: int | None = None) -> Access:
+        """The step's vector of a message, in ``row`` of a gathered one. Plain views: an operator of the device would be
+        a call into it, at which another thread might run what comes after this step."""
+        plain = tensor.plain if row is None else tensor.plain[row]
+        size, vector = self.held.running.vector, self.step.vector
+        return Access(tensor.allocation.tag, layout_of(plain.reshape(-1)[vector * size : (vector + 1) * size]))
 
-    @staticmethod
-    def _place(buffer: VTensor, half: int, rank: int, vector: int) -> Access:
-        """A vector's place in a buffer."""
-        return Access(buffer.allocation.tag, layout_of(buffer.plain[half, rank, vector]))
+    def _place(self, buffer: VTensor, rank: int, vector: int, part: slice = slice(None)) -> Access:
+        """A vector's place in a buffer, or that of a word of it."""
+        return Access(buffer.allocation.tag, layout_of(buffer.plain[self._half, rank, vector, part]))
 
-    def _word(self, buffer: VTensor, half: int, rank: int) -> Access:
-        """The place of a word in a buffer."""
-        place = buffer.plain[half, rank, self.step.vector]
-        return Access(buffer.allocation.tag, layout_of(place[self._bytes]))
+    @property
+    def _half(self) -> int:
+        return self._mine.generations.half(self.held.number)
+
+    @property
+    def _refreshed(self) -> int | None:
+        """The vector whose words the launch refreshes."""
+        grain = self._mine.group.grain
+        return self.held.running.shape.refreshed(self.held.number, grain.capacity, grain.refresh_every)
 
     @property
     def _written(self) -> _Word:
         """What was written last with the word that it waits for."""
-        mine, step = self._mine, self.step
-        half = mine.generations.half(self.held.number)
-        return mine.written.get((half, step.peer, step.vector, self.word), _ZERO)
+        return self._mine.written.get((self._half, self.step.peer, self.step.vector, self.word), _ZERO)
 
     @property
     def _bytes(self) -> slice:
@@ -456,11 +458,12 @@ class _Spin:
     # --- running --------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """What the step does, on the memory itself."""
+        """What the step does, on the memory that it has said to access."""
         mine, held, step = self._mine, self.held, self.step
-        running, group = held.running, mine.group
-        number, half = held.number, mine.generations.half(held.number)
-        vectors, key = held.vectors, (step.peer, step.vector)
+        running, group, number = held.running, mine.group, held.number
+        vectors, key, own = held.vectors, (step.peer, step.vector), (mine.rank, step.vector)
+        read = [access.tag.region.view(access.layout) for access in self._reads]
+        write = [access.tag.region.view(access.layout) for access in self._writes]
         match step.act:
             case Act.COUNT:
                 mine.launched[held.block] = number
@@ -468,73 +471,40 @@ class _Spin:
                 for block in range(running.shape.num_blocks, group.grain.num_blocks):
                     mine.launched[block] = number
             case Act.READ:
-                vectors[mine.rank, step.vector] = self._values(running.x, step.vector).clone()
+                vectors[own] = read[0].clone()
             case Act.PUSH_WORDS:
-                peer, data = group.rank(step.peer), vectors[mine.rank, step.vector]
-                room = peer.words.plain[half, mine.rank, step.vector]
-                room[self._bytes].copy_(data.view(torch.uint8)[self._bytes])
-                peer.written[half, mine.rank, step.vector, self.word] = _Word(number, held.began)
-            case Act.REFRESH:
-                grain = group.grain
-                refreshed = running.shape.refreshed(number, grain.capacity, grain.refresh_every)
-                if refreshed is not None:
-                    for word in range(len(grain.words(grain.vector_bytes))):
-                        place = (half, mine.rank, refreshed, word)
-                        group.rank(step.peer).written[place] = _Word(number, held.began)
+                write[0].copy_(vectors[own].view(torch.uint8)[self._bytes])
+                place = (self._half, mine.rank, step.vector, self.word)
+                group.rank(step.peer).written[place] = _Word(number, held.began)
+            case Act.REFRESH if (refreshed := self._refreshed) is not None:
+                for word in range(len(group.grain.words(group.grain.vector_bytes))):
+                    place = (self._half, mine.rank, refreshed, word)
+                    group.rank(step.peer).written[place] = _Word(number, held.began)
             case Act.AWAIT_WORDS:
                 if self.word == 0:
                     held.words[key] = []
-                words = held.words[key]
-                words.append(mine.words.plain[half, step.peer, step.vector][self._bytes].clone())
-                vectors[key] = torch.cat(words).view(running.x.dtype)
+                held.words[key].append(read[0].clone())
+                vectors[key] = torch.cat(held.words[key]).view(running.x.dtype)
             case Act.SUM:
-                self._add_up(step.vector)
+                parts = [vectors[rank, step.vector] for rank in range(running.shape.size)]
+                if running.kind == "all-reduce":
+                    parts = [sum((part.float() for part in parts[1:]), parts[0].float()).to(parts[0].dtype)]
+                    vectors[-1, step.vector] = parts[0]
+                for target, part in zip(write, parts, strict=True):
+                    target.copy_(part)
             case Act.PUSH:
-                values = self._values(running.x, step.vector)
-                self._write(group.rank(step.peer).staged, half, step.vector, values)
+                _put(write[0], read[0])
             case Act.LOAD:
-                vectors[key] = self._stored(mine.staged, half, step.peer, step.vector)
+                vectors[key] = read[0][: self._nbytes].clone().view(running.x.dtype)
             case Act.PUSH_SUM:
-                self._push_sum(step, half)
+                _put(write[0], vectors[-1, step.vector])
             case Act.TAKE:
-                values = self._stored(mine.sums, half, step.peer, step.vector)
-                self._values(running.x, step.vector).copy_(values)
+                write[0].copy_(read[0][: self._nbytes].view(running.x.dtype))
 
-    def _add_up(self, vector: int) -> None:
-        running, vectors = self.held.running, self.held.vectors
-        parts = [vectors[rank, vector] for rank in range(running.shape.size)]
-        if running.kind == "all-gather":
-            for rank, part in enumerate(parts):
-                self._values(running.out, vector, rank).copy_(part)
-            return
-        total = parts[0].float()
-        for part in parts[1:]:
-            total = total + part.float()
-        vectors[-1, vector] = total.to(parts[0].dtype)
-        self._values(running.x, vector).copy_(vectors[-1, vector])
-
-    def _push_sum(self, step: Step, half: int) -> None:
-        mine, running = self._mine, self.held.running
-        values = self.held.vectors[-1, step.vector]
-        if not running.shape.registered:
-            self._write(mine.group.rank(step.peer).sums, half, step.vector, values)
-            return
-        known = mine.registered.get(running.slot, [None] * mine.size)[step.peer]
-        if known is not None:
-            self._values(known, step.vector).copy_(values)
-
-    def _values(self, tensor: VTensor, vector: int, row: int | None = None) -> torch.Tensor:
-        plain = tensor.plain if row is None else tensor.plain[row]
-        size = self.held.running.vector
-        return plain.reshape(-1)[vector * size : (vector + 1) * size]
-
-    def _write(self, buffer: VTensor, half: int, vector: int, values: torch.Tensor) -> None:
-        room = buffer.plain[half, self._mine.rank, vector]
-        room[: values.nbytes].copy_(values.contiguous().view(torch.uint8))
-
-    def _stored(self, buffer: VTensor, half: int, rank: int, vector: int) -> torch.Tensor:
-        like = self._values(self.held.running.x, vector)
-        return buffer.plain[half, rank, vector][: like.nbytes].clone().view(like.dtype)
+    @property
+    def _nbytes(self) -> int:
+        """Of the step's vector."""
+        return self.held.running.words(self.step.vector)[-1].stop
 
     def ran(self, op: Operation) -> None:
         step, mine = self.step, self._mine
@@ -544,6 +514,13 @@ class _Spin:
             flag = mine.group.rank(step.peer).flag(step.vector, self.held.block, mine.rank)
             flag.value = mine.generations.generation(self.held.number)
             flag.clock = op.passed
+
+
+def _put(target: torch.Tensor, values: torch.Tensor) -> None:
+    """``target``: an output, or bytes of a buffer, of which only the first may be needed."""
+    if target.dtype is not values.dtype:
+        values = values.contiguous().view(torch.uint8)
+    target[: values.numel()].copy_(values)
 
 
 def _share(tensor: VTensor, gpu: VirtualGpu) -> None:
