@@ -6,7 +6,6 @@ that every increment is sent once and in order, nothing after the end or during 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, combinations
@@ -21,7 +20,6 @@ from fenceline.ipc.io_struct import (
     FinishReason,
     Message,
     PauseGenerationReq,
-    TickReq,
     TokenizedGenerateReq,
     TokenLogprobs,
     TokenOut,
@@ -51,19 +49,9 @@ class Exchange:
     seed: int
     outs: list[TokenOut] = field(default_factory=list)
     aborted: AbortReq | None = None  # the message that aborted it
-    turn: int = 0  # of the loop, in which it came
-    # The ticks that the scheduler was told since it arrived, or since a pause, and the longest time between two of them
-    # before a pause: a tick may have ended it of which the answer comes after the pause.
-    ticks: list[float] = field(default_factory=list)
-    waited_before: float = 0.0
     ended: bool = False
     # (number of its outputs by then, folder) of each update of the weights that it has seen, and of the one before it.
     weights: list[tuple[int, str]] = field(default_factory=list)
-
-    @property
-    def waited(self) -> float:
-        """Seconds between the first and the last of ``ticks``."""
-        return self.ticks[-1] - self.ticks[0] if self.ticks else 0.0
 
     @property
     def tokens(self) -> list[int]:
@@ -83,13 +71,11 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the answers of a server depend on besides its model. ``capacity``: its longest sequence, in tokens.
-    ``timeouts_s``: how long requests may be ``waiting`` and ``running``."""
+    """What the answers of a server depend on besides its model. ``capacity``: its longest sequence, in tokens."""
 
     random_seed: int
     eos_ids: frozenset[int]
     capacity: int
-    timeouts_s: Mapping[str, float | None] = field(default_factory=dict)
 
     def num_new_tokens(self, request: TokenizedGenerateReq) -> int:
         """Most tokens that ``request`` gets; -1 if it is refused."""
@@ -107,13 +93,11 @@ class Transcript:
         self._seeds = Random(setting.random_seed)  # of requests that bring none, in order of arrival
         self._setting = setting
         self._paused = self._quiet = False
-        self._num_turns = 0
         self._weights = ""  # the folder of the latest, "" for the first ones
 
     def turn(self) -> None:
         """The scheduler begins a turn of its loop. What was in flight at a pause has been sent in the turn before."""
         self._quiet = self._paused
-        self._num_turns += 1
 
     def received(self, message: Message) -> None:
         """Record ``message``, which the scheduler gets next."""
@@ -126,13 +110,9 @@ class Transcript:
             case AbortReq():
                 for exchange in self._targets(message):
                     if exchange.aborted is None:  # a later one, even if silent, finds no request any more
-                        exchange.aborted, exchange.turn = message, self._num_turns
-                        exchange.ended = message.silent
-            case TickReq() if not self._paused:
-                for exchange in self._targets(AbortReq(abort_all=True)):
-                    exchange.ticks.append(message.now)
+                        exchange.aborted, exchange.ended = message, message.silent
             case PauseGenerationReq():
-                self._pauses()
+                self._paused = True
                 if message.mode == "abort":
                     self.received(AbortReq(abort_all=True))
             case ContinueGenerationReq():
@@ -140,15 +120,7 @@ class Transcript:
             case UpdateWeightsReq(weight_version=label) if label != MISFIT:
                 if message.abort_all_requests:
                     self.received(AbortReq(abort_all=True))
-                if message.keep_pause:
-                    self._pauses()
-
-    def _pauses(self) -> None:
-        """Generation is paused, which does not count for time-outs."""
-        self._paused = True
-        for exchange in self.exchanges.values():
-            exchange.waited_before = max(exchange.waited_before, exchange.waited)
-            exchange.ticks.clear()
+                self._paused |= message.keep_pause
 
     def updated(self, folder: str, num_outputs: Mapping[str, int]) -> None:
         """The weights are those of ``folder`` from now on. ``num_outputs``: of the requests that are there, by rid."""
@@ -165,9 +137,6 @@ class Transcript:
     def sent(self, out: TokenOut) -> None:
         """The scheduler has sent an output."""
         exchange = self.exchanges.get(out.rid)
-        reason = out.finish_reason
-        if exchange is not None and self._was_overdue(exchange) and reason is not None and reason.status_code == 503:
-            exchange.ended, exchange.aborted = False, None
         if exchange is None or exchange.ended:
             self._wrong.append(f"{out.rid} has an output {'after its end' if exchange else 'without a request'}")
             return
@@ -179,12 +148,6 @@ class Transcript:
             self._wrong.append(f"{out.rid} goes on while generation is paused")
         exchange.outs.append(out)
         exchange.ended = out.finish_reason is not None
-
-    def _was_overdue(self, exchange: Exchange) -> bool:
-        """Whether its time may have been up just before a silent abort, in the same turn of the loop: then it ends in
-        both ways."""
-        aborted = exchange.aborted
-        return exchange.ended and aborted is not None and aborted.silent and exchange.turn == self._num_turns
 
     def compare(self, oracle: Oracle) -> Findings:
         """Compare everything with ``oracle``."""
@@ -211,7 +174,6 @@ class _Comparison:
 
     def __init__(self, exchange: Exchange, oracle: Oracle, setting: Setting) -> None:
         params, prompt = exchange.request.sampling_params, exchange.request.input_ids
-        think = exchange.request.think
         self.num_tokens = self.num_close = 0
         self._exchange = exchange
         self._oracle = oracle
@@ -235,7 +197,6 @@ class _Comparison:
             presence_penalty=params.presence_penalty,
             logit_bias=tuple(sorted((params.logit_bias or {}).items())),
             grammar=exchange.request.grammar,
-            think=None if think is None else (think.start, (think.end, *think.or_end), think.is_open),
             eos_ids=setting.eos_ids if exchange.request.grammar else frozenset(),
             pieces=PIECES if exchange.request.grammar else (),
             weights=tuple(dict(exchange.weights).items()),
@@ -316,13 +277,7 @@ class _Comparison:
         return "" if right else f"ends with {_describe(reason)} after {len(tokens)} tokens, not {_describe(expected)}"
 
     def _may_abort(self, reason: FinishReason) -> bool:
-        """Whether a client asked for it, in these words, or its time was up."""
-        overdue = re.search(r"after ([\d.]+) s \(--req-(waiting|running)-timeout\)", reason.message or "")
-        if overdue is not None and reason.status_code == 503:
-            limit, exchange = self._setting.timeouts_s.get(overdue[2]), self._exchange
-            if limit is None or f"{limit:g}" != overdue[1]:
-                return False
-            return max(exchange.waited, exchange.waited_before) > limit
+        """Whether a client asked for it, in these words."""
         asked = self._exchange.aborted
         return asked is not None and (reason.message, reason.status_code) == (
             asked.message or "aborted",
@@ -433,9 +388,6 @@ def _describe(reason: FinishReason | None) -> str:
         return "nothing"
     extra = reason.matched if reason.type == "stop" else reason.message or ""
     return f"{reason.type} {extra}".strip()
-
-
-# --- what may come from the cache ----------------------------------------------------------------------
 
 
 __all__ = ["MAX_CLOSE_SHARE", "Exchange", "Findings", "Transcript"]

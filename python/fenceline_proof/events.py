@@ -14,7 +14,7 @@ from typing import Any
 
 from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.constrained.matcher import RequestGrammar
-from fenceline.ipc.io_struct import AbortReq, TokenOut, UpdateWeightsReq
+from fenceline.ipc.io_struct import AbortReq, UpdateWeightsReq
 from fenceline.mem_cache.hicache import HiCache
 from fenceline.mem_cache.storage.controller import Ack, Done, Fetched
 from fenceline.mem_cache.storage.worker import Outcome
@@ -56,7 +56,6 @@ EVENTS: dict[str, str] = {
     "masks and draw after publishing": "of the step before, because an answer may have ended or not all have a mask",
     "masks of a first token": "a prefill step samples under a mask",
     "mask of a request that has left": "it left while the step's forward ran",
-    "reasoning before a grammar": "the mask of a request in its reasoning",
     "return with a grammar": "a retracted request continues where it was in its grammar",
     "decode beyond the graphs": "a decode step larger than every graph",
     "piecewise replay": "a prefill step in pieces, exactly as large as its graphs",
@@ -83,7 +82,6 @@ EVENTS: dict[str, str] = {
     "drafts of another depth": "than those of the step before",
     "drafts under a window": "verified for a request that is longer than the window of some layers",
     "draft behind": "all proposals of a draft without hidden states are accepted: it lacks the row of the last one",
-    "penalties beside drafts": "a request whose drafts may not count, in a step with others",
     "tokens after an end": "a request ends in the middle of what a step yields; the rest is dropped",
     "a rejected slot is handed on": "its page is leased again, and another step writes there",
     "retraction while speculating": "by either policy",
@@ -144,28 +142,15 @@ EVENTS: dict[str, str] = {
     "return without its tail": "that page is dropped and computed again",
     "return": "a retracted request continues",
     "retracted twice": "",
-    "retraction of a half-scored prompt": "whose first logprobs have been computed",
     "return of counted tokens": "with penalties: its output is counted again",
-    # ends
     **{f"abort {state}": "" for state in STATES},
     "abort of all": "",
-    "end at a stop token": "",
-    "end at a stop string": "the detokenizer finds it and tells the scheduler later",
-    "end of length": "",
-    "end before the first token": "a request that asks for no token, at most for its prompt's logprobs",
-    "refusal": "a request that does not fit",
-    "time-out while waiting": "",
-    "time-out while running": "",
     # the rest
-    "logprobs after a hit": "a prompt's logprobs are asked for, and some of it is cached",
-    "logprobs over chunks": "they come from several steps",
     **{f"pause by {mode}": "with requests running" for mode in ("abort", "retract", "in_place")},
     "new weights with requests running": "which are computed again with these",
     "new weights of some tensors": "with requests running or waiting",
     "new weights before a pause": "generation does not go on with them at once",
-    "new weights refused": "because they are another model's, or not whole",
     "flush": "of a tree that holds pages",
-    "flush refused": "because requests are pending",
     "flush that waited": "until the last request left",
     "flush of storage": "",
 }
@@ -283,9 +268,6 @@ class Watch:
         for chunk, req in zip(batch.chunks, reqs, strict=True):
             self._num_chunks[req.rid] += 1
             self.note("a prompt in three chunks", self._num_chunks[req.rid] == 3)
-            scored = bool(chunk.scored)
-            self.note("logprobs after a hit", scored and req.cached_tokens)
-            self.note("logprobs over chunks", scored and self._num_chunks[req.rid] > 1)
             self.note("return of counted tokens", chunk.history is not None and req.num_retractions)
             namespaces = self._namespaces.setdefault(req.prompt_ids.tobytes(), set())
             namespaces.add(req.source.extra_key)
@@ -310,8 +292,6 @@ class Watch:
             self.note("masks for some of a batch", len(mine) < len(batch.rows))
             self.note("masks after a replay", self._has_replayed)
         self.note("mask of a request that has left", any(req.left for req in mine))
-        grammars = [req.grammar for req in mine if req.grammar is not None]
-        self.note("reasoning before a grammar", not all(grammar.is_matching for grammar in grammars))
         self.note("return with a grammar", any(req.num_retractions and not req.left for req in mine))
 
     def _publishes(self, flight: InFlight) -> None:
@@ -347,8 +327,6 @@ class Watch:
         longest = max(req.committed_len for req in reqs)
         self.note("drafts under a window", depth and self._window is not None and longest > self._window)
         self.note("draft behind", not self._reads_hidden and 0 < depth < max(counts))
-        penalised = [req.params.needs_penalties for req in batch.sampling]
-        self.note("penalties beside drafts", any(penalised) and not all(penalised))
 
     def _yields(self, req: Req, tokens: Sequence[int], *_: object) -> None:
         ends = (len(req.output_ids) + i >= req.max_new_tokens for i in range(1, len(tokens)))
@@ -370,22 +348,9 @@ class Watch:
 
     def _aborts(self, message: AbortReq) -> None:
         self.note("abort of all", message.abort_all and len(self._scheduler.reqs) > 1)
-        self.note("end at a stop string", message.silent and message.rid in self._scheduler.reqs)
         req = self._scheduler.reqs.get(message.rid)
-        if req is not None and not message.silent:
+        if req is not None:
             self.note(f"abort {state_of(self._scheduler, req)}")
-
-    def sent(self, out: TokenOut) -> None:
-        """The scheduler has sent an output."""
-        reason = out.finish_reason
-        if reason is None:
-            return
-        self.note("end at a stop token", reason.type == "stop")
-        self.note("end of length", reason.type == "length" and reason.length)
-        self.note("end before the first token", reason.type == "length" and reason.length == 0)
-        self.note("refusal", reason.status_code == 400)
-        self.note("time-out while waiting", "--req-waiting-timeout" in (reason.message or ""))
-        self.note("time-out while running", "--req-running-timeout" in (reason.message or ""))
 
     def _retracts(self, req: Req) -> None:
         config = self._scheduler.config
@@ -393,7 +358,6 @@ class Watch:
         self.note("retraction by pause" if self._scheduler.control.paused else "retraction for memory")
         self.note("retraction by offload" if offloads else "retraction by recompute")
         self.note("retracted twice", req.num_retractions == 1)
-        self.note("retraction of a half-scored prompt", req.scores_prompt and not req.output_ids and req.committed_len)
         self.note("retraction while speculating", req.num_verified)
 
     def _preempts(self, num_victims: int) -> None:
@@ -411,12 +375,10 @@ class Watch:
 
     def _updated(self, result: tuple[bool, str, bytes], message: UpdateWeightsReq) -> None:
         self.note("new weights with requests running", result[0] and self._runs)
-        self.note("new weights refused", not result[0])
         self.note("new weights of some tensors", result[0] and message.file and self._scheduler.reqs)
         self.note("new weights before a pause", result[0] and message.keep_pause)
 
     def _flushed(self, result: tuple[bool, str], storage: bool) -> None:
-        self.note("flush refused", not result[0] and self._scheduler.reqs)
         self.note("flush of storage", result[0] and storage)
 
     # --- prefixes ------------------------------------------------------------------------------------

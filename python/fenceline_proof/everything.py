@@ -19,12 +19,11 @@ from fenceline.ipc.io_struct import (
     ContinueGenerationReq,
     FlushCacheReq,
     PauseGenerationReq,
-    TickReq,
     TokenizedGenerateReq,
 )
 from fenceline_proof.events import STATES
 from fenceline_proof.flashinfer_library import PLANNED
-from fenceline_proof.grammars import choose, choose_thinking, load_grammars
+from fenceline_proof.grammars import choose, load_grammars
 from fenceline_proof.hicache_workloads import with_storage_limits
 from fenceline_proof.launched_attention import LAUNCHED
 from fenceline_proof.persistent_attention import PERSISTENT
@@ -35,7 +34,6 @@ from fenceline_proof.tiny_model import VOCAB_SIZE
 _RARE_STATES = ("before a remap", "before a remap", "retracted", "retracted with a tail", "waiting for storage")
 _POLICIES = ("write_through", "write_through_selective", "write_back")
 _ATTENTION = (PERSISTENT, LAUNCHED, *PLANNED, "")  # "": torch's operators
-_STOP_STRINGS = ("a", "th", "on", "ne", "e t", "é", "r.")
 
 
 def _request(random: Random, page_size: int) -> dict[str, Any]:
@@ -58,9 +56,6 @@ def _request(random: Random, page_size: int) -> dict[str, Any]:
         options["logit_bias"] = {random.randrange(VOCAB_SIZE): 4.0, random.randrange(VOCAB_SIZE): -5.0}
     if wants(0.3):
         options["stop_token_ids"] = tuple(random.sample(range(1, VOCAB_SIZE), 8))
-    if wants(0.3):
-        options["stop"] = tuple(random.sample(_STOP_STRINGS, 3))
-        options["no_stop_trim"] = wants(0.3)
     if wants(0.3):
         options["ignore_eos"] = True
     if wants(0.3):
@@ -107,8 +102,6 @@ def _some(script: Script, step: int, prompt: list[int], page_size: int, plain: b
                 options["stop_token_ids"] = tuple(range(16, VOCAB_SIZE))  # which it would draw before
             if constrained and random.random() < 0.6:
                 options["grammar"] = choose(random)
-                if random.random() < 0.3:
-                    options["think"] = choose_thinking(random)
             if options.get("logprob_start_len", -1) >= len(prompt):
                 options["logprob_start_len"] = len(prompt) - 1
         rid = script.add(step, prompt, num_tokens, **options)
@@ -167,9 +160,6 @@ def _flags(random: Random, page_size: int, most: int, tiers: bool = False) -> Fl
         flags["priority_scheduling_preemption_threshold"] = random.choice((0, 0, 10))
     if random.random() < 0.35:
         flags |= draft_flags(random)
-    if random.random() < 0.35:
-        flags["req_running_timeout"] = random.choice((3.0, 6.0, 14.0))  # twice as many steps
-        flags["req_waiting_timeout"] = random.choice((1.0, 3.0, 14.0))
     if tiers or random.random() < 0.9:
         flags |= _tiers(random)
     else:
@@ -349,34 +339,19 @@ def _seldom(random: Random, flags: Flags) -> Flags:
 
 
 def _in_bodies(random: Random, arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:
-    """Most requests that arrive together come in one HTTP body: twins are samples of one prompt, and have one bias."""
+    """Most requests that arrive together come in one HTTP body."""
     placed: list[Arrival] = []
-    former: TokenizedGenerateReq | None = None
     for arrival in arrivals:
         message = arrival.message
         if isinstance(message, TokenizedGenerateReq) and random.random() < 0.8:
             message = structs.replace(message, body=arrival.step + 1)
-            if former is not None and (former.body, former.input_ids) == (message.body, message.input_ids):
-                message = _with_bias_of(former, message)
-            former = message
         placed.append(replace(arrival, message=message))
     return tuple(placed)
-
-
-def _with_bias_of(former: TokenizedGenerateReq, message: TokenizedGenerateReq) -> TokenizedGenerateReq:
-    """``message``, with the bias of ``former`` in the place of its own, if both have one."""
-    bias, params = former.sampling_params.logit_bias, message.sampling_params
-    if not bias or not params.logit_bias:
-        return message
-    return structs.replace(message, sampling_params=structs.replace(params, logit_bias=bias))
 
 
 def _product(random: Random) -> Scenario:
     script = Script(random)
     page_size = random.choice((1, 2, 4, 4, 8))
-    script.decode_lag = random.randrange(3)
-    for step in range(0, 60, 2):  # used if the engine has time-outs
-        script.send(step, TickReq(now=step / 2))
     if random.random() < 0.2:
         script.add(random.randrange(20), script.prompt(120, 130), 1)  # larger than the pool
     if random.random() < 0.55:  # arranged, for events that rarely happen by chance

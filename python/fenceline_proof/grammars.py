@@ -9,7 +9,7 @@ from functools import lru_cache
 from random import Random
 
 from fenceline.constrained.compile import compile_grammar, make_vocabulary
-from fenceline.constrained.spec import GrammarSpec, ThinkTokens
+from fenceline.constrained.spec import GrammarSpec
 from fenceline.ipc.io_struct import LoadGrammarReq
 from fenceline_proof.script import Scenario, Script, Workload
 from fenceline_proof.tiny_model import EOS_TOKEN, VOCAB_SIZE, tiny_tokenizer
@@ -42,13 +42,6 @@ def load_grammars(script: Script) -> None:
 def choose(random: Random) -> int:
     """The number of a grammar that answers can complete."""
     return random.choice([number for number in EXPRESSIONS if number != _DEAD_END])
-
-
-def choose_thinking(random: Random) -> ThinkTokens:
-    """Reasoning in front of an answer with a grammar: it ends soon, because many tokens end it."""
-    start = random.choice((-1, random.randrange(1, VOCAB_SIZE)))
-    ends = [(random.randrange(1, VOCAB_SIZE),) for _ in range(12)] + [tuple(random.choices(range(1, VOCAB_SIZE), k=2))]
-    return ThinkTokens(start, ends[0], start < 0 or random.random() < 0.5, tuple(ends[1:]))
 
 
 def _grammars(random: Random) -> Scenario:

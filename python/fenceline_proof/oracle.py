@@ -58,9 +58,6 @@ class Query:
     grammar: int = 0  # of AUTOMATA, 0 for none
     eos_ids: frozenset[int] = frozenset()  # that end an answer with a grammar
     pieces: tuple[bytes, ...] = ()  # of each id, for its grammar
-    # (token that begins it, sequences of tokens that end it, whether the prompt has begun it) of the reasoning in front
-    # of what the grammar decides.
-    think: tuple[int, tuple[tuple[int, ...], ...], bool] | None = None
     # (index, folder): from that output on, another checkpoint's weights; folder "" is the oracle's own.
     weights: tuple[tuple[int, str], ...] = ()
 
@@ -410,34 +407,12 @@ def is_stuck(query: Query, outputs: Sequence[int]) -> bool:
     return bool(query.grammar) and not _allowed(query, outputs).any()
 
 
-def _behind_reasoning(query: Query, outputs: Sequence[int]) -> list[int] | None:
-    """Those of ``outputs`` on which the grammar has decided, None within the reasoning."""
-    if query.think is None:
-        return list(outputs)
-    start, ends, is_open = query.think
-    first = 0 if is_open else 1
-    if not is_open and list(outputs[:1]) != [start]:
-        return list(outputs)
-    for stop in range(first + 1, len(outputs) + 1):
-        if any(tuple(outputs[max(stop - len(end), first) : stop]) == end for end in ends):
-            return list(outputs[stop:])
-    return None
-
-
 def _allowed(query: Query, outputs: Sequence[int]) -> npt.NDArray[np.bool_]:
-    """[V]: which tokens may come after ``outputs`` in the query's grammar, or in the reasoning, which does not end with
-    the answer."""
-    behind = _behind_reasoning(query, outputs)
-    if behind is None:
-        allowed = np.ones(len(query.pieces), np.bool_)
-        allowed[list(query.eos_ids)] = False
-        return allowed
+    """[V]: which tokens may come after ``outputs`` in the query's grammar."""
     automaton = AUTOMATA[query.grammar]
-    state = automaton.after(b"".join(query.pieces[token] for token in behind))
+    state = automaton.after(b"".join(query.pieces[token] for token in outputs))
     assert state is not None, "every output was allowed"
     allowed = np.array([bool(piece) and automaton.after(piece, state) is not None for piece in query.pieces])
-    if query.think is not None and not outputs and query.think[0] >= 0:
-        allowed[query.think[0]] = True
     # An answer that may go on does not end before it has as many tokens as it must.
     if state in automaton.ends and not (allowed.any() and len(outputs) < query.min_new_tokens):
         allowed[list(query.eos_ids)] = True
@@ -481,9 +456,6 @@ def _log_softmax(scores: F64) -> F64:
     shifted = scores - scores.max(axis=-1, keepdims=True)
     result: F64 = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return result
-
-
-# --- from tokens to text -------------------------------------------------------------------------------
 
 
 def gumbel(seed: int, position: int, num_ids: int) -> F64:

@@ -53,14 +53,12 @@ class Reaction:
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """One run's input: flags of the engine, arrivals in order of steps, follow-ups by rid, and reactions to states of
-    requests. With ``decode_lag`` a detokenizer turns the answers into text and ends them at stop strings; the scheduler
-    is told this many steps later."""
+    requests."""
 
     flags: Flags
     arrivals: tuple[Arrival, ...]
     follow_ups: Mapping[str, FollowUp] = field(default_factory=dict)
     reactions: tuple[Reaction, ...] = ()
-    decode_lag: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,6 @@ class Script:
     arrivals: list[Arrival] = field(default_factory=list)
     follow_ups: dict[str, FollowUp] = field(default_factory=dict)
     reactions: list[Reaction] = field(default_factory=list)
-    decode_lag: int | None = None
     num_reqs: int = 0
     num_updates: int = 0
 
@@ -160,7 +157,7 @@ class Script:
     def scenario(self, **flags: Flag) -> Scenario:
         """The scenario that has been built."""
         arrivals = tuple(sorted(self.arrivals, key=lambda arrival: arrival.step))
-        return Scenario(flags, arrivals, self.follow_ups, tuple(self.reactions), self.decode_lag)
+        return Scenario(flags, arrivals, self.follow_ups, tuple(self.reactions))
 
     def graphs(self, *sizes: int, share: float = 0.5) -> Flags:
         """In a share of the runs, decode in graphs of ``sizes``; a few of them without padding."""

@@ -14,7 +14,6 @@ import numpy as np
 
 from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.server_args import ServerArgs
-from fenceline.frontend.detokenizer_manager import Detokenizer
 from fenceline.ipc.io_struct import AbortReq, BatchTokenOut, Message, TokenizedGenerateReq, UpdateWeightsReq, id_array
 from fenceline.mem_cache.hicache import HiCache
 from fenceline.mem_cache.storage.file_backend import FileBackend
@@ -33,7 +32,7 @@ from fenceline_proof.oracle import Oracle
 from fenceline_proof.random_depths import RandomDepths
 from fenceline_proof.recorded_worker import RecordedWorker
 from fenceline_proof.script import Arrival, Flags, FollowUp, Reaction, Scenario
-from fenceline_proof.tiny_model import PLAIN, tiny_draft, tiny_model_path, tiny_tokenizer
+from fenceline_proof.tiny_model import PLAIN, tiny_draft, tiny_model_path
 from fenceline_proof.watched import WatchedScheduler
 from fenceline_sim.audit import LaunchAuditor
 from fenceline_sim.device import VgpuDevice
@@ -111,14 +110,11 @@ class Loop:
     ) -> None:
         self.decisions: list[Event] = []
         self.step_no = self._num_readings = 0
-        self._latest: Message | None = None  # as it was before ``_as_sent``
         self._num_outputs: dict[str, int] = {}
         scenario = Scenario({}, ()) if scenario is None else scenario
         self._arrivals = list(scenario.arrivals)
         self._follow_ups = scenario.follow_ups
         self._reactions = list(scenario.reactions)
-        self._decode_lag = scenario.decode_lag
-        self._detokenizer = Detokenizer(tiny_tokenizer())
         self._outputs: dict[str, list[int]] = {}  # outputs of requests that are followed by another
         self._tell = tell
         self._flight: InFlight | None = None
@@ -164,9 +160,8 @@ class Loop:
         num_spare = self.scheduler.running.largest.num_slots - 1
         num_slots = self.scheduler.memory.num_pages * args.page_size - num_spare
         longest = min(config.model.context_length, num_slots)
-        timeouts_s = {"waiting": args.req_waiting_timeout, "running": args.req_running_timeout}
         eos_ids = frozenset(config.model.eos_token_ids)
-        self.transcript = Transcript(Setting(config.random_seed, eos_ids, longest, timeouts_s))
+        self.transcript = Transcript(Setting(config.random_seed, eos_ids, longest))
 
     def _counts_outputs(self, message: UpdateWeightsReq) -> None:
         self._num_outputs = {rid: len(req.output_ids) for rid, req in self.scheduler.reqs.items()}
@@ -213,22 +208,7 @@ class Loop:
             self.transcript.received(message)
             if isinstance(message, TokenizedGenerateReq) and message.rid in self._follow_ups:
                 self._outputs[message.rid] = list(message.input_ids)
-        return [self._as_sent(message) for message in messages]
-
-    def _as_sent(self, message: Message) -> Message:
-        """``message`` as the front end sends it: of the samples of one prompt the first has that and the bias."""
-        before, self._latest = self._latest, message
-        if not isinstance(message, TokenizedGenerateReq) or not isinstance(before, TokenizedGenerateReq):
-            return message
-        if not message.body or message.body != before.body:
-            return message
-        bias = message.sampling_params.logit_bias
-        if message.input_ids == before.input_ids:
-            message = msgspec.structs.replace(message, input_ids=id_array(), same_prompt=True)
-        if bias and bias == before.sampling_params.logit_bias:
-            params = msgspec.structs.replace(message.sampling_params, logit_bias=None)
-            message = msgspec.structs.replace(message, sampling_params=params, same_bias=True)
-        return message
+        return messages
 
     def _react(self) -> list[Message]:
         """Messages of the reactions that are due."""
@@ -253,15 +233,11 @@ class Loop:
     def to_detokenizer(self, message: BatchTokenOut) -> None:
         for out in message.outs:
             self.transcript.sent(out)
-            self.watch.sent(out)
             outputs = self._outputs.get(out.rid)
             if outputs is not None:
                 outputs += out.output_ids
             if outputs is not None and out.finish_reason is not None and out.finish_reason.type != "abort":
                 self._follow(self._follow_ups[out.rid], outputs)
-        if self._decode_lag is not None:
-            for abort in self._detokenizer.process(message)[1]:
-                self._arrive(Arrival(self.step_no + self._decode_lag, abort))
         self._tell(message)
 
     def _follow(self, turn: FollowUp, outputs: list[int]) -> None:

@@ -55,9 +55,9 @@ def test_every_feature_is_in_some_scenario() -> None:
     assert flags["hicache_storage_prefetch_policy"] == {"best_effort", "wait_complete", "timeout"}
     assert flags["retract_policy"] == {"recompute", "offload"} and flags["page_size"] == {1, 2, 4, 8}
     assert flags["schedule_policy"] == {"fcfs", "lpm", "dfs-weight", "random"}
-    assert flags["enable_priority_scheduling"] == {True} and len(flags["req_running_timeout"]) == 3
-    not_asked = {"skip_special_tokens", "spaces_between_special_tokens"}  # text of a token that has none
-    assert asked.keys() == set(SamplingParams.__struct_fields__) - not_asked and min(asked.values()) > 20, asked
+    assert flags["enable_priority_scheduling"] == {True}
+    of_text = {"stop", "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens"}
+    assert asked.keys() == set(SamplingParams.__struct_fields__) - of_text and min(asked.values()) > 20, asked
 
 
 def test_flags_go_together() -> None:
@@ -68,7 +68,7 @@ def test_flags_go_together() -> None:
 
 
 def test_a_seed_is_a_run_of_everything_too() -> None:
-    """With storage's threads, time-outs and reactions to what happens."""
+    """With storage's threads, their time-out and reactions to what happens."""
     scenarios = ((seed, EVERYTHING.make(Random(seed))) for seed in count())
     seed = next(seed for seed, s in scenarios if "hicache_storage_prefetch_timeout" in s.flags and s.reactions)
     outcomes = [run(Trial(EVERYTHING.name, seed)) for _ in range(2)]

@@ -19,9 +19,7 @@ from fenceline.ipc.io_struct import (
     ContinueGenerationReq,
     DecodeInfo,
     FinishReason,
-    Message,
     PauseGenerationReq,
-    TickReq,
     TokenizedGenerateReq,
     TokenLogprobs,
     TokenOut,
@@ -188,32 +186,6 @@ def test_a_key_halfway_between_two_numbers_of_fp8_may_be_either() -> None:
         assert "output logprobs at 0" in _transcript(ask, tokens, logprobs=between).compare(oracle).wrong
 
 
-@pytest.mark.parametrize(
-    ("limit_s", "said", "right"),
-    [(4.0, "4 s (--req-waiting-timeout)", True), (4.0, "4 s (--req-running-timeout)", False),
-     (4.0, "2 s (--req-waiting-timeout)", False), (6.0, "6 s (--req-waiting-timeout)", False),
-     (None, "4 s (--req-waiting-timeout)", False)],
-)  # fmt: skip
-def test_time_is_up_at_the_limit_that_was_set(limit_s: float | None, said: str, right: bool) -> None:
-    assert _may_be_ended(limit_s, said, TickReq(now=10.0), TickReq(now=15.0)) == right
-
-
-@pytest.mark.parametrize(("last", "right"), [(16.0, False), (16.1, True)])
-def test_a_pause_resets_the_time(last: float, right: bool) -> None:
-    pause, resume = PauseGenerationReq(id="p", mode="in_place"), ContinueGenerationReq(id="c")
-    times = [TickReq(now=now) for now in (10.0, 11.0, 12.0, last)]
-    messages = (times[0], pause, times[1], resume, *times[2:])
-    assert _may_be_ended(4.0, "4 s (--req-waiting-timeout)", *messages) == right
-
-
-def test_a_pause_after_the_tick_that_ended_a_request_is_nothing() -> None:
-    """The answer comes after both, which arrive together."""
-    pause = PauseGenerationReq(id="p", mode="in_place")
-    ticks = TickReq(now=10.0), TickReq(now=15.0)
-    assert _may_be_ended(4.0, "4 s (--req-waiting-timeout)", *ticks, pause)
-    assert not _may_be_ended(6.0, "6 s (--req-waiting-timeout)", *ticks, pause)
-
-
 @pytest.mark.parametrize("pause_first", [False, True])
 def test_a_stop_string_found_after_an_abort_is_too_late(pause_first: bool) -> None:
     """Who is aborted gets one output more; whose text has ended at a stop string gets none."""
@@ -224,44 +196,6 @@ def test_a_stop_string_found_after_an_abort_is_too_late(pause_first: bool) -> No
     for message in (pause, stop) if pause_first else (stop, pause):
         transcript.received(message)
     assert transcript.exchanges["r"].ended is not pause_first
-
-
-def _may_be_ended(limit_s: float | None, said: str, *messages: Message) -> bool:
-    """Whether a request that has waited while these came may be told so."""
-    transcript = Transcript(dataclasses.replace(SETTING, timeouts_s={"waiting": limit_s, "running": None}))
-    transcript.received(_request())
-    for message in messages:
-        transcript.received(message)
-    transcript.sent(_ended(f"still waiting after {said}"))
-    return transcript.compare(Oracle(tiny_model_path())).wrong == ""
-
-
-@pytest.mark.parametrize("in_one_turn", [True, False])
-def test_a_silent_abort_behind_a_tick_may_come_too_late(in_one_turn: bool) -> None:
-    """The tick has ended the request, which is told so, before its stop string is known."""
-    transcript = Transcript(dataclasses.replace(SETTING, timeouts_s={"waiting": 4.0, "running": None}))
-    transcript.received(_request())
-    for message in (TickReq(now=10.0), TickReq(now=15.0), AbortReq(rid="r", silent=True)):
-        transcript.received(message)
-    if not in_one_turn:
-        transcript.turn()
-    transcript.sent(_ended("still waiting after 4 s (--req-waiting-timeout)"))
-    assert (transcript.compare(Oracle(tiny_model_path())).wrong == "") == in_one_turn
-
-
-def _request() -> TokenizedGenerateReq:
-    return TokenizedGenerateReq(
-        rid="r", input_ids=id_array([3, 1, 4]), sampling_params=SamplingParams(max_new_tokens=4)
-    )
-
-
-def _ended(message: str) -> TokenOut:
-    """What the request is told whose time is up."""
-    return TokenOut(
-        rid="r", output_ids=[], prompt_tokens=3, completion_tokens=0, cached_tokens=0,
-        finish_reason=FinishReason(type="abort", message=message, status_code=503),
-        decode=DecodeInfo(prompt_tail_ids=[], sampling_params=_request().sampling_params),
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
