@@ -169,7 +169,7 @@ class SchedulerControl:
         if message.abort_all_requests:
             self.abort(AbortReq(abort_all=True))
         population = self._population
-        running = population.retract_all()
+        running = population.retract_all("new weights")
         population.release()
         # All requests of the step in flight have left, so its tokens are dropped.
         old_kv_removal(self._worker.device, partial(population.memory.forget, population.waiting))()
@@ -195,7 +195,7 @@ class SchedulerControl:
         if mode == "abort":
             self.abort(AbortReq(abort_all=True))
         elif mode == "retract":
-            self._population.retract_all()
+            self._population.retract_all("/pause_generation")
         return True, f"paused ({mode}); /continue_generation resumes"
 
     def stop_scheduling(self) -> None:

@@ -266,6 +266,7 @@ def _event(event: Event) -> dict[str, object]:
             "rid": event.rid,
             "row": event.row,
             "why": event.why,
+            "cause": event.cause,
             "pages": list(event.pages),
             "committed_len": event.committed_len,
             "after": _after(event.last_flight),

@@ -44,11 +44,12 @@ Serials = tuple[tuple[str, int], ...]  # Points, each as the name of its stream 
 @dataclass(frozen=True, slots=True)
 class Leaving:
     """A request left, which had been admitted to ``row`` and held ``pages``. ``why`` is stop, length, abort or
-    retract."""
+    retract, ``cause`` that of a retraction, else ""."""
 
     rid: str
     row: int
     why: str
+    cause: str
     pages: Sequence[int]
     committed_len: int
     last_flight: Serials
@@ -192,11 +193,11 @@ class FlightRecorder:
             storage = tuple([_storage_ack(ack) for ack in ended.storage])
             self._events.append(CompletionsEvent(transfers, storage, ended.results_arrived))
 
-    def left(self, req: Req, why: str) -> None:
+    def left(self, req: Req, why: str, cause: str) -> None:
         """``req`` leaves and still holds its memory. A request that has no memory is not recorded."""
         if req.row and self.enabled:
             pages, flight = req.pages, _serials(req.last_flight)
-            self._events.append(Leaving(req.rid, req.row, why, pages, req.committed_len, flight))
+            self._events.append(Leaving(req.rid, req.row, why, cause, pages, req.committed_len, flight))
 
     def _retired(self, pages: I32, after: Points) -> None:
         self._events.append(Retirement(pages.copy(), _serials(after)))

@@ -90,16 +90,17 @@ class Population:
         self.reqs[req.rid] = req
         self.num_constrained += req.grammar is not None
 
-    def leave(self, req: Req, why: str) -> None:
-        """Remove the request. :meth:`release` follows, once no message of this turn is left to be handled."""
+    def leave(self, req: Req, why: str, cause: str = "") -> None:
+        """Remove the request. :meth:`release` follows, once no message of this turn is left to be handled. ``cause``:
+        that of a retraction."""
         assert self.reqs.get(req.rid) is req and not req.left, f"{req.rid} leaves once"
         logger.debug(
             "Request %s leaves (%s): %d tokens, %d of them cached, and %d new ones, after %d retractions",
-            req.rid, why, len(req.prompt_ids), req.cached_tokens, len(req.output_ids), req.num_retractions,
+            req.rid, cause or why, len(req.prompt_ids), req.cached_tokens, len(req.output_ids), req.num_retractions,
         )  # fmt: skip
         req.left = True
         self.running.note_left()
-        self._recorder.left(req, why)
+        self._recorder.left(req, why, cause)
         if why != "retract":  # otherwise the resumed request takes its place
             del self.reqs[req.rid]
         if req.grammar is not None:
@@ -142,13 +143,14 @@ class Population:
         """Whether some request that holds memory is about to end."""
         return len(self.reqs) > self.waiting.num_reqs + len(self.holders())
 
-    def retract(self, req: Req) -> None:
+    def retract(self, req: Req, cause: str) -> None:
         """Take all memory from ``req`` and put it back at the head of the queue. When it is admitted again it computes
-        its tokens again, or with ``--retract-policy offload`` loads their KV from the host."""
+        its tokens again, or with ``--retract-policy offload`` loads their KV from the host. ``cause`` is for the flight
+        recorder."""
         if req in self.running.reqs:
             self.running.remove(req)
         tail = self.memory.offload(req) if self._offloads else None
-        self.leave(req, "retract")
+        self.leave(req, "retract", cause)
         self.release()
         resumed = req.resumed()
         resumed.tail = tail
@@ -162,16 +164,16 @@ class Population:
         for node in prefixes:
             tree.lock(node)
         for victim in victims:
-            self.retract(victim)
+            self.retract(victim, "priority: it is lower than a waiting request's")
         for node in prefixes:
             tree.unlock(node)
 
-    def retract_all(self) -> int:
+    def retract_all(self, cause: str) -> int:
         """Retract every request that holds memory. Returns how many there were."""
         # Newest first: each one goes to the head of the queue, so they resume in their old order.
         holders = [req for req in reversed(list(self.reqs.values())) if req.row]
         for req in holders:
-            self.retract(req)
+            self.retract(req, cause)
         return len(holders)
 
     def stop_clocks(self) -> None:

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _REPORT_INTERVAL_S = 1.0
 _PREFILL_LOG_INTERVAL_S = 5.0
+_MAX_NAMES = 8
 _NO_STORAGE = StorageTierStats(backend=StorageStats())
 
 
@@ -150,15 +151,15 @@ class SchedulerStats:
         before, self._last_fallbacks = self._last_fallbacks, sum(self._graphs.fallbacks.values())
         return self._last_fallbacks == before
 
-    def retracted(self, count: int, ratio: float) -> None:
-        """Memory ran short and ``count`` requests were retracted."""
-        self.num_retractions += count
-        logger.warning("KV cache full: retracted %d requests, #new-token-ratio: %.3f", count, ratio)
+    def retracted(self, rids: Sequence[str], ratio: float) -> None:
+        """Memory ran short and the requests ``rids`` were retracted."""
+        self.num_retractions += len(rids)
+        logger.warning("KV cache full: retracted %s, #new-token-ratio: %.3f", _names(rids), ratio)
 
-    def preempted(self, count: int) -> None:
-        """``count`` requests were retracted for others of a higher priority."""
-        self.num_retractions += count
-        logger.info("retracted %d requests for waiting ones of a higher priority", count)
+    def preempted(self, rids: Sequence[str]) -> None:
+        """The requests ``rids`` were retracted for others of a higher priority."""
+        self.num_retractions += len(rids)
+        logger.info("retracted %s for waiting requests of a higher priority", _names(rids))
 
     def report_is_due(self) -> bool:
         """Whether a report to the front end is due; True about once a second."""
@@ -262,3 +263,8 @@ def _transfers(counts: TransferCounts, page_size: int) -> TransferState:
         num_bytes=counts.num_bytes,
         seconds=counts.seconds,
     )
+
+
+def _names(rids: Sequence[str]) -> str:
+    others = len(rids) - _MAX_NAMES
+    return ", ".join(rids[:_MAX_NAMES]) + (f" and {others} more" if others > 0 else "")

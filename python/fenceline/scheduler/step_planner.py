@@ -124,7 +124,7 @@ class StepPlanner:
         victims = preempted(self.admission_state(), wanted, self.running.reqs, expected, threshold)
         if victims:
             self.population.retract_beside(victims, [self.memory.match(req).match.host_node for req in wanted])
-            self._stats.preempted(len(victims))
+            self._stats.preempted([victim.rid for victim in victims])
 
     def plan_decode(self) -> StepBatch | None:
         """A decode step of all running requests. Returns None if there is no memory for it yet because requests that
@@ -169,7 +169,7 @@ class StepPlanner:
         Returns the lengths [B] after the step, and the number of available pages apart from the reserve, 0 if the step
         needs none. Returns None if the step has to wait: memory is about to become free because a request ends with
         the step in flight, or only the chunked request is left."""
-        retracted = 0
+        retracted: list[str] = []
         lens = self.running.next_lens(shape)
         if self.running.needs_nothing:
             return lens, 0
@@ -185,8 +185,11 @@ class StepPlanner:
             elif self.population.some_end:
                 return None
             assert len(holders) > 1, "one request alone always fits: its length was limited on arrival"
-            self.population.retract(min(holders, key=lambda req: loses_least(req, self.waiting.holdings)))
-            retracted += 1
+            victim = min(holders, key=lambda req: loses_least(req, self.waiting.holdings))
+            kept = f", {self.num_kept_pages()} of them kept in reserve" if num_needed <= num_available else ""
+            cause = f"memory: a decode step needs {num_needed} pages, {num_available} are available{kept}"
+            self.population.retract(victim, cause)
+            retracted.append(victim.rid)
             if not len(self.running):
                 self._stats.retracted(retracted, self.ratio.value)
                 return None

@@ -399,7 +399,7 @@ def test_samples_do_not_hang_when_the_first_one_goes(how: str, steps: int) -> No
         driver.send(AbortReq(rid="1.0"))
     elif "1.0" in scheduler.reqs and scheduler.reqs["1.0"].row:
         if how == "retracted":
-            scheduler.population.retract(scheduler.reqs["1.0"])
+            scheduler.population.retract(scheduler.reqs["1.0"], "")
         else:
             scheduler.control.pause("retract")
             driver.step()

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -158,7 +159,7 @@ def test_prompts_only_when_asked_for(prompts: bool) -> None:
     assert b"secret" not in dump_json(driver.scheduler.recorder, "test"), "stop strings are words"
 
 
-def test_those_that_leave_say_why_and_what_was_held() -> None:
+def test_those_that_leave_say_why_and_what_was_held(caplog: pytest.LogCaptureFixture) -> None:
     driver = make_driver(num_pages=12, schedule_conservativeness=0.01, disable_radix_cache=True)
     driver.send(*(request(f"r{i}", [i + 1] * 6, max_new_tokens=20, ignore_eos=True) for i in range(3)))
     driver.run()
@@ -173,9 +174,13 @@ def test_those_that_leave_say_why_and_what_was_held() -> None:
     why: dict[str, list[str]] = {}
     for event in events(record, "leave"):
         why.setdefault(event["rid"], []).append(event["why"])
+        cause = r"memory: a decode step needs \d+ pages, \d+ are available" if event["why"] == "retract" else ""
+        assert re.fullmatch(cause, event["cause"])
         assert len(event["pages"]) * 4 >= event["committed_len"] and event["row"] > 0
     assert driver.scheduler.stats.num_retractions > 0
     assert sum(reasons.count("retract") for reasons in why.values()) == driver.scheduler.stats.num_retractions
+    retracted = {rid for rid, reasons in why.items() if "retract" in reasons}
+    assert set(re.findall("KV cache full: retracted (.*), #", caplog.text)) == retracted, "one at a time"
     assert {reasons[-1] for rid, reasons in why.items() if rid[0] == "r"} == {"length"}
     assert why["stops"] == ["stop"] and why["leaves"] == ["abort"] and "never" not in why
     leased = sum(len(step["page_writes"]["pages"]) for step in record["steps"] if step["page_writes"])

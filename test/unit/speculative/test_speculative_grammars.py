@@ -109,7 +109,7 @@ def test_a_step_with_grammars_is_published_before_the_next(models: dict[str, Pat
     driver.send(msgspec.structs.replace(constrained, rid="again"))
     driver.step()
     assert driver.scheduler.speculates_under_masks
-    driver.scheduler.population.retract(driver.scheduler.reqs["again"])
+    driver.scheduler.population.retract(driver.scheduler.reqs["again"], "")
     assert driver.scheduler.speculates_under_masks
     driver.send(AbortReq(rid="again"))
     driver.run()
