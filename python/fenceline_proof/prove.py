@@ -76,8 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json is not None:
         args.json.write_text(json.dumps(as_json(proof), indent=1) + "\n")
     if args.write_docs:
-        if not plan.with_unarmed:
-            parser.error("--write-docs: needs a run of everything, without --edge and --workload")
         print("written:", *write_docs(proof.rows))
     return 0 if proof.clean else 1
 
@@ -94,12 +92,14 @@ def _plan(args: argparse.Namespace, parser: argparse.ArgumentParser, bar: tqdm) 
         parser.error(f"--workload {args.workload}: choose one of {', '.join(names)}")
     if args.exhaustive and (args.edge is not None or args.write_docs):
         parser.error("--exhaustive: goes without --edge and --write-docs")
+    everything = args.edge is None and args.workload is None
+    if args.write_docs and not everything:
+        parser.error("--write-docs: needs a run of everything, without --edge and --workload")
     arms = _arms(args, parser) if args.edge is not None else [] if args.workload else all_arms()
     num_intact = _DEFAULT_SEEDS if args.seeds is None and args.budget is None else args.seeds
     num_per_arm = args.seeds_per_edge or max(_SEEDS_PER_ARM, (num_intact or 0) // 40)
     if args.edge is not None:
         num_per_arm, num_intact = args.seeds or _SEEDS_PER_ARM, 0
-    everything = args.edge is None and args.workload is None
     until_shown = everything and args.seeds_per_edge is None
     if num_intact is not None and not args.exhaustive:
         bar.total = num_intact + sum(1 if until_shown else arm.num_runs(num_per_arm) for arm in arms)
