@@ -6,9 +6,8 @@ that every increment is sent once and in order, nothing after the end or during 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, combinations
 from random import Random
 
 import numpy as np
@@ -25,7 +24,7 @@ from fenceline.ipc.io_struct import (
     TokenOut,
     UpdateWeightsReq,
 )
-from fenceline_proof.oracle import Answer, Oracle, Place, Query, is_stuck
+from fenceline_proof.oracle import Answer, Oracle, Query, is_stuck
 from fenceline_proof.script import MISFIT
 from fenceline_proof.tiny_model import PIECES
 
@@ -33,8 +32,6 @@ F64 = npt.NDArray[np.float64]
 _Logprobs = Sequence[tuple[float | None, int]]
 
 LOGPROB_TOLERANCE = 1e-4
-# Keys and values halfway between two numbers of FP8 may be rounded to either: all combinations of so many are tried.
-_MAX_NEAR_TIES = 4
 _STUCK = FinishReason(type="abort", message="no token of the vocabulary can follow in its grammar", status_code=400)
 _LOWEST = float(np.finfo(np.float32).min)  # the logprob of probability 0
 # At most this share of the compared tokens may differ because of rounding, in addition to one in each run.
@@ -62,7 +59,7 @@ class Exchange:
 @dataclass(frozen=True, slots=True)
 class Findings:
     """The first error in the answers of a run, "" if there is none; the number of tokens that were compared; and of
-    those that differ because of rounding, together with the keys and values that were rounded otherwise to FP8."""
+    those that differ because of rounding."""
 
     wrong: str = ""
     num_tokens: int = 0
@@ -152,7 +149,6 @@ class Transcript:
     def compare(self, oracle: Oracle) -> Findings:
         """Compare everything with ``oracle``."""
         wrong, num_tokens, num_close = list(self._wrong), 0, 0
-        turned = set[object]()  # samples of a prompt have the same
         for rid, exchange in self.exchanges.items():
             comparison = _Comparison(exchange, oracle, self._setting)
             difference = comparison.run()
@@ -160,17 +156,13 @@ class Transcript:
                 wrong.append(f"{rid}: {difference}")
             num_tokens += comparison.num_tokens
             num_close += comparison.num_close
-            turned |= comparison.turned_places()
-        num_close += len(turned)
         if num_close > 1 + num_tokens * MAX_CLOSE_SHARE:
             wrong.append(f"{num_close} differences by rounding in {num_tokens} tokens: that is too many")
         return Findings("\n".join(wrong), num_tokens, num_close)
 
 
 class _Comparison:
-    """The comparison of one request. ``turned``: keys and values that the engine seems to have rounded to the other of
-    two numbers of FP8 between which they lie. It may have done so in one step and not in another: a prompt is computed
-    by several requests, and again after a retraction. So each token and each logprob may be that of either."""
+    """The comparison of one request."""
 
     def __init__(self, exchange: Exchange, oracle: Oracle, setting: Setting) -> None:
         params, prompt = exchange.request.sampling_params, exchange.request.input_ids
@@ -181,7 +173,6 @@ class _Comparison:
         self._limit = setting.num_new_tokens(exchange.request)
         self._refused = self._limit < 0
         self._forced: tuple[tuple[int, int], ...] = ()
-        self.turned: frozenset[Place] = frozenset()
         self._query = Query(
             prompt=tuple(prompt),
             seed=exchange.seed,
@@ -203,7 +194,8 @@ class _Comparison:
         )
 
     def run(self) -> str:
-        """The first error, "" if there is none."""
+        """The first error, "" if there is none. Where the engine may have rounded a key or a value to another number of
+        FP8, nothing is said of the values."""
         exchange = self._exchange
         if not exchange.ended:
             return "was never answered"
@@ -211,23 +203,9 @@ class _Comparison:
         if self._refused:
             right = reason is not None and reason.type == "abort" and reason.status_code == 400
             return "" if right and not exchange.tokens else "is not refused though it does not fit"
-        wrong = self._first_error(reason)
-        if wrong:
-            near_ties = list(dict.fromkeys(self._answer.near_ties))[:_MAX_NEAR_TIES]
-            for turned in _subsets(near_ties)[1:]:
-                self.turned, self._forced, self.num_tokens, self.num_close = frozenset(turned), (), 0, 0
-                if not self._first_error(reason):
-                    return ""
-            self.turned = frozenset()
-        return wrong
-
-    def turned_places(self) -> set[object]:
-        """:attr:`turned`, each with what it depends on: the weights, and the tokens up to its own."""
-        tokens = (*self._query.prompt, *self._exchange.tokens)
-        return {(self._query.weights, tokens[: place[1] + 1], place) for place in self.turned}
-
-    def _first_error(self, reason: FinishReason | None) -> str:
-        return self._tokens(reason) or self._counts() or self._output_logprobs() or self._input_logprobs(reason)
+        wrong = self._counts()
+        values = "" if wrong else self._tokens(reason) or self._output_logprobs() or self._input_logprobs(reason)
+        return wrong or ("" if self._answer.num_near_ties else values)
 
     def _counts(self) -> str:
         said, num_prompt = 0, len(self._query.prompt)
@@ -244,25 +222,17 @@ class _Comparison:
     def _answer(self) -> Answer:
         return self._oracle.answer(self._query, self._forced)
 
-    @property
-    def _answers(self) -> list[Answer]:
-        """What the engine may have computed. If something was rounded otherwise, all follow the engine's tokens."""
-        if not self.turned:
-            return [self._answer]
-        tokens = tuple(enumerate(self._exchange.tokens))
-        return [self._oracle.answer(self._query, tokens, frozenset(turned)) for turned in _subsets(self.turned)]
-
     def _tokens(self, reason: FinishReason | None) -> str:
         expected = FinishReason(type="length", length=0) if self._limit == 0 else None
         tokens = self._exchange.tokens
         for index, token in enumerate(tokens):
             if expected is not None:
                 return f"goes on with {token} after its end ({_describe(expected)}) at output {index}"
-            steps = [answer.step(index) for answer in self._answers]
+            step = self._answer.step(index)
             self.num_tokens += 1
-            if all(token != step.token for step in steps):
-                if all(token not in step.close for step in steps):
-                    return f"output {index} is {token}, alone it is {steps[0].token} (after {tokens[:index]})"
+            if token != step.token:
+                if token not in step.close:
+                    return f"output {index} is {token}, alone it is {step.token} (after {tokens[:index]})"
                 self.num_close += 1
                 self._forced = (*self._forced, (index, token))
             expected = self._end_after(tokens[: index + 1])
@@ -299,7 +269,7 @@ class _Comparison:
         if not self._exchange.request.return_logprob:
             return "has logprobs that nobody asked for" if any(parts) else ""
         tokens = self._exchange.tokens
-        expected = [[answer.step(index).logprobs for answer in self._answers] for index in range(len(tokens))]
+        expected = [self._answer.step(index).logprobs for index in range(len(tokens))]
         return self._logprobs("output", parts, tokens, expected)
 
     def _input_logprobs(self, reason: FinishReason | None) -> str:
@@ -313,8 +283,7 @@ class _Comparison:
         if len(parts) != 1:
             return f"has its input logprobs in {len(parts)} of its outputs, not in one"
         tokens = request.input_ids[start:]
-        either = zip(*(answer.prompt_logprobs(start) for answer in self._answers), strict=True)
-        rows: list[Sequence[F64] | None] = [None, *either]
+        rows: list[F64 | None] = [None, *self._answer.prompt_logprobs(start)]
         # In the middle of its prompt.
         if reason is not None and reason.type == "abort" and not self._exchange.tokens:
             tokens = tokens[: len(parts[0].token_ids)]
@@ -322,13 +291,9 @@ class _Comparison:
         return self._logprobs("input", parts, tokens, rows)
 
     def _logprobs(
-        self,
-        side: str,
-        parts: Sequence[TokenLogprobs | None],
-        tokens: Sequence[int],
-        expected: Sequence[Sequence[F64] | None],
+        self, side: str, parts: Sequence[TokenLogprobs | None], tokens: Sequence[int], expected: Sequence[F64 | None]
     ) -> str:
-        """``expected``: of each token the rows of logprobs of which one is right, None if it has no logprob."""
+        """``expected``: of each token the row of logprobs, None if it has no logprob."""
         present = [part for part in parts if part is not None]
         ids = [token for part in present for token in part.token_ids]
         chosen = [value for part in present for value in part.logprobs]
@@ -339,14 +304,13 @@ class _Comparison:
             return f"has {side} logprobs of the tokens {ids}, not of {list(tokens)}"
         if len(named) != (len(ids) if asked else 0):
             return f"has {side} logprobs of named tokens at {len(named)} of {len(ids)} positions"
-        for position, (token, value, top, rows) in enumerate(zip(tokens, chosen, tops, expected, strict=True)):
+        for position, (token, value, top, row) in enumerate(zip(tokens, chosen, tops, expected, strict=True)):
             pairs = named[position] if asked else []
-            if rows is None:
+            if row is None:
                 wrong = value is not None or bool(top) or bool(pairs)
             else:
-                wrong = not any(self._agrees((value, token), top, pairs, row) for row in rows)
+                wrong = not self._agrees((value, token), top, pairs, row)
             if wrong:
-                row = None if rows is None else rows[0]
                 right = None if row is None else [(row[token], token), *_best(row, len(top)), *_of(row, asked)]
                 return f"{side} logprobs at {position} are {[(value, token), *top, *pairs]}, alone {right}"
         return ""
@@ -363,12 +327,6 @@ class _Comparison:
             and [id for _, id in named] == request.token_ids_logprob
             and all(_close(got, row[id]) for got, id in (chosen, *named))
         )
-
-
-def _subsets(places: Iterable[Place]) -> list[tuple[Place, ...]]:
-    """All sets of some of ``places``, the smallest first."""
-    some = list(places)
-    return list(chain.from_iterable(combinations(some, num) for num in range(len(some) + 1)))
 
 
 def _close(value: float | None, right: float) -> bool:

@@ -170,28 +170,17 @@ class Model:
         return np.tanh(scores / self.logit_cap) * self.logit_cap if self.logit_cap else scores
 
 
-# A key or a value of a layer: its name, and its position, head and dimension.
-Place = tuple[str, int, int, int]
-
-
 class Answer:
     """One request's answer, computed as far as it is needed. Tokens in ``forced`` are given and not computed.
 
-    ``near_ties``: keys and values so far that lie so near to the middle between two numbers of FP8 that another order
-    of additions may round them to the other one. Those in ``turned`` are rounded to the other one here."""
+    ``num_near_ties``: keys and values so far that lie so near to the middle between two numbers of FP8 that another
+    order of additions may round them to the other one."""
 
-    def __init__(
-        self,
-        models: Callable[[str], Model],
-        query: Query,
-        forced: tuple[tuple[int, int], ...] = (),
-        turned: frozenset[Place] = frozenset(),
-    ) -> None:
+    def __init__(self, models: Callable[[str], Model], query: Query, forced: tuple[tuple[int, int], ...] = ()) -> None:
         self.query = query
-        self.near_ties: list[Place] = []
+        self.num_near_ties = 0
         self._models = models
         self._forced = dict(forced)
-        self._turned = turned
         self._tokens: list[int] = []  # outputs
         self._steps: list[Step] = []
         self._hidden: list[F64] = []  # of the prompt, with the weights of the first output
@@ -254,8 +243,8 @@ class Answer:
         q, k = heads("q", model.num_heads), heads("k", model.num_kv_heads)
         q, k = model.rotate(q, first), model.rotate(k, first)
         v = heads("v", model.num_kv_heads)
-        self._keys[layer].append(self._kept(k, f"{name}.k", first))
-        self._values[layer].append(self._kept(v, f"{name}.v", first))
+        self._keys[layer].append(self._kept(k))
+        self._values[layer].append(self._kept(v))
         keys, values = np.concatenate(self._keys[layer]), np.concatenate(self._values[layer])
         self._keys[layer], self._values[layer] = [keys], [values]
         # [kv heads, tokens of all query heads that share one, head_dim] and [kv heads, all tokens, head_dim]
@@ -274,28 +263,16 @@ class Answer:
         out: F64 = (weights @ values.transpose(1, 0, 2)).reshape(grouped.shape).transpose(2, 0, 1, 3)
         return out.reshape(num, model.num_heads, model.head_dim)
 
-    def _kept(self, x: F64, name: str, first: int) -> F64:
-        """Keys or values x [T, heads, head_dim] of the tokens from position ``first`` on, as they are kept."""
+    def _kept(self, x: F64) -> F64:
+        """Keys or values x [T, heads, head_dim] as they are kept: in FP8 numbers of three bits after the first,
+        exponents from -6 and size to 448, with ties to even."""
         if not self._model.rounds_kv:
             return x
-        rounded, other, is_near_tie = _e4m3(x)
-        for token, head, dim in np.argwhere(is_near_tie).tolist():
-            place = (name, first + token, head, dim)
-            self.near_ties.append(place)
-            if place in self._turned:
-                rounded[token, head, dim] = other[token, head, dim]
-        return rounded
-
-
-def _e4m3(x: F64) -> tuple[F64, F64, npt.NDArray[np.bool_]]:
-    """The nearest numbers of three bits after the first, exponents from -6 and size to 448, with ties to even; the
-    numbers on the other side of x; and whether x is so near to the middle of both that rounding of sums decides."""
-    exponents = np.maximum(np.floor(np.log2(np.maximum(np.abs(x), 2.0**-20))), -6.0)
-    steps = 2.0 ** (exponents - 3)
-    nearest, low = np.round(x / steps), np.floor(x / steps)
-    off = np.abs(x / steps - low - 0.5) * steps
-    rounded, other = (np.clip(n * steps, -448.0, 448.0) for n in (nearest, 2 * low + 1 - nearest))
-    return rounded, other, off <= _NEAR_TIE * np.sqrt((x * x).mean())
+        exponents = np.maximum(np.floor(np.log2(np.maximum(np.abs(x), 2.0**-20))), -6.0)
+        steps = 2.0 ** (exponents - 3)
+        off = np.abs(x / steps - np.floor(x / steps) - 0.5) * steps
+        self.num_near_ties += int((off <= _NEAR_TIE * np.sqrt((x * x).mean())).sum())
+        return np.clip(np.round(x / steps) * steps, -448.0, 448.0)
 
 
 class Oracle:
@@ -306,17 +283,14 @@ class Oracle:
         self.rounds_kv = rounds_kv
         self._models = lru_cache(lambda other: Model(other or folder, rounds_kv))
         self._max_answers = max_answers
-        self._answers: OrderedDict[tuple[Query, tuple[tuple[int, int], ...], frozenset[Place]], Answer] = OrderedDict()
+        self._answers: OrderedDict[tuple[Query, tuple[tuple[int, int], ...]], Answer] = OrderedDict()
 
-    def answer(
-        self, query: Query, forced: tuple[tuple[int, int], ...] = (), turned: frozenset[Place] = frozenset()
-    ) -> Answer:
-        """``forced``: (index, token) of outputs for which the engine's rounding gave another token. ``turned``: see
-        Answer."""
-        key = (query, forced, turned)
+    def answer(self, query: Query, forced: tuple[tuple[int, int], ...] = ()) -> Answer:
+        """``forced``: (index, token) of outputs for which the engine's rounding gave another token."""
+        key = (query, forced)
         found = self._answers.get(key)
         if found is None:
-            found = self._answers[key] = Answer(self._models, query, forced, turned)
+            found = self._answers[key] = Answer(self._models, query, forced)
             if len(self._answers) > self._max_answers:
                 self._answers.popitem(last=False)
         self._answers.move_to_end(key)

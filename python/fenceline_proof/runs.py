@@ -110,7 +110,7 @@ class Outcome:
     report: str = ""
     num_steps: int = 0
     num_tokens: int = 0  # compared with the oracle's
-    num_close: int = 0  # of them, and of keys and values in FP8, those that differ because of rounding
+    num_close: int = 0  # of them, those that differ because of rounding
     events: frozenset[str] = frozenset()  # that were seen (``events.EVENTS``)
     # (part of an edge, function that applies it) of each edge that was reached.
     applied: frozenset[tuple[str, str]] = frozenset()

@@ -25,7 +25,7 @@ class Proof:
     rows: list[Row] = field(default_factory=list)
     num_intact: int = 0
     num_tokens: int = 0  # of the intact engine, compared with the oracle's
-    num_close: int = 0  # of them, and of keys and values in FP8, those that differ because of rounding
+    num_close: int = 0  # of them, those that differ because of rounding
     # In how many runs of ``everything`` each event was seen; empty if too few runs were made to expect all events.
     events: Mapping[str, int] = field(default_factory=dict)
     runs_by_workload: dict[str, int] = field(default_factory=dict)
