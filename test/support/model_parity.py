@@ -266,6 +266,15 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "pad_token_id": 0}),
     "olmo2": ("Olmo2", {"num_key_value_heads": 2}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "num_hidden_layers": 5,
+            "sliding_window": 33,
+            "attention_bias": True,
+            "rope_parameters": {"full_attention": _ROPES["yarn"], "sliding_attention": {"rope_theta": 300.0}},
+        },
+    ),
     "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0}),
     "glm4-moe": (
         "Glm4Moe",

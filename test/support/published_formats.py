@@ -527,6 +527,26 @@ _EXAONE_4 = """
     {{- '[|assistant|]\\n<think>\\n' if enable_thinking else '[|assistant|]\\n<think>\\n\\n</think>\\n\\n' }}
 {%- endif %}"""
 
+_OLMO_3 = """
+{%- for tool in tools or [] %}{{ '<functions>' }}{{ tool | tojson }}{{ '</functions>' }}{% endfor %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + ('environment' if message.role == 'tool' else message.role) + '\\n' }}
+    {{- message.content or '' }}
+    {%- if message.tool_calls %}
+        {{- '<function_calls>' }}
+        {%- for call in message.tool_calls %}
+            {{- call.function.name + '(' }}
+            {%- for key, value in call.function.arguments.items() %}
+                {{- key + '=' + value | tojson + ('' if loop.last else ', ') }}
+            {%- endfor %}
+            {{- ')' + ('' if loop.last else '\\n') }}
+        {%- endfor %}
+        {{- '</function_calls>' }}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{{- '<|im_start|>assistant\\n' if add_generation_prompt }}"""
+
 PUBLISHED: dict[str, Published] = {
     "Qwen2.5 and Qwen3": Published(
         parser="qwen25",
@@ -673,6 +693,15 @@ PUBLISHED: dict[str, Published] = {
         history="]~!b[]~b]system\n[e~[\n]~b]user\nAnd?[e~[\n]~b]ai\n\nWRITTEN[e~[\n]~b]tool\n<response>rain</response>"
         "\n<response>noon</response>[e~[\n]~b]ai\n<think>\n",
         thinks="minimax",
+    ),
+    "OLMo 3": Published(
+        parser="olmo3",
+        mirrors="allenai/Olmo-3.1-32B-Instruct, chat_template.jinja",
+        template=_OLMO_3,
+        written='<function_calls>weather(city="Zürich \\"West\\"\\n<b> 日本 \\\\ {", days=3, hourly=true, '
+        'fields=["a]", {"b": null}])\nnow()</function_calls>',
+        history="<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\nWRITTEN<|im_end|>\n<|im_start|>environment\n"
+        "rain<|im_end|>\n<|im_start|>environment\nnoon<|im_end|>\n<|im_start|>assistant\n",
     ),
     "gpt-oss": Published(
         parser="gpt-oss",

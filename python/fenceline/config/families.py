@@ -484,6 +484,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             rms_norm_eps=1e-5, rope_theta=1e6, windows=_plain_windows, experts=_mixtral_experts
         ),
         "Olmo2ForCausalLM": Family(rms_norm_eps=1e-5),
+        "Olmo3ForCausalLM": Family(
+            rms_norm_eps=1e-5, rope_theta=5e5, local_theta=5e5, windows=partial(_periodic_windows, period=4)
+        ),
         "Phi3ForCausalLM": Family(rms_norm_eps=1e-5, partial_rotary=1.0, windows=_plain_windows),
         "Qwen2ForCausalLM": Family(windows=_qwen_windows),
         "Qwen2MoeForCausalLM": Family(

@@ -577,6 +577,7 @@ class ServerArgs:
             "deepseekv31",
             "glm45",
             "minimax-m2",
+            "olmo3",
             "gpt-oss",
             "granite",
             "hermes",

@@ -160,8 +160,11 @@ def _exaone4(site: LayerSite) -> DecoderLayer:
 
 
 def _olmo2(site: LayerSite) -> DecoderLayer:
-    """OLMo 2 (arXiv:2501.00656): norms after each branch and none before it; queries and keys are normalised too, over
-    all heads at once."""
+    """OLMo 2 (arXiv:2501.00656) and 3 (arXiv:2512.13961): norms after each branch and none before it; queries and keys
+    are normalised too, over all heads at once. In OLMo 3 most layers have a window, and only the others' angles are
+    scaled."""
+    if site.config.window(site.index) is not None:
+        site = replace(site, rotary=site.rotary.local)
     bias, norms = site.config.attention_bias, BranchNorms(after="post_attention_layernorm")
     attention = SelfAttention(site, qkv_bias=bias, o_bias=bias, wide_qk_norm=True, norms=norms)
     return DecoderLayer(attention, GatedMLP(site, norms=BranchNorms(after="post_feedforward_layernorm")))
@@ -210,6 +213,7 @@ MODELS: Mapping[str, Architecture] = MappingProxyType(
         "MistralForCausalLM": Architecture(_plain),
         "MixtralForCausalLM": Architecture(_mixtral),
         "Olmo2ForCausalLM": Architecture(_olmo2),
+        "Olmo3ForCausalLM": Architecture(_olmo2),
         "Phi3ForCausalLM": Architecture(_plain),
         "Qwen2ForCausalLM": Architecture(_qwen2),
         "Qwen2MoeForCausalLM": Architecture(_qwen2_moe),

@@ -247,6 +247,7 @@ EXAONE: Json = {**LLAMA, "architectures": ["Exaone4ForCausalLM"], "sliding_windo
         ({**GEMMA3, "sliding_window_pattern": 2}, (512, None) * 4),
         # as the 32B and the 1.2B are published
         ({**EXAONE, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}, (4096, 4096, 4096, None)),
+        ({**LLAMA, "architectures": ["Olmo3ForCausalLM"]}, (4096, 4096, 4096, None)),
         ({**EXAONE, "sliding_window_pattern": None, "sliding_window": None}, ()),
         ({**MISTRAL, "sliding_window": None}, ()),
         ({**QWEN, "use_sliding_window": False}, ()),

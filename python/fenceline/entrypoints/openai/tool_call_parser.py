@@ -556,7 +556,7 @@ def _pythonic(source: Source) -> Reading[None]:
     if (yield from _blank(source)) == "<" and (yield from _takes(source, "<|python_start|>")):
         yield from _blank(source)
     if source.text.startswith("[", source.pos):
-        yield from _list(source, lambda: _python_call(source))
+        yield from _list(source, lambda: _python_call(source, known=True))
         yield from _takes(source, "<|python_end|>")
         source.drop()
     else:
@@ -564,7 +564,26 @@ def _pythonic(source: Source) -> Reading[None]:
     yield from _rest(source)
 
 
-def _python_call(source: Source) -> Reading[None]:
+def _olmo3(source: Source) -> Reading[None]:
+    """``<function_calls>name(key=value, ...)</function_calls>``, with one call a line."""
+    while (yield from _content_until(source, "<function_calls>")):
+        yield from _blank(source)
+        while (yield from _block(source, _python_call(source, known=False))):
+            if (yield from _takes(source, "</function_calls>")):
+                yield from _blank(source)
+                source.drop()
+                break
+
+
+class _JsonConstants(ast.NodeTransformer):
+    """OLMo 3 writes values as JSON does."""
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        constants = {"true": True, "false": False, "null": None}
+        return ast.Constant(constants[node.id]) if node.id in constants else node
+
+
+def _python_call(source: Source, known: bool) -> Reading[None]:
     while not (name := re.compile(r"[\w.]*(?=[^\w.])").match(source.text, source.pos)):
         if len(source.text) - source.pos > _MAX_NAME_CHARS:
             raise _NotACallError
@@ -577,12 +596,12 @@ def _python_call(source: Source) -> Reading[None]:
         tree = ast.parse(text, mode="eval").body
         if not isinstance(tree, ast.Call) or tree.args:
             raise _NotACallError
-        values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in tree.keywords}
+        values = {str(each.arg): ast.literal_eval(_JsonConstants().visit(each.value)) for each in tree.keywords}
         arguments = json.dumps(values, ensure_ascii=False, allow_nan=False)
         arguments.encode()
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         raise _NotACallError from None
-    yield _call(source, name.group(), known=True)
+    yield _call(source, name.group(), known)
     yield Arguments(arguments)
 
 
@@ -903,6 +922,7 @@ _FORMATS: Mapping[str, ToolCallFormat] = {
     "pythonic": ToolCallFormat(
         _pythonic, ("<|python_start|>", "[func_name1(param"), ("<|python_start|>", "[NAME("), has_special_tokens=True
     ),
+    "olmo3": ToolCallFormat(_olmo3, ("<function_calls>",), ("<function_calls>",)),
     "gpt-oss": ToolCallFormat(_harmony, ("<|channel|>",), (), has_special_tokens=True, reads_reasoning=True),
     "llama3": ToolCallFormat(
         _llama3,

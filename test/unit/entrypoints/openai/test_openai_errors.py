@@ -29,7 +29,7 @@ COMPLETION_MISTAKES = [
     ({"prompt": [261]}, None, "outside the vocabulary of 261"),
     ({"prompt": [-1]}, None, "outside the vocabulary"),
     ({"prompt": [2**63]}, None, "outside the vocabulary"),
-    ({"prompt": "a" * 600}, "prompt", "512"),
+    ({"prompt": "a" * 2100}, "prompt", "2048"),
     ({"n": 0}, "n", "greater than or equal to 1"),
     ({"n": 129}, "n", "128"),
     ({"n": "2"}, "n", "valid integer, got '2'"),
@@ -112,7 +112,7 @@ CHAT_MISTAKES = [
         "messages",
         "needs a last message",
     ),
-    ({"messages": [{"role": "user", "content": "a" * 600}]}, "prompt", "512"),
+    ({"messages": [{"role": "user", "content": "a" * 2100}]}, "prompt", "2048"),
 ]
 TOLERATED = {
     "user": "ann", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "something_new": [1],

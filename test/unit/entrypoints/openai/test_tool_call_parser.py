@@ -135,6 +135,8 @@ CASES = [
     ("pythonic", "[weather(at=-1.5, fields=['(', ')]'], hourly=True, note=None)]", "", [
         ("weather", {"at": -1.5, "fields": ["(", ")]"], "hourly": True, "note": None})
     ]),
+    ("olmo3", "Hm. <function_calls>\nnow()\ngone(note=[null, {'a': false}], hourly=true)\n</function_calls>\n So.",
+     "Hm.So.", [("now", {}), ("gone", {"note": [None, {"a": False}], "hourly": True})]),
     ("json", f'[{{"name": "weather", "parameters": {PARIS_JSON}}}, {NOW_JSON}]', "", BOTH),
 ]  # fmt: skip
 
@@ -164,6 +166,8 @@ PLAIN = [
     ("pythonic", "[now(a=b)]"),
     ("pythonic", "[now(a={1})]"),
     ("pythonic", "[now(a=" + "[" * 500 + "]" * 500 + ")]"),
+    ("olmo3", "Within <function_calls></function_calls> it calls"),
+    ("olmo3", "<function_calls>now(a=nothing)</function_calls>"),
     ("json", "[5]"),
     ("qwen25", '<tool_call>{"arguments": "\\ud800", "name": "now"}</tool_call>'),
     ("pythonic", "[now(a='\\ud800')]"),

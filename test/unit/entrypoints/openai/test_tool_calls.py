@@ -341,6 +341,7 @@ CALLED = {
     "deepseekv3": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Rome"}<｜tool▁call▁end｜>'
     "<｜tool▁calls▁end｜>",
     "pythonic": '[weather(city="Rome")]',
+    "olmo3": '<function_calls>weather(city="Rome")</function_calls>',
     "llama3": '{"name": "weather", "parameters": {"city": "Rome"}}',
     "granite": '<|tool_call|>[{"name": "weather", "arguments": {"city": "Rome"}}]',
 }
