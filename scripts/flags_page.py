@@ -8,7 +8,6 @@ from itertools import groupby
 from pathlib import Path
 
 from fenceline.config.flags import Flag, flags_of
-from fenceline.config.refused import REFUSED
 from fenceline.config.server_args import ServerArgs
 
 _HEADER = """\
@@ -19,17 +18,11 @@ names and meanings wherever SGLang has them. With underscores they are keyword a
 of a YAML file (`--config FILE`); the command line wins over the file, and `--no-FLAG` takes back a switch of the file.
 The model may stand alone (`fenceline serve MODEL --port 8000`), and a flag may be shortened if no other begins so.
 
+Flags of SGLang, vLLM, Text Generation Inference or llama.cpp that are not available are refused with one line that
+names for each another flag, or why to leave it out. A value that asks for what happens anyway is accepted, and so, with
+a warning, is a flag by which no answer changes.
+
 This page is generated: change `python/fenceline/config/server_args.py` and run `python scripts/flags_page.py`.
-"""
-_REFUSED_HEADER = """\
-## Flags of other servers
-
-A start with flags of SGLang, vLLM, Text Generation Inference or llama.cpp that are not available here is refused with
-one line that names each with its remedy: another flag (below), or why to leave it out. A value that asks for what
-happens anyway is accepted, and so, with a warning, is a flag by which no answer changes.
-
-| flag there | here |
-|---|---|
 """
 
 
@@ -39,12 +32,6 @@ def render() -> str:
     for group, flags in groupby(flags_of(ServerArgs).values(), key=lambda flag: flag.spec.group):
         parts.append(f"## {group}\n\n| flag | values | default | meaning |\n|---|---|---|---|\n")
         parts[-1] += "".join(_row(flag) for flag in flags)
-    uses: dict[str, list[str]] = {}
-    for option, refusal in REFUSED.items():
-        if refusal.remedy.startswith("use -"):
-            uses.setdefault(refusal.remedy.removeprefix("use "), []).append(f"`{option}`")
-    rows = (f"| {', '.join(options)} | {_escape(remedy)} |\n" for remedy, options in uses.items())
-    parts.append(_REFUSED_HEADER + "".join(rows))
     return "\n".join(parts)
 
 
