@@ -26,7 +26,7 @@ from fenceline.config.server_args import ServerArgs
 from fenceline.frontend.tokenizer import Tokenizer
 from fenceline.layers.context import Shard, torch_context
 from fenceline.layers.weight import WeightSlots
-from fenceline.models.draft_registry import make_draft_model
+from fenceline.models.draft_families import make_draft_model
 from fenceline.models.families import make_model
 
 VOCAB_SIZE = 64

@@ -1,21 +1,55 @@
-"""The back end of ranks on the CPU: torch.distributed's gloo, over TCP."""
+"""How ranks find each other, and the back end of ranks on the CPU: torch.distributed's gloo, over TCP."""
 
 from __future__ import annotations
 
+import datetime
 import os
+import socket
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fenceline.distributed.meeting import join_group
-from fenceline.memory_order import PeerLostError, sum_gathered
+from fenceline.memory_order import CollectiveBackend, PeerLostError
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+# A collective waits for the slowest rank without a limit, since that rank may read weights for minutes at start-up. A
+# rank that hangs is found by the watchdog.
+NO_LIMIT = datetime.timedelta(days=365)
+_BACKLOG = 1024
 
 
-class GlooBackend:
+def join_group(backend: str, rank: int, size: int, meeting: str, **others: Any) -> None:
+    """Make torch.distributed's default group of ``size`` ranks with ``backend``; waits until all have joined.
+
+    ``meeting`` is the same for all: ``tcp://host:port`` of rank 0's host, or on one host the URI of a file that does
+    not exist yet. Raises ``ValueError`` if rank 0 cannot listen there, else what torch raises."""
+    if meeting.startswith("tcp://"):
+        others["store"] = _tcp_store(rank, size, meeting)
+    else:
+        others["init_method"] = meeting
+    dist.init_process_group(backend, rank=rank, world_size=size, timeout=NO_LIMIT, **others)
+
+
+def _tcp_store(rank: int, size: int, meeting: str) -> Any:
+    """torch's own socket would listen on all interfaces, and whoever reaches the store can change what is in it."""
+    host, _, port = meeting.removeprefix("tcp://").rpartition(":")
+    descriptor = None
+    if rank == 0:
+        try:
+            with socket.create_server((host, int(port)), backlog=_BACKLOG) as listener:
+                descriptor = listener.detach()  # the store closes it
+        except OSError as error:
+            raise ValueError(
+                f"the ranks cannot meet at {meeting} ({error.strerror or error}): check --dist-init-addr"
+            ) from error
+    store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    return store(host, int(port), size, rank == 0, NO_LIMIT, master_listen_fd=descriptor)
+
+
+class GlooBackend(CollectiveBackend):
     """See ``memory_order.CollectiveBackend``. One in a process, since it is torch.distributed's default group."""
 
     def __init__(self, rank: int, size: int, meeting: str, interface: str | None = None) -> None:
@@ -30,17 +64,6 @@ class GlooBackend:
             reason = str(error).partition("\n")[0]
             raise ValueError(f"the ranks cannot meet at {meeting} ({reason}): check --dist-init-addr") from error
 
-    def all_reduce(self, x: torch.Tensor) -> None:
-        """See ``memory_order.CollectiveBackend``. gloo's own all-reduce adds in an order that depends on an element's
-        place."""
-        sum_gathered(self, x)
-
-    def all_reduce_add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor | None:
-        """See ``memory_order.CollectiveBackend``. There is no such operation."""
-        return None
-
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         try:
             dist.all_gather(list(out), x)
@@ -48,16 +71,10 @@ class GlooBackend:
             text = str(error).partition("\n")[0].partition(". ")[0]  # gloo's advice after it does not apply here
             raise PeerLostError(f"rank {self.rank} of {self.size}: a collective has failed ({text})") from error
 
-    def register(self) -> None:
-        """See ``memory_order.CollectiveBackend``. Its operations use no addresses of other ranks."""
-
     def give_up(self) -> None:
         """See ``memory_order.CollectiveBackend``. The other ranks' operations end because this rank leaves the
         group."""
         self.close()
-
-    def check(self) -> None:
-        """See ``memory_order.CollectiveBackend``. It never raises, because an operation that fails raises itself."""
 
     def close(self) -> None:
         dist.destroy_process_group()

@@ -16,12 +16,11 @@ import threading
 import torch
 import torch.distributed as dist
 
-from fenceline.distributed.gloo import LOOPBACK
-from fenceline.distributed.meeting import join_group
-from fenceline.memory_order import CommunicatorError, PeerLostError, sum_gathered
+from fenceline.distributed.gloo import LOOPBACK, join_group
+from fenceline.memory_order import CollectiveBackend, CommunicatorError, PeerLostError
 
 
-class NcclBackend:
+class NcclBackend(CollectiveBackend):
     """See ``memory_order.CollectiveBackend``. One in a process, since it is torch.distributed's default group."""
 
     def __init__(self, rank: int, size: int, meeting: str, device: torch.device, interface: str | None = None) -> None:
@@ -41,17 +40,6 @@ class NcclBackend:
         except RuntimeError as error:
             raise ValueError(f"the ranks cannot meet at {meeting} with NCCL ({_first_line(error)})") from error
 
-    def all_reduce(self, x: torch.Tensor) -> None:
-        """See ``memory_order.CollectiveBackend``. NCCL's own all-reduce adds in an order that depends on an element's
-        place, and rounds each partial sum."""
-        sum_gathered(self, x)
-
-    def all_reduce_add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor | None:
-        """See ``memory_order.CollectiveBackend``. There is no such operation."""
-        return None
-
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """See ``memory_order.CollectiveBackend``. Raises ``CommunicatorError`` in a capture if no operation of this
         size has run before."""
@@ -69,9 +57,6 @@ class NcclBackend:
             ) from error
         if not capturing:
             self._warm.add(nbytes)
-
-    def register(self) -> None:
-        """See ``memory_order.CollectiveBackend``. Its operations use no addresses of other ranks."""
 
     def give_up(self) -> None:
         """See ``memory_order.CollectiveBackend``. Aborts the group; destroying it would wait for operations that never

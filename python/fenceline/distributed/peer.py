@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from fenceline.distributed.nccl import NcclBackend
 from fenceline.distributed.staged import StagedBackend
-from fenceline.memory_order import CommunicatorError, PeerLostError, sum_gathered
+from fenceline.memory_order import CommunicatorError, PeerLostError
 
 try:
     from fenceline_kernel import KernelUnavailable
@@ -83,7 +83,7 @@ class PeerBackend:
         for rows in (1, 5, 64):
             x = torch.randn(rows, 1024, generator=generator, device=self._device).bfloat16()
             wanted, parts = x.clone(), x.new_empty((self.size, *x.shape))
-            sum_gathered(self._others, wanted)
+            self._others.all_reduce(wanted)
             self._others.all_gather(x, parts)
             try:
                 found = self._round(own, x, wanted, parts)
@@ -133,14 +133,14 @@ class PeerBackend:
         address they learn by ``register``."""
         own = self._own
         if own is None:
-            sum_gathered(self._others, x)
+            self._others.all_reduce(x)
         elif own.takes(x):
             own.all_reduce(x, registered=torch.cuda.is_current_stream_capturing())
         elif own.takes(padded := _padded(x)):
             own.all_reduce(padded)
             x.copy_(padded[: x.numel()].view(x.shape))
         else:
-            sum_gathered(self._others, x)
+            self._others.all_reduce(x)
 
     def all_reduce_add_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float

@@ -10,24 +10,15 @@ import torch
 
 from fenceline.distributed.gloo import GlooBackend
 from fenceline.distributed.shared_gpu import VARIABLE
-from fenceline.memory_order import CommunicatorError, sum_gathered
+from fenceline.memory_order import CollectiveBackend, CommunicatorError
 
 
-class StagedBackend:
+class StagedBackend(CollectiveBackend):
     """See ``memory_order.CollectiveBackend``. Tensors are on the GPU."""
 
     def __init__(self, gloo: GlooBackend) -> None:
         self.rank, self.size = gloo.rank, gloo.size
         self._gloo = gloo
-
-    def all_reduce(self, x: torch.Tensor) -> None:
-        sum_gathered(self, x)
-
-    def all_reduce_add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor | None:
-        """See ``memory_order.CollectiveBackend``. There is no such operation."""
-        return None
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """See ``memory_order.CollectiveBackend``. Raises ``CommunicatorError`` in a capture."""
@@ -39,9 +30,6 @@ class StagedBackend:
         parts = torch.empty(out.shape, dtype=out.dtype)
         self._gloo.all_gather(x.cpu(), parts)
         out.copy_(parts)
-
-    def register(self) -> None:
-        """See ``memory_order.CollectiveBackend``. Its operations use no addresses of other ranks."""
 
     def give_up(self) -> None:
         """See ``memory_order.CollectiveBackend``. The other ranks' operations end when this rank's process does."""

@@ -5,13 +5,7 @@ from collections.abc import Callable
 from fenceline.config.server_args import register_kind
 from fenceline.memory_order.arena import Arena, ArenaField, ArenaOutputs, Role
 from fenceline.memory_order.checker import OrderChecker, OrderError
-from fenceline.memory_order.communicator import (
-    CollectiveBackend,
-    Communicator,
-    CommunicatorError,
-    PeerLostError,
-    sum_gathered,
-)
+from fenceline.memory_order.communicator import CollectiveBackend, Communicator, CommunicatorError, PeerLostError
 from fenceline.memory_order.device import CpuDevice, Device, HostChannel, HostWorker
 from fenceline.memory_order.graph import Graph, GraphError, GraphPool, GraphState
 from fenceline.memory_order.guards import (
@@ -68,7 +62,6 @@ __all__ = [
     "rank_consensus",
     "register_device",
     "step_table",
-    "sum_gathered",
     "tokens_in_flight",
     "tree_slots",
     "wait_for_pages",

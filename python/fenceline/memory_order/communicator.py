@@ -29,7 +29,8 @@ class PeerLostError(RuntimeError):
 
 
 class CollectiveBackend(Protocol):
-    """Collective operations on the current stream. Tensors are contiguous and on the device of the ranks.
+    """Collective operations on the current stream. Tensors are contiguous and on the device of the ranks. A back end
+    inherits what this class implements unless it can do better.
 
     All operations raise ``PeerLostError`` where another rank has ended. None has a time limit.
     """
@@ -39,8 +40,14 @@ class CollectiveBackend(Protocol):
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """Replace ``x`` by the sum of all ranks' ``x``: added in float32 in the order of ranks and rounded once, so
-        that all ranks get the same bits, and an element's do not depend on its place."""
-        ...
+        that all ranks get the same bits, and an element's do not depend on its place. Libraries' own all-reduces add
+        in an order that depends on the place, so this one gathers."""
+        parts = x.new_empty((self.size, *x.shape))
+        self.all_gather(x, parts)
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        x.copy_(total)
 
     def all_reduce_add_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
@@ -48,7 +55,7 @@ class CollectiveBackend(Protocol):
         """Add the sum of all ranks' ``x``, as ``all_reduce`` gives it, to ``residual``; return RMSNorm of the result
         with ``weight`` [row], a new tensor. All are [rows, row]. If the back end cannot do this in one operation for
         such tensors, all ranks return None and nothing has been done."""
-        ...
+        return None
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Write all ranks' ``x`` to ``out`` [size, *shape of x], in the order of ranks."""
@@ -57,7 +64,7 @@ class CollectiveBackend(Protocol):
     def register(self) -> None:
         """Exchange the addresses that operations captured since the last call need of other ranks' memory. All ranks
         call it at the same place of their program."""
-        ...
+        return
 
     def give_up(self) -> None:
         """Abort, because this rank or another one has failed: operations of this rank stop waiting for others, and as
@@ -67,22 +74,11 @@ class CollectiveBackend(Protocol):
     def check(self) -> None:
         """Raises ``PeerLostError`` if an operation has ended without all ranks, so that what the device has computed
         since then is wrong. Does not ask the device."""
-        ...
+        return
 
     def close(self) -> None:
         """Leave the group. All ranks call it, with no operation in flight."""
         ...
-
-
-def sum_gathered(backend: CollectiveBackend, x: torch.Tensor) -> None:
-    """Do ``CollectiveBackend.all_reduce`` with the back end's all_gather, for libraries whose own all-reduce adds in
-    another order."""
-    parts = x.new_empty((backend.size, *x.shape))
-    backend.all_gather(x, parts)
-    total = parts[0].float()
-    for part in parts[1:]:
-        total += part
-    x.copy_(total)
 
 
 class Communicator:

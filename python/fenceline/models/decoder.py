@@ -170,7 +170,7 @@ class CausalLM:
 
         def ignored(name: str) -> bool:
             # Some checkpoints store a tied head a second time, and old ones store the rotary table. Multi-token
-            # prediction layers are a draft model (models/mtp.py).
+            # prediction layers are a draft model (models/draft_families.py).
             if name.endswith(KV_SCALES):
                 kv_scales.append(name)
                 return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Set
+from collections.abc import Set
 
 import torch
 
@@ -17,7 +17,7 @@ from fenceline.layers.kernels.embed_join import JoinNorms, embed_and_join
 from fenceline.layers.linear import VocabParallelEmbedding
 from fenceline.layers.rotary import RotaryEmbedding, make_rotary
 from fenceline.layers.weight import RMSNorm, WeightSlots, fill_slots
-from fenceline.models.decoder import ROTARY_TABLES, CausalLM
+from fenceline.models.decoder import ROTARY_TABLES, CausalLM, Weights
 
 
 class DraftModel(ABC):
@@ -78,7 +78,7 @@ class DraftModel(ABC):
         """Where each tensor of the checkpoint goes. Tensors of the target that the draft shares are not included."""
 
     @abstractmethod
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Weights) -> None:
         """Fill all parameters that the draft does not share with the target. Raises ``ValueError`` as
         ``CausalLM.load_weights`` does."""
 
@@ -119,7 +119,7 @@ class StandaloneDraft(DraftModel):
     def weight_slots(self) -> WeightSlots:
         return self.model.weight_slots()
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Weights) -> None:
         self.model.load_weights(weights)
 
 
@@ -182,7 +182,7 @@ class SharingDraft(DraftModel):
             slots |= self.lm_head.weight_slots("lm_head")
         return slots
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Weights) -> None:
         fill_slots(self.weight_slots(), weights, lambda name: name in self.ignored or ROTARY_TABLES in name)
         target = self.target
         # Many drafts have a copy of the target's embedding, of up to a gigabyte. A single rank drops it. Several ranks

@@ -25,7 +25,7 @@ from fenceline.layers.rotary import choice_by_length
 from fenceline.layers.weight import ADDED, WeightSlots
 from fenceline.models.decoder import MTP_PREFIX, CausalLM
 from fenceline.models.draft import DraftModel
-from fenceline.models.draft_registry import make_draft_model
+from fenceline.models.draft_families import make_draft_model
 from fenceline.models.families import make_model
 
 # With the prefixes that models have which see images too. Layers that predict further tokens may have copies.

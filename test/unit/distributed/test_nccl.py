@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fenceline.distributed import meeting, nccl
+from fenceline.distributed import gloo, nccl
 from fenceline.distributed.nccl import NcclBackend
 from fenceline.memory_order import CommunicatorError, PeerLostError
 
@@ -57,7 +57,7 @@ class FakeDistributed:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDistributed:
     fake = FakeDistributed()
-    for module in (nccl, meeting):
+    for module in (nccl, gloo):
         monkeypatch.setattr(module, "dist", fake)
     monkeypatch.delenv(NETWORK, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -19,13 +19,13 @@ from fenceline.distributed.peer import MAX_BYTES, PeerBackend, one_shot_bytes
 from fenceline.distributed.shared_gpu import VARIABLE
 from fenceline.distributed.staged import StagedBackend
 from fenceline.entrypoints import replicas
-from fenceline.memory_order import CommunicatorError, PeerLostError
+from fenceline.memory_order import CollectiveBackend, CommunicatorError, PeerLostError
 from fenceline.scheduler.process import _device_of
 
 CPU = torch.device("cpu")
 
 
-class FakeNccl:
+class FakeNccl(CollectiveBackend):
     """Rank 1 of two; both bring the same."""
 
     rank, size = 1, 2
@@ -220,7 +220,7 @@ class Meeting:
         return torch.stack([part.view(x.shape) for part in parts])
 
 
-class MeetingBackend:
+class MeetingBackend(CollectiveBackend):
     """NCCL's part of one rank of a :class:`Meeting`."""
 
     size = 2
@@ -230,6 +230,12 @@ class MeetingBackend:
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(self.meeting.gather(self.rank, x).view(out.shape))
+
+    def give_up(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 @pytest.mark.parametrize("fault", ["a wrong sum", "an error"])

@@ -153,9 +153,8 @@ def test_compiles(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         types["weight"] = weight
         types["scales"] = "*u8" if numbers == 2 else "*fp32"
         config = grouped_gemm.grouped_config(num_pairs, 128, 2)
-        variant = grouped_gemm._grouped_variant(
-            128, 768, 2048, 8, True, clamps, clamps, groups, numbers, capability >= 90, config
-        )
+        kind = (128, 768, 2048, 8, True, clamps, clamps, groups, numbers, capability >= 90)
+        variant = grouped_gemm._product_variant(kind, config)
         names = kernel.arg_names
         source = ASTSource(
             kernel,

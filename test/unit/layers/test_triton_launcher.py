@@ -96,8 +96,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Recorder]:
         rotate_store._variant,
         decode_prologue_triton._variant,
         sample_triton._variants,
-        step_triton._begin_variant,
-        step_triton._keep_variant,
+        step_triton._paged_variant,
+        step_triton._pieces_variant,
         step_triton._accept_variant,
         step_triton._hidden_variant,
     )

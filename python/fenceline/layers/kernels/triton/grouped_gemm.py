@@ -100,14 +100,14 @@ def grouped_product(
     kind = (num_experts, size, k, pairs_a_row, gated, bias is not None, limit > 0, groups, numbers, pdl)
     operands = (x, weight, routing.order, routing.ends, out, bias, scales, zeros)
     if config is None and num_pairs <= _FEW_PAIRS:
-        variant = _pair_variant(*kind)
+        variant = _product_variant(kind, None)
         grid = (num_pairs * -(-size // variant.constants["BLOCK_N"]),)
         variant.launch(grid, operands, (float(limit),))
         return out
     if config is None:
         config = grouped_config(num_pairs, num_experts, x.element_size())
     assert not packed or config.block_k % 32 == 0
-    variant = _grouped_variant(*kind, config)
+    variant = _product_variant(kind, config)
     num_tiles = min(num_pairs, min(num_pairs, num_experts) + num_pairs // config.block_m)
     grid = (num_tiles * -(-size // config.block_n),)
     variant.launch(grid, operands, (float(limit),))
@@ -131,69 +131,24 @@ def combine_experts(
     return out
 
 
-@cache
-def _pair_variant(
-    num_experts: int,
-    size: int,
-    k: int,
-    pairs_a_row: int,
-    gated: bool,
-    has_bias: bool,
-    clamps: bool,
-    groups: int,
-    numbers: int,
-    pdl: bool,
-) -> KernelVariant:
-    most = 1024 if numbers else 512  # inputs at a time; four-bit numbers take twice as many
-    block_k = min(most, triton.next_power_of_2(k))
-    constants: dict[str, int | bool] = {
-        "NUM_EXPERTS": num_experts,
-        "BLOCK_EXPERTS": triton.next_power_of_2(num_experts),
-        "SIZE": size,
-        "K": k,
-        "PAIRS_A_ROW": pairs_a_row,
-        "GATED": gated,
-        "HAS_BIAS": has_bias,
-        "CLAMPS": clamps,
-        "GROUPS": groups,
-        "NUMBERS": numbers,
-        "BLOCK_N": 4 if gated else 8,
-        "BLOCK_K": block_k,
-        "PDL": pdl,
-    }
-    return KernelVariant(_pair_kernel, constants, 4, pdl)
+# What a product's kernel depends on, but for how it is divided.
+_KIND = ("NUM_EXPERTS", "SIZE", "K", "PAIRS_A_ROW", "GATED", "HAS_BIAS", "CLAMPS", "GROUPS", "NUMBERS", "PDL")
 
 
 @cache
-def _grouped_variant(
-    num_experts: int,
-    size: int,
-    k: int,
-    pairs_a_row: int,
-    gated: bool,
-    has_bias: bool,
-    clamps: bool,
-    groups: int,
-    numbers: int,
-    pdl: bool,
-    config: GroupedConfig,
-) -> KernelVariant:
-    constants: dict[str, int | bool] = {
-        "NUM_EXPERTS": num_experts,
-        "BLOCK_EXPERTS": triton.next_power_of_2(num_experts),
-        "SIZE": size,
-        "K": k,
-        "PAIRS_A_ROW": pairs_a_row,
-        "GATED": gated,
-        "HAS_BIAS": has_bias,
-        "CLAMPS": clamps,
-        "GROUPS": groups,
-        "NUMBERS": numbers,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "PDL": pdl,
-    }
+def _product_variant(kind: tuple[int | bool, ...], config: GroupedConfig | None) -> KernelVariant:
+    """The kernel of tiles, or without ``config`` that of pairs."""
+    constants = dict(zip(_KIND, kind, strict=True))
+    constants["BLOCK_EXPERTS"] = triton.next_power_of_2(constants["NUM_EXPERTS"])
+    pdl = bool(constants["PDL"])
+    if config is None:
+        most = 1024 if constants["NUMBERS"] else 512  # inputs at a time; four-bit numbers take twice as many
+        constants |= {
+            "BLOCK_N": 4 if constants["GATED"] else 8,
+            "BLOCK_K": min(most, triton.next_power_of_2(constants["K"])),
+        }
+        return KernelVariant(_pair_kernel, constants, 4, pdl)
+    constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
     return KernelVariant(_grouped_kernel, constants, config.num_warps, pdl, config.num_stages)
 
 

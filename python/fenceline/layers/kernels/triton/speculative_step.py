@@ -45,7 +45,7 @@ def launch_begin(
     tensors = (rows, state_lens, page_table, last_tokens, *outputs[:-1], outputs.is_bad.view(torch.uint8))
     assert all(t is None or t.is_contiguous() for t in tensors if t is not page_table)
     block, width = _tile(num_rows)
-    variant = _begin_variant(page_size, block, width)
+    variant = _paged_variant(True, page_size, block, width)
     variant.launch((-(-size // block),), tensors, (size, num_rows, depth, page_table.stride(0)))
 
 
@@ -61,7 +61,7 @@ def launch_keep(
     tensors = (*pieces, is_bad.view(torch.uint8), input_ids, *outputs)
     assert all(t is None or t.is_contiguous() for t in tensors)
     numbers = (input_ids.shape[1], column, vocab_size, at)
-    _keep_variant(num_pieces).launch((size,), tensors, numbers)
+    _pieces_variant(False, num_pieces).launch((size,), tensors, numbers)
 
 
 def launch_place(
@@ -75,7 +75,7 @@ def launch_place(
     block, width = _tile(num_rows)
     tensors = (rows, lens, page_table, positions, slots)
     numbers = (size, num_rows, first, page_table.stride(0))
-    _place_variant(page_size, block, width).launch((-(-size // block),), tensors, numbers)
+    _paged_variant(False, page_size, block, width).launch((-(-size // block),), tensors, numbers)
 
 
 def launch_proposal(pieces: Pieces, rows: Tensor, counts: Tensor, kept: Tensor, ids: Tensor | None, ahead: int) -> None:
@@ -84,7 +84,7 @@ def launch_proposal(pieces: Pieces, rows: Tensor, counts: Tensor, kept: Tensor, 
         return
     assert all(t is None or t.is_contiguous() for t in (*pieces, rows, counts, ids))
     numbers = (kept.stride(0), 0 if ids is None else ids.shape[1], ahead)
-    _proposal_variant(num_pieces).launch((size,), (*pieces, rows, counts, kept, ids), numbers)
+    _pieces_variant(True, num_pieces).launch((size,), (*pieces, rows, counts, kept, ids), numbers)
 
 
 def launch_accept(
@@ -126,27 +126,16 @@ def _tile(num_rows: int) -> tuple[int, int]:
 
 
 @cache
-def _begin_variant(page_size: int, block: int, width: int) -> KernelVariant:
+def _paged_variant(begins: bool, page_size: int, block: int, width: int) -> KernelVariant:
     constants = {"PAGE_SIZE": page_size, "BLOCK": block, "WIDTH": width}
-    return KernelVariant(_begin_kernel, constants, _num_warps(block * width))
+    return KernelVariant(_begin_kernel if begins else _place_kernel, constants, _num_warps(block * width))
 
 
 @cache
-def _keep_variant(num_pieces: int) -> KernelVariant:
+def _pieces_variant(proposes: bool, num_pieces: int) -> KernelVariant:
     block = max(32, triton.next_power_of_2(num_pieces))
-    return KernelVariant(_keep_kernel, {"PIECES": num_pieces, "BLOCK": block}, _num_warps(block))
-
-
-@cache
-def _place_variant(page_size: int, block: int, width: int) -> KernelVariant:
-    constants = {"PAGE_SIZE": page_size, "BLOCK": block, "WIDTH": width}
-    return KernelVariant(_place_kernel, constants, _num_warps(block * width))
-
-
-@cache
-def _proposal_variant(num_pieces: int) -> KernelVariant:
-    block = max(32, triton.next_power_of_2(num_pieces))
-    return KernelVariant(_proposal_kernel, {"PIECES": num_pieces, "BLOCK": block}, _num_warps(block))
+    kernel = _proposal_kernel if proposes else _keep_kernel
+    return KernelVariant(kernel, {"PIECES": num_pieces, "BLOCK": block}, _num_warps(block))
 
 
 @cache
