@@ -27,7 +27,6 @@ from fenceline_proof.decisions import Event, Owned, device_bytes, host_bytes
 from fenceline_proof.events import Watch, around, state_of
 from fenceline_proof.flashinfer_library import PLANNED
 from fenceline_proof.launched_attention import LAUNCHED, REFERENCE
-from fenceline_proof.leaks import Leaks
 from fenceline_proof.oracle import Oracle
 from fenceline_proof.random_depths import RandomDepths
 from fenceline_proof.recorded_worker import RecordedWorker
@@ -36,6 +35,7 @@ from fenceline_proof.tiny_model import PLAIN, tiny_draft, tiny_model_path
 from fenceline_proof.watched import WatchedScheduler
 from fenceline_sim.audit import LaunchAuditor
 from fenceline_sim.device import VgpuDevice
+from fenceline_sim.errors import OwnershipError
 from fenceline_sim.footprint import check_footprints
 from fenceline_sim.place import leave_out
 from fenceline_sim.speculative_tags import make_tags
@@ -44,6 +44,7 @@ from fenceline_sim.tags import Tags
 leave_out(Path(__file__).parent, but="collectives.py")
 _MAX_STEPS = 2000
 _NUM_AUDITED = 2  # launches of each kernel
+_MAX_NAMED = 4  # leases of what is left over
 STEP_S = 0.01
 
 
@@ -148,8 +149,6 @@ class Loop:
                 around(controller._backend, "get", after=self._tags.fetched)
         worker = cast(Worker, RecordedWorker(self.runner, self.decisions, self._tags))
         self.scheduler = WatchedScheduler(config, worker, self, self, self._tags)
-        memory = self.scheduler.memory
-        self._leaks = Leaks(memory, self._tags) if self._tags is not None and not device.severed else None
         seed = scenario.flags.get("depth_seed")
         if seed is not None:
             self.scheduler.planner.draft_depth = RandomDepths(tuple(self.scheduler.planner.shapes), int(str(seed)))
@@ -266,14 +265,15 @@ class Loop:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Errors of the engine's accounts and assertions name the lines that hold what is left over."""
+        """Errors of the engine's accounts and assertions name the lines that have leased what is left over."""
         try:
             yield
         except Exception as error:
-            if self._leaks is None:
+            by_engine = type(error) in (AssertionError, RuntimeError) and not self.runner.device.severed
+            lines = self._tags.left_over() if by_engine and self._tags is not None else []
+            if not lines:
                 raise
-            scheduler = self.scheduler
-            raise self._leaks.explain(error, [*scheduler.reqs.values(), *scheduler.population.leaving]) from error
+            raise OwnershipError("\n  ".join([f"ownership: {error}", *lines[:_MAX_NAMED]])) from error
 
     def run(self) -> None:
         """Run until all requests are answered and every transfer has ended. Raises what the engine raises."""

@@ -14,7 +14,7 @@ where they are lost, whether or not that work has run when somebody else uses th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -100,13 +100,13 @@ class Leases:
 
         pool.alloc, pool.retire = noted_alloc, noted_retire  # type: ignore[method-assign, assignment]
 
-    def current(self) -> dict[int, Place]:
-        """What is leased now, with the lines that have leased it."""
-        return {
-            number: lease.leased
+    def besides(self, right: Collection[int]) -> list[str]:
+        """Lines of a report: what is leased now, but for what is ``right``."""
+        return [
+            f"{self.name} {number} is leased at {lease.leased}, and not retired"
             for number, lease in enumerate(self._of_page)
-            if lease is not None and lease.retired is None
-        }
+            if lease is not None and lease.retired is None and number not in right
+        ]
 
     def claim(
         self, pages: Iterable[int], who: str, owner: Owner | None = None, shared: frozenset[int] = frozenset()

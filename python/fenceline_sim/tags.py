@@ -29,6 +29,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.mem_cache.transfer import TransferKind
+from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.mem_cache.tree.radix_cache import RadixCache, TreeNode
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import StepBatch
@@ -832,6 +833,16 @@ class Tags:
             slot = int(wrong[0])
             text = f"the tree has it for {self.prefixes.describe(int(meant[slot]))}"
             self.found(memory, slot, text)
+
+    def left_over(self) -> list[str]:
+        """Lines of a report: what is leased, and belongs neither to the tree nor to a request."""
+        assert self._scheduler is not None, "there is a scheduler"
+        reqs = [*self._scheduler.reqs.values(), *self._scheduler.population.leaving]
+        pages = {*self._tree.all_pages().tolist(), *(page for req in reqs for page in req.pages)}
+        lines = self.pages.besides(pages) + self.rows.besides({req.row for req in reqs})
+        if not reqs and isinstance(self._tree, HiRadixCache):
+            lines += self.host_pages.besides(self._tree.all_host_pages().tolist())
+        return lines
 
     def found(
         self,
