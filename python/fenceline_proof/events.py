@@ -125,11 +125,8 @@ EVENTS: dict[str, str] = {
     "a held page leaves the tree": "while a worker still writes it to storage",
     "eviction from storage": "its directory is full",
     "nothing may leave storage": "for a write that is larger than its directory",
-    "the disk is full": "so pages are not written",
     "storage refuses a write": "of one page",
     "storage raises": "which costs the call's pages",
-    "the books of storage are lost": "the number of bytes in use",
-    "a folder of storage is removed": "with all pages in it",
     # retraction
     "retraction for memory": "",
     "retraction by pause": "",

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -33,7 +32,7 @@ from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.scheduler.population import InFlight
 from fenceline.scheduler.ranks import TURN_DECODER, FollowingRank, LeadingRank, Turn
 from fenceline.scheduler.scheduler import Scheduler
-from fenceline_proof.bad_days import BadDays, leave_behind, order_calls, without_logs
+from fenceline_proof.bad_days import BadDays, order_calls
 from fenceline_proof.hicache_workloads import with_storage_limits
 from fenceline_proof.oracle import Oracle, Query
 from fenceline_proof.script import Arrival, Flag, Flags, Scenario, Script
@@ -158,8 +157,7 @@ class RankRun:
 
     def run(self) -> str:
         """Run both ranks to their end; what is wrong with the answers and with the storages, "" if nothing is."""
-        quiet = without_logs() if "bad_days" in self.scenario.flags else nullcontext()
-        with TemporaryDirectory(prefix="fenceline-prove-") as folder, quiet:
+        with TemporaryDirectory(prefix="fenceline-prove-") as folder:
             ports = PortArgs(scheduler=f"ipc://{folder}/scheduler", detokenizer="", tokenizer="")
             create_rank_board(ports, NUM_RANKS)
             turns: Channel[bytes] = self.gpu.channel()
@@ -180,8 +178,6 @@ class RankRun:
         if "hicache_storage_backend" in flags:
             directory = folder / ("storage" if self._shares_storage else f"storage-{rank}")
             directory.mkdir(mode=0o700, exist_ok=True)
-            if "bad_days" in flags:
-                leave_behind(str(directory), Random(int(str(flags["bad_days"])) + rank))
             flags["hicache_storage_dir"] = str(directory)
         flags.pop("rank_without_weights", None)
         ep_size = int(str(flags.pop("ep_size", 1)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from random import Random
 from tempfile import TemporaryDirectory
@@ -15,7 +15,6 @@ from fenceline.memory_order import CommunicatorError, GraphError, LeaseError, Or
 from fenceline.memory_order.edges import ONE_STREAM, edge_of
 from fenceline.model_executor.graph_runner import GraphMismatch
 from fenceline.scheduler.ranks import RanksDifferError
-from fenceline_proof.bad_days import leave_behind, without_logs
 from fenceline_proof.collectives import Ranks, make_program
 from fenceline_proof.decisions import execute, num_steps
 from fenceline_proof.ranks import NUM_RANKS, RankRun, make_scenario, make_storage_scenario
@@ -243,16 +242,12 @@ def _run_steps(trial: Trial, device: VgpuDevice) -> Loop:
 
 @contextmanager
 def storage_directory(flags: Flags) -> Iterator[Flags]:
-    """``flags`` with a new directory for this run if they ask for storage. With ``bad_days`` it is not empty."""
+    """``flags`` with a new directory for this run if they ask for storage."""
     if flags.get("hicache_storage_backend", "none") == "none":
         yield flags
         return
     with TemporaryDirectory(prefix="fenceline-prove-") as directory:
-        days = flags.get("bad_days")
-        if days is not None:
-            leave_behind(directory, Random(int(str(days))))
-        with nullcontext() if days is None else without_logs():
-            yield {**flags, "hicache_storage_dir": directory}
+        yield {**flags, "hicache_storage_dir": directory}
 
 
 @dataclass(frozen=True, slots=True)
