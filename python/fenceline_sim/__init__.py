@@ -20,8 +20,6 @@ from fenceline_sim.errors import (
 )
 from fenceline_sim.factories import use
 from fenceline_sim.gpu import Event, Graph, VirtualGpu
-from fenceline_sim.kernels import Rows, launch
-from fenceline_sim.operators import declare_rows
 from fenceline_sim.policy import Script, Turn
 from fenceline_sim.threads import Channel
 
@@ -39,14 +37,11 @@ __all__ = [
     "KernelError",
     "ProtectionError",
     "RaceError",
-    "Rows",
     "Script",
     "StaleMemoryError",
     "Turn",
     "VgpuDevice",
     "VgpuError",
     "VirtualGpu",
-    "declare_rows",
-    "launch",
     "use",
 ]

@@ -15,11 +15,13 @@ from fenceline.memory_order.access import Accesses, Memory, PagedMemory, Rows, o
 from fenceline.memory_order.device import Device, FillField, HostChannel, HostWorker, copy_words, fill_each, fill_rows
 from fenceline.memory_order.edges import GRAPH_POOL, Edge, Guard, StreamName
 from fenceline.memory_order.graph import Graph, GraphPool
+from fenceline.memory_order.kernel import register_launcher
 from fenceline.memory_order.stream import Point, Stream, applied_at
 from fenceline_sim import backend
 from fenceline_sim.factories import use
 from fenceline_sim.gpu import Graph as VirtualGraph
 from fenceline_sim.gpu import VirtualGpu
+from fenceline_sim.kernels import launch_declared
 from fenceline_sim.layers import launched_context
 from fenceline_sim.memory import Tag, whole
 from fenceline_sim.place import here
@@ -238,3 +240,4 @@ class VgpuDevice(Device):
 
 register_device(VgpuDevice.kind, VgpuDevice)
 register_layers(backend.NAME, launched_context)
+register_launcher(backend.NAME, launch_declared)

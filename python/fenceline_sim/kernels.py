@@ -1,19 +1,17 @@
-"""Custom kernels: any Python function over memory of the device, with a declared footprint; and the engine's kernels,
-which have declarations (``memory_order.kernel``)."""
+"""Launches of kernels that have declared their accesses (``memory_order.kernel``): any Python function over memory of
+the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from fenceline.memory_order.kernel import Compute, Kernel, register_launcher
-from fenceline.memory_order.kernel import Rows as KernelRows
-from fenceline_sim import backend
+from fenceline.memory_order.kernel import Compute, Kernel, Rows
 from fenceline_sim.gpu import VirtualGpu
 from fenceline_sim.layout import layout_of
 from fenceline_sim.memory import Access, Bound
@@ -22,47 +20,9 @@ from fenceline_sim.streams import Operation
 from fenceline_sim.tensor import VTensor, access
 
 
-class Rows(NamedTuple):
-    """Rows ``ids`` (integers, on the device) of ``tensor``'s first axis."""
-
-    tensor: torch.Tensor
-    ids: torch.Tensor
-
-
-Footprint = Sequence[torch.Tensor | Rows]
-
-
-def launch(label: str, kernel: Callable[..., None], args: Sequence[Any], reads: Footprint, writes: Footprint) -> None:
-    """Queue ``kernel(*args)`` on the current stream of the tensors' GPU.
-
-    When it runs it gets, for the vgpu tensors among ``args``, plain CPU tensors over their memory, and works in place.
-    ``reads`` and ``writes`` declare which of their bytes it accesses; the ids of ``Rows`` count as read.
-    """
-    tensors = [arg for arg in args if isinstance(arg, VTensor)]
-    assert tensors, "a kernel works on at least one tensor of the device"
-    plain = [arg.plain if isinstance(arg, VTensor) else arg for arg in args]
-    indexes = [part for part in (*reads, *writes) if isinstance(part, Rows)]
-    read = [_access(part) for part in reads] + [_access(part.ids) for part in indexes]
-    bounds = [_bound(part) for part in indexes]
-    tensors[0].gpu.submit(
-        label, lambda: kernel(*plain), read, [_access(part) for part in writes], here(), bounds=bounds
-    )
-
-
-def _access(part: torch.Tensor | Rows) -> Access:
-    tensor, index = part if isinstance(part, Rows) else (part, None)
-    assert isinstance(tensor, VTensor), "a footprint lies on the device"
-    assert index is None or isinstance(index, VTensor), "an index lies on the device"
-    return access(tensor, None if index is None else index.plain)
-
-
-def _bound(part: Rows) -> Bound:
-    tensor, ids = part
-    assert isinstance(tensor, VTensor) and isinstance(ids, VTensor), "checked with the access"
+def _bound(tensor: torch.Tensor, ids: torch.Tensor) -> Bound:
+    assert isinstance(tensor, VTensor) and isinstance(ids, VTensor), "rows of the device are named on the device"
     return Bound(tensor.allocation.tag, 0, tensor.shape[0], ids.plain, access(ids))
-
-
-# --- declared kernels ------------------------------------------------------------------------------------
 
 
 class _Declared:
@@ -76,18 +36,18 @@ class _Declared:
         self.starts_next = False
         self._gpu = gpu
 
-    def read(self, tensor: torch.Tensor | None, rows: KernelRows = None) -> None:
+    def read(self, tensor: torch.Tensor | None, rows: Rows = None) -> None:
         if tensor is not None:
             self.reads.accesses.append(self._access(tensor, rows))
             self.reads.tensors.add(id(tensor))
             self._look_up(self.reads.bounds, tensor, rows)
 
-    def write(self, tensor: torch.Tensor | None, rows: KernelRows = None) -> None:
+    def write(self, tensor: torch.Tensor | None, rows: Rows = None) -> None:
         if tensor is not None:
             self.writes.append(self._access(tensor, rows))
             self._look_up(self.bounds, tensor, rows)
 
-    def _access(self, tensor: torch.Tensor, rows: KernelRows) -> Access:
+    def _access(self, tensor: torch.Tensor, rows: Rows) -> Access:
         if isinstance(rows, np.ndarray):
             rows = torch.from_numpy(rows)
         if isinstance(tensor, VTensor):
@@ -96,10 +56,10 @@ class _Declared:
         assert tag is not None, "a kernel reaches memory of the device, and pinned memory"
         return Access(tag, layout_of(tensor), rows)
 
-    def _look_up(self, bounds: list[Bound], tensor: torch.Tensor, rows: KernelRows) -> None:
+    def _look_up(self, bounds: list[Bound], tensor: torch.Tensor, rows: Rows) -> None:
         """Rows on the device have to be within bounds, and are read themselves."""
         if isinstance(rows, torch.Tensor):
-            bounds.append(_bound(Rows(tensor, rows)))
+            bounds.append(_bound(tensor, rows))
             self.read(rows)
 
     def read_tokens(
@@ -210,6 +170,3 @@ def launch_declared(kernel: Kernel, compute: Compute, operands: tuple[Any, ...])
         after=begun,
         starts_next=declared.starts_next and begun is not None,
     )
-
-
-register_launcher(backend.NAME, launch_declared)

@@ -14,7 +14,6 @@ from fenceline_sim import backend
 # rows that are accessed; without one all rows are.
 Indexes = Sequence[tuple[torch.Tensor, int, torch.Tensor]]
 IndexRule = Callable[[Sequence[Any]], Indexes]
-Rows = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 # Composite operators that run as one kernel; all others are decomposed.
 _WHOLE = {
@@ -138,15 +137,6 @@ _RULES: dict[str, IndexRule] = {
          "scatter_reduce_"), _by_dim
     ),
 }  # fmt: skip
-
-
-def declare_rows(name: str, rule: Callable[[Sequence[Any]], Rows]) -> None:
-    """Declare which rows (axis 0) the custom operator ``name`` (``library::name``) accesses, before its first call.
-
-    ``rule`` gets the positional arguments, with plain tensors whose values are not computed yet, and returns the
-    indexed tensors, each with its index.
-    """
-    _RULES[name] = lambda args: [(tensor, 0, index) for tensor, index in rule(args)]
 
 
 def index_rule(label: str) -> IndexRule | None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conformance_vgpu import make_gpu
 
+from fenceline.memory_order.kernel import declared
 from fenceline_sim import (
     BoundsError,
     CheckError,
@@ -13,10 +14,8 @@ from fenceline_sim import (
     GenerationError,
     ProtectionError,
     RaceError,
-    Rows,
     StaleMemoryError,
     VirtualGpu,
-    launch,
     use,
 )
 
@@ -204,7 +203,7 @@ INDEXING = {
     "gather": lambda x, i: x.gather(1, i[:, None]),
     "scatter_add": lambda x, i: x.scatter_add_(1, i[:, None], torch.ones(2, 1, device=x.device)),
     "embedding": lambda x, i: torch.nn.functional.embedding(i, x),
-    "kernel": lambda x, i: launch("kernel", lambda x, i: None, [x, i], reads=[Rows(x, i)], writes=[]),
+    "kernel": lambda x, i: declared("kernel", "x i", "x[i] ->").launch(lambda x, i: None, x, i),
 }
 
 

@@ -8,11 +8,15 @@ from conformance_vgpu import make_gpu
 from scheduler_driver import answers
 from tiny_model import tiny_driver, tiny_requests
 
-from fenceline_sim import AuditError, RaceError, Rows, VgpuDevice, VirtualGpu, declare_rows, launch, use
+from fenceline.memory_order.kernel import declared
+from fenceline_sim import AuditError, RaceError, VgpuDevice, VirtualGpu, use
 
 
-def store_rows(pool: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+def compute_rows(pool: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
     pool[rows] = values
+
+
+store_rows = declared("store_rows", compute_rows, "values -> pool[rows]")
 
 
 def test_a_kernel_runs_in_its_streams_order_on_the_rows_it_names() -> None:
@@ -24,7 +28,7 @@ def test_a_kernel_runs_in_its_streams_order_on_the_rows_it_names() -> None:
     gpu.synchronize_all()
     for stream, rows in zip(streams, indexes, strict=True):
         with gpu.on(stream):
-            launch("store_rows", store_rows, [pool, rows, values], reads=[values], writes=[Rows(pool, rows)])
+            store_rows.run(pool, rows, values)
     gpu.synchronize_all()
     assert pool.sum(1).tolist() == [0, 4, 4, 4, 4, 0, 0, 0]
 
@@ -38,30 +42,12 @@ def test_rows_that_meet_are_a_race_and_the_index_is_read() -> None:
     gpu.name_memory(two, "index")
     gpu.synchronize_all()
     with gpu.on(a):
-        launch("one", store_rows, [pool, one, values], reads=[values], writes=[Rows(pool, one)])
+        store_rows.run(pool, one, values)
         two.fill_(2)
     with gpu.on(b):
-        launch("two", store_rows, [pool, two, values], reads=[values], writes=[Rows(pool, two)])
+        store_rows.run(pool, two, values)
     gpu.synchronize_all()
     assert {race.memory.split(" bytes")[0] for race in gpu.races} == {"pool row 2", "index"}
-
-
-def test_a_custom_operator_of_torch_may_declare_its_rows() -> None:
-    @torch.library.custom_op("vgpu_test::put_rows", mutates_args=("pool",))
-    def put_rows(pool: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-        pool[rows] = values
-
-    declare_rows("vgpu_test::put_rows", lambda args: [(args[0], args[1])])
-    gpu, device = make_gpu()
-    pool, values = torch.zeros(8, 4, device=device), torch.ones(1, 4, device=device)
-    indexes = [torch.tensor([row], device=device) for row in (3, 5)]
-    streams = [gpu.stream("a"), gpu.stream("b")]
-    gpu.synchronize_all()
-    for stream, rows in zip(streams, indexes, strict=True):
-        with gpu.on(stream):
-            put_rows(pool, rows, values)
-    gpu.synchronize_all()
-    assert pool.sum(1).tolist() == [0, 0, 0, 4, 0, 4, 0, 0]
 
 
 def attention_beside_a_copy(gpu: VirtualGpu, ordered: bool) -> None:
@@ -96,7 +82,7 @@ def test_audit_finds_an_undeclared_write() -> None:
     def kernel(x: torch.Tensor) -> None:
         x[:5] = 1
 
-    launch("kernel", kernel, [x], reads=[], writes=[x[:4]])
+    declared("kernel", "x first", "-> first").launch(lambda x, first: kernel(x), x, x[:4])
     with pytest.raises(AuditError, match=r"kernel writes tensor \[8\].*bytes 1[678]\.\.20 without declaring"):
         gpu.synchronize_all()
 
@@ -108,7 +94,7 @@ def test_audit_finds_an_undeclared_read() -> None:
     def kernel(x: torch.Tensor, y: torch.Tensor) -> None:
         y.copy_(x[4:])
 
-    launch("kernel", kernel, [x, y], reads=[x[:4]], writes=[y])
+    declared("kernel", "x y first", "first -> y").launch(lambda x, y, first: kernel(x, y), x, y, x[:4])
     with pytest.raises(AuditError, match="depends on memory that it does not declare"):
         gpu.synchronize_all()
 
@@ -116,7 +102,7 @@ def test_audit_finds_an_undeclared_read() -> None:
 def test_audit_finds_an_accumulation_declared_as_a_write() -> None:
     gpu, device = make_gpu(audit=True)
     x = torch.ones(4, device=device)
-    launch("kernel", lambda x: x.add_(1), [x], reads=[], writes=[x])
+    declared("kernel", "x", "-> x").launch(lambda x: x.add_(1), x)
     with pytest.raises(AuditError, match="depends on memory"):
         gpu.synchronize_all()
 
@@ -135,8 +121,8 @@ def test_audit_is_content_with_honest_kernels() -> None:
     gpu, device = make_gpu(audit=True)
     pool, values = torch.zeros(8, 4, device=device), torch.ones(2, 4, device=device)
     rows = torch.tensor([1, 2], device=device)
-    launch("store_rows", store_rows, [pool, rows, values], reads=[values], writes=[Rows(pool, rows)])
-    launch("add", lambda x: x.add_(1), [pool], reads=[pool], writes=[pool])
+    store_rows.run(pool, rows, values)
+    declared("add", "x", "x -> x").launch(lambda x: x.add_(1), pool)
     assert pool.sum().item() == 40.0
     assert gpu.auditor is not None and gpu.auditor.num_audited >= 5
 
