@@ -349,7 +349,7 @@ class Watch:
         if req is not None:
             self.note(f"abort {state_of(self._scheduler, req)}")
 
-    def _retracts(self, req: Req) -> None:
+    def _retracts(self, req: Req, cause: str) -> None:
         config = self._scheduler.config
         offloads = config.hicache is not None and config.server_args.retract_policy == "offload"
         self.note("retraction by pause" if self._scheduler.control.paused else "retraction for memory")
