@@ -11,6 +11,7 @@ import torch
 from fenceline.config.kv_layout import KVLayout
 from fenceline.layers.attention.base import PLAIN, AttentionBackend, LayerRules
 from fenceline.layers.attention.cpu_backend import CpuAttentionBackend
+from fenceline.layers.attention.fixed_order import FixedOrderAttentionBackend
 from fenceline.layers.attention.reference import ReferenceAttentionBackend
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, QueryTree, VerifyInputs
 from fenceline.mem_cache.kv_pool import KVPool
@@ -86,8 +87,10 @@ class Case:
     @property
     def backends(self) -> list[AttentionBackend]:
         """Those that are made of torch's operators; the last one is what ``torch`` names on its device."""
-        kinds: list[type[ReferenceAttentionBackend]] = [ReferenceAttentionBackend, CpuAttentionBackend]
-        return [kind(self.pool, self.rules_there()) for kind in kinds[: 2 if self.device.type == "cpu" else 1]]
+        kinds: list[type[ReferenceAttentionBackend]] = [ReferenceAttentionBackend]
+        if self.device.type == "cpu":
+            kinds += [FixedOrderAttentionBackend, CpuAttentionBackend]
+        return [kind(self.pool, self.rules_there()) for kind in kinds]
 
     def run(self, mode: ForwardMode, backend: AttentionBackend | None = None) -> list[torch.Tensor]:
         inputs = AttentionInputs(

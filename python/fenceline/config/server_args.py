@@ -541,9 +541,8 @@ class ServerArgs:
     )
     enable_deterministic_inference: bool = _api(
         False,
-        "Logits of a token depend on the tokens before it alone, bit by bit, whatever is computed beside it. On a GPU "
-        "all sums then have a fixed order, which takes our own kernels and some time. On a CPU that is always so in "
-        "float32; in 16 bits it is not promised there, and a warning says so.",
+        "Logits of a token depend on the tokens before it alone, bit by bit, whatever is computed beside it. All "
+        "sums then have a fixed order, which takes some time, and on a GPU our own kernels.",
     )
     reasoning_parser: str | None = _api(
         None,

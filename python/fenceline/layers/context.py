@@ -11,6 +11,7 @@ import torch
 
 from fenceline.config.quantization import QuantConfig
 from fenceline.layers.kernels.base import LayerKernels
+from fenceline.layers.kernels.fixed_order import FixedOrderKernels
 from fenceline.layers.quantized import QuantizedFormat, QuantizedWeight, make_format
 from fenceline.layers.weight import DenseWeight, RMSNorm, Weight
 from fenceline.memory_order import Communicator
@@ -148,16 +149,19 @@ def register_layers(device_type: str, make: Callable[[Shard, torch.dtype], Layer
     _registered[device_type] = make
 
 
-def make_layer_context(device: torch.device, shard: Shard, dtype: torch.dtype) -> LayerContext:
+def make_layer_context(
+    device: torch.device, shard: Shard, dtype: torch.dtype, fixed_order: bool = False
+) -> LayerContext:
     """The context for ``device``. An NVIDIA GPU gets our own kernels, which are compiled on first use (this takes
-    seconds, once), a device with layers of its own gets these. Other devices get torch's operators.
+    seconds, once), a device with layers of its own gets these. Other devices get torch's operators. ``fixed_order``: a
+    row's result may not depend on the rows computed beside it.
 
     Raises ``ValueError`` with the remedy for a GPU without Triton.
     """
     if device.type in _registered:
         return _registered[device.type](shard, dtype)
     if device.type != "cuda":
-        return torch_context(shard, dtype)
+        return fixed_order_context(shard, dtype) if fixed_order else torch_context(shard, dtype)
     try:
         from fenceline.layers.cuda_layers import CudaDenseWeight, CudaLayerKernels, find_skinny_products
         from fenceline.layers.cuda_quantized import CudaQuantizedWeight, find_quantized_products
@@ -185,6 +189,13 @@ def torch_context(shard: Shard, dtype: torch.dtype) -> LayerContext:
         return DenseWeight(out_features, in_features, dtype)
 
     return LayerContext(shard, LayerKernels(), dtype, dense)
+
+
+def fixed_order_context(shard: Shard, dtype: torch.dtype) -> LayerContext:
+    """``torch_context`` whose results for a row are the same bits whatever the other rows are. For a CPU."""
+    kernels = FixedOrderKernels()
+    dense = functools.partial(DenseWeight, dtype=dtype, linear=kernels.linear)
+    return LayerContext(shard, kernels, dtype, dense, functools.partial(QuantizedWeight, linear=kernels.linear))
 
 
 def fp8_kv_dtype(device: torch.device) -> torch.dtype:

@@ -76,7 +76,7 @@ class SharedExpert:
     def __init__(self, config: ModelConfig, size: int, names: ExpertNames, context: LayerContext) -> None:
         hidden_size = config.hidden_size
         outputs = {"gate_proj": size, "up_proj": size}
-        self.names, self.activation = names, config.activation
+        self.names, self.activation, self.kernels = names, config.activation, context.kernels
         inside = context.inside(str(names.shared))
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, outputs, False, inside)
         self.down_proj = RowParallelLinear("down_proj", size, hidden_size, False, inside)
@@ -90,7 +90,7 @@ class SharedExpert:
         y."""
         gated = self.gate_up_proj.forward_gated(x, None, self.activation)
         if self.gate is not None:
-            gated = gated * self.gate.forward(x).sigmoid()
+            gated = gated * self.kernels.sigmoid(self.gate.forward(x))
         return self.down_proj.weight.add_product(y, gated, None)
 
     def weight_slots(self, prefix: str) -> WeightSlots:

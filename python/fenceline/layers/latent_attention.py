@@ -52,6 +52,7 @@ class LatentAttention(TokenMixer):
         self.kv_a_norm = context.norm(self.latent.kv_lora_rank, _EPS)
         per_head = self.latent.qk_nope_head_dim + self.latent.v_head_dim
         outputs = {"kv_b_proj": config.num_heads * per_head}
+        self._kernels = context.kernels
         self.kv_b_proj = MergedColumnParallelLinear(self.latent.kv_lora_rank, outputs, False, context)
         out_size = config.num_heads * self.latent.v_head_dim
         self.o_proj = RowParallelLinear("o_proj", out_size, hidden_size, bias, context)
@@ -72,7 +73,7 @@ class LatentAttention(TokenMixer):
         plain, rotated = queries.split((self.latent.qk_nope_head_dim, self.latent.qk_rope_head_dim), -1)
         latent, common = self.kv_a_proj.forward(normed).split((rank, self.latent.qk_rope_head_dim), -1)
         keys, _ = self._up_matrices()
-        rows[:, :num_heads, :rank] = (plain.transpose(0, 1) @ keys).transpose(0, 1)
+        rows[:, :num_heads, :rank] = self._kernels.by_head(plain, keys.transpose(1, 2))
         rows[:, num_heads, :rank] = self.kv_a_norm.forward(latent.contiguous())
         both = torch.cat((rotated, common.unsqueeze(1)), 1)
         rows[..., rank:] = apply_rotary(both, *rotary_angles(self._rotary.table, batch.positions[0]))
@@ -90,7 +91,7 @@ class LatentAttention(TokenMixer):
     def _add_attended(self, x: torch.Tensor, attended: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         _, values = self._up_matrices()
         sums = attended.view(len(x), self.heads.num_heads, -1)[..., : self.latent.kv_lora_rank]
-        result = (sums.transpose(0, 1) @ values.transpose(1, 2)).transpose(0, 1)
+        result = self._kernels.by_head(sums, values)
         return self.add_product(x, self.o_proj, result.flatten(1), batch)
 
     def _up_matrices(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from fenceline.config.quantization import FP8_BLOCK, INT4_GROUPS, INT8_GROUP, ON_LINE_METHOD, WHOLE_ROWS, QuantConfig
 from fenceline.layers.kernels.base import FP8_MAX
 from fenceline.layers.kernels.four_bit import pack_halves, unpack_halves
-from fenceline.layers.weight import Weight, WeightSlot, WeightSlots
+from fenceline.layers.weight import Linear, Weight, WeightSlot, WeightSlots
 
 FP8 = torch.float8_e4m3fn
 COLUMN_ORDER = "g_idx"  # a tensor of GPTQ: the group of each column
@@ -437,8 +437,9 @@ class QuantizedWeight(Weight):
     """A quantised weight. It is dequantised and multiplied by torch's operators, on any device; this is the reference
     for kernels."""
 
-    def __init__(self, stored: QuantizedFormat) -> None:
+    def __init__(self, stored: QuantizedFormat, linear: Linear = F.linear) -> None:
         super().__init__(*stored.shape)
+        self.linear = linear
         self.stored = stored
         self.kind = stored.kind
 
@@ -451,7 +452,7 @@ class QuantizedWeight(Weight):
     def product(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        y = F.linear(x, self.stored.dequantized(x.dtype), bias)
+        y = self.linear(x, self.stored.dequantized(x.dtype), bias)
         return y if out is None else out.copy_(y)
 
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from fenceline.layers.kernels.base import SILU, LayerKernels
 
 _SHOWN_NAMES = 4
+Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]  # as F.linear
 # Name in the checkpoint → place in the model.
 WeightSlots = dict[str, "WeightSlot"]
 
@@ -240,9 +241,10 @@ class DenseWeight(Weight):
 
     kind = "dense"
 
-    def __init__(self, out_features: int, in_features: int, dtype: torch.dtype) -> None:
-        """Uninitialised, on the default device."""
+    def __init__(self, out_features: int, in_features: int, dtype: torch.dtype, linear: Linear = F.linear) -> None:
+        """Uninitialised, on the default device. ``linear`` computes the product."""
         super().__init__(out_features, in_features)
+        self.linear = linear
         self.data = torch.empty(out_features, in_features, dtype=dtype)
 
     def slots(self, name: str, rows: slice, full_shape: tuple[int, int], dim: int, start: int) -> WeightSlots:
@@ -251,5 +253,5 @@ class DenseWeight(Weight):
     def product(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        y = F.linear(x, self.data, bias)
+        y = self.linear(x, self.data, bias)
         return y if out is None else out.copy_(y)

@@ -118,7 +118,8 @@ def _load_models(
 ) -> tuple[CausalLM, DraftModel | None]:
     model, args, place = config.model, config.server_args, device.torch_device
     with phase("Prepared kernels", "preparing kernels; the first start compiles them"):
-        context = make_layer_context(place, shard, getattr(torch, model.dtype))
+        fixed_order = args.enable_deterministic_inference
+        context = make_layer_context(place, shard, getattr(torch, model.dtype), fixed_order)
     if args.kv_cache_dtype == "fp8_e4m3":
         context = replace(context, kv_dtype=fp8_kv_dtype(place))
     if device.kind == "cuda" and args.load_format != "dummy":
@@ -145,7 +146,8 @@ def _prepare_attention(
 
     def make(num_heads: int, layers: range, prefill: str, decode: str) -> AttentionBackends:
         length = config.model.context_length
-        setting = AttentionSetting(kv_pool, device, num_heads, length, layers, rules, agreed)
+        fixed_order = config.server_args.enable_deterministic_inference
+        setting = AttentionSetting(kv_pool, device, num_heads, length, layers, rules, agreed, fixed_order)
         return make_attention_backends(prefill, decode, setting)
 
     num_heads = shard.divide(config.model.num_heads, "attention heads")

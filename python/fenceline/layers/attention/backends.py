@@ -15,6 +15,7 @@ import torch
 from fenceline.layers.attention.base import PLAIN, AttentionBackend, LayerRules
 from fenceline.layers.attention.by_kind import BackendsByKind
 from fenceline.layers.attention.cpu_backend import CpuAttentionBackend
+from fenceline.layers.attention.fixed_order import FixedOrderAttentionBackend
 from fenceline.layers.attention.reference import ReferenceAttentionBackend
 from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
 from fenceline.mem_cache.kv_pool import KVPool
@@ -46,7 +47,8 @@ class AttentionSetting:
 
     ``layers``: the layers of the pool in which the backend attends (None: all); their heads have the same number and
     size. ``rules``: those of the layers that have any. ``agreed`` takes the name that this rank has chosen by
-    measurement and returns the name that all ranks use."""
+    measurement and returns the name that all ranks use. ``fixed_order``: a query's result may depend on its sequence
+    alone, which on a GPU is up to the caller's choice of a backend."""
 
     kv_pool: KVPool
     device: Device
@@ -55,6 +57,7 @@ class AttentionSetting:
     layers: Sequence[int] | None = None
     rules: Mapping[int, LayerRules] = field(default_factory=dict)
     agreed: Callable[[str], str] = str
+    fixed_order: bool = False
 
     @property
     def own_layers(self) -> Sequence[int]:
@@ -106,8 +109,10 @@ def _make_flashinfer(setting: AttentionSetting) -> AttentionBackend:
 
 
 def _make_torch(setting: AttentionSetting) -> AttentionBackend:
-    on_cpu = setting.kv_pool.device.type == "cpu"
-    return (CpuAttentionBackend if on_cpu else ReferenceAttentionBackend)(setting.kv_pool, setting.rules)
+    if setting.kv_pool.device.type != "cpu":
+        return ReferenceAttentionBackend(setting.kv_pool, setting.rules)
+    kind = FixedOrderAttentionBackend if setting.fixed_order else CpuAttentionBackend
+    return kind(setting.kv_pool, setting.rules)
 
 
 def _make_triton(setting: AttentionSetting) -> AttentionBackend:

@@ -45,22 +45,30 @@ class Requests:
     max_seq_len: int
     tree: QueryTree  # with the ancestors of these requests
 
-    def reads(self, page_size: int, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The slots [G, tokens] int32 that are read, and which of them each query sees: [G, queries, tokens] bool."""
+    def reads(self, page_size: int, window: int | None, align: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """The slots [G, tokens] int32 that are read, and which of them each query sees: [G, queries, tokens] bool. The
+        position of the first of them is a multiple of ``align``."""
         tree, seq_lens, num_tokens = self.tree, self.seq_lens[:, None], self.max_seq_len
         if window is not None:
-            num_tokens = min(num_tokens, window + tree.num_nodes - 1)
+            num_tokens = min(num_tokens, window + tree.num_nodes + align - 2)
         positions = torch.arange(num_tokens, device=seq_lens.device).expand(len(seq_lens), -1)
         if window is not None:
-            positions = positions + (seq_lens - window - tree.num_nodes + 1).clamp(min=0)
-        columns = (positions // page_size).clamp(max=self.page_table.shape[1] - 1)
-        pages = self.page_table.index_select(0, self.rows).gather(1, columns)
-        slots = (pages * page_size + positions % page_size).masked_fill(positions >= seq_lens, _SINK_SLOT)
+            positions = positions + (seq_lens - window - tree.num_nodes + 1).clamp(min=0) // align * align
+        slots = slots_of(self.page_table, self.rows, positions, positions < seq_lens, page_size)
         start = seq_lens - tree.num_nodes
         visible = _visible(tree, (positions - start)[:, None], window)
         # A query before the first token sees that one, so that its softmax has a key.
         own = start + torch.arange(tree.num_nodes - tree.num_queries, tree.num_nodes, device=start.device)
-        return slots.int(), visible | (own < 0)[:, :, None] & (positions == 0)[:, None]
+        return slots, visible | (own < 0)[:, :, None] & (positions == 0)[:, None]
+
+
+def slots_of(
+    page_table: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, valid: torch.Tensor, page_size: int
+) -> torch.Tensor:
+    """The slots [G, tokens] int32 of ``positions`` [G, tokens] of ``rows`` [G]; the sink's where not ``valid``."""
+    columns = (positions // page_size).clamp(max=page_table.shape[1] - 1)
+    pages = page_table.index_select(0, rows).gather(1, columns)
+    return (pages * page_size + positions % page_size).masked_fill(~valid, _SINK_SLOT).int()
 
 
 def _visible(tree: QueryTree, nodes: torch.Tensor, window: int | None) -> torch.Tensor:

@@ -96,6 +96,18 @@ class LayerKernels:
             return F.rms_norm(x, weight.shape, weight, eps)
         return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, K] @ weight [N, K] transposed + bias [N] → a new tensor [T, N]."""
+        return F.linear(x, weight, bias)
+
+    def by_head(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x [T, H, K], each head times the transpose of its own matrix in ``weight`` [H, N, K] → [T, H, N]."""
+        return (x.transpose(0, 1) @ weight.transpose(1, 2)).transpose(0, 1)
+
+    def sigmoid(self, x: torch.Tensor) -> torch.Tensor:
+        """A new tensor of x's type."""
+        return x.sigmoid()
+
     def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """gate_up [T, 2 I], gate then up → activation(gate) * up, a new tensor [T, I]. ``activation`` is one of
         ACTIVATIONS; GELU_TANH is the approximation of gelu by tanh (arXiv:1606.08415)."""
@@ -145,7 +157,7 @@ class LayerKernels:
     def router_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x [T, K] of any floating type times the transpose of ``weight`` [num_experts, K] float32 → [T, num_experts]
         float32."""
-        return F.linear(x.float(), weight)
+        return self.linear(x.float(), weight)
 
     def route(
         self,
@@ -162,7 +174,7 @@ class LayerKernels:
         ``num_sink_slots``, that is, whose keys go to the sink page, are padding and go to no expert.
         """
         padded = out_slots < num_sink_slots
-        scores = logits.sigmoid() if experts.sigmoid else logits.softmax(-1)
+        scores = self.sigmoid(logits) if experts.sigmoid else logits.softmax(-1)
         chosen_by = scores if correction is None else scores + correction
         if experts.num_groups > 1:
             chosen_by = _of_best_groups(chosen_by, experts)
@@ -213,12 +225,12 @@ class LayerKernels:
                     matrix = four_bit_numbers(matrix, scales[expert], own_zeros, x.dtype)
                 elif scales is not None:
                     matrix = _scaled(matrix, scales[expert]).to(x.dtype)
-                products[start:end] = F.linear(rows, matrix, own_bias)
+                products[start:end] = self.linear(rows, matrix, own_bias)
             start = end
         if limit:
             gate, up = products.chunk(2, dim=-1)
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            products = gate * torch.sigmoid(gate * CLAMPED_ALPHA) * (up + 1)
+            products = gate * self.sigmoid(gate * CLAMPED_ALPHA) * (up + 1)
         elif gated:
             products = self.activate(products, SILU)
         return torch.empty_like(products).index_copy_(0, routing.order, products)
