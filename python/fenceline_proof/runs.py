@@ -156,9 +156,7 @@ def _run_devices(trial: Trial, policy: Policy, only_races: bool) -> tuple[Outcom
 def _run(trial: Trial, policy: Policy, only_races: bool = False) -> tuple[Outcome, VirtualGpu]:
     """``only_races``: find all races, and do not compare the answers."""
     with _one_thread():
-        outcome, gpu = _run_in_one_thread(trial, policy, only_races)
-    gpu.close()
-    return outcome, gpu
+        return _run_in_one_thread(trial, policy, only_races)
 
 
 @contextmanager

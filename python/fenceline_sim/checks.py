@@ -33,12 +33,16 @@ _MAX_SHOWN = 6
 
 
 class Checks:
-    """The checks of one virtual GPU. ``moment`` returns a number less than the ``seq`` of all later operations."""
+    """The checks of one virtual GPU. ``moment`` returns a number less than the ``seq`` of all later operations,
+    ``history_of`` an agent's action (``VirtualGpu.history_of``)."""
 
-    def __init__(self, findings: Findings, moment: Callable[[], int], enabled: bool) -> None:
+    def __init__(
+        self, findings: Findings, moment: Callable[[], int], history_of: Callable[[int, int], Operation], enabled: bool
+    ) -> None:
         self.enabled = enabled
         self._findings = findings
         self._moment = moment
+        self._history_of = history_of
         self._watches: dict[Tag, Watch] = {}  # of memory of which something is asked
 
     def begin_fill(self, tensors: Sequence[torch.Tensor], guard: str = "") -> None:
@@ -93,7 +97,7 @@ class Checks:
         tag: Tag = tensor.allocation.tag  # type: ignore[attr-defined]
         watch = self._watches.get(tag)
         if watch is None:
-            watch = self._watches[tag] = Watch(tag)
+            watch = self._watches[tag] = Watch(tag, self._history_of)
         return watch
 
     def _check(self, op: Operation) -> list[CheckError]:
@@ -128,16 +132,17 @@ class Fill(NamedTuple):
 
 
 class Watch:
-    """The checks of one allocation of memory, and the last writers of its units."""
+    """The checks of one allocation of memory, and the last writers of its units as positions in the agents' orders."""
 
-    __slots__ = ("_fills", "_seqs", "_tag", "_unit", "_writers", "generation", "protected_by")
+    __slots__ = ("_fills", "_history_of", "_seqs", "_tag", "_unit", "_writers", "generation", "protected_by")
 
-    def __init__(self, tag: Tag) -> None:
+    def __init__(self, tag: Tag, history_of: Callable[[int, int], Operation]) -> None:
         self._tag = tag
+        self._history_of = history_of
         self._unit = tag.row_bytes or _DEFAULT_UNIT_BYTES
         num_units = -(-tag.region.capacity // self._unit)
         self._seqs = np.zeros(num_units, np.int64)
-        self._writers = np.full(num_units, None, dtype=object)
+        self._writers = np.zeros((num_units, 2), np.int32)  # agent, and index from 1, 0: none
         self._fills: list[Fill] = []
         self.generation = 0  # how often a fill has begun
         self.protected_by: str | None = None  # the guard that keeps graphs from writing it; None if they may
@@ -157,7 +162,7 @@ class Watch:
         """``op`` writes there now."""
         units = units_of(access.layout, _values(access), self._unit)
         self._seqs[units] = op.seq
-        self._writers[units] = op
+        self._writers[units] = op.agent, op.index
 
     def check_read(self, op: Operation, access: Access) -> CheckError | None:
         """The error if reading there now is wrong."""
@@ -175,12 +180,15 @@ class Watch:
     def last_writer(self, access: Access) -> Operation | None:
         """The last writer of the first unit there; None if that was before the memory was checked."""
         units = np.arange(len(self._seqs))[units_of(access.layout, None, self._unit)]
-        writer: Operation | None = self._writers[units[0]] if len(units) else None
-        return writer
+        return self._writer(units[0]) if len(units) else None
+
+    def _writer(self, unit: int) -> Operation | None:
+        agent, index = self._writers[unit].tolist()
+        return self._history_of(agent, index) if index else None
 
     def _stale(self, op: Operation, fill: Fill, units: npt.NDArray[np.int64]) -> FreshnessError:
         memory = self._name(units)
-        writer: Operation | None = self._writers[units[0]]
+        writer = self._writer(units[0])
         written = "never written since it is watched" if writer is None else f"last written by {who(writer)}"
         lines = [
             f"freshness: {memory} read, but not written since the fill began",

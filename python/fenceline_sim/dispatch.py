@@ -169,7 +169,7 @@ def _view(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
 
 def _wrap_views(base: VTensor, result: Any) -> Any:
     if isinstance(result, torch.Tensor):
-        view = wrap(base.gpu, result, base.allocation)
+        view = wrap(result, base.allocation)
         if base.generation:
             view.generation = base.generation
         return view

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from random import Random
 from typing import NamedTuple, TypeVar
+from weakref import ref
 
 import torch
 
@@ -23,22 +23,11 @@ from fenceline_sim.errors import (
     PeerError,
     RaceError,
     StaleMemoryError,
+    VgpuError,
 )
 from fenceline_sim.findings import Findings
 from fenceline_sim.layout import Form, layout_at
-from fenceline_sim.memory import (
-    ALIGN,
-    NO_ACCESS,
-    NO_BOUNDS,
-    Accesses,
-    Allocation,
-    Bounds,
-    PinnedMemory,
-    Pool,
-    Region,
-    Tag,
-    whole,
-)
+from fenceline_sim.memory import ALIGN, NO_ACCESS, NO_BOUNDS, Accesses, Bounds, PinnedMemory, Pool, Region, Tag, whole
 from fenceline_sim.place import Place, here
 from fenceline_sim.policy import Policy, Turn, make_policy
 from fenceline_sim.streams import DEFAULT_STREAM, RELEASE, HostThread, Operation, Purpose, VirtualStream, who
@@ -78,7 +67,7 @@ class VirtualGpu:
         self.detector = Detector(self.history_of, self._stream_of) if detect else None
         self.auditor = Auditor() if audit else None
         self.findings = Findings(collect, self._look_ahead)
-        self.checks = Checks(self.findings, self._moment, enabled=detect)
+        self.checks = Checks(self.findings, self._moment, self.history_of, enabled=detect)
         self.pool = Pool(total_bytes)
         self.pinned = PinnedMemory()
         self.num_run = 0
@@ -86,7 +75,7 @@ class VirtualGpu:
         self._agents: list[VirtualStream | HostThread] = []
         self._random = Random(seed)  # of random numbers drawn on the device, not of the schedule
         self._seq = 0
-        self._released: list[list[tuple[Tag, VirtualStream]]] = [[] for _ in range(num_devices)]
+        self._released: list[list[tuple[Tag, int]]] = [[] for _ in range(num_devices)]  # with the stream's number
         self._capturing: dict[int, Capture] = {}  # by device
         self._num_graphs = 0
         self.default_streams = [self.stream(DEFAULT_STREAM, device) for device in range(num_devices)]
@@ -99,19 +88,6 @@ class VirtualGpu:
         # Is told of each operation that is submitted and accesses memory, also of those of a replay.
         self.submitted: Callable[[VirtualStream, Operation], None] | None = None
         self.launches: LaunchAuditor | None = None  # audits some launches of declared kernels
-
-    def close(self) -> None:
-        """Forget what has used this GPU, so that it can be freed. Nothing may use it afterwards; its findings stay.
-
-        Tensors refer to their GPU, and Python's garbage collector does not follow a tensor that has views. So a cycle
-        from an observer of the GPU, by way of the engine, to such a tensor would never be freed."""
-        self.submitted = self.launches = None
-        # Methods that observers have replaced.
-        for name in [name for name in vars(self) if hasattr(type(self), name)]:
-            delattr(self, name)
-        for stream in self.streams:
-            stream.queue.clear()
-            stream.restart(None)
 
     # --- agents --------------------------------------------------------------------------------------
 
@@ -180,17 +156,19 @@ class VirtualGpu:
         tag = Tag(self.pool.take(pool, form.nbytes), place, form.shape)
         tag.pool, tag.captured, tag.device = pool, capture is not None, stream.device
         tag.region.tenant = tag
-        return tag.region.view(layout_at(form, 0)), Allocation(tag, partial(self._release, tag, stream))
+        return tag.region.view(layout_at(form, 0)), Allocation(tag, self, stream.number)
 
-    def _release(self, tag: Tag, stream: VirtualStream) -> None:
-        self._released[stream.device].append((tag, stream))  # Python's garbage collector may call this at any time
+    def released(self, tag: Tag, stream: int) -> None:
+        """The last tensor over ``tag`` was freed, which Python's garbage collector may do at any time."""
+        self._released[tag.device].append((tag, stream))
 
     def collect_released(self) -> None:
         """Take back the memory of tensors of this thread's device that were freed since the last call."""
         released = self._released[self.thread.device]
         while released:
-            tag, stream = released.pop(0)
-            region = tag.region
+            tag, number = released.pop(0)
+            region, stream = tag.region, self._agents[number]
+            assert isinstance(stream, VirtualStream), "memory is allocated from a stream's pool"
             tag.ended = True
             op = Operation(RELEASE, tag.place, region.poison, writes=(whole(tag),))
             if not tag.pool.startswith("graph "):
@@ -539,6 +517,34 @@ class VirtualGpu:
             elif head.after is not None and not head.after.done:
                 waits.append(f"  {head.where} waits for {head.after.where} at {head.place}")
         return "\n".join([f"deadlock: {op.label} on {op.where} can never run", *waits])
+
+
+class Allocation:
+    """A use of memory of ``gpu``, from the stream of that number, which ends when the last tensor over it is freed.
+
+    It does not keep the GPU alive: Python's garbage collector takes all that a tensor with views refers to for alive,
+    and a GPU that has seen a fault refers to the engine, by way of the frames in which that was raised.
+    """
+
+    __slots__ = ("_gpu", "_stream", "tag")
+
+    def __init__(self, tag: Tag, gpu: VirtualGpu, stream: int) -> None:
+        self.tag = tag
+        self._gpu = ref(gpu)
+        self._stream = stream
+
+    @property
+    def gpu(self) -> VirtualGpu:
+        """Whose memory it is. Raises ``VgpuError`` if nobody has kept that."""
+        gpu = self._gpu()
+        if gpu is None:
+            raise VgpuError("the virtual GPU of this tensor has been freed")
+        return gpu
+
+    def __del__(self) -> None:
+        gpu = self._gpu()
+        if gpu is not None:
+            gpu.released(self.tag, self._stream)
 
 
 def unopened(op: Operation, tag: Tag) -> PeerError:

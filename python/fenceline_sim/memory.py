@@ -7,7 +7,7 @@ allocated on and can be allocated there at once, whatever other streams still do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -129,19 +129,6 @@ Accesses = Sequence[Access]
 Bounds = Sequence[Bound]
 NO_ACCESS: Accesses = ()
 NO_BOUNDS: Bounds = ()
-
-
-class Allocation:
-    """One allocation of device memory. It ends, with ``release``, when the last tensor over it is freed."""
-
-    __slots__ = ("_release", "tag")
-
-    def __init__(self, tag: Tag, release: Callable[[], None]) -> None:
-        self.tag = tag
-        self._release = release
-
-    def __del__(self) -> None:
-        self._release()
 
 
 class Pool:

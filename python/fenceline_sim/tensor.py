@@ -8,9 +8,9 @@ from typing import Any, cast
 import torch
 
 from fenceline_sim import backend
-from fenceline_sim.gpu import VirtualGpu
+from fenceline_sim.gpu import Allocation, VirtualGpu
 from fenceline_sim.layout import Form, Layout, layout_at, layout_of
-from fenceline_sim.memory import Access, Allocation
+from fenceline_sim.memory import Access
 from fenceline_sim.place import Place
 
 _NOTHING: Mapping[str, Any] = {}
@@ -31,7 +31,6 @@ class VTensor(backend.NoTorchFunction, torch.Tensor):  # type: ignore[misc]
     plain: torch.Tensor
     allocation: Allocation
     layout_: Layout
-    gpu: VirtualGpu
     generation: int = 0
 
     @classmethod
@@ -39,6 +38,11 @@ class VTensor(backend.NoTorchFunction, torch.Tensor):  # type: ignore[misc]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return _dispatch[0](func, args, kwargs or _NOTHING)
+
+    @property
+    def gpu(self) -> VirtualGpu:
+        """Where it lies."""
+        return self.allocation.gpu
 
     def data_ptr(self) -> int:
         """Where its memory lies: it differs from that of all other memory that is in use."""
@@ -58,14 +62,13 @@ class VTensor(backend.NoTorchFunction, torch.Tensor):  # type: ignore[misc]
         return f"vgpu {self.cpu()!r}"
 
 
-def wrap(gpu: VirtualGpu, plain: torch.Tensor, allocation: Allocation, layout: Layout | None = None) -> VTensor:
+def wrap(plain: torch.Tensor, allocation: Allocation, layout: Layout | None = None) -> VTensor:
     """A VTensor over ``plain``, a view of the memory of ``allocation``."""
     layout = layout_of(plain) if layout is None else layout
     tensor = cast(VTensor, backend.make_wrapper(VTensor, layout.form, layout.offset))
     tensor.plain = plain
     tensor.allocation = allocation
     tensor.layout_ = layout
-    tensor.gpu = gpu
     return tensor
 
 
@@ -83,4 +86,4 @@ def access(tensor: VTensor, index: torch.Tensor | None = None) -> Access:
 def new_tensor(gpu: VirtualGpu, form: Form, place: Place) -> VTensor:
     """An uninitialised (poisoned) tensor on the current stream."""
     plain, allocation = gpu.allocate(form, place)
-    return wrap(gpu, plain, allocation, layout_at(form, 0))
+    return wrap(plain, allocation, layout_at(form, 0))

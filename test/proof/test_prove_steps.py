@@ -23,7 +23,7 @@ from fenceline_proof.runs import Trial, run
 from fenceline_proof.schedule import shrink
 from fenceline_proof.steps import Loop, make_config
 from fenceline_proof.workloads import SCRIPTED, WORKLOADS
-from fenceline_sim import RaceError, VgpuDevice, VirtualGpu
+from fenceline_sim import RaceError, VgpuDevice, VirtualGpu, use
 from fenceline_sim.policy import Turn
 
 torch.set_num_threads(1)
@@ -222,8 +222,11 @@ def test_whatever_is_still_held_at_the_end_is_noticed() -> None:
             loop.run()
 
 
+@pytest.mark.parametrize("severed", [(), ("forward_after_schedule",)])
 @pytest.mark.parametrize("workload", ["mixed", "speculation"])
-def test_an_engine_is_freed_after_its_run(workload: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_is_freed_after_its_run(
+    workload: str, severed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A campaign makes thousands of runs in one process."""
     made: list[weakref.ref[Loop]] = []
     begin = Loop.__init__
@@ -233,7 +236,8 @@ def test_an_engine_is_freed_after_its_run(workload: str, monkeypatch: pytest.Mon
         begin(self, *args, **options)
 
     monkeypatch.setattr(Loop, "__init__", noting)
-    assert run(Trial(workload, 1)).clean
+    assert run(Trial(workload, 1, frozenset(severed))).clean is not bool(severed)
+    use(VirtualGpu())
     gc.collect()
     assert made
     assert all(loop() is None for loop in made)

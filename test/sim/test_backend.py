@@ -163,8 +163,8 @@ def test_an_output_of_the_wrong_shape_is_refused(device: torch.device) -> None:
 
 
 def test_tensors_of_two_gpus_do_not_meet() -> None:
-    one = torch.ones(2, device=use(VirtualGpu()))
-    other = torch.ones(2, device=use(VirtualGpu()))
+    gpus = VirtualGpu(), VirtualGpu()
+    one, other = [torch.ones(2, device=use(gpu)) for gpu in gpus]
     with pytest.raises(VgpuError, match="two virtual GPUs"):
         one + other
 

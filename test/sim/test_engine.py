@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import lru_cache
 
 import pytest
@@ -10,7 +12,7 @@ from scheduler_driver import answers
 from tiny_model import tiny_driver, tiny_requests
 
 from fenceline.memory_order.edges import RING_EDGES
-from fenceline_sim import Script, Turn, VgpuDevice, VgpuError, VirtualGpu
+from fenceline_sim import Script, Turn, VgpuDevice, VgpuError, VirtualGpu, use
 
 POLICIES = ("fifo", "eager", "laziest", "random", "pct")
 
@@ -91,3 +93,19 @@ def test_the_scheduler_without_an_edge_is_caught(edge: str) -> None:
             answers(tiny_driver(VgpuDevice(frozenset({edge}), gpu)), tiny_requests())
         named |= {race.edge for race in gpu.races}
     assert edge in named
+
+
+def test_a_gpu_that_has_seen_a_fault_is_freed_with_its_engine() -> None:
+    """What it has raised refers to frames of the engine, and so to tensors with views, all of whose references Python's
+    garbage collector takes for ones from outside."""
+
+    def fault() -> weakref.ref[VirtualGpu]:
+        gpu = VirtualGpu()
+        with pytest.raises(VgpuError):
+            answers(tiny_driver(VgpuDevice(frozenset({"forward_after_schedule"}), gpu)), tiny_requests())
+        return weakref.ref(gpu)
+
+    gpu = fault()
+    use(VirtualGpu())
+    gc.collect()
+    assert gpu() is None
