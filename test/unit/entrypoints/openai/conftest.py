@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import openai
 import pytest
 import uvicorn
+import xgrammar
 from fastapi import FastAPI
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.server_args import ServerArgs
+from fenceline.constrained.compile import compile_grammar, make_vocabulary
+from fenceline.constrained.compile_server import Compiled, VocabularySource
+from fenceline.constrained.spec import GrammarSpec
 from fenceline.entrypoints.access import AccessRules
 from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.errors import install_error_handlers
@@ -25,6 +31,7 @@ from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.middleware import RequestMiddleware
 from fenceline.entrypoints.native_api import NativeApi
 from fenceline.entrypoints.openai.router import create_router
+from fenceline.frontend import grammar_client
 from fenceline.frontend.tokenizer import Tokenizer, load_tokenizer
 from fenceline.frontend.tokenizer_manager import TokenizerManager
 from fenceline.ipc.io_struct import (
@@ -190,9 +197,38 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+class Compiler:
+    """Compiles grammars in this process. One of its own for each server would take two seconds of CPU time."""
+
+    ended = False
+
+    def __init__(self, source: VocabularySource, num_children: int) -> None:
+        self._vocabulary = _vocabulary(source)
+
+    async def started(self) -> bytes:
+        """See ``CompileProcess``."""
+        return self._vocabulary.serialize_json().encode()
+
+    async def compile(self, spec: GrammarSpec, max_whitespace: int | None, is_short: bool) -> Compiled:
+        """See ``CompileProcess``."""
+        try:
+            return Compiled(1, compile_grammar(self._vocabulary, spec, max_whitespace))
+        except ValueError as error:
+            return Compiled(1, error=str(error), is_refused=True)
+
+    def close(self) -> None:
+        """See ``CompileProcess``."""
+
+
+@cache
+def _vocabulary(source: VocabularySource) -> xgrammar.TokenizerInfo:
+    return make_vocabulary(source.tokenizer_json, source.special_ids, source.vocab_size, source.eos_token_ids)
+
+
 @pytest.fixture
-def serve(model_dir: Path) -> Callable[..., object]:
+def serve(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
     """``async with serve(**server_args) as server``: a live server with these flags."""
+    monkeypatch.setattr(grammar_client, "CompileProcess", Compiler)
 
     @asynccontextmanager
     async def start(tokenizer: Tokenizer | None = None, **flags: object) -> AsyncIterator[Server]:
@@ -228,6 +264,7 @@ def serve(model_dir: Path) -> Callable[..., object]:
 async def _running(app: FastAPI) -> AsyncIterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off"))
     sock = server.config.bind_socket()
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio does it only to sockets of its own
     task = asyncio.ensure_future(server.serve(sockets=[sock]))
     while not server.started:
         await asyncio.sleep(0.001)
