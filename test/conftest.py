@@ -60,7 +60,9 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 
 def pytest_configure() -> None:
     """A shell has the commands that it starts in the background ignore SIGINT, and so would the servers of tests, until
-    they handle it themselves."""
+    they handle it themselves. What is imported and collected stays: looking through it for garbage again and again
+    would take a quarter of the time of both."""
+    gc.disable()
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -132,6 +134,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.enable()
     _set_aside()
 
 
