@@ -85,11 +85,7 @@ class BenchArgs:
     @classmethod
     def from_namespace(cls, namespace: object) -> BenchArgs:
         """Make BenchArgs from an object with some of its attributes. Those that are missing or None have their
-        defaults.
-
-        Raises:
-            ValueError: a value is unusable. The text names the remedy.
-        """
+        defaults. Raises ValueError, whose text names the remedy, if a value is unusable."""
         values: dict[str, Any] = {}
         for f in fields(cls):
             value = getattr(namespace, f.name, None)
@@ -115,11 +111,7 @@ class BenchArgs:
 
 
 def check(args: BenchArgs) -> None:
-    """Refuse unusable arguments.
-
-    Raises:
-        ValueError: an argument is unusable. The text names the flag and the remedy.
-    """
+    """Raises ValueError, whose text names the flag and the remedy, if an argument is unusable."""
     if args.backend not in BACKENDS:
         raise ValueError(f"--backend {args.backend}: choose one of {', '.join(BACKENDS)}")
     if args.dataset_name not in DATASETS:

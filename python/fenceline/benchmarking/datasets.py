@@ -12,7 +12,7 @@ import numpy as np
 
 from fenceline.benchmarking.args import BenchArgs
 from fenceline.benchmarking.endpoints import backend_kind
-from fenceline.benchmarking.records import BenchRequest, Content, Turn
+from fenceline.benchmarking.records import BenchRequest, Content, Turn, joined
 from fenceline.benchmarking.tokenizer import Tokenizer, count_tokens
 
 # The words of which synthetic prompts are made.
@@ -51,27 +51,12 @@ _USER_ROLES = ("human", "user")
 _DEFAULT_OUTPUT_LEN = 256  # for custom records without output_len
 
 
-def requests_from_file(args: BenchArgs, tokenizer: Tokenizer, rng: np.random.Generator) -> list[BenchRequest]:
-    """Single-turn requests: the first question of each record, up to --num-prompts of them in random order.
-
-    Raises:
-        ValueError: the file cannot be read, or has no usable record.
-    """
-    return _collect(args, tokenizer, rng, max_turns=1)
-
-
-def conversations_from_file(args: BenchArgs, tokenizer: Tokenizer, rng: np.random.Generator) -> list[BenchRequest]:
-    """Conversations: the first --multi-turn-num-turns questions of each record that has at least two.
-
-    Raises:
-        ValueError: the file cannot be read, or has no usable record.
-    """
-    return _collect(args, tokenizer, rng, max_turns=args.multi_turn_num_turns)
-
-
-def _collect(args: BenchArgs, tokenizer: Tokenizer, rng: np.random.Generator, max_turns: int) -> list[BenchRequest]:
+def _from_file(args: BenchArgs, tokenizer: Tokenizer, rng: np.random.Generator) -> list[BenchRequest]:
+    """The first question of each record, or for multi-turn the first --multi-turn-num-turns questions of each record
+    that has at least two: up to --num-prompts records in random order."""
     records = read_records(args.dataset_path)
-    min_turns = 2 if args.dataset_name == "multi-turn" and max_turns > 1 else 1
+    max_turns = args.multi_turn_num_turns if args.dataset_name == "multi-turn" else 1
+    min_turns = min(max_turns, 2)
     requests: list[BenchRequest] = []
     for i in rng.permutation(len(records)):
         turns = _turns(records[i], args, tokenizer, max_turns)
@@ -88,11 +73,8 @@ def _collect(args: BenchArgs, tokenizer: Tokenizer, rng: np.random.Generator, ma
 
 
 def read_records(path: str) -> list[dict[str, Any]]:
-    """The JSON objects in a file, which is one JSON array or has one object per line.
-
-    Raises:
-        ValueError: the file cannot be read, or is malformed.
-    """
+    """The JSON objects in a file, which is one JSON array or has one object per line. Raises ValueError if the file
+    cannot be read, or is malformed."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
         if text.lstrip().startswith("["):
@@ -161,11 +143,8 @@ def _fits(turns: list[Turn], args: BenchArgs) -> bool:
 
 
 def build_requests(args: BenchArgs, tokenizer: Tokenizer | None) -> list[BenchRequest]:
-    """The requests of a run. They depend only on ``args`` (including its seed) and the tokenizer.
-
-    Raises:
-        ValueError: the dataset needs a tokenizer, or the file cannot be read or has no usable record.
-    """
+    """The requests of a run. They depend only on ``args`` (including its seed) and the tokenizer. Raises ValueError if
+    the dataset needs a tokenizer, or the file cannot be read or has no usable record."""
     rng = np.random.default_rng(args.seed)
     if args.dataset_name == "random-ids":
         return _random_ids(args, tokenizer, rng)
@@ -177,18 +156,12 @@ def build_requests(args: BenchArgs, tokenizer: Tokenizer | None) -> list[BenchRe
         return _shared_prefix(args, TextMaker(tokenizer, rng, args.tokenize_prompt), rng)
     if args.dataset_name == "multi-turn" and not args.dataset_path:
         return _multi_turn(args, TextMaker(tokenizer, rng, args.tokenize_prompt), rng)
-    read = conversations_from_file if args.dataset_name == "multi-turn" else requests_from_file
-    return read(args, tokenizer, rng)
+    return _from_file(args, tokenizer, rng)
 
 
 class TextMaker:
-    """Makes text with a given number of tokens from plain words.
-
-    Args:
-        tokenizer: counts tokens, and encodes the text if ``as_ids`` is set.
-        rng: the run's random generator; each call draws from it.
-        as_ids: make token ids (with exact lengths and without special tokens) instead of text.
-    """
+    """Makes text with a given number of tokens from plain words, or with ``as_ids`` token ids, with exact lengths and
+    without special tokens. ``rng``: the run's random generator; each call draws from it."""
 
     def __init__(self, tokenizer: Tokenizer, rng: np.random.Generator, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -270,14 +243,6 @@ def _random_ids(args: BenchArgs, tokenizer: Tokenizer | None, rng: np.random.Gen
     return requests
 
 
-def _joined(head: Content, tail: Content) -> Content:
-    if isinstance(head, str):
-        assert isinstance(tail, str)
-        return f"{head}\n\n{tail}"
-    assert not isinstance(tail, str)
-    return head + tail
-
-
 def _shared_prefix(args: BenchArgs, maker: TextMaker, rng: np.random.Generator) -> list[BenchRequest]:
     """Groups of conversations that start with the same system prompt. --num-prompts does not apply."""
     num = args.gsp_num_groups * args.gsp_prompts_per_group
@@ -292,7 +257,7 @@ def _shared_prefix(args: BenchArgs, maker: TextMaker, rng: np.random.Generator) 
             k = i * args.gsp_num_turns + turn
             content = maker.content(question_lens[k])
             if turn == 0:
-                content = _joined(systems[i // args.gsp_prompts_per_group], content)
+                content = joined(systems[i // args.gsp_prompts_per_group], content, "\n\n")
             turns.append(Turn(content, maker.count(content), output_lens[k]))
         requests.append(BenchRequest(tuple(turns)))
     if args.gsp_ordered:

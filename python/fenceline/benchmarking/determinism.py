@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -33,10 +33,6 @@ class DeterminismResult:
     failed: int
     first: Difference | None = None
     first_error: str = ""
-
-    def as_dict(self) -> dict[str, object]:
-        """The result as a dictionary, for the line of JSON."""
-        return asdict(self)
 
 
 async def check_determinism(

@@ -14,7 +14,7 @@ import numpy as np
 from fenceline.benchmarking.args import BenchArgs
 from fenceline.benchmarking.client import Client
 from fenceline.benchmarking.endpoints import backend_kind
-from fenceline.benchmarking.records import BenchRequest, Call, Content, Message, Prompt, Reply, RequestOutput
+from fenceline.benchmarking.records import BenchRequest, Call, Content, Message, Prompt, Reply, RequestOutput, joined
 from fenceline.benchmarking.tokenizer import Tokenizer
 from fenceline.ipc.progress import progress_bar
 
@@ -31,11 +31,7 @@ def prompt_style(args: BenchArgs) -> Style:
 
 
 def check_template(args: BenchArgs, tokenizer: Tokenizer | None) -> None:
-    """Refuse --apply-chat-template if the tokenizer has no chat template.
-
-    Raises:
-        ValueError: it has none. The text names the remedy.
-    """
+    """Raises ValueError for --apply-chat-template if the tokenizer has no chat template."""
     if prompt_style(args).startswith("template") and (tokenizer is None or not tokenizer.chat_template):
         raise ValueError("--apply-chat-template: the tokenizer has no chat template; leave the flag out")
 
@@ -52,7 +48,7 @@ class Conversation:
     def ask(self, content: Content) -> Prompt:
         """Append ``content`` as the user's next turn. Returns the prompt, which later calls do not change."""
         if self.style == "plain":
-            self._history = content if self._history is None else _concat(self._history, content)
+            self._history = content if self._history is None else joined(self._history, content)
             return self._history
         self._messages.append({"role": "user", "content": self._as_text(content)})
         if self.style == "messages":
@@ -83,14 +79,6 @@ class Conversation:
         if self.tokenizer is None:
             return []  # the server gave no token ids, and there is no tokenizer: the answer is left out
         return list(self.tokenizer.encode(text, add_special_tokens=False))
-
-
-def _concat(head: Content, tail: Content) -> Content:
-    if isinstance(head, str):
-        assert isinstance(tail, str), "turns of one conversation are of one kind"
-        return head + tail
-    assert not isinstance(tail, str), "turns of one conversation are of one kind"
-    return head + tail
 
 
 @dataclass(frozen=True, slots=True)

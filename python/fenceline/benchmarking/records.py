@@ -9,6 +9,15 @@ Prompt = str | list[int] | list[Message]  # text, token ids, or chat messages
 Content = str | list[int]  # one user turn: text or token ids
 
 
+def joined(head: Content, tail: Content, between: str = "") -> Content:
+    """``head`` and ``tail``, which are of one kind; ``between`` separates texts."""
+    if isinstance(head, str):
+        assert isinstance(tail, str), "turns of one conversation are of one kind"
+        return head + between + tail
+    assert not isinstance(tail, str), "turns of one conversation are of one kind"
+    return head + tail
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One user turn. ``prompt_len`` is the number of tokens of ``content``, without the conversation before it."""

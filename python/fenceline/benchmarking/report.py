@@ -166,11 +166,8 @@ def output_path(args: BenchArgs) -> Path:
 
 
 def append_line(path: Path, result: dict[str, Any]) -> None:
-    """Append ``result`` as one line of JSON. An infinite rate is written as ``Infinity``, as in SGLang.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
+    """Append ``result`` as one line of JSON. An infinite rate is written as ``Infinity``, as in SGLang. Raises
+    ValueError if the file cannot be written."""
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(result) + "\n")

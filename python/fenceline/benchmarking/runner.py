@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import aiohttp
+import uvloop
 
 from fenceline.benchmarking import report
 from fenceline.benchmarking.args import BenchArgs
@@ -33,11 +34,8 @@ class Model:
 
 
 async def get_json(session: aiohttp.ClientSession, url: str) -> dict[str, Any] | None:
-    """The JSON object at ``url``; None if the server does not have this route, or answers with something else.
-
-    Raises:
-        ValueError: no server answers, the URL is wrong, or the key is refused.
-    """
+    """The JSON object at ``url``; None if the server does not have this route, or answers with something else. Raises
+    ValueError if no server answers, the URL is wrong, or the key is refused."""
     try:
         async with session.get(url, timeout=_TIMEOUT) as response:
             if response.status in (401, 403):
@@ -59,11 +57,8 @@ async def get_json(session: aiohttp.ClientSession, url: str) -> dict[str, Any] |
 
 
 async def resolve_model(session: aiohttp.ClientSession, root: str, args: BenchArgs) -> Model:
-    """The model's name and tokenizer, from the flags, or else from /get_model_info and /v1/models.
-
-    Raises:
-        ValueError: the server cannot be reached, or does not name a model.
-    """
+    """The model's name and tokenizer, from the flags, or else from /get_model_info and /v1/models. Raises ValueError if
+    the server cannot be reached, or does not name a model."""
     if args.model:
         return Model(args.served_model_name or args.model, args.tokenizer or args.model)
     info = await get_json(session, root + "/get_model_info") or {}
@@ -79,11 +74,7 @@ async def resolve_model(session: aiohttp.ClientSession, root: str, args: BenchAr
 
 
 async def post_control(session: aiohttp.ClientSession, url: str, body: dict[str, Any] | None = None) -> None:
-    """Post to a control route.
-
-    Raises:
-        ValueError: the server refuses or does not answer. The text contains its answer.
-    """
+    """Post to a control route. Raises ValueError with its answer if the server refuses or does not answer."""
     try:
         async with session.post(url, json=body or {}, timeout=_TIMEOUT) as response:
             if response.status != 200:
@@ -128,15 +119,9 @@ _WARMUP_OUTPUT_LEN = 32
 
 def run_benchmark(args: object) -> dict[str, Any]:
     """Run a benchmark, print its report and append its line to the output file. Returns the contents of that line,
-    always with the details of each request.
-
-    Args:
-        args: BenchArgs, or any object with its attributes (argparse.Namespace, SimpleNamespace). Missing attributes
-            have their defaults.
-
-    Raises:
-        ValueError: arguments, server or files are unusable. The text names the remedy.
-    """
+    always with the details of each request. ``args``: BenchArgs, or any object with its attributes (argparse.Namespace,
+    SimpleNamespace); missing attributes have their defaults. Raises ValueError, whose text names the remedy, if
+    arguments, server or files are unusable."""
     bench = args if isinstance(args, BenchArgs) else BenchArgs.from_namespace(args)
     print(f"benchmark_args={bench}")
     raise_file_limit()
@@ -144,12 +129,8 @@ def run_benchmark(args: object) -> dict[str, Any]:
 
 
 def run_async(main: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-    """Run a coroutine on uvloop, or on asyncio's own event loop if uvloop is not installed."""
-    try:
-        from uvloop import new_event_loop
-    except ImportError:
-        return asyncio.run(main)
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+    """Run a coroutine on uvloop."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main)
 
 
@@ -170,7 +151,7 @@ async def _run(args: BenchArgs) -> dict[str, Any]:
         if args.check_determinism:
             found = await check_determinism(client, load.outputs, args.check_determinism, args.seed)
             print(report.format_determinism(found), flush=True)
-            result["determinism"] = found.as_dict()
+            result["determinism"] = asdict(found)
     details = report.result_details(load.outputs)
     report.append_line(report.output_path(args), result | details if args.output_details else result)
     return result | details
@@ -235,11 +216,8 @@ async def _measure(
 
 
 async def _warm_up(client: Client, args: BenchArgs, request: BenchRequest, conversation: Conversation) -> None:
-    """Send the first prompt --warmup-requests times at once, with short answers.
-
-    Raises:
-        ValueError: none of these requests succeeds.
-    """
+    """Send the first prompt --warmup-requests times at once, with short answers. Raises ValueError if none of them
+    succeeds."""
     if args.warmup_requests == 0:
         return
     print(f"Starting warmup with {args.warmup_requests} sequences...", flush=True)

@@ -29,11 +29,8 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> Tokenizer:
-    """Load the tokenizer of a local directory or hub id.
-
-    Raises:
-        ValueError: it cannot be loaded. The text says what to pass instead.
-    """
+    """Load the tokenizer of a local directory or hub id. Raises ValueError, whose text says what to pass instead, if it
+    cannot be loaded."""
     from transformers import PreTrainedTokenizerFast
 
     try:
