@@ -12,8 +12,7 @@ from fenceline.benchmarking.records import Reply, RequestOutput
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first difference between a replay and the run. ``unit`` says whether ``position`` counts tokens or
-    characters."""
+    """The first difference of a replay. ``unit`` says whether ``position`` counts tokens or characters."""
 
     index: int
     turn: int

@@ -100,8 +100,7 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """All outputs, in the order of requests and turns. ``start_time`` (of perf_counter) and ``duration`` are in
-    seconds."""
+    """All outputs, in the order of requests and turns. ``start_time`` and ``duration`` are seconds of perf_counter."""
 
     outputs: list[RequestOutput]
     start_time: float
@@ -109,8 +108,7 @@ class LoadResult:
 
 
 def arrival_times(num: int, request_rate: float, rng: np.random.Generator) -> np.ndarray:
-    """The times at which requests arrive, in seconds after the start: a Poisson process that begins with 0. Float64
-    [num]."""
+    """When requests arrive, in seconds after the start: a Poisson process that begins with 0. Float64 [num]."""
     if request_rate == float("inf"):
         return np.zeros(num)
     gaps = rng.exponential(1.0 / request_rate, size=num)

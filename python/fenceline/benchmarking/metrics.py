@@ -135,8 +135,7 @@ def _turn_metrics(outputs: list[RequestOutput]) -> tuple[TurnMetrics, ...]:
 
 
 def token_times(outputs: list[RequestOutput]) -> np.ndarray:
-    """The times at which the generated tokens arrived, sorted: float64 [number of tokens], in seconds of
-    perf_counter."""
+    """When the generated tokens arrived, sorted: float64 [number of tokens], in seconds of perf_counter."""
     parts = [np.zeros(0)]
     for output in outputs:
         reply = output.reply

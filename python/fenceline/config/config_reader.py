@@ -69,8 +69,7 @@ _COMPUTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
 
 
 class Entries(Mapping[str, object]):
-    """The entries of a config.json, which remember whether they have been read. The rope parameters inside them do
-    too."""
+    """The entries of a config.json and the rope parameters inside them, which remember whether they have been read."""
 
     def __init__(self, values: Mapping[str, object]) -> None:
         self._values = {

@@ -100,8 +100,7 @@ class SpeculativeConfig:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """The possible numbers of tokens that the draft proposes one after the other in a step, ascending; the last is
-        ``num_steps``."""
+        """How many tokens the draft may propose one after the other in a step, ascending; the last is ``num_steps``."""
         return tuple(sorted({0, 1, self.num_steps})) if self.is_adaptive else (self.num_steps,)
 
     @property

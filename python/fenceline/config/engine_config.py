@@ -170,8 +170,7 @@ class EngineConfig:
         return len(self.local_ranks) * self.server_args.dp_size
 
     def public_dict(self) -> dict[str, object]:
-        """The configuration for logs and /get_server_info, as JSON values. API keys are replaced by whether they are
-        set."""
+        """The configuration for logs and /get_server_info, as JSON values. API keys are only said to be set or not."""
         values = dataclasses.asdict(self, dict_factory=_with_lists)
         flags: dict[str, object] = values.pop("server_args")
         del values["replica"]
@@ -269,8 +268,7 @@ def _with_timeouts_of_environment(args: ServerArgs) -> ServerArgs:
 
 
 def _timeout(given: float | None, variable: str) -> float | None:
-    """A timeout in seconds, from the flag or, as in SGLang, from the environment variable, where 0 or less means
-    never."""
+    """A timeout in seconds, from the flag or, as in SGLang, the environment variable, where 0 or less means never."""
     if given is not None:
         return given
     text = os.environ.get(variable, "")
@@ -476,8 +474,7 @@ def choose_device(wanted: str, probe: Callable[[], bool]) -> str:
 
 
 def cuda_is_available() -> bool:
-    """Whether torch can use a CUDA GPU. Asks the driver and torch's files: importing torch would take seconds, and this
-    process does not need it."""
+    """Whether torch can use a CUDA GPU. Asks the driver and torch's files: importing torch would take seconds."""
     if not any(Path(mark).exists() for mark in _DRIVER_MARKS):
         return False
     built_for = torch_cuda_version()

@@ -137,8 +137,7 @@ def _no_windows(reader: ConfigReader, num_layers: int) -> Windows:
 
 
 def _by_layer(reader: ConfigReader, num_layers: int, window: int, slides: Callable[[int], bool]) -> Windows:
-    """Windows by layer: ``layer_types`` in config.json says which layers have the window; without it ``slides``
-    does."""
+    """Windows by layer: ``layer_types`` in config.json says which layers have it; without it ``slides`` does."""
     kinds = reader.strings("layer_types")
     if kinds and len(kinds) < num_layers:
         raise ConfigError(f"config.json: layer_types tells of {len(kinds)} layers, the model has {num_layers}")

@@ -119,8 +119,7 @@ def _read_flags(cls: type[Any]) -> Mapping[str, Flag]:
 
 
 def _flag_type(hint: Any) -> tuple[type[Scalar], bool, bool]:
-    """(the scalar type, whether None is allowed, whether it is a tuple) of a type such as ``tuple[int, ...] |
-    None``."""
+    """(scalar type, whether None is allowed, whether it is a tuple) of a type such as ``tuple[int, ...] | None``."""
     optional = isinstance(hint, types.UnionType)
     if optional:
         members = [arg for arg in typing.get_args(hint) if arg is not types.NoneType]
@@ -156,8 +155,7 @@ def coerce(flag: Flag, value: object) -> Value | None:
 
 
 def _coerce_many(flag: Flag, value: object) -> tuple[Scalar, ...]:
-    """``value`` as a tuple: it may be a list, words in one text (``cuda-graph-bs: 1 2 4`` in YAML) or a single
-    value."""
+    """``value`` as a tuple: it may be a list, words in one text (``cuda-graph-bs: 1 2 4``) or a single value."""
     if isinstance(value, str):
         value = value.split()
     items = list(value) if isinstance(value, (list, tuple)) else [value]

@@ -38,8 +38,7 @@ def keys_and_values(num_kv_heads: int, head_dim: int, dtype: str) -> tuple[KVRow
 
 
 def latent(width: int, dtype: str) -> tuple[KVRow, ...]:
-    """The row of a layer that keeps one compressed vector of ``width`` elements instead of keys and values (MLA), like
-    one head of keys."""
+    """The row of a layer that keeps one compressed vector of ``width`` elements (MLA), like one head of keys."""
     return (KVRow("latent", (1, width), dtype),)
 
 

@@ -345,8 +345,7 @@ def _check_layer_types(reader: ConfigReader, windows: Windows, num_layers: int) 
 
 
 def _soft_cap(reader: ConfigReader, key: str, default: float | None) -> float:
-    """The soft cap ``key``; 0 if there is none, because the entry is null or the family has no such entry (``default``
-    is None)."""
+    """The soft cap ``key``; 0 if the entry is null or the family has no such entry (``default`` is None)."""
     if default is None or (key in reader.values and reader.values[key] is None):
         return 0.0
     cap = reader.number(key, default)

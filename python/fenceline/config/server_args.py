@@ -548,43 +548,23 @@ class ServerArgs:
         None,
         "The model family whose tags mark the thinking of a reasoning model, which answers then carry in "
         "reasoning_content. Default: gpt-oss where the chat template shows its form, else none.",
+        # The last five are other names of these.
         choices=(
-            "deepseek-r1",
-            "deepseek-v3",
-            "glm45",
-            "gpt-oss",
-            "mimo",
-            "minimax",
-            "qwen3",
-            "qwen3-thinking",
-            "seed_oss",
-            *("deepseek_r1", "deepseek_v3", "glm47", "minimax_m2", "openai_gptoss"),  # other names of these
+            "deepseek-r1", "deepseek-v3", "glm45", "gpt-oss", "mimo", "minimax", "qwen3", "qwen3-thinking", "seed_oss",
+            "deepseek_r1", "deepseek_v3", "glm47", "minimax_m2", "openai_gptoss",
         ),
-    )
+    )  # fmt: skip
     tool_call_parser: str | None = _api(
         None,
         "How the model writes tool calls, which answers then carry in tool_calls. Default: the form that the chat "
         "template shows.",
+        # From qwen on they are other names of these.
         choices=(
-            "qwen25",
-            "qwen3_coder",
-            "seed_oss",
-            "llama3",
-            "mistral",
-            "pythonic",
-            "deepseekv3",
-            "deepseekv31",
-            "glm45",
-            "minimax-m2",
-            "olmo3",
-            "gpt-oss",
-            "granite",
-            "hermes",
-            # other names of these
-            *("qwen", "qwen3_xml", "mimo", "llama3_json", "llama4_json", "llama4_pythonic", "deepseek_v3"),
-            *("deepseek_v31", "glm", "glm47", "minimax_m2", "openai"),
+            "qwen25", "qwen3_coder", "seed_oss", "llama3", "mistral", "pythonic", "deepseekv3", "deepseekv31", "glm45",
+            "minimax-m2", "olmo3", "gpt-oss", "granite", "hermes", "qwen", "qwen3_xml", "mimo", "llama3_json", "llama4_json",
+            "llama4_pythonic", "deepseek_v3", "deepseek_v31", "glm", "glm47", "minimax_m2", "openai",
         ),
-    )
+    )  # fmt: skip
     grammar_backend: Literal["xgrammar", "none"] = _api(
         "xgrammar",
         "The library that constrains answers to a JSON schema, a regular expression or a grammar. With none, requests "

@@ -82,8 +82,7 @@ class _Child:
 
 
 def serve(connection: Connection, num_children: int) -> None:
-    """The process's main function: receive a VocabularySource, load the library, send the vocabulary, and compile until
-    the other end is closed."""
+    """The process's main function: receive a VocabularySource, load the library, send the vocabulary, and compile."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
     try:

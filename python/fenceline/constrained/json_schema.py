@@ -87,8 +87,7 @@ class SchemaError(ValueError):
 
 
 class _Nothing(SchemaError):
-    """A schema that no value satisfies. As one of several alternatives, or of a member that may be missing, it is left
-    out."""
+    """A schema that no value satisfies. As an alternative, or of a member that may be missing, it is left out."""
 
 
 class Enforced(NamedTuple):
@@ -557,8 +556,7 @@ def _whole_bounds(low: _Bound | None, high: _Bound | None) -> tuple[_Bound | Non
 
 
 def _unique_lists(values: Sequence[object], least: int, most: int | None, where: str) -> list[object]:
-    """Schemas of all lists of ``least`` to ``most`` of ``values``, none of them twice: in any order if they are few,
-    else in their own."""
+    """Schemas of all lists of ``least`` to ``most`` of ``values``, none of them twice: in any order if they are few."""
     order = itertools.permutations if len(values) <= _MAX_PERMUTED else itertools.combinations
     made: list[object] = []
     for count in range(least, min(len(values), len(values) if most is None else most) + 1):

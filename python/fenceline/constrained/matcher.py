@@ -254,8 +254,7 @@ class GrammarClock:
 
 
 class RequestGrammar:
-    """The state of one request in its grammar, from which follows which tokens may come next. Exactly its published
-    tokens have been accepted."""
+    """The state of one request in its grammar: exactly its published tokens have been accepted."""
 
     def __init__(self, matcher: Any, eos: tuple[int, ...], think: ThinkTokens | None, clock: GrammarClock) -> None:
         """``matcher``: xgrammar's GrammarMatcher. ``eos``: the tokens that end an answer, if it may end. ``think``:

@@ -73,8 +73,7 @@ def within(pattern: str, least: int = 0, most: int | None = None, is_whole: bool
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Whether ``pattern`` matches somewhere in ``text``, as its anchors say. Raises ValueError for what is no
-    pattern."""
+    """Whether ``pattern`` matches somewhere in ``text``. Raises ValueError for what is no pattern."""
     return re.fullmatch(_of_python(_read(pattern, is_whole=False)), text) is not None
 
 

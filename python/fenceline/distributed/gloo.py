@@ -72,8 +72,7 @@ class GlooBackend(CollectiveBackend):
             raise PeerLostError(f"rank {self.rank} of {self.size}: a collective has failed ({text})") from error
 
     def give_up(self) -> None:
-        """See ``memory_order.CollectiveBackend``. The other ranks' operations end because this rank leaves the
-        group."""
+        """See ``memory_order.CollectiveBackend``. Other ranks' operations end because this rank leaves."""
         self.close()
 
     def close(self) -> None:

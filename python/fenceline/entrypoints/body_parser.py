@@ -128,8 +128,7 @@ class BodyParser:
         self._helper_free.release()
 
     def _look(self, num_left: int) -> None:
-        """Kill a helper that was suspended or takes too long. The request that waits for it gets 503, and the next body
-        gets another helper."""
+        """Kill a helper that was suspended or takes too long. Its request gets 503, the next body another helper."""
         if not num_left and self._helper is not None:
             logger.error("The process that parses large bodies has not answered for a minute; it is killed")
             self._helper[0].kill()
@@ -198,8 +197,7 @@ class _CollectedFields(UnknownFields):
 
 
 def _serve(connection: Connection) -> None:
-    """Parse bodies until the other end is closed, at a low priority, so that generation goes first if there are few
-    cores."""
+    """Parse bodies until the other end is closed, at a low priority: generation goes first if there are few cores."""
     os.nice(_NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))

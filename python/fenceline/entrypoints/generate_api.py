@@ -76,8 +76,7 @@ def make_writers(
     manager: TokenizerManager,
     thinking_end: int | None,
 ) -> list[AnswerWriter]:
-    """A writer for each request of a body, which is answered by ``group``; ``thinking_end`` is its
-    :func:`thinking_end_id`."""
+    """A writer for each request of a body that ``group`` answers; ``thinking_end`` is its :func:`thinking_end_id`."""
     shown = manager.tokenizer if body.return_text_in_logprobs else None
     return [
         AnswerWriter(
@@ -228,8 +227,7 @@ class AnswerWriter:
 
 
 class _GrowingText:
-    """JSON that grows at its end. What has been written is kept in blocks that are never copied, because each event of
-    a stream repeats it."""
+    """JSON that grows at its end. Blocks are never copied, because each event of a stream repeats them."""
 
     def __init__(self) -> None:
         self._blocks: list[bytes] = []

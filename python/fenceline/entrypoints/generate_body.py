@@ -126,8 +126,7 @@ def parse_generate(data: bytes, unknown: UnknownFields) -> GenerateBody:
 
 
 def _check_counts(body: GenerateBody) -> None:
-    """Raise RequestError 400 for a list with more entries than there may be requests, and for parameters with too
-    many."""
+    """Raise RequestError 400 for a list with more entries than there may be requests, or parameters with too many."""
     for listed in (
         body.text, body.sampling_params, body.rid, body.return_logprob, body.logprob_start_len, body.top_logprobs_num,
         body.token_ids_logprob, body.extra_key, body.cache_salt,
@@ -247,8 +246,7 @@ async def expand(
 
 
 def _prompts(body: GenerateBody, most: int) -> tuple[Sequence[Prompt], bool]:
-    """The prompts, and whether there is one that is not in a list. More than ``most`` ids are not converted before
-    their number has been checked."""
+    """The prompts, and whether there is one that is not in a list. The number of ids is checked first."""
     if (body.text is None) == (body.input_ids is None):
         raise RequestError(400, "give either text or input_ids, exactly one of them", param="text")
     if body.text is not None:

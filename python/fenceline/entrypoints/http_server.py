@@ -120,8 +120,7 @@ class DirectRoutes:
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the limit of file descriptors of this process and its children to the maximum, since each connection takes
-    one."""
+    """Raise the limit of file descriptors of this process and its children, since each connection takes one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     for wanted in (hard, _MACOS_DESCRIPTORS):
         try:

@@ -200,8 +200,7 @@ def launch_processes(
     scheduler_entry: ProcessEntry = run_scheduler,
     detokenizer_entry: ProcessEntry = run_detokenizer,
 ) -> EngineProcesses:
-    """Start a scheduler for each rank of this host and, on node 0 and unless --skip-tokenizer-init, the detokenizer.
-    Entries are importable."""
+    """Start a scheduler for each rank of this host and, on node 0 and unless --skip-tokenizer-init, the detokenizer."""
     _explain_flags(config)
     context = multiprocessing.get_context("spawn")
     ports = make_ports()

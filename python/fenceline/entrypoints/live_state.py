@@ -25,8 +25,7 @@ _HEADERS = {"Cache-Control": "no-store"}
 
 
 class LiveState:
-    """The scheduler is asked at most five times a second, whatever the number of viewers, and never if there are
-    none."""
+    """The scheduler is asked at most five times a second, however many viewers there are, and never without."""
 
     def __init__(self, manager: TokenizerManager, config: EngineConfig) -> None:
         self._manager = manager

@@ -17,8 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def serve_node(config: EngineConfig, scheduler_entry: ProcessEntry) -> int:
-    """Run the ranks of this host until node 0 stops. Returns the exit status: 0 if the server was asked to stop, else
-    the reason was logged."""
+    """Run the ranks of this host until node 0 stops. Returns the exit status; if it is not 0, the reason was logged."""
     args = config.server_args
     ranks = ", ".join(map(str, config.local_ranks))
     logger.info("Node %d of %d: rank %s; node 0 answers requests.", args.node_rank, args.nnodes, ranks)
@@ -38,8 +37,7 @@ def serve_node(config: EngineConfig, scheduler_entry: ProcessEntry) -> int:
 
 
 async def _wait(backend: EngineProcesses) -> str | None:
-    """Wait until this host's part has ended. Returns the reason, or None if all ranks have ended as they were told
-    to."""
+    """Wait until this host's part has ended. Returns the reason, or None if all ranks have ended as told."""
     loop = asyncio.get_running_loop()
     reasons: asyncio.Queue[str | None] = asyncio.Queue()
 

@@ -43,8 +43,7 @@ _HEADERS = {
 
 
 def install_web_page(app: FastAPI) -> None:
-    """Serve the files, which are read once. If a browser already has the current version of a file, it gets a
-    304."""
+    """Serve the files, which are read once. A browser that has a file's current version gets a 304."""
     folder = files("fenceline.entrypoints").joinpath("web")
     for path, name in _FILES.items():
         content = folder.joinpath(name).read_bytes()

@@ -128,8 +128,7 @@ class ControlClient:
         return _as_one(await self._ask_all(message, timeout_s))
 
     async def _ask_all(self, message: _Control, timeout_s: float = CONTROL_TIMEOUT_S) -> list[ControlReply]:
-        """Each replica's reply, in their order. While weights are being replaced, other messages wait as long as it
-        takes."""
+        """Each replica's reply, in their order. While weights are replaced, other messages wait as long as it takes."""
         if self._failure is not None:
             raise self._failure
         future: asyncio.Future[list[ControlReply]] = asyncio.get_running_loop().create_future()

@@ -210,8 +210,7 @@ class GrammarClient:
         return vocabulary, made
 
     async def _load(self, number: int, data: bytes, vocabulary: bytes) -> None:
-        """Have the scheduler load it, and forget the grammars that it still has to forget, including this one if it
-        fails."""
+        """Have the scheduler load it, and forget those that it still has to forget, including this one if it fails."""
         forgotten, self._forgotten = self._forgotten, []
         try:
             first = b"" if self._vocabulary_sent else vocabulary
@@ -234,8 +233,7 @@ class GrammarClient:
                 self._forgotten.append(grammar.number)
 
     def _running_process(self) -> CompileProcess:
-        """The process, started again if it has ended. Raises RequestError (503) if the last one failed to start a
-        moment ago."""
+        """The process, started again if it has ended. Raises RequestError (503) if it has just failed to start."""
         if self._closed:
             raise shutting_down()
         last = self._process

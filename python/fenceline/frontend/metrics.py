@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -183,11 +183,8 @@ class Metrics:
         yield self._histogram("prompt_tokens_histogram", text, self._prompt_lengths)
         text = "Tokens generated for each of these requests."
         yield self._histogram("generation_tokens_histogram", text, self._generation_lengths)
-        family = GaugeMetricFamily(
-            f"{_PREFIX}build_info", "The versions of what answers.", labels=["model_name", *self._build]
-        )
-        family.add_metric([self._model_name, *self._build.values()], 1.0)
-        yield family
+        text, versions = "The versions of what answers.", [(tuple(self._build.values()), 1)]
+        yield self._family(GaugeMetricFamily, "build_info", text, versions, *self._build)
 
     def _reported(self) -> Iterator[Metric]:
         """The metrics that schedulers report, each once with the samples of all schedulers."""
@@ -247,10 +244,8 @@ class Metrics:
 
     def _refusals(self) -> Metric:
         text = "HTTP requests that were answered with an error, by status and reason."
-        family = CounterMetricFamily(_PREFIX + "num_refused_requests", text, labels=["model_name", "status", "reason"])
-        for pair, value in (self._refused or {("none", "none"): 0}).items():
-            family.add_metric([self._model_name, *pair], float(value))
-        return family
+        refused = self._refused or {("none", "none"): 0}
+        return self._family(CounterMetricFamily, "num_refused_requests", text, refused.items(), "status", "reason")
 
     def _cached(self) -> Metric:
         """Prompt tokens found cached: SGLang's counter with its label, which is there only where there are tiers."""
@@ -263,12 +258,8 @@ class Metrics:
         used, total = state.num_used_host_tokens, state.num_host_tokens
         yield self._gauge("hicache_host_used_tokens", "Tokens whose KV the host tier holds.", used)
         yield self._gauge("hicache_host_total_tokens", "Size of the host tier in tokens.", total)
-        family = GaugeMetricFamily(
-            _PREFIX + "hicache_pages", "Pages of the prefix cache by tier.", labels=["model_name", "state"]
-        )
-        for name, value in state.pages.items():
-            family.add_metric([self._model_name, name], float(value))
-        yield family
+        text, pages = "Pages of the prefix cache by tier.", [((name,), value) for name, value in state.pages.items()]
+        yield self._family(GaugeMetricFamily, "hicache_pages", text, pages, "state")
         yield self._gauge("hicache_locked_nodes", "Nodes of the tree in use.", state.num_locked_nodes)
         text = "Tokens whose KV left a tier."
         yield self._counters("evicted_tokens", text, "cache_source", state.evicted_tokens)
@@ -293,20 +284,28 @@ class Metrics:
         yield family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(_PREFIX + name, text, labels=["model_name"])
-        family.add_metric([self._model_name], float(value))
-        return family
+        return self._family(GaugeMetricFamily, name, text, [((), value)])
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(_PREFIX + name, text, labels=["model_name"])
-        family.add_metric([self._model_name], float(value))
-        return family
+        return self._family(CounterMetricFamily, name, text, [((), value)])
 
     def _counters(self, name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
         """A counter for each value of ``label``; "none" of value 0 shows the metric where there is none yet."""
-        family = CounterMetricFamily(_PREFIX + name, text, labels=["model_name", label])
-        for value_of_label, value in (values or {"none": 0}).items():
-            family.add_metric([self._model_name, value_of_label], float(value))
+        of_labels = [((value_of_label,), value) for value_of_label, value in (values or {"none": 0}).items()]
+        return self._family(CounterMetricFamily, name, text, of_labels, label)
+
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        text: str,
+        values: Iterable[tuple[Sequence[str], float]],
+        *labels: str,
+    ) -> Metric:
+        """A metric with a value for each combination of values of ``labels``."""
+        family = kind(_PREFIX + name, text, labels=["model_name", *labels])
+        for of_labels, value in values:
+            family.add_metric([self._model_name, *of_labels], float(value))
         return family
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:

@@ -27,8 +27,7 @@ def build_labels() -> Mapping[str, str]:
 
 
 def process_metrics() -> Iterator[Metric]:
-    """The metrics of this process and its children, read now: a fraction of a millisecond for each. Processes that end
-    meanwhile are left out."""
+    """The metrics of this process and its children, read now; processes that end meanwhile are left out."""
     memory = GaugeMetricFamily("process_resident_memory_bytes", "Resident memory.", labels=_LABELS)
     virtual = GaugeMetricFamily("process_virtual_memory_bytes", "Virtual memory.", labels=_LABELS)
     cpu = CounterMetricFamily("process_cpu_seconds", "CPU time of user and system.", labels=_LABELS)

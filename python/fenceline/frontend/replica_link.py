@@ -163,8 +163,7 @@ class ReplicaLink:
         )
 
     def close(self) -> None:
-        """See :class:`SchedulerLink`. Nobody receives any more: a replica's message that is still awaited is given
-        up."""
+        """See :class:`SchedulerLink`. Nobody receives any more: messages still awaited are given up."""
         for task in self._receiving.values():
             task.cancel()
         self._receiving.clear()

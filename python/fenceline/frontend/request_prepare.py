@@ -172,8 +172,7 @@ def check_num_logprobs(messages: Sequence[TokenizedGenerateReq]) -> None:
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, limits: SchedulerReady) -> IdArray:
-    """``ids`` as they are sent. Raises RequestError for an empty or oversized prompt and for ids outside the
-    vocabulary."""
+    """``ids`` as they are sent. Raises RequestError for an empty or too long prompt and unknown ids."""
     if not ids:
         raise RequestError(400, "the prompt is empty", param="prompt")
     if len(ids) > limits.max_req_input_len:

@@ -181,8 +181,7 @@ class RequestTable:
         return entry
 
     def advance(self, token: TokenOut) -> RequestEntry | None:
-        """Update the entry of ``token``'s request and return it; None if the client has left. Its last message
-        removes the entry."""
+        """Update the entry of ``token``'s request and return it; None if the client has left. The last removes it."""
         entry = self._by_wire.get(token.rid)
         if entry is None:
             return None
@@ -232,8 +231,7 @@ class RequestTable:
 
 
 class RequestLog:
-    """Writes what --log-requests-level asks for: 0 ids and counts, 1 sampling parameters, 2 the beginning
-    of prompts, 3 all of them."""
+    """Writes what --log-requests-level asks for: 0 ids and counts, 1 sampling parameters, 2 beginnings, 3 all."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._level = config.server_args.log_requests_level if config.server_args.log_requests else -1

@@ -280,8 +280,7 @@ class TokenizerManager:
     async def _prompt_ids(
         self, inputs: Sequence[GenerateInput], given: Mapping[int, IdArray], limits: SchedulerReady
     ) -> list[IdArray]:
-        """The token ids of all prompts; those of one prompt's samples are tokenised once. ``given``: see
-        :meth:`_check_untokenised`."""
+        """The token ids of all prompts, each tokenised once. ``given``: see :meth:`_check_untokenised`."""
         most = max(MAX_BODY_TOKENS, limits.context_length)
         tokenised: dict[int, IdArray] = {}
         for special in (True, False):
@@ -320,8 +319,7 @@ class TokenizerManager:
         self._link.send(AbortReq(rid=entry.wire_rid, message=message, status_code=503))
 
     def _start_ticks(self) -> None:
-        """While requests are in flight, send the scheduler the time often enough for it to end those whose time is
-        over."""
+        """While requests are in flight, send the scheduler the time often enough to end those whose time is over."""
         if self._ticker is None and self._tick_s is not None:
             self._tick()
 

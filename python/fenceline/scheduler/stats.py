@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
+import msgspec
+
 from fenceline.ipc.io_struct import CudaGraphState, HiCacheState, InternalState, TransferState
 from fenceline.mem_cache.host.cache_controller import TransferCounts
 from fenceline.mem_cache.storage.backend import StorageStats
@@ -202,17 +204,7 @@ class SchedulerStats:
 
 
 def _graph_state(stats: GraphStats | None) -> CudaGraphState | None:
-    if stats is None:
-        return None
-    return CudaGraphState(
-        eligible_steps=stats.eligible_steps,
-        replays=stats.replays,
-        replays_by_size=dict(stats.replays_by_size),
-        fallbacks=dict(stats.fallbacks),
-        repairs=dict(stats.repairs),
-        capture_s=stats.capture_s,
-        capture_bytes=stats.capture_bytes,
-    )
+    return None if stats is None else msgspec.convert(stats, CudaGraphState, from_attributes=True)
 
 
 def _hicache_state(memory: RequestMemory) -> HiCacheState | None:

@@ -183,8 +183,7 @@ class UsageCounter:
         return self._usage(self._prompts(), self._counts)
 
     def extension(self) -> dict[str, object]:
-        """``{"sglext": {"cached_tokens_details": ...}}`` if the request asked for it and there is HiCache, else
-        nothing."""
+        """``{"sglext": {"cached_tokens_details": ...}}`` if the request asked for it and there is HiCache."""
         details = _details(self._prompts()) if self._cached_tokens_details else None
         return {} if details is None else {"sglext": {"cached_tokens_details": details}}
 

@@ -56,8 +56,7 @@ class ChatChoice:
         }
 
     def _read(self, chunk: GenerateChunk) -> tuple[str, str, list[dict[str, Any]]]:
-        """What ``chunk`` adds: reasoning, content, and the calls that begin or continue in it, in the form of a
-        stream's delta."""
+        """What ``chunk`` adds: reasoning, content, and the calls in it, in the form of a stream's delta."""
         reasoning: list[str] = []
         content: list[str] = []
         calls: list[dict[str, Any]] = []

@@ -33,8 +33,7 @@ _MESSAGE_RULES = FieldRules(ChatMessage.model_fields, MESSAGE, MESSAGE_WITHOUT_E
 
 
 def parse_body(body_type: type[Body], raw: bytes, unknown: UnknownFields) -> Body:
-    """The body of a request. Raises RequestError (400) for bad JSON, missing fields, wrong types and ranges, and
-    fields that are refused."""
+    """The body of a request. Raises RequestError (400) for bad JSON, missing, wrong and refused fields."""
     body = parse_model(body_type, _RULES[body_type], raw, unknown)
     _check_counts(body)
     return body
@@ -57,8 +56,7 @@ def _check_counts(body: BaseModel) -> None:
 
 
 def chat_completion(fields: Mapping[str, object]) -> ChatBody:
-    """The chat completion of ``fields`` that another route's request stands for; None is no value. Raises RequestError
-    (400) as :func:`parse_body`."""
+    """The chat completion that another route's request stands for; None is no value. Raises as :func:`parse_body`."""
     try:
         body = ChatBody.model_validate({name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
