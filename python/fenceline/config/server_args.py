@@ -561,8 +561,8 @@ class ServerArgs:
         # From qwen on they are other names of these.
         choices=(
             "qwen25", "qwen3_coder", "seed_oss", "llama3", "mistral", "pythonic", "deepseekv3", "deepseekv31", "glm45",
-            "minimax-m2", "olmo3", "gpt-oss", "granite", "hermes", "qwen", "qwen3_xml", "mimo", "llama3_json", "llama4_json",
-            "llama4_pythonic", "deepseek_v3", "deepseek_v31", "glm", "glm47", "minimax_m2", "openai",
+            "minimax-m2", "olmo3", "gpt-oss", "granite", "hermes", "qwen", "qwen3_xml", "mimo", "llama3_json",
+            "llama4_json", "llama4_pythonic", "deepseek_v3", "deepseek_v31", "glm", "glm47", "minimax_m2", "openai",
         ),
     )  # fmt: skip
     grammar_backend: Literal["xgrammar", "none"] = _api(
