@@ -131,7 +131,6 @@ EVENTS: dict[str, str] = {
     "retraction for memory": "",
     "retraction by pause": "",
     "preemption": "a running request is retracted for one of higher priority",
-    "preemption of several": "",
     "retraction by recompute": "",
     "retraction by offload": "",
     "offloaded tail": "a page that is not full goes to the host",
@@ -203,7 +202,7 @@ class Watch:
         around(scheduler.control, "flush", after=self._flushed)
         around(scheduler.control, "pause", before=self._pauses)
         around(scheduler.control, "update_weights", before=self._updates, after=self._updated)
-        around(scheduler.stats, "preempted", before=self._preempts)
+        around(scheduler.stats, "preempted", before=lambda victims: self.note("preemption"))
         around(scheduler.control, "flush_when_idle", before=self._falls_idle)
         self._speculates = scheduler.config.speculative is not None
         if self._speculates:
@@ -356,10 +355,6 @@ class Watch:
         self.note("retraction by offload" if offloads else "retraction by recompute")
         self.note("retracted twice", req.num_retractions == 1)
         self.note("retraction while speculating", req.num_verified)
-
-    def _preempts(self, num_victims: int) -> None:
-        self.note("preemption")
-        self.note("preemption of several", num_victims > 1)
 
     def _falls_idle(self) -> None:
         self.note("flush that waited", self._scheduler.control._flushes)
