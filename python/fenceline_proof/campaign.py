@@ -12,6 +12,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 
+import torch
+
 from fenceline.memory_order.edges import EDGES, ROWS, edge_of
 from fenceline_proof.arms import Arm, Row, judge, unarmed_rows
 from fenceline_proof.events import EVENTS
@@ -247,7 +249,8 @@ def _outcomes(trials: Iterator[Trial], plan: Plan) -> Iterator[Outcome]:
 
 def prepare() -> None:
     """Set up a process for runs: no log lines, and a garbage collector that does not look at the objects of torch, and
-    comes rarely: at Python's own rate it takes a tenth of the time."""
+    comes rarely: at Python's own rate it takes a tenth of the time. Torch's small operations use one thread."""
+    torch.set_num_threads(1)
     logging.disable(logging.ERROR)
     gc.collect()
     gc.freeze()

@@ -151,7 +151,7 @@ class RankRun:
         # Of each rank and each update of the weights whether it says that it was made.
         self.updated: list[list[bool]] = [[] for _ in range(NUM_RANKS)]
         self.ends: list[dict[str, str]] = [{} for _ in range(NUM_RANKS)]  # how each request has ended
-        self.num_steps = self.num_tokens = 0
+        self.num_tokens = 0
         self._group = Group(gpu, NUM_RANKS, _GRAIN)
         self._joined: list[int] = []
 
@@ -348,7 +348,6 @@ class _RankLoop:
             self._step_no += 1
         if self._rank == 0:
             self._turns.put(b"")
-            self._run.num_steps = scheduler.num_launched
         assert not scheduler.reqs and self._flight is None, "ranks end together"
         scheduler.memory.check_memory(every_page=True)
         if scheduler.memory.tiers is not None:

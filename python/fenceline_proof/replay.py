@@ -22,9 +22,8 @@ from fenceline.memory_order import Point, Points
 from fenceline.memory_order.edges import EDGES, GUARDS
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import ForwardResult, HeldStep
-from fenceline_proof.decisions import Decision, execute
 from fenceline_proof.recording import Recording, Step, read_recording
-from fenceline_proof.runs import TOKENS, Verdict, policy_of, verdict_of
+from fenceline_proof.runs import Verdict, policy_of, verdict_of
 from fenceline_proof.steps import make_config
 from fenceline_proof.tiny_model import VOCAB_SIZE
 from fenceline_sim.device import VgpuDevice
@@ -49,41 +48,33 @@ def replay(recording: Recording, seed: int, policy: str = "", severed: Sequence[
     policy = policy or policy_of(seed)
     device = VgpuDevice(frozenset(severed), VirtualGpu(seed=seed, policy=make_policy(policy, seed)))
     config = make_config(recording.flags, device.kind)
-    decisions: list[Decision] = []
+    launched: list[Step] = []
     try:
-        _drive(recording, config, device, decisions)
+        _drive(recording, config, device, launched)
     except Exception as error:
-        return Replay(seed, policy, len(decisions), verdict_of(error))
-    report = execute(config, decisions, recording.prepare)
-    verdict = Verdict(TOKENS, (), "", report) if report else None
-    return Replay(seed, policy, len(decisions), verdict)
+        return Replay(seed, policy, len(launched), verdict_of(error))
+    return Replay(seed, policy, len(launched), None)
 
 
-def _drive(recording: Recording, config: EngineConfig, device: VgpuDevice, decisions: list[Decision]) -> None:
+def _drive(recording: Recording, config: EngineConfig, device: VgpuDevice, launched: list[Step]) -> None:
     """Launch every step, and wait for each result when the recorded scheduler had waited for it."""
     runner = ModelRunner(config, device, show_progress=False)
     recording.prepare(runner)
-    flights: deque[tuple[Decision, ForwardResult]] = deque()
+    flights: deque[ForwardResult] = deque()
     done: dict[int, Point] = {}
     for step in recording.steps:
         while len(flights) > step.in_flight:
-            _publish(flights)
-        decisions.append(Decision(step.batch))
+            flights.popleft().wait()
+        launched.append(step)
         result = runner.launch(dataclasses.replace(step.batch, after=_points(step, done)))
         if isinstance(result, HeldStep):  # its masks are not recorded: which tokens are drawn moves no access
-            masks = decisions[-1].masks = all_tokens(len(step.batch.constrained), -(-VOCAB_SIZE // 32))
-            result.begin_masks()[:] = masks
+            result.begin_masks()[:] = all_tokens(len(step.batch.constrained), -(-VOCAB_SIZE // 32))
             result = result.sample()
         done[step.done] = result.done
-        flights.append((decisions[-1], result))
+        flights.append(result)
     while flights:
-        _publish(flights)
+        flights.popleft().wait()
     device.synchronize()
-
-
-def _publish(flights: deque[tuple[Decision, ForwardResult]]) -> None:
-    decision, result = flights.popleft()
-    decision.output = result.wait()
 
 
 def _points(step: Step, done: dict[int, Point]) -> Points:

@@ -9,14 +9,11 @@ from dataclasses import dataclass, replace
 from random import Random
 from tempfile import TemporaryDirectory
 
-import torch
-
 from fenceline.memory_order import CommunicatorError, GraphError, LeaseError, OrderError
 from fenceline.memory_order.edges import ONE_STREAM, edge_of
 from fenceline.model_executor.graph_runner import GraphMismatch
 from fenceline.scheduler.ranks import RanksDifferError
 from fenceline_proof.collectives import Ranks, make_program
-from fenceline_proof.decisions import execute, num_steps
 from fenceline_proof.ranks import NUM_RANKS, RankRun, make_scenario, make_storage_scenario
 from fenceline_proof.schedule import DescribedScript, shrink
 from fenceline_proof.script import Flags, Workload
@@ -48,7 +45,6 @@ _CHECKERS: tuple[tuple[type[Exception], str], ...] = (
     (CommunicatorError, "communicator"),
 )
 INVARIANTS = "invariants"  # assertions, and the scheduler's accounts
-TOKENS = "tokens"  # differ from those of the same decisions executed one after the other
 _NUM_LINES = 3  # of an exception's traceback that a report has
 ANSWERS = "answers"  # differ from those of each request alone
 
@@ -107,7 +103,6 @@ class Outcome:
     edges: tuple[str, ...] = ()
     memory: str = ""
     report: str = ""
-    num_steps: int = 0
     num_tokens: int = 0  # compared with the oracle's
     num_close: int = 0  # of them, those that differ because of rounding
     events: frozenset[str] = frozenset()  # that were seen (``events.EVENTS``)
@@ -143,7 +138,7 @@ def _run_devices(trial: Trial, policy: Policy, only_races: bool) -> tuple[Outcom
             scenario = (make_storage_scenario if trial.workload == RANKS_STORAGE else make_scenario)(random)
             engine = RankRun(gpu, scenario, trial.severed)
             report = engine.run()
-            found = Outcome(trial, num_steps=engine.num_steps, num_tokens=engine.num_tokens)
+            found = Outcome(trial, num_tokens=engine.num_tokens)
         else:
             report, found = Ranks(gpu, program, trial.severed).run(trial.seed), Outcome(trial)
         outcome = replace(found, checker=ANSWERS, report=report) if report else found
@@ -155,23 +150,6 @@ def _run_devices(trial: Trial, policy: Policy, only_races: bool) -> tuple[Outcom
 
 def _run(trial: Trial, policy: Policy, only_races: bool = False) -> tuple[Outcome, VirtualGpu]:
     """``only_races``: find all races, and do not compare the answers."""
-    with _one_thread():
-        return _run_in_one_thread(trial, policy, only_races)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Torch's operations use one thread. The bytes of a sum depend on how many threads have divided it, and the device
-    that executes the decisions again (``decisions.execute``) may choose a smaller number than the virtual GPU's."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
-
-
-def _run_in_one_thread(trial: Trial, policy: Policy, only_races: bool) -> tuple[Outcome, VirtualGpu]:
     if trial.workload in (COLLECTIVES, RANKS, RANKS_STORAGE):
         return _run_devices(trial, policy, only_races)
     gpus: list[VirtualGpu] = []
@@ -199,21 +177,17 @@ def _run_in_one_thread(trial: Trial, policy: Policy, only_races: bool) -> tuple[
 
 
 def _judge(trial: Trial, loop: Loop, gpu: VirtualGpu) -> Outcome:
-    """Make both comparisons. If the same decisions in order give other tokens, bytes went wrong during execution; if
-    only the answers are wrong, decisions are wrong. Without the detector wrong tags have not stopped the run; then the
-    first of them is reported."""
-    report = execute(loop.scheduler.config, loop.decisions)
+    """Compare the answers. Without the detector wrong tags have not stopped the run; then the first of them is reported
+    with a wrong answer."""
     found = loop.compare_answers()
-    checker = TOKENS if report else ANSWERS if found.wrong else ""
-    wrong = [part for part in (report, found.wrong) if part]
-    if wrong and gpu.findings.errors:
-        wrong.append(f"the first wrong slot: {gpu.findings.errors[0]}")
+    report = found.wrong
+    if report and gpu.findings.errors:
+        report += f"\nthe first wrong slot: {gpu.findings.errors[0]}"
     return Outcome(
         trial,
-        checker,
-        () if trial.severed else missing_edges("\n".join(wrong)),
-        report="\n".join(wrong),
-        num_steps=num_steps(loop.decisions),
+        ANSWERS if report else "",
+        () if trial.severed else missing_edges(report),
+        report=report,
         num_tokens=found.num_tokens,
         num_close=found.num_close,
         events=frozenset(loop.watch.seen),
@@ -316,7 +290,6 @@ __all__ = [
     "ANSWERS",
     "HAPPENS_BEFORE",
     "INVARIANTS",
-    "TOKENS",
     "Outcome",
     "Trial",
     "Verdict",

@@ -1,13 +1,13 @@
-"""Drives the real Scheduler and ModelRunner one step at a time, and records their decisions."""
+"""Drives the real Scheduler and ModelRunner one step at a time, and tells the tags what is submitted."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,29 +17,27 @@ from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import AbortReq, BatchTokenOut, Message, TokenizedGenerateReq, UpdateWeightsReq, id_array
 from fenceline.mem_cache.hicache import HiCache
 from fenceline.mem_cache.storage.file_backend import FileBackend
-from fenceline.memory_order import Device
+from fenceline.mem_cache.transfer import Ticket, TransferKind
+from fenceline.memory_order import Device, Points
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.step import Worker
 from fenceline.scheduler.population import InFlight
+from fenceline.scheduler.scheduler import Scheduler
 from fenceline_proof.answers import Findings, Setting, Transcript
 from fenceline_proof.bad_days import BadDays, events_of, order_calls
-from fenceline_proof.decisions import Event, Owned, device_bytes, host_bytes
 from fenceline_proof.events import Watch, around, state_of
 from fenceline_proof.flashinfer_library import PLANNED
 from fenceline_proof.launched_attention import LAUNCHED, REFERENCE
 from fenceline_proof.oracle import Oracle
 from fenceline_proof.random_depths import RandomDepths
-from fenceline_proof.recorded_worker import RecordedWorker
 from fenceline_proof.script import Arrival, Flags, FollowUp, Reaction, Scenario
 from fenceline_proof.tiny_model import PLAIN, tiny_draft, tiny_model_path
-from fenceline_proof.watched import WatchedScheduler
 from fenceline_sim.audit import LaunchAuditor
 from fenceline_sim.device import VgpuDevice
 from fenceline_sim.errors import OwnershipError
 from fenceline_sim.footprint import check_footprints
 from fenceline_sim.place import leave_out
 from fenceline_sim.speculative_tags import make_tags
-from fenceline_sim.tags import Tags
+from fenceline_sim.tags import I32, Tags
 
 leave_out(Path(__file__).parent, but="collectives.py")
 _MAX_STEPS = 2000
@@ -100,7 +98,7 @@ def make_config(flags: Flags, device: str) -> EngineConfig:
 
 
 class Loop:
-    """A Scheduler over a ModelRunner, the arrivals it will see, and the decisions it took. No threads but storage's."""
+    """A Scheduler over a ModelRunner, and the arrivals it will see. No threads but storage's."""
 
     def __init__(
         self,
@@ -109,7 +107,6 @@ class Loop:
         tell: Callable[[Message], None] = lambda message: None,
         scenario: Scenario | None = None,
     ) -> None:
-        self.decisions: list[Event] = []
         self.step_no = self._num_readings = 0
         self._num_outputs: dict[str, int] = {}
         scenario = Scenario({}, ()) if scenario is None else scenario
@@ -130,7 +127,6 @@ class Loop:
         self._tags: Tags | None = None
         self._bad_days: BadDays | None = None
         self._num_polls = 0  # for news of the storage
-        self._wrong_end = ""
         if isinstance(device, VgpuDevice):
             self._tags = make_tags(device.gpu, self.runner)
             if device.gpu.detector is not None:  # without it only wrong answers are to be found
@@ -147,8 +143,9 @@ class Loop:
             if self._tags is not None:
                 around(controller._backend, "set", before=self._tags.storing)
                 around(controller._backend, "get", after=self._tags.fetched)
-        worker = cast(Worker, RecordedWorker(self.runner, self.decisions, self._tags))
-        self.scheduler = WatchedScheduler(config, worker, self, self, self._tags)
+        self.scheduler = Scheduler(config, self.runner, self, self)
+        if self._tags is not None:
+            self._tell_tags(self._tags)
         seed = scenario.flags.get("depth_seed")
         if seed is not None:
             self.scheduler.planner.draft_depth = RandomDepths(tuple(self.scheduler.planner.shapes), int(str(seed)))
@@ -161,6 +158,26 @@ class Loop:
         longest = min(config.model.context_length, num_slots)
         eos_ids = frozenset(config.model.eos_token_ids)
         self.transcript = Transcript(Setting(config.random_seed, eos_ids, longest))
+
+    def _tell_tags(self, tags: Tags) -> None:
+        """What steps, their sampling, transfers and new weights are submitted for."""
+        tags.watch(self.scheduler)
+        inside(self.scheduler, "launch", tags.step)
+        inside(self.scheduler.masks, "sample_held", lambda pending: tags.rest_of_step())
+        around(self.runner, "replace_weights", before=lambda weights, one_more: tags.weights_replaced(weights))
+        if self.runner.hicache is not None:
+            for kind in TransferKind:
+                inside(self.runner.hicache, kind.value, partial(self._transfer, tags, set()))
+
+    @staticmethod
+    def _transfer(
+        tags: Tags, ids: set[int], ticket: Ticket, device_pages: I32, host_pages: I32, after: Points
+    ) -> AbstractContextManager[None]:
+        num = len(device_pages)
+        assert ticket.num_pages == num, f"{ticket!r} is said to have {ticket.num_pages} pages, it has {num}"
+        assert ticket.id > 0 and ticket.id not in ids, f"{ticket!r} has a number that another one has, or none"
+        ids.add(ticket.id)
+        return tags.transfer(ticket.kind, device_pages, host_pages)
 
     def _counts_outputs(self, message: UpdateWeightsReq) -> None:
         self._num_outputs = {rid: len(req.output_ids) for rid, req in self.scheduler.reqs.items()}
@@ -297,9 +314,7 @@ class Loop:
         """Compare all answers with those of each request alone."""
         config = self.scheduler.config
         rounds_kv = config.server_args.kv_cache_dtype != "auto"
-        found = self.transcript.compare(_oracle(config.model.model_path, rounds_kv))
-        parts = (found.wrong, *self.scheduler.wrong, self._wrong_end)
-        return replace(found, wrong="\n".join(part for part in parts if part))
+        return self.transcript.compare(_oracle(config.model.model_path, rounds_kv))
 
     def _settle(self, tiers: HiCache) -> None:
         """F6: all transfers end, their acks are drained, and then nothing is held."""
@@ -317,13 +332,17 @@ class Loop:
         assert np.array_equal(mine, leased), f"host pages {leased} are leased, the tree has {mine}"
         self.scheduler.close()
         storage = self.runner.storage
-        if storage is not None and storage.controller._num_gone != len(storage.controller._workers):
-            self._wrong_end = "storage: the scheduler has been closed, and threads of the storage are left"
-        self.runner.device.synchronize()
-        self.decisions.append(self._owned(tiers))
+        if storage is not None:
+            num_left = len(storage.controller._workers) - storage.controller._num_gone
+            assert num_left == 0, f"the scheduler has been closed, and {num_left} threads of the storage are left"
 
-    def _owned(self, tiers: HiCache) -> Owned:
-        assert self.runner.hicache is not None, "only a host tier is below the device"
-        pages, host_pages = tiers.tree.all_pages(), tiers.tree.all_host_pages()
-        host = host_bytes(self.runner.hicache.host_pool, host_pages)
-        return Owned(pages, device_bytes(self.runner, pages), host_pages, host)
+
+def inside(owner: object, name: str, context: Callable[..., AbstractContextManager[None]]) -> None:
+    """Call the method ``name`` of ``owner`` inside ``context``, which gets its arguments."""
+    method = getattr(owner, name)
+
+    def wrapped(*args: Any) -> Any:
+        with context(*args):
+            return method(*args)
+
+    setattr(owner, name, wrapped)

@@ -10,10 +10,10 @@ from random import Random
 import numpy as np
 import pytest
 
-from fenceline.model_executor.step import Completions, ForwardResult
+from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.model_executor.step import Completions, ForwardResult, StepBatch
 from fenceline_proof.campaign import Plan, explore
-from fenceline_proof.decisions import Decision
-from fenceline_proof.recorded_worker import RecordedWorker
+from fenceline_proof.events import around
 from fenceline_proof.steps import Loop, make_config
 from fenceline_proof.workloads import WORKLOADS
 from fenceline_sim.device import VgpuDevice
@@ -55,24 +55,23 @@ class _Told(Answering):
 
 
 def _decisions(workload: str, seed: int, policy: Policy) -> list[object]:
-    """What the scheduler decided, step by step and page by page."""
+    """What the scheduler decided, step by step and page by page; and its transfers."""
     gpu = VirtualGpu(seed=seed, policy=policy)
     scenario = WORKLOADS[workload].make(Random(seed))
     loop = Loop(make_config(scenario.flags, "vgpu"), VgpuDevice(gpu=gpu), scenario=scenario)
-    loop.run()
     found: list[object] = []
-    for event in loop.decisions:
-        if not isinstance(event, Decision):
-            found.append(type(event).__name__)
-            continue
-        batch, writes = event.batch, event.batch.page_writes
-        if not batch.is_decode:
-            chunks = [(chunk.token_ids.tolist(), chunk.out_slots.tolist()) for chunk in batch.chunks]
-            rows: list[object] = [batch.rows.tolist(), batch.starts.tolist(), chunks]
-        else:
-            rows = [(batch.rows.tolist(), batch.seq_lens.tolist())]
-        found.append((rows, *(np.asarray(part).tolist() for part in (writes.rows, writes.columns, writes.pages))))
+    around(loop.runner, "launch", before=lambda batch: found.append(_described(batch)))
+    for kind in ("store", "load") if loop.runner.hicache is not None else ():
+        around(loop.runner.hicache, kind, before=lambda *args: found.append([pages.tolist() for pages in args[1:3]]))
+    loop.run()
     return found
+
+
+def _described(batch: StepBatch) -> object:
+    writes = batch.page_writes
+    chunks = [(chunk.token_ids.tolist(), chunk.out_slots.tolist()) for chunk in batch.chunks]
+    columns = (batch.rows, batch.starts, batch.seq_lens, writes.rows, writes.columns, writes.pages)
+    return chunks, [np.asarray(column).tolist() for column in columns]
 
 
 @pytest.mark.parametrize("policy", ["random", "pct", "eager"])
@@ -88,7 +87,7 @@ def test_what_the_host_is_told_makes_the_run(workload: str, policy: str) -> None
 def test_a_fault_that_takes_two_preemptions_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results that come late, early, late, late, early: no other schedule shows it."""
     tried: list[Answers] = []
-    begin, ask = Answering.__init__, RecordedWorker.completions
+    begin, ask = Answering.__init__, ModelRunner.completions
     told: list[bool] = []
 
     def begun(self: Answering, answers: Answers) -> None:
@@ -96,7 +95,7 @@ def test_a_fault_that_takes_two_preemptions_is_found(monkeypatch: pytest.MonkeyP
         told.clear()
         begin(self, answers)
 
-    def wrong(self: RecordedWorker, awaited: ForwardResult | None) -> Completions:
+    def wrong(self: ModelRunner, awaited: ForwardResult | None) -> Completions:
         ended = ask(self, awaited)
         if awaited is not None:
             told.append(ended.results_arrived)
@@ -104,7 +103,7 @@ def test_a_fault_that_takes_two_preemptions_is_found(monkeypatch: pytest.MonkeyP
         return ended
 
     monkeypatch.setattr(Answering, "__init__", begun)
-    monkeypatch.setattr(RecordedWorker, "completions", wrong)
+    monkeypatch.setattr(ModelRunner, "completions", wrong)
     plan = Plan(
         arms=(), workloads=("row",), first_seed=0, num_intact=0, num_per_arm=0, until_shown=False, jobs=1, detect=True,
         deadline=math.inf, with_unarmed=False, progress=lambda num: None,

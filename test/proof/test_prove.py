@@ -10,14 +10,13 @@ import subprocess
 import sys
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import edges_page
 from fenceline.memory_order.edges import EDGE_PARTS, EDGES, FORWARD_AFTER_LOAD, ROWS, UNDER_SPECULATION, edge_of
-from fenceline_proof import campaign, prove, runs
+from fenceline_proof import campaign, prove
 from fenceline_proof.arms import DORMANT, MISNAMED, NECESSARY, REDUNDANT, Arm, all_arms, judge, unarmed_rows
 from fenceline_proof.campaign import Plan, carry_out, undeclared_sites
 from fenceline_proof.events import EVENTS
@@ -203,23 +202,6 @@ def test_same_seed_same_outcome(name: str) -> None:
     outcomes = [run(Trial(name, 3, frozenset({"staging_reuse"}))) for _ in range(2)]
     assert outcomes[0] == outcomes[1] and outcomes[0].edges == ("staging_reuse",)
     assert run(Trial(name, 3)).clean
-
-
-def test_a_run_uses_one_thread_for_the_sake_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers: list[int] = []
-    compare = runs.execute
-
-    def counted(*args: Any) -> str:
-        numbers.append(torch.get_num_threads())
-        return compare(*args)
-
-    monkeypatch.setattr(runs, "execute", counted)
-    torch.set_num_threads(3)
-    try:
-        assert run(Trial("mixed", 0)).clean
-        assert numbers == [1] and torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("name", sorted(ARMS.keys() - HARDLY_SEEN))

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from trace_runner import record_steps
 
+from fenceline.mem_cache.transfer import TransferKind
 from fenceline.memory_order import Points, open_device
 from fenceline.memory_order.edges import HOST_AFTER_FORWARD, RING_EDGES
 from fenceline.scheduler.flight_dump import VERSION, dump_json
-from fenceline_proof.decisions import Decision, Transfer, execute, num_steps
 from fenceline_proof.everything import EVERYTHING
 from fenceline_proof.hicache_workloads import HICACHE_WORKLOADS
 from fenceline_proof.recording import read_recording
@@ -33,10 +34,18 @@ NAMES = [  # recordings hold no weights
 ]
 
 
-def run(name: str, seed: int = 3, **flags: int | bool) -> Loop:
+class RecordedLoop(Loop):
+    """``taken``: the steps that were launched."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.taken = record_steps(self.runner)
+
+
+def run(name: str, seed: int = 3, **flags: int | bool) -> RecordedLoop:
     scenario = WORKLOADS[name].make(Random(seed))
     config = make_config({**scenario.flags, **flags}, "cpu")
-    loop = Loop(config, open_device("cpu"), scenario=scenario)
+    loop = RecordedLoop(config, open_device("cpu"), scenario=scenario)
     # Steps overlap, as on a GPU.
     loop.scheduler.config = dataclasses.replace(config, device="vgpu")
     loop.run()
@@ -55,27 +64,22 @@ def edited(path: Path, **changes: Any) -> Path:
 
 
 def test_a_recording_is_the_decisions_that_were_taken(tmp_path: Path) -> None:
-    """With prompts and the same model even the tokens are the recorded ones."""
+    """With prompts even the tokens are the recorded ones."""
     for name in NAMES:
         loop = run(name, flight_recorder_prompts=True, disable_cuda_graph=True)
         recording = read_recording(dump(loop, tmp_path))
         assert recording.problems == () and recording.page_table == {} and not recording.wrapped
-        assert len(recording.steps) == len(loop.decisions) > 5
-        decisions = []
-        for step, taken in zip(recording.steps, loop.decisions, strict=True):
+        assert len(recording.steps) == len(loop.taken) > 5
+        for step, taken in zip(recording.steps, loop.taken, strict=True):
             for field in ("rows", "columns", "pages"):
                 found, expected = (getattr(b.page_writes, field) for b in (step.batch, taken.batch))
                 assert found.tolist() == expected.tolist()
             assert step.batch.is_decode == taken.batch.is_decode
             for column in ("rows", "starts", "seq_lens", "samples", "constrained"):
                 assert getattr(step.batch, column).tolist() == getattr(taken.batch, column).tolist()
-            decisions.append(Decision(step.batch, taken.output, taken.masks))  # a dump has no masks
-        # The recorded tokens, of the recording executed anew. Masks of made-up tokens apart, it is the same model. A
-        # dump does not name the proof's attention backends, whose sums are rounded differently, nor its model.
-        flags = dict(recording.flags)
-        flags["model"] = Path(loop.scheduler.config.model.model_path).name.split("-")[2]
-        flags["attention_backend"] = loop.scheduler.config.prefill_attention_backend
-        assert execute(make_config(flags, "cpu"), decisions, recording.prepare) == "", name
+            for found, expected in zip(step.batch.chunks, taken.batch.chunks, strict=True):
+                for column in ("token_ids", "out_slots"):
+                    assert getattr(found, column).tolist() == getattr(expected, column).tolist()
 
 
 @pytest.mark.long
@@ -90,7 +94,7 @@ def test_a_dump_replays_silently(name: str, tmp_path: Path, capsys: pytest.Captu
 def test_a_wrapped_ring_starts_in_the_middle(name: str, tmp_path: Path) -> None:
     loop = run(name, flight_recorder_steps=6)
     recording = read_recording(dump(loop, tmp_path))
-    assert recording.wrapped and len(recording.steps) == 6 < len(loop.decisions)
+    assert recording.wrapped and len(recording.steps) == 6 < len(loop.taken)
     assert recording.problems == ()
     assert replay(recording, seed=1).verdict is None
 
@@ -101,15 +105,15 @@ def test_page_tables_of_what_was_forgotten_are_those_of_then(tmp_path: Path) -> 
     for seed in range(4):
         scenario = WORKLOADS["mixed"].make(Random(seed))
         config = make_config({**scenario.flags, "flight_recorder_steps": 4}, "cpu")
-        loop = Loop(config, open_device("cpu"), scenario=scenario)
+        loop = RecordedLoop(config, open_device("cpu"), scenario=scenario)
         while loop.step_no < 14:
             loop.step()
         path = dump(loop, tmp_path)
         recording = read_recording(path)
         for row, pages in recording.page_table.items():
             written = {}
-            for decision in loop.decisions:
-                writes = decision.batch.page_writes
+            for step in loop.taken:
+                writes = step.batch.page_writes
                 of_row = writes.rows == row
                 columns, ids = writes.columns[of_row].tolist(), writes.pages[of_row].tolist()
                 written |= dict(zip(columns, ids, strict=True))
@@ -180,9 +184,9 @@ def test_steps_of_an_engine_with_tiers_run_without_transfers(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loop = run(name)
-    assert any(isinstance(decision, Transfer) for decision in loop.decisions)
+    assert loop.runner.hicache is not None and loop.runner.hicache.counts[TransferKind.STORE].num_transfers
     path = dump(loop, tmp_path)
-    assert len(read_recording(path).steps) == num_steps(loop.decisions)
+    assert len(read_recording(path).steps) == len(loop.taken)
     assert main([str(path), "--seeds", "4"]) == 0
     out = capsys.readouterr().out
     assert "host tier's transfers are not recorded" in out and "every checker is silent" in out

@@ -23,7 +23,7 @@ from fenceline.layers.context import Shard, torch_context
 from fenceline.memory_order import Device
 from fenceline.model_executor.graph_runner import GraphStats
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.step import ForwardResult, LogprobValues, StepBatch, StepOutput
+from fenceline.model_executor.step import ForwardResult, HeldStep, LogprobValues, StepBatch, StepOutput
 from fenceline.models.families import make_model
 
 MODEL = {
@@ -141,6 +141,36 @@ def play(
     if flight is not None:
         outputs.append(flight.wait())
     return outputs
+
+
+@dataclasses.dataclass(slots=True)
+class Taken:
+    """A step that was launched, and what was published of it; None of a step that waits for masks."""
+
+    batch: StepBatch
+    output: StepOutput | None = None
+
+
+def record_steps(runner: ModelRunner) -> list[Taken]:
+    """The steps that ``runner`` launches from now on."""
+    taken: list[Taken] = []
+    launch = runner.launch
+
+    def launched(batch: StepBatch) -> ForwardResult | HeldStep:
+        result, step = launch(batch), Taken(batch)
+        if isinstance(result, ForwardResult):
+            wait = result.wait
+
+            def waited() -> StepOutput:
+                step.output = wait()
+                return step.output
+
+            result.wait = waited  # type: ignore[method-assign]
+        taken.append(step)
+        return result
+
+    runner.launch = launched  # type: ignore[method-assign]
+    return taken
 
 
 def first_difference(expected: Sequence[StepOutput], got: Sequence[StepOutput]) -> str:

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from step_traces import FULL, PLAIN, TraceShape, random_trace, steady_trace, swap_trace
-from trace_runner import first_difference, make_runner, play, same_tokens
+from trace_runner import first_difference, make_runner, play, record_steps, same_tokens
 
 from fenceline.layers.attention.cpu_backend import CpuAttentionBackend
 from fenceline.layers.forward_batch import AttentionPlan, GraphDecodeInputs
@@ -254,6 +254,7 @@ def test_the_schedulers_steps_do_not_depend_on_graphs(workload: str, seed: int) 
     scenario = WORKLOADS[workload].make(Random(f"{workload} {seed}"))
     flags = {**scenario.flags, "context_length": 256}
     loop = Loop(make_config({**flags, "cuda_graph_bs": (1, 3)}, "cpu"), open_device("cpu"), scenario=scenario)
+    taken = record_steps(loop.runner)
     loop.run()
     assert graphs_of(loop.runner).stats.replays > 0
     plain = ModelRunner(
@@ -262,8 +263,8 @@ def test_the_schedulers_steps_do_not_depend_on_graphs(workload: str, seed: int) 
         show_progress=False,
     )
     assert not plain.decode.has_graphs
-    batches = [dataclasses.replace(decision.batch, after=Points.none()) for decision in loop.decisions]
-    published = [decision.output for decision in loop.decisions]
+    batches = [dataclasses.replace(step.batch, after=Points.none()) for step in taken]
+    published = [step.output for step in taken]
     assert same_tokens(play(plain, batches), [output for output in published if output is not None]) == ""
 
 

@@ -121,7 +121,7 @@ def test_the_virtual_gpu_does_not_know_the_proof(tmp_path: Path) -> None:
     "line",
     [
         "from fenceline.sampling.gumbel import mix_seeds",
-        "from fenceline_proof import decisions",
+        "from fenceline_proof import answers",
         "def f():\n    import fenceline",
     ],
 )
