@@ -57,10 +57,9 @@ def _grammars(random: Random) -> Scenario:
             options |= {"ignore_eos": True}
         script.add(index * random.randint(0, 3), script.prompt(1, 9), random.randint(2, 9), **options)
     return script.scenario(
-        max_total_tokens=random.choice((28, 96)),
-        max_running_requests=3,
-        chunked_prefill_size=random.choice((4, 16)),
-        page_size=4,
+        random.choice((28, 96)),
+        3,
+        random.choice((4, 16)),
         schedule_conservativeness=random.choice((0.01, 1.0)),
         **script.graphs(2, 3),
         **script.in_turn(),

@@ -19,6 +19,7 @@ GRAPH_CONTEXT = 64
 MISFIT = "unfit"  # what weights that are to be refused are called
 # Prefill steps in pieces, of two sizes.
 PIECES: Flags = {"piecewise_cuda_graph_tokens": (4, 8), "context_length": GRAPH_CONTEXT}
+_SIZES = ("max_total_tokens", "max_running_requests", "chunked_prefill_size")
 _OF_THE_MESSAGE = frozenset(TokenizedGenerateReq.__struct_fields__)  # the rest are sampling parameters
 
 
@@ -154,8 +155,10 @@ class Script:
             pause = self.random.randint(1, 4)
             self.send(step + pause, ContinueGenerationReq(id=f"continue {message.id}"))
 
-    def scenario(self, **flags: Flag) -> Scenario:
-        """The scenario that has been built."""
+    def scenario(self, *sizes: int, **flags: Flag) -> Scenario:
+        """The scenario that has been built. ``sizes``: ``max_total_tokens``, ``max_running_requests`` and
+        ``chunked_prefill_size``; pages have 4 tokens unless the ``flags`` say otherwise."""
+        flags = {"page_size": 4, **dict(zip(_SIZES, sizes, strict=False)), **flags}
         arrivals = tuple(sorted(self.arrivals, key=lambda arrival: arrival.step))
         return Scenario(flags, arrivals, self.follow_ups, tuple(self.reactions))
 

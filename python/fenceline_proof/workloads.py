@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle
 from random import Random
 
 from msgspec import structs
@@ -35,14 +36,7 @@ def _mixed(random: Random) -> Scenario:
     for _ in range(5):
         prompt = script.prompt(1, 26)
         script.add(random.randrange(8), prompt, random.randint(1, 6), **script.options())
-    return script.scenario(
-        max_total_tokens=160,
-        max_running_requests=4,
-        chunked_prefill_size=8,
-        page_size=4,
-        **script.graphs(1, 3),
-        **script.in_turn(),
-    )
+    return script.scenario(160, 4, 8, **script.graphs(1, 3), **script.in_turn())
 
 
 def _prefixes(random: Random) -> Scenario:
@@ -55,10 +49,9 @@ def _prefixes(random: Random) -> Scenario:
     if branches:
         _branches(script)
     return script.scenario(
-        max_total_tokens=80 if branches else 48,
-        max_running_requests=4 if branches else 3,
-        chunked_prefill_size=16,
-        page_size=4,
+        80 if branches else 48,
+        4 if branches else 3,
+        16,
         schedule_policy=random.choice(("fcfs", "lpm")),
         **script.graphs(2, 3),
         **script.in_turn(),
@@ -87,14 +80,7 @@ def _aborts(random: Random) -> Scenario:
             script.send(start + random.randrange(7), abort)
     if random.random() < 0.3:
         script.send(random.randrange(4, 10), AbortReq(abort_all=True))
-    return script.scenario(
-        max_total_tokens=96,
-        max_running_requests=3,
-        chunked_prefill_size=8,
-        page_size=4,
-        **script.graphs(2, 3),
-        **script.in_turn(),
-    )
+    return script.scenario(96, 3, 8, **script.graphs(2, 3), **script.in_turn())
 
 
 def _retraction(random: Random) -> Scenario:
@@ -128,10 +114,9 @@ def _priorities(random: Random) -> Scenario:
         if random.random() < 0.15:
             script.send(2 * index + random.randint(3, 9), AbortReq(rid=rid))
     scenario = script.scenario(
-        max_total_tokens=random.choice((48, 64, 160)),
-        max_running_requests=random.choice((2, 3)),
-        chunked_prefill_size=random.choice((8, 16)),
-        page_size=4,
+        random.choice((48, 64, 160)),
+        random.choice((2, 3)),
+        random.choice((8, 16)),
         enable_priority_scheduling=True,
         priority_scheduling_preemption_threshold=random.choice((0, 10)),
         schedule_conservativeness=random.choice((0.01, 1.0)),
@@ -141,16 +126,20 @@ def _priorities(random: Random) -> Scenario:
     return _in_bodies(scenario) if random.random() < 0.4 else scenario
 
 
+def _changed(scenario: Scenario, change: Callable[[TokenizedGenerateReq], TokenizedGenerateReq]) -> Scenario:
+    """The same, with ``change`` made to each request."""
+    requests = ((arrival, arrival.message) for arrival in scenario.arrivals)
+    arrivals = (
+        replace(arrival, message=change(message)) if isinstance(message, TokenizedGenerateReq) else arrival
+        for arrival, message in requests
+    )
+    return replace(scenario, arrivals=tuple(arrivals))
+
+
 def _in_bodies(scenario: Scenario) -> Scenario:
     """The same requests, every second one of which comes in one of two HTTP bodies."""
-    arrivals, num_reqs = [], 0
-    for arrival in scenario.arrivals:
-        message = arrival.message
-        if isinstance(message, TokenizedGenerateReq):
-            num_reqs += 1
-            message = structs.replace(message, body=(0, 1, 0, 2, 0, 1)[num_reqs % 6])
-        arrivals.append(replace(arrival, message=message))
-    return replace(scenario, arrivals=tuple(arrivals))
+    bodies = cycle((1, 0, 2, 0, 1, 0))
+    return _changed(scenario, lambda message: structs.replace(message, body=next(bodies)))
 
 
 def _bursts(random: Random) -> Scenario:
@@ -168,10 +157,9 @@ def _bursts(random: Random) -> Scenario:
     script.send(random.randrange(step), FlushCacheReq(id="flush"))
     script.send(random.randrange(step), GetInternalStateReq(id="state"))
     scenario = script.scenario(
-        max_total_tokens=128,
-        max_running_requests=4,
-        chunked_prefill_size=random.choice((8, -1)),
-        page_size=4,
+        128,
+        4,
+        random.choice((8, -1)),
         disable_radix_cache=random.random() < 0.3,
         schedule_policy=random.choice(("fcfs", "random")),
         **script.graphs(1, 4),
@@ -195,18 +183,12 @@ def _with_waiting_flush(scenario: Scenario, random: Random) -> Scenario:
 def _scored(scenario: Scenario, random: Random) -> Scenario:
     """The same requests, which all ask for logprobs, from anywhere in their prompts, and for different numbers of
     alternatives."""
-    arrivals = []
-    for arrival in scenario.arrivals:
-        message = arrival.message
-        if isinstance(message, TokenizedGenerateReq):
-            message = structs.replace(
-                message,
-                return_logprob=True,
-                logprob_start_len=random.randrange(-1, len(message.input_ids)),
-                top_logprobs_num=random.choice((0, 1, 2, 4)),
-            )
-        arrivals.append(replace(arrival, message=message))
-    return replace(scenario, arrivals=tuple(arrivals))
+
+    def scored(message: TokenizedGenerateReq) -> TokenizedGenerateReq:
+        start, num = random.randrange(-1, len(message.input_ids)), random.choice((0, 1, 2, 4))
+        return structs.replace(message, return_logprob=True, logprob_start_len=start, top_logprobs_num=num)
+
+    return _changed(scenario, scored)
 
 
 def _row_reuse(random: Random) -> Scenario:
@@ -215,9 +197,7 @@ def _row_reuse(random: Random) -> Scenario:
     for _ in range(4):
         stop = tuple(random.sample(range(1, VOCAB_SIZE), 24))
         script.add(0, script.prompt(2, 5), 6, temperature=1.0, stop_token_ids=stop)
-    return script.scenario(
-        max_total_tokens=24, max_running_requests=1, chunked_prefill_size=16, page_size=1, **script.graphs(1)
-    )
+    return script.scenario(24, 1, 16, page_size=1, **script.graphs(1))
 
 
 def _staging(random: Random) -> Scenario:
@@ -225,9 +205,7 @@ def _staging(random: Random) -> Scenario:
     script = Script(random)
     for index in range(6):
         script.add(index * random.randint(1, 2), script.prompt(1, 4), random.randint(2, 6), **script.options())
-    return script.scenario(
-        max_total_tokens=40, max_running_requests=3, chunked_prefill_size=8, page_size=1, **script.graphs(2, 3)
-    )
+    return script.scenario(40, 3, 8, page_size=1, **script.graphs(2, 3))
 
 
 def _growth(random: Random) -> Scenario:
@@ -238,9 +216,7 @@ def _growth(random: Random) -> Scenario:
     script.add(random.randint(0, 2), long, 2)
     if random.random() < 0.5:
         script.add(3, long[:300], 2, return_logprob=True, logprob_start_len=0, top_logprobs_num=20)
-    return script.scenario(
-        max_total_tokens=8192, max_running_requests=3, chunked_prefill_size=-1, page_size=16, max_prefill_tokens=4096
-    )
+    return script.scenario(8192, 3, -1, page_size=16, max_prefill_tokens=4096)
 
 
 def _graphs(random: Random) -> Scenario:
@@ -248,14 +224,7 @@ def _graphs(random: Random) -> Scenario:
     script = Script(random)
     for index in range(6):
         script.add(index * random.randint(0, 3), script.prompt(1, 6), random.randint(2, 9), **script.options())
-    return script.scenario(
-        max_total_tokens=96,
-        max_running_requests=5,
-        chunked_prefill_size=16,
-        page_size=4,
-        **script.graphs(2, 4, share=1.0),
-        **script.in_turn(),
-    )
+    return script.scenario(96, 5, 16, **script.graphs(2, 4, share=1.0), **script.in_turn())
 
 
 def _buckets(random: Random) -> Scenario:
@@ -264,14 +233,7 @@ def _buckets(random: Random) -> Scenario:
     for index in range(6):
         start, options = index * random.randint(0, 2), random.choice(({}, {"temperature": 0.8}))
         script.add(start, script.prompt(1, 4), random.randint(4, 9), ignore_eos=True, **options)
-    return script.scenario(
-        max_total_tokens=128,
-        max_running_requests=5,
-        chunked_prefill_size=16,
-        page_size=4,
-        cuda_graph_bs=(1, random.choice((2, 3))),
-        context_length=GRAPH_CONTEXT,
-    )
+    return script.scenario(128, 5, 16, cuda_graph_bs=(1, random.choice((2, 3))), context_length=GRAPH_CONTEXT)
 
 
 def _outputs(random: Random) -> Scenario:
@@ -280,14 +242,7 @@ def _outputs(random: Random) -> Scenario:
     for index in range(4):
         options = {"temperature": 1.0, "ignore_eos": True}
         script.add(index * random.randint(0, 4), script.prompt(1, 4), random.randint(5, 10), **options)
-    return script.scenario(
-        max_total_tokens=96,
-        max_running_requests=3,
-        chunked_prefill_size=16,
-        page_size=4,
-        cuda_graph_bs=(1, 3),
-        context_length=GRAPH_CONTEXT,
-    )
+    return script.scenario(96, 3, 16, cuda_graph_bs=(1, 3), context_length=GRAPH_CONTEXT)
 
 
 # Those that decode in padded graphs and beyond them, split prompts, retract, and load prefixes from the host.
@@ -356,9 +311,9 @@ def _new_weights(random: Random) -> Scenario:
         storage = {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": policy}
     tiers = tier_flags(random, hicache_ratio=random.choice((1.0, 2.0))) if random.random() < 0.7 else {}
     return script.scenario(
-        max_total_tokens=random.choice((48, 96)),
-        max_running_requests=3,
-        chunked_prefill_size=8,
+        random.choice((48, 96)),
+        3,
+        8,
         **{"page_size": 4, **tiers, **(storage if tiers else {})},
         **script.graphs(1, 3),
         **script.in_turn(),
