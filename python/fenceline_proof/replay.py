@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tqdm import tqdm
+
 from fenceline.config.engine_config import EngineConfig
 from fenceline.constrained.matcher import all_tokens
 from fenceline.memory_order import Point, Points
@@ -128,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for problem in recording.problems:
         print(f"in the recording itself: {problem}")
     found = False
-    for seed in range(args.seed, args.seed + args.seeds):
+    for seed in tqdm(range(args.seed, args.seed + args.seeds), unit="schedule", disable=None):
         result = replay(recording, seed, args.policy or "", args.sever)
         if result.verdict is not None:
             found = True
