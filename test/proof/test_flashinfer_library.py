@@ -10,7 +10,7 @@ import pytest
 import torch
 from attention_cases import SCALE, Case
 
-from fenceline.layers.attention.by_kind import BackendsByKind
+from fenceline.layers.attention.backends import BackendsByKind
 from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBackend, _GraphDecodePlan
 from fenceline.layers.attention.flashinfer_library import DecodeKernels, Lens, PrefillKernels, Workspace
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs

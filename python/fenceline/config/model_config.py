@@ -35,14 +35,7 @@ class SamplingDefaults:
 
     def as_dict(self) -> dict[str, float | int]:
         """The parameters that are set, under their ``SamplingParams`` names."""
-        values = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-        }
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.generate_api import AnswerWriter, answers_of, make_writers, stream_answers, thinking_end_id
 from fenceline.entrypoints.generate_body import GenerateBody, NativeSampling, expand, parse_generate
 from fenceline.entrypoints.launch import EngineBackend, FrontEnd
+from fenceline.entrypoints.launch import launch as launch_replicas
 from fenceline.entrypoints.native_api import describe_server
 from fenceline.entrypoints.openai.answer import AnswerHead, ServedModel
 from fenceline.entrypoints.openai.parsing import parse_body
@@ -31,7 +32,6 @@ from fenceline.entrypoints.openai.protocol import ChatBody
 from fenceline.entrypoints.openai.router import make_chat
 from fenceline.entrypoints.openai.serving_chat import ChatServing
 from fenceline.entrypoints.openai.token_texts import TokenTexts
-from fenceline.entrypoints.replicas import launch as launch_replicas
 from fenceline.entrypoints.update_weights import UpdateFromDiskBody, answer_of, update_from_disk, update_from_tensors
 from fenceline.frontend.request_stream import StreamGroup
 from fenceline.frontend.request_types import RequestError, new_rid

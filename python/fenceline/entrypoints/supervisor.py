@@ -14,11 +14,19 @@ import uvloop
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.entrypoints.http_server import HttpServer, create_app, raise_descriptor_limit
-from fenceline.entrypoints.launch import EngineProcesses, FrontEnd, ProcessEntry, run_scheduler
-from fenceline.entrypoints.node import serve_node
-from fenceline.entrypoints.replicas import Replicas, launch
+from fenceline.entrypoints.launch import (
+    LAST_WORDS_S,
+    EngineProcesses,
+    FrontEnd,
+    ProcessEntry,
+    Replicas,
+    launch,
+    launch_processes,
+    run_scheduler,
+)
 from fenceline.frontend.tokenizer_manager import TokenizerManager
 from fenceline.ipc.child_process import DUMP_SIGNAL, PARENTS_SIGNALS, freeze_garbage_collector, setup_logging
+from fenceline.ipc.io_struct import FatalError
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +110,57 @@ def serve_until_stopped(config: EngineConfig, scheduler_entry: ProcessEntry = ru
         finally:
             backend.stop(0.0)
             backend.link.close()
+
+
+def serve_node(config: EngineConfig, scheduler_entry: ProcessEntry) -> int:
+    """Run the ranks of this host until node 0 stops. Returns the exit status; if it is not 0, the reason was logged."""
+    args = config.server_args
+    ranks = ", ".join(map(str, config.local_ranks))
+    logger.info("Node %d of %d: rank %s; node 0 answers requests.", args.node_rank, args.nnodes, ranks)
+    backend = launch_processes(config, scheduler_entry)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            reason = runner.run(_wait(backend))
+        if reason is None:
+            logger.info("The server has stopped.")
+            return 0
+        backend.tell_nodes(f"node {args.node_rank}: {reason}")
+        logger.error("The node stops: %s", reason)
+        return 1
+    finally:
+        backend.stop(0.0)
+        backend.link.close()
+
+
+async def _wait(backend: EngineProcesses) -> str | None:
+    """Wait until this host's part has ended. Returns the reason, or None if all ranks have ended as told."""
+    loop = asyncio.get_running_loop()
+    reasons: asyncio.Queue[str | None] = asyncio.Queue()
+
+    def died(reason: str) -> None:
+        statuses = [process.exitcode for process in backend.processes]
+        if any(statuses):
+            loop.call_later(LAST_WORDS_S, reasons.put_nowait, reason)  # it may have said why itself
+        elif None not in statuses:
+            reasons.put_nowait(None)
+
+    async def listen() -> None:
+        while True:
+            for message in await backend.link.receive():
+                if isinstance(message, FatalError):
+                    reasons.put_nowait(f"{message.source}: {message.message}")
+
+    for number in PARENTS_SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            loop.add_signal_handler(number, reasons.put_nowait, signal.Signals(number).name)
+    loop.add_signal_handler(DUMP_SIGNAL, backend.dump_flight_recorder)
+    backend.watch(died)
+    listening = asyncio.ensure_future(listen())
+    try:
+        return await reasons.get()
+    finally:
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
 
 
 def _is_loopback(host: str) -> bool:

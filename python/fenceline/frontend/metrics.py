@@ -7,10 +7,16 @@ touched for every chunk of every stream, and turned into prometheus_client's sha
 
 from __future__ import annotations
 
+import multiprocessing
+import platform
+import resource
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 
+import psutil
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -20,10 +26,10 @@ from prometheus_client.core import (
     SummaryMetricFamily,
 )
 
-from fenceline.frontend.process_metrics import build_labels, process_metrics
 from fenceline.frontend.request_table import RequestEntry
 from fenceline.frontend.request_types import RequestError
 from fenceline.ipc.io_struct import CudaGraphState, HiCacheState, InternalState, TokenOut, TransferState
+from fenceline.version import __version__
 
 _TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160)
 _ITL_BUCKETS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -45,6 +51,44 @@ _SGLANG_NAMES = {
         "load_back_duration_seconds", "prefetched_tokens", "backuped_tokens",
     )
 } | {"num_retractions": "num_retracted_requests"}  # fmt: skip
+
+
+_LABELS = ("process", "pid")
+
+
+def build_labels() -> Mapping[str, str]:
+    """The versions of what answers."""
+    try:
+        torch = version("torch")  # without importing it
+    except PackageNotFoundError:
+        torch = ""
+    return {"version": __version__, "python_version": platform.python_version(), "torch_version": torch}
+
+
+def process_metrics() -> Iterator[Metric]:
+    """The metrics of this process and its children, read now; processes that end meanwhile are left out."""
+    memory = GaugeMetricFamily("process_resident_memory_bytes", "Resident memory.", labels=_LABELS)
+    virtual = GaugeMetricFamily("process_virtual_memory_bytes", "Virtual memory.", labels=_LABELS)
+    cpu = CounterMetricFamily("process_cpu_seconds", "CPU time of user and system.", labels=_LABELS)
+    started = GaugeMetricFamily("process_start_time_seconds", "Unix time of the start in seconds.", labels=_LABELS)
+    files = GaugeMetricFamily("process_open_fds", "Open file descriptors.", labels=_LABELS)
+    most_files = GaugeMetricFamily("process_max_fds", "Most file descriptors that may be open.", labels=_LABELS)
+    names = {child.pid: child.name for child in multiprocessing.active_children()}
+    for pid, name in {psutil.Process().pid: "main", **names}.items():
+        labels = (name, str(pid))
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            with process.oneshot():
+                used, times = process.memory_info(), process.cpu_times()
+                num_files, created = process.num_fds(), process.create_time()
+            memory.add_metric(labels, used.rss)
+            virtual.add_metric(labels, used.vms)
+            cpu.add_metric(labels, times.user + times.system)
+            started.add_metric(labels, created)
+            files.add_metric(labels, num_files)
+    # The children inherit the limit.
+    most_files.add_metric(("main", str(psutil.Process().pid)), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield from (memory, virtual, cpu, started, files, most_files)
 
 
 class Histogram:

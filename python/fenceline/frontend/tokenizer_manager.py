@@ -455,7 +455,7 @@ class TokenizerManager:
         return [_state_of(reply) for reply in await self.control.internal_states()]
 
     async def live_state(self, num_steps: int) -> tuple[InternalState, bytes]:
-        """The scheduler's state and its last steps as JSON (``scheduler/live_steps.py``), both of one moment; of
+        """The scheduler's state and its last steps as JSON (``scheduler.control.live_steps``), both of one moment; of
         several replicas the first one's. Raises RequestError 503 if it does not answer, or not yet, or no longer."""
         self._require_serving()
         reply = (await self.control.internal_states(num_steps))[0]

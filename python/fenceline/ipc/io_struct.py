@@ -183,7 +183,7 @@ class FlightRecorderReq(Message):
 
 class GetInternalStateReq(Message):
     """Ask for :class:`InternalState`; answered by :class:`ControlReply` with ``state`` set. ``num_steps``: with so many
-    of the flight recorder's last steps as JSON in ``payload`` (see ``scheduler/live_steps.py``)."""
+    of the flight recorder's last steps as JSON in ``payload`` (see ``scheduler.control.live_steps``)."""
 
     id: str
     num_steps: int = 0

@@ -110,20 +110,6 @@ class Memory:
     with the same array of rows, only their tick is updated; the tables of rows are written when another array comes.
     """
 
-    __slots__ = (
-        "_pending",
-        "_pending_tick",
-        "_reads",
-        "_writes",
-        "is_exclusive",
-        "last_reads",
-        "last_writes",
-        "name",
-        "num_rows",
-        "row_name",
-        "tensor",
-    )
-
     def __init__(self, name: str, num_rows: int = 1, row_name: str = "row", tensor: torch.Tensor | None = None) -> None:
         self.name = name
         self.num_rows = num_rows
@@ -206,8 +192,6 @@ class PagedMemory(Memory):
     and are noted at the pages themselves only when the table changes there or when another agent's access has to be
     compared. The table here is the host's copy of the device's.
     """
-
-    __slots__ = ("_covered", "_latest", "_log", "_made", "_page_size", "_reader", "_row_ticks", "_shape")
 
     def __init__(self, name: str, num_pages: int, page_size: int, table: tuple[int, int], reader: StreamName) -> None:
         super().__init__(name, num_pages, "page")

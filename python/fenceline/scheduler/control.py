@@ -8,13 +8,14 @@ import re
 import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import orjson
 import torch
 
 from fenceline.config.private_files import new_file
@@ -38,12 +39,12 @@ from fenceline.ipc.io_struct import (
     UpdateWeightsReq,
 )
 from fenceline.memory_order import old_kv_removal
+from fenceline.memory_order.edges import StreamName, pages_edge
 from fenceline.model_executor.step import Worker
 from fenceline.models.loader import NewWeights
 from fenceline.scheduler.flight_dump import OFF, dump_json, dump_of_last, write_dump
-from fenceline.scheduler.flight_recorder import FlightRecorder
+from fenceline.scheduler.flight_recorder import CompletionsEvent, Event, FlightRecorder, Leaving, Retirement, StepRecord
 from fenceline.scheduler.flight_trace import trace_json
-from fenceline.scheduler.live_steps import live_steps
 from fenceline.scheduler.population import Population
 from fenceline.scheduler.publishing import Publisher
 
@@ -298,6 +299,59 @@ class SchedulerControl:
         except OSError as error:
             return ControlReply(id="", success=False, message=f"the dump could not be written: {error}")
         return ControlReply(id="", success=True, message=str(path))
+
+
+def live_steps(recorder: FlightRecorder, num_steps: int) -> bytes:
+    """The last ``num_steps`` steps as a JSON object: ``steps``, oldest first, and the ``events`` since the last launch.
+    They are counts, without ids of requests, tokens or pages, so any client may see them.
+
+    Each step has
+
+    * ``mode`` (extend or decode), ``reqs`` (the number of requests) and ``tokens`` (the number of tokens computed);
+    * ``done``: the serial of the Point that ends the step, by which it is identified;
+    * ``in_flight``: how many earlier steps were not published yet when it was launched;
+    * ``published``: whether its own results have been published;
+    * ``after``: the other streams whose pages it reuses, each with the name of the edge;
+    * ``events`` between the launch before and this one, as counts: requests that ``left`` (by reason),
+      ``retired_pages``, ``transfers`` that had ended (by kind), and ``storage`` jobs. Counts of 0 are left out.
+    """
+    steps, events = recorder.snapshot(num_steps)
+    return orjson.dumps({"steps": [_step(step) for step in steps], "events": _counts(events)})
+
+
+def _step(step: StepRecord) -> dict[str, object]:
+    batch = step.batch
+    return {
+        "mode": "decode" if batch.is_decode else "extend",
+        "reqs": len(step.rids),
+        "tokens": len(step.rids) if batch.is_decode else batch.num_prompt_tokens,
+        "done": step.done,
+        "in_flight": step.in_flight,
+        "published": bool(step.tokens),
+        "after": [
+            [stream, pages_edge(StreamName.FORWARD, StreamName(stream)).name]
+            for stream, _ in step.after
+            if stream != StreamName.FORWARD.value
+        ],
+        "events": _counts(step.events),
+    }
+
+
+def _counts(events: Sequence[Event]) -> dict[str, object]:
+    left: Counter[str] = Counter()
+    transfers: Counter[str] = Counter()
+    retired_pages = storage = 0
+    for event in events:
+        match event:
+            case Leaving():
+                left[event.why] += 1
+            case Retirement():
+                retired_pages += len(event.pages)
+            case CompletionsEvent():
+                transfers.update(kind for kind, _, _ in event.transfers)
+                storage += len(event.storage)
+    counts = {"left": left, "retired_pages": retired_pages, "transfers": transfers, "storage": storage}
+    return {name: count for name, count in counts.items() if count}
 
 
 def _let_steps_run() -> None:

@@ -13,11 +13,14 @@ not launch the step.
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import cast
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from fenceline.ipc.io_struct import (
     ENCODER,
@@ -28,12 +31,11 @@ from fenceline.ipc.io_struct import (
     SchedulerInput,
     decoder,
 )
-from fenceline.ipc.rank_board import News, RankBoard
+from fenceline.ipc.rank_board import NUM_FIELDS, News, RankBoard
 from fenceline.mem_cache.storage.agreement import StorageAckCodec, StorageAgreement
 from fenceline.memory_order import rank_consensus
 from fenceline.memory_order.edges import ENDED_ON_ALL, RANK_RESULTS
-from fenceline.model_executor.step import Completions, ForwardResult, StepBatch, Worker
-from fenceline.scheduler.decisions import FIELDS, Decisions
+from fenceline.model_executor.step import Completions, ForwardResult, StepBatch, StepOutput, Worker
 from fenceline.scheduler.req import Req
 
 Drain = Callable[[bool, int | None], Sequence[Message]]
@@ -56,6 +58,53 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
 
 _OBSERVING = (ProfileReq, FlightRecorderReq, GetInternalStateReq)
 TURN_DECODER: msgspec.msgpack.Decoder[Turn] = decoder(Turn)
+
+
+# The first field that differs is reported. A cause comes before its effects: other tokens may lead to another kind of
+# step, that to other requests, and so on.
+FIELDS = ("sampled tokens", "kind of step", "requests", "rows", "lengths", "pages", "loads")
+assert len(FIELDS) == NUM_FIELDS
+
+_Array = npt.NDArray[np.generic]
+
+
+class Decisions:
+    """Computes the hashes. The requests of a decode step are not hashed again if they are those of the step before."""
+
+    def __init__(self) -> None:
+        self._composition = -1
+        self._requests = self._rows = 0
+        self._tokens = 0
+
+    def published(self, out: StepOutput) -> None:
+        """Include the tokens of a published step. Each rank has computed them itself, so they may differ too."""
+        self._tokens = zlib.crc32(out.tokens.tobytes(), self._tokens)
+
+    def of(self, batch: StepBatch, reqs: Sequence[Req]) -> tuple[int, ...]:
+        """One number for each of ``FIELDS``, for ``batch`` and its requests ``reqs`` (in batch order)."""
+        writes = batch.page_writes
+        pages: list[_Array] = [writes.rows, writes.columns, writes.pages]
+        if not batch.is_decode:
+            self._composition = -1
+            lengths = [batch.starts, batch.seq_lens, batch.samples]
+            pages += [chunk.out_slots for chunk in batch.chunks]
+            loads = _hash(np.array([ticket.id for ticket in batch.loads]))
+            return self._tokens, 1, _names(reqs), _hash(batch.rows), _hash(*lengths), _hash(*pages), loads
+        if batch.composition != self._composition:
+            self._composition, self._requests, self._rows = batch.composition, _names(reqs), _hash(batch.rows)
+        return self._tokens, 2, self._requests, self._rows, _hash(batch.seq_lens), _hash(*pages), 0
+
+
+def _names(reqs: Sequence[Req]) -> int:
+    return zlib.crc32("\n".join([req.rid for req in reqs]).encode())
+
+
+def _hash(*arrays: _Array) -> int:
+    value = 0
+    for array in arrays:
+        if len(array):
+            value = zlib.crc32(array.tobytes(), value)
+    return value
 
 
 class RankLink(ABC):

@@ -12,8 +12,7 @@ import pytest
 import xgrammar
 from json_schemas import generated_schema
 
-from fenceline.constrained.compact import compact
-from fenceline.constrained.compile import compile_grammar
+from fenceline.constrained.compile import compact, compile_grammar
 from fenceline.constrained.spec import GrammarKind, GrammarSpec
 
 _END = 256

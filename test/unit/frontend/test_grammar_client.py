@@ -19,9 +19,8 @@ from fenceline.entrypoints.generate_body import grammar_of
 from fenceline.entrypoints.openai.parsing import answer_grammar
 from fenceline.entrypoints.openai.protocol import ChatBody
 from fenceline.frontend import grammar_client
-from fenceline.frontend.compile_queue import CompileQueue
 from fenceline.frontend.control import ControlClient
-from fenceline.frontend.grammar_client import CompileProcess, GrammarClient
+from fenceline.frontend.grammar_client import CompileProcess, CompileQueue, GrammarClient
 from fenceline.frontend.request_types import RequestError
 from fenceline.frontend.tokenizer import load_tokenizer
 from fenceline.ipc.io_struct import ControlReply, LoadGrammarReq

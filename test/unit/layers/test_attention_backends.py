@@ -16,9 +16,14 @@ from attention_cases import SCALE, Case
 
 from fenceline.config.kv_layout import KVLayout
 from fenceline.layers.attention import backends, flashinfer_library
-from fenceline.layers.attention.backends import AttentionSetting, choose, make_attention_backends, measure_us
+from fenceline.layers.attention.backends import (
+    AttentionSetting,
+    BackendsByKind,
+    choose,
+    make_attention_backends,
+    measure_us,
+)
 from fenceline.layers.attention.base import AttentionBackend, LayerRules
-from fenceline.layers.attention.by_kind import BackendsByKind
 from fenceline.layers.attention.cpu_backend import CpuAttentionBackend
 from fenceline.layers.attention.fa3_backend import Fa3AttentionBackend
 from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBackend

@@ -11,8 +11,8 @@ from scheduler_driver import Driver, make_driver, make_tiered_driver, request
 
 from fenceline.ipc.io_struct import AbortReq, ControlReply, GetInternalStateReq
 from fenceline.memory_order.edges import StreamName, pages_edge
+from fenceline.scheduler.control import live_steps
 from fenceline.scheduler.flight_dump import dump_json
-from fenceline.scheduler.live_steps import live_steps
 
 
 def told(driver: Driver, num_steps: int = 1000) -> dict[str, Any]:
