@@ -131,11 +131,9 @@ def read_draft_config(
     """Read the draft's ``config.json``, and for EAGLE the file ``token_map`` if one is given.
 
     ``directory`` None means the target's directory: a folder in it with the algorithm's name in lower case, as in the
-    demo model, or for NEXTN the target's checkpoint itself.
-
-    Raises ``ConfigError``, one line with the remedy, for a directory without a draft of this algorithm, and for a draft
-    of another target, whose sizes, vocabulary or layers do not fit.
-    """
+    demo model, or for NEXTN the target's checkpoint itself. Raises ``ConfigError``, one line with the remedy, for a
+    directory without a draft of this algorithm, and for a draft of another target, whose sizes, vocabulary or layers do
+    not fit."""
     if directory is None:
         beside = Path(target.model_path) / algorithm.value.lower()
         directory = str(beside) if beside.is_dir() else None

@@ -199,10 +199,7 @@ def _secret_flags() -> Sequence[str]:
 
 def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> EngineConfig:
     """The configuration for ``args`` on this machine. May download the model. ``cuda_probe`` says whether there is a
-    GPU that can be used.
-
-    Raises ConfigError, one line with the remedy, for values and combinations that cannot work.
-    """
+    GPU that can be used. Raises ConfigError, one line with the remedy, for values and combinations that cannot work."""
     args = _with_keys_of_environment(args)
     check(args)
     overrides = _model_overrides(args)
@@ -459,10 +456,8 @@ def core_dump_dir(wanted: str | None) -> str | None:
 
 
 def choose_device(wanted: str, probe: Callable[[], bool]) -> str:
-    """``cpu`` or ``cuda`` for the value of ``--device``, or a registered kind.
-
-    Raises ConfigError if there is no GPU to use.
-    """
+    """``cpu`` or ``cuda`` for the value of ``--device``, or a registered kind. Raises ConfigError if there is no GPU to
+    use."""
     if wanted == "cpu" or is_registered(wanted):
         return wanted
     available = probe()
@@ -663,11 +658,8 @@ def _check_memory(args: ServerArgs, model: ModelConfig, max_running_requests: in
 
 
 def attention_backends(args: ServerArgs, device: str, model: ModelConfig) -> tuple[str, str]:
-    """The attention backends of prefill and decode: a name, or ``auto`` for the one that is fastest on this GPU.
-
-    Raises ConfigError for backends that ``device`` cannot run, and with speculation for those that cannot verify
-    drafts.
-    """
+    """The attention backends of prefill and decode: a name, or ``auto`` for the one that is fastest on this GPU. Raises
+    ConfigError for backends that ``device`` cannot run, and with speculation for those that cannot verify drafts."""
     both = args.attention_backend or "auto"
     if device == "cuda" and args.enable_deterministic_inference:
         _check_fixed_order(args)
@@ -715,10 +707,8 @@ def _verifying(args: ServerArgs, decode: str, model: ModelConfig) -> str:
 
 
 def cuda_graph_bs(args: ServerArgs, device: str, max_running_requests: int) -> tuple[int, ...]:
-    """The decode batch sizes to capture, ascending; empty: no graphs.
-
-    Raises ConfigError for sizes that no batch reaches, and if --debug-cuda-graph would have nothing to compare.
-    """
+    """The decode batch sizes to capture, ascending; empty: no graphs. Raises ConfigError for sizes that no batch
+    reaches, and if --debug-cuda-graph would have nothing to compare."""
     buckets = _buckets(args, device, max_running_requests)
     _check_number(buckets, "--cuda-graph-max-bs or name fewer sizes with --cuda-graph-bs")
     if args.debug_cuda_graph and not buckets:
@@ -765,10 +755,7 @@ def piecewise_cuda_graph_tokens(
     args: ServerArgs, device: str, model: ModelConfig, max_step_tokens: int
 ) -> tuple[int, ...]:
     """The prefill sizes in tokens to capture in pieces, ascending; empty: none. No prefill step has more than
-    ``max_step_tokens`` tokens.
-
-    Raises ConfigError for sizes that no step reaches.
-    """
+    ``max_step_tokens`` tokens. Raises ConfigError for sizes that no step reaches."""
     if args.disable_cuda_graph or args.disable_piecewise_cuda_graph:
         return ()
     if args.piecewise_cuda_graph_tokens is not None:

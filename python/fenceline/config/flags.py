@@ -132,10 +132,8 @@ def _flag_type(hint: Any) -> tuple[type[Scalar], bool, bool]:
 
 
 def coerce(flag: Flag, value: object) -> Value | None:
-    """``value`` (from the command line, YAML or a keyword argument) as the flag's type.
-
-    Raises ConfigError if it does not fit the type, is not among the choices or is refused.
-    """
+    """``value`` (from the command line, YAML or a keyword argument) as the flag's type. Raises ConfigError if it does
+    not fit the type, is not among the choices or is refused."""
     if value is None and flag.optional:
         return None
     if flag.many:
@@ -279,10 +277,8 @@ def parse_values(
     parser: argparse.ArgumentParser, cls: type[Any], argv: Sequence[str], positional: str
 ) -> dict[str, Any]:
     """The values that ``argv`` and the YAML file of its ``--config`` give to flags of ``cls``. A word that belongs to
-    no flag is the value of the flag with the name ``positional``.
-
-    Raises ConfigError, one line for everything that is unknown, refused or of the wrong type.
-    """
+    no flag is the value of the flag with the name ``positional``. Raises ConfigError, one line for everything that is
+    unknown, refused or of the wrong type."""
     complaints = _Complaints()
     known, stray = _own_words(argv, cls, complaints)
     try:

@@ -93,9 +93,8 @@ def _check_key_source(source: str | None) -> None:
 
 
 def storage_key(source: str) -> bytes:
-    """The storage key, 32 bytes, derived from the secret at ``source``, which is ``file:PATH`` or ``env:NAME``.
-
-    Raises ConfigError, one line, if there is no secret, if it is too short, or if other users can read the file."""
+    """The storage key, 32 bytes, derived from the secret at ``source``, which is ``file:PATH`` or ``env:NAME``. Raises
+    ConfigError, one line, if there is no secret, if it is too short, or if other users can read the file."""
     kind, _, name = source.partition(":")
     secret = (_secret_in_file(name) if kind == "file" else os.environb.get(os.fsencode(name), b"")).strip()
     _require(

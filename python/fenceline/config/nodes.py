@@ -28,9 +28,8 @@ def described(config: EngineConfig) -> bytes:
 
 def agreed(config: EngineConfig, all_described: Sequence[bytes]) -> EngineConfig:
     """``config`` with the values that node 0 has drawn. ``all_described``: the results of ``described`` of all ranks,
-    in their order.
-
-    Raises ``ValueError``, the same on all ranks, which names the first setting in which a node differs from node 0."""
+    in their order. Raises ``ValueError``, the same on all ranks, which names the first setting in which a node differs
+    from node 0."""
     _, seed, first = json.loads(all_described[0])
     for data in all_described[1:]:
         node, _, other = json.loads(data)

@@ -37,16 +37,14 @@ class ForeignEntryError(OSError):
 
 def open_file(path: str, flags: int, dir_fd: int | None = None) -> int:
     """A descriptor of the regular file at ``path`` (relative to ``dir_fd``). With ``O_CREAT`` a missing file is made,
-    which only this user can access.
-
-    Raises :class:`ForeignEntryError` for anything else with that name, and ``OSError``."""
+    which only this user can access. Raises :class:`ForeignEntryError` for anything else with that name, and
+    ``OSError``."""
     return _open(path, flags, dir_fd, foreign_file)
 
 
 def open_folder(path: str, dir_fd: int | None = None) -> int:
-    """A descriptor of the folder at ``path`` (relative to ``dir_fd``), in which names can be looked up.
-
-    Raises :class:`ForeignEntryError` for anything else with that name, and ``OSError``."""
+    """A descriptor of the folder at ``path`` (relative to ``dir_fd``), in which names can be looked up. Raises
+    :class:`ForeignEntryError` for anything else with that name, and ``OSError``."""
     return _open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd, foreign_folder)
 
 

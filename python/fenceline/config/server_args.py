@@ -651,10 +651,8 @@ class ServerArgs:
 
 def parse_args(argv: Sequence[str], prog: str = "python -m fenceline.launch_server") -> ServerArgs:
     """The flags of a command line and of its ``--config`` file; the model may also stand alone, as in ``MODEL --port
-    8000``. ``-h`` prints the help and exits.
-
-    Raises ConfigError, one line with the remedies, for everything that is unknown, refused or malformed.
-    """
+    8000``. ``-h`` prints the help and exits. Raises ConfigError, one line with the remedies, for everything that is
+    unknown, refused or malformed."""
     parser = build_parser(ServerArgs, prog, "Serve a language model over HTTP.")
     return ServerArgs(**parse_values(parser, ServerArgs, argv, positional="model_path"))
 

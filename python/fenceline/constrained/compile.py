@@ -147,11 +147,8 @@ def compile_grammar(
     noted: Callable[[str], object] = lambda _: None,
 ) -> bytes:
     """The compiled grammar, serialised. ``max_whitespace``: see :func:`spec.max_whitespace`. ``noted``: see
-    :func:`json_schema.enforced_schema`.
-
-    Raises ValueError with the reason if the grammar is wrong or could not be enforced, and MemoryError if there is not
-    enough memory.
-    """
+    :func:`json_schema.enforced_schema`. Raises ValueError with the reason if the grammar is wrong or could not be
+    enforced, and MemoryError if there is not enough memory."""
     import xgrammar
 
     compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)

@@ -51,10 +51,7 @@ class ThinkTokens(msgspec.Struct, frozen=True, array_like=True):
 
 def max_whitespace(pattern: str | None) -> int | None:
     """The largest number of white space characters in one place that --constrained-json-whitespace-pattern allows; None
-    for any number.
-
-    Raises ValueError with the remedy for a pattern that says something else.
-    """
+    for any number. Raises ValueError with the remedy for a pattern that says something else."""
     if pattern is None:
         return DEFAULT_MAX_WHITESPACE
     found = _WHITESPACE_PATTERN.fullmatch(pattern)

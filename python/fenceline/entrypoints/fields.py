@@ -226,10 +226,8 @@ class FieldRules:
         self._without_effect = without_effect
 
     def unknown(self, fields: Mapping[str, object]) -> set[str]:
-        """The names among ``fields`` that nobody knows. Values are JSON values or ``msgspec.Raw``.
-
-        Raises RequestError (400) for the first field that is refused.
-        """
+        """The names among ``fields`` that nobody knows. Values are JSON values or ``msgspec.Raw``. Raises RequestError
+        (400) for the first field that is refused."""
         extra = set(fields) - self.declared
         if len(extra) > MAX_BODY_FIELDS:
             raise RequestError(
@@ -269,7 +267,6 @@ class UnknownFields:
 
     def note(self, names: set[str], rules: FieldRules | str) -> None:
         """``names`` are unknown by these rules, or of things that are left out, whose kind is given: "tool of type".
-
         Raises RequestError (400) for the first unknown one if the server is strict."""
         kind = rules if isinstance(rules, str) else ""
         if self._strict and names and not isinstance(rules, str):

@@ -168,10 +168,8 @@ class Expanded:
 
 
 def grammar_of(**given: str | dict[str, object] | None) -> GrammarSpec | None:
-    """The one grammar among ``given``, each None or the text of its kind; a JSON text may come parsed.
-
-    Raises RequestError (400) for several.
-    """
+    """The one grammar among ``given``, each None or the text of its kind; a JSON text may come parsed. Raises
+    RequestError (400) for several."""
     specs = []
     for kind, value in given.items():
         if isinstance(value, dict):

@@ -29,9 +29,8 @@ _FEW_IDS = 256  # numpy's calls cost more than looking at so many
 def check_untokenised(
     inp: GenerateInput, tokenizer: Tokenizer | None, config: EngineConfig, limits: SchedulerReady
 ) -> None:
-    """Check everything that can be checked before tokenising, except sampling parameters and token ids.
-
-    Raises RequestError with the remedy for the first thing that is wrong."""
+    """Check everything that can be checked before tokenising, except sampling parameters and token ids. Raises
+    RequestError with the remedy for the first thing that is wrong."""
     vocab_size = config.model.vocab_size
     if (inp.text is None) == (inp.input_ids is None):
         raise RequestError(400, "give either text or input_ids, exactly one of them", param="text")

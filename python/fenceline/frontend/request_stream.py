@@ -78,10 +78,8 @@ class RequestStream:
         raise StopAsyncIteration
 
     async def collect(self) -> GenerateChunk:
-        """The whole answer as one chunk; wakes up only once. Call it before reading anything.
-
-        Raises RequestError if the request ended in an error or was closed meanwhile.
-        """
+        """The whole answer as one chunk; wakes up only once. Call it before reading anything. Raises RequestError if
+        the request ended in an error or was closed meanwhile."""
         self._whole = True
         chunks = [chunk async for chunk in self]
         if not chunks or not chunks[-1].finished:

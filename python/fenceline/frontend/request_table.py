@@ -128,10 +128,8 @@ class RequestTable:
         self, rids: Sequence[str], prompt_lens: Sequence[int], priorities: Sequence[int], limits: SchedulerReady
     ) -> list[RequestEntry]:
         """The waiting requests that must be aborted before all these may be added: none, unless the queue is full and
-        these have a better priority than others. There must be no await between this and :meth:`add`.
-
-        Raises RequestError if these may not be added: 400 for a duplicate id, 503 beyond --max-queued-requests.
-        """
+        these have a better priority than others. There must be no await between this and :meth:`add`. Raises
+        RequestError if these may not be added: 400 for a duplicate id, 503 beyond --max-queued-requests."""
         seen: set[str] = set()
         for rid in rids:
             if rid in self._active or rid in seen:

@@ -69,10 +69,7 @@ class Tokenizer:
     def pieces(self, text: str) -> Iterator[str]:
         """``text`` in parts of about :data:`PIECE_CHARS` characters. The ids of the parts (:meth:`encode` without
         special tokens), joined, are those of the whole text. It stays one part if this tokenizer does not guarantee
-        that.
-
-        Raises ValueError where there is no place to cut for :data:`MAX_UNBROKEN_CHARS`.
-        """
+        that. Raises ValueError where there is no place to cut for :data:`MAX_UNBROKEN_CHARS`."""
         start = 0
         while self._cut is not None and len(text) - start > PIECE_CHARS:
             earliest = start + PIECE_CHARS

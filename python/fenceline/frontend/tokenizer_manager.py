@@ -243,9 +243,8 @@ class TokenizerManager:
         return len(self._table)
 
     async def tokenize(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[Sequence[int]]:
-        """Token ids of each text as a list or, of long texts, an array; off the event loop where that pays.
-
-        Raises RequestError without a tokenizer, and for too many texts or tokens."""
+        """Token ids of each text as a list or, of long texts, an array; off the event loop where that pays. Raises
+        RequestError without a tokenizer, and for too many texts or tokens."""
         check_num_requests(len(texts), 1)
         most = max(MAX_TOKENIZE_TOKENS, self.config.model.context_length)
         return await self._texts().encode(texts, add_special_tokens, most, most)

@@ -119,10 +119,8 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 
 def split_kv_heads(num_kv_heads: int, shard: Shard) -> tuple[int, int]:
-    """``(heads of this rank, index of its part)``. Heads are repeated if there are fewer of them than ranks.
-
-    Raises ``ValueError`` where neither number divides the other.
-    """
+    """``(heads of this rank, index of its part)``. Heads are repeated if there are fewer of them than ranks. Raises
+    ``ValueError`` where neither number divides the other."""
     if shard.size <= num_kv_heads:
         return shard.divide(num_kv_heads, "key/value heads"), shard.rank
     if shard.size % num_kv_heads:

@@ -77,9 +77,8 @@ class QuantizedFormat(ABC):
         return {f"{name}.weight": slot}
 
     def group_start(self, name: str, full_shape: tuple[int, int], dim: int, start: int) -> int:
-        """Where this rank's part begins in a tensor with one column for each group.
-
-        Raises ``ValueError`` where the ranks' parts would cut a group."""
+        """Where this rank's part begins in a tensor with one column for each group. Raises ``ValueError`` where the
+        ranks' parts would cut a group."""
         columns = self._shape[1]
         if dim == 0:
             return start
@@ -460,9 +459,7 @@ def make_format(
     config: QuantConfig, out_features: int, in_features: int, dtype: torch.dtype, of_experts: bool = False
 ) -> QuantizedFormat:
     """The storage of a matrix in the format ``config``, uninitialised, on the default device. ``dtype``: the model's.
-    ``of_experts``: grouped products read it.
-
-    Raises ``ValueError`` for a matrix that the format cannot hold."""
+    ``of_experts``: grouped products read it. Raises ``ValueError`` for a matrix that the format cannot hold."""
     formats: dict[str, type[Fp8Format] | type[Int8Format] | type[Int4Format]] = {
         "fp8": Fp8Format,
         "int8": Int8Format,

@@ -55,10 +55,8 @@ class WeightSlot:
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Copy ``tensor`` (on any device) into the parameter and convert it to its type. A floating-point parameter
-        takes any type of at least 16 bits, one of FP8 only its own type, and one of integers any integer type.
-
-        Raises ``ValueError`` for a wrong shape or a type that does not fit (a quantised checkpoint).
-        """
+        takes any type of at least 16 bits, one of FP8 only its own type, and one of integers any integer type. Raises
+        ``ValueError`` for a wrong shape or a type that does not fit (a quantised checkpoint)."""
         self.check_type(name, tensor)
         self.check(name, tensor)
         if self.convert is not None:
@@ -101,14 +99,12 @@ def fill_slots(
     partly: bool = False,
     only_check: bool = False,
 ) -> None:
-    """Load each (name, tensor) pair of ``weights`` into the slot with its name, one after the other.
-
-    Raises ``ValueError`` for a tensor that has no slot (unless its name is ``ignored``, or it is a bias or a zero point
-    that is zero), comes twice or has the wrong shape or type, and for slots that no tensor has filled. With ``partly``
-    slots may stay as they are, but of slots that belong together (``WeightSlot.together``) either all or none must be
-    filled. With ``only_check`` nothing is written, and tensors on the device ``meta`` are enough. The values of tensors
-    on other devices are then checked too if none of their values are kept.
-    """
+    """Load each (name, tensor) pair of ``weights`` into the slot with its name, one after the other. Raises
+    ``ValueError`` for a tensor that has no slot (unless its name is ``ignored``, or it is a bias or a zero point that
+    is zero), comes twice or has the wrong shape or type, and for slots that no tensor has filled. With ``partly`` slots
+    may stay as they are, but of slots that belong together (``WeightSlot.together``) either all or none must be filled.
+    With ``only_check`` nothing is written, and tensors on the device ``meta`` are enough. The values of tensors on
+    other devices are then checked too if none of their values are kept."""
     missing = set(slots)
     unexpected = []
     for name, tensor in weights:

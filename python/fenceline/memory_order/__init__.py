@@ -82,10 +82,7 @@ def register_device(kind: str, factory: DeviceFactory) -> None:
 
 def open_device(kind: str, severed: frozenset[str] = frozenset(), index: int | None = None) -> Device:
     """The device of that kind: ``cpu``, ``cuda`` (CUDA device ``index``, the current one unless given) or a registered
-    one.
-
-    Raises ``ValueError`` with the remedy where it is not available.
-    """
+    one. Raises ``ValueError`` with the remedy where it is not available."""
     if kind == "cpu":
         return CpuDevice(severed)
     if kind == "cuda":

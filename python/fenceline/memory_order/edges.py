@@ -228,10 +228,8 @@ def edge_of(part: str) -> str:
 
 
 def pages_edge(waiter: StreamName, source: StreamName) -> Edge:
-    """The edge by which ``waiter`` takes over KV pages, or host pages, that ``source`` has accessed.
-
-    Raises ``KeyError`` if there is none, because one of the two streams does not access pages.
-    """
+    """The edge by which ``waiter`` takes over KV pages, or host pages, that ``source`` has accessed. Raises
+    ``KeyError`` if there is none, because one of the two streams does not access pages."""
     return _PAGE_EDGE_OF[waiter, source]
 
 

@@ -80,10 +80,8 @@ class LeasePool:
         return leased, after
 
     def retire(self, ids: Ids, after: Points) -> None:
-        """Give ``ids`` back; others may access them after ``after``.
-
-        Raises :class:`LeaseError` if any of them is not leased, is named twice, or is reserved.
-        """
+        """Give ``ids`` back; others may access them after ``after``. Raises :class:`LeaseError` if any of them is not
+        leased, is named twice, or is reserved."""
         if len(ids) == 0:
             return
         self._check(ids)

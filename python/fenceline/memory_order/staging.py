@@ -311,10 +311,8 @@ class ResultLease:
 
     def wait(self) -> dict[str, npt.NDArray[np.generic]]:
         """Block the host until the results have arrived. Returns copies, with the shapes and dtypes of the tensors,
-        which stay valid when the ring's slot is used again.
-
-        Raises :class:`LeaseError` when called again: the slot may by then hold another step's results.
-        """
+        which stay valid when the ring's slot is used again. Raises :class:`LeaseError` when called again: the slot may
+        by then hold another step's results."""
         if self._slot is None:
             raise LeaseError("these results were already taken")
         slot, self._slot = self._slot, None
@@ -361,11 +359,8 @@ class ResultRing(_Ring):
 
     def download(self, tensors: Mapping[str, torch.Tensor], small_by_forward: bool = False) -> ResultLease:
         """Start copying ``tensors`` to the host; work submitted to FORWARD from now on may overwrite them.
-        ``small_by_forward``: as if the ring had been made so.
-
-        Raises :class:`LeaseError` if the slot's earlier results have not been taken: more steps are in
-        flight than the ring is deep.
-        """
+        ``small_by_forward``: as if the ring had been made so. Raises :class:`LeaseError` if the slot's earlier results
+        have not been taken: more steps are in flight than the ring is deep."""
         layout, nbytes = _tensor_layout(tensors)
         if self._slots[self._next].leased:
             raise LeaseError("the result ring is full: publish the earlier step first")

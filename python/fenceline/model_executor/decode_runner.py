@@ -131,9 +131,8 @@ class DecodeRunner(GraphRunner):
 
     def __init__(self, parts: Parts) -> None:
         """Captures the sizes of ``--cuda-graph-bs``, but nothing before :meth:`capture`. If there are masks and one
-        rank, a second graph of each size draws under them.
-
-        Raises ``ValueError`` for a size above the number of requests, since the arena has no rows for it."""
+        rank, a second graph of each size draws under them. Raises ``ValueError`` for a size above the number of
+        requests, since the arena has no rows for it."""
         config, device, model = parts.config, parts.device, parts.model
         sizes, max_batch = config.cuda_graph_bs, config.max_running_requests
         if sizes and sizes[-1] > max_batch:

@@ -157,10 +157,8 @@ class CausalLM:
 
     def load_weights(self, weights: Weights, partly: bool = False, only_check: bool = False) -> None:
         """Fill every parameter from (name, tensor) pairs with Hugging Face's names, in any order. With ``partly`` only
-        the parameters for which a tensor comes are filled. With ``only_check`` nothing is written.
-
-        Raises ``ValueError`` for missing, unexpected, repeated and mis-shaped weights.
-        """
+        the parameters for which a tensor comes are filled. With ``only_check`` nothing is written. Raises
+        ``ValueError`` for missing, unexpected, repeated and mis-shaped weights."""
         tied = self.lm_head is self.embed_tokens
         mtp = self.config.num_mtp_layers > 0
         first, more = len(self.layers), self.config.num_appended_layers

@@ -227,10 +227,7 @@ MODELS: Mapping[str, Architecture] = MappingProxyType(
 
 def make_model(config: ModelConfig, context: LayerContext, first_layer: int = 0) -> CausalLM:
     """The model of ``config.architecture``, with uninitialised parameters on the default device. ``first_layer``: see
-    ``CausalLM``.
-
-    Raises ``ValueError``, which names the supported architectures, for any other one.
-    """
+    ``CausalLM``. Raises ``ValueError``, which names the supported architectures, for any other one."""
     if config.architecture not in MODELS:
         raise ValueError(f"architecture {config.architecture} is not supported; supported are {', '.join(MODELS)}")
     architecture = MODELS[config.architecture]

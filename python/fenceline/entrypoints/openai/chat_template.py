@@ -249,10 +249,8 @@ class ChatTemplate:
 
 
 def chat_template_of(tokenizer: Tokenizer | None, config: EngineConfig) -> ChatTemplate | str:
-    """The template, or the reason why there is none. /v1/completions works without one.
-
-    Raises ValueError if --chat-template is not a valid template.
-    """
+    """The template, or the reason why there is none. /v1/completions works without one. Raises ValueError if
+    --chat-template is not a valid template."""
     if tokenizer is None:
         return "this server runs with --skip-tokenizer-init and has no chat template; use /generate with input_ids"
     if config.chat_template is not None:

@@ -104,10 +104,8 @@ class Answer:
         return EventStream(self._events(shape), self.group.close)
 
     async def whole(self, fields: Mapping[str, object], request: Request) -> Response:
-        """Answer with one object that begins with ``fields``, unless ``request``'s client leaves meanwhile.
-
-        Raises RequestError for the first request of the group that failed.
-        """
+        """Answer with one object that begins with ``fields``, unless ``request``'s client leaves meanwhile. Raises
+        RequestError for the first request of the group that failed."""
         chunks = await collect_or_abort(request, self.group)
         for index, chunk in enumerate(chunks):
             self.usage.note(index, chunk)

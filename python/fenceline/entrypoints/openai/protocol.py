@@ -42,10 +42,8 @@ JsonObject = dict[str, object]
 
 
 def parse_prompts(value: object) -> list[Prompt]:
-    """The four forms of ``prompt`` (text, texts, token ids, lists of token ids) as a list of prompts.
-
-    Raises ValueError for any other form and for empty prompts.
-    """
+    """The four forms of ``prompt`` (text, texts, token ids, lists of token ids) as a list of prompts. Raises ValueError
+    for any other form and for empty prompts."""
     if isinstance(value, str):
         return [_checked_text(value)]
     if not isinstance(value, list):

@@ -30,10 +30,8 @@ _CLIENT_CLOSED_REQUEST = 499  # for the access log; the client has gone
 
 
 def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) -> APIRouter:
-    """All ``/v1`` routes, Anthropic's too, over ``manager``, usually the TokenizerManager.
-
-    Raises ValueError if --chat-template is not a valid template.
-    """
+    """All ``/v1`` routes, Anthropic's too, over ``manager``, usually the TokenizerManager. Raises ValueError if
+    --chat-template is not a valid template."""
     model = ServedModel.from_config(config)
     texts = TokenTexts(manager.tokenizer) if manager.tokenizer is not None else None
     completions = CompletionServing(manager, model, texts)

@@ -300,9 +300,8 @@ def functions_of(body: ChatBody) -> Mapping[str, Mapping[str, object]]:
 
 
 async def conversation_text(generator: Generator, template: ChatTemplate | str, body: ChatBody) -> str:
-    """:func:`render_chat`, in a worker thread if the conversation is long.
-
-    Raises RequestError (400) before rendering for a conversation that cannot fit the context."""
+    """:func:`render_chat`, in a worker thread if the conversation is long. Raises RequestError (400) before rendering
+    for a conversation that cannot fit the context."""
     contents = [message.content for message in body.messages]
     num_chars = sum(
         len(content) if isinstance(content, str) else sum(len(part.text) for part in content or ())

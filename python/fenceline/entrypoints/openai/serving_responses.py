@@ -119,7 +119,6 @@ class ResponseStore:
 
     def resolved(self, items: str | list[JsonObject]) -> str | list[JsonObject]:
         """``items`` with the stored ones in place of references to them, whose ids say of which response they are.
-
         Raises RequestError (404) for one that is not kept, and (400) for more than a conversation may have."""
         if isinstance(items, str):
             return items

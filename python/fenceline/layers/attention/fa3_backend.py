@@ -59,11 +59,8 @@ def load_flash_attention() -> FlashAttention:
 
 class Fa3AttentionBackend(AttentionBackend):
     """Plans over one KV pool. Keeps no state between batches. ``attend``: the function to call; None: that of the
-    installed package.
-
-    Raises ValueError with the remedy if the package is missing, for an unsupported dtype of the pool, and for layers
-    with sinks.
-    """
+    installed package. Raises ValueError with the remedy if the package is missing, for an unsupported dtype of the
+    pool, and for layers with sinks."""
 
     def __init__(
         self, kv_pool: KVPool, attend: FlashAttention | None = None, rules: Mapping[int, LayerRules] = NO_RULES

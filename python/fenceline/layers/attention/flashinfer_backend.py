@@ -49,10 +49,8 @@ class FlashInferAttentionBackend(AttentionBackend):
 
     ``num_heads`` is the number of this rank's query heads. Benchmarks that compare kernels set ``prefill`` to
     FlashInfer's fa2 or fa3 and ``tensor_cores`` to whether decode uses them; None chooses what suits the GPU and the
-    model. ``library``: None stands for the installed package.
-
-    Raises ValueError with the remedy if FlashInfer is missing or has no kernels for the model.
-    """
+    model. ``library``: None stands for the installed package. Raises ValueError with the remedy if FlashInfer is
+    missing or has no kernels for the model."""
 
     def __init__(
         self,

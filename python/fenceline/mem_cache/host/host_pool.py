@@ -39,9 +39,8 @@ class HostPool:
     def __init__(
         self, device: Device, num_pages: int, layout: KVLayout, mem_layout: MemLayout, room: int | None = None
     ) -> None:
-        """``room``: bytes of host memory available for it; None: all that this process can still take.
-
-        Raises ``ValueError`` with the remedy if there is not enough memory or it cannot be pinned."""
+        """``room``: bytes of host memory available for it; None: all that this process can still take. Raises
+        ``ValueError`` with the remedy if there is not enough memory or it cannot be pinned."""
         if mem_layout not in ("layer_first", "page_first"):
             raise ValueError(f"--hicache-mem-layout {mem_layout}: use layer_first or page_first")
         if num_pages < 1:

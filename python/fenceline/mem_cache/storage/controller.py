@@ -540,10 +540,8 @@ def make_storage(
     """The storage that ``config`` asks for, its threads running; None if it asks for none. The caller closes it.
 
     ``clock``: seconds, for time-outs; a run that has to be repeatable gives one that counts its steps. ``rank``: the
-    rank whose part of a page the pool holds.
-
-    Raises ``ValueError`` with the remedy for a directory that cannot be used or holds not even one page.
-    """
+    rank whose part of a page the pool holds. Raises ``ValueError`` with the remedy for a directory that cannot be used
+    or holds not even one page."""
     storage = None if config.hicache is None else config.hicache.storage
     if storage is None:
         return None

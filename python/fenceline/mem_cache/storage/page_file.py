@@ -68,9 +68,8 @@ def write_page(fd: int, key: PageKey, parts: Sequence[memoryview], secret: bytes
 
 
 def read_page(fd: int, key: PageKey, parts: Sequence[memoryview], secret: bytes | None = None) -> None:
-    """Read the payload into ``parts`` and verify it. ``secret``: the storage key.
-
-    Raises ``StorageError`` for a damaged file and for one that was not written with this key, ``OSError``."""
+    """Read the payload into ``parts`` and verify it. ``secret``: the storage key. Raises ``StorageError`` for a damaged
+    file and for one that was not written with this key, ``OSError``."""
     nbytes = header_nbytes(secret) + sum(part.nbytes for part in parts)
     size = os.fstat(fd).st_size
     if size != nbytes:

@@ -38,20 +38,10 @@ def _variant(page_size: int, block: int) -> KernelVariant:
 
 @triton.jit(do_not_specialize=["size", "max_pages"])
 def _decode_prologue_kernel(
-    rows,
-    plan_seq_lens,
-    num_steps,
-    page_table,
-    last_tokens,
-    out_seq_lens,
-    out_positions,
-    out_slots,
-    out_input_ids,
-    size,
-    max_pages,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    rows, plan_seq_lens, num_steps, page_table, last_tokens, out_seq_lens, out_positions, out_slots, out_input_ids,
+    size, max_pages,
+    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < size
     row = tl.load(rows + index, mask=inside, other=0)

@@ -43,19 +43,9 @@ def _variant(embedding_size: int, hidden_size: int, has_norms: bool, pdl: bool) 
 
 @triton.jit
 def _embed_and_join_kernel(
-    ids,
-    table,
-    hidden,
-    embeddings_norm,
-    hidden_norm,
-    out,
-    eps,
-    EMBEDDING: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_NORMS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    ids, table, hidden, embeddings_norm, hidden_norm, out, eps,
+    EMBEDDING: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, HAS_NORMS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     token = (tl.program_id(0) // 2).to(tl.int64)
     is_hidden = tl.program_id(0) % 2 == 1
     size = tl.where(is_hidden, HIDDEN, EMBEDDING)

@@ -16,20 +16,9 @@ _MAX_PROGRAMS = 1024
 
 @triton.jit(do_not_specialize=["out_stride"])
 def _gather_kernel(
-    page_table,
-    rows,
-    seq_lens,
-    out,
-    starts,
-    last_page_lens,
-    seq_lens_32,
-    table_stride,
-    out_stride,
-    PAGE_SIZE: tl.constexpr,
-    RAGGED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    REQUESTS: tl.constexpr,
-):
+    page_table, rows, seq_lens, out, starts, last_page_lens, seq_lens_32, table_stride, out_stride,
+    PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK: tl.constexpr, REQUESTS: tl.constexpr,
+):  # fmt: skip
     request = tl.program_id(0)
     seq_len = tl.load(seq_lens + request).to(tl.int32)
     num_pages = (seq_len + PAGE_SIZE - 1) // PAGE_SIZE

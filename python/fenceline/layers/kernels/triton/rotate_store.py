@@ -87,26 +87,10 @@ def _variant(
 
 @triton.jit
 def _rotate_and_store_kernel(
-    qkv,
-    q_weight,
-    k_weight,
-    table,
-    positions,
-    k_cache,
-    v_cache,
-    out_slots,
-    eps,
-    k_scale,
-    v_scale,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    HAS_NORMS: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    qkv, q_weight, k_weight, table, positions, k_cache, v_cache, out_slots, eps, k_scale, v_scale,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, HAS_NORMS: tl.constexpr, ROUNDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program computes some heads of one kind (query, key or value) of one token, as two tiles [heads, half of
     head_dim]."""
     Q_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS

@@ -132,26 +132,11 @@ def _combine_variant(pieces: int) -> KernelVariant:
 
 @triton.jit(do_not_specialize=["ahead", "first_id"])
 def _piece_kernel(
-    logits,
-    temperatures,
-    noise_scales,
-    seed_keys,
-    positions,
-    thresholds,
-    maxima,
-    token_ids,
-    masks,
-    best_scores,
-    best_ids,
-    largest,
-    ahead,
-    first_id,
-    STRIDE: tl.constexpr,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS_EACH: tl.constexpr,
+    logits, temperatures, noise_scales, seed_keys, positions, thresholds, maxima, token_ids, masks, best_scores,
+    best_ids, largest, ahead, first_id,
+    STRIDE: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, ROWS_EACH: tl.constexpr,
     ROWS_EACH_MASK: tl.constexpr,
-):
+):  # fmt: skip
     """A program finds the best token among BLOCK consecutive columns of one row."""
     PIECES: tl.constexpr = (VOCAB + BLOCK - 1) // BLOCK
     row = tl.program_id(0) // PIECES

@@ -162,25 +162,10 @@ def _num_warps(places: int) -> int:
 
 @triton.jit(do_not_specialize=["size", "num_rows", "depth", "max_pages"])
 def _begin_kernel(
-    rows,
-    state_lens,
-    page_table,
-    last_tokens,
-    lens,
-    seq_lens,
-    path_lens,
-    positions,
-    out_slots,
-    input_ids,
-    is_bad,
-    size,
-    num_rows,
-    depth,
-    max_pages,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    rows, state_lens, page_table, last_tokens, lens, seq_lens, path_lens, positions, out_slots, input_ids, is_bad,
+    size, num_rows, depth, max_pages,
+    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     req = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = req < size
     row = tl.load(rows + req, mask=inside, other=0)
@@ -204,19 +189,9 @@ def _begin_kernel(
 
 @triton.jit(do_not_specialize=["size", "num_rows", "first", "max_pages"])
 def _place_kernel(
-    rows,
-    lens,
-    page_table,
-    positions,
-    slots,
-    size,
-    num_rows,
-    first,
-    max_pages,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    rows, lens, page_table, positions, slots, size, num_rows, first, max_pages,
+    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     req = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = req < size
     row = tl.load(rows + req, mask=inside, other=0)
@@ -236,25 +211,10 @@ def _place_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "column", "vocab_size", "at"])
 def _keep_kernel(
-    best_scores,
-    best_ids,
-    largest,
-    is_bad,
-    input_ids,
-    lens,
-    positions,
-    out_slots,
-    draft_lens,
-    draft_ids,
-    draft_positions,
-    draft_slots,
-    num_rows,
-    column,
-    vocab_size,
-    at,
-    PIECES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    best_scores, best_ids, largest, is_bad, input_ids, lens, positions, out_slots, draft_lens, draft_ids,
+    draft_positions, draft_slots, num_rows, column, vocab_size, at,
+    PIECES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     req = tl.program_id(0)
     pieces = tl.arange(0, BLOCK)
     live = pieces < PIECES
@@ -283,19 +243,9 @@ def _keep_kernel(
 
 @triton.jit(do_not_specialize=["kept_stride", "num_rows", "ahead"])
 def _proposal_kernel(
-    best_scores,
-    best_ids,
-    largest,
-    rows,
-    counts,
-    kept,
-    ids,
-    kept_stride,
-    num_rows,
-    ahead,
-    PIECES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    best_scores, best_ids, largest, rows, counts, kept, ids, kept_stride, num_rows, ahead,
+    PIECES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     req = tl.program_id(0)
     pieces = tl.arange(0, BLOCK)
     live = pieces < PIECES
@@ -314,26 +264,11 @@ def _proposal_kernel(
 
 @triton.jit(do_not_specialize=["size", "num_rows"])
 def _accept_kernel(
-    input_ids,
-    drawn,
-    is_bad,
-    may_accept,
-    rows,
-    lens,
-    counts,
-    num_bad,
-    last_tokens,
-    state_lens,
-    previous,
-    is_behind,
-    size,
-    num_rows,
-    MIN_COUNT: tl.constexpr,
-    EXTRA_BELOW: tl.constexpr,
-    SINK_LEN: tl.constexpr,
-    BLOCK: tl.constexpr,
+    input_ids, drawn, is_bad, may_accept, rows, lens, counts, num_bad, last_tokens, state_lens, previous, is_behind,
+    size, num_rows,
+    MIN_COUNT: tl.constexpr, EXTRA_BELOW: tl.constexpr, SINK_LEN: tl.constexpr, BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
-):
+):  # fmt: skip
     req = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = req < size
     row = tl.load(rows + req, mask=inside, other=0)
